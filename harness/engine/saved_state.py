@@ -22,6 +22,7 @@ _CONSTANT = (
     str, bytes, int, float, type, ref, ModuleType, Tensor, nn.Module, LayerSpec, Method, Request, TransferEngine,
     Arrival,
 )  # fmt: skip
+_LEAVES = {*_CONSTANT, bool, type(None)}  # the types of nearly all values: found sooner than by `isinstance`
 
 
 class SavedState:
@@ -57,7 +58,8 @@ class SavedState:
         if not isinstance(value, tuple):
             self._held[id(value)] = (value, value.copy())
         for inside in value.values() if isinstance(value, dict) else value:
-            self._keep(inside)
+            if type(inside) not in _LEAVES:
+                self._keep(inside)
 
 
 def _same(content: Any, before: Any) -> bool:

@@ -33,6 +33,7 @@ TO_HOST = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
 CompiledCall = tuple[Any, tuple[bytes, ...]]  # a function of a library, and its structs
 EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 COPIES = ("clone", "_to_copy")
+SMALL = 1 << 12  # entries
 PLACES = ("dtype", "layout", "device", "pin_memory")  # what an operation that makes a tensor takes, unless it is given
 
 
@@ -101,21 +102,25 @@ class CpuGraph(TorchDispatchMode):
             self._compiled = []
 
     def _made(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What `func` will return, in memory that nobody uses."""
+        """What `func` will return, in memory that nobody uses. What reads nothing, or copies a little, is asked itself,
+        which is quicker."""
+        name = func.overloadpacket.__name__
         if str(kwargs.get("device") or "cpu") != "cpu":
-            raise CaptureError(f"{func.overloadpacket.__name__} makes a tensor on {kwargs['device']}")
+            raise CaptureError(f"{name} makes a tensor on {kwargs['device']}")
+        if name in EMPTY or (name in COPIES and args[0].numel() <= SMALL):
+            return self._on_the_cpu(func(*args, **kwargs))
         names = {argument.name for argument in func._schema.arguments}
         elsewhere = {name: value for name, value in (("device", "meta"), ("pin_memory", False)) if name in names}
         given_args, given = tree_map_only(Tensor, _meta, (args, kwargs))
         return tree_map_only(Tensor, self._on_the_cpu, func(*given_args, **given | elsewhere))
 
-    def _on_the_cpu(self, meta: Tensor) -> Tensor:
-        size = max(1, meta.untyped_storage().nbytes())
+    def _on_the_cpu(self, like: Tensor) -> Tensor:
+        size = max(1, like.untyped_storage().nbytes())
         room = next((room for room in self.rooms if room.size == size and room.free), None)
         if room is None:
             room = StepMemory(size)
             self._places[room.storage.data_ptr()] = room
-        return torch.empty(0, dtype=meta.dtype).set_(room.storage, 0, meta.shape, meta.stride())
+        return torch.empty(0, dtype=like.dtype).set_(room.storage, 0, like.shape, like.stride())
 
     def _kept(self, value: Any) -> Any:
         """The same with tensors that this graph alone holds."""
