@@ -158,7 +158,8 @@ def step_times(
         )
         for spec in shapes(info)
     ]
-    schedule = steps(info, load.method, cases, batch, load.dtype, constants, overlap=_overlaps(machine))
+    overlap, block_bytes = _overlaps(machine), machine.block_bytes
+    schedule = steps(info, load.method, cases, batch, load.dtype, constants, overlap=overlap, block_bytes=block_bytes)
     return replay(schedule, machine.costs(load.dtype, constants))
 
 
