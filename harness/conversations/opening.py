@@ -76,6 +76,7 @@ def opened(settings: StoreSettings, whose: Fingerprint, attachment: Attachment, 
                 codec=codec,
                 dtype=attachment.model.dtype,
                 share=settings.share,
+                engine=attachment.engine,
                 io_threads=settings.io_threads,
                 write_buffer=settings.write_bytes,
             )

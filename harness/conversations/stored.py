@@ -89,6 +89,7 @@ class StoredHistories(Histories):
         self.cut.check(capacity)
         asked, loading = self._ahead.pop(session, (None, None))
         if asked != list(tokens):
+            _cancel(loading)
             loading = self._open(session, tokens)
         cache, held = self.start(capacity), tokens[: self._to_be_found(session, tokens)]
         if loading is None or not _begun(loading):
@@ -134,7 +135,7 @@ class StoredHistories(Histories):
 
     def _leave_ahead(self, session: str, tokens: Sequence[int], cache: KVCache) -> None:
         """Whole blocks of rows, of a method that leaves these as they are: no later step writes to them."""
-        if not (self.cut.by_token and self.store.contents.threads.beside):
+        if not (self.cut.by_token and self.store.contents.lanes.beside):
             return
         if (early := self._early.get(cache)) is None:
             known = self.store.known(session, tokens, self._behind.get(cache, EXACT))
@@ -182,7 +183,7 @@ class StoredHistories(Histories):
         if sinks or not self.cut.rows_alone:
             kept = super().shorten(session, tokens, keep, capacity, sinks=sinks)
         else:
-            self._ahead.pop(session, None)
+            self._give_up(session)
             self.cut.check(len(tokens))
             if self.store.known(session, tokens, before) == len(tokens):
                 self.store.truncate(session, (keep + 0.5) / len(tokens))
@@ -199,6 +200,7 @@ class StoredHistories(Histories):
         return fresh
 
     def forget(self, session: str) -> None:
+        self._give_up(session)
         self._lineages.pop(session, None)
         self._held.pop(session, None)
 
@@ -212,7 +214,18 @@ class StoredHistories(Histories):
         self.store.prefetch()
 
     def close(self) -> None:
+        for session in list(self._ahead):
+            self._give_up(session)
         self.store.close()
+
+    def _give_up(self, session: str) -> None:
+        """What comes ahead of a turn that does not."""
+        _cancel(self._ahead.pop(session, (None, None))[1])
+
+
+def _cancel(loading: Loading | None) -> None:
+    if loading is not None:
+        loading.cancel()
 
 
 def _begun(loading: Loading) -> bool:

@@ -93,6 +93,7 @@ class Attachment:
             codec=self.codec,
             disk=self.disk,
             prepared=self.prepared,
+            block_bytes=self.engine.block_bytes,
             grows=grows,
         )
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from methods.base import CacheState, KVLayer, LayerSpec, Method, Request
 from methods.layers import Policy
-from methods.tiers.tier import DEVICE, TIERS, tier_of
+from methods.tiers.tier import DEVICE, HOST, TIERS, tier_of
 from methods.tiers.transfer.engine import TransferEngine
 
 _SHARED = (
@@ -30,7 +30,8 @@ _PLAIN = (str, bytes, int, float, type, ModuleType)
 def footprint(layers: Sequence[KVLayer]) -> dict[str, int]:
     """Bytes by tier, all of the table (methods/tiers/tier.py). Whole storages are counted once, however many views
     there are, in the slowest tier that holds it: beside a CPU what has come from the host is a view of what lies there.
-    Reserved but unused rows count as well, and files that a layer names where its tier lies in files.
+    Reserved but unused rows count as well, host memory that was pinned for rows still to come, and files that a layer
+    names where its tier lies in files.
     Raises `ValueError` for bytes in a tier that has no line in the table."""
     sizes: dict[int | Path, tuple[str, int]] = {}
     for layer in layers:
@@ -45,6 +46,9 @@ def footprint(layers: Sequence[KVLayer]) -> dict[str, int]:
     totals = dict.fromkeys(TIERS, 0)
     for tier, size in sizes.values():
         totals[tier] += size
+    by_address = {place: size for place, (_, size) in sizes.items() if isinstance(place, int)}
+    slabs = {id(slab): slab for layer in layers if (slab := layer.request.slab) is not None}
+    totals[HOST] += sum(slab.spare(by_address) for slab in slabs.values())
     return totals
 
 

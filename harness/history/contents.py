@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
@@ -14,12 +14,13 @@ from harness.history.block import Block, Sessions
 from harness.history.disk import Disk, warn
 from harness.history.losses import LOST, Loss, loss_by
 from harness.history.overlap.fetch import Fetch
+from harness.history.overlap.lanes import StoreLanes
 from harness.history.overlap.leaving import Leaving, arriving, failed
 from harness.history.overlap.saving import Saving
 from harness.history.placement import Move, Placement, in_order
 from harness.history.statistics import Speeds, Statistics
 from methods.tiers.tier import DEVICE, DISK
-from methods.tiers.transfer.threads import Threads
+from methods.tiers.transfer.lanes import TransferLane
 
 Written = tuple[int, list[Block]]  # bytes written; the session's blocks as they lie on disk
 
@@ -35,7 +36,7 @@ class Contents(Sessions):
         self,
         placement: Placement,
         disk: Disk | None,
-        threads: Threads,
+        lanes: StoreLanes,
         *,
         durable: bool,
         on: torch.device,
@@ -44,10 +45,10 @@ class Contents(Sessions):
     ) -> None:
         super().__init__()
         self.clock = clock
-        self.placement, self.disk, self.threads, self.durable, self.on = placement, disk, threads, durable, on
+        self.placement, self.disk, self.lanes, self.durable, self.on = placement, disk, lanes, durable, on
         self.statistics, self.speeds = Statistics(), Speeds()
-        self.leaving = Saving(threads.leaving, write_buffer, self.statistics)
-        self.saving = Saving(threads.writing, write_buffer, self.statistics)
+        self.leaving = Saving(lanes.leaving, write_buffer, self.statistics)
+        self.saving = Saving(lanes.writing, write_buffer, self.statistics)
         self.fetches: dict[str, Fetch] = {}
         self._leavings: deque[tuple[str, Leaving]] = deque()
         self._away: dict[str, object] = {}  # sessions on disk, or on their way there: by which write
@@ -87,10 +88,10 @@ class Contents(Sessions):
             for future, size in leaving.layers:
                 self.leaving.follow(future, Future.result, size)
         for _, leaving in self._leavings:
-            leaving.waits.ended(began)
+            leaving.waited(began)
 
     def carry_out(
-        self, moves: Sequence[Move], reader: Executor | None = None, dropped_for: Loss = Loss.NO_ROOM
+        self, moves: Sequence[Move], reader: TransferLane | None = None, dropped_for: Loss = Loss.NO_ROOM
     ) -> None:
         """`reader` brings what comes from disk, by default one that a job waits for."""
         for move in in_order(moves):
@@ -124,7 +125,7 @@ class Contents(Sessions):
         self._away[key] = ticket = object()
         self._save(key, ticket, sum(block.size for block in self.sessions[key] if block.rows is not None))
 
-    def load(self, key: str, reader: Executor | None = None) -> None:
+    def load(self, key: str, reader: TransferLane | None = None) -> None:
         """Into memory, of the tier it lies in; the files become a spare copy."""
         self._away.pop(key, None)
         if any(block.rows is None for block in self.sessions[key]):
@@ -134,28 +135,26 @@ class Contents(Sessions):
             self.sessions[key] = self._placed(key, self.sessions[key])
             self._change(lambda disk: disk.files.spare(key))
 
-    def fetch(self, key: str, reader: Executor | None = None, layers: int | None = None) -> Fetch:
+    def fetch(self, key: str, reader: TransferLane | None = None, layers: int | None = None) -> Fetch:
         """Reads what lies on disk, so many layers for now; others that a job waits for help with one ahead of it."""
         fetch = self.fetches.get(key)
         if fetch is None:
             parts = self.sessions[key]
             away = sum(block.size for block in parts if block.rows is None)
-            fetch = Fetch(parts, self._path, self.on.type == "cuda", layers if away else None)
+            fetch = Fetch(parts, self._path, self.on.type == "cuda", layers if away else None, self.lanes)
             self.fetches[key] = fetch
             self.statistics.read_bytes += away
-        self.go_on(fetch, layers, reader)
+        fetch.go_on(layers, reader)
         return fetch
 
-    def go_on(self, fetch: Fetch, layers: int | None = None, reader: Executor | None = None) -> None:
-        """So many layers may be read by now; None: all."""
-        fetch.allow(layers)
-        if not fetch.finished:
-            for _ in range(1 if reader else self.threads.count):
-                (reader or self.threads.reading).submit(fetch.work)
-
-    def _end(self, fetch: Fetch) -> None:
-        if fetch.halted:
-            self.go_on(fetch)
+    def give_up(self, key: str, fetch: Fetch) -> None:
+        """One of those that hand out rows of `fetch` does not any more. If it was the last one, and a job never began
+        with the session, what has not been read is not."""
+        fetch.users -= 1
+        if not fetch.users and fetch.halted:
+            if self.fetches.get(key) is fetch:
+                del self.fetches[key]
+            fetch.cancel()
 
     def use(self, key: str, fetch: Fetch) -> str | None:
         """A job begins with the session, whose rows `fetch` has begun to read: what that brings is not read again.
@@ -178,7 +177,7 @@ class Contents(Sessions):
         fetch = self.fetches.pop(key, None)
         if fetch is None:
             return
-        self._end(fetch)
+        fetch.to_the_end()
         blocks = {block.name: block for block in fetch.blocks()}
         if key in self.sessions and key not in self._away:
             self.sessions[key] = self._placed(key, [blocks.get(block.name, block) for block in self.sessions[key]])
@@ -203,6 +202,8 @@ class Contents(Sessions):
         self.lineages.pop(key, None)
         self._away.pop(key, None)
         fetch = self.fetches.pop(key, None)
+        if fetch is not None and not fetch.users:
+            fetch.cancel()
         self._change(lambda disk: disk.drop(key), fetch)
 
     def flush(self) -> None:
@@ -221,7 +222,7 @@ class Contents(Sessions):
             self.saving.drain()
             self.disk.close()
             self.disk = None
-        self.threads.close()
+        self.lanes.close()
 
     def _placed(self, key: str, parts: Sequence[Block]) -> list[Block]:
         """In the tier that the session lies in. Rows on their way to host memory come there first."""
@@ -271,7 +272,7 @@ class Contents(Sessions):
         if (disk := self.disk) is None:
             return
         if fetch is not None:
-            self._end(fetch)
+            fetch.to_the_end()
 
         def change() -> None:
             if fetch is not None:

@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import inf
 from pathlib import Path
-from time import perf_counter
 from types import TracebackType
 
 import torch
@@ -30,6 +29,7 @@ from harness.history.contents import Contents
 from harness.history.disk import Disk, HistoryError, Wall, check_arguments
 from harness.history.fingerprint import EXACT, Fingerprint
 from harness.history.losses import LOST, HistoryLost, Loss
+from harness.history.overlap.lanes import StoreLanes
 from harness.history.overlap.leaving import Leaving, StoredForm, as_given
 from harness.history.overlap.loading import Loading, Prepare, as_it_is
 from harness.history.placement import Placement
@@ -39,7 +39,7 @@ from methods.base import Method
 from methods.tiers.block import Apart, Format, Tensors
 from methods.tiers.codec import PLAIN, Codec
 from methods.tiers.tier import DISK
-from methods.tiers.transfer.threads import Threads
+from methods.tiers.transfer.engine import TransferEngine
 
 Given = Mapping[str, Tensor | Apart]
 Rest = Mapping[str, Tensor]
@@ -59,8 +59,8 @@ class HistoryStore:
     last use. `wait` for another owner of the folder to end. `on`: the device of the first tier, and of rows that
     are handed out. `io_threads` read for jobs that wait; with 0 the caller does all. `write_buffer`: bytes that may
     wait to be written, on top of the tiers. `codec`: how rows are written smaller, to be read back in `dtype`; the
-    fingerprint must name it. `share`: a text may begin with what another session has stored. `clock` never jumps;
-    `wall`, which dates files, may."""
+    fingerprint must name it. `share`: a text may begin with what another session has stored. `engine`: the one that
+    moves all rows of the device; None: one of the store's own. `clock` never jumps; `wall`, which dates files, may."""
 
     def __init__(
         self,
@@ -80,6 +80,7 @@ class HistoryStore:
         codec: Codec = PLAIN,
         dtype: torch.dtype = torch.float32,
         share: bool = False,
+        engine: TransferEngine | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall: Wall = time.time,
         **capacities: int,
@@ -87,19 +88,21 @@ class HistoryStore:
         numbers = {"block_tokens": block_tokens, "io_threads": io_threads, "write_buffer": write_buffer}
         check_arguments(capacities, folder=folder, policy=policy, ttl_s=ttl_s, **numbers)
         self.fingerprint, self.block_tokens, self.share = fingerprint, block_tokens, share
-        self.format = Format(codec, dtype)
+        self.format, self.engine = Format(codec, dtype), engine or TransferEngine()
         self.placement = Placement(capacities, policy or SchedulerAware(), ttl_s, copies, reserve)
         files = Disk(folder, capacities[DISK], wait=wait, wall=wall) if folder else None
         self.contents = Contents(
             self.placement,
             files,
-            Threads(io_threads),
+            StoreLanes(self.engine, io_threads),
             durable=durable,
             on=torch.device(on),
             write_buffer=write_buffer,
             clock=clock,
         )
-        self._blocks = partial(Leaving, length=block_tokens, format_=self.format, on=self.contents.on)
+        self._blocks = partial(
+            Leaving, length=block_tokens, format_=self.format, on=self.contents.on, engine=self.engine
+        )
         self._closed = False
         if files:
             self._restore(files, wall())
@@ -178,11 +181,11 @@ class HistoryStore:
         self, tokens: Sequence[int], layers: Given, rest: Rest = NOTHING, stored: StoredForm = as_given
     ) -> Leaving:
         """Blocks for `hold`. What is given must stay as it is: a thread copies it by layer, as `stored` makes it."""
-        return self._blocks(tokens, layers, rest, stored=stored, thread=self.contents.threads.leaving)
+        return self._blocks(tokens, layers, rest, stored=stored, lane=self.contents.lanes.leaving)
 
     def hold(self, session: str, start: int, leaving: Sequence[Leaving], lineage: str = EXACT) -> bool:
         """`extend` with blocks on their way; waits for what is more than the write buffer."""
-        began, key = perf_counter(), self._fresh(session)
+        began, key = self.engine.clock.now(), self._fresh(session)
         known = self.contents.until(key, start, lineage)
         if known is None:
             return False
@@ -226,7 +229,7 @@ class HistoryStore:
     def prefetch(self) -> None:
         """Brings the sessions of the next jobs into host memory, as far as the policy looks ahead."""
         for moves in self.placement.prefetch():
-            self.contents.carry_out(moves, self.contents.threads.ahead)
+            self.contents.carry_out(moves, self.contents.lanes.ahead)
 
     def tier(self, session: str) -> str | None:
         return self.placement.tier(self._key(session))

@@ -172,6 +172,7 @@ class Runner:
             "own_forward": self.engine.plain_reason,
             "plain_steps": self.engine.plain_steps or self._uncaptured,
             "one_by_one": self.engine.one_by_one,
+            "unclocked": self.engine.unclocked,
             "backends": {name: sorted(found) for name, found in self._backends.items()},
         }
 

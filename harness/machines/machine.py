@@ -11,6 +11,7 @@ from typing import Any, Literal
 from harness.machines.costs import CostTable, LinkCost
 from harness.results.files import read_yaml, write_yaml
 from methods.tiers.tier import DEVICE, TIERS
+from methods.tiers.transfer.ways import BLOCK_BYTES
 
 KNOWN = Path(__file__).with_name("machines.yaml")
 Basis = Literal["published", "extrapolated", "measured"]
@@ -36,7 +37,8 @@ class MethodConstants:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """One device and its host. `basis` says where its speeds come from: fitted to published points, carried over from
-    another machine by data sheets, or measured on it. `reserve_bytes` is what a system keeps free on the device."""
+    another machine by data sheets, or measured on it. `reserve_bytes` is what a system keeps free on the device. From
+    `block_bytes` on a piece of host memory travels by itself (methods/tiers/transfer/ways.py)."""
 
     name: str
     device: str  # cuda or cpu
@@ -50,6 +52,7 @@ class Machine:
     to_device_gb_s: float | None = None
     to_host_gb_s: float | None = None
     disk_gb_s: float | None = None
+    block_bytes: int = BLOCK_BYTES
     methods: Mapping[str, MethodConstants] = field(default_factory=dict)
 
     def costs(self, dtype: str, constants: MethodConstants) -> CostTable:
@@ -144,9 +147,9 @@ def _check(file: Path, made: Machine) -> None:
             )
     if made.basis not in BASES or made.device not in ("cuda", "cpu"):
         raise MachineError(f"{file}: {made.name} needs a basis ({', '.join(BASES)}) and a device (cuda or cpu).")
-    speeds = ("device_bytes", "read_gb_s", "to_device_gb_s", "to_host_gb_s", "disk_gb_s", "host_bytes")
+    speeds = ("device_bytes", "read_gb_s", "to_device_gb_s", "to_host_gb_s", "disk_gb_s", "host_bytes", "block_bytes")
     numbers = {name: getattr(made, name) for name in speeds} | dict(made.matmul_gflop_s)
     for name, value in numbers.items():
-        unknown = value is None and name not in ("device_bytes", "read_gb_s")
+        unknown = value is None and name not in ("device_bytes", "read_gb_s", "block_bytes")
         if not unknown and (value is None or isinstance(value, str | bool) or not 0 < value < inf):
             raise MachineError(f"{file}: {made.name}.{name}={value} should be a number above 0.")

@@ -136,12 +136,10 @@ def sequence_of(machine: Machine, info: ModelInfo, load: Workload, rounded: bool
 
 def largest(machine: Machine, info: ModelInfo, load: Workload, sequence: SequenceBytes) -> tuple[int, str]:
     """How many sequences fit, and which memory ends there. Prompts are computed one after the other, so one of them
-    takes its transient bytes; the sequences attend one after the other, so the rows of one are staged, but where each
-    asks for a layer's rows ahead."""
-    free = machine.device_bytes - machine.reserve_bytes - info.weight_bytes(load.dtype)
-    free -= max(sequence.passing, sequence.staged)
-    arriving = sequence.staged if load.method.asks_ahead else 0
-    on_device = max(0, free // (sequence.device + sequence.rounding + arriving))
+    takes its transient bytes; the sequences attend one after the other, so the rows of one are staged, beside those of
+    each that come ahead."""
+    free = machine.device_bytes - machine.reserve_bytes - info.weight_bytes(load.dtype) - sequence.passing
+    on_device = max(0, free // (sequence.device + sequence.rounding + sequence.arriving))
     if machine.host_bytes is None or not sequence.host:
         return on_device, "device"
     in_host = machine.host_bytes // sequence.host
@@ -171,12 +169,8 @@ def first_times(machine: Machine, info: ModelInfo, load: Workload) -> ScheduleTi
 def _steps(
     machine: Machine, info: ModelInfo, load: Workload, batch: int, constants: MethodConstants
 ) -> list[ScheduleEvent]:
-    cases = _cases(machine, info, load)
-    return steps(info, load.method, cases, batch, load.dtype, constants, overlap=_overlaps(machine))
-
-
-def _overlaps(machine: Machine) -> bool:
-    return machine.device == "cuda"  # as overlap=auto
+    cases, overlap, block_bytes = _cases(machine, info, load), _overlaps(machine), machine.block_bytes
+    return steps(info, load.method, cases, batch, load.dtype, constants, overlap=overlap, block_bytes=block_bytes)
 
 
 def _cases(machine: Machine, info: ModelInfo, load: Workload) -> list[Case]:
@@ -206,10 +200,16 @@ def constants_of(machine: Machine, load: Workload) -> MethodConstants:
     return fitted if load.hits is None else replace(fitted, hits=load.hits)
 
 
+def _overlaps(machine: Machine) -> bool:
+    """As overlap=auto."""
+    return machine.device == "cuda"
+
+
 def _holder(machine: Machine, load: Workload) -> Holder:
     settings = Settings(
-        budget=load.budget, placement=load.placement, dtype=load.dtype, device=machine.device, prefill_chunk=CHUNK
-    )
+        budget=load.budget, placement=load.placement, dtype=load.dtype, device=machine.device, prefill_chunk=CHUNK,
+        overlap="on" if _overlaps(machine) else "off",
+    )  # fmt: skip
     budget = Budget(load.budget) if load.method.uses_budget and load.budget is not None else None
     return Holder(settings, load.method, budget)
 

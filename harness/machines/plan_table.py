@@ -83,7 +83,7 @@ def plain(row: PlannedRow) -> Mapping[str, Any]:
         "rounding_bytes": sequence.rounding,
         "kv_host_bytes": sequence.host,
         "passing_bytes": sequence.passing,
-        "staged_bytes": sequence.staged,
+        "arriving_bytes": sequence.arriving,
     }
 
 

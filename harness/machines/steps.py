@@ -19,6 +19,7 @@ from harness.machines.schedule import (
 from harness.models.base import DTYPE_BYTES, ModelError, ModelInfo
 from methods.base import Case, CostError, Method
 from methods.tiers.tier import DISK
+from methods.tiers.transfer.ways import Travel, way
 
 STEPS = 3  # so many tokens have a time per output token
 
@@ -32,6 +33,7 @@ def steps(
     constants: MethodConstants,
     *,
     overlap: bool,
+    block_bytes: int,
 ) -> list[ScheduleEvent]:
     """Tokens of `batch` sequences that are half way through what they generate.
 
@@ -46,7 +48,8 @@ def steps(
     for number, case in enumerate(layers):
         schedule += [LayerBorder(case.spec.index)]
         while submitted < min(number + ahead + 1, len(layers)):
-            schedule += _submit(submitted, moves[submitted], case.placement == DISK)
+            travels = _travels(method, layers[submitted], batch, moves[submitted], block_bytes)
+            schedule += _submit(submitted, moves[submitted], case.placement == DISK, *travels)
             submitted += 1
         if moves[number]:
             schedule += [Waited(2 * number + 1)]
@@ -99,13 +102,26 @@ def _moved(method: Method, case: Case, batch: int, constants: MethodConstants) -
     return round(batch * method.cost(case).moved_bytes_per_step * (1 - constants.hits))
 
 
-def _submit(number: int, moved: int, from_disk: bool) -> Iterator[ScheduleEvent]:
-    """The rows of the layer of that number, which are one piece once the host has collected them."""
+def _travels(method: Method, case: Case, batch: int, moved: int, block_bytes: int) -> tuple[int, bool]:
+    """In how many pieces rows travel, and whether a kernel collects them: of a whole layer those of each head are one
+    piece, of chosen tokens each is. From files the host has collected them, and they are one."""
+    if case.placement == DISK:
+        return 1, False
+    cost, spec = method.cost(case), case.spec
+    whole = cost.moved_bytes_per_step >= sum(cost.away.values())
+    pieces = 2 * batch * spec.num_kv_heads if whole else max(1, moved // (spec.head_dim * case.element_bytes))
+    how = way(pieces, moved // pieces, block_bytes, in_place=True)
+    return pieces, how is Travel.KERNEL
+
+
+def _submit(number: int, moved: int, from_disk: bool, pieces: int, gather: bool) -> Iterator[ScheduleEvent]:
+    """The rows of the layer of that number."""
     if not moved:
         return
     if from_disk:
         yield Submitted(2 * number, DISK_LANE, "read", moved)
-    yield Submitted(2 * number + 1, TO_DEVICE, "to device", moved, after=(2 * number,) if from_disk else ())
+    after = (2 * number,) if from_disk else ()
+    yield Submitted(2 * number + 1, TO_DEVICE, "to device", moved, pieces, after, gather)
 
 
 def _weights(info: ModelInfo, dtype: str, batch: int) -> Operation:

@@ -22,6 +22,7 @@ from kernels.temporary import TemporaryFolder
 from methods.tiers.slabs import Region
 from methods.tiers.tier import DEVICE, DISK, HOST, tier_of
 from methods.tiers.traffic import Traffic
+from methods.tiers.transfer.ways import BLOCK_BYTES, Travel, way
 
 Shape = tuple[int, ...]
 
@@ -29,11 +30,13 @@ Shape = tuple[int, ...]
 @dataclass(frozen=True, slots=True)
 class Place:
     """Names where rows may lie. `device`: the one that computes. `folder`: for rows in files; None: in the system's
-    temporary one. `region`: of host memory that is there already; None: it is taken when rows come."""
+    temporary one. `region`: of host memory that is there already; None: it is taken when rows come. `block_bytes`: from
+    so many on a piece of memory travels by itself (methods/tiers/transfer/ways.py)."""
 
     device: torch.device
     folder: Path | None = None
     region: Region | None = None
+    block_bytes: int = BLOCK_BYTES
 
 
 class PlaceError(ValueError):
@@ -145,6 +148,10 @@ class HostRows(MemoryRows):
 
     tier: ClassVar[str] = HOST
 
+    def __init__(self, shape: Shape, dtype: torch.dtype, place: Place) -> None:
+        super().__init__(shape, dtype, place)
+        self.block_bytes = place.block_bytes
+
     def take(self, x: Tensor, start: int) -> None:
         """Copy head by head: between a GPU and the host torch would first put rows with gaps between them into a
         further tensor on either side."""
@@ -170,6 +177,24 @@ class HostRows(MemoryRows):
             traffic.to_device_bytes += moved.nbytes
         else:
             traffic.tally("to_device_bytes", (slots < 0).sum() * (self.shape[3] * self.dtype.itemsize))
+        return moved
+
+    def first(self, count: int, traffic: Traffic) -> Tensor:
+        """Let whole heads travel by themselves, if they are large enough; torch would first collect those with gaps
+        between them, in memory that is not pinned."""
+        rows = self.held(count)
+        if self.device.type == "cpu" or rows.is_contiguous():
+            return self._send(rows, traffic)
+        pairs = self.shape[0] * self.shape[1]
+        how = way(pairs, rows.nbytes // pairs, self.block_bytes, in_place=rows.is_pinned())
+        if how is Travel.COLLECTED:
+            return self._send(rows, traffic)
+        if how is Travel.KERNEL:
+            return self.gather(torch.arange(count, device=self.device).expand(*self.shape[:2], -1), traffic)
+        moved = torch.empty(rows.shape, dtype=self.dtype, device=self.device)
+        for there, here in zip(moved.flatten(0, 1), rows.flatten(0, 1), strict=True):
+            there.copy_(here, non_blocking=True)
+        traffic.to_device_bytes += moved.nbytes
         return moved
 
     def pick(self, heads: Tensor, rows: Tensor, traffic: Traffic) -> Tensor:

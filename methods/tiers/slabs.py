@@ -6,7 +6,7 @@ Torch pins memory while it makes a tensor there, for which the device stands sti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 from weakref import finalize
@@ -72,6 +72,12 @@ class Slab(NamedTuple):
     """Holds host memory for the rows of one cache, a region for each layer."""
 
     regions: list[Region]
+    memory: Tensor  # [bytes], of all regions
+
+    def spare(self, taken: Mapping[int, int]) -> int:
+        """Return the bytes that no rows take, of which `taken` has the sizes by their addresses."""
+        place = range(self.memory.data_ptr(), self.memory.data_ptr() + self.memory.nbytes)
+        return self.memory.nbytes - sum(size for address, size in taken.items() if address in place)
 
 
 class _Pinned(NamedTuple):
@@ -97,7 +103,8 @@ class Slabs:
             self._idle.remove(pinned)
         sizes, lease = [_region_bytes(rows) for rows in layers], Lease()
         finalize(lease, self._give_back, pinned).atexit = False
-        return Slab([Region(part, lease) for part in pinned.memory[: sum(sizes)].split(sizes)])
+        memory = pinned.memory[:size]
+        return Slab([Region(part, lease) for part in memory[: sum(sizes)].split(sizes)], memory)
 
     def close(self) -> None:
         """Unpin all that no cache has; the rest follows when its cache is gone."""

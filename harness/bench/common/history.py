@@ -61,7 +61,9 @@ class History:
 
     def opened(self, closing: ExitStack, **settings: Any) -> StoredHistories:
         """An empty store, which ends with `closing`."""
-        store = closing.enter_context(HistoryStore(self._fingerprint, on=str(self.kv.model.device), **settings))
+        store = closing.enter_context(
+            HistoryStore(self._fingerprint, on=str(self.kv.model.device), engine=self.kv.engine, **settings)
+        )
         return StoredHistories(self.start, self.kv, store)
 
     def stored(self, tier: str, folder: Path, closing: ExitStack) -> StoredHistories:

@@ -8,6 +8,7 @@ from typing import Any
 
 Stop = Callable[[list[int]], str | None]  # tokens so far -> why to stop, or None
 LENGTH, FORCED, LEFT = "length", "forced", "left"
+UNCLOCKED = "a captured step is replayed as a whole, and nobody reads a clock within it; graphs=off clocks transfers"
 
 
 def never(tokens: list[int]) -> str | None:
@@ -40,4 +41,5 @@ class Generation:
     nll: list[float] | None = None  # per sequence, where the tokens were given (harness/prompts/teacher.py)
     likeliest: list[bool] | None = None  # per sequence, whether all given tokens were what the model would say
     trace: dict[str, Any] | None = None  # of the steps it was in
+    unclocked: str | None = None  # why nobody knows for how long its steps waited for rows that moved
     capture_s: float | None = None  # capturing its first decode step, inside the second token's time

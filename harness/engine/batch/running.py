@@ -73,6 +73,7 @@ class RunningBatch:
             self._part()
         slot.finish()
         out, watch, stepper = slot.out, slot.cache.watch, self.stepper
+        stepper.unclocked = out.unclocked or stepper.unclocked
         if watch is not None:
             exact = stepper.attachment.method.dense_prefill  # else Full's prompt is not the method's
             out.fidelity = [watch.report(stepper.model, i, tokens, exact) for i, tokens in enumerate(out.tokens)]

@@ -9,7 +9,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from harness.engine.batch.generation import LEFT, LENGTH, Generation, Stop
+from harness.engine.batch.generation import LEFT, LENGTH, UNCLOCKED, Generation, Stop
 from harness.engine.cache import KVCache
 from harness.engine.footprint import footprint
 from harness.engine.sampling import Sampler
@@ -152,7 +152,9 @@ class Slot:
                 "from_disk_bytes_per_step": (traffic.from_disk_bytes - before.from_disk_bytes) / steps,
             }
             crosses_bus = self._device.type != "cpu" or self.cache.state.engine.links is not None
-            if crosses_bus and out.capture_s is None:  # nobody clocks what happens within a replayed step
+            if crosses_bus and out.capture_s is not None:
+                out.unclocked = UNCLOCKED if out.measured["moved_bytes_per_step"] else None
+            elif crosses_bus:
                 out.measured |= {
                     "exposed_s_per_step": (traffic.exposed_s - before.exposed_s) / steps,
                     "hidden_s_per_step": (traffic.hidden_s - before.hidden_s) / steps,

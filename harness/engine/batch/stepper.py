@@ -24,6 +24,7 @@ class Stepper:
 
     tracer: Tracer | None = None
     plain_steps: str | None = None
+    unclocked: str | None = None  # why nobody knows for how long steps waited for rows that moved
     one_by_one: str | None = None  # why members of the last batch attended one after the other
 
     def __init__(self, attachment: Attachment, graphs: StepCapture | None = None) -> None:

@@ -3,34 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future
 from dataclasses import replace
 from pathlib import Path
 from threading import Condition
 from time import perf_counter
 
 from harness.history.block import Block, BlockFile, by_layer
+from harness.history.overlap.lanes import StoreLanes
 from methods.tiers.block import Tensors
 from methods.tiers.tier import HOST
+from methods.tiers.transfer.lanes import TransferLane
 from methods.tiers.transfer.spans import Spans
 
 
 class Fetch:
     """Any number of threads may `work` at it; they take the layers in order. Others wait for the rows of one layer or
     for all blocks, and get the error that ended the work (`LOST` names those of a disk). Blocks that lie in memory are
-    taken as they are. `pin`: into memory that a GPU reads directly. `layers`: so many are read for now; None: all."""
+    taken as they are. `pin`: into memory that a GPU reads directly. `layers`: so many are read for now; None: all.
+    `users`: so many hand out its rows."""
 
     def __init__(
-        self, parts: Sequence[Block], path: Callable[[Block], Path], pin: bool = False, layers: int | None = None
+        self,
+        parts: Sequence[Block],
+        path: Callable[[Block], Path],
+        pin: bool = False,
+        layers: int | None = None,
+        lanes: StoreLanes | None = None,
     ) -> None:
-        self._parts, self._path, self._pin = list(parts), path, pin
+        self._parts, self._path, self._pin, self._lanes = list(parts), path, pin, lanes
         self._changed = Condition()
         self._files: list[BlockFile | None] = []  # None: lies in memory
         self._names: list[dict[int, list[str]]] = []  # of each block, by layer
         self._layers: list[int] | None = None  # once the files are open
         self._left: Iterator[int] = iter(())
         self._taken, self._allowed = 0, layers
-        self._rows: dict[int, list[Tensors]] = {}
+        self._rows: dict[int, Future[list[Tensors]]] = {}  # of each layer, block by block
         self._error: Exception | None = None
+        self.users = 0
         self.spans = Spans()  # in which a layer was read
 
     def work(self) -> None:
@@ -40,19 +50,30 @@ class Fetch:
                 began = perf_counter()
                 rows = [self._read(place, layer) for place in range(len(self._parts))]
                 with self._changed:
-                    self.spans.ended(began)
-                    self._rows[layer] = rows
+                    self.spans.add(began, perf_counter())
+                    if not self._rows[layer].done():
+                        self._rows[layer].set_result(rows)
                     self._changed.notify_all()
         except Exception as error:
-            with self._changed:
-                self._error = self._error or error
-                self._changed.notify_all()
+            self._end(error)
 
-    def allow(self, layers: int | None) -> None:
-        """So many may be read, if these are more; None: all. Whoever worked until now has to be sent again."""
+    def cancel(self) -> None:
+        """Nobody will ask for what has not been read."""
+        self._end(CancelledError())
+
+    def go_on(self, layers: int | None = None, reader: TransferLane | None = None) -> None:
+        """So many layers may be read by now; None: all. `reader` reads them, by default all that a job waits for."""
         with self._changed:
             known = self._allowed
             self._allowed = None if layers is None or known is None else max(known, layers)
+        if self._lanes is not None and not self.finished:
+            for _ in range(1 if reader else self._lanes.count):
+                (reader or self._lanes.reading).submit(self.work)
+
+    def to_the_end(self) -> None:
+        """Whoever has waited for a job to begin with it does not any more."""
+        if self.halted:
+            self.go_on()
 
     @property
     def halted(self) -> bool:
@@ -61,7 +82,7 @@ class Fetch:
 
     @property
     def finished(self) -> bool:
-        return self._error is not None or (self._layers is not None and len(self._rows) == len(self._layers))
+        return self._error is not None or (self._layers is not None and all(map(Future.done, self._rows.values())))
 
     @property
     def reads_disk(self) -> bool:
@@ -77,9 +98,8 @@ class Fetch:
         self._await(lambda: self._layers is not None)
         return self._layers or []
 
-    def rows(self, layer: int) -> list[Tensors]:
-        """Of one layer, block by block; waits for it."""
-        self._await(lambda: layer in self._rows)
+    def rows(self, layer: int) -> Future[list[Tensors]]:
+        """Those of one of `layers`, block by block, once they are there."""
         return self._rows[layer]
 
     def blocks(self) -> list[Block]:
@@ -87,7 +107,7 @@ class Fetch:
         self.wait()
         if self._error:
             raise self._error
-        layers = [self._rows[layer] for layer in self._layers or ()]
+        layers = [self._rows[layer].result() for layer in self._layers or ()]
         return [
             replace(
                 part,
@@ -118,6 +138,7 @@ class Fetch:
         self._names = [by_layer(file.names if file else part.rows or ()) for part, file in both]
         self._layers = sorted({layer for names in self._names for layer in names})
         self._left = iter(self._layers)
+        self._rows = {layer: Future() for layer in self._layers}
         self._changed.notify_all()
 
     def _read(self, place: int, layer: int) -> Tensors:
@@ -130,3 +151,11 @@ class Fetch:
             self._changed.wait_for(lambda: there() or self._error)
             if self._error and not there():
                 raise self._error
+
+    def _end(self, error: Exception) -> None:
+        with self._changed:
+            self._error = self._error or error
+            for rows in self._rows.values():
+                if not rows.done():
+                    rows.set_exception(self._error)
+            self._changed.notify_all()

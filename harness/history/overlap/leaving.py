@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
+from functools import partial
 from threading import Condition
-from time import perf_counter
 from uuid import uuid4
 from weakref import ref
 
@@ -15,9 +15,11 @@ from torch import Tensor
 from harness.history.block import Block, by_layer
 from harness.history.losses import NotSaved
 from methods.tiers.block import Apart, Format, Tensors, host_copy
+from methods.tiers.traffic import Traffic
+from methods.tiers.transfer.engine import TransferEngine
+from methods.tiers.transfer.lanes import INLINE, TransferLane
 from methods.tiers.transfer.spans import Spans
 from methods.tiers.transfer.streams import beside_the_model, reached
-from methods.tiers.transfer.threads import INLINE
 
 Parts = Mapping[str, Apart]
 StoredForm = Callable[[int, Parts], Parts]  # a layer's rows, as they are stored: the same names, shapes and dtypes
@@ -75,7 +77,7 @@ def failed(rows: Mapping[str, Tensor] | None) -> bool:
 
 
 class Leaving:
-    """Blocks of consecutive tokens, whose rows are on their way into them: one thread copies them, layer by layer.
+    """Blocks of consecutive tokens, whose rows are on their way into them: a lane copies them, layer by layer.
 
     Tensors that were given are alive until their layer is copied, and must stay as they are. A block that nobody holds
     any more is not copied."""
@@ -89,18 +91,20 @@ class Leaving:
         length: int,
         format_: Format,
         on: torch.device,
+        engine: TransferEngine,
         stored: StoredForm = as_given,
-        thread: Executor = INLINE,
+        lane: TransferLane = INLINE,
     ) -> None:
         """Cuts [..., tokens, width] into blocks of `length` tokens; the last one may be shorter. `rest`, which belongs
         to all of them, is a block without tokens behind them; without rows there is one block of tokens before it."""
         _check(tokens, layers)
-        began = perf_counter()
+        self._engine, began = engine, engine.clock.now()
         self._format, self._stored, self._on = format_, stored, on
         self._behind = reached(on)
         self._given: dict[int, tuple[Parts, Tensors]] = {}
         self.layers: list[tuple[Future[None], int]] = []  # each with the bytes that wait for it
         self.error: NotSaved | None = None
+        self._there = began  # by the engine's clock, what has left by now
         self.spans, self.waits = Spans(), Spans()  # in which rows were on their way, and in which the caller waited
         self.blocks: list[Block] = []
         self._rows: list[tuple[slice | None, ref[Arriving]]] = []  # which tokens go where
@@ -114,22 +118,22 @@ class Leaving:
             self._add(tokens[start : start + size], likes[size], slice(start, start + size))
         if rest:
             self._add((), rest, None)
-        self._begin(parts, rest, thread)
-        self.waits.ended(began)
+        self._begin(parts, rest, lane)
+        self.waited(began)
 
     def _add(self, tokens: Sequence[int], like: Mapping[str, Tensor], cut: slice | None) -> None:
         rows = Arriving(like)
         self.blocks.append(Block(uuid4().hex, tuple(tokens), sum(x.nbytes for x in like.values()), rows))
         self._rows.append((cut, ref(rows)))
 
-    def _begin(self, layers: Parts, rest: Mapping[str, Tensor], thread: Executor) -> None:
+    def _begin(self, layers: Parts, rest: Mapping[str, Tensor], lane: TransferLane) -> None:
         names = by_layer([*layers, *rest])
         for number in sorted(names):
             rows = {name: layers[name] for name in names[number] if name in layers}
             whole = {name: rest[name] for name in names[number] if name in rest}
             self._given[number] = rows, whole
             size = sum(x.like.nbytes for x in rows.values()) + sum(x.nbytes for x in whole.values())
-            self.layers.append((thread.submit(self._layer, number), size))
+            self.layers.append((lane.submit(partial(self._layer, number, size)), size))
 
     @property
     def text(self) -> list[int]:
@@ -150,15 +154,20 @@ class Leaving:
         """Seconds in which rows were on their way and no caller waited; those of all rows once `finished`."""
         return self.spans.seconds_without(self.waits)
 
+    def waited(self, since: float) -> None:
+        """The caller has, from a moment of the engine's clock to now."""
+        self.waits.add(since, self._engine.clock.now())
+
     def wait(self) -> None:
         """For the end, good or bad."""
         for future, _ in self.layers:
             future.result()
+        self._engine.clock.wait_until(self._there)
 
     @torch.no_grad()
-    def _layer(self, number: int) -> None:
+    def _layer(self, number: int, size: int) -> None:
         rows, rest = self._given.pop(number)
-        began = perf_counter()
+        began = self._engine.clock.now()
         try:
             with beside_the_model(self._on, self._behind):
                 copied = list(self._copies(number, rows, rest))
@@ -169,7 +178,7 @@ class Leaving:
             self.error = self.error or NotSaved(f"rows could not be copied from the device ({why})")
             for _, block in self._alive():
                 block.fail(self.error)
-        self.spans.ended(began)
+        self._there = self._engine.left(Traffic(to_host_bytes=size), began, self.spans)
 
     def _copies(self, number: int, rows: Parts, rest: Tensors) -> Iterator[tuple[Arriving, Tensors]]:
         alive = list(self._alive())

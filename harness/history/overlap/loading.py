@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import NoReturn
 
@@ -63,11 +64,13 @@ class Loading:
         self._behind = reached(contents.on)  # what `prepare` uses was made on the caller's stream
         self._prepare, self._format = prepare, format_
         self._count, self._rest = len(parts), has_rest(parts)
+        self.fetch.users += 1
         self._copies: dict[int, Future[LayerRows]] = {}
         self._sent = 0  # layers whose copies were submitted
         self._spans = Spans()
         self._opened = perf_counter()
         self._began: float | None = None
+        self._cancelled = False
         self._buffer = 0
         self._waits = Spans()  # of the job
 
@@ -84,7 +87,7 @@ class Loading:
         if layers is None:
             layers = self._contents.speeds.read_buffer(self.tier, self.size, number, self.new)
         self._buffer = max(0, min(layers, number))
-        self._contents.go_on(self.fetch, self._buffer)
+        self.fetch.go_on(self._buffer)
         self._submit(self._buffer)
 
     def begin(self) -> None:
@@ -93,9 +96,9 @@ class Loading:
             self._began = perf_counter()
             self.tier = self._contents.use(self._key, self.fetch) or self.tier
             self._contents.statistics.found(self.tier, self.tokens, shared=self._shared)
-            self._contents.go_on(self.fetch)
+            self.fetch.go_on()
             self._submit(len(self.layers()))
-            self._waits.ended(self._began)
+            self._waits.add(self._began, perf_counter())
 
     def layer(self, number: int) -> LayerRows:
         """Once. Raises `HistoryLost`: then nothing of this history may be used."""
@@ -106,7 +109,15 @@ class Loading:
         except LOST as error:
             self._fail(error)
         finally:
-            self._waits.ended(asked)
+            self._waits.add(asked, perf_counter())
+
+    def cancel(self) -> None:
+        """No layer will be asked for (any more): what has not begun to move does not."""
+        if not self._cancelled:
+            self._cancelled = True
+            for copy in self._copies.values():
+                copy.cancel()
+            self._contents.give_up(self._key, self.fetch)
 
     def all_layers(self) -> LayerRows:
         """As one."""
@@ -133,6 +144,7 @@ class Loading:
 
     def account(self) -> Overlap:
         """All rows have been asked for: into the statistics."""
+        self.cancel()
         found = self.overlap
         self._contents.speeds.loaded(self.tier, self.size, found.load_s)
         self._contents.statistics.load_s += found.load_s
@@ -142,11 +154,12 @@ class Loading:
 
     def _submit(self, layers: int) -> None:
         for number in self.layers()[self._sent : layers]:
-            self._copies[number] = self._contents.threads.copying.submit(self._copy, number)
+            copy = partial(self._copy, number)
+            self._copies[number] = self._contents.lanes.copying.submit(copy, after=[self.fetch.rows(number)])
         self._sent = max(self._sent, layers)
 
     def _copy(self, number: int) -> LayerRows:
-        parts = self.fetch.rows(number)[: self._count]
+        parts = self.fetch.rows(number).result()[: self._count]
         began = perf_counter()
         rest = {name: one.clone() for name, one in parts.pop().items()} if self._rest else {}
         on = self._contents.on
@@ -154,7 +167,7 @@ class Loading:
             near = [{name: one.to(on, non_blocking=True) for name, one in part.items()} for part in parts]
             rows = joined([self._format.decode(part) for part in near])
             layer = self._prepare(number, (rows, rest))
-        self._spans.ended(began)
+        self._spans.add(began, perf_counter())
         return layer
 
     def _fail(self, error: Exception) -> NoReturn:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
+from functools import partial
 from time import perf_counter
 from typing import Any, TypeVar
 
 from harness.history.statistics import Statistics
+from methods.tiers.transfer.lanes import TransferLane
 
 T = TypeVar("T")
 
@@ -17,14 +19,14 @@ class Saving:
     """A write buffer: `capacity` bytes of rows may wait for `worker`, and what comes on top makes the caller wait.
     What became of them is told to the caller's own thread, when it asks."""
 
-    def __init__(self, worker: Executor, capacity: int, statistics: Statistics) -> None:
+    def __init__(self, worker: TransferLane, capacity: int, statistics: Statistics) -> None:
         self._worker, self.capacity, self._statistics = worker, capacity, statistics
         self._changes: deque[tuple[Future[Any], int, Callable[[Future[Any]], None]]] = deque()
         self.held = 0
 
     def submit(self, action: Callable[[], T], finished: Callable[[Future[T]], None], size: int = 0) -> None:
         """`action` runs after all that were submitted before. `size`: bytes that wait for it in memory."""
-        self.follow(self._worker.submit(self._timed, action), finished, size)
+        self.follow(self._worker.submit(partial(self._timed, action)), finished, size)
 
     def follow(self, future: Future[T], finished: Callable[[Future[T]], None], size: int) -> None:
         """Of what runs already."""

@@ -8,7 +8,7 @@ behind the prefill.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -59,6 +59,28 @@ class CacheBytes(NamedTuple):
     seal: Moment  # when most is held while a layer seals
     sealed: int
     host: int
+    staging: Staging
+
+
+class Staging(NamedTuple):
+    """Bytes through which rows travel in a step. Beside a CPU, rows of the host tier are read where they lie."""
+
+    arriving: int  # on the device, of a layer whose rows come while others compute
+    read: int  # on the device, of the layer that attends
+    gathered: int  # in host memory, of chosen rows that are collected there before they go to the device
+
+    @staticmethod
+    def of(holder: Holder, layers: Iterable[Cost]) -> Staging:
+        """What one sequence takes for the largest of its layers."""
+        settings, on_cpu = holder.settings, holder.settings.device == "cpu"
+        if on_cpu and not TIERS[settings.placement].in_files:
+            return Staging(0, 0, 0)
+        costs = list(layers)
+        moved = max(cost.moved_bytes_per_step for cost in costs)
+        chosen = [cost.moved_bytes_per_step for cost in costs if cost.moved_bytes_per_step < sum(cost.away.values())]
+        ahead = settings.overlap == "on" and holder.method.asks_ahead
+        in_files = TIERS[settings.placement].in_files
+        return Staging(moved if ahead else 0, moved, max(chosen, default=0) if in_files else 0)
 
 
 def by_blocks(info: ModelInfo) -> bool:
@@ -79,7 +101,8 @@ def cache_bytes(holder: Holder, info: ModelInfo, item: Item, states: States) -> 
     more = slides + (beside if settings.device == "cpu" else 0)
     prefill, seal = (moment._replace(kv=moment.kv + more) for moment in moments)
     host = 0 if settings.device == "cpu" else host_bytes(holder, info, item) + beside
-    return CacheBytes(prefill, seal, slides + sum(layer.sealed for layer in layers), host)
+    staging = Staging.of(holder, (layer.cost for layer in layers))
+    return CacheBytes(prefill, seal, slides + sum(layer.sealed for layer in layers), host, staging)
 
 
 def host_bytes(holder: Holder, info: ModelInfo, item: Item) -> int:

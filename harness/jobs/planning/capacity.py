@@ -1,7 +1,7 @@
 """Forecasts the bytes of a run, and checks that they fit before weights load: the system would kill it without a word.
 
 They are counted where they are most: while a chunk of the longest prompt passes through a layer, or a layer seals, with
-the other examples of a batch sealed beside it. A step takes less. What layers hold is in cache_bytes.py.
+the other examples of a batch sealed beside it, or while a step brings rows. What layers hold is in cache_bytes.py.
 """
 
 from __future__ import annotations
@@ -60,23 +60,31 @@ def needed(
     settings, holders = holder.settings, [holder, *beside]
     running, states = _longest(items, settings.batch), states_of(info, settings, _prompt(items))
     of_jobs = [[cache_bytes(one, info, item, states) for item in running] for one in holders]
-    moments = _shared(of_jobs) if settings.shared_prefill else _alone(of_jobs[0])
+    on_cpu = settings.device == "cpu"
+    moments = _shared(of_jobs) if settings.shared_prefill else _alone(of_jobs[0], on_cpu)
     more = stored(info, settings, items) * len(holders)
     # Jobs that share a prefill have Full's own cache beside them; fidelity compares with an exact one
     if any(one.settings.shared_prefill or one.settings.fidelity for one in holders):
         more += side_by_side(info, settings, items)
     host = max(sum(cache.host for cache in of_job) for of_job in of_jobs)
+    host += 0 if on_cpu else max(cache.staging.gathered for of_job in of_jobs for cache in of_job)
     host += stored(info, settings, items, host=True) * len(holders)
     weights = 0 if loaded else info.weight_bytes(settings.dtype)
     most = max(moments, key=lambda moment: moment.total)
     return Need(weights, most.kv + more, most.states, most.kept + most.more, host)
 
 
-def _alone(caches: Sequence[CacheBytes]) -> list[Moment]:
-    """The last of these caches is filled, and the others are sealed beside it."""
+def _alone(caches: Sequence[CacheBytes], on_cpu: bool) -> list[Moment]:
+    """The last of these caches is filled, and the others are sealed beside it; or all take a step, one after the other
+    in each layer."""
     *others, longest = caches
-    sealed = sum(cache.sealed for cache in others)
-    return [moment._replace(kv=moment.kv + sealed) for moment in (longest.prefill, longest.seal)]
+    sealed, arriving = sum(cache.sealed for cache in others), sum(cache.staging.arriving for cache in others)
+    read = max(cache.staging.read + (cache.staging.gathered if on_cpu else 0) for cache in caches)
+    step = Moment(longest.sealed, 0, longest.staging.arriving + read, 0)
+    return [
+        moment._replace(kv=moment.kv + sealed, more=moment.more + arriving)
+        for moment in (longest.prefill, longest.seal, step)
+    ]
 
 
 def _shared(of_jobs: Sequence[Sequence[CacheBytes]]) -> list[Moment]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from harness.jobs.planning.cache_bytes import Holder, cases, counted, host_bytes
+from harness.jobs.planning.cache_bytes import Holder, Staging, cases, counted, host_bytes
 from harness.jobs.planning.capacity import needed
 from harness.jobs.planning.items import Item
 from harness.models.base import ModelInfo
@@ -13,13 +13,14 @@ from harness.models.base import ModelInfo
 class SequenceBytes(NamedTuple):
     """Bytes of one sequence among many: sealed, on the device and in host memory beside a GPU; `rounding` is what the
     device's allocator gives it beyond that, and `host` is pinned before the prompt. `passing` is taken while its
-    prompt is computed, beside what it then holds; `staged` by the rows that a layer brings in a step."""
+    prompt is computed, or in a step by the rows that a layer brings, beside what it then holds; `arriving` by those
+    that come while other layers compute."""
 
     device: int
     rounding: int
     host: int
     passing: int
-    staged: int
+    arriving: int
 
 
 def sequence_bytes(holder: Holder, info: ModelInfo, item: Item, rounded: bool = True) -> SequenceBytes:
@@ -29,13 +30,14 @@ def sequence_bytes(holder: Holder, info: ModelInfo, item: Item, rounded: bool = 
     costs, on_cpu = [holder.method.cost(case) for case in listed], holder.settings.device == "cpu"
     slides = info.kv_bytes(settings.dtype, item.room, slide=True) * (info.num_whole_layers < info.num_layers)
     here = [counted(cost, on_cpu) for cost in costs]
-    passing = needed(info, holder, [item]).total - info.weight_bytes(settings.dtype) - slides - sum(here)
+    arriving = Staging.of(holder, costs).arriving
+    passing = needed(info, holder, [item]).total - info.weight_bytes(settings.dtype) - slides - sum(here) - arriving
     return SequenceBytes(
         device=slides + sum(here),
         rounding=sum(map(_in_blocks, here)) - sum(here) if rounded and not on_cpu else 0,
         host=0 if on_cpu else host_bytes(holder, info, item),
         passing=max(0, passing),  # where rows leave while the prompt is computed, it never holds what a sealed one does
-        staged=max(cost.moved_bytes_per_step for cost in costs),
+        arriving=arriving,
     )
 
 

@@ -13,10 +13,12 @@ ready = max(now, link free) + bytes / bandwidth, and whoever waits, waits until 
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
 from contextvars import copy_context
+from functools import partial
 from time import perf_counter, sleep
 from typing import Generic, Protocol, TypeVar
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -24,8 +26,10 @@ from torch.utils._pytree import tree_leaves
 
 from methods.tiers.slabs import Slabs
 from methods.tiers.traffic import Traffic
+from methods.tiers.transfer.lanes import INLINE, TransferLane
+from methods.tiers.transfer.spans import Spans
 from methods.tiers.transfer.streams import beside_the_model, forked, join, reach, reached
-from methods.tiers.transfer.threads import INLINE
+from methods.tiers.transfer.ways import BLOCK_BYTES
 
 T = TypeVar("T")
 _AWAKE_S = 0.005  # before a moment to wait for: a timer wakes milliseconds late beside a busy thread
@@ -101,17 +105,25 @@ class TransferEngine:
         clock: TransferClock | None = None,
         worker: Link | None = None,
         slabs: Slabs | None = None,
+        block_bytes: int = BLOCK_BYTES,
     ) -> None:
         """`ahead`: rows move from the moment they are asked for. `threads`: so many move them; 0: the caller does. With
         `links`, which are for tiers in one memory, it must be the caller, so that their order is that of the calls.
         `works`: a thread does what is given to `work`. `worker` says in its place how long a piece takes, as a link
-        that carries one byte. `slabs`: host memory that is pinned for caches before they begin."""
+        that carries one byte. `slabs`: host memory that is pinned for caches before they begin. `block_bytes`:
+        from so many on a piece of it travels by itself (ways.py)."""
         assert ahead or not (threads or works or worker)
         assert not (threads and links)
         self.ahead, self.links, self.clock, self.worker = ahead, links, clock or WallClock(), worker
-        self.mover: Executor = ThreadPoolExecutor(threads, "transfer") if threads else INLINE
-        self.hands: Executor = ThreadPoolExecutor(1, "transfer-work") if works else INLINE
-        self.beside, self.slabs = threads > 0, slabs
+        self._lanes: list[TransferLane] = []
+        self.mover, self.hands = self.lane("move", threads), self.lane("work", int(works))
+        self.beside, self.slabs, self.block_bytes = threads > 0, slabs, block_bytes
+
+    def lane(self, name: str, threads: int) -> TransferLane:
+        """Return a lane of its own for somebody who moves rows of this device as well, which `close` drains too."""
+        lane = TransferLane(name, threads) if threads else INLINE
+        self._lanes.append(lane)
+        return lane
 
     def begin(self, read: Callable[[Traffic], T], into: Traffic, on: torch.device) -> Arrival[T]:
         """Begin to bring to the device `on` what `read` returns, which counts the bytes that it moves. What is waited
@@ -150,27 +162,35 @@ class TransferEngine:
         if self.links is not None:
             self.links.carry(moved, asked)
 
+    def left(self, moved: Traffic, asked: float, spans: Spans) -> float:
+        """Note in `spans` when rows were on their way that a lane was `asked` to put away from the device, and has, and
+        return when they have arrived."""
+        began, ready = self._carried(moved, asked) or (asked, self.clock.now())
+        spans.add(began, ready)
+        return ready
+
     def drain(self) -> None:
         """Wait until all that was sent away has arrived."""
         if self.links is not None and self.links.to_host is not None:
             self.clock.wait_until(self.links.to_host.free)
 
     def close(self) -> None:
-        """Wait for all that is under way, and end the threads."""
+        """Wait for all that is under way in any lane, and end the threads."""
         self.drain()
-        self.mover.shutdown()
-        self.hands.shutdown()
+        for lane in self._lanes:
+            lane.close()
         if self.slabs is not None:
             self.slabs.close()
 
 
 class Arrival(Generic[T]):
-    """Stands for rows that are on their way, or for a result of work. Rows that nobody waits for count nowhere."""
+    """Stands for rows that are on their way, or for a result of work. Rows that nobody waits for count nowhere, and do
+    not move if nobody can wait for them any more before they have begun to."""
 
     def __init__(
         self,
         engine: TransferEngine,
-        by: Executor,
+        by: TransferLane,
         taking: Callable[[Traffic, float], tuple[float, float] | None],
         read: Callable[[Traffic], T],
         into: Traffic,
@@ -208,17 +228,19 @@ class Arrival(Generic[T]):
     def _start(self) -> None:
         engine, asked = self._engine, self._engine.clock.now()
         if self._by is INLINE:
-            self._future = self._by.submit(self._move, asked)
+            self._future = self._by.submit(partial(self._move, asked))
             self._exposed_s = engine.clock.now() - asked  # the caller has moved them
             return
         run, inference = copy_context().run, torch.is_inference_mode_enabled()
-        behind = reached(self._on)
+        behind, on, known = reached(self._on), self._on, ref(self)
 
         def move() -> T:
-            with torch.inference_mode(inference), beside_the_model(self._on, behind):
-                return self._move(asked)
+            if (arrival := known()) is None:
+                raise CancelledError
+            with torch.inference_mode(inference), beside_the_model(on, behind):
+                return arrival._move(asked)
 
-        self._future = self._by.submit(run, move)
+        self._future = self._by.submit(partial(run, move))
 
     def _move(self, asked: float) -> T:
         assert self._read is not None

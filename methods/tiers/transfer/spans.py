@@ -1,8 +1,6 @@
-"""Records when something ran beside something else, in seconds of perf_counter."""
+"""Records when something ran beside something else, in seconds of one clock."""
 
 from __future__ import annotations
-
-from time import perf_counter
 
 
 class Spans:
@@ -11,9 +9,8 @@ class Spans:
     def __init__(self, *spans: tuple[float, float]) -> None:
         self._spans = list(spans)
 
-    def ended(self, began: float) -> None:
-        """Add a span from `began` to now."""
-        self._spans.append((began, perf_counter()))
+    def add(self, began: float, ended: float) -> None:
+        self._spans.append((began, ended))
 
     def since(self, moment: float) -> Spans:
         """Return the parts of the spans that lie after `moment`."""

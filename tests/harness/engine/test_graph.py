@@ -15,7 +15,7 @@ from torch.torch_version import TorchVersion
 from harness.config.settings import Settings
 from harness.engine.attach import Attachment, attached
 from harness.engine.batch.cache import SlotsCache
-from harness.engine.batch.generation import Generation
+from harness.engine.batch.generation import UNCLOCKED, Generation
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
 from harness.engine.graph import CaptureBroke, CapturedStep, CudaGraphs, StepCapture
@@ -31,6 +31,7 @@ from methods.full import Full
 from methods.layers import Layer
 from methods.oracle import Oracle, OracleRead
 from methods.tiers.integers import IntCodec
+from methods.tiers.transfer.engine import Links
 from tests import fake_cuda
 from tests.methods.test_contract import NAMES, attach, fresh_memory_full_of_nan, small, walked
 from tests.quick import mostly_slow
@@ -124,6 +125,16 @@ def test_triton_brings_rows_from_the_host_within_a_captured_step(name: str, monk
     assert calls
     assert engine.plain_steps is None
     assert got[0].tokens == wanted[0].tokens
+
+
+@pytest.mark.parametrize("name", ["full_offloaded", "quest"])
+def test_a_record_says_why_waiting_for_rows_is_not_clocked(name: str) -> None:
+    (plain,), engine = from_host(name, None, 1, overlap=True, links=Links(bus=1e9))
+    assert (plain.unclocked, engine.unclocked) == (None, None)
+    assert plain.measured["exposed_s_per_step"] is not None
+    (made,), engine = from_host(name, Tape(), 1, overlap=True, links=Links(bus=1e9))
+    assert "exposed_s_per_step" not in made.measured
+    assert made.unclocked == engine.unclocked == UNCLOCKED
 
 
 def offloading(name: str) -> Method:

@@ -13,6 +13,7 @@ from torch import Tensor
 from harness.engine.attach import Attachment, attached
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
+from harness.engine.footprint import footprint
 from methods.base import Method
 from methods.tiers.integers import IntCodec
 from methods.tiers.rows import HostRows
@@ -100,5 +101,23 @@ def test_a_batch_shares_no_memory_and_a_cache_that_grows_takes_its_own(monkeypat
         Engine(kv).generate(prompt(80), max_new_tokens=3)
         assert len(watched.places) == 3
         assert kv.start(KVCache, capacity=100, grows=True).state.request.slab is None
+        held = [footprint(cache.layers)["host"] for cache in caches]
+        assert held == [len(place) for place in watched.places[:2]]
         del caches
     assert not watched.places
+
+
+def test_what_is_pinned_counts_as_held_and_as_the_forecast_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the prompt and behind it."""
+    watched, method = Watched(monkeypatch), small("quest")
+    with attached(tiny("llama"), method, budget=0.4, placement="host") as kv, torch.inference_mode():
+        kv.engine.slabs = Slabs(watched.pin)
+        cache = kv.start(KVCache, capacity=100)
+        (pinned,) = map(len, watched.places)
+        assert footprint(cache.layers)["host"] == pinned
+        Engine(kv).prefill(cache, prompt(80), whole=True)
+        cache.seal()
+        assert footprint(cache.layers)["host"] == pinned
+        rows = [layer.far.held()["k"].untyped_storage().nbytes() for layer in cache.layers if layer.far]
+        assert 0 < sum(rows) < pinned
+        del rows, cache

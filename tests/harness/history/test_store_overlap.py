@@ -8,6 +8,7 @@ import random
 import sqlite3
 import threading
 from collections.abc import Iterator
+from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,12 @@ from harness.history import block as blocks
 from harness.history import index
 from harness.history.block import BlockFile
 from harness.history.disk import HistoryWarning
-from harness.history.losses import HistoryLost
+from harness.history.losses import HistoryLost, Loss
 from harness.history.overlap.saving import Saving
 from harness.history.policies import LRU
 from harness.history.statistics import Speeds
 from harness.history.store import HistoryStore
+from methods.tiers.transfer.engine import TransferEngine
 from tests.histories import LAYERS, TOKEN_BYTES, opened, right, rows
 
 TOKENS = list(range(100, 111))  # with blocks of 4: 4, 4, 3
@@ -263,12 +265,66 @@ def test_the_read_buffer_bounds_what_is_read_ahead(
         store.flush()
         loading = store.open("a", TOKENS, 1)
         assert loading is not None
-        assert loading.fetch.rows(0)
+        assert loading.fetch.rows(0).result()
         store.flush()
         assert {name[0] for name in taken} == {"0"}
         loading.begin()
         assert loading.all_layers()[0].keys() == rows("a", TOKENS).keys()
         assert len(taken) == 2 * LAYERS * 3  # of each of three blocks once
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+def test_what_was_cancelled_is_read_no_further_and_others_have_all(
+    threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken, read = [], BlockFile.read
+
+    def noting(file: BlockFile, names: list[str], pin: bool = False) -> Any:
+        taken.extend(names)
+        return read(file, names, pin)
+
+    monkeypatch.setattr(BlockFile, "read", noting)
+    with opened(tmp_path, host=0, io_threads=threads) as store:
+        put(store, "a", "b")
+        store.flush()
+        for _ in range(2):
+            loading = store.open("a", TOKENS, 1)
+            assert loading is not None
+            loading.fetch.rows(0).result()
+            loading.cancel()
+            loading.cancel()
+        assert not store.contents.fetches
+        store.flush()
+        assert {name[0] for name in taken} == {"0"}
+        first, other = store.open("a", TOKENS, 1), store.open("a", TOKENS, 1)
+        assert first is not None
+        assert other is not None
+        assert first.fetch is other.fetch
+        first.cancel()
+        assert other.all_layers()[0].keys() == rows("a", TOKENS).keys()
+
+
+def test_a_session_that_is_dropped_is_read_no_further(tmp_path: Path) -> None:
+    with opened(tmp_path, host=0) as store:
+        put(store, "a")
+        store.flush()
+        (key,) = store.contents.sessions
+        fetch = store.contents.fetch(key, layers=1)
+        store.contents.placement.drop(key)
+        store.contents.forget(key, Loss.NO_ROOM)
+        assert len(fetch.rows(0).result()) == 3
+        assert isinstance(fetch.rows(1).exception(), CancelledError)
+
+
+def test_a_store_shares_the_engine_of_its_device(tmp_path: Path) -> None:
+    """Its rows go to the device in the engine's own lane, and the engine's end drains all of the store's."""
+    engine = TransferEngine(ahead=True, threads=1)
+    with opened(tmp_path, host=0, engine=engine, **THREADS) as store:
+        assert store.contents.lanes.copying is engine.mover
+        put(store, "a")
+        engine.close()
+        found = store.get("a", TOKENS)  # the caller does it now
+        assert found.layers.keys() == rows("a", TOKENS).keys()
 
 
 @pytest.mark.parametrize("threads", [0, 2])

@@ -28,6 +28,7 @@ from harness.models.base import ModelInfo
 from kernels import ops
 from methods.base import Budget, Method
 from methods.tiers.tier import DEVICE, DISK, HOST
+from methods.tiers.transfer.engine import Links
 from tests.fast import MODEL, niah
 from tests.methods.test_contract import NAMES, _yaml
 from tests.quick import mostly_slow
@@ -107,7 +108,7 @@ def take_turns(attachment: Attachment, holder: Holder, further: int = 0) -> None
 
 
 def forecast(holder: Holder) -> Need:
-    return needed(info(), holder, [item()], loaded=True)
+    return needed(info(), holder, [item()] * holder.settings.batch, loaded=True)
 
 
 def holder_of(name: str, placement: str = "device", chunk: int | None = None, **parameters: object) -> Holder:
@@ -131,6 +132,23 @@ def assert_foreseen(holder: Holder) -> None:
     assert forecast(changed(holder, placement=DISK)).total == pytest.approx(real.peaks[DEVICE], rel=0.1)
     if holder.settings.placement == HOST:
         assert forecast(changed(holder, device="cuda")).host == pytest.approx(real.peaks[HOST], rel=0.1)
+
+
+@torch.inference_mode()
+def test_rows_that_come_while_others_attend_are_foreseen() -> None:
+    """Each sequence of a batch asks for a layer ahead: that lies there while another's prompt is computed."""
+    holder = changed(holder_of("full_offloaded", DISK, 300), batch=3)
+    attachment = Attachment(model(), holder.method, None, DISK, overlap=True, links=Links(bus=1e12))
+    with routed(attachment.model), Allocations() as counted:
+        engine = Engine(attachment, prefill_chunk=300)
+        caches = [attachment.start(KVCache, capacity=PROMPT + NEW) for _ in range(3)]
+        for cache in caches:
+            engine.prefill(cache, ids(1), whole=True)
+            cache.seal()
+            engine.run(ids(2, 1), cache)
+    with_rows, without = (forecast(changed(holder, overlap=overlap)) for overlap in ("on", "off"))
+    assert with_rows.total == pytest.approx(counted.peaks[DEVICE], rel=0.1)
+    assert with_rows.total - without.total >= 2 * info().kv_bytes("fp32", PROMPT) // LAYERS
 
 
 @pytest.mark.parametrize("placement", [HOST, DISK])

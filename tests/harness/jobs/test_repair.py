@@ -77,7 +77,7 @@ def test_a_damaged_run(
     assert stored.status == "complete"
     assert read_json(folder / "summary.json")["records"] == stored.digest
     assert bound.damage(folder, stored.info) is None
-    lost = {"provenance", "backends", "prepare_s", "own_forward", "plain_steps", "one_by_one"}
+    lost = {"provenance", "backends", "prepare_s", "own_forward", "plain_steps", "one_by_one", "unclocked"}
     lost |= {"started", "load_average_ended"}
     assert before.info.keys() - stored.info.keys() <= (lost if name == "run.json" else set())
     kept = ("task_info", "presets", "num_expected", "weights", "budget_use", "simulated", "host_is_cpu", "identity")

@@ -14,11 +14,14 @@ import pytest
 
 from harness.commands import plan as command
 from harness.config.settings import Settings
+from harness.jobs.planning.alignment import shapes
 from harness.jobs.planning.cache_bytes import Holder
 from harness.jobs.planning.capacity import needed
 from harness.jobs.planning.items import blank
 from harness.machines.machine import KNOWN, Machine, MachineError, MethodConstants, known, machine
 from harness.machines.plan import BYTES_ALONE, PlanError, Workload, planned, row_times
+from harness.machines.schedule import Submitted
+from harness.machines.steps import steps
 from harness.models.base import ModelInfo
 from harness.models.random import Random
 from methods.base import Budget, BudgetError, Case, Cost, CostError
@@ -110,6 +113,20 @@ def test_a_prompt_whose_rows_leave_holds_few_layers() -> None:
     """Where they go to the host, a layer seals before the next begins, so not all keys and values are there at once."""
     passing = planned(MADE_UP, info(), SHADOWKV).sequence.passing
     assert passing < 0.3 * 30_100 * KV < planned(MADE_UP, info(), FULL).sequence.device
+
+
+@pytest.mark.parametrize("placement", ["host", "disk"])
+def test_a_machines_file_says_which_pieces_travel_by_themselves(placement: str) -> None:
+    """All tokens of a head lie in one piece, and each chosen one in its own, of 256 bytes."""
+    case = Case(shapes(info())[0], 1000, 200, placement, 2)
+    chosen = PQCache().cost(case).moved_bytes_per_step // 256
+    for method, pieces, nbytes in ((Full(offload=True), 2 * 8, 256_000), (PQCache(), chosen, 256)):
+        for block_bytes, gathered in ((nbytes, False), (nbytes + 1, placement == "host")):
+            how: dict[str, Any] = {"overlap": False, "block_bytes": block_bytes}
+            schedule = steps(info(), method, [case], 1, "bf16", MethodConstants(), **how)
+            moves = [event for event in schedule if isinstance(event, Submitted) and event.lane == "to device"]
+            assert {move.gather for move in moves} == {gathered}
+            assert {move.pieces for move in moves} == {pieces if placement == "host" else 1}
 
 
 def test_rounding_is_the_allocators() -> None:
@@ -221,7 +238,7 @@ def test_a_machine_is_read_from_a_file_or_a_benchmarks_folder(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"speed": 3}, "here.speed is no fact of a machine: choose among basis, device,"),
+        ({"speed": 3}, "here.speed is no fact of a machine: choose among basis, block_bytes,"),
         ({"read_gb_s": -1}, "here.read_gb_s=-1 should be a number above 0"),
         ({"read_gb_s": None}, "here.read_gb_s=None should be a number above 0"),
         ({"read_gb_s": "fast"}, "here.read_gb_s=fast should be a number above 0"),

@@ -1,0 +1,75 @@
+"""Does beside the model what its thread need not wait for: each lane in its order, or at once in the caller's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from threading import Lock
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class TransferLane:
+    """Does one thing after the other, or as many side by side as it has threads. With none the caller does it, at once;
+    so it is too once the lane is closed."""
+
+    def __init__(self, name: str = "", threads: int = 0) -> None:
+        """`name`: that of the threads, behind `transfer`."""
+        self.beside = threads > 0
+        self._threads = ThreadPoolExecutor(threads, f"transfer-{name}") if threads else None
+
+    def submit(self, action: Callable[[], T], after: Iterable[Future[Any]] = ()) -> Future[T]:
+        """Do `action` once all of `after` have ended, well or not: until then it keeps nobody in this lane waiting.
+        What has not begun can be cancelled."""
+        handle: Future[T] = Future()
+        _when_ended([other for other in after if not other.done()], partial(self._begin, handle, action))
+        return handle
+
+    def close(self) -> None:
+        """Wait until all that was submitted is done, and end the threads."""
+        threads, self._threads = self._threads, None
+        if threads is not None:
+            threads.shutdown()
+
+    def _begin(self, handle: Future[T], action: Callable[[], T]) -> None:
+        if (threads := self._threads) is None:
+            _do(handle, action)
+        else:
+            threads.submit(_do, handle, action)
+
+
+INLINE = TransferLane()
+
+
+def _do(handle: Future[T], action: Callable[[], T]) -> None:
+    if not handle.set_running_or_notify_cancel():
+        return
+    try:
+        result = action()
+    except Exception as error:
+        handle.set_exception(error)
+    except BaseException as end:
+        handle.set_exception(end)
+        raise
+    else:
+        handle.set_result(result)
+
+
+def _when_ended(others: list[Future[Any]], begin: Callable[[], None]) -> None:
+    """Call `begin` in the thread that ends the last of `others`."""
+    if not others:
+        begin()
+        return
+    lock, left = Lock(), [len(others)]
+
+    def ended(_: Future[Any]) -> None:
+        with lock:
+            left[0] -= 1
+            last = not left[0]
+        if last:
+            begin()
+
+    for other in others:
+        other.add_done_callback(ended)

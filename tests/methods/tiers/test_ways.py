@@ -1,0 +1,87 @@
+"""How rows travel from host memory to the device: by the size and the number of their pieces, counted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness.machines.recorder import DispatchRecorder
+from kernels import ops
+from methods.tiers.rows import HostRows, Place
+from methods.tiers.traffic import Traffic
+from methods.tiers.transfer.ways import Travel, way
+
+ELSEWHERE = torch.device("meta")  # a device that is not the CPU, and computes nothing
+ROOM, WIDTH, PAIRS = 64, 16, 6
+
+
+class Copies(DispatchRecorder):
+    """Counts copies to the other device, and what is first collected in host memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes, self.collected = list[int](), 0
+
+    def has_run(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, changed: list[Tensor]
+    ) -> None:
+        name = func.overloadpacket.__name__
+        if name == "copy_" and args[0].device == ELSEWHERE:
+            self.sizes.append(args[1].nbytes)
+        elif name == "_to_copy" and out.device == ELSEWHERE:
+            self.sizes.append(out.nbytes)
+            self.collected += not args[0].is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("pieces", "size", "in_place", "how"),
+    [
+        (1, 10, True, Travel.BLOCKS),
+        (1, 10, False, Travel.BLOCKS),
+        (2, 100, True, Travel.BLOCKS),
+        (2, 100, False, Travel.BLOCKS),
+        (2, 99, True, Travel.KERNEL),
+        (2, 99, False, Travel.COLLECTED),
+        (0, 0, False, Travel.COLLECTED),
+    ],
+)
+def test_the_rule(pieces: int, size: int, in_place: bool, how: Travel) -> None:
+    assert way(pieces, size, 100, in_place=in_place) is how
+
+
+@pytest.mark.parametrize(
+    ("count", "block_bytes", "pinned", "counts"),  # copies, those of what was collected, kernels
+    [
+        (ROOM, 10**9, True, (1, 0, 0)),  # one piece
+        (40, 40 * WIDTH * 4, True, (PAIRS, 0, 0)),  # each head's rows are large enough
+        (40, 40 * WIDTH * 4 + 1, True, (0, 0, 1)),
+        (40, 40 * WIDTH * 4 + 1, False, (1, 1, 0)),  # no kernel reads memory that is not pinned
+    ],
+)
+def test_the_first_rows_travel_by_it(
+    count: int, block_bytes: int, pinned: bool, counts: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, traffic, asked = Place(ELSEWHERE, block_bytes=block_bytes), Traffic(), list[torch.Size]()
+    rows = HostRows((2, 3, ROOM, WIDTH), torch.float32, place)
+
+    def gathered(far: Tensor, chosen: Tensor, held: object, slots: object) -> Tensor:
+        asked.append(chosen.shape)
+        return torch.empty(*chosen.shape, WIDTH, device=ELSEWHERE)
+
+    monkeypatch.setattr(ops, "gather_tiers", gathered)
+    monkeypatch.setattr(Tensor, "is_pinned", lambda _: pinned)
+    with Copies() as counted:
+        moved = rows.first(count, traffic)
+    assert (moved.shape, moved.device) == ((2, 3, count, WIDTH), ELSEWHERE)
+    assert traffic.to_device_bytes == moved.nbytes
+    assert (len(counted.sizes), counted.collected, len(asked)) == counts
+    assert sum(counted.sizes) == (0 if asked else moved.nbytes)
+
+
+def test_beside_a_cpu_nothing_is_copied() -> None:
+    rows = HostRows((2, 3, ROOM, WIDTH), torch.float32, Place(torch.device("cpu"), block_bytes=1))
+    rows.take(torch.randn(2, 3, ROOM, WIDTH), 0)
+    assert rows.first(40, Traffic()).untyped_storage().data_ptr() == rows.stored.untyped_storage().data_ptr()
