@@ -8,7 +8,7 @@ TORCH_INDEX ?=
 PIP     := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test test-all test-cpus test-faults test-gpu published docs demo bench-generate bench-gpu bench-gpu-ops bench-gpu-layer \
+.PHONY: help setup check test test-all test-cpus test-faults test-official test-gpu published docs demo bench-generate bench-gpu bench-gpu-ops bench-gpu-layer \
     bench-gpu-decode bench-gpu-offload clean
 
 help:  ## this list
@@ -44,6 +44,9 @@ test-cpus: setup  ## tests of equal tokens under other sets of instructions, as 
 
 test-faults: setup  ## 100 faults drawn with SEED=...: files harmed, processes stopped, disks full; then the same command again
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults --seed $(SEED)
+
+test-official: setup  ## methods against their authors' code on the CPU, with CLONES=folder of clones; docs/trust.md names them
+	KV_HARNESS_CLONES='$(CLONES)' $(BIN)/python -m pytest -n 0 -p no:randomly -m '' tests/official
 
 # The GPU targets take the environment they find: torch, triton, transformers and pytest are enough there.
 GPU_PYTHON = $(or $(wildcard $(BIN)/python),$(PYTHON))
@@ -101,6 +104,7 @@ published: setup  ## results/published/tables and the bands of Full anew, with D
 	done
 	$(BIN)/python -m harness.bands results/runs/tables
 	$(BIN)/python docs/tables.py
+	$(BIN)/python docs/headline.py
 	$(BIN)/python -m harness.report results/runs/tables --html results/runs/tables/page --plots > /dev/null
 
 docs: setup  ## the documentation as a site, in build/site; a broken link fails

@@ -1,8 +1,8 @@
 """Defines the operations that read keys and values as codes of few bits: attention, and rows that are decoded.
 
 Codes are as KIVI writes them (kernels/quantise.py): keys share a range per channel over a block of tokens, values over
-neighbouring channels of a token. Compiled backends decode in registers what they read, so that memory gives the codes
-alone. Products and sums run in fp32.
+neighbouring channels of a token. Or they are floats of 8 bits, with a scale for each token's key and value. Compiled
+backends decode in registers what they read, so that memory gives the codes alone. Products and sums run in fp32.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.each import Each
-from kernels.quantise import dequantise
+from kernels.quantise import dequantise, from_float8
 from kernels.ragged import Ragged, by_sequence
 from kernels.reference import Segment, gather_rows, segment_attention_with_lse
 
@@ -44,29 +44,58 @@ class Coded(NamedTuple):
         return self._replace(k=k, v=v, k_range=k_range, v_range=v_range)
 
 
+class CodedFloats(NamedTuple):
+    """Names keys and values that are written as floats of 8 bits (`float8_e4m3fn`), scaled for each token and head.
+    Sequences of different lengths have `Ragged` in place of tensors."""
+
+    k: Tensor  # [B G S D] uint8
+    v: Tensor  # [B G S D] uint8
+    scales: Tensor  # [B G S 2] fp16, of the key and of the value
+
+    @property
+    def dim(self) -> int:
+        """Return the channels of a head."""
+        return self.k.shape[3]
+
+    def decoded(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return the numbers. -> k, v [B G S D]"""
+        of_key, of_value = self.scales.chunk(2, -1)
+        return from_float8(self.k, of_key, dtype), from_float8(self.v, of_value, dtype)
+
+
+Codes = Coded | CodedFloats
+
+
 def _between(x: Tensor, first: int | Each, end: int | Each) -> Tensor:
     return cast(Tensor, x.slice(first, end)) if isinstance(x, Ragged) else x[:, :, first:end]
 
 
 @by_sequence
-def coded_attention(q: Tensor, coded: Coded, scale: float) -> tuple[Tensor, Tensor]:
+def coded_attention(q: Tensor, coded: Codes, scale: float) -> tuple[Tensor, Tensor]:
     """Attend from one token to all that are coded, and return the log-sum-exp of the softmax too. q [B H 1 D] -> [B H 1
     D], [B H] (fp32)"""
+    attended: tuple[Tensor, Tensor]
+    if isinstance(coded, CodedFloats):
+        attended = segment_attention_with_lse(q, [Segment(*coded.decoded(q.dtype))], scale)
+        return attended
     k_least, k_step = coded.k_range.unsqueeze(3).chunk(2, -1)
     k = dequantise(coded.k.unflatten(2, (-1, coded.block)), k_least, k_step, coded.bits, q.dtype).flatten(2, 3)
     v_least, v_step = coded.v_range.chunk(2, -1)
     v = dequantise(coded.v, v_least, v_step, coded.bits, q.dtype)
-    attended: tuple[Tensor, Tensor] = segment_attention_with_lse(q, [Segment(k, v)], scale)
+    attended = segment_attention_with_lse(q, [Segment(k, v)], scale)
     return attended
 
 
 @by_sequence
-def decode_rows(coded: Coded, rows: Tensor | None, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def decode_rows(coded: Codes, rows: Tensor | None, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Decode tokens of each KV head. rows [B G K], those of `k`, `v` and `v_range`, or None for all of them; blocks [B
     G K], the rows of `k_range` that belong to them -> k, v [B G K D]
 
-    They are two, since rows that were moved stand in an order of their own, while `k_range` stays where it is.
+    They are two, since rows that were moved stand in an order of their own, while `k_range` stays where it is. Floats
+    have no use for `blocks`.
     """
+    if isinstance(coded, CodedFloats):
+        return CodedFloats(*(x if rows is None else gather_rows(x, rows) for x in coded)).decoded(dtype)
     k, v, v_range = (x if rows is None else gather_rows(x, rows) for x in (coded.k, coded.v, coded.v_range))
     k_least, k_step = gather_rows(coded.k_range, blocks).chunk(2, -1)
     v_least, v_step = v_range.chunk(2, -1)

@@ -31,9 +31,12 @@ gather_rows = Op("gather_rows", triton="kernels.gpu.copy", cpu="kernels.cpu.copy
 gather_tiers = Op("gather_tiers", triton="kernels.gpu.copy", cpu="kernels.cpu.copy", torch="kernels.reference")
 put_rows = Op("put_rows", triton="kernels.gpu.copy", cpu="kernels.cpu.copy", torch="kernels.reference")
 row_scores = Op("row_scores", triton="kernels.gpu.scores", cpu="kernels.cpu.scores", torch="kernels.reference")
+page_scores = Op("page_scores", triton="kernels.gpu.scores", cpu="kernels.cpu.scores", torch="kernels.pages")
+token_rows = Op("token_rows", triton="kernels.gpu.pages", torch="kernels.pages")
 channel_scores = Op(
     "channel_scores", triton="kernels.gpu.channels", cpu="kernels.cpu.channels", torch="kernels.reference"
 )
+pick_channels = Op("pick_channels", triton="kernels.gpu.picked", torch="kernels.picked")
 channel_sums = Op("channel_sums", triton="kernels.gpu.channels", cpu="kernels.cpu.channels", torch="kernels.reference")
 group_weights = Op("group_weights", triton="kernels.gpu.choose", cpu="kernels.cpu.choose", torch="kernels.reference")
 group_margins = Op("group_margins", triton="kernels.gpu.choose", cpu="kernels.cpu.choose", torch="kernels.reference")

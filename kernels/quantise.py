@@ -3,12 +3,17 @@
 
 A number is `least + code * step`, with `least` and `step` in fp16. Both are rounded outwards, so that the codes span
 the whole group and no number is off by more than half a step.
+
+Floats of 8 bits (`float8_e4m3fn`: 4 bits of exponent, 3 of mantissa) share a scale instead, and a number is `code *
+scale`: none is off by more than a sixteenth of itself, or where it is small by less than the group's largest / 2**18.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+_LARGEST_FLOAT8 = 448.0
 
 
 def quantise(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -63,3 +68,21 @@ def dequantise(packed: Tensor, least: Tensor, step: Tensor, bits: int, dtype: to
     codes = unpack(packed, bits, torch.float32)
     split = codes.unflatten(-1, (least.shape[-1], -1))
     return split.mul_(step.float().unsqueeze(-1)).add_(least.float().unsqueeze(-1)).flatten(-2).to(dtype)
+
+
+def to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Write each row as floats of 8 bits. x [... n] -> codes [... n] in uint8, scale [... 1] in fp16, rounded upwards
+
+    Raises ValueError for numbers that are not finite or beyond fp16.
+    """
+    x = x.float()
+    scale = -rounded_down(-x.abs().amax(-1, keepdim=True) / _LARGEST_FLOAT8)
+    if not bool(scale.isfinite().all()):
+        raise ValueError("Keys or values are not finite, or beyond what fp16 can hold: they cannot be quantised.")
+    width = scale.float().masked_fill(scale == 0, 1)  # all numbers of the row are zero
+    return (x / width).to(torch.float8_e4m3fn).view(torch.uint8), scale
+
+
+def from_float8(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Turn floats of 8 bits back into numbers of `dtype`. codes [... n] in uint8, scale [... 1] -> [... n]"""
+    return (codes.view(torch.float8_e4m3fn).float() * scale.float()).to(dtype)

@@ -30,17 +30,21 @@ class Ragged:
     the shorter ones with what nobody may read.
     """
 
-    def __init__(self, parts: Sequence[Tensor], dim: int = 2, dead: int | None = None) -> None:
+    def __init__(
+        self, parts: Sequence[Tensor], dim: int = 2, dead: int | None = None, reader: torch.device | None = None
+    ) -> None:
         """Name tensors that stay where they are as long as this object lives. The last `dead` ones are of free slots
-        (`Each`): what is written there is lost."""
+        (`Each`): what is written there is lost. `reader`: the device whose kernels read them, where that is not their
+        own, as for pinned host memory."""
         self.parts, self.dim = parts, dim
+        self.device = parts[0].device if reader is None else reader
         self.sizes = Each([part.shape[dim] for part in parts[: len(parts) - (dead or 0)]], dead)
 
     @classmethod
     def filled_up(cls, whole: Tensor, sizes: Each, dim: int = 2) -> Ragged:
         """Name the first `sizes` entries of each sequence in a tensor [B ...]."""
         ragged = cls.__new__(cls)
-        ragged.whole, ragged.sizes, ragged.dim = whole, sizes, dim
+        ragged.whole, ragged.sizes, ragged.dim, ragged.device = whole, sizes, dim, whole.device
         return ragged
 
     @cached_property
@@ -105,7 +109,7 @@ class Ragged:
 
     @property
     def counts(self) -> Tensor:
-        """Return `sizes` as [B] int64, beside the tensors."""
+        """Return `sizes` as [B] int64, where they are read."""
         return self.sizes.on(self.device)
 
     @cached_property
@@ -113,15 +117,12 @@ class Ragged:
         return self.first.dtype
 
     @cached_property
-    def device(self) -> torch.device:
-        return self.first.device
-
-    @cached_property
     def mT(self) -> Ragged:
         """Return views whose last two dimensions have changed places."""
         last = self.first.dim() - 1
         swapped = {last: last - 1, last - 1: last}
-        return Ragged([part.mT for part in self.parts], swapped.get(self.dim, self.dim), self.sizes.dead)
+        parts = [part.mT for part in self.parts]
+        return Ragged(parts, swapped.get(self.dim, self.dim), self.sizes.dead, self.device)
 
     def slice(self, start: int | Each, end: int | Each) -> Ragged:
         """Return entries `start` to `end` of each sequence."""
@@ -130,14 +131,17 @@ class Ragged:
         spans = zip(self.parts[:live], firsts, lasts, strict=True)
         parts = [part.narrow(self.dim, first, last - first) for part, first, last in spans]
         parts += [part.narrow(self.dim, 0, 0) for part in self.parts[live:]]
-        return Ragged(parts, self.dim, self.sizes.dead)
+        return Ragged(parts, self.dim, self.sizes.dead, self.device)
 
 
-def with_free_slots(parts: Sequence[Tensor], dim: int = 2, dead: int | None = None, wider: int = 0) -> Ragged:
+def with_free_slots(
+    parts: Sequence[Tensor], dim: int = 2, dead: int | None = None, wider: int = 0, reader: torch.device | None = None
+) -> Ragged:
     """Name tensors, and behind them, for each free slot, memory of one entry that anybody may write over, and as much
-    again where rows may be written `wider` than they are."""
+    again where rows may be written `wider` than they are. `reader`: as in `Ragged`; free slots lie there."""
     shape = [*parts[0].shape[:dim], 1 + wider, *parts[0].shape[dim + 1 :]]
-    return Ragged([*parts, *(parts[0].new_zeros(shape).narrow(dim, 0, 1) for _ in range(dead or 0))], dim, dead)
+    free = (parts[0].new_zeros(shape, device=reader).narrow(dim, 0, 1) for _ in range(dead or 0))
+    return Ragged([*parts, *free], dim, dead, reader)
 
 
 def first_of(x: Tensor | Ragged) -> Tensor:

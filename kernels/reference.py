@@ -127,6 +127,7 @@ def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
     return flat.index_select(0, _flat_index(x, rows)).view(*rows.shape, x.shape[3])
 
 
+@by_sequence
 def gather_tiers(far: Tensor, rows: Tensor, held: Tensor | None, slots: Tensor | None) -> Tensor:
     """Copy rows of each KV head out of two tiers, to where their numbers lie. far [B G S D], on the device or in host
     memory, held [B G C D], rows and slots [B G K] -> [B G K D]

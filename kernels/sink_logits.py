@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels import ops
-from kernels.coded import Coded
+from kernels.coded import Codes
 from kernels.reference import Segment
 
 
@@ -60,17 +60,17 @@ def windowed_attention(
 
 
 def segment_attention(
-    q: Tensor, segments: Sequence[Segment | Coded], scale: float, sink_logits: Tensor | None
+    q: Tensor, segments: Sequence[Segment | Codes], scale: float, sink_logits: Tensor | None
 ) -> Tensor:
     """Attend from one token to the union of segments. q [B H 1 D], sink_logits [H] or None -> [B H 1 D]"""
-    if sink_logits is None and not any(isinstance(segment, Coded) for segment in segments):
+    if sink_logits is None and all(isinstance(segment, Segment) for segment in segments):
         plain: Tensor = ops.segment_attention(q, segments, scale)
         return plain
     return segment_attention_with_lse(q, segments, scale, sink_logits)[0]
 
 
 def segment_attention_with_lse(
-    q: Tensor, segments: Sequence[Segment | Coded], scale: float, sink_logits: Tensor | None
+    q: Tensor, segments: Sequence[Segment | Codes], scale: float, sink_logits: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Attend as `segment_attention` does, and return the log of the sum that the softmax divides by too. -> [B H 1 D],
     [B H] (fp32)"""
@@ -78,9 +78,9 @@ def segment_attention_with_lse(
     return with_sink(out, lse, sink_logits), lse_with_sink(lse, sink_logits)
 
 
-def _attended(q: Tensor, segments: Sequence[Segment | Coded], scale: float) -> tuple[Tensor, Tensor]:
+def _attended(q: Tensor, segments: Sequence[Segment | Codes], scale: float) -> tuple[Tensor, Tensor]:
     """Attend without a sink. Codes are read by an operation of their own, and merged with the rest."""
-    parts = [ops.coded_attention(q, segment, scale) for segment in segments if isinstance(segment, Coded)]
+    parts = [ops.coded_attention(q, segment, scale) for segment in segments if not isinstance(segment, Segment)]
     if rest := [segment for segment in segments if isinstance(segment, Segment)]:
         parts.append(ops.segment_attention_with_lse(q, rest, scale))
     if len(parts) == 1:

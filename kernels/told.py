@@ -15,6 +15,10 @@ import torch
 from torch import Tensor
 
 
+class CaptureError(RuntimeError):
+    """Says that a step did something that cannot be captured, and what."""
+
+
 class StepInputs:
     """Holds the tensors that one step was told, and of each what kind it is: a step of other kinds is another one."""
 

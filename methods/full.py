@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, cast
 from weakref import ref
 
 from torch import Tensor
@@ -68,6 +68,15 @@ class OffloadedLayer(Layer, capturable=True):
         if following is not None and not (self.cache.counters.running and following.spec.index <= self.spec.index):
             following.send_for()
         return super().decode(x)
+
+    def joined(self, layers: Sequence[Layer], dead: int | None) -> None:
+        """Forget what is under way: each step of several sequences asks for its own."""
+        for layer in (self, *cast(Sequence[OffloadedLayer], layers)):
+            layer.arrival = None
+
+    def link(self, layers: Sequence[Layer], joint: Mapping[int, Layer]) -> None:
+        following = cast(OffloadedLayer, layers[0]).following()
+        self.following = ref(cast(OffloadedLayer, joint[id(following)]))
 
     def send_for(self) -> None:
         """Ask for the prompt, unless it is here or on its way."""

@@ -310,7 +310,7 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
         if not self.cache.counters.running:
             return self.present(ops.row_scores(grouped, self.partial.filled))
         logits = filled(ops.row_scores(grouped, self.partial.stored))
-        return without_missing(logits, self.partial.count(), float("-inf"))
+        return self.present(without_missing(logits, self.partial.count(), float("-inf")))
 
     def choose(self, logits: Tensor, limit: int | Each) -> Fetched:
         """Choose as many prompt tokens as the margins ask for, 1 to `limit`. [B G g n] -> rows [B G max n'], n' [B]"""

@@ -24,6 +24,7 @@ from methods.layers import Layer
 from methods.parts import costs
 from methods.pools import KVStore, Pool
 from methods.tiers.integers import IntCodec
+from methods.tiers.tier import DEVICE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +99,11 @@ class KiviLayer(Layer, capturable=True):
         if self.far is not None:
             self.recent = torch.cat([*exact, *[torch.zeros_like(exact[0][:1])] * (dead or 0)])
             self.parts = self._parts(self.far)
+
+    def together_refusal(self) -> str | None:
+        if self.far is not None and self.far.tier != DEVICE:
+            return f"codes of placement={self.far.tier} come for one sequence after the other"
+        return super().together_refusal()
 
     def bring_back(self) -> None:
         waiting, quantised = self.store.length, self.away

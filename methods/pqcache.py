@@ -194,10 +194,13 @@ class PQRead(Select, capturable=True, of_each={"centroids": 3, "codes": 2}):
         # As in the paper a CPU clusters them, so that the device has all its time for later layers
         self.clustered = self.cache.work(partial(self.method.coded, copied, rounds))
 
-    def select(self, q: Tensor, top: int) -> Tensor:
+    def settle(self) -> None:
         if self.clustered is not None:
             coded, self.clustered = self.clustered.wait(), None
-            self.centroids, self.codes = (x.to(q.device) for x in coded)
+            self.centroids, self.codes = (x.to(self.request.device) for x in coded)
+
+    def select(self, q: Tensor, top: int) -> Tensor:
+        self.settle()
         rows: Tensor = ops.top_k(ops.pq_weights(q, self.centroids, self.codes, self.spec.scale), top)
         return rows
 
@@ -214,12 +217,16 @@ class PQRead(Select, capturable=True, of_each={"centroids": 3, "codes": 2}):
         if how.cache_tokens and far is not None:
             self.blocks = BlockCache(far, tokens, size=how.cache_block, slots=how.slots, offered=how.cache_offered)
 
-    def capture_refusal(self) -> str | None:
+    def decode(self, x: AttnInput) -> Tensor:
+        out = super().decode(x)
+        if self.blocks is not None and self.cache.counters.running:
+            self.blocks.take_in()  # of a captured step nothing is left under way
+        return out
+
+    def count_replayed(self, steps: int) -> None:
+        super().count_replayed(steps)
         if self.blocks is not None:
-            return (
-                "blocks of cache_tokens come behind the step that offers them, and how many come is asked on the host"
-            )
-        return super().capture_refusal()
+            self.blocks.step += steps
 
     def reopen(self) -> None:
         self.blocks = self.clustered = None

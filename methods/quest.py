@@ -21,12 +21,11 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from kernels import ops
-from kernels.ragged import appended, filled, leading
+from kernels.ragged import filled, leading
 from kernels.reference import Segment
-from kernels.sink_logits import softmax
+from kernels.sink_logits import with_sink
 from methods.base import (
     Attended,
     AttnInput,
@@ -41,7 +40,6 @@ from methods.base import (
 )
 from methods.layers import Layer, Read, gather_per_head
 from methods.parts import costs
-from methods.parts.hit_cache import token_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,17 +118,19 @@ class QuestRead(Read[int], capturable=True, of_each={"bounds": 2}):
         return self.attend(x.q, self._pages(rows), self._since())
 
     def _attend_uneven(self, q: Tensor, rows: Tensor) -> Tensor:
-        """Attend where each head has a number of rows of its own: rows that do not exist are read as others are, and
-        masked."""
-        pages, since = self._pages(rows.clamp(max=self.sealed - 1)), self._since()
-        groups, heads = self.spec.num_kv_heads, rows.shape[1]
+        """Attend where each head has a number of rows of its own, as sequences have. Rows that are none come last."""
+        rows = rows.sort(-1).values
+        pages = self._pages(rows.clamp(max=self.sealed - 1))
         chosen = (x if pages.rows is None else gather_per_head(x, pages.rows) for x in pages[:2])
-        later = (x.repeat_interleave(heads // groups, 1) for x in since[:2])
-        k, v = (torch.cat(both, 2) for both in zip(chosen, later, strict=True))
-        real = pad(rows < self.sealed, (0, since.k.shape[2]), value=True)
-        logits = ops.row_scores(q.view(*k.shape[:2], -1, k.shape[3]), k) * self.spec.scale
-        weights = softmax(logits.masked_fill(~real.unsqueeze(2), float("-inf")), self.spec.sink_logits)
-        return (weights.to(v.dtype) @ v).view_as(q)
+        k, v = (x.flatten(0, 1).unsqueeze(1) for x in chosen)
+        alone = q.view(len(k), -1, 1, q.shape[3])
+        out, lse = ops.segment_attention_with_lse(
+            alone, [Segment(k, v, live=(rows < self.sealed).sum(-1).flatten())], self.spec.scale
+        )
+        late_out, late_lse = ops.segment_attention_with_lse(q, [self._since()], self.spec.scale)
+        out, lse = out.view_as(q), lse.view_as(late_lse)
+        merged = ops.merge_attention([out, late_out], [lse, late_lse])
+        return with_sink(merged, torch.logaddexp(lse, late_lse), self.spec.sink_logits)
 
     def _pages(self, rows: Tensor) -> Segment:
         """Return chosen tokens of the prompt. rows [B H|G K]"""
@@ -159,23 +159,22 @@ class QuestRead(Read[int], capturable=True, of_each={"bounds": 2}):
     def rows_of(self, rows: Tensor, plan: int) -> Tensor:
         return rows.masked_fill(rows >= self.sealed, -1)
 
-    def capture_refusal(self) -> str | None:
+    def together_refusal(self) -> str | None:
         if self.plan is not None and self.uneven:
             return "last_page=false lets heads read different numbers of tokens"
-        return super().capture_refusal()
+        return super().together_refusal()
 
     def select(self, q: Tensor, top: int) -> Tensor:
         """Return the tokens of the `top` best pages; numbers from `sealed` on stand for none. q [B H 1 D] -> [B H|G
         K]"""
         groups = q.view(q.shape[0], self.spec.num_kv_heads, self.spec.group, -1)
-        both = torch.cat([groups.clamp(min=0), groups.clamp(max=0)], -1)  # a positive q_c meets the largest k_c
-        scores = ops.row_scores(both, self.bounds)  # [B G g P]
+        scores = ops.page_scores(groups, self.bounds)  # [B G g P]
         whole, size, last = filled(scores), self.method.page_size, (self.sealed - 1) // self.method.page_size
         whole = whole.amax(2) if self.method.select_per == "kv_head" else whole.flatten(1, 2)
         if not self.method.last_page:
-            return leading(token_rows(filled(ops.top_k(leading(whole, last + 1), top)), size), top * size)
-        pages = appended(ops.top_k(leading(whole, last), top - 1), last)
-        return leading(token_rows(pages, size), self._tokens(top))
+            return leading(ops.token_rows(ops.top_k(leading(whole, last + 1), top), size), top * size)
+        pages = ops.top_k(leading(whole, last), top - 1)
+        return leading(ops.token_rows(pages, size, last), self._tokens(top))
 
     def _tokens(self, pages: int) -> int:
         """Return how many tokens so many pages hold; where the prompt's last one is always among them, that may be

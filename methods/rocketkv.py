@@ -14,7 +14,6 @@ split evenly between pages and channels: null for `page_size` and `r`. A page ma
 A large budget leaves parts of the method without work: from 19 % of the prompt on, a page has one token, and from 50 %
 on neither stage leaves anything out. A layer's `fallback` says so.
 
-What the first stage keeps, pages, channels and choices are the released code's in 154 of 158 settings that were tried.
 The window's tokens count towards what the first stage keeps.
 
 Left out is the variant for several turns (RocketKV-MT), which evicts nothing and votes anew in each turn. Here a
@@ -29,7 +28,6 @@ from dataclasses import dataclass
 from math import ceil, floor, log2, sqrt
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from kernels import ops
@@ -39,7 +37,6 @@ from methods.layers import Layer, Select
 from methods.parts import costs
 from methods.quest import page_bounds
 from methods.snapkv import SnapKeep, SnapKV
-from methods.sparq import largest_channels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,8 +154,9 @@ class RocketRead(Select, capturable=True, of_each={"bounds": 3, "channels": None
 
     def select(self, q: Tensor, top: int) -> Tensor:
         groups = q.view(q.shape[0], self.spec.num_kv_heads, self.spec.group, -1)
-        channels, picked = largest_channels(groups, self.channels)
-        logits = ops.channel_scores((picked * self.spec.scale).to(q.dtype), self.bounds, self._facing(groups, channels))
+        # of a page the largest key where the group's q is positive, else the smallest, which lies behind the largest
+        channels, picked, _ = ops.pick_channels(groups, self.channels, self.spec.scale, False, self.size > 1)
+        logits = ops.channel_scores(picked, self.bounds, channels)
         weights = ops.group_weights(logits, 1.0, "sum")  # [B G P]
         rows: Tensor = ops.top_k(leading(repeated(weights, self.size), self.sealed), top)
         return rows
@@ -166,11 +164,3 @@ class RocketRead(Select, capturable=True, of_each={"bounds": 3, "channels": None
     def form(self) -> int | None:
         """Return the tokens of a page: by them pages become tokens, and one token has no largest and smallest key."""
         return None if self.plan is None else self.size
-
-    def _facing(self, groups: Tensor, channels: Tensor) -> Tensor:
-        """Return the rows of `bounds` for `channels` [B G r]: the largest key where the group's q is positive, else the
-        smallest."""
-        if self.size == 1:
-            return channels
-        negative = groups.sum(2).gather(-1, channels) <= 0
-        return torch.where(negative, channels + self.spec.head_dim, channels)

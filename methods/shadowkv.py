@@ -31,13 +31,15 @@ from methods.base.cost import Transient
 from methods.base.counters import queues
 from methods.base.pieces import TOKENS_AT_ONCE, pieces
 from methods.layers import Layer, Read
+from methods.layers.policy import Padded
 from methods.parts import costs
 from methods.parts.chunks import chunked, landmarks
-from methods.parts.hit_cache import HitCache, held_bytes, token_rows
+from methods.parts.hit_cache import HitCache, OfHits, held_bytes
 from methods.parts.rope_table import RopeTable
 from methods.pools import KVStore, rows_for
 from methods.tiers.block import FAR
 from methods.tiers.rows import Rows
+from methods.tiers.several import HostRowsOfSeveral
 
 
 class ChunkPlan(NamedTuple):
@@ -147,7 +149,10 @@ class ShadowKV(Method):
         return [Layer(spec, cache, self, ShadowRead(rope_table)) for spec in specs]
 
 
-OF_EACH = {"u": 1, "basis": 2, "values": 2, "landmarks": 2, "chunks": 2, "rope_table": None}
+OF_EACH = {
+    "u": 1, "basis": 2, "values": 2, "landmarks": 2, "chunks": 2, "rope_table": None, "hits": None,
+    "held": Padded(2), "held_k": Padded(2), "held_v": Padded(2),
+}  # fmt: skip
 
 
 class ShadowRead(Read[ChunkPlan], capturable=True, of_each=OF_EACH):
@@ -156,11 +161,12 @@ class ShadowRead(Read[ChunkPlan], capturable=True, of_each=OF_EACH):
     method: ShadowKV
     u: Tensor  # [B N*c r], one row per candidate token, shared by the KV heads
     basis: Tensor  # [B G r D]
-    values: Rows | Tensor  # [B G N c*D]
+    values: Rows | HostRowsOfSeveral | Tensor  # [B G N c*D]
     landmarks: Tensor  # [B G N-o D]
     chunks: Tensor  # [B G N-o 1], which chunk a landmark stands for
     outliers: Tensor  # [B G o]
     hits: HitCache | None = None
+    held, held_k, held_v = OfHits("held"), OfHits("k"), OfHits("v")
 
     def __init__(self, rope_table: RopeTable) -> None:
         self.rope_table = rope_table
@@ -193,6 +199,8 @@ class ShadowRead(Read[ChunkPlan], capturable=True, of_each=OF_EACH):
     def prepare(self, plan: ChunkPlan) -> None:
         self._compress(plan)
         self.hits = HitCache(self.method.chunk, plan.candidates) if self.method.hit_cache else None
+        if self.hits is not None:
+            self.hits.begin(plan.top, self.store.k)
 
     def decode(self, x: AttnInput) -> Tensor:
         self.rope_table.note(x)
@@ -200,20 +208,12 @@ class ShadowRead(Read[ChunkPlan], capturable=True, of_each=OF_EACH):
 
     def read(self, x: AttnInput, plan: ChunkPlan) -> Tensor:
         rows = self.chosen(x.q, plan.top)
-        read = self._rebuild(rows) if self.hits is None else self._read_cached(rows, self.hits)
+        if self.hits is None:
+            read = self._rebuild(rows)
+        else:
+            may_wait = not (self.cache.counters.running or queues(self.request.device))
+            read = self.hits.read(rows, self._rebuild, self.cache.traffic, may_wait=may_wait)
         return self.attend(x.q, self.store.since(0), read)
-
-    def _read_cached(self, chunks: Tensor, hits: HitCache) -> Segment:
-        """Rebuild chunks, except for what the last step has left on the device; of the keys all, where the host cannot
-        know how many are new."""
-        self.cache.traffic.looked_up += chunks.numel()
-        if self.cache.counters.running or queues(self.request.device):
-            slots = hits.slots(chunks)
-            self.cache.traffic.tally("found", (slots >= 0).sum())
-            return hits.exchange(chunks, self._rebuild(chunks, slots))
-        made = hits.read(chunks, self._rebuild)
-        self.cache.traffic.found += chunks.numel() - hits.missed
-        return made
 
     def select(self, q: Tensor, top: int) -> Tensor:
         """Return the `top` chunks to read. q [B H 1 D] -> [B G top]"""
@@ -227,11 +227,12 @@ class ShadowRead(Read[ChunkPlan], capturable=True, of_each=OF_EACH):
 
     def rows_of(self, rows: Tensor, plan: ChunkPlan) -> Tensor:
         local = torch.arange(self.sealed - plan.local, self.sealed, device=rows.device)
-        found = token_rows(torch.cat([self.outliers, rows], 2), self.method.chunk)
+        found = ops.token_rows(torch.cat([self.outliers, rows], 2), self.method.chunk)
         return torch.cat([found, local.expand(*found.shape[:2], -1)], 2)
 
-    def together_refusal(self) -> str | None:
-        return None if self.hits is None else "hit_cache=true holds the chunks of one sequence"
+    def joined(self) -> dict[str, Tensor]:
+        held = {"held": self.held, "held_k": self.held_k, "held_v": self.held_v}
+        return super().joined() | {name: x for name, x in held.items() if x is not None}
 
     def form(self) -> int | None:
         """Return the rank of the keys' factors, which a short prompt limits."""
@@ -279,19 +280,21 @@ class ShadowRead(Read[ChunkPlan], capturable=True, of_each=OF_EACH):
         is held. [B G K] -> K*c tokens"""
         coming, size = self._values(chunks, slots), self.method.chunk
         sizes = chunks.sizes if isinstance(chunks, Ragged) else chunks.shape[2]
-        positions: Tensor | Ragged = leading(token_rows(filled(chunks), size), sizes * size)
+        positions: Tensor | Ragged = leading(ops.token_rows(chunks, size), sizes * size)
         keys = ops.rebuild_keys(self.u, self.basis, positions, self.rope_table.cos, self.rope_table.sin)
         live = positions.counts if isinstance(positions, Ragged) else None
-        return Segment(filled(keys), coming().view(keys.shape), live=live)
+        values = coming().view(*keys.shape[:2], -1, keys.shape[3])[:, :, : keys.shape[2]]
+        return Segment(filled(keys), values, live=live)
 
     def _values(self, chunks: Tensor | Ragged, slots: Tensor | None) -> Callable[[], Tensor]:
-        """Ask for the values of chunks, which the result waits for; those of several sequences are there."""
-        if not isinstance(held := self.values, Rows):
+        """Ask for the values of chunks, which the result waits for; those of several sequences on the device are
+        there."""
+        if not isinstance(held := self.values, Rows | HostRowsOfSeveral):
             here = filled(ops.gather_rows(held, chunks))
             return lambda: here
         hits, near = self.hits, None
-        if slots is not None and hits is not None and hits.held is not None:
-            near = hits.kv.v.view(*slots.shape, -1)
+        if slots is not None and hits is not None:
+            near = hits.v
         return self.cache.fetch(lambda traffic: held.gather(cast(Tensor, chunks), traffic, slots, near)).wait
 
     def reopen(self) -> None:
@@ -302,7 +305,7 @@ class ShadowRead(Read[ChunkPlan], capturable=True, of_each=OF_EACH):
         every = torch.arange(self.plan.candidates, device=self.outliers.device).expand(*self.outliers.shape[:2], -1)
         keys, values = self._rebuild(every)[:2]
         exact = self.plan.outliers * self.method.chunk
-        at = token_rows(self.outliers, self.method.chunk).unsqueeze(-1).expand(-1, -1, -1, keys.shape[3])
+        at = ops.token_rows(self.outliers, self.method.chunk).unsqueeze(-1).expand(-1, -1, -1, keys.shape[3])
         self.store.append(keys.scatter(2, at, resident.k[:, :, :exact]), values)
         self.store.append(resident.k[:, :, exact:], resident.v[:, :, exact:])
         self.plan = self.hits = None

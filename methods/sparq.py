@@ -7,9 +7,10 @@ output, in the part that the approximate softmax gives to tokens that are not re
 
 `channel_copy` keeps the searched keys a second time, one channel per row, so that scoring reads r/D of them instead of
 picking from all: 4 times faster at 32K tokens, for 1.5 times the memory. With placement=host, keys, values and that
-copy lie on the host; each step moves r channels of the keys and the selected rows. The paper's local window moves on
-with generation; ours is the prompt's end, inside the budget, and all that is generated is read on top. While a
-selection is reused (`reuse_steps`), so is its share of unread tokens.
+copy lie on the host; each step moves r channels of the keys and the selected rows. Without the copy a GPU reads the
+numbers of these channels one by one over the bus, 32 bytes for each. The paper's local window moves on with generation;
+ours is the prompt's end, inside the budget, and all that is generated is read on top. While a selection is reused
+(`reuse_steps`), so is its share of unread tokens.
 """
 
 from __future__ import annotations
@@ -23,9 +24,7 @@ import torch
 from torch import Tensor
 
 from kernels import ops
-from kernels.each import Each
-from kernels.ragged import Ragged, filled
-from kernels.reference import Segment, without_missing
+from kernels.reference import Segment
 from kernels.sink_logits import lse_with_sink, with_sink
 from methods.base import AttnInput, CacheState, Case, Cost, CostError, Grids, KVLayer, LayerSpec, Plan
 from methods.layers import Layer, Select
@@ -33,7 +32,7 @@ from methods.parts import costs
 from methods.parts.windows import Windowed
 from methods.pools import Pool, rows_for
 from methods.tiers.rows import Rows
-from methods.tiers.tier import DEVICE
+from methods.tiers.several import HostRowsOfSeveral
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +106,7 @@ class SparQRead(Select, capturable=True, of_each={"by_channel": 3, "value_sum": 
     only."""
 
     method: SparQ
-    by_channel: Rows | Tensor | None = None  # the middle keys [B G D M]
+    by_channel: Rows | HostRowsOfSeveral | Tensor | None = None  # the middle keys [B G D M]
     value_sum: Tensor  # [B G 1 D] fp32, over every token so far
     approximate: Approximate | None = None  # belongs to the selection that is being read for the first time
     covered: Tensor  # [B G g 1] fp32, the share of the approximate softmax on the tokens read
@@ -133,11 +132,11 @@ class SparQRead(Select, capturable=True, of_each={"by_channel": 3, "value_sum": 
 
     def select(self, q: Tensor, top: int) -> Tensor:
         groups = q.view(q.shape[0], self.spec.num_kv_heads, self.spec.group, -1)
-        channels, picked = largest_channels(groups, self.method.r)
-        sums, lse = self._scores((picked * self.spec.scale).to(q.dtype), channels)
-        if self.method.mean_value:
-            index = channels.unsqueeze(2).expand_as(picked)
-            query = torch.zeros_like(groups).scatter_(-1, index, picked.to(q.dtype))  # channels not picked are zero
+        channels, picked, query = ops.pick_channels(
+            groups, self.method.r, self.spec.scale, self.method.mean_value, False
+        )
+        sums, lse = self._scores(picked, channels)
+        if query is not None:
             self.approximate = Approximate(query, lse)
         rows: Tensor = ops.top_k(sums, top)
         return rows
@@ -171,20 +170,18 @@ class SparQRead(Select, capturable=True, of_each={"by_channel": 3, "value_sum": 
         read = out.view(*self.covered.shape[:3], -1)
         return torch.lerp(mean, read.float(), self.covered).to(out.dtype).view_as(out)
 
-    def capture_refusal(self) -> str | None:
-        if self.layer.far is not None and self.layer.far.tier != DEVICE and not self.method.channel_copy:
-            return f"channel_copy=false picks channels of the keys on the {self.layer.far.tier}"
-        return super().capture_refusal()
-
     @property
     def fetches_alone(self) -> bool:
-        """Say that channels of keys are read too."""
-        return True
+        """Say whether channels are picked from keys that have left the store."""
+        return not self.method.channel_copy
 
     def _scores(self, picked: Tensor, channels: Tensor) -> tuple[Tensor, Tensor]:
         """Return `channel_sums` of picked [B G g r] in channels [B G r] over the middle, from where its keys lie."""
-        if (far := self.layer.far) is None:
-            keys = self.middle().k.mT if self.by_channel is None else self.by_channel
+        copy = self.by_channel
+        if isinstance(copy, HostRowsOfSeveral):
+            copy = self.cache.fetch(partial(copy.in_place, channels.shape[2])).wait()
+        if (far := self.layer.far) is None or not (copy is None or isinstance(copy, Rows)):
+            keys = self.middle().k.mT if copy is None else copy
             if isinstance(keys, Rows):
                 keys = self.cache.fetch(partial(keys.first, self.spec.head_dim)).wait()
             return _sums(picked, keys, channels)
@@ -196,22 +193,6 @@ class SparQRead(Select, capturable=True, of_each={"by_channel": 3, "value_sum": 
         if isinstance(self.by_channel, Rows):
             return self.cache.fetch(partial(self.by_channel.gather, channels)).wait()
         return middle.channels(channels)
-
-
-def largest_channels(q: Tensor, r: int | Each) -> tuple[Tensor, Tensor]:
-    """Return the r channels with the largest sum of |q| over the group, and q in them alone (fp32), divided so that the
-    logits of different query heads can be compared. q [B G g D] -> [B G r], [B G g r]
-
-    Where a sequence wants fewer of them than another, others stand behind its own, in which its queries are zero."""
-    mass = q.float().abs()
-    best = ops.top_k(mass.sum(2), r)
-    channels = filled(best)
-    index = channels.unsqueeze(2).expand(*q.shape[:3], -1)
-    picked = q.gather(-1, index).float()
-    if isinstance(best, Ragged):
-        picked = without_missing(picked, best.counts, 0.0)
-    share = picked.abs().sum(-1, keepdim=True) / mass.sum(-1, keepdim=True).clamp(min=1e-20)
-    return channels, picked / share.clamp(min=1e-20).sqrt()
 
 
 def _sums(picked: Tensor, by_channel: Tensor, channels: Tensor) -> tuple[Tensor, Tensor]:

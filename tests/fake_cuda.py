@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.tape import Recording
+from kernels.cpu.graph import CpuGraph
 
 
 class Pool:
@@ -28,7 +28,7 @@ class Graph:
     """As torch.cuda.CUDAGraph."""
 
     def __init__(self) -> None:
-        self._tape, self._pool = Recording(), None
+        self._graph, self._pool = CpuGraph(), None
 
     def capture_begin(self, pool: Pool, capture_error_mode: str) -> None:
         assert capture_error_mode == "thread_local"  # threads of a history store go on
@@ -36,16 +36,18 @@ class Graph:
             raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED")
         pool.opened, self._pool = True, pool
         pool.graphs += 1
-        self._tape.begin()
+        self._capturing = self._graph.capturing()
+        self._capturing.__enter__()
 
     def capture_end(self) -> None:
         assert self._pool is not None
-        self._pool.blocks += any("mm" in str(call[0]) for call in self._tape.calls)  # a product made a workspace
-        self._tape.end()
+        self._capturing.__exit__(None, None, None)
+        products = [call for call in self._graph.calls if "mm" in str(getattr(call, "func", ""))]
+        self._pool.blocks += bool(products)  # one made a workspace
 
     def replay(self) -> None:
         assert self._pool is not None, "a graph that was reset is replayed"
-        self._tape.replay()
+        self._graph.replay()
 
     def reset(self) -> None:
         if self._pool is not None:

@@ -10,6 +10,7 @@ from harness.config.experiments import Experiment, experiments
 from harness.config.keys import parameters_of, sections
 from harness.terminal.tables import code, table
 from kernels import ops
+from tests.official.comparison import HEAD, stored
 
 DOCS = Path(__file__).parents[1] / "docs"
 COMMAND = "python -m tests.generated_pages"
@@ -23,7 +24,10 @@ Written by `{COMMAND}`: change the comments in conf/, not this page."""
 METHODS_TITLE = f"""# The methods
 
 What must be known before two of them are compared, with the defaults of conf/method/. Written by
-`{COMMAND}`; change the comments in a method's yaml, its card among them, not this page."""
+`{COMMAND}`; change the comments in a method's yaml, its card among them, not this page.
+
+The last table of a method says what its authors' code does alike, and
+[how that is measured](trust.md#held-against-released-code)."""
 OPERATIONS_HEAD = ("operation", "backends, in the order in which they are tried")
 EXPERIMENTS_HEAD = ("experiment", "what", "made by", "small variant")
 
@@ -66,9 +70,15 @@ def _section(entry: Entry, presets: Sequence[Entry]) -> str:
     facts = [(_words(name), text) for name, text in entry.facts().items()]
     parameters = [(code(given), meaning) for given, meaning in parameters_of(entry)]
     changed = [(code(f"method={preset.name}"), preset.headline) for preset in presets]
-    named = {"card": facts, "parameter": parameters, "preset": changed}
+    released = [_beside_released(row) for row in stored() if row["method"] == entry.name]
+    named = {"card": facts, "parameter": parameters, "preset": changed, "same as in released code": released}
     tables = [table((name, ""), rows) for name, rows in named.items() if rows or name == "card"]
     return "\n\n".join([f"## {entry.name}", entry.card(), *tables])
+
+
+def _beside_released(row: Mapping[str, str]) -> tuple[str, str]:
+    setting = f", {code(row['setting'])}" if row["setting"] else ""
+    return f"{row['compared']}{setting}", f"{row['same']} of {row['of']}; differs by: {row[HEAD[-1]]}"
 
 
 def _words(name: str) -> str:
@@ -105,9 +115,14 @@ def written_into(name: str) -> tuple[str, str]:
         "kernels": (OPERATIONS_HEAD, operations_table()),
     }[name]
     page = (DOCS / f"{name}.md").read_text(encoding="utf-8")
+    return page, with_table(page, head, today)
+
+
+def with_table(page: str, head: Sequence[str], today: str) -> str:
+    """Return a page with today's table in place of the one that has this head."""
     before, found, rest = page.partition(table(head, []).splitlines()[0])
-    assert found, f"docs/{name}.md has lost the head of its table"
-    return page, f"{before}{today}\n\n{rest.partition(chr(10) * 2)[2]}"
+    assert found, f"the page has lost the table of {head}"
+    return f"{before}{today}\n\n{rest.partition(chr(10) * 2)[2]}"
 
 
 def main() -> None:

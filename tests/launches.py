@@ -1,12 +1,17 @@
 """Counts what a captured decode step launches on a GPU, without one.
 
-Triton's kernels are interpreted, and each operation of torch beside them that makes or changes a tensor is a launch.
+Triton's kernels are named in place of running, and each operation of torch beside them that makes or changes a tensor
+is a launch. What a kernel would have written is zeros, which are rows, pages and codes that are there.
+
+`python -m tests.launches` writes the table in docs/kernels.md.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any
 from unittest.mock import patch
@@ -14,6 +19,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+os.environ["TRITON_INTERPRET"] = "1"
 from triton.runtime import interpreter
 
 from harness.engine import forward
@@ -21,14 +28,24 @@ from harness.engine.attach import attached
 from harness.engine.batch.running import RunningBatch
 from harness.engine.engine import Engine
 from harness.engine.forward import BlockForward
-from harness.machines.recorder import DispatchRecorder, is_launch
+from harness.machines.recorder import NO_LAUNCH, DispatchRecorder, is_launch
+from harness.terminal.tables import code, table
 from kernels.dispatch import use_backend
-from methods.base import Method
+from methods.shadowkv import ShadowKV
+from tests.generated_pages import DOCS, with_table
+from tests.methods.test_contract import small
 from tests.tiny import SHAPE, prompt
 
 COUNTED = 2  # the layer whose launches count: the first two layers of some methods read everything
 LENGTHS = (61, 74, 90, 83, 67, 72, 95, 88)  # of prompts
 BUDGET = 0.5
+SEQUENCES = (1, 4, 8)
+METHODS = (
+    "full", "streaming", "snapkv", "pyramidkv", "pqcache", "quest", "shadowkv", "h2o", "oracle", "lm_infinite",
+    "infinigen", "rocketkv", "sparq", "adakv", "infllm",
+)  # fmt: skip
+HEAD = ("method", *(f"{count} sequence{'s' if count > 1 else ''}" for count in SEQUENCES))
+PAGE = DOCS / "kernels.md"
 
 
 @cache
@@ -49,7 +66,6 @@ class LaunchRecorder(DispatchRecorder):
         super().__init__()
         self.by_layer: dict[int, list[str]] = {}
         self._layer: int | None = None
-        self._inside = False  # a kernel is interpreted, by whatever means
 
     def capture(self, step: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
         self.by_layer.clear()
@@ -63,25 +79,23 @@ class LaunchRecorder(DispatchRecorder):
     def has_run(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, changed: list[Tensor]
     ) -> None:
-        if is_launch(func, args, kwargs, out, changed):
-            self._note(func.overloadpacket.__name__)
+        name = func.overloadpacket.__name__
+        if name in NO_LAUNCH:
+            out.zero_()
+        elif is_launch(func, args, kwargs, out, changed):
+            self._note(name)
 
     def _note(self, name: str) -> None:
-        if self._layer is not None and not self._inside:
+        if self._layer is not None:
             self.by_layer.setdefault(self._layer, []).append(name)
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
         """Learn of each kernel's launch, and of the layer that runs."""
-        run, layer_of = interpreter.GridExecutor.__call__, BlockForward._layer
+        layer_of = BlockForward._layer
 
         def launch(executor: Any, *args: Any, **options: Any) -> None:
             self._note(executor.fn.__name__)
-            self._inside = True
-            try:
-                run(executor, *args, **options)
-            finally:
-                self._inside = False
 
         def layer(of: BlockForward, index: int, *args: Any) -> Any:
             self._layer = index
@@ -97,8 +111,11 @@ class LaunchRecorder(DispatchRecorder):
             yield
 
 
-def launches_of(method: Method, sequences: int) -> list[str]:
-    """Name the launches of one layer in a captured step of so many sequences, whose lengths all differ."""
+def launches_of(name: str, sequences: int) -> list[str]:
+    """Name the launches of one layer in a captured step of so many sequences, whose lengths all differ. Without a hit
+    cache, whose sequences attend one after the other."""
+    method = small(name)
+    method = replace(method, hit_cache=False) if isinstance(method, ShadowKV) else method
     recorder, budget = LaunchRecorder(), BUDGET if method.uses_budget else None
     with attached(joined_model(), method, budget=budget, calibration=prompt(64, seed=9)) as kv:
         engine = Engine(kv, graphs=recorder)
@@ -111,3 +128,12 @@ def launches_of(method: Method, sequences: int) -> list[str]:
         batch.step()
         assert engine.plain_steps is None, engine.plain_steps
     return recorder.by_layer[COUNTED]
+
+
+def launches_table() -> str:
+    """Return the table of launches per layer in docs/kernels.md."""
+    return table(HEAD, [(code(name), *(str(len(launches_of(name, n))) for n in SEQUENCES)) for name in METHODS])
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), HEAD, launches_table()), encoding="utf-8")

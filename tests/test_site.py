@@ -36,7 +36,7 @@ def test_the_site_builds(copy: Path) -> None:
     for page in pages:
         place = page.relative_to(copy).with_suffix("")
         assert (copy / "build" / "site" / ("" if place.name == "README" else place) / "index.html").is_file()
-    assert (copy / "build" / "site" / "docs" / "img" / "frontier.png").is_file()
+    assert (copy / "build" / "site" / "docs" / "img" / "headline.png").is_file()
 
 
 @pytest.mark.slow

@@ -3,17 +3,18 @@
 A method's cache and Full's over the same prompt decode in turn, a few tokens at a time; the seal and the first two
 tokens of each turn are not counted. With random weights, or `--synthetic`, nobody computes the prompt: its keys and
 values are random, as prefill is not the question. With `--link` a method whose rows lie elsewhere decodes in two ways,
-in turn: its rows come while the model computes, and they come while it waits for them.
+in turn: its rows come while the model computes, and they come while it waits for them. On a CPU each layer's attention
+is clocked as well: what weights take of a step, and with `--layers` what a step of all layers would.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
-from statistics import fmean
+from statistics import fmean, median_low
 from time import perf_counter
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch import Tensor
 from harness.bench import calibrate
 from harness.bench.calibrate import Limits
 from harness.bench.common import arguments, methods, models, output
+from harness.bench.common.all_layers import AttentionClock, Clocked, WholeModel, weights
 from harness.bench.common.load import LoadWatch, MarkedSeconds
 from harness.bench.common.measure import estimate, marks, ratios, rounds_of
 from harness.bench.common.output import Cell
@@ -30,12 +32,13 @@ from harness.bench.common.synthetic import LayerShape
 from harness.engine.attach import Attachment
 from harness.engine.batch.generation import Generation
 from harness.engine.engine import Engine
-from harness.engine.graph import CudaGraphs
+from harness.engine.graph import graphs_on
 from harness.engine.hf import routed
 from harness.machines.costs import CostTable
 from harness.machines.recorder import recorded
 from harness.machines.replay import replay
 from harness.models.base import LoadedModel
+from harness.models.random import SHAPES
 from harness.prompts.calibration import calibration_text
 from methods.base import Method
 from methods.full import Full
@@ -50,7 +53,7 @@ class ModelDecoding:
     """A cache over `prompt` [1 S] that decodes turn after turn; the model is routed meanwhile."""
 
     def __init__(self, kv: Attachment, prompt: Tensor, options: argparse.Namespace) -> None:
-        self.engine = Engine(kv, graphs=CudaGraphs(kv.model.device) if options.graphs else None)
+        self.engine = Engine(kv, graphs=graphs_on(kv.model.device) if options.graphs else None)
         self.new, self.question = options.new, prompt[:, :0]
         self.cache = self.engine.cache(prompt, options.new * (options.rounds + 1))
         if options.synthetic:
@@ -60,6 +63,8 @@ class ModelDecoding:
         else:
             self.logits = self.engine.prefill(self.cache, prompt, whole=True)
         self.first = self.turn()  # with the seal; not counted
+        self.clock = AttentionClock(self.cache.method_layers if kv.model.device.type == "cpu" else [])
+        self.attention_s: list[list[float] | None] = []  # per step of a turn, of each layer
         self.moved: list[float] = []
         self.exposed_s: list[float] = []  # per step of a turn
         self.hidden_s: list[float] = []
@@ -79,8 +84,14 @@ class ModelDecoding:
         self.moved.append((traffic.total_bytes - before.total_bytes) / steps)
         self.exposed_s.append((traffic.exposed_s - before.exposed_s) / steps)
         self.hidden_s.append((traffic.hidden_s - before.hidden_s) / steps)
+        self.attention_s.append(self.clock.taken())
         times = self.last.token_s
         return MarkedSeconds((times[-1] - times[1]) / (len(times) - 2), disturbed)
+
+    def clocked(self, times: Sequence[float]) -> Clocked:
+        """Give the turn whose time was the median, with its attention: their difference is what a step takes beside."""
+        place = times.index(median_low(times))
+        return Clocked(self.engine.attachment.method, times[place], self.attention_s[place])
 
 
 def _shape(kv: Attachment) -> LayerShape:
@@ -103,6 +114,9 @@ def measure(
         *_, times = rounds_of(ways, options.rounds)
         replayed = replayed_s(own, limits, options.dtype)
     tpot_s, made = estimate(times["own"]), own.last
+    layers = here = len(own.cache.method_layers)
+    if options.shape and here == asked.model.config.num_hidden_layers:  # none of them slides
+        layers = SHAPES[options.shape]["num_hidden_layers"]
     floor = floor_s(own, limits["read_gb_s"])
     return {
         "tpot_s": tpot_s,
@@ -111,6 +125,7 @@ def measure(
         "floor_s": floor,
         "of_limit": floor / tpot_s.median,
         "replayed_s": replayed,
+        **WholeModel(layers, weights(asked.model)).beside(beside.clocked(times["full"]), own.clocked(times["own"])),
         "seal_s": own.first.seal_s,
         "capture_s": made.capture_s,
         "plain_steps": own.engine.plain_steps,
@@ -140,13 +155,9 @@ def attachment(
 def floor_s(decoding: ModelDecoding, read_gb_s: float) -> float:
     """A step that does nothing but read the weights and the keys and values it attends to, once each."""
     model, specs = decoding.engine.model, decoding.engine.attachment.specs
-    weights = sum(x.nbytes for x in model.parameters())
-    table, head = (next(m.parameters()) for m in (model.get_input_embeddings(), model.get_output_embeddings()))
-    if table is not head:  # then one row of it is read
-        weights -= table.nbytes
     attended = decoding.last.measured.get("attended_total") or 0.0
     rows = sum(2 * spec.num_kv_heads * spec.head_dim * attended for spec in specs) * model.dtype.itemsize
-    return (weights + rows) / read_gb_s / 1e9
+    return (weights(model).total + rows) / read_gb_s / 1e9
 
 
 @torch.inference_mode()
@@ -198,6 +209,10 @@ TABLE = output.table(
     Cell("Full / it", "speedup"),
     Cell("of limit", "of_limit", "%", 100),
     Cell("replayed", "replayed_s", "ms", 1e3),
+    Cell("weights", "weights_share", "%", 100),
+    Cell("layers", "all_layers.layers"),
+    Cell("all layers", "all_layers.tpot_s", "ms", 1e3),
+    Cell("Full / it, all layers", "all_layers.speedup"),
     Cell("attended", "attended_prompt"),
     Cell("seal", "seal_s", "s"),
     *(Cell(tier.head, output.some(f"{name}_bytes"), "MiB", 2**-20) for name, tier in TIERS.items()),
@@ -220,8 +235,6 @@ def parser() -> argparse.ArgumentParser:
 
 def main(options: argparse.Namespace) -> None:
     options.synthetic |= options.shape is not None
-    if options.graphs and not options.device.startswith("cuda"):
-        raise ValueError(f"--graphs needs --device cuda, and the device is {options.device}: CUDA alone has them.")
     if options.link and (options.placement == DEVICE or options.device != "cpu"):
         raise ValueError("--link stands for a bus that a CPU does not have: add --placement host and --device cpu.")
     methods.chosen(options.methods, options.config_dir)  # a wrong name is found now
@@ -235,7 +248,7 @@ def main(options: argparse.Namespace) -> None:
     crossed = f", link {options.link / 1e9:g} GB/s" if options.link else ""
     title = (
         f"Decoding with {loaded.name}, {options.dtype}, {options.device}, budget {options.budget}, "
-        f"placement {options.placement}{crossed}{', CUDA graphs' * options.graphs}; {filled}"
+        f"placement {options.placement}{crossed}{', captured steps' * options.graphs}; {filled}"
     )
     facts = {"limits": limits, "synthetic": options.synthetic, "model": loaded.name}
     report = output.Report("decode", title, options, TABLE, **facts)

@@ -183,8 +183,6 @@ class Settings:
             check_link(key, getattr(self, key), self.device)
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise SettingsError(f"device={self.device} is unknown: choose auto, cpu, cuda or cuda:N.")
-        if self.graphs == "on" and self.device == "cpu":
-            raise SettingsError(f"graphs=on needs a CUDA device, but device={self.device}: use graphs=off.")
         if self.questions == "shared" and self.protocol != "context":
             raise SettingsError(
                 f"questions=shared seals a context before its questions, and protocol={self.protocol} seals them with "

@@ -89,7 +89,7 @@ def _seal(subject: Subject) -> Iterator[str]:
 
 def _path(info: Mapping[str, Any]) -> Iterator[str]:
     if reason := info.get("plain_steps"):
-        yield f"Steps were not captured as CUDA graphs: {str(reason).rstrip('.')}."
+        yield f"Steps were not captured: {str(reason).rstrip('.')}."
     if reason := info.get("own_forward"):
         yield f"The model ran its own forward, which takes more time between operations: {str(reason).rstrip('.')}."
 

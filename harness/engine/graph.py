@@ -1,4 +1,4 @@
-"""One decode step, captured and replayed for every further token: a CUDA graph.
+"""One decode step, captured and replayed for every further token: a CUDA graph, or its like on the CPU.
 
 The first step behind a seal runs as always, but already in the form that is captured: counts lie on the device
 (methods/base/counters.py), tokens are written and read through them. Then it is captured, which runs nothing on the
@@ -97,6 +97,26 @@ class CudaGraphs:
         return graph, result
 
 
+class CpuGraphs:
+    """The same of an engine on the CPU (kernels/cpu/graph.py)."""
+
+    def capture(self, step: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
+        from kernels.cpu.graph import CpuGraph  # which builds compiled code
+
+        graph = CpuGraph()
+        with graph.capturing():
+            result = step()
+        return graph.replay, result
+
+    def drop(self, replay: Callable[[], Any]) -> None:
+        """Nothing: its memory goes with whoever held it."""
+
+
+def graphs_on(device: torch.device) -> StepCapture:
+    """What captures the steps of an engine."""
+    return CpuGraphs() if device.type == "cpu" else CudaGraphs(device)
+
+
 class CapturedStep:
     """`step(token)` of one sealed cache: token [B 1] -> logits [B V], which the next call overwrites.
 
@@ -170,7 +190,7 @@ class CapturedStep:
         if (kept := self.kept.of(cache)) is None:
             return False
         self._token, self._logits, self._replay, self._is_kept = kept.token, kept.logits, kept.replay, True
-        cache.take_results(kept.joined)
+        cache.take_joined(kept.joined)
 
         def after() -> None:
             cache.count_replayed(1)
@@ -207,9 +227,8 @@ class CapturedStep:
         cache = self.cache
         if not isinstance(cache, SlotsCache) or cache.told is None or cache.told.read_memory or self.kept is None:
             return
-        joined = [policy.joined() for policy in cache.policies]
         results = [_results(*pair) for pair in zip(before, cache.results(), strict=True)]
-        self.kept.keep(cache, KeptStep(self._token, self._logits, replay, cache.told, joined, results))
+        self.kept.keep(cache, KeptStep(self._token, self._logits, replay, cache.told, cache.joined(), results))
         self._is_kept = True
 
     def _step(self) -> Tensor:
@@ -244,4 +263,6 @@ def capture_refusal(forward: BlockForward | None, cache: KVCache) -> str | None:
         return "fidelity compares steps with exact attention"
     if (rotation := getattr(forward.decoder.rotary_emb, "rope_type", None)) in READS_POSITIONS:
         return f"{rotation} rotations depend on the length of the text"
+    if cache.state.engine.links is not None:
+        return "rows cross a link that is counted beside the step (link, disk_link)"
     return next((reason for layer in cache.layers if (reason := layer.capture_refusal())), None)

@@ -6,7 +6,7 @@ from __future__ import annotations
 PHASES = {
     "select": (
         "row_scores", "channel_scores", "channel_sums", "pq_weights", "group_weights", "group_margins", "top_k",
-        "column_sums", "kmeans", "windowed_sums",
+        "column_sums", "kmeans", "windowed_sums", "page_scores", "token_rows", "pick_channels",
     ),
     "fetch": ("gather_rows", "gather_tiers", "put_rows", "rebuild_keys", "decode_rows"),
     "attend": (

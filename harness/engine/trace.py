@@ -31,7 +31,7 @@ PROFILED = range(1, 4)  # steps of the first example, which then are no part of 
 # What operations that score candidates read of an index, in bytes, by their arguments. Those may have been gathered for
 # them: the index is read once all the same.
 INDEX_BYTES: dict[str, Callable[..., int]] = {
-    "row_scores": lambda q, x: int(x.nbytes),
+    **dict.fromkeys(("row_scores", "page_scores"), lambda q, x: int(x.nbytes)),
     **dict.fromkeys(
         ("channel_scores", "channel_sums"),
         lambda q, x, channels: int(channels.numel() * x.shape[3] * x.element_size()),

@@ -93,7 +93,7 @@ def _products(x: Tensor, *linears: Linear) -> int:
 _COMPUTED: dict[str, Callable[..., int]] = {
     "segment_attention": _attended,
     "segment_attention_with_lse": _attended,
-    "row_scores": lambda q, x: 2 * _rows_of(q) * x.shape[2] * x.shape[3],
+    **dict.fromkeys(("row_scores", "page_scores"), lambda q, x: 2 * _rows_of(q) * x.shape[2] * x.shape[3]),
     **dict.fromkeys(
         ("channel_scores", "channel_sums"),
         lambda q, x, channels: 2 * _rows_of(q) * channels.shape[-1] * x.shape[3],

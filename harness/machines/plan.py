@@ -15,7 +15,8 @@ from harness.jobs.planning.items import blank
 from harness.jobs.planning.sequences import SequenceBytes, sequence_bytes
 from harness.machines.machine import Machine, MethodConstants
 from harness.machines.replay import ScheduleTimes, replay
-from harness.machines.steps import steps
+from harness.machines.schedule import ScheduleEvent
+from harness.machines.steps import prompt, steps
 from harness.models.base import DTYPE_BYTES, ModelInfo
 from methods.base import Budget, BudgetError, Case, Method
 
@@ -60,6 +61,7 @@ class PlannedRow:
     sequence: SequenceBytes
     tpot_s: float
     bytes_tpot_s: float
+    tt2t_s: float | None  # of one sequence, by `first_times`
 
     @property
     def rate(self) -> float:
@@ -98,6 +100,7 @@ def planned(
     )
     if not fast or (batch and fast < batch):
         raise PlanError(_too_slow(machine, load, fast, batch, most_tpot_s))
+    first = first_times(machine, info, load)
     return PlannedRow(
         machine=machine,
         info=info,
@@ -108,6 +111,7 @@ def planned(
         sequence=sequence,
         tpot_s=_tpot_s(machine, info, load, constants, fast),
         bytes_tpot_s=_tpot_s(machine, info, load, replace(constants, layer_s=0.0), fast),
+        tt2t_s=first.tt2t_s if first else None,
     )
 
 
@@ -148,8 +152,37 @@ def step_times(
     machine: Machine, info: ModelInfo, load: Workload, batch: int, constants: MethodConstants
 ) -> ScheduleTimes:
     """A few decode steps of a batch, replayed on the machine."""
+    schedule = _steps(machine, info, load, batch, constants)
+    return replay(schedule, machine.costs(load.dtype, constants))
+
+
+def first_times(machine: Machine, info: ModelInfo, load: Workload) -> ScheduleTimes | None:
+    """One sequence by itself from its prompt on, replayed on the machine: products, bytes and transfers, without what
+    the method computes at its seal. None where the prompt is not computed as Full's, or nobody knows how fast the
+    machine multiplies."""
+    if not load.method.dense_prefill or load.dtype not in machine.matmul_gflop_s:
+        return None
+    constants = replace(constants_of(machine, load), hits=0.0)  # no step came before
+    fed = prompt(info, load.method, _cases(machine, info, load), load.dtype, overlap=_overlaps(machine))
+    schedule = [*fed, *_steps(machine, info, load, 1, constants)]
+    return replay(schedule, machine.costs(load.dtype, constants))
+
+
+def _steps(
+    machine: Machine, info: ModelInfo, load: Workload, batch: int, constants: MethodConstants
+) -> list[ScheduleEvent]:
+    cases = _cases(machine, info, load)
+    return steps(info, load.method, cases, batch, load.dtype, constants, overlap=_overlaps(machine))
+
+
+def _overlaps(machine: Machine) -> bool:
+    return machine.device == "cuda"  # as overlap=auto
+
+
+def _cases(machine: Machine, info: ModelInfo, load: Workload) -> list[Case]:
+    """Of each layer that the method is told of."""
     budget = _holder(machine, load).budget
-    cases = [
+    return [
         Case(
             spec,
             load.tokens,
@@ -160,9 +193,6 @@ def step_times(
         )
         for spec in shapes(info)
     ]
-    overlap = machine.device == "cuda"  # as overlap=auto
-    schedule = steps(info, load.method, cases, batch, load.dtype, constants, overlap=overlap)
-    return replay(schedule, machine.costs(load.dtype, constants))
 
 
 def row_times(row: PlannedRow) -> ScheduleTimes:

@@ -17,6 +17,8 @@ MEANING = {
     "step finds on the device are not taken off, but where --hits says how many",
 }
 
+TT2T = "TT2T: of one prompt by itself, at full speed. What a method computes at its seal, as clusters, comes on top."
+
 
 def columns(rows: Sequence[PlannedRow]) -> list[Column]:
     """Columns that say the same in every row are left out, if they are among what was asked for."""
@@ -34,6 +36,7 @@ def columns(rows: Sequence[PlannedRow]) -> list[Column]:
         *shown,
         counts("batch", [row.batch for row in rows]),
         Column("until", "", [row.limit for row in rows], left=True),
+        number("TT2T", "s", [row.tt2t_s for row in rows]),
         number("TPOT", "ms", [1e3 * row.tpot_s for row in rows]),
         number("rate", "tok/s", [row.rate for row in rows]),
         number("bytes alone", "tok/s", [row.bytes_rate for row in rows]),
@@ -49,6 +52,8 @@ def notes(rows: Sequence[PlannedRow]) -> list[str]:
     limits it, and where the machines' facts come from."""
     found = {row.basis for row in rows}
     words = [f"{word}: {meaning}." for word, meaning in MEANING.items() if word in found]
+    if any(row.tt2t_s is not None for row in rows):
+        words.append(TT2T)
     most = max((row.batch * row.sequence.host for row in rows if row.machine.host_bytes is None), default=0)
     if most:
         words.append(
@@ -69,6 +74,7 @@ def plain(row: PlannedRow) -> Mapping[str, Any]:
         "batch": row.batch,
         "largest_batch": row.most,
         "limit": row.limit,
+        "tt2t_s": row.tt2t_s,
         "tpot_s": row.tpot_s,
         "bytes_tpot_s": row.bytes_tpot_s,
         "throughput_tok_s": row.rate,

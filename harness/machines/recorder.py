@@ -46,9 +46,6 @@ OVERWRITING = ("copy_", "fill_", "zero_")  # they do not read what they change
 class DispatchRecorder(TorchDispatchMode):
     """Sees every operation of torch that runs inside. A subclass says what is kept of it."""
 
-    def will_run(self, func: Any, args: tuple[Any, ...], changed: list[Tensor]) -> None:
-        """`func` is about to run, and will change `changed`."""
-
     def has_run(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, changed: list[Tensor]
     ) -> None:
@@ -64,7 +61,6 @@ class DispatchRecorder(TorchDispatchMode):
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
         changed = tensors_in(written)
-        self.will_run(func, args, changed)
         out = func(*args, **kwargs)
         self.has_run(func, args, kwargs, out, changed)
         return out

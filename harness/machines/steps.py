@@ -1,4 +1,4 @@
-"""The schedule of decode steps of a batch, by what a method says that it reads and moves."""
+"""The schedules of a prompt and of decode steps of a batch, by what a method says that it holds, reads and moves."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from harness.machines.machine import MethodConstants
 from harness.machines.schedule import (
     DISK_LANE,
     TO_DEVICE,
+    TO_HOST,
     LayerBorder,
     Operation,
     ScheduleEvent,
@@ -54,6 +55,38 @@ def steps(
         if (number + 1) % len(cases) == 0:
             schedule += [_head(info, dtype, batch), TokenOut()]
     return schedule
+
+
+def prompt(
+    info: ModelInfo, method: Method, cases: Sequence[Case], dtype: str, *, overlap: bool
+) -> Iterator[ScheduleEvent]:
+    """The prompt of one sequence up to its first token, for a method whose prompt is computed as Full's, and behind it
+    the wait for rows that leave the device. With `overlap` they leave a layer while later ones compute. What the method
+    computes at its seal is not there."""
+    tokens, spec = cases[0].sealed, cases[0].spec
+    seen = sum(_pairs(tokens, window) for window in info.layer_windows) // len(cases)
+    left: list[Waited] = []
+    for case in cases:
+        yield _weights(info, dtype, tokens)
+        yield Operation("attend", written=tokens * case.row_bytes, flop=4 * spec.num_heads * spec.head_dim * seen)
+        if away := sum(method.cost(case).away.values()):
+            key = -1 - 2 * case.spec.index  # no step submits work under it
+            yield Submitted(key, TO_HOST, "to host", away)
+            if case.placement == DISK:
+                key -= 1
+                yield Submitted(key, DISK_LANE, "write", away, after=(key + 1,))
+            left.append(Waited(key))
+            if not overlap:
+                yield left.pop()
+    yield _head(info, dtype, 1)
+    yield TokenOut()
+    yield from left
+
+
+def _pairs(tokens: int, window: int | None) -> int:
+    """How many tokens all tokens of a prompt see, themselves among them."""
+    near = min(tokens, window or tokens)
+    return near * (near + 1) // 2 + (tokens - near) * near
 
 
 def _read(method: Method, case: Case) -> int:

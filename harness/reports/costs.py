@@ -19,10 +19,11 @@ from harness.reports.compare import Comparison, ReportRow
 from harness.reports.labels import budget
 from harness.results.alarms.run import at_chance
 from harness.results.compared import FULL
+from harness.results.measures import over_known
 from harness.results.run_folder import StoredRun
 from harness.results.summary_file import method_of
 from harness.terminal.tables import BYTES, SECONDS, Column, counts, quantities, quantity, share
-from methods.tiers.tier import DEVICE, TIERS
+from methods.tiers.tier import DEVICE, TIERS, bytes_key
 
 PEAKS = {  # head -> key of summary.json's `memory`
     "device peak\nprefill": "prefill_device_peak_bytes",
@@ -210,13 +211,19 @@ def _read(row: SummaryRow) -> float | None:
     return _scaled(share, 100)
 
 
+def _held_bytes(row: SummaryRow) -> float | None:
+    """In all tiers together: a method that holds little on the device may hold more than Full on the host."""
+    sizes = [row["memory"].get(bytes_key(tier)) for tier in TIERS]
+    return over_known(sum, sizes)
+
+
 def _scaled(value: float | None, factor: float) -> float | None:
     return None if value is None else value * factor
 
 
 PANELS = (
     Panel("prompt tokens a KV head reads per step (%)", _read, log=True),
-    Panel("KV cache on the device, largest (MiB)", lambda row: _scaled(row["memory"]["kv_device_bytes"], 2**-20)),
+    Panel("keys, values and indices held in all tiers, largest (MiB)", lambda row: _scaled(_held_bytes(row), 2**-20)),
     Panel(
         "bytes moved between tiers per step, mean (MiB)",
         lambda row: _scaled(row["memory"]["moved_bytes_per_step"], 2**-20),

@@ -15,7 +15,7 @@ BEFORE = {
 }
 BEHIND = {
     "X": "stored histories were lost, and computing them again changed what the method holds: answers may be others",
-    "P": "plain steps on a GPU: times hold the launch of each operation, for the reason in `plain_steps` of run.json",
+    "P": "plain steps: times hold the launch of each operation, for the reason in `plain_steps` of run.json",
     "C": "continued: times come from more than one session",
     "R": "running",
     "I": "interrupted",

@@ -50,7 +50,7 @@ class Reply:
     sealed: bool
     fallback: str | None  # what the method did in place of its rule, and why
     trace: dict[str, Any] | None
-    capture_s: float | None = None  # capturing the decode step as a CUDA graph, within the second token's time
+    capture_s: float | None = None  # capturing the decode step, within the second token's time
     data: dict[str, Any]  # what the task said of the example: depth, length ...
     hit_tier: str | None = None  # of a conversation's turn: where its history was found; null on a miss
     reused_tokens: int | None = None  # that were found; null where no history is kept or none was asked for

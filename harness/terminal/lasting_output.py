@@ -6,7 +6,7 @@ import errno
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, TextIO, cast
 
 from harness.terminal.notices import warn
@@ -15,14 +15,15 @@ from harness.terminal.notices import warn
 @contextmanager
 def lasting_output() -> Iterator[None]:
     """What cannot be printed inside is dropped, whoever prints it: it decides nothing about a run."""
-    before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = map(_lasting, before)
-    try:
-        yield
-    finally:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()  # while nothing raises for it
-        sys.stdout, sys.stderr = before
+    before: tuple[TextIO | None, TextIO | None] = sys.stdout, sys.stderr
+    with ExitStack() as opened:
+        sys.stdout, sys.stderr = (_lasting(stream, opened) for stream in before)
+        try:
+            yield
+        finally:
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()  # while nothing raises for it
+            sys.stdout, sys.stderr = cast(tuple[TextIO, TextIO], before)
 
 
 class _Lasting:
@@ -60,9 +61,9 @@ class _Lasting:
             warn(f"note: nothing more is printed: {error.strerror}.")
 
 
-def _lasting(stream: TextIO | None) -> TextIO:
+def _lasting(stream: TextIO | None, opened: ExitStack) -> TextIO:
     """`stream` may be None, as Python has it for one that is closed from the start: what comes first takes its number
     otherwise, which may be a run's file."""
     if isinstance(stream, _Lasting):
         return cast(TextIO, stream)
-    return cast(TextIO, _Lasting(stream or open(os.devnull, "w")))
+    return cast(TextIO, _Lasting(stream or opened.enter_context(open(os.devnull, "w"))))

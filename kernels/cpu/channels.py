@@ -64,8 +64,8 @@ def channel_sums_refuses(q: Tensor, x: Tensor | Ragged, channels: Tensor) -> str
         x = x.first
     if x.is_cuda or x.dtype not in (torch.float32, torch.bfloat16):
         return f"takes keys of float32 or bfloat16 on the CPU, got {x.dtype} on {x.device}"
-    if q.dtype not in (torch.float32, torch.bfloat16):
-        return f"takes queries of float32 or bfloat16, got {q.dtype}"
+    if q.is_cuda or q.dtype not in (torch.float32, torch.bfloat16):
+        return f"takes queries of float32 or bfloat16 on the CPU, got {q.dtype} on {q.device}"
     if q.shape[2] > _MOST_HEADS:
         return f"takes up to {_MOST_HEADS} query heads per KV head, got {q.shape[2]}"
     return "needs the tokens of a channel side by side" if x.stride(3) != 1 else None

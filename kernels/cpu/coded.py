@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.coded import Coded
+from kernels.coded import Coded, CodedFloats, Codes
 from kernels.cpu.ffi.bindings import Function, Struct, anything, elements, floats, int64s, integer, real
 from kernels.cpu.ffi.library import load
 from kernels.ragged import Ragged, first_of
@@ -65,7 +65,7 @@ def coded_attention(q: Tensor, coded: Coded, scale: float) -> tuple[Tensor, Tens
     return out, lse
 
 
-def coded_attention_refuses(q: Tensor, coded: Coded, scale: float) -> str | None:
+def coded_attention_refuses(q: Tensor, coded: Codes, scale: float) -> str | None:
     if q.dtype not in _DTYPES or q.is_cuda:
         return f"takes float32 and bfloat16 on the CPU, got {q.dtype} on {q.device}"
     return _unfit(coded)
@@ -86,7 +86,7 @@ def decode_rows(coded: Coded, rows: Tensor | None, blocks: Tensor, dtype: torch.
     return k, v
 
 
-def decode_rows_refuses(coded: Coded, rows: Tensor | None, blocks: Tensor, dtype: torch.dtype) -> str | None:
+def decode_rows_refuses(coded: Codes, rows: Tensor | None, blocks: Tensor, dtype: torch.dtype) -> str | None:
     if dtype not in _DTYPES or coded.k.device.type != "cpu":
         return f"makes float32 and bfloat16 on the CPU, got {dtype} on {coded.k.device}"
     return _unfit(coded)
@@ -99,8 +99,10 @@ def _places(coded: Coded) -> dict[str, Tensor | None]:
     return {name: first_of(x) for name, x in tensors.items()} | tables
 
 
-def _unfit(coded: Coded) -> str | None:
+def _unfit(coded: Codes) -> str | None:
     """Say why a row's codes cannot be read sixteen at a time, or return None."""
+    if isinstance(coded, CodedFloats):
+        return "takes codes that are integers, got floats of 8 bits"
     width, ranges = coded.k.shape[3], coded.v_range.shape[3] // 2
     if width % _LANES or coded.dim % ranges or coded.dim // ranges % _LANES:
         return f"takes rows and groups of a multiple of {_LANES} codes, got {width} bytes and {ranges} groups of a row"

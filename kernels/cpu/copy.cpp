@@ -37,11 +37,12 @@ EXPORT void gather_tiers(const CopyTiers& call) {
     each_task((total + per_task - 1) / per_task, total * call.width > 2 * TASK, [&](int64_t task) {
         for (int64_t i = task * per_task; i < std::min(total, (task + 1) * per_task); i++) {
             int64_t pair = i / call.count, sequence = pair / call.groups, group = pair % call.groups;
-            int64_t slot = call.slots[i];
+            const int64_t slot = call.slots[i], *at = call.table ? call.table + 3 * sequence : nullptr;
             const char* row =
-                slot < 0
-                    ? (const char*)call.far + sequence * call.far_batch + group * call.far_group + call.rows[i] * call.far_row
-                    : (const char*)call.held + sequence * call.held_batch + group * call.held_group + slot * call.held_row;
+                slot >= 0
+                    ? (const char*)call.held + sequence * call.held_batch + group * call.held_group + slot * call.held_row
+                : at ? (const char*)at[0] + group * at[1] + call.rows[i] * at[2]
+                     : (const char*)call.far + sequence * call.far_batch + group * call.far_group + call.rows[i] * call.far_row;
             std::memcpy((char*)call.block + i * call.width, row, call.width);
         }
     });

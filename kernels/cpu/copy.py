@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch import Tensor
 
@@ -27,6 +25,7 @@ class CopyTiers(Struct):
     """Describes a call that copies rows of `width` bytes out of two tensors."""
 
     far = anything(strides="batch group row")  # [B G S D]
+    table = int64s("pairs // groups * 3", optional=True)  # of `Ragged`, in place of its address and strides
     held = anything(strides="batch group row")  # [B G C D]
     rows = int64s("pairs * count")
     slots = int64s("pairs * count")  # 0 or more: the row is there in `held`
@@ -60,21 +59,26 @@ def _unfit(x: Tensor) -> str | None:
     return None if x.stride(3) == 1 else "needs the channels of a row side by side"
 
 
-def gather_tiers(far: Tensor, rows: Tensor, held: Tensor | None, slots: Tensor | None) -> Tensor:
+def gather_tiers(
+    far: Tensor | Ragged, rows: Tensor | Ragged, held: Tensor | None, slots: Tensor | None
+) -> Tensor | Ragged:
     """Copy rows of each KV head out of two tiers, as kernels/reference.py defines it."""
     if held is None or slots is None:
-        return cast(Tensor, gather_rows(far, rows))
-    chosen, at = rows.long().contiguous(), slots.long().contiguous()
-    out = torch.empty((*chosen.shape, far.shape[3]), dtype=far.dtype)
+        return gather_rows(far, rows)
+    (first, table), chosen, at = _located(far), filled(rows).long().contiguous(), slots.long().contiguous()
+    out = torch.empty((*chosen.shape, first.shape[3]), dtype=first.dtype)
     if out.numel():
-        _library.gather_tiers(far=far, held=held, rows=chosen, slots=at, block=out, **_sizes(out, chosen))
+        sizes = _sizes(out, chosen)
+        _library.gather_tiers(far=first, table=table, held=held, rows=chosen, slots=at, block=out, **sizes)
     return out
 
 
-def gather_tiers_refuses(far: Tensor, rows: Tensor, held: Tensor | None, slots: Tensor | None) -> str | None:
-    if rows.is_cuda:
+def gather_tiers_refuses(
+    far: Tensor | Ragged, rows: Tensor | Ragged, held: Tensor | None, slots: Tensor | None
+) -> str | None:
+    if filled(rows).is_cuda:
         return f"brings rows to the CPU, and they are for {rows.device}"
-    return _unfit(far) or (None if held is None else _unfit(held))
+    return _unfit(first_of(far)) or (None if held is None else _unfit(held))
 
 
 def put_rows(x: Tensor | Ragged, rows: Tensor, values: Tensor) -> None:

@@ -8,7 +8,8 @@ from torch.nn.functional import pad
 
 from kernels.cpu.ffi.bindings import Function, Struct, elements, floats, int64s, integer
 from kernels.cpu.ffi.library import load
-from kernels.ragged import Ragged
+from kernels.pages import by_sign
+from kernels.ragged import Ragged, first_of
 
 
 class RowScores(Struct):
@@ -44,14 +45,24 @@ def row_scores(q: Tensor, x: Tensor | Ragged) -> Tensor | Ragged:
 
 
 def row_scores_refuses(q: Tensor, x: Tensor | Ragged) -> str | None:
-    if isinstance(x, Ragged):
-        x = x.first
-    if -(-q.shape[3] * _BYTES.get(q.dtype, 1) // 64) not in _LINES:
-        return f"is not built for rows of {q.shape[3]} x {q.dtype}"
-    return _unfit(q, x) or ("needs the channels of a row side by side" if x.stride(3) != 1 else None)
+    return _unfit(q, first_of(x), q.shape[3])
 
 
-def _unfit(q: Tensor, x: Tensor) -> str | None:
+def page_scores(q: Tensor, bounds: Tensor | Ragged) -> Tensor | Ragged:
+    """Bound the product of each query with the keys of each page, as kernels/pages.py defines it."""
+    return row_scores(by_sign(q), bounds)
+
+
+def page_scores_refuses(q: Tensor, bounds: Tensor | Ragged) -> str | None:
+    return _unfit(q, first_of(bounds), 2 * q.shape[3])
+
+
+def _unfit(q: Tensor, x: Tensor, width: int) -> str | None:
+    """Say why rows of `width` channels cannot be multiplied, or return None."""
+    if -(-width * _BYTES.get(q.dtype, 1) // 64) not in _LINES:
+        return f"is not built for rows of {width} x {q.dtype}"
     if q.dtype not in _BYTES or q.is_cuda:
         return f"takes float32 and bfloat16 on the CPU, got {q.dtype} on {q.device}"
-    return None if x.dtype == q.dtype else f"takes one dtype, got {q.dtype} and {x.dtype}"
+    if x.dtype != q.dtype:
+        return f"takes one dtype, got {q.dtype} and {x.dtype}"
+    return "needs the channels of a row side by side" if x.stride(3) != 1 else None

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.gpu import common
 from kernels.gpu.choose import log_sum_exp
 from kernels.gpu.common import DTYPES, head_rows, located, padded, product, unfit, unfit_group
 from kernels.ragged import Ragged, first_of
@@ -44,7 +45,10 @@ def channel_sums_refuses(q: Tensor, x: Tensor | Ragged, channels: Tensor) -> str
         return "needs the tokens of a channel side by side"
     if x.shape[3] == 0:
         return "leaves empty inputs to torch"
-    return unfit(q, first, channels) or unfit_group(q.shape[2])
+    if first.device.type == "cpu" and not (common.INTERPRETED or first.is_pinned()):
+        return "reads host memory that is pinned"
+    near = (q, channels) if first.device.type == "cpu" else (q, first, channels)
+    return unfit(*near) or unfit_group(q.shape[2])
 
 
 def _run(

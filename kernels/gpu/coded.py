@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.coded import Coded
+from kernels.coded import Coded, CodedFloats, Codes
 from kernels.gpu.common import (
     DTYPES,
     head_rows,
@@ -33,7 +33,7 @@ _MOST, _LEAST = 32, 16  # tokens of a tile
 _TILE = 2048  # numbers that a program decodes
 
 
-def coded_attention(q: Tensor, coded: Coded, scale: float) -> tuple[Tensor, Tensor]:
+def coded_attention(q: Tensor, coded: Codes, scale: float) -> tuple[Tensor, Tensor]:
     """Attend from one token to codes, as kernels/coded.py defines it; cut and merged as in decode.py."""
     (batch, heads, _, dim), (_, groups, count, _) = q.shape, coded.k.shape
     q, block = q.contiguous(), _tokens_of_a_tile(coded)
@@ -44,19 +44,18 @@ def coded_attention(q: Tensor, coded: Coded, scale: float) -> tuple[Tensor, Tens
     counts = coded.k.counts if isinstance(coded.k, Ragged) else None
     _attend_codes[(batch * groups, pieces)](
         q, *tensors, *tables, counts, outs, lses, scale, *_strides(tensors), count, length, pieces, groups, group,
-        padded(group), dim, padded(dim), coded.v_range.shape[3] // 2, coded.bits, coded.block, block, *aligned,
-        num_warps=4, num_stages=stages(q),
+        padded(group), dim, padded(dim), *_kind(coded), block, *aligned, num_warps=4, num_stages=stages(q),
     )  # fmt: skip
     return merged(outs, lses, torch.empty_like(q), pieces, 1)
 
 
-def coded_attention_refuses(q: Tensor, coded: Coded, scale: float) -> str | None:
-    if _tokens_of_a_tile(coded) < _LEAST:
+def coded_attention_refuses(q: Tensor, coded: Codes, scale: float) -> str | None:
+    if isinstance(coded, Coded) and _tokens_of_a_tile(coded) < _LEAST:
         return f"takes blocks of a multiple of {_LEAST} tokens, got {coded.block}"
     return unfit_heads(q) or unfit_floats(q) or unfit_group(q.shape[1] // coded.k.shape[1]) or _unfit(coded)
 
 
-def decode_rows(coded: Coded, rows: Tensor | None, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def decode_rows(coded: Codes, rows: Tensor | None, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Decode tokens of each KV head, as kernels/coded.py defines it."""
     (batch, groups, count), dim = blocks.shape, coded.dim
     tensors, tables, aligned = _located(coded)
@@ -66,27 +65,37 @@ def decode_rows(coded: Coded, rows: Tensor | None, blocks: Tensor, dtype: torch.
     if count:
         _decode_rows[(triton.cdiv(count, at_once), batch * groups)](
             *tensors, *tables, counts, None if rows is None else rows.contiguous(), blocks.contiguous(), k, v,
-            *_strides(tensors), count, groups, dim, padded(dim), coded.v_range.shape[3] // 2, coded.bits, at_once,
-            *aligned, num_warps=4,
+            *_strides(tensors), count, groups, dim, padded(dim), *_kind(coded)[:2], at_once, *aligned, num_warps=4,
         )  # fmt: skip
     return k, v
 
 
-def decode_rows_refuses(coded: Coded, rows: Tensor | None, blocks: Tensor, dtype: torch.dtype) -> str | None:
+def decode_rows_refuses(coded: Codes, rows: Tensor | None, blocks: Tensor, dtype: torch.dtype) -> str | None:
     if dtype not in DTYPES:
         return f"makes float32, bfloat16 and float16, got {dtype}"
     return _unfit(coded) or unfit(blocks)
 
 
-def _tokens_of_a_tile(coded: Coded) -> int:
+def _tokens_of_a_tile(coded: Codes) -> int:
     """Return the largest power of two that divides a block, and _MOST at most."""
-    return min(_MOST, coded.block & -coded.block)
+    return _MOST if isinstance(coded, CodedFloats) else min(_MOST, coded.block & -coded.block)
 
 
-def _located(coded: Coded) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...], tuple[int, int]]:
+def _kind(coded: Codes) -> tuple[int, int, int]:
+    """Return the groups of a value's channels, the bits of an integer, 0 for floats, and the tokens that share a range
+    of keys."""
+    return (1, 0, 1) if isinstance(coded, CodedFloats) else (coded.v_range.shape[3] // 2, coded.bits, coded.block)
+
+
+def _all_four(coded: Codes) -> tuple[Tensor, ...]:
+    """Return codes of keys and of values, then ranges of both: the scales of floats stand for both."""
+    return (*coded, coded.scales) if isinstance(coded, CodedFloats) else coded[:4]
+
+
+def _located(coded: Codes) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...], tuple[int, int]]:
     """Return all four tensors, the tables of where they lie, if they are those of several sequences, and the bytes that
     places of codes, and those of ranges, are multiples of."""
-    tensors, tables, aligned = zip(*map(located, coded[:4]), strict=True)
+    tensors, tables, aligned = zip(*map(located, _all_four(coded)), strict=True)
     return tensors, tables, (min(aligned[:2]), min(aligned[2:]))
 
 
@@ -95,11 +104,23 @@ def _strides(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     return tuple(stride for x in tensors for stride in x.stride()[:3])
 
 
-def _unfit(coded: Coded) -> str | None:
-    tensors = [first_of(x) for x in coded[:4]]
+def _unfit(coded: Codes) -> str | None:
+    tensors = [first_of(x) for x in _all_four(coded)]
     if any(x.stride(3) != 1 for x in tensors):
         return "needs the codes of a row side by side"
     return unfit(*tensors)
+
+
+@triton.jit
+def _floats(row, scale, dim, there):
+    """Return the numbers of rows at the pointers `row` [n 1], times what stands at `scale` [n 1], in fp32.
+
+    With its bits in their places in fp16, a float of 8 bits is 256 times too small: no hardware need know the type.
+    """
+    codes = tl.load(row + dim, mask=there, other=0).to(tl.int16)
+    halves = ((codes & 0x80) << 8) | ((codes & 0x7F) << 7)
+    scales = tl.load(scale, mask=tl.max(there.to(tl.int32), 1, keep_dims=True) > 0, other=0.0).to(tl.float32)
+    return halves.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0 * scales
 
 
 @triton.jit
@@ -146,13 +167,21 @@ def _attend_codes(
     for start in range(piece * length, end, BLOCK):
         token = (start + tl.arange(0, BLOCK)).to(tl.int64)[:, None]
         there = (token < end) & (dim < DIM)
-        block = of_blocks + (start // SHARED) * block_step + tl.zeros([1, 1], tl.int32)
-        key = _numbers(keys + token * key_step, block, dim, there, DIM, DIM, BITS)
+        of_token = of_tokens + token * token_step
+        if BITS == 0:
+            key = _floats(keys + token * key_step, of_token, dim, there)
+        else:
+            block = of_blocks + (start // SHARED) * block_step + tl.zeros([1, 1], tl.int32)
+            key = _numbers(keys + token * key_step, block, dim, there, DIM, DIM, BITS)
         logits = product(query, tl.trans(key.to(query.dtype))) * scale
+        if BITS == 0:  # floats end anywhere, and integers with a block
+            logits = tl.where((start + tl.arange(0, BLOCK) < end)[None, :], logits, float("-inf"))
         highest = tl.maximum(top, tl.max(logits, 1))
         shrink, weights = tl.exp(top - highest), tl.exp(logits - highest[:, None])
-        of_token = of_tokens + token * token_step
-        value = _numbers(values + token * value_step, of_token, dim, there, DIM, RANGES, BITS)
+        if BITS == 0:
+            value = _floats(values + token * value_step, of_token + 1, dim, there)
+        else:
+            value = _numbers(values + token * value_step, of_token, dim, there, DIM, RANGES, BITS)
         mixed = mixed * shrink[:, None] + product(weights.to(query.dtype), value.to(query.dtype))
         total = total * shrink + tl.sum(weights, 1)
         top = highest
@@ -188,8 +217,12 @@ def _decode_rows(
     values, value_step = head_rows(v, v_places, batch, group, vb, vg, vt, ALIGNED)
     of_blocks, block_step = head_rows(k_range, k_range_places, batch, group, krb, krg, krt, RANGE_ALIGNED)
     of_tokens, token_step = head_rows(v_range, v_range_places, batch, group, vrb, vrg, vrt, RANGE_ALIGNED)
-    key = _numbers(keys + row * key_step, of_blocks + block * block_step, dim, there, DIM, DIM, BITS)
-    value = _numbers(values + row * value_step, of_tokens + row * token_step, dim, there, DIM, RANGES, BITS)
+    if BITS == 0:
+        key = _floats(keys + row * key_step, of_tokens + row * token_step, dim, there)
+        value = _floats(values + row * value_step, of_tokens + row * token_step + 1, dim, there)
+    else:
+        key = _numbers(keys + row * key_step, of_blocks + block * block_step, dim, there, DIM, DIM, BITS)
+        value = _numbers(values + row * value_step, of_tokens + row * token_step, dim, there, DIM, RANGES, BITS)
     to = (this * count + place) * DIM + dim
     tl.store(k_out + to, key.to(k_out.dtype.element_ty), mask=there)
     tl.store(v_out + to, value.to(v_out.dtype.element_ty), mask=there)

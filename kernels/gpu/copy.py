@@ -28,29 +28,36 @@ def gather_rows_refuses(x: Tensor | Ragged, rows: Tensor | Ragged) -> str | None
     return _unfit(first_of(x), filled(rows), first_of(x))
 
 
-def gather_tiers(far: Tensor, rows: Tensor, held: Tensor | None, slots: Tensor | None) -> Tensor:
+def gather_tiers(
+    far: Tensor | Ragged, rows: Tensor | Ragged, held: Tensor | None, slots: Tensor | None
+) -> Tensor | Ragged:
     """Copy rows of each KV head out of two tiers, as kernels/reference.py defines it. Those of pinned host memory come
     over the bus while the kernel runs."""
-    (batch, groups, count), dim, word = rows.shape, far.shape[3], _WORDS[far.element_size()]
-    out = torch.empty((*rows.shape, dim), dtype=far.dtype, device=rows.device)
+    (first, places, aligned), chosen = located(far), filled(rows)
+    (batch, groups, count), dim, word = chosen.shape, first.shape[3], _WORDS[first.element_size()]
+    out = torch.empty((*chosen.shape, dim), dtype=first.dtype, device=chosen.device)
     wide = min(_TILE, triton.next_power_of_2(dim))
     at_once = max(1, _APART // wide)
     if out.numel():
         _from_tiers[(triton.cdiv(count, at_once), batch * groups, triton.cdiv(dim, wide))](
-            far.view(word), None if held is None else held.view(word), rows.contiguous(),
-            None if slots is None else slots.contiguous(), out.view(word), *far.stride()[:3],
-            *((0, 0, 0) if held is None else held.stride()[:3]), count, groups, dim, wide, at_once, num_warps=4,
+            first.view(word), places, None if held is None else held.view(word), chosen.contiguous(),
+            rows.counts if isinstance(rows, Ragged) else None, None if slots is None else slots.contiguous(),
+            out.view(word), *first.stride()[:3], *((0, 0, 0) if held is None else held.stride()[:3]), count, groups,
+            dim, wide, at_once, aligned, num_warps=4,
         )  # fmt: skip
-    return out
+    return Ragged.filled_up(out, rows.sizes) if isinstance(rows, Ragged) else out
 
 
-def gather_tiers_refuses(far: Tensor, rows: Tensor, held: Tensor | None, slots: Tensor | None) -> str | None:
-    if far.device.type == "cpu" and not (common.INTERPRETED or far.is_pinned()):
+def gather_tiers_refuses(
+    far: Tensor | Ragged, rows: Tensor | Ragged, held: Tensor | None, slots: Tensor | None
+) -> str | None:
+    first = first_of(far)
+    if first.device.type == "cpu" and not (common.INTERPRETED or first.is_pinned()):
         return "reads host memory that is pinned"
-    near = [x for x in (held, slots) if x is not None] + ([] if far.device.type == "cpu" else [far])
+    near = [x for x in (held, slots) if x is not None] + ([] if first.device.type == "cpu" else [first])
     if held is not None and held.stride(3) != 1:
         return "needs the channels of a row side by side"
-    return _unfit(far, rows, *near)
+    return _unfit(first, filled(rows), *near)
 
 
 def _unfit(x: Tensor, rows: Tensor, *near: Tensor) -> str | None:
@@ -112,16 +119,20 @@ def _copy(
 
 @triton.jit(do_not_specialize=["count"])
 def _from_tiers(
-    far, held, rows, slots, out, fb: tl.int64, fg: tl.int64, ft: tl.int64, hb: tl.int64, hg: tl.int64, ht: tl.int64,
-    count, GROUPS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
+    far, places, held, rows, counts, slots, out, fb: tl.int64, fg: tl.int64, ft: tl.int64, hb: tl.int64, hg: tl.int64,
+    ht: tl.int64, count, GROUPS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Copy a tile of one head. What a slot holds is not asked of `far`."""
+    """Copy a tile of one head. What a slot holds is not asked of `far`. Of several sequences, `counts` may say how many
+    rows are there."""
     this = tl.program_id(1).to(tl.int64)
     place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     channel = tl.program_id(2) * WIDE + tl.arange(0, WIDE)
-    live = place < count
     here = (place < 0)[:, None]
     sequence, group, at = this // GROUPS, this % GROUPS, this * count + place
+    live = place < count
+    if counts is not None:
+        live = place < tl.load(counts + sequence)
     row = tl.load(rows + at, mask=live, other=0).to(tl.int64)
     inside = live[:, None] & (channel < DIM)
     if slots is not None:
@@ -129,5 +140,6 @@ def _from_tiers(
         here = (slot >= 0)[:, None]
         near = held + sequence * hb + group * hg + slot[:, None] * ht + channel
         tl.store(out + at[:, None] * DIM + channel, tl.load(near, mask=inside & here), mask=inside & here)
-    over = far + sequence * fb + group * fg + row[:, None] * ft + channel
+    first, step = head_rows(far, places, sequence, group, fb, fg, ft, ALIGNED)
+    over = first + row[:, None] * step + channel
     tl.store(out + at[:, None] * DIM + channel, tl.load(over, mask=inside & ~here), mask=inside & ~here)

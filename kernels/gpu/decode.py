@@ -7,6 +7,9 @@ rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
+from math import lcm
+from typing import Any
 
 import torch
 import triton
@@ -29,6 +32,7 @@ from kernels.reference import Segment
 
 _BLOCK = 64  # tokens
 _PARTS = 16  # parts that are merged at once
+_AT_ONCE = 3  # segments that one launch reads
 
 
 def segment_attention(q: Tensor, segments: Sequence[Segment], scale: float) -> Tensor:
@@ -43,11 +47,12 @@ def segment_attention_with_lse(q: Tensor, segments: Sequence[Segment], scale: fl
     parts = sum(pieces for pieces, _ in cuts)
     outs = q.new_empty((batch * heads, parts, dim), dtype=torch.float32)
     lses = q.new_empty((batch * heads, parts), dtype=torch.float32)
+    there = [(segment, *cut) for segment, cut in zip(segments, cuts, strict=True) if cut[0]]
     first = 0
-    for segment, (pieces, length) in zip(segments, cuts, strict=True):
-        if pieces:
-            _read(q, segment, scale, outs, lses, first, pieces, length)
-        first += pieces
+    for start in range(0, len(there), _AT_ONCE):
+        some = there[start : start + _AT_ONCE]
+        _read(q, some, scale, outs, lses, first)
+        first += sum(pieces for _, pieces, _ in some)
     return merged(outs, lses, torch.empty_like(q), parts, 1)
 
 
@@ -77,20 +82,30 @@ def _cut(batch: int, segment: Segment) -> tuple[int, int]:
 
 
 def _read(
-    q: Tensor, segment: Segment, scale: float, outs: Tensor, lses: Tensor, first: int, pieces: int, length: int
+    q: Tensor, segments: Sequence[tuple[Segment, int, int]], scale: float, outs: Tensor, lses: Tensor, first: int
 ) -> None:
-    """Attend to each piece of a segment by itself, and write outs and lses from `first` on."""
-    rows, live = _listed(segment)
+    """Attend to each piece of a few segments, which come with the number and the length of theirs, and write outs and
+    lses from `first` on."""
     batch, heads, _, dim = q.shape
-    lists, count = (segment.k if rows is None else rows).shape[1:3]
-    fold = padded(heads // lists)
-    (k, k_places, k_aligned), (v, v_places, v_aligned) = map(located, segment[:2])
+    given, numbers, shapes = zip(*(_arguments(heads, *segment) for segment in segments), strict=True)
+    lists = lcm(*(shape[1] for shape in shapes))
+    pieces = sum(piece for _, piece, _ in segments)
+    padding = ((0, 0, 0),) * (_AT_ONCE - len(segments))
     _attend[(batch * lists, pieces)](
-        q, k, v, k_places, v_places, rows, live, outs, lses, scale, *k.stride()[:3], *v.stride()[:3], count, length,
-        first, outs.shape[1], int(live is not None and len(live) > 1), lists, lists // k.shape[1], heads // lists,
-        fold, dim, padded(dim), _BLOCK if fold <= 32 else _BLOCK // 2, min(k_aligned, v_aligned), num_warps=4,
-        num_stages=stages(q),
+        q, given, outs, lses, scale, first, outs.shape[1], *chain(*numbers, *padding), len(segments), lists, shapes,
+        dim, padded(dim), num_warps=4, num_stages=stages(q),
     )  # fmt: skip
+
+
+def _arguments(heads: int, segment: Segment, pieces: int, length: int) -> tuple[Any, tuple[int, ...], tuple[int, ...]]:
+    """Return what `_attend` takes for a segment: tensors and strides, numbers that change, and those that do not."""
+    rows, live = _listed(segment)
+    (k, k_places, k_aligned), (v, v_places, v_aligned) = map(located, segment[:2])
+    lists, count = (k if rows is None else rows).shape[1], (segment.k if rows is None else rows).shape[2]
+    each, fold = int(live is not None and len(live) > 1), padded(heads // lists)
+    given = k, v, k_places, v_places, rows, live, *k.stride()[:3], *v.stride()[:3]
+    shape = each, lists, lists // k.shape[1], heads // lists, fold, _BLOCK if fold <= 32 else _BLOCK // 2
+    return given, (count, length, pieces), (*shape, min(k_aligned, v_aligned))
 
 
 def _listed(segment: Segment) -> tuple[Tensor | None, Tensor | None]:
@@ -112,18 +127,23 @@ def merged(outs: Tensor, lses: Tensor, out: Tensor, head_step: int, part_step: i
     return out, lse
 
 
-@triton.jit(do_not_specialize=["count", "length", "first", "parts"])
-def _attend(
-    q, k, v, k_places, v_places, rows, live, outs, lses, scale, kb: tl.int64, kg: tl.int64, kt: tl.int64, vb: tl.int64,
-    vg: tl.int64, vt: tl.int64, count, length, first, parts, EACH: tl.constexpr, LISTS: tl.constexpr,
-    SHARE: tl.constexpr, GROUP: tl.constexpr, FOLD: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
+@triton.jit
+def _attend_to(
+    q, segments, outs, lses, scale, this, piece, count, length, first, parts, INDEX: tl.constexpr,
+    SHAPES: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Attend from the GROUP query heads that read one list of rows to one piece of it. A KV head has SHARE lists.
 
     live: how many rows of the list count, of EACH sequence or of all. A piece without any has an lse of minus infinity.
     """
-    this, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    k, v, k_places, v_places, rows, live, kb, kg, kt, vb, vg, vt = segments[INDEX]
+    EACH: tl.constexpr = SHAPES[INDEX][0]
+    LISTS: tl.constexpr = SHAPES[INDEX][1]
+    SHARE: tl.constexpr = SHAPES[INDEX][2]
+    GROUP: tl.constexpr = SHAPES[INDEX][3]
+    FOLD: tl.constexpr = SHAPES[INDEX][4]
+    BLOCK: tl.constexpr = SHAPES[INDEX][5]
+    ALIGNED: tl.constexpr = SHAPES[INDEX][6]
     head, dim = tl.arange(0, FOLD), tl.arange(0, WIDE)
     of_query = this * GROUP + head
     query = tl.load(q + of_query[:, None] * DIM + dim, mask=(head < GROUP)[:, None] & (dim < DIM), other=0.0)
@@ -154,6 +174,28 @@ def _attend(
     tl.store(lses + to, top + tl.log(total), mask=head < GROUP)
     mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(outs + to[:, None] * DIM + dim, mixed, mask=(head < GROUP)[:, None] & (dim < DIM))
+
+
+@triton.jit(
+    do_not_specialize=["first", "parts", "c0", "l0", "p0", "c1", "l1", "p1", "c2", "l2", "p2"]
+)  # fmt: skip
+def _attend(
+    q, segments, outs, lses, scale, first, parts, c0, l0, p0, c1, l1, p1, c2, l2, p2, SEGMENTS: tl.constexpr,
+    LISTS: tl.constexpr, SHAPES: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Attend to one piece of one of up to three segments. Of segment i there are ci rows, cut into pi pieces of li.
+    LISTS: a multiple of the lists of all; a segment with fewer leaves some programs without work."""
+    program, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    counts, lengths, pieces = (c0, c1, c2), (l0, l1, l2), (p0, p1, p2)
+    for index in tl.static_range(SEGMENTS):
+        apart = LISTS // SHAPES[index][1]
+        if (piece >= 0) & (piece < pieces[index]) & (program % apart == 0):
+            _attend_to(
+                q, segments, outs, lses, scale, program // apart, piece, counts[index], lengths[index], first, parts,
+                index, SHAPES, DIM, WIDE,
+            )  # fmt: skip
+        piece -= pieces[index]
+        first += pieces[index]
 
 
 @triton.jit(do_not_specialize=["head_step", "part_step", "parts"])

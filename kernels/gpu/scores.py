@@ -16,14 +16,24 @@ _MOST_CHANNELS = 128  # channels of a row that are taken at once
 
 def row_scores(q: Tensor, x: Tensor | Ragged) -> Tensor | Ragged:
     """Multiply every query of a group with every row of an index, as kernels/reference.py defines it."""
-    (batch, groups, heads, width), count = q.shape, x.shape[2]
+    return _run(q, x, by_sign=False)
+
+
+def page_scores(q: Tensor, bounds: Tensor | Ragged) -> Tensor | Ragged:
+    """Bound the product of each query with the keys of each page, as kernels/pages.py defines it."""
+    return _run(q, bounds, by_sign=True)
+
+
+def _run(q: Tensor, x: Tensor | Ragged, by_sign: bool) -> Tensor | Ragged:
+    (batch, groups, heads, channels), count = q.shape, x.shape[2]
+    width = 2 * channels if by_sign else channels
     out = q.new_empty((batch, groups, heads, count), dtype=torch.float32)
     counts = x.counts if isinstance(x, Ragged) else None
     first, places, aligned = located(x)
     if out.numel():
         _scores[(triton.cdiv(count, _BLOCK), batch * groups)](
             q.contiguous(), first, places, counts, out, *first.stride()[:3], count, groups, heads, padded(heads), width,
-            min(_MOST_CHANNELS, padded(width)), _BLOCK, aligned, num_warps=4,
+            min(_MOST_CHANNELS, padded(width)), _BLOCK, aligned, by_sign, num_warps=4,
         )  # fmt: skip
     return Ragged.filled_up(out, x.sizes, 3) if isinstance(x, Ragged) else out
 
@@ -35,13 +45,18 @@ def row_scores_refuses(q: Tensor, x: Tensor | Ragged) -> str | None:
     return unfit_floats(q, first) or unfit_group(q.shape[2])
 
 
+def page_scores_refuses(q: Tensor, bounds: Tensor | Ragged) -> str | None:
+    return row_scores_refuses(q, bounds)
+
+
 @triton.jit(do_not_specialize=["count"])
 def _scores(
     q, x, places, counts, out, xb: tl.int64, xg: tl.int64, xt: tl.int64, count, GROUPS: tl.constexpr,
     HEADS: tl.constexpr, FOLD: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    ALIGNED: tl.constexpr, BY_SIGN: tl.constexpr,
 ):  # fmt: skip
-    """Multiply a group's queries with a block of rows; of several sequences, `counts` says how many each has."""
+    """Multiply a group's queries with a block of rows; of several sequences, `counts` says how many each has. BY_SIGN:
+    the first half of a row meets what is positive in a query, and the second half what is negative."""
     this = tl.program_id(1).to(tl.int64)
     rows, apart = head_rows(x, places, this // GROUPS, this % GROUPS, xb, xg, xt, ALIGNED)
     room = count
@@ -52,7 +67,13 @@ def _scores(
     for start in range(0, WIDTH, STEP):
         channel = start + tl.arange(0, STEP)
         mine = (head < HEADS)[:, None] & (channel < WIDTH)
-        query = tl.load(q + (this * HEADS + head)[:, None] * WIDTH + channel, mask=mine, other=0.0)
+        if BY_SIGN:
+            half: tl.constexpr = WIDTH // 2
+            query = tl.load(q + (this * HEADS + head)[:, None] * half + channel % half, mask=mine, other=0.0)
+            meets = (query > 0) == (channel < half)
+            query = tl.where(meets, query, tl.zeros_like(query))
+        else:
+            query = tl.load(q + (this * HEADS + head)[:, None] * WIDTH + channel, mask=mine, other=0.0)
         there = (row < count)[:, None] & (channel < WIDTH)
         tile = tl.load(rows + row[:, None] * apart + channel, mask=there, other=0.0)
         scores += product(query, tl.trans(tile))

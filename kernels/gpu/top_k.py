@@ -72,14 +72,11 @@ def _select(
     their keys; with one nobody reads those, and the tensor is empty.
 
     A sequence has `lists` rows; of several, `sizes` [B] may say how long they are, and `counts` [B] how many are asked
-    for. The keys behind these are the least.
+    for. Behind these there are zeros, which nobody may take for anything but rows, and the least of keys.
     """
     rows, size = x.shape
-    make = torch.empty if counts is None else torch.zeros  # nobody may take what stands behind a count for a row
-    out = make((rows, pieces * count), dtype=torch.int64, device=x.device)
+    out = torch.empty((rows, pieces * count), dtype=torch.int64, device=x.device)
     keys = torch.empty((rows, pieces * count if pieces > 1 else 0), dtype=torch.int32, device=x.device)
-    if sizes is not None or counts is not None:
-        keys.fill_(_LEAST.value)
     wide = padded(triton.cdiv(size, pieces))
     _best[(rows, pieces)](
         x,
@@ -114,7 +111,8 @@ def _best(
     x, names, out, keys, sizes, counts, xt: tl.int64, size, count, LISTS: tl.constexpr, BLOCK: tl.constexpr,
     STEP: tl.constexpr,
 ):  # fmt: skip
-    """Find the `count` best of a piece of a row, or as many as the sequence's count says."""
+    """Find the `count` best of a piece of a row, or as many as the sequence's count says. Behind these there are
+    zeros."""
     row, piece, pieces = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     room = count
     if sizes is not None:
@@ -149,3 +147,9 @@ def _best(
         tl.store(out + to + place, at if names is None else tl.load(names + row * size + at, mask=taken), mask=taken)
         if keys is not None:
             tl.store(keys + to + place, key, mask=taken)
+    if sizes is not None or counts is not None:
+        for start in range(tl.minimum(count, end - first), room, STEP):
+            at = start + tl.arange(0, STEP)
+            tl.store(out + to + at, tl.zeros([STEP], tl.int64), mask=at < room)
+            if keys is not None:
+                tl.store(keys + to + at, tl.full([STEP], _LEAST, tl.int32), mask=at < room)

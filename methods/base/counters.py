@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.each import Each
-from kernels.told import tell
+from kernels.told import CaptureError, tell
 
 
 def queues(device: torch.device) -> bool:
@@ -25,10 +25,6 @@ def undeclared(cls: type) -> str:
     """Say why a step of `cls`, which does not declare that it can be captured, is not captured."""
     name = cls.__name__
     return f"{name} does not say that its step can be captured: if it can, write `class {name}(..., capturable=True)`"
-
-
-class CaptureError(RuntimeError):
-    """Says that a step did something that cannot be captured, and what."""
 
 
 class StepCounters:

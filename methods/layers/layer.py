@@ -81,6 +81,14 @@ class Layer(Storage, capturable=True):
         """Join what `layers` hold besides store, pool and policies, as the layer that takes steps for all of them and
         `dead` free slots. A class with a `decode` of its own takes such steps if it has this method of its own too."""
 
+    def link(self, layers: Sequence[Layer], joint: Mapping[int, Layer]) -> None:
+        """Find other layers, now that this one is that of several `layers`: `joint` has, by the id of a layer, the one
+        that steps in its place."""
+
+    def together_refusal(self) -> str | None:
+        """Say why this layer, as it is now, takes its steps for one sequence after the other, or return None."""
+        return None
+
     @property
     def attended(self) -> Attended:
         return self.attends.attended

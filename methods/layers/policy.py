@@ -152,6 +152,9 @@ class Policy:
         held = {name: vars(self).get(name) for name in type(self).of_each or {}}
         return {name: value for name, value in held.items() if isinstance(value, Tensor)}
 
+    def settle(self) -> None:
+        """Wait for what steps use and work beside them still makes: steps with other sequences begin."""
+
     def together_refusal(self) -> str | None:
         """Say why this policy, as it is now, takes its steps for one sequence after the other, or return None."""
         return None

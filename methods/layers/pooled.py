@@ -74,7 +74,8 @@ class Pooled(Select, capturable=True):
                 f"pool_capacity gives {self.slots} slots for {self.sealed} prompt tokens and up to {new} new ones, "
                 f"which never leave: set it to at least {new + 1} tokens, or generate fewer."
             )
-        self.pool = LimitedPool(self.eviction, self.slots, (*self.store.k.shape[:2], self.sealed), self.request.device)
+        shape = (*self.store.k.shape[:2], self.sealed)
+        self.pool = LimitedPool(self.eviction, self.slots, shape, self.request.device, self.cache.counters)
         queries = (q for chunk in self.rehearsed for q in chunk.split(1, 2))
         self.pool.take(self.fetches(q) for q in islice(queries, 1, None))
         self.rehearsed.clear()
@@ -94,10 +95,13 @@ class Pooled(Select, capturable=True):
     def decode(self, x: AttnInput) -> Tensor:
         out = super().decode(x)
         if self.pool is not None:
-            self.pool.enter()
+            self.pool.enter_generated()
         return out
 
-    def capture_refusal(self) -> str | None:
+    def together_refusal(self) -> str | None:
+        return super().together_refusal() if self.pool is None else "a limited pool holds the tokens of one sequence"
+
+    def count_replayed(self, steps: int) -> None:
+        super().count_replayed(steps)
         if self.pool is not None:
-            return "a limited pool counts its tokens in Python"
-        return super().capture_refusal()
+            self.pool.count_replayed(steps)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.ragged import Ragged, filled
-from kernels.reference import Segment
+from kernels.reference import Segment, without_missing
 from methods.base import Attended, AttnInput
 from methods.base.counters import queues
 from methods.layers.indices import distinct_rows, first_places, side_by_side, union_per_kv_head
@@ -100,10 +100,12 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
             own = places.repeat(groups, 1).expand_as(chosen)
             return far.gather(together).wait()._replace(rows=own, live=live)
         if far.tier == HOST and (self.cache.counters.running or queues(self.request.device)):
-            together = rows.reshape(len(rows), groups, -1)
+            chosen, live = _without_missing(rows)
+            together = chosen.reshape(len(chosen), groups, -1)
             first = first_places(together)
-            slots = torch.where(first == torch.arange(together.shape[2], device=rows.device), -1, 0)
-            return far.gather(together, slots).wait()._replace(rows=first.view_as(rows))
+            once = (first == torch.arange(together.shape[2], device=rows.device)) & (together >= 0)
+            segment = far.gather(together.clamp(min=0), torch.where(once, -1, 0)).wait()
+            return segment._replace(rows=first.view_as(chosen), live=live)
         distinct = distinct_rows(rows, groups, far.length)
         k, v = (side_by_side(x, distinct.places) for x in far.pick(distinct.heads, distinct.rows).wait()[:2])
         return Segment(k, v, distinct.own)
@@ -164,3 +166,10 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
 
     def selected_rows(self) -> Tensor | None:
         return None if self.plan is None or self.rows is None else self.rows_of(self.rows, self.plan)
+
+
+def _without_missing(rows: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return rows [B heads K], with -1 where a sequence has fewer than another, and how many each has."""
+    if not isinstance(rows, Ragged):
+        return rows, None
+    return without_missing(rows.whole, rows.counts, -1), rows.counts

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kernels import ops, sink_logits
-from kernels.coded import Coded
+from kernels.coded import Codes
 from kernels.ragged import filled
 from kernels.reference import Segment
 from methods.base import AttnInput, CacheState, KVLayer, LayerSpec, Method
@@ -243,7 +243,7 @@ class Storage(KVLayer):
         away = self.far.segments().wait() if self.far is not None else []
         return self.attend(q, *away, self.store.since(0))
 
-    def attend(self, q: Tensor, *segments: Segment | Coded) -> Tensor:
+    def attend(self, q: Tensor, *segments: Segment | Codes) -> Tensor:
         """Attend under one softmax to all of `segments`. q [B H 1 D] -> [B H 1 D]"""
         return sink_logits.segment_attention(q, segments, self.spec.scale, self.spec.sink_logits)
 

@@ -23,8 +23,8 @@ from methods.layers.read import Read
 from methods.pools.near import KVStore
 from methods.pools.pool import Pool
 from methods.pools.together import PoolOfSeveral, StoreOfSeveral
-from methods.tiers.rows import DeviceRows
-from methods.tiers.tier import DEVICE
+from methods.tiers.rows import HostRows, MemoryRows
+from methods.tiers.several import HostRowsOfSeveral
 
 
 def alone_because(layer: KVLayer) -> str | None:
@@ -34,8 +34,8 @@ def alone_because(layer: KVLayer) -> str | None:
         return f"{type(layer).__name__} attends for one sequence after the other"
     if (refusal := layer.capture_refusal()) is not None:
         return refusal
-    if layer.request.placement != DEVICE:
-        return f"rows of placement={layer.request.placement} come for one sequence after the other"
+    if (refusal := layer.together_refusal()) is not None:
+        return refusal
     if layer.far is not None and layer.reads is not None and layer.reads.fetches_alone:
         return "codes are decoded for one sequence after the other"
     if type(layer.store) is not KVStore:
@@ -50,8 +50,8 @@ def alone_because(layer: KVLayer) -> str | None:
 def form(layer: Layer) -> Hashable:
     """Return what layers must share to take steps together."""
     reads_all = layer.reads is None or layer.reads.plan is None
-    codec = None if layer.far is None else layer.far.codec
-    return type(layer), layer.method, layer.heads, reads_all, codec, tuple(policy.form() for policy in layer.policies)
+    far = None if layer.far is None else (layer.far.tier, layer.far.codec)
+    return type(layer), layer.method, layer.heads, reads_all, far, tuple(policy.form() for policy in layer.policies)
 
 
 class Slots(NamedTuple):
@@ -73,6 +73,8 @@ def together(slots: Slots, cache: CacheState) -> Layer:
     what they step with; its request counts all sequences and free slots. What the layers count in Python is left to
     `count_replayed`."""
     layers = slots.layers
+    for policy in (policy for layer in layers for policy in layer.policies):
+        policy.settle()
     one = copy(layers[0])
     one.cache = cache = cache.on(one.spec.device)
     one.request = cache.request
@@ -91,8 +93,11 @@ def together(slots: Slots, cache: CacheState) -> Layer:
 
 
 def link(steps: Sequence[tuple[Layer, Sequence[Layer]]]) -> None:
-    """Let the policies of several sequences find each other, where those of one do. `steps`: the layers that
-    `together` has returned, with those that each is made of."""
+    """Let the layers and the policies of several sequences find each other, where those of one do. `steps`: the layers
+    that `together` has returned, with those that each is made of."""
+    joint_layers = {id(layer): one for one, layers in steps for layer in layers}
+    for one, layers in steps:
+        one.link(layers, joint_layers)
     of_members = [
         (mine, others)
         for one, layers in steps
@@ -151,8 +156,11 @@ def _several(
             seen = slots.of_rows([layer.seen for layer in slots.layers])
             slots.shared[same] = values[0].of_several(values, cache, seen, slots.dead)
         return slots.shared[same]
-    tensors = [value.stored if isinstance(value, DeviceRows) else value for value in values]
+    tensors = [value.stored if isinstance(value, MemoryRows) else value for value in values]
     parts = [part for tensor in tensors for part in tensor.split(1)]
+    if isinstance(values[0], HostRows):
+        assert isinstance(how, int)
+        return HostRowsOfSeveral(parts, cache.request.device, how, slots.dead)
     if isinstance(how, int):
         return with_free_slots(parts, how, slots.dead)
     if isinstance(how, Padded):

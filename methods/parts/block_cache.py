@@ -8,6 +8,9 @@ comes behind the rest of the step, and is there for the next one.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -15,49 +18,76 @@ from kernels import ops
 from kernels.reference import Segment
 from methods.base import Case, Cost
 from methods.parts.costs import INT64
-from methods.parts.hit_cache import HitCache, Lacking, token_rows
 from methods.pools import Pool
+from methods.tiers.tier import DISK
 from methods.tiers.transfer.engine import Arrival
 
 
+class Incoming(NamedTuple):
+    """Names `offered` blocks per sequence that places will hold. Where fewer are new, the others are held there
+    already."""
+
+    places: Tensor  # [B N]
+    blocks: Tensor  # [B N]
+    new: Tensor  # bool [B N]
+
+
 class BlockCache:
-    """Holds `slots` blocks of `size` tokens of `store`; each step may bring in up to `offered` of them."""
+    """Holds `slots` blocks of `size` tokens of `store`; each step may bring in up to `offered` of them. Nobody waits
+    for how many these are, unless they come from files."""
 
     def __init__(self, store: Pool, tokens: Segment, *, size: int, slots: int, offered: int) -> None:
         """Keep the last blocks from the start. tokens [B G M D]: those of `store`, still on the device."""
         self.store, self.size = store, size
-        blocks = -(-store.length // size)
-        self.slots = min(slots, blocks)
+        count, device = -(-store.length // size), tokens.k.device
+        self.slots = min(slots, count)
         self.offered = min(offered, self.slots)
-        batch, groups = tokens.k.shape[:2]
-        self.uses = torch.zeros(batch, blocks, dtype=torch.int64, device=tokens.k.device)
+        self.uses = torch.zeros(len(tokens.k), count, dtype=torch.int64, device=device)
         self.last, self.step = self.uses.clone(), 0
-        self.order = torch.arange(blocks, device=tokens.k.device)  # of equals the first leaves
-        self.slot_of = torch.full((batch, groups, blocks), -1, device=tokens.k.device)
-        self.held = HitCache(size, blocks)
-        self.coming: tuple[Lacking, Arrival[Segment]] | None = None  # blocks that the next step will hold
-        first = Lacking(None, self._of_heads(self.order[blocks - self.slots :].expand(batch, -1)))
-        rows = self._rows(first.chunks)
-        self._take_in(first, Segment(ops.gather_rows(tokens.k, rows), ops.gather_rows(tokens.v, rows)))
+        self.order = torch.arange(count, device=device)  # of equals the first leaves
+        self.blocks = self.order[count - self.slots :].repeat(len(tokens.k), 1)  # [B slots], what each place holds
+        rows = self._rows(self.blocks).clamp(max=store.length - 1)
+        self.kv = Segment(ops.gather_rows(tokens.k, rows), ops.gather_rows(tokens.v, rows))
+        self.coming: tuple[Incoming, Arrival[Segment]] | None = None  # what the next step will hold
 
     def read(self, rows: Tensor) -> Segment:
         """Return the keys and values of chosen tokens on the device, [B G K D] each. rows [B G K]"""
-        if self.coming is not None:
-            (lacking, arrival), self.coming = self.coming, None
-            self._take_in(lacking, arrival.wait())
-        blocks = rows // self.size
-        slots = self.slot_of.gather(2, blocks)
-        at = (slots * self.size + rows % self.size).clamp(min=0)
-        gathered = [ops.gather_rows(held, at) for held in (self.held.kv.k, self.held.kv.v)]
-        missing = (slots < 0).flatten().nonzero().squeeze(1)
-        for whole, fresh in zip(
-            gathered, self.store.pick(missing // rows.shape[2], rows.flatten()[missing]).wait()[:2], strict=True
-        ):
-            whole.view(-1, whole.shape[3])[missing] = fresh
-        self.store.cache.traffic.looked_up += rows.numel()
-        self.store.cache.traffic.found += rows.numel() - len(missing)
+        self.take_in()
+        blocks, traffic = rows // self.size, self.store.cache.traffic
+        places = self._places().unsqueeze(1).expand(-1, rows.shape[1], -1).gather(2, blocks)
+        held, slots = places >= 0, torch.where(places >= 0, places * self.size + rows % self.size, -1)
+        read = self._read_from_files if self.store.tier == DISK else self._read
+        k, v = read(rows, slots, held)
+        traffic.looked_up += rows.numel()
+        traffic.tally("found", held.sum())
         self._offer(blocks)
-        return Segment(*gathered)
+        return Segment(k, v)
+
+    def take_in(self) -> None:
+        """Hold from now on what the last step has asked for; in a step that is captured, before it ends."""
+        if self.coming is None:
+            return
+        ((places, blocks, new), arrival), self.coming = self.coming, None
+        groups = self.kv.k.shape[1]
+        at, fresh = self._rows(places), new.repeat_interleave(self.size, 1)[:, None, :, None]
+        to = places.unsqueeze(1).expand(-1, groups, -1)
+        for kept, loaded in zip(self.kv[:2], arrival.wait()[:2], strict=True):
+            tokens = torch.where(fresh, loaded, ops.gather_rows(kept, at))
+            by_block = kept.view(*kept.shape[:2], self.slots, -1)
+            ops.put_rows(by_block, to, tokens.view(*to.shape, -1))
+        self.blocks.scatter_(1, places, blocks)
+
+    def _read(self, rows: Tensor, slots: Tensor, held: Tensor) -> Iterator[Tensor]:
+        moved = self.store.gather(rows, slots).wait()[:2]
+        kept = (ops.gather_rows(x, slots.clamp(min=0)) for x in self.kv[:2])
+        return (torch.where(held.unsqueeze(-1), *both) for both in zip(kept, moved, strict=True))
+
+    def _read_from_files(self, rows: Tensor, slots: Tensor, held: Tensor) -> Iterator[Tensor]:
+        """Read no more of the files than is missing, which waits for what that is."""
+        missing = (~held).flatten().nonzero().squeeze(1)
+        fresh = self.store.pick(missing // rows.shape[2], rows.flatten()[missing]).wait()[:2]
+        kept = [ops.gather_rows(x, slots.clamp(min=0)) for x in self.kv[:2]]
+        return (x.flatten(0, 2).index_copy_(0, missing, new).view_as(x) for x, new in zip(kept, fresh, strict=True))
 
     def _offer(self, blocks: Tensor) -> None:
         """Offer the blocks with the most chosen tokens. blocks [B G K]: those of the chosen tokens"""
@@ -65,30 +95,41 @@ class BlockCache:
         chosen = torch.zeros_like(self.uses).scatter_add_(1, blocks.flatten(1), torch.ones_like(blocks).flatten(1))
         most = chosen.topk(self.offered)
         offered = torch.zeros_like(chosen, dtype=torch.bool).scatter(1, most.indices, most.values > 0)
-        held = self.slot_of[:, 0] >= 0
+        held = self._places() >= 0
         self.uses += offered
-        self.last.masked_fill_(offered, self.step)
+        now = self.store.cache.counters.tensor(self.step, self.last.device)
+        self.last.copy_(torch.where(offered, now, self.last))
         worth = ((self.uses << 24) + self.last) * self.uses.shape[1] + self.order
         worth = worth.masked_fill(~held, -1)
         kept = worth.masked_fill(offered & ~held, torch.iinfo(torch.int64).max).topk(self.slots).indices
-        self.uses *= torch.zeros_like(self.uses).scatter(1, kept, 1)
-        if (lacking := self.held.lacking(self._of_heads(kept))) is not None:
-            self.coming = lacking, self.store.gather(self._rows(lacking.chunks))
+        kept = torch.zeros_like(held).scatter(1, kept, True)
+        self.uses *= kept
+        if self.slots < self.uses.shape[1]:
+            self._ask_for(kept & ~held, held & ~kept)
 
-    def _of_heads(self, blocks: Tensor) -> Tensor:
-        """Give every KV head the blocks [B slots]. -> [B G slots]"""
-        return blocks.unsqueeze(1).expand(-1, self.slot_of.shape[1], -1)
+    def _ask_for(self, new: Tensor, leaving: Tensor) -> None:
+        """Ask for blocks, as many as leave, and at most `offered`. new, leaving: bool [B blocks]"""
+        count = self.offered if self.store.tier != DISK else int(new.sum(1).max())
+        if not count:
+            return
+        places = leaving.gather(1, self.blocks).int().topk(count).indices  # these first, then some that stay
+        coming = new.int().topk(count)
+        fresh = coming.values > 0
+        blocks = torch.where(fresh, coming.indices, self.blocks.gather(1, places))
+        slots = torch.where(fresh.repeat_interleave(self.size, 1).unsqueeze(1), -1, self._rows(places))
+        rows = self._rows(blocks).clamp(max=self.store.length - 1)  # the last block may be cut short
+        self.coming = Incoming(places, blocks, fresh), self.store.gather(rows, slots)
 
-    def _take_in(self, lacking: Lacking, loaded: Segment) -> None:
-        self.held.take_in(lacking, loaded)
-        assert self.held.held is not None
-        order = torch.arange(self.slots, device=self.order.device).expand_as(self.held.held)
-        self.slot_of = torch.full_like(self.slot_of, -1).scatter(2, self.held.held, order)
+    def _places(self) -> Tensor:
+        """Return where blocks are held, -1 for nowhere. -> [B blocks]"""
+        order = torch.arange(self.slots, device=self.order.device).expand_as(self.blocks)
+        return torch.full_like(self.uses, -1).scatter(1, self.blocks, order)
 
-    def _rows(self, chunks: Tensor) -> Tensor:
-        """Return the rows of blocks. The last block may be cut short: the last token stands in for those that are not
-        there."""
-        return token_rows(chunks, self.size).clamp(max=self.store.length - 1)
+    def _rows(self, blocks: Tensor) -> Tensor:
+        """Return the rows of blocks, or of places, [B N], the same for every KV head. -> [B G N*size]"""
+        groups = self.store.spec.num_kv_heads
+        rows: Tensor = ops.token_rows(blocks.unsqueeze(1).expand(-1, groups, -1), self.size)
+        return rows
 
 
 def cost(case: Case, length: int, top: int, size: int, slots: int, offered: int) -> Cost:
@@ -96,6 +137,7 @@ def cost(case: Case, length: int, top: int, size: int, slots: int, offered: int)
     can move."""
     blocks = -(-length // size)
     slots = min(slots, blocks)
-    tables = INT64 * (case.spec.num_kv_heads * (slots + blocks) + 3 * blocks)
+    asked = min(offered, slots) if slots < blocks else 0  # blocks, by the numbers of their tokens, and where these go
+    tables = INT64 * (slots + 3 * blocks + 2 * asked * (1 + case.spec.num_kv_heads * size))
     new = min(offered, slots, blocks - slots) * size if slots < blocks else -top
     return Cost(slots * size * case.row_bytes + tables, new * case.row_bytes)

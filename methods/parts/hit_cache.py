@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kernels import ops
-from kernels.reference import Segment
-from methods.base import Case
+from kernels.each import Each
+from kernels.ragged import Ragged, filled
+from kernels.reference import Segment, without_missing
+from methods.base import CacheState, Case
 from methods.parts import costs
+from methods.tiers.traffic import Traffic
 
-Load = Callable[[Tensor], Segment]  # chunks [B G K] -> their K*size tokens
+Load = Callable[[Tensor | Ragged, Tensor | None], Segment]  # chunks [B G K], and their slots -> their K*size tokens
 
 
 class Lacking(NamedTuple):
@@ -31,44 +35,66 @@ class HitCache:
     held, and `exchange` takes all in: exactly the new ones are moved and counted.
     """
 
+    held: Tensor  # [B G K], `total` where nothing is held
+    k: Tensor  # [B G K size*D]
+    v: Tensor  # [B G K size*D]
+
     def __init__(self, size: int, total: int) -> None:
-        """Begin empty. total: how many chunks there are to choose from."""
+        """Hold what `begin` says, or what is set. total: how many chunks there are to choose from."""
         self.size, self.total = size, total
-        self.held: Tensor | None = None  # [B G K]
-        self.kv: Segment
         self.missed = 0  # how many of the chunks last read, over all heads, were not held
 
-    def read(self, chunks: Tensor, load: Load) -> Segment:
-        """Return the tokens of chunks [B G K], the same K every time, in any order. `load` makes those that are not
-        held."""
-        if (lacking := self.lacking(chunks)) is not None:
-            self.take_in(lacking, load(lacking.chunks))
-        return self.kv
+    def begin(self, count: int, like: Tensor) -> None:
+        """Make room for `count` chunks of each KV head, and hold none. like [B G S D]: has their shape and dtype"""
+        heads = like.shape[:2]
+        self.held = torch.full((*heads, count), self.total, device=like.device)
+        self.k, self.v = (like.new_zeros(*heads, count, self.size * like.shape[3]) for _ in range(2))
 
-    def slots(self, chunks: Tensor) -> Tensor:
-        """Return where chunks [B G K] are held, -1 for nowhere. Waits for nothing, as `exchange` does."""
-        none = torch.full((*chunks.shape[:2], self.total), -1, device=chunks.device)
-        if self.held is None:
-            return none.gather(2, chunks)
-        order = torch.arange(chunks.shape[2], device=chunks.device).expand_as(self.held)
-        return none.scatter_(2, self.held, order).gather(2, chunks)
+    def of_several(self, caches: Sequence[HitCache], cache: CacheState, seen: int | Each, dead: int | None) -> HitCache:
+        """Return one for the sequences of `caches`, whose tensors its policy sets (see `Policy`)."""
+        return HitCache(self.size, max(one.total for one in caches))
 
-    def exchange(self, chunks: Tensor, tokens: Segment) -> Segment:
+    def read(self, chunks: Tensor | Ragged, load: Load, traffic: Traffic, *, may_wait: bool) -> Segment:
+        """Return the tokens of chunks [B G K], in any order, and count in `traffic` how many were held. `load` makes
+        the others; all where nobody may wait to know how many these are, but only they move."""
+        if may_wait and not isinstance(chunks, Ragged):
+            if (lacking := self.lacking(chunks)) is not None:
+                self.take_in(lacking, load(lacking.chunks, None))
+            traffic.looked_up += chunks.numel()
+            traffic.found += chunks.numel() - self.missed
+            return self._tokens(chunks)
+        if isinstance(chunks, Ragged):
+            whole = without_missing(_as_wide(chunks.whole, self.held.shape[2], 2), chunks.counts, 0)
+            chunks = Ragged.filled_up(whole, chunks.sizes)
+        slots, there = self.slots(chunks), present(chunks)
+        known = torch.ones_like(slots, dtype=torch.bool) if there is None else there.expand_as(slots)
+        traffic.tally_each("looked_up", known.sum((1, 2)))
+        traffic.tally_each("found", (known & (slots >= 0)).sum((1, 2)))
+        made, tokens = load(chunks, slots), self.held.shape[2] * self.size
+        return self.exchange(chunks, Segment(*(_as_wide(x, tokens, 2) for x in made[:2])))
+
+    def slots(self, chunks: Tensor | Ragged) -> Tensor:
+        """Return where chunks [B G K] are held, -1 for nowhere; 0 for those that a sequence has not. Waits for nothing,
+        as `exchange` does."""
+        chosen, held, there = filled(chunks), self.held, present(chunks)
+        if there is not None:
+            chosen, held = (torch.where(there, x, self.total) for x in (chosen, held))
+        none = torch.full((*held.shape[:2], self.total + 1), -1, device=held.device)
+        slots = none.scatter_(2, held, torch.arange(held.shape[2], device=held.device).expand_as(held)).gather(
+            2, chosen
+        )
+        return slots if there is None else slots.masked_fill(~there, 0)
+
+    def exchange(self, chunks: Tensor | Ragged, tokens: Segment) -> Segment:
         """Hold all of chunks [B G K] from now on, in their order, in the memory of what was held. tokens [B G K*size
         D]"""
-        if self.held is None:
-            self.take_in(Lacking(None, chunks), tokens)
-        else:
-            for mine, new in ((self.held, chunks), (self.kv.k, tokens.k), (self.kv.v, tokens.v)):
-                mine.copy_(new)
-        return self.kv
+        for mine, new in ((self.held, filled(chunks)), (self.k, tokens.k), (self.v, tokens.v)):
+            mine.copy_(new.reshape(mine.shape))
+        return self._tokens(chunks)
 
     def lacking(self, chunks: Tensor) -> Lacking | None:
         """Return what of chunks [B G K] must be loaded, None for nothing."""
-        if self.held is None:
-            self.missed = chunks.numel()
-            return Lacking(None, chunks)
-        none = torch.zeros(*chunks.shape[:2], self.total, dtype=torch.bool, device=chunks.device)
+        none = torch.zeros(*chunks.shape[:2], self.total + 1, dtype=torch.bool, device=chunks.device)
         new = ~none.scatter(2, self.held, True).gather(2, chunks)
         free = ~none.scatter(2, chunks, True).gather(2, self.held)
         per_head = new.sum(2)
@@ -85,24 +111,46 @@ class HitCache:
         """Hold what was lacking from now on. loaded [B G N*size D]"""
         places, chunks = lacking
         if places is None:
-            self.held, self.kv = chunks.clone(), loaded
+            self.exchange(chunks, loaded)
             return
-        assert self.held is not None
         self.held.scatter_(2, places, chunks)
-        for kept, fresh in ((self.kv.k, loaded.k), (self.kv.v, loaded.v)):
-            ops.put_rows(_by_chunk(kept, self.held), places, _by_chunk(fresh, chunks))
+        for kept, fresh in ((self.k, loaded.k), (self.v, loaded.v)):
+            ops.put_rows(kept, places, fresh.view(*chunks.shape, -1))
+
+    def _tokens(self, chunks: Tensor | Ragged) -> Segment:
+        """Return all tokens that are held, and how many those of `chunks` are."""
+        live = (chunks.sizes * self.size).on(self.held.device) if isinstance(chunks, Ragged) else None
+        dim = self.k.shape[3] // self.size
+        k, v = (x.view(*x.shape[:2], -1, dim) for x in (self.k, self.v))
+        return Segment(k, v, live=live)
 
 
-def _by_chunk(x: Tensor, chunks: Tensor) -> Tensor:
-    """View rows by chunk. [B G K*size D] -> [B G K size*D]"""
-    return x.view(*chunks.shape, -1)
+class OfHits:
+    """Names a tensor of a policy's `hits` as its own, so that it can be in `of_each`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, read: Any, owner: type | None = None) -> Tensor | None:
+        return None if read is None or read.hits is None else getattr(read.hits, self.name)
+
+    def __set__(self, read: Any, tensor: Tensor) -> None:
+        setattr(read.hits, self.name, tensor)
 
 
-def token_rows(chunks: Tensor, size: int) -> Tensor:
-    """Return the tokens of chunks, pages or blocks. [B heads K] -> [B heads K*size]"""
-    return (chunks.unsqueeze(-1) * size + torch.arange(size, device=chunks.device)).flatten(2)
+def present(chunks: Tensor | Ragged) -> Tensor | None:
+    """Say which of chunks [B G K] a sequence has, bool [B 1 K], or None where each has all."""
+    if not isinstance(chunks, Ragged):
+        return None
+    return torch.arange(chunks.whole.shape[2], device=chunks.device) < chunks.counts.view(-1, 1, 1)
 
 
 def held_bytes(case: Case, chunks: int, size: int) -> int:
     """Return what a cache takes from the first step on: `chunks` of `size` tokens per KV head, and their numbers."""
     return chunks * (size * case.row_bytes + costs.INT64 * case.spec.num_kv_heads)
+
+
+def _as_wide(x: Tensor, size: int, dim: int) -> Tensor:
+    """Return x with as many entries in a dimension, zeros behind its own or fewer of them."""
+    kept = x.narrow(dim, 0, min(size, x.shape[dim]))
+    return pad(kept, (0, 0) * (x.dim() - 1 - dim) + (0, size - kept.shape[dim]))

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from methods.base import Budget, Case, Cost, Transient
+from methods.base.counters import StepCounters
 from methods.budget import BudgetError
 from methods.parts import costs
 
@@ -32,12 +33,15 @@ class LimitedPool:
     """Gives `slots` tokens of each KV head room. The tables have a column per prompt token; generated tokens take slots
     alone."""
 
-    def __init__(self, policy: Eviction, slots: int, shape: tuple[int, int, int], device: torch.device) -> None:
-        """Begin empty. shape: sequences, KV heads, tokens of the prompt"""
-        self.policy, self.slots = policy, slots
+    def __init__(
+        self, policy: Eviction, slots: int, shape: tuple[int, int, int], device: torch.device, counters: StepCounters
+    ) -> None:
+        """Begin empty. shape: sequences, KV heads, tokens of the prompt. Of steps that are captured `counters` counts
+        tokens and fetches, of which each has one."""
+        self.policy, self.slots, self.counters = policy, slots, counters
         self.uses = torch.zeros(shape, dtype=torch.int32, device=device)  # how often, or when last; 0 under fifo
         self.live = torch.zeros(shape, dtype=torch.bool, device=device)
-        self.tokens = self.step = 0
+        self.entered = self.step = 0  # tokens so far, and fetches
 
     @property
     def columns(self) -> int:
@@ -63,22 +67,32 @@ class LimitedPool:
         if self.policy == "counter":
             self.uses.scatter_add_(2, rows, read.expand_as(rows).int())
         else:
-            self.uses.scatter_reduce_(2, rows, read.expand_as(rows).int() * self.step, "amax")
+            now = self.counters.tensor(self.step, rows.device).int()
+            self.uses.scatter_reduce_(2, rows, read.expand_as(rows).int() * now, "amax")
 
-    def enter(self, column: int | None = None) -> None:
-        """Let a token in, one of the prompt or one that has no column. If all slots are taken, another leaves first."""
-        if self.tokens == self.slots:
-            self._evict()
-        else:
-            self.tokens += 1
-        if column is not None:
-            self.live[:, :, column] = True
-            self.uses[:, :, column] = self.step if self.policy == "lru" else 0
+    def enter(self, column: int) -> None:
+        """Let a token of the prompt in. If all slots are taken, another leaves first."""
+        if self.entered >= self.slots:
+            self.live.scatter_(2, self._victims(), False)
+        self.entered += 1
+        self.live[:, :, column] = True
+        self.uses[:, :, column] = self.step if self.policy == "lru" else 0
 
-    def _evict(self) -> None:
+    def enter_generated(self) -> None:
+        """Let a token in that has no column, in a step that may be captured."""
+        full, victims = self.counters.tensor(self.entered, self.live.device) >= self.slots, self._victims()
+        self.live.scatter_(2, victims, self.live.gather(2, victims) & ~full)
+        self.entered += 1
+
+    def count_replayed(self, steps: int) -> None:
+        """Bring up to date what is counted in Python, after steps that were replayed."""
+        self.entered += steps
+        self.step += steps
+
+    def _victims(self) -> Tensor:
+        """Return who would leave next, of each head. -> [B G 1]"""
         older = self.live & (self.live.cumsum(2) <= max(1, self.slots // 2))
-        victims = self.uses.masked_fill(~older, NEVER).argmin(2, keepdim=True)
-        self.live.scatter_(2, victims, False)
+        return self.uses.masked_fill(~older, NEVER).argmin(2, keepdim=True)
 
     def compact(self) -> Tensor:
         """Drop the columns of evicted tokens, and return those that stay, [B G P], in order."""

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from kernels import ops
-from methods.parts.hit_cache import token_rows
 
 
 def representatives(keys: Tensor, drawn: Tensor, block: int, top: int) -> Tensor:
@@ -24,7 +23,8 @@ def tokens_of_best(q: Tensor, means: Tensor, groups: int, block: int, tokens: in
     are represented by `means` [B H N D]. q [B H T D] -> rows [B G tokens]"""
     scores = ops.row_scores(q.mean(2, keepdim=True), means).sum((1, 2))
     best = ops.top_k(scores, tokens // block).unsqueeze(1)
-    return token_rows(best.expand(-1, groups, -1), block)
+    rows: Tensor = ops.token_rows(best.expand(-1, groups, -1), block)
+    return rows
 
 
 def rotated_to(seen: Tensor, first: int, after: int) -> Tensor:

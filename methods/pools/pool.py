@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kernels.coded import Coded
+from kernels.coded import Codes
 from kernels.reference import Segment
 from methods.base import CacheState, LayerSpec
 from methods.base.pieces import pieces
@@ -93,7 +93,7 @@ class Pool:
         """Ask for all tokens, decoded, on the device. [B G S D]"""
         return self.cache.fetch(self._whole)
 
-    def segments(self) -> Arrival[list[Segment | Coded]]:
+    def segments(self) -> Arrival[list[Segment | Codes]]:
         """Ask for all tokens, on the device, for a step that attends to them: codes where kernels read codes."""
         return self.cache.fetch(self._segments)
 
@@ -104,7 +104,7 @@ class Pool:
         tail = self._last(traffic)
         return Segment(torch.cat([k, tail.k], 2), torch.cat([v, tail.v], 2))
 
-    def _segments(self, traffic: Traffic) -> list[Segment | Coded]:
+    def _segments(self, traffic: Traffic) -> list[Segment | Codes]:
         written = [self.codec.segment(self._stored(traffic), self.cache.request.dtype)] if self.encoded else []
         return written if self.length == self.encoded else [*written, self._last(traffic)]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import ClassVar, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from kernels import ops
-from kernels.coded import Coded
+from kernels.coded import Codes
 from kernels.each import Each, each
 from kernels.ragged import Ragged, filled, with_free_slots
 from kernels.reference import Segment
@@ -19,7 +19,9 @@ from methods.base import CacheState, NextRow
 from methods.pools.near import KVStore
 from methods.pools.pool import Pool
 from methods.tiers.codec import Encoded
+from methods.tiers.several import HostRowsOfSeveral
 from methods.tiers.tier import DEVICE
+from methods.tiers.traffic import Traffic
 from methods.tiers.transfer.engine import Arrival
 
 
@@ -69,53 +71,66 @@ class StoreOfSeveral(KVStore):
 
 
 class PoolOfSeveral:
-    """Reads chosen tokens out of `pools`, which lie on the device and have one codec."""
-
-    tier: ClassVar[str] = DEVICE
+    """Reads tokens out of `pools`, which lie in one tier, on the device or on the host, and have one codec."""
 
     def __init__(self, pools: Sequence[Pool], cache: CacheState, dead: int | None) -> None:
         """`dead`: as in `StoreOfSeveral`."""
+        self.tier, self.codec, self.cache, device = pools[0].tier, pools[0].codec, cache, cache.request.device
         rooms = [sequence for pool in pools for sequence in pool.rooms()]
-        tensors = [with_free_slots(list(map(_readable, same)), dead=dead) for same in zip(*rooms, strict=True)]
+        parts, tokens = [list(map(_readable, same)) for same in zip(*rooms, strict=True)], len(pools[0].layout.tokens)
+        self._on_host = [HostRowsOfSeveral(same, device, dead=dead) for same in parts[:tokens] if self.tier != DEVICE]
+        tensors = [rows.rows for rows in self._on_host]
+        tensors += [with_free_slots(same, dead=dead) for same in parts[len(tensors) :]]
         *encoded, self._tail_k, self._tail_v = (cast(Tensor, x) for x in tensors)
-        tokens = len(pools[0].layout.tokens)
-        self._stored, self.codec = Encoded(tuple(encoded[:tokens]), tuple(encoded[tokens:])), pools[0].codec
-        counted = [pool.encoded for pool in pools for _ in range(pool.cache.request.batch)]
-        self._encoded, self._tails = Each(counted, dead), tensors[-1].sizes
-        self._groups, self.cache = pools[0].spec.num_kv_heads, cache
+        self._stored = Encoded(tuple(encoded[:tokens]), tuple(encoded[tokens:]))
+        sequences = [pool for pool in pools for _ in range(pool.cache.request.batch)]
+        self.length = Each([pool.length for pool in sequences], dead)
+        self.encoded = Each([pool.encoded for pool in sequences], dead)
+        self._tails, self._groups = tensors[-1].sizes, pools[0].spec.num_kv_heads
 
-    @property
-    def length(self) -> Each:
-        """Return how many tokens of each sequence are codes."""
-        return self._encoded
-
-    def segments(self) -> Arrival[list[Segment | Coded]]:
-        """Ask for all codes, as `Pool.segments` does where no token stands behind them."""
+    def segments(self) -> Arrival[list[Segment | Codes]]:
+        """Ask for all codes on the device, as `Pool.segments` does where no token stands behind them."""
         return self.cache.fetch(lambda traffic: [self._coded])
 
+    def whole(self) -> Arrival[Segment]:
+        """Ask for all tokens, as `Pool.whole` does."""
+        every = torch.arange(self.length.most, device=self.cache.request.device)
+        rows = Ragged.filled_up(every.expand(len(self.length), self._groups, -1), self.length)
+        return self.gather(rows)
+
     @cached_property
-    def _coded(self) -> Segment | Coded:
+    def _coded(self) -> Segment | Codes:
         tokens, blocks = (
             tuple(cast(Tensor, cast(Ragged, x).slice(0, count)) for x in tensors)
-            for tensors, count in zip(self._stored, (self._encoded, self._encoded // self.codec.block), strict=True)
+            for tensors, count in zip(self._stored, (self.encoded, self.encoded // self.codec.block), strict=True)
         )
         return self.codec.segment(Encoded(tokens, blocks), self.cache.request.dtype)
 
-    def gather(self, rows: Tensor, slots: Tensor | None = None) -> Arrival[Segment]:
-        """Ask for chosen tokens as `Pool.gather` does; here none of them moves, whatever `slots` says. Sequences may
-        choose different numbers of them: the segment is filled up then, and its `live` says how many are there."""
-        return self.cache.fetch(lambda traffic: self._decoded(rows))
+    def gather(self, rows: Tensor | Ragged, slots: Tensor | None = None) -> Arrival[Segment]:
+        """Ask for chosen tokens as `Pool.gather` does. Sequences may choose different numbers of them: the segment is
+        filled up then, and its `live` says how many are there. Those with a slot, of which all sequences must have as
+        many, do not move from the host."""
+        return self.cache.fetch(lambda traffic: self._chosen(rows, slots, traffic))
 
-    def _decoded(self, rows: Tensor) -> Segment:
+    def _chosen(self, rows: Tensor | Ragged, slots: Tensor | None, traffic: Traffic) -> Segment:
         """Read every row as a code and as one behind the codes, each time one that is there, and take what it is."""
         chosen = filled(rows)
         by_group = chosen.reshape(len(chosen), self._groups, -1)
-        encoded, tails = (numbers.on(chosen.device).view(-1, 1, 1) for numbers in (self._encoded, self._tails))
-        at, behind = by_group.minimum(encoded - 1).clamp(min=0), (by_group - encoded).minimum(tails - 1).clamp(min=0)
-        codes = self.codec.decode_rows(self._stored, at, at // self.codec.block, self.cache.request.dtype)
-        exact = (ops.gather_rows(side, behind) for side in (self._tail_k, self._tail_v))
-        late = (by_group >= encoded).unsqueeze(-1)
-        k, v = (torch.where(late, *both).view(*chosen.shape, -1) for both in zip(exact, codes, strict=True))
+        encoded, tails = (numbers.on(chosen.device).view(-1, 1, 1) for numbers in (self.encoded, self._tails))
+        at = by_group.minimum(encoded - 1).clamp(min=0)
+        stored, places = self._stored, cast(Tensor | None, at)
+        if self._on_host:
+            of_each = Ragged.filled_up(at, rows.sizes) if isinstance(rows, Ragged) else at
+            unread = None if slots is None else slots.view_as(at)
+            moved = (held.gather(of_each, traffic, unread) for held in self._on_host)
+            stored, places = stored._replace(tokens=tuple(moved)), None
+        k, v = self.codec.decode_rows(stored, places, at // self.codec.block, self.cache.request.dtype)
+        if self.codec.block > 1:
+            behind = (by_group - encoded).minimum(tails - 1).clamp(min=0)
+            exact = (ops.gather_rows(side, behind) for side in (self._tail_k, self._tail_v))
+            late = (by_group >= encoded).unsqueeze(-1)
+            k, v = (torch.where(late, *both) for both in zip(exact, (k, v), strict=True))
+        k, v = (x.view(*chosen.shape, -1) for x in (k, v))
         return Segment(k, v, live=rows.counts if isinstance(rows, Ragged) else None)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels import ops
-from kernels.coded import Coded
+from kernels.coded import Codes
 from kernels.reference import Segment
 
 
@@ -73,7 +73,7 @@ class Codec(ABC):
         tokens = stored.tokens if rows is None else tuple(ops.gather_rows(x, rows) for x in stored.tokens)
         return self.decode(Encoded(tokens, tuple(ops.gather_rows(x, blocks) for x in stored.blocks)), dtype)
 
-    def segment(self, stored: Encoded, dtype: torch.dtype) -> Segment | Coded:
+    def segment(self, stored: Encoded, dtype: torch.dtype) -> Segment | Codes:
         """Return what a step attends to of all that `encode` gave: codes, where kernels read them."""
         return Segment(*self.decode_whole(stored, dtype))
 

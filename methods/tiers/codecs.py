@@ -26,7 +26,8 @@ CODECS = [
         pattern=r"int(?P<bits>[248])(?:g(?P<group>[1-9]\d*))?",
         codec="methods.tiers.integers.IntCodec",
         choices="int8, int4 or int2, with another group as in int4g64",
-    )
+    ),
+    Spelling(pattern="fp8", codec="methods.tiers.floats.FloatCodec", choices="fp8"),
 ]
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+TALLIED = ("to_device_bytes", "looked_up", "found")
 COUNTED = ("to_device_bytes", "to_host_bytes", "from_disk_bytes", "looked_up", "found", "exposed_s", "hidden_s")
 
 
@@ -22,6 +23,7 @@ class Traffic:
     found: int = 0  # rows of these that it had
     exposed_s: float = 0.0  # for which the model stood still until rows had come to the device
     hidden_s: float = 0.0  # in which rows came while it computed
+    several: bool = False  # of sequences that step together, each by itself
     tallies: dict[str, Tensor] = field(default_factory=dict)  # what the device alone knows of these, until `settle`
 
     @property
@@ -41,12 +43,34 @@ class Traffic:
         return Traffic(**counted)
 
     def tally(self, name: str, amount: Tensor) -> None:
-        """Count an `amount` [] that the device alone knows, without waiting for it. The tensor that holds the sum stays
-        the same, so that steps which are captured and replayed count too."""
+        """Count an `amount` that the device alone knows, without waiting for it: [], or [B] for sequences that step
+        together. The tensor that holds the sum stays the same, so that steps which are captured and replayed count
+        too."""
         if name in self.tallies:
             self.tallies[name] += amount
         else:
             self.tallies[name] = amount.clone()
+
+    @classmethod
+    def of_several(cls, batch: int, device: torch.device) -> Traffic:
+        """Return what counts for `batch` sequences that step together, each by itself."""
+        tallies = {name: torch.zeros(batch, dtype=torch.int64, device=device) for name in TALLIED}
+        return cls(tallies=tallies, several=True)
+
+    def tally_each(self, name: str, amounts: Tensor) -> None:
+        """Tally amounts [B] of sequences: each by itself, if they step together, else their sum."""
+        self.tally(name, amounts if self.several else amounts.sum())
+
+    def hand_over(self, sequences: slice, to: Traffic) -> None:
+        """Let another count what has been tallied here for some of several sequences."""
+        for name, sums in self.tallies.items():
+            to.tally(name, sums[sequences].sum())
+            sums[sequences] = 0
+
+    def in_all(self, name: str) -> int:
+        """Return a count, with what was tallied of it. Waits for the device where it knew more."""
+        tallied = self.tallies.get(name)
+        return getattr(self, name) + (0 if tallied is None else int(tallied.sum()))
 
     @torch.inference_mode()
     def settle(self) -> Traffic:

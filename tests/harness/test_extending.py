@@ -146,7 +146,7 @@ def test_a_tier(tmp_path: Path) -> None:
 def test_a_codec(tmp_path: Path) -> None:
     written(tmp_path, {"mine/float8.py": FILES["mine/float8.py"]})
     held = {}
-    for codec in ("fp8", "null"):
+    for codec in ("e4m3", "null"):
         words = ["method=pqcache", f"codec={codec}", "placement=host", "budget=0.2", "baseline=off"]
         root = tmp_path / codec
         command = ("harness", *words, *MODEL_ARGS, *TASK_ARGS, f"results.root={root}")
@@ -154,7 +154,7 @@ def test_a_codec(tmp_path: Path) -> None:
         assert made.wait() == 0, made.err
         [file] = root.glob("*/summary.json")
         held[codec] = json.loads(file.read_text())["memory"]["kv_host_bytes"]
-    assert held["null"] == 4 * held["fp8"] > 0  # of fp32
-    unknown = Forked(forks.module, "harness", "method=pqcache", "codec=fp8")
+    assert held["null"] == 4 * held["e4m3"] > 0  # of fp32
+    unknown = Forked(forks.module, "harness", "method=pqcache", "codec=e4m3")
     assert unknown.wait() != 0
-    assert "codec=fp8 is unknown" in unknown.err
+    assert "codec=e4m3 is unknown" in unknown.err

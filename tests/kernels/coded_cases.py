@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kernels.coded import Coded
-from kernels.quantise import pack, quantise
+from kernels.coded import Coded, CodedFloats
+from kernels.quantise import pack, quantise, to_float8
 
 
 class Shape(NamedTuple):
@@ -50,12 +50,27 @@ def coded(shape: Shape, spare: int = 0) -> Coded:
     return whole.tokens(spare // 2 * shape.block, spare // 2 * shape.block + shape.tokens)
 
 
+def floats(shape: Sequence[int], spare: int = 0) -> CodedFloats:
+    """Keys and values [B G S D] as floats of 8 bits, tokens whose largest numbers are far apart, in views of room for
+    `spare` tokens more."""
+    batch, groups, tokens, dim = shape
+    k, v = (random(seed, batch, groups, tokens + spare, dim) for seed in (1, 2))
+    k[:, :, ::2] *= 1e-3
+    (k_codes, of_key), (v_codes, of_value) = to_float8(k), to_float8(v)
+    return CodedFloats(*(x[:, :, spare:] for x in (k_codes, v_codes, torch.cat([of_key, of_value], -1))))
+
+
+FLOATS = {"fp8": (2, 2, 190, 128), "fp8-dim96": (1, 3, 33, 96)}
+
+
 def attention() -> Iterator[tuple[str, tuple[Any, ...]]]:
     for name, shape in SHAPES.items():
         q = random(3, shape.batch, shape.heads, 1, shape.dim)
         yield name, (q, coded(shape), 0.1)
         if shape.block == 32:
             yield f"{name}-view", (q, coded(shape, spare=3), 0.1)
+    for name, (batch, groups, tokens, dim) in FLOATS.items():
+        yield name, (random(3, batch, groups * 3, 1, dim), floats((batch, groups, tokens, dim), spare=5), 0.1)
 
 
 def rows() -> Iterator[tuple[str, tuple[Any, ...]]]:
@@ -70,3 +85,7 @@ def rows() -> Iterator[tuple[str, tuple[Any, ...]]]:
         yield f"{name}-all", (written, None, every, torch.float32)
         yield f"{name}-moved", (written, None, every.flip(-1), torch.float32)
         yield f"{name}-none", (written, some[..., :0], some[..., :0], torch.float32)
+    for name, shape in FLOATS.items():
+        some = torch.tensor([7, 30, 1, 0]).expand(*shape[:2], -1)
+        yield f"{name}-some", (floats(shape, spare=2), some, some, torch.float32)
+        yield f"{name}-moved", (floats(shape), None, torch.arange(shape[2]).expand(*shape[:2], -1), torch.float32)

@@ -45,10 +45,15 @@ CASES = (
     "segment_attention-rows-of-one-number", "pq_weights-3-of-each", "top_k-some-of-3", "top_k-some-of-70001",
     "row_scores-3-of-each", "channel_scores-g4-16x4100", "channel_sums-2-of-each-300", "channel_scores-2-of-each-300",
     "gather_rows-3-of-each", "gather_tiers-gqa8-dim96-65", "gather_tiers-one-tier",
-    "group_margins-some-of-3", "group_weights-4100-and-3", "rebuild_keys-3-of-each",
+    "gather_tiers-3-of-each", "gather_tiers-held-of-3", "gather_tiers-numbers", "group_margins-some-of-3",
+    "group_weights-4100-and-3", "rebuild_keys-3-of-each",
     "coded_attention-3-of-each-int4", "decode_rows-some-of-each-int8",
+    "pick_channels-g4-16of64", "pick_channels-g3-90of96", "pick_channels-some-of-3",
+    "page_scores-dim256-g4-128", "page_scores-dim96-g3-65", "page_scores-3-of-each", "token_rows-1025-of-5-and-last",
+    "token_rows-3-of-each-and-last", "segment_attention-five",
     "coded_attention-int8", "coded_attention-int4", "coded_attention-int2", "coded_attention-int4-dim96",
-    "decode_rows-int8-some", "decode_rows-int4-moved", "decode_rows-int2-all",
+    "decode_rows-int8-some", "decode_rows-int4-moved", "decode_rows-int2-all", "coded_attention-fp8",
+    "coded_attention-fp8-dim96", "decode_rows-fp8-some",
 )  # fmt: skip
 EXTREMES = "extremes"
 BLOCKS = ("smollm", "qwen3", "dim96-prompt")
@@ -108,6 +113,8 @@ def compile_extremes(dtypes: list[torch.dtype]) -> None:
         launch("prefill_attention_with_column_sums", k, k, k, 1.0)
         launch("column_sums", k[:, :, :9], k, 1.0)
         launch("row_scores", q, k)
+        launch("page_scores", q, torch.cat([k, k], -1))
+        launch("pick_channels", q, dim // 2, 1.0, True, True)
         launch("channel_sums", q[..., :64], k.transpose(2, 3).contiguous(), places)
         centroids, codes = torch.zeros(1, 1, 1, 256, dim, dtype=dtype), torch.zeros(1, 1, 300, 1, dtype=torch.uint8)
         for coded in ((centroids, codes), (Ragged([centroids], 3), Ragged([codes]))):

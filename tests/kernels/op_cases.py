@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.coded import Coded
+from kernels.coded import Coded, CodedFloats
 from kernels.ragged import Ragged
 from kernels.reference import Segment
 from kernels.windowed import windowed_attention
@@ -49,6 +49,8 @@ def converted(value: Any, dtype: torch.dtype, device: torch.device | str = "cpu"
         return value._replace(
             **{name: converted(getattr(value, name), torch.float16, device) for name in value._fields[:4]}
         )
+    if isinstance(value, CodedFloats):
+        return CodedFloats(*(converted(x, torch.float16, device) for x in value))
     if isinstance(value, Segment):
         return Segment(*(converted(x, dtype, device) for x in value))
     if isinstance(value, (list, tuple)):
@@ -91,6 +93,10 @@ def segment_attention() -> Iterator[OpCase]:
         yield OpCase("segment_attention", f"{name}-live", (q, _live(k, v, rows), 0.2))
         if count > 30:
             yield OpCase("segment_attention", f"{name}-three", (q, _three(k, v, rows.shape[2]), 0.2))
+    q, (k, v) = 2 * random(1, 1, 6, 1, 64), (stored(seed, 1, 2, 300, 64) for seed in (2, 3))
+    chosen = [pick(seed, 1, lists, 60, count) for seed, (lists, count) in enumerate(((2, 7), (6, 20), (2, 60), (6, 1)))]
+    parts = [Segment(k[:, :, place::5], v[:, :, place::5], rows) for place, rows in enumerate([*chosen, None])]
+    yield OpCase("segment_attention", "five", (q, parts, 0.2))
     yield OpCase("segment_attention", "none-chosen", (q, _three(k := stored(2, 1, 2, 40, 16), k, 0), 0.2))
 
 
@@ -196,6 +202,7 @@ def gather_tiers() -> Iterator[OpCase]:
         slots = torch.randint(-2, 5, rows.shape, generator=draw(8))
         yield OpCase("gather_tiers", f"{name}-{chosen}", (far, rows, held, slots))
     yield OpCase("gather_tiers", "one-tier", (stored(5, 2, 3, 40, 32)[:, :, 7:], pick(6, 2, 3, 33, 9), None, None))
+    yield OpCase("gather_tiers", "numbers", (stored(5, 2, 3, 40, 1), pick(6, 2, 3, 40, 30), None, None))
     yield OpCase("gather_tiers", "none-chosen", (stored(5, 1, 2, 3, 16), pick(6, 1, 2, 3, 0), None, None))
 
 
@@ -204,6 +211,47 @@ def row_scores() -> Iterator[OpCase]:
         for group, count in ((1, 1), (3, 65), (4, 128), (8, 333)):
             q, x = random(1, 2, 2, group, width), stored(2, 2, 2, count, width)
             yield OpCase("row_scores", f"{name}-g{group}-{count}", (q, x))
+
+
+def page_scores() -> Iterator[OpCase]:
+    """Queries with zeros in them, and bounds of which one is as large as the other."""
+    for dim in (16, 64, 96, 128, 256, 13):
+        for group, count in ((1, 1), (3, 65), (4, 128)):
+            q, x = random(1, 2, 2, group, dim), stored(2, 2, 2, count, 2 * dim)
+            q[..., ::5], x[..., :2, dim:] = 0, x[..., :2, :dim]
+            yield OpCase("page_scores", f"dim{dim}-g{group}-{count}", (q, x))
+
+
+def pick_channels() -> Iterator[OpCase]:
+    """One head is zero."""
+    for group, dim, r in ((1, 16, 16), (3, 96, 90), (4, 64, 16), (8, 128, 1), (5, 256, 100), (2, 13, 5)):
+        q = picky(random(group, 2, 2, group, dim), torch.tensor(r))
+        for spread, facing in ((True, False), (False, True)):
+            name = f"g{group}-{r}of{dim}" + "-facing" * facing
+            yield OpCase("pick_channels", name, (q, r, 0.3, spread, facing))
+
+
+def picky(q: Tensor, r: Tensor) -> Tensor:
+    """Let r channels of each group be so much larger than others that rounding leaves them the largest; one head is
+    zero. q [B G g D], r [B] or a number"""
+    q[0, 0, 1:2] = 0
+    rank = q.abs().sum(2, keepdim=True).argsort(-1, descending=True).argsort(-1)
+    return torch.where(rank < r.view(-1, 1, 1, 1), 2 * q, q)
+
+
+def by_channel(channels: Tensor, picked: Tensor, whole: Tensor | None) -> tuple[Tensor, ...]:
+    """Return what `pick_channels` gave in the order of the channels, which is left to backends."""
+    order = channels.sort(dim=-1, stable=True).indices
+    made = channels.gather(-1, order), picked.gather(-1, order.unsqueeze(2).expand_as(picked))
+    return made if whole is None else (*made, whole)
+
+
+def token_rows() -> Iterator[OpCase]:
+    for count, size in ((1, 1), (7, 16), (1025, 5), (0, 3)):
+        chunks = pick(3, 2, 3, 2000, count)
+        yield OpCase("token_rows", f"{count}-of-{size}", (chunks, size))
+        yield OpCase("token_rows", f"{count}-of-{size}-and-last", (chunks, size, 2**33))
+    yield OpCase("token_rows", "one-for-all-heads", (pick(3, 2, 1, 90, 4).expand(-1, 3, -1), 8))
 
 
 def channel_sums() -> Iterator[OpCase]:
@@ -294,6 +342,9 @@ def cases() -> list[OpCase]:
         *gather_rows(),
         *gather_tiers(),
         *row_scores(),
+        *page_scores(),
+        *token_rows(),
+        *pick_channels(),
         *channel_sums(),
         *channel_scores(),
         *group_weights(),

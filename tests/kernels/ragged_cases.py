@@ -14,7 +14,7 @@ from kernels.each import Each
 from kernels.ragged import Ragged
 from kernels.reference import Segment
 from tests.kernels import coded_cases
-from tests.kernels.op_cases import OpCase, draw, pick, random
+from tests.kernels.op_cases import OpCase, draw, pick, picky, random
 
 SIZES = (1,), (90, 1, 33)
 DIM = 64
@@ -65,7 +65,7 @@ def index() -> Iterator[OpCase]:
     """Scores of an index, of which the last sequence's has rows shorter than the others', and what is made of them."""
     for sizes, reach in ((SIZES[0], 1.0), (SIZES[1], 5.0)):
         count, shape = len(sizes), (len(sizes), 2, 3)
-        keys = Ragged([part[:, :, :size] for part, size in zip(_stored(4, sizes, 2).parts, sizes, strict=True)])
+        keys = _stored(4, sizes, 2).slice(0, Each(sizes))
         yield OpCase("row_scores", f"{count}-of-each", (random(5, *shape, DIM), keys))
         wider = random(5, *shape, 40)
         wider[-1, ..., 25:] = 0
@@ -79,6 +79,23 @@ def index() -> Iterator[OpCase]:
         yield OpCase("group_margins", f"some-of-{count}", (9 * random(6, *shape, max(sizes)), candidates, reach))
     long = Ragged([random(seed, 1, 1, 2, size) for seed, size in enumerate((4100, 3))], 3)
     yield OpCase("group_weights", "4100-and-3", (long, 0.3, "sum"))
+
+
+def pages() -> Iterator[OpCase]:
+    for sizes in SIZES:
+        shape = len(sizes), 2, 3, DIM // 2
+        yield OpCase(
+            "page_scores", f"{len(sizes)}-of-each", (random(5, *shape), _stored(1, sizes, 2).slice(0, Each(sizes)))
+        )
+        chunks = cast(Tensor, Ragged([pick(seed, 1, 2, 90, size) for seed, size in enumerate(sizes)]))
+        yield OpCase("token_rows", f"{len(sizes)}-of-each", (chunks, 4))
+        counts = Each([min(size, 40) for size in sizes])
+        q = picky(random(7, len(sizes), 2, 3, 40), torch.tensor(counts.values))
+        yield OpCase("pick_channels", f"some-of-{len(sizes)}", (q, counts, 0.3, False, False))
+        last = Each([90 + size for size in sizes])
+        for whole in (chunks, pick(3, len(sizes), 2, 90, 5)):
+            name = f"{len(sizes)}-of-each" if whole is chunks else f"{len(sizes)}-alike"
+            yield OpCase("token_rows", f"{name}-and-last", (whole, 4, last))
 
 
 def channels() -> Iterator[OpCase]:
@@ -96,6 +113,10 @@ def chosen() -> Iterator[OpCase]:
         some = Ragged([pick(seed, 1, 2, size, (size + 2) // 3) for seed, size in enumerate(sizes)])
         yield OpCase("gather_rows", f"{len(sizes)}-of-each", (x, some))
         yield OpCase("gather_rows", f"one-of-{len(sizes)}", (x, pick(1, len(sizes), 2, 1, 1)))
+        yield OpCase("gather_tiers", f"{len(sizes)}-of-each", (x, some, None, None))
+        held, slots = random(8, len(sizes), 2, 3, DIM), torch.tensor([[0, -1, 2, -1], [-1, -1, 1, 0]])
+        again = pick(1, len(sizes), 2, 1, 1).expand(-1, -1, 4)
+        yield OpCase("gather_tiers", f"held-of-{len(sizes)}", (x, again, held, slots.expand(len(sizes), -1, -1)))
         u = Ragged([random(seed, 1, size, 12)[..., :10] for seed, size in enumerate(sizes)], 1)
         basis = Ragged([random(seed, 1, 2, 10, DIM) for seed, _ in enumerate(sizes)])
         angles = [random(seed, 1, size + 4, DIM // 2).repeat(1, 1, 2) for seed, size in enumerate(sizes)]
@@ -139,4 +160,4 @@ def _stored(seed: int, sizes: Sequence[int], groups: int) -> Ragged:
 
 
 def ragged_cases() -> list[OpCase]:
-    return [*attention(), *pq_weights(), *top_k(), *index(), *channels(), *chosen(), *codes()]
+    return [*attention(), *pq_weights(), *top_k(), *index(), *pages(), *channels(), *chosen(), *codes()]

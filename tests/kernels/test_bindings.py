@@ -19,7 +19,16 @@ from kernels import cpu
 from kernels.cpu.ffi.bindings import FieldGroup, Function, Struct, elements, floats, header, int64s, integer, real
 from tests.forks import Forked, script
 
-NO_SIZES = {"largest", "first", "iterations", "stride"}  # a flag, a place, rounds, and the stride of a repeated row
+NO_SIZES = {
+    "largest",
+    "first",
+    "iterations",
+    "stride",
+    "step0",
+    "step1",
+    "step2",
+    "step3",
+}  # a flag, a place, rounds, and the stride of a repeated row
 MAY_BE_ZERO = {"CodedAttention.count"}  # of several sequences none may have a code; nothing divides by it
 
 

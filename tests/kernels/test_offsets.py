@@ -37,6 +37,7 @@ AXIS = {  # of a kernel's grid: that of heads, rows or problems, whose number mu
     "_attend": 0, "_merge": 0, "_channels": 1, "_log_sum_exp": 0, "_weights": 1, "_tops": 0, "_margins": 1, "_copy": 1,
     "_from_tiers": 1, "_nearest": 1, "_sums": 0, "_table": 0, "_look_up": 1, "_rows": 1, "_columns": 1, "_rebuild": 1,
     "_scores": 1, "_best": 0, "_norm": 0, "_turn": 2, "_gate": 0, "_attend_codes": 0, "_decode_rows": 1,
+    "_token_rows": 1, "_pick": 0,
 }  # fmt: skip
 CASES = (
     "segment_attention-gqa4-dim128-per-head", "merge_attention-many-tokens", "windowed_attention-near-dim128",
@@ -48,6 +49,8 @@ CASES = (
     "gather_tiers-gqa8-dim96-65", "gather_tiers-one-tier",
     "group_margins-some-of-3", "group_weights-4100-and-3", "rebuild_keys-3-of-each",
     "coded_attention-3-of-each-int4", "decode_rows-some-of-each-int8",
+    "pick_channels-g4-16of64", "pick_channels-some-of-3",
+    "page_scores-3-of-each", "token_rows-1025-of-5", "token_rows-3-of-each-and-last",
     "coded_attention-int4", "decode_rows-int4-some", "decode_rows-int2-all",
 )  # fmt: skip
 

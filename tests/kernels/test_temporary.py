@@ -122,6 +122,7 @@ def test_another_process_keeps_what_it_holds_until_it_is_gone(tmp_path: Path, mo
         held_by_another(tmp_path, said)
     os.close(said)
     name = os.read(hears, 100).decode()
+    os.close(hears)
     there = set(os.listdir(tmp_path))
     assert len(there) == 2
     assert name in there

@@ -77,27 +77,28 @@ def test_it_holds_what_the_rule_says_and_every_row_is_the_hosts(slots: int, offe
     rules = [Lfu(8, slots, offered) for _ in range(BATCH)]
     traffic, coming = store.cache.traffic, 0
     for step in range(40):
-        rows, before = skewed(step), (traffic.to_device_bytes, traffic.found)
+        rows, before = skewed(step), traffic.copy()
         held = [set(rule.held) for rule in rules]
         made = cache.read(rows)
-        assert cache.held.held is not None
-        assert [set(cache.held.held[b, 0].tolist()) for b in range(BATCH)] == held
+        assert [set(cache.blocks[b].tolist()) for b in range(BATCH)] == held
         for mine, host in zip(made[:2], tokens[:2], strict=True):
             assert torch.equal(mine, host.gather(2, rows.unsqueeze(-1).expand(-1, -1, -1, DIM)))
         replayed = [rule.look_up((rows[b] // SIZE).flatten().tolist()) for b, rule in enumerate(rules)]
         found = sum(one for one, _ in replayed)
-        assert traffic.found - before[1] == found
-        assert traffic.to_device_bytes - before[0] == (rows.numel() - found + coming) * ROW
-        coming = max(new for _, new in replayed) * BATCH * GROUPS * SIZE  # one rectangle for all, for the next step
+        traffic.settle()
+        assert traffic.found - before.found == found
+        assert traffic.to_device_bytes - before.to_device_bytes == (rows.numel() - found + coming) * ROW
+        coming = sum(new for _, new in replayed) * GROUPS * SIZE  # for the next step
         _content_is_the_hosts(cache, tokens)
     assert traffic.looked_up == 40 * rows.numel()
 
 
 def _content_is_the_hosts(cache: BlockCache, tokens: Segment) -> None:
-    assert cache.held.held is not None
-    held = cache.held.kv.k.view(BATCH, GROUPS, cache.slots, SIZE, DIM)
+    held, places = cache.kv.k.view(BATCH, GROUPS, cache.slots, SIZE, DIM), cache.blocks.unsqueeze(1)
     for (b, g, slot), block in zip(
-        torch.cartesian_prod(*map(torch.arange, held.shape[:3])), cache.held.held.flatten(), strict=True
+        torch.cartesian_prod(*map(torch.arange, held.shape[:3])),
+        places.expand(-1, GROUPS, -1).flatten(),
+        strict=True,
     ):
         rows = (block * SIZE + torch.arange(SIZE)).clamp(max=LENGTH - 1)
         assert torch.equal(held[b, g, slot], tokens.k[b, g, rows])
@@ -117,7 +118,7 @@ def test_tokens_are_those_without_it(changes: dict[str, Any], batch: int) -> Non
     plain, _ = run(PQ, ids)
     cached, layers = run(replace(CACHED, **changes), ids)
     assert_same(cached, plain)
-    traffic = layers[0].cache.traffic
+    traffic = layers[0].cache.traffic.settle()
     assert 0 < traffic.found <= traffic.looked_up
 
 
@@ -126,7 +127,7 @@ def test_a_selection_that_stays_is_moved_once() -> None:
     moved = {}
     for method in (PQ, CACHED, replace(CACHED, cache_tokens=1000)):
         _, layers = run(method, ids, reuse_steps=100)
-        moved[method.cache_tokens] = layers[0].cache.traffic.to_device_bytes
+        moved[method.cache_tokens] = layers[0].cache.traffic.settle().to_device_bytes
     assert moved[1000] < moved[40] < moved[0]
 
 

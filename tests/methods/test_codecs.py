@@ -9,6 +9,7 @@ from harness.engine.attach import attached
 from harness.engine.footprint import footprint
 from methods.full import Full
 from methods.tiers.codec import Codec
+from methods.tiers.floats import FloatCodec
 from methods.tiers.integers import IntCodec
 from tests.methods.test_contract import NAMES, Step, assert_same, small, turn
 from tests.tiny import prompt, tiny
@@ -29,9 +30,10 @@ def steps(name: str, codec: Codec | None, placement: str = "device") -> tuple[li
     return made, (held["device"], held["host"], held["disk"])
 
 
-@pytest.mark.parametrize("name", ENCODING)
-def test_codes_are_the_same_wherever_they_lie(name: str) -> None:
-    codec = IntCodec(bits=4, group=8)
+@pytest.mark.parametrize(
+    ("name", "codec"), [*((name, IntCodec(bits=4, group=8)) for name in ENCODING), ("pqcache", FloatCodec())]
+)
+def test_codes_are_the_same_wherever_they_lie(name: str, codec: Codec) -> None:
     wanted, (device, *_) = steps(name, codec)
     for place, placement in enumerate(("host", "disk"), 1):
         found, held = steps(name, codec, placement)
@@ -50,6 +52,16 @@ def test_more_bits_are_closer(name: str) -> None:
     errors = [float((steps(name, IntCodec(bits=bits, group=8))[0][0].logits - plain).std()) for bits in (2, 4, 8)]
     assert errors[0] > errors[1] > 3 * errors[2]
     assert errors[2] < 0.2 * float(plain.std())
+
+
+def test_floats_of_8_bits_take_as_many_bytes_as_they_say() -> None:
+    """A byte for each number, and two scales of two bytes for each token and KV head."""
+    layers, heads, dim = 3, 2, 16
+    _, (_, host, _) = steps("pqcache", FloatCodec(), "host")
+    _, (_, plain, _) = steps("pqcache", None, "host")
+    tokens = plain // (layers * 2 * heads * 2 * dim * 4)  # of a batch of two, in fp32
+    assert 0 < tokens < LENGTH
+    assert host == layers * 2 * heads * tokens * (2 * dim + 4)
 
 
 def test_a_method_that_reads_everything_takes_no_codec() -> None:

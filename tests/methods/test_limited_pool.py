@@ -8,6 +8,7 @@ from random import Random
 import pytest
 import torch
 
+from methods.base.counters import StepCounters
 from methods.parts.limited_pool import Eviction, Fetched, LimitedPool, check, size
 
 BATCH, HEADS, PROMPT, GENERATED = 2, 3, 40, 12
@@ -79,7 +80,7 @@ def as_rows(fetch: list[list[list[int]]], columns: list[list[list[int]]]) -> Fet
 def test_victims_are_those_of_a_list(policy: Eviction, slots: int, on_device: bool) -> None:
     draw = Random(slots)
     by_hand = [[ByHand(policy, slots) for _ in range(HEADS)] for _ in range(BATCH)]
-    pool = LimitedPool(policy, slots, (BATCH, HEADS, PROMPT), torch.device("cpu"))
+    pool = LimitedPool(policy, slots, (BATCH, HEADS, PROMPT), torch.device("cpu"), StepCounters())
     every = [[list(range(PROMPT))] * HEADS] * BATCH
 
     def fetch(columns: list[list[list[int]]]) -> Fetched:
@@ -115,7 +116,7 @@ def test_victims_are_those_of_a_list(policy: Eviction, slots: int, on_device: bo
     assert kept.tolist() == [[one.prompt for one in heads] for heads in by_hand]
     for position in range(PROMPT, PROMPT + GENERATED):
         pool.fetched(*fetch(kept.tolist()))
-        pool.enter()
+        pool.enter_generated()
         enter(position)
         live = [[p[keep].tolist() for p, keep in zip(*both, strict=True)] for both in zip(kept, pool.live, strict=True)]
         assert live == [[one.prompt for one in heads] for heads in by_hand]
@@ -127,7 +128,7 @@ def test_policies_differ_where_the_fetches_do() -> None:
     """Token 0 is fetched often but long ago, 1 once just now, 2 never: of six, the older half."""
     left = {}
     for policy in POLICIES:
-        pool = LimitedPool(policy, 6, (1, 1, 7), torch.device("cpu"))
+        pool = LimitedPool(policy, 6, (1, 1, 7), torch.device("cpu"), StepCounters())
         stream = [[0], [0], [0], [0, 2], [1, 5], [1]]
         rows = [(torch.tensor([[fetch]]), [len(fetch)]) for fetch in stream]
         pool.take(rows if policy != "fifo" else ())
@@ -137,13 +138,13 @@ def test_policies_differ_where_the_fetches_do() -> None:
 
 def test_the_younger_half_is_safe() -> None:
     """2 and 3 were never fetched, and yet 1 leaves."""
-    pool = LimitedPool("counter", 4, (1, 1, 5), torch.device("cpu"))
+    pool = LimitedPool("counter", 4, (1, 1, 5), torch.device("cpu"), StepCounters())
     pool.take([(torch.tensor([[[0]]]), [1])] + [(torch.tensor([[[0, 1]]]), [2])] * 3)
     assert pool.compact().tolist() == [[[0, 2, 3, 4]]]
 
 
 def test_evicted_tokens_are_hidden_from_logits_and_ranks() -> None:
-    pool = LimitedPool("fifo", 3, (1, 2, 5), torch.device("cpu"))
+    pool = LimitedPool("fifo", 3, (1, 2, 5), torch.device("cpu"), StepCounters())
     pool.take(())
     logits, ranks = pool.hide(torch.zeros(1, 2, 4, 7)), pool.hide(torch.zeros(1, 2, 5))
     for x in (logits[0, 0, 0], logits[0, 1, 3]):

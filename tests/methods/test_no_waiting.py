@@ -24,6 +24,7 @@ from kernels.dispatch import use_backend
 from methods.base import Budget, Method
 from methods.tiers.integers import IntCodec
 from tests.methods.test_contract import NAMES, attach, in_each_place, small, turn
+from tests.tape import Tape
 from tests.tiny import prompt, tiny
 
 CUDA = torch.cuda.is_available()
@@ -34,13 +35,19 @@ EXCEPTIONS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("pqcache", {"reuse_steps": 1}, {}, "lets one step choose and others not"),
     ("snapkv", {"budget": Budget(0.5, generated=8)}, {}, "lets some steps drop tokens and others not"),
     ("kivi", {"room": 400}, {}, "are quantised in between"),
-    # and what is left to do:
-    ("quest", {}, {"last_page": False}, "lets heads read different numbers of tokens"),
-    ("infinigen", {}, {"pool_capacity": 0.9}, "a limited pool counts its tokens in Python"),
-    ("pqcache", {"placement": "host"}, {"cache_tokens": 16, "cache_block": 4}, "come behind the step that offers them"),
-    ("sparq", {"placement": "host"}, {"channel_copy": False}, "picks channels of the keys on the host"),
+    # a file is read by the processor, which must know which rows:
     ("pqcache", {"placement": "disk"}, {}, "reads the chosen rows from files"),
 ]
+# parameters that made steps wait once, and where rows then lie
+VARIANTS: list[tuple[str, dict[str, Any], str]] = [
+    ("quest", {"last_page": False}, "device"),
+    ("quest", {"last_page": False, "select_per": "kv_head"}, "host"),
+    ("infinigen", {"pool_capacity": 80, "pool_policy": "counter"}, "device"),
+    ("infinigen", {"pool_capacity": 0.9, "pool_policy": "lru"}, "host"),
+    ("pqcache", {"cache_tokens": 16, "cache_block": 4}, "host"),
+    ("sparq", {"channel_copy": False}, "host"),
+]
+variants = pytest.mark.parametrize(("name", "changes", "placement"), VARIANTS)
 READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
 
 
@@ -113,6 +120,35 @@ def test_a_step_reads_no_value_on_the_host(
     name: str, placement: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps(small(name), placement, device, monkeypatch)
+
+
+@devices
+@variants
+def test_neither_does_a_step_of_other_parameters(
+    name: str, changes: dict[str, Any], placement: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps(replace(small(name), **changes), placement, device, monkeypatch)
+
+
+@pytest.mark.tokens
+@variants
+def test_captured_steps_of_other_parameters_are_the_same(name: str, changes: dict[str, Any], placement: str) -> None:
+    """A pool fills up on the way, and some heads choose a page that is short. A captured step counts the blocks that it
+    asks for, and a plain one leaves that to the next step."""
+    how: dict[str, Any] = {"placement": placement, "calibration": prompt(64, seed=9)}
+    with attached(tiny("llama"), replace(small(name), **changes), budget=0.5, **how) as kv, use_backend("torch"):
+        made = []
+        for graphs in (None, Tape()):
+            engine = Engine(kv, graphs=graphs)
+            made.append([engine.generate(prompt(79, seed=seed), max_new_tokens=9) for seed in range(2)])
+        assert engine.plain_steps is None
+    for plain, captured in zip(*made, strict=True):
+        assert captured.capture_s is not None
+        if "cache_tokens" in changes:
+            moved, before = (one.measured.pop("moved_bytes_per_step") for one in (captured, plain))
+            assert moved >= before > 0
+            captured.kv["device"] = plain.kv["device"]  # which holds the numbers of those that are to come
+        assert (captured.tokens, captured.measured, captured.kv) == (plain.tokens, plain.measured, plain.kv)
 
 
 @torch.inference_mode()
@@ -191,7 +227,7 @@ def test_all_others_can_be_captured(name: str, placement: str) -> None:
         assert capture_refusal(Engine(kv).forward, cache) is None
 
 
-def test_a_block_cache_on_the_host_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_in_files_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the mode which forbids waits is seen to find one."""
     with pytest.raises(WaitError):
-        steps(replace(small("pqcache"), cache_tokens=16, cache_block=4), "host", "cpu", monkeypatch)  # type: ignore[call-arg]
+        steps(replace(small("pqcache"), cache_tokens=16, cache_block=4), "disk", "cpu", monkeypatch)  # type: ignore[call-arg]

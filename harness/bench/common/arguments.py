@@ -72,7 +72,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "layers": {"type": count, "help": "of the random weights; all by default"},
     "model": {"nargs": "*", "help": "as of a run: model=hf model.name=..."},
     "synthetic": {"action": "store_true", "help": "no prefill: random K and V; so with --shape"},
-    "graphs": {"action": "store_true", "help": "capture decode steps as CUDA graphs, where that can be"},
+    "graphs": {"action": "store_true", "help": "capture decode steps and replay them, where that can be"},
     "prefill": {"type": count, "help": "tokens of a prompt whose attention is quadratic"},
     "inner": {"type": count, "help": "channels of the MLP; 3.5 times the model's by default"},
     "texts": {"type": count, "help": "windows of the test split"},

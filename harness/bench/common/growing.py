@@ -18,7 +18,7 @@ from harness.engine.batch.running import RunningBatch
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
 from harness.engine.footprint import footprint
-from harness.engine.graph import CudaGraphs
+from harness.engine.graph import graphs_on
 from harness.machines.allocations import Allocations
 from harness.machines.plan import CHUNK
 from methods.tiers.tier import DEVICE, HOST
@@ -64,7 +64,7 @@ class GrowingBatch:
     def __init__(self, kv: Attachment, ids: Tensor, options: argparse.Namespace, prompt: int) -> None:
         self.kv, self.ids, self.options, self.prompt = kv, ids, options, prompt
         self.weights = weights = sum(x.nbytes for x in kv.model.parameters())
-        graphs = CudaGraphs(kv.model.device) if options.graphs else None
+        graphs = graphs_on(kv.model.device) if options.graphs else None
         self.engine = Engine(kv, prefill_chunk=CHUNK if kv.method.dense_prefill else None, graphs=graphs)
         self.batch, self.memory = RunningBatch(self.engine), Memory(kv.model.device)
         self.taken, self.host = weights, 0  # of the device at most, and of the host, by those that fit

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from harness.engine.batch.groups import Attending, StepGroup, shared_layer
 from harness.engine.cache import KVCache
 from kernels.each import each
 from kernels.ragged import Ragged
@@ -17,26 +18,9 @@ from methods.base import AttnInput, CacheState, KVLayer, NextRow
 from methods.base.counters import StepCounters
 from methods.layers import Layer, Policy
 from methods.layers.together import Slots, alone_because, form, hand_back, link, together
+from methods.tiers.traffic import Traffic
 
 CHECKED = "what a method returns is checked, or compared with exact attention, one sequence after the other"
-
-
-class StepGroup(NamedTuple):
-    """Members whose sequences take a layer's step together, or one member alone."""
-
-    layer: KVLayer
-    members: tuple[int, ...]
-    rows: Tensor | slice  # of these members and of free slots, among those of all
-    joint: bool
-
-
-class Attending(NamedTuple):
-    """How one member attends: in some layers alone, in others by the layer that it shares."""
-
-    alone: list[KVLayer]
-    together: list[tuple[Layer, Layer]]  # its own layer, and the shared one
-    first: dict[int, int]  # where its sequences begin among those of a shared layer, by that layer's id
-    lags: bool  # all of the method's layers are shared
 
 
 class SlotsCache(KVCache):
@@ -65,7 +49,9 @@ class SlotsCache(KVCache):
         self._free = self._slots()
         self.free = sum(self._free.values())
         rows = sum(self._sizes) + self.free
-        self._joint_state = CacheState(replace(self.state.request, batch=rows, prepared=None), counters=self._counters)
+        request = replace(self.state.request, batch=rows, prepared=None)
+        self._joint_state = CacheState(request, counters=self._counters, engine=self.state.engine)
+        self._traffic: dict[tuple[int, ...], Traffic] = {}  # of members that step together
         begins = [member.num_tokens for member in members for _ in range(member.state.request.batch)]
         self._begins = each(begins, None if self.told is None else self.free)
         self._groups = self._grouped(reasons)
@@ -103,6 +89,8 @@ class SlotsCache(KVCache):
         for member, attending in zip(self._members, self._attending, strict=True):
             if attending.alone:
                 member.end()
+        for members, traffic in self._traffic.items():
+            self._share_seconds(members, traffic)
         self._counters.advance()
         self.num_tokens += 1
 
@@ -121,6 +109,13 @@ class SlotsCache(KVCache):
         for group in groups:
             out[group.rows] = self._attend(layer, group, _rows_of(x, group.rows))
         return out
+
+    def _share_seconds(self, members: Sequence[int], traffic: Traffic) -> None:
+        """All of a group stand still while rows of one come."""
+        for member in (self._members[number] for number in members):
+            member.state.traffic.exposed_s += traffic.exposed_s
+            member.state.traffic.hidden_s += traffic.hidden_s
+        traffic.exposed_s = traffic.hidden_s = 0.0
 
     def _attend(self, layer: int, group: StepGroup, x: AttnInput) -> Tensor:
         if group.joint:
@@ -146,6 +141,10 @@ class SlotsCache(KVCache):
         for layer, joint in attending.together if steps else ():
             layer.count_replayed(steps)
             hand_back(joint, layer, attending.first[id(joint)])
+        if steps and attending.together:
+            joint = attending.together[0][1]
+            first = attending.first[id(joint)]
+            joint.cache.traffic.hand_over(slice(first, first + self._sizes[member]), cache.state.traffic)
         return steps
 
     def count_replayed(self, steps: int) -> None:
@@ -175,11 +174,25 @@ class SlotsCache(KVCache):
     @property
     def policies(self) -> list[Policy]:
         """Those of the layers that members share."""
-        return [mine for groups in self._groups for group in groups if group.joint for mine in _layer(group).policies]
+        return [
+            mine for groups in self._groups for group in groups if group.joint for mine in shared_layer(group).policies
+        ]
 
     def results(self) -> list[dict[str, Any]]:
         """What the policies of shared layers hold."""
         return [dict(vars(policy)) for policy in self.policies]
+
+    def joined(self) -> list[dict[str, Tensor]]:
+        """The tensors of all sequences that a step finds there and changes: of the policies of shared layers, then of
+        the traffic."""
+        return [*(policy.joined() for policy in self.policies), *(moved.tallies for moved in self._traffic.values())]
+
+    def take_joined(self, joined: Sequence[Mapping[str, Tensor]]) -> None:
+        """From now on a step that others took first changes theirs."""
+        count = len(self.policies)
+        self.take_results(joined[:count])
+        for traffic, tallies in zip(self._traffic.values(), joined[count:], strict=True):
+            traffic.tallies = dict(tallies)
 
     def take_results(self, results: Sequence[Mapping[str, Tensor | Ragged]]) -> None:
         """From now on a step that others took first leaves its results there."""
@@ -196,8 +209,8 @@ class SlotsCache(KVCache):
         for groups in self._groups:
             for group in groups:
                 self.told.add("rows", cast(Tensor, group.rows))
-        for policy in self.policies:
-            for name, tensor in policy.joined().items():
+        for held in self.joined():
+            for name, tensor in held.items():
                 self.told.add(name, tensor)
 
     def _slots(self) -> dict[Hashable, int]:
@@ -221,7 +234,9 @@ class SlotsCache(KVCache):
                 alike.setdefault(number if reason else self._forms[number], []).append(number)
             groups.append([self._group(layers, numbers, shared) for numbers in alike.values()])
             joint = [group for group in groups[-1] if group.joint]
-            linked += [(_layer(group), [cast(Layer, layers[number]) for number in group.members]) for group in joint]
+            linked += [
+                (shared_layer(group), [cast(Layer, layers[number]) for number in group.members]) for group in joint
+            ]
         link(linked)
         return groups
 
@@ -236,7 +251,9 @@ class SlotsCache(KVCache):
             return StepGroup(layers[members[0]], tuple(members), slice(spans[0].start, spans[0].stop), joint=False)
         free = self._free_rows(self._forms[members[0]])
         rows = [*(row for span in spans for row in span), *free]
-        state = replace(self._joint_state, request=replace(self._joint_state.request, batch=len(rows)))
+        request, whose = replace(self._joint_state.request, batch=len(rows)), tuple(members)
+        traffic = self._traffic.setdefault(whose, Traffic.of_several(len(rows), request.device))
+        state = replace(self._joint_state, request=request, traffic=traffic)
         dead = None if self.told is None else len(free)
         joint = together(Slots([cast(Layer, layers[number]) for number in members], dead, shared), state)
         return StepGroup(joint, tuple(members), torch.tensor(rows, device=self.state.request.device), joint=True)
@@ -259,15 +276,10 @@ class SlotsCache(KVCache):
             if not group.joint:
                 alone.append(layer)
                 continue
-            joint.append((cast(Layer, layer), _layer(group)))
+            joint.append((cast(Layer, layer), shared_layer(group)))
             first[id(group.layer)] = sum(self._sizes[other] for other in group.members if other < number)
         lags = not {id(layer) for layer in alone} & {id(layer) for layer in member.method_layers}
         return Attending(alone, joint, first, lags)
-
-
-def _layer(group: StepGroup) -> Layer:
-    """The layer that a group shares."""
-    return cast(Layer, group.layer)
 
 
 def _forms(member: KVCache, reasons: Sequence[str | None]) -> Hashable:

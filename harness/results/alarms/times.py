@@ -42,7 +42,7 @@ def launched(rows: Sequence[AlarmRow]) -> Iterator[Alarm]:
     if plain:
         reasons = dict.fromkeys(str(row.run.info["plain_steps"]) for row in plain)
         text = (
-            "decode steps were not captured as CUDA graphs, so their times hold the launch of every operation: "
+            "decode steps were not captured, so their times hold the launch of every operation: "
             f"{named(plain, rows)} ({'; '.join(reasons)})"
         )
         yield Alarm("launches", text, titles(plain))

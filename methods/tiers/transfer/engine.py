@@ -79,7 +79,7 @@ class Links:
         began, ready = None, from_moment
         for link, size in (
             (self.from_disk, moved.from_disk_bytes),
-            (self.to_device, moved.to_device_bytes),
+            (self.to_device, moved.in_all("to_device_bytes")),
             (self.to_host, moved.to_host_bytes),
         ):
             if link is not None and size:

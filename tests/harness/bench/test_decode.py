@@ -11,12 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness.bench import __main__ as bench
 from harness.bench import decode
 from harness.bench.calibrate import Limits
 from harness.bench.common import methods
+from harness.bench.common.all_layers import Clocked, WeightBytes, WholeModel, weights
 from harness.bench.common.arguments import budget
+from harness.bench.common.methods import load
 from harness.bench.common.synthetic import LayerShape
 from harness.engine.attach import Attachment
 from harness.engine.hf import layer_specs, routed
@@ -24,7 +27,7 @@ from methods.base import CacheState
 from methods.full import Full
 from methods.layers import Layer
 from tests.fast import PQ
-from tests.tiny import prompt, tiny
+from tests.tiny import ARCHITECTURES, SHAPE, prompt, tiny
 
 ROOT = Path(__file__).parents[3]
 LIMITS: Limits = {"read_gb_s": 10.0, "read_by": "torch.sum", "matmul_gflop_s": {"fp32": 100.0, "bf16": 100.0}}
@@ -65,6 +68,9 @@ def test_every_method_decodes_beside_full(tmp_path: Path) -> None:
         assert row["tpot_s"][0] > 0
         assert row["of_limit"] > 0
         assert row["replayed_s"] >= row["floor_s"] * 0.99
+        assert 0 < row["weights_share"] < 1
+        assert row["all_layers"]["layers"] == 3
+        assert (row["all_layers"]["speedup"] is None) == (name == "full")
         assert (row["speedup"] is None) == (name == "full")
         assert (row["host_bytes"] > 0) == (row["moved_bytes_per_step"] > 0)
     assert rows["full"]["attended_prompt"] == 300
@@ -124,6 +130,32 @@ def test_the_floor_counts_each_weight_once() -> None:
     assert decode.floor_s(decoding, 2.0) == pytest.approx((weights + rows) / 2e9)
 
 
+def test_layers_that_are_not_here_are_like_those_that_choose() -> None:
+    """A step of 4 layers: 14 s for the layers' weights, 6 s for the head's, and each layer's attention."""
+    whole = WholeModel(32, WeightBytes(of_layers=7, beside=3))
+    full = Clocked(Full(), 20 + 4 * 10, [10, 10, 10, 10])
+    quest = Clocked(load("quest"), 20 + 22, [10, 10, 1, 1])
+    ahead = Clocked(load("infinigen"), 20 + 26, [10, 12, 3, 1])  # the last layer asks for no other
+    assert whole.step_s(full) == pytest.approx(6 + 32 * (14 / 4 + 10))
+    assert whole.step_s(quest) == pytest.approx(6 + 32 * 14 / 4 + 2 * 10 + 30 * 1)
+    assert whole.step_s(ahead) == pytest.approx(6 + 32 * 14 / 4 + 10 + 12 + 29 * 3 + 1)
+    assert whole._replace(layers=4).step_s(quest) == pytest.approx(42)
+    row = whole.beside(full, quest)
+    assert row["weights_share"] == pytest.approx(20 / 42)
+    assert row["all_layers"]["speedup"] == pytest.approx((6 + 32 * 13.5) / (6 + 112 + 50))
+    assert whole.beside(full, quest._replace(attention_s=None)) == {"weights_share": None, "all_layers": {}}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_head_is_read_beside_the_layers(tied: bool) -> None:
+    config = AutoConfig.for_model("llama", **SHAPE | ARCHITECTURES["llama"], tie_word_embeddings=tied)
+    model = AutoModelForCausalLM.from_config(config)
+    assert (model.lm_head.weight is model.get_input_embeddings().weight) == tied
+    beside = model.lm_head.weight.nbytes + model.get_decoder().norm.weight.nbytes
+    in_layers = sum(x.nbytes for layer in model.get_decoder().layers for x in layer.parameters())
+    assert weights(model) == (in_layers, beside)
+
+
 def test_a_prompt_beyond_the_window_is_refused() -> None:
     loaded = argparse.Namespace(window=110, name="small")
     text = list(range(200))
@@ -177,7 +209,6 @@ def test_benchmarks_need_torch_and_transformers_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--graphs"], "--graphs needs --device cuda, and the device is cpu"),
         (["--methods", "quset"], "--methods quset is unknown; did you mean quest?"),
         (["--tokens", "9000"], "SmolLM2-135M-Instruct has a window of 8192: use fewer"),
     ],

@@ -79,10 +79,6 @@ def talks(kv: Attachment, seed: int, steps: int) -> list[list[int]]:
     return [*said, *(batch.leave(slot).tokens[0] for slot in list(batch.slots))]
 
 
-def threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("transfer")]
-
-
 def all_rows() -> list[Any]:
     return [held for held in gc.get_objects() if isinstance(held, (DeviceRows, HostRows, DiskRows))]
 
@@ -91,14 +87,15 @@ def check(name: str, placement: str, steps: int, folder: Path, monkeypatch: pyte
     with attach(CASES[name], placement, False, folder) as kv:
         plain = talks(kv, steps, steps)
     assert sum(map(len, plain)) > steps // 2
+    before = set(threading.enumerate())
     with monkeypatch.context() as patch:
         Late(steps, patch)
         with attach(CASES[name], placement, True, folder) as kv:
             beside = talks(kv, steps, steps)
+    assert set(threading.enumerate()) <= before
     assert beside == plain
     gc.collect()
     assert not list(folder.glob("*"))
-    assert not threads()
 
 
 @pytest.mark.tokens
@@ -122,7 +119,7 @@ def test_a_thousand_random_steps(name: str, placement: str, tmp_path: Path, monk
 def test_caches_dropped_in_flight_leave_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a file nor a thread, and no byte: not in a prompt, nor behind the seal, nor in a step."""
     Late(3, monkeypatch)
-    before = {id(rows) for rows in all_rows()}
+    others, before = {id(rows) for rows in all_rows()}, set(threading.enumerate())
     with attach(CASES[name], "disk", True, tmp_path) as kv, torch.inference_mode():
         engine = Engine(kv)
         for number in range(200 // len(CASES) + 1):
@@ -134,10 +131,10 @@ def test_caches_dropped_in_flight_leave_nothing(name: str, tmp_path: Path, monke
                 engine.run(prompt(1), cache)
             assert sum(footprint(cache.layers).values()) > 0
             del cache
+    assert set(threading.enumerate()) <= before
     gc.collect()
-    assert not [rows for rows in all_rows() if id(rows) not in before]
+    assert not [rows for rows in all_rows() if id(rows) not in others]
     assert not list(tmp_path.glob("*"))
-    assert not threads()
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -23,7 +23,6 @@ from harness.prompts.teacher import Forced
 from kernels.dispatch import use_backend
 from methods.full import Full
 from methods.oracle import Oracle
-from tests.harness.engine.test_together import joinable
 from tests.methods.test_contract import NAMES, attach, small, walked
 from tests.quick import slow_if
 from tests.tape import Tape
@@ -107,7 +106,7 @@ def test_each_gets_what_it_gets_alone(name: str) -> None:
 @pytest.mark.parametrize("name", slow_if(lambda name: name not in SLOTS, NAMES))
 def test_captured_steps_are_the_same(name: str) -> None:
     """What a method refuses alone it refuses here, for the same reason."""
-    with attach(joinable(name), 0.5) as kv, use_backend("torch"):
+    with attach(small(name), 0.5) as kv, use_backend("torch"):
         wanted = alone(engine_of(kv))
         engine, single = (engine_of(kv, graphs=Tape()) for _ in range(2))
         made, one = together(engine), single.generate(prompt(60), max_new_tokens=3)

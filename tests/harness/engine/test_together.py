@@ -28,11 +28,10 @@ from harness.engine.trace import Tracer
 from harness.machines.recorder import recorded
 from harness.machines.schedule import launches
 from kernels import ops
-from methods.base import AttnInput, Method
+from methods.base import AttnInput
 from methods.full import Full
 from methods.kivi import Kivi
 from methods.layers import Layer
-from methods.shadowkv import ShadowKV
 from methods.sparq import SparQ
 from methods.tiers.integers import IntCodec
 from tests import fast
@@ -47,12 +46,6 @@ TOGETHER = (
 COUNTS = (2, 4, 8)  # of sequences
 ALSO_PUT = {"infinigen": 2, "shadowkv": 2}  # partial keys of two layers; the angles of a position
 OPERATIONS = {op.name for op in ops.ALL}
-
-
-def joinable(name: str) -> Method:
-    """A small method whose sequences step together, which those with a hit cache do not."""
-    method = small(name)
-    return replace(method, hit_cache=False) if isinstance(method, ShadowKV) else method
 
 
 together = pytest.mark.parametrize("name", TOGETHER)
@@ -95,7 +88,7 @@ def step(engine: Engine, slots: SlotsCache) -> Tensor:
 
 @together
 def test_a_batch_of_unequal_prompts_attends_together(name: str) -> None:
-    with attach(joinable(name), 0.5) as kv:
+    with attach(small(name), 0.5) as kv:
         assert reason(engine_of(kv)) is None
 
 
@@ -103,10 +96,8 @@ def test_a_batch_of_unequal_prompts_attends_together(name: str) -> None:
     ("name", "how", "why"),
     [
         ("infllm", {}, "InfLLMRead chooses for one sequence after the other"),
-        ("shadowkv", {}, "hit_cache=true holds the chunks of one sequence"),
         ("adakv", {}, "heads hold different numbers of tokens"),
-        ("pqcache", {"placement": "host"}, "rows of placement=host come for one sequence after the other"),
-        ("sparq", {"codec": IntCodec(bits=8)}, "codes are decoded for one sequence after the other"),
+        ("pqcache", {"placement": "disk"}, "placement=disk reads the chosen rows from files"),
         ("pqcache", {"reuse_steps": 2}, "reuse_steps=2 lets one step choose and others not"),
     ],
 )
@@ -173,12 +164,16 @@ def calls(engine: Engine, slots: SlotsCache, patch: pytest.MonkeyPatch) -> Count
     return seen
 
 
-def attach_compiled(name: str) -> Any:
-    """To a model whose heads have a size that every compiled kernel of the method is built for."""
+def compilable(name: str) -> Any:
+    """A model whose heads have a size that every compiled kernel of the method is built for."""
     if name != "shadowkv":
-        return attach(joinable(name), 0.5)
+        return tiny("llama")
     config = AutoConfig.for_model("llama", **SHAPE | {"num_attention_heads": 4})
-    return attached(AutoModelForCausalLM.from_config(config).eval(), joinable(name), budget=0.5)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def attach_compiled(name: str) -> Any:
+    return attach(small(name), 0.5) if name != "shadowkv" else attached(compilable(name), small(name), budget=0.5)
 
 
 @together
@@ -212,7 +207,7 @@ def test_a_step_launches_no_more_for_more_members(name: str) -> None:
 def test_members_of_different_forms_get_what_each_gets_alone(name: str) -> None:
     """The budget covers two of the prompts, and one cache is of two sequences."""
     prompts = [prompt(30), prompt(61, batch=2), prompt(90), prompt(33), prompt(74)]
-    with attach(joinable(name), 40) as kv:
+    with attach(small(name), 40) as kv:
         engine = engine_of(kv)
         batch = RunningBatch(engine)
         slots = [engine.join(batch, ids, max_new_tokens=6) for ids in prompts]
@@ -239,13 +234,13 @@ def assert_together_as_alone(kv: Attachment, prompts: Sequence[Tensor], graphs: 
 
 
 @pytest.mark.tokens
-@pytest.mark.parametrize("name", ["pqcache", "quest", "rocketkv", "infinigen"])
+@pytest.mark.parametrize("name", ["pqcache", "quest", "rocketkv", "infinigen", "sparq"])
 def test_members_whose_tokens_are_codes_attend_together(name: str) -> None:
     """Codes fill no block, one, or several, and behind them stand tokens that fill none. The same in captured steps."""
     unequal, alike = [prompt(30), prompt(61, batch=2), prompt(90), prompt(24)], [prompt(n) for n in (100, 119, 97)]
     how: dict[str, Any] = {"codec": IntCodec(bits=4, group=16), "calibration": prompt(64, seed=9)}
     for prompts, budget, graphs in ((unequal, 20, None), (alike, 0.5, Tape())):
-        with attached(tiny("llama"), joinable(name), budget=budget, **how) as kv:
+        with attached(tiny("llama"), small(name), budget=budget, **how) as kv:
             assert_together_as_alone(kv, prompts, graphs)
 
 
@@ -326,7 +321,7 @@ def held(cache: KVCache) -> list[dict[str, Any]]:
 @pytest.mark.tokens
 @together
 def test_one_that_leaves_takes_along_what_its_steps_have_changed(name: str) -> None:
-    with attach(joinable(name), 0.5) as kv:
+    with attach(small(name), 0.5) as kv:
         engine = engine_of(kv)
         batch, [_, leaving, _] = joined(engine, 61, 74, 90)
         other, [single] = joined(engine, 74)

@@ -122,7 +122,7 @@ def test_bytes_take_the_place_of_the_budget(tmp_path: Path) -> None:
 def test_a_codec_is_its_bits_and_its_group(tmp_path: Path) -> None:
     made = [codec_of(settings(tmp_path, codec=name)) for name in (None, "int4", "int2g64")]
     assert made == [None, IntCodec(bits=4), IntCodec(bits=2, group=64)]
-    for wrong in ("int3", "4", "int4g", "int4g0", "fp8"):
+    for wrong in ("int3", "4", "int4g", "int4g0", "fp4"):
         with pytest.raises(SettingsError, match=f"codec={wrong} is unknown"):
             settings(tmp_path, codec=wrong)
     with pytest.raises(ValueError, match="choose a group that divides it"):

@@ -9,6 +9,7 @@ import pytest
 
 from harness.machines.fitting import bandwidth, layer_s
 from harness.machines.machine import known
+from harness.machines.plan import first_times
 from tests import published_points as published
 
 PAGE = Path(__file__).parents[3] / "docs" / "plan.md"
@@ -49,6 +50,18 @@ def test_the_constants_of_the_machines_are_those_fits() -> None:
     constants = a100.methods["shadowkv"]
     fitted = layer_s(a100, steps["A100-80G", "shadowkv"], constants.hits)
     assert constants.layer_s == pytest.approx(fitted, abs=5e-7)
+
+
+def test_a_prompt_takes_its_products() -> None:
+    """Of one layer of Llama 2 7B on an RTX 4090, by the curve that PQCache's authors fitted to their times."""
+    missed = []
+    for row in published.rows():
+        if row["metric"] == "prefill time of one layer" and row["model"] == "llama 7B":
+            point = published.PublishedPoint("full", "Llama-2-7B", int(row["prompt_tokens"]), 1)
+            first = first_times(known()["RTX-4090"], published.info_of(point.model), published.load_of(point))
+            assert first
+            missed.append(first.token_s[0] / 32 / (float(row["value"]) / 1e3) - 1)
+    assert [round(100 * share) for share in missed] == [-6, -4, -2, -1]
 
 
 def test_the_page_has_these_errors() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from harness.reports.costs import PANELS
 
-READ, _, _, TIME = PANELS
+READ, HELD, _, TIME = PANELS
 
 
 def row(method: str, tpot_s: float | None, score: float | None = 0.5, share: float | None = 0.2) -> dict[str, Any]:
@@ -35,3 +35,9 @@ def test_times_are_drawn_where_fulls_are_beside_them(rows: list[dict[str, Any]],
 def test_what_is_read_is_drawn_without_full() -> None:
     assert READ.shows([row("full", None, share=None), row("quest", None)])
     assert not READ.shows([row("full", None)])
+
+
+def test_what_lies_on_the_host_is_held_as_well() -> None:
+    memory = {"kv_device_bytes": 8 * 2**20, "kv_host_bytes": 120 * 2**20, "kv_disk_bytes": None}
+    assert HELD.cost({"memory": memory}) == 128
+    assert HELD.cost({"memory": {"kv_device_bytes": None}}) is None

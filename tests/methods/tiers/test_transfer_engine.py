@@ -97,11 +97,11 @@ def test_a_thread_moves_rows_in_order_and_in_the_mode_of_its_caller() -> None:
     traffic, order, going = Traffic(), [], threading.Event()
     engine = TransferEngine(ahead=True, threads=1)
 
-    def read(name: str) -> Callable[[Traffic], tuple[str, bool]]:
-        def run(moved: Traffic) -> tuple[str, bool]:
+    def read(name: str) -> Callable[[Traffic], tuple[threading.Thread, bool]]:
+        def run(moved: Traffic) -> tuple[threading.Thread, bool]:
             assert going.wait(600)
             order.append(name)
-            return threading.current_thread().name, torch.is_inference_mode_enabled()
+            return threading.current_thread(), torch.is_inference_mode_enabled()
 
         return run
 
@@ -110,11 +110,11 @@ def test_a_thread_moves_rows_in_order_and_in_the_mode_of_its_caller() -> None:
     second = engine.begin(read("second"), traffic, CPU)
     going.set()
     (thread, inference), (_, plain) = first.wait(), second.wait()
-    assert thread != threading.current_thread().name
+    assert thread is not threading.current_thread()
     assert (inference, plain) == (True, False)
     assert order == ["first", "second"]
     engine.close()
-    assert not [one for one in threading.enumerate() if one.name == thread]
+    assert not thread.is_alive()
 
 
 def test_an_error_of_a_thread_is_raised_where_its_rows_are_waited_for() -> None:

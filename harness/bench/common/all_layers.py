@@ -1,0 +1,98 @@
+"""What a token of a whole model costs, from a model with some of its layers.
+
+A step is attention and all else: weights that are read, above all. Each layer's attention is clocked. The rest is
+divided between the layers and the head by the bytes of their weights. Layers that a method reads whole (`dense_layers`,
+the first two of Quest) are here already, and the whole model has no more of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import fmean
+from time import perf_counter
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from methods.base import AttnInput, KVLayer, Method
+from methods.full import Full
+
+
+class AttentionClock:
+    """Notes what every call of a layer's `decode` takes, on a device that computes while it is called: a CPU."""
+
+    def __init__(self, layers: Sequence[KVLayer]) -> None:
+        self.seconds: list[list[float]] = [[] for _ in layers]
+        for layer, noted in zip(layers, self.seconds, strict=True):
+            vars(layer)["decode"] = partial(_clocked, layer.decode, noted)
+
+    def taken(self) -> list[float] | None:
+        """Return the mean of each layer's calls behind the first, and forget them; None where steps make no calls."""
+        means = [fmean(noted[1:]) if len(noted) > 1 else None for noted in self.seconds]
+        for noted in self.seconds:
+            noted.clear()
+        return None if None in means else [mean for mean in means if mean is not None]
+
+
+def _clocked(decode: Callable[[AttnInput], Tensor], noted: list[float], x: AttnInput) -> Tensor:
+    began = perf_counter()
+    out = decode(x)
+    noted.append(perf_counter() - began)
+    return out
+
+
+class WeightBytes(NamedTuple):
+    """Counts the bytes of a model's weights that a step reads."""
+
+    of_layers: int
+    beside: int  # of the head and what else is in no layer
+
+    @property
+    def total(self) -> int:
+        return self.of_layers + self.beside
+
+
+def weights(model: PreTrainedModel) -> WeightBytes:
+    """Of the embedding a row is read, but where it is the head as well."""
+    total = sum(x.nbytes for x in model.parameters())
+    table, head = (next(m.parameters()) for m in (model.get_input_embeddings(), model.get_output_embeddings()))
+    in_layers = sum(x.nbytes for x in model.get_decoder().layers.parameters())
+    return WeightBytes(in_layers, total - in_layers - (0 if table is head else table.nbytes))
+
+
+class Clocked(NamedTuple):
+    """Holds the seconds of a step under `method`, and those of each layer's attention: None where none was clocked."""
+
+    method: Method
+    step_s: float
+    attention_s: Sequence[float] | None
+
+
+class WholeModel(NamedTuple):
+    """Scales a step of a model with some of its layers to all `layers` of them."""
+
+    layers: int
+    weights: WeightBytes
+
+    def step_s(self, clocked: Clocked) -> float:
+        """Return the seconds of a step. A layer that is not here is as those are that the method does not read whole,
+        in the mean. Where a method asks ahead, the last layer asks for none, so that no other is like it."""
+        attention_s, rest = clocked.attention_s or [], clocked.step_s - sum(clocked.attention_s or [])
+        whole_layers: Sequence[int] = getattr(clocked.method, "dense_layers", ())
+        chosen = [s for layer, s in enumerate(attention_s) if layer not in whole_layers]
+        if clocked.method.asks_ahead and len(chosen) > 1:
+            chosen = chosen[:-1]
+        missing = self.layers - len(attention_s)
+        of_layers = rest * self.weights.of_layers / self.weights.total
+        return clocked.step_s + missing * (fmean(chosen or attention_s) + of_layers / len(attention_s))
+
+    def beside(self, full: Clocked, own: Clocked) -> dict[str, Any]:
+        """Return for a row what weights take of a step here, and a step of all layers beside Full's."""
+        if own.attention_s is None or full.attention_s is None:
+            return {"weights_share": None, "all_layers": {}}
+        step_s, full_s = self.step_s(own), self.step_s(full)
+        speedup = None if isinstance(own.method, Full) else full_s / step_s
+        scaled = {"layers": self.layers, "tpot_s": step_s, "speedup": speedup}
+        return {"weights_share": 1 - sum(own.attention_s) / own.step_s, "all_layers": scaled}

@@ -1,0 +1,211 @@
+"""Captures operations on the CPU and replays them on the same memory: what a CUDA graph is on a GPU.
+
+As there, capturing runs nothing. Operations of torch say on the meta device what they would return, compiled calls are
+checked and packed, and both are written down. Every number in Python, every shape and every place in memory is that of
+the capture, and what asks for a value that was not computed is refused. Operations that look at the same memory in
+another way leave no trace, and compiled calls that follow one another become one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from kernels.cpu.ffi.bindings import taken
+from kernels.told import CaptureError
+
+try:
+    from kernels.cpu import replay
+except ImportError:  # then there are no compiled calls
+    replay = None  # type: ignore[assignment]
+
+WAITING = ("item", "_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2")
+FROM_HOST = (torch.tensor, torch.as_tensor)
+TO_HOST = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
+CompiledCall = tuple[Any, tuple[bytes, ...]]  # a function of a library, and its structs
+EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+COPIES = ("clone", "_to_copy")
+PLACES = ("dtype", "layout", "device", "pin_memory")  # what an operation that makes a tensor takes, unless it is given
+
+
+class CpuGraph(TorchDispatchMode):
+    """Operations that were captured together. What one makes lies in memory that another may use again once nothing in
+    Python refers to it, as when they run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Callable[[], Any]] = []
+        self._compiled: list[CompiledCall] = []  # behind all of `calls`
+        self._places: dict[int, StepMemory] = {}  # by their address
+
+    @property
+    def rooms(self) -> Collection[StepMemory]:
+        """The memory that operations write to, beside what they were given."""
+        return self._places.values()
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Write down what is called here."""
+        with taken(self._take), NoValues(), self:
+            yield
+        self._join()
+
+    def replay(self) -> None:
+        """Do it."""
+        for call in self.calls:
+            call()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, func.overloadpacket.__name__
+        if name in WAITING or (name == "index" and any(x is not None and x.dtype == torch.bool for x in args[1])):
+            raise CaptureError(f"{name} waits for a value of the device")
+        if func._can_decompose():
+            with self:
+                return func.decompose(*args, **kwargs)
+        if _looks(func):
+            return func(*args, **kwargs)
+        if changes := _changes(func):
+            self._call(partial(func, *self._kept(args), **self._kept(kwargs)))
+            return _returned(func, changes, args, kwargs)
+        out = self._made(func, args, kwargs)
+        if name in EMPTY:
+            return out
+        if name in COPIES and replay is not None and replay.copies(args[0], out):
+            replay.copy(args[0], out)
+        elif name in COPIES:
+            self._call(partial(torch.ops.aten.copy_.default, self._kept(out), self._kept(args[0])))
+        else:
+            self._call(_into(func, self._kept(args), self._kept(kwargs), self._kept(out)))
+        return out
+
+    def _call(self, call: Callable[[], Any]) -> None:
+        self._join()
+        self.calls.append(call)
+
+    def _take(self, function: Any, *structs: bytes) -> None:
+        if function.restype is not None:
+            raise CaptureError(f"{function.__name__} returns a number to the host")
+        self._compiled.append((function, structs))
+
+    def _join(self) -> None:
+        if self._compiled:
+            self.calls.append(replay.joined(self._compiled))
+            self._compiled = []
+
+    def _made(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What `func` will return, in memory that nobody uses."""
+        if str(kwargs.get("device") or "cpu") != "cpu":
+            raise CaptureError(f"{func.overloadpacket.__name__} makes a tensor on {kwargs['device']}")
+        names = {argument.name for argument in func._schema.arguments}
+        elsewhere = {name: value for name, value in (("device", "meta"), ("pin_memory", False)) if name in names}
+        given_args, given = tree_map_only(Tensor, _meta, (args, kwargs))
+        return tree_map_only(Tensor, self._on_the_cpu, func(*given_args, **given | elsewhere))
+
+    def _on_the_cpu(self, meta: Tensor) -> Tensor:
+        size = max(1, meta.untyped_storage().nbytes())
+        room = next((room for room in self.rooms if room.size == size and room.free), None)
+        if room is None:
+            room = StepMemory(size)
+            self._places[room.storage.data_ptr()] = room
+        return torch.empty(0, dtype=meta.dtype).set_(room.storage, 0, meta.shape, meta.stride())
+
+    def _kept(self, value: Any) -> Any:
+        """The same with tensors that this graph alone holds."""
+        return tree_map_only(Tensor, self._own, value)
+
+    def _own(self, x: Tensor) -> Tensor:
+        if (room := self._places.get(x.untyped_storage().data_ptr())) is None:
+            return x
+        room.kept += 1
+        return x.detach()
+
+
+class StepMemory:
+    """Memory that captured operations write to."""
+
+    def __init__(self, size: int) -> None:
+        self.storage = torch.empty(size, dtype=torch.uint8).untyped_storage()
+        self.size = size  # bytes
+        self.kept = 0  # tensors in it that the graph holds
+
+    @property
+    def free(self) -> bool:
+        """Whether no tensor lies here but those that the graph holds."""
+        return bool(torch._C._storage_Use_Count(self.storage._cdata) == 1 + self.kept)
+
+
+class NoValues(TorchFunctionMode):
+    """Refuses what would bring values from the host, or there."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in FROM_HOST:
+            raise CaptureError(f"torch.{func.__name__} brings numbers from the host, which waits for them on a device")
+        if func in TO_HOST:
+            raise CaptureError(f"{func.__name__} waits for a value of the device")
+        return func(*args, **(kwargs or {}))
+
+
+def _meta(x: Tensor) -> Tensor:
+    if not x.is_cpu:
+        raise CaptureError(f"takes a tensor on {x.device}")
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+
+@cache
+def _looks(func: Any) -> bool:
+    """Whether it returns what it was given, seen in another way."""
+    told = [value.alias_info for value in func._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in told)
+
+
+@cache
+def _changes(func: Any) -> tuple[str, ...]:
+    """The arguments that it changes."""
+    told = [(argument.name, argument.alias_info) for argument in func._schema.arguments]
+    return tuple(name for name, alias in told if alias is not None and alias.is_write)
+
+
+def _returned(func: Any, changes: tuple[str, ...], args: Any, kwargs: Any) -> Any:
+    """What `func` returns: all that it changes, or nothing."""
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    changed = tuple(given[name] for name in changes)
+    count = len(func._schema.returns)
+    if count not in (0, len(changed)):
+        raise CaptureError(f"{func} changes a tensor and returns another")
+    return None if not count else changed if count > 1 else changed[0]
+
+
+def _into(func: Any, args: Any, kwargs: Any, out: Any) -> Callable[[], Any]:
+    """What computes `func` once more and leaves the results in `out`."""
+    if (found := _with_out(func)) is None:
+        return partial(_copied, func, args, kwargs, out)
+    with_out, names = found
+    results = out if isinstance(out, tuple) else (out,)
+    given = {name: value for name, value in kwargs.items() if name not in PLACES}
+    return partial(with_out, *args, **given, **dict(zip(names, results, strict=True)))
+
+
+def _copied(func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    for held, result in zip(tree_leaves(out), tree_leaves(func(*args, **kwargs)), strict=True):
+        held.copy_(result)
+
+
+@cache
+def _with_out(func: Any) -> tuple[Any, tuple[str, ...]] | None:
+    """The operation that takes what `func` takes, and tensors for the results: it, and their names."""
+    taken = [(argument.name, str(argument.type)) for argument in func._schema.arguments if argument.name not in PLACES]
+    for name in func.overloadpacket.overloads():
+        other = getattr(func.overloadpacket, name)
+        outs = tuple(argument.name for argument in other._schema.arguments if argument.is_out)
+        rest = [(argument.name, str(argument.type)) for argument in other._schema.arguments if not argument.is_out]
+        if rest == taken and len(outs) == len(func._schema.returns) > 0:
+            return other, outs
+    return None

@@ -1,0 +1,70 @@
+"""Picks the channels in which a query is largest, in one kernel: a channel's rank is how many others are larger."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.each import Each
+from kernels.gpu.common import padded, unfit_floats, unfit_group, unfit_heads
+from kernels.picked import LEAST
+
+
+def pick_channels(
+    q: Tensor, r: int | Each, scale: float, spread: bool, facing: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Find the channels in which q is largest, as kernels/picked.py defines it; of equal ones the first."""
+    batch, groups, heads, dim = q.shape
+    counts, most = (r.on(q.device), r.most) if isinstance(r, Each) else (None, r)
+    channels = torch.empty((batch, groups, most), dtype=torch.int64, device=q.device)
+    picked = q.new_empty((batch, groups, heads, most))
+    whole = q.new_empty(q.shape) if spread else None
+    wide = padded(dim)
+    _pick[(batch * groups,)](
+        q.contiguous(), counts, channels, picked, whole, scale, most, groups, heads, padded(heads, 1), dim, wide,
+        LEAST, facing, num_warps=4 if wide <= 128 else 8,
+    )  # fmt: skip
+    return channels, picked, whole
+
+
+def pick_channels_refuses(q: Tensor, r: int | Each, scale: float, spread: bool, facing: bool) -> str | None:
+    if (r.most if isinstance(r, Each) else r) > q.shape[3]:
+        return "leaves the error for too large a count to torch"
+    return unfit_heads(q) or unfit_floats(q) or unfit_group(q.shape[2])
+
+
+@triton.jit(do_not_specialize=["most"])
+def _pick(
+    q, counts, channels, picked, whole, scale, most, GROUPS: tl.constexpr, HEADS: tl.constexpr, FOLD: tl.constexpr,
+    DIM: tl.constexpr, WIDE: tl.constexpr, LEAST: tl.constexpr, FACING: tl.constexpr,
+):  # fmt: skip
+    """Pick the channels of one group. Of several sequences, `counts` may say how many each wants, of `most`."""
+    this = tl.program_id(0).to(tl.int64)
+    head, channel = tl.arange(0, FOLD)[:, None], tl.arange(0, WIDE)
+    there = (head < HEADS) & (channel < DIM)
+    at = (this * HEADS + head) * DIM + channel
+    query = tl.load(q + at, mask=there, other=0.0).to(tl.float32)
+    mass = tl.where(channel < DIM, tl.sum(tl.abs(query), 0), -1.0)
+    mine, others = mass[:, None], mass[None, :]
+    before = (others > mine) | ((others == mine) & (channel[None, :] < channel[:, None]))
+    rank = tl.sum(before.to(tl.int32), 1)
+    count = most
+    if counts is not None:
+        count = tl.load(counts + this // GROUPS).to(tl.int32)
+    taken = (rank < count) & (channel < DIM)
+    kept = tl.where(taken, tl.abs(query), 0.0)
+    share = tl.sum(kept, 1) / tl.maximum(tl.sum(tl.abs(query), 1), LEAST)
+    value = query / tl.sqrt(tl.maximum(share, LEAST))[:, None]
+    number = channel.to(tl.int64)
+    if FACING:
+        number += tl.where(tl.sum(query, 0) <= 0, DIM, 0)
+    tl.store(channels + this * most + rank, number, mask=taken)
+    tl.store(picked + (this * HEADS + head) * most + rank, value * scale, mask=there & taken)
+    behind = (channel >= count) & (channel < most)
+    tl.store(channels + this * most + channel, tl.zeros([WIDE], tl.int64), mask=behind)
+    nothing = tl.zeros([FOLD, WIDE], tl.float32)
+    tl.store(picked + (this * HEADS + head) * most + channel, nothing, mask=(head < HEADS) & behind)
+    if whole is not None:
+        tl.store(whole + at, tl.where(taken, value, 0.0), mask=there)

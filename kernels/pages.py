@@ -1,0 +1,36 @@
+"""Defines in plain torch what is done with pages, chunks and blocks of tokens: bound what they may hold, and name their
+tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.each import Each
+from kernels.ragged import Ragged, appended, by_sequence, filled
+from kernels.reference import row_scores
+
+
+@by_sequence
+def page_scores(q: Tensor, bounds: Tensor) -> Tensor:
+    """Bound the product of each query with the keys of each page: sum_c max(q_c * largest_c, q_c * smallest_c). q [B G
+    g D], bounds [B G P 2D], the largest and then the smallest value of each channel -> [B G g P] (fp32)
+
+    Quest (arXiv 2406.10774).
+    """
+    return row_scores(by_sign(q), bounds)
+
+
+def by_sign(q: Tensor) -> Tensor:
+    """Put what is negative behind what is positive, since a positive q_c meets the largest key. [... D] -> [... 2D]"""
+    return torch.cat([q.clamp(min=0), q.clamp(max=0)], -1)
+
+
+def token_rows(chunks: Tensor | Ragged, size: int, last: int | Each | None = None) -> Tensor:
+    """Name the tokens of chunks of `size` tokens, and those of the `last` one of each sequence behind them if there is
+    one. chunks [B heads K] -> [B heads K * size], or [B heads (K + 1) * size]
+
+    Of several sequences, what is behind the tokens of a shorter one names anything that is there.
+    """
+    whole = filled(chunks) if last is None else appended(chunks, last)
+    return (whole.unsqueeze(-1) * size + torch.arange(size, device=whole.device)).flatten(2)

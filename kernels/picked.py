@@ -1,0 +1,38 @@
+"""Defines in plain torch how a query picks the channels in which it is largest."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels import ops
+from kernels.each import Each
+from kernels.ragged import Ragged, filled
+from kernels.reference import without_missing
+
+LEAST = 1e-20  # of what is divided by
+
+
+def pick_channels(
+    q: Tensor, r: int | Each, scale: float, spread: bool, facing: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Find the r channels with the largest sum of |q| over the group, and divide q in them alone so that the logits of
+    different query heads can be compared. q [B G g D] -> channels [B G r], q in them times `scale` [B G g r]
+
+    `spread`, where all want as many: return the same without the scale as [B G g D] too, zero in the other channels.
+    `facing`: number a channel in which the group's sum of q is not positive D higher. Where a sequence wants fewer
+    channels than another, others stand behind its own, in which its queries are zero. SparQ (arXiv 2312.04985)
+    """
+    mass = q.float().abs()
+    best = ops.top_k(mass.sum(2), r)
+    channels = filled(best)
+    index = channels.unsqueeze(2).expand(*q.shape[:3], -1)
+    picked = q.gather(-1, index).float()
+    if isinstance(best, Ragged):
+        picked = without_missing(picked, best.counts, 0.0)
+    share = picked.abs().sum(-1, keepdim=True) / mass.sum(-1, keepdim=True).clamp(min=LEAST)
+    picked = picked / share.clamp(min=LEAST).sqrt()
+    whole = torch.zeros_like(q).scatter_(-1, index, picked.to(q.dtype)) if spread else None
+    if facing:
+        channels = torch.where(q.sum(2).gather(-1, channels) <= 0, channels + q.shape[3], channels)
+    return channels, (picked * scale).to(q.dtype), whole

@@ -1,0 +1,144 @@
+"""Steps of compiled kernels that are captured on the CPU: what they give, and what memory they hold."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness.engine.attach import attached
+from harness.engine.batch.running import RunningBatch
+from harness.engine.engine import Engine
+from harness.engine.graph import CapturedStep, CpuGraphs
+from harness.engine.saved_state import Snapshot
+from kernels.dispatch import use_backend
+from methods.tiers.transfer.engine import Links
+from tests.harness.engine.test_graph import offloading
+from tests.harness.engine.test_together import attach_compiled
+from tests.methods.test_contract import attach, fresh_memory_full_of_nan, small, walked
+from tests.tiny import prompt, tiny
+
+THREE = ("full", "snapkv", "pqcache")
+
+
+class Remembered(CpuGraphs):
+    """Knows which of its graphs are still alive."""
+
+    def __init__(self) -> None:
+        self.graphs: list[ref[Any]] = []
+
+    def capture(self, step: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
+        replay, result = super().capture(step)
+        self.graphs.append(ref(replay.__self__))  # type: ignore[attr-defined]
+        return replay, result
+
+    @property
+    def alive(self) -> int:
+        return sum(graph() is not None for graph in self.graphs)
+
+
+@contextmanager
+def no_pass_for_cycles() -> Any:
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@pytest.mark.tokens
+@walked
+def test_compiled_steps_are_the_same(name: str) -> None:
+    with attach(offloading(name), 0.5) as kv:
+        plain, captured = Engine(kv), Engine(kv, graphs=CpuGraphs())
+        for seed in range(3):
+            ids = prompt(80 + seed, seed=seed)
+            made, wanted = (engine.generate(ids, max_new_tokens=9) for engine in (captured, plain))
+            assert (made.tokens, made.measured, made.kv) == (wanted.tokens, wanted.measured, wanted.kv)
+            assert made.capture_s is not None
+    assert captured.plain_steps is None
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", THREE)
+def test_logits_are_those_of_plain_steps_to_the_last_bit(name: str) -> None:
+    """In fresh memory full of NaN, and again from a snapshot, which replays have written behind."""
+    ids, fed = prompt(70), prompt(5, seed=2).split(1, 1)
+    logits: list[list[Tensor]] = []
+    for captured in (False, True):
+        with attach_compiled(name) as kv, fresh_memory_full_of_nan():
+            engine = Engine(kv)
+            assert engine.forward is not None
+            cache = engine.cache(ids, 12)
+            engine.prefill(cache, ids)
+            cache.seal()
+            before = Snapshot(cache)
+            for _ in range(2):
+                step = CapturedStep(engine.forward, cache, CpuGraphs()) if captured else None
+                logits.append([(step(x) if step else engine.forward(x, cache)).clone() for x in fed])
+                assert step is None or step.failure is None
+                if step is not None:
+                    step.close()
+                before.restore()
+    first, *others = [torch.stack(steps) for steps in logits]
+    assert all(torch.equal(first, steps) for steps in others)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", THREE)
+def test_a_kept_step_reads_nothing_of_the_sequence_it_was_captured_for(name: str) -> None:
+    with attach_compiled(name) as kv:
+        plain, engine = Engine(kv), Engine(kv, graphs=(graphs := Remembered()))
+        engine.generate(prompt(110), max_new_tokens=2)  # whose layers are checked, so that its step is not kept
+        assert not graphs.alive
+        for length in (119, 118, 117):  # the same size
+            ids = prompt(length, seed=length)
+            batch = RunningBatch(engine)
+            slot = engine.join(batch, ids, max_new_tokens=8)
+            layers = slot.cache.layers
+            while batch.slots:
+                batch.step()
+            assert slot.out.tokens == plain.generate(ids, max_new_tokens=8).tokens
+            for layer in layers:
+                for held in (layer.store, *layer.policies):  # type: ignore[attr-defined]
+                    for x in vars(held).values():
+                        if isinstance(x, Tensor):
+                            x.fill_(torch.nan if x.is_floating_point() else 0)
+    assert len(graphs.graphs) == 2
+
+
+def test_memory_is_returned_when_sequences_and_engines_go() -> None:
+    """A kept step holds its own alone, and one that is not kept goes with its sequence."""
+    with attach(small("snapkv"), 0.5) as kv, no_pass_for_cycles():
+        graphs = Remembered()
+        engine = Engine(kv, graphs=graphs)
+        engine.generate(prompt(60), max_new_tokens=4)
+        batch = RunningBatch(engine)
+        slot = engine.join(batch, prompt(80), max_new_tokens=4)
+        layers = [ref(layer) for layer in slot.cache.layers]
+        while batch.slots:
+            batch.step()
+        del slot
+        assert [layer() for layer in layers] == [None] * len(layers)
+        kept = graphs.alive
+        assert kept
+        with use_backend("torch"):
+            engine.generate(prompt(81), max_new_tokens=4)
+        assert len(graphs.graphs) > kept == graphs.alive
+        del engine, batch
+        assert not graphs.alive
+
+
+def test_rows_over_a_link_are_not_captured() -> None:
+    with attached(tiny("llama"), small("pqcache"), budget=0.5, placement="host", links=Links(1e9)) as kv:
+        engine = Engine(kv, graphs=CpuGraphs())
+        made = engine.generate(prompt(80), max_new_tokens=5)
+    assert made.capture_s is None
+    assert "rows cross a link" in (engine.plain_steps or "")
+    assert made.measured["exposed_s_per_step"] is not None
