@@ -63,7 +63,7 @@ ROOMS: dict[str, set[str] | None] = {
         "terminal", "config", "models", "prompts", "engine", "results", "jobs", "history", "conversations", "machines",
         "bridges",
     },
-    "bridges": {"terminal", "config", "models", "prompts", "engine", "jobs"},
+    "bridges": {"terminal", "config", "models", "prompts", "engine", "jobs", "machines"},
 }  # fmt: skip
 TRANSFORMERS = {
     f"harness/engine/{name}.py" for name in ("attach", "cache", "calibration", "forward", "hf", "loop/calls")

@@ -82,6 +82,8 @@ GIVEN: dict[str, dict[str, list[str]]] = {
             "32 query and 8 KV heads of 128, bf16, budget 2048",
             "budget 0.5, our prompt whole and in chunks of 300",
             "with a window of 16 and votes averaged over 31",
+            "two of four under Quest, two of 32 in the model",
+            "on a machine with 24 GB to itself, at most 20 minutes each",
         ],
         MEANING: [
             "the median with its 95 % interval",

@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 from harness.bridges.kvpress.building import build, check_mapping, set_ratio
 from harness.bridges.kvpress.keep import PressEvict
 from harness.bridges.kvpress.package import KVPressError
+from harness.bridges.kvpress.working import working_bytes
 from harness.engine.hf import QueryProjection
 from methods.base import CacheState, Case, Cost, CostError, Grids, KVLayer, LayerSpec, Method
 from methods.base.cost import Transient
@@ -68,13 +69,14 @@ class KVPress(Method):
         return costs.evict(case, case.budget)
 
     def transient(self, case: Case, chunk: int) -> Transient:
-        """Count the layer's input, taken to be as wide as the queries; at the seal that input in one piece, and keys
-        and values for the press to change. What the press computes comes on top and is not known."""
+        """Count the layer's input, taken to be as wide as the queries; at the seal that input in one piece, and what
+        the press takes while it works, copies of keys and values among it."""
         kept = Transient(kept=case.sealed * case.query_bytes)
         if self.reads_whole(case):
             return kept
-        given = case.sealed * (case.query_bytes + 2 * case.row_bytes)
-        return kept + Transient(seal=given + costs.evicting(case, case.budget))
+        leaving = case.sealed * case.row_bytes + costs.evicting(case, case.budget)  # beside the rows that it gives back
+        working = max(working_bytes(self.press, case), leaving)
+        return kept + Transient(seal=case.sealed * case.query_bytes + working)
 
     def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
         """Make a press for each sequence, which all layers share."""

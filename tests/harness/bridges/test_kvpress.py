@@ -14,10 +14,12 @@ from torch.testing import assert_close
 from transformers import DynamicCache
 
 from harness import Engine, attached
+from harness.bridges.kvpress import keep
 from harness.bridges.kvpress.building import build, set_ratio
 from harness.bridges.kvpress.keep import lent_module, ratio_for
 from harness.bridges.kvpress.kvpress import KVPress
 from harness.bridges.kvpress.package import KVPressError, package
+from harness.bridges.kvpress.working import working_bytes
 from harness.config import plugins
 from harness.config.plugins import PluginError
 from harness.engine.attach import Attachment
@@ -25,9 +27,11 @@ from harness.engine.cache import KVCache
 from harness.engine.footprint import footprint
 from harness.engine.hf import Rotary
 from harness.jobs.planning.alignment import shapes
+from harness.machines.allocations import Allocations
 from harness.models.random import Random
 from harness.results.identity import code_of
 from kernels.rope import rotate
+from methods.base import Case
 from methods.full import Full
 from methods.pools import KVStore, PerHeadStore
 from tests.tiny import HYBRID, prompt, tiny
@@ -290,6 +294,25 @@ def test_what_cannot_run_here_is_refused_by_name(press: dict[str, Any], said: st
 def test_a_press_by_its_bare_name_is_refused_with_the_words_to_write() -> None:
     with pytest.raises(PluginError, match=r"a mapping, as in 'method\.press=\{name: TOVAPress\}'"):
         plugins.build({"_target_": "harness.bridges.kvpress.kvpress.KVPress", "press": "TOVAPress"}, "method")
+
+
+@pytest.mark.parametrize("name", ["snapkv", "expected_attention", "tova", "non_causal"])
+def test_what_a_press_takes_while_it_works_is_forecast(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From shorter prompts and fewer heads than those of the layer, which is another one."""
+    press, peaks, work = KVPress(press=PRESSES[name]).press, list[int](), keep.press_one
+
+    def counted(*given: Any) -> keep.Pressed:
+        with Allocations() as seen:
+            pressed = work(*given)
+        peaks.append(seen.peak)
+        return pressed
+
+    monkeypatch.setattr(keep, "press_one", counted)
+    with attached(tiny("llama"), KVPress(press=press), budget=0.3) as kv:
+        Engine(kv).generate(prompt(1400), max_new_tokens=2)
+        spec = kv.specs[0]
+    forecast = working_bytes(press, Case(spec, 1400, 420, "device", 4))
+    assert 0.8 * max(peaks) <= forecast <= 1.5 * max(peaks)
 
 
 def test_a_failing_press_is_named() -> None:
