@@ -60,6 +60,7 @@ class ModelDecoding:
         else:
             self.logits = self.engine.prefill(self.cache, prompt, whole=True)
         self.first = self.turn()  # with the seal; not counted
+        self.cache.state.checks.on = False  # every turn of this cache would be checked as the first one of a run is
         self.moved: list[float] = []
         self.exposed_s: list[float] = []  # per step of a turn
         self.hidden_s: list[float] = []
