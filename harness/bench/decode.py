@@ -63,6 +63,7 @@ class ModelDecoding:
         else:
             self.logits = self.engine.prefill(self.cache, prompt, whole=True)
         self.first = self.turn()  # with the seal; not counted
+        self.cache.state.checks.on = False  # every turn of this cache would be checked as the first one of a run is
         self.clock = AttentionClock(self.cache.method_layers if kv.model.device.type == "cpu" else [])
         self.attention_s: list[list[float] | None] = []  # per step of a turn, of each layer
         self.moved: list[float] = []

@@ -102,6 +102,7 @@ def test_a_synthetic_prompt_has_the_model_s_rotation_and_length() -> None:
     kv = Attachment(model, PQ, 40)
     with routed(model):
         decoding = decode.ModelDecoding(kv, prompt(100), options(synthetic=True))
+        assert not decoding.cache.state.checking, "a check of what the method returns is no part of a step"
     assert decoding.cache.num_tokens == 100 + 4
     assert decoding.first.measured["attended_prompt"] == 40
     spec = layer_specs(model)[0]

@@ -36,8 +36,8 @@ def test_a_slow_link_takes_its_time_live_and_replayed(tmp_path: Path) -> None:
     assert [row["way"] for row in rows] == ["on", "off"]
     for row in rows:
         assert row["link_gb_s"] == pytest.approx(2 * 400 * 2 * 16 * 4 / 0.02 / 1e9, rel=0.05)
-        assert 0.0399 <= row["replayed_s"][0] < 0.04 + 3 * row["free_s"][2]
-        assert row["tpot_s"][0] >= 0.035  # a turn begins while the link brings rows that the last one asked for
+        assert abs(row["replayed_s"][0] - 0.04) < 3 * row["free_s"][2]  # a step's work more or less
+        assert row["tpot_s"][0] >= 0.034  # a turn begins while the link brings rows that the last one asked for
 
 
 def test_what_stays_on_the_device_crosses_no_link(tmp_path: Path) -> None:

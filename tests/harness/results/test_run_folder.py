@@ -29,7 +29,7 @@ for name in "abc":
     run.append(record(name))
 (run.folder / "examples.jsonl").open("ab", buffering=0).write(b'{"id": "d", "output": "half a l')
 print("written", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 WAITER = """
@@ -165,7 +165,8 @@ def test_kill_9_costs_only_the_line_being_written(tmp_path: Path, writer: subpro
     assert not run.contains("d")
     run.append(record("d"))
     run.close("complete")
-    assert [json.loads(line)["id"] for line in (folder / "examples.jsonl").open()] == list("abcd")
+    lines = (folder / "examples.jsonl").read_text().splitlines()
+    assert [json.loads(line)["id"] for line in lines] == list("abcd")
 
 
 def test_two_processes_never_write_one_folder(tmp_path: Path, writer: subprocess.Popen) -> None:
@@ -289,6 +290,8 @@ def test_what_a_killed_write_left_is_removed_and_a_living_ones_is_not(tmp_path: 
                 os.write(said, b".")
                 signal.pause()
         os.read(hears, 1)
+        for end in (hears, said):
+            os.close(end)
         return child
 
     def half_written() -> int:
@@ -309,9 +312,10 @@ def test_what_a_killed_write_left_is_removed_and_a_living_ones_is_not(tmp_path: 
 def test_a_waiter_goes_on_where_a_killed_holder_stopped(tmp_path: Path, writer: subprocess.Popen) -> None:
     waiting = subprocess.Popen([sys.executable, "-c", WAITER, str(tmp_path)], cwd=ROOT, stderr=subprocess.PIPE)
     assert waiting.stderr is not None
-    assert f"waiting for process {writer.pid} on" in waiting.stderr.readline().decode()
-    writer.kill()
-    assert waiting.wait() == 0, waiting.stderr.read()
+    with waiting.stderr as said:
+        assert f"waiting for process {writer.pid} on" in said.readline().decode()
+        writer.kill()
+        assert waiting.wait() == 0, said.read()
     stored = load(find([tmp_path])[0])
     assert (stored.status, [r.id for r in stored.records]) == ("complete", list("abcd"))
 
@@ -324,10 +328,11 @@ def test_ctrl_c_ends_the_wait(tmp_path: Path, writer: subprocess.Popen) -> None:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
     )
     assert waiting.stderr is not None
-    assert b"waiting for" in waiting.stderr.readline()
-    waiting.send_signal(signal.SIGINT)
-    assert waiting.wait() != 0
-    assert b"KeyboardInterrupt" in waiting.stderr.read()
+    with waiting.stderr as said:
+        assert b"waiting for" in said.readline()
+        waiting.send_signal(signal.SIGINT)
+        assert waiting.wait() != 0
+        assert b"KeyboardInterrupt" in said.read()
 
 
 def test_no_process_waits_for_itself(tmp_path: Path) -> None:
