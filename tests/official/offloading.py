@@ -1,4 +1,4 @@
-"""ShadowKV, InfiniGen, PQCache: which prompt tokens a step fetches, on the embedded model's keys."""
+"""ShadowKV, InfiniGen, PQCache, SparQ: which prompt tokens a step fetches, on the embedded model's keys."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from methods.infinigen import InfiniGen
 from methods.parts.skew import skewing
 from methods.pqcache import PQCache
 from methods.shadowkv import ShadowKV
+from methods.sparq import SparQ
 from tests.methods.recorded import Recorded
 from tests.methods.synthetic import Sequences
 from tests.official.clones import FLASH_ATTN, Repository, released, without_cuda
@@ -37,6 +38,16 @@ PQ_STUBS = FLASH_ATTN | {
     f"{PQ_PACKAGE}.sparq_official.methods.ann_attention": {"MistralAttentionWithANN": None, "Settings": None},
     f"{PQ_PACKAGE}.multi_core_compressor_v2": {"MultiCoreCompressor_v2": None},
     f"{PQ_PACKAGE}.cache_manager": {"init_gpu_cache_manager": None},
+}
+SPARQ_PACKAGE = f"{PQ_PACKAGE}.sparq_official"
+ANY_CLASS = {"__getattr__": lambda name: type(name, (torch.nn.Module,), {"_attn": None})}
+SPARQ_STUBS = {
+    **{f"transformers.models.{name}.modeling_{name}": ANY_CLASS for name in ("gpt_neox", "llama", "mistral")},
+    f"{SPARQ_PACKAGE}.utility": {},
+    f"{SPARQ_PACKAGE}.models": {
+        "llama_attention": SimpleNamespace(LlamaAttention=torch.nn.Module),
+        "mistral_attention": SimpleNamespace(MistralAttention=torch.nn.Module),
+    },
 }
 
 
@@ -193,6 +204,34 @@ def pqcache(clone: Path) -> Difference:
     return Difference(same + ties, of, f"{words} ({ties} of them stand for others with equal codes); {more}")
 
 
+def sparq(clone: Path) -> Difference:
+    """Graphcore's code, as PQCache's authors changed it for their comparison. Without the mean value, which bears on no
+    choice."""
+    s, same, of = model(), 0, 0
+    method = SparQ(mean_value=False)
+    for budget in (64, 128, 256):
+        for layer, ours in enumerate(sealed(s, method, budget)):
+            with released(clone, f"{SPARQ_PACKAGE}.methods.ann_attention", SPARQ_STUBS) as module:
+                window = method.windows.split(budget).local
+                settings = module.Settings(budget, window, method.sinks, False, "sparse_q", rank=method.r)
+                theirs = module.AnnAttention(settings, s.shape.groups, s.shape.dim, torch.zeros(1))
+                theirs.debug_indices = []
+            for position in range(PROMPT, PROMPT + STEPS):
+                ours.decode(s.at(layer, position, position + 1))
+                q, k, v = (x[:, :, : position + 1] for x in (s.q(layer), s.k(layer), s.v[layer]))
+                past = (k[:, :, :-1], v[:, :, :-1], k[:, :, :-1].mT)
+                theirs(q[:, :, -1:], k[:, :, -1:], v[:, :, -1:], torch.zeros(1, s.shape.heads, 1, position + 1), past)
+                chosen = theirs.debug_indices[-1][:, :, 0, 0]
+                prompt = chosen < PROMPT
+                of += int(prompt.sum())
+                same += common(chosen.masked_fill(~prompt, -2), ours.read_positions())
+    words = (
+        "the window moves on with generated tokens there, so that the prompt's last tokens compete; here it stays "
+        "where the prompt ended, and generated tokens are read on top"
+    )
+    return Difference(same, of, words)
+
+
 COMPARISONS = [
     Comparison("shadowkv", SHADOWKV, "models/kv_cache.py", "tokens that a step reads", shadowkv),
     Comparison(
@@ -202,5 +241,9 @@ COMPARISONS = [
     Comparison(
         "pqcache", PQCACHE, "vq_method/retrieval_based/pq_search.py", "tokens that a step chooses by the same codes",
         pqcache,
+    ),
+    Comparison(
+        "sparq", PQCACHE, "vq_method/retrieval_based/sparq_official/methods/ann_attention.py",
+        "prompt tokens that a step reads", sparq,
     ),
 ]  # fmt: skip
