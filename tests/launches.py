@@ -111,13 +111,18 @@ class LaunchRecorder(DispatchRecorder):
             yield
 
 
-def launches_of(name: str, sequences: int) -> list[str]:
-    """Name the launches of one layer in a captured step of so many sequences, whose lengths all differ. Without a hit
-    cache, whose sequences attend one after the other."""
+def attached_to(name: str) -> Any:
+    """Attach a method, made small, to the model. Without a hit cache, whose sequences attend one after the other."""
     method = small(name)
     method = replace(method, hit_cache=False) if isinstance(method, ShadowKV) else method
-    recorder, budget = LaunchRecorder(), BUDGET if method.uses_budget else None
-    with attached(joined_model(), method, budget=budget, calibration=prompt(64, seed=9)) as kv:
+    budget = BUDGET if method.uses_budget else None
+    return attached(joined_model(), method, budget=budget, calibration=prompt(64, seed=9))
+
+
+def launches_of(name: str, sequences: int) -> list[str]:
+    """Name the launches of one layer in a captured step of so many sequences, whose lengths all differ."""
+    recorder = LaunchRecorder()
+    with attached_to(name) as kv:
         engine = Engine(kv, graphs=recorder)
         assert engine.forward is not None
         engine.forward.stores = True

@@ -74,7 +74,8 @@ class RopeTable:
             """Turn back by one angle and on by the other, in one turn."""
             norm = cos.square() + sin.square()
             turn, tilt = cos * there_cos + sin * there_sin, cos * there_sin - sin * there_cos
-            return rope.rotate(x, turn / norm, tilt / norm)
+            turned: Tensor = ops.rotate(x, turn / norm, tilt / norm)
+            return turned
 
         return self._apply(both, x, positions).to(x.dtype)
 

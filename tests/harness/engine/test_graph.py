@@ -48,6 +48,14 @@ def generate(kv: Attachment, ids: Tensor, captured: bool, **how: Any) -> tuple[G
 
 
 @pytest.mark.tokens
+def test_query_heads_with_tokens_of_their_own_store_them_themselves() -> None:
+    """A token has more rows there than the model makes for it."""
+    with attach(replace(small("snapkv"), select_per="query_head"), 0.5) as kv:
+        wanted, got = (generate(kv, prompt(80), captured)[0] for captured in (False, True))
+    assert got.tokens == wanted.tokens
+
+
+@pytest.mark.tokens
 @pytest.mark.parametrize(
     ("context", "batch"),
     [(None, 3), (74, 1), *(pytest.param(*both, marks=pytest.mark.slow) for both in ((None, 1), (74, 3)))],

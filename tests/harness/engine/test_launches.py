@@ -12,8 +12,12 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("kernels are compiled here, and not counted", allow_module_level=True)
 
+from harness.engine.batch.running import RunningBatch
+from harness.engine.engine import Engine
 from harness.terminal.tables import code
-from tests.launches import HEAD, METHODS, PAGE, SEQUENCES, launches_of
+from kernels.dispatch import use_backend
+from tests.launches import HEAD, METHODS, PAGE, SEQUENCES, attached_to, launches_of
+from tests.tiny import prompt
 
 AIMED = {"full": 10, "snapkv": 10, "pqcache": 15, "quest": 16, "shadowkv": 18}  # for any number of sequences
 
@@ -43,3 +47,24 @@ def test_the_table_holds_what_was_aimed_at() -> None:
     told = documented()
     assert {*told} == {code(name) for name in METHODS}
     assert all(max(told[code(name)]) <= most for name, most in AIMED.items())
+
+
+@pytest.mark.slow
+@pytest.mark.tokens
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter is numpy, and masked lanes warn too
+@pytest.mark.parametrize("name", ["full", "pqcache", "quest", "shadowkv", "sparq", "rocketkv", "infinigen"])
+def test_steps_of_interpreted_kernels_give_the_same_tokens(name: str) -> None:
+    def tokens(backend: str) -> list[list[list[int]]]:
+        with attached_to(name) as kv:
+            engine = Engine(kv)
+            assert engine.forward is not None
+            engine.generate(prompt(60), max_new_tokens=2)  # the first answer is checked
+            engine.forward.stores = True
+            batch = RunningBatch(engine)
+            slots = [engine.join(batch, prompt(length, seed=length), max_new_tokens=4) for length in (41, 54)]
+            with use_backend(backend):
+                while batch.slots:
+                    batch.step()
+            return [slot.out.tokens for slot in slots]
+
+    assert tokens("triton") == tokens("torch")
