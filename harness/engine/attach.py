@@ -93,7 +93,6 @@ class Attachment:
             codec=self.codec,
             disk=self.disk,
             prepared=self.prepared,
-            block_bytes=self.engine.block_bytes,
             grows=grows,
         )
 

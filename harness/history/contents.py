@@ -154,7 +154,7 @@ class Contents(Sessions):
         if not fetch.users and fetch.halted:
             if self.fetches.get(key) is fetch:
                 del self.fetches[key]
-            fetch.cancel()
+            self.statistics.read_bytes -= fetch.cancel()
 
     def use(self, key: str, fetch: Fetch) -> str | None:
         """A job begins with the session, whose rows `fetch` has begun to read: what that brings is not read again.
@@ -203,7 +203,7 @@ class Contents(Sessions):
         self._away.pop(key, None)
         fetch = self.fetches.pop(key, None)
         if fetch is not None and not fetch.users:
-            fetch.cancel()
+            self.statistics.read_bytes -= fetch.cancel()
         self._change(lambda disk: disk.drop(key), fetch)
 
     def flush(self) -> None:

@@ -30,13 +30,11 @@ Shape = tuple[int, ...]
 @dataclass(frozen=True, slots=True)
 class Place:
     """Names where rows may lie. `device`: the one that computes. `folder`: for rows in files; None: in the system's
-    temporary one. `region`: of host memory that is there already; None: it is taken when rows come. `block_bytes`: from
-    so many on a piece of memory travels by itself (methods/tiers/transfer/ways.py)."""
+    temporary one. `region`: of host memory that is there already; None: it is taken when rows come."""
 
     device: torch.device
     folder: Path | None = None
     region: Region | None = None
-    block_bytes: int = BLOCK_BYTES
 
 
 class PlaceError(ValueError):
@@ -148,10 +146,6 @@ class HostRows(MemoryRows):
 
     tier: ClassVar[str] = HOST
 
-    def __init__(self, shape: Shape, dtype: torch.dtype, place: Place) -> None:
-        super().__init__(shape, dtype, place)
-        self.block_bytes = place.block_bytes
-
     def take(self, x: Tensor, start: int) -> None:
         """Copy head by head: between a GPU and the host torch would first put rows with gaps between them into a
         further tensor on either side."""
@@ -186,7 +180,7 @@ class HostRows(MemoryRows):
         if self.device.type == "cpu" or rows.is_contiguous():
             return self._send(rows, traffic)
         pairs = self.shape[0] * self.shape[1]
-        how = way(pairs, rows.nbytes // pairs, self.block_bytes, in_place=rows.is_pinned())
+        how = way(pairs, rows.nbytes // pairs, BLOCK_BYTES, in_place=rows.is_pinned())
         if how is Travel.COLLECTED:
             return self._send(rows, traffic)
         if how is Travel.KERNEL:

@@ -21,11 +21,17 @@ _PARTS = 8  # tensors of rows in a layer, at most: those of a codec, and a copy 
 
 
 def registered(memory: Tensor) -> Callable[[], None]:
-    """Pin memory for CUDA, and return what undoes it. Raises `RuntimeError` where the system does not lock as much."""
+    """Pin memory for CUDA, and return what undoes that once nothing moves any more. Raises `RuntimeError` where the
+    system does not lock as much."""
     cudart: Any = torch.cuda.cudart()
     address = memory.data_ptr()
-    torch.cuda.check_error(int(cudart.cudaHostRegister(address, memory.nbytes, 0)))
-    return lambda: cudart.cudaHostUnregister(address)
+    torch.cuda.check_error(cudart.cudaHostRegister(address, memory.nbytes, 0))
+
+    def undo() -> None:
+        torch.cuda.synchronize()
+        torch.cuda.check_error(cudart.cudaHostUnregister(address))
+
+    return undo
 
 
 def slab_bytes(layers: Sequence[int]) -> int:

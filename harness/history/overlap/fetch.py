@@ -40,7 +40,7 @@ class Fetch:
         self._taken, self._allowed = 0, layers
         self._rows: dict[int, Future[list[Tensors]]] = {}  # of each layer, block by block
         self._error: Exception | None = None
-        self.users = 0
+        self.users, self._unread = 0, self.away
         self.spans = Spans()  # in which a layer was read
 
     def work(self) -> None:
@@ -51,15 +51,19 @@ class Fetch:
                 rows = [self._read(place, layer) for place in range(len(self._parts))]
                 with self._changed:
                     self.spans.add(began, perf_counter())
+                    self._unread -= sum(
+                        x.nbytes for part, file in zip(rows, self._files, strict=True) if file for x in part.values()
+                    )
                     if not self._rows[layer].done():
                         self._rows[layer].set_result(rows)
                     self._changed.notify_all()
         except Exception as error:
             self._end(error)
 
-    def cancel(self) -> None:
-        """Nobody will ask for what has not been read."""
+    def cancel(self) -> int:
+        """Nobody will ask for what has not been read. -> bytes of that in files"""
         self._end(CancelledError())
+        return self._unread
 
     def go_on(self, layers: int | None = None, reader: TransferLane | None = None) -> None:
         """So many layers may be read by now; None: all. `reader` reads them, by default all that a job waits for."""
@@ -74,6 +78,11 @@ class Fetch:
         """Whoever has waited for a job to begin with it does not any more."""
         if self.halted:
             self.go_on()
+
+    @property
+    def away(self) -> int:
+        """Bytes in files."""
+        return sum(part.size for part in self._parts if part.rows is None)
 
     @property
     def halted(self) -> bool:

@@ -29,7 +29,6 @@ from methods.tiers.traffic import Traffic
 from methods.tiers.transfer.lanes import INLINE, TransferLane
 from methods.tiers.transfer.spans import Spans
 from methods.tiers.transfer.streams import beside_the_model, forked, join, reach, reached
-from methods.tiers.transfer.ways import BLOCK_BYTES
 
 T = TypeVar("T")
 _AWAKE_S = 0.005  # before a moment to wait for: a timer wakes milliseconds late beside a busy thread
@@ -105,19 +104,17 @@ class TransferEngine:
         clock: TransferClock | None = None,
         worker: Link | None = None,
         slabs: Slabs | None = None,
-        block_bytes: int = BLOCK_BYTES,
     ) -> None:
         """`ahead`: rows move from the moment they are asked for. `threads`: so many move them; 0: the caller does. With
         `links`, which are for tiers in one memory, it must be the caller, so that their order is that of the calls.
         `works`: a thread does what is given to `work`. `worker` says in its place how long a piece takes, as a link
-        that carries one byte. `slabs`: host memory that is pinned for caches before they begin. `block_bytes`:
-        from so many on a piece of it travels by itself (ways.py)."""
+        that carries one byte. `slabs`: host memory that is pinned for caches before they begin."""
         assert ahead or not (threads or works or worker)
         assert not (threads and links)
         self.ahead, self.links, self.clock, self.worker = ahead, links, clock or WallClock(), worker
         self._lanes: list[TransferLane] = []
         self.mover, self.hands = self.lane("move", threads), self.lane("work", int(works))
-        self.beside, self.slabs, self.block_bytes = threads > 0, slabs, block_bytes
+        self.beside, self.slabs = threads > 0, slabs
 
     def lane(self, name: str, threads: int) -> TransferLane:
         """Return a lane of its own for somebody who moves rows of this device as well, which `close` drains too."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import CancelledError
 from copy import deepcopy
 from pathlib import Path
 from threading import Event
@@ -174,3 +175,20 @@ def test_what_was_loaded_ahead_is_what_the_next_turn_takes() -> None:
             *[f.reused for f in wanted.found][2:],
         ]
         assert not histories._ahead
+
+
+def test_a_conversation_that_is_forgotten_cancels_what_was_loaded_ahead(tmp_path: Path) -> None:
+    """Of its layers the first has come, and the others are never read."""
+    with attach(Full(), None) as kv:
+        talk = Talk(kv, stored(kv, tmp_path, disk=9 * MB))
+        histories: Any = talk.histories
+        talk.turns(LENGTHS[:1])
+        histories.store.flush()
+        histories.read_buffer = 1
+        histories.ahead("alice", talk.fed)
+        (fetch,) = histories.store.contents.fetches.values()
+        assert len(fetch.rows(0).result()) > 0
+        histories.forget("alice")
+        assert not histories.store.contents.fetches
+        assert isinstance(fetch.rows(1).exception(), CancelledError)
+        histories.close()

@@ -296,6 +296,7 @@ def test_what_was_cancelled_is_read_no_further_and_others_have_all(
         assert not store.contents.fetches
         store.flush()
         assert {name[0] for name in taken} == {"0"}
+        assert store.statistics.read_bytes == 2 * SIZE // LAYERS
         first, other = store.open("a", TOKENS, 1), store.open("a", TOKENS, 1)
         assert first is not None
         assert other is not None

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor
 
 from methods.tiers.rows import HostRows, Place
-from methods.tiers.slabs import Slab, Slabs, slab_bytes
+from methods.tiers.slabs import Slab, Slabs, registered, slab_bytes
+from methods.tiers.traffic import Traffic
 
 CPU = torch.device("cpu")
 
@@ -30,6 +32,28 @@ class Pins:
 
 def rows(slab: Slab, layer: int, count: int) -> HostRows:
     return HostRows((1, 2, count, 8), torch.float32, Place(CPU, None, slab.regions[layer]))
+
+
+def test_memory_is_registered_as_it_is_and_let_go_of_once_nothing_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's own calls, of which torch checks the results."""
+    called = list[tuple[object, ...]]()
+
+    class Runtime:
+        def cudaHostRegister(self, *given: object) -> str:
+            called.append(("pin", *given))
+            return "success"
+
+        def cudaHostUnregister(self, *given: object) -> str:
+            called.append(("unpin", *given))
+            return "success"
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda result: called.append((result,)))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: called.append(("waits",)))
+    memory = torch.empty(5000, dtype=torch.uint8)
+    registered(memory)()
+    place = memory.data_ptr()
+    assert called == [("pin", place, 5000, 0), ("success",), ("waits",), ("unpin", place), ("success",)]
 
 
 def test_a_slab_is_as_large_as_its_rows_and_not_rounded_to_a_power_of_two() -> None:
@@ -78,3 +102,20 @@ def test_a_slab_serves_one_cache_after_the_other() -> None:
     del larger
     gc.collect()
     assert pins.held == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+def test_a_gpu_reads_registered_memory_in_place() -> None:
+    device, slabs = torch.device("cuda"), Slabs()
+    slab = slabs.slab([64 * 2 * 8 * 4])
+    held = HostRows((1, 2, 64, 8), torch.float32, Place(device, None, slab.regions[0]))
+    assert held.stored.is_pinned()
+    x = torch.randn(1, 2, 64, 8)
+    held.take(x, 0)
+    chosen = torch.randint(64, (1, 2, 5), device=device)
+    at = chosen.cpu().unsqueeze(3).expand(-1, -1, -1, 8)
+    assert torch.equal(held.gather(chosen, Traffic()).cpu(), x.gather(2, at))
+    assert torch.equal(held.first(40, Traffic()).cpu(), x[:, :, :40])
+    del held, slab
+    slabs.close()

@@ -64,8 +64,8 @@ def test_the_rule(pieces: int, size: int, in_place: bool, how: Travel) -> None:
 def test_the_first_rows_travel_by_it(
     count: int, block_bytes: int, pinned: bool, counts: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place, traffic, asked = Place(ELSEWHERE, block_bytes=block_bytes), Traffic(), list[torch.Size]()
-    rows = HostRows((2, 3, ROOM, WIDTH), torch.float32, place)
+    rows, traffic, asked = HostRows((2, 3, ROOM, WIDTH), torch.float32, Place(ELSEWHERE)), Traffic(), list[torch.Size]()
+    monkeypatch.setattr("methods.tiers.rows.BLOCK_BYTES", block_bytes)
 
     def gathered(far: Tensor, chosen: Tensor, held: object, slots: object) -> Tensor:
         asked.append(chosen.shape)
@@ -82,6 +82,6 @@ def test_the_first_rows_travel_by_it(
 
 
 def test_beside_a_cpu_nothing_is_copied() -> None:
-    rows = HostRows((2, 3, ROOM, WIDTH), torch.float32, Place(torch.device("cpu"), block_bytes=1))
+    rows = HostRows((2, 3, ROOM, WIDTH), torch.float32, Place(torch.device("cpu")))
     rows.take(torch.randn(2, 3, ROOM, WIDTH), 0)
     assert rows.first(40, Traffic()).untyped_storage().data_ptr() == rows.stored.untyped_storage().data_ptr()
