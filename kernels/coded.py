@@ -37,6 +37,17 @@ class Coded(NamedTuple):
         """Return the channels of a head."""
         return self.k_range.shape[3] // 2
 
+    @property
+    def all_four(self) -> tuple[Tensor, ...]:
+        """Return codes of keys and of values, then the ranges of both."""
+        return self[:4]
+
+    @property
+    def kind(self) -> tuple[int, int, int]:
+        """Return the groups of a value's channels, the bits of an integer, and the tokens that share a range of
+        keys."""
+        return self.v_range.shape[3] // 2, self.bits, self.block
+
     def tokens(self, first: int | Each, end: int | Each) -> Coded:
         """Return the tokens from `first` to `end`, which are whole blocks."""
         k, v, v_range = (_between(x, first, end) for x in (self.k, self.v, self.v_range))
@@ -56,6 +67,17 @@ class CodedFloats(NamedTuple):
     def dim(self) -> int:
         """Return the channels of a head."""
         return self.k.shape[3]
+
+    @property
+    def all_four(self) -> tuple[Tensor, ...]:
+        """Return codes of keys and of values, then what scales both, as kernels take those of `Coded`."""
+        return (*self, self.scales)
+
+    @property
+    def kind(self) -> tuple[int, int, int]:
+        """Return what kernels take for the groups of a value's channels, for the bits of an integer, and for the tokens
+        that share a range of keys: here 0 bits."""
+        return 1, 0, 1
 
     def decoded(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the numbers. -> k, v [B G S D]"""

@@ -199,8 +199,6 @@ class ShadowRead(Read[ChunkPlan], capturable=True, of_each=OF_EACH):
     def prepare(self, plan: ChunkPlan) -> None:
         self._compress(plan)
         self.hits = HitCache(self.method.chunk, plan.candidates) if self.method.hit_cache else None
-        if self.hits is not None:
-            self.hits.begin(plan.top, self.store.k)
 
     def decode(self, x: AttnInput) -> Tensor:
         self.rope_table.note(x)
@@ -208,6 +206,7 @@ class ShadowRead(Read[ChunkPlan], capturable=True, of_each=OF_EACH):
 
     def read(self, x: AttnInput, plan: ChunkPlan) -> Tensor:
         rows = self.chosen(x.q, plan.top)
+        self.settle()
         if self.hits is None:
             read = self._rebuild(rows)
         else:
@@ -229,6 +228,11 @@ class ShadowRead(Read[ChunkPlan], capturable=True, of_each=OF_EACH):
         local = torch.arange(self.sealed - plan.local, self.sealed, device=rows.device)
         found = ops.token_rows(torch.cat([self.outliers, rows], 2), self.method.chunk)
         return torch.cat([found, local.expand(*found.shape[:2], -1)], 2)
+
+    def settle(self) -> None:
+        """Take memory for the hit cache with the first step, when that of the seal is free again."""
+        if self.hits is not None and self.plan is not None and not self.hits.begun:
+            self.hits.begin(self.plan.top, self.store.k)
 
     def joined(self) -> dict[str, Tensor]:
         held = {"held": self.held, "held_k": self.held_k, "held_v": self.held_v}

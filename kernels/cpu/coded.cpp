@@ -1,6 +1,8 @@
 // Attends from one token to keys and values that are codes, and decodes chosen rows of them. Both read a row once, for all
 // heads of its group. A key's range belongs to a channel of a whole block, so the queries take it over: q . (least + code *
 // step) = q . least + (q * step) . code. A value's belongs to a token, so its weight does.
+#include <array>
+
 #include "calls.hpp"
 #include "codes.hpp"
 #include "softmax.hpp"
@@ -273,7 +275,8 @@ void decode_row(const char* row, const char* range, int64_t dim, int64_t ranges,
     for (int64_t c = 0; c < dim; c++) put(out + c, numbers[c]);
 }
 
-template <int BITS, class T> void decode(const DecodeRows& in) {
+// Calls f(call of its sequence, number, head, row) for all rows to decode, in parallel.
+template <class F> void each_row(const DecodeRows& in, F f) {
     const int64_t total = in.pairs * in.count, tasks = (total + ROWS - 1) / ROWS;
     std::vector<DecodeRows> calls;
     for (int64_t b = 0; b < in.pairs / in.groups; b++) calls.push_back(of_sequence(in, b));
@@ -282,13 +285,46 @@ template <int BITS, class T> void decode(const DecodeRows& in) {
             const int64_t g = i / in.count % in.groups, row = in.rows ? in.rows[i] : i % in.count;
             const int64_t b = i / in.count / in.groups;
             if (in.counts && row >= in.counts[b]) continue;
-            const DecodeRows& one = calls[b];
-            const char* k = (const char*)one.k + g * one.k_group + row * one.k_token;
-            const char* v = (const char*)one.v + g * one.v_group + row * one.v_token;
-            const char* k_range = (const char*)one.k_range + g * one.k_range_group + in.blocks[i] * one.k_range_block;
-            const char* v_range = (const char*)one.v_range + g * one.v_range_group + row * one.v_range_token;
-            decode_row<BITS>(k, k_range, in.dim, in.dim, (T*)in.k_out + i * in.dim);
-            decode_row<BITS>(v, v_range, in.dim, in.ranges, (T*)in.v_out + i * in.dim);
+            f(calls[b], i, g, row);
+        }
+    });
+}
+
+template <int BITS, class T> void decode(const DecodeRows& in) {
+    each_row(in, [&](const DecodeRows& one, int64_t i, int64_t g, int64_t row) {
+        const char* k = (const char*)one.k + g * one.k_group + row * one.k_token;
+        const char* v = (const char*)one.v + g * one.v_group + row * one.v_token;
+        const char* k_range = (const char*)one.k_range + g * one.k_range_group + in.blocks[i] * one.k_range_block;
+        const char* v_range = (const char*)one.v_range + g * one.v_range_group + row * one.v_range_token;
+        decode_row<BITS>(k, k_range, in.dim, in.dim, (T*)in.k_out + i * in.dim);
+        decode_row<BITS>(v, v_range, in.dim, in.ranges, (T*)in.v_out + i * in.dim);
+    });
+}
+
+// Returns the floats that all codes of 8 bits stand for: a sign, four bits of exponent, three of mantissa.
+std::array<float, 256> floats_of_8_bits() {
+    std::array<float, 256> table;
+    for (int code = 0; code < 256; code++) {
+        int exponent = code >> 3 & 15, mantissa = code & 7;
+        float size = exponent ? std::ldexp(8.f + mantissa, exponent - 10) : std::ldexp((float)mantissa, -9);
+        table[code] = code & 128 ? -size : size;
+    }
+    return table;
+}
+
+// Decodes rows of floats, whose scales, of key and value, stand in the place of a value's ranges.
+template <class T> void decode_floats(const DecodeRows& in) {
+    static const std::array<float, 256> table = floats_of_8_bits();
+    each_row(in, [&](const DecodeRows& one, int64_t i, int64_t g, int64_t row) {
+        uint16_t halves[LANES] = {};
+        std::memcpy(halves, (const char*)one.v_range + g * one.v_range_group + row * one.v_range_token, 4);
+        alignas(LINE) float scales[LANES];
+        store(scales, load_halves(halves));
+        auto k = (const uint8_t*)one.k + g * one.k_group + row * one.k_token;
+        auto v = (const uint8_t*)one.v + g * one.v_group + row * one.v_token;
+        for (int64_t c = 0; c < in.dim; c++) {
+            put((T*)in.k_out + i * in.dim + c, table[k[c]] * scales[0]);
+            put((T*)in.v_out + i * in.dim + c, table[v[c]] * scales[1]);
         }
     });
 }
@@ -308,6 +344,7 @@ EXPORT void coded_attention(const CodedAttention& in) {
 }
 EXPORT void decode_rows(const DecodeRows& in) {
     switch (in.bits) {
+        case 0: return in.is_bf16 ? decode_floats<bf16>(in) : decode_floats<float>(in);
         case 2: return decode<2>(in);
         case 4: return decode<4>(in);
         case 8: return decode<8>(in);

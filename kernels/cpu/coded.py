@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.coded import Coded, CodedFloats, Codes
+from kernels.coded import Coded, Codes
 from kernels.cpu.ffi.bindings import Function, Struct, anything, elements, floats, int64s, integer, real
 from kernels.cpu.ffi.library import load
 from kernels.ragged import Ragged, first_of
@@ -46,7 +46,8 @@ class DecodeRows(Struct):
     counts = int64s("pairs // groups", optional=True)  # how many rows each sequence has; None: all that are asked for
     rows = int64s("pairs * count", optional=True)  # None: all, in order
     blocks = int64s("pairs * count")
-    bits = ranges = pairs = groups = count = dim = integer()
+    bits = integer(0)  # 0: floats of 8 bits, whose scales are `v_range`
+    ranges = pairs = groups = count = dim = integer()
 
 
 _library = load("coded", Function("coded_attention", CodedAttention), Function("decode_rows", DecodeRows))
@@ -68,19 +69,19 @@ def coded_attention(q: Tensor, coded: Coded, scale: float) -> tuple[Tensor, Tens
 def coded_attention_refuses(q: Tensor, coded: Codes, scale: float) -> str | None:
     if q.dtype not in _DTYPES or q.is_cuda:
         return f"takes float32 and bfloat16 on the CPU, got {q.dtype} on {q.device}"
-    return _unfit(coded)
+    return _unfit(coded) if isinstance(coded, Coded) else "takes codes that are integers, got floats of 8 bits"
 
 
-def decode_rows(coded: Coded, rows: Tensor | None, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def decode_rows(coded: Codes, rows: Tensor | None, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Decode tokens of each KV head, as kernels/coded.py defines it."""
-    (batch, groups, count), dim = blocks.shape, coded.dim
+    (batch, groups, count), dim, (ranges, bits, _) = blocks.shape, coded.dim, coded.kind
     k, v = (torch.empty((batch, groups, count, dim), dtype=dtype) for _ in range(2))
     counts = coded.k.counts if rows is None and isinstance(coded.k, Ragged) else None
     rows = None if rows is None else rows.long().contiguous()
     if k.numel():
         _library.decode_rows(
             k_out=k, v_out=v, **_places(coded), counts=counts, rows=rows, blocks=blocks.long().contiguous(),
-            bits=coded.bits, ranges=coded.v_range.shape[3] // 2, pairs=batch * groups, groups=groups, count=count,
+            bits=bits, ranges=ranges, pairs=batch * groups, groups=groups, count=count,
             dim=dim,
         )  # fmt: skip
     return k, v
@@ -89,20 +90,18 @@ def decode_rows(coded: Coded, rows: Tensor | None, blocks: Tensor, dtype: torch.
 def decode_rows_refuses(coded: Codes, rows: Tensor | None, blocks: Tensor, dtype: torch.dtype) -> str | None:
     if dtype not in _DTYPES or coded.k.device.type != "cpu":
         return f"makes float32 and bfloat16 on the CPU, got {dtype} on {coded.k.device}"
-    return _unfit(coded)
+    return _unfit(coded) if isinstance(coded, Coded) else None
 
 
-def _places(coded: Coded) -> dict[str, Tensor | None]:
+def _places(coded: Codes) -> dict[str, Tensor | None]:
     """Return the tensors of codes and, of several sequences, the tables of where each of them lies."""
-    tensors = {name: getattr(coded, name) for name in ("k", "v", "k_range", "v_range")}
+    tensors: dict[str, Tensor] = dict(zip(("k", "v", "k_range", "v_range"), coded.all_four, strict=True))
     tables = {f"{name}_table": x.table if isinstance(x, Ragged) else None for name, x in tensors.items()}
     return {name: first_of(x) for name, x in tensors.items()} | tables
 
 
-def _unfit(coded: Codes) -> str | None:
+def _unfit(coded: Coded) -> str | None:
     """Say why a row's codes cannot be read sixteen at a time, or return None."""
-    if isinstance(coded, CodedFloats):
-        return "takes codes that are integers, got floats of 8 bits"
     width, ranges = coded.k.shape[3], coded.v_range.shape[3] // 2
     if width % _LANES or coded.dim % ranges or coded.dim // ranges % _LANES:
         return f"takes rows and groups of a multiple of {_LANES} codes, got {width} bytes and {ranges} groups of a row"

@@ -44,7 +44,7 @@ def coded_attention(q: Tensor, coded: Codes, scale: float) -> tuple[Tensor, Tens
     counts = coded.k.counts if isinstance(coded.k, Ragged) else None
     _attend_codes[(batch * groups, pieces)](
         q, *tensors, *tables, counts, outs, lses, scale, *_strides(tensors), count, length, pieces, groups, group,
-        padded(group), dim, padded(dim), *_kind(coded), block, *aligned, num_warps=4, num_stages=stages(q),
+        padded(group), dim, padded(dim), *coded.kind, block, *aligned, num_warps=4, num_stages=stages(q),
     )  # fmt: skip
     return merged(outs, lses, torch.empty_like(q), pieces, 1)
 
@@ -65,7 +65,7 @@ def decode_rows(coded: Codes, rows: Tensor | None, blocks: Tensor, dtype: torch.
     if count:
         _decode_rows[(triton.cdiv(count, at_once), batch * groups)](
             *tensors, *tables, counts, None if rows is None else rows.contiguous(), blocks.contiguous(), k, v,
-            *_strides(tensors), count, groups, dim, padded(dim), *_kind(coded)[:2], at_once, *aligned, num_warps=4,
+            *_strides(tensors), count, groups, dim, padded(dim), *coded.kind[:2], at_once, *aligned, num_warps=4,
         )  # fmt: skip
     return k, v
 
@@ -81,21 +81,10 @@ def _tokens_of_a_tile(coded: Codes) -> int:
     return _MOST if isinstance(coded, CodedFloats) else min(_MOST, coded.block & -coded.block)
 
 
-def _kind(coded: Codes) -> tuple[int, int, int]:
-    """Return the groups of a value's channels, the bits of an integer, 0 for floats, and the tokens that share a range
-    of keys."""
-    return (1, 0, 1) if isinstance(coded, CodedFloats) else (coded.v_range.shape[3] // 2, coded.bits, coded.block)
-
-
-def _all_four(coded: Codes) -> tuple[Tensor, ...]:
-    """Return codes of keys and of values, then ranges of both: the scales of floats stand for both."""
-    return (*coded, coded.scales) if isinstance(coded, CodedFloats) else coded[:4]
-
-
 def _located(coded: Codes) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...], tuple[int, int]]:
     """Return all four tensors, the tables of where they lie, if they are those of several sequences, and the bytes that
     places of codes, and those of ranges, are multiples of."""
-    tensors, tables, aligned = zip(*map(located, _all_four(coded)), strict=True)
+    tensors, tables, aligned = zip(*map(located, coded.all_four), strict=True)
     return tensors, tables, (min(aligned[:2]), min(aligned[2:]))
 
 
@@ -105,7 +94,7 @@ def _strides(tensors: Sequence[Tensor]) -> tuple[int, ...]:
 
 
 def _unfit(coded: Codes) -> str | None:
-    tensors = [first_of(x) for x in _all_four(coded)]
+    tensors = [first_of(x) for x in coded.all_four]
     if any(x.stride(3) != 1 for x in tensors):
         return "needs the codes of a row side by side"
     return unfit(*tensors)

@@ -50,6 +50,10 @@ class HitCache:
         self.held = torch.full((*heads, count), self.total, device=like.device)
         self.k, self.v = (like.new_zeros(*heads, count, self.size * like.shape[3]) for _ in range(2))
 
+    @property
+    def begun(self) -> bool:
+        return "held" in vars(self)
+
     def of_several(self, caches: Sequence[HitCache], cache: CacheState, seen: int | Each, dead: int | None) -> HitCache:
         """Return one for the sequences of `caches`, whose tensors its policy sets (see `Policy`)."""
         return HitCache(self.size, max(one.total for one in caches))

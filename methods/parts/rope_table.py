@@ -46,11 +46,15 @@ class RopeTable:
         if start == 0:
             shape = (self.cache.request.capacity, cos.shape[-1])
             self.cos, self.sin = (part.new_empty(shape) for part in (cos, sin))
-        elif self.length > len(self.cos):  # the cache has grown
-            more = max(self.cache.request.capacity, self.length) - len(self.cos)
-            self.cos, self.sin = (pad(part, (0, 0, 0, more)) for part in (self.cos, self.sin))
+        self.make_room()
         self.cache.counters.write(cos[0], self.cos, 0, start)
         self.cache.counters.write(sin[0], self.sin, 0, start)
+
+    def make_room(self) -> None:
+        """Make room for as many positions as the cache may come to hold, in case it has grown."""
+        more = max(self.cache.request.capacity, self.length) - len(self.cos)
+        if more > 0:
+            self.cos, self.sin = (pad(part, (0, 0, 0, more)) for part in (self.cos, self.sin))
 
     def of_several(
         self, tables: Sequence[RopeTable], cache: CacheState, seen: int | Each, dead: int | None
@@ -93,6 +97,8 @@ class RopeTables(RopeTable):
 
     def __init__(self, tables: Sequence[RopeTable], cache: CacheState, seen: int | Each, dead: int | None) -> None:
         self.cache, self._first = cache, seen
+        for table in tables:
+            table.make_room()
         rows = [(table.cos[None], table.sin[None]) for table in tables for _ in range(table.cache.request.batch)]
         self._turns = [with_free_slots(parts, 1, dead) for parts in zip(*rows, strict=True)]
         self._written = [Ragged([part[None] for part in turn.parts], dead=dead) for turn in self._turns]

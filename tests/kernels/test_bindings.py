@@ -29,7 +29,10 @@ NO_SIZES = {
     "step2",
     "step3",
 }  # a flag, a place, rounds, and the stride of a repeated row
-MAY_BE_ZERO = {"CodedAttention.count"}  # of several sequences none may have a code; nothing divides by it
+MAY_BE_ZERO = {
+    "DecodeRows.bits",
+    "CodedAttention.count",
+}  # of several sequences none may have a code; nothing divides by it
 
 
 class Example(Struct):

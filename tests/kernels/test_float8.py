@@ -48,6 +48,21 @@ def test_what_no_scale_can_say_is_refused(wrong: float) -> None:
         to_float8(torch.tensor([[1.0, wrong]]))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_compiled_code_decodes_the_bits_of_plain_torch(dtype: torch.dtype) -> None:
+    every = torch.arange(256, dtype=torch.uint8)
+    every = every[(every & 0x7F) != 0x7F].view(1, 1, 2, 127)  # all but those that are no numbers
+    codes, rows = CodedFloats(every, every.flip(-1), random(1, 1, 1, 2, 2).half()), torch.tensor([[[1, 0, 1]]])
+    for chosen, count in ((rows, rows), (None, rows[..., :2])):
+        with use_backend("cpu"):
+            if reason := ops.decode_rows.refusal("cpu", codes, chosen, count, dtype):
+                pytest.skip(reason)
+            compiled = ops.decode_rows(codes, chosen, count, dtype)
+        with use_backend("torch"):
+            for one, other in zip(compiled, ops.decode_rows(codes, chosen, count, dtype), strict=True):
+                assert torch.equal(one, other)
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter is numpy, and masked lanes warn too
 def test_one_call_for_all_equals_one_for_each() -> None:
     pytest.importorskip("triton")

@@ -186,7 +186,7 @@ def test_blocks_of_pqcaches_cache_come_behind_the_rest_of_a_step() -> None:
             for index, layer in enumerate(layers):
                 layer.decode(sequences.at(index, position, position + 1))
                 clock.compute(1.0)
-        return state.traffic.exposed_s, state.traffic.to_device_bytes
+        return state.traffic.exposed_s, state.traffic.settle().to_device_bytes
 
     (off, moved), (on, same) = waited(False), waited(True)
     missed = int(off * 1e6)
