@@ -151,13 +151,18 @@ def _attention(x: Inputs) -> Iterator[OpCase]:
 def _scores(x: Inputs) -> Iterator[OpCase]:
     groups, dim = x.shape.kv_heads, x.shape.head_dim
     for method, count, width in (
-        ("Quest", x.tokens // PAGE, 2 * dim),
         ("ShadowKV", x.tokens // CHUNK, dim),
         ("InfiniGen", x.tokens, max(1, int(PARTIAL * dim))),
     ):
         yield OpCase(
             "row_scores", f"{method}, {count} of {width}", (x.grouped(width), x.random(1, groups, count, width))
         )
+    quest = x.grouped(dim), x.random(1, groups, x.tokens // PAGE, 2 * dim)
+    yield OpCase("page_scores", f"Quest, {x.tokens // PAGE} of {2 * dim}", quest)
+    partial, there = max(1, int(PARTIAL * dim)), torch.tensor([x.tokens], device=x.shape.device)
+    guessed = x.grouped(partial), x.random(1, groups, x.tokens + ROOM, partial), there
+    yield OpCase("live_scores", f"InfiniGen, {x.tokens} of {partial}", guessed)
+    yield OpCase("pick_channels", f"SparQ, {CHANNELS} of {dim}", (x.grouped(dim), CHANNELS, x.scale, True, False))
     by_channel = x.kv[0].transpose(2, 3).contiguous()
     picked = x.grouped(CHANNELS), by_channel, x.rows(groups, dim, CHANNELS)
     yield OpCase("channel_sums", f"SparQ, {x.tokens} of {CHANNELS}", picked)
@@ -167,6 +172,8 @@ def _scores(x: Inputs) -> Iterator[OpCase]:
     yield OpCase("group_weights", f"{x.tokens}, sum", (x.logits, x.scale, "sum"))
     yield OpCase("group_weights", f"{x.tokens}, largest", (x.logits, x.scale, "largest"))
     yield OpCase("group_margins", f"InfiniGen, {x.tokens}", (x.logits, x.tokens, ALPHA))
+    near = torch.randint(1, x.tokens + 1, (1, groups), device=x.shape.device)
+    yield OpCase("mean_counts", f"InfiniGen, up to {x.budget}", (near, x.budget))
     yield OpCase("top_k", f"{x.budget} of {x.tokens}", (x.logits[:, :, 0].contiguous(), min(x.budget, x.tokens)))
 
 
@@ -186,6 +193,8 @@ def _quantised(x: Inputs) -> Iterator[OpCase]:
 def _rows(x: Inputs) -> Iterator[OpCase]:
     groups, dim = x.shape.kv_heads, x.shape.head_dim
     rows, chosen = x.rows(groups, x.tokens, x.budget), f"{x.budget} of {x.tokens}"
+    pages = x.rows(groups, x.tokens // PAGE, x.budget // PAGE)
+    yield OpCase("token_rows", f"Quest, {pages.shape[2]} pages of {PAGE}", (pages, PAGE))
     yield OpCase("gather_rows", chosen, (x.kv[0], rows))
     slots = torch.where(rows % 4 == 0, -1, rows % x.budget)  # three of four are held
     yield OpCase("gather_tiers", chosen, (x.kv[0], rows, x.kv[0][:, :, : x.budget], slots))
@@ -230,7 +239,10 @@ def _model(x: Inputs) -> Iterator[OpCase]:
         linear(channels, inner),
     )  # fmt: skip
     token, what = x.random(1, 1, channels), f"a token of {channels}"
-    yield OpCase("attention_inputs", what, (token, block, *x.shape.rope(torch.tensor([x.tokens]))))
+    angles, row = x.shape.rope(torch.tensor([x.tokens])), torch.tensor([x.tokens - 1], device=x.shape.device)
+    yield OpCase("attention_inputs", what, (token, block, *angles))
+    yield OpCase("attention_inputs_stored", what, (token, block, *angles, *map(torch.clone, x.kv), row))
+    yield OpCase("rotate", f"InfiniGen, {what}", (x.q, *angles))
     yield OpCase("block_output", what, (token, x.q, block))
     yield OpCase("token_logits", f"{what}, {WORDS} words", (token, Head(1e-5, block.norm, linear(WORDS, channels))))
     yield from _prompt(x, block, x.random(1, x.prefill, channels))
