@@ -57,7 +57,7 @@ _library = load(
 )
 
 LEAST_TOKENS = 64  # below this, packing the weights does not pay
-_FAST = {
+FAST = {
     torch.float32: bool(_library.is_fast_in_float32()),
     torch.bfloat16: bool(_library.is_fast_in_bfloat16()),
 }
@@ -66,7 +66,7 @@ _FAST = {
 def multiplies(x: Tensor, block: DecoderBlock) -> bool:
     """Say whether the products are compiled too, which pays for blocks of this size and so many tokens."""
     fits = fits_compiled((*block.q.weight.shape, block.k.weight.shape[0]), block.gate.weight.shape[0], x.dtype)
-    return _FAST[x.dtype] and fits and x.shape[0] * x.shape[1] >= LEAST_TOKENS
+    return FAST[x.dtype] and fits and x.shape[0] * x.shape[1] >= LEAST_TOKENS
 
 
 def inputs(

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch.backends.cpu import get_cpu_capability
+import torch
 
 from harness.config.settings import Settings, SettingsError
 from harness.jobs.planning.cache_bytes import CacheBytes, Holder, Moment, States, by_blocks, cache_bytes, cases
@@ -121,9 +121,19 @@ def _in_mlp(info: ModelInfo, settings: Settings, rows: int) -> int:
     if not by_blocks(info):
         return rows * (info.chosen_experts * (hidden + 9 * inner) or hidden + 3 * inner)
     widths = (info.num_heads * info.head_dim, hidden, info.num_kv_heads * info.head_dim)
-    compiled = "AVX512" in get_cpu_capability() and fits_compiled(widths, inner, torch_dtype(settings.dtype))
+    dtype = torch_dtype(settings.dtype)
+    compiled = settings.device == "cpu" and fits_compiled(widths, inner, dtype) and _multiplies_fast(dtype)
     at_once = (0 if compiled else TOKENS_AT_ONCE["cpu"]) if settings.device == "cpu" else TOKENS_AT_ONCE["cuda"]
     return min(rows, at_once) * (3 * hidden + 2 * inner)
+
+
+def _multiplies_fast(dtype: torch.dtype) -> bool:
+    """Say whether compiled products of a prompt are taken on this CPU."""
+    try:
+        from kernels.cpu.prompt import FAST  # which builds compiled code
+    except ImportError:
+        return False
+    return FAST.get(dtype, False)
 
 
 def _longest(items: Sequence[Item], count: int) -> list[Item]:
