@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from kernels.cpu.ffi.bindings import taken
 from kernels.told import CaptureError
@@ -111,8 +111,7 @@ class CpuGraph(TorchDispatchMode):
             return self._on_the_cpu(func(*args, **kwargs))
         names = {argument.name for argument in func._schema.arguments}
         elsewhere = {name: value for name, value in (("device", "meta"), ("pin_memory", False)) if name in names}
-        given_args, given = tree_map_only(Tensor, _meta, (args, kwargs))
-        return tree_map_only(Tensor, self._on_the_cpu, func(*given_args, **given | elsewhere))
+        return _mapped(self._on_the_cpu, func(*_mapped(_meta, args), **_mapped(_meta, kwargs) | elsewhere))
 
     def _on_the_cpu(self, like: Tensor) -> Tensor:
         size = max(1, like.untyped_storage().nbytes())
@@ -124,7 +123,7 @@ class CpuGraph(TorchDispatchMode):
 
     def _kept(self, value: Any) -> Any:
         """The same with tensors that this graph alone holds."""
-        return tree_map_only(Tensor, self._own, value)
+        return _mapped(self._own, value)
 
     def _own(self, x: Tensor) -> Tensor:
         if (room := self._places.get(x.untyped_storage().data_ptr())) is None:
@@ -156,6 +155,15 @@ class NoValues(TorchFunctionMode):
         if func in TO_HOST:
             raise CaptureError(f"{func.__name__} waits for a value of the device")
         return func(*args, **(kwargs or {}))
+
+
+def _mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """What an operation takes or returns, with other tensors; torch's own function for trees takes longer."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, list | tuple):
+        return type(value)(_mapped(change, part) for part in value)
+    return {name: _mapped(change, part) for name, part in value.items()} if isinstance(value, dict) else value
 
 
 def _meta(x: Tensor) -> Tensor:
@@ -194,7 +202,8 @@ def _into(func: Any, args: Any, kwargs: Any, out: Any) -> Callable[[], Any]:
         return partial(_copied, func, args, kwargs, out)
     with_out, names = found
     results = out if isinstance(out, tuple) else (out,)
-    given = {name: value for name, value in kwargs.items() if name not in PLACES}
+    takes = {argument.name for argument in with_out._schema.arguments}
+    given = {name: value for name, value in kwargs.items() if name in takes}
     return partial(with_out, *args, **given, **dict(zip(names, results, strict=True)))
 
 
@@ -206,11 +215,15 @@ def _copied(func: Any, args: Any, kwargs: Any, out: Any) -> None:
 @cache
 def _with_out(func: Any) -> tuple[Any, tuple[str, ...]] | None:
     """The operation that takes what `func` takes, and tensors for the results: it, and their names."""
-    taken = [(argument.name, str(argument.type)) for argument in func._schema.arguments if argument.name not in PLACES]
     for name in func.overloadpacket.overloads():
         other = getattr(func.overloadpacket, name)
         outs = tuple(argument.name for argument in other._schema.arguments if argument.is_out)
-        rest = [(argument.name, str(argument.type)) for argument in other._schema.arguments if not argument.is_out]
-        if rest == taken and len(outs) == len(func._schema.returns) > 0:
+        if len(outs) == len(func._schema.returns) > 0 and _takes(other) == _takes(func):
             return other, outs
     return None
+
+
+def _takes(func: Any) -> list[tuple[str, str]]:
+    """Name and type of all that decides what an operation computes."""
+    decides = [argument for argument in func._schema.arguments if not argument.is_out and argument.name not in PLACES]
+    return [(argument.name, str(argument.type)) for argument in decides]

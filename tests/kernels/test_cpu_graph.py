@@ -55,6 +55,7 @@ X = torch.zeros(2, 3, 5, 8)
         lambda x, rows: x * 2 + x.transpose(2, 3).reshape(2, 3, 5, 8),
         lambda x, rows: torch.cat([x, x.sin()], -1).to(torch.bfloat16),
         lambda x, rows: x.sum(-1).topk(3),
+        lambda x, rows: (x > 0).sum(2, dtype=torch.int32),
         lambda x, rows: tuple(x.mean((1, 2), keepdim=True).expand(2, 3, 5, 8).contiguous().split(2, 2)),
         lambda x, rows: x.gather(2, rows.unsqueeze(-1).expand(-1, -1, -1, 8)).softmax(-1),
         lambda x, rows: x.new_zeros(2, 3, 5, 8).scatter_(2, rows.unsqueeze(-1).expand(-1, -1, -1, 8), x),

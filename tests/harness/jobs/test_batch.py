@@ -163,3 +163,15 @@ def test_a_table_knows_the_throughput_of_a_batch(tmp_path: Path) -> None:
     seconds = sum(record.decode_share_s or 0 for record in made.records)
     assert made.summary["throughput_tok_s"] == pytest.approx(tokens / seconds)
     assert read_json(made.folder / "summary.json")["batch"] == 3
+
+
+@pytest.mark.tokens
+def test_a_run_whose_steps_are_captured_is_another_run_with_the_same_answers(tmp_path: Path) -> None:
+    plain = run(tmp_path)
+    for batch in (1, 2):
+        made = run(tmp_path, batch=batch, graphs="on")
+        assert made.info["plain_steps"] is None
+        assert made.info["identity_sha256"] != plain.info["identity_sha256"]
+        for name, record in records(made).items():
+            assert own(record) == own(records(plain)[name])
+            assert record.capture_s is not None
