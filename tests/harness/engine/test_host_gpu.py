@@ -15,9 +15,13 @@ from harness.engine.attach import Attachment, attached
 from harness.engine.batch.generation import Generation
 from harness.engine.engine import Engine
 from kernels import ops, reference
+from kernels.each import Each
+from kernels.ragged import Ragged
 from methods.base import CacheState, Method
 from methods.pools import Pool, rows_for
 from methods.tiers.integers import IntCodec
+from methods.tiers.several import HostRowsOfSeveral
+from methods.tiers.traffic import Traffic
 from tests.kernels.op_cases import pick, random
 from tests.methods.test_contract import NAMES, small
 from tests.tiny import prompt, tiny
@@ -112,3 +116,29 @@ def test_the_device_reads_pinned_rows_in_place(device: str) -> None:
             torch.cuda.set_sync_debug_mode("default")
     assert found.device == held.device
     assert torch.equal(found.cpu(), reference.gather_tiers(far, rows.cpu(), held.cpu(), slots.cpu()))
+
+
+@devices
+def test_the_device_reads_pinned_rows_of_several_sequences_in_place(device: str) -> None:
+    """Chosen rows, and channels for their scores; a free slot has none."""
+    parts = [random(seed, 1, 2, size, 16) for seed, size in enumerate((50, 9))]
+    pinned = [part.pin_memory() if device == "cuda" else part for part in parts]
+    where = torch.device(device)
+    chosen = [pick(seed, 1, 2, size, 9) for seed, size in enumerate((50, 9))]
+    rows = torch.cat([*chosen, torch.zeros_like(chosen[0])]).to(device)
+    each = Ragged.filled_up(rows, Each([9, 9], dead=1))
+    moved, traffic = HostRowsOfSeveral(pinned, where, dead=1), Traffic.of_several(3, where)
+    found = moved.gather(each, traffic)
+    assert found.device.type == device
+    for one, part, at in zip(found, parts, chosen, strict=False):
+        assert torch.equal(one[:, :9].cpu(), reference.gather_rows(part, at)[0])
+    assert traffic.tallies["to_device_bytes"].tolist() == [2 * 9 * 16 * 4] * 2 + [0]
+    turned = [part.mT.contiguous() for part in parts]
+    turned = [part.pin_memory() for part in turned] if device == "cuda" else turned
+    by_channel = HostRowsOfSeveral(turned, where, 3, dead=1)
+    q, channels = random(3, 3, 2, 3, 4).to(device), pick(4, 3, 2, 16, 4).to(device)
+    sums, _ = ops.channel_sums(q, by_channel.in_place(4, traffic), channels)
+    for i, part in enumerate(parts):
+        wanted, _ = reference.channel_sums(q[i : i + 1].cpu(), part.mT, channels[i : i + 1].cpu())
+        torch.testing.assert_close(sums.parts[i].cpu(), wanted)
+    assert traffic.tallies["to_device_bytes"].tolist() == [2 * (9 * 16 + 4 * size) * 4 for size in (50, 9)] + [0]
