@@ -96,7 +96,7 @@ bench-generate: setup  ## Full against model.generate: TTFT and TPOT, interleave
 
 # A run that is there is read, not repeated: stopped, `make published` goes on where it was.
 TABLES = $(basename $(notdir $(wildcard conf/experiment/tables/[!_]*.yaml)))
-published: setup  ## results/published/tables and the bands of Full anew, with DATA=...: about 7 hours of one core
+published: setup  ## results/published/tables and the bands of Full anew, with DATA=...: about 12 hours of one core
 	for name in $(TABLES); do \
 	    $(BIN)/python -m harness -m +experiment=tables/$$name data.root=$(DATA) results.root=results/runs/tables/$$name && \
 	    $(BIN)/python -m harness.report results/runs/tables/$$name --md results/published/tables/$$name.md \
