@@ -19,7 +19,7 @@ from kernels.dispatch import watched
 from kernels.ragged import Ragged
 from methods.base.counters import CaptureError
 
-WRITTEN = {"put_rows": slice(1), "attention_inputs_stored": slice(4, 6)}  # which arguments an operation changes
+WRITTEN = {"put_rows": slice(1), "attention_inputs_stored": slice(5, 7)}  # which arguments an operation changes
 WAITING = ("item", "_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2")
 
 
