@@ -90,27 +90,35 @@ def attention_inputs(x: Tensor, block: DecoderBlock, cos: Tensor, sin: Tensor) -
 
 def attention_inputs_stored(
     x: Tensor,
+    added: Tensor | None,
     block: DecoderBlock,
     cos: Tensor,
     sin: Tensor,
     keys: Tensor | Ragged,
     values: Tensor | Ragged,
     row: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute `attention_inputs` of one token of each sequence, and write its k and v to where a cache holds them too:
-    to `row` ([1] for all sequences, or [B], int64) of keys and values [B G S D]."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Compute `attention_inputs` of x + `added`, one token of each sequence, and write its k and v to a cache too: to
+    `row` ([1] for all sequences, or [B], int64) of keys and values [B G S D]. -> x + `added`, and what that returns"""
+    x = x if added is None else x + added
     normed, q, k, v = ops.attention_inputs(x, block, cos, sin)
     rows = row.view(-1, 1, 1).expand(k.shape[:3])
     ops.put_rows(keys, rows, k)
     ops.put_rows(values, rows, v)
-    return normed, q, k, v
+    return x, normed, q, k, v
 
 
 def block_output(x: Tensor, attended: Tensor, block: DecoderBlock) -> Tensor:
     """Apply the output projection and the MLP, each with its residual. x [B T E], attended [B H T D] -> [B T E]"""
+    x, added = block_output_apart(x, attended, block)
+    return x + added
+
+
+def block_output_apart(x: Tensor, attended: Tensor, block: DecoderBlock) -> tuple[Tensor, Tensor]:
+    """Compute the two parts whose sum `block_output` is, for `attention_inputs_stored` of the next block."""
     x = x + block.o(attended.transpose(1, 2).flatten(2))
     normed = rms_norm(x, block.mlp_norm, block.eps)
-    return x + block.down(silu(block.gate(normed)) * block.up(normed))
+    return x, block.down(silu(block.gate(normed)) * block.up(normed))
 
 
 def token_logits(x: Tensor, head: Head) -> Tensor:

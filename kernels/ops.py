@@ -61,6 +61,7 @@ attention_inputs = Op("attention_inputs", triton="kernels.gpu.block", cpu="kerne
 attention_inputs_stored = Op("attention_inputs_stored", triton="kernels.gpu.block", torch="kernels.block")
 rotate = Op("rotate", triton="kernels.gpu.rope", torch="kernels.rope")
 block_output = Op("block_output", triton="kernels.gpu.block", cpu="kernels.cpu.block", torch="kernels.block")
+block_output_apart = Op("block_output_apart", triton="kernels.gpu.block", torch="kernels.block")
 token_logits = Op("token_logits", triton="kernels.gpu.block", cpu="kernels.cpu.block", torch="kernels.block")
 
 ALL = tuple(value for value in list(globals().values()) if isinstance(value, Op))

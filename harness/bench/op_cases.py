@@ -157,11 +157,13 @@ def _scores(x: Inputs) -> Iterator[OpCase]:
         yield OpCase(
             "row_scores", f"{method}, {count} of {width}", (x.grouped(width), x.random(1, groups, count, width))
         )
-    quest = x.grouped(dim), x.random(1, groups, x.tokens // PAGE, 2 * dim)
-    yield OpCase("page_scores", f"Quest, {x.tokens // PAGE} of {2 * dim}", quest)
-    partial, there = max(1, int(PARTIAL * dim)), torch.tensor([x.tokens], device=x.shape.device)
-    guessed = x.grouped(partial), x.random(1, groups, x.tokens + ROOM, partial), there
-    yield OpCase("live_scores", f"InfiniGen, {x.tokens} of {partial}", guessed)
+    by_page = x.random(1, groups, x.tokens // PAGE, 2 * dim)
+    yield OpCase("page_scores", f"Quest, {x.tokens // PAGE} of {2 * dim}", (x.grouped(dim), by_page))
+    partial, live = max(1, int(PARTIAL * dim)), torch.tensor([x.tokens], device=x.shape.device)
+    stored = x.random(1, groups, x.tokens + ROOM, partial)
+    yield OpCase("live_scores", f"InfiniGen, {x.tokens} of {partial}", (x.grouped(partial), stored, live))
+    counts = torch.full((1, groups), x.budget, device=x.shape.device)
+    yield OpCase("mean_counts", f"InfiniGen, {groups} heads", (counts, x.budget))
     yield OpCase("pick_channels", f"SparQ, {CHANNELS} of {dim}", (x.grouped(dim), CHANNELS, x.scale, True, False))
     by_channel = x.kv[0].transpose(2, 3).contiguous()
     picked = x.grouped(CHANNELS), by_channel, x.rows(groups, dim, CHANNELS)
@@ -172,8 +174,6 @@ def _scores(x: Inputs) -> Iterator[OpCase]:
     yield OpCase("group_weights", f"{x.tokens}, sum", (x.logits, x.scale, "sum"))
     yield OpCase("group_weights", f"{x.tokens}, largest", (x.logits, x.scale, "largest"))
     yield OpCase("group_margins", f"InfiniGen, {x.tokens}", (x.logits, x.tokens, ALPHA))
-    near = torch.randint(1, x.tokens + 1, (1, groups), device=x.shape.device)
-    yield OpCase("mean_counts", f"InfiniGen, up to {x.budget}", (near, x.budget))
     yield OpCase("top_k", f"{x.budget} of {x.tokens}", (x.logits[:, :, 0].contiguous(), min(x.budget, x.tokens)))
 
 
@@ -193,9 +193,9 @@ def _quantised(x: Inputs) -> Iterator[OpCase]:
 def _rows(x: Inputs) -> Iterator[OpCase]:
     groups, dim = x.shape.kv_heads, x.shape.head_dim
     rows, chosen = x.rows(groups, x.tokens, x.budget), f"{x.budget} of {x.tokens}"
-    pages = x.rows(groups, x.tokens // PAGE, x.budget // PAGE)
-    yield OpCase("token_rows", f"Quest, {pages.shape[2]} pages of {PAGE}", (pages, PAGE))
     yield OpCase("gather_rows", chosen, (x.kv[0], rows))
+    pages = x.rows(x.shape.heads, x.tokens // PAGE, x.budget // PAGE)
+    yield OpCase("token_rows", f"Quest, {x.budget // PAGE} pages", (pages, PAGE, x.tokens // PAGE))
     slots = torch.where(rows % 4 == 0, -1, rows % x.budget)  # three of four are held
     yield OpCase("gather_tiers", chosen, (x.kv[0], rows, x.kv[0][:, :, : x.budget], slots))
     yield OpCase("put_rows", chosen, (torch.empty_like(x.kv[0]), rows, x.random(*rows.shape, dim)))
@@ -239,11 +239,14 @@ def _model(x: Inputs) -> Iterator[OpCase]:
         linear(channels, inner),
     )  # fmt: skip
     token, what = x.random(1, 1, channels), f"a token of {channels}"
-    angles, row = x.shape.rope(torch.tensor([x.tokens])), torch.tensor([x.tokens - 1], device=x.shape.device)
+    angles = x.shape.rope(torch.tensor([x.tokens]))
     yield OpCase("attention_inputs", what, (token, block, *angles))
-    yield OpCase("attention_inputs_stored", what, (token, block, *angles, *map(torch.clone, x.kv), row))
-    yield OpCase("rotate", f"InfiniGen, {what}", (x.q, *angles))
+    row = torch.tensor([x.tokens - 1], device=x.shape.device)
+    store = (*(torch.empty_like(side) for side in x.kv), row)
+    yield OpCase("attention_inputs_stored", what, (token, x.random(1, 1, channels), block, *angles, *store))
+    yield OpCase("rotate", what, (x.q, *angles))
     yield OpCase("block_output", what, (token, x.q, block))
+    yield OpCase("block_output_apart", what, (token, x.q, block))
     yield OpCase("token_logits", f"{what}, {WORDS} words", (token, Head(1e-5, block.norm, linear(WORDS, channels))))
     yield from _prompt(x, block, x.random(1, x.prefill, channels))
 

@@ -25,8 +25,9 @@ from harness.engine.joined import join_weights
 from harness.models.architectures import ARCHITECTURES
 from kernels import ops
 from kernels.block import DecoderBlock, Head, Linear
-from methods.base import AttnInput
+from methods.base import AttnInput, NextRow
 
+Stream = Tensor | tuple[Tensor, Tensor]  # what goes from layer to layer, perhaps as two parts of a sum
 BY_BLOCKS = [name for name, known in ARCHITECTURES.items() if known.by_blocks]
 
 
@@ -73,8 +74,10 @@ class BlockForward:
         cache.begin()
         if len(chunks) > 1:
             cache.expect(len(chunks[0]), sum(ids.shape[1] for ids in chunks))
-        states = deque(embedding(ids, self.embedding) for ids in chunks)  # those of a layer are its next one's input
-        rotations, left = self._rotations(states, cache), len(chunks) * len(self.blocks)
+        inputs = [embedding(ids, self.embedding) for ids in chunks]
+        rotations, left = self._rotations(inputs, cache), len(chunks) * len(self.blocks)
+        states = deque[Stream](inputs)  # those of a layer are its next one's input
+        del inputs
         for index in range(len(self.blocks)):
             for start, cos, sin in rotations:
                 states.append(self._layer(index, states.popleft(), cos, sin, cache, start))
@@ -83,7 +86,7 @@ class BlockForward:
                     between()
             complete(index)
         cache.end()
-        logits: Tensor = ops.token_logits(states[-1], self.head)
+        logits: Tensor = ops.token_logits(_summed(states[-1]), self.head)
         return logits[:, -1]
 
     def _rotations(self, states: Sequence[Tensor], cache: KVCache) -> list[tuple[int, Tensor, Tensor]]:
@@ -94,21 +97,37 @@ class BlockForward:
         starts = accumulate(sizes[:-1], initial=cache.num_tokens)
         return [(start, *self.decoder.rotary_emb(x, at)) for start, x, at in zip(starts, states, places, strict=True)]
 
-    def _layer(self, index: int, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, start: int) -> Tensor:
+    def _layer(self, index: int, x: Stream, cos: Tensor, sin: Tensor, cache: KVCache, start: int) -> Stream:
         """x [B T hidden] -> [B T hidden], of the last layer [B 1 hidden]: only the last token's logits are wanted."""
+        next_row = cache.next_row(index) if self.stores and cos.shape[1] == 1 else None
+        if next_row is not None:
+            return self._stored_layer(index, x, cos, sin, cache, start, next_row)
+        x = _summed(x)
         attended = self._attended(index, x, cos, sin, cache, start)
         if index == len(self.blocks) - 1:
             x, attended = x[:, -1:], attended[:, :, -1:]
-        return ops.block_output(x, attended, self.blocks[index])
+        output: Tensor = ops.block_output(x, attended, self.blocks[index])
+        return output
 
     def _attended(self, index: int, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, start: int) -> Tensor:
         """A function of its own, so that nothing but its result [B H T D] is alive beside the MLP."""
-        next_row = cache.next_row(index) if self.stores and x.shape[1] == 1 else None
-        if next_row is None:
-            normed, q, k, v = ops.attention_inputs(x, self.blocks[index], cos, sin)
-        else:
-            normed, q, k, v = ops.attention_inputs_stored(x, self.blocks[index], cos, sin, *next_row)
-        return cache.attend(index, AttnInput(q, k, v, cos, sin, normed, start, stored=next_row is not None))
+        normed, q, k, v = ops.attention_inputs(x, self.blocks[index], cos, sin)
+        return cache.attend(index, AttnInput(q, k, v, cos, sin, normed, start))
+
+    def _stored_layer(
+        self, index: int, x: Stream, cos: Tensor, sin: Tensor, cache: KVCache, start: int, next_row: NextRow
+    ) -> Stream:
+        """The same for one token, whose k and v are stored where they are made; its last sum is left to the next
+        layer."""
+        block, parts = self.blocks[index], x if isinstance(x, tuple) else (x, None)
+        total, normed, q, k, v = ops.attention_inputs_stored(*parts, block, cos, sin, *next_row)
+        attended = cache.attend(index, AttnInput(q, k, v, cos, sin, normed, start, stored=True))
+        output: tuple[Tensor, Tensor] = ops.block_output_apart(total, attended, block)
+        return output
+
+
+def _summed(x: Stream) -> Tensor:
+    return x[0] + x[1] if isinstance(x, tuple) else x
 
 
 def by_blocks(model: PreTrainedModel) -> tuple[BlockForward | None, str | None]:

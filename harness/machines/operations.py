@@ -46,8 +46,11 @@ _READ: dict[str, Callable[..., int]] = {
         positions.numel() * (u.shape[2] + cos.shape[1] + sin.shape[1]) * u.element_size() + _whole(basis)
     ),
     "attention_inputs": lambda x, block, cos, sin: _weights(block.q, block.k, block.v),
-    "attention_inputs_stored": lambda x, block, *_: _weights(block.q, block.k, block.v),
-    "block_output": lambda x, attended, block: _weights(block.o, block.gate, block.up, block.down),
+    "attention_inputs_stored": lambda x, added, block, *_: _weights(block.q, block.k, block.v),
+    **dict.fromkeys(
+        ("block_output", "block_output_apart"),
+        lambda x, attended, block: _weights(block.o, block.gate, block.up, block.down),
+    ),
     "token_logits": lambda x, head: _weights(head.linear),
 }
 
@@ -102,8 +105,11 @@ _COMPUTED: dict[str, Callable[..., int]] = {
     ),
     "rebuild_keys": lambda u, basis, positions, cos, sin: 2 * positions.numel() * u.shape[2] * basis.shape[3],
     "attention_inputs": lambda x, block, cos, sin: _products(x, block.q, block.k, block.v),
-    "attention_inputs_stored": lambda x, block, *_: _products(x, block.q, block.k, block.v),
-    "block_output": lambda x, attended, block: _products(x, block.o, block.gate, block.up, block.down),
+    "attention_inputs_stored": lambda x, added, block, *_: _products(x, block.q, block.k, block.v),
+    **dict.fromkeys(
+        ("block_output", "block_output_apart"),
+        lambda x, attended, block: _products(x, block.o, block.gate, block.up, block.down),
+    ),
     "token_logits": lambda x, head: _products(x, head.linear),
 }
 

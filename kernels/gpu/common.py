@@ -124,3 +124,9 @@ def product(a, b):
     if _interpreted:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, input_precision="tf32x3")
+
+
+@triton.jit
+def rounded(x, like):
+    """Round x in fp32 as if it were stored at `like`."""
+    return x.to(like.dtype.element_ty).to(tl.float32)

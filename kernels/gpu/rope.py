@@ -1,19 +1,59 @@
-"""Rotates heads by position in one kernel, where nothing else is done with them."""
+"""Rotates heads by position in one kernel: those of a block, whose keys it may write to a cache too, or any others."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
+import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.block import MOST_TURNED, _turn
-from kernels.gpu.common import padded, unfit_heads
+from kernels.block import DecoderBlock
+from kernels.gpu.common import head_rows, located, padded, rounded, unfit_heads
+from kernels.ragged import Ragged
+
+_TURNED = 16  # tokens of a head that one program rotates
+
+
+class NewRows(NamedTuple):
+    """Says where k and v of new tokens are written too."""
+
+    keys: Tensor | Ragged  # [B G S D]
+    values: Tensor | Ragged
+    row: Tensor  # [1] or [B]
+
+
+def turned(
+    q: Tensor, k: Tensor, v: Tensor, block: DecoderBlock, cos: Tensor, sin: Tensor, batch: int, store: NewRows | None
+) -> tuple[Tensor, Tensor]:
+    """Norm heads where the model does, rotate them and put them in order; write k and v to `store` if there is one. q
+    [B*T H*D], k, v [B*T G*D] -> [B H T D], [B G T D]"""
+    (tokens, turning), dim = cos.shape[1:], block.head_dim
+    heads, groups = q.shape[1] // dim, k.shape[1] // dim
+    new_q, new_k = (q.new_empty((batch, count, tokens, dim)) for count in (heads, groups))
+    at_once = min(_TURNED, triton.next_power_of_2(tokens))
+    per_sequence = [x.stride(0) if x.shape[0] > 1 else 0 for x in (cos, sin)]
+    (keys, of_keys, k_aligned), (values, of_values, v_aligned) = (
+        ((None, None, 1),) * 2 if store is None else map(located, store[:2])
+    )
+    row = None if store is None else store.row
+    _turn[(triton.cdiv(tokens, at_once), heads + groups * (1 if store is None else 2), batch)](
+        q, k, v, new_q, new_k, keys, values, of_keys, of_values, row, block.q_norm, block.k_norm, cos, sin, block.eps,
+        q.stride(0), k.stride(0), v.stride(0), *per_sequence, cos.stride(1), sin.stride(1),
+        *((0,) * 6 if keys is None or values is None else (*keys.stride()[:3], *values.stride()[:3])), tokens,
+        int(row is not None and len(row) > 1), heads, groups, dim, turning // 2, padded(turning // 2, 1),
+        padded(dim - turning, 1), padded(dim, 1), at_once, min(k_aligned, v_aligned),
+        num_warps=1 if at_once == 1 else 4,
+        enable_fp_fusion=False,  # fusing would skip the rounding of a product
+    )  # fmt: skip
+    return new_q, new_k
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate x [B G T D], as kernels/rope.py defines it: as the queries of a block that norms no heads."""
     (batch, heads, tokens, dim), half = x.shape, cos.shape[-1] // 2
     rows, out = x.transpose(1, 2).reshape(batch * tokens, heads * dim), x.new_empty(x.shape)
-    at_once = min(MOST_TURNED, triton.next_power_of_2(tokens))
+    at_once = min(_TURNED, triton.next_power_of_2(tokens))
     per_sequence = [angle.stride(0) if len(angle) > 1 else 0 for angle in (cos, sin)]
     if out.numel():
         _turn[(triton.cdiv(tokens, at_once), heads, batch)](
@@ -29,3 +69,89 @@ def rotate_refuses(x: Tensor, cos: Tensor, sin: Tensor) -> str | None:
     if cos.shape[-1] % 2:
         return f"turns pairs of channels, got {cos.shape[-1]}"
     return unfit_heads(x, cos, sin)
+
+
+@triton.jit
+def _times(x, share, norm, at, there):
+    """Norm some channels of heads."""
+    gain = tl.load(norm + at, mask=there, other=0.0).to(tl.float32)
+    return rounded(gain * rounded(x * share[:, None], norm), norm)
+
+
+@triton.jit
+def _turn_head(
+    x, out, stored, norm, cos, sin, eps, xt, ct, st, live, DIM: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr,
+    REST_WIDE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Rotate channel i with i + HALF; channels from 2 * HALF on stay as they are. A single token may also go to a row
+    `stored`."""
+    token = tl.arange(0, ROWS).to(tl.int64)[:, None]
+    channel = tl.arange(0, WIDE)
+    still = 2 * HALF + tl.arange(0, REST_WIDE)
+    there, beside = live[:, None] & (channel < HALF), live[:, None] & (still < DIM)
+    lower = tl.load(x + token * xt + channel, mask=there, other=0.0).to(tl.float32)
+    upper = tl.load(x + token * xt + HALF + channel, mask=there, other=0.0).to(tl.float32)
+    rest = tl.load(x + token * xt + still, mask=beside, other=0.0).to(tl.float32)
+    if norm is not None:
+        squares = tl.sum(lower * lower, 1) + tl.sum(upper * upper, 1) + tl.sum(rest * rest, 1)
+        share = tl.rsqrt(squares / DIM + eps)
+        lower = _times(lower, share, norm, channel, channel < HALF)
+        upper = _times(upper, share, norm, HALF + channel, channel < HALF)
+        rest = _times(rest, share, norm, still, still < DIM)
+    c = tl.load(cos + token * ct + channel, mask=there, other=0.0).to(tl.float32)
+    s = tl.load(sin + token * st + channel, mask=there, other=0.0).to(tl.float32)
+    turned_lower = rounded(lower * c, out) - rounded(upper * s, out)
+    c = tl.load(cos + token * ct + HALF + channel, mask=there, other=0.0).to(tl.float32)
+    s = tl.load(sin + token * st + HALF + channel, mask=there, other=0.0).to(tl.float32)
+    turned_upper = rounded(upper * c, out) + rounded(lower * s, out)
+    tl.store(out + token * DIM + channel, turned_lower, mask=there)
+    tl.store(out + token * DIM + HALF + channel, turned_upper, mask=there)
+    tl.store(out + token * DIM + still, rest, mask=beside)
+    if stored is not None:
+        tl.store(stored + token * DIM + channel, turned_lower, mask=there)
+        tl.store(stored + token * DIM + HALF + channel, turned_upper, mask=there)
+        tl.store(stored + token * DIM + still, rest, mask=beside)
+
+
+@triton.jit
+def _row_of(x, places, row, sequence, group, xb, xg, xt, EACH: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return where the row of a new token begins, in what a sequence holds for a KV head."""
+    first, step = head_rows(x, places, sequence, group, xb, xg, xt, ALIGNED)
+    return first + tl.load(row + sequence * EACH) * step
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _turn(
+    q, k, v, new_q, new_k, keys, values, of_keys, of_values, row, q_norm, k_norm, cos, sin, eps, qt: tl.int64,
+    kt: tl.int64, vt: tl.int64, cb: tl.int64, sb: tl.int64, ct: tl.int64, st: tl.int64, keys_b: tl.int64,
+    keys_g: tl.int64, keys_t: tl.int64, values_b: tl.int64, values_g: tl.int64, values_t: tl.int64, tokens,
+    EACH: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
+    WIDE: tl.constexpr, REST_WIDE: tl.constexpr, DIM_WIDE: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Norm and rotate some tokens of one query head or of one KV head. Where `keys` and `values` are given there is one
+    token, and its keys go there too, and those of further programs its values: to `row`, of EACH sequence or of all."""
+    first, head, batch = tl.program_id(0) * ROWS, tl.program_id(1), tl.program_id(2).to(tl.int64)
+    live = first + tl.arange(0, ROWS) < tokens
+    cos, sin = cos + batch * cb + first * ct, sin + batch * sb + first * st
+    token = batch * tokens + first
+    if head < HEADS:
+        to = (batch * HEADS + head) * tokens + first
+        _turn_head(
+            q + token * qt + head * DIM, new_q + to * DIM, None, q_norm, cos, sin, eps, qt, ct, st, live, DIM, HALF,
+            WIDE, REST_WIDE, ROWS,
+        )  # fmt: skip
+    elif head < HEADS + GROUPS:
+        group = head - HEADS
+        to = (batch * GROUPS + group) * tokens + first
+        stored = keys
+        if keys is not None:
+            stored = _row_of(keys, of_keys, row, batch, group, keys_b, keys_g, keys_t, EACH, ALIGNED)
+        _turn_head(
+            k + token * kt + group * DIM, new_k + to * DIM, stored, k_norm, cos, sin, eps, kt, ct, st, live, DIM, HALF,
+            WIDE, REST_WIDE, ROWS,
+        )  # fmt: skip
+    elif values is not None:
+        group, channel = head - HEADS - GROUPS, tl.arange(0, DIM_WIDE)
+        stored = _row_of(values, of_values, row, batch, group, values_b, values_g, values_t, EACH, ALIGNED)
+        value = tl.load(v + token * vt + group * DIM + channel, mask=channel < DIM)
+        tl.store(stored + channel, value, mask=channel < DIM)

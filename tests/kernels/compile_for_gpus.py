@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 from kernels import ops  # noqa: E402
 from kernels.block import DecoderBlock, Head  # noqa: E402
 from kernels.dispatch import use_backend  # noqa: E402
-from kernels.gpu import block, common, kmeans  # noqa: E402
+from kernels.gpu import block, common, kmeans, rope  # noqa: E402
 from kernels.ragged import Ragged  # noqa: E402
 from kernels.reference import Segment  # noqa: E402
 from tests.kernels import coded_cases  # noqa: E402
@@ -82,7 +82,7 @@ def compile_block(layer: DecoderBlock, x: Tensor, cos: Tensor, sin: Tensor) -> N
     if x.shape[1] == 1:
         side = x.new_zeros(len(x), len(layer.k.weight) // layer.head_dim, 9, layer.head_dim)
         for held in (side, Ragged(side.split(1))):
-            block.attention_inputs_stored(x, layer, cos, sin, held, held, torch.zeros(len(x), dtype=torch.int64))
+            block.attention_inputs_stored(x, x, layer, cos, sin, held, held, torch.zeros(len(x), dtype=torch.int64))
     block.block_output(x, q, layer)
     block.token_logits(x[:, -1:], Head(layer.eps, layer.norm, layer.up))
 
@@ -148,7 +148,7 @@ def main(words: list[str]) -> None:
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **options)
         assert kernel.asm["cubin"], self
-        if self is block._turn:
+        if self is rope._turn:
             # a bf16 product is one below sm_90, which has no other: it is rounded all the same
             assert "fma.rn.f32" not in kernel.asm["ptx"], "each product of a rotation is rounded, as in torch"
         name = f"{self.__module__}.{self.__name__}"

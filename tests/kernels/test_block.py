@@ -19,6 +19,7 @@ from kernels.ragged import Ragged
 from kernels.reference import Segment
 from tests.quick import mostly_slow, slow_if
 
+HAS_GPU = torch.cuda.is_available()
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # channels, heads, KV heads, head size, MLP channels, bias, norm of heads, channels that turn, sequences, tokens
 SHAPES = {
@@ -85,7 +86,8 @@ def results(backend: str, block: DecoderBlock, x: Tensor, cos: Tensor, sin: Tens
         if reason := ops.attention_inputs.refusal(backend, x, block, cos, sin):
             pytest.skip(reason)
         made = ops.attention_inputs(x, block, cos, sin)
-        return [*made, ops.block_output(x, q, block), ops.token_logits(x, head)]
+        apart = ops.block_output_apart(x, q, block)  # plain torch's, where a backend has none
+        return [*made, ops.block_output(x, q, block), ops.token_logits(x, head), *apart]
 
 
 def close(ours: Tensor, theirs: Tensor) -> None:
@@ -114,14 +116,27 @@ def test_triton_block_equals_plain_torch(shape: str, dtype: str, monkeypatch: py
 @pytest.mark.parametrize("several", [False, True], ids=["one-tensor", "tables"])
 @pytest.mark.parametrize("shape", ["smollm", "odd", "qwen3", "partial-rotary", "wide-heads"])
 @pytest.mark.parametrize("make", [drawn, drawn_in_slices])
-def test_keys_and_values_are_written_where_they_are_made(make: Callable[..., Any], shape: str, several: bool) -> None:
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cpu", marks=pytest.mark.skipif(HAS_GPU, reason="kernels are compiled here, not interpreted")),
+        pytest.param(
+            "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="no CUDA device on this machine")]
+        ),
+    ],
+)
+def test_keys_and_values_are_written_where_they_are_made(
+    make: Callable[..., Any], shape: str, several: bool, device: str
+) -> None:
     """To rows with others between them; of several sequences to another row in each, all others stay as they are."""
-    block, x, cos, sin = make(shape, torch.float32)
+    pytest.importorskip("triton")
+    block, x, cos, sin = (moved(value, device) for value in make(shape, torch.float32))
     batch, groups = len(x), len(block.k.weight) // block.head_dim
-    row = torch.arange(batch) % 5 if several else torch.tensor([3])
+    row = torch.arange(batch, device=device) % 5 if several else torch.tensor([3], device=device)
 
     def stores() -> tuple[Tensor, Tensor]:
-        room = torch.arange(2.0 * batch * groups * 9 * block.head_dim).view(2, batch, 9, groups, block.head_dim)
+        count = 2 * batch * groups * 9 * block.head_dim
+        room = torch.arange(count, dtype=x.dtype, device=device).view(2, batch, 9, groups, block.head_dim)
         keys, values = (part.transpose(1, 2)[:, :, 2:] for part in room)
         return keys, values
 
@@ -129,15 +144,17 @@ def test_keys_and_values_are_written_where_they_are_made(make: Callable[..., Any
         keys, values = stores()
         held = [Ragged(part.split(1)) if several else part for part in (keys, values)]
         with use_backend(backend):
-            assert ops.attention_inputs_stored.refusal(backend, x, block, cos, sin, *held, row) is None
-            return [*ops.attention_inputs_stored(x, block, cos, sin, *held, row), keys, values]
+            for added in (None, x.flip(0)):
+                assert ops.attention_inputs_stored.refusal(backend, x, added, block, cos, sin, *held, row) is None
+                made = ops.attention_inputs_stored(x, added, block, cos, sin, *held, row)
+            return [*made, keys, values]
 
     ours, theirs = made("triton"), made(REFERENCE)
     for one, other in zip(ours, theirs, strict=True):
         close(one, other)
-    for side, before, new in zip(ours[4:], stores(), ours[2:4], strict=True):
-        there = torch.zeros(batch, 1, 7, 1, dtype=torch.bool)
-        there[torch.arange(batch), 0, row.expand(batch)] = True
+    for side, before, new in zip(ours[5:], stores(), ours[3:5], strict=True):
+        there = torch.zeros(batch, 1, 7, 1, dtype=torch.bool, device=device)
+        there[torch.arange(batch, device=device), 0, row.expand(batch)] = True
         assert torch.equal(side, torch.where(there, new, before))
 
 
