@@ -178,9 +178,8 @@ def test_a_summary_names_its_full(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_csv_holds_raw_numbers(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     printed(capsys, results, "--csv", results / "all.csv")
-    rows = {
-        (line["method"], line["budget.asked"]): line for line in csv.DictReader((results / "all.csv").open(newline=""))
-    }
+    with (results / "all.csv").open(newline="") as file:
+        rows = {(line["method"], line["budget.asked"]): line for line in csv.DictReader(file)}
     assert len(rows) == 4
     line = rows["quest", "0.1"]
     assert float(line["score.mean"]) == pytest.approx(0.9)

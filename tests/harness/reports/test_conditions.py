@@ -81,6 +81,7 @@ def test_text_markdown_and_csv_say_it(tmp_path: Path, capsys: pytest.CaptureFixt
     for text in (capsys.readouterr().out, (tmp_path / "x.md").read_text()):
         for words in ("prompts: 100 tokens", "dtype: float32", "A CPU, 2 threads", "commit: abcdef0"):
             assert words in text
-    [row] = csv.DictReader((tmp_path / "x.csv").open(newline=""))
+    with (tmp_path / "x.csv").open(newline="") as file:
+        [row] = csv.DictReader(file)
     assert (row["dtype"], row["device"], row["cpu"], row["threads"]) == ("float32", "cpu", "A CPU", "2")
     assert (row["commit"], row["dirty"], row["prompt_tokens.median"]) == ("abcdef0123", "False", "100")
