@@ -186,18 +186,20 @@ def test_python_does_no_more_for_more_members(name: str, monkeypatch: pytest.Mon
     assert more == [two] * len(more)
 
 
+def launched(engine: Engine, count: int) -> dict[str, int]:
+    """Count how often a step of `count` members calls each operation."""
+    slots = slots_of(engine, count)
+    with recorded(()) as schedule:
+        step(engine, slots)
+    return {name: times for name, times in launches(schedule).items() if name in OPERATIONS}
+
+
 @together
 @torch.inference_mode()
 def test_a_step_launches_no_more_for_more_members(name: str) -> None:
-    def launched(count: int) -> dict[str, int]:
-        slots = slots_of(engine, count)
-        with recorded(()) as schedule:
-            step(engine, slots)
-        return {name: times for name, times in launches(schedule).items() if name in OPERATIONS}
-
     with attach_compiled(name) as kv:
         engine = engine_of(kv)
-        two, *more = map(launched, COUNTS)
+        two, *more = (launched(engine, count) for count in COUNTS)
     assert two["put_rows"] == 2 * len(kv.model.model.layers) + ALSO_PUT.get(name, 0)
     assert more == [two] * len(more)
 

@@ -10,8 +10,6 @@ import torch
 
 from harness.engine.attach import attached
 from harness.engine.batch.running import RunningBatch
-from harness.machines.recorder import recorded
-from harness.machines.schedule import launches
 from methods.base import Method
 from methods.kivi import Kivi
 from methods.shadowkv import ShadowKV
@@ -22,13 +20,11 @@ from methods.tiers.traffic import Traffic
 from methods.tiers.transfer.engine import Links, TransferEngine
 from tests.harness.engine.test_kept_steps import engines, in_a_batch, seen
 from tests.harness.engine.test_together import (
-    OPERATIONS,
     assert_together_as_alone,
     compilable,
     engine_of,
+    launched,
     reason,
-    slots_of,
-    step,
 )
 from tests.methods.test_contract import small
 from tests.tape import Tape
@@ -86,15 +82,9 @@ def test_examples_that_come_and_go_are_captured_once_for_each_size(name: str) ->
 @on_host
 @torch.inference_mode()
 def test_a_step_launches_no_more_for_more_members(name: str) -> None:
-    def launched(count: int) -> dict[str, int]:
-        slots = slots_of(engine, count)
-        with recorded(()) as schedule:
-            step(engine, slots)
-        return {name: times for name, times in launches(schedule).items() if name in OPERATIONS}
-
     with attach(name, 0.5) as kv:
         engine = engine_of(kv)
-        two, four = map(launched, (2, 4))
+        two, four = (launched(engine, count) for count in (2, 4))
     assert two == four
     assert sum(two.values())
 

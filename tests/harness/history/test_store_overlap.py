@@ -249,17 +249,23 @@ def test_the_read_buffer_says_what_comes_before_the_job_begins(
         assert loading.all_layers()[0].keys() == rows("a", TOKENS).keys()
 
 
-@pytest.mark.parametrize("threads", [0, 2])
-def test_the_read_buffer_bounds_what_is_read_ahead(
-    threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taken, read = [], BlockFile.read
+def noted_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that grows by the name of each tensor that is read from a block's file."""
+    taken, read = list[str](), BlockFile.read
 
     def noting(file: BlockFile, names: list[str], pin: bool = False) -> Any:
         taken.extend(names)
         return read(file, names, pin)
 
     monkeypatch.setattr(BlockFile, "read", noting)
+    return taken
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+def test_the_read_buffer_bounds_what_is_read_ahead(
+    threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = noted_reads(monkeypatch)
     with opened(tmp_path, host=0, io_threads=threads) as store:
         put(store, "a", "b")
         store.flush()
@@ -277,13 +283,7 @@ def test_the_read_buffer_bounds_what_is_read_ahead(
 def test_what_was_cancelled_is_read_no_further_and_others_have_all(
     threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken, read = [], BlockFile.read
-
-    def noting(file: BlockFile, names: list[str], pin: bool = False) -> Any:
-        taken.extend(names)
-        return read(file, names, pin)
-
-    monkeypatch.setattr(BlockFile, "read", noting)
+    taken = noted_reads(monkeypatch)
     with opened(tmp_path, host=0, io_threads=threads) as store:
         put(store, "a", "b")
         store.flush()
