@@ -56,7 +56,7 @@ from methods.base.pieces import pieces
 from methods.layers import Layer, Padded, Policy, Pooled, Storage
 from methods.parts import costs, limited_pool
 from methods.parts.growing import GrowingRows
-from methods.parts.limited_pool import Counts, Eviction, Fetched
+from methods.parts.limited_pool import Counts, Eviction, Fetched, leading_columns
 from methods.parts.skew import column_mass, largest, narrowed, skewed, skewing
 from methods.parts.uneven import limited, one_by_one
 from methods.tiers.tier import DISK
@@ -361,8 +361,7 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
         rows = super().selected_rows()
         if rows is None:
             return None
-        counts = torch.as_tensor(self.counts, device=rows.device).view(-1, 1, 1)
-        return rows.masked_fill(torch.arange(rows.shape[2], device=rows.device) >= counts, -1)
+        return rows.masked_fill(~leading_columns(rows, self.counts), -1)
 
     def count_replayed(self, steps: int) -> None:
         super().count_replayed(steps)

@@ -137,7 +137,7 @@ def run_s(way, batch=20, prompt=1920, size="13B", **parameters):
     budget = Budget(0.2) if method.uses_budget else None
     cases = [Case(spec, prompt, budget.tokens(prompt, spec.index) if budget else prompt, placement, 2, 128) for spec in shapes(info)]
     constants = MethodConstants(hits=spared, placement=placement)
-    return 128 * replay(steps(info, method, cases, batch, "fp16", constants, overlap=False), a6000.costs("fp16", constants)).tpot_s
+    return 128 * replay(steps(info, method, cases, batch, "fp16", constants, overlap=False, block_bytes=a6000.block_bytes), a6000.costs("fp16", constants)).tpot_s
 
 
 figure, panels = plt.subplots(1, 6, figsize=(21, 3.4), layout="constrained")

@@ -61,9 +61,7 @@ class LimitedPool:
         self.step += 1
         if self.policy == "fifo":
             return
-        read = (
-            torch.arange(rows.shape[2], device=rows.device) < torch.as_tensor(counts, device=rows.device)[:, None, None]
-        )
+        read = leading_columns(rows, counts)
         if self.policy == "counter":
             self.uses.scatter_add_(2, rows, read.expand_as(rows).int())
         else:
@@ -159,3 +157,9 @@ def refuse_whole(budget: Budget | None, sealed: int, layer: int) -> None:
             f"budget={budget} covers all {sealed} prompt tokens, so nothing is fetched that a limited pool could go "
             "by: set a smaller budget, or pool_capacity=null."
         )
+
+
+def leading_columns(rows: Tensor, counts: Counts) -> Tensor:
+    """Say which of rows [B G K] are among the first `counts` [B] of their sequence. -> bool [B 1 K]"""
+    first = counts if isinstance(counts, Tensor) else torch.tensor(counts, device=rows.device)
+    return torch.arange(rows.shape[2], device=rows.device) < first.view(-1, 1, 1)

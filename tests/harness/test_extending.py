@@ -133,7 +133,7 @@ def test_a_tier(tmp_path: Path) -> None:
     assert record["kv_shared_bytes"] > 0 == record["kv_host_bytes"]
     assert record["moved_bytes_per_step"] > 0
     assert json.loads((folder / "summary.json").read_text())["memory"]["kv_shared_bytes"] >= record["kv_shared_bytes"]
-    heads = [line for line in made.out.splitlines() if "KV dev" in line]
+    heads = [line for line in made.out.splitlines() if line.startswith("method ") and "KV dev" in line]
     assert heads
     assert all("KV shared" in line and "KV host" not in line for line in heads)
     assert made.out.count("M: shared memory beside a CPU") == len(heads)

@@ -105,7 +105,15 @@ def _assert_best(scores: Tensor, rows: Tensor) -> None:
 
 
 def test_every_operation_has_cases() -> None:
-    elsewhere = {"kmeans", "put_rows", "attention_inputs", "attention_inputs_stored", "block_output", "token_logits"}
+    elsewhere = {
+        "kmeans",
+        "put_rows",
+        "attention_inputs",
+        "attention_inputs_stored",
+        "block_output",
+        "block_output_apart",
+        "token_logits",
+    }
     assert {case.op for case in cases()} == set(OPS) - elsewhere
 
 

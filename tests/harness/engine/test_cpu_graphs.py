@@ -90,6 +90,7 @@ def test_logits_are_those_of_plain_steps_to_the_last_bit(name: str) -> None:
     assert all(torch.equal(first, steps) for steps in others)
 
 
+@pytest.mark.tokens
 @torch.inference_mode()
 @pytest.mark.parametrize("name", THREE)
 def test_a_kept_step_reads_nothing_of_the_sequence_it_was_captured_for(name: str) -> None:

@@ -62,6 +62,10 @@ def tokens(count: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tup
 class Holder:
     pool: Pool
 
+    @property
+    def request(self) -> Request:
+        return self.pool.cache.request
+
 
 def held(pool: Pool) -> tuple[int, int, int]:
     """Bytes on the device, the host, the disk."""
