@@ -136,7 +136,7 @@ def test_triton_brings_rows_from_the_host_within_a_captured_step(name: str, monk
 
 
 def test_a_record_says_why_waiting_for_rows_is_not_clocked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU captures steps whose rows cross its bus. Here a link stands for that, and its steps are captured after all."""
+    """A GPU captures steps whose rows cross its bus. Here a link stands for that, whose steps are captured too."""
     (plain,), engine = from_host("full_offloaded", Tape(), 1, overlap=True, links=Links(bus=1e9))
     assert engine.plain_steps == "rows cross a link that is counted beside the step (link, disk_link)"
     assert (plain.unclocked, engine.unclocked) == (None, None)
