@@ -356,6 +356,12 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
         prompt, generated = super().readings(steps)
         return prompt if read is None else read, generated
 
+    def check_choice(self, rows: Tensor, top: int | None) -> None:
+        """Raise `ReturnedError` unless what each sequence reads are different tokens of the prompt. The other rows are
+        behind them."""
+        given, choosing = f"{type(self).__name__}.select returned", (self.spec.num_kv_heads, self.spec.num_heads)
+        self.layer.check_rows(given, self.selected_rows(), self.sealed, heads=choosing, gaps=True)
+
     def selected_rows(self) -> Tensor | None:
         """Return the rows read, with -1 where a sequence reads fewer tokens than another."""
         rows = super().selected_rows()

@@ -64,7 +64,8 @@ class ModelDecoding:
             self.logits = self.engine.prefill(self.cache, prompt, whole=True)
         self.first = self.turn()  # with the seal; not counted
         self.cache.state.checks.on = False  # every turn of this cache would be checked as the first one of a run is
-        self.clock = AttentionClock(self.cache.method_layers if kv.model.device.type == "cpu" else [])
+        calls = kv.model.device.type == "cpu" and not options.graphs  # which a replayed step does not make
+        self.clock = AttentionClock(self.cache.method_layers if calls else [])
         self.attention_s: list[list[float] | None] = []  # per step of a turn, of each layer
         self.moved: list[float] = []
         self.exposed_s: list[float] = []  # per step of a turn

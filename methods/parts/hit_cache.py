@@ -56,7 +56,9 @@ class HitCache:
 
     def of_several(self, caches: Sequence[HitCache], cache: CacheState, seen: int | Each, dead: int | None) -> HitCache:
         """Return one for the sequences of `caches`, whose tensors its policy sets (see `Policy`)."""
-        return HitCache(self.size, max(one.total for one in caches))
+        return HitCache(
+            self.size, Each([one.total for one in caches], dead).most
+        )  # of a step of a size: that of the size
 
     def read(self, chunks: Tensor | Ragged, load: Load, traffic: Traffic, *, may_wait: bool) -> Segment:
         """Return the tokens of chunks [B G K], in any order, and count in `traffic` how many were held. `load` makes

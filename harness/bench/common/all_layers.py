@@ -29,11 +29,12 @@ class AttentionClock:
             vars(layer)["decode"] = partial(_clocked, layer.decode, noted)
 
     def taken(self) -> list[float] | None:
-        """Return the mean of each layer's calls behind the first, and forget them; None where steps make no calls."""
+        """Return the mean of each layer's calls behind the first, and forget them; None where no layer is clocked, or
+        steps make no calls."""
         means = [fmean(noted[1:]) if len(noted) > 1 else None for noted in self.seconds]
         for noted in self.seconds:
             noted.clear()
-        return None if None in means else [mean for mean in means if mean is not None]
+        return None if not means or None in means else [mean for mean in means if mean is not None]
 
 
 def _clocked(decode: Callable[[AttnInput], Tensor], noted: list[float], x: AttnInput) -> Tensor:

@@ -34,10 +34,13 @@ class TransferLane:
             threads.shutdown()
 
     def _begin(self, handle: Future[T], action: Callable[[], T]) -> None:
-        if (threads := self._threads) is None:
-            _do(handle, action)
-        else:
-            threads.submit(_do, handle, action)
+        try:
+            if (threads := self._threads) is not None:
+                threads.submit(_do, handle, action)
+                return
+        except RuntimeError:  # another thread has just closed the lane
+            pass
+        _do(handle, action)
 
 
 INLINE = TransferLane()

@@ -97,6 +97,21 @@ def test_a_real_prefill_is_the_model_s_own() -> None:
     assert decoding.cache.num_tokens == 100 + 2 * 4
 
 
+@pytest.mark.parametrize("graphs", [False, True])
+def test_attention_is_clocked_where_steps_call_layers(graphs: bool) -> None:
+    model = tiny("llama")
+    kv = Attachment(model, PQ, 40)
+    with routed(model):
+        decoding = decode.ModelDecoding(kv, prompt(100), options(graphs=graphs))
+        times = [decoding.timed_turn(), decoding.timed_turn()]
+    clocked = decoding.clocked(times)
+    made = WholeModel(3, weights(model)).beside(clocked, clocked)
+    if graphs:
+        assert made == {"weights_share": None, "all_layers": {}}
+    else:
+        assert 0 < made["weights_share"] < 1
+
+
 def test_a_synthetic_prompt_has_the_model_s_rotation_and_length() -> None:
     model = tiny("llama")
     kv = Attachment(model, PQ, 40)
@@ -124,11 +139,11 @@ def test_the_floor_counts_each_weight_once() -> None:
         decoding = decode.ModelDecoding(kv, prompt(50), options())
         decoding.timed_turn()
     table = model.get_input_embeddings().weight
-    weights = sum(x.nbytes for x in model.parameters()) - table.nbytes
+    read = sum(x.nbytes for x in model.parameters()) - table.nbytes
     attended = decoding.last.measured["attended_total"]
     assert attended is not None
     rows = 3 * 2 * 2 * 16 * 4 * attended
-    assert decode.floor_s(decoding, 2.0) == pytest.approx((weights + rows) / 2e9)
+    assert decode.floor_s(decoding, 2.0) == pytest.approx((read + rows) / 2e9)
 
 
 def test_layers_that_are_not_here_are_like_those_that_choose() -> None:

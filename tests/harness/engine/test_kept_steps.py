@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -95,6 +96,29 @@ def test_a_longer_text_and_a_larger_budget_are_other_sizes() -> None:
             made, alone = (one.generate(ids, max_new_tokens=5) for one in (engine, plain))
             assert seen(made) == seen(alone)
     assert tape.captured == 1  # that of 129 to 256 tokens: the first answer was of the other size
+
+
+@pytest.mark.tokens
+@pytest.mark.parametrize("name", TOGETHER)
+def test_a_budget_that_needs_more_room_is_another_size(name: str) -> None:
+    """Of 180 and 231 tokens, whose powers of two are the same: 0.3 of them are on both sides of 64."""
+    with attach_compiled(name, 0.3) as kv:
+        plain, engine, _ = engines(kv)
+        for length in (180, 231, 249, 140, 255):
+            ids = prompt(length, seed=length)
+            made, alone = (one.generate(ids, max_new_tokens=5) for one in (engine, plain))
+            assert seen(made) == seen(alone)
+    assert engine.plain_steps is None
+
+
+@pytest.mark.tokens
+def test_rows_behind_those_that_a_sequence_asks_for_are_not_checked() -> None:
+    """InfiniGen's sequences ask for fewer tokens than a captured step has room for."""
+    with attach(replace(small("infinigen"), alpha=0.5), 0.5) as kv:  # type: ignore[call-arg]
+        ids = prompt(250)
+        made, alone = (engine.generate(ids, max_new_tokens=9) for engine in (Engine(kv, graphs=Tape()), Engine(kv)))
+    assert made.tokens == alone.tokens
+    assert alone.measured["attended_prompt"] < 150  # 166.7 with a whole budget
 
 
 @pytest.mark.tokens

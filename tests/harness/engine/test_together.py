@@ -172,8 +172,8 @@ def compilable(name: str) -> Any:
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-def attach_compiled(name: str) -> Any:
-    return attach(small(name), 0.5) if name != "shadowkv" else attached(compilable(name), small(name), budget=0.5)
+def attach_compiled(name: str, budget: float = 0.5) -> Any:
+    return attach(small(name), budget) if name != "shadowkv" else attached(compilable(name), small(name), budget=budget)
 
 
 @together
