@@ -154,10 +154,10 @@ def errors() -> dict[tuple[str, str, str], list[float]]:
         )
 
     def by_layer(step: TimedStep, others: Sequence[TimedStep]) -> float:
-        return predicted_s(a100, step, MethodConstants(layer_s(a100, others, hits), hits))
+        return predicted_s(a100, step, MethodConstants(layer_s(a100, others, hits), hits=hits))
 
     def by_bytes(machine: Machine, hits: float = 0.0) -> Predict:
-        return lambda step, others: predicted_s(machine, step, MethodConstants(0.0, hits))
+        return lambda step, others: predicted_s(machine, step, MethodConstants(hits=hits))
 
     return {
         ("A100-80G", "full", "bandwidth"): left_out(steps["A100-80G", "full"], by_bandwidth(a100)),

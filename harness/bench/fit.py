@@ -1,8 +1,9 @@
 """`python -m harness.bench fit --machine FILE`: what steps take on this machine beside their bytes, method by method.
 
 Steps are timed over synthetic keys and values of several lengths, each as the fastest of --rounds turns. The bandwidth
-is fitted to Full's, then seconds per layer to each method's, and machine.yaml is written with both for harness.plan.
-Each time stands beside what the other lengths predict for it. FILE is what `python -m harness.bench calibrate` writes.
+is fitted to Full's, then seconds per layer and per token of the prompt to each method's, and machine.yaml is written
+with both for harness.plan. Each time stands beside what the other lengths predict for it. FILE is what
+`python -m harness.bench calibrate` writes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from harness.bench.common.output import Cell
 from harness.bench.decode import CALIBRATION, ModelDecoding, attachment
 from harness.engine.hf import routed
 from harness.machines import machine as machines
-from harness.machines.fitting import NoLineError, TimedStep, layer_s, line, predicted_s
+from harness.machines.fitting import NoLineError, TimedStep, layer_and_token_s, line, predicted_s
 from harness.machines.machine import Machine, MethodConstants
 from harness.machines.plan import Workload
 from harness.models.base import LoadedModel, ModelInfo
@@ -41,16 +42,18 @@ TABLE = output.table(
 
 
 def fitted(there: Machine, steps: Mapping[str, Sequence[TimedStep]]) -> Machine:
-    """The machine with Full's bandwidth, and with what a layer of each method takes beside its bytes."""
+    """The machine with Full's bandwidth, and with what layers of each method take beside their bytes."""
     read_gb_s, of_full = line(there, steps[FULL])
-    made = replace(there, read_gb_s=float(f"{read_gb_s:.4g}"), basis="measured", source="python -m harness.bench fit")
-    constants = {
-        name: MethodConstants(
-            float(f"{of_full if name == FULL else layer_s(made, of_method):.4g}"), 0.0, of_method[0].load.placement
-        )
-        for name, of_method in steps.items()
-    }
+    made = replace(there, read_gb_s=_rounded(read_gb_s), basis="measured", source="python -m harness.bench fit")
+    constants = {}
+    for name, of_method in steps.items():
+        layer_s, token_s = (of_full, 0.0) if name == FULL else layer_and_token_s(made, of_method)
+        constants[name] = MethodConstants(_rounded(layer_s), _rounded(token_s), placement=of_method[0].load.placement)
     return replace(made, methods=constants)
+
+
+def _rounded(number: float) -> float:
+    return float(f"{number:.4g}")
 
 
 def left_out(there: Machine, steps: Mapping[str, Sequence[TimedStep]], name: str, step: TimedStep) -> float:

@@ -55,7 +55,18 @@ def line(machine: Machine, steps: Sequence[TimedStep]) -> tuple[float, float]:
 
 def layer_s(machine: Machine, steps: Sequence[TimedStep], hits: float = 0.0) -> float:
     """The median of what a layer has taken beside its bytes; 0 where the bytes alone would take longer."""
-    beside = [
-        (step.step_s - predicted_s(machine, step, MethodConstants(0.0, hits))) / step.info.num_layers for step in steps
-    ]
-    return max(0.0, median(beside))
+    return max(0.0, median(_beside(machine, step, hits) for step in steps))
+
+
+def layer_and_token_s(machine: Machine, steps: Sequence[TimedStep]) -> tuple[float, float]:
+    """What a layer has taken beside its bytes, and more for each token of the prompt, as scores that compute take it:
+    the median slope between steps over different lengths (Theil and Sen), and the median of what is left. None of them
+    is below 0."""
+    beside = [(step.load.tokens, _beside(machine, step)) for step in steps]
+    slopes = [(b - a) / (longer - shorter) for shorter, a in beside for longer, b in beside if longer > shorter]
+    token_s = max(0.0, median(slopes)) if slopes else 0.0
+    return max(0.0, median(seconds - tokens * token_s for tokens, seconds in beside)), token_s
+
+
+def _beside(machine: Machine, step: TimedStep, hits: float = 0.0) -> float:
+    return (step.step_s - predicted_s(machine, step, MethodConstants(hits=hits))) / step.info.num_layers

@@ -24,11 +24,12 @@ class MachineError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class MethodConstants:
-    """What was fitted of a method's steps on a machine: `layer_s` seconds of a layer beside its bytes, and `hits`, of
-    the rows that a step chooses, the share that lies on the device from the step before. Both are of a placement.
-    `basis` where it is another than the machine's."""
+    """What was fitted of a method's steps on a machine: seconds of a layer beside its bytes, `layer_s` of every layer
+    and `token_s` for each token of a prompt, and `hits`, of the rows that a step chooses, the share that lies on the
+    device from the step before. All are of a placement. `basis` where it is another than the machine's."""
 
     layer_s: float = 0.0
+    token_s: float = 0.0
     hits: float = 0.0
     placement: str = DEVICE
     basis: Basis | None = None
@@ -55,12 +56,13 @@ class Machine:
     block_bytes: int = BLOCK_BYTES
     methods: Mapping[str, MethodConstants] = field(default_factory=dict)
 
-    def costs(self, dtype: str, constants: MethodConstants) -> CostTable:
-        """Lanes of unknown speed are infinitely fast; `require` refuses a step that needs one of them."""
+    def costs(self, dtype: str, constants: MethodConstants, tokens: int = 0) -> CostTable:
+        """Of steps over `tokens` tokens of prompts, all sequences together. Lanes of unknown speed are infinitely fast;
+        `require` refuses a step that needs one of them."""
         return CostTable(
             read_bytes_s=1e9 * self.read_gb_s,
             flop_s=1e9 * self.matmul_gflop_s.get(dtype, inf),
-            layer_s=constants.layer_s,
+            layer_s=constants.layer_s + tokens * constants.token_s,
             to_device=_link(self.to_device_gb_s),
             to_host=_link(self.to_host_gb_s),
             disk=_link(self.disk_gb_s),
@@ -139,11 +141,12 @@ def _machine(file: Path, name: str, facts: Any) -> Machine:
 
 def _check(file: Path, made: Machine) -> None:
     for method, constants in made.methods.items():
-        right = 0 <= constants.layer_s < inf and 0 <= constants.hits < 1 and constants.placement in TIERS
+        seconds = 0 <= constants.layer_s < inf and 0 <= constants.token_s < inf
+        right = seconds and 0 <= constants.hits < 1 and constants.placement in TIERS
         if not right or constants.basis not in (None, *BASES):
             raise MachineError(
-                f"{file}: {made.name}.methods.{method} needs a layer_s from 0, hits from 0 to below 1, a placement "
-                f"({', '.join(TIERS)}) and a basis ({', '.join(BASES)}), or none of them."
+                f"{file}: {made.name}.methods.{method} needs a layer_s and a token_s from 0, hits from 0 to below 1, a "
+                f"placement ({', '.join(TIERS)}) and a basis ({', '.join(BASES)}), or none of them."
             )
     if made.basis not in BASES or made.device not in ("cuda", "cpu"):
         raise MachineError(f"{file}: {made.name} needs a basis ({', '.join(BASES)}) and a device (cuda or cpu).")

@@ -110,7 +110,7 @@ def planned(
         limit="asked" if batch else limit if fast == most else "TPOT",
         sequence=sequence,
         tpot_s=_tpot_s(machine, info, load, constants, fast),
-        bytes_tpot_s=_tpot_s(machine, info, load, replace(constants, layer_s=0.0), fast),
+        bytes_tpot_s=_tpot_s(machine, info, load, replace(constants, layer_s=0.0, token_s=0.0), fast),
         tt2t_s=first.tt2t_s if first else None,
     )
 
@@ -151,7 +151,7 @@ def step_times(
 ) -> ScheduleTimes:
     """A few decode steps of a batch, replayed on the machine."""
     schedule = _steps(machine, info, load, batch, constants)
-    return replay(schedule, machine.costs(load.dtype, constants))
+    return replay(schedule, machine.costs(load.dtype, constants, batch * load.tokens))
 
 
 def first_times(machine: Machine, info: ModelInfo, load: Workload) -> ScheduleTimes | None:
@@ -163,7 +163,7 @@ def first_times(machine: Machine, info: ModelInfo, load: Workload) -> ScheduleTi
     constants = replace(constants_of(machine, load), hits=0.0)  # no step came before
     fed = prompt(info, load.method, _cases(machine, info, load), load.dtype, overlap=_overlaps(machine))
     schedule = [*fed, *_steps(machine, info, load, 1, constants)]
-    return replay(schedule, machine.costs(load.dtype, constants))
+    return replay(schedule, machine.costs(load.dtype, constants, load.tokens))
 
 
 def _steps(

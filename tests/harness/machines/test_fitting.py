@@ -7,7 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from harness.machines.fitting import NoLineError, TimedStep, bandwidth, layer_s, line, predicted_s, read_gb
+from harness.machines.fitting import (
+    NoLineError,
+    TimedStep,
+    bandwidth,
+    layer_and_token_s,
+    layer_s,
+    line,
+    predicted_s,
+    read_gb,
+)
 from harness.machines.machine import Machine, MethodConstants
 from harness.machines.plan import Workload
 from harness.models.random import Random
@@ -19,11 +28,11 @@ LIMITS = replace(TRUE, read_gb_s=60)  # as calibrate finds them, which no step r
 LOAD = Workload(method=Full(), name="full", budget=None, placement="device", tokens=1000, new=16)
 
 
-def made_of(layer: float, *loads: Workload) -> list[TimedStep]:
-    """Steps on the true machine, whose layers take so much beside their bytes."""
+def made_of(layer: float, *loads: Workload, token: float = 0.0) -> list[TimedStep]:
+    """Steps on the true machine, whose layers take so much beside their bytes, and so much more for each token."""
     info = Random("smollm2", None, 0, "bytes").describe()
     steps = [TimedStep(info, load, 1, 1.0) for load in loads]
-    return [step._replace(step_s=predicted_s(TRUE, step, MethodConstants(layer))) for step in steps]
+    return [step._replace(step_s=predicted_s(TRUE, step, MethodConstants(layer, token))) for step in steps]
 
 
 def full(*lengths: int) -> list[Workload]:
@@ -56,6 +65,21 @@ def test_medians_are_not_moved_by_one_step() -> None:
     odd = [beside[0]._replace(step_s=9 * beside[0].step_s), *beside[1:]]
     assert layer_s(TRUE, odd) == pytest.approx(3e-4)
     assert layer_s(replace(TRUE, read_gb_s=1), beside) == 0  # never less than nothing
+
+
+def test_what_grows_with_the_prompt_is_told_from_what_every_layer_takes() -> None:
+    snapkv = [replace(LOAD, method=SnapKV(), name="snapkv", budget=256, tokens=tokens) for tokens in (1000, 3000, 6000)]
+    growing = made_of(3e-4, *snapkv, token=1e-7)
+    assert layer_and_token_s(TRUE, growing) == (pytest.approx(3e-4), pytest.approx(1e-7))
+    assert layer_and_token_s(TRUE, growing[::2]) == (pytest.approx(3e-4), pytest.approx(1e-7))
+    of_one = layer_s(TRUE, growing[1:2])
+    assert layer_and_token_s(TRUE, growing[1:2]) == (pytest.approx(of_one), 0.0)
+    shrinking = made_of(3e-4, *snapkv)
+    shrinking[0] = shrinking[0]._replace(step_s=9 * shrinking[0].step_s)
+    assert layer_and_token_s(TRUE, shrinking) == (pytest.approx(3e-4), 0.0)
+    assert predicted_s(TRUE, growing[0]._replace(batch=2), MethodConstants(0.0, 1e-7)) == pytest.approx(
+        predicted_s(TRUE, growing[0]._replace(batch=2), MethodConstants()) + 30 * 2 * 1000 * 1e-7
+    )
 
 
 def test_bytes_are_weights_keys_and_values() -> None:

@@ -38,7 +38,7 @@ MADE_UP = Machine(
     host_bytes=100 * GB,
     read_gb_s=1000,
     to_device_gb_s=10,
-    methods={"shadowkv": MethodConstants(1e-3, 0.5, "host")},
+    methods={"shadowkv": MethodConstants(1e-3, hits=0.5, placement="host")},
     basis="published",
     source="nobody",
 )
@@ -246,7 +246,7 @@ def test_a_machine_is_read_from_a_file_or_a_benchmarks_folder(tmp_path: Path) ->
         ({"basis": "felt"}, r"needs a basis \(published, extrapolated, measured\)"),
         ({"device": "tpu"}, r"and a device \(cuda or cpu\)"),
         ({"methods": {"full": {"layer": 1}}}, "here is not complete .*'layer'"),
-        ({"methods": {"full": {"hits": 1}}}, "here.methods.full needs a layer_s from 0, hits from 0 to below 1"),
+        ({"methods": {"full": {"hits": 1}}}, "here.methods.full needs a layer_s and a token_s from 0, hits from 0"),
         ({"methods": {"full": {"placement": "tape"}}}, r"a placement \(device, host, disk\)"),
         ({"methods": ["full"]}, "here.methods should name methods, each with what was fitted of it"),
     ],
