@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.numbers import benchmarks, comparison, history, readme, simulator
+from tests.numbers import benchmarks, comparison, history, plan, readme, simulator
 from tests.numbers.given import GIVEN
 
 ROOT = Path(__file__).parents[1]
@@ -17,6 +17,7 @@ HELD = {
     "docs/history.md": lambda: [*history.held(), *simulator.held()],
     "docs/benchmarks.md": benchmarks.held,
     "docs/comparison.md": comparison.held,
+    "docs/plan.md": plan.held,
 }
 ELSEWHERE = (  # output and generated tables, which other tests hold; names, links, references; in their order
     r"^```.*?^```$",
@@ -24,7 +25,8 @@ ELSEWHERE = (  # output and generated tables, which other tests hold; names, lin
     r"^#.*?$",
     r"`[^`]*`",
     r"\]\([^)]*\)",
-    r"\b(?:sections?|[Ff]igures?|tables?|arXiv|ATC|Gemma|kvpress|torch) \d[\d.,]*(?:(?:,| and| to| or) \d[\d.]*)*",
+    r"\b(?:sections?|[Ff]igures?|tables?|arXiv|ATC|Gemma|Llama|RTX|kvpress|torch) "
+    r"\d[\d.,]*(?:(?:,| and| to| or) \d[\d.]*)*",
     # sizes of what was run, which are no result, and the settings of the published tables
     r"\b(?:\d[\d,]*(?:,| and| to| or) )*\d[\d,]* (?:more )?(?:tokens|prompts|examples|samples|windows|rounds|layers|"
     r"sinks|channels|queries|heads|texts|conversations|centroids|bits)\b",

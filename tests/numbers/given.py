@@ -135,4 +135,7 @@ GIVEN: dict[str, dict[str, list[str]]] = {
             "there SparQ reads four times as much as here at 1/16",
         ],
     },
+    "docs/plan.md": {
+        MEANING: ["(122K tokens are 124928)", "for the others 0"],
+    },
 }

@@ -30,7 +30,6 @@ from methods.pqcache import PQCache
 from methods.shadowkv import ShadowKV
 
 GB = 10**9
-PAGE = Path(__file__).parents[3] / "docs" / "plan.md"
 MADE_UP = Machine(
     name="made up",
     device="cuda",
@@ -218,13 +217,6 @@ def test_known_machines_say_where_their_facts_come_from() -> None:
     assert {name for name, basis in bases.items() if basis == "published"} == {"A100-80G", "RTX-6000-Ada"}
     assert set(bases.values()) == {"published", "extrapolated"}
     assert all(there.source for there in machines.values())
-
-
-def test_the_page_has_their_speeds() -> None:
-    rows = re.findall(r"^\| `(\S+)` \| (\S+) \| (\S+) \| (\w+) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    assert rows == [
-        (name, f"{there.read_gb_s}", f"{there.to_device_gb_s}", there.basis) for name, there in known().items()
-    ]
 
 
 def test_a_machine_is_read_from_a_file_or_a_benchmarks_folder(tmp_path: Path) -> None:
