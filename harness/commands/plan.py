@@ -19,7 +19,7 @@ from harness.config.values import SettingsError, size
 from harness.results.files import write_atomically, write_csv
 from harness.terminal.lasting_output import lasting_output
 from harness.terminal.notices import say
-from harness.terminal.numbers import budget, count, positive, share
+from harness.terminal.numbers import budget, count, length, positive, share
 from harness.terminal.paths import typed
 from harness.terminal.tables import markdown_table, text_table
 from methods.tiers.tier import DEVICE, HOST, TIERS
@@ -60,9 +60,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _planned(options: argparse.Namespace) -> tuple[list[PlannedRow], list[str]]:
     """Rows, the fastest of each machine and length first, and why others are not there."""
     from harness.machines.machine import machine
-    from harness.machines.plan import planned
-    from harness.models.random import Random
+    from harness.machines.plan import PlanError, planned
+    from harness.models.random import SHAPES, Random
 
+    if options.model not in SHAPES:
+        raise PlanError(f"--model {options.model} is unknown: choose one of {', '.join(SHAPES)}.")
     info = Random(options.model, None, 0, "bytes").describe()
     rows: list[PlannedRow] = []
     left_out: dict[str, None] = {}
@@ -128,8 +130,8 @@ def _bytes(text: str) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.plan", description=__doc__)
     parser.add_argument("--machine", nargs="+", required=True, metavar="NAME|FILE", help="see docs/plan.md")
-    parser.add_argument("--model", default="llama-3.1-8b", help="a shape, as model.shape of model=random")
-    parser.add_argument("--tokens", nargs="+", type=count, default=[32768], help="prompt tokens")
+    parser.add_argument("--model", default="llama-3.1-8b", help="a shape that model=random has")
+    parser.add_argument("--tokens", nargs="+", type=length, default=[32768], help="of the prompt, as 32768 or 32K")
     parser.add_argument("--new", type=count, default=128, help="tokens of an answer")
     parser.add_argument("--budget", nargs="+", type=budget, default=[0.2], help="as 0.2, or 2048 tokens")
     parser.add_argument("--methods", nargs="*", default=[], help="names, or quest:select_per=kv_head; all by default")

@@ -6,9 +6,9 @@ device, and what it ran in Python is taken back. Both belong to the time to the 
 per output token is that of replays alone. A step that cannot be captured after all is run one by one, with the
 reason.
 
-A step of a size (`SlotsCache`) is kept, and serves other sequences of this size: their first step runs as always, and
-what it was told is written to where the captured step reads it (kernels/told.py). Others are captured anew behind each
-seal, and whenever sequences join or leave.
+A step of a size (`SlotsCache`) is kept when its sequences leave it, and serves others of this size: their first step
+runs as always, and what it was told is written to where the captured step reads it (kernels/told.py). Others are
+captured anew behind each seal, and whenever sequences join or leave.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class CapturedStep:
         self._token: Tensor
         self._replay: Callable[[], Any] | None = None
         self._logits: Tensor
-        self._is_kept = False
+        self._kept: KeptStep | None = None  # what other sequences may take behind these
         self._after: Callable[[], None] | None = None  # lets Python know of the first replay
         self._moved: list[tuple[CacheState, Traffic]] = []  # by a replay, of what is the same in each
 
@@ -165,7 +165,10 @@ class CapturedStep:
         """The cache goes on without; a further turn may follow, or other sequences join."""
         for counters in self._counters:
             counters.stop()
-        if self._replay is not None and not self._is_kept:
+        if self.kept is not None and self._kept is not None:
+            for step in self.kept.give_back(self._kept):
+                self.graphs.drop(step.replay)
+        elif self._replay is not None:
             self.graphs.drop(self._replay)
 
     def _first(self, token: Tensor) -> Tensor:
@@ -187,9 +190,9 @@ class CapturedStep:
         cache = self.cache
         if not isinstance(cache, SlotsCache) or cache.told is None or self.kept is None:
             return False
-        if (kept := self.kept.of(cache)) is None:
+        if (kept := self.kept.take(cache)) is None:
             return False
-        self._token, self._logits, self._replay, self._is_kept = kept.token, kept.logits, kept.replay, True
+        self._token, self._logits, self._replay, self._kept = kept.token, kept.logits, kept.replay, kept
         cache.take_joined(kept.joined)
 
         def after() -> None:
@@ -215,21 +218,20 @@ class CapturedStep:
             self._say_capturing(False)
             self._moved = [(state, state.traffic.less(one)) for state, one in zip(states, counted, strict=True)]
             self._replay, self._after = replay, SavedState(self.cache).since(before).restore
-            self._keep(replay, held)
+            self._kept = self._for_others(replay, held)
         finally:
             before.restore()  # the step has not run
         if self.failure is not None:
             self.close()
 
-    def _keep(self, replay: Callable[[], Any], before: Sequence[Mapping[str, Any]]) -> None:
-        """For others, if it takes all of its sequences' memory by what it was told. `before`: what its policies held
+    def _for_others(self, replay: Callable[[], Any], before: Sequence[Mapping[str, Any]]) -> KeptStep | None:
+        """The step, if it takes all of its sequences' memory by what it was told. `before`: what its policies held
         before it was captured, of which it has replaced some."""
         cache = self.cache
         if not isinstance(cache, SlotsCache) or cache.told is None or cache.told.read_memory or self.kept is None:
-            return
+            return None
         results = [_results(*pair) for pair in zip(before, cache.results(), strict=True)]
-        self.kept.keep(cache, KeptStep(self._token, self._logits, replay, cache.told, cache.joined(), results))
-        self._is_kept = True
+        return KeptStep(self._token, self._logits, replay, cache.form, cache.told, cache.joined(), results)
 
     def _step(self) -> Tensor:
         logits = self.forward(self._token, self.cache)

@@ -10,6 +10,8 @@ from torch import Tensor
 from kernels.ragged import Ragged
 from kernels.told import StepInputs
 
+MOST = 64  # each holds little more than its logits [B V]
+
 
 class Sized(Protocol):
     """What steps as others do (`SlotsCache`): `told` holds what its first step was told."""
@@ -22,30 +24,36 @@ class Sized(Protocol):
 
 class KeptStep(NamedTuple):
     """A captured step: what it takes, what it gives, and what it was told of its sequences, which may be overwritten.
-    `joined` is what its policies have joined of their sequences, `results` where they leave what they chose."""
+    `form` is that of their caches, `joined` what its policies have joined of them, `results` where they leave what they
+    chose."""
 
     token: Tensor
     logits: Tensor
     replay: Callable[[], Any]
+    form: Hashable
     told: StepInputs
     joined: list[dict[str, Tensor]]
     results: list[dict[str, Tensor | Ragged]]
 
 
 class KeptSteps:
-    """All that one engine has captured: of each number of slots, of methods and kinds of layers, and of powers of two
-    of lengths and budgets."""
+    """What one engine has captured and nobody is using: of each number of slots, of methods and kinds of layers, and of
+    powers of two of lengths and budgets. Those that were used last are kept, MOST of them."""
 
     def __init__(self) -> None:
-        self._steps: dict[Hashable, list[KeptStep]] = {}
+        self._steps: list[KeptStep] = []  # the one that was used last at the end
 
-    def of(self, cache: Sized) -> KeptStep | None:
+    def take(self, cache: Sized) -> KeptStep | None:
         """A step that serves the sequences of `cache` from now on, which have taken their first, or None."""
-        return next((step for step in self._alike(cache) if cache.told and step.told.take_over(cache.told)), None)
+        form, told = cache.form, cache.told
+        assert told is not None
+        for at, step in enumerate(self._steps):
+            if step.form == form and step.told.kinds == told.kinds and step.told.take_over(told):
+                return self._steps.pop(at)
+        return None
 
-    def keep(self, cache: Sized, step: KeptStep) -> None:
-        self._alike(cache).append(step)
-
-    def _alike(self, cache: Sized) -> list[KeptStep]:
-        assert cache.told is not None
-        return self._steps.setdefault((cache.form, tuple(cache.told.kinds)), [])
+    def give_back(self, step: KeptStep) -> list[KeptStep]:
+        """Keep a step that its sequences leave. -> those that are kept no longer"""
+        self._steps.append(step)
+        given_up, self._steps = self._steps[:-MOST], self._steps[-MOST:]
+        return given_up

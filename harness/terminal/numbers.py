@@ -24,6 +24,11 @@ def _number(what: str, is_legal: Callable[[Any], bool], read: Callable[[str], An
 
 
 count = _number("a whole number, at least 1", lambda number: number >= 1, int)
+length = _number(
+    "a whole number, at least 1, or a number of 1024 tokens, as 122K",
+    lambda number: number >= 1,
+    lambda text: int(text.removesuffix("K")) * (1024 if text.endswith("K") else 1),
+)
 natural = _number("a whole number, at least 0", lambda number: number >= 0, int)
 positive = _number("a number above 0", lambda number: 0 < number < inf)
 share = _number("a share above 0 and up to 1", lambda number: 0 < number <= 1)

@@ -74,6 +74,7 @@ class CpuGraph(TorchDispatchMode):
         if _looks(func):
             return func(*args, **kwargs)
         if changes := _changes(func):
+            _refuse_another_size(func, args, kwargs)
             self._call(partial(func, *self._kept(args), **self._kept(kwargs)))
             return _returned(func, changes, args, kwargs)
         out = self._made(func, args, kwargs)
@@ -184,6 +185,19 @@ def _changes(func: Any) -> tuple[str, ...]:
     """The arguments that it changes."""
     told = [(argument.name, argument.alias_info) for argument in func._schema.arguments]
     return tuple(name for name, alias in told if alias is not None and alias.is_write)
+
+
+def _refuse_another_size(func: Any, args: Any, kwargs: Any) -> None:
+    """Refuse what gives a tensor another shape, as `out=` does with one that does not fit: it would keep the old one
+    for all that follows in the capture."""
+    outs = {argument.name: kwargs[argument.name] for argument in func._schema.arguments if argument.is_out}
+    reshapes = torch.Tag.inplace_view in func.tags
+    if outs and not reshapes:
+        like = _mapped(_meta, kwargs)
+        func(*_mapped(_meta, args), **like)
+        reshapes = any(like[name].shape != out.shape for name, out in outs.items())
+    if reshapes:
+        raise CaptureError(f"{func.overloadpacket.__name__} gives a tensor another shape")
 
 
 def _returned(func: Any, changes: tuple[str, ...], args: Any, kwargs: Any) -> Any:

@@ -27,7 +27,7 @@ CODECS = [
         codec="methods.tiers.integers.IntCodec",
         choices="int8, int4 or int2, with another group as in int4g64",
     ),
-    Spelling(pattern="fp8", codec="methods.tiers.floats.FloatCodec", choices="fp8"),
+    Spelling(pattern="fp8", codec="methods.tiers.floats.FloatCodec", choices="fp8, which takes no group"),
 ]
 
 

@@ -56,6 +56,11 @@ WRONG = {
     "unknown choice": (["protocol=contxt"], "protocol=contxt is unknown: choose one of prompt, context"),
     "unknown placement": (["placement=tape"], "placement=tape is unknown"),
     "unknown codec": (["codec=int5"], "codec=int5 is unknown: choose null, int8"),
+    "group of fp8": (
+        ["codec=fp8g64"],
+        "codec=fp8g64 is unknown: choose null, int8, int4 or int2, with another group as"
+        " in int4g64; fp8, which takes no group.",
+    ),
     "no folder for files": (["placement=disk", "disk=nowhere"], "disk=nowhere is not a folder"),
     "unknown dtype": (["dtype=int8"], "dtype=int8 is unknown"),
     "no such device": (["device=cuda:7"], "device=cuda:7 is not available"),

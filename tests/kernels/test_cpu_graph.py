@@ -112,6 +112,25 @@ def test_what_asks_for_a_value_is_refused(asks: Callable[[Tensor], Any], named: 
     assert asks(torch.zeros(2, 2).fill_(1)) is not None  # and not behind it
 
 
+@pytest.mark.parametrize(
+    "reshapes",
+    [
+        lambda x: torch.add(x, x, out=torch.empty(0)),
+        lambda x: torch.topk(x, 1, out=(torch.empty(2, 1), torch.empty(0, dtype=torch.int64))),
+        lambda x: torch.empty(0).resize_(2),
+        lambda x: torch.empty(0).set_(x),
+        lambda x: x.clone().t_(),
+    ],
+)
+def test_what_gives_a_tensor_another_shape_is_refused(reshapes: Callable[[Tensor], Any]) -> None:
+    with pytest.raises(CaptureError, match="gives a tensor another shape"):
+        captured(lambda: reshapes(torch.ones(2, 3)))
+
+
+def test_results_go_to_a_tensor_that_has_their_shape() -> None:
+    assert_replays(lambda x: torch.add(x, x, out=torch.empty_strided((2, 3), (1, 2))), torch.ones(2, 3))
+
+
 def test_what_nobody_refers_to_is_overwritten_and_nothing_else() -> None:
     """Compiled calls know addresses alone: they do not keep what they were given."""
     x, rows = torch.randn(1, 1, 64, 16), torch.arange(64).view(1, 1, 64)

@@ -13,7 +13,7 @@ from harness.bench.common.synthetic import LayerShape
 from harness.config.values import SettingsError, rate, size
 from harness.models.base import DTYPES
 from harness.models.devices import DeviceError, check_device
-from harness.terminal.numbers import budget, count, natural, positive, share
+from harness.terminal.numbers import budget, count, length, natural, positive, share
 from harness.terminal.paths import typed
 from methods.tiers.tier import DEVICE, TIERS
 
@@ -50,7 +50,7 @@ def device(text: str) -> str:
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "tokens": {"nargs": "+", "type": count, "help": "lengths of the prompt, or of the history"},
+    "tokens": {"nargs": "+", "type": length, "help": "lengths of the prompt, or of the history, as 32768 or 32K"},
     "prompts": {"nargs": "*", "type": count, "help": "lengths of a turn's prompt"},
     "new": {"type": count, "help": "tokens of an answer, of a turn, or behind the first overflow"},
     "steps": {"type": count, "help": "tokens that a turn decodes"},

@@ -98,6 +98,32 @@ def test_a_longer_text_and_a_larger_budget_are_other_sizes() -> None:
     assert tape.captured == 1  # that of 129 to 256 tokens: the first answer was of the other size
 
 
+def test_the_steps_that_were_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.engine.kept_steps.MOST", 2)
+    with attach(small("snapkv"), 0.5) as kv:
+        _, engine, tape = engines(kv)
+        for length, captured, dropped in ((230, 1, 0), (111, 1, 0), (450, 2, 1), (112, 2, 1), (231, 3, 2)):
+            engine.generate(prompt(length), max_new_tokens=3)
+            assert (tape.captured, tape.dropped) == (captured, dropped)
+
+
+@pytest.mark.tokens
+def test_two_batches_of_an_engine_do_not_share_a_step_that_one_is_using() -> None:
+    with attach(small("snapkv"), 0.5) as kv:
+        plain, engine, tape = engines(kv)
+        ids, other, new = prompt(110), prompt(111, seed=1), 6
+        batch = RunningBatch(engine)
+        slot = engine.join(batch, ids, max_new_tokens=9)
+        for _ in range(4):
+            batch.step()
+        between = engine.generate(other, max_new_tokens=new)
+        while batch.slots:
+            batch.step()
+        assert slot.out.tokens == plain.generate(ids, max_new_tokens=9).tokens
+        assert between.tokens == plain.generate(other, max_new_tokens=new).tokens
+    assert tape.captured == 1  # for the second: the first took the one that was there
+
+
 @pytest.mark.tokens
 @pytest.mark.parametrize("name", TOGETHER)
 def test_a_budget_that_needs_more_room_is_another_size(name: str) -> None:

@@ -307,7 +307,7 @@ def test_a_method_that_does_not_suit_the_model_leaves_the_others(capsys: pytest.
     ("words", "message"),
     [
         (["--machine", "A100"], "The machine A100 is unknown"),
-        ([*SHORT, "--model", "llama-9b"], "model.shape=llama-9b is unknown: choose one of"),
+        ([*SHORT, "--model", "llama-9b"], "--model llama-9b is unknown: choose one of"),
         ([*SHORT, "--methods", "pqcash"], "--methods pqcash is unknown; did you mean pqcache?"),
         ([*SHORT, "--methods", "full", "--batch", "4000"], "A batch of 4000 does not fit on RTX-4090"),
         ([*SHORT, "--methods", "shadowkv", "--budget", "8"], "set budget to at least"),
@@ -324,6 +324,15 @@ def test_the_command_refuses_in_one_sentence(
     err = capsys.readouterr().err.strip()
     assert message in err
     assert "\n" not in err
+
+
+def test_lengths_are_written_as_the_papers_write_them() -> None:
+    parser = command._parser()
+    words = ["--machine", "H100", "--tokens"]
+    assert parser.parse_args([*words, "122K", "500"]).tokens == [124_928, 500]
+    for wrong in ("0K", "1.5K", "K", "1M"):
+        with pytest.raises(SystemExit):
+            parser.parse_args([*words, wrong])
 
 
 @pytest.mark.parametrize(
