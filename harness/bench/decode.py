@@ -237,8 +237,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(options: argparse.Namespace) -> None:
     options.synthetic |= options.shape is not None
-    if options.link and (options.placement == DEVICE or options.device != "cpu"):
-        raise ValueError("--link stands for a bus that a CPU does not have: add --placement host and --device cpu.")
+    arguments.check_bus(options)
     methods.chosen(options.methods, options.config_dir)  # a wrong name is found now
     limits = calibrate.told(options.device)
     source = models.source(options.shape, options.layers)
@@ -247,10 +246,9 @@ def main(options: argparse.Namespace) -> None:
         source.tokenizer(), max(CALIBRATION, *options.tokens) if not options.synthetic else CALIBRATION
     )
     filled = "prompt KV synthetic" if options.synthetic else "real prefill"
-    crossed = f", link {options.link / 1e9:g} GB/s" if options.link else ""
     title = (
         f"Decoding with {loaded.name}, {options.dtype}, {options.device}, budget {options.budget}, "
-        f"placement {options.placement}{crossed}{', captured steps' * options.graphs}; {filled}"
+        f"placement {options.placement}{arguments.crossed(options)}{', captured steps' * options.graphs}; {filled}"
     )
     facts = {"limits": limits, "synthetic": options.synthetic, "model": loaded.name}
     report = output.Report("decode", title, options, TABLE, **facts)

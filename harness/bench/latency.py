@@ -2,7 +2,8 @@
 
 The prompts of a batch are prefilled and sealed one by one, then all decode together; a sequence's clock stands still
 while others come, so TTFT is that of one prompt, and TT2T has its seal and the first step of all. A method's batch and
-Full's run in turn. Nothing is synthetic.
+that of --against, Full's by default, run in turn. Each layer waits for the rows that it brings from elsewhere. Nothing
+is synthetic.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from harness.engine.hf import routed
 from harness.models.base import LoadedModel
 from harness.prompts.calibration import calibration_text
 from methods.base import Method
-from methods.full import Full
 
 CLOCKS = {"ttft_s": "TTFT", "tt2t_s": "TT2T", "tpot_s": "TPOT"}
 
@@ -57,9 +57,9 @@ def timed(kv: Attachment, ids: Tensor, new: int) -> dict[str, MarkedSeconds]:
     }
 
 
-def measure(own: Attachment, full: Attachment, ids: Tensor, options: argparse.Namespace) -> dict[str, Any]:
+def measure(own: Attachment, beside: Attachment, ids: Tensor, options: argparse.Namespace) -> dict[str, Any]:
     """Of one row."""
-    sides = {"own": own} | ({} if isinstance(own.method, Full) else {"full": full})
+    sides = {"own": own} | ({} if own.method == beside.method else {"beside": beside})
     for kv in sides.values():  # kernels are built, and weights read once
         timed(kv, ids[:, :256], 3)
     *_, done = rounds_of({side: partial(timed, kv, ids, options.new) for side, kv in sides.items()}, options.rounds)
@@ -67,7 +67,7 @@ def measure(own: Attachment, full: Attachment, ids: Tensor, options: argparse.Na
         side: {clock: [run[clock] for run in runs] for clock in CLOCKS} for side, runs in done.items()
     }
     compared = {
-        f"{clock}_ratio": ratios(times["full"][clock], times["own"][clock]) if "full" in times else None
+        f"{clock}_ratio": ratios(times["beside"][clock], times["own"][clock]) if "beside" in times else None
         for clock in CLOCKS
     }
     of_runs = marks(*(times[side]["tpot_s"] for side in times))  # the clocks of a run share its mark
@@ -76,6 +76,7 @@ def measure(own: Attachment, full: Attachment, ids: Tensor, options: argparse.Na
 
 def run(options: argparse.Namespace, loaded: LoadedModel, text: list[int], report: output.Report) -> None:
     calibration = text[-CALIBRATION:]
+    _, other = methods.parsed(options.against, options.config_dir)
     for batch in options.batches:
 
         def behind(tokens: int, batch: int = batch) -> methods.MeasureMethod:
@@ -84,10 +85,10 @@ def run(options: argparse.Namespace, loaded: LoadedModel, text: list[int], repor
             def measured(method: Method) -> dict[str, Any]:
                 with (
                     closing(attachment(method, loaded, calibration, options)) as own,
-                    closing(attachment(Full(), loaded, calibration, options)) as full,
+                    closing(attachment(other, loaded, calibration, options)) as beside,
                     routed(loaded.model),
                 ):
-                    return measure(own, full, ids, options)
+                    return measure(own, beside, ids, options)
 
             return measured
 
@@ -99,38 +100,39 @@ def _told(row: dict[str, Any]) -> str:
     return f"{row['batch']} together, {', '.join(times)}"
 
 
-TABLE = output.table(
-    Cell("tokens", "tokens"),
-    Cell("batch", "batch"),
-    Cell("method", "method", left=True),
-    *(
-        cell
-        for clock, name in CLOCKS.items()
-        for cell in (Cell(name, clock, "ms", 1e3), Cell(f"Full / it, {name}", f"{clock}_ratio"))
-    ),
-)
+def table(against: str) -> output.Table:
+    """`against`: the name of what runs in turn with each method."""
+    return output.table(
+        Cell("tokens", "tokens"),
+        Cell("batch", "batch"),
+        Cell("method", "method", left=True),
+        *(
+            cell
+            for clock, name in CLOCKS.items()
+            for cell in (Cell(name, clock, "ms", 1e3), Cell(f"{against} / it, {name}", f"{clock}_ratio"))
+        ),
+    )
 
 
 def parser() -> argparse.ArgumentParser:
-    model = {"shape": None, "layers": None, "batches": [1, 4]}
-    return arguments.parser(
-        "latency", __doc__, tokens=[2048, 4096], new=16, budget=0.2, **model, **arguments.METHODS, **arguments.FAST
-    )
+    model = {"shape": None, "layers": None, "batches": [1, 4], "against": "full", "link": None}
+    shared = model | arguments.METHODS | arguments.FAST
+    return arguments.parser("latency", __doc__, tokens=[2048, 4096], new=16, budget=0.2, **shared)
 
 
 @torch.inference_mode()
 def main(options: argparse.Namespace) -> None:
-    methods.chosen(options.methods, options.config_dir)  # a wrong name is found now
-    options.link = None  # rows cross the bus that is there
+    arguments.check_bus(options)
+    methods.chosen([*options.methods, options.against], options.config_dir)  # a wrong name is found now
     source = models.source(options.shape, options.layers)
     loaded = source.load(options.dtype, options.device)
     models.check_window(loaded, max(options.tokens), options.new)
     text = calibration_text(source.tokenizer(), max(CALIBRATION, *options.tokens))
     title = (
         f"Batches of {loaded.name}, {options.dtype}, {options.device}, budget {options.budget}, placement "
-        f"{options.placement}, {options.new} new tokens"
+        f"{options.placement}{arguments.crossed(options)}, {options.new} new tokens"
     )
-    report = output.Report("latency", title, options, TABLE, model=loaded.name)
+    report = output.Report("latency", title, options, table(options.against), model=loaded.name)
     run(options, loaded, text, report)
     report.finish(_draw)
 

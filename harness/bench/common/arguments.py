@@ -63,6 +63,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "transfer_ms": {"nargs": "+", "type": positive, "help": "what the rows of a layer take at least to cross the link"},
     "reuse_steps": {"type": natural},
     "buffers": {"nargs": "*", "type": natural, "help": "layers of the read buffer"},
+    "against": {"metavar": "METHOD", "help": "runs in turn with each method, for the ratios"},
     "batches": {"nargs": "+", "type": count, "help": "sequences that decode together"},
     "heads": {"type": count},
     "kv_heads": {"type": count},
@@ -127,6 +128,17 @@ def current(name: str) -> torch.device:
     if chosen.index is not None:  # torch refuses a plain "cuda", which is the current one anyway
         torch.cuda.set_device(chosen)
     return chosen
+
+
+def check_bus(options: Namespace) -> None:
+    """Refuse a link where nothing would cross it."""
+    if options.link and (options.placement == DEVICE or options.device != "cpu"):
+        raise ValueError("--link stands for a bus that a CPU does not have: add --placement host and --device cpu.")
+
+
+def crossed(options: Namespace) -> str:
+    """What a title says of the link."""
+    return f", link {options.link / 1e9:g} GB/s" if options.link else ""
 
 
 def shape(options: Namespace) -> LayerShape:
