@@ -136,6 +136,6 @@ GIVEN: dict[str, dict[str, list[str]]] = {
         ],
     },
     "docs/plan.md": {
-        MEANING: ["(122K tokens are 124928)", "for the others 0"],
+        MEANING: ["`--tokens 122K` is 124928 tokens", "for the others 0"],
     },
 }
