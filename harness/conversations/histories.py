@@ -73,6 +73,9 @@ class Histories(ABC):
     def __init__(self, start: NewCache) -> None:
         self.start = start
 
+    def expect(self, size: int) -> None:  # noqa: B027
+        """Conversations will come whose keys and values take so many bytes, and no clock runs yet."""
+
     def resume(self, session: str, tokens: Sequence[int], capacity: int) -> Resumed:
         """A cache for the next turn, with as many of `tokens` as are to be had. Its layers may still be on their way:
         each is waited for when it is used, and may turn out to be damaged (`HistoryLost`, which `compute` handles).

@@ -85,6 +85,9 @@ class StoredHistories(Histories):
         self._held: dict[str, Text] = {}  # by session: what is to be found of it
         self._asked: WeakKeyDictionary[KVCache, tuple[str, Sequence[int]]] = WeakKeyDictionary()  # of it, by whom
 
+    def expect(self, size: int) -> None:
+        self.store.expect(size)
+
     def _find(self, session: str, tokens: Sequence[int], capacity: int) -> Resumed:
         self.cut.check(capacity)
         asked, loading = self._ahead.pop(session, (None, None))

@@ -191,12 +191,12 @@ def _refuse(model: object, placement: object, reuse_steps: object, codec: object
 
 
 def _engine(device: torch.device, placement: str, overlap: bool, links: Links | None) -> TransferEngine:
+    slabs = Slabs() if device.type == "cuda" else None
     if placement == DEVICE:
-        return TransferEngine()  # nothing moves
+        return TransferEngine(slabs=slabs)  # nothing moves but what a store keeps between turns
     if links is not None and device.type != "cpu":
         raise ValueError(f"links stand for a bus that a CPU does not have, and {device} has one: leave them out.")
     threads = 1 if overlap and links is None else 0
-    slabs = Slabs() if device.type == "cuda" else None
     return TransferEngine(ahead=overlap, threads=threads, works=overlap, links=links, slabs=slabs)
 
 

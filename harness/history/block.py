@@ -25,8 +25,8 @@ from torch import Tensor
 from harness.history.fingerprint import EXACT, behind_cut
 from harness.history.losses import DamagedBlock, Loss
 from kernels.temporary import replacing
-from methods.tiers.block import Format, Tensors, host_copy
-from methods.tiers.rows import Place, copied_into
+from methods.tiers.block import Format, Tensors
+from methods.tiers.rows import HostRows, Place, copied_into
 from methods.tiers.tier import HOST
 
 
@@ -51,22 +51,18 @@ class Block:
     file: File | None = None
     tier: str = HOST
 
-    def laid_in(self, tier: str, on: torch.device) -> Block:
-        """With its rows in memory of that tier, of the device `on`; as it is where they lie on disk alone."""
+    def laid_in(self, tier: str, place: Place) -> Block:
+        """With its rows in memory of that tier; as it is where they lie on disk alone."""
         if self.rows is None or self.tier == tier:
             return self
-        rows = {name: copied_into(tier, x, Place(on)) for name, x in self.rows.items()}
+        rows = {name: copied_into(tier, x, place) for name, x in self.rows.items()}
         return replace(self, rows=rows, tier=tier)
 
-    def tail(self, drop: int, format_: Format) -> Block:
+    def tail(self, drop: int, format_: Format, place: Place) -> Block:
         """Without its first `drop` tokens, under a name of its own."""
         rows = {name: rows[..., drop:, :] for name, rows in format_.decode(dict(self.rows or {})).items()}
-        return block(self.tokens[drop:], format_.encode(rows))
-
-
-def block(tokens: Sequence[int], rows: Mapping[str, Tensor]) -> Block:
-    copies = {name: host_copy(one) for name, one in rows.items()}
-    return Block(uuid4().hex, tuple(tokens), sum(one.nbytes for one in copies.values()), copies)
+        copies = {name: copied_into(HOST, x, place) for name, x in format_.encode(rows).items()}
+        return Block(uuid4().hex, self.tokens[drop:], sum(x.nbytes for x in copies.values()), copies)
 
 
 def by_layer(names: Iterable[str]) -> dict[int, list[str]]:
@@ -105,13 +101,13 @@ def length(parts: Sequence[Block]) -> int:
 
 
 def without_first(
-    parts: Sequence[Block], drop: int, read: Callable[[Sequence[Block]], list[Block]], format_: Format
+    parts: Sequence[Block], drop: int, read: Callable[[Sequence[Block]], list[Block]], format_: Format, place: Place
 ) -> list[Block]:
     """Those that hold what is behind the first `drop` tokens; `read` brings the rows of a block that is cut."""
-    for place, part in enumerate(parts):
+    for at, part in enumerate(parts):
         if drop < len(part.tokens):
-            first = read([part])[0].tail(drop, format_) if drop else part
-            return [first, *parts[place + 1 :]]
+            first = read([part])[0].tail(drop, format_, place) if drop else part
+            return [first, *parts[at + 1 :]]
         drop -= len(part.tokens)
     return []
 
@@ -189,7 +185,7 @@ DTYPES = {
 def write(path: Path, block: Block) -> File:
     """Readers see the whole file or none; it has reached the disk when its name has."""
     assert block.rows is not None
-    tensors = {name: host_copy(rows) if rows.is_cuda else rows for name, rows in block.rows.items()}
+    tensors = {name: rows.cpu() for name, rows in block.rows.items()}
     sums = {f"{SUM}{name}": _sum(rows) for name, rows in tensors.items()}
     data = save(tensors, sums | {TOKENS: _sum(torch.tensor(block.tokens))})
     with replacing(path) as file:
@@ -220,15 +216,16 @@ class BlockFile:
         """Of the rows."""
         return list(self._tensors)
 
-    def read(self, names: Iterable[str], pin: bool = False) -> Tensors:
+    def read(self, names: Iterable[str], place: Place) -> Tensors:
+        """Into host memory of that place."""
         with _damage(self.path), open(self.path, "rb") as file:
-            return {name: self._tensor(file, name, pin) for name in names}
+            return {name: self._tensor(file, name, place) for name in names}
 
-    def _tensor(self, file: BufferedReader, name: str, pin: bool) -> Tensor:
+    def _tensor(self, file: BufferedReader, name: str, place: Place) -> Tensor:
         if name not in self._tensors:
             raise DamagedBlock(f"{self.path} lacks {name}")
         about = self._tensors[name]
-        tensor = torch.empty(about["shape"], dtype=DTYPES[about["dtype"]], pin_memory=pin)
+        tensor = HostRows.room(about["shape"], DTYPES[about["dtype"]], place)
         file.seek(self._start + about["data_offsets"][0])
         if file.readinto(_bytes(tensor)) < tensor.nbytes or _sum(tensor) != self._sums[SUM + name]:
             raise DamagedBlock(f"{self.path} is not what was written")

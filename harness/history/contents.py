@@ -8,8 +8,6 @@ from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from harness.history.block import Block, Sessions
 from harness.history.disk import Disk, warn
 from harness.history.losses import LOST, Loss, loss_by
@@ -19,6 +17,7 @@ from harness.history.overlap.leaving import Leaving, arriving, failed
 from harness.history.overlap.saving import Saving
 from harness.history.placement import Move, Placement, in_order
 from harness.history.statistics import Speeds, Statistics
+from methods.tiers.rows import Place
 from methods.tiers.tier import DEVICE, DISK
 from methods.tiers.transfer.lanes import TransferLane
 
@@ -39,13 +38,13 @@ class Contents(Sessions):
         lanes: StoreLanes,
         *,
         durable: bool,
-        on: torch.device,
+        place: Place,
         write_buffer: int,
         clock: Callable[[], float],
     ) -> None:
         super().__init__()
         self.clock = clock
-        self.placement, self.disk, self.lanes, self.durable, self.on = placement, disk, lanes, durable, on
+        self.placement, self.disk, self.lanes, self.durable, self.place = placement, disk, lanes, durable, place
         self.statistics, self.speeds = Statistics(), Speeds()
         self.leaving = Saving(lanes.leaving, write_buffer, self.statistics)
         self.saving = Saving(lanes.writing, write_buffer, self.statistics)
@@ -141,7 +140,7 @@ class Contents(Sessions):
         if fetch is None:
             parts = self.sessions[key]
             away = sum(block.size for block in parts if block.rows is None)
-            fetch = Fetch(parts, self._path, self.on.type == "cuda", layers if away else None, self.lanes)
+            fetch = Fetch(parts, self._path, self.place, layers if away else None, self.lanes)
             self.fetches[key] = fetch
             self.statistics.read_bytes += away
         fetch.go_on(layers, reader)
@@ -184,7 +183,7 @@ class Contents(Sessions):
 
     def read(self, parts: Sequence[Block]) -> list[Block]:
         """The blocks with their rows, from wherever these lie; raises one of `LOST`."""
-        fetch = Fetch(parts, self._path)
+        fetch = Fetch(parts, self._path, self.place)
         fetch.work()
         self.statistics.read_bytes += sum(block.size for block in parts if block.rows is None)
         return fetch.blocks()
@@ -223,12 +222,14 @@ class Contents(Sessions):
             self.disk.close()
             self.disk = None
         self.lanes.close()
+        self.sessions.clear()  # and with them the memory of their rows
+        self.fetches.clear()
 
     def _placed(self, key: str, parts: Sequence[Block]) -> list[Block]:
         """In the tier that the session lies in. Rows on their way to host memory come there first."""
         tier = self.placement.tier(key)
         assert tier is not None
-        return [block if arriving(block.rows) else block.laid_in(tier, self.on) for block in parts]
+        return [block if arriving(block.rows) else block.laid_in(tier, self.place) for block in parts]
 
     def _left(self, key: str, leaving: Leaving) -> None:
         """Books rows that have left the device, and takes them to where the session lies."""

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from harness.history.block import Found, has_rest, length, without_first
 from harness.history.contents import Contents
-from harness.history.disk import Disk, HistoryError, Wall, check_arguments
+from harness.history.disk import Disk, HistoryError, Wall, check_arguments, warn
 from harness.history.fingerprint import EXACT, Fingerprint
 from harness.history.losses import LOST, HistoryLost, Loss
 from harness.history.overlap.lanes import StoreLanes
@@ -38,7 +38,9 @@ from harness.history.statistics import Statistics
 from methods.base import Method
 from methods.tiers.block import Apart, Format, Tensors
 from methods.tiers.codec import PLAIN, Codec
-from methods.tiers.tier import DISK
+from methods.tiers.rows import Place
+from methods.tiers.shelf import Shelf
+from methods.tiers.tier import DISK, HOST
 from methods.tiers.transfer.engine import TransferEngine
 
 Given = Mapping[str, Tensor | Apart]
@@ -90,22 +92,31 @@ class HistoryStore:
         self.fingerprint, self.block_tokens, self.share = fingerprint, block_tokens, share
         self.format, self.engine = Format(codec, dtype), engine or TransferEngine()
         self.placement = Placement(capacities, policy or SchedulerAware(), ttl_s, copies, reserve)
+        self.shelf = Shelf(self.engine.slabs, capacities.get(HOST, 0) + write_buffer)
         files = Disk(folder, capacities[DISK], wait=wait, wall=wall) if folder else None
         self.contents = Contents(
             self.placement,
             files,
             StoreLanes(self.engine, io_threads),
             durable=durable,
-            on=torch.device(on),
+            place=Place(torch.device(on), region=self.shelf),
             write_buffer=write_buffer,
             clock=clock,
         )
         self._blocks = partial(
-            Leaving, length=block_tokens, format_=self.format, on=self.contents.on, engine=self.engine
+            Leaving, length=block_tokens, format_=self.format, place=self.contents.place, engine=self.engine
         )
         self._closed = False
         if files:
             self._restore(files, wall())
+
+    def expect(self, size: int) -> None:
+        """So many bytes more of rows will come: beside a GPU, host memory for them is pinned now, up to the room of the
+        host tier and the write buffer. No later call pins any."""
+        try:
+            self.shelf.expect(size)
+        except RuntimeError as error:
+            warn(f"rows of conversations lie in memory that is not pinned, and travel more slowly: {error}")
 
     def open(
         self,
@@ -206,7 +217,7 @@ class HistoryStore:
         keep = 0.0 if has_rest(known) else keep
         drop = length(known) - int(length(known) * keep)
         try:
-            kept = without_first(known, drop, self.contents.read, self.format)
+            kept = without_first(known, drop, self.contents.read, self.format, self.contents.place)
         except LOST as error:
             self.contents.lose(key, error)
             return length(known)
@@ -249,6 +260,7 @@ class HistoryStore:
         """Leaves on disk what has room there, the most recently used first, and waits for it."""
         self._closed = True
         self.contents.close()
+        self.shelf.close()
 
     def __enter__(self) -> HistoryStore:
         return self

@@ -13,6 +13,7 @@ from time import perf_counter
 
 from harness.engine.hf import routed
 from harness.jobs.job import Job
+from harness.jobs.planning.capacity import of_conversations
 from harness.jobs.planning.items import Item, by_context, room
 from harness.jobs.runner import Runner
 from harness.jobs.shared_prefill import Prefilled, SharedPrefill
@@ -99,6 +100,7 @@ class _Run(Run):
         self.note(prepare_s=None if attachment.prepared is None else attachment.prepare_s)
         self.runner = Runner(job.task, job.settings, job.folder, attachment, loaded)
         self.runner.used(usage.backends)
+        self.runner.kept.expect(of_conversations(job.model.describe(), job.settings, self.pending))
 
     def absorb(self, layer: KVLayer, x: AttnInput) -> None:
         if not self.failed:

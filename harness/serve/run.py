@@ -12,6 +12,7 @@ from typing import Any
 from harness.config.settings import Settings
 from harness.conversations.stored import StoredHistories
 from harness.engine.hf import routed
+from harness.jobs.planning.capacity import of_conversations
 from harness.jobs.runner import Runner
 from harness.results.files import read_json, write_json, write_lines
 from harness.results.provenance import provenance
@@ -52,6 +53,7 @@ def _serve(plan: ServingPlan, folder: Path) -> ServedRow:
         attachment = job.attachment(loaded, {})
         with closing(Runner(job.task, settings, folder, attachment, loaded, traffic.read_buffer)) as runner:
             runner.warm_up(job.items)
+            runner.kept.expect(of_conversations(job.model.describe(), settings, job.items))
             clock, engine, kept = CLOCKS[traffic.clock](), runner.engine, runner.kept
             loop = Loop(engine, kept, clock, ending=runner.ending, slots=traffic.slots, interleave=traffic.interleave)
             answers = list(_told(loop.serve(plan.sessions), plan))

@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 
 from methods.tiers.codec import PLAIN, Codec, Encoded
-from methods.tiers.rows import Place, copied_into
-from methods.tiers.tier import HOST
 
 K, V, CODES, RANGES = "k", "v", "codes", "ranges"
 FAR = "far"  # a part of the name of a tensor that lies away from the device and may stay there
@@ -56,11 +54,6 @@ class Apart:
         for part in self.parts:
             yield at, part
             at += part.shape[-2]
-
-
-def host_copy(rows: Tensor) -> Tensor:
-    """Copy rows into host memory, contiguous; pinned if they come from a GPU, since they may go back there."""
-    return copied_into(HOST, rows, Place(rows.device))
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kernels import ops
 from kernels.temporary import TemporaryFolder
+from methods.tiers.shelf import Shelf
 from methods.tiers.slabs import Region
 from methods.tiers.tier import DEVICE, DISK, HOST, tier_of
 from methods.tiers.traffic import Traffic
@@ -34,7 +35,7 @@ class Place:
 
     device: torch.device
     folder: Path | None = None
-    region: Region | None = None
+    region: Region | Shelf | None = None
 
 
 class PlaceError(ValueError):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 Pin = Callable[[Tensor], Callable[[], None]]  # lets a GPU read memory in place, and returns what undoes that
 _PAGE = 4096  # bytes that are pinned together
-_ALIGNED = 64  # bytes: rows begin at a multiple
+ALIGNED = 64  # bytes: rows begin at a multiple
 _PARTS = 8  # tensors of rows in a layer, at most: those of a codec, and a copy of the keys
 
 
@@ -40,11 +40,11 @@ def slab_bytes(layers: Sequence[int]) -> int:
 
 
 def _region_bytes(rows: int) -> int:
-    return -(-rows // _ALIGNED) * _ALIGNED + _PARTS * _ALIGNED if rows else 0
+    return -(-rows // ALIGNED) * ALIGNED + _PARTS * ALIGNED if rows else 0
 
 
 class Lease:
-    """Keeps memory from serving another cache, as long as a region or rows in it refer to this."""
+    """Keeps memory from serving anybody else, as long as something refers to this."""
 
 
 class Region:
@@ -66,7 +66,7 @@ class Region:
             return None
         part = self._memory[self._at : self._at + nbytes]
         finalize(part, self._let_go)
-        self._at += -(-nbytes // _ALIGNED) * _ALIGNED
+        self._at += -(-nbytes // ALIGNED) * ALIGNED
         self._cuts += 1
         return torch.frombuffer(part, dtype=dtype).view(*shape)
 
@@ -92,28 +92,33 @@ class _Pinned(NamedTuple):
 
 
 class Slabs:
-    """Gives slabs to the caches of a device. What a cache has let go of serves the next one, if it is large enough;
-    else it is unpinned before more is pinned."""
+    """Lends pinned memory to the caches of a device and to what keeps conversations between turns. What one of them has
+    let go of serves the next one, if it is large enough; else it is unpinned before more is pinned."""
 
     def __init__(self, pin: Pin = registered) -> None:
         self._pin, self._idle, self._closed = pin, list[_Pinned](), False
 
     def slab(self, layers: Sequence[int]) -> Slab:
         """Return a slab with room for rows of so many bytes in each layer."""
-        size = slab_bytes(layers)
+        memory, lease = self.lent(slab_bytes(layers))
+        sizes = [_region_bytes(rows) for rows in layers]
+        return Slab([Region(part, lease) for part in memory[: sum(sizes)].split(sizes)], memory)
+
+    def lent(self, size: int) -> tuple[Tensor, Lease]:
+        """Return so many bytes [size], which are the caller's as long as anything refers to the lease. Raises
+        `RuntimeError` where the system does not lock as much."""
         pinned = min((one for one in self._idle if one.memory.nbytes >= size), key=_size, default=None)
         if pinned is None:
             self._unpin()
             pinned = self._pinned(size)
         else:
             self._idle.remove(pinned)
-        sizes, lease = [_region_bytes(rows) for rows in layers], Lease()
+        lease = Lease()
         finalize(lease, self._give_back, pinned).atexit = False
-        memory = pinned.memory[:size]
-        return Slab([Region(part, lease) for part in memory[: sum(sizes)].split(sizes)], memory)
+        return pinned.memory[:size], lease
 
     def close(self) -> None:
-        """Unpin all that no cache has; the rest follows when its cache is gone."""
+        """Unpin all that nobody has; the rest follows when it is let go of."""
         self._closed = True
         self._unpin()
 

@@ -64,7 +64,10 @@ class History:
         store = closing.enter_context(
             HistoryStore(self._fingerprint, on=str(self.kv.model.device), engine=self.kv.engine, **settings)
         )
-        return StoredHistories(self.start, self.kv, store)
+        histories = StoredHistories(self.start, self.kv, store)
+        held = sum(x.nbytes for state in self.cache.contents() for x in state.values())
+        histories.expect(held * len(self.text) // self.count)
+        return histories
 
     def stored(self, tier: str, folder: Path, closing: ExitStack) -> StoredHistories:
         """A store that has nothing but this tier, with this history in it. `folder`: of the disk's."""

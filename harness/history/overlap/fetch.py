@@ -12,6 +12,7 @@ from time import perf_counter
 from harness.history.block import Block, BlockFile, by_layer
 from harness.history.overlap.lanes import StoreLanes
 from methods.tiers.block import Tensors
+from methods.tiers.rows import Place
 from methods.tiers.tier import HOST
 from methods.tiers.transfer.lanes import TransferLane
 from methods.tiers.transfer.spans import Spans
@@ -20,18 +21,18 @@ from methods.tiers.transfer.spans import Spans
 class Fetch:
     """Any number of threads may `work` at it; they take the layers in order. Others wait for the rows of one layer or
     for all blocks, and get the error that ended the work (`LOST` names those of a disk). Blocks that lie in memory are
-    taken as they are. `pin`: into memory that a GPU reads directly. `layers`: so many are read for now; None: all.
+    taken as they are, others are read into host memory of `place`. `layers`: so many are read for now; None: all.
     `users`: so many hand out its rows."""
 
     def __init__(
         self,
         parts: Sequence[Block],
         path: Callable[[Block], Path],
-        pin: bool = False,
+        place: Place,
         layers: int | None = None,
         lanes: StoreLanes | None = None,
     ) -> None:
-        self._parts, self._path, self._pin, self._lanes = list(parts), path, pin, lanes
+        self._parts, self._path, self._place, self._lanes = list(parts), path, place, lanes
         self._changed = Condition()
         self._files: list[BlockFile | None] = []  # None: lies in memory
         self._names: list[dict[int, list[str]]] = []  # of each block, by layer
@@ -152,7 +153,9 @@ class Fetch:
 
     def _read(self, place: int, layer: int) -> Tensors:
         names, file = self._names[place].get(layer, []), self._files[place]
-        return file.read(names, self._pin) if file else {name: (self._parts[place].rows or {})[name] for name in names}
+        if file is not None:
+            return file.read(names, self._place)
+        return {name: (self._parts[place].rows or {})[name] for name in names}
 
     def _await(self, there: Callable[[], bool]) -> None:
         """Waits until that holds; raises the error that ended the work before."""

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from harness.history.block import Block, by_layer
 from harness.history.losses import NotSaved
-from methods.tiers.block import Apart, Format, Tensors, host_copy
+from methods.tiers.block import Apart, Format, Tensors
+from methods.tiers.rows import Place, copied_into
+from methods.tiers.tier import HOST
 from methods.tiers.traffic import Traffic
 from methods.tiers.transfer.engine import TransferEngine
 from methods.tiers.transfer.lanes import INLINE, TransferLane
@@ -90,17 +92,18 @@ class Leaving:
         *,
         length: int,
         format_: Format,
-        on: torch.device,
+        place: Place,
         engine: TransferEngine,
         stored: StoredForm = as_given,
         lane: TransferLane = INLINE,
     ) -> None:
         """Cuts [..., tokens, width] into blocks of `length` tokens; the last one may be shorter. `rest`, which belongs
-        to all of them, is a block without tokens behind them; without rows there is one block of tokens before it."""
+        to all of them, is a block without tokens behind them; without rows there is one block of tokens before it.
+        `place`: the device that they leave, and the host memory to which they go."""
         _check(tokens, layers)
         self._engine, began = engine, engine.clock.now()
-        self._format, self._stored, self._on = format_, stored, on
-        self._behind = reached(on)
+        self._format, self._stored, self._place = format_, stored, place
+        self._behind = reached(place.device)
         self._given: dict[int, tuple[Parts, Tensors]] = {}
         self.layers: list[tuple[Future[None], int]] = []  # each with the bytes that wait for it
         self.error: NotSaved | None = None
@@ -169,7 +172,7 @@ class Leaving:
         rows, rest = self._given.pop(number)
         began = self._engine.clock.now()
         try:
-            with beside_the_model(self._on, self._behind):
+            with beside_the_model(self._place.device, self._behind):
                 copied = list(self._copies(number, rows, rest))
             for block, copies in copied:
                 block.put(copies)
@@ -187,7 +190,7 @@ class Leaving:
             part = rest
             if cut is not None:
                 part = self._format.encode({name: x.cut(cut.start, cut.stop).joined() for name, x in stored.items()})
-            yield block, {name: host_copy(x) for name, x in part.items()}
+            yield block, {name: copied_into(HOST, x, self._place) for name, x in part.items()}
 
     def _alive(self) -> Iterator[tuple[slice | None, Arriving]]:
         for cut, known in self._rows:

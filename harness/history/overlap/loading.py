@@ -61,7 +61,7 @@ class Loading:
         self.size = sum(part.size for part in parts)
         self.fetch = contents.fetch(key, layers=0)
         self._contents, self._key, self._shared = contents, key, shared
-        self._behind = reached(contents.on)  # what `prepare` uses was made on the caller's stream
+        self._behind = reached(contents.place.device)  # what `prepare` uses was made on the caller's stream
         self._prepare, self._format = prepare, format_
         self._count, self._rest = len(parts), has_rest(parts)
         self.fetch.users += 1
@@ -162,7 +162,7 @@ class Loading:
         parts = self.fetch.rows(number).result()[: self._count]
         began = perf_counter()
         rest = {name: one.clone() for name, one in parts.pop().items()} if self._rest else {}
-        on = self._contents.on
+        on = self._contents.place.device
         with beside_the_model(on, self._behind):
             near = [{name: one.to(on, non_blocking=True) for name, one in part.items()} for part in parts]
             rows = joined([self._format.decode(part) for part in near])

@@ -6,7 +6,7 @@ the other examples of a batch sealed beside it, or while a step brings rows. Wha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,8 @@ from harness.models.base import DTYPE_BYTES, ModelInfo, torch_dtype
 from harness.terminal.tables import BYTES, scaled
 from kernels.block import TOKENS_AT_ONCE, fits_compiled
 from methods.base import Cost
-from methods.tiers.tier import DEVICE, TIERS
+from methods.tiers.shelf import pinned_bytes
+from methods.tiers.tier import DEVICE, HOST, TIERS
 
 MEMINFO, CGROUPS, OWN_CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
@@ -162,14 +163,21 @@ def sealed(holder: Holder, info: ModelInfo, items: Sequence[Item]) -> Cost:
 
 
 def stored(info: ModelInfo, settings: Settings, items: Sequence[Item], *, host: bool = False) -> int:
-    """Bytes that a store of conversations holds on the device at most, or in host memory beside a GPU; other memory
-    counts as the device's where that is the CPU."""
-    if settings.history != "store":
+    """Bytes that a store of conversations holds on the device at most, or pins in host memory beside a GPU; other
+    memory counts as the device's where that is the CPU."""
+    on_cpu, store = settings.device == "cpu", settings.store
+    if settings.history != "store" or (on_cpu and host):
         return 0
-    sizes = settings.store.capacities
-    memory = {tier: room for tier, room in sizes.items() if not TIERS[tier].in_files}
-    room = sum(room for tier, room in memory.items() if (settings.device == "cpu" or tier == DEVICE) != host)
-    return min(room, sum(info.kv_bytes(settings.dtype, item.room) for item in items if item.further))
+    memory = {tier: room for tier, room in store.capacities.items() if not TIERS[tier].in_files}
+    expected = of_conversations(info, settings, items)
+    if host:
+        return pinned_bytes(expected, memory[HOST] + store.write_bytes)
+    return min(expected, sum(room for tier, room in memory.items() if on_cpu or tier == DEVICE))
+
+
+def of_conversations(info: ModelInfo, settings: Settings, items: Iterable[Item]) -> int:
+    """Bytes of all keys and values of those that are kept between turns."""
+    return sum(info.kv_bytes(settings.dtype, item.room) for item in items if item.further)
 
 
 def refusal(need: Need, settings: Settings, free: int | None, free_host: int | None = None) -> str | None:

@@ -108,7 +108,7 @@ class TransferEngine:
         """`ahead`: rows move from the moment they are asked for. `threads`: so many move them; 0: the caller does. With
         `links`, which are for tiers in one memory, it must be the caller, so that their order is that of the calls.
         `works`: a thread does what is given to `work`. `worker` says in its place how long a piece takes, as a link
-        that carries one byte. `slabs`: host memory that is pinned for caches before they begin."""
+        that carries one byte. `slabs`: host memory that is pinned before a clock starts."""
         assert ahead or not (threads or works or worker)
         assert not (threads and links)
         self.ahead, self.links, self.clock, self.worker = ahead, links, clock or WallClock(), worker

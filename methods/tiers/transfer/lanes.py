@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from threading import Lock
+from threading import Condition, Lock
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -19,19 +19,35 @@ class TransferLane:
         """`name`: that of the threads, behind `transfer`."""
         self.beside = threads > 0
         self._threads = ThreadPoolExecutor(threads, f"transfer-{name}") if threads else None
+        self._held, self._changed = 0, Condition()  # how many are neither done nor cancelled, and wait for others
 
     def submit(self, action: Callable[[], T], after: Iterable[Future[Any]] = ()) -> Future[T]:
         """Do `action` once all of `after` have ended, well or not: until then it keeps nobody in this lane waiting.
         What has not begun can be cancelled."""
         handle: Future[T] = Future()
-        _when_ended([other for other in after if not other.done()], partial(self._begin, handle, action))
+        others = [other for other in after if not other.done()]
+        if others and self.beside:
+            self._hold(handle)
+        _when_ended(others, partial(self._begin, handle, action))
         return handle
 
     def close(self) -> None:
-        """Wait until all that was submitted is done, and end the threads."""
+        """Wait until all that was submitted is done, also what waits for something else, and end the threads."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._held)
         threads, self._threads = self._threads, None
         if threads is not None:
             threads.shutdown()
+
+    def _hold(self, handle: Future[T]) -> None:
+        with self._changed:
+            self._held += 1
+        handle.add_done_callback(self._let_go)
+
+    def _let_go(self, _: Future[T]) -> None:
+        with self._changed:
+            self._held -= 1
+            self._changed.notify_all()
 
     def _begin(self, handle: Future[T], action: Callable[[], T]) -> None:
         try:

@@ -21,6 +21,7 @@ from harness.history.disk import HistoryWarning
 from methods.base import AttnInput
 from methods.full import Full
 from methods.streaming import Streaming
+from methods.tiers.rows import Place
 from tests.harness.conversations.test_histories import CAPACITY, LENGTHS, MB, NEW, Talk, lasting, plain, stored
 from tests.methods.test_contract import attach
 from tests.tiny import prompt, tiny
@@ -110,9 +111,9 @@ def test_the_prefill_begins_before_the_last_layer_is_read(tmp_path: Path, monkey
         histories.store.flush()
         read, go = BlockFile.read, Event()
 
-        def last_waits(file: BlockFile, names: list[str], pin: bool = False) -> Any:
+        def last_waits(file: BlockFile, names: list[str], place: Place) -> Any:
             assert not names[0].startswith(f"{len(kv.model_specs) - 1}.") or go.wait(600)
-            return read(file, names, pin)
+            return read(file, names, place)
 
         prefill = KVCache.attend
 

@@ -25,6 +25,7 @@ from harness.history.overlap.saving import Saving
 from harness.history.policies import LRU
 from harness.history.statistics import Speeds
 from harness.history.store import HistoryStore
+from methods.tiers.rows import Place
 from methods.tiers.transfer.engine import TransferEngine
 from tests.histories import LAYERS, TOKEN_BYTES, opened, right, rows
 
@@ -43,9 +44,9 @@ def second_layer_held_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[threadin
     """Its rows are not read before the event is set."""
     go, read = threading.Event(), BlockFile.read
 
-    def waits(file: BlockFile, names: list[str], pin: bool = False) -> Any:
+    def waits(file: BlockFile, names: list[str], place: Place) -> Any:
         assert "1.k" not in names or go.wait(600)
-        return read(file, names, pin)
+        return read(file, names, place)
 
     monkeypatch.setattr(BlockFile, "read", waits)
     try:
@@ -253,9 +254,9 @@ def noted_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return a list that grows by the name of each tensor that is read from a block's file."""
     taken, read = list[str](), BlockFile.read
 
-    def noting(file: BlockFile, names: list[str], pin: bool = False) -> Any:
+    def noting(file: BlockFile, names: list[str], place: Place) -> Any:
         taken.extend(names)
-        return read(file, names, pin)
+        return read(file, names, place)
 
     monkeypatch.setattr(BlockFile, "read", noting)
     return taken

@@ -15,6 +15,7 @@ from harness.jobs.planning import capacity
 from harness.jobs.planning.cache_bytes import Holder
 from harness.jobs.planning.capacity import Need, needed, refusal
 from methods.full import Full
+from methods.tiers.shelf import STEP_BYTES
 from methods.tiers.slabs import slab_bytes
 from tests.fast import MODEL, PQ, STREAMING, niah
 
@@ -176,6 +177,24 @@ def test_a_store_on_the_device_counts_up_to_its_room() -> None:
         together = needed(info, holder, items, beside=[holder])
         assert together.kv == needed(info, full(plain), items, beside=[full(plain)]).kv + 2 * more
     assert "a smaller store" in str(refusal(Need(1, 9, 0), settings, 8))
+
+
+def test_what_a_store_pins_beside_a_gpu_counts_as_host_memory() -> None:
+    from harness.jobs.planning.items import prepare
+    from tests.harness.jobs.test_questions import Balances
+
+    info, plain = MODEL.describe(), Settings(device="cuda", dtype="fp32", history="store")
+    items = prepare(Balances(talks=True), MODEL, plain)
+    for store, pinned in (
+        (StoreSettings(), STEP_BYTES),
+        (StoreSettings(host=0, disk="1TB", write_buffer=300), 300),
+        (StoreSettings(host=500, write_buffer=300), 800),
+        (StoreSettings(host=0, device="1TB", write_buffer=0), 0),
+    ):
+        assert needed(info, full(replace(plain, store=store)), items).host == pinned
+        assert needed(info, full(replace(plain, store=store, device="cpu")), items).host == 0
+    for history in ("recompute", "device_prefix"):
+        assert needed(info, full(replace(plain, history=history)), items).host == 0
 
 
 @both

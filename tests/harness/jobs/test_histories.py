@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from harness.config.groups import POLICIES
 from harness.config.settings import OverflowSettings, Settings, SettingsError, StoreSettings
@@ -16,6 +17,8 @@ from harness.conversations.histories import Recompute
 from harness.history import policies
 from harness.history.disk import HistoryError
 from harness.history.store import HistoryStore
+from harness.jobs.planning.items import Item, prepare
+from harness.jobs.runner import Runner
 from harness.reports.compare import comparisons
 from harness.reports.document import OTHER_TABLES, as_text
 from harness.reports.stamps import meanings, stamps
@@ -34,7 +37,7 @@ from methods.quest import Quest
 from methods.snapkv import SnapKV
 from methods.sparq import SparQ
 from methods.tiers.tier import TIERS
-from tests.fast import niah
+from tests.fast import MODEL, niah
 from tests.harness.jobs.test_questions import Balances, Given, Retold, run
 from tests.histories import full_disk
 
@@ -60,6 +63,24 @@ def test_full_answers_alike_wherever_its_cache_was(tmp_path: Path, protocol: str
         {"history": "store", "store": StoreSettings(device="1GB"), "prefill_chunk": 50},
     ):
         assert tokens(talked(tmp_path, Full(), protocol=protocol, **changes)) == tokens(stayed)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_memory_for_conversations_is_there_before_the_first_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    done, prompt = list[object](), Runner.prompt
+
+    def noting(runner: Runner, item: Item) -> tuple[Tensor, int]:
+        done.append("prompt")
+        return prompt(runner, item)
+
+    monkeypatch.setattr(HistoryStore, "expect", lambda _, size: done.append(size))
+    monkeypatch.setattr(Runner, "prompt", noting)
+    talked(tmp_path, Full(), history="store", shared_prefill=shared)
+    items = prepare(TALKS, MODEL, replace(Settings(), protocol="prompt"))
+    size = sum(MODEL.describe().kv_bytes("fp32", item.room) for item in items)
+    assert (done[0], done.count(size), done.count("prompt")) == (size, 1, len(items))
 
 
 @pytest.mark.tokens

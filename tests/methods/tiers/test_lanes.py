@@ -34,6 +34,23 @@ def test_what_was_cancelled_before_it_began_is_not_done() -> None:
     assert (blocking.result(), kept.done(), done) == (True, True, ["kept"])
 
 
+def test_closing_waits_for_what_waits_for_something_else() -> None:
+    lane, ends, done = TransferLane("test", 1), Future[None](), list[str]()
+    late = lane.submit(lambda: done.append("late"), after=[ends])
+    given_up = lane.submit(lambda: done.append("given up"), after=[Future()])  # waits for what never ends
+    closing = threading.Thread(target=lane.close)
+    closing.start()
+    closing.join(0.1)
+    assert closing.is_alive()
+    ends.set_result(None)
+    late.result(10)
+    closing.join(0.1)
+    assert closing.is_alive()
+    assert given_up.cancel()
+    closing.join(10)
+    assert (closing.is_alive(), done) == (False, ["late"])
+
+
 @pytest.mark.parametrize("lane", [INLINE, TransferLane("test", 1)])
 def test_without_threads_and_once_closed_the_caller_does_it_at_once(lane: TransferLane) -> None:
     lane.close()
