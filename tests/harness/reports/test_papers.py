@@ -10,7 +10,8 @@ import pytest
 from harness.commands.simulate import main
 from harness.reports.papers import PUBLISHED, our_figures
 
-STORED = sorted((PUBLISHED / "cachedattention").glob("*.json"))
+PAPERS = ("cachedattention", "infinigen", "shadowkv")
+STORED = sorted(file for paper in PAPERS for file in (PUBLISHED / paper).glob("*.json"))
 
 
 def test_own_results_come_before_the_committed_ones(tmp_path: Path) -> None:
