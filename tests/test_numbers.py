@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.numbers import benchmarks, comparison, history, plan, readme, simulator
+from tests.numbers import benchmarks, comparison, history, kernels, plan, readme, simulator, tuning
 from tests.numbers.given import GIVEN
 
 ROOT = Path(__file__).parents[1]
@@ -17,12 +17,14 @@ HELD = {
     "docs/history.md": lambda: [*history.held(), *simulator.held()],
     "docs/benchmarks.md": benchmarks.held,
     "docs/comparison.md": comparison.held,
+    "docs/kernels.md": kernels.held,
     "docs/plan.md": plan.held,
+    "docs/tuning.md": tuning.held,
 }
 ELSEWHERE = (  # output and generated tables, which other tests hold; names, links, references; in their order
     r"^```.*?^```$",
     r"<!-- rows of .*?<!-- end -->",
-    r"^#.*?$",
+    r"^#.*?$|^\d+\. ",
     r"`[^`]*`",
     r"\]\([^)]*\)",
     r"\b(?:sections?|[Ff]igures?|tables?|arXiv|ATC|Gemma|Llama|RTX|kvpress|torch) "

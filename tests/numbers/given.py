@@ -10,6 +10,8 @@ PAPER = "a paper says so"
 SETUP = "how a run was set up: it is in the command beside it"
 MEANING = "a definition, a default, a requirement or a limit of the code"
 ARITHMETIC = "follows from numbers that stand beside it"
+TESTED = "a test, which the page names, fails beyond it"
+MAKER = "the maker of the hardware or the library says so"
 
 GIVEN: dict[str, dict[str, list[str]]] = {
     "README.md": {
@@ -135,7 +137,42 @@ GIVEN: dict[str, dict[str, list[str]]] = {
             "there SparQ reads four times as much as here at 1/16",
         ],
     },
+    "docs/kernels.md": {
+        SETUP: [
+            "sm_80, 89, 90, 100 and 120",
+            "at a budget of 0.2 behind",
+            "| method | 1 sequence | 4 sequences | 8 sequences |",
+            "32 query and 8 KV heads of 128, 65,536 tokens, groups of 32",
+            "are 1. | codes |",
+            "three channels lie 9 higher, and values, 4096 tokens, 8 heads of 128",
+            "Triton 3.7.1 has compiled these kernels",
+        ],
+        MEANING: [
+            "2.6.1 or newer",
+            "Each size must be at least 1",
+            "64 bytes, one cache line: 16 floats, or 32 bf16 as 16 words of two",
+            "32 rows at a time",
+            "Up to 8 query heads of a group share one read",
+            "tiles of 4 rows times up to 4 vectors",
+            "in blocks of 64",
+            "panels of 32 outputs",
+            "(512 bytes wide per channel)",
+            "medians with 95 % intervals",
+            "more than 32,768 candidates",
+            "more than 4,096 landmarks",
+            "no multiple of 16 bytes",
+            "(512 bytes a head, 64 query heads)",
+            "by a table of 256 floats",
+        ],
+        TESTED: ["below 1e-5 in fp32"],
+        MAKER: ["multiplies 32 x 32 outputs at a time from four tiles of 16 x 64 bytes", "A100 163 KiB, H100 227"],
+    },
     "docs/plan.md": {
         MEANING: ["(122K tokens are 124928)", "for the others 0"],
+    },
+    "docs/tuning.md": {
+        PAPER: ["**SnapKV's kernel** is 7 in its paper", "are a share of 0.2 in its paper"],
+        SETUP: ["over the 7 digits of a needle"],
+        MEANING: ["the curves with 95 % intervals", "with a floor of 1, which gives all heads the same share"],
     },
 }
