@@ -18,7 +18,7 @@ from kernels.ragged import Ragged
 from kernels.rope import rotate
 
 TOKENS_AT_ONCE = {"cpu": 4096, "cuda": 8192}  # tokens of a prompt: bounds the memory between torch's products
-MOST_INNER = {torch.float32: 9216, torch.bfloat16: 4096}  # channels of the MLP; docs/kernels.md has the measurements
+MOST_INNER = {torch.float32: 9216, torch.bfloat16: 4096}  # channels of the MLP; docs/kernels.md has the command
 _PANEL = 32  # outputs; sums, too, go over multiples of it
 
 

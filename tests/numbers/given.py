@@ -10,6 +10,8 @@ PAPER = "a paper says so"
 SETUP = "how a run was set up: it is in the command beside it"
 MEANING = "a definition, a default, a requirement or a limit of the code"
 ARITHMETIC = "follows from numbers that stand beside it"
+TESTED = "a test, which the page names, fails beyond it"
+MAKER = "the maker of the hardware or the library says so"
 
 GIVEN: dict[str, dict[str, list[str]]] = {
     "README.md": {
@@ -135,7 +137,135 @@ GIVEN: dict[str, dict[str, list[str]]] = {
             "there SparQ reads four times as much as here at 1/16",
         ],
     },
+    "docs/kernels.md": {
+        SETUP: [
+            "sm_80, 89, 90, 100 and 120",
+            "at a budget of 0.2 behind",
+            "| method | 1 sequence | 4 sequences | 8 sequences |",
+            "32 query and 8 KV heads of 128, 65,536 tokens, groups of 32",
+            "are 1. | codes |",
+            "three channels lie 9 higher, and values, 4096 tokens, 8 heads of 128",
+            "Triton 3.7.1 has compiled these kernels",
+        ],
+        MEANING: [
+            "2.6.1 or newer",
+            "Each size must be at least 1",
+            "64 bytes, one cache line: 16 floats, or 32 bf16 as 16 words of two",
+            "32 rows at a time",
+            "Up to 8 query heads of a group share one read",
+            "tiles of 4 rows times up to 4 vectors",
+            "in blocks of 64",
+            "panels of 32 outputs",
+            "(512 bytes wide per channel)",
+            "medians with 95 % intervals",
+            "more than 32,768 candidates",
+            "more than 4,096 landmarks",
+            "no multiple of 16 bytes",
+            "(512 bytes a head, 64 query heads)",
+            "by a table of 256 floats",
+        ],
+        TESTED: ["below 1e-5 in fp32"],
+        MAKER: ["multiplies 32 x 32 outputs at a time from four tiles of 16 x 64 bytes", "A100 163 KiB, H100 227"],
+    },
     "docs/plan.md": {
         MEANING: ["`--tokens 122K` is 124928 tokens", "for the others 0"],
+    },
+    "docs/tuning.md": {
+        PAPER: ["**SnapKV's kernel** is 7 in its paper", "are a share of 0.2 in its paper"],
+        SETUP: ["over the 7 digits of a needle"],
+        MEANING: ["the curves with 95 % intervals", "with a floor of 1, which gives all heads the same share"],
+    },
+    "docs/tasks.md": {
+        PAPER: ["the 13 tasks of RULER", "makes the 13 tasks"],
+        MAKER: [
+            "(361 MB; `task.tasks=all`)",
+            "a task of lm-evaluation-harness 0.4.13",
+            "What 0.4.13 brings",
+            "bAbI's facts in a haystack, to 128K",
+            "twelve tasks of 100K tokens and more",
+            "0.5K to 8K tokens",
+        ],
+        MEANING: ['a bracket scores 1 on "(B)"'],
+    },
+    "docs/triage.md": {
+        MEANING: [
+            "in at most 4 places",
+            "the scorer gives less than 1",
+            "(the first 32)",
+            "2, since the prefill gives the first token (1 under `protocol=context`)",
+        ],
+    },
+    "docs/budgets.md": {
+        PAPER: ["(1/128) is the setting of PQCache's comparison"],
+        MEANING: [
+            "The command line's default is 0.2",
+            "sinks, 0 by default",
+            "the share of the 16-bit keys",
+            "(m=2, b=6 at 1/128; m=4, 8, 16 with b=8 from 1/64 to 1/16, at head size 128)",
+            "(1/128 alone)",
+        ],
+    },
+    "docs/commands.md": {SETUP: ["sends 52,000 turns"]},
+    "docs/multiturn.md": {
+        SETUP: ['"The special magic Prague number is: 4818628."'],
+        MEANING: ["at most 32K", "the shares above 2K and 4K (before scaling)"],
+    },
+    "docs/presses.md": {MAKER: ["transformers below 5.3"]},
+    "docs/report.md": {
+        MEANING: [
+            "differ by at most 25 points",
+            "(p ≥ 0.05)",
+            "Of more than 20 rows it shows 12",
+            "more than 12 runs",
+            "cut after 4000 characters, and a page holds 8 million in all",
+            "at most 1 point below Full",
+        ],
+    },
+    "docs/results.md": {
+        SETUP: ["A budget of 10 % says"],
+        MEANING: [
+            "`score` (0-1)",
+            "lie between 0 and 1",
+            "The 95 % interval of a score",
+            "p < 0.05 exactly when the interval excludes 0",
+            "From 6 units on there is an interval",
+            "would find with 80 % power",
+            "could not reach p < 0.05",
+            "a loss of 10 and of 5 points",
+            "none 0 or 1",
+            "(0 included)",
+            "when token 1 is on the host, `TT2T` when token 2 is",
+            "1 if its history was stored",
+            "8 bytes a row",
+            "(1, 2, 4, 8 and so on)",
+            "(A torch older than 2.12",
+        ],
+        TESTED: [
+            "in at least 93 % of samples",
+            "from 6 units on, for differences",
+            "within 10 % of what is allocated, above 16 MiB",
+        ],
+    },
+    "docs/serving.md": {
+        MEANING: [
+            "| `rate` | 1 |",
+            "| `think_s` | 5 |",
+            "| `slots` | 4 |",
+            "about 0 behind the last turn",
+            "are within 10 %",
+        ],
+        ARITHMETIC: ["more than 8 minutes for 100 sessions at 0.2 per second"],
+    },
+    "docs/trust.md": {
+        SETUP: ["the score on 10 needles in 512 and 1024 tokens", "the answers to 3 needles"],
+        MEANING: [
+            "the exit code is then 1",
+            "in the 95 % interval of the recorded score",
+            "is within 0.2 % of the recorded one",
+            "is within 1 % of the recorded one",
+            "(540 MB)",
+            "The intervals are at 90 %",
+        ],
+        TESTED: ["of 200 simulated tables at most 16 raise any alarm"],
     },
 }
