@@ -2,7 +2,8 @@
 
 Once per model, at a few lengths s, it times a layer's share of a dense prefill, fitted as a quadratic of s, and the
 clustering of a layer's keys in 3 and in 9 iterations, fitted as lines of s. A prompt then gets the most iterations
-whose clustering takes no longer than one layer's prefill, 3 to 300.
+whose clustering takes no longer than one layer's prefill, 3 to 300. The CPU is timed, wherever the model runs: it is
+what clusters behind a prefill, and one fit serves both placements.
 """
 
 from __future__ import annotations
@@ -48,14 +49,15 @@ class Fit(NamedTuple):
 def measure(
     layers: int, observe: Callable[[int], Iterator[AttnInput]], cluster: Callable[[Tensor, int], object]
 ) -> Fit:
-    """Time this machine. `observe` is as in `Method.prepare`; `cluster(keys, iterations)` clusters keys [1 G S D] in
-    exactly that many."""
+    """Time this machine. `observe` is as in `Method.prepare`; `cluster(keys, iterations)` clusters keys [1 G S D] on
+    the CPU, in exactly that many."""
     prefill, few, more = [], [], []
     for tokens in LENGTHS:
         whole, x = _fastest(partial(lambda s: next(observe(s)), tokens))
         prefill.append(whole / layers)
-        few.append(_fastest(partial(cluster, x.k, FEW))[0])
-        more.append(_fastest(partial(cluster, x.k, MORE))[0])
+        keys = x.k.cpu()
+        few.append(_fastest(partial(cluster, keys, FEW))[0])
+        more.append(_fastest(partial(cluster, keys, MORE))[0])
     each = [max(b - a, 0.0) / (MORE - FEW) for a, b in zip(few, more, strict=True)]
     return Fit(*polynomial(LENGTHS, prefill, 2), *polynomial(LENGTHS, few, 1), *polynomial(LENGTHS, each, 1))
 
