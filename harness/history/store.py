@@ -62,7 +62,8 @@ class HistoryStore:
     are handed out. `io_threads` read for jobs that wait; with 0 the caller does all. `write_buffer`: bytes that may
     wait to be written, on top of the tiers. `codec`: how rows are written smaller, to be read back in `dtype`; the
     fingerprint must name it. `share`: a text may begin with what another session has stored. `engine`: the one that
-    moves all rows of the device; None: one of the store's own. `clock` never jumps; `wall`, which dates files, may."""
+    moves all rows of the device, and lends pinned memory (`expect`); None: one of the store's own, which lends none.
+    `clock` never jumps; `wall`, which dates files, may."""
 
     def __init__(
         self,
