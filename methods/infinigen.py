@@ -7,7 +7,7 @@ columns alone, from each prompt.) At each step layer l's query projection is app
 guessed query against the partial keys tells which tokens come within `alpha` of the largest logit of a query head.
 Their mean count over the KV heads, limited by the budget, is how many tokens every KV head fetches, for each sequence
 of a batch (the released code takes one mean for all). That mean is of counts per KV head, which the query heads of a
-group enlarge: where alpha=5 fetches 106 tokens here, the rule for each query head alone fetches 72.
+group enlarge: the rule for each query head alone would fetch fewer.
 
 Paper, OPT runtime and Llama code of the authors differ. The Llama code takes the largest logit of the first head for
 all heads, so that other heads fetch other tokens than the paper's rule says. Here the paper's rule holds.

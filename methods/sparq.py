@@ -6,7 +6,7 @@ heads comparable; they are summed over the group without a softmax. `mean_value`
 output, in the part that the approximate softmax gives to tokens that are not read.
 
 `channel_copy` keeps the searched keys a second time, one channel per row, so that scoring reads r/D of them instead of
-picking from all: 4 times faster at 32K tokens, for 1.5 times the memory. With placement=host, keys, values and that
+picking from all, for 1.5 times the memory. With placement=host, keys, values and that
 copy lie on the host; each step moves r channels of the keys and the selected rows. Without the copy a GPU reads the
 numbers of these channels one by one over the bus, 32 bytes for each. The paper's local window moves on with generation;
 ours is the prompt's end, inside the budget, and all that is generated is read on top. While a selection is reused

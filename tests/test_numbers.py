@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -24,7 +24,7 @@ from tests.numbers import (
 from tests.numbers.given import GIVEN
 
 ROOT = Path(__file__).parents[1]
-HELD = {
+HELD: dict[str, Callable[[], list[str]]] = {
     "README.md": readme.held,
     "docs/history.md": lambda: [*history.held(), *simulator.held()],
     "docs/benchmarks.md": benchmarks.held,
@@ -32,6 +32,7 @@ HELD = {
     "docs/budgets.md": lambda: [*pages.budgets()],
     "docs/commands.md": list,
     "docs/kernels.md": kernels.held,
+    "docs/methods.md": lambda: [*pages.methods()],
     "docs/multiturn.md": lambda: [*pages.multiturn()],
     "docs/plan.md": plan.held,
     "docs/presses.md": list,

@@ -268,4 +268,33 @@ GIVEN: dict[str, dict[str, list[str]]] = {
         ],
         TESTED: ["of 200 simulated tables at most 16 raise any alarm"],
     },
+    "docs/methods.md": {
+        PAPER: [
+            "s/256 (`bytes`, since the others' extra transfer is 1/128 of the keys alone)",
+            "(OSDI'24,",
+            "ICML'24)",
+            "SIGMOD'25)",
+            "which gets 1/beta of their mean",
+            "where SnapKV takes 32",
+            "reads no less than 3 pages whatever the budget",
+            "the paper's t = 2b",
+            "null is the paper's min(0.2 + 0.06 log2 c, 0.8)",
+            "the paper's 2048 retrieved tokens",
+            "PyramidKV's scripts take 8",
+        ],
+        MEANING: [
+            "all stood n_local - 1 before the query",
+            "into 2^b centroids",
+            "codes are one byte up to b=8",
+            "At budget=2464 the defaults give",
+            "32 bytes for each",
+        ],
+        ARITHMETIC: [
+            "18 % more than a budget of",
+            "4 % more than one of 263",
+            "42 in place of 21",
+            "from 19 % of the prompt on, a page has one token, and from 50 % on",
+            "for 1.5 times the memory",
+        ],
+    },
 }

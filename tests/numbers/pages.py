@@ -1,4 +1,4 @@
-"""Numbers of pages that hold few of them: docs/budgets.md, multiturn.md, results.md and trust.md."""
+"""Numbers of pages that hold few of them: docs/budgets.md, methods.md, multiturn.md, results.md and trust.md."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ def budgets() -> Iterator[str]:
     needles = Scores("needles")
     read, union = (needles.of("quest", 20, f"budget.{of}.share") for of in ("attended", "union"))
     yield f"Quest attends to {read:.0f} % per query head and reads {union:.0f} % per KV head"
+
+
+def methods() -> Iterator[str]:
+    """The tables, as they stand on the page: they are generated, and tests/harness/test_list.py holds them."""
+    yield from re.findall(r"^\|.*\d.*\|$", (ROOT / "docs" / "methods.md").read_text("utf-8"), re.MULTILINE)
 
 
 def multiturn() -> Iterator[str]:
