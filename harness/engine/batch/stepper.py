@@ -50,7 +50,8 @@ class Stepper:
 
     def joined(self, caches: Sequence[KVCache]) -> KVCache:
         """What caches step as. Where steps are captured that is a step of a size, so that others may take the same."""
-        sized = self.graphs is not None and self.forward is not None and self.tracer is None
+        refused = self.traced or next((why for cache in caches if (why := capture_refusal(self.forward, cache))), None)
+        sized = self.graphs is not None and refused is None
         if len(caches) == 1 and not sized:
             return caches[0]
         slots = SlotsCache(caches, self.traced, sized=sized)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness.engine.attach import Attachment
+from harness.engine.attach import Attachment, attached
 from harness.engine.batch.cache import SlotsCache
 from harness.engine.batch.generation import Generation
 from harness.engine.batch.running import RunningBatch
@@ -17,11 +17,13 @@ from harness.engine.engine import Engine
 from kernels.each import Each
 from kernels.ragged import Ragged, with_free_slots
 from kernels.told import StepInputs, tell, telling
+from methods.full import Full
 from methods.layers import Layer
+from methods.tiers.transfer.engine import Links
 from tests.harness.engine.test_together import TOGETHER, attach_compiled, engine_of
 from tests.methods.test_contract import attach, small
 from tests.tape import Tape
-from tests.tiny import prompt
+from tests.tiny import prompt, tiny
 
 # lengths, budgets and rooms of each of these are between two powers of two
 LENGTHS = (100, 119, 97, 113, 105, 118, 99, 117, 110, 103, 116, 112)
@@ -158,6 +160,15 @@ def test_a_step_that_takes_memory_itself_is_captured_for_each() -> None:
         alone = [plain.generate(ids, max_new_tokens=new) for ids, new in examples()]
     assert [seen(one) for one in made] == [seen(one) for one in alone]
     assert tape.captured == tape.dropped > 8
+
+
+@pytest.mark.tokens
+def test_three_sequences_whose_step_is_not_captured_have_no_free_slot() -> None:
+    with attached(tiny("llama"), Full(offload=True), placement="host", links=Links(bus=1e12)) as kv:
+        plain, engine, _ = engines(kv)
+        made = in_a_batch(engine, 3, few=3)
+        assert [seen(one)[0] for one in made] == [seen(one)[0] for one in in_a_batch(plain, 1, few=3)]
+    assert engine.plain_steps == "rows cross a link that is counted beside the step (link, disk_link)"
 
 
 @torch.inference_mode()
