@@ -35,12 +35,16 @@ def load(name: str, folders: Sequence[Path] = (), **changes: Any) -> Method:
 def parsed(spec: str, folders: Sequence[Path] = ()) -> tuple[str, Method]:
     """`quest` or `quest:select_per=kv_head,page_size=32`."""
     name, _, rest = spec.partition(":")
-    changes = dict(item.split("=", 1) for item in rest.split(",") if item)
-    return spec, load(name, folders, **{key: yaml.safe_load(value) for key, value in changes.items()})
+    words = [word.partition("=") for word in rest.split(",") if word]
+    if not all(equals for _, equals, _ in words):
+        raise ValueError(f"--methods {spec} gives a parameter no value: write {name}:NAME=VALUE.")
+    return spec, load(name, folders, **{key: yaml.safe_load(value) for key, _, value in words})
 
 
 def chosen(specs: Sequence[str], folders: Sequence[Path] = ()) -> dict[str, Method]:
     """Those named, or every method of ours."""
+    if lacking := [folder for folder in folders if not folder.is_dir()]:
+        raise ValueError(f"--config-dir {lacking[0]} is not a folder: name the one with method/NAME.yaml.")
     return dict(parsed(spec, folders) for spec in specs or names())
 
 

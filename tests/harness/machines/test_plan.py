@@ -309,6 +309,8 @@ def test_a_method_that_does_not_suit_the_model_leaves_the_others(capsys: pytest.
         (["--machine", "A100"], "The machine A100 is unknown"),
         ([*SHORT, "--model", "llama-9b"], "--model llama-9b is unknown: choose one of"),
         ([*SHORT, "--methods", "pqcash"], "--methods pqcash is unknown; did you mean pqcache?"),
+        ([*SHORT, "--methods", "quest:page_size"], "quest:page_size gives a parameter no value: write quest:"),
+        ([*SHORT, "--config-dir", "nowhere"], "--config-dir nowhere is not a folder"),
         ([*SHORT, "--methods", "full", "--batch", "4000"], "A batch of 4000 does not fit on RTX-4090"),
         ([*SHORT, "--methods", "shadowkv", "--budget", "8"], "set budget to at least"),
         ([*SHORT, "--tokens", "9000"], "more than the window of random/smollm2, 8192"),
