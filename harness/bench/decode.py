@@ -236,12 +236,14 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(options: argparse.Namespace) -> None:
+    if options.new < 3:
+        raise ValueError(f"--new {options.new} leaves no step to time behind the second token: use at least 3.")
     options.synthetic |= options.shape is not None
     if options.link and (options.placement == DEVICE or options.device != "cpu"):
         raise ValueError("--link stands for a bus that a CPU does not have: add --placement host and --device cpu.")
     methods.chosen(options.methods, options.config_dir)  # a wrong name is found now
-    limits = calibrate.told(options.device)
     source = models.source(options.shape, options.layers)
+    limits = calibrate.told(options.device)
     loaded = source.load(options.dtype, options.device)
     text = calibration_text(
         source.tokenizer(), max(CALIBRATION, *options.tokens) if not options.synthetic else CALIBRATION
