@@ -236,11 +236,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(options: argparse.Namespace) -> None:
+    if options.new < 3:
+        raise ValueError(f"--new {options.new} leaves no step to time behind the second token: use at least 3.")
     options.synthetic |= options.shape is not None
     arguments.check_bus(options)
     methods.chosen(options.methods, options.config_dir)  # a wrong name is found now
-    limits = calibrate.told(options.device)
     source = models.source(options.shape, options.layers)
+    limits = calibrate.told(options.device)
     loaded = source.load(options.dtype, options.device)
     text = calibration_text(
         source.tokenizer(), max(CALIBRATION, *options.tokens) if not options.synthetic else CALIBRATION

@@ -39,8 +39,8 @@ class HostRowsOfSeveral:
         else:
             count = torch.full((len(chosen),), chosen[0].numel(), device=chosen.device)
         traffic.tally("to_device_bytes", count * row_bytes)
-        whole = filled(moved)
-        return pad(whole, (0, 0, 0, chosen.shape[2] - whole.shape[2]))  # plain torch gives no more than are there
+        whole, lacking = filled(moved), chosen.shape[2] - filled(moved).shape[2]
+        return pad(whole, (0, 0, 0, lacking)) if lacking else whole  # plain torch gives no more than are there
 
     def in_place(self, count: int, traffic: Traffic) -> Tensor:
         """Return all rows, of which an operation reads `count` for each head where they lie, and count these."""

@@ -13,6 +13,7 @@ from harness.bench.common.synthetic import LayerShape
 from harness.config.values import SettingsError, rate, size
 from harness.models.base import DTYPES
 from harness.models.devices import DeviceError, check_device
+from harness.models.random import SHAPES
 from harness.terminal.numbers import budget, count, length, natural, positive, share
 from harness.terminal.paths import typed
 from methods.tiers.tier import DEVICE, TIERS
@@ -69,7 +70,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "kv_heads": {"type": count},
     "head_dim": {"type": count},
     "machine": {"required": True, "metavar": "FILE", "help": "what `calibrate` has written, or its folder"},
-    "shape": {"help": "random weights of this shape instead of the embedded model"},
+    "shape": {"choices": tuple(SHAPES), "help": "random weights of this shape instead of the embedded model"},
     "layers": {"type": count, "help": "of the random weights; all by default"},
     "model": {"nargs": "*", "help": "as of a run: model=hf model.name=..."},
     "synthetic": {"action": "store_true", "help": "no prefill: random K and V; so with --shape"},

@@ -60,10 +60,12 @@ class CacheBytes(NamedTuple):
     sealed: int
     host: int
     staging: Staging
+    joint: int  # what a step of several sequences copies of this one and changes: its hit caches
 
 
 class Staging(NamedTuple):
-    """Bytes through which rows travel in a step. Beside a CPU, rows of the host tier are read where they lie."""
+    """Bytes through which rows travel in a step. Beside a CPU, rows of the host tier are read where they lie, unless
+    several sequences take a step together, which gather them."""
 
     arriving: int  # on the device, of a layer whose rows come while others compute
     read: int  # on the device, of the layer that attends
@@ -73,7 +75,7 @@ class Staging(NamedTuple):
     def of(holder: Holder, layers: Iterable[Cost]) -> Staging:
         """What one sequence takes for the largest of its layers."""
         settings, on_cpu = holder.settings, holder.settings.device == "cpu"
-        if on_cpu and not TIERS[settings.placement].in_files:
+        if on_cpu and not TIERS[settings.placement].in_files and not steps_together(settings):
             return Staging(0, 0, 0)
         costs = list(layers)
         moved = max(cost.moved_bytes_per_step for cost in costs)
@@ -81,6 +83,12 @@ class Staging(NamedTuple):
         ahead = settings.overlap == "on" and holder.method.asks_ahead
         in_files = TIERS[settings.placement].in_files
         return Staging(moved if ahead else 0, moved, max(chosen, default=0) if in_files else 0)
+
+
+def steps_together(settings: Settings) -> bool:
+    """Whether a layer's step is of all sequences of a batch at once, where their method lets it; a captured one is also
+    where there is one sequence."""
+    return (settings.batch > 1 or settings.graphs == "on") and not TIERS[settings.placement].in_files
 
 
 def by_blocks(info: ModelInfo) -> bool:
@@ -102,7 +110,8 @@ def cache_bytes(holder: Holder, info: ModelInfo, item: Item, states: States) -> 
     prefill, seal = (moment._replace(kv=moment.kv + more) for moment in moments)
     host = 0 if settings.device == "cpu" else host_bytes(holder, info, item) + beside
     staging = Staging.of(holder, (layer.cost for layer in layers))
-    return CacheBytes(prefill, seal, slides + sum(layer.sealed for layer in layers), host, staging)
+    sealed, joint = slides + sum(layer.sealed for layer in layers), sum(layer.transient.stepping for layer in layers)
+    return CacheBytes(prefill, seal, sealed, host, staging, joint if steps_together(settings) else 0)
 
 
 def host_bytes(holder: Holder, info: ModelInfo, item: Item) -> int:

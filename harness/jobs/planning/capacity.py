@@ -13,7 +13,16 @@ from pathlib import Path
 import torch
 
 from harness.config.settings import Settings, SettingsError
-from harness.jobs.planning.cache_bytes import CacheBytes, Holder, Moment, States, by_blocks, cache_bytes, cases
+from harness.jobs.planning.cache_bytes import (
+    CacheBytes,
+    Holder,
+    Moment,
+    States,
+    by_blocks,
+    cache_bytes,
+    cases,
+    steps_together,
+)
 from harness.jobs.planning.items import Item
 from harness.models.base import DTYPE_BYTES, ModelInfo, torch_dtype
 from harness.terminal.tables import BYTES, scaled
@@ -62,7 +71,7 @@ def needed(
     running, states = _longest(items, settings.batch), states_of(info, settings, _prompt(items))
     of_jobs = [[cache_bytes(one, info, item, states) for item in running] for one in holders]
     on_cpu = settings.device == "cpu"
-    moments = _shared(of_jobs) if settings.shared_prefill else _alone(of_jobs[0], on_cpu)
+    moments = _shared(of_jobs) if settings.shared_prefill else _alone(of_jobs[0], settings)
     more = stored(info, settings, items) * len(holders)
     # Jobs that share a prefill have Full's own cache beside them; fidelity compares with an exact one
     if any(one.settings.shared_prefill or one.settings.fidelity for one in holders):
@@ -75,15 +84,18 @@ def needed(
     return Need(weights, most.kv + more, most.states, most.kept + most.more, host)
 
 
-def _alone(caches: Sequence[CacheBytes], on_cpu: bool) -> list[Moment]:
-    """The last of these caches is filled, and the others are sealed beside it; or all take a step, one after the other
-    in each layer."""
+def _alone(caches: Sequence[CacheBytes], settings: Settings) -> list[Moment]:
+    """The last of these caches is filled beside the others, which are sealed and have taken a step together; or all
+    take one, in each layer together or one after the other."""
     *others, longest = caches
     sealed, arriving = sum(cache.sealed for cache in others), sum(cache.staging.arriving for cache in others)
+    joint = sum(cache.joint for cache in others)
+    on_cpu = settings.device == "cpu"
     read = max(cache.staging.read + (cache.staging.gathered if on_cpu else 0) for cache in caches)
-    step = Moment(longest.sealed, 0, longest.staging.arriving + read, 0)
+    read *= len(caches) if steps_together(settings) else 1  # each as many as the longest
+    step = Moment(longest.sealed, 0, longest.staging.arriving + longest.joint + read, 0)
     return [
-        moment._replace(kv=moment.kv + sealed, more=moment.more + arriving)
+        moment._replace(kv=moment.kv + sealed, more=moment.more + arriving + joint)
         for moment in (longest.prefill, longest.seal, step)
     ]
 

@@ -246,6 +246,24 @@ def test_the_others_of_a_batch_are_sealed(place: tuple[str, str]) -> None:
     assert needed(info(), holder, [item()] * 2, loaded=True).total == pytest.approx(counted.peak, rel=0.1)
 
 
+@pytest.mark.parametrize("name", ["full_offloaded", "shadowkv"])
+@torch.inference_mode()
+def test_a_step_of_three_whose_rows_come_together_is_foreseen(name: str) -> None:
+    """The rows of one layer come for all of them, and a joint copy of their hit caches is there."""
+    holder = changed(holder_of(name, HOST, 300), batch=3)
+    attachment = attach(holder)
+    with routed(model()):
+        engine = Engine(attachment, prefill_chunk=300)
+        engine.generate(ids(4, 600), max_new_tokens=2)  # is checked, one sequence after the other
+        with Allocations() as counted:
+            batch = RunningBatch(engine)
+            for seed in range(3):
+                engine.join(batch, ids(seed), max_new_tokens=NEW)
+            batch.step()
+    assert engine.one_by_one is None
+    assert forecast(holder).total == pytest.approx(counted.peak, rel=0.1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk", [None, 300])
 @torch.inference_mode()
