@@ -56,7 +56,8 @@ class Engine(Stepper):
         context_tokens: int | None = None,
         sampler: Sampler | None = None,
     ) -> Generation:
-        """prompt [B S]. `context_tokens`: seal after that many and decode the rest (protocol=context)."""
+        """prompt [B S]. `context_tokens`: seal after that many and decode the rest (protocol=context). Raises
+        `ValueError` for what is no prompt."""
         batch = RunningBatch(self)
         slot = self.join(
             batch,
@@ -79,6 +80,7 @@ class Engine(Stepper):
         sampler: Sampler | None = None,
     ) -> Slot:
         """Prefill `prompt` [1 S] and let it run with `batch`, which this engine steps. Arguments as in `generate`."""
+        _check(prompt, max_new_tokens)
         prompt = prompt.to(self.model.device)
         context, question = prompt.tensor_split([prompt.shape[1] if context_tokens is None else context_tokens], dim=1)
         cache = self.cache(prompt, max_new_tokens)
@@ -149,3 +151,13 @@ def _to_the_end(batch: RunningBatch, slot: Slot) -> Generation:
     while batch.slots:
         batch.step()
     return slot.out
+
+
+def _check(prompt: object, max_new_tokens: int) -> None:
+    if not isinstance(prompt, Tensor) or prompt.dim() != 2 or not prompt.numel() or prompt.is_floating_point():
+        raise ValueError(
+            "prompt should be token ids [B S] with at least one token, as in "
+            "`tokenizer(text, return_tensors='pt').input_ids`."
+        )
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens} should be at least 1: a prompt ends in a token.")

@@ -43,6 +43,22 @@ def test_a_single_token_needs_no_seal() -> None:
     assert (made.stops, made.measured, len(made.token_s)) == (["length"], {}, 1)
 
 
+@pytest.mark.parametrize(
+    ("ids", "new", "says"),
+    [
+        ("a text", 4, "prompt should be token ids"),
+        ([[1, 2, 3]], 4, "prompt should be token ids"),
+        (torch.ones(3, dtype=torch.long), 4, "prompt should be token ids"),
+        (torch.ones(1, 0, dtype=torch.long), 4, "with at least one token"),
+        (torch.ones(1, 3), 4, "prompt should be token ids"),
+        (torch.ones(1, 3, dtype=torch.long), 0, "max_new_tokens=0 should be at least 1"),
+    ],
+)
+def test_what_is_no_prompt_is_refused_in_a_sentence(ids: Any, new: int, says: str) -> None:
+    with attached(tiny(), Full()) as kv, pytest.raises(ValueError, match=says):
+        Engine(kv).generate(ids, max_new_tokens=new)
+
+
 def unions(cache: KVCache) -> list[float]:
     """Distinct tokens per KV head in the last step, of every layer but the first."""
     rows = [layer.reads.rows.unflatten(1, (2, -1)).flatten(2).tolist() for layer in cache.layers[1:]]  # type: ignore[union-attr]
