@@ -55,7 +55,7 @@ def test_a_single_token_needs_no_seal() -> None:
     ],
 )
 def test_what_is_no_prompt_is_refused_in_a_sentence(ids: Any, new: int, says: str) -> None:
-    with attached(tiny(), Full()) as kv, pytest.raises(ValueError, match=says):
+    with attached(tiny("llama"), Full()) as kv, pytest.raises(ValueError, match=says):
         Engine(kv).generate(ids, max_new_tokens=new)
 
 
