@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "comparison.md"
 PICTURE = ROOT / "docs" / "img" / "headline.png"
 PUBLISHED = ROOT / "results" / "published" / "tables"
-DRAWN = "ruler_2k"  # the table of the figure
+DRAWN = "headline_2k"  # the table of the figure
 BUDGET = 0.2
 TABLE = re.compile(r"(<!-- headline of (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 CONCLUSION = re.compile(r"^- ((?:Of \d+ pairs of rows|If examples go on|Too many pairs).*)$", re.MULTILINE)
@@ -117,7 +117,7 @@ def _nats(row: pd.Series) -> str:
     ends = [row["likelihood.full.diff"], row["likelihood.full.ci95.low"], row["likelihood.full.ci95.high"]]
     if pd.isna(ends[0]):
         return ""
-    diff, low, high = (f"{end:+.3f}" for end in ends)
+    diff, low, high = (f"{round(end, 3) + 0.0:+.3f}" for end in ends)  # no -0.000
     return f"{diff} [{low}, {high}]{_star(row['likelihood.full.p_holm'])}"
 
 

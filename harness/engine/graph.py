@@ -261,7 +261,7 @@ def capture_refusal(forward: BlockForward | None, cache: KVCache) -> str | None:
     """Why the decode steps of a sealed cache cannot be captured, or None."""
     if forward is None:
         return "the model runs its own forward"
-    if cache.watch is not None:
+    if any(member.watch is not None for member in cache.members):
         return "fidelity compares steps with exact attention"
     if (rotation := getattr(forward.decoder.rotary_emb, "rope_type", None)) in READS_POSITIONS:
         return f"{rotation} rotations depend on the length of the text"

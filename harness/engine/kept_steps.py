@@ -10,7 +10,7 @@ from torch import Tensor
 from kernels.ragged import Ragged
 from kernels.told import StepInputs
 
-MOST = 64  # each holds little more than its logits [B V]
+MOST, MOST_BYTES = 64, 256 << 20  # what policies join, as copies of hit caches, is the large part of a step
 
 
 class Sized(Protocol):
@@ -38,7 +38,8 @@ class KeptStep(NamedTuple):
 
 class KeptSteps:
     """What one engine has captured and nobody is using: of each number of slots, of methods and kinds of layers, and of
-    powers of two of lengths and budgets. Those that were used last are kept, MOST of them."""
+    powers of two of lengths and budgets. Those that were used last are kept: MOST of them, of MOST_BYTES together, and
+    the last one however large."""
 
     def __init__(self) -> None:
         self._steps: list[KeptStep] = []  # the one that was used last at the end
@@ -55,5 +56,11 @@ class KeptSteps:
     def give_back(self, step: KeptStep) -> list[KeptStep]:
         """Keep a step that its sequences leave. -> those that are kept no longer"""
         self._steps.append(step)
-        given_up, self._steps = self._steps[:-MOST], self._steps[-MOST:]
+        given_up: list[KeptStep] = []
+        while len(self._steps) > MOST or (len(self._steps) > 1 and sum(map(_joined_bytes, self._steps)) > MOST_BYTES):
+            given_up.append(self._steps.pop(0))
         return given_up
+
+
+def _joined_bytes(step: KeptStep) -> int:
+    return sum(x.nbytes for of_layer in step.joined for x in of_layer.values())

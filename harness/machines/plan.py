@@ -136,8 +136,8 @@ def sequence_of(machine: Machine, info: ModelInfo, load: Workload, rounded: bool
 
 def largest(machine: Machine, info: ModelInfo, load: Workload, sequence: SequenceBytes) -> tuple[int, str]:
     """How many sequences fit, and which memory ends there. Prompts are computed one after the other, so one of them
-    takes its transient bytes; the sequences attend one after the other, so the rows of one are staged, beside those of
-    each that come ahead."""
+    takes its transient bytes. The rows of one are staged, beside those of each that come ahead, as where the sequences
+    attend one after the other; sequences that attend together stage more, which only a run's own check counts."""
     free = machine.device_bytes - machine.reserve_bytes - info.weight_bytes(load.dtype) - sequence.passing
     on_device = max(0, free // (sequence.device + sequence.rounding + sequence.arriving))
     if machine.host_bytes is None or not sequence.host:

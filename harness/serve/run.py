@@ -52,8 +52,8 @@ def _serve(plan: ServingPlan, folder: Path) -> ServedRow:
     with routed(loaded.model), _fresh(job.settings) as settings:
         attachment = job.attachment(loaded, {})
         with closing(Runner(job.task, settings, folder, attachment, loaded, traffic.read_buffer)) as runner:
-            runner.warm_up(job.items)
             runner.kept.expect(of_conversations(job.model.describe(), settings, job.items))
+            runner.warm_up(job.items)
             clock, engine, kept = CLOCKS[traffic.clock](), runner.engine, runner.kept
             loop = Loop(engine, kept, clock, ending=runner.ending, slots=traffic.slots, interleave=traffic.interleave)
             answers = list(_told(loop.serve(plan.sessions), plan))

@@ -195,7 +195,8 @@ def _refuse_another_size(func: Any, args: Any, kwargs: Any) -> None:
     if outs and not reshapes:
         like = _mapped(_meta, kwargs)
         func(*_mapped(_meta, args), **like)
-        reshapes = any(like[name].shape != out.shape for name, out in outs.items())
+        pairs = zip(tree_leaves([like[name] for name in outs]), tree_leaves(list(outs.values())), strict=True)
+        reshapes = any(made.shape != out.shape for made, out in pairs)
     if reshapes:
         raise CaptureError(f"{func.overloadpacket.__name__} gives a tensor another shape")
 

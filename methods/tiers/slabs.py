@@ -112,7 +112,7 @@ class Slabs:
             self._unpin()
             pinned = self._pinned(size)
         else:
-            self._idle.remove(pinned)
+            self._idle = [other for other in self._idle if other is not pinned]
         lease = Lease()
         finalize(lease, self._give_back, pinned).atexit = False
         return pinned.memory[:size], lease

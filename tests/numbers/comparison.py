@@ -140,8 +140,7 @@ def _traffic() -> Iterator[str]:
     small = "pqcache m=2 b=8"
     yield (
         f"PQCache's {of.of(small, 10):.1f} at 1/64 is {of.of(small, 10) - OF_2K.of('pqcache', 10):.0f} points above "
-        "its row in "
-        "the first table, where codes have 6 bits"
+        "its row under [other budgets](#other-budgets), where codes have 6 bits"
     )
     more = of.mib(small, 10, DEVICE) - OF_2K.mib("pqcache", 10, DEVICE)
     yield f"256 centroids instead of 64 take {more:.0f} MiB more on the device"
@@ -175,7 +174,7 @@ def _causes() -> Iterator[tuple[str, int]]:
 
 
 def _reading() -> Iterator[str]:
-    for name, shown in (("ruler_2k", "the first table"), ("ruler_8k", "the one of 8192 tokens")):
+    for name, shown in (("ruler_2k", "the table of other budgets"), ("ruler_8k", "the one of 8192 tokens")):
         text = (PUBLISHED / "tables" / f"{name}.md").read_text("utf-8")
         found = re.search(r"must be about ([\d.]+) to ([\d.]+) points", text)
         assert found

@@ -201,10 +201,14 @@ def refusal(need: Need, settings: Settings, free: int | None, free_host: int | N
             f"{' or '.join(_advice(need, settings, free))}; memory_check=off tries anyway."
         )
     if free_host is not None and need.host > free_host:
+        helps = [
+            *(["placement=disk"] if settings.placement == HOST else []),
+            *(["a smaller store.host"] if settings.history == "store" else []),
+            "a smaller batch" if settings.batch > 1 else "fewer tokens",
+        ]
         return (
             f"The run needs {size(need.host)} of host memory beside {settings.device} but only {size(free_host)} are "
-            f"free: use placement=disk or {'a smaller batch' if settings.batch > 1 else 'fewer tokens'}; "
-            "memory_check=off tries anyway."
+            f"free: use {' or '.join(helps)}; memory_check=off tries anyway."
         )
     return None
 

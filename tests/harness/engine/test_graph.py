@@ -16,6 +16,7 @@ from harness.config.settings import Settings
 from harness.engine.attach import Attachment, attached
 from harness.engine.batch.cache import SlotsCache
 from harness.engine.batch.generation import UNCLOCKED, Generation
+from harness.engine.batch.running import RunningBatch
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
 from harness.engine.graph import CaptureBroke, CapturedStep, CudaGraphs, StepCapture
@@ -304,6 +305,18 @@ def test_what_cannot_be_captured_runs_step_by_step_and_says_why(
         got = engine.generate(ids, max_new_tokens=5)
     assert got.capture_s is None
     assert reason in (engine.plain_steps or "")
+
+
+def test_a_batch_that_is_compared_with_exact_attention_is_not_captured() -> None:
+    """A replay would not compare: each step of each sequence must."""
+    with attached(tiny("llama"), small("snapkv"), budget=0.5) as kv:
+        engine = Engine(kv, graphs=Tape(), fidelity=1)
+        batch = RunningBatch(engine)
+        slots = [engine.join(batch, prompt(tokens), max_new_tokens=8) for tokens in (60, 63)]
+        while batch.slots:
+            batch.step()
+    assert "fidelity compares" in (engine.plain_steps or "")
+    assert [slot.out.fidelity[0]["steps"] for slot in slots] == [7, 7]
 
 
 def test_a_rotation_that_depends_on_the_length_is_refused() -> None:

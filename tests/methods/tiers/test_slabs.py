@@ -119,3 +119,17 @@ def test_a_gpu_reads_registered_memory_in_place() -> None:
     assert torch.equal(held.first(40, Traffic()).cpu(), x[:, :, :40])
     del held, slab
     slabs.close()
+
+
+def test_the_smallest_slab_that_is_large_enough_is_lent_again_wherever_it_stands() -> None:
+    pins = Pins()
+    slabs = Slabs(pins)
+    large, of_large = slabs.lent(8192)
+    small, of_small = slabs.lent(4096)
+    where = small.data_ptr()
+    del large, of_large, small, of_small
+    gc.collect()
+    memory, lease = slabs.lent(4096)
+    assert memory.data_ptr() == where
+    assert pins.made == 2
+    del memory, lease
