@@ -40,6 +40,7 @@ from harness.results.identity import CORE_VERSION
 from kernels.dispatch import use_backend
 from methods.base import Method
 from methods.full import Full
+from tests.own_methods import own_methods
 from tests.shaken import shaken
 from tests.tiny import ARCHITECTURES, SHAPE
 
@@ -73,7 +74,7 @@ class TokenCase:
 
 
 def cases() -> list[TokenCase]:
-    presets = [TokenCase(preset=entry.name) for entry in entries("method") if not entry.bridged]
+    presets = [TokenCase(preset=entry.name) for entry in own_methods()]
     places = {one.preset: ["device", "host"] if one.method.offloads else ["device"] for one in presets}
     grid = [
         TokenCase(preset=preset, protocol=protocol, placement=placement)

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from harness.config.catalogue import entries
 from harness.results.identity import CORE_VERSION
 from tests import stored_tokens
+from tests.own_methods import own_methods
 from tests.stored_tokens import NEW, TokenCase, cases, defaults, main, run, steady, stored, verdict
 
 MEANT = (
@@ -85,7 +85,7 @@ def test_a_case_that_is_not_there_is_named() -> None:
 def test_all_methods_are_there_in_both_protocols_and_places(known: dict[str, dict[str, Any]]) -> None:
     assert set(known) == {case.name for case in cases()}
     seen = {(case.preset, case.protocol) for case in cases()}
-    ours = [entry.name for entry in entries("method") if not entry.bridged]
+    ours = [entry.name for entry in own_methods()]
     assert seen >= {(name, protocol) for name in ours for protocol in ("prompt", "context")}
     offloading = {case.preset for case in cases() if case.method.offloads}
     assert offloading <= {case.preset for case in cases() if case.placement == "host" and case.protocol == "context"}

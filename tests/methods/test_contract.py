@@ -18,16 +18,17 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing import assert_close
 
-from harness.config.catalogue import CONF, Entry, entries
+from harness.config.catalogue import CONF, Entry
 from harness.config.plugins import build
 from harness.engine.attach import Attachment, attached
 from harness.engine.cache import KVCache
 from methods.base import AttnInput, Budget, Method
 from methods.full import Full
+from tests.own_methods import own_methods
 from tests.quick import mostly_slow
 from tests.tiny import prompt, tiny
 
-NAMES = [entry.name for entry in entries("method") if not entry.bridged]
+NAMES = [entry.name for entry in own_methods()]
 NAMES += ["kvpress"] * (find_spec("kvpress") is not None)  # one of its presses; tests/harness/bridges has the others
 MOST = 24  # prompt tokens that every method's sinks and windows must fit into here
 SMALL: dict[str, Any] = {  # parameters with these names, for prompts of 60 to 100 tokens

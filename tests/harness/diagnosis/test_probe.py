@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from harness.config.catalogue import entries
 from harness.config.plugins import build
 from harness.diagnosis.probe import Reads
 from harness.diagnosis.replay import Replay, Replayed
@@ -21,6 +20,7 @@ from methods.quest import Quest
 from methods.snapkv import SnapKV
 from methods.streaming import Streaming
 from tests.methods.test_contract import QUICK
+from tests.own_methods import own_methods
 from tests.quick import mostly_slow, slow_if
 from tests.tiny import eager, prompt, tiny
 
@@ -28,7 +28,7 @@ LENGTH, NEW = 240, 6
 IDS = prompt(LENGTH)[0].tolist()
 CALIBRATION = prompt(2048, seed=3)
 MIDDLE = range(60, 70)
-OURS = [entry for entry in entries("method") if not entry.bridged]
+OURS = own_methods()
 METHODS = [build(entry.values(), "method") for entry in OURS]
 names = [entry.name for entry in OURS]
 
