@@ -32,6 +32,7 @@ def in_memory(histories: StoredHistories) -> list[Tensor]:
     return [x for block in blocks for x in (block.rows or {}).values()]
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize("threads", [0, 2])
 @pytest.mark.parametrize("tier", ["host", "disk"])
 @pytest.mark.parametrize("name", ["full", "h2o"])
@@ -74,6 +75,7 @@ def test_what_leaves_a_store_makes_room_for_what_comes(monkeypatch: pytest.Monke
         histories.close()
 
 
+@pytest.mark.tokens
 def test_memory_that_cannot_be_pinned_is_said_and_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(memory: Tensor) -> Any:
         raise RuntimeError("out of lockable memory")
