@@ -17,7 +17,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from methods.base import AttnInput, KVLayer, Method
-from methods.full import Full
 
 
 class AttentionClock:
@@ -94,6 +93,6 @@ class WholeModel(NamedTuple):
         if own.attention_s is None or full.attention_s is None:
             return {"weights_share": None, "all_layers": {}}
         step_s, full_s = self.step_s(own), self.step_s(full)
-        speedup = None if isinstance(own.method, Full) else full_s / step_s
+        speedup = None if own.method == full.method else full_s / step_s
         scaled = {"layers": self.layers, "tpot_s": step_s, "speedup": speedup}
         return {"weights_share": 1 - sum(own.attention_s) / own.step_s, "all_layers": scaled}

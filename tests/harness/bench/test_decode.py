@@ -132,6 +132,14 @@ def test_a_synthetic_prompt_has_the_model_s_rotation_and_length() -> None:
     assert torch.equal(seen[0].cos, spec.rope(torch.arange(100))[0])
 
 
+def test_a_setting_of_full_is_held_against_full(tmp_path: Path) -> None:
+    words = ("decode", *SMALL, "--tokens", "100", "--placement", "host", "--methods", "full", "full_offloaded")
+    full, offloaded = ran(tmp_path, *words)["rows"]
+    assert full["speedup"] is full["all_layers"]["speedup"] is None
+    assert offloaded["speedup"][0] > 0
+    assert offloaded["all_layers"]["speedup"] > 0
+
+
 def test_the_floor_counts_each_weight_once() -> None:
     model = tiny("llama")
     kv = Attachment(model, Full())
