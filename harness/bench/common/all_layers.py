@@ -7,11 +7,12 @@ the first two of Quest) are here already, and the whole model has no more of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from statistics import fmean
 from time import perf_counter
 from typing import Any, NamedTuple
+from weakref import ref
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -25,7 +26,8 @@ class AttentionClock:
     def __init__(self, layers: Sequence[KVLayer]) -> None:
         self.seconds: list[list[float]] = [[] for _ in layers]
         for layer, noted in zip(layers, self.seconds, strict=True):
-            vars(layer)["decode"] = partial(_clocked, layer.decode, noted)
+            # by a weak reference: a layer that held itself would outlive its row, with gigabytes of keys and values
+            vars(layer)["decode"] = partial(_clocked, ref(layer), noted)
 
     def taken(self) -> list[float] | None:
         """Return the mean of each layer's calls behind the first, and forget them; None where no layer is clocked, or
@@ -36,9 +38,11 @@ class AttentionClock:
         return None if not means or None in means else [mean for mean in means if mean is not None]
 
 
-def _clocked(decode: Callable[[AttnInput], Tensor], noted: list[float], x: AttnInput) -> Tensor:
+def _clocked(layer: ref[KVLayer], noted: list[float], x: AttnInput) -> Tensor:
+    alive = layer()
+    assert alive is not None, "it is its own attribute that is called"
     began = perf_counter()
-    out = decode(x)
+    out = type(alive).decode(alive, x)
     noted.append(perf_counter() - began)
     return out
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -130,6 +132,22 @@ def test_a_synthetic_prompt_has_the_model_s_rotation_and_length() -> None:
 
     shape.fill([Seen(spec, CacheState(kv.request(capacity=100)), Full())], 100)
     assert torch.equal(seen[0].cos, spec.rope(torch.arange(100))[0])
+
+
+def test_a_clocked_cache_goes_with_its_last_reference() -> None:
+    """No row of the benchmark may wait for the garbage collector with the keys and values of the row before."""
+    model = tiny("llama")
+    gc.disable()
+    try:
+        with routed(model):
+            decoding = decode.ModelDecoding(Attachment(model, Full()), prompt(50), options())
+            decoding.timed_turn()
+            assert decoding.attention_s[0] is not None, "each layer was clocked"
+            layers = [ref(layer) for layer in decoding.cache.layers]
+            del decoding
+        assert [layer() for layer in layers] == [None] * 3
+    finally:
+        gc.enable()
 
 
 def test_a_setting_of_full_is_held_against_full(tmp_path: Path) -> None:
