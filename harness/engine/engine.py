@@ -80,7 +80,7 @@ class Engine(Stepper):
         sampler: Sampler | None = None,
     ) -> Slot:
         """Prefill `prompt` [1 S] and let it run with `batch`, which this engine steps. Arguments as in `generate`."""
-        _check(prompt, max_new_tokens)
+        _check(prompt, max_new_tokens, context_tokens)
         prompt = prompt.to(self.model.device)
         context, question = prompt.tensor_split([prompt.shape[1] if context_tokens is None else context_tokens], dim=1)
         cache = self.cache(prompt, max_new_tokens)
@@ -153,7 +153,7 @@ def _to_the_end(batch: RunningBatch, slot: Slot) -> Generation:
     return slot.out
 
 
-def _check(prompt: object, max_new_tokens: int) -> None:
+def _check(prompt: object, max_new_tokens: int, context_tokens: int | None) -> None:
     if not isinstance(prompt, Tensor) or prompt.dim() != 2 or not prompt.numel() or prompt.is_floating_point():
         raise ValueError(
             "prompt should be token ids [B S] with at least one token, as in "
@@ -161,3 +161,7 @@ def _check(prompt: object, max_new_tokens: int) -> None:
         )
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens} should be at least 1: a prompt ends in a token.")
+    if context_tokens is not None and not 0 < context_tokens <= prompt.shape[1]:
+        raise ValueError(
+            f"context_tokens={context_tokens} should be from 1 to the prompt's {prompt.shape[1]}: as many are sealed."
+        )

@@ -59,6 +59,13 @@ def test_what_is_no_prompt_is_refused_in_a_sentence(ids: Any, new: int, says: st
         Engine(kv).generate(ids, max_new_tokens=new)
 
 
+@pytest.mark.parametrize("context", [0, -1, 51])
+def test_a_context_outside_its_prompt_is_refused(context: int) -> None:
+    says = f"context_tokens={context} should be from 1 to the prompt's 50"
+    with attached(tiny("llama"), Full()) as kv, pytest.raises(ValueError, match=says):
+        Engine(kv).generate(prompt(50), max_new_tokens=2, context_tokens=context)
+
+
 def unions(cache: KVCache) -> list[float]:
     """Distinct tokens per KV head in the last step, of every layer but the first."""
     rows = [layer.reads.rows.unflatten(1, (2, -1)).flatten(2).tolist() for layer in cache.layers[1:]]  # type: ignore[union-attr]
