@@ -90,7 +90,8 @@ class _Run(Run):
     def lacks(self, item: Item) -> bool:
         return not self.failed and not self.contains(item.example.id)
 
-    def start(self, loaded: LoadedModel) -> None:
+    def start(self, loaded: LoadedModel, stack: ExitStack) -> None:
+        """The runner is closed with `stack`, whatever goes wrong behind it."""
         job = self.job
         self.note(provenance=provenance(job.settings.device), **job.facts())
         with Usage(loaded.model.device) as usage:
@@ -99,8 +100,13 @@ class _Run(Run):
             self.note(measured=dict(measured))
         self.note(prepare_s=None if attachment.prepared is None else attachment.prepare_s)
         self.runner = Runner(job.task, job.settings, job.folder, attachment, loaded)
+        stack.callback(self._close_runner)
         self.runner.used(usage.backends)
         self.runner.kept.expect(of_conversations(job.model.describe(), job.settings, self.pending))
+
+    def _close_runner(self) -> None:
+        with _attempt(self):
+            self.runner.close()
 
     def absorb(self, layer: KVLayer, x: AttnInput) -> None:
         if not self.failed:
@@ -134,23 +140,17 @@ def _generate(runs: Sequence[_Run]) -> None:
         return
     first = runs[0].job
     loaded = first.load()
-    started = []
-    for run in runs:
-        with _attempt(run):
-            run.start(loaded)
-            started.append(run)
-    pending = [item for item in first.items if any(run.lacks(item) for run in runs)]
-    tokens = [sum(len(turn.prompt.ids) for turn in item.turns) for item in pending]
-    label = first.label if len(runs) == 1 else f"{first.label.split()[0]}, {len(runs)} jobs"
-    with routed(loaded.model):
-        try:
+    with ExitStack() as runners:
+        for run in runs:
+            with _attempt(run):
+                run.start(loaded, runners)
+        pending = [item for item in first.items if any(run.lacks(item) for run in runs)]
+        tokens = [sum(len(turn.prompt.ids) for turn in item.turns) for item in pending]
+        label = first.label if len(runs) == 1 else f"{first.label.split()[0]}, {len(runs)} jobs"
+        with routed(loaded.model):
             made = _records(runs, pending)
             for _ in progress(made, label, tokens, first.settings.progress, size=lambda record: record.prompt_tokens):
                 pass
-        finally:
-            for run in started:
-                with _attempt(run):
-                    run.runner.close()
 
 
 def _records(runs: Sequence[_Run], pending: Items) -> Iterator[Record]:

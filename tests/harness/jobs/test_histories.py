@@ -265,6 +265,21 @@ def test_a_store_that_another_command_uses_is_named_with_its_setting(tmp_path: P
     lock.release()
 
 
+def test_a_store_is_given_back_where_a_run_fails_before_its_first_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = StoreSettings(host="1GB", disk="1GB", folder=str(tmp_path / "store"))
+
+    def lacking(*_: object) -> None:
+        raise MemoryError("no room for these conversations")
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError, match="no room"):
+        patch.setattr(HistoryStore, "expect", lacking)
+        talked(tmp_path, Full(), history="store", store=store)
+    [folder] = (tmp_path / "store").iterdir()
+    FolderLock(folder).release()
+
+
 def test_a_folder_that_no_store_can_use_is_refused_before_a_run_begins(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     store = StoreSettings(disk="1GB", folder=str(tmp_path / "file"))
