@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from evals.stats import ALPHA
 from tests.numbers.files import PUBLISHED, line, table
 
 MIB = 2**20
@@ -59,7 +60,7 @@ DEVICE, HOST, MOVED = "memory.kv_device_bytes", "memory.kv_host_bytes", "memory.
 
 
 def held() -> list[str]:
-    parts = (_before, _splits, _perplexity, _traffic, _needles, _reading, _ablations, _rocketkv)
+    parts = (_before, _splits, _perplexity, _traffic, _needles, _reading, _ablations, _codes, _rocketkv)
     return [text for part in parts for text in part()]
 
 
@@ -216,6 +217,27 @@ def _ablations() -> Iterator[str]:
         "chunks of 4 "
         f"lift it to {chunks:.1f}"
     )
+
+
+def _codes() -> Iterator[str]:
+    """Of PQCache at 8192 tokens: what centroids gain under two windows, and what a smaller window gains."""
+    of = Scores("ablation_pqcache_8k", key="label")
+
+    def label(bits: int, recent: float) -> str:
+        return f"pqcache b={bits} recent_ratio={recent}"
+
+    centroids = [of.of(label(8, recent)) - of.of(label(6, recent)) for recent in (0.5, 0.25)]
+    windows = [of.of(label(bits, 0.25)) - of.of(label(bits, 0.5)) for bits in (6, 8)]
+    yield f"256 centroids (b=8) gain {centroids[0]:.0f} and {centroids[1]:.0f} points"
+    yield f"a window of a quarter gains {windows[0]:.0f} and {windows[1]:.0f}"
+    best, paper = of.lines[label(8, 0.25), 20], of.lines[label(6, 0.5), 20]
+    assert float(best["full.p_holm"]) > ALPHA > float(best["likelihood.full.p_holm"])
+    yield (
+        f"Both together score {of.of(label(8, 0.25)):.0f} and are no longer told from Full by score; the right answer "
+        f"still costs {float(best['likelihood.full.diff']):.3f} nats per token more, where the paper's setting costs "
+        f"{float(paper['likelihood.full.diff']):.3f}"
+    )
+    yield f"With 256 centroids in place of 64 it scores {of.of(label(8, 0.25)):.0f}"
 
 
 def _rocketkv() -> Iterator[str]:
