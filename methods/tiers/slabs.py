@@ -6,7 +6,8 @@ Torch pins memory while it makes a tensor there, for which the device stands sti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from math import prod
 from typing import Any, NamedTuple
 from weakref import finalize
@@ -107,12 +108,14 @@ class Slabs:
     def lent(self, size: int) -> tuple[Tensor, Lease]:
         """Return so many bytes [size], which are the caller's as long as anything refers to the lease. Raises
         `RuntimeError` where the system does not lock as much."""
-        pinned = min((one for one in self._idle if one.memory.nbytes >= size), key=_size, default=None)
-        if pinned is None:
-            self._unpin()
-            pinned = self._pinned(size)
-        else:
-            self._idle = [other for other in self._idle if other is not pinned]
+        idle = list(self._taken())
+        pinned = min((other for other in idle if other.memory.nbytes >= size), key=_size, default=None)
+        for other in idle:
+            if pinned is None:
+                other.undo()
+            elif other is not pinned:
+                self._give_back(other)
+        pinned = pinned or self._pinned(size)
         lease = Lease()
         finalize(lease, self._give_back, pinned).atexit = False
         return pinned.memory[:size], lease
@@ -134,8 +137,14 @@ class Slabs:
             self._unpin()
 
     def _unpin(self) -> None:
+        for pinned in self._taken():
+            pinned.undo()
+
+    def _taken(self) -> Iterator[_Pinned]:
+        """One by one: any thread may drop the last thing that refers to a lease, and so give memory back meanwhile."""
         while self._idle:
-            self._idle.pop().undo()
+            with suppress(IndexError):
+                yield self._idle.pop()
 
 
 def _size(pinned: _Pinned) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -133,3 +135,19 @@ def test_the_smallest_slab_that_is_large_enough_is_lent_again_wherever_it_stands
     assert memory.data_ptr() == where
     assert pins.made == 2
     del memory, lease
+
+
+def test_memory_that_other_threads_give_back_meanwhile_is_not_lost() -> None:
+    """As a store's threads do, which drop the last reference to a block."""
+    pins = Pins()
+    slabs = Slabs(pins)
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(lambda _: [slabs.lent(4096) for _ in range(50)] and None, range(200)))
+    finally:
+        sys.setswitchinterval(0.005)
+    gc.collect()
+    assert pins.held
+    slabs.close()
+    assert pins.held == []
