@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
-from statistics import fmean, median_low
+from statistics import fmean
 from time import perf_counter
 from typing import Any
 
@@ -90,10 +90,10 @@ class ModelDecoding:
         times = self.last.token_s
         return MarkedSeconds((times[-1] - times[1]) / (len(times) - 2), disturbed)
 
-    def clocked(self, times: Sequence[float]) -> Clocked:
-        """Give the turn whose time was the median, with its attention: their difference is what a step takes beside."""
-        place = times.index(median_low(times))
-        return Clocked(self.engine.attachment.method, times[place], self.attention_s[place])
+    def clocked(self, times: Sequence[float]) -> list[Clocked]:
+        """Give each turn's time with its attention: their difference is what a step takes beside."""
+        method = self.engine.attachment.method
+        return [Clocked(method, *turn) for turn in zip(times, self.attention_s, strict=True)]
 
 
 def _shape(kv: Attachment) -> LayerShape:

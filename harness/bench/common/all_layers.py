@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from statistics import fmean
+from statistics import fmean, median
 from time import perf_counter
 from typing import Any, NamedTuple
 from weakref import ref
@@ -17,6 +17,7 @@ from weakref import ref
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from harness.bench.common.measure import estimate, ratios
 from methods.base import AttnInput, KVLayer, Method
 
 
@@ -92,11 +93,13 @@ class WholeModel(NamedTuple):
         of_layers = rest * self.weights.of_layers / self.weights.total
         return clocked.step_s + missing * (fmean(chosen or attention_s) + of_layers / len(attention_s))
 
-    def beside(self, full: Clocked, own: Clocked) -> dict[str, Any]:
-        """Return for a row what weights take of a step here, and a step of all layers beside Full's."""
-        if own.attention_s is None or full.attention_s is None:
+    def beside(self, full: Sequence[Clocked], own: Sequence[Clocked]) -> dict[str, Any]:
+        """Return for a row what weights take of a step here, and a step of all layers beside Full's. full, own: turns
+        that ran one after the other, so that each is held against its neighbour."""
+        if any(turn.attention_s is None for turn in (*full, *own)):
             return {"weights_share": None, "all_layers": {}}
-        step_s, full_s = self.step_s(own), self.step_s(full)
-        speedup = None if own.method == full.method else full_s / step_s
-        scaled = {"layers": self.layers, "tpot_s": step_s, "speedup": speedup}
-        return {"weights_share": 1 - sum(own.attention_s) / own.step_s, "all_layers": scaled}
+        steps_s, full_s = ([self.step_s(turn) for turn in turns] for turns in (own, full))
+        speedup = None if own[0].method == full[0].method else ratios(full_s, steps_s)
+        weights_share = median(1 - sum(turn.attention_s or []) / turn.step_s for turn in own)
+        scaled = {"layers": self.layers, "tpot_s": estimate(steps_s), "speedup": speedup}
+        return {"weights_share": weights_share, "all_layers": scaled}
