@@ -74,9 +74,15 @@ def _in_order(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _scores(rows: pd.DataFrame) -> dict[str, tuple[str, float, str]]:
-    """Perplexity; or a column per group of examples, and their mean."""
+    """Perplexity and what a token costs above Full; or a column per group of examples, and their mean."""
     if PERPLEXITY in rows:
-        return {PERPLEXITY: ("perplexity", 1, ".2f")}
+        return {
+            PERPLEXITY: ("perplexity", 1, ".2f"),
+            "likelihood.full.diff": ("NLL vs full (nats)", 1, "+.3f"),
+            "likelihood.full.ci95.low": ("95 % from", 1, "+.3f"),
+            "likelihood.full.ci95.high": ("to", 1, "+.3f"),
+            "likelihood.full.p_holm": ("p (Holm)", 1, ".2g"),
+        }
     groups = [found for column in rows if (found := GROUP.fullmatch(column))]
     return {**{group[0]: (group[1], 100, ".1f") for group in groups}, "score.mean": ("mean", 100, ".1f")}
 
