@@ -81,25 +81,32 @@ class WholeModel(NamedTuple):
     layers: int
     weights: WeightBytes
 
-    def step_s(self, clocked: Clocked) -> float:
-        """Return the seconds of a step. A layer that is not here is as those are that the method does not read whole,
-        in the mean. Where a method asks ahead, the last layer asks for none, so that no other is like it."""
-        attention_s, rest = clocked.attention_s or [], clocked.step_s - sum(clocked.attention_s or [])
+    def parts_s(self, clocked: Clocked) -> tuple[float, float]:
+        """Return the seconds of a step's attention, and of all else. A layer that is not here is as those are that the
+        method does not read whole, in the mean. Where a method asks ahead, the last layer asks for none, so that no
+        other is like it."""
+        attention_s = clocked.attention_s
+        assert attention_s is not None
         whole_layers: Sequence[int] = getattr(clocked.method, "dense_layers", ())
         chosen = [s for layer, s in enumerate(attention_s) if layer not in whole_layers]
         if clocked.method.asks_ahead and len(chosen) > 1:
             chosen = chosen[:-1]
         missing = self.layers - len(attention_s)
+        rest = clocked.step_s - sum(attention_s)
         of_layers = rest * self.weights.of_layers / self.weights.total
-        return clocked.step_s + missing * (fmean(chosen or attention_s) + of_layers / len(attention_s))
+        return (
+            sum(attention_s) + missing * fmean(chosen or attention_s),
+            rest + missing * of_layers / len(attention_s),
+        )
 
     def beside(self, full: Sequence[Clocked], own: Sequence[Clocked]) -> dict[str, Any]:
-        """Return for a row what weights take of a step here, and a step of all layers beside Full's. full, own: turns
+        """Return for a row a step of all layers, what weights take of it, and Full's beside it. full, own: turns
         that ran one after the other, so that each is held against its neighbour."""
         if any(turn.attention_s is None for turn in (*full, *own)):
             return {"weights_share": None, "all_layers": {}}
-        steps_s, full_s = ([self.step_s(turn) for turn in turns] for turns in (own, full))
+        parts, full_parts = ([self.parts_s(turn) for turn in turns] for turns in (own, full))
+        steps_s, full_s = (list(map(sum, of_turns)) for of_turns in (parts, full_parts))
         speedup = None if own[0].method == full[0].method else ratios(full_s, steps_s)
-        weights_share = median(1 - sum(turn.attention_s or []) / turn.step_s for turn in own)
+        weights_share = median(rest / (attention + rest) for attention, rest in parts)
         scaled = {"layers": self.layers, "tpot_s": estimate(steps_s), "speedup": speedup}
         return {"weights_share": weights_share, "all_layers": scaled}

@@ -178,13 +178,14 @@ def test_layers_that_are_not_here_are_like_those_that_choose() -> None:
     full = Clocked(Full(), 20 + 4 * 10, [10, 10, 10, 10])
     quest = Clocked(load("quest"), 20 + 22, [10, 10, 1, 1])
     ahead = Clocked(load("infinigen"), 20 + 26, [10, 12, 3, 1])  # the last layer asks for no other
-    assert whole.step_s(full) == pytest.approx(6 + 32 * (14 / 4 + 10))
-    assert whole.step_s(quest) == pytest.approx(6 + 32 * 14 / 4 + 2 * 10 + 30 * 1)
-    assert whole.step_s(ahead) == pytest.approx(6 + 32 * 14 / 4 + 10 + 12 + 29 * 3 + 1)
-    assert whole._replace(layers=4).step_s(quest) == pytest.approx(42)
+    weights_s = 6 + 32 * 14 / 4
+    assert whole.parts_s(full) == pytest.approx((32 * 10, weights_s))
+    assert whole.parts_s(quest) == pytest.approx((2 * 10 + 30 * 1, weights_s))
+    assert whole.parts_s(ahead) == pytest.approx((10 + 12 + 29 * 3 + 1, weights_s))
+    assert whole._replace(layers=4).parts_s(quest) == pytest.approx((22, 20))
     slower = [Clocked(of.method, 2 * of.step_s, [2 * s for s in of.attention_s or []]) for of in (full, quest)]
     row = whole.beside([full, slower[0]], [quest, slower[1]])
-    assert row["weights_share"] == pytest.approx(20 / 42)
+    assert row["weights_share"] == pytest.approx(weights_s / (weights_s + 50))
     speedup = row["all_layers"]["speedup"]
     assert speedup == pytest.approx([(6 + 32 * 13.5) / (6 + 112 + 50)] * 3), "a slow moment slows down both"
     assert row["all_layers"]["tpot_s"] == pytest.approx([1.5 * 168, 168, 2 * 168])
