@@ -11,11 +11,12 @@ from harness.terminal.tables import digits
 from tests.numbers.files import PUBLISHED, line, machine, ranged, row, rows
 
 GENERATE, LAYER, OPS = (f"bench/{name}/result" for name in ("generate", "layer", "ops"))
+DECODE_8B, DECODE_1B = (f"bench/decode_{size}/result" for size in ("8b", "1b"))
 
 
 def held() -> list[str]:
     presses = (PUBLISHED / "bench" / "kvpress" / "table.md").read_text("utf-8").splitlines()
-    return [*_generate(), *_layer(), *_operations(), *(text for text in presses if text.startswith("|"))]
+    return [*_generate(), *_layer(), *_decode(), *_operations(), *(text for text in presses if text.startswith("|"))]
 
 
 def _generate() -> Iterator[str]:
@@ -57,6 +58,48 @@ def _layer() -> Iterator[str]:
     yield f"Full's attention reads at {' to '.join(shares)} % of the bandwidth"
     rebuilding = [f"{1e3 * one['parts_s']['fetch']:.1f}" for one in rows(LAYER, method="shadowkv")]
     yield f"spends {' and '.join(rebuilding)} ms on rebuilding its keys"
+
+
+def _decode() -> Iterator[str]:
+    for method in dict.fromkeys(measured["method"] for measured in rows(DECODE_8B)):
+        cells: list[str] = []
+        for shape in (DECODE_8B, DECODE_1B):
+            for tokens in (32768, 131072):
+                measured = row(shape, method=method, tokens=tokens)
+                whole = measured["all_layers"]
+                cells += [digits(1e3 * whole["tpot_s"][0]), ranged(whole["speedup"], 2) if whole["speedup"] else ""]
+            cells.append(f"{100 * measured['weights_share']:.0f}")
+        yield line(method, *cells)
+    yield from _whole_tokens()
+
+
+def _whole_tokens() -> Iterator[str]:
+    """What the sentences below the table say of its ratios, which are of 8B and 1B."""
+    disturbed = [sum(measured["disturbed"] > 0 for measured in rows(shape)) for shape in (DECODE_8B, DECODE_1B)]
+    yield f"In {disturbed[0]} and {disturbed[1]} of {len(rows(DECODE_8B))} rows"
+    shares = [
+        f"{100 * row(shape, method='full', tokens=tokens)['weights_share']:.0f}"
+        for shape, tokens in ((DECODE_8B, 32768), (DECODE_8B, 131072), (DECODE_1B, 131072))
+    ]
+    few = ("streaming", "h2o", "snapkv", "pyramidkv", "adakv")
+    gains = sorted(100 * _speedups(method, 32768)[0] - 100 for method in few)
+    yield f"weights take {shares[0]} % of Full's step of the 8B shape"
+    yield f"gain {gains[0]:.0f} to {gains[-1]:.0f} % alone"
+    yield f"At 131072 tokens weights take {shares[1]} and {shares[2]} %"
+    fast, chosen = (sorted(x for m in of for x in _speedups(m)) for of in (few, ("pqcache", "rocketkv")))
+    yield f"are {fast[0]:.2f} to {fast[-1]:.2f} times as fast as Full"
+    quest, sparq, shadowkv = (sorted(_speedups(method)) for method in ("quest", "sparq", "shadowkv"))
+    yield (
+        f"PQCache and RocketKV {chosen[0]:.2f} to {chosen[-1]:.2f}, Quest {quest[0]:.2f} and {quest[1]:.2f}, "
+        f"SparQ {sparq[0]:.2f} and {sparq[1]:.2f}, ShadowKV {shadowkv[0]:.2f} and {shadowkv[1]:.2f}"
+    )
+    assert _speedups("infinigen")[0] > 1 > _speedups("infinigen")[1]
+    assert max(_speedups("oracle")) < 1
+    yield f"gains {100 * max(_speedups('kivi')) - 100:.0f} % at most"
+
+
+def _speedups(method: str, tokens: int = 131072) -> list[float]:
+    return [row(of, method=method, tokens=tokens)["all_layers"]["speedup"][0] for of in (DECODE_8B, DECODE_1B)]
 
 
 def _operations() -> Iterator[str]:
