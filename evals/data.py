@@ -189,7 +189,7 @@ def _find(source: Source, root: Path | None) -> tuple[Path, str] | None:
 
 
 def _from_hub(source: Source, root: Path | None) -> tuple[Path, str]:
-    sought = f"below the data root {root or NO_DATA_ROOT} (as {' or '.join(source.local)})"
+    sought = f"as {' or '.join(source.local)} below the data root {root or NO_DATA_ROOT}"
     if source.hub_repo is None:
         raise TaskError(f"{source.name} is not on the hub and was not found {sought}: put the file there")
     place = (source.hub_repo, source.hub_file, source.hub_revision)

@@ -230,7 +230,7 @@ def _require_parameter(group: str, name: str, chosen: Sequence[Entry], known: Ma
     names = ",".join(entry.name for entry in chosen)
     subject = f"{group}={names} has no parameter {name}" if len(chosen) == 1 else f"None of {names} has {group}.{name}"
     others = [entry.name for entry in known.values() if name in entry.settable]
-    elsewhere = f" (that is {' and '.join(others)}'s)" if others else ""
+    elsewhere = f" ({', '.join(others)} {'has' if len(others) == 1 else 'have'} it)" if others else ""
     own = sorted({key for entry in chosen for key in entry.settable if key != "_target_"})
     raise SettingsError(f"{subject}{elsewhere}{_instead(name, own, others).replace('mean ', f'mean {group}.')}")
 

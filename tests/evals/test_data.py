@@ -159,7 +159,7 @@ class TestHub:
         error = fetch(tmp_path, "http://127.0.0.1:9", offline=offline)["error"]
         reason = "HF_HUB_OFFLINE forbids fetching it" if offline == "1" else "http://127.0.0.1:9 does not answer"
         assert error == (
-            "set/test was not found below the data root (none is set) (as x.jsonl) nor in the hub's cache, and "
+            "set/test was not found as x.jsonl below the data root (none is set) nor in the hub's cache, and "
             f"{reason}: put the file there, or run `hf download {REPO} test.jsonl --repo-type dataset "
             "--revision main` where the hub can be reached"
         )

@@ -242,7 +242,7 @@ def test_real_files_are_read(shared_data: Path) -> None:
         ({"source": "mt.jsonl"}, "^mt.jsonl gives 1 conversations that fit .* set task.conversations=1"),
         ({"source": "absent.json", "opening": 9}, "task.opening shapes drawn conversations and changes nothing beside"),
         ({"replies": "forced", "about": "first"}, "task.about is of questions about facts and changes nothing beside"),
-        ({"source": "absent.json"}, "was not found below the data root .*put the file there"),
+        ({"source": "absent.json"}, "was not found as absent.json below the data root .*put the file there"),
         ({"source": "/absent.json"}, "is not there: name a file of conversations"),
         ({"source": "rows.jsonl"}, "row 1 of rows.jsonl lacks 'conversations' or 'turns': it should be"),
     ],

@@ -101,7 +101,7 @@ WRONG = {
     "parameter without its group": (["m=4"], "There is no setting m; did you mean method.m?"),
     "parameter of another method": (
         ["method=streaming", "method.m=2"],
-        "method=streaming has no parameter m (that is pqcache's); there is positions, sinks.",
+        "method=streaming has no parameter m (pqcache has it); there is positions, sinks.",
     ),
     "parameter of no method in a sweep": (
         ["-m", "method=shadowkv,full", "method.rnk=8,16"],
