@@ -7,6 +7,8 @@ namespace {
 
 using Rows = RowScores;
 
+constexpr int64_t CHUNK = 1024;  // rows per task
+
 // Holds the rows of one group.
 struct Index {
     const char* first;
@@ -29,26 +31,27 @@ inline void copy_row(char* to, const char* from, int64_t bytes) {
 // Multiplies every query of a group with every row of x [B G S C].
 template <class T, int L, bool PART>
 void products(const typename T::Element* q, const Rows& in, float* out) {
-    int64_t blocks = (in.count + TOKENS - 1) / TOKENS, tasks = in.batch * in.groups * blocks;
+    int64_t chunks = (in.count + CHUNK - 1) / CHUNK, pairs = in.batch * in.groups;
     int rest = in.row_bytes - (L - 1) * LINE;
-    each_task(tasks, tasks > 64, [&](int64_t task) {
-        int64_t pair = task / blocks, first = task % blocks * TOKENS;
+    each_task(pairs * chunks, pairs * in.count > 2048, [&](int64_t task) {
+        int64_t pair = task / chunks, first = task % chunks * CHUNK;
         Index index(in, pair);
-        if (first >= index.count) return;
-        const char *rows[TOKENS], *ahead[TOKENS];
-        for (int t = 0; t < TOKENS; t++) {
-            rows[t] = index.first + std::min(first + t, index.count - 1) * index.row;
-            ahead[t] = index.first + std::min(first + t + 2 * TOKENS, index.count - 1) * index.row;
-        }
         const auto* queries = q + pair * in.heads * L * T::WIDTH;
-        float* to = out + pair * in.heads * in.count + first;
-        if (first + TOKENS <= index.count) {
-            block_logits<T, L, PART>(queries, rows, ahead, in.heads, 1.0f, to, in.count, rest);
-        } else {
-            Buffer<float> last(in.heads * TOKENS);
-            block_logits<T, L, PART>(queries, rows, ahead, in.heads, 1.0f, last.data(), TOKENS, rest);
-            for (int64_t h = 0; h < in.heads; h++)
-                std::copy_n(&last[h * TOKENS], index.count - first, to + h * in.count);
+        for (int64_t at = first; at < std::min(first + CHUNK, index.count); at += TOKENS) {
+            const char *rows[TOKENS], *ahead[TOKENS];
+            for (int t = 0; t < TOKENS; t++) {
+                rows[t] = index.first + std::min(at + t, index.count - 1) * index.row;
+                ahead[t] = index.first + std::min(at + t + 2 * TOKENS, index.count - 1) * index.row;
+            }
+            float* to = out + pair * in.heads * in.count + at;
+            if (at + TOKENS <= index.count) {
+                block_logits<T, L, PART>(queries, rows, ahead, in.heads, 1.0f, to, in.count, rest);
+            } else {
+                Buffer<float> last(in.heads * TOKENS);
+                block_logits<T, L, PART>(queries, rows, ahead, in.heads, 1.0f, last.data(), TOKENS, rest);
+                for (int64_t h = 0; h < in.heads; h++)
+                    std::copy_n(&last[h * TOKENS], index.count - at, to + h * in.count);
+            }
         }
     });
 }
@@ -70,7 +73,6 @@ template <class T> void products_of(const void* q, const Rows& in, float* out) {
     }
 }
 
-constexpr int64_t CHUNK = 1024;  // tokens per task
 constexpr int MOST_COLUMNS = 16;
 
 // Does the same on tiles: rows are loaded in place unless they end inside a line. W heads; those past the last are
