@@ -30,12 +30,12 @@ def line(typed: str, score: float, **changes: Any) -> dict[str, Any]:
     module = "kvpress" if typed.startswith("press_") else typed.partition("_")[0]
     return {
         "method": module, "presets.method": typed, "model": "SmolLM2", "num_examples": 100,
-        "prompt_tokens.median": 1325, "budget.asked": "" if typed == "full" else 0.2,
+        "prompt_tokens.median": 1325, "budget.asked": "" if typed == "full" else 0.2, "budget.attended.share": 0.2,
         "score.mean": score, "score.ci95.low": score - 0.1, "score.ci95.high": score + 0.1, "full.p_holm": 0.2,
         "likelihood.full.diff": 0.5, "likelihood.full.ci95.low": 0.25, "likelihood.full.ci95.high": 0.75,
         "likelihood.full.p_holm": 0.01, "memory.kv_device_bytes": 20 * MIB, "memory.kv_host_bytes": 70 * MIB,
         "memory.kv_disk_bytes": 0, "memory.moved_bytes_per_step": 5 * MIB, "memory.read_bytes_per_step": 8 * MIB,
-        "ttft_s.p50": 0.9, "tpot_s.p50": 0.03,
+        "tt2t_s.p50": 0.9, "tpot_s.p50": 0.03,
     } | changes  # fmt: skip
 
 
@@ -60,7 +60,7 @@ def test_a_method_stands_once_as_its_authors_have_it_and_once_tuned(headline: Mo
     assert [row[:2] for row in rows] == [
         ["full", ""], ["press_snapkv", "kvpress"], ["sparq", "authors'"], ["sparq", "tuned"], ["quest", "authors'"]
     ]  # fmt: skip
-    assert rows[2][2:] == ["60.0 [50, 70]", "+0.500 [+0.250, +0.750]\\*", "20.0", "70.0", "90.0", "5.0"]
+    assert rows[2][2:] == ["60.0 [50, 70]", "+0.500 [+0.250, +0.750]\\*", "20.0", "20.0", "70.0", "90.0", "5.0"]
     assert head[-1] == "moved (MiB/step)"
 
 
@@ -77,7 +77,7 @@ def test_what_is_measured_has_a_column_and_what_is_not_a_sentence(headline: Modu
     write(tmp_path, "a_times", LINES[::-1])
     said = headline.table("a")
     head, *rows = cells(said)
-    assert head[-2:] == ["TTFT (ms)", "TPOT (ms)"]
+    assert head[-2:] == ["TT2T (ms)", "TPOT (ms)"]
     assert rows[0][-2:] == ["900.0", "30.0"]
     assert "Not measured yet" not in said
 
@@ -86,7 +86,7 @@ def test_a_page_holds_the_table_with_what_can_be_concluded_of_it(headline: Modul
     write(tmp_path, "a", LINES)
     page = headline.written("before\n<!-- headline of a -->\nold\n<!-- end -->\nafter")
     assert page == f"before\n<!-- headline of a -->\n\n{headline.table('a')}\n<!-- end -->\nafter"
-    assert "\n100 prompts; " in page
+    assert "\n100 prompts (median 1325 tokens). " in page
     assert "\nOf 3 pairs of rows, 2 are told apart.\n" in page
     assert "a note" not in page
     assert headline.written(page) == page

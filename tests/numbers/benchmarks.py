@@ -54,6 +54,11 @@ def _layer() -> Iterator[str]:
         )
         if (one["method"], one["tokens"]) == ("shadowkv", 131072):
             yield f"needs an answer of {won} tokens"
+    beside = {}
+    for tokens in (65536, 131072):
+        full_ms = sorted(1e3 * one["full_s"][0] for one in rows(LAYER, tokens=tokens) if one["method"] != "full")
+        beside[tokens] = f"{full_ms[0]:.1f} to {full_ms[-1]:.1f}"
+    yield f"({beside[65536]} ms at 65536 tokens, {beside[131072]} at 131072)"
     shares = [f"{100 * one['gb_s'] / bandwidth:.0f}" for one in rows(LAYER, method="full")]
     yield f"Full's attention reads at {' to '.join(shares)} % of the bandwidth"
     rebuilding = [f"{1e3 * one['parts_s']['fetch']:.1f}" for one in rows(LAYER, method="shadowkv")]

@@ -12,7 +12,7 @@ from harness.reports import noise
 from harness.reports.columns import notes
 from harness.reports.compare import Comparison, comparisons
 from harness.results.run_folder import find, load
-from tests.fake_records import records, write_run
+from tests.fake_records import record, records, write_run
 
 SPARSE = {"attended_prompt": 10.0, "attended_total": 12.0}
 
@@ -35,6 +35,14 @@ def test_the_largest_difference_of_full_from_itself_is_the_floor(tmp_path: Path)
     assert "n = 10, 3 answers changed" in said
     low, high = max(found, key=lambda pair: abs(pair.diff)).ci95
     assert low < high
+
+
+def test_the_floor_of_a_likelihood_is_the_largest_typical_difference(tmp_path: Path) -> None:
+    for batch, added in ((1, 0.0), (2, 0.001), (4, 0.004)):
+        write_run(tmp_path, [record(f"{i}", answer_nll=0.1 * i + added) for i in range(12)], batch=batch)
+    said = noise.sentence(noise.pairs(table(tmp_path)))
+    names = "full batch=1 against full batch=4"
+    assert said.endswith(f"; of its likelihood -0.0040 nats per token: {names}, 95 % CI [-0.0040, -0.0040], n = 12")
 
 
 def test_one_full_gives_no_floor_and_neither_does_its_copy(tmp_path: Path) -> None:
