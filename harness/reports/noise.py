@@ -1,7 +1,8 @@
 """The noise floor: by how much Full differs from itself where nothing but the arithmetic changes.
 
 Full on the same prompts with another dtype, batch, device, backend or number of threads is the same method: whatever
-its score or its likelihood changes by is no method's doing. Such A/A runs are the rows of Full in one table, beside each other.
+its score or its likelihood changes by is no method's doing. Such A/A runs are the rows of Full in one table, beside
+each other.
 """
 
 from __future__ import annotations
