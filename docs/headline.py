@@ -4,6 +4,7 @@ results/published/tables.
 A headline table stands between `<!-- headline of NAME -->` and `<!-- end -->`. Its rows come from up to three
 experiments with the same methods: NAME has scores, likelihoods and bytes, NAME_read what a traced step reads, and
 NAME_times what an idle machine takes. What nobody has measured yet has no column, and a sentence below says so.
+NAME_floor has Full alone, in other arithmetic.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ DRAWN = "headline_2k"  # the table of the figure
 BUDGET = 0.2
 TABLE = re.compile(r"(<!-- headline of (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 CONCLUSION = re.compile(r"^- ((?:Of \d+ pairs of rows|If examples go on|Too many pairs).*)$", re.MULTILINE)
+FLOOR = re.compile(r"^- noise floor: (.*)$", re.MULTILINE)
 TUNED, PRESS, KIVI_2BIT = "_tuned", "press_", "kivi_2bit"
 MIB = 2**20
 TIERS = ("device", "host", "disk")
@@ -98,6 +100,9 @@ def _below(name: str, found: pd.DataFrame, measured: dict[str, pd.DataFrame | No
     prompts = "; ".join(f"{columns}{_prompts(of, name)}" for columns, of in measured_on.items() if of is not None)
     yield f"{prompts}. \\*: differs from Full after Holm's correction over both measures and all rows.\n"
     yield from (f"{said}\n" for said in CONCLUSION.findall((PUBLISHED / f"{name}.md").read_text(encoding="utf-8")))
+    if (floor := PUBLISHED / f"{name}_floor.md").exists():
+        [said] = FLOOR.findall(floor.read_text(encoding="utf-8"))
+        yield f"[Noise floor](../results/published/tables/{floor.name}): {said}.\n"
     if lacking := [UNMEASURED[what] for what, other in measured.items() if other is None]:
         yield f"Not measured yet: {'; '.join(lacking)}.\n"
 

@@ -82,6 +82,12 @@ def test_what_is_measured_has_a_column_and_what_is_not_a_sentence(headline: Modu
     assert "Not measured yet" not in said
 
 
+def test_a_noise_floor_stands_below_the_table(headline: ModuleType, tmp_path: Path) -> None:
+    write(tmp_path, "a", LINES)
+    (tmp_path / "a_floor.md").write_text("- a note\n- noise floor: 1.0 points, n = 9\n", encoding="utf-8")
+    assert "\n[Noise floor](../results/published/tables/a_floor.md): 1.0 points, n = 9.\n" in headline.table("a")
+
+
 def test_a_page_holds_the_table_with_what_can_be_concluded_of_it(headline: ModuleType, tmp_path: Path) -> None:
     write(tmp_path, "a", LINES)
     page = headline.written("before\n<!-- headline of a -->\nold\n<!-- end -->\nafter")
