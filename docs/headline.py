@@ -29,7 +29,6 @@ DRAWN = "headline_2k"  # the table of the figure
 BUDGET = 0.2
 TABLE = re.compile(r"(<!-- headline of (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 CONCLUSION = re.compile(r"^- ((?:Of \d+ pairs of rows|If examples go on|Too many pairs).*)$", re.MULTILINE)
-FLOOR = re.compile(r"^- noise floor: (.*)$", re.MULTILINE)
 TUNED, PRESS, KIVI_2BIT = "_tuned", "press_", "kivi_2bit"
 MIB = 2**20
 TIERS = ("device", "host", "disk")
@@ -100,11 +99,22 @@ def _below(name: str, found: pd.DataFrame, measured: dict[str, pd.DataFrame | No
     prompts = "; ".join(f"{columns}{_prompts(of, name)}" for columns, of in measured_on.items() if of is not None)
     yield f"{prompts}. \\*: differs from Full after Holm's correction over both measures and all rows.\n"
     yield from (f"{said}\n" for said in CONCLUSION.findall((PUBLISHED / f"{name}.md").read_text(encoding="utf-8")))
-    if (floor := PUBLISHED / f"{name}_floor.md").exists():
-        [said] = FLOOR.findall(floor.read_text(encoding="utf-8"))
-        yield f"[Noise floor](../results/published/tables/{floor.name}): {said}.\n"
+    if (PUBLISHED / f"{name}_floor.csv").exists():
+        yield f"{_floor(name)}\n"
     if lacking := [UNMEASURED[what] for what, other in measured.items() if other is None]:
         yield f"Not measured yet: {'; '.join(lacking)}.\n"
+
+
+def _floor(name: str) -> str:
+    """By how much Full differs from itself on the same prompts where nothing but the arithmetic changes."""
+    full = rows(f"{name}_floor")
+    score, nats = (full[column].max() - full[column].min() for column in ("score.mean", "likelihood.mean"))
+    how = " and ".join(sorted(full["dtype"].unique())), " and ".join(map(str, sorted(full["batch"].unique())))
+    return (
+        f"[Noise floor](../results/published/tables/{name}_floor.md): in {how[0]} and in batches of {how[1]}, "
+        f"the means of Full over these prompts differ by at most {100 * score:.1f} points and {nats:.4f} "
+        "nats per token."
+    )
 
 
 def _prompts(found: pd.DataFrame, name: str) -> str:

@@ -84,8 +84,16 @@ def test_what_is_measured_has_a_column_and_what_is_not_a_sentence(headline: Modu
 
 def test_a_noise_floor_stands_below_the_table(headline: ModuleType, tmp_path: Path) -> None:
     write(tmp_path, "a", LINES)
-    (tmp_path / "a_floor.md").write_text("- a note\n- noise floor: 1.0 points, n = 9\n", encoding="utf-8")
-    assert "\n[Noise floor](../results/published/tables/a_floor.md): 1.0 points, n = 9.\n" in headline.table("a")
+    assert "Noise floor" not in headline.table("a")
+    full = [
+        line("full", score, dtype=dtype, batch=batch, **{"likelihood.mean": nats})
+        for dtype, batch, score, nats in (("bf16", 1, 0.8, 0.5), ("bf16", 8, 0.79, 0.5), ("fp32", 8, 0.805, 0.5011))
+    ]
+    write(tmp_path, "a_floor", full)
+    assert (
+        "\n[Noise floor](../results/published/tables/a_floor.md): in bf16 and fp32 and in batches of 1 and 8, "
+        "the means of Full over these prompts differ by at most 1.5 points and 0.0011 nats per token.\n"
+    ) in headline.table("a")
 
 
 def test_a_page_holds_the_table_with_what_can_be_concluded_of_it(headline: ModuleType, tmp_path: Path) -> None:

@@ -162,7 +162,7 @@ def _below(table: Comparison) -> Iterator[str]:
     warned = [note.removeprefix("! ") for note in said if note.startswith("! ")]
     yield from (_sentences([f"{word(alarm).capitalize()}: {alarm.text}"]) for alarm in table.alarms)
     yield _sentences(list(conditions(table)))
-    floor = [noise.sentence(pairs)] if pairs and table.tested else []
+    floor = [noise.sentence(pairs)] if pairs else []
     yield _sentences([*(note for note in said if not note.startswith("! ")), *floor])
     yield f"!: {'; '.join(warned)}." if warned else ""
 
@@ -179,8 +179,8 @@ def remarks(table: Comparison) -> Iterator[str]:
     """What stands below the main table: notes, those with `! ` warnings of its runs, and what can be concluded."""
     yield from notes(table)
     yield from conclusions(table)
-    if table.tested:
-        yield noise.sentence(noise.pairs(table))
+    if (pairs := noise.pairs(table)) or table.tested:
+        yield noise.sentence(pairs)
 
 
 def pieces(columns: Sequence[Column], head: int) -> Iterator[list[Column]]:

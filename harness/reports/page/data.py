@@ -57,7 +57,7 @@ def _table(table: Comparison, room: Room, everywhere: Mapping[str, str]) -> dict
         "alarms": [{"text": alarm.text, "red": alarm.red} for alarm in table.alarms],
         "warnings": [note.removeprefix(WARNING) for note in said if note.startswith(WARNING)],
         "notes": [note for note in said if not note.startswith(WARNING)],
-        "noise": noise.sentence(pairs) if table.tested else None,
+        "noise": noise.sentence(pairs) if pairs or table.tested else None,
         "floor": None if table.of_perplexity else least,
         "points": not table.of_perplexity,
         "caution": caution(table),

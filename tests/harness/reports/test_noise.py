@@ -11,6 +11,7 @@ import pytest
 from harness.reports import noise
 from harness.reports.columns import notes
 from harness.reports.compare import Comparison, comparisons
+from harness.reports.document import as_latex, remarks
 from harness.results.run_folder import find, load
 from tests.fake_records import record, records, write_run
 
@@ -122,3 +123,11 @@ def test_what_is_within_the_noise(tmp_path: Path) -> None:
     assert not noise.within_noise(beside["quest 10%"], None)
     assert noise.within_noise(beside["quest 20%"], None)  # p = 0.5
     assert noise.within_noise(beside["quest 10%"], 0.2)  # Full differs from itself by more
+
+
+def test_a_table_of_full_alone_says_its_floor_and_one_of_a_single_full_says_nothing(tmp_path: Path) -> None:
+    write_run(tmp_path, records([1.0] * 10))
+    assert not any("noise floor" in said for said in remarks(table(tmp_path)))
+    write_run(tmp_path, records([1.0] * 9 + [0.0]), batch=4)
+    assert any(said.startswith("noise floor: 10.0 points") for said in remarks(table(tmp_path)))
+    assert "Noise floor: 10.0 points" in as_latex([table(tmp_path)])
