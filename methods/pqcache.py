@@ -187,7 +187,7 @@ class PQRead(Select, capturable=True, of_each={"centroids": 3, "codes": 2}):
 
     def index(self, keys: Tensor) -> None:
         rounds = self.method.rounds(keys.shape[2], self.request.prepared)
-        if not self.cache.engine.ahead:
+        if not self.cache.ahead:
             self.centroids, self.codes = self.method.coded(keys, rounds)
             return
         copied = keys.to("cpu", non_blocking=True, copy=True)  # the keys themselves leave the store

@@ -43,7 +43,7 @@ from harness.prompts.calibration import calibration_text
 from methods.base import Method
 from methods.full import Full
 from methods.tiers.tier import DEVICE, TIERS
-from methods.tiers.transfer.engine import Links
+from methods.tiers.transfer.links import Links
 
 Attach = Callable[..., Attachment]
 CALIBRATION = 4096  # tokens of ordinary text for methods that calibrate themselves
@@ -110,7 +110,7 @@ def measure(
         attachments.enter_context(routed(asked.model))
         own, beside = (ModelDecoding(kv, ids, options) for kv in (asked, full))
         ways = {"own": own.timed_turn, "full": beside.timed_turn}
-        if asked.engine.ahead:
+        if asked.ahead:
             waiting = attachments.enter_context(closing(attach(overlap=False)))
             ways["waiting"] = ModelDecoding(waiting, ids, options).timed_turn
         *_, times = rounds_of(ways, options.rounds)
@@ -134,8 +134,8 @@ def measure(
         "attended_prompt": made.measured.get("attended_prompt"),
         **{f"{tier}_bytes": size for tier, size in made.kv.items()},
         "moved_bytes_per_step": fmean(own.moved),
-        "exposed_s": fmean(own.exposed_s) if asked.engine.ahead else None,
-        "hidden_s": fmean(own.hidden_s) if asked.engine.ahead else None,
+        "exposed_s": fmean(own.exposed_s) if asked.ahead else None,
+        "hidden_s": fmean(own.hidden_s) if asked.ahead else None,
         "waiting_s": estimate(times["waiting"]) if "waiting" in times else None,
         "saved": ratios(times["own"], times["waiting"]) if "waiting" in times else None,
         "fallback": made.fallback,

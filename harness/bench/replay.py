@@ -35,7 +35,7 @@ from harness.prompts.calibration import calibration_text
 from harness.terminal.notices import say
 from methods.base import BudgetError, Method
 from methods.tiers.tier import HOST
-from methods.tiers.transfer.engine import Links
+from methods.tiers.transfer.links import Links
 
 ON, OFF, FREE = "on", "off", "no link"
 FAST = 1e15  # a link that holds nothing up

@@ -31,9 +31,10 @@ from harness.engine.wait import wait_for
 from methods.base import Budget, CacheState, Case, Checks, CostError, Method, Request, refuse_other_than_method
 from methods.layers.hybrid import check_growth, check_length, start_layers, whole_layers
 from methods.tiers.codec import Codec
-from methods.tiers.slabs import Slab, Slabs
+from methods.tiers.slabs import Slab
 from methods.tiers.tier import DEVICE, HOST, TIERS
-from methods.tiers.transfer.engine import Links, TransferEngine
+from methods.tiers.transfer.engine import shared_engine
+from methods.tiers.transfer.links import Links
 
 AnyCache = TypeVar("AnyCache", bound=KVCache)
 _prepared: WeakKeyDictionary[PreTrainedModel, dict[Method, tuple[object, float]]] = WeakKeyDictionary()
@@ -60,6 +61,7 @@ class Attachment:
         if capacity is not None:
             _refuse_number("capacity", capacity, least=1)
         _refuse(model, placement, reuse_steps, codec, disk)
+        _refuse_links(model.device, placement, links)
         name = type(method).__name__
         if placement != DEVICE and not method.offloads:
             raise ValueError(f"{name} keeps nothing on the {placement}: use placement=device with it.")
@@ -73,7 +75,8 @@ class Attachment:
         self.reuse_steps = reuse_steps
         self.placement = placement
         self.codec, self.disk, self.capacity = codec, disk, capacity
-        self.engine = _engine(model.device, placement, overlap, links)
+        self.ahead = overlap and placement != DEVICE  # else nothing moves but what a store keeps between turns
+        self.engine = shared_engine(model.device, None if placement == DEVICE else links)
         self.model_specs = layer_specs(model)
         self.specs = whole_layers(self.model_specs)  # what the method is told of
         method.check_model(self.specs[0])
@@ -103,7 +106,7 @@ class Attachment:
         check_length(self.method, self.model_specs, capacity)
         request = self.request(capacity=capacity, batch=batch, grows=grows)
         request = replace(request, slab=self._slab(request))
-        state = CacheState(request, checks=Checks(self._unchecked), engine=self.engine)
+        state = CacheState(request, checks=Checks(self._unchecked), engine=self.engine, ahead=self.ahead)
         cache = kind(start_layers(self.model_specs, state, self.method.start), state)
         cache.closes_early = request.placement != DEVICE or self.method.closes_early
         return cache
@@ -133,7 +136,7 @@ class Attachment:
         return cache
 
     def close(self) -> None:
-        """End the threads that move rows."""
+        """Wait for all rows that the engine of the device moves, and end its threads."""
         self.engine.close()
 
     def cache_of_call(self, *, batch: int, tokens: int) -> LoopCache:
@@ -190,14 +193,9 @@ def _refuse(model: object, placement: object, reuse_steps: object, codec: object
         raise ValueError(f"disk={str(disk)!r} is not a folder: make it, or leave disk out for a temporary one.")
 
 
-def _engine(device: torch.device, placement: str, overlap: bool, links: Links | None) -> TransferEngine:
-    slabs = Slabs() if device.type == "cuda" else None
-    if placement == DEVICE:
-        return TransferEngine(slabs=slabs)  # nothing moves but what a store keeps between turns
-    if links is not None and device.type != "cpu":
+def _refuse_links(device: torch.device, placement: str, links: Links | None) -> None:
+    if links is not None and placement != DEVICE and device.type != "cpu":
         raise ValueError(f"links stand for a bus that a CPU does not have, and {device} has one: leave them out.")
-    threads = 1 if overlap and links is None else 0
-    return TransferEngine(ahead=overlap, threads=threads, works=overlap, links=links, slabs=slabs)
 
 
 def _refuse_number(key: str, number: object, *, least: int) -> None:

@@ -100,12 +100,18 @@ class StepRecorder(DispatchRecorder):
         return result
 
     def begin(
-        self, begin: Callable[..., Arrival[T]], read: Callable[[Traffic], T], into: Traffic, on: torch.device
+        self,
+        begin: Callable[..., Arrival[T]],
+        read: Callable[[Traffic], T],
+        into: Traffic,
+        on: torch.device,
+        *,
+        ahead: bool,
     ) -> Arrival[T]:
         """Around a request for rows: they are submitted when the engine moves them, and waited for when a layer waits
         for the first time."""
         keys: list[int] = []
-        arrival = begin(lambda traffic: self._moved(read, traffic, keys), into, on)
+        arrival = begin(lambda traffic: self._moved(read, traffic, keys), into, on, ahead=ahead)
         plain = arrival.wait
 
         def wait() -> T:
@@ -155,7 +161,7 @@ def recorded(layers: Sequence[KVLayer]) -> Iterator[list[ScheduleEvent]]:
     must run the layers' own `decode`. Raises `ValueError` where threads move rows, whose order is another each time."""
     recorder = StepRecorder()
     engines = {id(layer.cache.engine): layer.cache.engine for layer in layers}.values()
-    if any(engine.beside for engine in engines):
+    if any(layer.cache.ahead and layer.cache.engine.beside for layer in layers):
         raise ValueError("Threads of their own move the rows: record with overlap=off, or with links.")
 
     def decode(layer: KVLayer, plain: Callable[[AttnInput], Tensor], x: AttnInput) -> Tensor:

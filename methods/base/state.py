@@ -33,23 +33,26 @@ class Checks:
 @dataclass
 class CacheState:
     """Holds the `request`, what belongs to the cache and changes with every step (`traffic`, `counters` and `checks`),
-    and the `engine` that moves rows for all caches of the device."""
+    and the `engine` that moves rows for all caches of the device: `ahead` as soon as they are asked for, else once they
+    are waited for."""
 
     request: Request
     traffic: Traffic = field(default_factory=Traffic)
     counters: StepCounters = field(default_factory=StepCounters)
     checks: Checks = field(default_factory=Checks)
     engine: TransferEngine = field(default_factory=TransferEngine)
+    ahead: bool = False
 
     def fetch(self, read: Callable[[Traffic], T]) -> Arrival[T]:
         """Ask for the rows that `read` brings to the device, and that somebody waits for later: in the same step, while
         steps are captured."""
         begin = self.engine.branch if self.counters.running else self.engine.begin
-        return begin(read, self.traffic, self.request.device)
+        return begin(read, self.traffic, self.request.device, ahead=self.ahead)
 
     def work(self, compute: Callable[[], T]) -> Arrival[T]:
-        """Begin work on a prompt that later layers may hide, and whose result somebody waits for later. It belongs to
-        no step, and so counts in no `traffic`."""
+        """Begin work on a prompt that later layers may hide, and whose result somebody waits for later; for a cache
+        whose rows come `ahead`. It belongs to no step, and so counts in no `traffic`."""
+        assert self.ahead
         return self.engine.work(compute, self.request.device)
 
     def send(self, write: Callable[[Traffic], None]) -> None:

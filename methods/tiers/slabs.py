@@ -108,6 +108,7 @@ class Slabs:
     def lent(self, size: int) -> tuple[Tensor, Lease]:
         """Return so many bytes [size], which are the caller's as long as anything refers to the lease. Raises
         `RuntimeError` where the system does not lock as much."""
+        self._closed = False
         idle = list(self._taken())
         pinned = min((other for other in idle if other.memory.nbytes >= size), key=_size, default=None)
         for other in idle:
@@ -121,7 +122,7 @@ class Slabs:
         return pinned.memory[:size], lease
 
     def close(self) -> None:
-        """Unpin all that nobody has; the rest follows when it is let go of."""
+        """Unpin all that nobody has; the rest follows when it is let go of, unless somebody asks for more before."""
         self._closed = True
         self._unpin()
 

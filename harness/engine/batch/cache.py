@@ -14,7 +14,7 @@ from harness.engine.cache import KVCache
 from kernels.each import each
 from kernels.ragged import Ragged
 from kernels.told import StepInputs
-from methods.base import AttnInput, CacheState, KVLayer, NextRow
+from methods.base import AttnInput, Checks, KVLayer, NextRow
 from methods.base.counters import StepCounters
 from methods.layers import Layer, Policy
 from methods.layers.together import Slots, alone_because, form, hand_back, link, together
@@ -50,7 +50,9 @@ class SlotsCache(KVCache):
         self.free = sum(self._free.values())
         rows = sum(self._sizes) + self.free
         request = replace(self.state.request, batch=rows, prepared=None)
-        self._joint_state = CacheState(request, counters=self._counters, engine=self.state.engine)
+        self._joint_state = replace(
+            self.state, request=request, traffic=Traffic(), counters=self._counters, checks=Checks()
+        )
         self._traffic: dict[tuple[int, ...], Traffic] = {}  # of members that step together
         begins = [member.num_tokens for member in members for _ in range(member.state.request.batch)]
         self._begins = each(begins, None if self.told is None else self.free)

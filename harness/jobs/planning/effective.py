@@ -19,7 +19,7 @@ from methods.full import Full
 from methods.tiers import codecs
 from methods.tiers.codec import Codec
 from methods.tiers.tier import DEVICE, TIERS
-from methods.tiers.transfer.engine import Links
+from methods.tiers.transfer.links import Links
 
 PICKING = ("temperature", "top_k", "top_p", "force_length")  # settings of generation
 NO_BUDGET: Mapping[str, Any] = {  # what a method without a budget has no use for, and the values that say so

@@ -1,13 +1,11 @@
 """Brings rows to the device beside the model's work, in the order in which they were asked for.
 
 A method asks for rows as soon as it knows which (`begin`), goes on computing, and waits (`Arrival.wait`) where it needs
-them. An engine decides what happens between the two: nothing (`ahead=False`: rows move while they are waited for), the
-move itself in the caller's thread, or in threads of the engine's own, on a CUDA device on a stream beside the model's.
-An engine that moves ahead also takes work on a prompt that later layers may hide, such as clustering its keys (`work`),
-and does one piece after the other.
+them. Until then nothing happens, or, `ahead`, rows move: in the caller's thread, or in one of the engine's own, on a
+CUDA device on a stream beside the model's. A cache whose rows move ahead may also give away work on a prompt that later
+layers hide, such as clustering its keys (`work`): an engine does one piece after the other.
 
-Where the tiers share one memory there is no bus to hide. `Links` then says how long one would take: by arithmetic,
-ready = max(now, link free) + bytes / bandwidth, and whoever waits, waits until then.
+A device has one engine, whoever moves its rows (`shared_engine`).
 """
 
 from __future__ import annotations
@@ -16,9 +14,8 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from contextvars import copy_context
 from functools import partial
-from time import perf_counter, sleep
-from typing import Generic, Protocol, TypeVar
-from weakref import ref
+from typing import Generic, TypeVar
+from weakref import WeakSet, WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
@@ -27,77 +24,19 @@ from torch.utils._pytree import tree_leaves
 from methods.tiers.slabs import Slabs
 from methods.tiers.traffic import Traffic
 from methods.tiers.transfer.lanes import INLINE, TransferLane
+from methods.tiers.transfer.links import Link, Links, TransferClock, WallClock
 from methods.tiers.transfer.spans import Spans
 from methods.tiers.transfer.streams import beside_the_model, forked, join, reach, reached
 
 T = TypeVar("T")
-_AWAKE_S = 0.005  # before a moment to wait for: a timer wakes milliseconds late beside a busy thread
-
-
-class TransferClock(Protocol):
-    """Tells the time in seconds, and lets it pass."""
-
-    def now(self) -> float: ...
-
-    def wait_until(self, moment: float) -> None: ...
-
-
-class WallClock:
-    """Is the clock of the machine."""
-
-    now = staticmethod(perf_counter)
-
-    def wait_until(self, moment: float) -> None:
-        """Sleep, and stay awake for the last milliseconds."""
-        while (left := moment - perf_counter()) > 0:
-            if left > _AWAKE_S:
-                sleep(left - _AWAKE_S)
-
-
-class Link:
-    """Carries bytes one after the other, in the order in which they come."""
-
-    def __init__(self, bytes_per_s: float) -> None:
-        self.bytes_per_s = bytes_per_s
-        self.free = 0.0  # from this moment on it carries nothing
-
-    def carry(self, size: int, from_moment: float) -> tuple[float, float]:
-        """Return when `size` bytes, given to it at a moment, begin to move and when they have arrived."""
-        began = max(from_moment, self.free)
-        self.free = began + size / self.bytes_per_s
-        return began, self.free
-
-
-class Links:
-    """Says how long transfers take that cross no real bus: over a link in each direction between host and device, and
-    over one from disk to host. None: as long as they really take."""
-
-    def __init__(self, bus: float | None = None, disk: float | None = None) -> None:
-        """Take the bandwidths in bytes per second."""
-        self.to_device, self.to_host, self.from_disk = (Link(rate) if rate else None for rate in (bus, bus, disk))
-
-    def carry(self, moved: Traffic, from_moment: float) -> tuple[float, float] | None:
-        """Return when bytes begin to move that were asked for at a moment, and when all have arrived; None where no
-        link says. What comes from disk takes the bus after that."""
-        began, ready = None, from_moment
-        for link, size in (
-            (self.from_disk, moved.from_disk_bytes),
-            (self.to_device, moved.in_all("to_device_bytes")),
-            (self.to_host, moved.to_host_bytes),
-        ):
-            if link is not None and size:
-                start, ready = link.carry(size, ready)
-                began = start if began is None else began
-        return None if began is None else (began, ready)
 
 
 class TransferEngine:
-    """Moves rows, and works beside the model, for all caches of one device. `close` waits for what is under way."""
+    """Moves rows, and works beside the model, for all caches of one device and for the store of what they leave."""
 
     def __init__(
         self,
         *,
-        ahead: bool = False,
         threads: int = 0,
         works: bool = False,
         links: Links | None = None,
@@ -105,44 +44,46 @@ class TransferEngine:
         worker: Link | None = None,
         slabs: Slabs | None = None,
     ) -> None:
-        """`ahead`: rows move from the moment they are asked for. `threads`: so many move them; 0: the caller does. With
-        `links`, which are for tiers in one memory, it must be the caller, so that their order is that of the calls.
-        `works`: a thread does what is given to `work`. `worker` says in its place how long a piece takes, as a link
-        that carries one byte. `slabs`: host memory that is pinned before a clock starts."""
-        assert ahead or not (threads or works or worker)
+        """`threads`: so many move rows that are asked for ahead; 0: the caller does. With `links`, which are for tiers
+        in one memory, it must be the caller, so that their order is that of the calls. `works`: a thread does what is
+        given to `work`. `worker` says in its place how long a piece takes, as a link that carries one byte. `slabs`:
+        host memory that is pinned before a clock starts."""
         assert not (threads and links)
-        self.ahead, self.links, self.clock, self.worker = ahead, links, clock or WallClock(), worker
-        self._lanes: list[TransferLane] = []
+        self.links, self.clock, self.worker = links, clock or WallClock(), worker
+        self._lanes: WeakSet[TransferLane] = WeakSet()
         self.mover, self.hands = self.lane("move", threads), self.lane("work", int(works))
         self.beside, self.slabs = threads > 0, slabs
 
     def lane(self, name: str, threads: int) -> TransferLane:
         """Return a lane of its own for somebody who moves rows of this device as well, which `close` drains too."""
         lane = TransferLane(name, threads) if threads else INLINE
-        self._lanes.append(lane)
+        self._lanes.add(lane)
         return lane
 
-    def begin(self, read: Callable[[Traffic], T], into: Traffic, on: torch.device) -> Arrival[T]:
+    def begin(
+        self, read: Callable[[Traffic], T], into: Traffic, on: torch.device, *, ahead: bool = False
+    ) -> Arrival[T]:
         """Begin to bring to the device `on` what `read` returns, which counts the bytes that it moves. What is waited
-        for counts in `into` as well."""
-        return Arrival(self, self.mover, self._carried, read, into, on)
+        for counts in `into` as well. `ahead`: rows move from now on."""
+        return Arrival(self, self.mover if ahead else INLINE, self._carried, read, into, on, ahead)
 
-    def branch(self, read: Callable[[Traffic], T], into: Traffic, on: torch.device) -> Arrival[T]:
+    def branch(
+        self, read: Callable[[Traffic], T], into: Traffic, on: torch.device, *, ahead: bool = False
+    ) -> Arrival[T]:
         """Begin the same in a step that may be captured: no thread takes part, and whoever asks waits for the rows in
         this step."""
-        kind: type[Arrival[T]] = Branch if self.ahead else Arrival
-        return kind(self, INLINE, self._carried, read, into, on)
+        kind: type[Arrival[T]] = Branch if ahead else Arrival
+        return kind(self, INLINE, self._carried, read, into, on, ahead)
 
     def work(self, compute: Callable[[], T], on: torch.device) -> Arrival[T]:
         """Begin to compute something on the CPU beside the model, once all that the device `on` has been given is
         done."""
-        assert self.ahead
 
         def read(moved: Traffic) -> T:
             reach(on)
             return compute()
 
-        return Arrival(self, self.hands, self._worked, read, Traffic(), on)
+        return Arrival(self, self.hands, self._worked, read, Traffic(), on, ahead=True)
 
     def _carried(self, moved: Traffic, asked: float) -> tuple[float, float] | None:
         return None if self.links is None else self.links.carry(moved, asked)
@@ -172,12 +113,25 @@ class TransferEngine:
             self.clock.wait_until(self.links.to_host.free)
 
     def close(self) -> None:
-        """Wait for all that is under way in any lane, and end the threads."""
-        self.drain()
-        for lane in self._lanes:
+        """Wait for all that is under way in any lane, end the threads, and unpin what nobody has. Whoever goes on, as
+        another user of the device may, starts new ones."""
+        for lane in list(self._lanes):
             lane.close()
+        self.drain()
         if self.slabs is not None:
             self.slabs.close()
+
+
+_shared: WeakValueDictionary[object, TransferEngine] = WeakValueDictionary()
+
+
+def shared_engine(device: torch.device, links: Links | None = None) -> TransferEngine:
+    """Return the engine of a device, or of a CPU with such `links` beside it, which all have who move rows there."""
+    key = device, links and links.rates
+    if (engine := _shared.get(key)) is None:
+        slabs = Slabs() if device.type == "cuda" else None
+        engine = _shared[key] = TransferEngine(threads=int(links is None), works=True, links=links, slabs=slabs)
+    return engine
 
 
 class Arrival(Generic[T]):
@@ -192,15 +146,17 @@ class Arrival(Generic[T]):
         read: Callable[[Traffic], T],
         into: Traffic,
         on: torch.device,
+        ahead: bool,
     ) -> None:
-        """`by`: who reads. `taking`: says when that begins and ends, None: as it really does."""
+        """`by`: who reads. `taking`: says when that begins and ends, None: as it really does. `ahead`: it begins
+        now."""
         self._engine, self._by, self._taking, self._into = engine, by, taking, into
         self._read: Callable[[Traffic], T] | None = read
         self._on = on
         self._moved = Traffic()
         self._future: Future[T] | None = None
         self._exposed_s = 0.0  # for which a caller has stood still
-        if engine.ahead:
+        if ahead:
             self._start()
 
     def wait(self) -> T:

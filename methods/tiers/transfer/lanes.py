@@ -12,30 +12,32 @@ T = TypeVar("T")
 
 
 class TransferLane:
-    """Does one thing after the other, or as many side by side as it has threads. With none the caller does it, at once;
-    so it is too once the lane is closed."""
+    """Does one thing after the other, or as many side by side as it has threads. With none the caller does it, at
+    once."""
 
     def __init__(self, name: str = "", threads: int = 0) -> None:
         """`name`: that of the threads, behind `transfer`."""
         self.beside = threads > 0
-        self._threads = ThreadPoolExecutor(threads, f"transfer-{name}") if threads else None
-        self._held, self._changed = 0, Condition()  # how many are neither done nor cancelled, and wait for others
+        self._name, self._count = f"transfer-{name}", threads
+        self._threads: ThreadPoolExecutor | None = None  # from the first thing on
+        self._held, self._changed = 0, Condition()  # how many are neither done nor cancelled
 
     def submit(self, action: Callable[[], T], after: Iterable[Future[Any]] = ()) -> Future[T]:
         """Do `action` once all of `after` have ended, well or not: until then it keeps nobody in this lane waiting.
         What has not begun can be cancelled."""
         handle: Future[T] = Future()
         others = [other for other in after if not other.done()]
-        if others and self.beside:
+        if self.beside:
             self._hold(handle)
         _when_ended(others, partial(self._begin, handle, action))
         return handle
 
     def close(self) -> None:
-        """Wait until all that was submitted is done, also what waits for something else, and end the threads."""
+        """Wait until all that was submitted is done, also what waits for something else, and end the threads. What is
+        submitted later starts new ones."""
         with self._changed:
             self._changed.wait_for(lambda: not self._held)
-        threads, self._threads = self._threads, None
+            threads, self._threads = self._threads, None
         if threads is not None:
             threads.shutdown()
 
@@ -50,13 +52,15 @@ class TransferLane:
             self._changed.notify_all()
 
     def _begin(self, handle: Future[T], action: Callable[[], T]) -> None:
+        if not self.beside:
+            _do(handle, action)
+            return
         try:
-            if (threads := self._threads) is not None:
-                threads.submit(_do, handle, action)
-                return
-        except RuntimeError:  # another thread has just closed the lane
-            pass
-        _do(handle, action)
+            with self._changed:
+                self._threads = self._threads or ThreadPoolExecutor(self._count, self._name)
+                self._threads.submit(_do, handle, action)
+        except RuntimeError:  # Python is about to end, and starts no threads any more
+            _do(handle, action)
 
 
 INLINE = TransferLane()

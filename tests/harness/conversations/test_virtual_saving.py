@@ -11,7 +11,8 @@ from harness.conversations.conversation import Conversation
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
 from methods.full import Full
-from methods.tiers.transfer.engine import Links, TransferEngine
+from methods.tiers.transfer.engine import TransferEngine
+from methods.tiers.transfer.links import Links
 from tests.harness.conversations.test_histories import MB, stored
 from tests.methods.test_contract import attach
 from tests.methods.tiers.test_transfer_engine import VirtualClock
@@ -27,7 +28,7 @@ def turn_s(share: float, early: bool) -> tuple[float, float]:
     `early`, or with the answer. -> seconds behind its end until all have left, and seconds in which they were on their
     way"""
     clock = VirtualClock()
-    engine = TransferEngine(ahead=True, links=Links(bus=TOKEN_BYTES / (share * STEP_S)), clock=clock)
+    engine = TransferEngine(links=Links(bus=TOKEN_BYTES / (share * STEP_S)), clock=clock)
     with attach(Full(), None) as kv, torch.inference_mode():
         histories = stored(kv, host=9 * MB, engine=engine)
         talk, model = Conversation(histories, "alice", PROMPT + DECODED + 1, 2), Engine(kv)

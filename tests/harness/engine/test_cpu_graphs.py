@@ -18,7 +18,7 @@ from harness.engine.engine import Engine
 from harness.engine.graph import CapturedStep, CpuGraphs
 from harness.engine.saved_state import Snapshot
 from kernels.dispatch import use_backend
-from methods.tiers.transfer.engine import Links
+from methods.tiers.transfer.links import Links
 from tests.harness.engine.test_graph import offloading
 from tests.harness.engine.test_together import attach_compiled
 from tests.methods.test_contract import attach, fresh_memory_full_of_nan, small, walked

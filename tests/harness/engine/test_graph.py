@@ -32,7 +32,7 @@ from methods.full import Full
 from methods.layers import Layer
 from methods.oracle import Oracle, OracleRead
 from methods.tiers.integers import IntCodec
-from methods.tiers.transfer.engine import Links
+from methods.tiers.transfer.links import Links
 from tests import fake_cuda
 from tests.methods.test_contract import NAMES, attach, fresh_memory_full_of_nan, small, walked
 from tests.quick import mostly_slow

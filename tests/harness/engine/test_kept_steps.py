@@ -19,7 +19,7 @@ from kernels.ragged import Ragged, with_free_slots
 from kernels.told import StepInputs, tell, telling
 from methods.full import Full
 from methods.layers import Layer
-from methods.tiers.transfer.engine import Links
+from methods.tiers.transfer.links import Links
 from tests.harness.engine.test_together import TOGETHER, attach_compiled, engine_of
 from tests.methods.test_contract import attach, small
 from tests.tape import Tape

@@ -15,6 +15,7 @@ import torch
 
 from harness.engine.attach import Attachment, attached
 from harness.engine.engine import Engine
+from harness.engine.hf import routed
 from kernels import ops
 from methods.base import CacheState, KVLayer, Method
 from methods.full import Full
@@ -22,7 +23,8 @@ from methods.infinigen import InfiniGen
 from methods.infllm import InfLLM
 from methods.shadowkv import ShadowKV
 from methods.tiers.rows import DiskRows, HostRows
-from methods.tiers.transfer.engine import Link, Links, TransferEngine
+from methods.tiers.transfer.engine import TransferEngine
+from methods.tiers.transfer.links import Link, Links
 from tests.fast import PQ
 from tests.methods.synthetic import Sequences, Shape
 from tests.methods.test_contract import small
@@ -111,6 +113,29 @@ def test_caches_dropped_while_rows_are_on_their_way_leave_nothing(tmp_path: Path
     assert not list(tmp_path.glob("*"))
 
 
+@pytest.mark.tokens
+def test_two_attachments_of_a_device_share_its_engine() -> None:
+    """One of them may end first: nothing is under way then, and the other's rows still come in a thread."""
+
+    def moving() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread.name.startswith("transfer")]
+
+    with attach("full_offloaded", "host", overlap=False) as kv:
+        wanted = answers(kv)
+    full, quest = (
+        Attachment(tiny("llama"), small(name), share, "host", overlap=True)
+        for name, share in (("full_offloaded", None), ("quest", 0.4))
+    )
+    assert full.engine is quest.engine
+    with routed(full.model):
+        for ending in (quest, full):
+            answers(quest)
+            assert [tokens for tokens, *_ in answers(full)] == [tokens for tokens, *_ in wanted]
+            assert moving()
+            ending.close()
+            assert not moving()
+
+
 def test_a_further_turn_reads_what_the_store_holds_then() -> None:
     """Rows that were sent for under the first turn's seal are not those of the next."""
     ids = prompt(70, seed=3)
@@ -142,9 +167,10 @@ VIRTUAL = {  # methods, and the operation behind which their rows can hide, None
 }
 
 
-def virtual(method: Method, engine: TransferEngine) -> tuple[list[KVLayer], Sequences, CacheState]:
+def virtual(method: Method, engine: TransferEngine, ahead: bool = True) -> tuple[list[KVLayer], Sequences, CacheState]:
     sequences = Sequences(Shape(4, 2, 16), LENGTH, LAYERS)
-    state = CacheState(replace(sequences.request(0.5 if method.uses_budget else None), placement="host"), engine=engine)
+    request = replace(sequences.request(0.5 if method.uses_budget else None), placement="host")
+    state = CacheState(request, engine=engine, ahead=ahead)
     return method.start(sequences.specs, state), sequences, state
 
 
@@ -154,7 +180,7 @@ def test_pqcache_clusters_behind_later_layers(share: float) -> None:
     still has to do then, and the step."""
     compute, prompt_tokens = 1.0, LENGTH - STEPS
     clock = VirtualClock()
-    engine = TransferEngine(ahead=True, clock=clock, worker=Link(1 / (share * compute)))
+    engine = TransferEngine(clock=clock, worker=Link(1 / (share * compute)))
     layers, sequences, state = virtual(PQ, engine)
     for index, layer in enumerate(layers):
         layer.prefill(sequences.at(index, 0, prompt_tokens))
@@ -179,8 +205,8 @@ def test_blocks_of_pqcaches_cache_come_behind_the_rest_of_a_step() -> None:
 
     def waited(ahead: bool) -> tuple[float, int]:
         clock = VirtualClock()
-        engine = TransferEngine(ahead=ahead, links=Links(bus=1e6), clock=clock)
-        layers, sequences, state = virtual(method, engine)
+        engine = TransferEngine(links=Links(bus=1e6), clock=clock)
+        layers, sequences, state = virtual(method, engine, ahead)
         sequences.seal(layers, 0, LENGTH - STEPS)
         for position in range(LENGTH - STEPS, LENGTH):
             for index, layer in enumerate(layers):
@@ -200,7 +226,7 @@ def step_seconds(
     """Of each decode step, in virtual time: every layer computes for `compute` seconds."""
     method, behind = VIRTUAL[name]
     clock = VirtualClock()
-    layers, sequences, _ = virtual(method, TransferEngine(ahead=ahead, links=Links(bus=rate), clock=clock))
+    layers, sequences, _ = virtual(method, TransferEngine(links=Links(bus=rate), clock=clock), ahead)
     sequences.seal(layers, 0, LENGTH - STEPS)
     if behind is not None:
         run, calls = getattr(ops, behind), []

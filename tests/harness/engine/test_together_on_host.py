@@ -17,7 +17,8 @@ from methods.tiers.codec import Codec
 from methods.tiers.floats import FloatCodec
 from methods.tiers.integers import IntCodec
 from methods.tiers.traffic import Traffic
-from methods.tiers.transfer.engine import Links, TransferEngine
+from methods.tiers.transfer.engine import TransferEngine
+from methods.tiers.transfer.links import Links
 from tests.harness.engine.test_kept_steps import engines, in_a_batch, seen
 from tests.harness.engine.test_together import (
     assert_together_as_alone,
@@ -94,7 +95,7 @@ def test_a_turn_goes_on_where_prompts_are_clustered_beside_later_layers() -> Non
     """Whoever joins others waits for its clusters first."""
     with attach("pqcache") as kv:
         wanted = [engine_of(kv).generate(ids, max_new_tokens=5).tokens for ids in UNEQUAL]
-        kv.engine = TransferEngine(ahead=True, works=True)
+        kv.engine, kv.ahead = TransferEngine(works=True), True
         engine = engine_of(kv)
         batch = RunningBatch(engine)
         slots = [engine.join(batch, ids, max_new_tokens=5) for ids in UNEQUAL]

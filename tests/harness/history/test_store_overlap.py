@@ -320,7 +320,7 @@ def test_a_session_that_is_dropped_is_read_no_further(tmp_path: Path) -> None:
 
 def test_a_store_shares_the_engine_of_its_device(tmp_path: Path) -> None:
     """Its rows go to the device in the engine's own lane, and the engine's end drains all of the store's."""
-    engine = TransferEngine(ahead=True, threads=1)
+    engine = TransferEngine(threads=1)
     with opened(tmp_path, host=0, engine=engine, **THREADS) as store:
         assert store.contents.lanes.copying is engine.mover
         put(store, "a")

@@ -25,7 +25,7 @@ from harness.machines.schedule import (
     Waited,
     launches,
 )
-from methods.tiers.transfer.engine import Links
+from methods.tiers.transfer.links import Links
 from tests.methods.test_contract import attach, small
 from tests.tiny import prompt, tiny
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 from concurrent.futures import Future
 
-import pytest
-
 from methods.tiers.traffic import Traffic
 from methods.tiers.transfer.engine import TransferEngine
 from methods.tiers.transfer.lanes import INLINE, TransferLane
@@ -51,9 +49,8 @@ def test_closing_waits_for_what_waits_for_something_else() -> None:
     assert (closing.is_alive(), done) == (False, ["late"])
 
 
-@pytest.mark.parametrize("lane", [INLINE, TransferLane("test", 1)])
-def test_without_threads_and_once_closed_the_caller_does_it_at_once(lane: TransferLane) -> None:
-    lane.close()
+def test_without_threads_the_caller_does_it_at_once() -> None:
+    lane = INLINE
     assert lane.submit(threading.get_ident).result() == threading.get_ident()
 
     def fail() -> None:
@@ -63,7 +60,7 @@ def test_without_threads_and_once_closed_the_caller_does_it_at_once(lane: Transf
 
 
 def test_rows_that_nobody_can_wait_for_any_more_do_not_move() -> None:
-    engine, going, moved = TransferEngine(ahead=True, threads=1), threading.Event(), list[str]()
+    engine, going, moved = TransferEngine(threads=1), threading.Event(), list[str]()
 
     def read(name: str, traffic: Traffic) -> str:
         going.wait(10)
@@ -71,7 +68,7 @@ def test_rows_that_nobody_can_wait_for_any_more_do_not_move() -> None:
         return name
 
     first, dropped, last = (
-        engine.begin(lambda traffic, name=name: read(name, traffic), Traffic(), CPU)  # type: ignore[misc]
+        engine.begin(lambda traffic, name=name: read(name, traffic), Traffic(), CPU, ahead=True)  # type: ignore[misc]
         for name in ("first", "dropped", "last")
     )
     del dropped
@@ -89,3 +86,14 @@ def test_closing_an_engine_drains_all_of_its_lanes() -> None:
     threading.Timer(0.05, going.set).start()
     engine.close()
     assert sorted(done) == [0, 1]
+
+
+def test_what_is_submitted_behind_a_close_starts_new_threads() -> None:
+    lane = TransferLane("test", 1)
+    first = lane.submit(threading.current_thread).result(10)
+    lane.close()
+    assert not first.is_alive()
+    second = lane.submit(threading.current_thread).result(10)
+    assert second not in (first, threading.current_thread())
+    lane.close()
+    assert not second.is_alive()

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from methods.tiers.traffic import Traffic
 from methods.tiers.transfer import streams
-from methods.tiers.transfer.engine import Links, TransferEngine
+from methods.tiers.transfer.engine import TransferEngine, shared_engine
+from methods.tiers.transfer.links import Links
 
 CPU = torch.device("cpu")
 ROWS = torch.arange(12.0)
@@ -47,8 +48,8 @@ def moving(size: int, disk: int = 0) -> Callable[[Traffic], Tensor]:
 
 def test_a_link_carries_one_thing_after_the_other_while_the_caller_computes() -> None:
     clock, traffic = VirtualClock(), Traffic()
-    engine = TransferEngine(ahead=True, links=Links(bus=100.0), clock=clock)
-    first, second = (engine.begin(moving(200), traffic, CPU) for _ in range(2))  # 2 s each
+    engine = TransferEngine(links=Links(bus=100.0), clock=clock)
+    first, second = (engine.begin(moving(200), traffic, CPU, ahead=True) for _ in range(2))  # 2 s each
     clock.compute(1.5)
     assert first.wait() is ROWS
     assert clock.time == pytest.approx(2.0, abs=1e-12)
@@ -72,13 +73,13 @@ def test_without_overlap_rows_move_while_they_are_waited_for() -> None:
 
 def test_what_comes_from_disk_takes_the_bus_after_that_and_directions_do_not_wait_for_each_other() -> None:
     clock, traffic = VirtualClock(), Traffic()
-    engine = TransferEngine(ahead=True, links=Links(bus=100.0, disk=50.0), clock=clock)
+    engine = TransferEngine(links=Links(bus=100.0, disk=50.0), clock=clock)
 
     def away(moved: Traffic) -> None:
         moved.to_host_bytes += 1000
 
     engine.send(away, traffic)  # 10 s, in the other direction
-    engine.begin(moving(100, disk=100), traffic, CPU).wait()
+    engine.begin(moving(100, disk=100), traffic, CPU, ahead=True).wait()
     assert clock.time == pytest.approx(2.0 + 1.0, abs=1e-12)
     engine.drain()
     assert clock.time == pytest.approx(10.0, abs=1e-12)
@@ -86,16 +87,16 @@ def test_what_comes_from_disk_takes_the_bus_after_that_and_directions_do_not_wai
 
 def test_rows_that_nobody_waits_for_count_nowhere_and_waiting_twice_counts_once() -> None:
     traffic = Traffic()
-    engine = TransferEngine(ahead=True)
-    engine.begin(moving(7), traffic, CPU)
-    arrival = engine.begin(moving(5), traffic, CPU)
+    engine = TransferEngine()
+    engine.begin(moving(7), traffic, CPU, ahead=True)
+    arrival = engine.begin(moving(5), traffic, CPU, ahead=True)
     assert arrival.wait() is arrival.wait()
     assert traffic.to_device_bytes == 5
 
 
 def test_a_thread_moves_rows_in_order_and_in_the_mode_of_its_caller() -> None:
     traffic, order, going = Traffic(), [], threading.Event()
-    engine = TransferEngine(ahead=True, threads=1)
+    engine = TransferEngine(threads=1)
 
     def read(name: str) -> Callable[[Traffic], tuple[threading.Thread, bool]]:
         def run(moved: Traffic) -> tuple[threading.Thread, bool]:
@@ -106,8 +107,8 @@ def test_a_thread_moves_rows_in_order_and_in_the_mode_of_its_caller() -> None:
         return run
 
     with torch.inference_mode():
-        first = engine.begin(read("first"), traffic, CPU)
-    second = engine.begin(read("second"), traffic, CPU)
+        first = engine.begin(read("first"), traffic, CPU, ahead=True)
+    second = engine.begin(read("second"), traffic, CPU, ahead=True)
     going.set()
     (thread, inference), (_, plain) = first.wait(), second.wait()
     assert thread is not threading.current_thread()
@@ -118,12 +119,12 @@ def test_a_thread_moves_rows_in_order_and_in_the_mode_of_its_caller() -> None:
 
 
 def test_an_error_of_a_thread_is_raised_where_its_rows_are_waited_for() -> None:
-    engine = TransferEngine(ahead=True, threads=1)
+    engine = TransferEngine(threads=1)
 
     def fail(moved: Traffic) -> Tensor:
         raise OSError("the disk is gone")
 
-    arrival = engine.begin(fail, Traffic(), CPU)
+    arrival = engine.begin(fail, Traffic(), CPU, ahead=True)
     with pytest.raises(OSError, match="the disk is gone"):
         arrival.wait()
     engine.close()
@@ -131,9 +132,9 @@ def test_an_error_of_a_thread_is_raised_where_its_rows_are_waited_for() -> None:
 
 def test_the_wall_clock_is_never_early() -> None:
     traffic = Traffic()
-    engine = TransferEngine(ahead=True, links=Links(bus=1e6))
+    engine = TransferEngine(links=Links(bus=1e6))
     began = time.perf_counter()
-    engine.begin(moving(20_000), traffic, CPU).wait()  # 20 ms
+    engine.begin(moving(20_000), traffic, CPU, ahead=True).wait()  # 20 ms
     assert time.perf_counter() - began >= 0.02
     assert traffic.exposed_s >= 0.0199
 
@@ -159,7 +160,7 @@ def test_rows_that_come_within_a_step_leave_the_models_stream_and_join_it(monkey
     for name, fake in (("Stream", Stream), ("stream", entered), ("current_stream", lambda on: model)):
         monkeypatch.setattr(torch.cuda, name, fake)
     streams._side.cache_clear()
-    engine, traffic = TransferEngine(ahead=True, threads=1), Traffic()
+    engine, traffic = TransferEngine(threads=1), Traffic()
 
     def read(moved: Traffic) -> int:
         noted.append("read")
@@ -167,7 +168,7 @@ def test_rows_that_come_within_a_step_leave_the_models_stream_and_join_it(monkey
         return 5
 
     try:
-        arrival = engine.branch(read, traffic, device)
+        arrival = engine.branch(read, traffic, device, ahead=True)
         noted.append("computes")
         assert arrival.wait() == 5
     finally:
@@ -175,3 +176,32 @@ def test_rows_that_come_within_a_step_leave_the_models_stream_and_join_it(monkey
         streams._side.cache_clear()
     assert noted == ["side behind model", "on side", "read", "back", "computes", "model behind side"]
     assert traffic.to_device_bytes == 8
+
+
+def test_a_device_has_one_engine_whoever_asks() -> None:
+    engine = shared_engine(CPU)
+    assert shared_engine(CPU) is engine
+    assert shared_engine(torch.device("meta")) is not engine
+    slow, fast = (shared_engine(CPU, Links(bus=rate)) for rate in (1e6, 1e9))
+    assert len({id(engine), id(slow), id(fast)}) == 3
+    assert shared_engine(CPU, Links(bus=1e6)) is slow
+
+
+def test_an_engine_that_one_user_closes_has_drained_all_and_serves_the_others() -> None:
+    engine, going, traffic = shared_engine(CPU), threading.Event(), Traffic()
+
+    def read(moved: Traffic) -> str:
+        assert going.wait(10)
+        return threading.current_thread().name
+
+    before = set(threading.enumerate())
+    arrival = engine.begin(read, traffic, CPU, ahead=True)
+    timer = threading.Timer(0.05, going.set)
+    timer.start()
+    shared_engine(CPU).close()
+    timer.join()
+    assert set(threading.enumerate()) <= before
+    assert arrival.wait().startswith("transfer-move")
+    assert engine.begin(read, traffic, CPU, ahead=True).wait().startswith("transfer-move")
+    engine.close()
+    assert set(threading.enumerate()) <= before
