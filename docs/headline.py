@@ -106,14 +106,15 @@ def _below(name: str, found: pd.DataFrame, measured: dict[str, pd.DataFrame | No
 
 
 def _floor(name: str) -> str:
-    """By how much Full differs from itself on the same prompts where nothing but the arithmetic changes."""
-    full = rows(f"{name}_floor")
+    """By how much Full differs from itself on the same prompts, that of the table among them, where nothing but the
+    arithmetic changes."""
+    full = pd.concat([rows(f"{name}_floor"), rows(name).loc[["full"]]])
     score, nats = (full[column].max() - full[column].min() for column in ("score.mean", "likelihood.mean"))
-    how = " and ".join(sorted(full["dtype"].unique())), " and ".join(map(str, sorted(full["batch"].unique())))
+    dtypes, batches = (" and ".join(map(str, sorted(full[column].unique()))) for column in ("dtype", "batch"))
     return (
-        f"[Noise floor](../results/published/tables/{name}_floor.md): in {how[0]} and in batches of {how[1]}, "
-        f"the means of Full over these prompts differ by at most {100 * score:.1f} points and {nats:.4f} "
-        "nats per token."
+        f"[Noise floor](../results/published/tables/{name}_floor.md): the means of Full over these prompts, above and "
+        f"in {dtypes} with batches of {batches}, differ by at most {100 * score:.1f} points and {nats:.4f} nats per "
+        "token."
     )
 
 
@@ -140,7 +141,7 @@ def _nats(row: pd.Series) -> str:
     ends = [row["likelihood.full.diff"], row["likelihood.full.ci95.low"], row["likelihood.full.ci95.high"]]
     if pd.isna(ends[0]):
         return ""
-    diff, low, high = (f"{round(end, 3) + 0.0:+.3f}" for end in ends)  # no -0.000
+    diff, low, high = (f"{end:+.{3 if abs(end) >= 0.0005 else 4}f}" for end in ends)  # a sign stands before a digit
     return f"{diff} [{low}, {high}]{_star(row['likelihood.full.p_holm'])}"
 
 
@@ -153,7 +154,7 @@ def _number(values: pd.Series) -> list[str]:
 
 
 def figure(name: str) -> Figure:
-    """A line for each method, best first: its score, what its likelihood loses, what it holds, what it moves. Solid:
+    """A line for each method, best first: its score, what its likelihood loses, what it holds, what it moves. Dark:
     tuned, or the only setting there is; faint: as its authors have it. Presses stand in the table alone."""
     found = rows(name)
     full = found[found["is_full"]].iloc[0]
@@ -188,9 +189,9 @@ def figure(name: str) -> Figure:
 
 def _title(drawn: Figure, shown: pd.DataFrame, full: pd.Series) -> None:
     about = f"{full['num_examples']} prompts of RULER, {full['prompt_tokens.median']:.0f} tokens in the median"
-    solid = "solid: tuned on other prompts; faint: as the authors have it; dashed: Full"
-    legend = solid if shown["tuned"].any() else "parameters as the authors have them; dashed: Full"
-    figures.title(drawn, f"{str(full['model']).rpartition('/')[2]}, {about}, of which a step reads a fifth", legend)
+    dark = "dark: tuned on other prompts, or its only setting; faint: as the authors have it; dashed: Full"
+    legend = dark if shown["tuned"].any() else "parameters as the authors have them; dashed: Full"
+    figures.title(drawn, f"{str(full['model']).rpartition('/')[2]}, {about}, budget of a fifth", legend)
 
 
 def _points(axes: Axes, shown: pd.DataFrame, methods: list[str], key: str, ends: str, factor: int) -> None:

@@ -7,8 +7,8 @@ more are read as if they all stood n_local - 1 before the query, so no distance 
 
 The prompt's outputs are therefore not Full's, and no shared prefill serves. The budget fixes the window and the number
 of blocks: first tokens, window, the tokens between window and last block, and the blocks read are within it. A prefill
-in several chunks spends the budget of what has come so far.
-The released mask reads keys at the window's border twice, ours once; its window shrinks with no budget, ours does.
+in several chunks spends the budget of what has come so far. Window and block of queries shrink with the budget, the
+released ones do not; the released mask reads keys at the window's border twice, ours once.
 """
 
 from __future__ import annotations

@@ -54,6 +54,9 @@ def _layer() -> Iterator[str]:
         )
         if (one["method"], one["tokens"]) == ("shadowkv", 131072):
             yield f"needs an answer of {won} tokens"
+    own = [row(LAYER, method="full", tokens=tokens)["speedup"][0] for tokens in (65536, 131072)]
+    yield "Full beside itself comes to {:.2f} and {:.2f}".format(*own)
+    assert max(abs(1 - ratio) for ratio in own) < 0.1, "a difference of less than a tenth says nothing"
     beside = {}
     for tokens in (65536, 131072):
         full_ms = sorted(1e3 * one["full_s"][0] for one in rows(LAYER, tokens=tokens) if one["method"] != "full")

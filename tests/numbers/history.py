@@ -45,6 +45,10 @@ def _first_token() -> Iterator[str]:
             times += [ms(ways[way]["ttft_s"]), ranged(ways[way]["speedup"], 1)]
         yield line(tokens, stored, *times, ms(ways["device_prefix"]["ttft_s"]))
     assert all(one["same_token"] for one in rows(name)), "every first token is the same"
+    [full] = [one for one in table("tables/headline_4k_times") if one["method"] == "full"]
+    assert full["dtype"] == "bf16"
+    tokens, seconds = float(full["prompt_tokens.median"]), float(full["tt2t_s.p50"])
+    yield f"a prompt of {tokens:.0f} tokens takes Full {seconds:.1f} s up to its second token"
 
 
 def _overlap() -> Iterator[str]:

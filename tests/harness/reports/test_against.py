@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from evals import stats
 from evals.signed_rank import shift
@@ -165,6 +166,21 @@ def test_every_method_has_its_paper(root: Path) -> None:
         "quest",
         "snapkv",
     ]
+
+
+def test_a_press_has_the_paper_of_its_method_beside_kvpress(tmp_path: Path) -> None:
+    """Every press of conf/method is known, whatever it stands on."""
+    presses = [yaml.safe_load(path.read_text("utf-8"))["press"] for path in (ROOT / "conf/method").glob("press_*.yaml")]
+    assert len(presses) >= 13
+    for press in presses:
+        write_run(tmp_path, lines(GOOD), "kvpress", method={"_target_": "methods.kvpress.Kvpress", "press": press})
+    text = bibtex(tables_of(tmp_path))
+    assert "no entry is known" not in text
+    keys = [line.partition("{")[2].rstrip(",") for line in text.splitlines() if line.startswith("@")]
+    assert keys == [
+        "kv-harness", "adakv", "chunkkv", "criticalkv", "expectedattention", "keydiff", "knorm", "kvpress", "lagkv",
+        "pyramidkv", "snapkv", "streaming", "think", "tova",
+    ]  # fmt: skip
 
 
 def test_contrasts_of_perplexities_have_no_score(tmp_path: Path) -> None:
