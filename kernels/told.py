@@ -14,6 +14,8 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
+MOST_KEPT_BYTES = 256 << 20  # of captured steps that are kept for others
+
 
 class CaptureError(RuntimeError):
     """Says that a step did something that cannot be captured, and what."""

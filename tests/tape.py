@@ -23,3 +23,6 @@ class Tape(CpuGraphs):
     def drop(self, replay: Callable[[], Any]) -> None:
         super().drop(replay)
         self.dropped += 1
+
+    def own_bytes(self, replay: Callable[[], Any]) -> int:
+        return 0

@@ -19,7 +19,7 @@ from harness.bench.common import arguments, output
 from harness.bench.common.load import MarkedSeconds
 from harness.bench.common.measure import DTYPES, marks, own_seconds
 from harness.bench.common.output import Cell
-from harness.jobs.planning.capacity import free_bytes
+from harness.jobs.planning.free_memory import free_bytes
 from harness.machines.machine import Machine, write
 from harness.terminal.notices import say
 

@@ -70,7 +70,7 @@ def _embedded_model() -> Check:
 
 
 def _machine() -> Iterator[Check]:
-    from harness.jobs.planning.capacity import free_bytes  # torch, which the versions above may lack
+    from harness.jobs.planning.free_memory import free_bytes  # torch, which the versions above may lack
 
     facts = provenance.machine()
     cpus, load = facts["cpus_usable"], facts["load_average"][0]

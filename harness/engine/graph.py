@@ -43,6 +43,9 @@ class StepCapture(Protocol):
     def drop(self, replay: Callable[[], Any]) -> None:
         """What was captured is not done again."""
 
+    def own_bytes(self, replay: Callable[[], Any]) -> int:
+        """Of the memory in which it computes, those that no other uses."""
+
 
 class CaptureBroke(RuntimeError):
     """A capture failed in a way that this torch cannot recover from; the message says what to do."""
@@ -72,6 +75,9 @@ class CudaGraphs:
 
     def drop(self, replay: Any) -> None:
         replay.__self__.reset()  # not during a capture: torch drops the stream's cuBLAS workspace with a graph
+
+    def own_bytes(self, replay: Callable[[], Any]) -> int:
+        return 0  # all graphs share the pool
 
     def _captured(self, step: Callable[[], Tensor]) -> tuple[Any, Tensor]:
         """Not by `torch.cuda.graph`, which empties the caches of device and pinned host memory each time."""
@@ -110,6 +116,9 @@ class CpuGraphs:
 
     def drop(self, replay: Callable[[], Any]) -> None:
         """Nothing: its memory goes with whoever held it."""
+
+    def own_bytes(self, replay: Any) -> int:
+        return sum(room.size for room in replay.__self__.rooms)
 
 
 def graphs_on(device: torch.device) -> StepCapture:
@@ -231,7 +240,16 @@ class CapturedStep:
         if not isinstance(cache, SlotsCache) or cache.told is None or cache.told.read_memory or self.kept is None:
             return None
         results = [_results(*pair) for pair in zip(before, cache.results(), strict=True)]
-        return KeptStep(self._token, self._logits, replay, cache.form, cache.told, cache.joined(), results)
+        return KeptStep(
+            self._token,
+            self._logits,
+            replay,
+            cache.form,
+            cache.told,
+            cache.joined(),
+            results,
+            self.graphs.own_bytes(replay),
+        )
 
     def _step(self) -> Tensor:
         logits = self.forward(self._token, self.cache)

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from kernels.ragged import Ragged
-from kernels.told import StepInputs
+from kernels.told import MOST_KEPT_BYTES, StepInputs
 
-MOST, MOST_BYTES = 64, 256 << 20  # what policies join, as copies of hit caches, is the large part of a step
+MOST = 64
 
 
 class Sized(Protocol):
@@ -24,8 +24,8 @@ class Sized(Protocol):
 
 class KeptStep(NamedTuple):
     """A captured step: what it takes, what it gives, and what it was told of its sequences, which may be overwritten.
-    `form` is that of their caches, `joined` what its policies have joined of them, `results` where they leave what they
-    chose."""
+    `form` is that of their caches, `joined` what its policies have joined of them, as copies of hit caches, `results`
+    where they leave what they chose, `own_bytes` what it computes in and shares with no other."""
 
     token: Tensor
     logits: Tensor
@@ -34,12 +34,17 @@ class KeptStep(NamedTuple):
     told: StepInputs
     joined: list[dict[str, Tensor]]
     results: list[dict[str, Tensor | Ragged]]
+    own_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.own_bytes + sum(x.nbytes for of_layer in self.joined for x in of_layer.values())
 
 
 class KeptSteps:
     """What one engine has captured and nobody is using: of each number of slots, of methods and kinds of layers, and of
-    powers of two of lengths and budgets. Those that were used last are kept: MOST of them, of MOST_BYTES together, and
-    the last one however large."""
+    powers of two of lengths and budgets. Those that were used last are kept: MOST of them, of MOST_KEPT_BYTES together,
+    and the last one however large."""
 
     def __init__(self) -> None:
         self._steps: list[KeptStep] = []  # the one that was used last at the end
@@ -57,10 +62,8 @@ class KeptSteps:
         """Keep a step that its sequences leave. -> those that are kept no longer"""
         self._steps.append(step)
         given_up: list[KeptStep] = []
-        while len(self._steps) > MOST or (len(self._steps) > 1 and sum(map(_joined_bytes, self._steps)) > MOST_BYTES):
+        while len(self._steps) > MOST or (
+            len(self._steps) > 1 and sum(one.nbytes for one in self._steps) > MOST_KEPT_BYTES
+        ):
             given_up.append(self._steps.pop(0))
         return given_up
-
-
-def _joined_bytes(step: KeptStep) -> int:
-    return sum(x.nbytes for of_layer in step.joined for x in of_layer.values())

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from harness.jobs.job import Job
-from harness.jobs.planning.capacity import free_here, refusal, sealed, side_by_side, size
+from harness.jobs.planning.capacity import refusal, sealed, side_by_side, size
+from harness.jobs.planning.free_memory import free_here
 from harness.jobs.planning.items import by_context
 from harness.jobs.planning.planner import Planner
 from harness.jobs.planning.speed import Speed, earlier_runs, measured

@@ -50,7 +50,7 @@ class Allocations(TorchDispatchMode):
         given = {x.untyped_storage()._cdata for x in tree_iter((args, kwargs)) if isinstance(x, torch.Tensor)}
         out = func(*args, **(kwargs or {}))
         for x in tree_iter(out):
-            if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in given:
+            if isinstance(x, torch.Tensor) and not x.is_meta and x.untyped_storage()._cdata not in given:
                 self._count(x.untyped_storage(), mapped=func is torch.ops.aten.from_file.default)
         return out
 

@@ -10,7 +10,7 @@ from statistics import fmean
 from harness.jobs.evaluate import evaluate_together
 from harness.jobs.group import reporting
 from harness.jobs.job import Job
-from harness.jobs.planning.capacity import free_bytes
+from harness.jobs.planning.free_memory import free_bytes
 from harness.jobs.planning.items import Item
 from harness.results.measures import over_known
 from harness.results.records import Record

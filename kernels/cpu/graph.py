@@ -103,12 +103,14 @@ class CpuGraph(TorchDispatchMode):
             self._compiled = []
 
     def _made(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What `func` will return, in memory that nobody uses. What reads nothing, or copies a little, is asked itself,
-        which is quicker."""
+        """What `func` will return, in memory that nobody uses. What copies a little is asked itself, which is
+        quicker."""
         name = func.overloadpacket.__name__
         if str(kwargs.get("device") or "cpu") != "cpu":
             raise CaptureError(f"{name} makes a tensor on {kwargs['device']}")
-        if name in EMPTY or (name in COPIES and args[0].numel() <= SMALL):
+        if name in EMPTY:
+            return self._on_the_cpu(func(*args, **kwargs | {"device": "meta"}))
+        if name in COPIES and args[0].numel() <= SMALL:
             return self._on_the_cpu(func(*args, **kwargs))
         names = {argument.name for argument in func._schema.arguments}
         elsewhere = {name: value for name, value in (("device", "meta"), ("pin_memory", False)) if name in names}

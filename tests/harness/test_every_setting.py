@@ -241,7 +241,7 @@ def _stored(wanted: Settings, folder: Path, *_: Any) -> bool:
 
 def _refused_memory(wanted: Settings, *_: Any) -> bool:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("harness.jobs.planning.capacity.free_bytes", lambda device: 0)
+        patch.setattr("harness.jobs.planning.free_memory.free_bytes", lambda device: 0)
         try:
             _job(wanted).refuse_memory()
         except SettingsError:

@@ -72,13 +72,14 @@ class Staging(NamedTuple):
     gathered: int  # in host memory, of chosen rows that are collected there before they go to the device
 
     @staticmethod
-    def of(holder: Holder, layers: Iterable[Cost]) -> Staging:
+    def of(holder: Holder, layers: Iterable[tuple[Case, Cost]]) -> Staging:
         """What one sequence takes for the largest of its layers."""
         settings, on_cpu = holder.settings, holder.settings.device == "cpu"
         if on_cpu and not TIERS[settings.placement].in_files and not steps_together(settings):
             return Staging(0, 0, 0)
-        costs = list(layers)
-        moved = max(cost.moved_bytes_per_step for cost in costs)
+        told = list(layers)
+        moved = max(_in_step(settings, case, cost.moved_bytes_per_step) for case, cost in told)
+        costs = [cost for _, cost in told]
         chosen = [cost.moved_bytes_per_step for cost in costs if cost.moved_bytes_per_step < sum(cost.away.values())]
         ahead = settings.overlap == "on" and holder.method.asks_ahead
         in_files = TIERS[settings.placement].in_files
@@ -89,6 +90,26 @@ def steps_together(settings: Settings) -> bool:
     """Whether a layer's step is of all sequences of a batch at once, where their method lets it; a captured one is also
     where there is one sequence."""
     return (settings.batch > 1 or settings.graphs == "on") and not TIERS[settings.placement].in_files
+
+
+def steps_captured(settings: Settings) -> bool:
+    """Whether a step may be captured, which then has room for powers of two of sequences and of the rows of each."""
+    return settings.graphs == "on" and steps_together(settings)
+
+
+def slots_of(settings: Settings, sequences: int) -> int:
+    """For how many sequences a step of so many that take it together has room."""
+    return _power_of_two(sequences) if steps_captured(settings) else sequences
+
+
+def _in_step(settings: Settings, case: Case, nbytes: int) -> int:
+    """Bytes of rows as a step holds them for one sequence."""
+    rows = -(-nbytes // case.row_bytes)
+    return nbytes * _power_of_two(rows) // rows if rows and steps_captured(settings) else nbytes
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << (count - 1).bit_length() if count else 0
 
 
 def by_blocks(info: ModelInfo) -> bool:
@@ -109,8 +130,9 @@ def cache_bytes(holder: Holder, info: ModelInfo, item: Item, states: States) -> 
     more = slides + (beside if settings.device == "cpu" else 0)
     prefill, seal = (moment._replace(kv=moment.kv + more) for moment in moments)
     host = 0 if settings.device == "cpu" else host_bytes(holder, info, item) + beside
-    staging = Staging.of(holder, (layer.cost for layer in layers))
-    sealed, joint = slides + sum(layer.sealed for layer in layers), sum(layer.transient.stepping for layer in layers)
+    staging = Staging.of(holder, ((layer.case, layer.cost) for layer in layers))
+    sealed = slides + sum(layer.sealed for layer in layers)
+    joint = sum(_in_step(settings, layer.case, layer.transient.stepping) for layer in layers)
     return CacheBytes(prefill, seal, sealed, host, staging, joint if steps_together(settings) else 0)
 
 
@@ -129,6 +151,7 @@ def host_bytes(holder: Holder, info: ModelInfo, item: Item) -> int:
 class _Layer:
     """`dense`: bytes of keys and values until the seal. `sealed`: bytes on the device behind it."""
 
+    case: Case
     dense: int
     sealed: int
     cost: Cost
@@ -139,7 +162,7 @@ class _Layer:
     def of(case: Case, cost: Cost, transient: Transient, on_cpu: bool) -> _Layer:
         sealed = counted(cost, on_cpu)
         made = cost.beside(case) + sealed - cost.device_bytes
-        return _Layer(case.dense_bytes, sealed, cost, transient, max(transient.seal, made))
+        return _Layer(case, case.dense_bytes, sealed, cost, transient, max(transient.seal, made))
 
 
 def _layers(holder: Holder, info: ModelInfo, item: Item) -> Iterator[_Layer]:

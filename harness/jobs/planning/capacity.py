@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -21,17 +20,19 @@ from harness.jobs.planning.cache_bytes import (
     by_blocks,
     cache_bytes,
     cases,
+    slots_of,
+    steps_captured,
     steps_together,
 )
+from harness.jobs.planning.free_memory import free_here
 from harness.jobs.planning.items import Item
 from harness.models.base import DTYPE_BYTES, ModelInfo, torch_dtype
 from harness.terminal.tables import BYTES, scaled
 from kernels.block import TOKENS_AT_ONCE, fits_compiled
+from kernels.told import MOST_KEPT_BYTES
 from methods.base import Cost
 from methods.tiers.shelf import pinned_bytes
 from methods.tiers.tier import DEVICE, HOST, TIERS
-
-MEMINFO, CGROUPS, OWN_CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +89,28 @@ def _alone(caches: Sequence[CacheBytes], settings: Settings) -> list[Moment]:
     """The last of these caches is filled beside the others, which are sealed and have taken a step together; or all
     take one, in each layer together or one after the other."""
     *others, longest = caches
-    sealed, arriving = sum(cache.sealed for cache in others), sum(cache.staging.arriving for cache in others)
-    joint = sum(cache.joint for cache in others)
-    on_cpu = settings.device == "cpu"
-    read = max(cache.staging.read + (cache.staging.gathered if on_cpu else 0) for cache in caches)
-    read *= len(caches) if steps_together(settings) else 1  # each as many as the longest
-    step = Moment(longest.sealed, 0, longest.staging.arriving + longest.joint + read, 0)
+    sealed = sum(cache.sealed for cache in others)
+    before = _stepping(others, settings, whole=steps_captured(settings)) if others else 0
     return [
-        moment._replace(kv=moment.kv + sealed, more=moment.more + arriving + joint)
-        for moment in (longest.prefill, longest.seal, step)
+        longest.prefill._replace(kv=longest.prefill.kv + sealed, more=longest.prefill.more + before),
+        longest.seal._replace(kv=longest.seal.kv + sealed, more=longest.seal.more + before),
+        Moment(longest.sealed + sealed, 0, _stepping(caches, settings, whole=True), 0),
     ]
+
+
+def _stepping(caches: Sequence[CacheBytes], settings: Settings, *, whole: bool) -> int:
+    """Bytes that a step of these sequences takes; without `whole` those that stay behind it. Who steps together has as
+    much room as the longest each. Captured steps of half as many sequences, of a quarter, and so on, stay beside."""
+    *_, longest = caches
+    on_cpu, free = settings.device == "cpu", slots_of(settings, len(caches)) - len(caches)
+    joint = sum(cache.joint for cache in caches) + free * longest.joint
+    taken = joint + sum(cache.staging.arriving for cache in caches) + free * longest.staging.arriving
+    if whole:
+        read = max(cache.staging.read + (cache.staging.gathered if on_cpu else 0) for cache in caches)
+        taken += read * (len(caches) + free if steps_together(settings) else 1)
+    if steps_captured(settings) and len(caches) > 1:
+        taken += min(taken if on_cpu else joint, MOST_KEPT_BYTES)
+    return taken
 
 
 def _shared(of_jobs: Sequence[Sequence[CacheBytes]]) -> list[Moment]:
@@ -237,57 +250,3 @@ def _advice(need: Need, settings: Settings, free: int) -> Iterator[str]:
     if settings.prefill_chunk is None and need.activations > need.kv:
         yield "prefill_chunk=2048"
     yield "fewer tokens"
-
-
-def free_here(device: str) -> tuple[int | None, int | None]:
-    """What can be allocated on `device` now, and in host memory beside it; None: unknown."""
-    return free_bytes(device), free_bytes("cpu") if device != "cpu" else None
-
-
-def free_bytes(device: str) -> int | None:
-    """What can be allocated on `device` now, by the system and the limits of our control groups; None: unknown."""
-    if device == "cpu":
-        known = [_available(), *_room_in_groups()]
-        return min((found for found in known if found is not None), default=None)
-    import torch
-
-    free, _ = torch.cuda.mem_get_info(device)
-    return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
-
-
-def _available() -> int | None:
-    for line in _text(MEMINFO).splitlines():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return int(value.split()[0]) * 1024
-    return None
-
-
-def _room_in_groups() -> Iterator[int]:
-    """Version 2 has one tree; under version 1 memory is a tree of its own. Pages of files can be given back."""
-    for line in _text(OWN_CGROUP).splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers in ("", "memory"):
-            root = CGROUPS / controllers
-            names = ("memory.max", "memory.current") if not controllers else (
-                "memory.limit_in_bytes", "memory.usage_in_bytes",
-            )  # fmt: skip
-            own = root / path.lstrip("/")
-            ours = [folder for folder in (own, *own.parents) if folder.is_relative_to(root)]
-            yield from (room for folder in ours if (room := _room(folder, *names)) is not None)
-
-
-def _room(folder: Path, limit: str, usage: str) -> int | None:
-    most, used = _text(folder / limit).strip(), _text(folder / usage).strip()
-    if not most.isdigit() or not used.isdigit():  # "max": no limit
-        return None
-    fields = dict(line.split() for line in _text(folder / "memory.stat").splitlines())
-    cached = int(fields.get("total_inactive_file") or fields.get("inactive_file") or 0)
-    return int(most) - int(used) + cached
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

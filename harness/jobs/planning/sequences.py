@@ -30,7 +30,7 @@ def sequence_bytes(holder: Holder, info: ModelInfo, item: Item, rounded: bool = 
     costs, on_cpu = [holder.method.cost(case) for case in listed], holder.settings.device == "cpu"
     slides = info.kv_bytes(settings.dtype, item.room, slide=True) * (info.num_whole_layers < info.num_layers)
     here = [counted(cost, on_cpu) for cost in costs]
-    arriving = Staging.of(holder, costs).arriving
+    arriving = Staging.of(holder, zip(listed, costs, strict=True)).arriving
     passing = needed(info, holder, [item]).total - info.weight_bytes(settings.dtype) - slides - sum(here) - arriving
     return SequenceBytes(
         device=slides + sum(here),
