@@ -106,8 +106,9 @@ def _perplexity() -> Iterator[str]:
     assert needles["h2o"] == needles["snapkv"]
     yield f"At 10 % H2O and SnapKV both score {needles['h2o']:.1f} under"
     yield f"Quest scores {needles['quest']:.1f} there at 10 %"
-    assert max(abs(costs["snapkv", budget] - costs["streaming", budget]) for budget in (10, 20)) < 0.021, "level"
     for asked in (10, 20):
+        low, high = (float(of.lines["snapkv", asked][f"likelihood.full.ci95.{end}"]) for end in ("low", "high"))
+        assert low < costs["streaming", asked] < high
         assert max(costs, key=lambda row: costs[row] * (row[1] == asked)) == ("pyramidkv", asked)
     known = {
         method: [float(of.lines[method, 10][f"likelihood.full.{end}"]) for end in ("diff", "ci95.low", "ci95.high")]
@@ -195,8 +196,9 @@ def _reading() -> Iterator[str]:
     lost_later = {method: OF_2K.of(method) - LATER.of(method) for method in selecting}
     usual = [loss for method, loss in lost_later.items() if method != "infinigen"]
     yield f"costs methods that select {min(usual):.0f} to {max(usual):.0f} points"
-    yield f"RocketKV loses {lost_later['rocketkv']:.0f}, because"
-    yield f"it loses {lost_later['infinigen']:.0f}, or {lost_later['infinigen_alpha99']:.0f} with the same columns"
+    yield f"InfLLM gains {LATER.of('infllm') - OF_2K.of('infllm'):.0f}"
+    yield f"RocketKV loses {lost_later['rocketkv']:.0f}: its eviction"
+    yield f"InfiniGen loses {lost_later['infinigen']:.0f}, or {lost_later['infinigen_alpha99']:.0f} with the same columns"
     yield f"SnapKV with kernel 15 loses {OF_2K.of('snapkv_kernel15') - LATER.of('snapkv_kernel15'):.0f};"
     assert abs(OF_2K.of("infllm") / OF_2K.of("full") - 1 / 3) < 0.04
     kept, prompts = [], []
