@@ -181,8 +181,14 @@ CASES = [
 
 @pytest.mark.parametrize("case", mostly_slow(CASES, *QUICK), ids=lambda case: "-".join(map(str, case)))
 def test_the_peak_is_what_was_forecast(case: tuple[str, str, int | None]) -> None:
-    """Chunks make the prefill small, so that the seal is what counts."""
-    assert_foreseen(holder_of(*case))
+    """Chunks make the prefill small, so that the seal is what counts. What a press takes while it works is known as a
+    bound alone."""
+    holder = holder_of(*case)
+    if case[0] == "kvpress":
+        real = peaks(holder).peak
+        assert 0.9 * real <= forecast(holder).total <= 1.3 * real
+        return
+    assert_foreseen(holder)
 
 
 @pytest.mark.gpu
