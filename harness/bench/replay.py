@@ -35,6 +35,7 @@ from harness.prompts.calibration import calibration_text
 from harness.terminal.notices import say
 from methods.base import BudgetError, Method
 from methods.tiers.tier import HOST
+from methods.tiers.transfer.engine import TransferEngine
 from methods.tiers.transfer.links import Links
 
 ON, OFF, FREE = "on", "off", "no link"
@@ -63,6 +64,9 @@ class Live:
         ids = torch.tensor([(text * (tokens // len(text) + 1))[-tokens:]], device=loaded.model.device)
         self.link = FAST  # nothing that is recorded depends on it
         self.kv = {way: attachment(method, loaded, text, turns, overlap=way == ON) for way in (ON, OFF)}
+        self.engine = TransferEngine(links=Links(FAST))  # of its own, since its links change
+        for kv in self.kv.values():
+            kv.engine = self.engine
         self.decoding = {way: ModelDecoding(kv, ids, turns) for way, kv in self.kv.items()}
         self.schedules = {way: self._recorded(way) for way in self.kv}
 
@@ -72,7 +76,7 @@ class Live:
 
     def step(self, way: str) -> LiveStep:
         of = ON if way == ON else OFF
-        self.kv[of].engine.links = None if way == FREE else Links(self.link)
+        self.engine.links = None if way == FREE else Links(self.link)
         decoding = self.decoding[of]
         seconds = decoding.timed_turn()
         return LiveStep(seconds, decoding.moved[-1], decoding.exposed_s[-1])
@@ -91,7 +95,7 @@ class Live:
 
     def _recorded(self, way: str) -> list[ScheduleEvent]:
         decoding = self.decoding[way]
-        self.kv[way].engine.links = Links(self.link)
+        self.engine.links = Links(self.link)
         with recorded(decoding.cache.method_layers) as schedule:
             decoding.turn()
         return list(_with_tokens(schedule))

@@ -18,6 +18,7 @@ from methods.base import Method
 from methods.tiers.integers import IntCodec
 from methods.tiers.rows import HostRows
 from methods.tiers.slabs import Slabs
+from methods.tiers.transfer.engine import TransferEngine
 from tests.methods.test_contract import small
 from tests.tiny import prompt, tiny
 
@@ -56,7 +57,7 @@ class Watched:
 @torch.inference_mode()
 def turns(kv: Attachment, slabs: Slabs | None) -> list[int]:
     """Tokens of three turns, the prompts in two chunks, and then of another conversation."""
-    kv.engine.slabs = slabs
+    kv.engine = TransferEngine(threads=1, works=True, slabs=slabs)
     engine, tokens = Engine(kv, prefill_chunk=40), []
     for lengths in ((61, 23, 30), (50,)):
         cache = kv.start(KVCache, capacity=140)
@@ -95,7 +96,7 @@ def test_all_rows_lie_in_memory_that_was_there_before(
 def test_a_batch_shares_no_memory_and_a_cache_that_grows_takes_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(monkeypatch)
     with attached(tiny("llama"), small("quest"), budget=0.4, placement="host") as kv:
-        kv.engine.slabs = Slabs(watched.pin)
+        kv.engine = TransferEngine(slabs=Slabs(watched.pin))
         caches = [kv.start(KVCache, capacity=100, batch=2) for _ in range(2)]
         assert len(watched.places) == 2
         Engine(kv).generate(prompt(80), max_new_tokens=3)
@@ -111,7 +112,7 @@ def test_what_is_pinned_counts_as_held_and_as_the_forecast_says(monkeypatch: pyt
     """Before the prompt and behind it."""
     watched, method = Watched(monkeypatch), small("quest")
     with attached(tiny("llama"), method, budget=0.4, placement="host") as kv, torch.inference_mode():
-        kv.engine.slabs = Slabs(watched.pin)
+        kv.engine = TransferEngine(slabs=Slabs(watched.pin))
         cache = kv.start(KVCache, capacity=100)
         (pinned,) = map(len, watched.places)
         assert footprint(cache.layers)["host"] == pinned
