@@ -83,7 +83,7 @@ bench-gpu-decode:  ## tokens of an 8B model, as CUDA graphs
 	    --methods $(ONE_PREFILL) shadowkv:hit_cache=false --out $(OUT)/gpu-decode
 
 bench-gpu-offload:  ## the same with keys and values in host memory
-	$(GPU_BENCH) decode $(GPU_LIMITS) $(GPU_MODEL) --tokens 131072 --placement host \
+	$(GPU_BENCH) decode $(GPU_LIMITS) $(GPU_MODEL) --tokens 131072 --placement host --overlap \
 	    --methods $(OFFLOADED) --out $(OUT)/gpu-offload
 
 demo: setup  ## Full, PQCache and StreamingLLM on needles with the embedded model: about 3 minutes on 2 cores

@@ -82,13 +82,18 @@ def machine(device: torch.device, found: Mapping[str, float]) -> Machine:
         device=device.type,
         device_bytes=free_bytes(str(device)) or 0,
         host_bytes=None if device.type == "cpu" else free_bytes("cpu"),
-        read_gb_s=round(reads, 1),
-        matmul_gflop_s={dtype: round(found[dtype]) for dtype in DTYPES},
-        to_device_gb_s=round(found[TO_DEVICE], 1),
-        to_host_gb_s=round(found[TO_HOST], 1),
+        read_gb_s=_digits(reads),
+        matmul_gflop_s={dtype: _digits(found[dtype]) for dtype in DTYPES},
+        to_device_gb_s=_digits(found[TO_DEVICE]),
+        to_host_gb_s=_digits(found[TO_HOST]),
         basis="measured",
         source="python -m harness.bench calibrate",
     )
+
+
+def _digits(speed: float) -> float:
+    """As exact as a measurement is; a slow machine's speed, too, is above 0."""
+    return float(f"{speed:.3g}")
 
 
 def told(device: str) -> Limits:

@@ -106,7 +106,7 @@ def measure(
 ) -> dict[str, Any]:
     """Of one row. ids [1 S]: the prompt."""
     with ExitStack() as attachments:
-        asked = attachments.enter_context(closing(attach(overlap=options.link is not None)))
+        asked = attachments.enter_context(closing(attach(overlap=options.overlap or options.link is not None)))
         attachments.enter_context(routed(asked.model))
         own, beside = (ModelDecoding(kv, ids, options) for kv in (asked, full))
         ways = {"own": own.timed_turn, "full": beside.timed_turn}
@@ -114,7 +114,8 @@ def measure(
             waiting = attachments.enter_context(closing(attach(overlap=False)))
             ways["waiting"] = ModelDecoding(waiting, ids, options).timed_turn
         *_, times = rounds_of(ways, options.rounds)
-        replayed = replayed_s(own, limits, options.dtype)
+        in_threads = asked.ahead and asked.engine.beside  # whose order no recording knows
+        replayed = None if in_threads else replayed_s(own, limits, options.dtype)
     tpot_s, made = estimate(times["own"]), own.last
     layers = here = len(own.cache.method_layers)
     if options.shape and here == asked.model.config.num_hidden_layers:  # none of them slides
@@ -230,7 +231,7 @@ TABLE = output.table(
 
 
 def parser() -> argparse.ArgumentParser:
-    model = {"shape": None, "layers": None, "synthetic": False, "graphs": False, "link": None}
+    model = {"shape": None, "layers": None, "synthetic": False, "graphs": False, "link": None, "overlap": False}
     shared = model | arguments.METHODS | arguments.FAST
     return arguments.parser("decode", __doc__, tokens=[2048, 4096, 7936], new=16, budget=0.2, **shared)
 

@@ -84,8 +84,8 @@ def run(options: argparse.Namespace, loaded: LoadedModel, text: list[int], repor
 
             def measured(method: Method) -> dict[str, Any]:
                 with (
-                    closing(attachment(method, loaded, calibration, options)) as own,
-                    closing(attachment(other, loaded, calibration, options)) as beside,
+                    closing(attachment(method, loaded, calibration, options, options.overlap)) as own,
+                    closing(attachment(other, loaded, calibration, options, options.overlap)) as beside,
                     routed(loaded.model),
                 ):
                     return measure(own, beside, ids, options)
@@ -115,7 +115,7 @@ def table(against: str) -> output.Table:
 
 
 def parser() -> argparse.ArgumentParser:
-    model = {"shape": None, "layers": None, "batches": [1, 4], "against": "full", "link": None}
+    model = {"shape": None, "layers": None, "batches": [1, 4], "against": "full", "link": None, "overlap": False}
     shared = model | arguments.METHODS | arguments.FAST
     return arguments.parser("latency", __doc__, tokens=[2048, 4096], new=16, budget=0.2, **shared)
 

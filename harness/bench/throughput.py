@@ -38,7 +38,7 @@ from harness.prompts.calibration import calibration_text
 from methods.base import BudgetError, CostError, Method
 from methods.tiers.tier import DEVICE, DISK, HOST
 
-ASKED, TIME = "as asked", "time"
+ASKED, TIME, CAP = "as asked", "time", "more was not tried"
 
 
 def sweep(growing: GrowingBatch, report: output.Report, what: str) -> Iterator[dict[str, Any]]:
@@ -56,8 +56,10 @@ def sweep(growing: GrowingBatch, report: output.Report, what: str) -> Iterator[d
         ended = growing.ended_by()
         if ended is not None:
             growing.batch.leave(growing.batch.slots[-1])
-        elif count == growing.options.most or count >= 2 ** (SIZES - 1):
+        elif count == growing.options.most:
             ended = ASKED
+        elif count >= 2 ** (SIZES - 1):
+            ended = CAP
         elif report.out_of_time(f"{what}, more than {count}"):
             ended = TIME
         elif count & (count - 1) == 0:
@@ -117,7 +119,7 @@ def run(
             row: dict[str, Any] = {"method": name, "tokens": tokens, "placement": placement}
             try:
                 row["predicted"], prompt = predicted(info, method, name, tokens, placement, options)
-                kv = attachment(method, loaded, text[-CALIBRATION:], options)
+                kv = attachment(method, loaded, text[-CALIBRATION:], options, options.overlap)
                 _measure(kv, ids, options, prompt if options.synthetic else 0, row, report)
             except (BudgetError, torch.OutOfMemoryError, ValueError) as error:
                 reason = " ".join(str(error).split())
@@ -182,7 +184,7 @@ TABLE = output.table(
 
 
 def parser() -> argparse.ArgumentParser:
-    model = {"shape": None, "layers": None, "synthetic": False, "graphs": False, "link": None}
+    model = {"shape": None, "layers": None, "synthetic": False, "graphs": False, "link": None, "overlap": False}
     sizes = {"device_memory": None, "host_memory": None, "most": None}
     shared = model | sizes | arguments.METHODS | arguments.FAST | {"placement": HOST}
     del shared["rounds"]
@@ -193,6 +195,7 @@ def main(options: argparse.Namespace) -> None:
     options.synthetic |= options.shape is not None
     if options.device_memory is None and options.device == "cpu":
         raise ValueError("--device-memory says how large a device this CPU stands for: give it, as 2GB.")
+    arguments.check_bus(options)
     methods.chosen(options.methods, options.config_dir)  # a wrong name is found now
     source = models.source(options.shape, options.layers)
     loaded = source.load(options.dtype, options.device)

@@ -41,11 +41,6 @@ class Workload:
     dtype: str = "bf16"
     hits: float | None = None  # share of the chosen rows that lies on the device; None: as it was fitted, else 0
 
-    @property
-    def kind(self) -> str:
-        """The method's name without parameters."""
-        return self.name.partition(":")[0]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRow:
@@ -75,9 +70,9 @@ class PlannedRow:
     @property
     def basis(self) -> str:
         """How far `tpot_s` can be trusted."""
-        if self.load.kind not in self.machine.methods:
+        if self.load.name not in self.machine.methods:
             return BYTES_ALONE
-        constants = self.machine.methods[self.load.kind]
+        constants = self.machine.methods[self.load.name]
         if constants.placement != self.load.placement:
             return "extrapolated"
         return constants.basis or self.machine.basis
@@ -195,8 +190,9 @@ def row_times(row: PlannedRow) -> ScheduleTimes:
 
 
 def constants_of(machine: Machine, load: Workload) -> MethodConstants:
-    """What was fitted of the method there, or nothing, with the hits that are asked for."""
-    fitted = machine.methods.get(load.kind, MethodConstants())
+    """What was fitted of the method there, or nothing, with the hits that are asked for. With other parameters, as in
+    `shadowkv:hit_cache=false`, it is another method, of which nothing is known."""
+    fitted = machine.methods.get(load.name, MethodConstants())
     return fitted if load.hits is None else replace(fitted, hits=load.hits)
 
 

@@ -61,6 +61,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "config_dir": {"type": typed, "action": "append", "help": "look for method/NAME.yaml there, too"},
     "placement": {"choices": tuple(TIERS)},
     "link": {"type": link, "help": "on a CPU, the bandwidth of a bus that rows would cross, as 25GBps"},
+    "overlap": {"action": "store_true", "help": "rows come while the model computes; what stays exposed is measured"},
     "transfer_ms": {"nargs": "+", "type": positive, "help": "what the rows of a layer take at least to cross the link"},
     "reuse_steps": {"type": natural},
     "buffers": {"nargs": "*", "type": natural, "help": "layers of the read buffer"},
@@ -132,7 +133,9 @@ def current(name: str) -> torch.device:
 
 
 def check_bus(options: Namespace) -> None:
-    """Refuse a link where nothing would cross it."""
+    """Refuse a link, or overlap, where nothing would cross it."""
+    if options.overlap and options.placement == DEVICE:
+        raise ValueError("--overlap hides the way of rows that lie elsewhere: add --placement host or disk.")
     if options.link and (options.placement == DEVICE or options.device != "cpu"):
         raise ValueError("--link stands for a bus that a CPU does not have: add --placement host and --device cpu.")
 

@@ -43,6 +43,21 @@ def test_a_link_needs_rows_that_cross_it(capsys: pytest.CaptureFixture[str]) -> 
     assert "add --placement host" in capsys.readouterr().err
 
 
+def test_overlap_needs_rows_that_lie_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main([*SMALL, "2", "--overlap"]) == 2
+    assert "add --placement host or disk" in capsys.readouterr().err
+
+
+def test_what_overlap_leaves_exposed_is_measured_without_a_link_too(tmp_path: Path) -> None:
+    words = (
+        "decode --shape tiny --layers 2 --dtype fp32 --new 4 --rounds 2 --tokens 300 --no-plot --placement host".split()
+    )
+    for more in ([], ["--overlap"]):
+        assert bench.main([*words, *more, "--methods", "full_offloaded", "--out", str(tmp_path)]) == 0
+        [row] = json.loads((tmp_path / "result.json").read_text())["rows"]
+        assert (row["hidden_s"] is not None) == (row["waiting_s"] is not None) == bool(more)
+
+
 def test_each_sequence_has_a_prompt_of_its_own() -> None:
     assert prompts([1, 2, 3], 2, 3).tolist() == [[1, 2], [2, 3], [3, 1]]
     assert prompts([1, 2, 3], 5, 2).tolist() == [[1, 2, 3, 1, 2], [2, 3, 1, 2, 3]]

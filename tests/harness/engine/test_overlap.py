@@ -21,25 +21,26 @@ from methods.base import CacheState, KVLayer, Method
 from methods.full import Full
 from methods.infinigen import InfiniGen
 from methods.infllm import InfLLM
+from methods.kivi import Kivi
 from methods.shadowkv import ShadowKV
 from methods.tiers.rows import DiskRows, HostRows
 from methods.tiers.transfer.engine import TransferEngine
 from methods.tiers.transfer.links import Link, Links
 from tests.fast import PQ
 from tests.methods.synthetic import Sequences, Shape
-from tests.methods.test_contract import small
+from tests.methods.test_contract import NAMES, small
 from tests.methods.tiers.test_transfer_engine import VirtualClock
 from tests.tiny import prompt, tiny
 
-OFFLOADING = [
-    name for name in ("full_offloaded", "infinigen", "infllm", "pqcache", "quest", "rocketkv", "shadowkv", "sparq")
-]
+OFFLOADING = [name for name in NAMES if small(name).offloads]
 
 
 def attach(
     name: str | Method, placement: str, overlap: bool, disk: Path | None = None, links: Links | None = None
 ) -> Any:
     method = small(name) if isinstance(name, str) else name
+    if isinstance(method, Kivi):
+        method = replace(method, group=16, residual=32)  # so short a prompt has codes
     return attached(
         tiny("llama"), method, budget=0.4 if method.uses_budget else None, placement=placement,
         calibration=prompt(64, seed=9), disk=disk, overlap=overlap, links=links,

@@ -72,6 +72,16 @@ def test_what_was_fitted_comes_on_top_and_hits_are_not_fetched() -> None:
     assert row_times(every).exposed_s("to device") == pytest.approx(3 * chosen / 10e9)
 
 
+def test_nothing_is_known_of_a_fitted_method_with_other_parameters() -> None:
+    """Neither its hits nor its time per layer."""
+    without = replace(SHADOWKV, method=ShadowKV(hit_cache=False), name="shadowkv:hit_cache=false")
+    row = planned(MADE_UP, info(), without, 2)
+    assert (row.bytes_tpot_s, row.basis) == (row.tpot_s, BYTES_ALONE)
+    assert row_times(row).exposed_s("to device") > 1.9 * row_times(planned(MADE_UP, info(), SHADOWKV, 2)).exposed_s(
+        "to device"
+    )
+
+
 def test_the_batch_is_what_the_forecast_leaves() -> None:
     """Device - weights - reserve - one prompt's transient, by bytes per sequence, as a run of that batch is refused."""
     row = planned(MADE_UP, info(), FULL)
