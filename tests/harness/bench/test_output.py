@@ -245,9 +245,9 @@ def test_limits_are_a_benchmark_of_their_own(tmp_path: Path, monkeypatch: pytest
     there = machine(str(tmp_path))
     assert (there.device, there.basis, there.methods) == ("cpu", "measured", {})
     assert there.device_bytes > 0
-    assert there.read_gb_s == pytest.approx(max(found["torch.sum"], found.get("compiled loop", 0)), abs=0.06)
-    assert there.to_device_gb_s == pytest.approx(found["copies to the device"], abs=0.06)
-    assert there.matmul_gflop_s == {dtype: round(found[dtype]) for dtype in ("fp32", "bf16")}
+    assert there.read_gb_s == pytest.approx(max(found["torch.sum"], found.get("compiled loop", 0)), rel=0.01)
+    assert there.to_device_gb_s == pytest.approx(found["copies to the device"], rel=0.01)
+    assert there.matmul_gflop_s == pytest.approx({dtype: found[dtype] for dtype in ("fp32", "bf16")}, rel=0.01)
 
 
 def test_marks_of_plain_numbers_are_none() -> None:
