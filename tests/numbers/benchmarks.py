@@ -16,7 +16,14 @@ DECODE_8B, DECODE_1B = (f"bench/decode_{size}/result" for size in ("8b", "1b"))
 
 def held() -> list[str]:
     presses = (PUBLISHED / "bench" / "kvpress" / "table.md").read_text("utf-8").splitlines()
-    return [*_generate(), *_layer(), *_decode(), *_operations(), *(text for text in presses if text.startswith("|"))]
+    return [
+        *_generate(),
+        *_layer(),
+        *_decode(),
+        *_operations(),
+        *_replay(),
+        *(text for text in presses if text.startswith("|")),
+    ]
 
 
 def _generate() -> Iterator[str]:
@@ -153,3 +160,16 @@ def _operations() -> Iterator[str]:
 
 def _compiled(op: str, **which: Any) -> dict[str, Any]:
     return row(OPS, op=op, backend="cpu", **which)
+
+
+def _replay() -> Iterator[str]:
+    cells = rows("bench/replay/result")
+    assert {cell["transfer_ms"] for cell in cells} == {20.0}
+    ratios = sorted(cell["ratio"][0] for cell in cells if cell["counts"])
+    assert len(ratios) == len(cells)
+    assert 0.85 <= ratios[0] <= ratios[-1] <= 1.2
+    yield f"On a {machine('bench/replay/result')['cores']}-core Intel Xeon without bf16 instructions"
+    yield f"at 20 ms all {len(cells)} cells count"
+    scatter = max(abs(end / cell["ratio"][0] - 1) for cell in cells for end in cell["ratio"][1:])
+    assert 0.3 < scatter < 0.34, "up to a third"
+    yield f"with overlap and without: {ratios[0]:.2f} to {ratios[-1]:.2f}"
