@@ -117,12 +117,13 @@ def test_caches_dropped_while_rows_are_on_their_way_leave_nothing(tmp_path: Path
 @pytest.mark.tokens
 def test_two_attachments_of_a_device_share_its_engine() -> None:
     """One of them may end first: nothing is under way then, and the other's rows still come in a thread."""
-
-    def moving() -> list[str]:
-        return [thread.name for thread in threading.enumerate() if thread.name.startswith("transfer")]
-
     with attach("full_offloaded", "host", overlap=False) as kv:
         wanted = answers(kv)
+    before = set(threading.enumerate())
+
+    def moving() -> set[threading.Thread]:
+        return set(threading.enumerate()) - before
+
     full, quest = (
         Attachment(tiny("llama"), small(name), share, "host", overlap=True)
         for name, share in (("full_offloaded", None), ("quest", 0.4))

@@ -173,7 +173,12 @@ def test_a_press_has_the_paper_of_its_method_beside_kvpress(tmp_path: Path) -> N
     presses = [yaml.safe_load(path.read_text("utf-8"))["press"] for path in (ROOT / "conf/method").glob("press_*.yaml")]
     assert len(presses) >= 13
     for press in presses:
-        write_run(tmp_path, lines(GOOD), "kvpress", method={"_target_": "methods.kvpress.Kvpress", "press": press})
+        write_run(
+            tmp_path,
+            lines(GOOD),
+            "kvpress",
+            method={"_target_": "harness.bridges.kvpress.kvpress.KVPress", "press": press},
+        )
     text = bibtex(tables_of(tmp_path))
     assert "no entry is known" not in text
     keys = [line.partition("{")[2].rstrip(",") for line in text.splitlines() if line.startswith("@")]
