@@ -8,7 +8,7 @@ TORCH_INDEX ?=
 PIP     := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test test-all test-cpus test-faults test-official test-gpu published docs demo bench-generate bench-gpu bench-gpu-ops bench-gpu-layer \
+.PHONY: help setup check test test-all test-cpus test-faults test-official test-gpu tables published docs demo bench-generate bench-gpu bench-gpu-ops bench-gpu-layer \
     bench-gpu-decode bench-gpu-offload clean
 
 help:  ## this list
@@ -94,6 +94,9 @@ demo: setup  ## Full, PQCache and StreamingLLM on needles with the embedded mode
 bench-generate: setup  ## Full against model.generate: TTFT and TPOT, interleaved
 	$(BIN)/python -m harness.bench generate --tokens 4096 8000 --rounds 3
 
+tables: setup  ## the tables of README and docs/ and README's figure, from results/published: seconds
+	$(BIN)/python docs/tables.py
+
 # A run that is there is read, not repeated: stopped, `make published` goes on where it was.
 TABLES = $(basename $(notdir $(wildcard conf/experiment/tables/[!_]*.yaml)))
 published: setup  ## results/published/tables and the bands of Full anew, with DATA=...: about 12 hours of one core
@@ -103,8 +106,7 @@ published: setup  ## results/published/tables and the bands of Full anew, with D
 	        --csv results/published/tables/$$name.csv > /dev/null || exit 1; \
 	done
 	$(BIN)/python -m harness.bands results/runs/tables
-	$(BIN)/python docs/tables.py
-	$(BIN)/python docs/headline.py
+	$(MAKE) tables
 	$(BIN)/python -m harness.report results/runs/tables --html results/runs/tables/page --plots > /dev/null
 
 docs: setup  ## the documentation as a site, in build/site; a broken link fails

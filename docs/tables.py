@@ -1,25 +1,44 @@
-"""`python docs/tables.py`: write the tables of docs/comparison.md again, from results/published/tables.
+"""`make tables`: fill the tables of README and docs/ and draw README's figure, from results/published/tables.
 
-A table stands between `<!-- rows of NAME... -->`, which names the experiments whose CSV files it shows, and
-`<!-- end -->`; `<!-- rows of NAME...: METHOD... -->` shows Full and these methods alone. All else in the page is
-written by hand.
+A table stands between a marker and `<!-- end -->`; everything else on a page is written by hand.
+
+- `<!-- rows of NAME... -->` shows every row of these CSV files; `<!-- rows of NAME...: METHOD... -->` shows Full and
+  the named methods only.
+- `<!-- headline of NAME -->` shows scores, likelihoods and bytes of NAME, reads of NAME_read and times of NAME_times,
+  which have the same methods. A file that is missing has no column; a sentence below the table says so.
+  NAME_floor has Full alone, in other arithmetic.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+from evals.stats import ALPHA
+from harness.reports.pictures import figures
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "comparison.md"
 PUBLISHED = ROOT / "results" / "published" / "tables"
-TABLE = re.compile(r"(<!-- rows of ([\w ]+)(?:: ([\w ]+))? -->\n).*?(<!-- end -->)", re.DOTALL)
-GROUP = re.compile(r"score\.groups\.(.+)\.mean")
-PERPLEXITY = "score.averages.perplexity"
-MIB = 1 / 2**20
+PICTURE = ROOT / "docs" / "img" / "headline.png"
+MARKED = re.compile(r"(<!-- (rows|headline) of ([\w ]+)(?:: ([\w ]+))? -->\n).*?(<!-- end -->)", re.DOTALL)
+MIB = 2**20
+TIERS = ("device", "host", "disk")
+
+DRAWN = "headline_2k"  # the table of the figure
+BUDGET = 0.2  # of the headline tables
+TUNED, PRESS, KIVI_2BIT = "_tuned", "press_", "kivi_2bit"
+FAINT, DEVICE, HOST = "#b4b6bd", "#1f4e79", "#9ec3e6"
+UNMEASURED = {
+    "read": "bytes read per step",
+    "times": "times, which need runs of their own on a machine with nothing else to do",
+}
+
 COLUMNS = {  # of the CSV: heading, factor, format
     "budget.attended.share": ("attended (%)", 100, ".1f"),
     "budget.union.share": ("union (%)", 100, ".1f"),
@@ -27,69 +46,240 @@ COLUMNS = {  # of the CSV: heading, factor, format
     "fidelity.recall": ("recall (%)", 100, ".1f"),
     "fidelity.mass": ("mass (%)", 100, ".1f"),
     "fidelity.kl": ("KL (nats)", 1, ".3f"),
-    "memory.kv_device_bytes": ("KV device (MiB)", MIB, ".1f"),
-    "memory.kv_host_bytes": ("KV host (MiB)", MIB, ".1f"),
-    "memory.moved_bytes_per_step": ("moved (MiB/step)", MIB, ".1f"),
+    "memory.kv_device_bytes": ("KV device (MiB)", 1 / MIB, ".1f"),
+    "memory.kv_host_bytes": ("KV host (MiB)", 1 / MIB, ".1f"),
+    "memory.moved_bytes_per_step": ("moved (MiB/step)", 1 / MIB, ".1f"),
+}
+LIKELIHOODS = {
+    "score.averages.perplexity": ("perplexity", 1, ".2f"),
+    "likelihood.full.diff": ("NLL vs full (nats)", 1, "+.3f"),
+    "likelihood.full.ci95.low": ("95 % from", 1, "+.3f"),
+    "likelihood.full.ci95.high": ("to", 1, "+.3f"),
+    "likelihood.full.p_holm": ("p (Holm)", 1, ".2g"),
 }
 
 
-def written(page: str) -> str:
-    """The page with tables of what the CSV files hold now."""
-    return TABLE.sub(lambda found: f"{found[1]}\n{table(found[2].split(), (found[3] or '').split())}\n{found[4]}", page)
+def filled(page: str) -> str:
+    """Return the page with every marked table made again from the CSV files."""
+
+    def table(found: re.Match[str]) -> str:
+        head, kind, names, methods, end = found.groups()
+        text = headline(names) if kind == "headline" else listing(names.split(), (methods or "").split())
+        return f"{head}\n{text}\n{end}"
+
+    return MARKED.sub(table, page)
 
 
-def table(names: Sequence[str], methods: Sequence[str] = ()) -> str:
-    """Markdown: a row per method and budget, Full first, then the methods by their mean score; all, or `methods`."""
+def listing(names: Sequence[str], methods: Sequence[str] = ()) -> str:
+    """Return a Markdown row per method and budget: Full first, then the methods by their mean score."""
     rows = pd.concat([pd.read_csv(PUBLISHED / f"{name}.csv") for name in names], ignore_index=True)
     if methods:
         rows = rows[rows["presets.method"].isin(["full", *methods])]
     rows = rows.drop_duplicates(["label", "budget.asked"]).dropna(axis="columns", how="all").copy()
-    rows = _in_order(rows.assign(name=_names(rows)))
-    columns = {
-        "budget.asked": ("budget (%)", 100, "g"),
-        **_scores(rows),
-        **{column: how for column, how in COLUMNS.items() if column in rows},
-    }
-    lines = [["method", *(heading for heading, _, _ in columns.values())], [":--", *["--:"] * len(columns)]]
-    for _, row in rows.iterrows():
-        cells = (_cell(row[column], factor, form) for column, (_, factor, form) in columns.items())
-        lines.append([row["name"], *cells])
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def _names(rows: pd.DataFrame) -> pd.Series[str]:
-    """The method, with its parameters where the table has several variants of it."""
     variants = rows.groupby(["presets.method", "budget.asked"], dropna=False)["label"].transform("size") > 1
-    return rows["label"].where(variants, rows["presets.method"])
+    rows["method"] = rows["label"].where(variants, rows["presets.method"])
+    if "score.averages.perplexity" in rows:
+        scores = LIKELIHOODS
+    else:
+        groups = {
+            found[0]: found[1] for column in rows if (found := re.fullmatch(r"score\.groups\.(.+)\.mean", column))
+        }
+        scores = {column: (name, 100, ".1f") for column, name in (groups | {"score.mean": "mean"}).items()}
+    columns = {"budget.asked": ("budget (%)", 100, "g"), **scores}
+    columns |= {column: shown for column, shown in COLUMNS.items() if column in rows}
+    rows = _by_score(rows)
+    cells = {"method": rows["method"]}
+    for column, (heading, factor, form) in columns.items():
+        cells[heading] = rows[column].map(lambda x, k=factor, f=form: "" if pd.isna(x) else format(x * k, f))
+    return _markdown(pd.DataFrame(cells), 1)
 
 
-def _in_order(rows: pd.DataFrame) -> pd.DataFrame:
-    """Methods by what they score at the budgets that all of them have."""
-    methods = rows.groupby("budget.asked")["name"].nunique()
+def _by_score(rows: pd.DataFrame) -> pd.DataFrame:
+    """Sort methods by their mean score at the budgets that most methods have."""
+    methods = rows.groupby("budget.asked")["method"].nunique()
     shared = rows[rows["budget.asked"].isin(methods[methods == methods.max()].index)]
-    means = shared.groupby("name")["score.mean"].mean().sort_values(ascending=False)
+    means = shared.groupby("method")["score.mean"].mean().sort_values(ascending=False)
     places = {"full": -1} | {method: place for place, method in enumerate(means.index)}
-    order = pd.DataFrame({"method": rows["name"].map(places), "budget": rows["budget.asked"]})
+    order = pd.DataFrame({"method": rows["method"].map(places), "budget": rows["budget.asked"]})
     return rows.loc[order.sort_values(["method", "budget"]).index]
 
 
-def _scores(rows: pd.DataFrame) -> dict[str, tuple[str, float, str]]:
-    """Perplexity and what a token costs above Full; or a column per group of examples, and their mean."""
-    if PERPLEXITY in rows:
-        return {
-            PERPLEXITY: ("perplexity", 1, ".2f"),
-            "likelihood.full.diff": ("NLL vs full (nats)", 1, "+.3f"),
-            "likelihood.full.ci95.low": ("95 % from", 1, "+.3f"),
-            "likelihood.full.ci95.high": ("to", 1, "+.3f"),
-            "likelihood.full.p_holm": ("p (Holm)", 1, ".2g"),
-        }
-    groups = [found for column in rows if (found := GROUP.fullmatch(column))]
-    return {**{group[0]: (group[1], 100, ".1f") for group in groups}, "score.mean": ("mean", 100, ".1f")}
+def _markdown(cells: pd.DataFrame, words: int) -> str:
+    """Return a Markdown table; its first `words` columns are words, the others numbers."""
+    lines = [list(cells), [":--"] * words + ["--:"] * (len(cells.columns) - words), *cells.to_numpy().tolist()]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def _cell(value: float, factor: float, form: str) -> str:
-    return "" if pd.isna(value) else format(value * factor, form)
+def headline_rows(name: str) -> pd.DataFrame:
+    """Return the rows at the headline's budget: Full first, then each method by its best score, its authors' setting
+    before the tuned one. `method` is the preset without `_tuned`; `device`, `host`, `disk`, `held`, `moved`: MiB."""
+    rows = pd.read_csv(PUBLISHED / f"{name}.csv")
+    rows = rows[rows["budget.asked"].isna() | (rows["budget.asked"] == BUDGET)].copy()
+    rows["module"], rows["preset"] = rows["method"], rows["presets.method"]
+    rows["tuned"], rows["method"] = rows["preset"].str.endswith(TUNED), rows["preset"].str.removesuffix(TUNED)
+    for tier in TIERS:
+        rows[tier] = rows[f"memory.kv_{tier}_bytes"].fillna(0) / MIB
+    rows["held"], rows["moved"] = rows[list(TIERS)].sum(axis="columns"), rows["memory.moved_bytes_per_step"] / MIB
+    rows["best"], rows["is_full"] = rows.groupby("method")["score.mean"].transform("max"), rows["method"] == "full"
+    order = rows.sort_values(["is_full", "best", "method", "tuned"], ascending=[False, False, True, True])
+    return order.set_index("preset", drop=False)
+
+
+def headline(name: str) -> str:
+    """Return the Markdown table of a headline experiment, with the prompts and what is not measured below it."""
+    rows = headline_rows(name)
+    read, times = _same_methods(rows, f"{name}_read"), _same_methods(rows, f"{name}_times")
+    cells = {
+        "method": rows["method"],
+        "setting": rows.apply(_setting, axis="columns"),
+        "score (95 % CI)": rows.apply(_score, axis="columns"),
+        "NLL vs full (nats, 95 % CI)": rows.apply(_nats, axis="columns"),
+        "attended (%)": 100 * rows["budget.attended.share"],
+        **{f"{tier} (MiB)": rows[tier] for tier in TIERS[:2]},
+        "both (MiB)": rows["held"],
+        "moved (MiB/step)": rows["moved"],
+    }
+    if read is not None:
+        cells["read (MiB/step)"] = read["memory.read_bytes_per_step"] / MIB
+    if times is not None:
+        cells["TT2T (ms)"] = 1000 * times["tt2t_s.p50"]  # includes sealing wherever rows lie, as TTFT does not
+        cells["TPOT (ms)"] = 1000 * times["tpot_s.p50"]
+    for heading in list(cells)[4:]:
+        cells[heading] = cells[heading].map(lambda value: "" if pd.isna(value) else f"{value:.1f}")
+    return "\n".join([_markdown(pd.DataFrame(cells), 2), *_below(name, rows, {"read": read, "times": times}), ""])
+
+
+def _same_methods(rows: pd.DataFrame, name: str) -> pd.DataFrame | None:
+    """Return the rows of another table in the order of `rows`; None where one of them is missing."""
+    if not (PUBLISHED / f"{name}.csv").exists():
+        return None
+    other = headline_rows(name)
+    return other.loc[rows.index] if rows.index.isin(other.index).all() else None
+
+
+def _setting(row: pd.Series) -> str:
+    if row["is_full"]:
+        return ""
+    return "tuned" if row["tuned"] else "kvpress" if row["method"].startswith(PRESS) else "authors'"
+
+
+def _score(row: pd.Series) -> str:
+    ends = f"{100 * row['score.ci95.low']:.0f}, {100 * row['score.ci95.high']:.0f}"
+    return f"{100 * row['score.mean']:.1f} [{ends}]{_star(row['full.p_holm'])}"
+
+
+def _nats(row: pd.Series) -> str:
+    ends = [row["likelihood.full.diff"], row["likelihood.full.ci95.low"], row["likelihood.full.ci95.high"]]
+    if pd.isna(ends[0]):
+        return ""
+    diff, low, high = (f"{end:+.{3 if abs(end) >= 0.0005 else 4}f}" for end in ends)  # a sign stands before a digit
+    return f"{diff} [{low}, {high}]{_star(row['likelihood.full.p_holm'])}"
+
+
+def _star(p: float) -> str:
+    return "\\*" if p < ALPHA else ""
+
+
+def _below(name: str, rows: pd.DataFrame, measured: dict[str, pd.DataFrame | None]) -> Iterator[str]:
+    sources = {"": rows, "`read`: ": measured["read"], "TT2T and TPOT: ": measured["times"]}
+    prompts = "; ".join(f"{what}{_prompts(table, name)}" for what, table in sources.items() if table is not None)
+    yield f"{prompts}. \\*: differs from Full after Holm's correction over both measures and all rows.\n"
+    if (PUBLISHED / f"{name}_floor.csv").exists():
+        full = pd.concat([headline_rows(f"{name}_floor"), rows.loc[["full"]]])
+        score, nats = (full[column].max() - full[column].min() for column in ("score.mean", "likelihood.mean"))
+        dtypes, batches = (" and ".join(map(str, sorted(full[column].unique()))) for column in ("dtype", "batch"))
+        yield (
+            f"[Noise floor](../results/published/tables/{name}_floor.md): the means of Full over these prompts, above "
+            f"and in {dtypes} with batches of {batches}, differ by at most {100 * score:.1f} points and {nats:.4f} "
+            "nats per token.\n"
+        )
+    if missing := [UNMEASURED[what] for what, table in measured.items() if table is None]:
+        yield f"Not measured yet: {'; '.join(missing)}.\n"
+
+
+def _prompts(rows: pd.DataFrame, name: str) -> str:
+    sizes = sorted(set(rows["num_examples"].tolist()))
+    if len(sizes) > 1:
+        raise ValueError(f"{name}: rows have {sizes} prompts: publish it when all have the same number.")
+    return f"{sizes[0]} prompts (median {rows['prompt_tokens.median'].median():.0f} tokens)"
+
+
+def figure(name: str) -> Figure:
+    """Draw a line per method, best first: its score, what its likelihood loses, what it holds, what it moves.
+
+    Dark marks are tuned settings, or the only one; faint ones are the authors'. Presses stand in the table alone."""
+    rows = headline_rows(name)
+    full = rows[rows["is_full"]].iloc[0]
+    shown = rows[~rows["is_full"] & ((rows["method"] == rows["module"]) | (rows["method"] == KIVI_2BIT))]
+    methods = list(dict.fromkeys(shown["method"]))[::-1]
+    has_nats = "likelihood.full.diff" in shown and shown["likelihood.full.diff"].notna().any()
+    widths = [3.2, 2.6, 3.2, 2.6] if has_nats else [3.2, 3.2, 2.6]
+    drawn = Figure(figsize=(1.5 + sum(widths), 1.5 + 0.27 * len(methods)), layout="constrained")
+    panels = list(drawn.subplots(1, len(widths), sharey=True, width_ratios=widths))
+    _points(panels[0], shown, methods, "score.mean", "score.ci95", 100)
+    _reference(panels[0], 100 * full["score.mean"])
+    panels[0].set_xlabel("score (0-100), 95 % interval")
+    if has_nats:
+        _points(panels[1], shown, methods, "likelihood.full.diff", "likelihood.full.ci95", 1)
+        panels[1].set_xscale("symlog", linthresh=0.01)
+        panels[1].xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+        _reference(panels[1], 0.0)
+        panels[1].set_xlabel("right answer costs more (nats per token)")
+    _bars(panels[-2], shown, methods, TIERS[:2])
+    _reference(panels[-2], full["held"])
+    panels[-2].set_xlabel("keys, values and index held (MiB)")
+    _bars(panels[-1], shown, methods, ["moved"])
+    panels[-1].set_xlabel("moved between them per step (MiB)")
+    panels[0].set_yticks(range(len(methods)), methods)
+    panels[0].set_ylim(-0.6, len(methods) - 0.4)
+    for axes in panels:
+        figures.framed(axes, grid="x")
+        axes.spines["left"].set_visible(False)
+    prompts = f"{full['num_examples']} prompts of RULER, {full['prompt_tokens.median']:.0f} tokens in the median"
+    dark = "dark: tuned on other prompts, or its only setting; faint: as the authors have it; dashed: Full"
+    legend = dark if shown["tuned"].any() else "parameters as the authors have them; dashed: Full"
+    model = str(full["model"]).rpartition("/")[2]
+    figures.title(drawn, f"{model}, {prompts}, budget of a fifth", legend)
+    return drawn
+
+
+def _points(axes: Axes, shown: pd.DataFrame, methods: list[str], key: str, ends: str, factor: int) -> None:
+    for place, method in enumerate(methods):
+        pair = shown[shown["method"] == method].sort_values("tuned")
+        best = pair.iloc[-1]
+        if len(pair) > 1:
+            first = pair.iloc[0]
+            axes.plot([factor * first[key], factor * best[key]], [place] * 2, color=FAINT, linewidth=1, zorder=1)
+            axes.plot(factor * first[key], place, "o", color=FAINT, markersize=5, zorder=2)
+        span = [factor * best[f"{ends}.low"], factor * best[f"{ends}.high"]]
+        axes.plot(span, [place] * 2, color=DEVICE, linewidth=1.4, alpha=0.45, zorder=2)
+        axes.plot(factor * best[key], place, "o", color=DEVICE, markersize=6, zorder=3)
+
+
+def _bars(axes: Axes, shown: pd.DataFrame, methods: list[str], keys: Sequence[str]) -> None:
+    """Draw one bar per method, stacked over `keys`; a tick marks the authors' setting where it holds something else."""
+    for place, method in enumerate(methods):
+        pair = shown[shown["method"] == method].sort_values("tuned")
+        left = 0.0
+        for key, colour in zip(keys, (DEVICE, HOST), strict=False):
+            size, label = pair.iloc[-1][key], "" if place else f"on the {key}"
+            axes.barh(place, size, 0.55, left=left, color=colour, label=label, zorder=2)
+            left += size
+        authors = pair.iloc[0][list(keys)].sum()
+        if abs(authors - left) > 0.01 * max(left, 1):
+            axes.plot([authors] * 2, [place - 0.35, place + 0.35], color=figures.SOFT, linewidth=1.5, zorder=3)
+    if len(keys) > 1:
+        axes.legend(loc="lower right", framealpha=1, edgecolor="white", fontsize=8.5)
+
+
+def _reference(axes: Axes, x: float) -> None:
+    axes.axvline(x, color=figures.INK, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
 
 
 if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        text = path.read_text(encoding="utf-8")
+        if (today := filled(text)) != text:
+            path.write_text(today, encoding="utf-8")
+    figures.save(figure(DRAWN), PICTURE)
+    PICTURE.with_suffix(".pdf").unlink()  # pages show the PNG alone

@@ -1,0 +1,73 @@
+"""`make tables` fills the tables between markers; what nobody measured has no column but a sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from runpy import run_path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+MIB = 2**20
+
+
+@pytest.fixture
+def tables(tmp_path: Path) -> dict[str, Any]:
+    """The program, which reads its CSV files from `tmp_path`."""
+    program = run_path(str(Path(__file__).parents[1] / "docs" / "tables.py"))
+    program["filled"].__globals__["PUBLISHED"] = tmp_path
+    return program
+
+
+def row(preset: str, score: float, **changes: Any) -> dict[str, Any]:
+    return {
+        "method": preset.partition("_")[0], "presets.method": preset, "label": preset, "model": "SmolLM2",
+        "num_examples": 100, "prompt_tokens.median": 1325, "budget.asked": None if preset == "full" else 0.2,
+        "budget.attended.share": 0.2, "score.groups.niah.mean": score, "score.mean": score,
+        "score.ci95.low": score - 0.1, "score.ci95.high": score + 0.1, "full.p_holm": 0.2,
+        "likelihood.full.diff": 0.5, "likelihood.full.ci95.low": 0.25, "likelihood.full.ci95.high": 0.75,
+        "likelihood.full.p_holm": 0.01, "memory.kv_device_bytes": 20 * MIB, "memory.kv_host_bytes": 70 * MIB,
+        "memory.kv_disk_bytes": 0, "memory.moved_bytes_per_step": 5 * MIB, "memory.read_bytes_per_step": 8 * MIB,
+        "tt2t_s.p50": 0.9, "tpot_s.p50": 0.03,
+    } | changes  # fmt: skip
+
+
+ROWS = [row("sparq", 0.6), row("quest", 0.5), row("sparq_tuned", 0.4), row("full", 0.8)]
+
+
+def cells(page: str) -> list[list[str]]:
+    return [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ") and ":--" not in line]
+
+
+def test_a_page_is_filled_between_its_markers(tables: dict[str, Any], tmp_path: Path) -> None:
+    pd.DataFrame(ROWS).to_csv(tmp_path / "a.csv")
+    page = tables["filled"]("before\n<!-- rows of a: quest -->\nold\n<!-- end -->\nafter")
+    assert page.startswith("before\n<!-- rows of a: quest -->\n\n| method |")
+    assert page.endswith("\n<!-- end -->\nafter")
+    assert [line[:4] for line in cells(page)[1:]] == [["full", "", "80.0", "80.0"], ["quest", "20", "50.0", "50.0"]]
+    assert tables["filled"](page) == page
+
+
+def test_a_headline_shows_what_was_measured(tables: dict[str, Any], tmp_path: Path) -> None:
+    pd.DataFrame([*ROWS, row("quest", 0.9, **{"budget.asked": 0.1})]).to_csv(tmp_path / "a.csv")
+    pd.DataFrame(ROWS[::-1]).to_csv(tmp_path / "a_read.csv")
+    pd.DataFrame(ROWS[1:]).to_csv(tmp_path / "a_times.csv")  # one row has no time yet
+    page = tables["filled"]("<!-- headline of a -->\n<!-- end -->")
+    head, *lines = cells(page)
+    assert [line[:2] for line in lines] == [
+        ["full", ""], ["sparq", "authors'"], ["sparq", "tuned"], ["quest", "authors'"]
+    ]  # fmt: skip
+    assert lines[2][2:] == ["40.0 [30, 50]", "+0.500 [+0.250, +0.750]\\*", *"20.0 20.0 70.0 90.0 5.0 8.0".split()]
+    assert head[-1] == "read (MiB/step)"
+    assert "Not measured yet: times" in page
+    score, _, held, moved = tables["figure"]("a").axes
+    assert [label.get_text() for label in score.get_yticklabels()] == ["quest", "sparq"]  # from below
+    assert [bar.get_width() for bar in held.patches] == [20, 70] * 2
+    assert [bar.get_width() for bar in moved.patches] == [5] * 2
+
+
+def test_rows_of_different_numbers_of_prompts_are_refused(tables: dict[str, Any], tmp_path: Path) -> None:
+    pd.DataFrame([*ROWS, row("oracle", 0.8, num_examples=40)]).to_csv(tmp_path / "a.csv")
+    with pytest.raises(ValueError, match=r"\[40, 100\]"):
+        tables["headline"]("a")
