@@ -222,6 +222,7 @@ class Job:
             "presets": dict(self.presets or {}) or None,
             "num_expected": len(self.items),
             "weights": self.model.describe().weights,
+            "cautions": [caution] if (caution := self.model.describe().caution) else [],
             "budget_use": _budget_use(self.method),
             "simulated": self.settings.shared_prefill,
             "host_is_cpu": self.settings.device == "cpu",

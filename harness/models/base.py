@@ -43,6 +43,7 @@ class ModelInfo:
     weights: Weights
     architecture: str
     window: int  # prompt + new tokens
+    trained_window: int  # the same as its config has it, whatever was asked for
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -60,6 +61,16 @@ class ModelInfo:
     def limit(self) -> int:
         """Prompt + new tokens that this harness runs."""
         return limit(self.window, self.layer_windows)
+
+    @property
+    def caution(self) -> str | None:
+        """What has to be said beside every result of a model that reads further than it was trained to."""
+        if self.window <= self.trained_window:
+            return None
+        return (
+            f"model.window={self.window} goes beyond the {self.trained_window} tokens that the model's config says it "
+            "was trained for"
+        )
 
     @property
     def num_whole_layers(self) -> int:
@@ -132,6 +143,7 @@ def _described(source: ModelSource, identity: Identity) -> ModelInfo:
         *identity,
         architecture=(config.architectures or ["?"])[0],
         window=source.context_window(),
+        trained_window=int(config.max_position_embeddings),
         num_layers=config.num_hidden_layers,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,

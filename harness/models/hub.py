@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import logging
+import re
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +31,9 @@ CONFIG = {  # what is read of config.json here; transformers checks what it read
     "rope_scaling?": {"partial_rotary_factor?": "a number"},
     "partial_rotary_factor?": "a number",
 }
+FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of the types in which weights are stored as they are
+ROPE_THETA_SINCE = (4, 33)  # transformers, of Llama; every other architecture here has had it from its first release
+NAMED = 3  # tensors in an error
 SAMPLES, SAMPLE_BYTES = 16, 2**16  # read of each weight file to tell two local folders apart
 
 
@@ -94,8 +99,12 @@ class HuggingFace(ModelSource):
                 f"{self.name} passes through host memory on its way to {device}, which takes {size / 2**30:.1f} GiB of "
                 "it: pip install 'kv-harness[gpu]' brings accelerate, with which weights go there straight"
             )
-        with _said_of(folder):
-            model: PreTrainedModel = auto.from_pretrained(folder, **options, **OFFLINE)
+        with _said_of(folder), _without_load_report():
+            model: PreTrainedModel
+            model, loading = auto.from_pretrained(
+                folder, output_loading_info=True, ignore_mismatched_sizes=True, **options, **OFFLINE
+            )
+        check_tensors(folder, model, loading)
         return model.to(device)  # type: ignore[arg-type]
 
     def folder(self, *, weights: bool = False) -> Path:
@@ -151,9 +160,92 @@ def check_config(config: dict[str, Any], name: str) -> None:
     if config.get("use_bidirectional_attention"):
         raise ModelError(f"{name} attends to later tokens too (it embeds texts), which is not supported.")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not _has_rope_theta(config, rope):
+        raise ModelError(
+            f"The config.json of {name} lacks rope_theta, by which the model turns keys and queries, and transformers "
+            "would take a number of its own: add the one that the model was trained with (in a local copy, if need be)."
+        )
     partial = config.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0))
     if partial not in (None, 1.0):
         raise ModelError(f"{name} rotates only {partial:.0%} of each head, which is not supported: choose another.")
+
+
+def _has_rope_theta(config: Mapping[str, Any], rope: Mapping[str, Any]) -> bool:
+    """Return whether the base of the rotation is known: `config` says it for all layers or for each kind of them, or
+    was written for Llama before there was a choice, when it was 10,000."""
+    by_kind = [kind for kind in rope.values() if isinstance(kind, Mapping)]
+    if any(place.get("rope_theta") is not None for place in (config, rope)):
+        return True
+    if by_kind:
+        return all(kind.get("rope_theta") is not None for kind in by_kind)
+    written = re.match(r"(\d+)\.(\d+)", str(config.get("transformers_version", "")))
+    is_old = written is not None and tuple(map(int, written.groups())) < ROPE_THETA_SINCE
+    return config.get("model_type") == "llama" and is_old
+
+
+def check_tensors(folder: Path, model: PreTrainedModel, loading: Mapping[str, Collection[Any]]) -> None:
+    """Raise `ModelError` unless every weight of `model` comes from the files in `folder`, and every tensor there is one
+    of its weights. `loading`: what transformers says of that; it leaves tied weights and computed buffers out."""
+    if missing := loading["missing_keys"]:
+        raise ModelError(
+            f"{folder} lacks {_named(missing)}, in whose place the model would have random numbers: fetch the model "
+            "again, or correct its config.json if that describes another model."
+        )
+    if mismatched := loading["mismatched_keys"]:
+        shapes = [f"{name} ({list(stored)} for {list(expected)})" for name, stored, expected in mismatched]
+        raise ModelError(
+            f"{folder} has other shapes than its config.json says in {_named(shapes)}: fetch both again from one place."
+        )
+    if unexpected := loading["unexpected_keys"]:
+        raise ModelError(
+            f"{folder} has {_named(unexpected)}, for which the model of its config.json has no place: correct "
+            "config.json, or fetch the model again; without them it would compute something else."
+        )
+    if coded := [name for name in _coded(folder) if _weight(model, name)]:
+        raise ModelError(
+            f"{folder} stores {_named(coded)} as integers or in 8 bits, and its config.json has no quantization_config "
+            "that says what they stand for: use the model it was made from."
+        )
+
+
+def _coded(folder: Path) -> Iterator[str]:
+    """Yield the name and type of every tensor that is not stored in 16 bits or more of floating point."""
+    from safetensors import safe_open
+
+    for file in sorted({file for pattern in WEIGHT_FILES for file in folder.glob(pattern)}):
+        with safe_open(file, framework="pt") as tensors:
+            for name in sorted(tensors.keys()):
+                if tensors.get_slice(name).get_dtype() not in FLOATS:
+                    yield name
+
+
+def _weight(model: PreTrainedModel, name: str) -> bool:
+    """Return whether a tensor of this name in a checkpoint, which may leave the prefix out, is a weight of `model`."""
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    return name in weights or f"{model.base_model_prefix}.{name}" in weights
+
+
+def _named(names: Collection[str]) -> str:
+    """Return the first few of `names` and how many more there are."""
+    first, more = sorted(names)[:NAMED], len(names) - NAMED
+    return ", ".join(first) + (f" and {more} more tensors" if more > 0 else "")
+
+
+@contextmanager
+def _without_load_report() -> Iterator[None]:
+    """Keep transformers' table of missing and unexpected tensors off the terminal: `check_tensors` says the same."""
+    loggers = [logging.getLogger(f"transformers.{name}") for name in ("modeling_utils", "utils.loading_report")]
+    for logger in loggers:
+        logger.addFilter(_no_report)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(_no_report)
+
+
+def _no_report(record: logging.LogRecord) -> bool:
+    return "LOAD REPORT" not in record.getMessage()
 
 
 def fingerprint(folder: Path) -> str:

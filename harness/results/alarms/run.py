@@ -29,6 +29,7 @@ def warnings(
             f"run.json was lost and made anew: of machine, versions and times of {lost['records']} examples nothing is "
             "known"
         )
+    yield from info.get("cautions", ())
     if not records:
         yield "no example was run"
     elif chance is not None:

@@ -10,6 +10,7 @@ from statistics import fmean
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from harness.config.settings import GenerationSettings, Results, Settings, SettingsError
@@ -17,6 +18,7 @@ from harness.jobs.evaluate import evaluate
 from harness.jobs.job import Job
 from harness.jobs.planning.effective import with_own_limit
 from harness.models.devices import DeviceError
+from harness.models.hub import HuggingFace
 from harness.results.files import read_json
 from harness.results.run_folder import Run, StoredRun
 from harness.terminal.notices import say_once
@@ -263,3 +265,16 @@ def test_methods_started_together_share_one_full(tmp_path: Path) -> None:
     infos = {info["method"]: info for info in map(read_json, tmp_path.glob("*/run.json"))}
     assert infos.keys() == {"full", *methods}
     assert all(info["status"] == "complete" and "earlier" not in info for info in infos.values())
+
+
+def test_a_window_beyond_the_trained_one_is_a_caution_in_the_row(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    MODEL.build(torch.float32, "cpu").save_pretrained(folder)
+    MODEL.tokenizer().save_pretrained(folder)
+    settings = Settings(results=Results(root=str(tmp_path)), progress=False, baseline="off", warmup=0)
+    for window, cautions in ((None, 0), (2**20, 1)):
+        model = HuggingFace(str(folder), window=window)
+        trained = model.describe().trained_window
+        warnings = evaluate(STREAMING, niah(depths=1), model, settings).summary["warnings"]
+        said = [line for line in warnings if line.startswith(f"model.window={window} goes beyond the {trained} tokens")]
+        assert len(said) == cautions

@@ -19,6 +19,7 @@ import torch
 import yaml
 from huggingface_hub import errors
 from hydra.utils import get_class, instantiate
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from harness.models import embedded, gguf_file, snapshots
@@ -249,9 +250,9 @@ def test_weights_go_to_a_device_without_a_copy_in_host_memory(
     read = AutoModelForCausalLM.from_pretrained
 
     def noted(*args: Any, **options: Any) -> Any:
-        model = read(*args, **options)
+        model, loading = read(*args, **options)
         placed.append(({x.device.type for x in model.state_dict().values()}, hasattr(model, "_hf_hook")))
-        return model
+        return model, loading
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", noted)
     for there in (True, False):
@@ -295,7 +296,10 @@ def test_a_sliding_window_limits_the_length(saved: Callable[[str], Path]) -> Non
     assert (info.num_whole_layers, info.kv_bytes("fp32", 100)) == (3, info.kv_bytes("fp32", 64))
     assert local(folder).load("fp32", "cpu").window == 64
     assert local(folder, window=32).describe().limit == 32
-    assert local(folder, window=8192).describe().window == 8192
+    further = local(folder, window=8192).describe()
+    assert (further.window, info.caution) == (8192, None)
+    assert further.caution is not None
+    assert further.caution.startswith("model.window=8192 goes beyond the 4096 tokens")
 
 
 @pytest.mark.parametrize(
@@ -306,6 +310,9 @@ def test_a_sliding_window_limits_the_length(saved: Callable[[str], Path]) -> Non
         ({"partial_rotary_factor": 0.75}, "rotates only 75% of each head"),
         ({"attn_logit_softcapping": 50.0}, "caps its attention logits at 50.0"),
         ({"use_bidirectional_attention": True}, "attends to later tokens too"),
+        ({"rope_parameters": None}, "lacks rope_theta, by which the model turns keys and queries"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "lacks rope_theta"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}, "sliding_attention": {}}}, "lacks rope_theta"),
     ],
 )
 def test_configs_that_would_be_computed_wrongly_are_refused(
@@ -315,6 +322,101 @@ def test_configs_that_would_be_computed_wrongly_are_refused(
     edit(folder / "config.json", **changes)
     with pytest.raises(ModelError, match=message):
         local(folder).describe()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_parameters": None, "rope_theta": 5e5},
+        {"rope_parameters": None, "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_parameters": None, "transformers_version": "4.31.0.dev0"},  # Llama 2's own: there was no other base yet
+    ],
+)
+def test_a_config_of_older_days_says_how_it_rotates(changes: dict[str, Any], saved: Callable[[str], Path]) -> None:
+    folder = saved("llama")
+    edit(folder / "config.json", **changes)
+    assert local(folder).config().rope_parameters["rope_theta"] == changes.get("rope_theta", 1e4)
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+Tensors = dict[str, torch.Tensor]
+
+
+def rewritten(folder: Path, change: Callable[[Tensors], Tensors], **config: Any) -> HuggingFace:
+    """The model in `folder` with other tensors and another config."""
+    file = folder / "model.safetensors"
+    save_file({name: tensor.contiguous() for name, tensor in change(load_file(file)).items()}, file, {"format": "pt"})
+    edit(folder / "config.json", **config)
+    return local(folder)
+
+
+def without(*names: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {name: tensor for name, tensor in tensors.items() if name not in names}
+
+
+def replaced(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: tensors | {name: change(tensors[name])}
+
+
+@pytest.mark.parametrize(
+    ("change", "config", "message"),
+    [
+        (without(UP), {}, rf"lacks {UP}, in whose place the model would have random numbers: fetch"),
+        (dict, {"num_hidden_layers": 4}, r"lacks model\.layers\.3\.\S+, \S+, \S+ and 6 more tensors, in whose place"),
+        (without(HEAD), {}, f"lacks {HEAD}"),  # not tied
+        (dict, {"attention_bias": True}, r"lacks model\.layers\.0\.self_attn\.k_proj\.bias"),
+        (lambda found: {n.replace("model.", "other.", 1): x for n, x in found.items()}, {}, f"lacks {EMBEDDING}"),
+        (dict, {"num_hidden_layers": 2}, r"has model\.layers\.2\.\S+, .* for which the model of its"),
+        (lambda found: found | {"model.layers.0.self_attn.q_norm.weight": torch.ones(16)}, {}, "has .*q_norm"),
+        (replaced(UP, lambda x: x[:-8]), {}, rf"other shapes .* {UP} \(\[152, 128\] for \[160, 128"),
+        (replaced(UP, lambda x: x.to(torch.int8)), {}, rf"stores {UP} as integers or in 8 bits, and"),
+        (replaced(UP, lambda x: x.to(torch.float8_e4m3fn)), {}, f"stores {UP} as integers or in 8 bits"),
+    ],
+)  # fmt: skip
+def test_weights_that_are_not_those_of_the_config_are_refused_by_name(
+    change: Callable[[Tensors], Tensors], config: dict[str, Any], message: str, saved: Callable[[str], Path],
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    source = rewritten(saved("llama"), change, **config)
+    with pytest.raises(ModelError, match=message):
+        source.load("fp32", "cpu")
+    assert "LOAD REPORT" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "config"),
+    [
+        (without(HEAD), {"tie_word_embeddings": True}),
+        (lambda found: found | {HEAD: found[EMBEDDING].clone()}, {"tie_word_embeddings": True}),
+        (lambda found: found | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}, {}),
+        (lambda found: {name.removeprefix("model."): tensor for name, tensor in found.items()}, {}),
+        (lambda found: {name: tensor.double() for name, tensor in found.items()}, {}),
+    ],
+)
+def test_weights_that_are_stored_in_another_way_are_read(
+    change: Callable[[Tensors], Tensors], config: dict[str, Any], saved: Callable[[str], Path]
+) -> None:
+    """Tied embeddings with and without their copy, a buffer of older days, no prefix, another floating point."""
+    loaded = rewritten(saved("llama"), change, **config).load("fp32", "cpu").model
+    weights = tiny("llama").state_dict()
+    weights[HEAD] = weights[EMBEDDING if config else HEAD]
+    assert {name: torch.equal(found, weights[name]) for name, found in loaded.state_dict().items()} == dict.fromkeys(
+        weights, True
+    )
+
+
+def test_a_part_of_split_weights_that_lacks_a_tensor_is_refused_by_name(saved: Callable[[str], Path]) -> None:
+    folder = saved("llama")
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    parts = {name: f"model-0000{1 + ('layers.1' in name)}-of-00002.safetensors" for name in tensors}
+    for part in set(parts.values()):
+        kept = {name: tensor for name, tensor in tensors.items() if parts[name] == part and name != UP}
+        save_file(kept, folder / part, {"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": parts}))
+    with pytest.raises(ModelError, match=f"lacks {UP}"):
+        local(folder).load("fp32", "cpu")
 
 
 @pytest.mark.parametrize(
