@@ -78,7 +78,10 @@ def run(
             try:
                 times = _times(method, tokens, options, loaded, text)
             except (BudgetError, torch.OutOfMemoryError) as error:
-                report.add({"method": name, "tokens": tokens, "error": str(error)}, f"{name} at {tokens}: {error}")
+                report.add(
+                    {"method": name, "tokens": tokens, "label": name, "error": str(error)},
+                    f"{name} at {tokens}: {error}",
+                )
                 continue
             load = Workload(
                 method=method,

@@ -1,4 +1,5 @@
-"""`python -m harness.bench generate`: is Full a straw man? Our engine against `model.generate`, interleaved.
+"""`python -m harness.bench generate`: is Full a straw man? Our engine, as a run has it, against `model.generate`,
+interleaved.
 
 All dtypes of both run the same prompt for the same forced number of new tokens, in turn. TTFT and TPOT are compared
 round by round, dtype with dtype, then the best of ours with the best of theirs. How well a dtype's decode steps follow
@@ -20,13 +21,15 @@ from transformers.generation.streamers import BaseStreamer
 
 from harness.bench.common import arguments, models, output
 from harness.bench.common.load import LoadWatch, MarkedSeconds
-from harness.bench.common.measure import Call, estimate, marks, ratios
+from harness.bench.common.measure import Call, estimate, marks, ratios, rounds_of, why
 from harness.bench.common.output import Cell
 from harness.engine.attach import attached
 from harness.engine.engine import Engine
+from harness.engine.graph import usual_graphs
 from harness.models.base import LoadedModel
 from harness.prompts.calibration import calibration_text
 from harness.prompts.teacher import Forced
+from harness.terminal.notices import say
 from methods.full import Full
 
 TEXT, FOLLOWED = 1024, 256  # tokens before and of the text on which dtypes are compared
@@ -79,25 +82,27 @@ def theirs(loaded: LoadedModel, prompt: Tensor, new: int) -> TimedRun:
 
 
 def ours(loaded: LoadedModel, prompt: Tensor, new: int) -> TimedRun:
-    watch = LoadWatch()
+    """Our engine as a run has it, which captures its steps on a GPU."""
     with attached(loaded.model, Full()) as kv:
-        made = Engine(kv).generate(prompt, max_new_tokens=new)
+        engine, watch = Engine(kv, graphs=usual_graphs(kv.model.device)), LoadWatch()
+        made = engine.generate(prompt, max_new_tokens=new)
     return timed(made.tokens[0], made.token_s, watch.disturbed())
 
 
-def warmed_up(loaded_as: Mapping[str, LoadedModel], prompt: Tensor, new: int) -> dict[tuple[str, str], Call]:
-    """A run of each side in each dtype, after a short one."""
-    calls: dict[tuple[str, str], Call] = {}
-    for dtype, loaded in loaded_as.items():
-        for whose, run in (("ours", ours), ("generate", theirs)):
-            run(loaded, prompt[:, :256], 8)
-            calls[whose, dtype] = partial(run, loaded, prompt, new)
-    return calls
+def calls_of(loaded_as: Mapping[str, LoadedModel], prompt: Tensor, new: int) -> dict[tuple[str, str], Call]:
+    """Return a run of each side in each dtype."""
+    return {
+        (whose, dtype): partial(run, loaded, prompt, new)
+        for dtype, loaded in loaded_as.items()
+        for whose, run in (("ours", ours), ("generate", theirs))
+    }
 
 
-def compare(runs: RunsBySide, prompt_tokens: int, eos: set[int], agree: Mapping[str, float]) -> list[dict[str, Any]]:
-    """A row per dtype, with its agreement, and one of the best dtype of each side."""
-    dtypes = list(agree)
+def compare(
+    runs: RunsBySide, prompt_tokens: int, eos: set[int], agree: Mapping[str, float | None]
+) -> list[dict[str, Any]]:
+    """Return a row per dtype in which both sides ran, with its agreement, and one of the best dtype of each side."""
+    dtypes = [dtype for dtype in agree if all((side, dtype) in runs for side in ("ours", "generate"))]
     rows = [_row(runs, prompt_tokens, dtype, {key: (dtype, dtype) for key in TimedRun._fields[1:]}) for dtype in dtypes]
     for row, dtype in zip(rows, dtypes, strict=True):
         pairs = zip(runs["ours", dtype], runs["generate", dtype], strict=True)
@@ -178,17 +183,23 @@ def parser() -> argparse.ArgumentParser:
 def main(options: argparse.Namespace) -> None:
     source = models.source(options.shape)
     loaded_as = {dtype: source.load(dtype, options.device) for dtype in options.dtypes}
-    exact = loaded_as.get("fp32") or source.load("fp32", options.device)
-    models.check_window(exact, max(options.tokens), options.new)
-    text = torch.tensor([calibration_text(source.tokenizer(), max(options.tokens) + TEXT)], device=exact.model.device)
-    agree = {dtype: agreement(exact, loaded, text[:, -TEXT:]) for dtype, loaded in loaded_as.items()}
-    title = f"Full against model.generate: {exact.name}, {options.device}, {options.new} new tokens"
-    report = output.Report("generate", title, options, TABLE, model=exact.name)
+    some = next(iter(loaded_as.values()))
+    models.check_window(some, max(options.tokens), options.new)
+    text = torch.tensor([calibration_text(source.tokenizer(), max(options.tokens) + TEXT)], device=some.model.device)
+    agree: dict[str, float | None] = dict.fromkeys(loaded_as)
+    try:
+        exact = loaded_as.get("fp32") or source.load("fp32", options.device)
+        agree |= {dtype: agreement(exact, loaded, text[:, -TEXT:]) for dtype, loaded in loaded_as.items()}
+    except torch.OutOfMemoryError as error:
+        say(f"Nothing is held against fp32, whose weights do not fit beside the others: {why(error)}")
+    title = f"Full against model.generate: {some.name}, {options.device}, {options.new} new tokens"
+    report = output.Report("generate", title, options, TABLE, model=some.name)
     for tokens in options.tokens:
         if report.out_of_time(f"{tokens} tokens"):
             continue
-        calls = warmed_up(loaded_as, text[:, :tokens], options.new)
-        compared = partial(compare, prompt_tokens=tokens, eos=set(exact.eos_ids), agree=agree)
+        *_, _ = rounds_of(calls_of(loaded_as, text[:, : min(256, tokens)], 8), 1, {})  # warm up on a short prompt
+        calls = calls_of(loaded_as, text[:, :tokens], options.new)
+        compared = partial(compare, prompt_tokens=tokens, eos=set(some.eos_ids), agree=agree)
         report.measure(f"{tokens} tokens", calls, options.rounds, compared, _told)
     report.finish(_draw)
 

@@ -123,15 +123,6 @@ class Inputs:
         ]
 
 
-def cases(inputs: Inputs) -> Iterator[OpCase]:
-    yield from _attention(inputs)
-    yield from _scores(inputs)
-    yield from _quantised(inputs)
-    yield from _rows(inputs)
-    yield from _prefill(inputs)
-    yield from _model(inputs)
-
-
 def _attention(x: Inputs) -> Iterator[OpCase]:
     shape, chosen = x.shape, f"{x.budget} of {x.tokens}"
     flops = 4.0 * shape.heads * shape.head_dim
@@ -261,3 +252,11 @@ def _prompt(x: Inputs, block: DecoderBlock, prompt: Tensor) -> Iterator[OpCase]:
     attended = x.random(1, x.prefill, x.shape.heads, x.shape.head_dim).transpose(1, 2)
     behind = flops(block.o, block.gate, block.up, block.down)
     yield OpCase("block_output", what, (prompt, attended, block), behind)
+
+
+GROUPS = (_attention, _scores, _quantised, _rows, _prefill, _model)
+
+
+def cases(inputs: Inputs) -> Iterator[OpCase]:
+    for group in GROUPS:
+        yield from group(inputs)

@@ -16,11 +16,12 @@ import torch
 
 from harness.bench import calibrate
 from harness.bench.common import arguments, output
-from harness.bench.common.measure import DTYPES, Call, Cold, estimate, interleaved, marks, ratios
-from harness.bench.common.output import Cell
+from harness.bench.common.measure import DTYPES, Call, Cold, estimate, interleaved, marks, ratios, release, why
+from harness.bench.common.output import Cell, failed_row
 from harness.bench.common.synthetic import LayerShape
-from harness.bench.op_cases import Inputs, OpCase, cases
+from harness.bench.op_cases import GROUPS, Inputs, OpCase
 from harness.bench.rivals import rival
+from harness.jobs.planning.free_memory import free_bytes
 from harness.machines.operations import bytes_read
 from harness.terminal.numbers import count
 from kernels import ops
@@ -29,17 +30,26 @@ from kernels.dispatch import REFERENCE, Op, use_backend
 OPS = {op.name: op for op in ops.ALL}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 RIVAL = "rival"
+SCORED = "prefill_attention"  # whose reference keeps the scores of all queries
 
 
 @torch.inference_mode()
 def measure(case: OpCase, shape: LayerShape, limits: calibrate.Limits, rounds: int) -> list[dict[str, Any]]:
-    """Return a row per backend; the one that methods get comes first."""
-    op, beside = OPS[case.op], rival(case)
+    """Return a row per backend; the one that methods get comes first. A backend that ends in an error, or whose scores
+    do not fit into free memory, is a row that says why."""
+    op, failures = OPS[case.op], dict[str, str]()
     refused = {name: reason for name in op.targets if (reason := op.refusal(name, *case.args))}
     calls: dict[str, Call] = {name: partial(_run, op, name, case) for name in op.targets if name not in refused}
+    try:
+        beside = rival(case)
+    except Exception as error:  # its inputs may not fit
+        beside, failures[RIVAL] = None, why(error)
     if beside is not None:
         calls[RIVAL] = beside.call
-    times = interleaved(calls, Cold(shape.device), rounds)
+    with_scores = [REFERENCE] * (case.op == SCORED) + [RIVAL] * (beside is not None and beside.keeps_scores)
+    if with_scores and (too_large := scores_too_large(case, shape.device)):
+        failures |= {name: too_large for name in with_scores if calls.pop(name, None)}
+    times = interleaved(calls, Cold(shape.device), rounds, failures)
     limit = limit_s(case, shape, limits)
     common = {"op": case.op, "what": case.what, "limit_s": limit, "rival": beside and beside.name, "refused": refused}
     return [
@@ -49,18 +59,31 @@ def measure(case: OpCase, shape: LayerShape, limits: calibrate.Limits, rounds: i
             "label": f"{case.op} {case.what}: {name}",
             "time_s": estimate(spent),
             "of_limit": estimate([limit / one for one in spent]),
-            "reference": None if name == REFERENCE else ratios(times[REFERENCE], spent),
+            "reference": None if name == REFERENCE or REFERENCE in failures else ratios(times[REFERENCE], spent),
             "rival_s": estimate(times[RIVAL]) if RIVAL in times else None,
             "beside_rival": ratios(times[RIVAL], spent) if RIVAL in times else None,
             **marks(spent),
         }
         for name, spent in times.items()
         if name != RIVAL
+    ] + [
+        failed_row(f"{case.op} {case.what}: {name}", reason, **common, backend=name)
+        for name, reason in failures.items()
     ]
 
 
+def scores_too_large(case: OpCase, device: torch.device) -> str | None:
+    """Return why what keeps the scores of all queries cannot run, or None. It keeps them in fp32, and their weights
+    beside them; on a system that promises memory which it does not have, a try would end the process."""
+    q, k = case.args[:2]
+    needed, free = 2 * 4 * q.shape[:3].numel() * k.shape[2], free_bytes(str(device))
+    if free is None or needed <= free:
+        return None
+    return f"its scores take {needed / 2**30:.0f} GiB, and {free / 2**30:.0f} GiB are free"
+
+
 def limit_s(case: OpCase, shape: LayerShape, limits: calibrate.Limits) -> float:
-    """MarkedSeconds that this machine needs at least."""
+    """Return the seconds that this machine needs at least."""
     read = bytes_read(case.op, case.args) / limits["read_gb_s"]
     return max(read, case.flops / limits["matmul_gflop_s"][NAMES[case.dtype or shape.dtype]]) / 1e9
 
@@ -73,12 +96,23 @@ def _run(op: Op, backend: str, case: OpCase) -> Any:
 def run(options: argparse.Namespace, limits: calibrate.Limits, report: output.Report) -> None:
     for inputs in wanted(options):
         torch.manual_seed(inputs.tokens)
-        for case in cases(inputs):
-            if (options.ops and case.op not in options.ops) or report.out_of_time(f"{case.op} {case.what}"):
-                continue
-            for row in measure(case, inputs.shape, limits, options.rounds):
-                time_s, of_limit = row["time_s"].median, row["of_limit"].median
-                report.add(row, f"{row['label']} {time_s * 1e3:.3f} ms, {of_limit:.0%} of the limit")
+        for group in GROUPS:
+            try:
+                for case in group(inputs):
+                    if (options.ops and case.op not in options.ops) or report.out_of_time(f"{case.op} {case.what}"):
+                        continue
+                    for row in measure(case, inputs.shape, limits, options.rounds):
+                        report.add(row, f"{row['label']} {_told(row)}")
+            except Exception as error:  # of the inputs: those of the calls are rows already
+                label = f"further cases of {group.__name__.strip('_')} at {inputs.tokens}"
+                report.add(failed_row(label, why(error)), f"{label}: {why(error)}")
+                release()
+
+
+def _told(row: output.BenchRow) -> str:
+    if "error" in row:
+        return str(row["error"])
+    return f"{row['time_s'].median * 1e3:.3f} ms, {row['of_limit'].median:.0%} of the limit"
 
 
 def wanted(options: argparse.Namespace) -> Iterator[Inputs]:

@@ -179,13 +179,13 @@ def run(
                 with closing(Live(method, loaded, text, tokens, options)) as live, routed(loaded.model):
                     _cells(live, row, options, limits, report)
             except (BudgetError, torch.OutOfMemoryError) as error:
-                report.add(row | {"error": str(error)}, f"{name} at {tokens}: {error}")
+                report.add(row | {"label": name, "error": str(error)}, f"{name} at {tokens}: {error}")
 
 
 def _cells(live: Live, row: dict[str, Any], options: argparse.Namespace, limits: Limits, report: output.Report) -> None:
     name = f"{row['method']} at {row['tokens']}"
     if not (moved := live.layer_bytes()):
-        report.add(row | {"error": "Nothing crosses the link."}, f"{name}: nothing crosses the link")
+        report.add(row | {"label": name, "error": "Nothing crosses the link."}, f"{name}: nothing crosses the link")
         return
     for transfer_ms in options.transfer_ms:
         if report.out_of_time(f"{name}, {transfer_ms:g} ms"):

@@ -20,6 +20,7 @@ from kernels.reference import Segment
 class Rival(NamedTuple):
     name: str
     call: Call
+    keeps_scores: bool = False  # a score of every query for every key, in memory
 
 
 def rival(case: OpCase) -> Rival | None:
@@ -95,8 +96,10 @@ _RIVALS: dict[str, Callable[..., Rival]] = {
     "segment_attention": _attention,
     "coded_attention": _over_codes,
     "prefill_attention": lambda *args: Rival("transformers sdpa", lambda: sdpa(*args)),
-    "prefill_attention_with_column_sums": lambda *args: Rival("transformers eager", lambda: eager(*args)[1].sum(2)),
-    "column_sums": lambda q, k, scale: Rival("transformers eager", lambda: eager(q, k, k, scale)[1].sum(2)),
+    "prefill_attention_with_column_sums": lambda *args: Rival(
+        "transformers eager", lambda: eager(*args)[1].sum(2), True
+    ),
+    "column_sums": lambda q, k, scale: Rival("transformers eager", lambda: eager(q, k, k, scale)[1].sum(2), True),
     "windowed_attention": _windowed,
     "gather_rows": lambda x, rows: Rival("torch.gather", lambda: gathered(x, rows)),
     "put_rows": lambda x, rows, values: Rival("torch.scatter_", lambda: scattered(x, rows, values)),

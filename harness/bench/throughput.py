@@ -123,7 +123,7 @@ def run(
                 _measure(kv, ids, options, prompt if options.synthetic else 0, row, report)
             except (BudgetError, torch.OutOfMemoryError, ValueError) as error:
                 reason = " ".join(str(error).split())
-                report.add({**row, "error": reason}, f"{name} at {tokens}: {reason}")
+                report.add({**row, "label": name, "error": reason}, f"{name} at {tokens}: {reason}")
 
 
 def _measure(

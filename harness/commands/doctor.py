@@ -8,6 +8,8 @@ import shutil
 import socket
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -70,11 +72,14 @@ def _embedded_model() -> Check:
 
 
 def _machine() -> Iterator[Check]:
-    from harness.jobs.planning.free_memory import free_bytes  # torch, which the versions above may lack
+    from harness.jobs.planning.free_memory import free_bytes
 
+    with suppress(ImportError):  # torch may be missing, which the versions above say
+        import_module("torch")  # the count of threads is asked only of a torch that is loaded
     facts = provenance.machine()
     cpus, load = facts["cpus_usable"], facts["load_average"][0]
-    yield Check("ok", "cpu", f"{facts['cpu']}, {cpus} usable, torch uses {facts['threads']} threads")
+    threads = f", torch uses {facts['threads']} threads" if facts["threads"] else ""
+    yield Check("ok", "cpu", f"{facts['cpu']}, {cpus} usable{threads}")
     busy = load > 0.5 * cpus
     yield Check("note" if busy else "ok", "load", f"{load}" + (": busy, times will not be worth much" if busy else ""))
     free = free_bytes("cpu") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")

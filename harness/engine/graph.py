@@ -126,6 +126,11 @@ def graphs_on(device: torch.device) -> StepCapture:
     return CpuGraphs() if device.type == "cpu" else CudaGraphs(device)
 
 
+def usual_graphs(device: torch.device) -> StepCapture | None:
+    """Return what captures the steps of an engine under graphs=auto: CUDA graphs on a GPU, nothing on a CPU."""
+    return None if device.type == "cpu" else graphs_on(device)
+
+
 class CapturedStep:
     """`step(token)` of one sealed cache: token [B 1] -> logits [B V], which the next call overwrites.
 

@@ -94,8 +94,8 @@ def _facts(run: StoredRun) -> dict[str, str]:
 
 
 def _common_settings(runs: Sequence[StoredRun]) -> str:
-    """Settings that are no default and that all rows share: labels say the others."""
-    defaults = recorded_defaults()
+    """Settings that are no default on that device and that all rows share: labels say the others."""
+    defaults = recorded_defaults(str(runs[0].config.get("device")))
     usual = flatten(defaults)
     found = [flatten({key: value for key, value in run.config.items() if key in defaults}) for run in runs]
     left_out = {*NOT_NAMED, *SHOWN_APART}

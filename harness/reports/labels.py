@@ -20,6 +20,8 @@ NOT_NAMED = ("budget", "budget_bytes", "warmup", *WITHOUT_EFFECT)  # no part of 
 SAID_BY_TABLE = ("dtype", "device", "threads", "placement", "shared_prefill")  # in a line above it, a column, a stamp
 # where they are no default: such rows mean something else by a token, or read another
 ALWAYS_NAMED = ("budget_rule", "codec")
+# what a run on a GPU writes of these where its method has no use for them (harness/jobs/planning/effective.py)
+UNUSED: Flat = {"prefill_chunk": None, "overlap": "auto"}
 WHOLE = ("store.", "overflow.")  # keys that their last word does not explain: store.disk, overflow.by
 LONGEST = 40  # characters of a value; a longer one, such as a template, is named by its hash
 
@@ -43,7 +45,7 @@ def labels(runs: Sequence[StoredRun]) -> list[str]:
     in them. No two rows share both label and budget."""
     names = [name(run, "method") for run in runs]
     settings = [_settings(run) for run in runs]
-    told = zip(_among_namesakes(names, settings), map(_changed, runs, settings), _unusual(settings), strict=True)
+    told = zip(_among_namesakes(names, settings), map(_changed, runs, settings), _unusual(runs, settings), strict=True)
     full = [" ".join(dict.fromkeys([name, *chain(*parts)])) for name, parts in zip(names, told, strict=True)]
     seen = [(label, asked(run)) for label, run in zip(full, runs, strict=True)]
     twins = [seen.count(one) > 1 for one in seen]
@@ -115,19 +117,36 @@ def _changed(run: StoredRun, settings: Flat) -> list[str]:
     )
 
 
-def _unusual(settings: Sequence[Flat]) -> Iterator[list[str]]:
-    """For each, `key=value` of the settings of the run itself that the rows do not share and that are no default here.
+def _unusual(runs: Sequence[StoredRun], settings: Sequence[Flat]) -> Iterator[list[str]]:
+    """For each, `key=value` of the settings of the run itself that the rows do not share and that are no default on the
+    run's device. A row whose method has no use for a setting tells nothing of it, so that the others do not name it.
 
     What every table says by itself (harness/reports/conditions.py) is left out.
     """
-    usual = {key: value for key, value in flatten(recorded_defaults()).items() if key not in SAID_BY_TABLE}
+    usual = [_defaults(run) for run in runs]
     own = [  # older runs lack some
-        {key: mine.get(key, value) for key, value in usual.items() if key in mine or not _of_store(key)}
-        for mine in settings
+        {
+            key: mine.get(key, value)
+            for key, value in defaults.items()
+            if (key in mine or not _of_store(key)) and not _unused(key, mine, value)
+        }
+        for mine, defaults in zip(settings, usual, strict=True)
     ]
     differing = [*_differing(own), *ALWAYS_NAMED]
-    for mine, values in zip(settings, own, strict=True):
-        yield spelled_out(mine, [key for key in differing if values.get(key, usual[key]) != usual[key]])
+    for mine, values, defaults in zip(settings, own, usual, strict=True):
+        yield spelled_out(mine, [key for key in differing if values.get(key, defaults[key]) != defaults[key]])
+
+
+def _defaults(run: StoredRun) -> Flat:
+    """The settings of a run on that device that nobody set, where its method has a use for them."""
+    device = str(run.config.get("device"))
+    usual = flatten(recorded_defaults(device)) | ({"overlap": "on"} if device.startswith("cuda") else {})
+    return {key: value for key, value in usual.items() if key not in SAID_BY_TABLE}
+
+
+def _unused(key: str, mine: Flat, usual: Any) -> bool:
+    """Whether a run has written that its method has no use for a setting, which by default is something else here."""
+    return key in UNUSED and key in mine and mine[key] == UNUSED[key] != usual
 
 
 def _differing(settings: Sequence[Flat]) -> list[str]:

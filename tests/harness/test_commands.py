@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+
 import pytest
 
 from harness.config.catalogue import commands
@@ -26,3 +30,10 @@ def test_every_command_has_a_file() -> None:
 def test_a_command_among_settings_is_told_where_it_belongs() -> None:
     with pytest.raises(SettingsError, match="report is a command and no setting: put it first"):
         checked(["method=full", "report"])
+
+
+def test_doctor_says_how_many_threads_torch_uses() -> None:
+    """In a process of its own: torch is not loaded when the doctor is called."""
+    code = "from harness.commands import doctor; print(*(check.text for check in doctor._machine()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert re.search(r"torch uses \d+ thread", done.stdout), done.stdout

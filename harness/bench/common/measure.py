@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from math import sqrt
 from statistics import median
+from textwrap import shorten
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -17,6 +19,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Call = Callable[[], Any]
 CallKey = TypeVar("CallKey")
 Result = TypeVar("Result")
+Failures = dict[CallKey, str]  # why calls could not be measured
 CACHE_BYTES = {"cpu": 1 << 29, "cuda": 1 << 28}  # more than any last-level cache: 260 MiB on some Xeons
 PAUSE_CYCLES = 10_000_000  # about 5 ms: no operation and no step of a layer takes as long to launch
 
@@ -92,23 +95,50 @@ class Cold:
 
 
 def interleaved(
-    calls: Mapping[str, Call], clock: Callable[[Call], float], rounds: int, warmup: int = 2
-) -> dict[str, list[float]]:
-    """`rounds` times of each call, in turn."""
-    for _ in range(warmup):
-        for call in calls.values():
-            call()
-    *_, times = rounds_of({name: partial(clock, call) for name, call in calls.items()}, rounds)
+    calls: Mapping[CallKey, Call],
+    clock: Callable[[Call], float],
+    rounds: int,
+    failures: Failures[CallKey],
+    warmup: int = 2,
+) -> dict[CallKey, list[float]]:
+    """Return `rounds` times of each call, in turn; a call that raises an error is left out, and `failures` says why."""
+    for _ in rounds_of(calls, warmup, failures):
+        pass
+    timed = {name: partial(clock, call) for name, call in calls.items() if name not in failures}
+    *_, times = rounds_of(timed, rounds, failures)
     return times
 
 
-def rounds_of(calls: Mapping[CallKey, Callable[[], Result]], rounds: int) -> Iterator[dict[CallKey, list[Result]]]:
-    """Each call `rounds` times, in turn: all results so far, after each round."""
+def rounds_of(
+    calls: Mapping[CallKey, Callable[[], Result]], rounds: int, failures: Failures[CallKey] | None = None
+) -> Iterator[dict[CallKey, list[Result]]]:
+    """Run each call `rounds` times, in turn; yield all results so far after each round. With `failures`, a call that
+    raises an error is left out from then on, its results too, and its reason is put there."""
     done: dict[CallKey, list[Result]] = {key: [] for key in calls}
     for place in range(rounds):
-        for key in turned(calls, place):
-            done[key].append(calls[key]())
+        for key in turned(done, place):
+            try:
+                done[key].append(calls[key]())
+            except Exception as error:
+                if failures is None:
+                    raise
+                failures[key] = why(error)
+                del done[key]
+            if failures is not None and key in failures:
+                release()
         yield done
+
+
+def why(error: Exception) -> str:
+    """Return the kind and the words of an error, in one line of at most 200 characters."""
+    return shorten(f"{type(error).__name__}: {error}", 200, placeholder=" ...")
+
+
+def release() -> None:
+    """Give back the memory of a call that failed, so that the next one has it."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def turned(keys: Collection[CallKey], place: int) -> list[CallKey]:

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 
-from harness.bench.common.output import Report
+from harness.bench.common.measure import release, why
+from harness.bench.common.output import Report, failed_row
 from harness.config.catalogue import CONF, entries
 from harness.config.plugins import build, suggestion
-from methods.base import BudgetError, Method
+from methods.base import Method
 
 MeasureMethod = Callable[[Method], dict[str, Any]]  # -> a row's numbers
 
@@ -51,10 +51,17 @@ def chosen(specs: Sequence[str], folders: Sequence[Path] = ()) -> dict[str, Meth
 def measured(
     options: Namespace, report: Report, behind: Callable[[int], MeasureMethod], told: Callable[[dict[str, Any]], str]
 ) -> None:
-    """A row for every method behind a prompt of every length. `behind`: that length -> what measures a method there.
-    A budget that is too small for a method, or a lack of memory, is a row that says so."""
+    """Add a row for every method after a prompt of every length. `behind`: that length -> what measures a method there.
+    What ends in an error, as a lack of memory or a budget that is too small, is a row that says so, and the others go
+    on. `ValueError`s of `behind` are raised: nothing can be measured at such a length."""
     for tokens in options.tokens:
-        measure = behind(tokens)
+        try:
+            measure = behind(tokens)
+        except ValueError:
+            raise
+        except Exception as error:
+            report.add(failed_row(f"every method at {tokens}", why(error), tokens=tokens), f"at {tokens}: {why(error)}")
+            continue
         for name, method in chosen(options.methods, options.config_dir).items():
             row: dict[str, Any] = {"method": name, "tokens": tokens}
             if report.out_of_time(f"{name} at {tokens}"):
@@ -62,6 +69,9 @@ def measured(
             try:
                 row |= measure(method)
                 line = told(row)
-            except (BudgetError, torch.OutOfMemoryError) as error:
-                row["error"] = line = str(error)
+            except Exception as error:
+                line = why(error)
+                row = failed_row(f"{name} at {tokens}", line, method=name, tokens=tokens)
+            if "error" in row:
+                release()
             report.add(row, f"{name} at {tokens}: {line}")

@@ -53,7 +53,8 @@ class Report:
         """In place of the rows so far, for those that grow with every round."""
         self.rows = list(rows)
         self._write("partial")
-        say(line + (f" ({mark} samples disturbed)" if (mark := _marked("disturbed")(self.rows[-1])) else ""))
+        mark = _marked("disturbed")(self.rows[-1]) if self.rows else None
+        say(line + (f" ({mark} samples disturbed)" if mark else ""))
 
     def measure(
         self,
@@ -63,11 +64,13 @@ class Report:
         rows_of: Callable[[Mapping[CallKey, Sequence[Result]]], Sequence[BenchRow]],
         told: Callable[[BenchRow], str],
     ) -> None:
-        """The rows of `what`, anew after each round of its calls."""
-        before = self.rows
-        for number, done in enumerate(rounds_of(calls, rounds), start=1):
+        """Add the rows of `what`, anew after each round of its calls; a call that fails is a row that says why."""
+        before, failures = self.rows, dict[CallKey, str]()
+        for number, done in enumerate(rounds_of(calls, rounds, failures), start=1):
             rows = rows_of(done)
-            self.show([*before, *rows], f"{what}, round {number}: {', '.join(map(told, rows))}")
+            failed = [failed_row(f"{what}, {_named(key)}", reason) for key, reason in failures.items()]
+            words = [*map(told, rows), *(f"{row['label']}: {row['error']}" for row in failed)]
+            self.show([*before, *rows, *failed], f"{what}, round {number}: {', '.join(words)}")
 
     def out_of_time(self, what: str) -> bool:
         """Whether --minutes are over, so that `what` is left out."""
@@ -107,6 +110,7 @@ class Report:
                 f"{disturbed} of {len(self.rows)} rows hold samples in which other processes took the CPU (disturbed): "
                 "measure again on an idle machine."
             )
+        sentences += [f"Not measured: {row['label']}: {row['error']}" for row in self.rows if "error" in row]
         if self.left_out:
             sentences.append(f"Left out after {self.minutes:g} minutes: {', '.join(self.left_out)}.")
         return "".join(f"{sentence}\n" for sentence in sentences)
@@ -149,6 +153,15 @@ def table(*cells: Cell) -> Table:
 def some(key: str) -> Callable[[BenchRow], Any]:
     """A number of the row, empty where it is 0."""
     return lambda row: row[key] or None
+
+
+def failed_row(label: str, reason: str, **facts: Any) -> dict[str, Any]:
+    """Return the row of what could not be measured. `label`: what it is called below the table."""
+    return {**facts, "label": label, "error": reason}
+
+
+def _named(key: object) -> str:
+    return " ".join(map(str, key)) if isinstance(key, tuple) else str(key)
 
 
 def _marked(kind: str) -> Callable[[BenchRow], str | None]:

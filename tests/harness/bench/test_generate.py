@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from harness.bench import __main__ as bench
-from harness.bench.generate import FOLLOWED, TimedRun, agreement, compare
+from harness.bench.generate import FOLLOWED, TimedRun, agreement, compare, theirs
+from harness.engine.graph import CpuGraphs, CudaGraphs, usual_graphs
+from harness.models.base import LoadedModel
 from harness.models.random import Random
 
 
@@ -55,6 +58,37 @@ def test_agreement_is_the_share_of_tokens_that_both_would_pick() -> None:
     text = torch.randint(0, 200, (1, FOLLOWED + 40), generator=torch.Generator().manual_seed(0))
     assert agreement(exact, exact, text) == 1.0
     assert agreement(exact, other, text) < 0.5
+
+
+@pytest.mark.tokens
+def test_a_side_that_fails_is_a_row_with_the_reason_and_steps_are_captured_as_in_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[CpuGraphs] = []
+
+    class Counted(CpuGraphs):
+        def capture(self, step: Any) -> Any:
+            made.append(self)
+            return super().capture(step)
+
+    def fails(loaded: LoadedModel, *_: Any) -> Any:
+        if loaded.model.dtype == torch.bfloat16:
+            raise torch.OutOfMemoryError("no room for bf16")
+        return theirs(loaded, *_)
+
+    monkeypatch.setattr("harness.bench.generate.usual_graphs", lambda device: Counted())
+    monkeypatch.setattr("harness.bench.generate.theirs", fails)
+    words = ["generate", "--shape", "tiny", "--tokens", "300", "--new", "5", "--rounds", "2", "--out", str(tmp_path)]
+    assert bench.main([*words, "--no-plot"]) == 0
+    fp32, failed = json.loads((tmp_path / "result.json").read_text())["rows"]
+    assert fp32["same_tokens"]
+    assert failed == {"label": "300 tokens, generate bf16", "error": "OutOfMemoryError: no room for bf16"}
+    assert made
+
+
+def test_a_gpu_captures_where_nobody_says() -> None:
+    assert usual_graphs(torch.device("cpu")) is None
+    assert isinstance(usual_graphs(torch.device("cuda")), CudaGraphs)
 
 
 @pytest.mark.tokens

@@ -71,7 +71,7 @@ def rows(*more: str) -> list[Any]:
 
 def test_a_budget_that_is_too_small_is_a_row_of_its_own() -> None:
     small, fitting = rows("--methods", "quest", "streaming", "--tokens", "300", "--budget", "40")
-    assert small == {"method": "quest", "tokens": 300, "error": small["error"]}
+    assert small == {"method": "quest", "tokens": 300, "label": "quest at 300", "error": small["error"]}
     assert "at least 48" in small["error"]
     assert "error" not in fitting
 

@@ -86,9 +86,46 @@ def test_a_gpu_that_is_named_is_made_the_current_one(monkeypatch: pytest.MonkeyP
 def test_calls_run_in_turn_and_the_order_turns_round() -> None:
     order: list[str] = []
     calls = {name: (lambda name=name: order.append(name)) for name in "ab"}
-    times = interleaved(calls, Cold(CPU), rounds=2, warmup=1)
+    times = interleaved(calls, Cold(CPU), rounds=2, failures={}, warmup=1)
     assert "".join(order) == "ab" + "ab" + "ba"
     assert all(len(spent) == 2 and min(spent) > 0 for spent in times.values())
+
+
+def out_of_memory(*_: Any) -> None:
+    raise torch.OutOfMemoryError("tried to allocate 128 GiB")
+
+
+def test_a_backend_that_fails_is_a_row_with_the_reason_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain torch's, a rival's, and the inputs of a whole group of operations."""
+    monkeypatch.setattr("harness.bench.calibrate.calibrate", lambda device: LIMITS)
+    monkeypatch.setattr("kernels.column_sums.column_sums", out_of_memory)
+    monkeypatch.setattr(ops.column_sums, "_loaded", {})
+    monkeypatch.setattr("harness.bench.rivals.gathered", out_of_memory)
+    monkeypatch.setattr(Inputs, "coded", out_of_memory)  # attention's last cases, and those of rows but for the first
+    words = ["ops", *SMALL, "--rounds", "2", "--dtype", "fp32", "--no-plot", "--out", str(tmp_path)]
+    assert bench.main([*words, "--ops", "segment_attention", "column_sums", "gather_rows", "rotate"]) == 0
+    rows = json.loads((tmp_path / "result.json").read_text())["rows"]
+    failed = {row["label"] for row in rows if "error" in row}
+    assert {"column_sums SnapKV, 32 of 600: torch", "gather_rows 128 of 600: rival"} <= failed
+    assert {"further cases of attention at 600", "further cases of rows at 600"} <= failed
+    assert all("tried to allocate 128 GiB" in row["error"] for row in rows if "error" in row)
+    measured = [(row["op"], row["backend"]) for row in rows if "time_s" in row]
+    assert {("segment_attention", "torch"), ("gather_rows", "torch"), ("rotate", "torch")} <= set(measured)
+    assert "column_sums" in {op for op, backend in measured if backend != "torch"}
+    assert "Not measured: column_sums SnapKV, 32 of 600: torch: OutOfMemoryError" in (tmp_path / "table.md").read_text()
+
+
+def test_scores_that_do_not_fit_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux promises memory that it does not have, and ends the process that uses it."""
+    monkeypatch.setattr("harness.bench.ops.free_bytes", lambda device: 50_000)
+    monkeypatch.setattr("kernels.reference.prefill_attention", out_of_memory)
+    rows = bench_ops.measure(case("prefill_attention"), SHAPE, LIMITS, rounds=1)
+    [error] = [row for row in rows if "error" in row]
+    assert error["backend"] == "torch"
+    assert error["error"].startswith("its scores take")
+    assert [row["reference"] for row in rows if "error" not in row] == [None] * (len(rows) - 1)
 
 
 @pytest.mark.parametrize("place", range(3), ids=["full", "per KV head", "per query head"])

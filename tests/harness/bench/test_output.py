@@ -139,7 +139,7 @@ def test_what_does_not_fit_into_the_minutes_is_named(tmp_path: Path, capsys: pyt
 
 def test_errors_alone_are_an_error(tmp_path: Path) -> None:
     made = report(tmp_path)
-    made.add({"what": "first", "error": "too small"}, "first")
+    made.add(output.failed_row("first", "too small"), "first")
     with pytest.raises(ValueError, match="Nothing could be measured: too small"):
         made.finish()
 

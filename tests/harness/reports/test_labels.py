@@ -57,6 +57,17 @@ def test_settings_that_are_no_default_are_named_where_rows_differ_in_them(tmp_pa
     assert rows(tmp_path) == ["full", "h2o 10%", "quest dense_layers=[0,1] reuse_steps=3 10%"]
 
 
+def test_a_setting_is_named_only_among_methods_that_have_it(tmp_path: Path) -> None:
+    """On a GPU prompts come in chunks and rows while the model computes, but for methods that can do neither."""
+    usual = {"device": "cuda", "graphs": "on", "prefill_chunk": 8192}
+    write_run(tmp_path, records([1.0, 1.0]), **usual, overlap="auto")
+    write_run(tmp_path, records([0.0, 1.0]), "infllm", **usual | {"prefill_chunk": None}, overlap="on")
+    quest(tmp_path, **usual, overlap="on")
+    assert set(rows(tmp_path)) == {"full", "infllm 10%", "quest 10%"}
+    quest(tmp_path, **usual | {"prefill_chunk": 512}, overlap="off")
+    assert "quest prefill_chunk=512 overlap=off 10%" in rows(tmp_path)
+
+
 def test_where_files_lay_is_no_part_of_a_label(tmp_path: Path) -> None:
     for place in ("here", "there"):
         store = {"host": 0, "disk": "1GB", "folder": place}
