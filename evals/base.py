@@ -21,6 +21,10 @@ class TaskError(ValueError):
     """Says that a task cannot do what the user asked of it, and what to do instead."""
 
 
+class MissingData(TaskError):
+    """Says which files of a data set cannot be found, and what brings them."""
+
+
 class TextTools(Protocol):
     """Lists what a task may know of the model's tokenizer and chat template."""
 

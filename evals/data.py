@@ -15,14 +15,16 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from evals import hub
-from evals.base import NO_DATA_ROOT, TaskEnv, TaskError
+from evals.base import MissingData, TaskEnv, TaskError
 from evals.shapes import ANY, Shape, misfit
 
 Row = dict[str, Any]
+NAMED_FILES = 3  # of those that are missing, in an error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +37,14 @@ class Source:
     hub_file: str = ""
     hub_revision: str = "main"
     member: str | None = None  # the file wanted from a zip
+
+    @property
+    def folder(self) -> str:
+        """Return the folder below the data root where the hub's file is found under its own name, "" for the root."""
+        places = [pattern.split("/") for pattern in self.local]
+        parts = self.hub_file.split("/")
+        fitting = [place for place in places if fnmatch(self.hub_file, "/".join(place[-len(parts) :]))]
+        return "/".join(fitting[0][: -len(parts)]) if fitting else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,24 +78,31 @@ def require(sources: Iterable[Source], root: Path | None) -> None:
     absent = [source for source in sources if _find(source, root) is None]
     for place, source in enumerate(absent):
         try:
-            _from_hub(source, root)
-        except TaskError as error:
-            others = [other for other in absent[place + 1 :] if not _is_cached(other)]
-            raise TaskError(f"{error}{_too(others, _command(source))}") from error
+            _from_hub(source)
+        except hub.HubError as error:
+            missing = [source, *(other for other in absent[place + 1 :] if not _is_cached(other))]
+            raise _missing(missing, root, str(error)) from error
 
 
-def _too(others: Sequence[Source], known: str) -> str:
-    """Return the end of an error about one source, which names the others that are missing."""
-    if not others:
-        return ""
-    names = ", ".join(other.name for other in others)
-    commands = [c for c in dict.fromkeys(map(_command, others)) if c not in (known, "")]
-    remedy = f"; for them `{' && '.join(commands)}`" if commands else ""
-    return f". Missing, too: {names}{remedy}"
-
-
-def _command(source: Source) -> str:
-    return hub.command(source.hub_repo, source.hub_file, source.hub_revision) if source.hub_repo else ""
+def _missing(sources: Sequence[Source], root: Path | None, reason: str) -> MissingData:
+    """Return the error for files that no place has: what is missing, why, and what brings it. Only the first files are
+    named where there are many."""
+    named = [source.name for source in sources[:NAMED_FILES]]
+    more = [f"{len(sources) - NAMED_FILES} more"] * (len(sources) > NAMED_FILES)
+    of_hub: dict[tuple[str, str, str], list[str]] = {}
+    for source in sources:
+        if source.hub_repo:
+            of_hub.setdefault((source.hub_repo, source.hub_revision, source.folder), []).append(source.hub_file)
+    commands = [
+        hub.command(repo, list(dict.fromkeys(files)), revision, folder)
+        for (repo, revision, folder), files in of_hub.items()
+    ]
+    remedies = [f"run `{' && '.join(commands)}` where the hub can be reached"] if commands else []
+    if own := [source for source in sources if not source.hub_repo]:
+        files = "the file at" if len(own) == 1 else "their files (docs/tasks.md says where they come from) at"
+        remedies.append(f"put {files} DATA/{own[0].local[0]}{' and so on' if len(own) > 1 else ''}")
+    where = f"below the data root {root}" if root else "on this machine"
+    return MissingData(f"{', '.join([*named, *more])} cannot be found {where}, and {reason}: {', and '.join(remedies)}")
 
 
 def _is_cached(source: Source) -> bool:
@@ -175,7 +192,10 @@ def _line(number: int, line: bytes) -> Any:
 
 
 def _locate(source: Source, root: Path | None) -> tuple[Path, str]:
-    return _find(source, root) or _from_hub(source, root)
+    try:
+        return _find(source, root) or _from_hub(source)
+    except hub.HubError as error:
+        raise _missing([source], root, str(error)) from error
 
 
 def _find(source: Source, root: Path | None) -> tuple[Path, str] | None:
@@ -188,18 +208,12 @@ def _find(source: Source, root: Path | None) -> tuple[Path, str] | None:
     return None if path is None else (path, f"local:{path.relative_to(root).as_posix()}")
 
 
-def _from_hub(source: Source, root: Path | None) -> tuple[Path, str]:
-    sought = f"as {' or '.join(source.local)} below the data root {root or NO_DATA_ROOT}"
+def _from_hub(source: Source) -> tuple[Path, str]:
+    """Return the file in the hub's cache, fetched if need be, and its origin. Raises `HubError` where it cannot be
+    had."""
     if source.hub_repo is None:
-        raise TaskError(f"{source.name} is not on the hub and was not found {sought}: put the file there")
-    place = (source.hub_repo, source.hub_file, source.hub_revision)
-    try:
-        path, commit = hub.fetch(*place)
-    except hub.HubError as error:
-        raise TaskError(
-            f"{source.name} was not found {sought} nor in the hub's cache, and {error}: "
-            f"put the file there, or run `{_command(source)}` where the hub can be reached"
-        ) from error
+        raise hub.HubError("the hub has no such file")
+    path, commit = hub.fetch(source.hub_repo, source.hub_file, source.hub_revision)
     return path, f"hub:{source.hub_repo}@{commit}:{source.hub_file}"
 
 

@@ -10,6 +10,7 @@ import hashlib
 import ssl
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from queue import Empty, Queue
@@ -31,9 +32,10 @@ def fetch(repo: str, file: str, revision: str) -> tuple[Path, str]:
     return path, path.parents[file.count("/")].name  # .../snapshots/COMMIT/FILE
 
 
-def command(repo: str, file: str, revision: str) -> str:
-    """Return the command that fills the cache."""
-    return f"hf download {repo} {file} --repo-type dataset --revision {revision}"
+def command(repo: str, files: Sequence[str], revision: str, folder: str) -> str:
+    """Return the command that puts the files below DATA, a folder of the user's choice."""
+    place = "/".join(filter(None, ("DATA", folder)))
+    return f"hf download {repo} {' '.join(files)} --repo-type dataset --revision {revision} --local-dir {place}"
 
 
 def cached(repo: str, file: str, revision: str) -> Path | None:

@@ -100,7 +100,11 @@ class WikiText2(Task):
     def _source(self) -> Source:
         return Source(
             name="wikitext2/test",
-            local=("ppl/wikitext2_test_raw.txt", "wikitext-2-raw/wiki.test.raw"),
+            local=(
+                "ppl/wikitext2_test_raw.txt",
+                "wikitext-2-raw/wiki.test.raw",
+                "wikitext/wikitext-2-raw-v1/test-*.parquet",
+            ),
             hub_repo="Salesforce/wikitext",
             hub_file="wikitext-2-raw-v1/test-00000-of-00001.parquet",
             hub_revision=self.revision,

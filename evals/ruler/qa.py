@@ -16,7 +16,13 @@ from evals.ruler.vocabulary import Streams
 SOURCES = {
     "qa_1": Source(
         name="SQuAD 2.0 dev (https://rajpurkar.github.io/SQuAD-explorer/dataset/dev-v2.0.json)",
-        local=("squad/dev-v2.0.json", "squad/squad_v2_dev*.json", "dev-v2.0.json", "squad.json"),
+        local=(
+            "squad/dev-v2.0.json",
+            "squad/squad_v2_dev*.json",
+            "dev-v2.0.json",
+            "squad.json",
+            "squad/squad_v2/validation-*.parquet",
+        ),
         hub_repo="rajpurkar/squad_v2",  # has the same questions in the same order, one a row
         hub_file="squad_v2/validation-00000-of-00001.parquet",
         hub_revision="3ffb306f725f7d2ce8394bc1873b24868140c412",

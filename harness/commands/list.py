@@ -1,11 +1,12 @@
-"""`python -m harness.list`: all methods, tasks, models and experiments; `method=pqcache` behind it shows one card."""
+"""`python -m harness.list`: methods, tasks, models and experiments; `harness.list pqcache` shows a card."""
 
 from __future__ import annotations
 
 import argparse
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 
 from harness.config.catalogue import CONF, GROUPS, ConfigError, Entry, entries
 from harness.config.errors import as_command
@@ -26,26 +27,49 @@ KINDS = (*GROUPS, EXPERIMENT)
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     folders = (CONF, *options.config_dir)
-    for asked in options.what:
-        if (group := asked.partition("=")[0]) not in (*KINDS, SETTINGS):
-            raise ConfigError(f"There is no kind {asked!r}{suggestion(group, (*KINDS, SETTINGS))}")
-    for asked in options.what or KINDS:
-        group, _, name = asked.partition("=")
-        if group == SETTINGS:
-            say(settings_text().rstrip())
-            continue
-        known = experiments(folders) if group == EXPERIMENT else {one.name: one for one in entries(group, folders)}
-        if name and name not in known:
-            raise ConfigError(f"There is no {group} {name!r}{suggestion(name, known)}")
-        say(_told(group, known, name))
+    known: dict[str, Mapping[str, Entry | Experiment]] = {
+        group: {entry.name: entry for entry in entries(group, folders)} for group in GROUPS
+    }
+    known[EXPERIMENT] = experiments(folders)
+    for word in options.what:
+        say("\n".join(_told(word, known)))
+    if not options.what:
+        say("\n".join(_summary(known)))
 
 
-def _told(group: str, found: Mapping[str, Entry] | Mapping[str, Experiment], name: str) -> str:
-    """All there are, or the card of one."""
-    if not name:
-        return _overview(group, list(found.values()))
-    one = found[name]
-    return _card(group, one) if isinstance(one, Entry) else experiment_card(one)
+def _told(word: str, known: Mapping[str, Mapping[str, Entry | Experiment]]) -> list[str]:
+    """Return what a word of the command line asks for: the settings, all of a group, or the cards of a name."""
+    group, equals, name = word.partition("=")
+    if word == SETTINGS:
+        return [settings_text().rstrip()]
+    if word in known:
+        return [_overview(word, list(known[word].values()))]
+    if equals and group not in known:
+        raise ConfigError(f"There is no kind {group!r}{suggestion(group, (*known, SETTINGS))}")
+    places = {group: known[group]} if equals else known
+    found = [(kind, entries[name or word]) for kind, entries in places.items() if (name or word) in entries]
+    if not found:
+        names = [*(known[group] if equals else (*known, SETTINGS, *(name for one in known.values() for name in one)))]
+        raise ConfigError(f"There is no {group if equals else 'entry'} {name or word!r}{_near(name or word, names)}")
+    return [_card(kind, one) if isinstance(one, Entry) else experiment_card(one) for kind, one in found]
+
+
+def _near(word: str, names: Sequence[str]) -> str:
+    near = get_close_matches(word, names, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else "; `python -m harness.list` shows what there is."
+
+
+def _summary(known: Mapping[str, Mapping[str, Entry | Experiment]]) -> Iterator[str]:
+    """Describe each method, task and model in a line; presets and experiments are counted."""
+    for group in GROUPS:
+        every = list(known[group].values())
+        own = [entry for entry in every if not (isinstance(entry, Entry) and entry.base)]
+        yield _overview(group, own).rstrip()
+        if len(own) < len(every):
+            yield f"  and {len(every) - len(own)} presets of these: `python -m harness.list {group}`"
+        yield ""
+    yield f"{EXPERIMENT}=\n  {len(known[EXPERIMENT])} figures and tables: `python -m harness.list {EXPERIMENT}`"
+    yield "\nA card with all parameters: `python -m harness.list pqcache`. Settings: `python -m harness.list settings`."
 
 
 def _overview(group: str, found: Sequence[Entry | Experiment]) -> str:
@@ -90,7 +114,7 @@ def _words(name: str) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.list", description=__doc__)
-    parser.add_argument("what", nargs="*", metavar="WHAT", help=f"{SETTINGS}, or {', '.join(KINDS)}: =NAME for a card")
+    parser.add_argument("what", nargs="*", metavar="WHAT", help=f"a name, one of {', '.join(KINDS)}, or {SETTINGS}")
     parser.add_argument("--config-dir", "-cd", type=typed, action="append", default=[], help="more yaml files")
     return parser
 

@@ -26,7 +26,7 @@ from harness.config.catalogue import CONF, GROUPS, ConfigError, config_dirs
 from harness.config.compose import tell_hydra_the_schema
 from harness.config.errors import sentence
 from harness.config.hydra_errors import explain
-from harness.config.keys import help_text
+from harness.config.keys import WITHOUT_WORDS, help_text
 from harness.config.overrides import Overrides, read
 from harness.config.settings import Settings, SettingsError, settings_of
 from harness.config.words import SWEEP, asks_hydra
@@ -209,6 +209,9 @@ def main() -> int:
         return 0
     if {"-h", "--help"} & set(arguments):
         return _help(arguments)
+    if not arguments:
+        say(WITHOUT_WORDS)
+        return 0
     say_once.cache_clear()
     complain_once.cache_clear()
     tell_of_builds()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -35,6 +36,8 @@ CARD = (
     "later_turns",  # what a further turn finds changed from its own prompt; left out: nothing
 )
 
+SENTENCE_END = re.compile(r"(?<=\.) (?=[A-Z])")
+
 
 class ConfigError(ValueError):
     """The yaml files cannot be used as they are; the message names file and line."""
@@ -53,8 +56,8 @@ class Entry:
 
     @property
     def headline(self) -> str:
-        """The file's first comment line."""
-        return next(iter(leading_comment(self.file)), "")
+        """The first sentence of the comment that the file begins with."""
+        return first_sentence(leading_comment(self.file))
 
     @property
     def base(self) -> Entry | None:
@@ -134,6 +137,16 @@ def leading_comment(file: Path) -> list[str]:
     """Return the lines of the comment that a yaml file begins with, without their marks."""
     lines = file.read_text(encoding="utf-8").splitlines()
     return [line[1:].removeprefix(" ").rstrip() for line in takewhile(lambda line: line.startswith("#"), lines)]
+
+
+def first_sentence(comment: Iterable[str]) -> str:
+    """Return the first sentence of a comment, which may take several lines."""
+    text = ""
+    for line in comment:
+        text = f"{text} {line}".strip()
+        if text.endswith(".") or (text and not line):
+            break
+    return SENTENCE_END.split(text, maxsplit=1)[0]
 
 
 def facts_in(comment: Iterable[str], names: Sequence[str]) -> dict[str, str]:

@@ -14,7 +14,7 @@ from typing import ParamSpec
 
 import yaml
 
-from evals.base import NO_DATA_ROOT
+from evals.base import NO_DATA_ROOT, MissingData
 from harness.config.catalogue import not_yaml
 from harness.terminal.control_characters import visible
 from harness.terminal.notices import complain
@@ -52,7 +52,10 @@ def _sentence(error: BaseException, data_root: str) -> str:
         return f"Cannot use {error.filename}: {error.strerror}; name another file or folder."
     if isinstance(error, yaml.MarkedYAMLError):
         return not_yaml(error)
-    return " ".join(str(error).split()).replace(NO_DATA_ROOT, f"(none is set: {data_root} names one)")
+    text = " ".join(str(error).split())
+    if isinstance(error, MissingData):
+        return f"{text}, then add {data_root.replace('FOLDER', 'DATA')}. `task=niah` needs no data."
+    return text.replace(NO_DATA_ROOT, f"(none is set: {data_root} names one)")
 
 
 def one_sentence(error: BaseException) -> str:

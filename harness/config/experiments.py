@@ -17,7 +17,17 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType, ValueType
 from hydra.errors import HydraException
 
-from harness.config.catalogue import CONF, GROUPS, ConfigError, entries, facts_in, leading_comment, load, plain
+from harness.config.catalogue import (
+    CONF,
+    GROUPS,
+    ConfigError,
+    entries,
+    facts_in,
+    first_sentence,
+    leading_comment,
+    load,
+    plain,
+)
 from harness.config.plugins import suggestion
 from harness.config.settings import NESTED
 
@@ -73,7 +83,8 @@ class Experiment:
 
     @property
     def headline(self) -> str:
-        return next((line for line in self._comment if line), "")
+        """The first sentence of its card."""
+        return first_sentence(line for line in self._comment if line)
 
     @property
     def facts(self) -> dict[str, str]:

@@ -19,21 +19,28 @@ from harness.config.settings import CHOICES, NESTED, Settings
 from harness.terminal.tables import aligned
 
 _LINE = re.compile(r"(?P<indent> *)(?P<name>\w+):(?:.*? # *(?P<comment>.*))?")
-_USAGE = """python -m harness [-m] [method=NAME] [task=NAME] [model=NAME] [KEY=VALUE ...]
-
-  python -m harness method=pqcache task=niah                one run, Full beside it, a table at the end
+EXAMPLES = """  python -m harness method=pqcache task=niah                one run, Full with it, a table at the end
   python -m harness -m method=full,pqcache budget=0.1,0.2   a sweep: every combination
-  python -m harness -m +experiment=small/pqcache_fig9b      a paper's table or figure; `harness.list experiment`
-  python -m harness method=pqcache --help                   the parameters of PQCache, too
-  python -m harness.status                                  how far the sweeps are, and when they end
+  python -m harness -m +experiment=small/pqcache_fig9b      a paper's table or figure at a small size"""
+_USAGE = f"""python -m harness [-m] [method=NAME] [task=NAME] [model=NAME] [KEY=VALUE ...]
+
+{EXAMPLES}
+  python -m harness method=pqcache --help                   this text with the parameters of PQCache
   python -m harness.list                                    what each method, task and model is
 """
+WITHOUT_WORDS = f"""Name a method and a task, for example:
+
+{EXAMPLES}
+
+`python -m harness.list` describes methods, tasks and models; `python -m harness --help` lists the settings."""
 _FLAGS = """Flags
   -m                sweep over values that commas separate
   --config-dir DIR  look for method/, task/, model/ and experiment/ there, too
   --cfg job         print the composed configuration, run nothing
   --version         print version and commit
   --hydra-help      Hydra's own flags"""
+
+RARE_SECTIONS = ("Conversations of several turns", "Where else finished runs are shown")  # left out of --help
 
 
 class Setting(NamedTuple):
@@ -90,8 +97,7 @@ def parameters_of(entry: Entry) -> list[tuple[str, str]]:
 def help_text(words: Sequence[str] = (), config_dirs: Sequence[Path] = ()) -> str:
     """What `--help` prints: the settings, and the parameters of the methods, tasks and models that `words` name."""
     found = {group: entries(group, (CONF, *config_dirs)) for group in GROUPS}
-    known = "\n".join(f"{group + '=':<8}{', '.join(entry.name for entry in found[group])}" for group in GROUPS)
-    parts = [_USAGE, known, settings_text()]
+    parts = [_USAGE, "\n".join(_names(group, found[group]) for group in GROUPS), settings_text(leave_out=RARE_SECTIONS)]
     for group, name in _named(words):
         for entry in (entry for entry in found[group] if entry.name == name):
             rows = aligned((f"{group}.{given}", meaning) for given, meaning in parameters_of(entry))
@@ -99,16 +105,26 @@ def help_text(words: Sequence[str] = (), config_dirs: Sequence[Path] = ()) -> st
     return "\n".join([*parts, _FLAGS])
 
 
+def _names(group: str, found: Sequence[Entry]) -> str:
+    """List what a group offers in one line; presets of a method are counted, not named."""
+    names = [entry.name for entry in found if entry.base is None]
+    presets = f" and {len(found) - len(names)} presets (harness.list {group})" if len(names) < len(found) else ""
+    return f"{group + '=':<8}{', '.join(names)}{presets}"
+
+
 def _named(words: Sequence[str]) -> list[tuple[str, str]]:
     pairs = [word.split("=", 1) for word in words if word.startswith(tuple(f"{group}=" for group in GROUPS))]
     return [(group, name) for group, names in pairs for name in names.split(",")]
 
 
-def settings_text() -> str:
-    """For a terminal."""
+def settings_text(leave_out: Sequence[str] = ()) -> str:
+    """Return the settings as lines for a terminal; sections that are left out are named at the end."""
     lines = []
     for title, rows in sections():
-        lines += ["", title, *aligned((row.given, row.described) for row in rows)]
+        if title not in leave_out:
+            lines += ["", title, *aligned((row.given, row.described) for row in rows)]
+    if leave_out:
+        lines += ["", f"More settings, with `python -m harness.list settings`: {', '.join(leave_out).lower()}"]
     return "\n".join([*lines, ""])
 
 

@@ -150,9 +150,16 @@ def _chosen(group: str, said: Sequence[Override], known: Mapping[str, Entry]) ->
         raise SettingsError(f"{asked[-1].input_line} names no {group}: there is {', '.join(sorted(known))}.")
     for name in names:
         if name not in known:
-            own = f"One of your own needs --config-dir=FOLDER, and its file FOLDER/{group}/{name}.yaml."
-            raise SettingsError(f"There is no {group} {name!r}{suggestion(name, known)} {own}")
+            raise SettingsError(f"There is no {group} {name!r}{_elsewhere(group, name, known)}")
     return [known[name] for name in names]
+
+
+def _elsewhere(group: str, name: str, known: Mapping[str, Entry]) -> str:
+    """Return the end of an error about a name that no yaml file has: the nearest name, or how to use what it may be."""
+    if group == "model" and ("/" in name or Path(name).is_dir()):
+        return f" among the presets; for a model of the hub or a local folder write model=hf model.name={name}."
+    own = f"One of your own needs --config-dir=FOLDER, and its file FOLDER/{group}/{name}.yaml."
+    return f"{suggestion(name, known)} {own}"
 
 
 def _dicts(override: Override) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evals.base import Example, TaskEnv, TaskError
+from evals.base import Example, MissingData, TaskEnv, TaskError
 from evals.multiturn import Multiturn
 from evals.multiturn.law import drawn, statistics
 from tests.evals.test_niah import Words
@@ -242,7 +242,7 @@ def test_real_files_are_read(shared_data: Path) -> None:
         ({"source": "mt.jsonl"}, "^mt.jsonl gives 1 conversations that fit .* set task.conversations=1"),
         ({"source": "absent.json", "opening": 9}, "task.opening shapes drawn conversations and changes nothing beside"),
         ({"replies": "forced", "about": "first"}, "task.about is of questions about facts and changes nothing beside"),
-        ({"source": "absent.json"}, "was not found as absent.json below the data root .*put the file there"),
+        ({"source": "absent.json"}, "put the file at DATA/absent.json"),
         ({"source": "/absent.json"}, "is not there: name a file of conversations"),
         ({"source": "rows.jsonl"}, "row 1 of rows.jsonl lacks 'conversations' or 'turns': it should be"),
     ],
@@ -256,6 +256,6 @@ def test_what_cannot_be_is_one_sentence(changes: dict[str, Any], message: str, t
 
 
 def test_a_file_is_missed_before_a_model_is_looked_at(tmp_path: Path) -> None:
-    with pytest.raises(TaskError, match="put the file there"):
+    with pytest.raises(MissingData):
         Multiturn(source="absent.json").require(tmp_path)
     Multiturn().require(None)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from evals.base import Example, Task, TaskEnv, TaskError
+from evals.base import Example, MissingData, Task, TaskEnv, TaskError
 from evals.ruler.bench import CountedText
 from harness.config import plugins
 from harness.config.catalogue import CONF, entries
@@ -49,20 +49,32 @@ def first_examples(name: str, root: Path | None, **changes: Any) -> list[Example
     return list(islice(task.examples(env), 3))
 
 
-@pytest.mark.parametrize("name", TASKS)
 @pytest.mark.parametrize("with_root", [False, True], ids=["no folder", "empty folder"])
-def test_without_data_one_sentence_names_places_and_the_command(name: str, with_root: bool, tmp_path: Path) -> None:
-    try:
-        examples = first_examples(name, tmp_path if with_root else None)
-    except TaskError as error:
-        said = str(error)
-        assert name not in BUILT_IN
-        assert "\n" not in said
-        assert re.search(r"put the file there", said)
-        assert "hf download " in said or "not on the hub" in said
-    else:
-        assert name in BUILT_IN
-        assert examples
+@pytest.mark.parametrize("name", TASKS)
+def test_missing_data_are_said_in_a_line_with_a_command(name: str, with_root: bool, tmp_path: Path) -> None:
+    root = tmp_path if with_root else None
+    if name in BUILT_IN:
+        assert first_examples(name, root)
+        return
+    with pytest.raises(MissingData, match=r"hf download .* --local-dir DATA/\w+|put the file at DATA/") as missing:
+        first_examples(name, root)
+    assert "\n" not in str(missing.value)
+
+
+@pytest.mark.parametrize("name", [name for name in TASKS if name not in BUILT_IN])
+def test_what_the_command_brings_is_found_in_the_data_root(name: str, tmp_path: Path) -> None:
+    with pytest.raises(MissingData) as missing:
+        first_examples(name, tmp_path)
+    for files, folder in re.findall(
+        r"hf download \S+ (.+?) --repo-type .*? --local-dir DATA/(\w+)", str(missing.value)
+    ):
+        for file in files.split():
+            place = tmp_path / folder / file
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_text("not what it should be")
+    with pytest.raises(TaskError) as damaged:
+        first_examples(name, tmp_path)
+    assert not isinstance(damaged.value, MissingData)
 
 
 @pytest.mark.parametrize("name", [name for name in TASKS if name not in NOT_THERE])

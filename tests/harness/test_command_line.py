@@ -181,6 +181,19 @@ def test_a_grid_makes_its_prompts_once(cli: Cli, monkeypatch: pytest.MonkeyPatch
     assert len(made) == 1
 
 
+def test_without_words_nothing_runs_and_examples_are_shown() -> None:
+    done = subprocess.run([sys.executable, "-m", "harness"], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("Name a method and a task")
+    assert done.stdout.count("python -m harness") >= 3
+
+
+def test_a_model_of_the_hub_is_told_how_it_is_named(cli: Cli) -> None:
+    code, _, err = cli("model=Qwen/Qwen3-8B")
+    assert code == 1
+    assert "model=hf model.name=Qwen/Qwen3-8B" in err
+
+
 def test_help_and_a_wrong_setting_are_answered_without_torch() -> None:
     code = "import sys; from harness.__main__ import main; print(main()); sys.exit('torch' in sys.modules)"
     for words, told in ((["--help"], "method="), (["budget=1.5"], "budget=1.5 is neither a share")):

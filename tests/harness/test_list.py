@@ -31,6 +31,24 @@ def test_a_card_names_the_yamls_values(capsys: pytest.CaptureFixture[str]) -> No
     assert "method.b=6" in shown
 
 
+def test_a_name_alone_shows_its_card_whatever_it_names(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pqcache", "niah", "shadowkv_rank"]) == 0
+    shown = capsys.readouterr().out
+    assert all(card in shown for card in ("method=pqcache\n", "task=niah\n", "experiment=shadowkv_rank\n"))
+    assert main(["pqcach"]) == 2
+    assert "did you mean pqcache?" in capsys.readouterr().err
+
+
+def test_without_a_name_each_method_has_a_whole_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) < 60
+    for name, entry in METHODS.items():
+        (line,) = [line for line in lines if line.split()[:1] == [name]] or [None]
+        assert (line is None) == (entry.base is not None)
+        assert line is None or line.endswith(".")
+
+
 def test_the_page_in_docs_is_what_the_cards_say() -> None:
     written = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
     assert methods_page(entries("method")) == written, f"run: {COMMAND}"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from harness.config.catalogue import GROUPS, entries, plain
-from harness.config.keys import settings
+from harness.config.keys import RARE_SECTIONS, settings, settings_text
 from harness.config.overrides import settings as settable
 from harness.config.settings import CHOICES
 from harness.terminal.tables import code
@@ -59,7 +59,8 @@ def test_help_lists_all_keys_and_the_parameters_of_what_is_named(cli: Cli) -> No
     assert (code, err) == (0, "")
     for row in LISTED.values():
         if row.values:
-            assert f"  {row.given} " in out
+            assert (f"  {row.given} " in out) == (row.section not in RARE_SECTIONS)
+            assert f"  {row.given} " in settings_text()
     assert "(device, host, disk)" in out
     for known in ("method=quest", "method.page_size=16", "method=h2o", "method.sinks=0", "task.tasks=[niah_single_1"):
         assert known in out
