@@ -1,4 +1,4 @@
-"""`make tables`: fill the tables of README and docs/ and draw README's figure, from results/published/tables.
+"""`make tables`: fill the tables of README and docs/ and draw README's figure, from results/published.
 
 A table stands between a marker and `<!-- end -->`; everything else on a page is written by hand.
 
@@ -7,10 +7,13 @@ A table stands between a marker and `<!-- end -->`; everything else on a page is
 - `<!-- headline of NAME -->` shows scores, likelihoods and bytes of NAME, reads of NAME_read and times of NAME_times,
   which have the same methods. A file that is missing has no column; a sentence below the table says so.
   NAME_floor has Full alone, in other arithmetic.
+- `<!-- decode of NAME... -->`, with `: METHOD...` or without, shows results of `bench decode`, a length each, from
+  results/published/bench/NAME.json.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,9 +27,10 @@ from evals.stats import ALPHA
 from harness.reports.pictures import figures
 
 ROOT = Path(__file__).parents[1]
+BENCHES = ROOT / "results" / "published" / "bench"
 PUBLISHED = ROOT / "results" / "published" / "tables"
 PICTURE = ROOT / "docs" / "img" / "headline.png"
-MARKED = re.compile(r"(<!-- (rows|headline) of ([\w ]+)(?:: ([\w ]+))? -->\n).*?(<!-- end -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- (rows|headline|decode) of ([\w/ ]+)(?:: ([\w ]+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 MIB = 2**20
 TIERS = ("device", "host", "disk")
 
@@ -64,7 +68,11 @@ def filled(page: str) -> str:
 
     def table(found: re.Match[str]) -> str:
         head, kind, names, methods, end = found.groups()
-        text = headline(names) if kind == "headline" else listing(names.split(), (methods or "").split())
+        chosen = (methods or "").split()
+        if kind == "headline":
+            text = headline(names)
+        else:
+            text = (decode if kind == "decode" else listing)(names.split(), chosen)
         return f"{head}\n{text}\n{end}"
 
     return MARKED.sub(table, page)
@@ -92,6 +100,28 @@ def listing(names: Sequence[str], methods: Sequence[str] = ()) -> str:
     for column, (heading, factor, form) in columns.items():
         cells[heading] = rows[column].map(lambda x, k=factor, f=form: "" if pd.isna(x) else format(x * k, f))
     return _markdown(pd.DataFrame(cells), 1)
+
+
+def decode(names: Sequence[str], methods: Sequence[str] = ()) -> str:
+    """Return a Markdown row per method, in the order of the first file; a method that a later file lacks has empty
+    cells there."""
+    columns: dict[str, dict[str, str]] = {}
+    for name in names:
+        rows = json.loads((BENCHES / f"{name}.json").read_text(encoding="utf-8"))["rows"]
+        for row in rows:
+            at, cells = f"at {row['tokens']}", columns.setdefault(row["method"].partition(":")[0], {})
+            cells[f"TPOT {at} (ms)"] = _estimate(row["tpot_s"], 1e3)
+            cells[f"times as fast as Full {at}"] = _estimate(row["speedup"], 1) if row["speedup"] else ""
+            cells[f"KV {at} (MiB)"] = f"{row['device_bytes'] / MIB:.0f}"
+    chosen = {method: cells for method, cells in columns.items() if not methods or method in methods}
+    table = pd.DataFrame(chosen).T.fillna("")
+    return _markdown(table.reset_index(names="method"), 1)
+
+
+def _estimate(values: Sequence[float], factor: float) -> str:
+    """Return a median with its interval, three digits each."""
+    middle, low, high = (f"{factor * value:#.3g}" for value in values)
+    return f"{middle} ({low}-{high})"
 
 
 def _by_score(rows: pd.DataFrame) -> pd.DataFrame:

@@ -15,7 +15,7 @@ prefill_attention = Op(
     sdpa="kernels.sdpa",
     torch="kernels.reference",
 )
-DECODE = {  # no GPU has said yet which of the first three is best; Triton's takes every call
+DECODE = {  # on no GPU have the first three been compared; Triton's takes every call
     "triton": "kernels.gpu.decode",
     "flash": "kernels.flash_decode",
     "varlen": "kernels.varlen",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from runpy import run_path
 from typing import Any
@@ -71,3 +72,20 @@ def test_rows_of_different_numbers_of_prompts_are_refused(tables: dict[str, Any]
     pd.DataFrame([*ROWS, row("oracle", 0.8, num_examples=40)]).to_csv(tmp_path / "a.csv")
     with pytest.raises(ValueError, match=r"\[40, 100\]"):
         tables["headline"]("a")
+
+
+def test_a_decode_table_has_a_method_per_row_and_a_length_per_file(tables: dict[str, Any], tmp_path: Path) -> None:
+    def write(name: str, tokens: int, methods: list[str]) -> None:
+        rows = [
+            {"method": one, "tokens": tokens, "tpot_s": [0.01, 0.009, 0.011], "speedup": None, "device_bytes": 3 * MIB}
+            for one in methods
+        ]
+        (tmp_path / name).write_text(json.dumps({"rows": rows}))
+
+    tables["filled"].__globals__["BENCHES"] = tmp_path
+    write("long.json", 64, ["full", "quest:page_size=8", "sparq"])
+    write("short.json", 32, ["full"])
+    head, full, quest = cells(tables["filled"]("<!-- decode of long short: full quest -->\n<!-- end -->"))
+    assert head[1] == "TPOT at 64 (ms)"
+    assert full[::3] == ["full", "3", "3"]
+    assert quest[:2] == ["quest", "10.0 (9.00-11.0)"]
