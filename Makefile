@@ -99,13 +99,12 @@ tables: setup  ## the tables of README and docs/ and README's figure, from resul
 
 # A run that is there is read, not repeated: stopped, `make published` goes on where it was.
 TABLES = $(basename $(notdir $(wildcard conf/experiment/tables/[!_]*.yaml)))
-published: setup  ## results/published/tables and the bands of Full anew, with DATA=...: about 12 hours of one core
+published: setup  ## results/published/tables anew, with DATA=...: about 12 hours of one core
 	for name in $(TABLES); do \
 	    $(BIN)/python -m harness -m +experiment=tables/$$name data.root=$(DATA) results.root=results/runs/tables/$$name && \
 	    $(BIN)/python -m harness.report results/runs/tables/$$name --md results/published/tables/$$name.md \
 	        --csv results/published/tables/$$name.csv > /dev/null || exit 1; \
 	done
-	$(BIN)/python -m harness.bands results/runs/tables
 	$(MAKE) tables
 	$(BIN)/python -m harness.report results/runs/tables --html results/runs/tables/page --plots > /dev/null
 

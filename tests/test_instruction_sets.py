@@ -14,7 +14,7 @@ from tests.instruction_sets import PROBES, Outcome, bits, environment, main, ran
 TESTS = Path(__file__).parent
 # what holds the tokens of an answer, in a test of these folders (elsewhere `tokens` are numbers of tokens)
 SAYS = re.compile(r"(?<!found)\.tokens\b(?!\()|\.said\b|(?<![.\w])(?:own_tokens|tokens|said|generated)\(")
-FOLDERS = ("bench", "canonical_checks", "conversations", "diagnosis", "engine", "jobs", "prompts", "serve")
+FOLDERS = ("bench", "conversations", "engine", "jobs", "prompts", "serve")
 
 
 def compared(function: ast.FunctionDef) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import shutil
 import signal
 import sys
@@ -12,11 +13,14 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from harness.config.catalogue import GROUPS, plain
 from harness.config.errors import as_command
-from harness.diagnosis.difference import apart
-from harness.diagnosis.next_steps import with_root
-from harness.diagnosis.quality import failure
+from harness.config.nested import Flat, flatten
+from harness.config.plugins import TARGET
+from harness.config.settings import WITHOUT_EFFECT, recorded_defaults
 from harness.reports.command import command
+from harness.results.folder.names import ERROR
+from harness.results.identity import PARTS, word
 from harness.results.records import Record, Reply, StoreError
 from harness.results.run_folder import StoredRun, load
 from harness.terminal.control_characters import visible
@@ -43,9 +47,13 @@ def show(run: StoredRun, options: argparse.Namespace, width: int) -> Iterator[st
     chosen = _chosen(run.records, options.id, run.folder)
     shown = chosen if options.all else chosen[:FIRST]
     yield f"{run.folder.name}: {len(run.records)} examples, {run.status}"
-    yield from failure(run)
+    if run.status == "failed":
+        reason = " ".join(str(run.info.get("error") or "no reason was left").split()).rstrip(".")
+        yield f"It failed: {reason}."
+        if (path := run.folder / ERROR).is_file():
+            yield f"The traceback is in {path}."
     if run.status in ("failed", "interrupted"):
-        yield f"To finish it: {with_root(command(run), run)}"
+        yield f"To finish it: {command(run)} {shlex.quote(f'results.root={run.folder.parent}')}"
     for record in shown:
         yield ""
         yield f"{_head(record)}  {_result(record)}"
@@ -81,6 +89,44 @@ def diff(run: StoredRun, other: StoredRun, options: argparse.Namespace, width: i
         if (options.all or mine.answer != their.answer) if options.id is None else mine.id == options.id:
             yield ""
             yield from _side_by_side(mine, their, half)
+
+
+def apart(run: StoredRun, other: StoredRun) -> list[str]:
+    """Return what differs between two runs: settings with both values, then code and versions. Of two methods, tasks or
+    models only their names are returned."""
+    ours, theirs = _values(run), _values(other)
+    replaced = [kind for kind in GROUPS if ours.get(f"{kind}.{TARGET}") != theirs.get(f"{kind}.{TARGET}")]
+    found = [f"{kind} ({_plugin(run, kind)} | {_plugin(other, kind)})" for kind in replaced]
+    for key in ours | theirs:
+        if key.partition(".")[0] not in replaced and _counts(key, run, other) and ours.get(key) != theirs.get(key):
+            found.append(f"{key} ({plain(ours.get(key))} | {plain(theirs.get(key))})")
+    ours, theirs = _identity(run), _identity(other)
+    parts = [key for key in ours.keys() & theirs.keys() if key in PARTS or key.startswith("code.")]
+    changed = [key for key in parts if ours[key] != theirs[key]]
+    return [*found, *(word(key) for key in changed if not found or key != "prompts")]  # other tasks have other prompts
+
+
+def _values(run: StoredRun) -> Flat:
+    """Return the configuration without what changes no result; an older run has later settings at their defaults."""
+    own = flatten(recorded_defaults()) | flatten(run.config)
+    return {key: value for key, value in own.items() if not {key, key.partition(".")[0]} & set(WITHOUT_EFFECT)}
+
+
+def _counts(key: str, *runs: StoredRun) -> bool:
+    """Return whether a parameter that one run lacks counts as a difference: it came later, and was at its default
+    unless the other run's identity names it."""
+    lacking = [run for run in runs if key.partition(".")[0] in GROUPS and key not in flatten(run.config)]
+    return not lacking or any(key in _identity(run) for run in runs)
+
+
+def _identity(run: StoredRun) -> Flat:
+    return flatten(run.info.get("identity") or {})
+
+
+def _plugin(run: StoredRun, kind: str) -> str:
+    """Return the name that was typed, or else the module's."""
+    module = str((run.config.get(kind) or {}).get(TARGET, "none")).split(".")
+    return str((run.info.get("presets") or {}).get(kind) or module[-2 if len(module) > 1 else 0])
 
 
 def first_difference(a: Sequence[object], b: Sequence[object]) -> int | None:

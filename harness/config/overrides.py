@@ -16,6 +16,7 @@ from typing import Any
 
 from hydra.core.override_parser.types import Glob, Override
 
+from harness.config import removed
 from harness.config.catalogue import CONF, GROUPS, Entry, config_dirs, entries, load
 from harness.config.experiments import GROUP, Experiment, experiments
 from harness.config.launchers import split
@@ -223,6 +224,8 @@ def _require(override: Override, chosen: Chosen, groups: Known) -> None:
         return
     if key in settings():
         return
+    if key in removed.KEYS:
+        raise SettingsError(f"There is no setting {key} any more: {removed.KEYS[key]}. See CHANGELOG.md.")
     owners = [f"{kind}.{key}" for kind in GROUPS if any(key in entry.settable for entry in groups[kind].values())]
     near = owners or get_close_matches(key, [*settings(), *GROUPS, GROUP], n=1, cutoff=0.5)
     end = f"did you mean {near[0]}?" if near else "`python -m harness --help` shows them all."

@@ -64,7 +64,6 @@ CHOICES = {
     "trace": ("off", "on"),
     "memory_check": ("on", "off"),
     "graphs": ("auto", "on", "off"),
-    "triage": ("off", "on"),
     "likelihood": ("on", "off"),
 }
 RANGES = {
@@ -95,7 +94,6 @@ WITHOUT_EFFECT = (
     "memory_check",
     "wandb",
     "workers",
-    "triage",
     "likelihood",
     "disk",
     "store.folder",
@@ -157,7 +155,6 @@ class Settings:
     trace: str = "off"
     graphs: str = "auto"
     backends: str | None = None
-    triage: str = "off"
     memory_check: str = "on"
     dry_run: bool = False
     progress: bool = True
@@ -240,10 +237,6 @@ class Settings:
         _check_asked(None, self.layer_budgets)
 
     def _check_generation(self, generation: GenerationSettings) -> None:
-        if self.triage == "on" and generation.temperature:
-            raise SettingsError(
-                "triage=on gives answers again and needs greedy decoding: set generation.temperature=0."
-            )
         if not generation.temperature and (generation.top_k, generation.top_p) != (0, 1):
             raise SettingsError("Greedy decoding ignores top_k and top_p: set generation.temperature above 0 as well.")
 

@@ -18,7 +18,6 @@ from evals.base import Task
 from harness.config.settings import Settings, SettingsError
 from harness.jobs.group import OnError, reporting, run_group
 from harness.jobs.job import Job, Presets
-from harness.jobs.triage import triage
 from harness.models.base import ModelSource
 from harness.results.run_folder import StoredRun
 from harness.terminal.lasting_output import lasting_output
@@ -64,9 +63,6 @@ def evaluate_together(jobs: Sequence[Job], on_error: OnError | None = None) -> l
     for group in _groups(jobs):
         with reporting(report):
             for job in run_group(group, report):
-                if job.settings.triage == "on":
-                    with reporting(report):
-                        triage(job)
                 full = job.full
                 made[job.folder] = job.stored((made.get(full.folder) or full.finished()) if full else None)
     if errors:

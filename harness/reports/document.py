@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TextIO
 
-from harness.reports import against_tables, by_task, costs, likelihoods, needles, noise, power
+from harness.reports import against_tables, by_task, costs, likelihoods, noise, power
 from harness.reports.against import Contrasts
 from harness.reports.by_task import TaskColumns
 from harness.reports.columns import notes, score_table
@@ -34,7 +34,7 @@ class TableKind:
     caption: str
     columns: Callable[[Comparison], list[Column]]
     head: int
-    of: Literal["rows", "compared rows", "traced rows", "triaged rows", "turn rows", "columns", "methods"]
+    of: Literal["rows", "compared rows", "traced rows", "turn rows", "columns", "methods"]
     note: Callable[[Comparison], str] = lambda table: ""
     timed: bool = False
     brief: bool = True
@@ -47,7 +47,7 @@ class TableKind:
         """Which run of the table each row is; empty where rows are no runs."""
         if self.of == "turn rows":
             return [place for place, *_ in reuse_rows(table)]
-        sections = {"compared rows": "full", "traced rows": "trace", "triaged rows": "triage"}  # of a summary
+        sections = {"compared rows": "full", "traced rows": "trace"}  # of a summary
         section = sections.get(self.of)
         found = [i for i, entry in enumerate(table.entries) if section is None or entry.summary.get(section)]
         return found if self.of.endswith("rows") else []
@@ -67,7 +67,6 @@ OTHER_TABLES = (
     TableKind("power", power.CAPTION, power.power_table, 2, "compared rows", lambda _: power.MEANING, brief=False),
     TableKind("costs", "Preparation, seal and peak memory", costs.cost_table, 2, "rows", costs.meaning, True, False),
     TableKind("parts", "Where the time of a decode step goes", costs.trace_table, 2, "traced rows", timed=True),
-    TableKind("causes", "Causes of wrong answers", needles.cause_table, 2, "triaged rows", needles.meaning),
     TableKind("turns", "Score by turn", turn_scores, 3, "columns"),
     TableKind("turns_ago", "Score by turns between telling and asking", ago_scores, 2, "columns"),
     TableKind("turn_times", "Time to the first token by turn", turn_times, 3, "columns", timed=True),

@@ -1,28 +1,17 @@
-"""Needles: each cell of the heat map by length and depth, and the causes of wrong answers in triaged runs
-(docs/triage.md)."""
+"""Sorts needle scores into the cells of the heat map, by length and depth."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean
 from typing import NamedTuple
 
-from harness.reports.columns import names
-from harness.reports.compare import Comparison
 from harness.results.records import Record
-from harness.results.triage import CAUSES
-from harness.terminal.tables import Column, counts, percent, share
 
 BINS = 10  # of depth, where needles lie anywhere
 MOST_ROWS = 21  # where a task plants at fixed depths, each is a row
-
-NEEDLE = (
-    "needle held: share of the needle's tokens that a head held up to where these answers leave Full's, mean over "
-    "heads and layers; mass on it: share of a head's attention that they got"
-)
 
 
 class NeedleScore(NamedTuple):
@@ -78,33 +67,3 @@ def _fixed_depths(needles: Sequence[NeedleScore]) -> list[float]:
 
 def _tokens(length: float) -> str:
     return f"{length / 1024:g}K" if length >= 1024 and length % 512 == 0 else f"{length:g}"
-
-
-def cause_table(comparison: Comparison) -> list[Column]:
-    """Causes of wrong answers (docs/triage.md), those that some answer has; empty where no run was triaged."""
-    triaged = [entry for entry in comparison.entries if entry.summary.get("triage")]
-    if not triaged:
-        return []
-    found = [entry.summary["triage"] for entry in triaged]
-    head, asked_for = names(triaged)
-    masses = {"mass\non it": "mass", "Full's\nmass on it": "full_mass"}
-    return [
-        replace(head, head="wrong answers"),
-        asked_for,
-        counts("n", [entry.summary["num_examples"] for entry in triaged]),
-        counts("wrong", [one["wrong"] for one in found]),
-        *(counts(title, [one["causes"].get(cause) for one in found]) for cause, (title, _) in CAUSES.items()),
-        share("needle\nheld", [one["held"] for one in found]),
-        *(
-            Column(title, "%", [percent(one[key], 2) for one in found], values=[one[key] for one in found])
-            for title, key in masses.items()
-        ),
-    ]
-
-
-def meaning(comparison: Comparison) -> str:
-    """What the causes that some answer has say."""
-    found = [entry.summary["triage"]["causes"] for entry in comparison.entries if entry.summary.get("triage")]
-    told = [f"{' '.join(head.split())}: answers that {words}" for cause, (head, words) in CAUSES.items()
-            if any(one.get(cause) for one in found)]  # fmt: skip
-    return "; ".join([*told, NEEDLE])

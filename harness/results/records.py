@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
@@ -172,10 +171,6 @@ class Record(Reply):
     def replies(self) -> Sequence[Reply]:
         return self.turns or (self,)
 
-    @property
-    def answer_sha256(self) -> str:
-        return answer_digest({"prompt_sha256": self.prompt_sha256, "output": self.output, "tokens": self.tokens})
-
     def rescored(self, line: Mapping[str, Any]) -> Record:
         """With later scores of the same outputs: a line of rescored.jsonl."""
         again = line.get("turns", [line])
@@ -230,12 +225,6 @@ def nested(plain: Mapping[str, Any]) -> dict[str, Any]:
     names = {*map(bytes_key, held), *numbers}
     others = {key: value for key, value in plain.items() if key not in names}
     return others | ({KV: held} if held else {}) | ({MEASURED: numbers} if numbers else {})
-
-
-def answer_digest(plain: Mapping[str, Any]) -> str:
-    """Of what a record asked and what came out, whatever it took: what is told of an answer holds for this one."""
-    told = [plain.get(key) for key in ("prompt_sha256", "output", "tokens")]
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 
 
 def whole(turns: Sequence[Reply]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from harness.results import files, triage
+from harness.results import files
 from harness.results.files import CHECKSUM, RunLine, seal
 from harness.results.folder import bound
 from harness.results.folder.bound import FILES, SETTINGS, Digest
@@ -182,7 +182,6 @@ class StoredRun:
     info: dict[str, Any]
     records: list[Record]
     status: str  # as run.json says, but `running` only while the writer lives
-    triaged: Sequence[triage.CauseLine] = ()
     digest: str | None = None  # of the lines of examples.jsonl
     summary: dict[str, Any] = field(default_factory=dict)  # of a run that a command has just made or found complete
     full_folder: Path | None = None  # of the Full that such a summary holds it against
@@ -217,8 +216,7 @@ def load(folder: Path, *, first_scores: bool = False) -> StoredRun:
     elif status == "running":
         status = "interrupted"
     shown = records if first_scores else rescored(records, folder, info)
-    told = triage.read(folder, info, records)
-    return StoredRun(folder, info[SETTINGS], info, shown, status, told, Digest(lines).plain()["sha256"])
+    return StoredRun(folder, info[SETTINGS], info, shown, status, Digest(lines).plain()["sha256"])
 
 
 def load_all(folders: Iterable[Path]) -> tuple[list[StoredRun], list[str]]:

@@ -19,7 +19,6 @@ from evals import stats
 from evals.base import Task
 from harness.config import plugins
 from harness.engine.step_parts import PARTS
-from harness.results import triage
 from harness.results.alarms.run import warnings
 from harness.results.compared import for_statistics, group_means, mean_score, paired
 from harness.results.identity import model_name
@@ -37,7 +36,6 @@ def summarise(
     config: Mapping[str, Any],
     info: Mapping[str, Any],
     full: Sequence[Record] | None,
-    triaged: Sequence[triage.CauseLine] = (),
 ) -> dict[str, Any]:
     """Scores 0-1, seconds, bytes. `info` is run.json: names, status, stamps, and what the task says of itself.
 
@@ -71,7 +69,6 @@ def summarise(
         "memory": _memory(records),
         "fidelity": _fidelity(records),
         "trace": _trace(records),
-        "triage": triage.summary(triaged, records),
         "simulated": simulated,
         "traced": traced,
         "host_is_cpu": bool(info.get("host_is_cpu", False)),

@@ -67,11 +67,6 @@ class KVLayer(ABC):
         return None
 
     @property
-    def evicts(self) -> bool:
-        """Say whether prompt tokens have left for good, so that one that is not read may be gone."""
-        return False
-
-    @property
     @abstractmethod
     def attended(self) -> Attended: ...
 

@@ -29,10 +29,6 @@ class Layer(Storage, capturable=True):
         for policy in self.policies:
             policy.bind(self)
 
-    @property
-    def evicts(self) -> bool:
-        return self.keeps is not None and self.evicted > 0
-
     def absorb(self, x: AttnInput) -> None:
         if not self.method.dense_prefill:
             raise ValueError(

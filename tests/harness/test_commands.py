@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from harness.config import removed
 from harness.config.catalogue import commands
 from harness.config.overrides import checked
 from harness.config.settings import SettingsError
@@ -15,7 +17,7 @@ from tests import forks
 from tests.forks import Forked
 
 
-@pytest.mark.parametrize("name", sorted(commands() - {"canonical", "doctor"}))  # those that take words
+@pytest.mark.parametrize("name", sorted(commands()))
 def test_a_command_may_stand_behind_the_harness(name: str) -> None:
     behind, dotted = Forked(forks.module, "harness", name, "--help"), Forked(forks.module, f"harness.{name}", "--help")
     assert behind.wait() == dotted.wait() == 0, behind.err
@@ -37,3 +39,13 @@ def test_doctor_says_how_many_threads_torch_uses() -> None:
     code = "from harness.commands import doctor; print(*(check.text for check in doctor._machine()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert re.search(r"torch uses \d+ thread", done.stdout), done.stdout
+
+
+def test_what_has_gone_says_what_replaces_it() -> None:
+    with pytest.raises(SettingsError, match="doctor --model"):
+        checked(["canonical"])
+    for key, instead in removed.KEYS.items():
+        with pytest.raises(SettingsError, match=re.escape(instead)):
+            checked([f"{key}=on"])
+    changelog = (Path(__file__).parents[2] / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert [name for name in (*removed.COMMANDS, *removed.KEYS) if f"`{name}" not in changelog] == []

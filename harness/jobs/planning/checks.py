@@ -127,11 +127,10 @@ def check_turns(items: Sequence[Item], settings: Settings) -> None:
             "questions=shared goes back to one cache, which overflow shortens: leave overflow.window out, or set "
             "questions=separate."
         )
-    for key, value, off in (("fidelity", settings.fidelity, 0), ("triage", settings.triage, "off")):
-        if value != off:
-            raise SettingsError(
-                f"{key}={value} follows one turn, and this task's examples have several: set {key}={off}."
-            )
+    if settings.fidelity:
+        raise SettingsError(
+            f"fidelity={settings.fidelity} follows one turn, and this task's examples have several: set fidelity=0."
+        )
 
 
 def check_store(items: Sequence[Item], settings: Settings, method: Method, info: ModelInfo) -> None:

@@ -132,8 +132,7 @@ def without_effect_here(settings: Settings, task: Task, items: Sequence[Item]) -
     forced = all(turn.given for turn in turns)
     if forced:
         picking = [name for name in PICKING if getattr(wanted, name) != getattr(usual.generation, name)]
-        names = [*(f"generation.{name}" for name in picking), *["triage"] * (settings.triage == "on")]
-        yield from (f"{name} changes nothing here: all that is answered is given" for name in names)
+        yield from (f"generation.{name} changes nothing here: all that is answered is given" for name in picking)
     if settings.seed != usual.seed and not task.seeded and (forced or not wanted.temperature):
         yield "seed changes nothing here: the task has the same examples whatever it is, and no token is drawn"
     if settings.chat == "none" and not any(turn.example.chat for turn in turns):

@@ -95,7 +95,7 @@ function menu(name, key, values) {
 function section(table, i) {
   const node = el("section", { class: "table", id: `table-${i}`, "aria-labelledby": `title-${i}` });
   const blocks = Object.fromEntries(table.blocks.map((block) => [block.name, blockSection(table, block)]));
-  const { scores, within, costs: peaks, groups, averages, causes, parts, ...others } = blocks;
+  const { scores, within, costs: peaks, groups, averages, parts, ...others } = blocks;
   node.append(
     el("h2", { id: `title-${i}` }, table.title),
     table.conclusions.length ? el("div", { class: "conclusions" }, el("h3", {}, "What can be concluded"), el("ul", {}, table.conclusions.map((text) => el("li", {}, folded(text, null))))) : "",
@@ -103,7 +103,7 @@ function section(table, i) {
     el("ul", { class: "conditions" }, [...table.conditions, table.points ? `score: ${table.metric}, 0 to 100` : "perplexity: the smaller the better"].map((line) => el("li", {}, line))),
     ...[forest(table), table.noise && el("p", { class: "soft" }, table.noise), scores, notesOf(table)].filter(Boolean),
     ...[within, costs(table), peaks, ...Object.values(others), sideBySide(groups, averages)].filter(Boolean),
-    ...[heatMaps(table), causes, layersChart(table), partsChart(table), parts].filter(Boolean),
+    ...[heatMaps(table), layersChart(table), partsChart(table), parts].filter(Boolean),
     ...[outputsSection(table)].filter(Boolean),
   );
   whenChanged(() => (node.hidden = hidden.tables.has(table.title)));

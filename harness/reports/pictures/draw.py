@@ -13,7 +13,6 @@ from harness.reports.compare import Comparison
 from harness.reports.costs import SummaryRow
 from harness.reports.pictures import differences, frontier, heatmap
 from harness.reports.stamps import stamps
-from harness.results import triage
 
 LONGEST = 120  # characters of a picture's name
 
@@ -28,10 +27,6 @@ def draw(tables: Sequence[Comparison], folder: Path) -> Iterator[Path]:
         if frontier.has_frontier(rows) and not table.of_perplexity:
             yield from frontier.frontier(rows, whole("frontier"), table.title)
         yield from _needles(number, table, folder)
-        for place, entry in enumerate(table.entries, 1):
-            if lines := triage.followed(entry.run.triaged):
-                path = _picture(folder, f"{number}-{place}-{entry.title}", "needle")
-                yield from heatmap.needle_map(lines, path, f"{entry.title}: {table.title}")
 
 
 def priced(table: Comparison) -> list[SummaryRow]:

@@ -12,10 +12,9 @@ from typing import Any
 
 from evals.stats import ALPHA
 from harness.config.settings import TUNING_SEED
-from harness.results import bands
 from harness.results.alarms.alarm import Alarm, AlarmRow, named, titles
 from harness.results.alarms.times import launched, shared
-from harness.results.compared import FULL, changed, paired, same_run
+from harness.results.compared import changed, paired, same_run
 from harness.results.records import Record
 from harness.terminal.tables import percent
 from methods.tiers.tier import DEVICE, TIERS, bytes_key
@@ -23,35 +22,11 @@ from methods.tiers.tier import DEVICE, TIERS, bytes_key
 MIN_WRONG_TOKENS = 100  # tokens of answers that are not fully right
 
 
-def alarms(rows: Sequence[AlarmRow], known: Sequence[bands.Band] | None = None) -> list[Alarm]:
-    """Of one table, red ones first. `known`: the bands of Full, those of bands.json without it."""
-    known = bands.stored() if known is None else known
-    checks = (partial(_outside_band, known=known), _above_full, _as_full, _same_outputs, _made_twice)
+def alarms(rows: Sequence[AlarmRow]) -> list[Alarm]:
+    """Return the alarms of one table, red ones first."""
+    checks = (_above_full, _as_full, _same_outputs, _made_twice)
     cautions = (_of_a_search, budgets_differ, windows_differ, off_budget, _lost_turns, _simulated, shared, launched)
     return [alarm for check in (*checks, *cautions) for alarm in check(rows)]
-
-
-def _outside_band(rows: Sequence[AlarmRow], known: Sequence[bands.Band]) -> Iterator[Alarm]:
-    fulls = [row.run if row.summary["method"] == FULL else row.full for row in rows]
-    for run in {run.folder: run for run in fulls if run is not None}.values():
-        if found := bands.outside(run, known):
-            means = "; ".join(map(_against_band, found))
-            text = (
-                f"Full is outside its band: {means}. Model, template, data, scorer or library differ from those it "
-                "was published with: run `python -m harness.canonical` before you believe a row"
-            )
-            yield Alarm("outside_band", text, tuple(row.title for row in rows), red=True)
-
-
-def _against_band(one: bands.Outside) -> str:
-    return (
-        f"{one.group or 'mean'} {percent(one.mean)} {_ends(one.here)} on {one.examples} examples, "
-        f"where {percent(one.expected)} {_ends(one.band)} was published"
-    )
-
-
-def _ends(interval: Any) -> str:
-    return f"[{percent(interval.low, 0)}, {percent(interval.high, 0)}]"
 
 
 def _of_a_search(rows: Sequence[AlarmRow]) -> Iterator[Alarm]:

@@ -1,7 +1,7 @@
 """What the files of a run's folder are bound to, and whether that is what they hold.
 
 The identity is the root: its hash names the folder and stands in every line of examples.jsonl, rescored.jsonl and
-triage.jsonl, beside a checksum over the line. run.json has a checksum over itself. It holds the configuration, and of
+beside a checksum over the line. run.json has a checksum over itself. It holds the configuration, and of
 each file of lines the digest of what stood there when run.json was last written; lines that were added since
 have their own checksums. Nobody reads summary.json back (results/summary_file.py).
 

@@ -4,7 +4,6 @@ INFO = "run.json"  # status, times, provenance, and the digests of the files bel
 CONFIG = "config.yaml"  # resolved
 EXAMPLES = "examples.jsonl"  # the results themselves
 RESCORED = "rescored.jsonl"  # id, score, details, turns: what later scorers made of the outputs in examples.jsonl
-TRIAGED = "triage.jsonl"  # of every wrong answer, its cause
 SUMMARY = "summary.json"  # a copy for other programs
 ERROR = "error.txt"  # the traceback of a session that failed
 DAMAGED = ".damaged"  # behind the name of a file: what was taken out of it

@@ -14,9 +14,9 @@ from harness.results import files
 from harness.results.files import RunLine, plain
 from harness.results.folder import bound
 from harness.results.folder.bound import FILES, SETTINGS, Digest, Info
-from harness.results.folder.names import DAMAGED, EXAMPLES, INFO, RESCORED, TRIAGED
+from harness.results.folder.names import DAMAGED, EXAMPLES, INFO, RESCORED
 from harness.results.provenance import now
-from harness.results.records import RecordError, StoreError, answer_digest
+from harness.results.records import RecordError, StoreError
 from harness.terminal.notices import say_once
 
 
@@ -25,19 +25,16 @@ def repaired(folder: Path, run: str, config: Mapping[str, Any]) -> dict[str, Any
 
     The caller holds the folder's lock. `run`: the identity that the folder is for; `config`: what it resolves to.
     """
-    for name in (EXAMPLES, TRIAGED):
-        files.drop_half_line(folder / name)
+    files.drop_half_line(folder / EXAMPLES)
     info, is_new = _info(folder, run, config)
     if not info:
         return {}
-    lines, others = _sound_lines(folder, EXAMPLES, info)
-    answers = {str(line.plain.get("id")): answer_digest(line.plain) for line in lines}
-    _, other_causes = _sound_lines(folder, TRIAGED, info, answers)
-    repairs = [is_new, others, other_causes, _first_scores(folder, info, others)]
+    _, others = _sound_lines(folder, EXAMPLES, info)
+    repairs = [is_new, others, _first_scores(folder, info, others)]
     if others and info.get("status") == "complete":
         info["status"] = "interrupted"
     if any(repairs):
-        info = bound.bind(folder, info, EXAMPLES, RESCORED, TRIAGED)
+        info = bound.bind(folder, info, EXAMPLES, RESCORED)
         if "rescored" in info:
             info["rescored"] = {**info["rescored"], "records": bound.records_digest(info)}
         bound.write_info(folder, info)
@@ -70,22 +67,17 @@ def _info(folder: Path, run: str, config: Mapping[str, Any]) -> tuple[dict[str, 
     }, True
 
 
-def _sound_lines(
-    folder: Path, name: str, info: Info, answers: Mapping[str, str] | None = None
-) -> tuple[list[RunLine], bool]:
-    """The lines of a file that are as they were written, and whether that is not all of them. `answers`: by example,
-    what lines have to be about."""
+def _sound_lines(folder: Path, name: str, info: Info) -> tuple[list[RunLine], bool]:
+    """The lines of a file that are as they were written, and whether that is not all of them."""
     path, noted = folder / name, info[FILES].get(name)
     sound, damaged, texts = list[RunLine](), list[tuple[bytes, str]](), list[bytes]()
     for text, line in bound.each_line(folder, name, info):
         if isinstance(line, RecordError):
             damaged.append((text, str(line)))
-        elif answers is not None and line.plain.get("answer") != answers.get(str(line.plain.get("id"))):
-            damaged.append((text, f"{line.where}: example {line.plain.get('id')!r} has another answer now"))
         else:
             sound.append(line)
             texts.append(text)
-    again = "what is missing runs again" if name == EXAMPLES else "triage=on finds what is missing"
+    again = "what is missing runs again"
     if damaged:
         with open(path.with_name(name + DAMAGED), "ab") as aside:
             aside.writelines(text + b"\n" for text, _ in damaged)

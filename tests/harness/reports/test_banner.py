@@ -9,12 +9,10 @@ import pytest
 
 from harness.commands import report
 from harness.reports.document import shows_colour
-from harness.results import bands
-from harness.results.run_folder import load
 from tests.fake_records import records, write_run
 
 SPARSE = {"attended_prompt": 10.0, "attended_total": 12.0}
-TOLD = "Full is outside its band: g 0.0 [0, 26] on 10 examples, where 100.0 [86, 100] was published"
+TOLD = "significantly above Full: quest 10% (p = 0.00012); look for a bug in either before you believe it"
 
 
 class Terminal(io.StringIO):
@@ -23,14 +21,10 @@ class Terminal(io.StringIO):
 
 
 @pytest.fixture
-def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A Full that answers nothing where it once answered all, a method held against it."""
-    file = tmp_path / "bands.json"
-    monkeypatch.setattr(bands, "FILE", file)
-    write_run(tmp_path / "published", records([1.0] * 20))
-    bands.write(bands.derived([load(path.parent) for path in tmp_path.glob("published/*/run.json")]), file)
-    write_run(tmp_path / "runs", records([0.0] * 10))
-    write_run(tmp_path / "runs", records([0.0] * 9 + [1.0], **SPARSE), "quest", budget=0.1)
+def broken(tmp_path: Path) -> Path:
+    """A Full that answers nothing, and a method that answers everything."""
+    write_run(tmp_path / "runs", records([0.0] * 14))
+    write_run(tmp_path / "runs", records([1.0] * 14, **SPARSE), "quest", budget=0.1)
     return tmp_path / "runs"
 
 

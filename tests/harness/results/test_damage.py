@@ -11,19 +11,19 @@ from typing import Any
 
 import pytest
 
-from harness.commands import explain, report, rescore, show, status
+from harness.commands import report, rescore, show, status
 from harness.reports.compare import comparisons
-from harness.results import run_folder, triage
+from harness.results import run_folder
 from harness.results.folder import bound
 from harness.results.folder.find import find
-from harness.results.folder.names import CONFIG, DAMAGED, EXAMPLES, INFO, RESCORED, SUMMARY, TRIAGED
+from harness.results.folder.names import CONFIG, DAMAGED, EXAMPLES, INFO, RESCORED, SUMMARY
 from harness.results.records import Record, StoreError
 from harness.results.run_folder import Run, load
 from harness.terminal.notices import say_once
 from tests.fake_records import config, records
 
 SEED = int(os.environ.get("KV_HARNESS_TEST_SEED", "0"))
-FILES = (INFO, CONFIG, EXAMPLES, RESCORED, TRIAGED, SUMMARY)
+FILES = (INFO, CONFIG, EXAMPLES, RESCORED, SUMMARY)
 SPARSE = {"attended_prompt": 10.0, "attended_total": 12.0}
 RUNS: dict[str, list[Record]] = {
     "full": records([1.0, 1.0, 1.0, 0.0]),
@@ -42,7 +42,7 @@ AGAIN = {"q1": 0.5}  # what a later scorer makes of some answers of Quest
 
 
 def command(root: Path, method: str) -> Path:
-    """What `python -m harness triage=on` does for a run that lies in `root`, whole or not; H2O is stopped half-way."""
+    """What `python -m harness` does for a run that lies in `root`, whole or not; H2O is stopped half-way."""
     settings = config(method)
     with Run.open(root, settings, {"config": settings, "sources": "abc"}, "niah", method) as run:
         run.complement(**{key: value for key, value in FACTS.items() if key != "provenance"})
@@ -52,14 +52,6 @@ def command(root: Path, method: str) -> Path:
         for record in pending:
             run.append(record)
         run.close("interrupted" if method == "h2o" else "complete")
-    if method == "quest":
-        stored = load(run.folder)
-        known = {line["id"] for line in stored.triaged}
-        for record in triage.wrong(stored.records):
-            if record.id not in known:
-                line = {"id": record.id, "answer": record.answer_sha256, "cause": "evicted", "answers": []}
-                triage.append(run.folder, line, stored.info)
-        triage.bind(run.folder, stored.info)
     return run.folder
 
 
@@ -190,7 +182,7 @@ def test_damage_is_named_and_repaired(
     assert found == expected or any(name in line for line in (*new, *err.splitlines())), (new, err)
     for folder in root.iterdir():  # the others are printed
         assert folder == hit.parent or any(line.startswith(folder.name.split("-")[1]) for line in found)
-    for tool, where in ((status, root), (explain, root), (show, hit.parent), (rescore, hit.parent)):
+    for tool, where in ((status, root), (show, hit.parent), (rescore, hit.parent)):
         told(capsys, tool, where)
 
     said = commands(root, capsys)
@@ -280,9 +272,6 @@ def test_a_full_that_cannot_be_read_is_named_where_it_is_missed(root: Path, caps
     broken = spoilt(root, "full")
     text, _ = told(capsys, report, place(root, "quest"))
     assert any(line.startswith(f"  ! cannot read {broken}: ") for line in text)
-    text, _ = told(capsys, explain, place(root, "quest"))
-    assert f"is not known where cannot read {broken}" in " ".join(" ".join(text).split())
-    assert "run with baseline=run" not in " ".join(text)
 
 
 def test_every_form_of_a_report_goes_without_the_damaged(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -319,20 +308,3 @@ def test_scores_of_other_records_are_not_shown(root: Path) -> None:
     folder = place(root, "quest")
     with pytest.raises(StoreError, match=r"rescored\.jsonl holds scores of other records .* harness\.rescore"):
         bound.read_rescored(folder, load(folder).info | {"rescored": {"records": "those of another day"}})
-
-
-def test_causes_of_other_answers_are_not_shown(root: Path) -> None:
-    folder = place(root, "quest")
-    line = {"id": "e0", "answer": "another", "cause": "evicted", "answers": []}
-    (folder / TRIAGED).unlink()
-    info = load_info(folder)
-    triage.append(folder, line, info)
-    triage.bind(folder, info)
-    with pytest.raises(StoreError, match=r"triage\.jsonl, line 1: example 'e0' has another answer now; run the same"):
-        load(folder)
-    command(root, "quest")
-    assert len(load(folder).triaged) == 4
-
-
-def load_info(folder: Path) -> dict[str, Any]:
-    return bound.read_info(folder)

@@ -16,7 +16,7 @@ INFO: dict[str, Any] = {"status": "complete", "method": "quest", "task": "niah",
 KEYS = (
     "schema status method task model presets budget protocol placement codec dtype device batch seed num_examples "
     "prompt_tokens score full likelihood prefills lost_turns turns turns_ago "
-    "ttft_s ttft_later_s tt2t_s tpot_s seal_s throughput_tok_s e2e_tok_s prepare_s memory fidelity trace triage "
+    "ttft_s ttft_later_s tt2t_s tpot_s seal_s throughput_tok_s e2e_tok_s prepare_s memory fidelity trace "
     "simulated traced host_is_cpu warnings"
 )
 SPARSE = {"attended_prompt": 10.0, "attended_total": 12.0}

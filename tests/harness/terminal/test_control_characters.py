@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from harness.commands import explain, lint, report, show
+from harness.commands import lint, report, show
 from harness.config.errors import sentence
 from harness.reports.document import PLAIN, RED, banner
 from harness.results.alarms.alarm import Alarm
@@ -49,8 +49,8 @@ def test_no_command_prints_them(tmp_path: Path, capsys: pytest.CaptureFixture[st
     failed = write_failed(tmp_path / "failed", [], ValueError(f"{NASTY} stood there"))
     commands: list[tuple[Callable[[Sequence[str]], int], list[object]]] = [
         (show.main, [first]), (show.main, [first, "--diff", second]), (show.main, [failed]),
-        (show.main, [first, "--id", NASTY]), (report.main, [tmp_path]), (explain.main, [first, second]),
-        (explain.main, [tmp_path / NASTY]), (report.main, [tmp_path / NASTY]),
+        (show.main, [first, "--id", NASTY]), (report.main, [tmp_path]),
+        (report.main, [tmp_path / NASTY]),
     ]  # fmt: skip
     for main, words in commands:
         main([str(word) for word in words])

@@ -68,12 +68,9 @@ COMMANDS = {
     "harness.observe": ("harness.attention_statistics.record:observe", "the same command begins anew"),
     "harness.simulate": ("harness.history.simulation.outcome:simulated", "the same command begins anew"),
     "harness.report": ("harness.results.run_folder:find", "the same command begins anew"),
-    "harness.canonical": ("harness.canonical_checks.checks:verdicts", "the same command begins anew"),
     "harness.lint": ("harness.jobs.planning.items:itemised", "the same command begins anew"),
     "harness.doctor": ("harness.results.provenance:versions", "the same command begins anew"),
     "harness.rescore": ("harness.results.folder.find:runs_below", "the same command begins anew"),
-    "harness.explain": ("harness.results.folder.find:runs_below", "the same command begins anew"),
-    "harness.bands": ("harness.results.folder.find:runs_below", "the same command begins anew"),
 }
 
 
@@ -88,10 +85,9 @@ def test_every_long_command_says_how_to_go_on(tmp_path: Path, name: str) -> None
         "harness.observe": ["key_spectrum", *MODEL_ARGS, "task.lengths=[300]", root],
         "harness.simulate": ["sessions=20", out],
         "harness.report": [str(tmp_path)],
-        "harness.canonical": [],
         "harness.lint": ["method=streaming", *MODEL_ARGS, *TASK_ARGS],
         "harness.doctor": [],
-        **{key: [str(tmp_path)] for key in ("harness.rescore", "harness.explain", "harness.bands")},
+        "harness.rescore": [str(tmp_path)],
     }
     place, go_on = COMMANDS[name]
     stopped = Forked(signals.at, place, 1, (signal.SIGTERM,), tmp_path / "temporary", name, *words[name])

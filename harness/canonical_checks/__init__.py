@@ -1,1 +1,0 @@
-"""Short runs with known results, which tell whether machine and versions are right."""

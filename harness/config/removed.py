@@ -1,0 +1,12 @@
+"""Names that earlier versions had, each with what to do instead. CHANGELOG.md lists them, too."""
+
+from __future__ import annotations
+
+COMMANDS = {
+    "bands": "compare Full with the tables in results/published",
+    "canonical": "use `python -m harness doctor --model`",
+    "explain": "use `python -m harness show RUN` and the report",
+}
+KEYS = {
+    "triage": "leave it out; `python -m harness show RUN` shows the outputs, fidelity=N what the steps miss",
+}
