@@ -35,12 +35,13 @@ from harness.jobs.planning.effective import (
 )
 from harness.jobs.planning.items import Item, prepare
 from harness.jobs.planning.machine import check_machine
-from harness.models.base import LoadedModel, ModelSource
+from harness.models.base import LoadedModel, ModelError, ModelSource
 from harness.results.files import canonical, writing
 from harness.results.folder.bound import read_info
 from harness.results.folder.find import akin, is_run
 from harness.results.folder.names import INFO
 from harness.results.identity import identity, not_continued
+from harness.results.likelihood import KEY as LIKELIHOOD
 from harness.results.records import Record, StoreError
 from harness.results.run_folder import Run, StoredRun, read_records
 from harness.results.run_folder import load as load_run
@@ -106,7 +107,13 @@ class Job:
         check_budget(items, method, budget, settings, info.num_whole_layers)
         named = {"method": method, "task": task, "model": model}
         config = asdict(settings) | {kind: plugins.describe(plugin) for kind, plugin in named.items()}
-        own = identity(config, named, revision=info.revision, prompts=[item.sha256 for item in items])
+        own = identity(
+            config,
+            named,
+            revision=info.revision,
+            prompts=[item.sha256 for item in items],
+            answers=[item.answers_sha256 for item in items],
+        )
         for words in () if beside else without_effect(wanted, given):
             say_once(words)
         return cls(method, task, model, settings, budget, items, config, own, wanted, presets)
@@ -161,7 +168,13 @@ class Job:
         if self.settings.threads is not None:
             torch.set_num_threads(self.settings.threads)
         ops.prefer(orders(self.settings.backends))
-        return load(self.model, self.settings.dtype, self.settings.device)
+        loaded = load(self.model, self.settings.dtype, self.settings.device)
+        if loaded.revision != self.identity["model_revision"]:
+            raise ModelError(
+                f"the files of {loaded.name} changed after this run was planned, so its folder {self.folder} is named "
+                "after another model: run the same command again."
+            )
+        return loaded
 
     @property
     def names(self) -> tuple[str, str]:
@@ -211,8 +224,21 @@ class Job:
             and not all(r.prompt_ids for r in load_run(self.folder).records)
         ):
             say_once(f"results.save_prompts changes nothing for examples that are there already, in {self.folder}")
+        if known and (words := self._without_likelihood()):
+            say_once(words)
         if len(pending) == len(self.items) and (words := not_continued(self.identity, akin(self.folder))):
             say_once(words)
+
+    def _without_likelihood(self) -> str | None:
+        """Return a sentence on examples that were run before likelihood=on asked for what they lack."""
+        stored = load_run(self.folder)
+        lacking = sum(record.measured.get(LIKELIHOOD) is None for record in stored.records)
+        if not lacking or not self.settings.measures_likelihood or stored.config.get("likelihood") != "off":
+            return None
+        return (
+            f"{lacking} of {len(stored.records)} examples in {self.folder} were run with likelihood=off and have no "
+            "likelihood: to measure it, delete that folder or name another results.root, and run again"
+        )
 
     def facts(self) -> dict[str, Any]:
         """What run.json says of this run beside its configuration, whoever runs it."""

@@ -6,6 +6,7 @@ import hashlib
 import logging
 import re
 from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from evals.data import value_of
 from harness.models.architectures import ARCHITECTURES
 from harness.models.base import Identity, ModelError, ModelSource
-from harness.models.snapshots import SMALL_FILES, WEIGHT_FILES, has_weights, snapshot
+from harness.models.file_hashes import file_sha256
+from harness.models.snapshots import files_of, has_weights, snapshot
 from harness.terminal.notices import say_once
 
 if TYPE_CHECKING:
@@ -34,7 +36,6 @@ CONFIG = {  # what is read of config.json here; transformers checks what it read
 FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of the types in which weights are stored as they are
 ROPE_THETA_SINCE = (4, 33)  # transformers, of Llama; every other architecture here has had it from its first release
 NAMED = 3  # tensors in an error
-SAMPLES, SAMPLE_BYTES = 16, 2**16  # read of each weight file to tell two local folders apart
 
 
 @dataclass(frozen=True)
@@ -249,16 +250,9 @@ def _no_report(record: logging.LogRecord) -> bool:
 
 
 def fingerprint(folder: Path) -> str:
-    """Identity of a local folder: its small files whole, of each weight file the size and samples all over it."""
-    digest = hashlib.sha256()
-    for file in sorted({f for pattern in SMALL_FILES + WEIGHT_FILES for f in folder.glob(pattern)}):
-        size = file.stat().st_size
-        digest.update(f"{file.name}:{size}:".encode())
-        with open(file, "rb") as stream:
-            if size <= SAMPLES * SAMPLE_BYTES:
-                digest.update(stream.read())
-                continue
-            for sample in range(1, SAMPLES + 1):
-                stream.seek(size * sample // SAMPLES - SAMPLE_BYTES)
-                digest.update(stream.read(SAMPLE_BYTES))
-    return digest.hexdigest()
+    """Return the identity of a local folder: the hash of every byte that a model or tokenizer may be read from."""
+    files = files_of(folder)
+    with ThreadPoolExecutor() as threads:
+        hashes = list(threads.map(file_sha256, files))
+    named = [f"{file.relative_to(folder).as_posix()}:{sha256}\n" for file, sha256 in zip(files, hashes, strict=True)]
+    return hashlib.sha256("".join(named).encode()).hexdigest()

@@ -14,6 +14,9 @@ from harness.models.base import ModelError
 SMALL_FILES = ["config.json", "generation_config.json", "*.index.json", "token*", "special_tokens_map.json", "*.jinja"]
 SMALL_FILES += ["vocab.json", "merges.txt", "added_tokens.json"]
 WEIGHT_FILES = ["model*.safetensors"]
+# what else transformers reads of a local folder: further templates, and with peft an adapter
+LOCAL_FILES = ["additional_chat_templates/*.jinja", "adapter_config.json", "adapter_model.safetensors"]
+INDEX = "model.safetensors.index.json"
 ADVICE = "point model.name at a local folder, or use model=smollm2, which needs no download"
 
 
@@ -70,8 +73,21 @@ def _at(name: str, revision: str | None) -> str:
 
 
 def has_weights(folder: Path) -> bool:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        parts = value_of(index.read_bytes(), {"weight_map": {str: "text"}}, str(index))["weight_map"]
-        return all((folder / part).is_file() for part in set(parts.values()))
+    if (folder / INDEX).is_file():
+        return all(part.is_file() for part in _parts(folder))
     return (folder / "model.safetensors").is_file()
+
+
+def files_of(folder: Path) -> list[Path]:
+    """Return all files of a local folder that a model or its tokenizer may be read from, by name."""
+    found = {file for pattern in SMALL_FILES + WEIGHT_FILES + LOCAL_FILES for file in folder.glob(pattern)}
+    return sorted(file for file in found | _parts(folder) if file.is_file())
+
+
+def _parts(folder: Path) -> set[Path]:
+    """Return the weight files that the index names, whatever they are called; none where there is no index."""
+    index = folder / INDEX
+    if not index.is_file():
+        return set()
+    parts = value_of(index.read_bytes(), {"weight_map": {str: "text"}}, str(index))["weight_map"].values()
+    return {folder / part for part in parts}

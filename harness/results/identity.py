@@ -1,9 +1,9 @@
 """What makes a run the run it is: the same identity is continued, another one opens another folder.
 
 It holds the configuration without keys at their defaults (so that a new key orphans no result), the code of the
-plug-ins, the version of all other code, and what task, model and prompts are. The code is a hash of what it means for
-each module, which comments, docstrings and layout leave alone: for the modules that define a run's method, task and
-model, and all they import from outside the shared core, the standard library and installed packages. Commit,
+plug-ins, the version of all other code, and what task, model, prompts and right answers are. The code is a hash of what
+it means for each module, which comments, docstrings and layout leave alone: for the modules that define a run's method,
+task and model, and all they import from outside the shared core, the standard library and installed packages. Commit,
 dirty flag and hash of all sources are information in run.json; nothing depends on them.
 """
 
@@ -33,6 +33,7 @@ PARTS = {
     "task_version": "the task's version",
     "model_revision": "the model's revision",
     "prompts": "the prompts",
+    "answers": "the right answers",
 }
 OURS = ("harness", "methods", "kernels", "evals")
 # modules, and all below them, that many plug-ins share
@@ -44,15 +45,24 @@ CORE = (
 Values = Mapping[str, Any]
 
 
-def identity(config: Values, named: Values, *, revision: str | None, prompts: Iterable[str]) -> dict[str, Any]:
-    """Of the run that `config` resolves to. `named`: its method, task and model; `prompts`: their hashes."""
+def identity(
+    config: Values, named: Values, *, revision: str | None, prompts: Iterable[str], answers: Iterable[str]
+) -> dict[str, Any]:
+    """Of the run that `config` resolves to. `named`: its method, task and model; `prompts` and `answers`: the hashes of
+    each example's prompt and of what its output is scored by."""
     return asked(config, named) | {
         "core": CORE_VERSION,
         "code": code_of(*named.values()),
         "task_version": named["task"].version,
         "model_revision": revision,
-        "prompts": hashlib.sha256("".join(prompts).encode()).hexdigest(),
+        "prompts": of_all(prompts),
+        "answers": of_all(answers),
     }
+
+
+def of_all(hashes: Iterable[str]) -> str:
+    """Return one hash of the hashes of all examples, in their order."""
+    return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
 def asked(config: Values, named: Values) -> dict[str, Any]:

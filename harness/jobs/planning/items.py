@@ -15,6 +15,7 @@ from harness.models.embedded import cache_root
 from harness.prompts.prompt import Prompt, Tokenizer, Tools, render, render_turn
 from harness.prompts.prompt_lint import Finding, lint
 from harness.prompts.teacher import choices_ids, forced_ids
+from harness.results.files import canonical
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,12 @@ class Item:
         forced = "".join(f":{','.join(map(str, text))}" for text in given)
         later = "".join(f"/{turn.sha256}" for turn in self.further)
         return hashlib.sha256(f"{self.prompt.split}:{ids}{forced}{later}".encode()).hexdigest()
+
+    @property
+    def answers_sha256(self) -> str:
+        """Return the hash of what outputs are scored by and averaged under: right answers, groups and further data."""
+        turns = [[turn.group, turn.references, turn.data] for turn in self.example.turns]
+        return hashlib.sha256(canonical({"unit": self.example.unit, "turns": turns}).encode()).hexdigest()
 
 
 def blank(tokens: int, new_tokens: int) -> Item:

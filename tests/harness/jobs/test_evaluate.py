@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from dataclasses import replace
@@ -13,7 +14,9 @@ import pytest
 import torch
 import yaml
 
-from harness.config.settings import GenerationSettings, Results, Settings, SettingsError
+from evals.base import Score
+from evals.longbench import LongBench
+from harness.config.settings import Data, GenerationSettings, Results, Settings, SettingsError
 from harness.jobs.evaluate import evaluate
 from harness.jobs.job import Job
 from harness.jobs.planning.effective import with_own_limit
@@ -109,6 +112,29 @@ def test_baseline_reuse_takes_a_finished_full_only(tmp_path: Path, shared: bool)
     reused = run(tmp_path, STREAMING, baseline="reuse", shared_prefill=shared)
     assert reused.full_folder == full.folder
     assert reused.summary["full"]["mean"] == full.summary["score"]["mean"]
+
+
+def test_corrected_answers_are_another_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file that was touched, or whose lines are laid out otherwise, holds the same data."""
+    monkeypatch.setattr(LongBench, "score", lambda self, example, output: Score(float("Rome" in example.references)))
+    file = tmp_path / "data" / "longbench" / "hotpotqa.jsonl"
+    file.parent.mkdir(parents=True)
+
+    def answered(*answers: str, separators: tuple[str, str] = (",", ":")) -> StoredRun:
+        row = {"context": "It is in Rome.", "input": "Where?", "answers": answers, "length": 5, "all_classes": None}
+        file.write_text(json.dumps(row | {"_id": "a"}, separators=separators) + "\n")
+        settings = {"data": Data(str(tmp_path / "data")), "generation": GenerationSettings(max_new_tokens=4)}
+        return run(tmp_path / "runs", Full(), task=LongBench(datasets=["hotpotqa"]), **settings)
+
+    first = answered("Pisa")
+    assert answered("Pisa", separators=(" , ", " : ")).folder == first.folder
+    assert "not continued" not in capsys.readouterr().err
+    corrected = answered("Rome", "Roma")
+    assert corrected.folder != first.folder
+    assert f"{first.folder} is not continued; it differs in the right answers" in capsys.readouterr().err
+    assert (first.summary["score"]["mean"], corrected.summary["score"]["mean"]) == (0.0, 1.0)
 
 
 @pytest.mark.tokens

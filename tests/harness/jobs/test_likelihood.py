@@ -152,5 +152,15 @@ def test_a_run_about_time_measures_none(tmp_path: Path, changes: dict[str, Any])
     assert nll_of(run(tmp_path, PQ, niah(depths=1), **changes).records) == [None]
 
 
-def test_it_is_no_part_of_the_identity(tmp_path: Path) -> None:
+def test_a_finished_run_without_it_says_how_to_get_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    without = run(tmp_path, PQ, likelihood="off")
+    assert "likelihood" not in capsys.readouterr().err
+    assert nll_of(run(tmp_path, PQ).records) == [None, None]
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"2 of 2 examples in {without.folder} were run with likelihood=off and have no likelihood" in said
+    assert "delete that folder" in said
+
+
+def test_it_is_no_part_of_the_identity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(tmp_path, PQ).folder == run(tmp_path, PQ, likelihood="off").folder
+    assert "likelihood" not in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -22,10 +23,11 @@ from hydra.utils import get_class, instantiate
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from harness.models import embedded, gguf_file, snapshots
+from harness.jobs import loading
+from harness.models import embedded, file_hashes, gguf_file, snapshots
 from harness.models.base import ModelError, ModelSource
 from harness.models.embedded import SmolLM2
-from harness.models.hub import HuggingFace
+from harness.models.hub import HuggingFace, fingerprint
 from harness.models.random import SHAPES, Random, byte_tokenizer
 from tests.quick import mostly_slow
 from tests.tiny import ARCHITECTURES, prompt, tiny
@@ -277,6 +279,85 @@ def test_the_revision_of_a_folder_follows_its_files(saved: Callable[[str], Path]
     seen.append(local(folder).identity().revision)
     assert len(set(seen)) == 3
     assert local(folder).identity().revision == seen[-1]
+
+
+FOLDER = {
+    "config.json": b"{}",
+    "generation_config.json": b'{"eos_token_id": 2}',
+    "tokenizer.json": b"{}" * 2**20,
+    "tokenizer_config.json": b"{}",
+    "chat_template.jinja": b"{{ messages }}",
+    "additional_chat_templates/tools.jinja": b"{{ tools }}",
+    "model.safetensors": bytes(4 * 2**20),
+    "model.safetensors.index.json": b'{"weight_map": {"x": "model.safetensors", "b": "second.safetensors"}}',
+    "second.safetensors": bytes(2 * 2**20),
+    "adapter_model.safetensors": bytes(100),
+}
+
+
+@pytest.fixture
+def folder_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A local folder whose bytes mean nothing, and a cache of its own; files count as settled at once."""
+    monkeypatch.setenv("KV_HARNESS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(file_hashes, "SETTLED_NS", -1)
+    for name, content in FOLDER.items():
+        (tmp_path / "model" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "model" / name).write_bytes(content)
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("name", FOLDER)
+def test_a_byte_anywhere_in_a_folder_is_another_revision(name: str, folder_of_files: Path) -> None:
+    """Edited in place, with the size and the time of the last change that the file had."""
+    before, file = fingerprint(folder_of_files), folder_of_files / name
+    old, edited = file.stat(), bytearray(FOLDER[name])
+    edited[FOLDER[name].index(b"b") if "index" in name else len(edited) // 33] ^= 1
+    with open(file, "r+b") as stream:
+        stream.write(edited)
+    os.utime(file, ns=(old.st_atime_ns, old.st_mtime_ns))
+    assert (file.stat().st_size, file.stat().st_mtime_ns) == (old.st_size, old.st_mtime_ns)
+    after = fingerprint(folder_of_files)
+    assert after != before
+    file_hashes._known.clear()  # as another process
+    assert fingerprint(folder_of_files) == after
+    file.write_bytes(FOLDER[name])
+    assert fingerprint(folder_of_files) == before
+
+
+def test_large_files_are_read_once_until_they_change(folder_of_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, hashed = file_hashes._sha256, list[str]()
+    monkeypatch.setattr(file_hashes, "_sha256", lambda file: hashed.append(file.name) or read(file))
+
+    def large() -> list[str]:
+        hashed.clear()
+        fingerprint(folder_of_files)
+        return sorted(name for name in hashed if len(FOLDER.get(name, b"")) > file_hashes.SMALL)
+
+    assert large() == ["model.safetensors", "second.safetensors", "tokenizer.json"]
+    assert large() == []
+    file_hashes._known.clear()  # as another process
+    assert large() == []
+    (folder_of_files / "second.safetensors").touch()
+    assert large() == ["second.safetensors"]
+    for note in (folder_of_files.parent / "cache" / "hashes").iterdir():
+        note.write_text("{half")
+    file_hashes._known.clear()
+    assert large() == ["model.safetensors", "second.safetensors", "tokenizer.json"]
+    monkeypatch.setattr(file_hashes, "SETTLED_NS", 10**12)  # so new a file may change again at the same time
+    (folder_of_files / "second.safetensors").touch()
+    assert large() == large() == ["second.safetensors"]
+
+
+def test_weights_that_changed_are_loaded_anew(saved: Callable[[str], Path]) -> None:
+    folder = saved("llama")
+    before = loading.load(local(folder), "fp32", "cpu")
+    assert loading.load(local(folder), "fp32", "cpu") is before
+    changed = tiny("llama")
+    changed.lm_head.weight.data.zero_()
+    changed.save_pretrained(folder)
+    after = loading.load(local(folder), "fp32", "cpu")
+    assert after.revision != before.revision
+    assert not after.model.lm_head.weight.any()
 
 
 def test_every_end_of_an_answer_counts(saved: Callable[[str], Path]) -> None:

@@ -44,7 +44,7 @@ def named(method: Any) -> dict[str, Any]:
 def made(method: Any, **settings: Any) -> dict[str, Any]:
     plugs = named(method)
     config = asdict(Settings(**settings)) | {kind: describe(one) for kind, one in plugs.items()}
-    return identity(config, plugs, revision="r", prompts=["a"])
+    return identity(config, plugs, revision="r", prompts=["a"], answers=["b"])
 
 
 def test_a_comment_or_docstring_changes_nothing_and_code_does() -> None:
