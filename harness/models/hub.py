@@ -213,7 +213,7 @@ def _coded(folder: Path) -> Iterator[str]:
     """Yield the name and type of every tensor that is not stored in 16 bits or more of floating point."""
     from safetensors import safe_open
 
-    for file in sorted({file for pattern in WEIGHT_FILES for file in folder.glob(pattern)}):
+    for file in (file for file in files_of(folder) if file.suffix == ".safetensors"):
         with safe_open(file, framework="pt") as tensors:
             for name in sorted(tensors.keys()):
                 if tensors.get_slice(name).get_dtype() not in FLOATS:
