@@ -8,7 +8,7 @@ TORCH_INDEX ?=
 PIP     := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test test-all test-cpus test-faults test-official test-gpu tables published docs demo bench-generate bench-gpu bench-gpu-ops bench-gpu-layer \
+.PHONY: help setup check test test-all test-cpus test-official test-gpu tables published docs demo bench-generate bench-gpu bench-gpu-ops bench-gpu-layer \
     bench-gpu-decode bench-gpu-offload clean
 
 help:  ## this list
@@ -41,9 +41,6 @@ test-all: setup  ## the test suite with what is slow by nature
 
 test-cpus: setup  ## tests of equal tokens under other sets of instructions, as on other CPUs; SETTINGS='A=B C=D' for one, FEW=1
 	$(BIN)/python -m tests.instruction_sets $(if $(FEW),--few) $(if $(SETTINGS),'$(SETTINGS)')
-
-test-faults: setup  ## 100 faults drawn with SEED=...: files harmed, processes stopped, disks full; then the same command again
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults --seed $(SEED)
 
 test-official: setup  ## methods against their authors' code on the CPU, with CLONES=folder of clones; docs/trust.md names them
 	KV_HARNESS_CLONES='$(CLONES)' $(BIN)/python -m pytest -n 0 -p no:randomly -m '' tests/official

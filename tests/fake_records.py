@@ -7,12 +7,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from harness.results.files import CHECKSUM, plain, read_json
-from harness.results.folder import bound
-from harness.results.folder.names import EXAMPLES, INFO
+from harness.results.files import plain, read_json
 from harness.results.measures import MEASURES
 from harness.results.records import Record, Reply, nested, whole
-from harness.results.run_folder import Run
+from harness.results.run_folder import INFO, Run, write_info
 
 
 def record(name: str = "a", /, **changes: Any) -> Record:
@@ -105,10 +103,10 @@ def write_run(
 
 def rewrite(folder: Path, config: Mapping[str, Any] | None = None, /, **facts: Any) -> None:
     """Changes the configuration of a stored run and what its run.json says, as if it had been written like that."""
-    info = {key: value for key, value in (read_json(folder / INFO) | facts).items() if key != CHECKSUM}
+    info = read_json(folder / INFO) | facts
     if config is not None:
         info["config"] = plain(config)
-    bound.write_info(folder, bound.bind(folder, info, EXAMPLES))
+    write_info(folder, info)
 
 
 def write_failed(root: Path, lines: Iterable[Record], error: Exception) -> Path:

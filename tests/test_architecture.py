@@ -29,11 +29,7 @@ ALLOWED = {
         "wonderwords", "tokenizers", "lm_eval",
     },
 }  # fmt: skip
-LONG: dict[str, str] = {  # files of more than 300 lines, each with the reason why it is not split
-    "kernels/cpu/coded.cpp": "attention over codes and rows of them, which share how a sequence's codes are found",
-    "methods/infinigen.py": "one policy, whose parts share what the layer before has guessed; the rest is in parts/",
-    "methods/shadowkv.py": "one policy, whose seal and steps share factors and landmarks; the rest is in parts/",
-}
+LONG: dict[str, str] = {}  # files of more than 400 lines, each with the reason why it is not split
 # room of the harness -> rooms it may import beside itself
 ROOMS: dict[str, set[str] | None] = {
     "commands": None,  # they may import any room
@@ -286,7 +282,7 @@ def test_the_packages_that_run_are_those_of_this_tree(package: str) -> None:
 def test_long_files_have_a_reason(package: str) -> None:
     cpp = [file for kind in ("*.cpp", "*.hpp") for file in (ROOT / package).rglob(kind)]
     long = {
-        str(file.relative_to(ROOT)) for file in [*sources(package), *cpp] if len(file.read_text().splitlines()) > 300
+        str(file.relative_to(ROOT)) for file in [*sources(package), *cpp] if len(file.read_text().splitlines()) > 400
     }
     known = {name for name in LONG if name.startswith(f"{package}/")}
     assert long == known, "split it by subject, or give the reason in LONG; what is short again leaves the list"

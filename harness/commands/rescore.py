@@ -20,12 +20,11 @@ from harness.config.settings import Data, settings_of
 from harness.jobs.planning.items import prepare
 from harness.models.base import ModelSource
 from harness.results.compared import mean_score
-from harness.results.folder import bound
-from harness.results.folder.names import EXAMPLES, RESCORED
+from harness.results.files import write_lines
 from harness.results.lock import FolderLock
 from harness.results.provenance import now, source_hash
 from harness.results.records import Record, StoreError, scored
-from harness.results.run_folder import StoredRun, find, load, write_rescored
+from harness.results.run_folder import RESCORED, StoredRun, find, load, write_info
 from harness.terminal.notices import complain, say
 from harness.terminal.paths import typed
 
@@ -58,8 +57,8 @@ def rescore(folder: Path, data_root: Path | None = None) -> str:
     try:
         lines = list(_scores(run.records, task, examples))
         section = _section(run, task, lines)
-        write_rescored(folder, lines, run.info)
-        bound.write_info(folder, bound.bind(folder, run.info | {"rescored": section}, EXAMPLES, RESCORED))
+        write_lines(folder / RESCORED, lines)
+        write_info(folder, run.info | {"rescored": section})
     finally:
         lock.release()
     first, mean = (f"{100 * section[key]['mean']:.2f}" for key in ("first", "present"))
@@ -103,7 +102,6 @@ def _section(run: StoredRun, task: Task, lines: Sequence[Mapping[str, Any]]) -> 
         "present": {"task_version": task.version, "sources": source_hash(), "mean": mean_score(present)},
         "changed": changed,
         "at": now(),
-        "records": run.digest,
         "earlier": [*before.get("earlier", []), _alone(before)] if before else [],
     }
 

@@ -19,10 +19,9 @@ from harness.config.nested import Flat, flatten
 from harness.config.plugins import TARGET
 from harness.config.settings import WITHOUT_EFFECT, recorded_defaults
 from harness.reports.command import command
-from harness.results.folder.names import ERROR
 from harness.results.identity import PARTS, word
 from harness.results.records import Record, Reply, StoreError
-from harness.results.run_folder import StoredRun, load
+from harness.results.run_folder import ERROR, StoredRun, load
 from harness.terminal.control_characters import visible
 from harness.terminal.notices import say
 from harness.terminal.paths import typed

@@ -3,7 +3,6 @@ harness/jobs/group.py runs it."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -36,14 +35,11 @@ from harness.jobs.planning.effective import (
 from harness.jobs.planning.items import Item, prepare
 from harness.jobs.planning.machine import check_machine
 from harness.models.base import LoadedModel, ModelError, ModelSource
-from harness.results.files import canonical, writing
-from harness.results.folder.bound import read_info
-from harness.results.folder.find import akin, is_run
-from harness.results.folder.names import INFO
+from harness.results.files import writing
 from harness.results.identity import identity, not_continued
 from harness.results.likelihood import KEY as LIKELIHOOD
 from harness.results.records import Record, StoreError
-from harness.results.run_folder import Run, StoredRun, read_records
+from harness.results.run_folder import INFO, Run, StoredRun, akin, read_records
 from harness.results.run_folder import load as load_run
 from harness.results.summary_file import summary_of, write_summary
 from harness.terminal.notices import SLOW_FP16, say_once
@@ -128,8 +124,9 @@ class Job:
         return Job.plan(Full(), self.task, self.model, shared, self.items, presets, beside=True)
 
     def finished(self) -> StoredRun | None:
-        """What a complete earlier run left; None where there is none, and where it is damaged, which is said."""
-        if not self.folder.is_dir() or not is_run(self.folder, os.listdir(self.folder)):
+        """Return what a complete earlier run left; None where there is none, and where it cannot be read, which is
+        said."""
+        if not (self.folder / INFO).is_file():
             return None
         try:
             return self.stored() if self._has_all(load_run(self.folder).records) else None
@@ -138,13 +135,8 @@ class Job:
             return None
 
     def is_done(self) -> bool:
-        """Whether the folder holds every example already; a damaged one has to be opened first, which repairs it."""
-        if not (self.folder / INFO).is_file():
-            return False
-        try:
-            return self._has_all(read_records(self.folder, read_info(self.folder)))
-        except StoreError:
-            return False
+        """Return whether the folder holds every example already."""
+        return (self.folder / INFO).is_file() and self._has_all(read_records(self.folder))
 
     def _has_all(self, records: Sequence[Record]) -> bool:
         return {record.id for record in records} >= {item.example.id for item in self.items}
@@ -201,7 +193,7 @@ class Job:
         stored, beside = load_run(self.folder), load_run(full.folder) if full else None
         summary = summary_of(stored, beside)
         with writing(self.folder):
-            write_summary(stored, beside, summary)
+            write_summary(stored, summary)
         return replace(stored, summary=summary, full_folder=full.folder if full else None)
 
     @property
@@ -255,19 +247,10 @@ class Job:
         }
 
     def attachment(self, loaded: LoadedModel, info: Mapping[str, Any]) -> Attachment:
-        """`info`: run.json, which keeps what an earlier session measured of the machine. Raises `StoreError` where it
-        did, and that is lost: other numbers would make other answers."""
-        measured = info.get("measured", {})
-        method = replace(self.method, **measured)  # type: ignore[type-var]
-        attachment = attach(loaded, method, self.budget, self.settings)
-        if info.get("rebuilt") and not measured:
-            for key, value in method.measured(attachment.prepared).items():
-                if canonical({key: value}) != canonical({key: getattr(method, key)}):
-                    raise StoreError(
-                        f"the {key} that this run measured on its machine were lost with {self.folder / INFO}, and "
-                        "others would mix two methods: restore that file from a copy, or delete the folder to run anew"
-                    )
-        return attachment
+        """Attach the method to the model. `info`: run.json, which keeps the parameters that an earlier session measured
+        on its machine (`measured`): others would make other answers."""
+        method = replace(self.method, **info.get("measured", {}))  # type: ignore[type-var]
+        return attach(loaded, method, self.budget, self.settings)
 
 
 def _budget_use(method: Method) -> dict[str, Any]:

@@ -24,7 +24,6 @@ from harness.results.summary_file import (
     combination,
     method_of,
     reference,
-    summary_damage,
     summary_of,
     write_summary,
 )
@@ -187,12 +186,10 @@ def _comparison(runs: Sequence[StoredRun], title: str, neighbours: Neighbours) -
     for (run, *copies), label in zip(found, labels(runs), strict=True):
         full = reference(run, runs) or neighbours.full_of(run)
         summary, damage = summary_of(run, full), list[str]()
-        if changed := summary_damage(run.folder):
-            damage.append(f"{changed}; no number here comes from that file")
         if full is None and method_of(run) != FULL:  # which Full a folder held is known no more
             damage += neighbours.damage(run)
         with suppress(OSError):  # results that may only be read are reported as well
-            write_summary(run, full, summary)
+            write_summary(run, summary)
         entries.append(ReportRow(run, full, summary, label, tuple(copies), tuple(damage)))
     entries.sort(key=lambda entry: (method_of(entry.run) != FULL, entry.label, asked(entry.summary)))
     if any(run.config.get("budget_rule") == "paper" for run in runs):

@@ -1,8 +1,4 @@
-"""Reading and writing the small files of a run folder so that a crash leaves none of them in pieces; lines of a run.
-
-Every stored line names the run that it belongs to and has a checksum over all that it holds: records copied from
-another folder and numbers changed by hand are found on reading. Not a signature: it guards against mistakes.
-"""
+"""Reading and writing the small files of a run folder so that a crash leaves none of them in pieces."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
@@ -22,8 +18,8 @@ from harness.results.records import RecordError, StoreError
 from harness.terminal.stopping import whole
 from kernels.temporary import replacing
 
-RUN, CHECKSUM = "run", "sha256"  # keys of a line beside its content
 QUICK_YAML = 10_000  # characters
+DELETE_LINE = "delete that line and run the same command again, which makes what is missing"
 
 
 def canonical(plain: Mapping[str, Any], sort: bool = True) -> str:
@@ -83,18 +79,32 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def whole_lines(path: Path) -> list[bytes]:
-    """Of a file that grows line by line, none where there is no file. Half a last line, of a write that a kill tore or
-    that goes on, is left out."""
+    """Return the lines of a file that grows line by line; none where there is no file. Half a last line, of a write
+    that a kill tore or that goes on, is left out."""
     try:
         return path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     except OSError as error:
         raise StoreError(f"cannot read {path}: {reason(error)}") from error
 
 
-def append_line(path: Path, plain: Mapping[str, Any]) -> None:
-    """On disk when this returns, so that a crash later costs nothing of it; where it cannot be written, as on a full
-    disk, no part of it is there. The caller holds the folder's lock."""
-    line = json.dumps(plain, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n"
+def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each line of a JSONL file, with file and line number as text for an error about it. Raise `RecordError` for
+    a line that is no JSON object."""
+    for number, line in enumerate(whole_lines(path), 1):
+        where = f"{path}, line {number}"
+        try:
+            plain = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise RecordError(f"{where}: not a JSON line ({reason(error)}); {DELETE_LINE}") from error
+        if not isinstance(plain, dict):
+            raise RecordError(f"{where}: holds {type(plain).__name__}, not a record; {DELETE_LINE}")
+        yield where, plain
+
+
+def append_line(path: Path, text: str) -> None:
+    """Append a line, which is on disk when this returns, so that a crash later costs nothing of it; where it cannot be
+    written, as on a full disk, no part of it is there. The caller holds the folder's lock."""
+    line = text.encode() + b"\n"
     with writing(path.parent), whole(), open(path, "ab", buffering=0) as file:
         end = file.tell()
         try:
@@ -152,52 +162,3 @@ def _read(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
     if not isinstance(plain, dict):
         raise StoreError(f"cannot read {path}: it holds {type(plain).__name__} where keys and values belong")
     return plain
-
-
-class RunLine(NamedTuple):
-    """One line of a run, without its seal. `where` names file and line for an error."""
-
-    where: str
-    plain: dict[str, Any]
-    checksum: str
-
-
-def read_line(text: bytes, run: str, where: str) -> RunLine:
-    """Return what was sealed. Raise `RecordError`, which begins with `where`, for what is no line of ours, for one of
-    another run, and for one that was changed or has no seal."""
-    plain = _parse(text, where)
-    checksum, owner = plain.pop(CHECKSUM, None), plain.get(RUN)
-    name = f"{where}: example {plain.get('id')!r}"
-    if checksum is None or owner is None:
-        raise RecordError(f"{name} lacks its run or its checksum")
-    if checksum != checksum_of(plain):
-        raise RecordError(f"{name} was changed after it was written")
-    if owner != run:
-        raise RecordError(f"{name} belongs to another run ({str(owner)[:8]}, this is {run[:8]})")
-    del plain[RUN]
-    return RunLine(where, plain, checksum)
-
-
-def _parse(text: bytes, where: str) -> dict[str, Any]:
-    try:
-        plain = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise RecordError(f"{where}: not a JSON line ({reason(error)})") from error
-    if not isinstance(plain, dict):
-        raise RecordError(f"{where}: holds {type(plain).__name__}, not a record")
-    return plain
-
-
-def seal(plain: Mapping[str, Any], run: str) -> dict[str, Any]:
-    """`plain` with the identity of its run and the checksum of both."""
-    return with_checksum({**plain, RUN: run})
-
-
-def with_checksum(plain: Mapping[str, Any]) -> dict[str, Any]:
-    return {**plain, CHECKSUM: checksum_of(plain)}
-
-
-def checksum_of(plain: Mapping[str, Any]) -> str:
-    """Over what `plain` means: another program may write it with other spaces, or its keys in another order."""
-    text = json.dumps(plain, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
-    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()

@@ -1,94 +1,70 @@
-"""One writer per run folder: a lock that the kernel drops when its process dies, however it dies."""
+"""One writer per folder: a lock that the system drops when its process dies, however it dies."""
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import socket
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from harness.results.records import StoreError
 from harness.terminal.notices import say_once
 
 NAME = ".lock"
-TRIES, PAUSE_S = 5, 0.05  # a writer may be about to end
-LOOKS_S = 60.0  # in which a report, stopped by a busy machine while it looks whether the run is alive, goes on
+TRY_S, LOOK_S = 1.0, 0.1  # to take a lock that a reader may be looking at; to see whether a folder is locked
 _held: set[Path] = set()  # by this process, which would wait for itself for ever
 
 
 class FolderInUse(StoreError):
-    """Another process writes this run folder."""
+    """Another process writes this folder."""
 
 
 class FolderLock:
-    """`flock` on a file beside the results; the file stays, only the lock comes and goes."""
+    """A lock on a folder, by a file in it; the file stays, only the lock comes and goes."""
 
-    def __init__(self, folder: Path, *, wait: bool = False, of: str | None = None) -> None:
-        """`wait` for another process to let go; else, and where this one holds it itself, raise `FolderInUse`. `of`:
-        what is written there, where the folder's name does not say it."""
-        self.folder, self.of = folder.resolve(), of or folder.name
-        self.fd = os.open(folder / NAME, os.O_RDWR | os.O_CREAT, 0o644)
-        if not self._taken():
+    def __init__(self, folder: Path, *, wait: bool = False) -> None:
+        """Take the lock, and `wait` for another process to release it; without `wait`, and where this process holds
+        it already, raise `FolderInUse`."""
+        self.folder = folder.resolve()
+        self._lock = FileLock(folder / NAME, thread_local=False)
+        try:
+            self._lock.acquire(timeout=TRY_S)
+        except Timeout:
             if not wait or self.folder in _held:
-                os.close(self.fd)
                 raise FolderInUse(
                     f"{folder} is being written by {owner(folder)}: wait until it ends, or stop it, and start again to "
                     "resume"
-                )
-            self._wait()
+                ) from None
+            say_once(f"waiting for {owner(folder)}, which is writing {folder.name}; what it finishes is not run again")
+            self._lock.acquire(poll_interval=0.2)
         _held.add(self.folder)
         with suppress(OSError):  # a full disk: the lock holds without a name
-            os.ftruncate(self.fd, 0)
-            os.pwrite(self.fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
-
-    def _taken(self) -> bool:
-        """Whether it is ours now. Who writes has the lock alone; who only looks whether somebody does shares it, and
-        is waited for."""
-        alone, until = 0, time.monotonic() + LOOKS_S
-        while not _flock(self.fd, fcntl.LOCK_EX):
-            alone += not _flock(self.fd, fcntl.LOCK_SH)
-            if alone == TRIES or time.monotonic() > until:
-                return False
-            fcntl.flock(self.fd, fcntl.LOCK_UN)  # else two that try would keep each other out
-            time.sleep(PAUSE_S)
-        return True
-
-    def _wait(self) -> None:
-        """The kernel wakes one of those that wait as soon as the holder has ended, however it ended."""
-        say_once(f"waiting for {owner(self.folder)}, which is writing {self.of}; what it finishes is not run again")
-        try:
-            fcntl.flock(self.fd, fcntl.LOCK_EX)
-        except BaseException:  # Ctrl-C
-            os.close(self.fd)
-            raise
+            (folder / NAME).write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
 
     def release(self) -> None:
         _held.discard(self.folder)
-        os.close(self.fd)
+        self._lock.release()
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a process is writing the folder now."""
-    with suppress(FileNotFoundError, PermissionError), open(folder / NAME, "rb") as file:
-        return not _flock(file.fileno(), fcntl.LOCK_SH)
-    return False
-
-
-def _flock(fd: int, kind: int) -> bool:
-    """Whether the lock is there to be had now."""
-    try:
-        fcntl.flock(fd, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
+    """Return whether a process is writing the folder now."""
+    if not (folder / NAME).exists():
         return False
-    return True
+    try:
+        with FileLock(folder / NAME, timeout=LOOK_S, thread_local=False):
+            return False
+    except Timeout:
+        return True
+    except OSError:  # a folder of somebody else, in which nobody but they can take a lock
+        return False
 
 
 def holder(folder: Path) -> dict[str, Any]:
-    """`host` and `pid` of who wrote its name into the lock file last; empty where nobody has."""
+    """Return `host` and `pid` of the process that took the lock last; empty where it left no name."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         plain = json.loads((folder / NAME).read_text())
         return {key: plain[key] for key in ("host", "pid")}
@@ -96,6 +72,6 @@ def holder(folder: Path) -> dict[str, Any]:
 
 
 def owner(folder: Path) -> str:
-    """Who holds the lock, in words."""
+    """Say in words who holds the lock."""
     known = holder(folder)
     return f"process {known['pid']} on {known['host']}" if known else "another process"

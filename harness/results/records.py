@@ -192,16 +192,15 @@ class Record(Reply):
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any], where: str) -> Record:
-        """`where` names file and line in the error."""
-        plain = {RENAMED.get(key, key): value for key, value in plain.items()}
-        unknown = plain.keys() - {*FIELDS, *map(bytes_key, TIERS), *MEASURES}
-        missing = REQUIRED - plain.keys()
-        if unknown or missing:
-            found = [f"unknown key {key!r}" for key in sorted(unknown)] + [f"no {key!r}" for key in sorted(missing)]
-            raise RecordError(f"{where}: {', '.join(found)}; another version of the harness wrote this run")
+        """Return the record of a line. Keys that are unknown today are ignored, in a line and in its turns: older
+        versions wrote more. Raise `RecordError`, which begins with `where`, for a line that lacks a key."""
+        plain = _known({RENAMED.get(key, key): value for key, value in plain.items()})
+        if missing := REQUIRED - plain.keys():
+            found = ", ".join(f"no {key!r}" for key in sorted(missing))
+            raise RecordError(f"{where}: {found}; another version of the harness wrote this run, or no run at all")
         try:
             later = dict.fromkeys(MEASURES)  # than the line: they were not measured
-            turns = [Reply(**nested(later | turn)) for turn in plain.get("turns") or ()]
+            turns = [Reply(**nested(later | _known(turn))) for turn in plain.get("turns") or ()]
             return cls(**{**nested(later | dict(plain)), "turns": turns or None})
         except (RecordError, TypeError) as error:
             raise RecordError(f"{where}: {error}") from error
@@ -225,6 +224,11 @@ def nested(plain: Mapping[str, Any]) -> dict[str, Any]:
     names = {*map(bytes_key, held), *numbers}
     others = {key: value for key, value in plain.items() if key not in names}
     return others | ({KV: held} if held else {}) | ({MEASURED: numbers} if numbers else {})
+
+
+def _known(plain: Mapping[str, Any]) -> dict[str, Any]:
+    known = {*FIELDS, *map(bytes_key, TIERS), *MEASURES}
+    return {key: value for key, value in plain.items() if key in known}
 
 
 def whole(turns: Sequence[Reply]) -> dict[str, Any]:

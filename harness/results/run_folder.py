@@ -1,28 +1,24 @@
 """The folder of one run: what ran, one line per example, and how to go on after a crash.
 
-`config.yaml` (resolved), `run.json` (status, times, provenance), `examples.jsonl` (the results themselves),
-`rescored.jsonl` (later scores of the same outputs), `summary.json` (derived, a copy for other programs) and, where a
-session failed, `error.txt` (its traceback). What binds them to each other: results/folder/bound.py.
+`run.json` (configuration, status, times, provenance) is replaced as a whole, `examples.jsonl` (the results themselves)
+only grows, and half a last line of it, which a kill leaves, is dropped. All else is derived: `summary.json` and
+`config.yaml` are copies for other programs and people, `rescored.jsonl` holds later scores of the same outputs, and
+`error.txt` the traceback of a session that failed.
 """
 
 from __future__ import annotations
 
-import json
+import os
 import re
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from harness.config.settings import Results
 from harness.results import files
-from harness.results.files import CHECKSUM, RunLine, seal
-from harness.results.folder import bound
-from harness.results.folder.bound import FILES, SETTINGS, Digest
-from harness.results.folder.find import find, instead
-from harness.results.folder.names import CONFIG, ERROR, EXAMPLES, RESCORED
-from harness.results.folder.repair import repaired
 from harness.results.lock import FolderInUse, FolderLock, is_locked
 from harness.results.provenance import load_average, now, when
 from harness.results.records import Record, StoreError
@@ -31,6 +27,9 @@ from kernels.temporary import remove_abandoned
 
 __all__ = ["FolderInUse", "Run", "StoreError", "StoredRun", "find", "load", "load_all", "read_records"]
 
+INFO, CONFIG, EXAMPLES, RESCORED = "run.json", "config.yaml", "examples.jsonl", "rescored.jsonl"
+SUMMARY, ERROR = "summary.json", "error.txt"
+SETTINGS = "config"  # key of run.json for the configuration, of which config.yaml is a copy
 ENDS = ("complete", "failed", "interrupted")
 
 
@@ -38,18 +37,17 @@ class Run:
     """A run folder open for writing, by this process alone. `info` is what stands in run.json.
 
     A session begins with the first record that it adds, and run.json with provenance and backends is written before
-    that record: whatever the moment of a kill, a folder says where its records come from. A damaged folder is made
-    whole first: what can be made anew is, and records that are sound stay.
+    that record: whatever the moment of a kill, a folder says where its records come from.
     """
 
     def __init__(self, folder: Path, lock: FolderLock, digest: str, config: Mapping[str, Any]) -> None:
         remove_abandoned(folder)
         self.folder, self._lock = folder, lock
-        self._before = repaired(folder, digest, config)
-        self.info = self._before or {"identity_sha256": digest, SETTINGS: files.plain(config), FILES: {}}
+        files.drop_half_line(folder / EXAMPLES)
+        self._before = _left_by_earlier_sessions(folder, digest)
+        self.info = self._before or {"identity_sha256": digest, SETTINGS: files.plain(config)}
         _write_config(folder / CONFIG, self.info[SETTINGS])
-        lines = bound.read_lines(folder, EXAMPLES, self.info)
-        self._ids, self._digest = {record.id for record in _records(lines)}, Digest(lines)
+        self._ids = {record.id for record in read_records(folder)}
         self._begun = self._closed = False
         self.info = _continued(self.info, len(self._ids)) | {"status": "running", "started": now()}
         (folder / EXAMPLES).touch()
@@ -96,17 +94,15 @@ class Run:
         """On disk when this returns: a crash later costs nothing of it."""
         if record.id in self._ids:
             raise StoreError(f"example {record.id!r} is already in {self.folder}: the ids of a task must differ")
-        plain = json.loads(record.to_json())  # as it will be read: the checksum is over that
-        sealed = seal(plain, self.info["identity_sha256"])
+        line = record.to_json()
         if not self._begun:
             self._begin()
         with whole():
-            files.append_line(self.folder / EXAMPLES, sealed)
+            files.append_line(self.folder / EXAMPLES, line)
             self._ids.add(record.id)
-            self._digest.add(sealed[CHECKSUM])
 
     def records(self) -> list[Record]:
-        return read_records(self.folder, self.info)
+        return read_records(self.folder)
 
     def note(self, **facts: Any) -> None:
         """Adds facts to run.json: provenance, task_info, num_expected, simulated, host_is_cpu, backends."""
@@ -123,11 +119,13 @@ class Run:
 
     def _begin(self) -> None:
         self._begun = True
+        later_scores = self.info.pop("rescored", None)
         self._write()
+        if later_scores:  # of the records that were there alone
+            (self.folder / RESCORED).unlink(missing_ok=True)
 
     def _write(self) -> None:
-        self.info[FILES] = {**self.info[FILES], EXAMPLES: self._digest.plain()}
-        bound.write_info(self.folder, self.info)
+        write_info(self.folder, self.info)
 
     def close(self, status: str, error: str | None = None) -> None:
         """A session that added nothing leaves times and machine as they were."""
@@ -182,7 +180,6 @@ class StoredRun:
     info: dict[str, Any]
     records: list[Record]
     status: str  # as run.json says, but `running` only while the writer lives
-    digest: str | None = None  # of the lines of examples.jsonl
     summary: dict[str, Any] = field(default_factory=dict)  # of a run that a command has just made or found complete
     full_folder: Path | None = None  # of the Full that such a summary holds it against
 
@@ -203,20 +200,19 @@ class StoredRun:
 
 
 def load(folder: Path, *, first_scores: bool = False) -> StoredRun:
-    """Read-only: the half-written last line of a run that goes on is left out and left alone. Raises `StoreError` where
-    a file is not as it was written. `first_scores`: those of the run itself, whatever was scored again since."""
+    """Read a run folder without changing it; the half-written last line of a run that goes on is left out. Folders of
+    older versions are read as well: fields that are unknown today are ignored. Raise `StoreError` for what cannot be
+    read. `first_scores`: those of the run itself, whatever was scored again since."""
     if not folder.is_dir():
         raise StoreError(f"no such folder: {folder}{instead(folder)}")
-    info = bound.read_info(folder)
-    lines = bound.read_lines(folder, EXAMPLES, info)
-    records = _records(lines)
+    info, records = read_info(folder), read_records(folder)
     status = str(info.get("status"))
     if status != "complete" and is_locked(folder):  # a session that goes on writes run.json with its first record
         status = "running"
     elif status == "running":
         status = "interrupted"
     shown = records if first_scores else rescored(records, folder, info)
-    return StoredRun(folder, info[SETTINGS], info, shown, status, Digest(lines).plain()["sha256"])
+    return StoredRun(folder, info[SETTINGS], info, shown, status)
 
 
 def load_all(folders: Iterable[Path]) -> tuple[list[StoredRun], list[str]]:
@@ -230,24 +226,99 @@ def load_all(folders: Iterable[Path]) -> tuple[list[StoredRun], list[str]]:
     return runs, damage
 
 
-def read_records(folder: Path, info: Mapping[str, Any]) -> list[Record]:
-    """In the order they were written, with the run's own scores; a line that is damaged, doubled, changed or of another
-    run is an error that names it. `info`: run.json, which says whose lines these have to be."""
-    return _records(bound.read_lines(folder, EXAMPLES, info))
+def read_info(folder: Path) -> dict[str, Any]:
+    """Return what run.json says. Raise `StoreError` where it is absent or holds something else."""
+    path = folder / INFO
+    if not path.is_file():
+        raise StoreError(f"{folder} is not the folder of a run: it holds no {INFO}")
+    try:
+        info = files.read_json(path)
+    except StoreError as error:
+        raise StoreError(f"{error}; delete {folder} and run the same command again") from error
+    if not isinstance(info.get(SETTINGS), dict):
+        raise StoreError(f"{path} holds no configuration; delete {folder} and run the same command again")
+    return info
 
 
-def _records(lines: Iterable[RunLine]) -> list[Record]:
-    return [Record.from_plain(line.plain, line.where) for line in lines]
+def write_info(folder: Path, info: Mapping[str, Any]) -> None:
+    """Replace run.json."""
+    with files.writing(folder):
+        files.write_json(folder / INFO, info)
 
 
-def write_rescored(folder: Path, lines: Iterable[Mapping[str, Any]], info: Mapping[str, Any]) -> None:
-    files.write_lines(folder / RESCORED, [seal(line, info["identity_sha256"]) for line in lines])
+def read_records(folder: Path) -> list[Record]:
+    """Return the records in the order in which they were written, with the run's own scores. Of two about the same
+    example, which two writers leave on a file system without locks, the first counts. Raise `RecordError` for a line
+    that holds no record; the message names it."""
+    found: dict[str, Record] = {}
+    for where, plain in files.read_lines(folder / EXAMPLES):
+        record = Record.from_plain(plain, where)
+        found.setdefault(record.id, record)
+    return list(found.values())
 
 
 def rescored(records: Sequence[Record], folder: Path, info: Mapping[str, Any]) -> list[Record]:
-    """With the scores of the last `python -m harness.rescore`, where there was one."""
-    scores = {line.plain["id"]: line.plain for line in bound.read_rescored(folder, info)}
+    """Return the records with the scores of the last `python -m harness.rescore`, if there was one."""
+    if "rescored" not in info:
+        return list(records)
+    path = folder / RESCORED
+    if not path.is_file():
+        raise StoreError(f"{path} is gone: run python -m harness.rescore {folder} again")
+    scores = {plain["id"]: plain for _, plain in files.read_lines(path)}
     return [record.rescored(scores[record.id]) if record.id in scores else record for record in records]
+
+
+def find(paths: Iterable[Path]) -> list[Path]:
+    """Return all run folders at or below `paths`, each once."""
+    found: dict[Path, Path] = {}
+    for path in paths:
+        if not path.is_dir():
+            raise StoreError(f"no such folder: {path}{instead(path)}")
+        below = list(runs_below(path))
+        if not below:
+            raise StoreError(f"no runs in {path}: give the folder that results.root named; that of a run holds {INFO}")
+        for folder in below:
+            found.setdefault(folder.resolve(), folder)
+    return list(found.values())
+
+
+def runs_below(path: Path) -> Iterator[Path]:
+    """Yield the folders of runs at or below `path`, by name."""
+    yield from sorted(Path(folder) for folder, _, names in os.walk(path) if INFO in names)
+
+
+def akin(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Yield the other runs of the same task and method in the same place, each with its run.json, as far as it can be
+    read."""
+    for path in sorted(folder.parent.glob(f"{folder.name.rpartition('-')[0]}-*/{INFO}")):
+        if path.parent != folder:
+            with suppress(StoreError):
+                yield path.parent, read_info(path.parent)
+
+
+def instead(path: Path) -> str:
+    """Say where the run may be that was named without its folder."""
+    root = Path(Results().root)
+    if (usual := root / path).is_dir():
+        return f"; did you mean {usual}?"
+    if len(path.parts) == 1:
+        return f"; name a run with its folder, as in {usual}"
+    return f"; give the folder that results.root named, such as {root}, or a run's in it"
+
+
+def _left_by_earlier_sessions(folder: Path, digest: str) -> dict[str, Any]:
+    """Return run.json of the run with this identity; empty where no session has begun yet."""
+    if not (folder / INFO).exists():
+        if files.whole_lines(folder / EXAMPLES):
+            raise StoreError(
+                f"{folder / INFO} is gone, so nobody knows on which machine and with which versions its examples were "
+                f"made: delete {folder} and run the same command again"
+            )
+        return {}
+    info = read_info(folder)
+    if info.get("identity_sha256") != digest:
+        raise StoreError(f"{folder} holds another run whose hash starts the same: move that folder away")
+    return info
 
 
 def _write_config(path: Path, config: Mapping[str, Any]) -> None:

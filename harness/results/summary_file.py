@@ -10,10 +10,8 @@ from typing import Any
 
 from harness.results import files
 from harness.results.compared import FULL
-from harness.results.files import CHECKSUM
-from harness.results.folder.names import INFO, SUMMARY
 from harness.results.records import StoreError
-from harness.results.run_folder import StoredRun, load
+from harness.results.run_folder import INFO, SUMMARY, StoredRun, load
 from harness.results.summary import summarise
 from methods.tiers.tier import DEVICE
 
@@ -62,31 +60,13 @@ def summary_of(run: StoredRun, full: StoredRun | None) -> dict[str, Any]:
     return summary
 
 
-def write_summary(run: StoredRun, full: StoredRun | None, summary: Mapping[str, Any]) -> None:
-    """Brings summary.json up to date, a copy for other programs that nobody here reads back. `records`: the digest of
-    the lines that it was worked out from, and of Full's."""
-    copy = {**summary, "records": run.digest}
-    if full and copy["full"]:
-        copy["full"] = {**copy["full"], "records": full.digest}
-    copy = files.with_checksum(json.loads(json.dumps(copy)))
+def write_summary(run: StoredRun, summary: Mapping[str, Any]) -> None:
+    """Bring summary.json up to date, a copy for other programs that nobody here reads back."""
+    copy = json.loads(json.dumps(summary))
     with suppress(StoreError):
         if files.read_json(run.folder / SUMMARY) == copy:
             return
     files.write_json(run.folder / SUMMARY, copy)
-
-
-def summary_damage(folder: Path) -> str | None:
-    """What is wrong with the summary.json that is there, in a sentence; one from before it had a checksum is not
-    checked."""
-    path = folder / SUMMARY
-    if not path.exists():
-        return None
-    try:
-        stored = files.read_json(path)
-    except StoreError as error:
-        return str(error)
-    changed = stored.pop(CHECKSUM, None) not in (None, files.checksum_of(stored))
-    return f"{path} was changed after it was written" if changed else None
 
 
 def reference(run: StoredRun, others: Sequence[StoredRun]) -> StoredRun | None:

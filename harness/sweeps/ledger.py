@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from harness.results import files
-from harness.results.folder.bound import count_lines
-from harness.results.folder.names import EXAMPLES
 from harness.results.lock import FolderLock, is_locked
 from harness.results.provenance import now
 from harness.results.records import StoreError
+from harness.results.run_folder import EXAMPLES
 from harness.sweeps.jobs import JobConfig, digest, groups
 
 FOLDER, SWEEP, LOG = "sweeps", "sweep.json", "log.jsonl"
@@ -136,8 +135,7 @@ class Claim:
         self.sweep, self.group = sweep, group
         folder = sweep.place(group)
         folder.mkdir(exist_ok=True)
-        numbers = ", ".join(str(job + 1) for job in sweep.groups[group])
-        self._lock = FolderLock(folder, wait=wait, of=f"job {numbers} of this sweep")
+        self._lock = FolderLock(folder, wait=wait)
         self._path = folder / LOG
         files.drop_half_line(self._path)
         if (log := self.log).is_torn:
@@ -149,7 +147,7 @@ class Claim:
 
     def note(self, kind: str, **facts: Any) -> None:
         """On disk when this returns."""
-        files.append_line(self._path, {"event": kind, "at": now(), **facts})
+        files.append_line(self._path, json.dumps({"event": kind, "at": now(), **facts}))
 
     def release(self) -> None:
         self._lock.release()
@@ -180,7 +178,7 @@ def examples_in(root: Path, planned: Mapping[str, Any]) -> int:
 
 
 def count_examples(folder: Path) -> int:
-    return count_lines(folder / EXAMPLES)
+    return len(files.whole_lines(folder / EXAMPLES))
 
 
 def _process(event: Event) -> Event:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -12,12 +11,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from harness.results.folder.bound import damage, read_info
-from harness.results.folder.find import is_run, runs_below
-from harness.results.folder.names import EXAMPLES
 from harness.results.lock import holder, is_locked
 from harness.results.provenance import now, when
 from harness.results.records import StoreError
+from harness.results.run_folder import EXAMPLES, INFO, read_info, runs_below
 from harness.sweeps.jobs import distinct
 from harness.sweeps.ledger import Event, Log, Sweep, count_examples
 
@@ -76,7 +73,7 @@ def _state(log: Log, job: int, running: bool) -> JobState:
     if planned is None:
         return told
     folder, full = (log.sweep.root / planned[key] if planned[key] else None for key in ("folder", "full"))
-    there = folder is not None and folder.is_dir() and is_run(folder, os.listdir(folder))
+    there = folder is not None and (folder / INFO).is_file()
     run = run_state(folder) if folder and there else JobState("", "to do")
     known = replace(run, total=planned["examples"], folder=folder, full=full)
     if run.status == "done" and told.status == "failed" and full and run_state(full).status != "done":
@@ -104,10 +101,9 @@ def _told(log: Log, job: int, running: bool) -> JobState:
 
 def run_state(folder: Path) -> JobState:
     """A run folder at a glance: its lines are counted, not read. One that is damaged is to be run again."""
-    info: dict[str, Any] = {}
+    info, wrong = dict[str, Any](), None
     try:
         info = read_info(folder)
-        wrong = damage(folder, info)
     except StoreError as error:
         wrong = str(error)
     done, total, said = count_examples(folder), info.get("num_expected"), info.get("status")

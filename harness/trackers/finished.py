@@ -16,8 +16,7 @@ from harness.reports.pictures import frontier, heatmap
 from harness.reports.pictures.draw import priced
 from harness.reports.spreadsheet import cells
 from harness.results import files
-from harness.results.folder.names import CONFIG, INFO, SUMMARY
-from harness.results.run_folder import load_all
+from harness.results.run_folder import CONFIG, INFO, SUMMARY, load_all
 from harness.terminal.notices import say_once
 
 KEPT = (SUMMARY, INFO, CONFIG)

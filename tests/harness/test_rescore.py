@@ -16,7 +16,7 @@ from harness.commands import report, rescore
 from harness.config.settings import Results, Settings
 from harness.jobs.evaluate import evaluate
 from harness.results import run_folder
-from harness.results.folder.names import RESCORED
+from harness.results.run_folder import RESCORED
 from methods.full import Full
 from tests.fake_records import rewrite
 from tests.fast import MODEL, STREAMING, niah
@@ -64,7 +64,7 @@ def test_new_scores_are_shown_and_the_first_ones_kept(results: Path, capsys: pyt
     section = run_json(place)["rescored"]
     assert (section["first"]["task_version"], section["first"]["mean"]) == ("1", 0.0)
     assert (section["present"]["task_version"], section["present"]["mean"], section["changed"]) == ("2", 0.25, 1)
-    assert [record.score for record in run_folder.read_records(place, run_json(place))] == [0.0, 0.0]
+    assert [record.score for record in run_folder.read_records(place)] == [0.0, 0.0]
     shown = run_folder.load(place).records
     assert [(record.score, record.details["letters"]) for record in shown] == [
         (0.5, len(shown[0].output)),
@@ -107,33 +107,30 @@ def test_the_same_command_still_finds_its_run(results: Path, monkeypatch: pytest
 
 
 @pytest.mark.usefixtures("other_scorer")
-@pytest.mark.parametrize("damage", ["removed", "cut", "of an earlier rescoring", "without its section"])
-def test_later_scores_that_are_damaged_are_not_shown_until_they_are_made_again(
-    results: Path, capsys: pytest.CaptureFixture[str], damage: str, monkeypatch: pytest.MonkeyPatch
+def test_a_run_whose_later_scores_are_gone_is_left_out_until_they_are_made_again(
+    results: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = folder(results, "streaming")
-    path, first = place / RESCORED, (place / "run.json").read_bytes()
     rescore.rescore(place)
-    text = path.read_bytes()
-    if damage == "removed":
-        path.unlink()
-    elif damage == "cut":
-        path.write_bytes(text.splitlines(keepends=True)[0])
-    elif damage == "without its section":  # killed between the two
-        (place / "run.json").write_bytes(first)
-    else:
-        with monkeypatch.context() as patch:
-            patch.setattr(Niah, "score", lambda self, example, output: Score(1.0, {}))
-            rescore.rescore(place)
-        path.write_bytes(text)
+    (place / RESCORED).unlink()
     assert report.main([str(results)]) == 2
-    out, err = capsys.readouterr()
-    assert err.startswith(f"left out: {path} ")
-    assert "; run python -m harness.rescore on its folder again" in err
-    assert not any(line.startswith("streaming") for line in out.splitlines())
+    assert f"is gone: run python -m harness.rescore {place} again" in capsys.readouterr().err
     assert rescore.main([str(place)]) == 0
-    assert path.read_bytes() == text
     assert report.main([str(results)]) == 0
+
+
+@pytest.mark.usefixtures("other_scorer")
+def test_later_scores_go_where_an_example_is_made_anew(results: Path) -> None:
+    place = folder(results, "full")
+    rescore.rescore(place)
+    lines = (place / "examples.jsonl").read_text().splitlines(keepends=True)
+    (place / "examples.jsonl").write_text(lines[0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Niah, "version", "1")
+        again = evaluate(Full(), niah(depths=2), MODEL, Settings(results=Results(str(results)), progress=False))
+    assert (again.folder, len(again.records)) == (place, 2)
+    assert "rescored" not in run_json(place)
+    assert not (place / RESCORED).exists()
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from harness.config.catalogue import plain
 from harness.config.nested import flatten
-from harness.results.folder.find import runs_below
 from harness.results.provenance import machine
-from harness.results.run_folder import StoredRun, load_all
+from harness.results.run_folder import StoredRun, load_all, runs_below
 from harness.results.summary import decode_throughput
 
 if TYPE_CHECKING:

@@ -24,11 +24,6 @@ def warnings(
 ) -> Iterator[str]:
     """What a reader must know before believing the row of a run."""
     chance = info.get("task_info", {}).get("chance", 0.0)
-    if lost := info.get("rebuilt"):
-        yield (
-            f"run.json was lost and made anew: of machine, versions and times of {lost['records']} examples nothing is "
-            "known"
-        )
     yield from info.get("cautions", ())
     if not records:
         yield "no example was run"

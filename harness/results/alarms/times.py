@@ -12,12 +12,12 @@ from itertools import chain
 from typing import Any
 
 from harness.results.alarms.alarm import Alarm, AlarmRow, named, titles
-from harness.results.folder.bound import Info
 from harness.results.run_folder import StoredRun
 from harness.terminal.tables import digits
 from methods.tiers.tier import DEVICE, TIERS
 
 SHARED = "shared_machine"
+Info = Mapping[str, Any]
 
 
 def shared(rows: Sequence[AlarmRow]) -> Iterator[Alarm]:

@@ -13,7 +13,7 @@ from harness.config.catalogue import entries
 from harness.reports.compare import comparisons
 from harness.reports.conditions import code_versions
 from harness.reports.labels import spelled
-from harness.results.files import seal, write_lines
+from harness.results.files import write_lines
 from harness.results.identity import meaning_now
 from harness.results.run_folder import find, load
 from tests.fake_records import records, rewrite, write_run
@@ -181,7 +181,7 @@ def test_rows_of_edited_code_say_which_is_todays(tmp_path: Path) -> None:
     for folder, code, hour in zip(folders, (today, "edited since"), (9, 8), strict=True):
         lines = [json.loads(line) for line in (folder / "examples.jsonl").read_text().splitlines()]
         bare = [{key: line[key] for key in line if key not in ("run", "sha256")} for line in lines]
-        write_lines(folder / "examples.jsonl", [seal(line, folder.name) for line in bare])
+        write_lines(folder / "examples.jsonl", bare)
         facts = {"identity_sha256": folder.name, "started": f"2026-01-01T0{hour}:30:00+00:00"}
         rewrite(folder, **facts, identity={"code": {"methods.quest": code}, "core": 2})
     [table] = comparisons([load(folder) for folder in folders])

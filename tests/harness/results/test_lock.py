@@ -1,58 +1,44 @@
-"""A folder is refused to the second who would write it, and to nobody because of who only looks."""
+"""A folder is refused to the second who would write it, and to nobody because somebody looks whether it is written."""
 
 from __future__ import annotations
 
-import fcntl
-from collections.abc import Callable
+import os
+import threading
 from pathlib import Path
 
 import pytest
 
-from harness.results import lock
-from harness.results.lock import NAME, TRIES, FolderInUse, FolderLock, is_locked
+from harness.results.lock import FolderInUse, FolderLock, is_locked
 
 
-@pytest.fixture
-def pauses(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
-    """What is done in each pause of who tries for a lock, one after the other."""
-    coming = list[Callable[[], object]]()
-    monkeypatch.setattr(lock.time, "sleep", lambda _: coming.pop(0)())
-    return coming
-
-
-def nothing() -> None:
-    pass
-
-
-def test_who_looks_for_long_is_waited_for(tmp_path: Path, pauses: list[Callable[[], object]]) -> None:
-    """As a report does that a busy machine has stopped."""
-    (tmp_path / NAME).touch()
-    with open(tmp_path / NAME, "rb") as looking:
-        fcntl.flock(looking, fcntl.LOCK_SH)
-        pauses += [*[nothing] * 10 * TRIES, looking.close]
-        held = FolderLock(tmp_path)
-    assert (pauses, is_locked(tmp_path)) == ([], True)
-    held.release()
-
-
-def test_who_looks_for_ever_is_not(
-    tmp_path: Path, pauses: list[Callable[[], object]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / NAME).touch()
-    monkeypatch.setattr(lock, "LOOKS_S", -1.0)
-    with open(tmp_path / NAME, "rb") as looking:
-        fcntl.flock(looking, fcntl.LOCK_SH)
-        with pytest.raises(FolderInUse):
-            FolderLock(tmp_path)
-    assert pauses == []
-    FolderLock(tmp_path).release()
-
-
-def test_who_writes_is_not_waited_for_but_for_its_end(tmp_path: Path, pauses: list[Callable[[], object]]) -> None:
+def test_a_folder_has_one_writer(tmp_path: Path) -> None:
     first = FolderLock(tmp_path)
-    pauses += [nothing] * (TRIES - 1)
-    with pytest.raises(FolderInUse, match="is being written by process"):
+    assert is_locked(tmp_path)
+    with pytest.raises(FolderInUse, match=f"is being written by process {os.getpid()} on"):
         FolderLock(tmp_path)
-    assert pauses == []
-    pauses += [nothing, first.release]
+    first.release()
+    assert not is_locked(tmp_path)
     FolderLock(tmp_path).release()
+
+
+def test_who_looks_keeps_no_writer_out(tmp_path: Path) -> None:
+    FolderLock(tmp_path).release()
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.is_set():
+            is_locked(tmp_path)
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    try:
+        for _ in range(20):
+            FolderLock(tmp_path).release()
+    finally:
+        over.set()
+        looking.join()
+
+
+def test_a_folder_that_was_never_written_is_not_locked(tmp_path: Path) -> None:
+    assert not is_locked(tmp_path)
+    assert list(tmp_path.iterdir()) == []

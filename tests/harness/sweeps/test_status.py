@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from harness.commands.status import main as status
-from harness.results.folder.bound import write_info
 from harness.results.lock import FolderLock
+from harness.results.run_folder import write_info
 from harness.sweeps.ledger import Claim, Sweep
 from harness.sweeps.session import SweepSession
 from harness.sweeps.state import JobState, duration, estimate

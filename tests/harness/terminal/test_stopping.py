@@ -70,7 +70,7 @@ COMMANDS = {
     "harness.report": ("harness.results.run_folder:find", "the same command begins anew"),
     "harness.lint": ("harness.jobs.planning.items:itemised", "the same command begins anew"),
     "harness.doctor": ("harness.results.provenance:versions", "the same command begins anew"),
-    "harness.rescore": ("harness.results.folder.find:runs_below", "the same command begins anew"),
+    "harness.rescore": ("harness.results.run_folder:runs_below", "the same command begins anew"),
 }
 
 
@@ -136,7 +136,6 @@ def test_under_nohup_a_terminal_may_hang_up(tmp_path: Path) -> None:
 APPENDING = """
 import os, signal, sys
 from pathlib import Path
-from harness.results.files import append_line
 from harness.terminal.stopping import Stoppable
 from tests import signals
 from tests.fake_records import record
