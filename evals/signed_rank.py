@@ -4,6 +4,9 @@ Costs of right answers have tails: one prompt that a method fails may cost more 
 means then sees nothing. Wilcoxon's signed-rank test (Biometrics Bulletin 1, 1945) counts instead which of two signs the
 larger differences have. Its estimate is the median of the means of all pairs of differences (Hodges and Lehmann, Annals
 of Mathematical Statistics 34, 1963), and its interval holds the differences that the test does not refute.
+
+scipy.stats.wilcoxon gives the same p where no difference is 0 and no two are equal. It has no interval, and its p for
+zeros and ties would not agree with one.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import special
 
 from evals.stats import ALPHA, Interval, Units
 
@@ -69,35 +73,33 @@ def _pair_means(values: Floats) -> Floats:
 
 def _interval(means: Floats, size: int) -> Interval | None:
     """Return the numbers that the test does not refute. Its statistic steps at the means of pairs."""
-    most = int(np.searchsorted(_distribution(size), ALPHA / 2)) if size <= EXACT else _most_by_normal(size)
+    if size <= EXACT:
+        most = int(np.searchsorted(_distribution(size), ALPHA / 2))
+    else:
+        mean, deviation = _moments(size)
+        most = math.ceil(mean - 0.5 + deviation * special.ndtri(ALPHA / 2))
     return Interval(float(means[most - 1]), float(means[-most])) if most else None
-
-
-def _most_by_normal(size: int) -> int:
-    """Return the first statistic, from 0 on, at which the test finds no difference."""
-    low, high = 0, size * (size + 1) // 4
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (middle + 1, high) if _at_most(middle, size) < ALPHA / 2 else (low, middle)
-    return low
 
 
 def _at_most(count: int, size: int) -> float:
     """Return the probability of a signed-rank statistic of at most `count` where signs fall by chance."""
     if size <= EXACT:
         return float(_distribution(size)[count])
-    mean, variance = size * (size + 1) / 4, size * (size + 1) * (2 * size + 1) / 24
-    return 0.5 * math.erfc((mean - count - 0.5) / math.sqrt(2 * variance))
+    mean, deviation = _moments(size)
+    return float(special.ndtr((count + 0.5 - mean) / deviation))
+
+
+def _moments(size: int) -> tuple[float, float]:
+    """Return mean and standard deviation of the statistic."""
+    return size * (size + 1) / 4, math.sqrt(size * (size + 1) * (2 * size + 1) / 24)
 
 
 @lru_cache(maxsize=64)
 def _distribution(size: int) -> Floats:
     """Return P(statistic <= w) for each w: every rank from 1 to `size` has either sign with probability 1/2."""
-    shares = np.zeros(size * (size + 1) // 2 + 1)
-    shares[0] = 1.0
+    shares = np.ones(1)
     for rank in range(1, size + 1):
-        moved = np.roll(shares, rank)
-        moved[:rank] = 0.0
-        shares = (shares + moved) / 2
+        apart = np.zeros(rank)
+        shares = (np.append(shares, apart) + np.append(apart, shares)) / 2
     total: Floats = np.cumsum(shares)
     return total

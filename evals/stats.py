@@ -1,5 +1,4 @@
-"""Computes statistics of scores: intervals, paired tests, Holm's correction, and the smallest difference that a test
-can find.
+"""Computes statistics of scores: intervals, paired tests and Holm's correction.
 
 The statistic is always the mean of group means. Scores of one unit, such as questions on one text, are not independent
 and count as one, their mean. Interval and test of a difference agree: p is below 0.05 exactly where the 95 % interval
@@ -12,12 +11,9 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import special
 
 from evals import bounded
 
@@ -25,13 +21,9 @@ Floats = NDArray[np.float64]
 Units = Sequence[str] | None  # what each score belongs to; None: each is a unit of its own
 
 ALPHA = 0.05
-POWER = 0.8
 # How many scores of which no two are alike, as perplexities are, must be seen before an unseen one is taken to be near
 # them.
 DENSE = 20
-_SIZES = np.unique((10 ** np.linspace(0.5, 5, 91)).round().astype(int))  # numbers of examples, 12 % apart
-_TRIED = 24
-_EXACT = 128  # every number of losses up to this one is tried, and as many more spread above it
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,63 +87,6 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def detectable(
-    scores: Sequence[float],
-    baseline: Sequence[float],
-    groups: Sequence[str],
-    units: Units = None,
-    *,
-    comparisons: int = 1,
-) -> float | None:
-    """Return the smallest true loss that `paired` finds with 80 % power, as the first of so many `comparisons` under
-    Holm.
-
-    It is the test's own power, for examples that each lose what examples differ by here, on top of as many wins and
-    losses by chance as went against the trend. None where the test could not find the loss if every example had it.
-    """
-    sample = _differences(scores, baseline, groups, units)
-    size = round(1 / float((sample.weights**2).sum()))
-    reach = max(-sample.low, sample.high)
-    for step in (sample.step, 1.0):
-        rate = _smallest_rate(size, step / reach, sample.churn / step**2, ALPHA / comparisons)
-        if rate is not None:
-            return step * rate
-    return None
-
-
-def needed(
-    scores: Sequence[float],
-    baseline: Sequence[float],
-    groups: Sequence[str],
-    units: Units = None,
-    *,
-    loss: float,
-    comparisons: int = 1,
-) -> int | None:
-    """Return how many examples would find a true `loss` with 80 % power, rounded up by 12 % at most; None where more
-    than 100,000 would be needed.
-
-    As in `detectable`, examples differ by what they differ by here, and as many win and lose by chance. Groups and
-    units are taken to stay as large as they are to one another.
-    """
-    sample = _differences(scores, baseline, groups, units)
-    step = max(sample.step, loss)
-    rate, reach, churn = loss / step, max(-sample.low, sample.high), sample.churn / step**2
-    alpha, square = ALPHA / comparisons, loss * step + 2 * sample.churn
-    deviations = special.ndtri([1 - alpha / 2, POWER]) @ np.sqrt([square, square - loss**2])
-    place = int(np.searchsorted(_SIZES, (deviations / loss) ** 2))  # as if differences were normal (Connor 1987)
-
-    def finds(place: int) -> bool:
-        return _power(rate, int(_SIZES[place]), step / reach, churn, alpha, thinned=True) >= POWER
-
-    while place < len(_SIZES) and not finds(place):
-        place += 1
-    while 0 < place < len(_SIZES) and finds(place - 1):
-        place -= 1
-    examples = len(scores) * float((sample.weights**2).sum())  # for each that counts
-    return round(float(_SIZES[place]) * examples) if place < len(_SIZES) else None
-
-
 @dataclass(frozen=True, slots=True)
 class _Sample:
     """Holds the values of one mean; none of them can lie beyond `low` and `high`."""
@@ -183,16 +118,6 @@ class _Sample:
         """Return the two-sided p of a mean of 0."""
         side = self if self.mean < 0 else self.mirrored
         return min(1.0, 2 * side.upper_p(0.0)) if self.mean else 1.0
-
-    @property
-    def step(self) -> float:
-        """Return by how much examples differ that do differ; 1 where none does."""
-        return float(self.weights @ self.values**2 / total) if (total := self.weights @ abs(self.values)) else 1.0
-
-    @property
-    def churn(self) -> float:
-        """Return the mean square of the values that go against the trend."""
-        return min(float(self.weights @ np.maximum(side, 0) ** 2) for side in (self.values, -self.values))
 
     def upper_p(self, mean: float) -> float:
         return float(bounded.upper_p(self.values, self.weights, mean, self.high))
@@ -248,53 +173,3 @@ def _span(values: Floats) -> tuple[float, float]:
     """Return the range of the values and 0, widened by half of itself on either side."""
     low, high = min(0.0, float(values.min())), max(0.0, float(values.max()))
     return low - (high - low) / 2, high + (high - low) / 2
-
-
-def _smallest_rate(size: int, step: float, churn: float, alpha: float) -> float | None:
-    """Return the share of `size` examples that must lose `step`, while a share `churn` wins by chance and as many
-    lose."""
-    if _power(1.0, size, step, churn, alpha) < POWER:
-        return None
-    low, high = 0.0, 1.0
-    for _ in range(16):
-        middle = (low + high) / 2
-        low, high = (low, middle) if _power(middle, size, step, churn, alpha) >= POWER else (middle, high)
-    return high
-
-
-def _power(rate: float, size: int, step: float, churn: float, alpha: float, thinned: bool = False) -> float:
-    """thinned: work out the test for a few numbers of losses, for a size that is asked about once."""
-    churn = min(churn, (1 - rate) / 2)
-    from scipy.stats import binom  # takes half a second, and few tables need it
-
-    first, last = binom.ppf([1e-6, 1 - 1e-6], size, churn + rate)
-    lost = np.arange(int(first), int(last) + 1)
-    if thinned:
-        tried = np.unique(np.linspace(lost[0], lost[-1], _TRIED).round().astype(int))
-        most = np.floor(np.interp(lost, tried, _won_beside(tried, step, alpha)))
-    else:
-        most = _most_won(size, round(step, 3), alpha)[lost]
-    wins = churn / (1 - churn - rate) if churn else 0.0
-    probabilities: Any = binom.pmf(lost, size, churn + rate) * binom.cdf(most, size - lost, wins)
-    return float(probabilities.sum())
-
-
-@lru_cache(maxsize=256)
-def _most_won(size: int, step: float, alpha: float) -> Floats:
-    """Return for each number of losses the most wins beside which the test still finds a loss; -1 where it never
-    does."""
-    lost = np.arange(min(size, _EXACT) + 1)
-    if size > _EXACT:
-        lost = np.union1d(lost, np.geomspace(_EXACT, size, _EXACT).round().astype(int))
-    return np.floor(np.interp(np.arange(size + 1), lost, _won_beside(lost, step, alpha)))
-
-
-def _won_beside(lost: NDArray[np.int_], step: float, alpha: float) -> NDArray[np.int_]:
-    """Return the same for the numbers `lost`."""
-    low, high = np.full(len(lost), -1), lost.copy()  # as many wins as losses are never a loss
-    while (high - low > 1).any():
-        middle = (low + high) // 2
-        values = np.array([-step, step, 1.0])
-        p = 2 * bounded.tail(values, np.stack([lost, middle, np.ones_like(lost)], axis=-1).astype(float))
-        low, high = np.where(p < alpha, middle, low), np.where(p < alpha, high, middle)
-    return low

@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from harness.config.plugins import suggestion
-from harness.reports import power, turns
+from harness.reports import turns
 from harness.reports.compare import Comparison, ReportRow, asked
 from harness.reports.conditions import code_versions
 from harness.reports.labels import budget
@@ -167,7 +167,7 @@ def notes(comparison: Comparison) -> Iterator[str]:
     if stars or any(entry.significant_groups for entry in comparison.entries):
         measures = ", scores and likelihoods together" if comparison.costed else ""
         yield f"*: differs from Full after Holm's correction, over this table{measures}, or over the groups of one run"
-    yield from power.notes(comparison)
+    yield from _told_apart(comparison)
     if any(entry.run.config.get("budget_rule") == "paper" for entry in comparison.entries):
         yield (
             "budget_rule=paper: sinks and windows that the method's paper does not count come on top, and RocketKV's "
@@ -199,6 +199,15 @@ def notes(comparison: Comparison) -> Iterator[str]:
             yield f"! {entry.title} and its Full were scored by task versions {' and '.join(versions)}: rescore both"
     yield from dict.fromkeys(f"! {text}" for entry in comparison.entries for text in entry.damage)
     yield from _merged_warnings(comparison.entries)
+
+
+def _told_apart(comparison: Comparison) -> Iterator[str]:
+    """Yield which rows differ from Full by score or likelihood, and which rows the prompts cannot tell from it."""
+    differ = comparison.significant | comparison.significant_costs
+    others = {*comparison.tested, *comparison.costed} - differ
+    for rows, meaning in ((differ, "differs from Full"), (others, "cannot be told from Full by these prompts")):
+        if rows:
+            yield f"{meaning}: {', '.join(comparison.entries[i].title for i in sorted(rows))}"
 
 
 def _copies(entry: ReportRow) -> str:

@@ -17,7 +17,6 @@ from harness.results.alarms.alarm import Alarm, AlarmRow
 from harness.results.alarms.table import alarms as table_alarms
 from harness.results.compared import FULL, merged, paired
 from harness.results.run_folder import StoredRun
-from harness.results.summary import detectable, needed
 from harness.results.summary_file import (
     ONE_TABLE,
     Neighbours,
@@ -29,7 +28,6 @@ from harness.results.summary_file import (
 )
 from harness.terminal.tables import Column
 
-LOSSES = (0.1, 0.05)  # of scores, 0-1: 10 and 5 points
 PERPLEXITY = "perplexity"  # the metric of tasks whose texts are fed in place of answers
 
 
@@ -111,11 +109,6 @@ class Comparison:
         low, high = cost["ci95"]
         return {"diff": -cost["diff"], "ci95": [-high, -low], "p": cost["p"]}
 
-    @property
-    def num_tests(self) -> int:
-        """Tests that Holm's correction is over: those of all scores and of all likelihoods of this table."""
-        return len(self.tested) + len(self.costed)
-
     @cached_property
     def _corrected(self) -> list[float]:
         """p after Holm's correction over this table: of the scores first, then of the likelihoods."""
@@ -149,23 +142,6 @@ class Comparison:
         p = self.adjusted_costs if self.of_perplexity else self.adjusted
         rows = [AlarmRow(one.title, one.run, one.full, one.summary, p.get(i)) for i, one in enumerate(self.entries)]
         return table_alarms(rows)
-
-    @cached_property
-    def detectable(self) -> list[tuple[ReportRow, float | None]]:
-        """Per row that is held against Full, the smallest loss that it could show after Holm's correction."""
-        rows = [self.entries[i] for i in self.tested]
-        return [
-            (row, detectable(row.run.records, row.full.records, self.num_tests)) for row in rows if row.full is not None
-        ]
-
-    @cached_property
-    def needed(self) -> list[dict[float, int | None]]:
-        """For the same rows, how many examples would show each of `LOSSES`, None beyond 100,000."""
-        return [
-            {loss: needed(row.run.records, row.full.records, loss, self.num_tests) for loss in LOSSES}
-            for row, _ in self.detectable
-            if row.full is not None
-        ]
 
 
 def comparisons(runs: Sequence[StoredRun]) -> list[Comparison]:

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TextIO
 
-from harness.reports import against_tables, by_task, costs, likelihoods, noise, power
+from harness.reports import against_tables, by_task, costs, likelihoods
 from harness.reports.against import Contrasts
 from harness.reports.by_task import TaskColumns
 from harness.reports.columns import notes, score_table
 from harness.reports.compare import Comparison
-from harness.reports.conclusions import conclusions
 from harness.reports.conditions import conditions
 from harness.reports.groups import average_meanings, average_table, by_column, by_run, group_table
 from harness.reports.stamps import caution
@@ -34,7 +33,7 @@ class TableKind:
     caption: str
     columns: Callable[[Comparison], list[Column]]
     head: int
-    of: Literal["rows", "compared rows", "traced rows", "turn rows", "columns", "methods"]
+    of: Literal["rows", "traced rows", "turn rows", "columns", "methods"]
     note: Callable[[Comparison], str] = lambda table: ""
     timed: bool = False
     brief: bool = True
@@ -47,7 +46,7 @@ class TableKind:
         """Which run of the table each row is; empty where rows are no runs."""
         if self.of == "turn rows":
             return [place for place, *_ in reuse_rows(table)]
-        sections = {"compared rows": "full", "traced rows": "trace"}  # of a summary
+        sections = {"traced rows": "trace"}  # of a summary
         section = sections.get(self.of)
         found = [i for i, entry in enumerate(table.entries) if section is None or entry.summary.get(section)]
         return found if self.of.endswith("rows") else []
@@ -64,7 +63,6 @@ OTHER_TABLES = (
         lambda _: likelihoods.MEANING,
     ),
     TableKind("within", costs.CAPTION, costs.within_table, 1, "methods", lambda _: costs.MEANING, brief=False),
-    TableKind("power", power.CAPTION, power.power_table, 2, "compared rows", lambda _: power.MEANING, brief=False),
     TableKind("costs", "Preparation, seal and peak memory", costs.cost_table, 2, "rows", costs.meaning, True, False),
     TableKind("parts", "Where the time of a decode step goes", costs.trace_table, 2, "traced rows", timed=True),
     TableKind("turns", "Score by turn", turn_scores, 3, "columns"),
@@ -87,7 +85,7 @@ def as_text(tables: Sequence[Comparison], *, markdown: bool = False, colour: boo
         parts += markdown_banner(table) if markdown else banner(table, WIDTH, colour)
         parts += [f"{line}<br>" if markdown else _wrapped(line) for line in conditions(table)]
         parts += ["", render(score_table(table)), ""]
-        parts += [f"- {note}" if markdown else _wrapped(note) for note in (notes if brief else remarks)(table)]
+        parts += [f"- {note}" if markdown else _wrapped(note) for note in notes(table)]
         for block in (block for block in OTHER_TABLES if block.brief or not brief):
             shown = list(pieces(block.columns(table), block.head))
             parts += [line for columns in shown for line in ("", render(columns))]
@@ -106,8 +104,6 @@ def as_latex(tables: Sequence[Comparison]) -> str:
             below = list(_below(table)) if block is SCORES else [_sentences([block.below(table)])]
             caption, label = f"{block.caption}: {table.title}", f"tab:{_slug(f'{block.name} {table.title}')}"
             parts += latex_table(block.columns(table), caption, label, below)
-        if table.tested and not noise.pairs(table):
-            parts.append(f"% {noise.sentence([])}")
     return "\n".join(parts) + "\n"
 
 
@@ -157,12 +153,11 @@ def further_as_latex(tables: Sequence[FurtherTable]) -> str:
 
 def _below(table: Comparison) -> Iterator[str]:
     """The paragraphs below the main table."""
-    said, pairs = list(notes(table)), noise.pairs(table)
+    said = list(notes(table))
     warned = [note.removeprefix("! ") for note in said if note.startswith("! ")]
     yield from (_sentences([f"{word(alarm).capitalize()}: {alarm.text}"]) for alarm in table.alarms)
     yield _sentences(list(conditions(table)))
-    floor = [noise.sentence(pairs)] if pairs else []
-    yield _sentences([*(note for note in said if not note.startswith("! ")), *floor])
+    yield _sentences([note for note in said if not note.startswith("! ")])
     yield f"!: {'; '.join(warned)}." if warned else ""
 
 
@@ -172,14 +167,6 @@ def _slug(text: str) -> str:
 
 def _sentences(told: Sequence[str]) -> str:
     return " ".join(f"{text[0].upper()}{text[1:].rstrip('.')}." for text in told if text)
-
-
-def remarks(table: Comparison) -> Iterator[str]:
-    """What stands below the main table: notes, those with `! ` warnings of its runs, and what can be concluded."""
-    yield from notes(table)
-    yield from conclusions(table)
-    if (pairs := noise.pairs(table)) or table.tested:
-        yield noise.sentence(pairs)
 
 
 def pieces(columns: Sequence[Column], head: int) -> Iterator[list[Column]]:

@@ -9,7 +9,7 @@ from typing import Any
 from harness.config.nested import flatten
 from harness.config.plugins import TARGET
 from harness.reports.command import command
-from harness.reports.compare import LOSSES, Comparison, ReportRow
+from harness.reports.compare import Comparison, ReportRow
 from harness.reports.conditions import origin
 from harness.reports.stamps import stamps
 
@@ -29,19 +29,12 @@ def _row(place: int, entry: ReportRow, table: Comparison) -> dict[str, Any]:
         "stamps": stamps(entry, table),
         "full.p_holm": table.adjusted.get(place),
         "likelihood.full.p_holm": table.adjusted_costs.get(place),
-        **_needed(place, table),
         "folder": entry.run.folder.name,
         "started": info.get("started"),
         "ended": info.get("ended"),
         **origin(entry.run),
         "command": command(entry.run),
     }
-
-
-def _needed(place: int, table: Comparison) -> dict[str, int | None]:
-    """How many examples would find a loss of so many points; none for rows that are held against no Full."""
-    found = dict(zip(table.tested, table.needed, strict=True)).get(place, {})
-    return {f"examples_for_{round(100 * loss)}_points": found.get(loss) for loss in LOSSES}
 
 
 def cells(summary: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -86,18 +86,6 @@ def against(records: Sequence[Record], full: Sequence[Record] | None) -> dict[st
     return {"mean": mean, "diff": result.diff, "ci95": _ends(result.ci), "p": result.p}
 
 
-def detectable(records: Sequence[Record], full: Sequence[Record], comparisons: int) -> float | None:
-    """The loss against Full that these examples would show with 80 % power, as one of so many comparisons."""
-    pairs = paired(records, full)
-    return stats.detectable(*for_statistics(pairs), comparisons=comparisons) if pairs else None
-
-
-def needed(records: Sequence[Record], full: Sequence[Record], loss: float, comparisons: int) -> int | None:
-    """How many examples would show such a loss against Full with 80 % power, as one of so many comparisons."""
-    pairs = paired(records, full)
-    return stats.needed(*for_statistics(pairs), loss=loss, comparisons=comparisons) if pairs else None
-
-
 def _lengths(tokens: Sequence[int]) -> dict[str, float] | None:
     return {"min": min(tokens), "median": median(tokens), "max": max(tokens)} if tokens else None
 

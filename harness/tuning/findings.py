@@ -65,11 +65,9 @@ class Findings:
         told = f"{spelled(row.beside.diff, row.beside.ci, sign=True)} points, p = {probability(row.beside.p)}"
         if row.beside.p < ALPHA:
             return f"{what}: {told} on the {row.n} examples held out."
-        power = row.detectable
-        needed = "too few examples to show any" if power is None else f"a gain of {percent(power)} would have shown"
         return (
             f"{what} was best where it was chosen. On the {row.n} examples held out: {told}, which chance explains as "
-            f"well ({needed})."
+            "well."
         )
 
     @property
@@ -81,9 +79,6 @@ class Findings:
         if at_chance(self.held_out.full, chance):
             full = percent(mean_score(self.held_out.full))
             yield f"Full scores {full}, near the {percent(chance, 0)} of guessing: values cannot be told apart here."
-        row = self.reported[self.best != START]
-        if row.detectable is None:
-            yield f"Too few examples: no difference, however large, reaches p < {ALPHA:g} on the {row.n} held out."
 
     def lines(self) -> Iterator[str]:
         yield f"Chosen by {self.plan.examples.choosing} examples:"
@@ -183,11 +178,6 @@ class Outcome:
     @property
     def beside(self) -> stats.Paired:
         return stats.paired(*for_statistics(paired(self.records, self.start)))
-
-    @property
-    def detectable(self) -> float | None:
-        """The gain that these examples would have shown with 80 % power."""
-        return stats.detectable(*for_statistics(paired(self.start, self.records)))
 
     @property
     def read(self) -> float | None:

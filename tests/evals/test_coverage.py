@@ -1,4 +1,4 @@
-"""By simulation: intervals hold the truth, tests keep their level, and a difference called detectable is detected."""
+"""By simulation: intervals hold the truth, and tests keep their level."""
 
 from __future__ import annotations
 
@@ -187,46 +187,3 @@ def test_tables_without_a_difference_rarely_show_one() -> None:
         p = [stats.p_value(list(row), list(full)) for row in rows]
         marked += min(stats.holm(p)) < stats.ALPHA
     assert marked <= 16
-
-
-@pytest.mark.parametrize(("size", "comparisons", "churn"), [(15, 1, 0.0), (30, 12, 0.05), (100, 5, 0.1)])
-def test_a_detectable_difference_is_detected(size: int, comparisons: int, churn: float) -> None:
-    """In four of five samples, by a test at the level that Holm leaves to the first of so many."""
-    groups, noise = ["a"] * size, round(churn * size)
-    seen = [1.0] * noise + [0.0] * noise + [0.0] * (size - 2 * noise)
-    found = stats.detectable(
-        seen, [0.0] * noise + [1.0] * noise + [0.0] * (size - 2 * noise), groups, comparisons=comparisons
-    )
-    assert found is not None
-    rng, share = np.random.default_rng(6), noise / size
-    outcomes = rng.choice([1.0, -1.0, 0.0], p=[share, share + found, 1 - 2 * share - found], size=(2000, size))
-    weights = np.full(size, 1 / size)
-    p = 2 * bounded.upper_p(outcomes, weights, np.zeros(2000), 1.0)
-    assert (p < stats.ALPHA / comparisons).mean() == pytest.approx(stats.POWER, abs=0.03)
-
-
-@pytest.mark.parametrize(("loss", "comparisons", "churn"), [(0.1, 1, 0.0), (0.1, 12, 0.05), (0.05, 3, 0.02)])
-def test_as_many_examples_as_are_needed_find_a_loss(loss: float, comparisons: int, churn: float) -> None:
-    """In four of five samples or a few more, since their number is rounded up."""
-    noise = round(100 * churn)
-    seen, full = [1.0] * noise + [0.0] * (100 - noise), [0.0] * noise + [1.0] * noise + [0.0] * (100 - 2 * noise)
-    size = stats.needed(seen, full, ["a"] * 100, loss=loss, comparisons=comparisons)
-    assert size is not None
-    rng = np.random.default_rng(8)
-    odds = [churn, churn + loss, 1 - 2 * churn - loss]
-    outcomes = rng.choice([1.0, -1.0, 0.0], p=odds, size=(1000, size))
-    p = 2 * bounded.upper_p(outcomes, np.full(size, 1 / size), np.zeros(1000), 1.0)
-    assert stats.POWER - 0.04 <= (p < stats.ALPHA / comparisons).mean() <= stats.POWER + 0.09
-
-
-def test_partial_scores_are_detected_about_as_often() -> None:
-    """Quarters that come out anew on a third of the examples, and lose what such examples change by."""
-    rng, size = np.random.default_rng(7), 60
-    draw = SCORES["quarters"][0]
-    full = draw(rng, (2000, size))
-    other = again(draw, 0.35)(rng, full)
-    found = [stats.detectable(list(a), list(b), ["a"] * size) for a, b in zip(other[:30], full[:30], strict=True)]
-    loss = float(np.median([size for size in found if size is not None]))
-    hit = rng.random(full.shape) < loss / 0.6  # examples of 0.6 on average, lost outright
-    p = 2 * bounded.upper_p(np.where(hit, 0.0, other) - full, np.full(size, 1 / size), np.zeros(2000), 1.0)
-    assert 0.7 <= (p < stats.ALPHA).mean() <= 0.9

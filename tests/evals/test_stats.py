@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import doctest
-import itertools
 import math
 
 import numpy as np
@@ -179,45 +178,6 @@ def test_holm_keeps_order_and_never_decreases() -> None:
     assert stats.holm([0.5, 0.6]) == [1.0, 1.0]
 
 
-class TestDetectable:
-    @pytest.mark.parametrize(("n", "comparisons", "needed"), [(15, 1, 6), (30, 12, 9), (300, 1, 6), (3000, 40, 11)])
-    def test_without_noise_it_is_a_binomial(self, n: int, comparisons: int, needed: int) -> None:
-        """`needed` losses and no win are the fewest that 2 / 2^losses < 0.05 / comparisons allows."""
-        got = stats.detectable([0.0] + [1.0] * (n - 1), [1.0] * n, ONE * n, comparisons=comparisons)
-        assert got is not None
-        assert scipy_stats.binom.sf(needed - 1, n, got) == pytest.approx(0.8, abs=0.005)
-
-    def test_too_few_is_said(self) -> None:
-        for n, comparisons in ((5, 1), (8, 8), (2, 1)):
-            assert 2 / 2**n * comparisons >= 0.05
-            assert stats.detectable([0.0] * n, [1.0] * n, ONE * n, comparisons=comparisons) is None
-        assert stats.detectable([0.0] * 6, [1.0] * 6, ONE * 6) == pytest.approx(0.8 ** (1 / 6), abs=1e-3)
-
-    def test_noise_and_more_comparisons_ask_for_more(self) -> None:
-        full = [1.0, 0.0] * 20
-        quiet = [1.0, 0.0] * 10 + [0.0] * 20
-        noisy = [1.0, 0.0] * 10 + [0.0, 0.0] * 6 + [0.0, 1.0] * 4
-        sizes = [stats.detectable(ours, full, ONE * 40, comparisons=n) for ours in (quiet, noisy) for n in (1, 20)]
-        assert all(sizes)
-        assert sizes[0] < sizes[1] < sizes[3]
-        assert sizes[0] < sizes[2] < sizes[3]
-
-    def test_the_best_of_every_power_is_the_tests_own(self) -> None:
-        """Against all outcomes of twelve examples, one by one."""
-        n, won = 12, 1 / 12
-        got = stats.detectable([1.0] + [0.0] * 3 + [1.0] * 8, [0.0] + [1.0] * 11, ONE * n)
-        assert got is not None
-        power = sum(
-            scipy_stats.multinomial.pmf([wins, losses, n - wins - losses], n, [won, won + got, 1 - 2 * won - got])
-            for wins, losses in itertools.product(range(n + 1), repeat=2)
-            if losses > wins
-            and wins + losses <= n
-            and scipy_stats.binomtest(wins, wins + losses).pvalue < 0.05
-            and 2 * won + got <= 1
-        )
-        assert power == pytest.approx(0.8, abs=0.005)
-
-
 def test_scores_of_a_unit_count_as_one() -> None:
     """Said twice, a score tells nothing new; the mean of a unit is what it says."""
     scores, other, groups = [1.0, 0.0, 1.0, 1.0, 0.5], [1.0, 1.0, 0.0, 1.0, 1.0], ["a", "a", "a", "b", "b"]
@@ -227,7 +187,6 @@ def test_scores_of_a_unit_count_as_one() -> None:
     assert stats.interval(said[0], said[2], units=said[3]) == stats.interval(scores, groups)  # type: ignore[arg-type]
     assert stats.paired(*said) == stats.paired(scores, other, groups)  # type: ignore[arg-type]
     assert stats.p_value(said[0], said[1], said[3]) == stats.p_value(scores, other)  # type: ignore[arg-type]
-    assert stats.detectable(*said[:3], units=said[3]) == stats.detectable(scores, other, groups)  # type: ignore[arg-type]
     apart, together = (stats.interval([1, 1, 0, 0], ["a"] * 4, units=units) for units in (None, ["x", "x", "y", "y"]))
     assert together == stats.interval([1, 0], ["a"] * 2)
     assert apart is not None
@@ -236,40 +195,3 @@ def test_scores_of_a_unit_count_as_one() -> None:
     mixed = stats.interval([1, 0, 0, 0], ["a"] * 4, units=["x", "x", "y", "z"])
     assert mixed is not None
     assert mixed.low < 0.25 < mixed.high
-
-
-class TestNeeded:
-    def test_more_examples_for_a_smaller_loss_more_chance_and_more_comparisons(self) -> None:
-        full, calm, shaken = [1.0] * 40, [1.0] * 38 + [0.0] * 2, [1.0] * 30 + [0.0] * 10
-        groups = ["a"] * 40
-        half = [0.0] * 5 + [1.0] * 35
-        few = stats.needed(calm, full, groups, loss=0.1)
-        assert few is not None
-        assert 70 <= few <= 90  # six losses of six, which McNemar's test needs, in four of five samples of 78
-        for more in (
-            stats.needed(calm, full, groups, loss=0.05),
-            stats.needed(shaken, half, groups, loss=0.1),
-            stats.needed(calm, full, groups, loss=0.1, comparisons=10),
-        ):
-            assert more is not None
-            assert more > 1.3 * few
-
-    def test_it_is_what_detectable_detects(self) -> None:
-        """A loss that is just found by so many examples needs about as many."""
-        for size, comparisons in ((40, 1), (120, 6)):
-            seen = [1.0] * 2 + [0.0] * (size - 2)
-            full = [0.0] * 2 + [1.0] * 4 + [0.0] * (size - 6)
-            loss = stats.detectable(seen, full, ["a"] * size, comparisons=comparisons)
-            assert loss is not None
-            wanted = stats.needed(seen, full, ["a"] * size, loss=loss, comparisons=comparisons)
-            assert wanted == pytest.approx(size, rel=0.15)
-
-    def test_questions_on_one_text_are_counted_singly(self) -> None:
-        scores, full = [1.0, 0.0] * 20, [1.0] * 40
-        apart = stats.needed(scores, full, ["a"] * 40, loss=0.2)
-        united = stats.needed([1.0, 1.0, 0.0, 0.0] * 10, full, ["a"] * 40, [str(i // 2) for i in range(40)], loss=0.2)
-        assert apart is not None
-        assert united == 2 * stats.needed([1.0, 0.0] * 10, [1.0] * 20, ["a"] * 20, loss=0.2)  # type: ignore[operator]
-
-    def test_a_tiny_loss_of_partial_scores_is_out_of_reach(self) -> None:
-        assert stats.needed([1.0, 0.0] * 20, [0.0, 1.0] * 20, ["a"] * 40, loss=0.001, comparisons=30) is None

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from evals.stats import ALPHA
 from harness.engine.step_parts import PARTS
-from harness.reports import costs, needles, noise
+from harness.reports import costs, needles
 from harness.reports.columns import notes
 from harness.reports.command import command
 from harness.reports.compare import Comparison, ReportRow
-from harness.reports.conclusions import conclusions
 from harness.reports.conditions import conditions, shared
 from harness.reports.costs import COLOURS, PANELS, Panel
 from harness.reports.document import OTHER_TABLES, SCORES, TableKind
@@ -47,21 +47,17 @@ def page_data(tables: Sequence[Comparison], left_out: Sequence[str], made: str) 
 
 
 def _table(table: Comparison, room: Room, everywhere: Mapping[str, str]) -> dict[str, Any]:
-    said, pairs = list(notes(table)), noise.pairs(table)
-    least = noise.floor(pairs)
+    said = list(notes(table))
     return {
         "title": table.title,
         "metric": table.metric,
         "conditions": list(conditions(table, apart=everywhere)),
-        "conclusions": list(conclusions(table)),
         "alarms": [{"text": alarm.text, "red": alarm.red} for alarm in table.alarms],
         "warnings": [note.removeprefix(WARNING) for note in said if note.startswith(WARNING)],
         "notes": [note for note in said if not note.startswith(WARNING)],
-        "noise": noise.sentence(pairs) if pairs or table.tested else None,
-        "floor": None if table.of_perplexity else least,
         "points": not table.of_perplexity,
         "caution": caution(table),
-        "rows": _rows(table, least),
+        "rows": _rows(table),
         "blocks": [made for block in (SCORES, *OTHER_TABLES) if (made := _block(block, table))],
         "panels": panels(table),
         "heat": heat_maps(table),
@@ -100,19 +96,16 @@ def _block(block: TableKind, table: Comparison) -> dict[str, Any] | None:
     }
 
 
-def _rows(table: Comparison, least: float | None) -> list[dict[str, Any]]:
+def _rows(table: Comparison) -> list[dict[str, Any]]:
     lines = sorted({entry.label for entry in table.entries if method_of(entry.run) != FULL})
     holds = table.significant_costs if table.of_perplexity else table.significant
-    least = None if table.of_perplexity else least
     return [
-        _row(entry, lines, i in holds, least, table.beside(entry)) | ({"score": None} if table.of_perplexity else {})
+        _row(entry, lines, i in holds, table.beside(entry)) | ({"score": None} if table.of_perplexity else {})
         for i, entry in enumerate(table.entries)
     ]
 
 
-def _row(
-    entry: ReportRow, lines: Sequence[str], holds: bool, least: float | None, beside: Mapping[str, Any] | None
-) -> dict[str, Any]:
+def _row(entry: ReportRow, lines: Sequence[str], holds: bool, beside: Mapping[str, Any] | None) -> dict[str, Any]:
     row = entry.summary
     full = method_of(entry.run) == FULL
     return {
@@ -126,7 +119,7 @@ def _row(
         "ci": row["score"]["ci95"],
         "beside": beside and {key: beside[key] for key in ("diff", "ci95", "p")},
         "holds": holds,
-        "grey": noise.within_noise(beside, least),
+        "grey": beside is not None and beside["p"] >= ALPHA,
         "command": command(entry.run),
         "facts": _facts(entry.run),
         "warnings": row["warnings"],

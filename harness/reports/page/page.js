@@ -98,10 +98,9 @@ function section(table, i) {
   const { scores, within, costs: peaks, groups, averages, parts, ...others } = blocks;
   node.append(
     el("h2", { id: `title-${i}` }, table.title),
-    table.conclusions.length ? el("div", { class: "conclusions" }, el("h3", {}, "What can be concluded"), el("ul", {}, table.conclusions.map((text) => el("li", {}, folded(text, null))))) : "",
     ...table.alarms.map(banner),
     el("ul", { class: "conditions" }, [...table.conditions, table.points ? `score: ${table.metric}, 0 to 100` : "perplexity: the smaller the better"].map((line) => el("li", {}, line))),
-    ...[forest(table), table.noise && el("p", { class: "soft" }, table.noise), scores, notesOf(table)].filter(Boolean),
+    ...[forest(table), scores, notesOf(table)].filter(Boolean),
     ...[within, costs(table), peaks, ...Object.values(others), sideBySide(groups, averages)].filter(Boolean),
     ...[heatMaps(table), layersChart(table), partsChart(table), parts].filter(Boolean),
     ...[outputsSection(table)].filter(Boolean),

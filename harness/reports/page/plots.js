@@ -99,13 +99,11 @@ function plain(text) {
 /** The ranking as a picture: each row's difference to Full with its interval. */
 function forest(table) {
   if (!table.rows.some((row) => row.beside)) return null;
-  const least = table.floor;
-  const band = least ? ` Shaded: the noise floor, ${points(least)} points.` : "";
   const unit = table.points ? "in points" : "log-likelihood in nats per token";
-  const note = `${unit}, with its 95 % interval. * holds after Holm’s correction; † not complete. Grey and hollow: within the noise (p ≥ 0.05, or below the noise floor).${band}`;
+  const note = `${unit}, with its 95 % interval. * holds after Holm’s correction; † not complete. Grey and hollow: p ≥ 0.05.`;
   return chart("Difference to Full,", note, (width) => {
     const rows = table.rows.filter((row) => row.beside && isShown(row)).sort((a, b) => a.beside.diff - b.beside.diff || b.title.localeCompare(a.title));
-    return rows.length ? forestPlot(rows, least, width, table.points ? POINTS : NATS) : null;
+    return rows.length ? forestPlot(rows, width, table.points ? POINTS : NATS) : null;
   });
 }
 
@@ -113,7 +111,7 @@ function forest(table) {
 const POINTS = { scale: 100, places: 1, name: "points", least: 5, room: 2 };
 const NATS = { scale: 1, places: 3, name: "nats per token", least: 0.05, room: 0.02 };
 
-function forestPlot(rows, least, width, unit) {
+function forestPlot(rows, width, unit) {
   const most = width < NARROW ? 22 : 44;
   const names = rows.map((row) => plain(titleIn(row, most)) + (row.status === "complete" ? "" : " †") + (row.holds ? " *" : ""));
   const values = rows.map((row) => unit.scale * row.beside.diff);
@@ -127,7 +125,6 @@ function forestPlot(rows, least, width, unit) {
     hovertemplate: `${plain(row.title)}<br>${told[i]}<br>p = ${row.beside.p.toPrecision(2)}<extra></extra>`,
   }));
   const shapes = [{ type: "line", x0: 0, x1: 0, y0: -0.6, y1: rows.length - 0.4, line: { color: colour("soft"), width: 1 }, layer: "below" }];
-  if (least) shapes.push({ type: "rect", x0: -100 * least, x1: 100 * least, y0: -0.6, y1: rows.length - 0.4, fillcolor: colour("band"), line: { width: 0 }, layer: "below" });
   const longest = Math.max(...names.map((name) => name.length));
   const y = axis("", { tickvals: rows.map((_, i) => i), ticktext: names, range: [-0.6, rows.length - 0.4], showgrid: false, tickfont: { size: 12, color: colour("ink") } });
   const x = axis(unit.name, { range: [Math.min(-unit.least, ...low) - unit.room, Math.max(unit.least, ...high) + unit.room] });

@@ -119,9 +119,9 @@ function classOf(column, i) {
 function cellOf(column, place, i, run, table) {
   const text = column.left ? column.cells[place] : column.cells[place].replace(/(^|[ \[])-(?=\d)/g, "$1−");
   const faint = run && run.grey && (column.head === "vs full" || column.head === "p");
-  const kind = [classOf(column, i), faint ? "noise" : null].filter(Boolean).join(" ") || null;
+  const kind = [classOf(column, i), faint ? "faint" : null].filter(Boolean).join(" ") || null;
   if (i === 0) return el("th", { scope: "row", class: "name" }, run ? swatch(run) : null, breakable(text));
-  const told = faint ? "within the noise" : column.head === "stamps" ? meaningOf(text, table) : null;
+  const told = faint ? "p ≥ 0.05" : column.head === "stamps" ? meaningOf(text, table) : null;
   return el("td", { class: kind, title: told }, ...withInterval(text, column));
 }
 

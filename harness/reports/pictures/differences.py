@@ -10,16 +10,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from harness.reports import noise
+from evals.stats import ALPHA
 from harness.reports.compare import Comparison
 from harness.reports.pictures import figures
 
 FAINT = "#9a9ca3"
 POINTS = ("points", 100, 0)  # name of the axis, its units of a difference, decimals
 NATS = ("log-likelihood, nats per token", 1, 2)
-LEGEND = (
-    "with its 95 % interval; * holds after Holm's correction; hollow: within the noise (p ≥ 0.05, or below its floor)"
-)
+LEGEND = "with its 95 % interval; * holds after Holm's correction; hollow: p ≥ 0.05"
 
 
 def differences(table: Comparison, path: Path, title: str) -> tuple[Path, Path]:
@@ -29,19 +27,15 @@ def differences(table: Comparison, path: Path, title: str) -> tuple[Path, Path]:
     rows = [entry for _, entry in found]
     marked = table.significant_costs if table.of_perplexity else table.significant
     significant = {table.entries[i].title for i in marked}
-    least = None if table.of_perplexity else noise.floor(noise.pairs(table))
     longest = max(len(entry.title) for entry in rows)
     figure = Figure(figsize=(5.8 + 0.085 * longest, 1.3 + 0.21 * len(rows)), layout="constrained")
     axes = figure.subplots()
-    if least:
-        axes.axvspan(-least, least, color=figures.GRID, linewidth=0, zorder=0)
     axes.axvline(0, color=figures.SOFT, linewidth=0.8, zorder=1)
     for place, (beside, _) in enumerate(found):
-        _row(axes, place, beside, noise.within_noise(beside, least))
+        _row(axes, place, beside, beside["p"] >= ALPHA)
     names = [entry.title + entry.unfinished + " *" * (entry.title in significant) for entry in rows]
     _finish(axes, names, *(NATS if table.of_perplexity else POINTS))
-    shaded = f"; shaded: the noise floor, {100 * least:.1f} points" if least else ""
-    figures.title(figure, title, *figures.wrapped(figure, f"difference to Full, {LEGEND}{shaded}"))
+    figures.title(figure, title, *figures.wrapped(figure, f"difference to Full, {LEGEND}"))
     return figures.save(figure, path)
 
 

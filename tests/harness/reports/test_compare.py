@@ -11,8 +11,6 @@ import pytest
 from evals import stats
 from harness.reports.columns import notes, score_table
 from harness.reports.compare import Comparison, ReportRow, comparisons
-from harness.reports.document import as_text
-from harness.reports.power import power_table
 from harness.reports.spreadsheet import table_rows
 from harness.results.run_folder import StoredRun, find, load
 from harness.results.summary import summarise
@@ -76,23 +74,6 @@ def table_of(folder: Path) -> Comparison:
     return table
 
 
-def test_a_table_says_what_it_could_find(tmp_path: Path) -> None:
-    write_run(tmp_path, records([1.0] * 30))
-    for method in ("quest", "h2o", "sparq"):
-        write_run(tmp_path, records([0.0] * 2 + [1.0] * 28, **SPARSE), method)
-    [told] = [note for note in notes(table_of(tmp_path)) if "80 % power" in note]
-    assert told.startswith("a difference to Full must be about 28.7 points")
-    assert told.endswith("Holm's correction over 3 tests")
-
-
-def test_a_table_of_too_few_examples_says_so(tmp_path: Path) -> None:
-    write_run(tmp_path, records([1.0] * 5))
-    write_run(tmp_path, records([0.0] * 5, **SPARSE), "quest")
-    told = list(notes(table_of(tmp_path)))
-    assert any("too few examples: no difference to Full, however large" in note for note in told)
-    assert not any("80 % power" in note for note in told)
-
-
 def test_the_spreadsheet_has_p_as_the_table_corrects_it(tmp_path: Path) -> None:
     write_run(tmp_path, records([1.0] * 20))
     for budget, lost in ((0.1, 12), (0.2, 5), (0.3, 1)):
@@ -105,22 +86,10 @@ def test_the_spreadsheet_has_p_as_the_table_corrects_it(tmp_path: Path) -> None:
     assert lines[1]["full.p_holm"] == pytest.approx(3 * lines[1]["full.p"])
 
 
-def test_each_row_says_how_many_examples_would_find_less(tmp_path: Path) -> None:
-    write_run(tmp_path, records([1.0] * 30))
-    for budget, lost in ((0.1, 12), (0.2, 2)):
-        write_run(tmp_path, records([0.0] * lost + [1.0] * (30 - lost), **SPARSE), "quest", budget=budget)
-    table = table_of(tmp_path)
-    method, budget_, count, found, ten, five = power_table(table)
-    assert (method.cells, budget_.cells, count.cells) == (["quest"] * 2, ["10%", "20%"], ["30"] * 2)
-    assert (ten.unit, five.unit) == ("10 points", "5 points")
-    assert all(a and b and 1.5 * a < b for a, b in zip(ten.values, five.values, strict=True))
-    assert found.values == [size for _, size in table.detectable]
-    rows = table_rows([table])
-    assert [row["examples_for_10_points"] for row in rows] == [None, *ten.values]
-    assert [row["examples_for_5_points"] for row in rows] == [None, *five.values]
-    assert "examples for" in as_text([table])
-
-
-def test_without_full_there_is_nothing_to_find(tmp_path: Path) -> None:
-    write_run(tmp_path, records([1.0] * 5, **SPARSE), "quest")
-    assert power_table(table_of(tmp_path)) == []
+def test_a_table_says_what_differs_from_full(tmp_path: Path) -> None:
+    write_run(tmp_path, records([1.0] * 20))
+    for budget, lost in ((0.1, 12), (0.3, 1)):
+        write_run(tmp_path, records([0.0] * lost + [1.0] * (20 - lost), **SPARSE), "quest", budget=budget)
+    told = list(notes(table_of(tmp_path)))
+    assert "differs from Full: quest 10%" in told
+    assert "cannot be told from Full by these prompts: quest 30%" in told

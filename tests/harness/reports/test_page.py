@@ -304,13 +304,13 @@ def test_the_page_holds_the_numbers_of_the_text(path: Path, capsys: pytest.Captu
     assert report.main([str(path.parents[1])]) == 0
     text = " ".join(capsys.readouterr().out.split())
     [table] = data_of(path)["tables"]
-    assert {block["name"] for block in table["blocks"]} == {"scores", "within", "power", "costs", "groups"}
+    assert {block["name"] for block in table["blocks"]} == {"scores", "within", "costs", "groups"}
     for block in table["blocks"]:
         for column in block["columns"]:
             assert all(cell in text for cell in column["cells"])
             signed = any(cell.startswith(("+", "-")) for cell in column["cells"])
             assert not signed or len(column["values"]) == len(column["cells"])  # "-9" is sorted as a number
-    assert all(" ".join(note.split()) in text for note in [*table["notes"], *table["warnings"], table["noise"]])
+    assert all(" ".join(note.split()) in text for note in [*table["notes"], *table["warnings"]])
 
 
 def test_what_is_in_no_table_is_said(path: Path) -> None:
@@ -318,11 +318,9 @@ def test_what_is_in_no_table_is_said(path: Path) -> None:
     assert "sparq" in said
 
 
-def test_differences_within_the_noise_are_grey(path: Path) -> None:
+def test_differences_that_chance_explains_are_grey(path: Path) -> None:
     [table] = data_of(path)["tables"]
     grey = {row["title"]: row["grey"] for row in table["rows"]}
-    assert table["floor"] == pytest.approx(1 / SIZE)
-    assert "1 A/A pair" in table["noise"]
     assert not grey["h2o 10%"]
     assert grey["snapkv 30%"]  # five examples
     unfinished = list(grey).index("snapkv 30%")

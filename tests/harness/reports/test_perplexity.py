@@ -91,7 +91,7 @@ def test_pictures_and_page_show_nats_and_more_is_better(tmp_path: Path) -> None:
     ]
     shown = page_data([table], (), "now")["tables"][0]
     assert not shown["points"]
-    assert (shown["panels"], shown["floor"]) == ([], None)
+    assert shown["panels"] == []
     assert shown["rows"][1]["beside"] == {key: beside[key] for key in ("diff", "ci95", "p")}
     assert all(row["score"] is None for row in shown["rows"])
     assert {answer[1] for own in shown["outputs"]["answers"] for answer in own.values()} == {None}

@@ -9,7 +9,7 @@ import pytest
 
 from evals import stats
 from harness.results.records import HISTORY_S, PEAKS, Record
-from harness.results.summary import against, detectable, summarise
+from harness.results.summary import against, summarise
 from tests.fake_records import config, record, records, talk, turn
 
 INFO: dict[str, Any] = {"status": "complete", "method": "quest", "task": "niah", "task_info": {"chance": 0.0}}
@@ -183,13 +183,6 @@ def test_no_example_is_a_summary_too() -> None:
     row = summary([], status="failed")
     assert (row["num_examples"], row["score"]["mean"], row["status"]) == (0, None, "failed")
     assert row["warnings"] == ["no example was run"]
-
-
-def test_detectable_difference_is_that_of_the_pairs(good: list[Record]) -> None:
-    lines = [*records([1.0, 0.0] * 6), record("e12", score=0.0)]  # of which Full knows twelve
-    assert detectable(lines, good, 3) == stats.detectable([1.0, 0.0] * 6, [1.0] * 12, ["g"] * 12, comparisons=3)
-    assert detectable(lines[:5], good, 1) is None
-    assert detectable([record("x")], good, 1) is None
 
 
 def test_model_has_a_name() -> None:

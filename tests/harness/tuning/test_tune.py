@@ -70,7 +70,6 @@ def test_the_planted_value_is_found_and_reported_on_examples_that_had_no_say(
     for told in (out, text):
         words = " ".join(told.replace("\n# ", " ").split())
         assert "Random weights, so scores mean nothing." in words
-        assert "Too few examples: no difference, however large, reaches p < 0.05 on the 4 held out." in words
     assert all((tmp_path / "runs" / f"planted_tuned.{kind}").stat().st_size > 1000 for kind in ("png", "pdf"))
     chosen, held = (ids_of(tmp_path / "runs", part) for part in ("choose-", "held-out"))
     assert len(chosen) == len(held) == 4
