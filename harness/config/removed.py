@@ -4,6 +4,10 @@ from __future__ import annotations
 
 COMMANDS = {
     "bands": "compare Full with the tables in results/published",
+    "bench history": "see results/published/cachedattention/history.json, or time the turns of task=multiturn history=store",
+    "bench kvpress": "use `make test-official KVPRESS=python`",
+    "bench overflow": "see results/published/cachedattention/overflow.json",
+    "bench overlap": "see results/published/cachedattention/overlap.json",
     "canonical": "use `python -m harness doctor --model`",
     "explain": "use `python -m harness show RUN` and the report",
 }

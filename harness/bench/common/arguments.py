@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,16 +13,9 @@ from harness.config.values import SettingsError, rate, size
 from harness.models.base import DTYPES
 from harness.models.devices import DeviceError, check_device
 from harness.models.random import SHAPES
-from harness.terminal.numbers import budget, count, length, natural, positive, share
+from harness.terminal.numbers import budget, count, length, natural, positive
 from harness.terminal.paths import typed
 from methods.tiers.tier import DEVICE, TIERS
-
-
-def folder(text: str) -> str:
-    """A folder that exists."""
-    if not Path(text).expanduser().is_dir():
-        raise ArgumentTypeError(f"{text} is not a folder")
-    return text
 
 
 def link(text: str) -> float:
@@ -51,11 +43,8 @@ def device(text: str) -> str:
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "tokens": {"nargs": "+", "type": length, "help": "lengths of the prompt, or of the history, as 32768 or 32K"},
-    "prompts": {"nargs": "*", "type": count, "help": "lengths of a turn's prompt"},
-    "new": {"type": count, "help": "tokens of an answer, of a turn, or behind the first overflow"},
-    "steps": {"type": count, "help": "tokens that a turn decodes"},
-    "beside": {"type": count, "help": "tokens of the job before a turn, behind a save"},
+    "tokens": {"nargs": "+", "type": length, "help": "lengths of the prompt, as 32768 or 32K"},
+    "new": {"type": count, "help": "tokens of an answer, or of a turn"},
     "budget": {"type": budget, "help": "share of the prompt, as 0.2, or tokens, as 512"},
     "methods": {"nargs": "*", "help": "names, or quest:select_per=kv_head"},
     "config_dir": {"type": typed, "action": "append", "help": "look for method/NAME.yaml there, too"},
@@ -64,7 +53,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "overlap": {"action": "store_true", "help": "rows come while the model computes; what stays exposed is measured"},
     "transfer_ms": {"nargs": "+", "type": positive, "help": "what the rows of a layer take at least to cross the link"},
     "reuse_steps": {"type": natural},
-    "buffers": {"nargs": "*", "type": natural, "help": "layers of the read buffer"},
     "against": {"metavar": "METHOD", "help": "runs in turn with each method, for the ratios"},
     "batches": {"nargs": "+", "type": count, "help": "sequences that decode together"},
     "heads": {"type": count},
@@ -78,16 +66,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "graphs": {"action": "store_true", "help": "capture decode steps and replay them, where that can be"},
     "prefill": {"type": count, "help": "tokens of a prompt whose attention is quadratic"},
     "inner": {"type": count, "help": "channels of the MLP; 3.5 times the model's by default"},
-    "texts": {"type": count, "help": "windows of the test split"},
-    "window": {"type": count, "help": "tokens of history and turn together, at most"},
-    "turn": {"type": count, "help": "tokens of a turn"},
-    "ratio": {"type": share, "help": "share of the history that stays"},
-    "sinks": {"type": natural, "help": "first tokens that stay, in one of the rows"},
-    "python": {"required": True, "help": "of an environment that has kvpress"},
-    "tasks": {"nargs": "+", "help": "of RULER"},
-    "length": {"type": count, "help": "tokens of prompt and answer"},
-    "samples": {"type": count, "help": "per task"},
-    "data_root": {"type": folder, "help": "folder with data sets; without it, what needs none"},
     "dtype": {"choices": DTYPES},
     "dtypes": {"nargs": "+", "choices": DTYPES},
     "device": {"type": device},

@@ -20,7 +20,7 @@ from harness.terminal.tables import Column, digits, markdown_table, text_table
 from kernels.temporary import remove_abandoned
 
 ROOT = Path("results/runs/bench")
-PLACES = ("out", "python", "data_root")  # options that say where things lie on this machine, and so are not written
+PLACES = ("out",)  # options that say where things lie on this machine, and so are not written
 BenchRow = Mapping[str, Any]
 Table = Callable[[Sequence[BenchRow]], list[Column]]  # of rows without an error
 Picture = Callable[..., None]  # of a path and such rows, and a title

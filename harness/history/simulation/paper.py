@@ -24,9 +24,9 @@ STORE_DEFAULTS = {"copies": False, "write_buffer": "256MB"}
 STORE_NOTE = "a store's defaults save less, or nothing: add copies=false write_buffer=256MB to see it"
 FAR_TEXT = "more than 10 points from the paper, or a quarter of another number"
 ELSEWHERE = {
-    "18": "`python -m harness.bench history` measures single prefills",
-    "19": "`python -m harness.bench overlap` measures pre-loading",
-    "20": "`python -m harness.bench overlap` measures saving",
+    "18": "single prefills were measured: results/published/cachedattention/history.json",
+    "19": "pre-loading was measured: results/published/cachedattention/overlap.json",
+    "20": "saving was measured: results/published/cachedattention/overlap.json",
     "23": "its load is not printed, `python -m harness.simulate ttl_s=3600 rate=0.25,1.0 host=32GB "
     "disk=0,300GB,1TB,3TB` makes one like it",
 }

@@ -172,7 +172,6 @@ WRONG = [
     (["layer", "--budget", "-5"], "argument --budget: -5 should be a share"),
     (["layer", "--minutes", "nan"], "argument --minutes: nan should be a number above 0"),
     (["calibrate", "--seconds", "0"], "argument --seconds: 0 should be a number above 0"),
-    (["overflow", "--ratio", "2"], "argument --ratio: 2 should be a share above 0 and up to 1"),
     (["ops", "--heads", "7", "--kv-heads", "3"], "error: --heads 7 --kv-heads 3: every KV head has as many query"),
     (["layer", "--heads", "7", "--kv-heads", "3"], "error: --heads 7 --kv-heads 3: every KV head has as many query"),
     (["layer", "--head-dim", "3"], "error: --head-dim 3: a rotation turns the channels of a head in pairs"),

@@ -120,7 +120,7 @@ def test_savings_say_that_the_stores_own_defaults_save_less() -> None:
     ("words", "said"),
     [
         (["99"], "choose one of 13, 14"),
-        (["18"], "harness.bench history"),
+        (["18"], "history.json"),
         (["23"], "ttl_s=3600"),
         (["21", "policy=lru"], "leave out policy=lru"),
         (["25", "seed=0,1"], "give seed one value"),
