@@ -4,7 +4,7 @@ from __future__ import annotations
 
 COMMANDS = {
     "bands": "compare Full with the tables in results/published",
-    "bench history": "see results/published/cachedattention/history.json, or time the turns of task=multiturn history=store",
+    "bench history": "see results/published/cachedattention/history.json, or time turns of a run with history=store",
     "bench kvpress": "use `make test-official KVPRESS=python`",
     "bench overflow": "see results/published/cachedattention/overflow.json",
     "bench overlap": "see results/published/cachedattention/overlap.json",
