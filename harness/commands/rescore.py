@@ -13,18 +13,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from evals.base import Example, Task
+from evals.base import Task
 from harness.config import plugins
 from harness.config.errors import as_command, is_known, sentence
 from harness.config.settings import Data, settings_of
-from harness.jobs.planning.items import prepare
+from harness.jobs.planning.items import Item, prepare
 from harness.models.base import ModelSource
 from harness.results.compared import mean_score
 from harness.results.files import write_lines
+from harness.results.identity import of_all
 from harness.results.lock import FolderLock
 from harness.results.provenance import now, source_hash
 from harness.results.records import Record, StoreError, scored
 from harness.results.run_folder import RESCORED, StoredRun, find, load, write_info
+from harness.results.summary_file import Neighbours, reference, summary_of, write_summary
 from harness.terminal.notices import complain, say
 from harness.terminal.paths import typed
 
@@ -35,16 +37,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.data_root is not None and not options.data_root.is_dir():
         parser.error(f"--data-root {options.data_root} is not a folder: give the one that holds the data sets")
-    failed = False
+    failed, scored_again = False, list[Path]()
     for folder in find(options.folders):
         try:
             say(rescore(folder, options.data_root))
+            scored_again.append(folder)
         except Exception as error:
             if not is_known(error):
                 raise
             complain(f"{folder}: {sentence(error, '--data-root FOLDER')}")
             failed = True
+    _write_summaries(scored_again)
     return 2 if failed else 0
+
+
+def _write_summaries(folders: Sequence[Path]) -> None:
+    """Bring the copies in summary.json up to date once all folders have their new scores, Full's among them."""
+    runs = [load(folder) for folder in folders]
+    neighbours = Neighbours(runs)
+    for run in runs:
+        full = reference(run, neighbours.fulls(run))
+        write_summary(run, summary_of(run, full))
 
 
 def rescore(folder: Path, data_root: Path | None = None) -> str:
@@ -52,11 +65,12 @@ def rescore(folder: Path, data_root: Path | None = None) -> str:
     run = load(folder, first_scores=True)
     if run.status != "complete":
         raise StoreError("the run is not complete; finish it with the command that started it, then score it again")
-    task, examples = _regenerated(run.config, data_root)
+    task, items = _regenerated(run.config, data_root)
     lock = FolderLock(folder)
     try:
-        lines = list(_scores(run.records, task, examples))
+        lines = list(_scores(run.records, task, {item.example.id: item for item in items}))
         section = _section(run, task, lines)
+        section["present"]["answers"] = of_all(item.answers_sha256 for item in items)
         write_lines(folder / RESCORED, lines)
         write_info(folder, run.info | {"rescored": section})
     finally:
@@ -65,25 +79,23 @@ def rescore(folder: Path, data_root: Path | None = None) -> str:
     return f"{folder.name}: {section['changed']} of {len(lines)} scores differ from the first, mean {first} -> {mean}"
 
 
-def _regenerated(config: Mapping[str, Any], data_root: Path | None) -> tuple[Task, dict[str, tuple[str, Example]]]:
-    """The run's task, and its examples with the hash of their prompts, by id."""
+def _regenerated(config: Mapping[str, Any], data_root: Path | None) -> tuple[Task, list[Item]]:
+    """Return the run's task and its examples as prompts."""
     task: Task = plugins.build(config["task"], "task")
     model: ModelSource = plugins.build(config["model"], "model")
     settings = settings_of(config)
     if data_root is not None:
         settings = replace(settings, data=Data(str(data_root)))
-    return task, {item.example.id: (item.sha256, item.example) for item in prepare(task, model, settings, strict=False)}
+    return task, prepare(task, model, settings, strict=False)
 
 
-def _scores(
-    records: Sequence[Record], task: Task, examples: Mapping[str, tuple[str, Example]]
-) -> Iterator[dict[str, Any]]:
+def _scores(records: Sequence[Record], task: Task, items: Mapping[str, Item]) -> Iterator[dict[str, Any]]:
     for record in records:
-        sha256, example = examples.get(record.id, ("", None))
-        if example is None or sha256 != record.prompt_sha256:
-            reason = "is no longer among the task's examples" if example is None else "has another prompt today"
+        item = items.get(record.id)
+        if item is None or item.sha256 != record.prompt_sha256:
+            reason = "is no longer among the task's examples" if item is None else "has another prompt today"
             raise StoreError(f"{record.id} {reason}: data, tokenizer or task have changed: run it again")
-        turns = zip(example.turns, record.replies, strict=True)
+        turns = zip(item.example.turns, record.replies, strict=True)
         scores = [task.score(turn, reply.output) for turn, reply in turns]
         lines = [{"score": score.value, "details": dict(score.details)} for score in scores]
         together = scored([(score.value, score.details) for score in scores])

@@ -7,7 +7,7 @@ correction is over all that is shown, scores and likelihoods of all rows.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -19,6 +19,7 @@ from evals.stats import ALPHA, Paired
 from harness.config.plugins import suggestion
 from harness.reports.compare import Comparison, ReportRow, asked
 from harness.reports.labels import budget, name, titles
+from harness.results.compared import given
 from harness.results.files import canonical
 from harness.results.likelihood import cost_of
 from harness.results.records import Record, StoreError
@@ -112,9 +113,13 @@ def contrasts(tables: Sequence[Comparison], reference: str) -> list[Contrasts]:
     """Hold all rows against those called `reference`: a method's label or preset, which stands for its row of the same
     budget, or with a budget behind it (`snapkv 20%`) for that row. Raises `StoreError` where nothing is called so."""
     groups: dict[str, list[Comparison]] = defaultdict(list)
+    places: Counter[str] = Counter()  # tables of one seed that differ in prompts or right answers are not pooled
     for table in tables:
-        config = table.entries[0].run.config
-        groups[canonical({key: config.get(key) for key in POOLED})].append(table)
+        run = table.entries[0].run
+        pool = canonical({key: run.config.get(key) for key in POOLED} | {"model": given(run)["model_revision"]})
+        seed = canonical({"pool": pool, "seed": run.config.get("seed")})
+        groups[f"{pool} {places[seed]}"].append(table)
+        places[seed] += 1
     named = titles([group[0].entries[0].run for group in groups.values()], POOLED)
     pooled = [
         (title, group[0].of_perplexity, _rows(group)) for title, group in zip(named, groups.values(), strict=True)

@@ -9,6 +9,7 @@ from math import exp
 
 from harness.reports.compare import Comparison, asked
 from harness.reports.labels import budget, name, titles
+from harness.results.compared import given
 from harness.results.files import canonical
 from harness.results.identity import model_name
 from harness.results.summary_file import ONE_TABLE
@@ -30,8 +31,9 @@ def by_task(tables: Sequence[Comparison]) -> list[TaskColumns]:
     """Return one table for each set of tables that differ in their task alone, of at least two."""
     sets: dict[str, list[Comparison]] = defaultdict(list)
     for table in tables:
-        config = table.entries[0].run.config
-        sets[canonical({key: config.get(key) for key in SHARED})].append(table)
+        run = table.entries[0].run
+        shared = {key: run.config.get(key) for key in SHARED} | {"model_revision": given(run)["model_revision"]}
+        sets[canonical(shared)].append(table)
     return [_joined(some) for some in sets.values() if len(some) > 1]
 
 

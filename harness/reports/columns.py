@@ -197,6 +197,7 @@ def notes(comparison: Comparison) -> Iterator[str]:
             yield _rescored(entry, again)
         if entry.full and (versions := (entry.run.scorer, entry.full.scorer))[0] != versions[1]:
             yield f"! {entry.title} and its Full were scored by task versions {' and '.join(versions)}: rescore both"
+    yield from _not_held(comparison.entries)
     yield from dict.fromkeys(f"! {text}" for entry in comparison.entries for text in entry.damage)
     yield from _merged_warnings(comparison.entries)
 
@@ -208,6 +209,15 @@ def _told_apart(comparison: Comparison) -> Iterator[str]:
     for rows, meaning in ((differ, "differs from Full"), (others, "cannot be told from Full by these prompts")):
         if rows:
             yield f"{meaning}: {', '.join(comparison.entries[i].title for i in sorted(rows))}"
+
+
+def _not_held(entries: Sequence[ReportRow]) -> Iterator[str]:
+    """Yield why rows have no difference to Full though a Full of their task is there, once for each reason."""
+    titles: dict[str, list[str]] = {}
+    for entry in entries:
+        if entry.not_held:
+            titles.setdefault(entry.not_held, []).append(entry.title)
+    yield from (f"! no difference to Full for {', '.join(found)}: {reason}" for reason, found in titles.items())
 
 
 def _copies(entry: ReportRow) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
@@ -22,9 +21,9 @@ from harness.results.summary_file import (
     Neighbours,
     combination,
     method_of,
+    not_held,
     reference,
     summary_of,
-    write_summary,
 )
 from harness.terminal.tables import Column
 
@@ -41,7 +40,8 @@ class ReportRow:
     summary: dict[str, Any]
     label: str
     copies: tuple[StoredRun, ...] = ()  # the same run with the same answers, found in other folders
-    damage: tuple[str, ...] = ()  # sentences on files that the row was to rest on, or to agree with
+    damage: tuple[str, ...] = ()  # sentences on files that the row was to rest on
+    not_held: str | None = None  # why it is held against no Full, where there is one that might have been
 
     @property
     def title(self) -> str:
@@ -145,28 +145,29 @@ class Comparison:
 
 
 def comparisons(runs: Sequence[StoredRun]) -> list[Comparison]:
-    """One table per combination of what must not be mixed, worked out from the records; each summary.json is brought up
-    to date on the way."""
+    """Return one table for each combination of what must not be mixed, worked out from the records. No folder is
+    written to."""
     tables: dict[str, list[StoredRun]] = defaultdict(list)
     for run in runs:
         tables[combination(run)].append(run)
     groups = list(tables.values())
     names = titles([next((run for run in group if run.info.get("presets")), group[0]) for group in groups], ONE_TABLE)
     neighbours = Neighbours(runs)
-    return [_comparison(group, title, neighbours) for group, title in zip(groups, names, strict=True)]
+    return [_comparison(group, title, neighbours, runs) for group, title in zip(groups, names, strict=True)]
 
 
-def _comparison(runs: Sequence[StoredRun], title: str, neighbours: Neighbours) -> Comparison:
+def _comparison(
+    runs: Sequence[StoredRun], title: str, neighbours: Neighbours, reported: Sequence[StoredRun]
+) -> Comparison:
+    """reported: the runs of all tables."""
     entries, found = [], merged(runs)
     runs = [group[0] for group in found]
     for (run, *copies), label in zip(found, labels(runs), strict=True):
-        full = reference(run, runs) or neighbours.full_of(run)
-        summary, damage = summary_of(run, full), list[str]()
-        if full is None and method_of(run) != FULL:  # which Full a folder held is known no more
-            damage += neighbours.damage(run)
-        with suppress(OSError):  # results that may only be read are reported as well
-            write_summary(run, summary)
-        entries.append(ReportRow(run, full, summary, label, tuple(copies), tuple(damage)))
+        full = reference(run, runs) or reference(run, neighbours.fulls(run))
+        damage, reason = list[str](), None
+        if full is None and method_of(run) != FULL:  # a Full that cannot be read might have been the one
+            damage, reason = neighbours.damage(run), not_held(run, [*reported, *neighbours.fulls(run)])
+        entries.append(ReportRow(run, full, summary_of(run, full), label, tuple(copies), tuple(damage), reason))
     entries.sort(key=lambda entry: (method_of(entry.run) != FULL, entry.label, asked(entry.summary)))
     if any(run.config.get("budget_rule") == "paper" for run in runs):
         title += ", budget_rule=paper"

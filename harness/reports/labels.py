@@ -12,6 +12,7 @@ from harness.config.catalogue import entries
 from harness.config.nested import Flat, flatten
 from harness.config.plugins import TARGET
 from harness.config.settings import WITHOUT_EFFECT, recorded_defaults
+from harness.results.compared import given
 from harness.results.identity import model_name
 from harness.results.run_folder import StoredRun
 from harness.terminal.tables import BYTES, with_unit
@@ -32,11 +33,13 @@ def name(run: StoredRun, kind: str) -> str:
 
 
 def titles(runs: Sequence[StoredRun], keys: Sequence[str]) -> list[str]:
-    """One title per table, each given by one of its runs: task, model, protocol, and where two tables share these, what
-    tells them apart among the settings `keys`."""
-    plain = [f"{name(run, 'task')}, {model_name(run.config)}, protocol={run.config.get('protocol')}" for run in runs]
+    """Return one title per table, each given by one of its runs: task, model, protocol, and where two tables share
+    these, what tells them apart among the settings `keys`, or else in what their runs were given."""
+    found = [f"{name(run, 'task')}, {model_name(run.config)}, protocol={run.config.get('protocol')}" for run in runs]
     settings = [flatten({key: run.config.get(key) for key in keys}) for run in runs]
-    return [" ".join([title, *told]) for title, told in zip(plain, _among_namesakes(plain, settings), strict=True)]
+    for told in (settings, [given(run) for run in runs]):
+        found = [" ".join([title, *more]) for title, more in zip(found, _among_namesakes(found, told), strict=True)]
+    return found
 
 
 def labels(runs: Sequence[StoredRun]) -> list[str]:

@@ -12,6 +12,14 @@ from harness.results.records import Record
 from harness.results.run_folder import StoredRun
 
 FULL = "full"  # the method that runs are held against
+GIVEN = ("model_revision", "prompts", "answers")  # parts of an identity; runs that differ in one are not compared
+
+
+def given(run: StoredRun) -> dict[str, Any]:
+    """Return what the run was given, by the names of `GIVEN`: the hash of its model, of its prompts, and of the right
+    answers that its scores, perhaps later ones, come from. A part is None where the run is older than it."""
+    identity, again = run.info.get("identity") or {}, (run.info.get("rescored") or {}).get("present") or {}
+    return {name: again.get(name, identity.get(name)) for name in GIVEN}
 
 
 def paired(records: Sequence[Record], others: Sequence[Record]) -> list[tuple[Record, Record]]:

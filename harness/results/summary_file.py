@@ -1,4 +1,7 @@
-"""The summary of a run, worked out from its records; which Full it is held against; and `summary.json`, its copy."""
+"""The summary of a run, worked out from its records; which Full it is held against; and `summary.json`, its copy.
+
+The command that makes or scores a run writes `summary.json`; reports only read, and never from that file.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.results import files
-from harness.results.compared import FULL
+from harness.results.compared import FULL, given, paired
+from harness.results.identity import word
 from harness.results.records import StoreError
 from harness.results.run_folder import INFO, SUMMARY, StoredRun, load
 from harness.results.summary import summarise
@@ -33,9 +37,9 @@ class Neighbours:
         found = [self._run(folder) for folder in folders if folder != own]
         return [other for other in found if other is not None]
 
-    def full_of(self, run: StoredRun) -> StoredRun | None:
-        """The Full beside a run to hold it against."""
-        return None if method_of(run) == FULL else reference(run, self.beside(run, f"*-{FULL}-*"))
+    def fulls(self, run: StoredRun) -> list[StoredRun]:
+        """Return the runs of Full in the folder that holds the run's own."""
+        return self.beside(run, f"*-{FULL}-*")
 
     def damage(self, run: StoredRun) -> list[str]:
         """Sentences on those beside a run that were wanted and cannot be read."""
@@ -70,32 +74,57 @@ def write_summary(run: StoredRun, summary: Mapping[str, Any]) -> None:
 
 
 def reference(run: StoredRun, others: Sequence[StoredRun]) -> StoredRun | None:
-    """The Full to hold `run` against; where several fit, the one of the same sources and settings, then the largest.
+    """Return the Full to hold `run` against, or None: it has the same model, prompts and right answers and rounds
+    alike. Where several fit, the one of the same sources and settings is taken, then the one that shares most examples.
     The times of one that brings its prompt back in every step are no baseline."""
     if method_of(run) == FULL:
         return None
-    fit = [other for other in others if _is_baseline(other) and other.records and _comparable(run, other)]
+    fit = [other for other in others if _is_kin(run, other) and not unlike(run, other)]
     return max(fit, key=lambda other: _nearness(run, other), default=None)
 
 
-def _is_baseline(run: StoredRun) -> bool:
-    return method_of(run) == FULL and run.config.get("placement", DEVICE) == DEVICE
+def not_held(run: StoredRun, others: Sequence[StoredRun]) -> str | None:
+    """Return why a run for which `reference` finds nothing is held against none of `others`; None where none of them
+    is a Full of the same task and settings."""
+    found = [(unlike(run, other), other) for other in others if _is_kin(run, other)]
+    if method_of(run) == FULL or not found:
+        return None
+    reasons, full = min(found, key=lambda pair: len(pair[0]))
+    return f"{full.folder.name} differs in {' and '.join(reasons)}"
+
+
+def unlike(run: StoredRun, full: StoredRun) -> list[str]:
+    """Return, in words, what forbids to pair a run with a Full example by example; empty where nothing does."""
+    ours, theirs = given(run), given(full)
+    found = [word(key) for key in ours if ours[key] != theirs[key]]
+    found += [f"{key} ({full.config.get(key)})" for key in SAME_NUMBERS if run.config.get(key) != full.config.get(key)]
+    if (placement := full.config.get("placement", DEVICE)) != DEVICE:
+        found.append(f"placement ({placement})")
+    if not found and run.records and not paired(run.records, full.records):
+        found.append("every example")
+    return found
+
+
+def _is_kin(run: StoredRun, other: StoredRun) -> bool:
+    """Return whether `other` is a Full with examples, of the task and settings of `run`."""
+    return method_of(other) == FULL and bool(other.records) and _settings(run) == _settings(other)
 
 
 def combination(run: StoredRun) -> str:
+    """Return what all runs of one table share: settings, model, prompts and right answers."""
+    return _settings(run) + files.canonical(given(run))
+
+
+def _settings(run: StoredRun) -> str:
     return files.canonical({name: run.config.get(name) for name in ONE_TABLE})
-
-
-def _comparable(run: StoredRun, full: StoredRun) -> bool:
-    same = all(run.config.get(name) == full.config.get(name) for name in SAME_NUMBERS)
-    return same and combination(run) == combination(full)
 
 
 def _nearness(run: StoredRun, full: StoredRun) -> tuple[bool, int, int]:
     code = [_code(one) for one in (run, full)]
     common = code[0].keys() & code[1].keys()
     shared = sum(run.config.get(name) == full.config.get(name) for name in run.config)
-    return all(code[0][name] == code[1][name] for name in common), shared, len(full.records)
+    pairs = len(paired(run.records, full.records))
+    return all(code[0][name] == code[1][name] for name in common), shared, pairs
 
 
 def _code(run: StoredRun) -> dict[str, Any]:

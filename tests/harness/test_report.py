@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import shutil
 import subprocess
 import sys
@@ -15,11 +14,13 @@ from typing import Any
 import pytest
 
 from harness.commands import report, show
+from harness.reports.against import contrasts
+from harness.reports.by_task import by_task
 from harness.reports.compare import comparisons
 from harness.results.run_folder import StoredRun, load
 from harness.results.summary_file import reference
 from harness.terminal import tables
-from tests.fake_records import record, records, write_run
+from tests.fake_records import record, records, rewrite, write_run
 
 ROOT = Path(__file__).parents[2]
 SPARSE = {"attended_prompt": 10.0, "attended_total": 12.0}
@@ -39,6 +40,29 @@ def results(tmp_path: Path) -> Path:
 def printed(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     assert report.main([str(argument) for argument in arguments]) == 0
     return capsys.readouterr().out
+
+
+def all_runs(root: Path) -> list[StoredRun]:
+    return [load(file.parent) for file in sorted(root.rglob("run.json"))]
+
+
+def write_given(root: Path, method: str, scores: list[float], /, *, model: str = "m", **changes: Any) -> Path:
+    """A run whose identity says what it was given: `model`, `prompts` and `answers`."""
+    parts = {"prompts": "p", "answers": "a"}
+    identity = {"model_revision": model} | {key: changes.pop(key, usual) for key, usual in parts.items()}
+    folder = write_run(root, changes.pop("lines", None) or records(scores, **SPARSE), method, **changes)
+    rewrite(folder, identity={"config": load(folder).config} | identity)
+    return folder
+
+
+def differences(root: Path) -> dict[str, tuple[float | None, str | None]]:
+    """By the folder of the root that a method's row lies in: its difference to Full, and why it has none."""
+    rows = [entry for table in comparisons(all_runs(root)) for entry in table.entries]
+    return {
+        row.run.folder.parent.name: (row.summary["full"] and round(row.summary["full"]["diff"], 3), row.not_held)
+        for row in rows
+        if row.summary["method"] != "full"
+    }
 
 
 def row(text: str, *words: str) -> str:
@@ -79,7 +103,7 @@ def test_protocols_tasks_and_models_are_never_mixed(results: Path, capsys: pytes
     write_run(results, records(RIGHT, **SPARSE), "quest", protocol="context")
     write_run(results, records(RIGHT, **SPARSE), "quest", model={"name": "other", "revision": None})
     write_run(results, records(RIGHT, **SPARSE), "quest", task={"_target_": "evals.niah.Niah", "lengths": [9]})
-    titles = {table.title for table in comparisons([load(f.parent) for f in results.glob("*/run.json")])}
+    titles = {table.title for table in comparisons(all_runs(results))}
     assert titles == {
         "niah, tiny, protocol=prompt lengths=[1024]",
         "niah, tiny, protocol=context",
@@ -130,35 +154,73 @@ def test_a_full_of_the_same_code_is_nearer_than_a_longer_one(tmp_path: Path) -> 
     assert reference(run, [of("mine", short), of("mine", long)]) == of("mine", long)
 
 
-def test_no_number_comes_from_summary_json(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is a copy for other programs, and written anew from the records."""
+def test_runs_of_other_weights_are_held_against_their_own_full(tmp_path: Path) -> None:
+    """Three versions of the weights under one path, each with Full and a method that answers as it does."""
+    for name, scores in {"one": [1.0, 1.0], "two": [0.0, 1.0], "three": [0.0, 0.0]}.items():
+        for method in ("full", "quest"):
+            write_given(tmp_path / name, method, scores, model=f"weights {name}")
+    assert differences(tmp_path) == dict.fromkeys(("one", "two", "three"), (0.0, None))
+    tables = comparisons(all_runs(tmp_path))
+    assert {table.title for table in tables} == {
+        f"niah, tiny, protocol=prompt model_revision=weights {name}" for name in ("one", "two", "three")
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"model": "of another fine-tuning"}, "the model's revision"),
+        ({"prompts": "of another template"}, "the prompts"),
+        ({"answers": "corrected"}, "the right answers"),
+        ({"dtype": "bfloat16"}, "dtype (bfloat16)"),
+        ({"device": "cuda"}, "device (cuda)"),
+        ({"placement": "host"}, "placement (host)"),
+        ({"lines": records([1.0] * 4, "another example ")}, "every example"),
+    ],
+)
+def test_a_full_that_is_no_match_is_named_with_what_differs(
+    tmp_path: Path, changes: dict[str, Any], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_given(tmp_path, "quest", [1.0] * 4)
+    full = write_given(tmp_path, "full", [0.0] * 4, **changes)
+    assert differences(tmp_path) == {tmp_path.name: (None, f"{full.name} differs in {reason}")}
+    text = " ".join(printed(capsys, tmp_path).split())
+    assert f"! no difference to Full for quest 10%: {full.name} differs in {reason}" in text
+    assert "vs full" not in text
+
+
+def test_of_two_fulls_of_another_dtype_the_rows_own_is_taken(tmp_path: Path) -> None:
+    for dtype, scores in (("float32", [1.0] * 4), ("bfloat16", [0.0] * 4)):
+        write_given(tmp_path / "full", "full", scores, dtype=dtype)
+        write_given(tmp_path / dtype, "quest", [0.5] * 4, dtype=dtype)
+    assert differences(tmp_path) == {"float32": (-0.5, None), "bfloat16": (0.5, None)}
+
+
+def test_methods_of_other_weights_are_not_pooled_or_joined(tmp_path: Path) -> None:
+    """Neither where methods are held against methods, nor where tasks are columns."""
+    for model in ("one", "two"):
+        write_given(tmp_path / model, "quest", [float(model == "one")] * 6, model=model)
+        write_given(tmp_path / model, "h2o", [float(model == "two")] * 6, model=model)
+        write_given(tmp_path / f"{model}, later", "h2o", [1.0] * 6, model=model, answers="corrected")
+    tables = comparisons(all_runs(tmp_path))
+    found = [one for held in contrasts(tables, "h2o 10%") for one in held.contrasts]
+    assert [(one.n, one.score and one.score.diff) for one in found] == [(6, 1.0), (6, -1.0)]
+    assert all(len(one.row.runs) == len(one.other.runs) == 1 for one in found)
+    assert len(by_task(tables)) == 2
+
+
+def test_a_report_writes_into_no_run(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And reads no summary.json, which is a copy for other programs."""
     text = printed(capsys, results)
-    [path] = results.glob("niah-h2o-*/summary.json")
-    stored = path.read_text()
-    edited = json.dumps(json.loads(stored) | {"score": {"mean": 0.99, "ci95": [0.9, 1.0], "groups": {}}})
-    for damaged in (edited, "{half", "[]", ""):
-        path.write_text(damaged)
+    assert not list(results.glob("*/summary.json"))
+    for written in ("{half", '{"score": {"mean": 0.99}}'):
+        for folder in results.glob("niah-*"):
+            (folder / "summary.json").write_text(written)
+        before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in results.rglob("*") if path.is_file()}
         assert printed(capsys, results) == text
-        assert path.read_text() == stored
-    path.unlink()
-    assert printed(capsys, results) == text
-    assert path.read_text() == stored
-
-
-def test_a_summary_of_an_older_version_is_written_anew(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = printed(capsys, results)
-    [path] = results.glob("niah-h2o-*/summary.json")
-    path.write_text(json.dumps({"schema": 9, "status": "complete"}))
-    assert printed(capsys, results) == text
-    assert json.loads(path.read_text())["schema"] > 9
-
-
-def test_a_summary_names_its_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    quest = load(write_run(tmp_path, records(RIGHT, **SPARSE), "quest"))
-    right = load(write_run(tmp_path, records([1.0] * 10)))
-    printed(capsys, quest.folder)
-    named = json.loads((quest.folder / "summary.json").read_text())["full"]
-    assert (named["folder"], named["identity_sha256"]) == (right.folder.name, right.info["identity_sha256"])
+        assert {
+            path: (path.read_bytes(), path.stat().st_mtime_ns) for path in results.rglob("*") if path.is_file()
+        } == before
 
 
 def test_csv_holds_raw_numbers(results: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from evals.base import Example, Score
+from evals.base import Example, Score, TaskEnv
 from evals.niah import Niah
 from harness.commands import report, rescore
 from harness.config.settings import Results, Settings
 from harness.jobs.evaluate import evaluate
+from harness.reports.compare import comparisons
 from harness.results import run_folder
 from harness.results.run_folder import RESCORED
 from methods.full import Full
@@ -82,6 +85,30 @@ def test_full_under_another_scorer_is_said(results: Path, capsys: pytest.Capture
     rescore.main([str(folder(results, "streaming"))])
     report.main([str(results)])
     assert "streaming 20% and its Full were scored by task versions 2 and 1: rescore both" in capsys.readouterr().out
+
+
+def test_corrected_answers_are_compared_with_a_full_scored_by_them_alone(
+    results: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """summary.json is brought up to date with the scores, beside a Full that was scored again too."""
+
+    def examples(self: Niah, env: TaskEnv) -> Iterator[Example]:
+        for example in known(self, env):
+            yield replace(example, references=("",))
+
+    def beside_full(method: str) -> Any:
+        rows = [row for table in comparisons([run_folder.load(folder(results, method))]) for row in table.entries]
+        return rows[0].summary["full"] and rows[0].summary["full"]["mean"], rows[0].not_held
+
+    known, name = Niah.examples, folder(results, "full").name
+    assert beside_full("streaming") == (0.0, None)
+    monkeypatch.setattr(Niah, "examples", examples)
+    assert rescore.main([str(folder(results, "streaming"))]) == 0
+    assert beside_full("streaming") == (None, f"{name} differs in the right answers")
+    assert json.loads((folder(results, "streaming") / "summary.json").read_text())["full"] is None
+    assert rescore.main([str(results)]) == 0
+    assert beside_full("streaming") == (1.0, None)
+    assert json.loads((folder(results, "streaming") / "summary.json").read_text())["full"]["mean"] == 1.0
 
 
 def test_every_rescoring_is_remembered(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:

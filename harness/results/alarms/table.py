@@ -13,7 +13,7 @@ from typing import Any
 from evals.stats import ALPHA
 from harness.config.settings import TUNING_SEED
 from harness.results.alarms.alarm import Alarm, AlarmRow, named, titles
-from harness.results.alarms.times import launched, shared
+from harness.results.alarms.times import full_elsewhere, launched, shared
 from harness.results.compared import changed, paired, same_run
 from harness.results.records import Record
 from harness.terminal.tables import percent
@@ -25,7 +25,8 @@ MIN_WRONG_TOKENS = 100  # tokens of answers that are not fully right
 def alarms(rows: Sequence[AlarmRow]) -> list[Alarm]:
     """Return the alarms of one table, red ones first."""
     checks = (_above_full, _as_full, _same_outputs, _made_twice)
-    cautions = (_of_a_search, budgets_differ, windows_differ, off_budget, _lost_turns, _simulated, shared, launched)
+    about_times = (shared, full_elsewhere, launched)
+    cautions = (_of_a_search, budgets_differ, windows_differ, off_budget, _lost_turns, _simulated, *about_times)
     return [alarm for check in (*checks, *cautions) for alarm in check(rows)]
 
 

@@ -1,4 +1,5 @@
-"""Cautions about times: others used the processor meanwhile, or a GPU's steps were not captured.
+"""Cautions about times: others used the processor meanwhile, a GPU's steps were not captured, or Full's times come from
+another machine or other hours.
 
 A run's own threads make a load, too. What they leave unexplained is others' work. So is a run of another process that
 went on at the same time on the same processor, whatever the load says.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from itertools import chain
 from typing import Any
 
@@ -18,6 +20,7 @@ from methods.tiers.tier import DEVICE, TIERS
 
 SHARED = "shared_machine"
 Info = Mapping[str, Any]
+HARDWARE = ("cpu", "device_name", "cpus_usable", "memory_bytes")
 
 
 def shared(rows: Sequence[AlarmRow]) -> Iterator[Alarm]:
@@ -34,6 +37,30 @@ def shared(rows: Sequence[AlarmRow]) -> Iterator[Alarm]:
     if told:
         text = f"others used the machine, so times mean little: {'; '.join(told)}"
         yield Alarm(SHARED, text, titles(rows[i] for i in sorted({*crowded, *beside})))
+
+
+def full_elsewhere(rows: Sequence[AlarmRow]) -> Iterator[Alarm]:
+    """Of rows that show times in a table that shows their Full's: those that ran on another machine than it, or more
+    than `SAME_HOURS` from it, because one machine's speed changes from hour to hour."""
+    timed = {row.run.folder: row for row in rows if shows_times(row.summary)}
+    held = [(row, timed.get(row.full.folder)) for row in timed.values() if row.full]
+    apart = [(row, reason) for row, full in held if full and (reason := _apart(row.run, full.run))]
+    if apart:
+        told = ", ".join(f"{row.title} ({reason})" for row, reason in apart)
+        text = (
+            "Full ran on another machine than these rows, or more than an hour from them, so their times are not to be "
+            f"compared with Full's: {told}; run Full again together with them, in another results.root"
+        )
+        yield Alarm("full_elsewhere", text, titles([row for row, _ in apart]))
+
+
+def _apart(run: StoredRun, full: StoredRun) -> str | None:
+    """Return why the times of two runs are not alike, as far as both say where and when they ran."""
+    ours, theirs = sessions(run), sessions(full)
+    if any(a.place[key] != b.place[key] for a in ours for b in theirs for key in a.place.keys() & b.place.keys()):
+        return "another machine"
+    gap = max(a.gap(b) for a in ours for b in theirs)
+    return f"{gap / timedelta(hours=1):.1f} hours apart" if gap > SAME_HOURS else None
 
 
 def launched(rows: Sequence[AlarmRow]) -> Iterator[Alarm]:
@@ -65,6 +92,7 @@ def _span(numbers: Collection[float]) -> str:
     return " to ".join(dict.fromkeys(str(end) if isinstance(end, int) else digits(end) for end in ends))
 
 
+SAME_HOURS = timedelta(hours=1)  # from the end of one session to the start of the other
 MARGIN, MARGIN_SHARE = 0.5, 0.1  # load that the system makes by itself: of a CPU, or a share of them where that is more
 
 
@@ -79,6 +107,7 @@ class RunSession:
     own: int  # load that it makes by itself
     cpus: int | None
     loads: tuple[float, ...]  # over the minute before it began, and before it ended; as far as they were recorded
+    place: Mapping[str, Any]  # what tells machines apart, as far as it was recorded
 
     @property
     def crowded(self) -> bool:
@@ -92,6 +121,14 @@ class RunSession:
             return False
         return self.began < other.ended and other.began < self.ended
 
+    def gap(self, other: RunSession) -> timedelta:
+        """Return the time from the end of the earlier one to the start of the later one; 0 where they overlap, or where
+        nobody noted when they ran."""
+        if not (self.began and other.began):
+            return timedelta(0)
+        ended, began = min(self.ended, other.ended), max(self.began, other.began)
+        return max(datetime.fromisoformat(began) - datetime.fromisoformat(ended), timedelta(0))
+
 
 def sessions(run: StoredRun) -> list[RunSession]:
     """The last one at the end."""
@@ -104,6 +141,7 @@ def _session(config: Info, info: Info) -> RunSession:
     machine, process = known.get("machine") or {}, known.get("process") or {}
     cpus, began = machine.get("cpus_usable"), str(info.get("started") or "")
     loads = [one[0] for one in (machine.get("load_average"), info.get("load_average_ended")) if one]
+    place = {"host": process.get("host")} | {key: machine.get(key) for key in HARDWARE}
     return RunSession(
         began=began,
         ended=str(info.get("ended") or began),
@@ -112,6 +150,7 @@ def _session(config: Info, info: Info) -> RunSession:
         own=_own_load(config, machine),
         cpus=cpus,
         loads=tuple(loads) if cpus else (),
+        place={key: value for key, value in place.items() if value is not None},
     )
 
 

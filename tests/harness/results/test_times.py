@@ -14,7 +14,7 @@ from harness.reports.page.data import page_data
 from harness.reports.spreadsheet import table_rows
 from harness.reports.stamps import stamps
 from harness.results.alarms.alarm import AlarmRow
-from harness.results.alarms.times import shared
+from harness.results.alarms.times import full_elsewhere, shared
 from harness.results.run_folder import StoredRun, load
 from tests.fake_records import config, records, rewrite, write_run
 
@@ -111,6 +111,37 @@ def test_workers_with_a_gpu_each_do_not_meet() -> None:
     assert not raised(
         row("a", session((0, 10), pid=1), device="cuda"), row("b", session((0, 10), pid=2), device="cuda")
     )
+
+
+@pytest.mark.parametrize(
+    ("info", "reason"),
+    [
+        (session((5, 10)), None),
+        (session((0, 3)), None),  # at the same time, which is another caution
+        (
+            session((5, 10)) | {"started": "2026-01-01T02:01:00+00:00", "ended": "2026-01-01T02:20:00+00:00"},
+            "2.0 hours",
+        ),
+        (
+            session((5, 10)) | {"started": "2025-12-31T20:00:00+00:00", "ended": "2025-12-31T21:00:00+00:00"},
+            "3.0 hours",
+        ),
+        (session((5, 10)) | {"earlier": [session() | {"ended": "2025-12-31T22:00:00+00:00"}]}, "2.0 hours"),
+        (session((5, 10), host="there"), "another machine"),
+        (session((5, 10), cpu="B CPU"), "another machine"),
+        (session((5, 10), device_name="H200"), None),  # older runs do not say it
+        ({}, None),
+    ],
+)
+def test_fulls_times_are_of_the_same_machine_and_hours(info: dict[str, Any], reason: str | None) -> None:
+    full = row("full", session())
+    run = row("quest", info)._replace(full=full.run)
+    found = [alarm.text for alarm in full_elsewhere([full, run, row("h2o", session())._replace(full=full.run)])]
+    assert len(found) == (reason is not None)
+    assert all(f"compared with Full's: quest ({reason}" in text for text in found)
+    simulated = row("full", session(), simulated=True)
+    assert not list(full_elsewhere([simulated, run]))  # Full shows no times
+    assert not list(full_elsewhere([run]))  # nor is it in the table
 
 
 def busy_table(root: Path) -> Comparison:
