@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from harness.config.settings import Settings, SettingsError, WandbSettings
+from harness.results.run_folder import load
+from harness.results.summary_file import summary_of, write_summary
 from harness.terminal.notices import say_once
 from harness.trackers.finished import FinishedRun
 from harness.trackers.session import Copies
@@ -48,6 +50,8 @@ def runs(tmp_path: Path) -> list[Path]:
 
     full = write_run(tmp_path, lines(1.0))
     quest = [write_run(tmp_path, lines(0.0, **SPARSE), "quest", budget=budget) for budget in (0.1, 0.2)]
+    for run in map(load, (full, *quest)):
+        write_summary(run, summary_of(run, None))
     return [full, *quest]
 
 
