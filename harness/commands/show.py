@@ -43,7 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def show(run: StoredRun, options: argparse.Namespace, width: int) -> Iterator[str]:
     """Id, group, score and output of each example."""
-    chosen = _chosen(run.records, options.id, run.folder)
+    failed = {example.id for example in run.failed}
+    chosen = [] if options.id in failed else _chosen(run.records, options.id, run.folder)
     shown = chosen if options.all else chosen[:FIRST]
     yield f"{run.folder.name}: {len(run.records)} examples, {run.status}"
     if run.status == "failed":
@@ -53,6 +54,9 @@ def show(run: StoredRun, options: argparse.Namespace, width: int) -> Iterator[st
             yield f"The traceback is in {path}."
     if run.status in ("failed", "interrupted"):
         yield f"To finish it: {command(run)} {shlex.quote(f'results.root={run.folder.parent}')}"
+    for example in run.failed:
+        if options.id in (None, example.id):
+            yield f"\n[{example.id}] {example.group}  failed: {example.error}"
     for record in shown:
         yield ""
         yield f"{_head(record)}  {_result(record)}"

@@ -9,6 +9,7 @@ runs before the question, which then goes through `decode` token by token. Where
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import partial
 from time import perf_counter
 
@@ -22,11 +23,13 @@ from harness.engine.batch.slot import Decoded, Slot
 from harness.engine.batch.stepper import Stepper
 from harness.engine.cache import KVCache
 from harness.engine.fidelity import Fidelity
+from harness.engine.finite import NotFiniteError, not_finite
 from harness.engine.forward import nothing
 from harness.engine.graph import StepCapture
 from harness.engine.sampling import Sampler
 from harness.engine.wait import wait_for
 from harness.models.devices import usual_chunk
+from harness.prompts.teacher import Forced
 from methods.base import KVLayer
 
 
@@ -57,7 +60,7 @@ class Engine(Stepper):
         sampler: Sampler | None = None,
     ) -> Generation:
         """prompt [B S]. `context_tokens`: seal after that many and decode the rest (protocol=context). Raises
-        `ValueError` for what is no prompt."""
+        `ValueError` for what is no prompt, and `NotFiniteError` where logits are NaN or infinite."""
         batch = RunningBatch(self)
         slot = self.join(
             batch,
@@ -67,7 +70,30 @@ class Engine(Stepper):
             context_tokens=context_tokens,
             sampler=sampler,
         )
-        return _to_the_end(batch, slot)
+        made = _to_the_end(batch, slot)
+        if made.not_finite is not None:
+            raise self.not_finite(prompt, made.tokens, made.not_finite, context_tokens)
+        return made
+
+    def not_finite(
+        self, prompt: Tensor, answers: Sequence[Sequence[int]], token: int, context_tokens: int | None
+    ) -> NotFiniteError:
+        """Return the error for prompts [B S] in whose `answers` the logits of `token`, from 0, are the first that are
+        not finite. The attached model reads all up to there once more, by its own modules."""
+        by_modules = copy(self)
+        by_modules.forward = by_modules.graphs = by_modules.tracer = None
+        by_modules.fidelity, tokens = 0, token + 1
+        # an answer that ended before goes on with its last token
+        fed = torch.tensor([[*answer, *[answer[-1]] * tokens][:tokens] for answer in answers])
+
+        def read() -> None:
+            batch = RunningBatch(by_modules)
+            slot = by_modules.join(
+                batch, prompt, max_new_tokens=tokens, context_tokens=context_tokens, sampler=Forced(fed)
+            )
+            _to_the_end(batch, slot)
+
+        return not_finite(self.model, type(self.attachment.method).__name__, token, read)
 
     def join(
         self,

@@ -9,15 +9,22 @@ from dataclasses import replace
 
 from harness.engine.batch.generation import Generation
 from harness.jobs.planning.items import Item
-from harness.jobs.questions import Transcript
+from harness.jobs.questions import Failed, Transcript
 
 
-def together(items: Iterable[Item], transcripts: Iterable[Transcript]) -> Iterator[Transcript]:
-    """`transcripts` of the parts of `items`, as they end; a part that is a choice waits for the others of its item."""
+def together(items: Iterable[Item], transcripts: Iterable[Transcript | Failed]) -> Iterator[Transcript | Failed]:
+    """`transcripts` of the parts of `items`, as they end; a part that is a choice waits for the others of its item. An
+    item fails with the first of its parts that does."""
     asked = {part.example.id: item for item in items for part in item.parts}
-    answered = defaultdict[str, list[Transcript]](list)
+    answered, failed = defaultdict[str, list[Transcript]](list), set[str]()
     for transcript in transcripts:
         item = asked[transcript.item.example.id]
+        if item.example.id in failed:
+            continue
+        if isinstance(transcript, Failed):
+            failed.add(item.example.id)
+            yield replace(transcript, item=item)
+            continue
         if not item.choices:
             yield transcript
             continue

@@ -10,22 +10,28 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
+from harness.config.errors import own_line, sentence
+from harness.engine.cache import KVCache
 from harness.engine.hf import routed
 from harness.jobs.job import Job
 from harness.jobs.planning.capacity import of_conversations
 from harness.jobs.planning.items import Item, by_context, room
+from harness.jobs.questions import Failed
 from harness.jobs.runner import Runner
 from harness.jobs.shared_prefill import Prefilled, SharedPrefill
 from harness.jobs.usage import Usage
 from harness.models.base import LoadedModel
 from harness.results.provenance import provenance
-from harness.results.records import Record
+from harness.results.records import FailedExample, Record
 from harness.results.run_folder import Run
+from harness.terminal.notices import warn
 from harness.terminal.progress import progress
 from methods.base import AttnInput, KVLayer
 
 Items = Sequence[Item]
+FAILED_BATCHES = 3  # that end a run, one after the other
 OnError = Callable[[Exception], None]
 
 
@@ -53,7 +59,7 @@ def run_group(jobs: Sequence[Job], on_error: OnError) -> list[Job]:
             _generate(lacking)
         for run in lacking:
             if not run.failed:
-                run.close("complete")
+                run.end()
     complete = {run.folder for run in runs if run.info["status"] == "complete"}
     return [job for job in jobs if job.folder in complete]
 
@@ -78,6 +84,12 @@ class _Run(Run):
     job: Job
     on_error: OnError
     runner: Runner  # once the model is there
+    in_a_row = 0  # examples that failed since the last that did not
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self.errors: dict[str, Exception] = {}  # of this session's examples, by their ids
+        self.prefill_error: Exception | None = None  # why it has no cache of the prompt that is prefilled for several
 
     @property
     def failed(self) -> bool:
@@ -88,7 +100,8 @@ class _Run(Run):
         return self.job.pending(self)
 
     def lacks(self, item: Item) -> bool:
-        return not self.failed and not self.contains(item.example.id)
+        """Whether it is still to be tried in this session."""
+        return not (self.failed or self.contains(item.example.id) or item.example.id in self.errors)
 
     def start(self, loaded: LoadedModel, stack: ExitStack) -> None:
         """The runner is closed with `stack`, whatever goes wrong behind it."""
@@ -109,17 +122,52 @@ class _Run(Run):
             self.runner.close()
 
     def absorb(self, layer: KVLayer, x: AttnInput) -> None:
-        if not self.failed:
-            with _attempt(self):
+        if self.prefill_error is None:
+            try:
                 layer.absorb(x)
+            except Exception as error:
+                self.prefill_error = error
 
-    def answers(self, items: Iterable[Item], prefilled: dict[str, Prefilled] | None = None) -> Iterator[Record]:
+    def answers(
+        self, items: Iterable[Item], prefilled: dict[str, Prefilled] | None = None
+    ) -> Iterator[Record | FailedExample]:
         """As they end, each once it is on disk."""
         for answer in self.runner.answers(items, prefilled):
+            if isinstance(answer, Failed):
+                yield self.give_up(answer)
+                continue
             record = self.runner.record(answer)
             self.note(**self.runner.notes)  # first, so that no kill leaves a record without them
             self.append(record)
+            self.in_a_row = 0
             yield record
+
+    def give_up(self, failed: Failed) -> FailedExample:
+        """Write down that an example failed. Raise its error where as many batches in a row have failed as end a
+        run."""
+        example, error = failed.item.example, failed.error
+        why = f"{type(error).__name__}: {sentence(error)}{f' ({line})' if (line := own_line(error)) else ''}"
+        tokens = sum(len(turn.prompt.ids) for turn in failed.item.turns)
+        record = FailedExample(example.id, example.group, failed.item.sha256, tokens, why)
+        self.note(**self.runner.notes)
+        self.append_failed(record)
+        self.errors[example.id] = error
+        self.in_a_row += 1
+        warn(f"{self.job.label}: example {example.id} failed ({why}).")
+        if self.in_a_row >= FAILED_BATCHES * self.job.settings.batch:
+            warn(f"{self.job.label}: {self.in_a_row} examples in a row failed, which ends the run.")
+            raise error
+        return record
+
+    def end(self) -> None:
+        """All examples have been tried."""
+        if self.errors and not self.records():
+            warn(f"{self.job.label}: every example failed.")
+            error = list(self.errors.values())[-1]
+            self.fail(error)
+            self.on_error(error)
+        else:
+            self.close("complete")
 
 
 @contextmanager
@@ -153,7 +201,7 @@ def _generate(runs: Sequence[_Run]) -> None:
                 pass
 
 
-def _records(runs: Sequence[_Run], pending: Items) -> Iterator[Record]:
+def _records(runs: Sequence[_Run], pending: Items) -> Iterator[Record | FailedExample]:
     """Yields one record per item of `pending`, whoever made it, for the bar."""
     settings = runs[0].job.settings
     if settings.shared_prefill:
@@ -168,10 +216,10 @@ def _records(runs: Sequence[_Run], pending: Items) -> Iterator[Record]:
             yield from run.answers(pending)
 
 
-def _answers(runs: Sequence[_Run], batch: Sequence[Items]) -> dict[str, Record]:
+def _answers(runs: Sequence[_Run], batch: Sequence[Items]) -> dict[str, Record | FailedExample]:
     """By the id of the item. batch: examples by context, each with one prefill for all runs that lack some."""
     waiting = _prefilled(runs, batch)
-    made: dict[str, Record] = {}
+    made: dict[str, Record | FailedExample] = {}
     while waiting:  # caches are freed behind their answers
         run, prefilled = waiting.pop(0)
         with _attempt(run):
@@ -192,18 +240,30 @@ def _prefilled(runs: Sequence[_Run], batch: Sequence[Items]) -> list[tuple[_Run,
 
 
 def _prefill(asking: Sequence[_Run], items: Items) -> Iterator[tuple[_Run, Prefilled]]:
-    """One for all of them."""
+    """One for all of them. A run that cannot take it in fails in `items`, and all do where the prefill itself fails."""
     if not asking:
         return
-    first = asking[0].runner
-    caches = []
-    with Usage(first.device) as usage:
-        began = perf_counter()
-        ids, context = first.prompt(items[0])
-        shared = SharedPrefill(first.engine, ids, room(items) - ids.shape[1])
+    first, caches = asking[0].runner, dict[_Run, KVCache]()
+    for run in asking:
+        run.prefill_error = None
+    try:
+        with Usage(first.device) as usage:
+            began = perf_counter()
+            ids, context = first.prompt(items[0])
+            shared = SharedPrefill(first.engine, ids, room(items) - ids.shape[1])
+            for run in asking:
+                try:
+                    caches[run] = shared.cache(run.runner.engine, run.absorb)
+                except Exception as error:
+                    run.prefill_error = error
+            logits = shared.run(context)
+    except Exception as error:
         for run in asking:
-            with _attempt(run):
-                caches.append((run, shared.cache(run.runner.engine, run.absorb)))
-        logits = shared.run(context)
-    for run, cache in caches:
-        yield run, Prefilled(cache, logits, began, usage)
+            run.prefill_error = run.prefill_error or error
+    for run in asking:
+        if run.prefill_error is None:
+            yield run, Prefilled(caches[run], logits, began, usage)
+            continue
+        with _attempt(run):
+            for item in filter(run.lacks, items):
+                run.give_up(Failed(item, run.prefill_error))

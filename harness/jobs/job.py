@@ -38,7 +38,7 @@ from harness.models.base import LoadedModel, ModelError, ModelSource
 from harness.results.files import writing
 from harness.results.identity import identity, not_continued
 from harness.results.likelihood import KEY as LIKELIHOOD
-from harness.results.records import Record, StoreError
+from harness.results.records import FailedExample, Record, StoreError
 from harness.results.run_folder import INFO, Run, StoredRun, akin, read_records
 from harness.results.run_folder import load as load_run
 from harness.results.summary_file import summary_of, write_summary
@@ -124,12 +124,14 @@ class Job:
         return Job.plan(Full(), self.task, self.model, shared, self.items, presets, beside=True)
 
     def finished(self) -> StoredRun | None:
-        """Return what a complete earlier run left; None where there is none, and where it cannot be read, which is
-        said."""
+        """Return what an earlier run left that has tried every example; None where there is none, and where it cannot
+        be read, which is said."""
         if not (self.folder / INFO).is_file():
             return None
         try:
-            return self.stored() if self._has_all(load_run(self.folder).records) else None
+            found = load_run(self.folder)
+            tried: list[Record | FailedExample] = [*found.records, *found.failed]
+            return self.stored() if found.records and self._has_all(tried) else None
         except StoreError as error:
             say_once(f"{self.label} is not there to compare with: {error}")
             return None
@@ -138,7 +140,7 @@ class Job:
         """Return whether the folder holds every example already."""
         return (self.folder / INFO).is_file() and self._has_all(read_records(self.folder))
 
-    def _has_all(self, records: Sequence[Record]) -> bool:
+    def _has_all(self, records: Sequence[Record | FailedExample]) -> bool:
         return {record.id for record in records} >= {item.example.id for item in self.items}
 
     def refuse_memory(self, beside: Sequence[Job] = ()) -> None:

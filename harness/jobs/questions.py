@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from harness.config.errors import is_memory
 from harness.conversations.conversation import Conversation
 from harness.conversations.histories import Histories, Saved
 from harness.conversations.overflow import Overflow
@@ -19,13 +22,17 @@ from harness.engine.batch.running import RunningBatch
 from harness.engine.batch.slot import Slot, seal
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
+from harness.engine.finite import NotFiniteError
+from harness.engine.graph import CaptureBroke
 from harness.engine.saved_state import Snapshot
 from harness.engine.wait import wait_for
+from harness.history.disk import HistoryError
 from harness.jobs.likelihood import Likelihood
 from harness.jobs.planning.items import Item
 from harness.jobs.shared_prefill import Prefilled
 from harness.jobs.usage import Usage, larger
-from harness.results.records import PEAKS
+from harness.results.records import PEAKS, StoreError
+from kernels.dispatch import BackendError
 
 Ending = Callable[[Item], dict[str, Any]]  # how tokens are picked for a turn, and when it stops
 
@@ -52,6 +59,32 @@ class Transcript:
             "host_peak_bytes": larger(prefill.host_bytes, decode.host_bytes),
             "peaks": dict(zip(PEAKS, peaks, strict=True)),
         }
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """An example that got no answer, and why. Raises an error that is not the example's own."""
+
+    item: Item
+    error: Exception
+
+    def __post_init__(self) -> None:
+        refuse_to_go_on(self.error)
+        error: BaseException | None = self.error
+        while error is not None:  # its frames hold the example's cache
+            traceback.clear_frames(error.__traceback__)
+            error = error.__cause__ or error.__context__
+
+
+def refuse_to_go_on(error: Exception) -> None:
+    """Raise `error` where no other example can be expected to do better: memory, disk, device, results or a backend
+    that was asked for are at fault. A history that is lost gets here where store.lost=fail says that it ends the
+    run."""
+    kinds = (
+        OSError, StoreError, HistoryError, BackendError, CaptureBroke, torch.AcceleratorError, torch.OutOfMemoryError,
+    )  # fmt: skip
+    if isinstance(error, kinds) or is_memory(error) or "CUDA error" in str(error):
+        raise error
 
 
 class SealedContext:
@@ -102,12 +135,13 @@ class Asking:
         self.engine, self.histories, self.ending, self.overflow = engine, histories, ending, overflow
         self.likelihood = likelihood
         self._prefilled: Prefilled | None = prefilled  # until the last example begins
-        self._by_token, self._waiting = context is not None, deque(items)
+        self._context, self._waiting = context, deque(items)
         self._first, self._several = items[0].example.id, len(items) > 1
         self._shared: SealedContext | None = None  # once the first of several is asked
         self._turns = deque[Item]()  # of the example that is asked, those to come
         self._unanswered: Snapshot | None = None  # the cache before the answer, where a given reply takes its place
         self._saved: Saved  # the turn before
+        self.asked = items[0]  # the example that is asked, or was last
         self.talk: Conversation
         self.transcript: Transcript
 
@@ -116,15 +150,30 @@ class Asking:
         """Whether the example that is asked has had all its turns."""
         return self.talk.over
 
+    @property
+    def waiting(self) -> list[Item]:
+        """The examples that have not been asked yet."""
+        return list(self._waiting)
+
     def next(self, batch: RunningBatch) -> Slot | None:
         """None where nothing is left to ask."""
         if self._turns:
             return self._turn(batch, self._turns.popleft())
-        return self._question(batch, self._waiting.popleft()) if self._waiting else None
+        if not self._waiting:
+            return None
+        self.asked = self._waiting.popleft()
+        return self._question(batch, self.asked)
+
+    def give_up(self) -> None:
+        """The example that is asked gets no answer: nothing of its conversation is kept."""
+        self.histories.forget(self.asked.example.id)
 
     @torch.inference_mode()
     def ended(self, made: Generation) -> None:
-        """An answer that a given reply replaces leaves no trace."""
+        """An answer that a given reply replaces leaves no trace. Raise `NotFiniteError` for one that came from logits
+        that are not finite."""
+        if made.not_finite is not None:
+            raise self._not_finite(made.tokens[0], made.not_finite)
         self.transcript.turns.append(made)
         if self._unanswered is not None:
             self._unanswered.restore()
@@ -153,7 +202,7 @@ class Asking:
                 ready.cache.capacity,
                 len(item.turns),
                 overflow=self.overflow,
-                by_token=self._by_token,
+                by_token=self._context is not None,
             )
             self.talk.ask(item.prompt.ids, item.new_tokens)
             self.talk.begin(ready.cache)
@@ -214,9 +263,14 @@ class Asking:
         question, costs = self.talk.unread, list[float | None]()
         for reference in references:
             cache.watch = None  # comes back with the snapshot
-            costs.append(self.likelihood.measure(cache, question, reference))
+            costs.append(cost := self.likelihood.measure(cache, question, reference))
+            if cost is not None and not isfinite(cost):
+                raise self._not_finite(reference, len(reference) - 1)
             snapshot.restore()
         return min((cost for cost in costs if cost is not None), default=None)
+
+    def _not_finite(self, answer: Sequence[int], token: int) -> NotFiniteError:
+        return self.engine.not_finite(self._tensor(self.talk.text), [answer], token, self._context)
 
     def _prefill(self, cache: KVCache, tokens: Sequence[int]) -> Tensor:
         return self.engine.prefill(cache, self._tensor(tokens), whole=True)

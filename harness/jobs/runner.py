@@ -6,7 +6,7 @@ import hashlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from time import perf_counter
@@ -22,7 +22,7 @@ from harness.conversations.histories import Histories
 from harness.conversations.opening import histories, in_memory
 from harness.conversations.overflow import Overflow
 from harness.engine.attach import Attachment
-from harness.engine.batch.generation import Stop, after, never
+from harness.engine.batch.generation import Generation, Stop, after, never
 from harness.engine.batch.running import RunningBatch
 from harness.engine.batch.slot import Slot
 from harness.engine.engine import Engine
@@ -33,7 +33,7 @@ from harness.engine.wait import wait_for
 from harness.jobs import choices
 from harness.jobs.likelihood import Likelihood
 from harness.jobs.planning.items import Item, by_context, room
-from harness.jobs.questions import Asking, Transcript
+from harness.jobs.questions import Asking, Failed, Transcript, refuse_to_go_on
 from harness.jobs.shared_prefill import Prefilled
 from harness.jobs.usage import Usage
 from harness.models.base import LoadedModel
@@ -46,6 +46,30 @@ WARMUP_TOKENS = 4
 OF_A_GENERATION = (  # fields of a Generation, and of a Reply as well
     "token_s", "share_s", "decode_share_s", "seal_s", "question_s", "sealed", "fallback", "trace", "capture_s",
 )  # fmt: skip
+
+
+@dataclass
+class SideBySide:
+    """What is asked at one time, and what waits for that: examples that share a context, or one by itself."""
+
+    batch: RunningBatch
+    waiting: deque[list[Item]]
+    suspects: deque[list[Item]] = field(default_factory=deque)  # of a step of several that failed: one by one
+    running: dict[Slot, Asking] = field(default_factory=dict)
+    alone: bool = False  # whether what runs is one of the suspects
+
+    def abandon(self, slots: Sequence[Slot]) -> None:
+        self.batch.abandon(slots)
+        for slot in slots:
+            self.running.pop(slot, None)
+
+    def give_up(self, asking: Asking, error: Exception) -> Failed:
+        """The example that is asked fails; what waits for its context has it computed anew."""
+        failed = Failed(asking.asked, error)
+        asking.give_up()
+        if asking.waiting:
+            (self.suspects if self.alone else self.waiting).appendleft(asking.waiting)
+        return failed
 
 
 class Runner:
@@ -98,8 +122,10 @@ class Runner:
 
     def answers(
         self, items: Iterable[Item], prefilled: dict[str, Prefilled] | None = None, kept: Histories | None = None
-    ) -> Iterator[Transcript]:
-        """To all `items`, as they end: `batch` of them run side by side, and where one leaves the next joins.
+    ) -> Iterator[Transcript | Failed]:
+        """To all `items`, as they end: `batch` of them run side by side, and where one leaves the next joins. An error
+        that is one example's own ends that example alone; where several were in a step that fails, each is asked again
+        by itself.
         `prefilled`: by the id of the first example on a context; it is emptied, so that nothing outlives its answer.
         `kept`: where conversations are between their turns, in place of the run's own."""
         items = list(items)
@@ -108,23 +134,55 @@ class Runner:
 
     def _transcripts(
         self, items: Sequence[Item], prefilled: dict[str, Prefilled] | None, kept: Histories
-    ) -> Iterator[Transcript]:
+    ) -> Iterator[Transcript | Failed]:
         """Of each of `Item.parts` its own."""
         shared = self.settings.questions == "shared"
         groups = by_context(items) if shared else ([item] for item in items)
-        waiting = deque([part for item in group for part in item.parts] for group in groups)
-        batch, running = RunningBatch(self.engine), dict[Slot, Asking]()
-        while waiting or running:
-            while waiting and len(running) < self.settings.batch:
-                self._go_on(self._asking(waiting.popleft(), prefilled or {}, kept), batch, running)
-            yield from self._answered(batch, running)
+        side = SideBySide(
+            RunningBatch(self.engine), deque([p for item in group for p in item.parts] for group in groups)
+        )
+        while side.waiting or side.suspects or side.running:
+            if not side.running:
+                side.alone = bool(side.suspects)
+            queue, most = (side.suspects, 1) if side.alone else (side.waiting, self.settings.batch)
+            while queue and len(side.running) < most:
+                yield from self._begun(queue.popleft(), prefilled or {}, kept, side)
+            yield from self._answered(side)
 
-    def _answered(self, batch: RunningBatch, running: dict[Slot, Asking]) -> Iterator[Transcript]:
+    def _begun(
+        self, items: Sequence[Item], prefilled: dict[str, Prefilled], kept: Histories, side: SideBySide
+    ) -> Iterator[Failed]:
+        try:
+            asking = self._asking(items, prefilled, kept)
+        except Exception as error:
+            yield from (Failed(item, error) for item in items)
+        else:
+            yield from self._go_on(asking, side)
+
+    def _answered(self, side: SideBySide) -> Iterator[Transcript | Failed]:
         """A generator of its own, so that nothing here holds a cache that has been asked everything."""
-        for asking in self._ended(batch, running):
+        try:
+            ended = self._ended(side)
+        except Exception as error:
+            running = list(side.running.values())
+            side.abandon(list(side.running))
+            if len(running) == 1:
+                yield side.give_up(running[0], error)
+            else:
+                refuse_to_go_on(error)
+                for asking in running:
+                    asking.give_up()
+                    side.suspects.append([asking.asked, *asking.waiting])
+            return
+        for asking, made in ended:
+            try:
+                asking.ended(made)
+            except Exception as error:
+                yield side.give_up(asking, error)
+                continue
             if asking.answered:
                 yield asking.transcript
-            self._go_on(asking, batch, running)
+            yield from self._go_on(asking, side)
 
     def _asking(self, items: Sequence[Item], prefilled: dict[str, Prefilled], kept: Histories) -> Asking:
         """With a prefill of its own unless it is one of `prefilled`."""
@@ -141,21 +199,28 @@ class Runner:
             logits = self.engine.prefill(cache, ids[:, :context], whole=True)
         return Prefilled(cache, logits, began, usage)
 
-    def _go_on(self, asking: Asking, batch: RunningBatch, running: dict[Slot, Asking]) -> None:
+    def _go_on(self, asking: Asking, side: SideBySide) -> Iterator[Failed]:
         """Let what comes next on its cache run, if anything does."""
-        if (slot := asking.next(batch)) is not None:
-            running[slot] = asking
+        try:
+            slot = asking.next(side.batch)
+        except Exception as error:
+            side.abandon([slot for slot in side.batch.slots if slot not in side.running])
+            yield side.give_up(asking, error)
+        else:
+            if slot is not None:
+                side.running[slot] = asking
 
-    def _ended(self, batch: RunningBatch, running: dict[Slot, Asking]) -> list[Asking]:
-        """Step until some turns have ended, and take them out of `running`."""
+    def _ended(self, side: SideBySide) -> list[tuple[Asking, Generation]]:
+        """Step until some turns have ended, and take them out of what runs."""
+        if not side.running:
+            return []
         with Usage(self.device) as usage:
-            while not (ended := batch.step()):
+            while not (ended := side.batch.step()):
                 pass
-        for asking in running.values():
+        for asking in side.running.values():
             asking.transcript.decode.add(usage)
-        over = [running.pop(slot) for slot in ended]
-        for asking, slot in zip(over, ended, strict=True):
-            asking.ended(slot.out)
+        over = [(side.running.pop(slot), slot.out) for slot in ended]
+        for asking, _ in over:
             self.used(asking.transcript.prefill.backends)
             self.used(asking.transcript.decode.backends)
         return over

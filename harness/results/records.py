@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from itertools import accumulate, pairwise
 from statistics import fmean
-from typing import Any
+from typing import Any, Self
 
 from harness.results.measures import MEASURES, over_known, over_turns
 from methods.tiers.tier import DEVICE, TIERS, bytes_key
@@ -204,6 +204,29 @@ class Record(Reply):
             return cls(**{**nested(later | dict(plain)), "turns": turns or None})
         except (RecordError, TypeError) as error:
             raise RecordError(f"{where}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class FailedExample:
+    """The line of an example that got no answer; the next session tries it again."""
+
+    id: str
+    group: str
+    prompt_sha256: str
+    prompt_tokens: int  # of all its turns
+    error: str  # its class and message
+
+    def to_json(self) -> str:
+        """One line without its newline."""
+        return json.dumps(asdict(self), ensure_ascii=False, separators=(",", ":"))
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any], where: str) -> Self:
+        """As that of `Record`."""
+        try:
+            return cls(**{field.name: plain[field.name] for field in fields(cls)})
+        except KeyError as error:
+            raise RecordError(f"{where}: no {error}; no run of the harness wrote this line") from error
 
 
 def flat(plain: Mapping[str, Any]) -> dict[str, Any]:

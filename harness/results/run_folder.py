@@ -21,7 +21,7 @@ from harness.config.settings import Results
 from harness.results import files
 from harness.results.lock import FolderInUse, FolderLock, is_locked
 from harness.results.provenance import load_average, now, when
-from harness.results.records import Record, StoreError
+from harness.results.records import FailedExample, Record, StoreError
 from harness.terminal.stopping import whole
 from kernels.temporary import remove_abandoned
 
@@ -90,16 +90,23 @@ class Run:
     def contains(self, example_id: str) -> bool:
         return example_id in self._ids
 
+    def append_failed(self, failed: FailedExample) -> None:
+        """As `append`; the example may come again."""
+        self._append(failed)
+
     def append(self, record: Record) -> None:
         """On disk when this returns: a crash later costs nothing of it."""
         if record.id in self._ids:
             raise StoreError(f"example {record.id!r} is already in {self.folder}: the ids of a task must differ")
+        self._append(record)
+        self._ids.add(record.id)
+
+    def _append(self, record: Record | FailedExample) -> None:
         line = record.to_json()
         if not self._begun:
             self._begin()
         with whole():
             files.append_line(self.folder / EXAMPLES, line)
-            self._ids.add(record.id)
 
     def records(self) -> list[Record]:
         return read_records(self.folder)
@@ -182,6 +189,7 @@ class StoredRun:
     status: str  # as run.json says, but `running` only while the writer lives
     summary: dict[str, Any] = field(default_factory=dict)  # of a run that a command has just made or found complete
     full_folder: Path | None = None  # of the Full that such a summary holds it against
+    failed: Sequence[FailedExample] = ()
 
     @property
     def scorer(self) -> str:
@@ -205,14 +213,14 @@ def load(folder: Path, *, first_scores: bool = False) -> StoredRun:
     read. `first_scores`: those of the run itself, whatever was scored again since."""
     if not folder.is_dir():
         raise StoreError(f"no such folder: {folder}{instead(folder)}")
-    info, records = read_info(folder), read_records(folder)
+    info, (records, failed) = read_info(folder), _read_examples(folder)
     status = str(info.get("status"))
     if status != "complete" and is_locked(folder):  # a session that goes on writes run.json with its first record
         status = "running"
     elif status == "running":
         status = "interrupted"
     shown = records if first_scores else rescored(records, folder, info)
-    return StoredRun(folder, info[SETTINGS], info, shown, status)
+    return StoredRun(folder, info[SETTINGS], info, shown, status, failed=failed)
 
 
 def load_all(folders: Iterable[Path]) -> tuple[list[StoredRun], list[str]]:
@@ -250,11 +258,20 @@ def read_records(folder: Path) -> list[Record]:
     """Return the records in the order in which they were written, with the run's own scores. Of two about the same
     example, which two writers leave on a file system without locks, the first counts. Raise `RecordError` for a line
     that holds no record; the message names it."""
-    found: dict[str, Record] = {}
+    return _read_examples(folder)[0]
+
+
+def _read_examples(folder: Path) -> tuple[list[Record], list[FailedExample]]:
+    """Return the records, and the last word on each example that failed and has none."""
+    found, failed = dict[str, Record](), dict[str, FailedExample]()
     for where, plain in files.read_lines(folder / EXAMPLES):
-        record = Record.from_plain(plain, where)
-        found.setdefault(record.id, record)
-    return list(found.values())
+        if "error" in plain:
+            example = FailedExample.from_plain(plain, where)
+            failed[example.id] = example
+        else:
+            record = Record.from_plain(plain, where)
+            found.setdefault(record.id, record)
+    return list(found.values()), [example for name, example in failed.items() if name not in found]
 
 
 def rescored(records: Sequence[Record], folder: Path, info: Mapping[str, Any]) -> list[Record]:

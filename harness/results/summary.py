@@ -24,7 +24,7 @@ from harness.results.compared import for_statistics, group_means, mean_score, pa
 from harness.results.identity import model_name
 from harness.results.likelihood import likelihood
 from harness.results.measures import over_examples, over_known
-from harness.results.records import HISTORY_S, PEAKS, Record, Reply
+from harness.results.records import HISTORY_S, PEAKS, FailedExample, Record, Reply
 from methods.tiers.tier import TIERS, bytes_key
 
 SCHEMA = 11
@@ -36,12 +36,13 @@ def summarise(
     config: Mapping[str, Any],
     info: Mapping[str, Any],
     full: Sequence[Record] | None,
+    failed: Sequence[FailedExample] = (),
 ) -> dict[str, Any]:
     """Scores 0-1, seconds, bytes. `info` is run.json: names, status, stamps, and what the task says of itself.
 
     Means: score over groups, `attended` and `union` over examples (tokens, and share of what was sealed), traffic too;
     other bytes are the largest of any example. Times are null where the run is `simulated` or
-    `traced`.
+    `traced`. An example that `failed` counts in `num_failed` alone.
     """
     simulated = bool(info.get("simulated", False))
     traced = config.get("trace") == "on"
@@ -56,6 +57,7 @@ def summarise(
         "budget": _asked(config) | {what: _read(records, what) for what in ("attended", "union")},
         **{key: config.get(key) for key in ("protocol", "placement", "codec", "dtype", "device", "batch", "seed")},
         "num_examples": len(records),
+        "num_failed": len(failed),
         "prompt_tokens": _lengths([record.prompt_tokens for record in records]),
         "score": _score(records, config.get("task")),
         "full": beside,
@@ -72,7 +74,7 @@ def summarise(
         "simulated": simulated,
         "traced": traced,
         "host_is_cpu": bool(info.get("host_is_cpu", False)),
-        "warnings": list(warnings(records, full, config=config, info=info)),
+        "warnings": list(warnings(records, full, config=config, info=info, failed=failed)),
     }
 
 

@@ -58,7 +58,7 @@ class Neighbours:
 def summary_of(run: StoredRun, full: StoredRun | None) -> dict[str, Any]:
     """Worked out from the records of `run` beside those of `full`, which it names where it is held against one."""
     records, info = full.records if full else None, run.info | {"status": run.status}
-    summary = summarise(run.records, config=run.config, info=info, full=records)
+    summary = summarise(run.records, config=run.config, info=info, full=records, failed=run.failed)
     if full and summary["full"]:
         summary["full"] |= {"folder": full.folder.name, "identity_sha256": full.info.get("identity_sha256")}
     return summary

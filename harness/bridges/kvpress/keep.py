@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import nextafter
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from harness.bridges.kvpress.building import set_ratio
+from harness.bridges.kvpress.building import nested, set_ratio
 from harness.bridges.kvpress.package import KVPressError, package
 from harness.bridges.kvpress.rows import Rows, places_of
 from harness.engine.hf import QueryProjection, Rotary
@@ -106,7 +106,12 @@ def press_one(press: Any, spec: LayerSpec, hidden: Tensor, given: Sequence[Tenso
     layer = SimpleNamespace(keys=given[0].clone(), values=given[1].clone())  # some presses write into them
     positions = torch.arange(tokens, device=device)
     cos, sin = (x.to(device, hidden.dtype) for x in spec.rope(positions))
-    with lent_module(spec) as module, torch.random.fork_rng([device] if hidden.is_cuda else []), _naming(press, spec):
+    with (
+        lent_module(spec) as module,
+        torch.random.fork_rng([device] if hidden.is_cuda else []),
+        _naming(press, spec),
+        _with_scores_watched(press, spec),
+    ):
         torch.manual_seed(spec.index)  # a press that draws has to draw the same again
         call = {
             "hidden_states": hidden,
@@ -163,10 +168,38 @@ def lent_module(spec: LayerSpec) -> Iterator[Any]:
 
 
 @contextmanager
+def _with_scores_watched(press: Any, spec: LayerSpec) -> Iterator[None]:
+    """Refuse scores that hold NaN, by which what stays would be chosen at random: of `press` and of presses in it."""
+
+    def watched(score: Callable[..., Tensor], name: str) -> Callable[..., Tensor]:
+        def call(*arguments: Any, **keywords: Any) -> Tensor:
+            scores = score(*arguments, **keywords)
+            if bool(scores.isnan().any()):
+                raise KVPressError(
+                    f"{name} of kvpress gives scores in layer {spec.index} that are NaN, which say nothing of what is "
+                    "to stay: correct the press, or choose another."
+                )
+            return scores
+
+        return call
+
+    scoring = [each for each in nested(press) if hasattr(each, "score")]
+    for each in scoring:
+        each.score = watched(each.score, type(each).__name__)
+    try:
+        yield
+    finally:
+        for each in scoring:
+            del each.score
+
+
+@contextmanager
 def _naming(press: Any, spec: LayerSpec) -> Iterator[None]:
     """Say whose error it is that a press raises."""
     try:
         yield
+    except KVPressError:
+        raise
     except Exception as error:
         name = type(press).__name__
         raise KVPressError(

@@ -41,5 +41,6 @@ class Generation:
     nll: list[float] | None = None  # per sequence, where the tokens were given (harness/prompts/teacher.py)
     likeliest: list[bool] | None = None  # per sequence, whether all given tokens were what the model would say
     trace: dict[str, Any] | None = None  # of the steps it was in
+    not_finite: int | None = None  # the first token, from 0, whose logits held NaN or infinity
     unclocked: str | None = None  # why nobody knows for how long its steps waited for rows that moved
     capture_s: float | None = None  # capturing its first decode step, inside the second token's time

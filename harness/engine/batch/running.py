@@ -82,6 +82,14 @@ class RunningBatch:
             out.measured["read_bytes_per_step"] = fmean(slot.read) if slot.read else None
         return out
 
+    def abandon(self, slots: Sequence[Slot]) -> None:
+        """Let `slots` go after an error, whatever state their caches are in."""
+        self.slots = [slot for slot in self.slots if slot not in slots]
+        if any(slot in self._together for slot in slots):
+            captured, self._captured, self._together, self._cache = self._captured, None, [], None
+            if captured is not None:
+                self.stepper.close(captured)
+
     def _advance(self, running: list[Slot]) -> None:
         for slot in running:
             slot.clock.resume()

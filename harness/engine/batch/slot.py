@@ -76,6 +76,7 @@ class Slot:
         self._other_reads = 0.0
         self._excess: list[Tensor | float] = []  # of the union over these, at every UNION_EVERY-th step
         self._unites = True  # heads of a group may read different tokens
+        self._sums: list[Tensor] = []  # [B], of each token's logits: on the device until the answer is done
         self._before = cache.traffic.copy()  # the first step
 
     @property
@@ -138,6 +139,8 @@ class Slot:
         traffic, before = self.cache.traffic, self._before
         out.stops = [stop or LEFT for stop in out.stops]
         out.sealed = self.cache.sealed
+        finite = torch.stack(self._sums).isfinite().all(-1).tolist() if self._sums else []
+        out.not_finite = finite.index(False) if False in finite else None
         out.fallback = next((layer.fallback for layer in layers if layer.fallback), None)
         out.kv = footprint(self.cache.layers)
         if isinstance(self.sampler, Forced):
@@ -164,6 +167,7 @@ class Slot:
 
     def _take(self, logits: Tensor) -> None:
         """Pick the next token of every sequence and note its time."""
+        self._sums.append(logits.sum(-1, dtype=torch.float32))  # keeps a NaN or infinity, and nobody waits for it
         ids = self.sampler.pick(logits).tolist()  # waits for the device: now the tokens are on the host
         self.out.token_s.append(self.clock.now())
         for i, token in enumerate(ids):

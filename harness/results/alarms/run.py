@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any
 
 from harness.results.compared import FULL, group_means, mean_score, paired
-from harness.results.records import Record
+from harness.results.records import FailedExample, Record
 from harness.terminal.notices import SLOW_FP16
 
 NEAR = 0.1  # a Full this close to guessing leaves no room to lose
@@ -21,10 +21,14 @@ def warnings(
     *,
     config: Mapping[str, Any],
     info: Mapping[str, Any],
+    failed: Sequence[FailedExample] = (),
 ) -> Iterator[str]:
     """What a reader must know before believing the row of a run."""
     chance = info.get("task_info", {}).get("chance", 0.0)
     yield from info.get("cautions", ())
+    for reason, count in alike([example.error for example in failed]):
+        tried = len(records) + len(failed)
+        yield f"{count} of {tried} examples failed and count nowhere; the same command tries them again: {reason}"
     if not records:
         yield "no example was run"
     elif chance is not None:
@@ -33,7 +37,7 @@ def warnings(
     if (config.get("device"), config.get("dtype")) == ("cpu", "fp16"):
         yield SLOW_FP16
     if full is not None and (count := len(paired(records, full))) < len(records):
-        yield f"compared with Full on {count} of {len(records)} examples: Full was not run on the other prompts"
+        yield f"compared with Full on {count} of {len(records)} examples: Full has no answer to the other prompts"
 
 
 def _about_examples(records: Sequence[Record]) -> Iterator[str]:

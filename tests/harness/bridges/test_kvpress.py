@@ -22,10 +22,13 @@ from harness.bridges.kvpress.package import KVPressError, package
 from harness.bridges.kvpress.working import working_bytes
 from harness.config import plugins
 from harness.config.plugins import PluginError
+from harness.config.settings import Results, Settings
 from harness.engine.attach import Attachment
 from harness.engine.cache import KVCache
+from harness.engine.finite import NotFiniteError
 from harness.engine.footprint import footprint
 from harness.engine.hf import Rotary
+from harness.jobs.evaluate import evaluate
 from harness.jobs.planning.alignment import shapes
 from harness.machines.allocations import Allocations
 from harness.models.random import Random
@@ -34,6 +37,7 @@ from kernels.rope import rotate
 from methods.base import Case
 from methods.full import Full
 from methods.pools import KVStore, PerHeadStore
+from tests.fast import MODEL, niah
 from tests.tiny import HYBRID, prompt, tiny
 
 pytestmark = pytest.mark.skipif(
@@ -321,6 +325,52 @@ def test_a_failing_press_is_named() -> None:
         pytest.raises(KVPressError, match="SnapKVPress of kvpress fails in layer 0"),
     ):
         sealed(kv)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_scores_that_are_nan_are_refused_by_name(inside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.own_press.MoodyPress.mood", "nan")
+    press: dict[str, Any] = {"name": "tests.own_press.MoodyPress"}
+    given = {"name": "ChunkKVPress", "press": press} if inside else press
+    with (
+        attached(tiny("llama"), KVPress(press=given), budget=60) as kv,
+        pytest.raises(KVPressError, match=r"^MoodyPress of kvpress gives scores in layer 1 that are NaN"),
+    ):
+        sealed(kv)
+
+
+@pytest.mark.parametrize(
+    ("mood", "error"),
+    [
+        ("raise", "KVPressError: MoodyPress of kvpress fails in layer 1 (RuntimeError: boom)"),
+        ("nan", "KVPressError: MoodyPress of kvpress gives scores in layer 1 that are NaN"),
+    ],
+)
+def test_a_press_that_fails_in_an_example_leaves_the_others_alone(
+    mood: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings(results=Results(root=str(tmp_path)), progress=False, baseline="off", warmup=0, budget=0.3)
+    prefill, prompts = Engine.prefill, list[int]()
+
+    def third_in_a_mood(*arguments: Any, **keywords: Any) -> Any:
+        prompts.append(len(prompts))
+        monkeypatch.setattr("tests.own_press.MoodyPress.mood", mood if len(prompts) == 3 else "")
+        return prefill(*arguments, **keywords)
+
+    monkeypatch.setattr(Engine, "prefill", third_in_a_mood)
+    made = evaluate(KVPress(press={"name": "tests.own_press.MoodyPress"}), niah(depths=4), MODEL, settings)
+    (failed,) = made.failed
+    assert len(made.records) == 3
+    assert failed.error.startswith(error)
+
+
+def test_a_press_that_leaves_keys_that_are_not_finite_is_found_by_its_layer() -> None:
+    press = {"name": "tests.own_press.InfinitePress"}
+    with (
+        attached(tiny("llama"), KVPress(press=press), budget=60) as kv,
+        pytest.raises(NotFiniteError, match=r"first 2 tokens .*: layer 0 is .* though .* it is the model or KVPress"),
+    ):
+        Engine(kv).generate(IDS, max_new_tokens=4)
 
 
 def test_a_press_that_draws_draws_the_same_again_and_leaves_torchs_numbers_alone() -> None:

@@ -1,0 +1,353 @@
+"""Examples that fail: named in their records, left out of every pair, tried again; the others run on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from harness.config.settings import GenerationSettings, Results, Settings
+from harness.engine.attach import attached
+from harness.engine.batch.running import RunningBatch
+from harness.engine.engine import Engine
+from harness.engine.finite import NotFiniteError
+from harness.jobs.evaluate import evaluate, evaluate_together
+from harness.jobs.job import Job
+from harness.jobs.questions import Asking
+from harness.models.hub import HuggingFace
+from harness.reports.compare import comparisons
+from harness.reports.document import as_text
+from harness.results.run_folder import StoredRun, load
+from methods.base import CacheState, KVLayer, LayerSpec, Method
+from methods.full import Full
+from methods.streaming import Streaming
+from tests.fast import MODEL, niah
+from tests.harness.jobs.test_choices import Colours
+from tests.harness.jobs.test_questions import Balances, Retold
+from tests.tiny import prompt, tiny
+
+Damage = Callable[..., HuggingFace]
+both = pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
+
+
+class Moody(Streaming):
+    """Fails at the caches whose numbers are in `at`, each in the phase that is given."""
+
+    at: ClassVar[dict[int, str]] = {}
+    made: ClassVar[list[int]] = []
+    error: ClassVar[type[Exception]] = ValueError
+
+    def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
+        layers, phase = super().start(specs, cache), self.at.get(len(self.made))
+        self.made.append(len(self.made))
+        if phase == "start":
+            self._fail()
+        for name in filter(None, [phase]):
+            setattr(layers[-1], name, self._fail)
+        return layers
+
+    def _fail(self, *_: object) -> None:
+        raise self.error("not today")
+
+
+@pytest.fixture(autouse=True)
+def _in_a_good_mood(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"at": {}, "made": [], "error": ValueError}.items():
+        monkeypatch.setattr(Moody, name, value)
+
+
+def settings(root: Path, **changes: Any) -> Settings:
+    return Settings(**{"results": Results(root=str(root)), "progress": False, "baseline": "off", "warmup": 0} | changes)
+
+
+def run(root: Path, method: Method | None = None, **changes: Any) -> StoredRun:
+    return evaluate(method or Moody(), niah(), MODEL, settings(root, **changes))
+
+
+def names(made: StoredRun) -> tuple[list[str], list[str]]:
+    """Ids of the examples that have an answer, in the order of the task, and of those that failed."""
+    return sorted(record.id for record in made.records), [failed.id for failed in made.failed]
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "examples.jsonl").read_text().splitlines()]
+
+
+@both
+@pytest.mark.parametrize("phase", ["start", "attend", "seal"])
+def test_one_example_that_fails_does_not_end_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str, shared: bool
+) -> None:
+    whole = run(tmp_path / "whole", Streaming(), shared_prefill=shared)
+    ids = [record.id for record in whole.records]
+    monkeypatch.setattr(Moody, "at", {1: phase})
+    made = run(tmp_path, shared_prefill=shared)
+    assert names(made) == (sorted([ids[0], *ids[2:]]), [ids[1]])
+    assert made.failed[0].error.startswith("ValueError: not today (")  # and the line of the method's own
+    assert [line["id"] for line in lines(made.folder) if "error" in line] == [ids[1]]
+    assert (made.status, made.summary["num_examples"], made.summary["num_failed"]) == ("complete", 3, 1)
+    (told,) = [one for one in made.summary["warnings"] if "failed" in one]
+    assert told.startswith("1 of 4 examples failed and count nowhere; the same command tries them again: ValueError")
+    assert {one.id: one.tokens for one in made.records} == {
+        one.id: one.tokens for one in whole.records if one.id != ids[1]
+    }
+    again = run(tmp_path, shared_prefill=shared)  # in a good mood since
+    assert again.folder == made.folder
+    assert names(again) == (sorted(ids), [])
+    assert len(Moody.made) == 5
+    assert [one.tokens for one in sorted(again.records, key=lambda one: ids.index(one.id))] == [
+        one.tokens for one in whole.records
+    ]
+
+
+def test_pairs_with_full_leave_out_what_failed_on_either_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = [record.id for record in run(tmp_path / "whole", Streaming()).records]
+    monkeypatch.setattr(Moody, "at", {1: "attend"})
+    made = run(tmp_path, baseline="run")
+    assert made.full_folder is not None
+    full = load(made.full_folder)
+    assert len(full.records) == 4
+    others = [record.score for record in full.records if record.id != ids[1]]
+    assert made.summary["full"]["mean"] == sum(others) / len(others)
+    text = as_text(comparisons([load(made.folder), full]))
+    assert "3/4" in text
+    assert "! examples failed and count nowhere" in text
+    monkeypatch.setattr(Moody, "at", {})
+    reused = evaluate(Streaming(sinks=5), niah(), MODEL, settings(tmp_path, baseline="reuse"))
+    assert reused.full_folder == full.folder
+
+
+@pytest.mark.parametrize("phase", ["seal", "decode", "attend"])
+def test_of_a_batch_the_one_that_fails_is_named_and_the_others_run_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
+    """A step of several that fails does not say whose fault it was: each is asked again by itself."""
+    task = niah(lengths=[400, 440, 480], depths=2)
+    whole = evaluate(Streaming(), task, MODEL, settings(tmp_path / "whole", batch=3))
+    middle = {record.id for record in whole.records if 440 <= record.prompt_tokens < 480}
+    begin = Streaming.start
+
+    def fails(self: Any, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
+        layers = begin(self, specs, cache)
+        if 440 <= cache.request.capacity - 6 < 480:
+            setattr(layers[-1], phase, self._fail)
+        return layers
+
+    monkeypatch.setattr(Moody, "start", fails)
+    made = evaluate(Moody(), task, MODEL, settings(tmp_path, batch=3))
+    assert {failed.id for failed in made.failed} == middle
+    assert len(middle) == 2
+    assert {record.id: record.tokens for record in made.records} == {
+        record.id: record.tokens for record in whole.records if record.id not in middle
+    }
+
+
+@both
+def test_a_run_whose_examples_all_fail_ends_with_their_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], shared: bool
+) -> None:
+    monkeypatch.setattr(Moody, "at", {0: "attend", 1: "start"})
+    task = niah(depths=2)
+    with pytest.raises(ValueError, match="not today"):
+        evaluate(Moody(), task, MODEL, settings(tmp_path, shared_prefill=shared))
+    (folder,) = tmp_path.iterdir()
+    stored = load(folder)
+    assert (stored.status, stored.info["error"], len(stored.failed)) == ("failed", "ValueError: not today", 2)
+    assert "every example failed" in capsys.readouterr().err
+    assert len(evaluate(Moody(), task, MODEL, settings(tmp_path, shared_prefill=shared)).records) == 2
+
+
+@pytest.mark.parametrize(("batch", "tried"), [(1, 4), (2, 7)])
+def test_three_batches_in_a_row_that_fail_end_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], batch: int, tried: int
+) -> None:
+    monkeypatch.setattr(Moody, "at", {number: "attend" for number in range(1, 20)})
+    with pytest.raises(ValueError, match="not today"):
+        evaluate(Moody(), niah(depths=12), MODEL, settings(tmp_path, batch=batch))
+    (folder,) = tmp_path.iterdir()
+    stored = load(folder)
+    assert (stored.status, len(stored.failed)) == ("failed", 3 * batch)
+    assert len(Moody.made) == tried
+    assert f"{3 * batch} examples in a row failed, which ends the run" in capsys.readouterr().err
+
+
+@both
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError, OSError, torch.AcceleratorError])
+def test_what_no_other_example_survives_ends_a_run_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception], shared: bool
+) -> None:
+    monkeypatch.setattr(Moody, "at", {1: "attend"})
+    monkeypatch.setattr(Moody, "error", error)
+    with pytest.raises(error, match="not today"):
+        run(tmp_path, shared_prefill=shared)
+    (folder,) = tmp_path.iterdir()
+    stored = load(folder)
+    assert (stored.status, len(stored.records), stored.failed) == ("failed", 1, [])
+
+
+@pytest.mark.parametrize(("batch", "records"), [(1, 5), (2, 5)])
+def test_questions_on_one_context_fail_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int, records: int
+) -> None:
+    """What waits for a context whose cache an error left in an unknown state has it computed anew."""
+    how = {"questions": "shared", "protocol": "context", "batch": batch}
+    whole = {one.id: one for one in evaluate(Streaming(), Balances(), MODEL, settings(tmp_path / "w", **how)).records}
+    join, joined = RunningBatch.join, list[int]()
+
+    def fails(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        slot = join(self, *arguments, **keywords)
+        joined.append(len(joined))
+        if len(joined) == 2:
+            raise ValueError("not today")
+        return slot
+
+    monkeypatch.setattr(RunningBatch, "join", fails)
+    made = evaluate(Streaming(), Balances(), MODEL, settings(tmp_path, **how))
+    assert (len(made.records), len(made.failed)) == (len(whole) - 1, 1)
+    assert {one.id: one.tokens for one in made.records} == {one.id: whole[one.id].tokens for one in made.records}
+
+
+def test_a_choice_that_fails_fails_its_example_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = evaluate(Streaming(), Colours(), MODEL, settings(tmp_path / "whole"))
+    monkeypatch.setattr(Moody, "at", {0: "attend"})
+    made = evaluate(Moody(), Colours(), MODEL, settings(tmp_path))
+    assert (len(made.records), len(made.failed)) == (len(whole.records) - 1, 1)
+    assert [one.output for one in made.records] == [
+        one.output for one in whole.records if one.id in {record.id for record in made.records}
+    ]
+
+
+def test_a_conversation_that_fails_in_a_later_turn_leaves_the_others_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for history in ("recompute", "device_prefix"):
+        root = tmp_path / history
+        whole = {
+            one.id: one for one in evaluate(Streaming(), Retold(), MODEL, settings(root / "w", history=history)).records
+        }
+        monkeypatch.setattr(Asking, "_turn", failing_once(Asking._turn))
+        made = evaluate(Streaming(), Retold(), MODEL, settings(root, history=history))
+        assert (len(made.records), len(made.failed)) == (len(whole) - 1, 1)
+        assert {one.id: one.tokens for one in made.records} == {one.id: whole[one.id].tokens for one in made.records}
+        again = evaluate(Streaming(), Retold(), MODEL, settings(root, history=history))
+        assert {one.id: one.tokens for one in again.records} == {name: one.tokens for name, one in whole.items()}
+
+
+def failing_once(really: Any) -> Any:
+    calls: list[Any] = []
+
+    def fails(self: Any, *arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise ValueError("not today")
+        return really(self, *arguments)
+
+    return fails
+
+
+# logits that are not finite
+
+
+@pytest.fixture
+def damaged(tmp_path: Path) -> Damage:
+    """A model with NaN or infinity in one weight."""
+
+    def save(name: str, value: float, place: tuple[int, ...] = (0, 0)) -> HuggingFace:
+        model = MODEL.build(torch.float32, "cpu")
+        with torch.no_grad():
+            model.get_parameter(name)[place] = value
+        model.save_pretrained(tmp_path / "damaged")
+        MODEL.tokenizer().save_pretrained(tmp_path / "damaged")
+        return HuggingFace(str(tmp_path / "damaged"))
+
+    return save
+
+
+@pytest.mark.parametrize("likelihood", ["off", "on"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_nan_in_a_weight_ends_a_run_by_layer_and_weight(
+    tmp_path: Path, damaged: Damage, likelihood: str, temperature: float
+) -> None:
+    model = damaged("model.layers.1.mlp.up_proj.weight", float("nan"))
+    changes = {"likelihood": likelihood, "generation": GenerationSettings(temperature=temperature)}
+    with pytest.raises(NotFiniteError, match=r"layer 1 is the first .* in fp32, and its mlp\.up_proj\.weight holds"):
+        evaluate(Full(), niah(), model, settings(tmp_path / "runs", **changes))
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert [len(failed.error) > 50 for failed in load(folder).failed] == [True] * 3
+
+
+def test_a_token_that_is_not_finite_fails_the_examples_that_hold_it(tmp_path: Path, damaged: Damage) -> None:
+    """Its own row of the embedding; the other examples of the batch are as they were."""
+    made = evaluate(Full(), niah(), MODEL, settings(tmp_path / "sound", batch=4))
+    items = Job.plan(Full(), niah(), MODEL, settings(tmp_path / "sound")).items
+    held = [set(item.prompt.ids) for item in items]
+    (token, guilty), *_ = [
+        (one, [n for n, ids in enumerate(held) if one in ids])
+        for one in sorted(set().union(*held))
+        if sum(one in ids for ids in held) in (1, 2)
+    ]
+    model = damaged("model.embed_tokens.weight", float("inf"), (token,))
+    broken = evaluate(Full(), niah(), model, settings(tmp_path / "runs", batch=4))
+    failed = {items[number].example.id for number in guilty}
+    assert {one.id for one in broken.failed} == failed
+    assert {one.id: one.tokens for one in broken.records} == {
+        one.id: one.tokens for one in made.records if one.id not in failed
+    }
+    assert "the embedding is the first part" in broken.failed[0].error
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
+def test_the_engine_itself_refuses_such_an_answer(architecture: str) -> None:
+    model = deepcopy(tiny(architecture))
+    with torch.no_grad():
+        model.model.layers[2].self_attn.o_proj.weight[3, 3] = float("nan")
+    with attached(model, Full()) as kv, pytest.raises(NotFiniteError, match=r"layer 2 .* self_attn\.o_proj\.weight"):
+        Engine(kv).generate(prompt(40, batch=2), max_new_tokens=4)
+
+
+def test_numbers_that_only_fp16_cannot_hold_bring_the_advice_to_take_another() -> None:
+    model = deepcopy(tiny("llama")).half()
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight *= 3e4
+    with (
+        attached(model, Full()) as kv,
+        pytest.raises(NotFiniteError, match=r"layer 1 .* in fp16, .* try dtype=bf16 or"),
+    ):
+        Engine(kv).generate(prompt(40), max_new_tokens=4)
+
+
+def test_a_cache_that_stops_being_finite_in_a_later_step_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is sound, and what a method's step gives is not."""
+
+    class Overflows(Streaming):
+        def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
+            layers = super().start(specs, cache)
+            decode, steps = layers[1].decode, []
+
+            def third(x: Any) -> Any:
+                steps.append(x)
+                return decode(x) * (float("inf") if len(steps) == 3 else 1)
+
+            layers[1].decode = third  # type: ignore[method-assign]
+            return layers
+
+    with (
+        attached(tiny("llama"), Overflows(), budget=0.5) as kv,
+        pytest.raises(NotFiniteError, match=r"first 4 tokens .*: layer 1 is .* though .* run method=full.*Overflows"),
+    ):
+        Engine(kv).generate(prompt(40), max_new_tokens=8)
+
+
+def test_jobs_with_one_prefill_fail_alone_in_their_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Moody, "at", {1: "take_in"})
+    wanted = [
+        Job.plan(m, niah(), MODEL, settings(tmp_path, shared_prefill=True)) for m in (Moody(), Streaming(sinks=5))
+    ]
+    mine, other = evaluate_together(wanted)
+    assert (len(mine.records), len(mine.failed)) == (3, 1)
+    assert (len(other.records), len(other.failed)) == (4, 0)
