@@ -118,7 +118,7 @@ class LmEval(Task):
             references=_references(task, doc),
             choices=choices,
             chat=self.chat,
-            data={"doc": number},
+            data={"doc": number, "sha256": _content(doc)},
             **ending,
         )
 
@@ -217,6 +217,11 @@ def _split(text: str, asked: object, prefix: str) -> tuple[str, str, str]:
     if isinstance(asked, str) and asked and len(body) > len(asked) and body.endswith(asked):
         return body.removesuffix(asked), asked, prefix
     return body, "", prefix
+
+
+def _content(doc: Any) -> str:
+    """Return the hash of all of a document, because a task's own scoring may read any field of it."""
+    return sha256(json.dumps(doc, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _references(task: Any, doc: Any) -> tuple[str, ...]:

@@ -94,17 +94,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A user's own yaml files over a local file."""
     pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install 'kv-harness[lm-eval]'")
     root = tmp_path_factory.mktemp("lm_eval")
-    (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(os.environ, "HF_DATASETS_OFFLINE", "1")
+        write(root, ROWS)
+        yield str(root)
+    _leaves.cache_clear()
+
+
+def write(root: Path, rows: list[dict[str, Any]]) -> None:
+    (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = (
         "dataset_path: json\ntest_split: test\nfewshot_split: test\n"
         f"dataset_kwargs: {{data_files: {{test: {root}/rows.jsonl}}, cache_dir: {root}/cache}}\n"
     )
     for name, text in YAMLS.items():
         (root / f"{name}.yaml").write_text(text if name == "both" else text + data)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(os.environ, "HF_DATASETS_OFFLINE", "1")
-        yield str(root)
-    _leaves.cache_clear()
 
 
 def examples(folder: str, name: str, **changes: Any) -> tuple[LmEval, list[Example]]:
@@ -133,6 +137,13 @@ def test_another_filter_is_another_version(folder: str, tmp_path: Path) -> None:
     versions = [LmEval(name="sums", include_path=place).version for place in (folder, folder, str(tmp_path))]
     assert versions[0] == versions[1] != versions[2]
     assert versions[0].startswith("1, lm-eval 0.4.")
+
+
+def test_a_document_that_changed_is_told_by_its_example(folder: str, tmp_path: Path) -> None:
+    """Also where the prompt and the right answer are the same: what scores may read every field."""
+    write(tmp_path, [ROWS[0] | {"options": ["5", "6", "7"]}, *ROWS[1:]])
+    before, after = ([example.data for example in examples(place, "sums")[1]] for place in (folder, str(tmp_path)))
+    assert [a == b for a, b in zip(before, after, strict=True)] == [False, True, True]
 
 
 def test_filters_and_metrics_are_the_tasks(folder: str) -> None:
