@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import shlex
 import signal
 import sys
 from collections import Counter
@@ -24,6 +26,7 @@ from harness.reports.document import (
     further_as_latex,
     further_as_text,
     further_tables,
+    overview_text,
     shows_colour,
 )
 from harness.reports.page.build import write_page
@@ -74,7 +77,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     left_out = [_empty([run for run in runs if run.is_empty])] if len(shown) < len(runs) else []
     held = contrasts(tables, options.against) if options.against else []
     further = further_tables(held, by_task(tables) if options.by_task else [])
-    text = [as_text(tables, colour=shows_colour(sys.stdout)), *([further_as_text(further)] if further else [])]
+    colour = shows_colour(sys.stdout)
+    said = (
+        as_text(tables, colour=colour)
+        if options.details
+        else overview_text(tables, _more(options.folders), colour=colour)
+    )
+    text = [said, *([further_as_text(further)] if further else [])]
     show("\n".join(["\n\n".join(text), *map(visible, left_out)]))
     for path in _written(
         tables, held, further, options, [*left_out, *(f"left out: {message}" for message in unreadable)]
@@ -101,10 +110,18 @@ def _empty(runs: Sequence[StoredRun]) -> str:
     return " ".join(f"without a single example, and so in no table: {named}".split())
 
 
+def _more(folders: Sequence[Path]) -> str:
+    """Return the line that says where the rest of a report is."""
+    named = [os.path.relpath(folder) if folder.is_relative_to(Path.cwd()) else str(folder) for folder in folders]
+    command = shlex.join(["python", "-m", "harness.report", *named]) if len(named) == 1 else "this command"
+    return f"More: {command} --details, or --html PAGE for one page."
+
+
 def print_report(folders: Sequence[Path]) -> None:
-    """The tables of these runs, as at the end of a command that ran them."""
+    """Print the first table of these runs, as at the end of a command that made them."""
     runs, unreadable = load_all(folders)
-    show("\n" + as_text(comparisons(runs), colour=shows_colour(sys.stdout), brief=True))
+    root = Path(os.path.commonpath([folder.parent for folder in folders]))
+    show("\n" + overview_text(comparisons(runs), _more([root]), colour=shows_colour(sys.stdout)))
     for message in unreadable:
         warn(f"left out: {message}")
 
@@ -158,6 +175,7 @@ def _sorted(table: Comparison, sort: str | None) -> Comparison:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.report", description=__doc__)
     parser.add_argument("folders", nargs="+", type=typed, metavar="DIR", help="folder of a run, or any above it")
+    parser.add_argument("--details", action="store_true", help="every table, with conditions, cautions and notes")
     parser.add_argument("--csv", type=typed, metavar="FILE", help="all of every summary, raw numbers")
     parser.add_argument("--md", type=typed, metavar="FILE", help="the same tables in Markdown")
     parser.add_argument("--tex", type=typed, metavar="FILE", help="the same tables in LaTeX (booktabs)")

@@ -73,7 +73,7 @@ def _measures(comparison: Comparison) -> list[Column]:
         quantity("TT2T", [row["tt2t_s"]["p50"] for row in rows], SECONDS),
         _tpot(rows),
         number("decode", "tok/s", [row["throughput_tok_s"] for row in rows]),
-        *_stored(memory),
+        *stored(memory),
         *_measured(rows),
         share("read\nof Full's", [_of_full(entry) for entry in entries]),
     ]
@@ -109,7 +109,7 @@ def _tpot(rows: Sequence[dict[str, Any]]) -> Column:
     return replace(p50, head="TPOT p50/90", cells=pairs)
 
 
-def _stored(memory: Sequence[dict[str, Any]]) -> list[Column]:
+def stored(memory: Sequence[dict[str, Any]]) -> list[Column]:
     """All tiers in one unit; a tier where nothing lies has no column."""
     stored = {tier.head: [one.get(bytes_key(name)) for one in memory] for name, tier in TIERS.items()}
     shown = (TIERS[DEVICE].head, *(head for head, sizes in stored.items() if any(sizes)))

@@ -79,6 +79,12 @@ def _per_row(what: str, entries: Sequence[ReportRow]) -> str:
     return f"{what}: {most}, but {', '.join(named)}"
 
 
+def machine_of(run: StoredRun) -> str:
+    """Return dtype, machine and threads of a run in a few words."""
+    facts = _facts(run)
+    return f"{facts['dtype']} on {facts['machine']}"
+
+
 def _facts(run: StoredRun) -> dict[str, str]:
     known = origin(run)
     threads = f"{known['threads']} thread{'s' * (known['threads'] > 1)}" if known["threads"] else ""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TextIO
 
-from harness.reports import against_tables, by_task, costs, likelihoods
+from harness.reports import against_tables, by_task, costs, likelihoods, overview
 from harness.reports.against import Contrasts
 from harness.reports.by_task import TaskColumns
 from harness.reports.columns import notes, score_table
@@ -27,7 +27,7 @@ from harness.terminal.tables import WIDTH, Column, latex_table, markdown_table, 
 @dataclass(frozen=True, slots=True)
 class TableKind:
     """One kind of table. Its first `head` columns say what a row is; `of`: what is a run there, if anything; `timed`:
-    shows times without the rows' stamps; `brief`: shown at the end of a command, too, not in a report alone."""
+    shows times without the rows' stamps."""
 
     name: str
     caption: str
@@ -36,7 +36,6 @@ class TableKind:
     of: Literal["rows", "traced rows", "turn rows", "columns", "methods"]
     note: Callable[[Comparison], str] = lambda table: ""
     timed: bool = False
-    brief: bool = True
 
     def below(self, table: Comparison) -> str:
         """What stands below it: what its heads mean, and what its times do not."""
@@ -52,7 +51,8 @@ class TableKind:
         return found if self.of.endswith("rows") else []
 
 
-SCORES = TableKind("scores", "Scores, times and bytes", score_table, 2, "rows")
+OVERVIEW = TableKind("overview", "Scores, times and bytes", overview.overview, 2, "rows")
+SCORES = TableKind("scores", "All measurements", score_table, 2, "rows")
 OTHER_TABLES = (
     TableKind(
         "likelihood",
@@ -62,8 +62,8 @@ OTHER_TABLES = (
         "rows",
         lambda _: likelihoods.MEANING,
     ),
-    TableKind("within", costs.CAPTION, costs.within_table, 1, "methods", lambda _: costs.MEANING, brief=False),
-    TableKind("costs", "Preparation, seal and peak memory", costs.cost_table, 2, "rows", costs.meaning, True, False),
+    TableKind("within", costs.CAPTION, costs.within_table, 1, "methods", lambda _: costs.MEANING),
+    TableKind("costs", "Preparation, seal and peak memory", costs.cost_table, 2, "rows", costs.meaning, True),
     TableKind("parts", "Where the time of a decode step goes", costs.trace_table, 2, "traced rows", timed=True),
     TableKind("turns", "Score by turn", turn_scores, 3, "columns"),
     TableKind("turns_ago", "Score by turns between telling and asking", ago_scores, 2, "columns"),
@@ -76,8 +76,21 @@ OTHER_TABLES = (
 )
 
 
-def as_text(tables: Sequence[Comparison], *, markdown: bool = False, colour: bool = False, brief: bool = False) -> str:
-    """`brief`: as at the end of a command."""
+def overview_text(tables: Sequence[Comparison], more: str, *, colour: bool = False) -> str:
+    """Return the first table of each comparison with the few lines below it. `more`: the line that says where the rest
+    is, once at the end. `colour`: alarms are red."""
+    parts = []
+    for table in tables:
+        columns = score_table(table) if table.heads else overview.overview(table)
+        parts += [visible(table.title), "", text_table(columns, overview.WIDTH), ""]
+        for line in map(visible, overview.lines(table)):
+            parts.append(f"{RED}  {line}{PLAIN}" if colour and line.startswith(overview.ALARM) else f"  {line}")
+        parts.append("")
+    return "\n".join([*parts[:-1], f"  {more}"]) if parts else ""
+
+
+def as_text(tables: Sequence[Comparison], *, markdown: bool = False, colour: bool = False) -> str:
+    """Return every table, with conditions, alarms and notes."""
     render = markdown_table if markdown else text_table
     parts = []
     for table in tables:
@@ -86,7 +99,7 @@ def as_text(tables: Sequence[Comparison], *, markdown: bool = False, colour: boo
         parts += [f"{line}<br>" if markdown else _wrapped(line) for line in conditions(table)]
         parts += ["", render(score_table(table)), ""]
         parts += [f"- {note}" if markdown else _wrapped(note) for note in notes(table)]
-        for block in (block for block in OTHER_TABLES if block.brief or not brief):
+        for block in OTHER_TABLES:
             shown = list(pieces(block.columns(table), block.head))
             parts += [line for columns in shown for line in ("", render(columns))]
             if shown and (note := block.below(table)):

@@ -39,7 +39,7 @@ def likelihood_table(table: Comparison) -> list[Column]:
         Column("budget", "", [budget(row) for row in rows]),
         number("NLL", "nats/token", [one.get("mean") for one in own]),
         cost_difference(table),
-        Column("mean", "nats", [_signed(mean) for mean in means], values=means),
+        Column("mean", "nats", [signed(mean) for mean in means], values=means),
         _p(table),
         counts("n", [one.get("n") for one in own]),
     ]
@@ -83,11 +83,11 @@ def _p(table: Comparison) -> Column:
 
 def nats_with_ci(diff: float | None, ci: Sequence[float] | None) -> str:
     """Write a difference in nats with the interval behind it."""
-    span = f" [{_signed(ci[0])}, {_signed(ci[1])}]" if ci else ""
-    return f"{_signed(diff)}{span}"
+    span = f" [{signed(ci[0])}, {signed(ci[1])}]" if ci else ""
+    return f"{signed(diff)}{span}"
 
 
-def _signed(nats: float | None) -> str:
+def signed(nats: float | None) -> str:
     """Write a difference with its sign; none but 0 reads as 0, so that an interval shows on which side it lies."""
     if not nats:
         return "" if nats is None else "0"

@@ -43,10 +43,10 @@ class Column:
         return text.ljust(self.width) if self.left else text.rjust(self.width)
 
 
-def text_table(columns: Sequence[Column]) -> str:
+def text_table(columns: Sequence[Column], width: int = WIDTH) -> str:
     """Columns without any value are left out; where the line is too long the first column wraps. Nothing is cut."""
     kept = [_visible(column) for column in columns if not column.empty]
-    excess = sum(column.width + 2 for column in kept) - 2 - WIDTH
+    excess = sum(column.width + 2 for column in kept) - 2 - width
     if kept and excess > 0:
         kept[0] = _wrapped(kept[0], max(8, kept[0].width - excess))
     tall = max((column.head.count("\n") for column in kept), default=0)

@@ -38,7 +38,7 @@ def results(tmp_path: Path) -> Path:
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    assert report.main([str(argument) for argument in arguments]) == 0
+    assert report.main([*map(str, arguments), "--details"]) == 0
     return capsys.readouterr().out
 
 

@@ -8,13 +8,13 @@ from typing import Any
 
 from evals.stats import ALPHA
 from harness.engine.step_parts import PARTS
-from harness.reports import costs, needles
+from harness.reports import costs, needles, overview
 from harness.reports.columns import notes
 from harness.reports.command import command
 from harness.reports.compare import Comparison, ReportRow
 from harness.reports.conditions import conditions, shared
 from harness.reports.costs import COLOURS, PANELS, Panel
-from harness.reports.document import OTHER_TABLES, SCORES, TableKind
+from harness.reports.document import OTHER_TABLES, OVERVIEW, SCORES, TableKind
 from harness.reports.labels import budget
 from harness.reports.page.outputs import Room, outputs
 from harness.reports.stamps import caution
@@ -51,6 +51,7 @@ def _table(table: Comparison, room: Room, everywhere: Mapping[str, str]) -> dict
     return {
         "title": table.title,
         "metric": table.metric,
+        "lines": overview.lines(table, rest="below"),
         "conditions": list(conditions(table, apart=everywhere)),
         "alarms": [{"text": alarm.text, "red": alarm.red} for alarm in table.alarms],
         "warnings": [note.removeprefix(WARNING) for note in said if note.startswith(WARNING)],
@@ -58,7 +59,7 @@ def _table(table: Comparison, room: Room, everywhere: Mapping[str, str]) -> dict
         "points": not table.of_perplexity,
         "caution": caution(table),
         "rows": _rows(table),
-        "blocks": [made for block in (SCORES, *OTHER_TABLES) if (made := _block(block, table))],
+        "blocks": [made for block in (OVERVIEW, SCORES, *OTHER_TABLES) if (made := _block(block, table))],
         "panels": panels(table),
         "heat": heat_maps(table),
         "layers": layers(table),

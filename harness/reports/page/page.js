@@ -92,20 +92,33 @@ function menu(name, key, values) {
   return node;
 }
 
+/** What a reader sees first: one table, what it says, and one figure. The rest is folded. */
 function section(table, i) {
   const node = el("section", { class: "table", id: `table-${i}`, "aria-labelledby": `title-${i}` });
   const blocks = Object.fromEntries(table.blocks.map((block) => [block.name, blockSection(table, block)]));
-  const { scores, within, costs: peaks, groups, averages, parts, ...others } = blocks;
+  const { overview, ...others } = blocks;
   node.append(
-    el("h2", { id: `title-${i}` }, table.title),
-    ...table.alarms.map(banner),
-    el("ul", { class: "conditions" }, [...table.conditions, table.points ? `score: ${table.metric}, 0 to 100` : "perplexity: the smaller the better"].map((line) => el("li", {}, line))),
-    ...[forest(table), scores, notesOf(table)].filter(Boolean),
-    ...[within, costs(table), peaks, ...Object.values(others), sideBySide(groups, averages)].filter(Boolean),
-    ...[heatMaps(table), layersChart(table), partsChart(table), parts].filter(Boolean),
-    ...[outputsSection(table)].filter(Boolean),
+    ...[
+      el("h2", { id: `title-${i}` }, table.title),
+      overview,
+      el("ul", { class: "lines" }, table.lines.map((line) => el("li", {}, line))),
+      forest(table),
+      details(table, others),
+    ].filter(Boolean),
   );
   whenChanged(() => (node.hidden = hidden.tables.has(table.title)));
+  return node;
+}
+
+function details(table, blocks) {
+  const { scores, within, costs: peaks, groups, averages, parts, ...others } = blocks;
+  const node = el("details", { class: "more" }, el("summary", {}, "All tables, conditions, cautions, plots and outputs"));
+  node.append(
+    ...table.alarms.map(banner),
+    el("ul", { class: "conditions" }, [...table.conditions, table.points ? `score: ${table.metric}, 0 to 100` : "perplexity: the smaller the better"].map((line) => el("li", {}, line))),
+    ...[scores, notesOf(table), within, costs(table), peaks, ...Object.values(others), sideBySide(groups, averages)].filter(Boolean),
+    ...[heatMaps(table), layersChart(table), partsChart(table), parts, outputsSection(table)].filter(Boolean),
+  );
   return node;
 }
 
@@ -129,7 +142,7 @@ function folded(text, word) {
 
 function notesOf(table) {
   const warnings = el("ul", { class: "notes" }, table.warnings.map((text) => el("li", { class: "warning" }, folded(text, null))));
-  const heads = table.blocks[0].columns.filter((column) => column.means).map((column) => `${column.head.replace(/\n/g, " ")}: ${column.means}`);
+  const heads = table.blocks.find((block) => block.name === "scores").columns.filter((column) => column.means).map((column) => `${column.head.replace(/\n/g, " ")}: ${column.means}`);
   const notes = el("ul", { class: "notes" }, [...table.notes, ...heads].map((text) => el("li", {}, text)));
   return el("div", { class: "notes" }, warnings, el("details", {}, el("summary", {}, "How to read this table"), notes));
 }

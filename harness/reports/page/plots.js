@@ -22,6 +22,7 @@ function onPaper(on) {
   if (theme) root.dataset.theme = theme;
   else delete root.dataset.theme;
   root.classList.toggle("paper", on);
+  if (on) document.querySelectorAll("details.more").forEach((node) => (node.open = true));
   changed();
   charts.forEach((one) => ((one.stale = true), on ? drawChart(one) : redraw(one)));
 }
@@ -55,7 +56,7 @@ function drawChart(one) {
     return;
   }
   one.node.querySelectorAll(":scope > p").forEach((line) => line.remove());
-  const config = { displaylogo: false, displayModeBar: one.width < NARROW ? false : "hover", modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"], toImageButtonOptions: { format: "svg" } };
+  const config = { displaylogo: false, displayModeBar: false };
   Plotly.react(one.node, made.data, { ...look(), ...made.layout, width: one.width }, config);
 }
 
@@ -78,7 +79,6 @@ function look() {
   return {
     font: { family: colour("font"), size: 12, color: colour("ink") },
     paper_bgcolor: "rgba(0,0,0,0)",
-    modebar: { bgcolor: "rgba(0,0,0,0)", color: colour("soft") },
     plot_bgcolor: "rgba(0,0,0,0)",
     hoverlabel: { bgcolor: colour("raised"), bordercolor: colour("line"), font: { color: colour("ink"), size: 12 }, align: "left" },
     showlegend: false,

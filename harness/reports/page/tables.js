@@ -8,7 +8,7 @@ const SHOWN_ROWS = 12;
 /** One of a table's blocks, with its heading. */
 function blockSection(table, block) {
   const body = el("div");
-  const order = { column: block.name === "scores" ? startColumn(block) : null, down: block.name === "scores" && table.points, open: new Set(), whole: false };
+  const order = { column: block.name === "overview" ? startColumn(block) : null, down: block.name === "overview" && table.points, open: new Set(), whole: false };
   const redraw = () => body.replaceChildren(drawn(table, block, order, redraw));
   whenChanged(redraw);
   return body;
@@ -25,7 +25,7 @@ function drawn(table, block, order, redraw) {
   const rows = rowsShown(table, block);
   if (!rows.length || shown.length < 2) return el("p", { class: "soft" }, "Nothing is left by the filters.");
   sortRows(rows, block, order);
-  const opens = block.name === "scores";
+  const opens = block.name === "overview";
   const grid = el("table", { class: "grid" }, el("caption", {}, block.caption), headOf(block, shown, order, opens, redraw));
   const body = el("tbody");
   const folds = rows.length > MOST_ROWS && !order.whole && !document.documentElement.classList.contains("paper");

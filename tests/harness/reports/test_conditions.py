@@ -77,7 +77,9 @@ def test_settings_of_all_rows_that_are_no_default_are_said(tmp_path: Path) -> No
 
 def test_text_markdown_and_csv_say_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path, records([1.0]), **facts())
-    assert report.main([str(tmp_path), "--md", str(tmp_path / "x.md"), "--csv", str(tmp_path / "x.csv")]) == 0
+    assert (
+        report.main([str(tmp_path), "--details", "--md", str(tmp_path / "x.md"), "--csv", str(tmp_path / "x.csv")]) == 0
+    )
     for text in (capsys.readouterr().out, (tmp_path / "x.md").read_text()):
         for words in ("prompts: 100 tokens", "dtype: float32", "A CPU, 2 threads", "commit: abcdef0"):
             assert words in text

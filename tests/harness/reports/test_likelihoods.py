@@ -12,7 +12,7 @@ from evals.signed_rank import shift
 from harness.reports.columns import notes, score_table
 from harness.reports.compare import Comparison, comparisons
 from harness.reports.document import as_text
-from harness.reports.likelihoods import _signed, likelihood_table
+from harness.reports.likelihoods import likelihood_table, signed
 from harness.reports.page.data import page_data
 from harness.reports.spreadsheet import table_rows
 from harness.results.likelihood import likelihood
@@ -99,4 +99,4 @@ def test_without_likelihoods_there_is_neither_column_nor_table(tmp_path: Path) -
     ("nats", "shown"), [(None, ""), (0.0, "0"), (1.234, "+1.23"), (-0.0123, "-0.012"), (0.00004, "+4e-05")]
 )
 def test_nothing_but_0_reads_as_0(nats: float | None, shown: str) -> None:
-    assert _signed(nats) == shown
+    assert signed(nats) == shown

@@ -122,6 +122,8 @@ class Opened:
         self.page.on("request", lambda request: self.asked.append(request.url))
         self.page.goto(path.as_uri())
         self.own = path.as_uri()
+        for details in self.page.locator("details.more > summary").all():
+            details.click()  # what is folded is tested, too
 
     def names(self) -> list[str]:
         """Method and budget of the rows of the main table, from top to bottom."""
@@ -151,6 +153,15 @@ def opened(browser: Any, path: Path) -> Iterator[Opened]:
     yield found
     found.check()
     found.page.context.close()
+
+
+def test_the_page_opens_with_one_table_and_one_figure(browser: Any, path: Path) -> None:
+    page = browser.new_page()
+    page.goto(path.as_uri())
+    assert page.locator("table.grid:visible").count() == 1
+    assert page.locator("figure:visible").count() == 1
+    assert 1 <= page.locator(".lines li").count() <= 4
+    page.close()
 
 
 def test_tables_are_sorted_opened_searched_and_scrolled(opened: Opened) -> None:
@@ -301,10 +312,12 @@ def heads_and_names_stay_in_sight(opened: Opened) -> None:
 
 
 def test_the_page_holds_the_numbers_of_the_text(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert report.main([str(path.parents[1])]) == 0
+    assert report.main([str(path.parents[1]), "--details"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     [table] = data_of(path)["tables"]
-    assert {block["name"] for block in table["blocks"]} == {"scores", "within", "costs", "groups"}
+    assert {block["name"] for block in table["blocks"]} == {"overview", "scores", "within", "costs", "groups"}
+    assert report.main([str(path.parents[1])]) == 0
+    text += " ".join(capsys.readouterr().out.split())
     for block in table["blocks"]:
         for column in block["columns"]:
             assert all(cell in text for cell in column["cells"])

@@ -51,4 +51,4 @@ def test_a_report_in_latex_is_whole(tmp_path: Path) -> None:
     assert not re.search(r"(?<!\\)[%#_]", shown.replace("{%\n", "{\n"))
     assert "95 \\% CI" in shown or "95\\% CI" in shown
     assert r"\footnotesize\raggedright Prompts: 100 tokens." in shown
-    assert r"\caption{Scores, times and bytes: " in shown
+    assert r"\caption{All measurements: " in shown
