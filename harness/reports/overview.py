@@ -127,6 +127,11 @@ def _unsure(table: Comparison, rest: str) -> str:
         for entry in table.entries
         if entry.summary["status"] != "complete"
     ]
+    told += [
+        f"{entry.title}: {entry.summary['num_failed']} examples failed and are left out"
+        for entry in table.entries
+        if entry.summary.get("num_failed")
+    ]
     order = list(SURE)
     for alarm in sorted(table.alarms, key=lambda one: order.index(one.kind) if one.kind in order else len(order)):
         rows = "all rows" if len(alarm.rows) == len(table.entries) > 1 else ", ".join(alarm.rows)
