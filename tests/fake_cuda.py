@@ -1,4 +1,7 @@
-"""torch.cuda's graphs on a CPU: captures are tapes, and pools of memory fail where torch's do.
+"""torch.cuda's graphs and streams on a CPU: captures are tapes, and pools of memory fail where torch's do.
+
+A stream beside the model's runs as late as CUDA may let it: once the model's stream waits for it. Whatever reads its
+results before that finds what was there before. Memory that a graph computes in holds anything when it is replayed.
 
 A capture that multiplies leaves a block in its pool, as the workspace of a cuBLAS handle does. Torch counts the
 graphs of a pool; once the last has gone, a capture that opens the pool again while blocks lie in it fails an assertion
@@ -7,14 +10,119 @@ graphs of a pool; once the last has gone, a capture that opens the pool again wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
-from kernels.cpu.graph import CpuGraph
+from kernels.cpu.ffi.bindings import taken
+from kernels.cpu.graph import FROM_HOST, CpuGraph, StepMemory
+from kernels.told import CaptureError
+
+ANYTHING = 0x5A  # in every byte of memory that nobody has written
+
+
+class StreamedGraph(CpuGraph):
+    """Operations that were captured together, of the model's stream and of one beside it."""
+
+    capturing_now: ClassVar[list[StreamedGraph]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._beside: list[Callable[[], Any]] = []  # what the other stream was given, and nobody has waited for
+        self._stream, self._streams = 0, dict[int, int]()  # which of the two computes, and whose memory is whose
+
+    @property
+    def rooms(self) -> Collection[StepMemory]:
+        """What this stream may use again: torch's allocator keeps the memory of each apart."""
+        places = self._places.items()
+        return [room for at, room in places if self._streams.setdefault(at, self._stream) == self._stream]
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        self.capturing_now.append(self)
+        try:
+            with super().capturing():
+                yield
+        finally:
+            self.capturing_now.pop()
+        if self._beside:
+            raise CaptureError("the stream beside the model's was not joined before the capture ended")
+
+    @contextmanager
+    def forked(self) -> Iterator[None]:
+        """Give what is called here to the other stream."""
+        self._join()
+        first, self._stream = len(self.calls), 1
+        yield
+        self._join()
+        self._beside += self.calls[first:]
+        del self.calls[first:]
+        self._stream = 0
+
+    def joined(self) -> None:
+        """Let the model's stream wait for the other one."""
+        self._join()
+        self.calls += self._beside
+        self._beside = []
+
+    def _join(self) -> None:
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            super()._join()
+
+    def replay(self) -> None:
+        for room in self._places.values():
+            torch.empty(0, dtype=torch.uint8).set_(room.storage).fill_(ANYTHING)
+        super().replay()
+
+
+class SideStream:
+    """In place of `forked` and `join` of methods/tiers/transfer/streams.py, also while nothing is captured."""
+
+    def __init__(self) -> None:
+        self._given: list[StreamedGraph] = []
+
+    @contextmanager
+    def forked(self, on: torch.device) -> Iterator[None]:
+        if StreamedGraph.capturing_now:
+            with StreamedGraph.capturing_now[-1].forked():
+                yield
+            return
+        work = StreamedGraph()
+        with taken(work._take), _NumbersAtOnce(), work:
+            yield
+        work._join()
+        self._given.append(work)
+
+    def join(self, on: torch.device) -> None:
+        if StreamedGraph.capturing_now:
+            StreamedGraph.capturing_now[-1].joined()
+            return
+        given, self._given = self._given, []
+        for work in given:
+            work.replay()
+
+
+class _NumbersAtOnce(TorchFunctionMode):
+    """Lets numbers come from the host at once, which CUDA waits for as well."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with _disable_current_modes() if func in FROM_HOST else nullcontext():
+            return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def side_stream() -> Iterator[None]:
+    """Let rows that come beside the model's work do so on a stream of their own."""
+    side = SideStream()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("methods.tiers.transfer.engine.forked", side.forked)
+        patch.setattr("methods.tiers.transfer.engine.join", side.join)
+        yield
 
 
 class Pool:
@@ -28,7 +136,7 @@ class Graph:
     """As torch.cuda.CUDAGraph."""
 
     def __init__(self) -> None:
-        self._graph, self._pool = CpuGraph(), None
+        self._graph, self._pool = StreamedGraph(), None
 
     def capture_begin(self, pool: Pool, capture_error_mode: str) -> None:
         assert capture_error_mode == "thread_local"  # threads of a history store go on

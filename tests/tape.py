@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from harness.engine.graph import CpuGraphs
+from tests.fake_cuda import StreamedGraph
 
 
 class Tape(CpuGraphs):
@@ -16,9 +17,11 @@ class Tape(CpuGraphs):
         self.dropped = 0
 
     def capture(self, step: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
-        captured = super().capture(step)
+        graph = StreamedGraph()
+        with graph.capturing():
+            result = step()
         self.captured += 1
-        return captured
+        return graph.replay, result
 
     def drop(self, replay: Callable[[], Any]) -> None:
         super().drop(replay)

@@ -172,11 +172,15 @@ class Arrival(Generic[T]):
         self._exposed_s += clock.now() - asked
         self._moved.exposed_s = self._exposed_s
         self._moved.hidden_s = max(0.0, self._ready - self._began - self._exposed_s)
-        self._into.add(self._moved)
+        self._reach(rows)
+        self._into.add(self._moved)  # whose counts may be on the device, made by the stream that moved the rows
         self._read = None
-        if self._by is not INLINE:
-            _keep_for_this_stream(rows)
         return rows
+
+    def _reach(self, rows: T) -> None:
+        """Let the caller's stream use the rows, and the counts of what moved."""
+        if self._by is not INLINE:
+            _keep_for_this_stream((rows, self._moved.tallies))
 
     def _start(self) -> None:
         engine, asked = self._engine, self._engine.clock.now()
@@ -207,11 +211,9 @@ class Branch(Arrival[T]):
     """Stands for rows that come within a step: on a CUDA device, on a stream that leaves the model's where they are
     asked for, and joins it again where they are waited for."""
 
-    def wait(self) -> T:
-        rows = super().wait()
+    def _reach(self, rows: T) -> None:
         join(self._on)
-        _keep_for_this_stream(rows)
-        return rows
+        _keep_for_this_stream((rows, self._moved.tallies))
 
     def _start(self) -> None:
         with forked(self._on):

@@ -1,10 +1,12 @@
 """What a GPU promises of captured steps: real CUDA graphs give the tokens of steps that are launched one by one.
 
-On a machine without one the same bodies run with the recorder of steps in the place of graphs.
+On a machine without one the same bodies run with the recorder of steps in the place of graphs, and with what a stream
+beside the model's is given as late as CUDA may do it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
@@ -23,9 +25,10 @@ from harness.engine.engine import Engine
 from harness.engine.graph import CudaGraphs
 from kernels.dispatch import use_backend
 from methods.base import Method
+from tests.fake_cuda import side_stream
 from tests.harness.engine.test_kept_steps import in_a_batch
 from tests.methods.test_contract import NAMES, small
-from tests.methods.test_no_waiting import ON_GPU, devices
+from tests.methods.test_no_waiting import ON_GPU, as_on_a_gpu, devices
 from tests.tape import Tape
 from tests.tiny import SHAPE, prompt, tiny
 
@@ -34,8 +37,8 @@ HEADS = [(3, 1, 64), (5, 5, 80), (6, 3, 96), (7, 1, 128), (9, 3, 256)]  # query 
 SHAPED: list[Method] = [small("full"), replace(small("pqcache"), b=8), small("sparq"), small("shadowkv")]  # type: ignore[call-arg]
 COMING = [("full", "device"), ("full_offloaded", "host")]
 COMING += [(name, placement) for name in ("infinigen", "pqcache", "shadowkv") for placement in ("device", "host")]
-QUICK = [("snapkv", "device"), ("infinigen", "host"), ("rocketkv", "host"), ("shadowkv", "host")]
 PLACES = [(name, place) for name in NAMES for place in ("device", "host") if place == "device" or small(name).offloads]
+QUICK = [("snapkv", "device"), *(place for place in PLACES if place[1] == "host")]
 
 
 @cache
@@ -49,6 +52,17 @@ def model_on(device: str, heads: tuple[int, int, int] | None = None) -> Any:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().to(device)
 
 
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nobody asks the device, and it has two streams."""
+    if torch.cuda.is_available():
+        yield
+        return
+    as_on_a_gpu(monkeypatch)
+    with side_stream():
+        yield
+
+
 def engines(kv: Any, device: str) -> tuple[Engine, Engine]:
     """One that launches its steps one by one, and one that captures them; their first answers, which are checked, are
     given."""
@@ -57,6 +71,11 @@ def engines(kv: Any, device: str) -> tuple[Engine, Engine]:
     for engine in both:
         engine.generate(prompt(60), max_new_tokens=2)
     return both
+
+
+def counted(made: Generation) -> dict[str, float]:
+    """What was read, moved and found per step; a GPU's captured steps clock no waiting."""
+    return {name: value for name, value in made.measured.items() if not name.endswith("_s_per_step")}
 
 
 @pytest.mark.parametrize(
@@ -77,9 +96,7 @@ def test_a_graph_gives_the_tokens_of_single_launches(device: str, name: str, pla
             ]
             assert made[0].tokens == made[1].tokens
             assert made[1].capture_s
-            # ShadowKV's hit cache moves more where the host may ask how many chunks are new
-            moved = [one.measured["moved_bytes_per_step"] for one in made]
-            assert moved[0] == moved[1] or (name.startswith("shadowkv") and 0 < moved[1] < moved[0])
+            assert counted(made[0]) == counted(made[1])
     assert captured.plain_steps is None
 
 
@@ -102,9 +119,10 @@ def test_heads_of_any_count_and_size_are_captured(heads: tuple[int, int, int], d
 @pytest.mark.parametrize(("name", "placement"), COMING)
 def test_sequences_join_and_leave_while_steps_are_captured(name: str, placement: str, device: str) -> None:
     how: dict[str, Any] = {"budget": 0.5, "placement": placement, "calibration": prompt(64, seed=9)}
-    with attached(model_on(device), small(name), **how) as kv:
+    with attached(model_on(device), small(name), overlap=placement == "host", **how) as kv:
         plain, captured = engines(kv, device)
         wanted, made = in_a_batch(plain, 2, 5), in_a_batch(captured, 2, 5)
-    assert [one.tokens for one in made] == [one.tokens for one in wanted]
+    for one, other in zip(made, wanted, strict=True):
+        assert (one.tokens, counted(one)) == (other.tokens, counted(other))
     assert all(one.capture_s for one in made)
     assert captured.plain_steps is None
