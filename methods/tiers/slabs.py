@@ -26,13 +26,26 @@ def registered(memory: Tensor) -> Callable[[], None]:
     system does not lock as much."""
     cudart: Any = torch.cuda.cudart()
     address = memory.data_ptr()
-    torch.cuda.check_error(cudart.cudaHostRegister(address, memory.nbytes, 0))
+    _check(cudart.cudaHostRegister(address, memory.nbytes, 0), f"pin {memory.nbytes} bytes of host memory")
 
     def undo() -> None:
         torch.cuda.synchronize()
-        torch.cuda.check_error(cudart.cudaHostUnregister(address))
+        _check(cudart.cudaHostUnregister(address), f"unpin {memory.nbytes} bytes of host memory")
 
     return undo
+
+
+def _check(result: Any, what: str) -> None:
+    """Raise `RuntimeError` where CUDA could not do `what`. CUDA keeps such an error until somebody asks for the last
+    one, which torch does after each launch: so that no other call is blamed for this one, launch something now."""
+    try:
+        torch.cuda.check_error(result)
+    except RuntimeError as error:
+        with suppress(RuntimeError):
+            torch.ones(1, device="cuda")
+        raise RuntimeError(
+            f"CUDA could not {what} ({error}): raise the limit of locked memory (ulimit -l), or keep less there."
+        ) from error
 
 
 def slab_bytes(layers: Sequence[int]) -> int:
@@ -108,6 +121,8 @@ class Slabs:
     def lent(self, size: int) -> tuple[Tensor, Lease]:
         """Return so many bytes [size], which are the caller's as long as anything refers to the lease. Raises
         `RuntimeError` where the system does not lock as much."""
+        if not size:  # CUDA takes it for an error
+            return torch.empty(0, dtype=torch.uint8), Lease()
         self._closed = False
         idle = list(self._taken())
         pinned = min((other for other in idle if other.memory.nbytes >= size), key=_size, default=None)

@@ -27,6 +27,7 @@ class Pins:
 
     def __call__(self, memory: Tensor) -> Callable[[], None]:
         assert memory.data_ptr() % 4096 == 0
+        assert memory.nbytes  # else cudaHostRegister says "invalid argument"
         self.made += 1
         self.held.append(memory.nbytes)
         return lambda: self.held.remove(memory.nbytes)
@@ -56,6 +57,40 @@ def test_memory_is_registered_as_it_is_and_let_go_of_once_nothing_moves(monkeypa
     registered(memory)()
     place = memory.data_ptr()
     assert called == [("pin", place, 5000, 0), ("success",), ("waits",), ("unpin", place), ("success",)]
+
+
+def test_an_error_of_the_driver_is_said_and_not_left_for_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA keeps its last error until somebody asks for it, and torch does so after each launch."""
+    last = list[str]()
+
+    class Runtime:
+        def cudaHostRegister(self, *_: object) -> str:
+            last.append("invalid argument")
+            return last[-1]
+
+    def launch(*_: object, **__: object) -> None:
+        if last:
+            raise RuntimeError(f"CUDA error: {last.pop()}")
+
+    def check(result: str) -> None:
+        raise RuntimeError(result)
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch.cuda, "check_error", check)
+    monkeypatch.setattr(torch, "ones", launch)
+    with pytest.raises(RuntimeError, match=r"pin 9 bytes of host memory \(invalid argument\).*ulimit"):
+        registered(torch.zeros(9, dtype=torch.uint8))
+    launch()
+
+
+def test_nothing_is_registered_for_rows_of_no_bytes() -> None:
+    """As those of a prompt that a method keeps whole on the device."""
+    pins = Pins()
+    slabs = Slabs(pins)
+    slab, (memory, _) = slabs.slab([0, 0]), slabs.lent(0)
+    assert (pins.made, memory.nbytes, slab.memory.nbytes, slab.spare({})) == (0, 0, 0, 0)
+    assert rows(slab, 1, 0).stored.shape == (1, 2, 0, 8)
+    slabs.close()
 
 
 def test_a_slab_is_as_large_as_its_rows_and_not_rounded_to_a_power_of_two() -> None:
