@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.block import TOKENS_AT_ONCE, DecoderBlock, Head, Linear
-from kernels.gpu.common import padded, rounded, unfit_floats
-from kernels.gpu.rope import NewRows, turned
+from kernels.gpu.common import padded, rounded, unfit_floats, unfit_numbers, unfit_shape
+from kernels.gpu.rope import NewRows, turned, unfit_angles
 from kernels.gpu.weights import joint, unfit_weights
 from kernels.ragged import Ragged, first_of
 
@@ -59,7 +59,16 @@ def attention_inputs_stored_refuses(
         return "needs the channels of a row side by side"
     if added is not None and not added.is_contiguous():
         return "needs what is added without gaps"
-    return attention_inputs_refuses(x, block, cos, sin) or unfit_floats(x, *stored, *([] if added is None else [added]))
+    groups = len(block.k.weight) // block.head_dim
+    return (
+        unfit_shape(x, None, 1, None)
+        or (None if added is None else unfit_shape(added, *x.shape))
+        or unfit_shape(keys, len(x), groups, None, block.head_dim)
+        or unfit_shape(values, len(x), groups, None, block.head_dim)
+        or unfit_numbers(row, len(x))
+        or attention_inputs_refuses(x, block, cos, sin)
+        or unfit_floats(x, *stored, *([] if added is None else [added]))
+    )
 
 
 def _inputs(
@@ -76,9 +85,7 @@ def _inputs(
 
 
 def attention_inputs_refuses(x: Tensor, block: DecoderBlock, cos: Tensor, sin: Tensor) -> str | None:
-    if cos.shape[-1] % 2:
-        return f"turns pairs of channels, got {cos.shape[-1]}"
-    return _unfit(x, block, cos, sin)
+    return unfit_angles(x.shape[0], x.shape[1], block.head_dim, cos, sin) or _unfit(x, block, cos, sin)
 
 
 def block_output(x: Tensor, attended: Tensor, block: DecoderBlock) -> Tensor:
@@ -90,7 +97,7 @@ def block_output(x: Tensor, attended: Tensor, block: DecoderBlock) -> Tensor:
 
 
 def block_output_refuses(x: Tensor, attended: Tensor, block: DecoderBlock) -> str | None:
-    return _unfit(x, block, attended)
+    return unfit_shape(attended, len(x), None, x.shape[1], block.head_dim) or _unfit(x, block, attended)
 
 
 def block_output_apart(x: Tensor, attended: Tensor, block: DecoderBlock) -> tuple[Tensor, Tensor]:
@@ -99,7 +106,7 @@ def block_output_apart(x: Tensor, attended: Tensor, block: DecoderBlock) -> tupl
 
 
 def block_output_apart_refuses(x: Tensor, attended: Tensor, block: DecoderBlock) -> str | None:
-    return _unfit(x, block, attended)
+    return block_output_refuses(x, attended, block)
 
 
 def _parts(x: Tensor, attended: Tensor, block: DecoderBlock) -> tuple[Tensor, Tensor]:
@@ -122,7 +129,8 @@ def _unfit(x: Tensor, weights: DecoderBlock | Head, *others: Tensor) -> str | No
         return f"takes up to {_MOST_CHANNELS} channels, got {x.shape[-1]}"
     if any(part.stride(-1) != 1 for part in (x, *others)):
         return "needs the channels of a token side by side"
-    return unfit_weights(weights) or unfit_floats(x, weights.norm, *others)
+    sides = unfit_shape(x, None, None, len(weights.norm))
+    return sides or unfit_weights(weights) or unfit_floats(x, weights.norm, *others)
 
 
 def _products(x: Tensor, whole: Linear | None, *parts: Linear) -> Sequence[Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernels.gpu import common
 from kernels.gpu.choose import log_sum_exp
-from kernels.gpu.common import DTYPES, head_rows, located, padded, product, unfit, unfit_group
+from kernels.gpu.common import DTYPES, head_rows, located, padded, product, unfit, unfit_group, unfit_shape
 from kernels.ragged import Ragged, first_of
 
 _BLOCK = 128  # tokens
@@ -48,7 +48,12 @@ def channel_sums_refuses(q: Tensor, x: Tensor | Ragged, channels: Tensor) -> str
     if first.device.type == "cpu" and not (common.INTERPRETED or first.is_pinned()):
         return "reads host memory that is pinned"
     near = (q, channels) if first.device.type == "cpu" else (q, first, channels)
-    return unfit(*near) or unfit_group(q.shape[2])
+    return (
+        unfit_shape(x, *q.shape[:2], None, None)
+        or unfit_shape(channels, *q.shape[:2], q.shape[3])
+        or unfit(*near)
+        or unfit_group(q.shape[2])
+    )
 
 
 def _run(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernels.each import Each
 from kernels.gpu.common import DTYPES, padded, unfit
-from kernels.ragged import RAGGED, Ragged, filled
+from kernels.ragged import RAGGED, Ragged, filled, too_few
 
 _PIECE = 4096  # entries of a row; a longer row is summed in pieces
 _BLOCK = 1024
@@ -69,7 +69,9 @@ def group_margins(logits: Tensor, candidates: int | Each, reach: float) -> tuple
 
 
 def group_margins_refuses(logits: Tensor | Ragged, candidates: int | Each, reach: float) -> str | None:
-    return RAGGED if isinstance(logits, Ragged) else _unfit(logits)
+    if isinstance(logits, Ragged):
+        return RAGGED
+    return "leaves more candidates than a row has to torch" if too_few(logits, candidates) else _unfit(logits)
 
 
 def _unfit(logits: Tensor) -> str | None:

@@ -23,8 +23,9 @@ from kernels.gpu.common import (
     stages,
     unfit,
     unfit_floats,
-    unfit_group,
     unfit_heads,
+    unfit_shape,
+    unfit_sharing,
 )
 from kernels.gpu.decode import merged
 from kernels.ragged import Ragged, first_of
@@ -52,7 +53,14 @@ def coded_attention(q: Tensor, coded: Codes, scale: float) -> tuple[Tensor, Tens
 def coded_attention_refuses(q: Tensor, coded: Codes, scale: float) -> str | None:
     if isinstance(coded, Coded) and _tokens_of_a_tile(coded) < _LEAST:
         return f"takes blocks of a multiple of {_LEAST} tokens, got {coded.block}"
-    return unfit_heads(q) or unfit_floats(q) or unfit_group(q.shape[1] // coded.k.shape[1]) or _unfit(coded)
+    return (
+        unfit_shape(q, coded.k.shape[0], None, 1, coded.dim)
+        or unfit_sharing(q.shape[1], coded.k.shape[1])
+        or unfit_heads(q)
+        or unfit_floats(q)
+        or _unfit(coded)
+        or _unfit_blocks(coded)
+    )
 
 
 def decode_rows(coded: Codes, rows: Tensor | None, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -73,6 +81,11 @@ def decode_rows(coded: Codes, rows: Tensor | None, blocks: Tensor, dtype: torch.
 def decode_rows_refuses(coded: Codes, rows: Tensor | None, blocks: Tensor, dtype: torch.dtype) -> str | None:
     if dtype not in DTYPES:
         return f"makes float32, bfloat16 and float16, got {dtype}"
+    for numbers in (blocks, blocks if rows is None else rows):
+        if reason := unfit_shape(numbers, *coded.k.shape[:2], blocks.shape[2]):
+            return reason
+    if rows is None and isinstance(coded.k, Tensor) and blocks.shape[2] > coded.k.shape[2]:
+        return f"decodes up to {coded.k.shape[2]} tokens, got {blocks.shape[2]}"
     return _unfit(coded) or unfit(blocks)
 
 
@@ -97,7 +110,19 @@ def _unfit(coded: Codes) -> str | None:
     tensors = [first_of(x) for x in coded.all_four]
     if any(x.stride(3) != 1 for x in tensors):
         return "needs the codes of a row side by side"
-    return unfit(*tensors)
+    (batch, groups, count, _), (ranges, bits, _), dim = coded.k.shape, coded.kind, coded.dim
+    width, k_range = (dim * bits // 8, 2 * dim) if bits else (dim, 2)
+    of_rows = zip(coded.all_four, (count, count, None, count), (width, width, k_range, 2 * ranges), strict=True)
+    sides = (unfit_shape(x, batch, groups, *sizes) for x, *sizes in of_rows)
+    return next(filter(None, sides), None) or unfit(*tensors)
+
+
+def _unfit_blocks(coded: Codes) -> str | None:
+    """Say why there are too few ranges for the keys, or return None."""
+    blocks, block = coded.all_four[2].shape[2], coded.kind[2]
+    if coded.k.shape[2] > blocks * block:
+        return f"takes a range for each {block} keys, got {blocks} for {coded.k.shape[2]}"
+    return None
 
 
 @triton.jit

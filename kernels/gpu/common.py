@@ -49,6 +49,29 @@ def unfit_heads(*tensors: Tensor) -> str | None:
     return unfit_floats(*tensors)
 
 
+def unfit_shape(x: Tensor | Ragged, *sizes: int | None) -> str | None:
+    """Say why no kernel can run on a tensor that does not have these sizes, or return None: kernels broadcast nothing.
+    A size of None may be any."""
+    shape = tuple(x.shape)
+    if len(shape) == len(sizes) and all(want in (None, have) for want, have in zip(sizes, shape, strict=True)):
+        return None
+    return f"takes a tensor of [{', '.join('any' if size is None else str(size) for size in sizes)}], got {list(shape)}"
+
+
+def unfit_numbers(numbers: Tensor | None, batch: int) -> str | None:
+    """Say why no kernel can run on numbers [1] for all sequences, or [B] for each, or return None."""
+    if numbers is None or (numbers.dim() == 1 and len(numbers) in (1, batch)):
+        return None
+    return f"takes one number for all of {batch} sequences or one for each, got {list(numbers.shape)}"
+
+
+def unfit_sharing(heads: int, groups: int) -> str | None:
+    """Say why no kernel takes so many query heads of so many KV heads, or return None."""
+    if heads % groups:
+        return f"takes whole groups of heads, got {heads} query heads of {groups} KV heads"
+    return unfit_group(heads // groups)
+
+
 def unfit_group(heads: int) -> str | None:
     """Say why no kernel takes this many query heads per KV head, or return None."""
     return None if heads <= _MOST_SHARING else f"takes up to {_MOST_SHARING} query heads of a KV head, got {heads}"

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu import common
-from kernels.gpu.common import head_rows, located, unfit
+from kernels.gpu.common import head_rows, located, unfit, unfit_shape
 from kernels.ragged import Ragged, filled, first_of
 
 _TILE = 2048  # entries
@@ -25,7 +25,7 @@ def gather_rows(x: Tensor | Ragged, rows: Tensor | Ragged) -> Tensor | Ragged:
 
 
 def gather_rows_refuses(x: Tensor | Ragged, rows: Tensor | Ragged) -> str | None:
-    return _unfit(first_of(x), filled(rows), first_of(x))
+    return _unfit(x, filled(rows), first_of(x))
 
 
 def gather_tiers(
@@ -54,14 +54,22 @@ def gather_tiers_refuses(
     first = first_of(far)
     if first.device.type == "cpu" and not (common.INTERPRETED or first.is_pinned()):
         return "reads host memory that is pinned"
+    if held is not None and slots is not None:
+        sides = unfit_shape(held, *rows.shape[:2], None, far.shape[3]) or unfit_shape(slots, *rows.shape)
+        if sides or held.dtype != far.dtype:
+            return sides or f"takes one dtype, got {far.dtype} and rows held as {held.dtype}"
     near = [x for x in (held, slots) if x is not None] + ([] if first.device.type == "cpu" else [first])
     if held is not None and held.stride(3) != 1:
         return "needs the channels of a row side by side"
-    return _unfit(first, filled(rows), *near)
+    return _unfit(far, filled(rows), *near)
 
 
-def _unfit(x: Tensor, rows: Tensor, *near: Tensor) -> str | None:
-    """Say why rows of x cannot be copied, or return None. `near`: what else must lie beside the rows' numbers."""
+def _unfit(whole: Tensor | Ragged, rows: Tensor, *near: Tensor) -> str | None:
+    """Say why rows of a tensor cannot be copied, or return None. `near`: what else must lie beside the rows'
+    numbers."""
+    x = first_of(whole)
+    if reason := unfit_shape(whole, *rows.shape[:2], None, None):
+        return reason
     if x.element_size() not in _WORDS:
         return f"takes entries of up to 8 bytes, got {x.dtype}"
     if rows.dtype not in (torch.int64, torch.int32):
@@ -77,7 +85,8 @@ def put_rows(x: Tensor | Ragged, rows: Tensor, values: Tensor) -> None:
 def put_rows_refuses(x: Tensor | Ragged, rows: Tensor, values: Tensor) -> str | None:
     if values.dtype != x.dtype:
         return f"takes one dtype, got {x.dtype} and values of {values.dtype}"
-    return _unfit(first_of(x), rows, first_of(x), values)
+    width = values.shape[3] if isinstance(x, Ragged) else x.shape[3]
+    return unfit_shape(values, *rows.shape, width) or _unfit(x, rows, first_of(x), values)
 
 
 def _run(x: Tensor | Ragged, rows: Tensor, counts: Tensor | None, block: Tensor, put: bool) -> None:

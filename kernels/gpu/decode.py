@@ -26,6 +26,8 @@ from kernels.gpu.common import (
     unfit_floats,
     unfit_group,
     unfit_heads,
+    unfit_numbers,
+    unfit_shape,
 )
 from kernels.ragged import Ragged, first_of
 from kernels.reference import Segment
@@ -57,6 +59,20 @@ def segment_attention_with_lse(q: Tensor, segments: Sequence[Segment], scale: fl
 
 
 def segment_attention_refuses(q: Tensor, segments: Sequence[Segment], scale: float) -> str | None:
+    batch, heads, _, dim = q.shape
+    if reason := unfit_shape(q, batch, heads, 1, dim):
+        return reason
+    for k, v, rows, live in segments:
+        if reason := (
+            unfit_shape(k, batch, None, None, dim)
+            or unfit_shape(v, *k.shape)
+            or (None if rows is None else unfit_shape(rows, batch, None, None))
+            or unfit_numbers(live, batch)
+        ):
+            return reason
+        lists = (k if rows is None else rows).shape[1]
+        if heads % lists or lists % k.shape[1]:
+            return f"takes whole groups of heads, got {heads} query heads, {lists} lists and {k.shape[1]} KV heads"
     sharing = max(q.shape[1] // (k if rows is None else rows).shape[1] for k, _, rows, _ in segments)
     stored = [first_of(x) for segment in segments for x in segment[:2]]
     return unfit_heads(*stored) or unfit_floats(q, stored[0]) or unfit_group(sharing)
@@ -72,6 +88,9 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> Tensor:
 
 
 def merge_attention_refuses(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> str | None:
+    batch, heads, tokens, _ = outs[0].shape
+    if any(out.shape != outs[0].shape for out in outs) or any(x.numel() != batch * heads * tokens for x in lses):
+        return f"takes one log-sum-exp per query, got {list(lses[0].shape)} for {list(outs[0].shape)}"
     return unfit_heads(*outs) or unfit_floats(*lses)
 
 

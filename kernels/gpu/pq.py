@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.choose import log_sum_exp
-from kernels.gpu.common import head_rows, located, padded, product, unfit, unfit_floats, unfit_group
+from kernels.gpu.common import head_rows, located, padded, product, unfit, unfit_floats, unfit_group, unfit_shape
 from kernels.ragged import Ragged, first_of
 
 _CODES = (torch.uint8, torch.int16, torch.int32, torch.int64)
@@ -36,8 +36,15 @@ def pq_weights_refuses(q: Tensor, centroids: Tensor | Ragged, codes: Tensor | Ra
         return "needs the centroids of a sequence without gaps"
     if codes.dtype not in _CODES:
         return f"takes codes of whole numbers, got {codes.dtype}"
-    sharing = q.shape[1] // centroids.shape[1]
-    return unfit_floats(q, first_of(centroids)) or unfit(first_of(codes)) or unfit_group(sharing)
+    batch, groups, parts, _, width = centroids.shape
+    sharing = q.shape[1] // groups
+    return (
+        unfit_shape(q, batch, sharing * groups, 1, parts * width)
+        or unfit_shape(codes, batch, groups, None, parts)
+        or unfit_floats(q, first_of(centroids))
+        or unfit(first_of(codes))
+        or unfit_group(sharing)
+    )
 
 
 def _table_of(q: Tensor, centroids: Tensor | Ragged) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from kernels.dispatch import forced_backend
 from kernels.gpu import decode
 from kernels.gpu.choose import log_sum_exp
-from kernels.gpu.common import padded, product, split, stages, unfit_floats, unfit_group, unfit_heads
+from kernels.gpu.common import padded, product, split, stages, unfit_floats, unfit_group, unfit_heads, unfit_shape
 from kernels.gpu.scores import row_scores
 from kernels.ragged import filled
 from kernels.reference import Segment
@@ -34,7 +34,7 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 def prefill_attention_refuses(q: Tensor, k: Tensor, v: Tensor, scale: float) -> str | None:
     if q.shape[2] == k.shape[2] and q.element_size() == 2 and forced_backend() is None:
         return "leaves whole prompts to torch's fused attention; later chunks and float32 would make it write weights"
-    return unfit_heads(q, k, v) or _unfit_query(q, k)
+    return _unfit_last(q, k) or _unfit(q, k, v) or _unfit_query(q, k)
 
 
 def column_sums(q: Tensor, k: Tensor, scale: float) -> Tensor:
@@ -49,7 +49,7 @@ def column_sums(q: Tensor, k: Tensor, scale: float) -> Tensor:
 
 
 def column_sums_refuses(q: Tensor, k: Tensor, scale: float) -> str | None:
-    return unfit_heads(q, k)
+    return _unfit_last(q, k) or _unfit(q, k)
 
 
 def prefill_attention_with_column_sums(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -61,7 +61,7 @@ def prefill_attention_with_column_sums(q: Tensor, k: Tensor, v: Tensor, scale: f
 
 
 def prefill_attention_with_column_sums_refuses(q: Tensor, k: Tensor, v: Tensor, scale: float) -> str | None:
-    return unfit_heads(q, k, v) or _unfit_query(q, k)
+    return _unfit_last(q, k) or _unfit(q, k, v) or _unfit_query(q, k)
 
 
 def windowed_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, first: int, window: int) -> tuple[Tensor, Tensor]:
@@ -73,7 +73,7 @@ def windowed_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, first: int
 
 
 def windowed_attention_refuses(q: Tensor, k: Tensor, v: Tensor, scale: float, first: int, window: int) -> str | None:
-    return unfit_heads(q, k, v)
+    return _unfit(q, k, v)
 
 
 def windowed_sums(q: Tensor, k: Tensor, lse: Tensor, scale: float, first: int, window: int) -> Tensor:
@@ -81,7 +81,7 @@ def windowed_sums(q: Tensor, k: Tensor, lse: Tensor, scale: float, first: int, w
 
 
 def windowed_sums_refuses(q: Tensor, k: Tensor, lse: Tensor, scale: float, first: int, window: int) -> str | None:
-    return unfit_heads(q, k) or unfit_floats(lse)
+    return _unfit(q, k) or unfit_shape(lse, *q.shape[:3]) or unfit_floats(lse)
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -96,6 +96,19 @@ def _one_query(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, T
     out, lse = decode.segment_attention_with_lse(q, [Segment(k, v)], scale)
     logits = filled(row_scores(q.reshape(q.shape[0], k.shape[1], -1, q.shape[3]), k))
     return out, logits.view(*q.shape[:2], -1).mul_(scale).sub_(lse.unsqueeze(-1)).exp_()
+
+
+def _unfit_last(q: Tensor, k: Tensor) -> str | None:
+    """Say why q cannot be the last of the tokens whose keys k holds, or return None."""
+    return f"takes no more queries than keys, got {q.shape[2]} and {k.shape[2]}" if q.shape[2] > k.shape[2] else None
+
+
+def _unfit(q: Tensor, k: Tensor, *v: Tensor) -> str | None:
+    """Say why no kernel can attend from q to k, and mix v, or return None."""
+    if q.shape[1] % k.shape[1]:
+        return f"takes whole groups of heads, got {q.shape[1]} query heads of {k.shape[1]} KV heads"
+    sides = [unfit_shape(k, q.shape[0], None, None, q.shape[3]), *(unfit_shape(x, *k.shape) for x in v)]
+    return next(filter(None, sides), None) or unfit_heads(q, k, *v)
 
 
 def _unfit_query(q: Tensor, k: Tensor) -> str | None:

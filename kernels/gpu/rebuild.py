@@ -6,7 +6,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.common import head_rows, located, padded, product, row_places, unfit, unfit_floats, unfit_heads
+from kernels.gpu.common import (
+    head_rows,
+    located,
+    padded,
+    product,
+    row_places,
+    unfit,
+    unfit_floats,
+    unfit_heads,
+    unfit_shape,
+)
 from kernels.ragged import Ragged, filled, first_of
 
 _BLOCK = 64  # keys
@@ -43,6 +53,11 @@ def rebuild_keys_refuses(
         return "needs the entries of a row side by side"
     if isinstance(basis, Ragged) and not basis.dense:
         return "needs the basis of a sequence without gaps"
+    (batch, groups, _), (_, _, rank, dim) = positions.shape, bases.shape
+    if turns.shape[-1] > dim or turns.shape[-2:] != tilts.shape[-2:]:
+        return f"takes cos and sin of one shape and up to {dim} channels, got {list(cos.shape)} and {list(sin.shape)}"
+    if reason := unfit_shape(u, batch, None, rank) or unfit_shape(basis, batch, groups, None, dim):
+        return reason
     return unfit_heads(bases) or unfit_floats(rows, bases) or unfit_floats(turns, tilts) or unfit(filled(positions))
 
 

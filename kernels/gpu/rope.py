@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.block import DecoderBlock
-from kernels.gpu.common import head_rows, located, padded, rounded, unfit_heads
+from kernels.gpu.common import head_rows, located, padded, rounded, unfit_heads, unfit_shape
 from kernels.ragged import Ragged
 
 _TURNED = 16  # tokens of a head that one program rotates
@@ -28,18 +28,17 @@ def turned(
 ) -> tuple[Tensor, Tensor]:
     """Norm heads where the model does, rotate them and put them in order; write k and v to `store` if there is one. q
     [B*T H*D], k, v [B*T G*D] -> [B H T D], [B G T D]"""
-    (tokens, turning), dim = cos.shape[1:], block.head_dim
+    tokens, turning, dim = q.shape[0] // batch, cos.shape[2], block.head_dim
     heads, groups = q.shape[1] // dim, k.shape[1] // dim
     new_q, new_k = (q.new_empty((batch, count, tokens, dim)) for count in (heads, groups))
     at_once = min(_TURNED, triton.next_power_of_2(tokens))
-    per_sequence = [x.stride(0) if x.shape[0] > 1 else 0 for x in (cos, sin)]
     (keys, of_keys, k_aligned), (values, of_values, v_aligned) = (
         ((None, None, 1),) * 2 if store is None else map(located, store[:2])
     )
     row = None if store is None else store.row
     _turn[(triton.cdiv(tokens, at_once), heads + groups * (1 if store is None else 2), batch)](
         q, k, v, new_q, new_k, keys, values, of_keys, of_values, row, block.q_norm, block.k_norm, cos, sin, block.eps,
-        q.stride(0), k.stride(0), v.stride(0), *per_sequence, cos.stride(1), sin.stride(1),
+        q.stride(0), k.stride(0), v.stride(0), *_angle_steps(cos, sin),
         *((0,) * 6 if keys is None or values is None else (*keys.stride()[:3], *values.stride()[:3])), tokens,
         int(row is not None and len(row) > 1), heads, groups, dim, turning // 2, padded(turning // 2, 1),
         padded(dim - turning, 1), padded(dim, 1), at_once, min(k_aligned, v_aligned),
@@ -54,11 +53,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     (batch, heads, tokens, dim), half = x.shape, cos.shape[-1] // 2
     rows, out = x.transpose(1, 2).reshape(batch * tokens, heads * dim), x.new_empty(x.shape)
     at_once = min(_TURNED, triton.next_power_of_2(tokens))
-    per_sequence = [angle.stride(0) if len(angle) > 1 else 0 for angle in (cos, sin)]
     if out.numel():
         _turn[(triton.cdiv(tokens, at_once), heads, batch)](
             rows, rows, rows, out, out, None, None, None, None, None, None, None, cos, sin, 0.0, rows.stride(0), 0, 0,
-            *per_sequence, cos.stride(1), sin.stride(1), *[0] * 6, tokens, 0, heads, 0, dim, half, padded(half, 1),
+            *_angle_steps(cos, sin), *[0] * 6, tokens, 0, heads, 0, dim, half, padded(half, 1),
             padded(dim - 2 * half, 1), padded(dim, 1), at_once, 1, num_warps=1 if at_once == 1 else 4,
             enable_fp_fusion=False,
         )  # fmt: skip
@@ -66,9 +64,24 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate_refuses(x: Tensor, cos: Tensor, sin: Tensor) -> str | None:
-    if cos.shape[-1] % 2:
-        return f"turns pairs of channels, got {cos.shape[-1]}"
-    return unfit_heads(x, cos, sin)
+    return unfit_angles(x.shape[0], x.shape[2], x.shape[3], cos, sin) or unfit_heads(x, cos, sin)
+
+
+def unfit_angles(batch: int, tokens: int, dim: int, cos: Tensor, sin: Tensor) -> str | None:
+    """Say why no kernel can rotate heads of `dim` channels by cos and sin [1|B 1|T R], or return None."""
+    if cos.shape[-1] % 2 or cos.shape[-1] > dim:
+        return f"turns pairs of up to {dim} channels, got {cos.shape[-1]}"
+    for angle in (cos, sin):
+        sizes = (angle.shape[0] if angle.shape[0] == 1 else batch, 1 if angle.shape[1] == 1 else tokens, cos.shape[-1])
+        if reason := unfit_shape(angle, *sizes):
+            return reason
+    return None
+
+
+def _angle_steps(cos: Tensor, sin: Tensor) -> tuple[int, ...]:
+    """Return what lies between the sequences of cos and of sin, and between their tokens: nothing where all share
+    one."""
+    return tuple(angle.stride(dim) if angle.shape[dim] > 1 else 0 for dim in (0, 1) for angle in (cos, sin))
 
 
 @triton.jit

@@ -7,7 +7,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.common import head_rows, located, padded, product, stages, unfit_floats, unfit_group
+from kernels.gpu.common import (
+    head_rows,
+    located,
+    padded,
+    product,
+    stages,
+    unfit_floats,
+    unfit_group,
+    unfit_numbers,
+    unfit_shape,
+)
 from kernels.ragged import Ragged, filled, first_of
 
 _BLOCK = 64  # rows
@@ -46,18 +56,23 @@ def _run(q: Tensor, x: Tensor | Ragged, by_sign: bool, live: Tensor | None) -> T
 
 
 def row_scores_refuses(q: Tensor, x: Tensor | Ragged) -> str | None:
-    first = first_of(x)
-    if first.stride(3) != 1:
-        return "needs the channels of a row side by side"
-    return unfit_floats(q, first) or unfit_group(q.shape[2])
+    return _unfit(q, x, q.shape[3])
 
 
 def page_scores_refuses(q: Tensor, bounds: Tensor | Ragged) -> str | None:
-    return row_scores_refuses(q, bounds)
+    return _unfit(q, bounds, 2 * q.shape[3])
 
 
 def live_scores_refuses(q: Tensor, x: Tensor | Ragged, live: Tensor) -> str | None:
-    return row_scores_refuses(q, x)
+    return unfit_numbers(live, len(q)) or _unfit(q, x, q.shape[3])
+
+
+def _unfit(q: Tensor, x: Tensor | Ragged, width: int) -> str | None:
+    first = first_of(x)
+    if first.stride(3) != 1:
+        return "needs the channels of a row side by side"
+    sides = unfit_shape(x, *q.shape[:2], None, None if isinstance(x, Ragged) else width)
+    return sides or unfit_floats(q, first) or unfit_group(q.shape[2])
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from kernels.block import DecoderBlock, Head, Linear
+from kernels.gpu.common import unfit_shape
 
 _unfit: WeakKeyDictionary[DecoderBlock | Head, str | None] = WeakKeyDictionary()
 _joint: WeakKeyDictionary[DecoderBlock, tuple[Linear | None, Linear | None]] = WeakKeyDictionary()
@@ -17,7 +18,7 @@ _joint: WeakKeyDictionary[DecoderBlock, tuple[Linear | None, Linear | None]] = W
 def unfit_weights(weights: DecoderBlock | Head) -> str | None:
     """Say why no kernel can read these weights, or return None."""
     if weights not in _unfit:
-        _unfit[weights] = _check(_tensors(weights))
+        _unfit[weights] = _check(_tensors(weights)) or _unfit_sides(weights)
     return _unfit[weights]
 
 
@@ -33,6 +34,24 @@ def _check(tensors: Sequence[Tensor]) -> str | None:
     kinds = {f"{x.dtype} on {x.device}" for x in tensors}
     if len(kinds) > 1 or not all(x.is_contiguous() for x in tensors):
         return f"takes contiguous weights of one dtype and device, got {', '.join(sorted(kinds))}"
+    return None
+
+
+def _unfit_sides(weights: DecoderBlock | Head) -> str | None:
+    """Say which weights do not fit to each other, or return None: no kernel broadcasts one of them."""
+    if isinstance(weights, Head):
+        return None
+    width, inner = len(weights.norm), len(weights.gate.weight)
+    wanted = {
+        "o": (weights.o.weight, (width, None)),
+        "up": (weights.up.weight, (inner, width)),
+        "mlp_norm": (weights.mlp_norm, (width,)),
+        "q_norm": (weights.q_norm, (weights.head_dim,)),
+        "k_norm": (weights.k_norm, (weights.head_dim,)),
+    }
+    for name, (tensor, sizes) in wanted.items():
+        if tensor is not None and (reason := unfit_shape(tensor, *sizes)):
+            return f"{name}: {reason}"
     return None
 
 

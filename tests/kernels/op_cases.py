@@ -14,6 +14,7 @@ from kernels.ragged import Ragged
 from kernels.reference import Segment
 from kernels.windowed import windowed_attention
 from tests.kernels import coded_cases
+from tests.kernels.guarded import GUARD, copied
 
 FRESH = int(os.environ.get("KV_HARNESS_TEST_SEED", "0"))  # other inputs of the same shapes
 
@@ -38,11 +39,12 @@ SHAPES = {  # batch, heads, groups, head size, stored
 
 
 def converted(value: Any, dtype: torch.dtype, device: torch.device | str = "cpu") -> Any:
-    """The same arguments in another dtype and place; views keep their strides inside a buffer of the old size."""
+    """Return the same arguments in another dtype and place. Views keep their strides inside a buffer of the old size,
+    which lies between guards (tests/kernels/guarded.py)."""
     if isinstance(value, Tensor):
-        whole = torch.empty(0, dtype=value.dtype).set_(value.untyped_storage())
-        moved = whole.to(device, dtype if value.is_floating_point() else value.dtype)
-        return moved.as_strided(value.size(), value.stride(), value.storage_offset())
+        whole = torch.empty(0, dtype=value.dtype, device=value.device).set_(value.untyped_storage())
+        moved = copied(whole, dtype if value.is_floating_point() else value.dtype, device)
+        return moved.as_strided(value.size(), value.stride(), GUARD + value.storage_offset())
     if isinstance(value, Ragged):
         return Ragged([converted(part, dtype, device) for part in value.parts], value.dim)
     if isinstance(value, Coded):  # its ranges are fp16, whatever the dtype
@@ -246,12 +248,15 @@ def live_scores() -> Iterator[OpCase]:
 
 
 def rotate() -> Iterator[OpCase]:
-    """Heads one after the other in memory, and tokens; all channels turn, or some."""
+    """Heads one after the other in memory, and tokens; all channels turn, or some; all tokens by one position, of each
+    sequence or of all."""
     for dim, turning, tokens in ((64, 64, 1), (96, 36, 1), (20, 20, 1), (128, 128, 7), (256, 64, 19)):
         x, (cos, sin) = random(1, 2, 3, tokens, dim), (random(seed, 2, tokens, turning) for seed in (2, 3))
         yield OpCase("rotate", f"dim{dim}-{turning}-{tokens}", (x, cos[:1], sin[:1]))
         by_token = x.transpose(1, 2).contiguous().transpose(1, 2)
         yield OpCase("rotate", f"dim{dim}-{turning}-{tokens}-by-token", (by_token, cos, sin))
+        yield OpCase("rotate", f"dim{dim}-{turning}-{tokens}-one-place", (x, cos[:1, :1], sin[:1, :1]))
+        yield OpCase("rotate", f"dim{dim}-{turning}-{tokens}-a-place-of-each", (by_token, cos[:, :1], sin[:, :1]))
 
 
 def picky(q: Tensor, r: Tensor) -> Tensor:

@@ -17,6 +17,8 @@ from kernels.block import TOKENS_AT_ONCE, DecoderBlock, Head, Linear
 from kernels.dispatch import REFERENCE, use_backend
 from kernels.ragged import Ragged
 from kernels.reference import Segment
+from tests.kernels.guarded import guarded
+from tests.kernels.op_cases import converted
 from tests.quick import mostly_slow, slow_if
 
 HAS_GPU = torch.cuda.is_available()
@@ -79,15 +81,17 @@ def slices(*parts: Linear) -> list[Linear]:
 
 
 def results(backend: str, block: DecoderBlock, x: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
-    """Of all three operations, each from the reference's inputs; skips where the backend refuses."""
+    """Of all three operations, each from the reference's inputs, between guards; skips where the backend refuses."""
+    x, cos, sin = converted((x, cos, sin), x.dtype, x.device)
     head = Head(1e-5, block.norm, Linear(block.up.weight, block.up.bias))
     q = reference.attention_inputs(x, block, cos, sin)[1]
     with use_backend(backend):
         if reason := ops.attention_inputs.refusal(backend, x, block, cos, sin):
             pytest.skip(reason)
-        made = ops.attention_inputs(x, block, cos, sin)
-        apart = ops.block_output_apart(x, q, block)  # plain torch's, where a backend has none
-        return [*made, ops.block_output(x, q, block), ops.token_logits(x, head), *apart]
+        with guarded((x, cos, sin), backend):
+            made = ops.attention_inputs(x, block, cos, sin)
+            apart = ops.block_output_apart(x, q, block)  # plain torch's, where a backend has none
+            return [*made, ops.block_output(x, q, block), ops.token_logits(x, head), *apart]
 
 
 def close(ours: Tensor, theirs: Tensor) -> None:
@@ -130,9 +134,10 @@ def test_keys_and_values_are_written_where_they_are_made(
 ) -> None:
     """To rows with others between them; of several sequences to another row in each, all others stay as they are."""
     pytest.importorskip("triton")
-    block, x, cos, sin = (moved(value, device) for value in make(shape, torch.float32))
+    block, *inputs = make(shape, torch.float32)
+    block, (x, cos, sin) = moved(block, device), converted(inputs, torch.float32, device)
     batch, groups = len(x), len(block.k.weight) // block.head_dim
-    row = torch.arange(batch, device=device) % 5 if several else torch.tensor([3], device=device)
+    row = converted(torch.arange(batch) % 5 if several else torch.tensor([3]), torch.int64, device)
 
     def stores() -> tuple[Tensor, Tensor]:
         count = 2 * batch * groups * 9 * block.head_dim
@@ -141,9 +146,9 @@ def test_keys_and_values_are_written_where_they_are_made(
         return keys, values
 
     def made(backend: str) -> list[Tensor]:
-        keys, values = stores()
+        keys, values = converted(stores(), x.dtype, device)
         held = [Ragged(part.split(1)) if several else part for part in (keys, values)]
-        with use_backend(backend):
+        with use_backend(backend), guarded((x, cos, sin, keys, values, row), backend):
             for added in (None, x.flip(0)):
                 assert ops.attention_inputs_stored.refusal(backend, x, added, block, cos, sin, *held, row) is None
                 made = ops.attention_inputs_stored(x, added, block, cos, sin, *held, row)

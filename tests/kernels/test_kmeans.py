@@ -10,6 +10,8 @@ from torch.testing import assert_close
 from kernels import ops
 from kernels.dispatch import use_backend
 from kernels.kmeans import assign
+from tests.kernels.guarded import guarded
+from tests.kernels.op_cases import converted
 
 
 def lloyd(x: Tensor, initial: Tensor, iterations: int, tolerance: float) -> tuple[Tensor, Tensor]:
@@ -39,7 +41,9 @@ def run(backend: str, x: Tensor, initial: Tensor, *args: object) -> tuple[Tensor
     with use_backend(backend):
         if reason := ops.kmeans.refusal(backend, x.to(device), initial.to(device), *args):
             pytest.skip(f"kmeans: {backend}: {reason}")
-        centroids, codes = ops.kmeans(x.to(device), initial.to(device), *args)
+        inputs = converted((x, initial), torch.float32, device)
+        with guarded(inputs, backend):
+            centroids, codes = ops.kmeans(*inputs, *args)
     return centroids.cpu(), codes.cpu()
 
 

@@ -13,6 +13,7 @@ from torch.testing import assert_close
 
 from kernels import ops, reference
 from kernels.dispatch import REFERENCE, use_backend
+from tests.kernels.guarded import guarded
 from tests.kernels.op_cases import OpCase, by_channel, cases, converted, pick, random, stored
 
 HAS_GPU = torch.cuda.is_available()
@@ -67,7 +68,8 @@ def check(case: OpCase, backend: str, dtype: torch.dtype, device: str) -> None:
     with use_backend(backend):
         if reason := op.refusal(backend, *args):
             pytest.skip(f"{op.name}: {backend}: {reason}")
-        got = op(*args)
+        with guarded(args, backend):
+            got = op(*args)
     if case.op in INDICES:
         _assert_best(args[0], got)
         return
