@@ -60,6 +60,11 @@ def converted(value: Any, dtype: torch.dtype, device: torch.device | str = "cpu"
     return value
 
 
+def device_of(backend: str) -> str:
+    """Return where a backend's tensors lie: Triton's on the GPU, unless it is interpreted on a machine without one."""
+    return "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
+
+
 def draw(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed + 1000 * FRESH)
 

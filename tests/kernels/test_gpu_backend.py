@@ -13,6 +13,7 @@ import torch
 from kernels import ops
 from kernels.dispatch import use_backend
 from kernels.reference import Segment
+from tests.kernels.op_cases import device_of
 
 WITH_TRITON = [op for op in ops.ALL if "triton" in op.targets]
 ROOT = Path(__file__).parents[2]
@@ -45,8 +46,8 @@ def test_every_kernel_compiles_for_hopper(dtypes: list[str]) -> None:
 
 def test_more_query_heads_than_a_program_holds_go_elsewhere() -> None:
     pytest.importorskip("triton")
-    q, k = torch.zeros(1, 65, 1, 16), torch.zeros(1, 1, 9, 16)
-    with use_backend("triton"):
+    with use_backend("triton"), torch.device(device_of("triton")):
+        q, k = torch.zeros(1, 65, 1, 16), torch.zeros(1, 1, 9, 16)
         for op, args in (
             (ops.segment_attention, (q, [Segment(k, k)], 1.0)),
             (ops.prefill_attention, (q, k, k, 1.0)),
@@ -55,8 +56,7 @@ def test_more_query_heads_than_a_program_holds_go_elsewhere() -> None:
             (ops.pq_weights, (q, torch.zeros(1, 1, 1, 8, 16), torch.zeros(1, 1, 9, 1, dtype=torch.uint8), 1.0)),
         ):
             assert "takes up to 64 query heads of a KV head, got 65" in str(op.refusal("triton", *args)), op.name
-    per_head = Segment(k, k, torch.zeros(1, 65, 3, dtype=torch.int64))
-    with use_backend("triton"):
+        per_head = Segment(k, k, torch.zeros(1, 65, 3, dtype=torch.int64))
         assert ops.segment_attention.refusal("triton", q, [per_head], 1.0) is None
 
 

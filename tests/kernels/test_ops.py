@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from kernels import ops, reference
 from kernels.dispatch import REFERENCE, use_backend
 from tests.kernels.guarded import guarded
-from tests.kernels.op_cases import OpCase, by_channel, cases, converted, pick, random, stored
+from tests.kernels.op_cases import OpCase, by_channel, cases, converted, device_of, pick, random, stored
 
 HAS_GPU = torch.cuda.is_available()
 OPS = {op.name: op for op in ops.ALL}
@@ -158,11 +158,13 @@ def test_query_heads_may_read_rows_of_their_own() -> None:
 def test_rows_put_are_the_rows_gathered(layout: str, backend: str) -> None:
     x = random(1, 2, 9, 3, 8).transpose(1, 2) if layout == "tokens outside" else stored(1, 2, 3, 9, 8)
     x = x[:, :, 2:] if layout == "inner view" else x
-    before, rows, values = x.clone(), pick(2, 2, 3, x.shape[2], 4), random(3, 2, 3, 4, 8)
-    with use_backend(backend):
+    args = x, pick(2, 2, 3, x.shape[2], 4), random(3, 2, 3, 4, 8)
+    x, rows, values = converted(args, torch.float32, device_of(backend))
+    before = x.clone()
+    with use_backend(backend), guarded((x, rows, values), backend):
         ops.put_rows(x, rows, values)
     assert torch.equal(ops.gather_rows(x, rows), values)
-    untouched = torch.ones(x.shape[:3], dtype=torch.bool).scatter(2, rows, False)
+    untouched = torch.ones(x.shape[:3], dtype=torch.bool, device=x.device).scatter(2, rows, False)
     assert torch.equal(x[untouched], before[untouched])
 
 
@@ -174,7 +176,7 @@ def test_rows_put_are_the_rows_gathered(layout: str, backend: str) -> None:
 def test_compiled_backends_take_the_first_of_equal_scores(backend: str, count: int, among: int) -> None:
     """In one launch or two, and bfloat16 has many that are equal. RocketKV reads the first tokens of a page by it."""
     scores = random(1, 2, 3, among + 2).bfloat16()[..., 1:-1]
-    scores = scores.float() if backend == "cpu" else scores
+    scores = (scores.float() if backend == "cpu" else scores).to(device_of(backend))
     wanted = scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
     with use_backend(backend):
         if reason := ops.top_k.refusal(backend, scores, count):
@@ -189,8 +191,8 @@ def test_compiled_backends_take_the_first_of_equal_scores(backend: str, count: i
 def test_rows_of_any_dtype_are_moved_as_they_are(dtype: torch.dtype, count: int, backend: str) -> None:
     """Codes, masks, and pages so wide that a row is more than one tile."""
     for width in (3, 96, 2050):
-        x = (100 * random(1, 1, 2, 42, width)).abs().to(dtype)[:, :, 2:]
-        rows = pick(2, 1, 2, 40, count).int()
+        x = (100 * random(1, 1, 2, 42, width)).abs().to(device_of(backend), dtype)[:, :, 2:]
+        rows = pick(2, 1, 2, 40, count).int().to(x.device)
         empty = torch.zeros_like(x)
         with use_backend(backend):
             got = ops.gather_rows(x, rows)

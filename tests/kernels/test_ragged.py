@@ -15,19 +15,16 @@ from kernels.dispatch import use_backend
 from kernels.each import Each
 from kernels.ragged import Ragged
 from tests.kernels.guarded import guarded
-from tests.kernels.op_cases import OpCase, by_channel, converted, random
+from tests.kernels.op_cases import OpCase, by_channel, converted, device_of, random
 from tests.kernels.ragged_cases import ragged_cases
 
 HAS_GPU = torch.cuda.is_available()
 OPS = {op.name: op for op in ops.ALL}
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 BACKENDS = "cpu", "triton"
+ON_GPU = {"cpu": [], "triton": [pytest.mark.gpu] if HAS_GPU else []}  # a part of `make test-gpu` where there is one
 CHOOSING = "top_k", "group_weights", "group_margins"  # of logits, which are fp32 whatever the keys are
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter is numpy, and masked lanes warn too
-
-
-def device(backend: str) -> str:
-    return "cuda" if backend == "triton" and HAS_GPU else "cpu"
 
 
 def runs() -> list[Any]:
@@ -37,7 +34,7 @@ def runs() -> list[Any]:
         "channel_scores-3-of-each-90", "rebuild_keys-3-of-each", "coded_attention-3-of-each-int4",
     }  # fmt: skip
     return [
-        pytest.param(case, backend, dtype, id=f"{case}-{backend}-{str(dtype)[6:]}")
+        pytest.param(case, backend, dtype, id=f"{case}-{backend}-{str(dtype)[6:]}", marks=ON_GPU[backend])
         for case in ragged_cases()
         for backend in BACKENDS
         if backend in OPS[case.op].targets
@@ -57,7 +54,7 @@ def results(result: Any) -> list[Tensor]:
 def test_one_call_for_all_equals_one_for_each(case: OpCase, backend: str, dtype: torch.dtype) -> None:
     if backend == "triton":
         pytest.importorskip("triton")
-    op, args = OPS[case.op], converted(case.args, dtype, device(backend))
+    op, args = OPS[case.op], converted(case.args, dtype, device_of(backend))
     with use_backend(backend):
         assert op.refusal(backend, *args) is None
         with guarded(args, backend):
@@ -84,7 +81,7 @@ def test_triton_leaves_zeros_behind_a_smaller_count(name: str) -> None:
     torch.use_deterministic_algorithms(True)  # which fills memory that is not set
     try:
         with use_backend("triton"):
-            whole = ops.top_k(converted(scores, torch.float32, device("triton")), counts).whole
+            whole = ops.top_k(converted(scores, torch.float32, device_of("triton")), counts).whole
     finally:
         torch.use_deterministic_algorithms(False)
     for rows, count, size in zip(whole, counts, scores.sizes, strict=True):
@@ -105,12 +102,12 @@ def test_a_cpu_gives_a_sequence_the_same_bits_alone_and_among_others(case: OpCas
 
 
 @pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 64), (torch.bfloat16, 64), (torch.uint8, 3)], ids=str)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [pytest.param(backend, marks=ON_GPU[backend]) for backend in BACKENDS])
 def test_rows_are_put_where_each_sequence_lies(backend: str, dtype: torch.dtype, width: int) -> None:
     """One lies head by head, the others token by token, in the midst of a buffer."""
     if backend == "triton":
         pytest.importorskip("triton")
-    sizes, on = (40, 1, 9), device(backend)
+    sizes, on = (40, 1, 9), device_of(backend)
     parts = [(100 * random(seed, 1, size + 2, 3, width)).abs().to(on, dtype) for seed, size in enumerate(sizes)]
     parts = [part.transpose(1, 2)[:, :, 2:] for part in parts]
     parts[0] = parts[0].contiguous()
