@@ -71,13 +71,12 @@ HYDRA = {
             "experiments",
             "grids",
             "hydra_errors",
-            "launchers",
             "overrides",
             "two_budgets",
             "words",
         )
     ),
-    *(f"harness/sweeps/{name}.py" for name in ("launch", "remote")),
+    "harness/sweeps/launch.py",
 }
 EVALS_KNOWN_TO_THE_HARNESS = (
     "evals.base",

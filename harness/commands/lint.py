@@ -31,7 +31,7 @@ from harness.terminal.notices import say, warn
 from harness.terminal.paths import typed
 
 OF_RUNS = (  # keys, or what they begin with
-    "threads", "workers", "batch", "prefill_chunk", "baseline", "warmup", "shared_prefill", "trace", "graphs",
+    "threads", "batch", "prefill_chunk", "baseline", "warmup", "shared_prefill", "trace", "graphs",
     "backends", "disk", "overlap", "link", "disk_link",
     "memory_check", "dry_run", "progress", "results", "wandb", "reuse_steps",
     "generation.temperature", "generation.top", "generation.force_length",

@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from textwrap import shorten
 from typing import Any, NamedTuple
 
 import hydra
@@ -27,22 +26,18 @@ from harness.config.compose import tell_hydra_the_schema
 from harness.config.errors import sentence
 from harness.config.hydra_errors import explain
 from harness.config.keys import WITHOUT_WORDS, help_text
-from harness.config.overrides import Overrides, read
-from harness.config.settings import Settings, SettingsError, settings_of
-from harness.config.words import SWEEP, asks_hydra
+from harness.config.overrides import read
+from harness.config.settings import Settings, settings_of
+from harness.config.words import asks_hydra
 from harness.jobs.planning.planner import Planner
-from harness.sweeps.group import JobGroup
-from harness.sweeps.jobs import JobConfig, distinct, groups, with_own_stores
-from harness.sweeps.ledger import Sweep
-from harness.sweeps.worker import work_here
+from harness.sweeps.group import run_jobs
+from harness.sweeps.jobs import JobConfig, groups, labels, with_own_settings
 from harness.terminal.lasting_output import lasting_output
 from harness.terminal.notices import complain, complain_once, say, say_once, tell_of_builds, warn
 from harness.terminal.progress import forget
 from harness.terminal.stopping import Stoppable
 from harness.trackers.session import Copies
 from kernels.temporary import TemporaryFolder
-
-NAMED = 3  # failed jobs, at the end
 
 
 class Failure(NamedTuple):
@@ -61,8 +56,8 @@ class Command:
     jobs: int = 1
     finished: list[Path] = field(default_factory=list)  # run folders, for the table
     failed: list[Failure] = field(default_factory=list)
-    ledger: Path | None = None  # its root: where harness.status looks
     copies: Copies = field(default_factory=Copies)
+    labels: list[str] = field(default_factory=lambda: [""])  # what tells each job from the others
 
     @property
     def line(self) -> str:
@@ -78,48 +73,29 @@ class Command:
             compose(self.arguments)
             return
         words = read(self.arguments)
-        jobs = compose(words.words)
+        jobs = with_own_settings(compose(words.words), words.partial)
         known = [settings for job in jobs if (settings := _settings(job))]
-        if words.launcher == [] and any(settings.workers for settings in known):
-            raise SettingsError("workers needs a launcher that starts them: add -m hydra/launcher=joblib.")
         self.copies.open(known)
-        is_sweep = len(jobs) > 1 or bool(set(SWEEP) & set(self.arguments))
-        if is_sweep and known and not any(settings.dry_run for settings in known):
-            self._sweep(jobs, words, Path(known[0].results.root))
+        self.jobs, self.labels, together = len(jobs), labels(jobs), groups(jobs)
+        if words.launcher and known and not any(settings.dry_run for settings in known):
+            from harness.sweeps.launch import launch, lost
+
+            root = Path(known[0].results.root)
+            try:
+                outcomes = launch(together, words.partial, words.launcher, root, config_dirs(self.arguments))
+            except (HydraException, ValueError):
+                raise
+            except Exception as error:
+                self.fail(f"A worker was lost ({lost(error)}). The same command goes on with what is there.")
+                return
+            for reason in dict.fromkeys(reason for outcome in outcomes for _, reason in outcome.failures):
+                complain_once(reason)  # which a worker cannot say here
         else:
-            self._run_here(jobs, words)
-
-    def _run_here(self, jobs: Sequence[JobConfig], words: Overrides) -> None:
-        """A single command, or one that writes nothing: without a ledger."""
-        planner, labels, self.jobs = Planner(), _labels(jobs), len(jobs)
-        for numbers in groups(jobs):
-            group = JobGroup([jobs[number] for number in numbers], words.partial, planner)
-            group.run()
-            self.finished += group.folders
-            for trouble in group.troubles:
-                number = numbers[trouble.place or 0]
-                self.failed.append(Failure(number, labels[number], trouble.sentence))
-
-    def _sweep(self, jobs: Sequence[JobConfig], words: Overrides, root: Path) -> None:
-        if words.launcher:
-            from harness.sweeps.launch import check, launch
-
-            check(words.launcher, config_dirs(self.arguments))
-        self.jobs, self.ledger = len(jobs), root
-        sweep = Sweep.create(root, jobs, words.partial)
-        if words.launcher:
-            session = launch(sweep, self.line, words.launcher, config_dirs(self.arguments))
-        else:
-            session = work_here(sweep, self.line)
-        labels = _labels(jobs)
-        for number, end in session.ends():
-            if end["status"] == "done":
-                self.finished += [root / end[key] for key in ("full", "folder") if end[key]]
-                continue
-            self.failed.append(Failure(number, labels[number], end["reason"]))
-        if words.launcher:  # a worker cannot say it here
-            for line in self._reasons():
-                complain_once(f"{line}.")
+            planner = Planner()
+            outcomes = [run_jobs(group, words.partial, planner, len(jobs)) for group in together]
+        for outcome in outcomes:
+            self.finished += outcome.folders
+            self.failed += [Failure(number, self.labels[number], reason) for number, reason in outcome.failures]
 
     def report(self) -> int:
         """Prints the table at the end; the exit code."""
@@ -128,28 +104,19 @@ class Command:
 
             print_report(list(dict.fromkeys(self.finished)))
             self.copies.publish(list(dict.fromkeys(self.finished)))
-        jobs_failed = any(one.job is not None for one in self.failed)
-        if jobs_failed and (self.finished or self.jobs > 1):
+        if len(self.labels) > 1 and any(one.job is not None for one in self.failed):
             (say if self.finished else warn)(self._failures())
         return 1 if self.failed else 0
 
     def _failures(self) -> str:
-        """What the table above it says nothing of, in a line; without a table the reasons stand right above."""
-        count = f"{len({one.job for one in self.failed})} of {self.jobs} jobs" if self.jobs > 1 else "the job"
-        where = f"`python -m harness.status {self.ledger}` shows why" if self.ledger else "see above"
-        if not self.finished:
-            return f"\n{count} failed; {where}."
-        reasons = [shorten(line, 160, placeholder=" ...") for line in self._reasons()]
-        more = [f"{len(reasons) - NAMED} more"] * (len(reasons) > NAMED)
-        return f"\n{count} failed: {'; '.join([*reasons[:NAMED], *more])}; {where}."
-
-    def _reasons(self) -> list[str]:
-        """Each once, behind the first of the jobs that failed for it and the number of the others."""
-        jobs = defaultdict[str, list[str]](list)
+        """Return the last lines of a sweep: which jobs failed, and why, each reason once."""
+        labels = defaultdict[str, list[str]](list)
         for one in self.failed:
-            jobs[one.reason].append(one.label)
-        named = {why: f"{one} and {len(more)} more" if more else one for why, (one, *more) in jobs.items()}
-        return [f"{who}: {why.rstrip('.')}" if who else why.rstrip(".") for why, who in named.items()]
+            labels[one.reason].append(one.label)
+        count = len({one.job for one in self.failed})
+        named = {why: f"{one} and {len(more)} more" if more else one for why, (one, *more) in labels.items()}
+        lines = [f"  {who}: {why}" for why, who in named.items()]
+        return "\n".join([f"\n{count} of {self.jobs} jobs failed:", *lines])
 
 
 def compose(words: Sequence[str]) -> list[JobConfig]:
@@ -166,12 +133,7 @@ def compose(words: Sequence[str]) -> list[JobConfig]:
     with TemporaryFolder("kv-hydra-") as folder:
         sys.argv[1:] = words if asks_hydra(words) else [*words, f"hydra.sweep.dir='{folder}'"]
         collect()
-    return with_own_stores(jobs)
-
-
-def _labels(jobs: Sequence[JobConfig]) -> list[str]:
-    """What tells each job from the others; a single one needs no name."""
-    return [" ".join(words) for words in distinct(jobs)] if len(jobs) > 1 else [""]
+    return jobs
 
 
 def _settings(job: JobConfig) -> Settings | None:

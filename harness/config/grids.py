@@ -21,7 +21,6 @@ SETS_ITSELF = {  # setting -> why a search has no choice
     "shared_prefill": "one prefill serves all values of a parameter",
 }
 NOT_READ = {  # setting -> why a search has no use for it
-    "workers": "a search runs in one process",
     "wandb": "a search is shown nowhere else",
 }
 

@@ -19,12 +19,12 @@ from hydra.core.override_parser.types import Glob, Override
 from harness.config import removed
 from harness.config.catalogue import CONF, GROUPS, Entry, config_dirs, entries, load
 from harness.config.experiments import GROUP, Experiment, experiments
-from harness.config.launchers import split
 from harness.config.plugins import suggestion
 from harness.config.settings import SettingsError
 from harness.config.two_budgets import refuse_two_budgets
 from harness.config.words import SWEEP, VALUED, parse, refuse_flags
 
+LAUNCHER = "hydra/launcher"
 OF_HYDRA = ("hydra.verbose",)  # what of Hydra's own may be set
 COUNTS = ("samples", "rounds", "conversations")  # how tasks name how many examples they have
 Chosen = Mapping[str, Sequence[Entry]]  # by group, all that a sweep names
@@ -60,7 +60,7 @@ def read(arguments: Sequence[str]) -> Overrides:
 
 def checked(overrides: Sequence[str], config_dirs: Sequence[Path] = (), sweep: bool = False) -> Overrides:
     """`overrides`, in their order; raises `SettingsError` where one would set nothing."""
-    parsed, launcher = split(list(parse(overrides)), config_dirs, sweep)
+    parsed, launcher = _without_launcher(list(parse(overrides)), sweep)
     _refuse_folders(config_dirs)
     folders = (CONF, *config_dirs)
     groups = {group: {entry.name: entry for entry in entries(group, folders)} for group in GROUPS}
@@ -79,6 +79,20 @@ def checked(overrides: Sequence[str], config_dirs: Sequence[Path] = (), sweep: b
     swept = {(word.key_or_group, bool(_dicts(word))): _points(word, groups) for word in said}
     partial = {group: _partial(group, said, chosen) for group in GROUPS}
     return Overrides(words, prod(swept.values()), partial, launcher, chosen, experiment)
+
+
+def _without_launcher(parsed: Sequence[Override], sweep: bool) -> tuple[list[Override], list[str]]:
+    """Return the words without those that choose one of Hydra's launchers and set it up, and those; there are none
+    where jobs run in this process."""
+    mine = [word for word in parsed if word.key_or_group == LAUNCHER or word.key_or_group.startswith("hydra.launcher.")]
+    names = [str(word.value()) for word in mine if word.key_or_group == LAUNCHER]
+    if mine and (not names or names[-1] == "basic") and len(mine) > len(names):
+        word = next(word.input_line for word in mine if word.key_or_group != LAUNCHER)
+        raise SettingsError(f"{word} sets up a launcher: name it, as in {LAUNCHER}=joblib.")
+    if names and not sweep:
+        raise SettingsError(f"{LAUNCHER}={names[-1]} starts the workers of a sweep: add -m.")
+    others = [word for word in parsed if word not in mine]
+    return others, [] if names[-1:] == ["basic"] else [str(word.input_line) for word in mine]
 
 
 def _refuse_folders(config_dirs: Sequence[Path]) -> None:
@@ -198,7 +212,7 @@ def _checked(
     an experiment spells its swept keys, for Hydra knows two spellings as two keys."""
     key, line = override.key_or_group, str(override.input_line)
     if key.startswith("hydra.sweep."):
-        raise SettingsError(f"{key} would set nothing: the ledger of a sweep lies in results.root/sweeps.")
+        raise SettingsError(f"{key} would set nothing: what launchers print lies in results.root/sweeps.")
     if override.is_hydra_override() or key.partition(".")[0] == "hydra":
         if key not in OF_HYDRA:
             raise SettingsError(f"{line} is Hydra's own and would change nothing of a run: leave it out.")

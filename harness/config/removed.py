@@ -12,5 +12,6 @@ COMMANDS = {
     "explain": "use `python -m harness show RUN` and the report",
 }
 KEYS = {
+    "workers": "set hydra.launcher.n_jobs=N for joblib, hydra.launcher.array_parallelism=N for SLURM",
     "triage": "leave it out; `python -m harness show RUN` shows the outputs, fidelity=N what the steps miss",
 }

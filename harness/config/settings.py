@@ -67,7 +67,7 @@ CHOICES = {
     "likelihood": ("on", "off"),
 }
 RANGES = {
-    **dict.fromkeys(("batch", "prefill_chunk", "threads", "workers", "budget_bytes", "budget_generated"), FROM_1),
+    **dict.fromkeys(("batch", "prefill_chunk", "threads", "budget_bytes", "budget_generated"), FROM_1),
     **dict.fromkeys(("reuse_steps", "warmup", "fidelity", "windows.sinks", "generation.top_k"), FROM_0),
     "seed": Range(least=0, most=MOST_SEED),
     "comm": Range(above=0, most=1, hint="a share of the key cache, like 0.0078125"),
@@ -93,7 +93,6 @@ WITHOUT_EFFECT = (
     "dry_run",
     "memory_check",
     "wandb",
-    "workers",
     "likelihood",
     "disk",
     "store.folder",
@@ -146,7 +145,6 @@ class Settings:
     prefill_chunk: int | None = None
     seed: int = 42
     threads: int | None = None
-    workers: int | None = None
     baseline: str = "run"
     warmup: int = 1
     shared_prefill: bool = False

@@ -23,7 +23,7 @@ from harness.results.run_folder import StoredRun
 from harness.terminal.lasting_output import lasting_output
 from methods.base import Method, refuse_other_than_method
 
-OF_COMMANDS = ("dry_run", "workers", "wandb.project")  # settings that `python -m harness` reads before it runs jobs
+OF_COMMANDS = ("dry_run", "wandb.project")  # settings that `python -m harness` reads before it runs jobs
 
 
 @lasting_output()

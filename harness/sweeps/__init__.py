@@ -1,1 +1,1 @@
-"""Many jobs as one command: the ledger that outlives it, the workers that share it, how far it is."""
+"""Many jobs as one command: which of them run together, and how Hydra's launchers get them."""

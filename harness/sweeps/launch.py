@@ -1,213 +1,114 @@
-"""Starts the workers of a sweep by one of Hydra's launchers; again where some were killed, until nothing is left."""
+"""Hands the groups of a sweep to one of Hydra's launchers, unmodified: each group is one Hydra job.
+
+What is left of an earlier command lies in the run folders alone: a job whose folder is complete ends at once, and one
+whose folder another process writes waits for it.
+"""
 
 from __future__ import annotations
 
+import functools
+import gc
 import os
 import re
-import signal
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from textwrap import shorten
-from typing import Any, NamedTuple
+from typing import Any
 
+from filelock import FileLock, Timeout
 from hydra import initialize_config_dir
-from hydra._internal.hydra import Hydra
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import OmegaConf
+from omegaconf import DictConfig
 
 from harness.config.catalogue import CONF
 from harness.config.compose import with_folders
-from harness.config.launchers import PACKAGES
-from harness.sweeps.ledger import Claim, Sweep
-from harness.sweeps.remote import work_on
-from harness.sweeps.session import PATIENCE, SweepSession
+from harness.config.overrides import LAUNCHER, Partial
+from harness.config.plugins import suggestion
+from harness.config.settings import SettingsError
+from harness.jobs.planning.planner import Planner
+from harness.sweeps.group import GroupOutcome, run_jobs
+from harness.sweeps.jobs import JobConfig
+from harness.terminal.lasting_output import lasting_output
 from harness.terminal.notices import say_once
-from harness.terminal.stopping import Stopped, before_stopping, take_again
+from harness.terminal.stopping import Stoppable
 
-MEMORY = ", as the system sends where memory runs out"
-CLUSTER = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # 0: as Ray is there, it listens on the loopback address alone
-RAY_STORE_BYTES = 78_643_200  # the least that Ray takes, as the launcher would set it: nothing of ours is stored there
-SETTLE_S = 20.0  # that workers get to write down that they were stopped
-KILLED = (
-    "Its process was killed {times} times before it had finished another example, as happens where memory runs out: "
-    "use shorter lengths, a smaller batch, prefill_chunk=2048, dtype=bf16 or fewer workers, and run the same command "
-    "again."
-)
-
-
-def check(words: Sequence[str], config_dirs: Sequence[Path] = ()) -> None:
-    """Raises what Hydra says of words that a launcher does not take."""
-    with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
-        _composed(with_folders(words, config_dirs))
+QUIET = (
+    "hydra/job_logging=none", "hydra/hydra_logging=none", "hydra.output_subdir=null", "hydra.sweep.subdir=.",
+    "hydra.job.chdir=false", "hydra.job.name=kv-harness",
+)  # fmt: skip
+INSTALL = "joblib, ray and submitit_* come with pip install 'kv-harness[launchers]'"
+RAY_STORE_BYTES = 78_643_200  # the least that Ray takes: nothing of ours is stored there
+_taken: list[FileLock] = []  # the GPU of this worker
+Groups = Sequence[Mapping[int, JobConfig]]
 
 
-def launch(sweep: Sweep, command: str, words: Sequence[str], config_dirs: Sequence[Path] = ()) -> SweepSession:
-    """The session, with every job ended. `words`: the overrides that choose the launcher and set it up.
-
-    Ctrl-C, or an error of the launcher, stops the workers; what they have made is kept.
-    """
-    words = with_folders(words, config_dirs)
+def launch(
+    groups: Groups, partial: Partial, words: Sequence[str], root: Path, config_dirs: Sequence[Path] = ()
+) -> list[GroupOutcome]:
+    """Run the groups with a launcher, and return what became of each. `words`: the overrides that choose the launcher
+    and set it up; `partial`: parameters, by group, that only some of the chosen have; `root`: results.root, where
+    submitit keeps what its jobs print."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
-        how, own = workers_for(sweep, _composed(words))
-        if how.launcher == "ray" and not how.is_remote:
-            os.environ.setdefault(CLUSTER, "0")
-        session = SweepSession.begin(sweep, command, **how._asdict(), cwd=os.getcwd(), path=sys.path)
-        jobs, groups = len(sweep.jobs), len(sweep.groups)
-        say_once(
-            f"{jobs} jobs{f' in {groups} groups' if groups < jobs else ''}, {how.workers} workers ({how.launcher}); "
-            f"see `python -m harness.status {sweep.root}`"
-        )
-        with session:
-            stop = partial(_stop, session, how)
-            try:
-                with before_stopping(stop):
-                    _run(session, [*own, *words], how.workers)
-            except BaseException as error:
-                stop(error.number if isinstance(error, Stopped) else signal.SIGINT)
-                raise
-            finally:
-                _end_ray()
-    return session
+        hydra: Any = GlobalHydra.instance().hydra
+        name, known = words_of(words)[LAUNCHER], hydra.config_loader.get_group_options(LAUNCHER)
+        if name not in known:
+            raise SettingsError(f"There is no launcher {name!r}{suggestion(name, known)} {INSTALL}.")
+        folder = (root / "sweeps").resolve()
+        numbers = ",".join(map(str, range(len(groups))))
+        common = [*QUIET, f"hydra.sweep.dir='{folder}'", *with_folders(words, config_dirs)]
+        target = hydra.compose_config(None, common, run_mode=RunMode.MULTIRUN).hydra.launcher._target_.lower()
+        devices = {job.config["device"] for group in groups for job in group.values()}
+        gpus = [] if devices == {"cpu"} else visible_gpus()
+        own = usual_words(target, gpus, len(groups), "hydra.launcher.ray.init.address" in words_of(words))
+        given = [] if "ray" in target or "slurm" in target else gpus  # these hand them out themselves
+        task = functools.partial(_work, groups, partial, (os.getcwd(), list(sys.path)), given, folder)
+        say_once(f"{sum(map(len, groups))} jobs go to {name}; see `python -m harness.status {root}`")
+        try:
+            [returns] = hydra.multirun(None, task, [*own, *common, f"+group={numbers}"])
+        finally:
+            if "ray" in sys.modules:  # a local cluster ends with its sweep, not with this process
+                with suppress(Exception):
+                    sys.modules["ray"].shutdown()
+        return [returned.return_value for returned in returns]
 
 
-def _stop(session: SweepSession, how: Workers, number: int) -> None:
-    """Ends the workers, and waits until they have let go. Those of a cluster's queue go on where their command is gone:
-    Ctrl-C alone, or an error of the launcher, ends them."""
-    if how.launcher != "submitit_slurm" or number == signal.SIGINT:
-        session.stop()
-        _settle(session)
+def usual_words(target: str, gpus: Sequence[str], groups: int, is_joined: bool) -> list[str]:
+    """Return what we say of workers unless the user does: one per GPU, otherwise two. `target`: the launcher's class;
+    `is_joined`: whether Ray runs already, elsewhere."""
+    workers = min(groups, len(gpus) or min(2, len(os.sched_getaffinity(0))))
+    if "joblib" in target:
+        return [f"hydra.launcher.n_jobs={workers}", "hydra.launcher.batch_size=1"]
+    if "ray" not in target:
+        return []
+    remote = [f"remote.num_gpus={int(bool(gpus))}", "remote.max_calls=0"]  # a worker keeps its model
+    local = [f"init.num_cpus={workers}", f"init.num_gpus={len(gpus)}", "init.include_dashboard=false"]
+    local.append(f"init.object_store_memory={RAY_STORE_BYTES}")
+    if not is_joined:
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # Ray then listens on the loopback alone
+    return [f"++hydra.launcher.ray.{word}" for word in [*remote, *([] if is_joined else local)]]
 
 
-def _run(session: SweepSession, words: Sequence[str], workers: int) -> None:
-    """All workers; then, one after the other, what nobody survived; what is killed alone, too, has failed."""
-    for patience, together in ((PATIENCE, workers), (PATIENCE + 1, 1)):
-        while open_groups := session.open_groups(patience):
-            before, crash = session.events(), None
-            try:
-                _round(session, words, min(together, len(open_groups)), patience)
-            except Exception as error:
-                crash = error
-                say_once(f"a worker was lost ({lost(error)})")
-            if session.events() == before:
-                if crash:
-                    raise crash
-                if session.is_stopped:
-                    raise KeyboardInterrupt
-                if claim := session.wait(patience):  # another command has what is left
-                    claim.release()
-    for group in session.open_groups():
-        with Claim(session.sweep, group) as claim:
-            for job in claim.log.open_jobs(session.before(group)):
-                reason = KILLED.format(times=claim.log.kills(session.before(group)))
-                claim.note("ended", job=job, status="failed", reason=reason, memory=True, seconds=None)
+def words_of(words: Sequence[str]) -> dict[str, str]:
+    """Return overrides by key, the last of each."""
+    return {key.lstrip("+"): value for key, _, value in (word.partition("=") for word in words)}
 
 
 def lost(error: Exception) -> str:
-    """What a launcher says of a worker that is gone: its first sentence, and the signal that ended it."""
+    """Return what a launcher says of a worker that is gone: its first sentence, and the signal that ended it."""
     text = " ".join(str(error).split())
     first, signals = re.split(r"(?<=\.) ", text)[0].rstrip("."), sorted(set(re.findall(r"\bSIG[A-Z]+\b", text)))
     told = f"{type(error).__name__}: {shorten(first, 200, placeholder=' ...')}".rstrip(": ")
-    return "; ".join([told, *(f"{name}{MEMORY if name == 'SIGKILL' else ''}" for name in signals)])
-
-
-def _hydra() -> Hydra:
-    hydra = GlobalHydra.instance().hydra
-    assert hydra is not None
-    return hydra
-
-
-def _composed(words: Sequence[str]) -> Any:
-    """What Hydra makes of the launcher."""
-    given = ["sweep=''", "session=''", "patience=0", "worker=0"]
-    return _hydra().compose_config("worker", [*given, *words], run_mode=RunMode.MULTIRUN).hydra.launcher
-
-
-def _round(session: SweepSession, words: Sequence[str], workers: int, patience: int) -> None:
-    numbers = ",".join(map(str, range(workers)))
-    place = {"sweep": session.sweep.folder.resolve(), "session": session.folder.resolve(), "patience": patience}
-    given = [f"{key}='{value}'" for key, value in place.items()]
-    if session.facts["launcher"] == "ray":
-        _start_ray(words)
-    _hydra().multirun("worker", work_on, [*given, *words, f"worker={numbers}"])
-
-
-def _start_ray(words: Sequence[str]) -> None:
-    """Starts or joins Ray before the launcher would, for Ray takes SIGTERM for itself and ends without a word."""
-    import ray
-
-    if not ray.is_initialized():
-        settings: Any = OmegaConf.to_container(_composed(words).ray.init, resolve=True)
-        ray.init(**settings)
-        take_again()
-
-
-def _settle(session: SweepSession) -> None:
-    """Waits until the workers have let go, as long as that takes them."""
-    end = time.monotonic() + SETTLE_S
-    groups = range(len(session.sweep.groups))
-    while any(session.sweep.is_running(group) for group in groups) and time.monotonic() < end:
-        time.sleep(0.1)
-
-
-def _end_ray() -> None:
-    """A local cluster ends with its sweep, not with this process."""
-    if "ray" in sys.modules:
-        with suppress(Exception):
-            sys.modules["ray"].shutdown()
-
-
-class Workers(NamedTuple):
-    """`gpus`: one for each worker in turn; empty where the launcher hands them out, or there are none. `threads`: of
-    each; None leaves them alone. `is_remote`: workers may run on other machines, and outlive the command."""
-
-    launcher: str
-    workers: int
-    gpus: list[str]
-    threads: int | None
-    is_remote: bool
-
-
-def workers_for(sweep: Sweep, config: Any) -> tuple[Workers, list[str]]:
-    """The workers, and the words that make the launcher start them. `config`: hydra.launcher, as composed."""
-    launcher = _kind(config._target_)
-    settings = sweep.jobs[0].config
-    gpus = [] if all(job.config["device"] == "cpu" for job in sweep.jobs) else visible_gpus()
-    is_remote = launcher == "submitit_slurm" or (launcher == "ray" and bool(config.ray.init.get("address")))
-    asked = settings["workers"] or (config.n_jobs if launcher == "joblib" and config.n_jobs > 0 else None)
-    usual = len(sweep.groups) if is_remote else len(gpus) or min(2, cpus())
-    workers = min(asked or usual, len(sweep.groups))
-    threads = None if is_remote or settings["threads"] else max(1, cpus() // workers)
-    words = _words(launcher, workers, len(gpus), is_remote)
-    return Workers(launcher, workers, [] if is_remote or launcher == "ray" else gpus, threads, is_remote), words
-
-
-def _kind(target: str) -> str:
-    """The launcher by its class, for a yaml of the user's may name it otherwise."""
-    package = target.split(".")[1].removeprefix("hydra_").removesuffix("_launcher")
-    names = [name for name in PACKAGES if name.startswith(package)]
-    return next((name for name in names if name.split("_")[-1] in target.rpartition(".")[2].lower()), names[0])
-
-
-def _words(launcher: str, workers: int, gpus: int, is_remote: bool) -> list[str]:
-    if launcher == "joblib":
-        return [f"hydra.launcher.n_jobs={workers}", "hydra.launcher.batch_size=1"]
-    if launcher == "ray":
-        # as many GPUs as are named: one that Ray does not find would be waited for without end
-        here = [f"init.num_cpus={workers}", f"init.num_gpus={gpus}", "init.include_dashboard=false"]
-        here.append(f"init.object_store_memory={RAY_STORE_BYTES}")
-        gpu = [f"remote.num_gpus={min(1, gpus / workers):g}"] if gpus else []
-        return [f"++hydra.launcher.ray.{word}" for word in (*([] if is_remote else here), *gpu)]
-    return []
+    memory = ", as the system sends where memory runs out"
+    return "; ".join([told, *(f"{name}{memory if name == 'SIGKILL' else ''}" for name in signals)])
 
 
 def visible_gpus() -> list[str]:
-    """As CUDA_VISIBLE_DEVICES names them, or else by number."""
+    """Return the GPUs as CUDA_VISIBLE_DEVICES names them, otherwise by number."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is not None:
         return [name for name in given.split(",") if name.strip() not in ("", "-1")]
@@ -216,6 +117,40 @@ def visible_gpus() -> list[str]:
     return [str(number) for number in range(torch.cuda.device_count())]
 
 
-def cpus() -> int:
-    """That this process may use."""
-    return len(os.sched_getaffinity(0))
+@lasting_output()
+def _work(
+    groups: Groups, partial: Partial, place: tuple[str, list[str]], gpus: Sequence[str], folder: Path, _: DictConfig
+) -> GroupOutcome:
+    """Run one group, in a process that a launcher started. `place`: working directory and search path of the
+    command."""
+    os.chdir(place[0])
+    sys.path += [path for path in place[1] if path not in sys.path]
+    if gpus and not _taken:
+        _take_gpu(gpus, folder)
+    with Stoppable() as stop:
+        number = HydraConfig.get().job.num
+        jobs = sum(map(len, groups))
+        outcome = run_jobs(groups[number], partial, _planner(), jobs, aloud=False)
+    if stop.code:  # a signal: joblib would hand this process the next group
+        gc.collect()  # the files of what was under way
+        os._exit(stop.code)
+    return outcome
+
+
+@functools.cache
+def _planner() -> Planner:
+    """Return the planner of this process, which keeps prompts from one group to the next."""
+    return Planner()
+
+
+def _take_gpu(gpus: Sequence[str], folder: Path) -> None:
+    """Give this worker a GPU that no other worker has, for as long as it lives; where there are more workers than GPUs,
+    some share one."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpus[os.getpid() % len(gpus)]
+    for gpu in gpus:
+        lock = FileLock(folder / f"gpu-{gpu}.lock", thread_local=False)
+        with suppress(Timeout):
+            lock.acquire(timeout=0)
+            _taken.append(lock)
+            os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+            return

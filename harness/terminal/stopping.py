@@ -10,8 +10,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ContextDecorator, contextmanager, suppress
+from contextlib import ContextDecorator, suppress
 from time import monotonic
 from types import FrameType
 from typing import Any, Self
@@ -41,15 +40,11 @@ class _Process:
         self.depth = 0  # of the main thread's writes, one within the other
         self.writes: list[None] = []  # one for each that goes on in any thread; append and pop cannot be torn
         self.inside: list[Stoppable] = []
-        self.before: Callable[[int], object] | None = None
 
     def hear(self, number: int, frame: FrameType | None) -> None:
         """Runs in the main thread, between two of its instructions."""
         if self.asked is None:
             self.asked, self.asked_s = number, monotonic()
-            if self.before:
-                with suppress(Exception):
-                    self.before(number)
             self.waits = self.depth > 0
             if not self.waits:
                 raise Stopped(number)
@@ -86,12 +81,9 @@ class Stoppable:
         if _is_main():
             found = {number: signal.getsignal(number) for number in SIGNALS}
             self._taken = {number: handler for number, handler in found.items() if handler in UNTAKEN}
-            self.take()
+            for number in self._taken:
+                signal.signal(number, _process.hear)
         return self
-
-    def take(self) -> None:
-        for number in self._taken:
-            signal.signal(number, _process.hear)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> bool:
         _process.depth += 1  # a signal that comes now is counted, and raises nothing
@@ -108,28 +100,6 @@ class Stoppable:
         if self._taken:
             _process.forget()
         return isinstance(error, KeyboardInterrupt)
-
-
-def interrupt() -> None:
-    """Ctrl-C from another thread, unless a signal has come already: a second one would hurry."""
-    if _process.asked is None:
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-
-
-def take_again() -> None:
-    """Takes the signals back for the command around this: Ray takes SIGTERM for itself where it is started."""
-    for command in _process.inside:
-        command.take()
-
-
-@contextmanager
-def before_stopping(act: Callable[[int], object]) -> Iterator[None]:
-    """Lets `act` hear the first signal before anything is ended: joblib kills its workers when it is told to stop."""
-    outer, _process.before = _process.before, act
-    try:
-        yield
-    finally:
-        _process.before = outer
 
 
 class whole(ContextDecorator):

@@ -88,7 +88,6 @@ OTHERS: dict[str, Other] = {
     "prefill_chunk": Other(64),
     "seed": Other(7),
     "threads": Other(1),
-    "workers": Other(3),
     "baseline": Other("off"),
     "warmup": Other(2),
     "shared_prefill": Other(True),
@@ -269,7 +268,7 @@ SEEN: dict[str, Seen] = {
     "disk": Seen(lambda wanted, *_: _job(wanted).settings.disk_folder(), {"placement": "disk"}),
     "store.folder": Seen(_stored, ON_DISK),
 }
-OF_THE_COMMAND = ("dry_run", "workers")  # below
+OF_THE_COMMAND = ("dry_run",)  # below
 
 
 def test_all_without_effect_on_results_are_looked_at() -> None:
@@ -307,7 +306,6 @@ BOTH = "budget=0.3 would be ignored beside "
             ["-m", "+experiment=small/pqcache_fig9b", "budget_bytes=30000"],
             "budget=0.2 would be ignored beside budget_bytes=30000: set budget=null as well.",
         ),
-        (["workers=3"], "workers needs a launcher"),
     ],
 )
 def test_of_two_budgets_neither_is_dropped(cli: Cli, words: list[str], says: str) -> None:
@@ -388,7 +386,6 @@ def test_prompts_cannot_be_saved_of_examples_that_are_there(tmp_path: Path, caps
         assert ("results.save_prompts changes nothing for examples that are there" in capsys.readouterr().err) == said
 
 
-@pytest.mark.parametrize("key", ["dry_run", "workers"])
-def test_evaluate_refuses_what_only_the_command_reads(key: str, tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=f"{key}=.* is for the command line, and evaluate does not read it"):
-        run(tmp_path, STREAMING, NEEDLES, **{key: OTHERS[key].value})
+def test_evaluate_refuses_what_only_the_command_reads(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"dry_run=.* is for the command line, and evaluate does not read it"):
+        run(tmp_path, STREAMING, NEEDLES, dry_run=True)

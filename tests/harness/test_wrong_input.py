@@ -140,7 +140,11 @@ WRONG = {
         ["-m", "hydra.launcher.n_jobs=2", "budget=0.1,0.2"],
         "hydra.launcher.n_jobs=2 sets up a launcher: name it, as in hydra/launcher=joblib.",
     ),
-    "workers without a launcher": (["-m", "workers=2", "budget=0.1,0.2"], "workers needs a launcher"),
+    "a setting that is gone": (
+        ["workers=2"],
+        "There is no setting workers any more: set hydra.launcher.n_jobs=N for joblib, "
+        "hydra.launcher.array_parallelism=N for SLURM. See CHANGELOG.md.",
+    ),
     "folder of Hydra's own": (["-m", "hydra.sweep.dir=x", "budget=0.1,0.2"], "hydra.sweep.dir would set nothing"),
     "no number": (["budget=abc"], "budget=abc has the wrong type: it should be a number or null."),
     "a name like no other": (["method.nope=3"], "method=pqcache has no parameter nope; there is b, cache_block"),

@@ -26,7 +26,7 @@ from harness.reports.turns import turn_reuse
 from harness.results.files import read_json
 from harness.results.lock import FolderLock
 from harness.results.run_folder import StoredRun, load
-from harness.sweeps.jobs import JobConfig, with_own_stores
+from harness.sweeps.jobs import JobConfig, with_own_settings
 from harness.terminal.notices import say_once
 from harness.terminal.tables import digits
 from methods.base import Method
@@ -328,8 +328,8 @@ def test_where_nothing_has_a_second_turn_the_run_is_the_plain_one(
 
 def test_a_store_is_for_the_points_of_a_sweep_that_have_one() -> None:
     both = [JobConfig({"history": how, "store": vars(DISK)}, {}, []) for how in ("store", "recompute")]
-    assert [job.config["store"] for job in with_own_stores(both)] == [vars(DISK), vars(StoreSettings())]
-    assert with_own_stores(both[1:]) == both[1:]  # which the settings refuse
+    assert [job.config["store"] for job in with_own_settings(both, {})] == [vars(DISK), vars(StoreSettings())]
+    assert with_own_settings(both[1:], {}) == both[1:]  # which the settings refuse
 
 
 @pytest.mark.parametrize(
