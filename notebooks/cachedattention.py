@@ -17,7 +17,7 @@
 #   the store's own policies. Hit rates can be compared with the paper's. Times and cost come from a table of costs
 #   (`harness/history/simulation/costs.yaml`). **Fitted** to the paper are LLaMA-13B's two costs (its TTFT and GPU time; the
 #   other models' follow by size), the trace's correlation and Falcon's window (the turns that coupled positions lose). A
-#   prefill costs 6 to 8.5 times what the paper prints: with its speeds its savings do not come out (`docs/history.md`).
+#   prefill costs 6 to 8.5 times what the paper prints: with its speeds its savings do not come out (`docs/conversations.md`).
 # - **measured**, figures 18 to 20: single prefills of the embedded model on a CPU. Ratios and their order can be compared,
 #   heights cannot.
 # - **measured**, tables 1 and 2: the embedded model, WikiText-2 and needles in place of MMLU, LongEval and PIQA.
@@ -78,7 +78,7 @@ with pd.option_context("display.max_colwidth", None):
 # turns, and those that fill the window alone, have no history to be hit: the black line is as high as hits can get. The upper
 # row of the second picture has our seconds, tokens, hours and dollars, the lower what the store saves; the paper's text has
 # the lower alone. GPU time and cost are counted both ways: the lighter part of a bar, and the lighter bar, count a prefill
-# that others wait for in their decoding, which is one way to make the paper's own numbers go together (`docs/history.md`).
+# that others wait for in their decoding, which is one way to make the paper's own numbers go together (`docs/conversations.md`).
 
 
 # %%
@@ -293,7 +293,7 @@ figure.suptitle(f"LLaMA-13B, 1 A100-80GB, batch of 16: replayed, not measured; {
 # ## Figure 21: three policies
 #
 # LLaMA-13B on 2 A100. With 10 TB all our sessions with turns to come fit, so all policies find them; the paper's LRU and FIFO
-# do not. They find next to nothing in host memory in both, for they fetch nothing ahead (`docs/history.md`).
+# do not. They find next to nothing in host memory in both, for they fetch nothing ahead (`docs/conversations.md`).
 
 # %%
 rows = table("21")

@@ -14,20 +14,50 @@ from tests.official.comparison import HEAD, stored
 
 DOCS = Path(__file__).parents[1] / "docs"
 COMMAND = "python -m tests.generated_pages"
+COMMANDS = {
+    "list": "lists methods, tasks, models and experiments; with a name, shows its card",
+    "lint": "shows the prompts of a [task](tasks.md); runs no model",
+    "status": "says how far the runs of [sweeps](experiments.md#sweeps) are",
+    "report": "puts finished runs side by side: table, [page](results.md#reports), Markdown, LaTeX, CSV, pictures",
+    "show": "shows outputs, or two runs side by side where they differ",
+    "rescore": "applies today's scorers to [stored outputs](results.md#scoring-again)",
+    "tune": "searches a method's own parameters [at equal budget](experiments.md#tuning-a-method)",
+    "serve": "lets conversations [arrive, queue and share steps](conversations.md#serving)",
+    "simulate": "sends 52,000 turns through [CachedAttention's tiers](conversations.md#the-simulator)",
+    "observe": "measures what papers [observe](experiments.md#observations) of keys and attention weights",
+    "plan": "says which method, budget and batch [fit on a machine](plan.md)",
+    "bench": "measures [operations, layers, steps and generations](benchmarks.md)",
+    "lm_eval": "is [lm-evaluation-harness](loops.md#lm-evaluation-harness)'s own command, with any method as its model",
+    "doctor": "looks at versions, memory, disk and kernels; `--model` runs a needle with a known answer",
+}
 COMPARED = ("prefill", "rule", "unit", "group_rule", "dense_layers", "sinks", "window")  # columns of the table
-SETTINGS_TITLE = f"""# Settings
+SETTINGS_TITLE = f"""# Commands and settings
+
+Written by `{COMMAND}`: change the comments in conf/, not this page.
+
+## Commands
+
+Run a command as `python -m harness NAME`, `python -m harness.NAME` or `kv-harness NAME`; `--help` says more. Without a name,
+`python -m harness` runs a method on a task, with Full for comparison. `eval "$(kv-harness -sc install=bash)"` gives tab
+completion.
+
+{table(("command", "what it does"), [(code(f"harness.{name}"), text) for name, text in COMMANDS.items()])}
+
+## Keys
 
 Every key of `python -m harness`, with its default. Set one with `key=value`; with `-m`, separate the values of a sweep
 by commas. `python -m harness --help` prints the same list. The parameters of a method stand on [its card](methods.md).
 
-Written by `{COMMAND}`: change the comments in conf/, not this page."""
+By default a run uses the GPU, if there is one, in the checkpoint's dtype, or else the CPU in fp32. A setting that would
+change nothing is refused, or a note says so. A run that cannot fit into memory is refused before anything loads, and the
+error names the setting that helps."""
 METHODS_TITLE = f"""# The methods
 
 What must be known before two of them are compared, with the defaults of conf/method/. Written by
 `{COMMAND}`; change the comments in a method's yaml, its card among them, not this page.
 
-The last table of a method says what its authors' code does alike, and
-[how that is measured](trust.md#held-against-released-code)."""
+The rows "as in released code" say what its authors' code does alike, and
+[how that is measured](comparison.md#held-against-released-code)."""
 OPERATIONS_HEAD = ("operation", "backends, in the order in which they are tried")
 EXPERIMENTS_HEAD = ("experiment", "what", "made by", "small variant")
 
@@ -37,7 +67,7 @@ def settings_page() -> str:
     parts = [SETTINGS_TITLE]
     for title, rows in sections():
         lines = [(code(row.given), row.values, row.meaning) for row in rows]
-        parts += [f"## {title}", table(("key", "values", "meaning"), lines)]
+        parts += [f"### {title}", table(("key", "values", "meaning"), lines)]
     for group in ("task", "model"):  # those of methods are on their cards
         lines = [row for entry in entries(group) for row in _parameter_rows(group, entry)]
         parts += [f"## Parameters of a {group}", table((code(f"{group}="), "parameter", "meaning"), lines)]
@@ -67,18 +97,17 @@ def _comparison(methods: Sequence[Entry]) -> str:
 
 
 def _section(entry: Entry, presets: Sequence[Entry]) -> str:
-    facts = [(_words(name), text) for name, text in entry.facts().items()]
+    facts = [(_words(name), text) for name, text in entry.facts().items() if name not in COMPARED]
     parameters = [(code(given), meaning) for given, meaning in parameters_of(entry)]
     changed = [(code(f"method={preset.name}"), preset.headline) for preset in presets]
     released = [_beside_released(row) for row in stored() if row["method"] == entry.name]
-    named = {"card": facts, "parameter": parameters, "preset": changed, "same as in released code": released}
-    tables = [table((name, ""), rows) for name, rows in named.items() if rows or name == "card"]
-    return "\n\n".join([f"## {entry.name}", entry.card(), *tables])
+    rows = [*facts, *parameters, *changed, *released]
+    return "\n\n".join([f"## {entry.name}", entry.card(), table((code(f"method={entry.name}"), ""), rows)])
 
 
 def _beside_released(row: Mapping[str, str]) -> tuple[str, str]:
     setting = f", {code(row['setting'])}" if row["setting"] else ""
-    return f"{row['compared']}{setting}", f"{row['same']} of {row['of']}; differs by: {row[HEAD[-1]]}"
+    return f"as in released code: {row['compared']}{setting}", f"{row['same']} of {row['of']}; differs by: {row[HEAD[-1]]}"
 
 
 def _words(name: str) -> str:
@@ -88,7 +117,7 @@ def _words(name: str) -> str:
 def experiments_table(found: Mapping[str, Experiment]) -> str:
     """Return the table of docs/experiments.md."""
     full = [one for name, one in found.items() if not name.startswith("small/")]
-    rows = [(code(one.name), one.headline, _short(one.command), _small_cost(one, found)) for one in full]
+    rows = [(code(one.name), one.headline.partition(" model: ")[0], _short(one.command), _small_cost(one, found)) for one in full]
     return table(EXPERIMENTS_HEAD, rows)
 
 

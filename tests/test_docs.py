@@ -93,7 +93,7 @@ def read_first() -> pytest.MarkDecorator:
     """Every command of the pages that a newcomer reads, and of the others one block in eight; the rest are slow."""
     chosen = [block for block in BLOCKS if block.kind == "commands"]
     quick = {id(block) for block in chosen[::8]} | {
-        id(b) for b in chosen if b.page.name in ("README.md", "commands.md")
+        id(b) for b in chosen if b.page.name in ("README.md", "experiments.md")
     }
     params = slow_if(lambda block: id(block) not in quick, chosen)
     return pytest.mark.parametrize("block", params, ids=[f"{b.page.name}:{b.line}" for b in chosen])
@@ -118,14 +118,14 @@ def test_the_readme_stays_short() -> None:
 
 
 def test_every_command_is_on_its_page() -> None:
-    page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^\| `harness\.(\w+)` \|", page, re.M)) == commands()
 
 
 @of_kind("python")
 def test_python_runs(block: CodeBlock) -> None:
     """With a tiny model in place of the embedded one."""
-    if block.page.stem == "presses" and find_spec("kvpress") is None:
+    if "kvpress" in block.text and find_spec("kvpress") is None:
         pytest.skip("needs kvpress: `make setup` installs it")
     ran = Forked(with_a_tiny_model, block.text)
     assert ran.wait() == 0, ran.err

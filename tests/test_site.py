@@ -42,7 +42,7 @@ def test_the_site_builds(copy: Path) -> None:
 @pytest.mark.slow
 def test_what_leads_nowhere_fails_the_build(copy: Path) -> None:
     links = "[page](nowhere.md) [section](results.md#nowhere) [source](../harness/nowhere.py) [folder](../results)"
-    with open(copy / "docs" / "data.md", "a") as file:
+    with open(copy / "docs" / "tasks.md", "a") as file:
         file.write(f"\n{links}\n")
     (copy / "docs" / "forgotten.md").write_text("# In no menu\n")
     done = build(copy)

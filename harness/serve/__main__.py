@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.serve", description=__doc__)
     parser.add_argument(
-        "overrides", nargs="*", metavar="KEY=VALUE", help="see docs/serving.md; a key may have several values"
+        "overrides", nargs="*", metavar="KEY=VALUE", help="see docs/conversations.md; a key may have several values"
     )
     parser.add_argument("--limit", metavar="p90=2s", help="of TTFT: search the highest rate that keeps it")
     parser.add_argument("--costs", type=typed, metavar="FILE", help="yaml with prices, in place of the paper's")

@@ -118,11 +118,11 @@ def _refuse_unread(key: str) -> None:
         raise SettingsError(f"{key} changes nothing for harness.serve: {INSTEAD[first]}.")
     if first in known_settings():
         raise SettingsError(
-            f"{key} changes nothing for harness.serve: leave it out. docs/serving.md says what it reads."
+            f"{key} changes nothing for harness.serve: leave it out. docs/conversations.md says what it reads."
         )
     near = get_close_matches(key, (*OWN, *READ, *GROUPS), n=1, cutoff=0.5)
     raise SettingsError(
-        f"There is no setting {key}; " + (f"did you mean {near[0]}?" if near else "see docs/serving.md.")
+        f"There is no setting {key}; " + (f"did you mean {near[0]}?" if near else "see docs/conversations.md.")
     )
 
 

@@ -29,7 +29,7 @@ def test_the_table_has_a_row_for_each_comparison() -> None:
 
 
 def test_the_page_names_every_clone_with_its_commit() -> None:
-    page = (TABLE.parents[2] / "docs" / "trust.md").read_text(encoding="utf-8")
+    page = (TABLE.parents[2] / "docs" / "comparison.md").read_text(encoding="utf-8")
     for repository in {comparison.repository for comparison in COMPARISONS}:
         methods = sorted({one.method for one in COMPARISONS if one.repository == repository}, key=METHODS.index)
         named = ", ".join(f"`{method}`" for method in methods)
