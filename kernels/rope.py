@@ -28,11 +28,14 @@ def unrotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotate(x, cos / norm, -sin / norm)
 
 
-def rotate_by(x: Tensor, distance: int, rope: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Tensor:
+def rotate_by(x: Tensor, distance: int, rope: Callable[[Tensor], tuple[Tensor, Tensor]], text: int = 0) -> Tensor:
     """Turn already rotated rows [B G T D] further by `distance` positions; `rope` maps positions [P] to cos, sin.
+    `text`: the length of the text they are rotated for, where angles depend on that (dynamic NTK, LongRoPE); 0 where
+    they do not.
 
     This is a pure turn: the stretch that RoPE scaling puts into cos and sin is in the rows already.
     """
-    cos, sin = rope(torch.tensor([distance], device=x.device))
+    last = max(distance, text - 1)  # `rope` takes the last position for the end of the text
+    cos, sin = (part[:, :1] for part in rope(torch.tensor([distance, last], device=x.device)))
     stretch = (cos.float().square() + sin.float().square()).sqrt()
     return rotate(x.float(), cos.float() / stretch, sin.float() / stretch).to(x.dtype)

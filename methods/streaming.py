@@ -86,5 +86,5 @@ class StreamingKeep(Keep, capturable=True, of_each={}):
     def close(self, evicted: int) -> None:
         if self.method.positions == "cache" and evicted:
             sinks = self.store.k[:, :, : self.method.sinks]
-            sinks.copy_(rotate_by(sinks, evicted, self.spec.rope))
+            sinks.copy_(rotate_by(sinks, evicted, self.spec.rope, self.cache.counters.text_tokens))
             self.turned += evicted

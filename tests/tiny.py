@@ -53,6 +53,23 @@ def tiny(architecture: str) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
+BORDER = 64  # tokens up to which the models of `by_length` rotate a text as trained
+
+
+def by_length(architecture: str, kind: str) -> PreTrainedModel:
+    """A fresh model whose rotation depends on the length of the text: `longrope` or `dynamic`. It never ends a text."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": BORDER}
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0} | (factors if kind == "longrope" else {})
+    own = {"rope_parameters": rope, "max_position_embeddings": 4 * BORDER if kind == "longrope" else BORDER}
+    own |= {"original_max_position_embeddings": BORDER} if kind == "longrope" else {}
+    config = AutoConfig.for_model(architecture, **SHAPE | ARCHITECTURES[architecture] | own, initializer_range=0.15)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(7)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
 def eager(architecture: str) -> PreTrainedModel:
     """A copy that gives its attention weights: asked for them, transformers leaves hooks on the layers."""
     model = deepcopy(tiny(architecture))

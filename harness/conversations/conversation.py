@@ -86,12 +86,13 @@ class Conversation:
 
     def ahead(self, ids: Sequence[int]) -> None:
         """The next turn to begin, of all conversations, will ask `ids` here: its first layers may come now."""
-        self.histories.ahead(self.session, [*self.text, *ids][:-1])
+        self.histories.ahead(self.session, [*self.text, *ids][:-1], len(self.text) + len(ids))
 
     def resume(self) -> None:
         """Takes a cache with as much of the text as there is, but for the last token, whose logits are needed."""
         asked = self.text[: min(self._prefilled, len(self.text) - 1)]
-        self._found = self.histories.resume(self.session, asked, self.capacity)
+        self._found = self.histories.resume(self.session, asked, self.capacity, whole=len(self.text))
+        self._say_text(self._found.cache)
 
     def compute(self, prefill: Prefill) -> Tensor | None:
         """-> logits of the last token [1 V]; None where it is yet to be fed"""
@@ -102,7 +103,12 @@ class Conversation:
     def begin(self, cache: KVCache) -> None:
         """Goes on with `cache`, which the caller has filled with the beginning of the text or all of it."""
         self._found = Resumed(cache)
+        self._say_text(cache)
         self._begun()
+
+    def _say_text(self, cache: KVCache) -> None:
+        if cache.rotary is not None:
+            cache.expect_text(torch.tensor([self.text], device=cache.state.request.device))
 
     def decoded(self, said: Sequence[int], catch_up: Callable[[], None]) -> None:
         """The answer is `said` so far, and all but its last token is fed: rows that fill a block leave while the

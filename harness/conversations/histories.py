@@ -34,7 +34,7 @@ class Resumed:
 
     `load_s`: seconds that the turn has waited for it, a fresh one too; `hidden_s`: those in which its layers were on
     their way while it computed. Both are complete behind `compute`, and so is `lost`: why what was stored is not there,
-    where computing it again gives something else.
+    where computing it again gives something else. `outgrown`: it was there, and the longer text is rotated otherwise.
     """
 
     cache: KVCache
@@ -44,6 +44,7 @@ class Resumed:
     hidden_s: float = 0.0
     loading: Loading | None = None
     lost: str | None = None
+    outgrown: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +77,17 @@ class Histories(ABC):
     def expect(self, size: int) -> None:  # noqa: B027
         """Conversations will come whose keys and values take so many bytes, and no clock runs yet."""
 
-    def resume(self, session: str, tokens: Sequence[int], capacity: int) -> Resumed:
+    def resume(self, session: str, tokens: Sequence[int], capacity: int, whole: int = 0) -> Resumed:
         """A cache for the next turn, with as many of `tokens` as are to be had. Its layers may still be on their way:
         each is waited for when it is used, and may turn out to be damaged (`HistoryLost`, which `compute` handles).
 
         `tokens`: the text so far, without what must be fed in any case, as a prompt's last token for its logits. A
-        cache that `save` was given alive comes back as it is: `open_turn` before a prefill.
+        cache that `save` was given alive comes back as it is: `open_turn` before a prefill. `whole`: how many tokens
+        the text has with those; where that decides how the model rotates, a history that is rotated otherwise is of no
+        use.
         """
         began = perf_counter()
-        found = self._find(session, tokens, capacity)
+        found = self._find(session, tokens, capacity, max(whole, len(tokens)))
         wait_for(found.cache.state.request.device)
         waited_s = found.loading.overlap.exposed_s if found.loading is not None else 0.0  # `compute` adds all of it
         return replace(found, load_s=perf_counter() - began - waited_s)
@@ -105,11 +108,13 @@ class Histories(ABC):
         return found, logits
 
     @abstractmethod
-    def _find(self, session: str, tokens: Sequence[int], capacity: int) -> Resumed: ...
+    def _find(self, session: str, tokens: Sequence[int], capacity: int, whole: int) -> Resumed: ...
 
     def _anew(self, found: Resumed) -> Resumed:
         """Nothing of what was found may be used."""
-        return Resumed(self.start(found.cache.capacity), load_s=found.load_s)
+        fresh = self.start(found.cache.capacity)
+        fresh.take_text(found.cache)
+        return Resumed(fresh, load_s=found.load_s)
 
     def save_ahead(self, session: str, tokens: Sequence[int], cache: KVCache) -> float:
         """The prompt is prefilled and not sealed, or the answer has come to `leaves_at`: what `save` will be given may
@@ -167,6 +172,7 @@ class Histories(ABC):
         for rotation in rotations:
             rotation.check(len(tokens))
         fresh.refill(truncated(contents, fresh.layers, rotations, keep, sinks=sinks, naive=naive))
+        fresh.stages = cache.stages
         return fresh
 
     def forget(self, session: str) -> None:  # noqa: B027 (a store has its own rules)
@@ -181,7 +187,7 @@ class Histories(ABC):
     def prefetch(self) -> None:  # noqa: B027
         """Move the sessions of the turns that wait closer to the device."""
 
-    def ahead(self, session: str, tokens: Sequence[int]) -> None:  # noqa: B027
+    def ahead(self, session: str, tokens: Sequence[int], whole: int = 0) -> None:  # noqa: B027
         """The next `resume` is this one's: the first layers, as many as the read buffer holds, may come now."""
 
     def close(self) -> None:  # noqa: B027
@@ -191,7 +197,7 @@ class Histories(ABC):
 class Recompute(Histories):
     """Nothing is kept: every turn computes the whole text again."""
 
-    def _find(self, session: str, tokens: Sequence[int], capacity: int) -> Resumed:
+    def _find(self, session: str, tokens: Sequence[int], capacity: int, whole: int) -> Resumed:
         return Resumed(self.start(capacity))
 
     def _keep(self, session: str, tokens: Sequence[int], cache: KVCache) -> Sequence[Leaving]:
@@ -206,13 +212,16 @@ class DevicePrefix(Histories):
         super().__init__(start)
         self._alive: dict[str, tuple[list[int], KVCache]] = {}
 
-    def _find(self, session: str, tokens: Sequence[int], capacity: int) -> Resumed:
+    def _find(self, session: str, tokens: Sequence[int], capacity: int, whole: int) -> Resumed:
         held, cache = self._alive.pop(session, ([], None))
         if cache is None or list(tokens[: len(held)]) != held:
             return Resumed(self.start(capacity))
+        if not cache.fits(whole):
+            return Resumed(self.start(capacity), outgrown=True)
         if cache.capacity < capacity:
             small, cache = cache, self.start(capacity)
             cache.refill(small.contents())
+            cache.stages = small.stages
         return Resumed(cache, len(held), DEVICE)
 
     def _keep(self, session: str, tokens: Sequence[int], cache: KVCache) -> Sequence[Leaving]:

@@ -37,14 +37,11 @@ class Cut:
         # computing a text again, in one prefill, gives what was stored of it; in fewer bits to their rounding alone
         self.repeatable = self.shareable and dtype in (torch.float32, torch.float64)
         self._kinds = _alike(self.rotations)
-        self._checked = 0  # tokens of the longest text whose rotations follow from positions
 
     def check(self, tokens: int) -> None:
-        """Raises `RotationError` where keys of a text of so many tokens cannot be rotated again."""
-        if self.by_token and tokens > self._checked:
-            for rotation in self.rotations:
-                rotation.check(tokens)
-            self._checked = tokens
+        """Raises `RotationError` where a text of so many tokens cannot be cut to a shorter one."""
+        for rotation in self.rotations:
+            rotation.check(tokens)
 
     def rows(self, contents: CacheContents, start: int, end: int) -> dict[str, Apart]:
         """Of the tokens from `start` to `end`, by name [1 G T D]: views of where they lie, keys as they are rotated."""
@@ -55,11 +52,11 @@ class Cut:
             if self._has_rows(state)
         }
 
-    def unrotated(self, start: int, end: int, rows: Mapping[str, Apart]) -> StoredForm:
-        """Makes `rows` of a layer into those that are stored, keys before their rotation, each where it lies. Any
-        thread may do it."""
+    def unrotated(self, start: int, end: int, rows: Mapping[str, Apart], text: int) -> StoredForm:
+        """Makes `rows` of a layer into those that are stored, keys before their rotation, each where it lies. `text`:
+        how long the text is that they are rotated for. Any thread may do it."""
         places = {part.device for x in rows.values() for part in x.parts}
-        fixed = {place: self._fixed(torch.arange(start, end, device=place)) for place in places}
+        fixed = {place: self._fixed(torch.arange(start, end, device=place), text) for place in places}
 
         def stored(number: int, rows: Mapping[str, Apart]) -> Mapping[str, Apart]:
             def off(part: Tensor, before: int) -> Tensor:
@@ -80,10 +77,10 @@ class Cut:
             if not (self._has_rows(state) and (name in (*NEAR.values(), SEEN) or stays_away(name)))
         }
 
-    def states(self, tokens: int, device: torch.device) -> Prepare:
-        """Makes what is stored of a layer, of `tokens` tokens at most, into its state for `KVCache.refill_by_layer`.
-        Any thread may do it."""
-        fixed = self._fixed(torch.arange(tokens, device=device)) if self.by_token else {}
+    def states(self, tokens: int, device: torch.device, text: int) -> Prepare:
+        """Makes what is stored of a layer, of `tokens` tokens at most, into its state for `KVCache.refill_by_layer` in
+        a text of `text` tokens. Any thread may do it."""
+        fixed = self._fixed(torch.arange(tokens, device=device), text) if self.by_token else {}
 
         def state(number: int, layer: LayerRows) -> LayerRows:
             rows, rest = ({name.partition(".")[2]: x for name, x in part.items()} for part in layer)
@@ -100,9 +97,9 @@ class Cut:
     def _has_rows(self, state: Mapping[str, Tensor]) -> bool:
         return self.by_token and NEAR[K] in state
 
-    def _fixed(self, positions: Tensor) -> dict[int, Rotation]:
-        """By kind."""
-        return {kind: self.rotations[kind].fixed(positions) for kind in set(self._kinds)}
+    def _fixed(self, positions: Tensor, text: int) -> dict[int, Rotation]:
+        """Return the fixed rotations, keyed by kind."""
+        return {kind: self.rotations[kind].fixed(positions, text) for kind in set(self._kinds)}
 
 
 def _in_order(state: Mapping[str, Tensor], kind: str) -> Apart:

@@ -13,7 +13,7 @@ from harness.conversations.lost import refusal
 from harness.conversations.rows import CacheContents, Cut
 from harness.engine.attach import Attachment
 from harness.engine.cache import KVCache
-from harness.history.fingerprint import EXACT, behind_cut, computed_again
+from harness.history.fingerprint import EXACT, behind_cut, computed_again, rotated_for
 from harness.history.losses import HistoryLost, Loss
 from harness.history.overlap.leaving import Leaving, as_given
 from harness.history.overlap.loading import Loading
@@ -54,6 +54,9 @@ class StoredHistories(Histories):
 
     A history that was stored and is not there is computed again, as any other text. Where that gives something else
     than what was stored, the turn is `lost`, and what it computes is of a lineage of its own too.
+
+    Where the model rotates by the length of the text, a history serves as long as the text is rotated as it was. Of a
+    text whose tokens are rotated in several ways nothing is stored, since no later text is rotated so.
     """
 
     stores = True
@@ -77,7 +80,8 @@ class StoredHistories(Histories):
                 "share=True is for methods that keep all rows and read all of them, and this attachment's method does "
                 "not: open the store with share=False."
             )
-        self._device = attachment.model.device
+        self._device, self._rotary = attachment.model.device, attachment.rotary
+        self._stages: dict[str, int | None] = {}  # by session: how what is stored of it is rotated; None: not stored
         self._lineages: dict[str, str] = {}  # by session
         self._behind: WeakKeyDictionary[KVCache, str] = WeakKeyDictionary()  # the lineages of caches that are in use
         self._early: WeakKeyDictionary[KVCache, Early] = WeakKeyDictionary()
@@ -88,17 +92,23 @@ class StoredHistories(Histories):
     def expect(self, size: int) -> None:
         self.store.expect(size)
 
-    def _find(self, session: str, tokens: Sequence[int], capacity: int) -> Resumed:
-        self.cut.check(capacity)
+    def _find(self, session: str, tokens: Sequence[int], capacity: int, whole: int) -> Resumed:
+        if self._stages.get(session, self._stage(whole)) != self._stage(whole):
+            self._give_up(session)
+            self._held.pop(session, None)
+            cache = self.start(capacity)
+            self._behind[cache] = self._lineage(session)
+            return Resumed(cache, outgrown=True)
         asked, loading = self._ahead.pop(session, (None, None))
         if asked != list(tokens):
             _cancel(loading)
-            loading = self._open(session, tokens)
+            loading = self._open(session, tokens, whole)
         cache, held = self.start(capacity), tokens[: self._to_be_found(session, tokens)]
         if loading is None or not _begun(loading):
             return Resumed(cache, lost=self._lost(session, held, cache))
         self._behind[cache], self._asked[cache] = self._lineage(session), (session, held)
         cache.refill_by_layer(loading.tokens, lambda layer: loading.layer(layer)[0])
+        cache.stages = {self._stage(whole)}
         return Resumed(cache, loading.tokens, loading.tier, loading=loading)
 
     def _anew(self, found: Resumed) -> Resumed:
@@ -125,26 +135,33 @@ class StoredHistories(Histories):
             self._behind[cache] = computed_again(self._lineage(session), held)
         return loss
 
-    def ahead(self, session: str, tokens: Sequence[int]) -> None:
+    def ahead(self, session: str, tokens: Sequence[int], whole: int = 0) -> None:
         if session not in self._ahead and self.read_buffer != 0:
-            self._ahead[session] = list(tokens), self._open(session, tokens)
+            self._ahead[session] = list(tokens), self._open(session, tokens, max(whole, len(tokens)))
 
-    def _open(self, session: str, tokens: Sequence[int]) -> Loading | None:
-        states = self.cut.states(len(tokens), self._device)
-        return self.store.open(session, tokens, self.read_buffer, states, self._lineage(session))
+    def _open(self, session: str, tokens: Sequence[int], whole: int) -> Loading | None:
+        states = self.cut.states(len(tokens), self._device, whole)
+        lineage = rotated_for(self._lineage(session), self._stage(whole))
+        return self.store.open(session, tokens, self.read_buffer, states, lineage)
+
+    def _stage(self, tokens: int) -> int:
+        """How a text of `tokens` tokens is rotated; 0 where all texts are rotated alike."""
+        return 0 if self._rotary is None else self._rotary.stage(tokens)
 
     def _lineage(self, session: str) -> str:
         return self._lineages.get(session, EXACT)
 
     def _leave_ahead(self, session: str, tokens: Sequence[int], cache: KVCache) -> None:
         """Whole blocks of rows, of a method that leaves these as they are: no later step writes to them."""
-        if not (self.cut.by_token and self.store.contents.lanes.beside):
+        if not (self.cut.by_token and self.store.contents.lanes.beside and cache.fits(cache.capacity)):
             return
         if (early := self._early.get(cache)) is None:
-            known = self.store.known(session, tokens, self._behind.get(cache, EXACT))
+            lineage = rotated_for(self._behind.get(cache, EXACT), self._stage(cache.capacity))
+            known = self.store.known(session, tokens, lineage)
             early = self._early[cache] = Early(known, known)
         if whole := (len(tokens) - early.end) // self.store.block_tokens * self.store.block_tokens:
-            early.leavings.append(self._leaving(cache.contents(), tokens[: early.end + whole], early.end))
+            leaving = self._leaving(cache.contents(), tokens[: early.end + whole], early.end, cache.capacity)
+            early.leavings.append(leaving)
             early.end += whole
 
     def leaves_at(self, cache: KVCache) -> float:
@@ -154,6 +171,12 @@ class StoredHistories(Histories):
     def _keep(self, session: str, tokens: Sequence[int], cache: KVCache) -> Sequence[Leaving]:
         contents, lineage = cache.contents(), self._behind.pop(cache, EXACT)
         self._lineages[session], self._held[session] = lineage, Text.of(tokens)
+        stage = self._stages[session] = self._stage(len(tokens)) if cache.fits(len(tokens)) else None
+        if stage is None:
+            self._early.pop(cache, None)
+            self._held.pop(session)
+            return ()
+        lineage = rotated_for(lineage, stage)
         known = self.store.known(session, tokens, lineage) if self.cut.by_token else 0
         early = self._early.pop(cache, None)
         leaving, end = list[Leaving](), known
@@ -163,17 +186,19 @@ class StoredHistories(Histories):
                 break
             leaving.append(begun)
             end += len(text)
-        leaving.append(self._leaving(contents, tokens, end, self.cut.rest(contents)))
+        leaving.append(self._leaving(contents, tokens, end, len(tokens), self.cut.rest(contents)))
         if not self.store.hold(session, known, leaving, lineage):
-            leaving = [self._leaving(contents, tokens, 0, self.cut.rest(contents))]
+            leaving = [self._leaving(contents, tokens, 0, len(tokens), self.cut.rest(contents))]
             self.store.hold(session, 0, leaving, lineage)
         return leaving
 
-    def _leaving(self, contents: CacheContents, tokens: Sequence[int], start: int, rest: Tensors = NOTHING) -> Leaving:
-        """Those of `tokens` from `start` on."""
+    def _leaving(
+        self, contents: CacheContents, tokens: Sequence[int], start: int, text: int, rest: Tensors = NOTHING
+    ) -> Leaving:
+        """Those of `tokens` from `start` on, rotated for a text of `text` tokens."""
         end = len(tokens)
         rows = self.cut.rows(contents, start, end) if start < end else {}
-        stored = self.cut.unrotated(start, end, rows) if rows else as_given
+        stored = self.cut.unrotated(start, end, rows, text) if rows else as_given
         return self.store.leave(tokens[start:], rows, rest, stored)
 
     def shorten(
@@ -204,8 +229,8 @@ class StoredHistories(Histories):
 
     def forget(self, session: str) -> None:
         self._give_up(session)
-        self._lineages.pop(session, None)
-        self._held.pop(session, None)
+        for known in (self._lineages, self._held, self._stages):
+            known.pop(session, None)
 
     def enqueue(self, session: str) -> None:
         self.store.enqueue(session)

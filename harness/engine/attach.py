@@ -27,6 +27,7 @@ from harness.engine.calibration import observer
 from harness.engine.hf import layer_specs, routed
 from harness.engine.loop.cache import STEP, LoopCache, LoopUsage
 from harness.engine.loop.calls import LoopCalls
+from harness.engine.rotation import text_rotary
 from harness.engine.wait import wait_for
 from methods.base import Budget, CacheState, Case, Checks, CostError, Method, Request, refuse_other_than_method
 from methods.layers.hybrid import check_growth, check_length, start_layers, whole_layers
@@ -78,6 +79,7 @@ class Attachment:
         self.ahead = overlap and placement != DEVICE  # else nothing moves but what a store keeps between turns
         self.engine = shared_engine(model.device, None if placement == DEVICE else links)
         self.model_specs = layer_specs(model)
+        self.rotary = text_rotary(model)
         self.specs = whole_layers(self.model_specs)  # what the method is told of
         method.check_model(self.specs[0])
         self.prepared, self.prepare_s = self._prepare(calibration)
@@ -108,6 +110,7 @@ class Attachment:
         request = replace(request, slab=self._slab(request))
         state = CacheState(request, checks=Checks(self._unchecked), engine=self.engine, ahead=self.ahead)
         cache = kind(start_layers(self.model_specs, state, self.method.start), state)
+        cache.rotary = self.rotary
         cache.closes_early = request.placement != DEVICE or self.method.closes_early
         return cache
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from harness.engine.rotation import TextRotary
 from harness.engine.watch import Watch
 from kernels.told import StepInputs
 from methods.base import AttnInput, CacheState, KVLayer, NextRow
@@ -39,6 +40,10 @@ class KVCache(Cache):
     told: StepInputs | None = None  # of a step that other sequences may take as well (kernels/told.py)
     free = 0  # slots of such a step that nobody has
     closes_early = False  # a layer closes as soon as it is complete
+    rotary: TextRotary | None = None  # what rotates the text by its length; None where all texts are rotated alike
+    prompt_tokens = 0  # of the whole text up to the answer, where `rotary` must know it
+    recomputes_rows = False  # each row is computed anew by itself where its text outgrows its rotation
+    recomputed = 0  # how often the text was computed anew because it outgrew its rotation
 
     def __init__(self, layers: Sequence[KVLayer], state: CacheState) -> None:
         """`state`: what the layers were started with."""
@@ -54,6 +59,8 @@ class KVCache(Cache):
         self.closed_s = 0.0  # seconds that these took
         self._arriving = 0  # tokens of the forward that is under way
         self._hooked: int | None = None  # the layer whose attention call is being prepared
+        self.stages: set[int] = set()  # of the rotations of what was fed (`TextRotary.stage`)
+        self._text: list[Tensor] = []  # [B T] each: the text, as far as it is known
 
     def seal(self) -> None:
         """The prompt is complete: all layers seal that have not closed."""
@@ -127,6 +134,66 @@ class KVCache(Cache):
         """After each forward of the model."""
         self.num_tokens += self._arriving
 
+    def expect_text(self, ids: Tensor) -> None:
+        """Say what the whole text is up to the answer, ids [B S]: it is rotated as one, however it comes."""
+        self.prompt_tokens, self._text = ids.shape[1], [ids]
+
+    def take_text(self, other: KVCache) -> None:
+        """Expect the text that another cache was told."""
+        self.prompt_tokens, self._text = other.prompt_tokens, list(other._text)
+
+    def note_text(self, ids: Tensor, *, prompt: bool = False) -> None:
+        """Remember what is fed next, ids [B T], unless it is part of the text that was said. `prompt`: no answer."""
+        if self.known_text == self.num_tokens:
+            self._text.append(ids)
+        if prompt:
+            self.prompt_tokens = max(self.prompt_tokens, self.num_tokens + ids.shape[1])
+
+    @property
+    def known_text(self) -> int:
+        """How many tokens of the text are known."""
+        return sum(part.shape[1] for part in self._text)
+
+    def expect_columns(self, columns: int) -> None:
+        """Say that a loop will have fed that many columns, padding included, once the prompt is complete."""
+        self.prompt_tokens = max(self.prompt_tokens, columns)
+
+    def text(self, ids: Tensor) -> Tensor:
+        """The whole text, with the tokens ids [B T] that are fed next. -> [B S]"""
+        if self.known_text < self.num_tokens:
+            raise UnsupportedError(
+                f"The text outgrows {self.num_tokens} tokens, at which this model computes all of it anew, and the "
+                "cache was not told the text: call cache.expect_text(ids) with the ids of all tokens so far."
+            )
+        return torch.cat([torch.cat(self._text, 1)[:, : self.num_tokens], ids.to(self._text[0].device)], 1)
+
+    @property
+    def sealed_tokens(self) -> int:
+        """How many tokens it held when it was sealed last."""
+        return self._sealed_tokens
+
+    def text_lengths(self, arriving: int) -> list[int]:
+        """How long the texts are to which the next tokens belong: one number for all rows, or one for each."""
+        return [self.note_length(self.num_tokens + arriving)]
+
+    def note_length(self, tokens: int) -> int:
+        """Note that the next forward ends with that many tokens. -> how long their text is"""
+        length = max(self.prompt_tokens, tokens)
+        if self.rotary is not None:
+            self.stages.add(self.rotary.stage(length))
+        self.counters.text_tokens = length
+        return length
+
+    def fits(self, tokens: int) -> bool:
+        """Whether all that is held is rotated as a text of `tokens` tokens is."""
+        return self.rotary is None or self.stages <= {self.rotary.stage(tokens)}
+
+    @property
+    def outgrows(self) -> bool:
+        """Whether the next token is the one with which `model.generate` computes the whole text anew."""
+        border = None if self.rotary is None else self.rotary.drops_at
+        return border is not None and self.num_tokens == border and self.prompt_tokens <= border
+
     @property
     def members(self) -> tuple[KVCache, ...]:
         """The caches that hold the sequences: this one."""
@@ -165,6 +232,12 @@ class KVCache(Cache):
     def next_row(self, layer: int) -> NextRow | None:
         """Where a layer stores the next token of each sequence, if whoever makes its k and v may write them."""
         return self.layers[layer].next_row() if self.sealed else None
+
+    def note_step(self, fed: Tensor, logits: Tensor) -> None:
+        """Let who watches know that a step took `fed` [B 1] and gave `logits` [B V]."""
+        if self.watch is not None:
+            text = self.counters.text_tokens
+            self.watch.note(fed, logits, 0 if self.rotary is None else self.rotary.stage(text))
 
     def attend(self, layer: int, x: AttnInput) -> Tensor:
         """Attention of one layer. -> [B H T D]"""

@@ -121,6 +121,7 @@ class Engine(Stepper):
         """A fresh cache for `prompt` [B S] and what follows; `shared`: layers that hold the prompt for fidelity."""
         batch, capacity = prompt.shape[0], prompt.shape[1] + max_new_tokens
         cache = self.attachment.start(KVCache, capacity=capacity, batch=batch)
+        cache.expect_text(prompt)
         if self.fidelity:
             cache.watch = Fidelity(self.attachment.model_specs, cache.state.request, self.fidelity, shared)
         return cache
@@ -134,6 +135,8 @@ class Engine(Stepper):
         from there. `between`
         is called once between two chunks' worth of work: whole chunks where the model runs its own forward, else as
         many parts of them as it has layers."""
+        if cache.rotary is not None:
+            cache.note_text(prompt, prompt=True)
         chunks = prompt.split(self.prefill_chunk or prompt.shape[1], dim=1)
         if self.forward is not None:
             complete = partial(self._close, cache) if whole and cache.closes_early else nothing
@@ -142,6 +145,29 @@ class Engine(Stepper):
             if number:
                 between()
             logits = self.run(chunk, cache)
+        return logits
+
+    @torch.inference_mode()
+    def recompute(self, ids: Tensor, cache: KVCache) -> Tensor:
+        """As `model.generate` does where a text outgrows LongRoPE's original length. What was sealed before a question
+        was read is sealed without it again, and the rest of the text is fed token by token. `cache` stays the object
+        that it is, with fresh layers; bytes that move meanwhile count in no step."""
+        text, sealed = cache.text(ids), cache.sealed_tokens
+        asked = sealed < cache.prompt_tokens
+        recomputed = cache.recomputed + 1
+        capacity, traffic, watched = cache.capacity, cache.traffic.copy(), cache.watch is not None
+        vars(cache).clear()  # frees what it holds before as much is made again
+        fresh = self.attachment.start(KVCache, capacity=capacity, batch=len(text))
+        if watched:
+            fresh.watch = Fidelity(self.attachment.model_specs, fresh.state.request, self.fidelity)
+        vars(cache).update(vars(fresh) | {"recomputed": recomputed})
+        cache.expect_text(text)
+        logits = self.prefill(cache, text[:, :sealed] if asked else text, whole=True)
+        cache.seal()
+        for token in text[:, sealed:].split(1, dim=1) if asked else ():
+            logits = self.run(token, cache)
+            cache.note_step(token, logits)
+        vars(cache.traffic).update(vars(traffic))
         return logits
 
     def _close(self, cache: KVCache, layer: int) -> None:

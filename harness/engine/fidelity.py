@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -52,6 +54,7 @@ class Fidelity:
         self.measured = 0
         self.fed: list[Tensor] = []  # [B 1] each, what was decoded
         self.logits: list[Tensor] = []  # [B V] each, what came out
+        self.lengths: list[int] = []  # of texts, by which the model rotated each
 
     def prefill(self, layer: int, x: AttnInput) -> None:
         """A prompt chunk has been attended to."""
@@ -70,10 +73,11 @@ class Fidelity:
         for name, value in self._measure(layer, x, out).items():
             self.sums[name][index] += value.cpu()
 
-    def note(self, fed: Tensor, logits: Tensor) -> None:
-        """A decode forward took `fed` [B 1] and gave `logits` [B V]."""
+    def note(self, fed: Tensor, logits: Tensor, text: int = 0) -> None:
+        """A decode forward took `fed` [B 1], rotated for a text of `text` tokens, and gave `logits` [B V]."""
         self.fed.append(fed)
         self.logits.append(logits)
+        self.lengths.append(text)
 
     def _measure(self, layer: KVLayer, x: AttnInput, out: Tensor) -> dict[str, Tensor]:
         """Each [B G]: of the heads that select, against their own weights; the mean over a KV head's, where query heads
@@ -99,18 +103,22 @@ class Fidelity:
         return {"recall": recall, "mass": mass, "error": error}
 
     def against_full(self, model: nn.Module) -> tuple[Tensor, Tensor]:
-        """Full's view of the same text, in one forward. -> KL(Full, method) in nats [B n], Full's choices [B n]"""
+        """Full's view of the same text, in a forward for each length by which the model rotates; most know
+        one. -> KL(Full, method) in nats [B n], Full's choices [B n]"""
         sealed = self.whole[0].store.length
         layers = [layer if isinstance(layer, Layer) else copy(layer) for layer in self.prompt]
         cache = KVCache(layers, self.state)
         cache.num_tokens = sealed
+        parts = list[Tensor]()
         try:
-            full = model(
-                torch.cat(self.fed, 1), past_key_values=cache, use_cache=True, logits_to_keep=len(self.fed)
-            ).logits.float()
+            for length, steps in groupby(zip(self.lengths, self.fed, strict=True), key=itemgetter(0)):
+                ids = torch.cat([fed for _, fed in steps], 1)
+                cache.prompt_tokens = length
+                parts.append(model(ids, past_key_values=cache, use_cache=True, logits_to_keep=ids.shape[1]).logits)
         finally:
             for layer in self.whole:
                 layer.store.length = sealed  # others may share it
+        full = torch.cat(parts, 1).float()
         ours = torch.stack(self.logits, 1).float().log_softmax(-1)
         exact = full.log_softmax(-1)
         return (exact.exp() * (exact - ours)).sum(-1), full.argmax(-1)
@@ -127,6 +135,7 @@ class Fidelity:
             found[f"{name}_per_head"] = [[round(one, 4) for one in layer] for layer in heads.tolist()]
         if compare:
             kl, choices = self.against_full(model)
+            tokens = tokens[-len(self.fed) - 1 :]  # a text that was computed anew is watched from there on
             asked = len(self.fed) - (len(tokens) - 1)  # forwards of the question, whose outputs were no tokens
             mine, theirs = list(tokens)[1:], choices[place, asked:].tolist()
             differ = [i for i, (a, b) in enumerate(zip(mine, theirs, strict=False), 1) if a != b]

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from harness.engine.cache import KVCache, UnsupportedError
 from harness.engine.hf import attention_modules
 from harness.engine.joined import join_weights
+from harness.engine.rotation import TextRotary, text_rotary
 from harness.models.architectures import ARCHITECTURES
 from kernels import ops
 from kernels.block import DecoderBlock, Head, Linear
@@ -44,6 +45,7 @@ class BlockForward:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.decoder: Any = model.get_decoder()
+        self.rotary = text_rotary(model)
         _check(model, self.decoder)
         self.blocks = [_block(layer) for layer in self.decoder.layers]
         if self.decoder.embed_tokens.weight.is_cuda:
@@ -90,12 +92,15 @@ class BlockForward:
         return logits[:, -1]
 
     def _rotations(self, states: Sequence[Tensor], cache: KVCache) -> list[tuple[int, Tensor, Tensor]]:
-        """Of each chunk: the position of its first token, and cos and sin of all, asked for in the order of the chunks,
-        since some rotations depend on how far the text has come."""
+        """Of each chunk: the position of its first token, and cos and sin of all."""
         sizes = [x.shape[1] for x in states]
         places = cache.positions(sum(sizes), states[0].device).split(sizes, dim=1)
         starts = accumulate(sizes[:-1], initial=cache.num_tokens)
-        return [(start, *self.decoder.rotary_emb(x, at)) for start, x, at in zip(starts, states, places, strict=True)]
+        chunks = zip(starts, states, places, strict=True)
+        if self.rotary is None:
+            return [(start, *self.decoder.rotary_emb(x, at)) for start, x, at in chunks]
+        lengths = cache.text_lengths(sum(sizes))
+        return [(start, *self.rotary.of_texts(x, at, lengths)) for start, x, at in chunks]
 
     def _layer(self, index: int, x: Stream, cos: Tensor, sin: Tensor, cache: KVCache, start: int) -> Stream:
         """x [B T hidden] -> [B T hidden], of the last layer [B 1 hidden]: only the last token's logits are wanted."""
@@ -149,6 +154,8 @@ def _check(model: PreTrainedModel, decoder: nn.Module) -> None:
     routed = {*attention_modules(model), model}  # engine/hf.py's own hooks are there
     for path, module in model.named_modules():
         kind = type(module)
+        if kind is TextRotary:  # which stands for the model's own
+            continue
         if not kind.__module__.startswith(("transformers.", "torch.")):
             raise ForwardError(f"{path or 'it'} is a {kind.__name__}, which is not from transformers (an adapter?).")
         if "forward" in vars(module):

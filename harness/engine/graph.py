@@ -33,7 +33,6 @@ from methods.base import CacheState
 from methods.tiers.traffic import Traffic
 
 RECOVERS = "2.12"  # the first torch whose allocator knows that a capture is over when its end fails
-READS_POSITIONS = ("dynamic", "longrope")  # rotations whose code asks the device how long the text is
 
 
 class StepCapture(Protocol):
@@ -286,8 +285,8 @@ def capture_refusal(forward: BlockForward | None, cache: KVCache) -> str | None:
         return "the model runs its own forward"
     if any(member.watch is not None for member in cache.members):
         return "fidelity compares steps with exact attention"
-    if (rotation := getattr(forward.decoder.rotary_emb, "rope_type", None)) in READS_POSITIONS:
-        return f"{rotation} rotations depend on the length of the text"
+    if forward.rotary is not None:
+        return f"{forward.rotary.kinds} rotations depend on the length of the text"
     if cache.state.engine.links is not None:
         return "rows cross a link that is counted beside the step (link, disk_link)"
     return next((reason for layer in cache.layers if (reason := layer.capture_refusal())), None)

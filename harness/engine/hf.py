@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from copy import deepcopy
+from copy import copy, deepcopy
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from harness.engine.cache import KVCache, UnsupportedError
+from harness.engine.rotation import TextRotary, in_place, text_rotary
 from harness.models.base import sliding_windows
 from methods.base import AttnInput, LayerSpec
 
@@ -106,8 +107,8 @@ class _Forwards:
     """Hooks around each forward of a model. Gradients are off in between: attention here has none, and those of the
     rest would be wrong without a word."""
 
-    def __init__(self, prepare: PrepareCall | None) -> None:
-        self.prepare = prepare
+    def __init__(self, prepare: PrepareCall | None, rotary: TextRotary | None) -> None:
+        self.prepare, self.rotary = prepare, rotary
         self._gradients = torch.is_grad_enabled()
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -116,6 +117,10 @@ class _Forwards:
             args, kwargs = (), self.prepare(module, args, kwargs)
         if isinstance(cache := kwargs.get("past_key_values"), KVCache):
             cache.begin()
+            if self.rotary is not None:
+                if self.rotary.prompt_tokens:
+                    cache.expect_columns(self.rotary.prompt_tokens)
+                self.rotary.lengths = cache.text_lengths(_arriving(args, kwargs))
         torch.set_grad_enabled(False)
         return args, kwargs
 
@@ -126,6 +131,14 @@ class _Forwards:
     def always(self, *called: Any) -> None:
         """Also after an error."""
         torch.set_grad_enabled(self._gradients)
+        if self.rotary is not None:
+            self.rotary.lengths = None
+
+
+def _arriving(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """How many tokens of each row a call of the model brings."""
+    given = args[0] if args else kwargs.get("input_ids")
+    return int((kwargs["inputs_embeds"] if given is None else given).shape[1])
 
 
 def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
@@ -149,8 +162,10 @@ def routed(model: PreTrainedModel, prepare: PrepareCall | None = None) -> Iterat
     with ExitStack() as undo:
         undo.callback(model.set_attn_implementation, before)
         model.set_attn_implementation(NAME)
+        rotary = text_rotary(model)
+        undo.enter_context(in_place(model, rotary))
         hooks = [m.register_forward_pre_hook(_before_attention, with_kwargs=True) for m in attention_modules(model)]
-        forwards = _Forwards(prepare)
+        forwards = _Forwards(prepare, rotary)
         hooks.append(model.register_forward_pre_hook(forwards.before, with_kwargs=True))
         hooks.append(model.register_forward_hook(forwards.after, with_kwargs=True))
         hooks.append(model.register_forward_hook(forwards.always, always_call=True))
@@ -162,7 +177,7 @@ def routed(model: PreTrainedModel, prepare: PrepareCall | None = None) -> Iterat
 def layer_specs(model: PreTrainedModel) -> list[LayerSpec]:
     """What is known of each layer of the model, in order. A method is told of some (methods/layers/hybrid.py)."""
     modules, windows = attention_modules(model), sliding_windows(model.config)
-    rotary = deepcopy(model.get_decoder().rotary_emb)
+    rotary = text_rotary(model) or deepcopy(model.get_decoder().rotary_emb)
     return [
         LayerSpec(
             index=index,
@@ -189,26 +204,33 @@ def _sink_logits(module: Any) -> Tensor | None:
 class Rotary:
     """Positions [P] -> cos, sin of one attention module, [1 P D] fp32.
 
-    Angles of dynamic scaling depend on how far earlier calls reached. Here they follow from `positions` alone: `rotary`
-    is a copy, so nothing of the model's changes, and position 0 makes it forget what it was asked before.
+    `rotary` is a copy, so nothing of the model's changes. Where angles depend on the length of the text, it is one that
+    ends with the last of `positions`.
     """
 
     def __init__(self, rotary: nn.Module, module: Any, device: torch.device) -> None:
         self.rotary, self.device, self.module = rotary, device, module
-        kinds = getattr(rotary, "layer_types", None)  # Gemma 3 has a rotation per kind of layer
+        own = rotary.own if isinstance(rotary, TextRotary) else rotary
+        kinds = getattr(own, "layer_types", None)  # Gemma 3 has a rotation per kind of layer
         self.kind = () if kinds is None else (module.layer_type,)
-        kind: Any = rotary.rope_type
-        kind = kind if kinds is None else kind[module.layer_type]
-        self.remembers = "dynamic" in kind
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        if self.remembers:
-            self._ask(torch.zeros(1, dtype=torch.long))
         return _rotation(self.module, self._ask(positions))
+
+    def of_text(self, tokens: int) -> Rotary:
+        """The rotation of a text of `tokens` tokens at all positions; 0: of one that ends with the last of them."""
+        if not tokens or not isinstance(self.rotary, TextRotary):
+            return self
+        rotary = copy(self.rotary)
+        rotary.lengths = [tokens]
+        return Rotary(rotary, self.module, self.device)
 
     @property
     def inv_freq(self) -> Tensor:
         """[R / 2], how far each turning pair of channels turns per position"""
+        if isinstance(self.rotary, TextRotary):
+            stages = map(self.rotary.stage, self.rotary.lengths or [0])
+            return self.rotary.frequencies(self.device, max(stages), *self.kind)
         rotary: Any = self.rotary
         frequencies: Tensor = getattr(rotary, "_".join((*self.kind, "inv_freq")))
         return frequencies

@@ -19,8 +19,9 @@ class Watch(Protocol):
     def decode(self, layer: KVLayer, x: AttnInput, out: Tensor) -> None:
         """`layer` has answered `out` [B H 1 D] to `x`."""
 
-    def note(self, fed: Tensor, logits: Tensor) -> None:
-        """A decode forward took `fed` [B 1] and gave `logits` [B V]."""
+    def note(self, fed: Tensor, logits: Tensor, text: int = 0) -> None:
+        """A decode forward took `fed` [B 1] and gave `logits` [B V]. `text`: by which length of
+        the text the model rotated (`TextRotary.stage`)."""
 
     def report(self, model: nn.Module, place: int, tokens: Sequence[int], compare: bool) -> dict[str, Any] | None:
         """What is recorded for sequence `place`, which answered `tokens`; None without a measured step. `compare`:

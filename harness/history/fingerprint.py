@@ -47,6 +47,12 @@ def computed_again(lineage: str, tokens: Sequence[int]) -> str:
     return _short({"before": [lineage, list(tokens)], "lost": True})
 
 
+def rotated_for(lineage: str, stage: int) -> str:
+    """The lineage of rows of `lineage` in texts so long that the model rotates them otherwise: hidden states are others
+    too, so they never serve in shorter texts. `stage`: as `TextRotary` gives it; 0 for what all short texts have."""
+    return lineage if not stage else _short({"before": lineage, "rotated for": stage})
+
+
 def content_digest(value: object) -> str:
     """Of tensors bit by bit, in tuples, lists and mappings; of all else what `repr` says."""
     return _short({"value": _described(value)})

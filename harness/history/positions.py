@@ -59,13 +59,16 @@ class Rotation:
         if (steady := self.steady(tokens)) < tokens:
             raise RotationError(
                 f"This model's rotary scaling (dynamic or LongRoPE) changes all angles once a text exceeds {steady} "
-                f"tokens, so keys stored before do not fit those after: keep conversations to {steady} tokens, or "
-                "recompute their histories."
+                "tokens, so what is cut from a longer history does not fit the shorter text: set overflow.by="
+                "truncate_tokens, which computes that text anew, or an overflow.window of at most that many tokens."
             )
 
-    def fixed(self, positions: Tensor) -> Rotation:
-        """For these consecutive positions alone. It asks the model no more, so another thread may use it."""
-        cos, sin = (part.to(positions.device) for part in self.angles(positions))
+    def fixed(self, positions: Tensor, text: int = 0) -> Rotation:
+        """For these consecutive positions alone, in a text of `text` tokens, or one that ends with them. It asks the
+        model no more, so another thread may use it."""
+        last = positions.new_tensor([max(text - 1, int(positions[-1]) if len(positions) else 0)])
+        asked = self.angles(torch.cat([positions, last]))
+        cos, sin = (part[:, :-1].to(positions.device) for part in asked)
         return Rotation(lambda asked: (cos[:, asked - positions[0]], sin[:, asked - positions[0]]), self.dtype)
 
     def _turned(self, way: Callable[[Tensor, Tensor, Tensor], Tensor], rows: Tensor, positions: Tensor) -> Tensor:

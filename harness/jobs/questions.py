@@ -224,6 +224,7 @@ class Asking:
             talk.ask(turn.prompt.ids, turn.new_tokens)
             talk.resume()
             slot = self._join(batch, turn, talk.compute(self._prefill), began)
+        slot.out.recomputed += talk.found.outgrown
         self.transcript.reuse[-1]["save_hidden_s"] = self._saved.hidden_s()
         self.transcript.prefill.add(usage)
         found = talk.found

@@ -45,6 +45,7 @@ from harness.results.records import Record, Reply, whole
 WARMUP_TOKENS = 4
 OF_A_GENERATION = (  # fields of a Generation, and of a Reply as well
     "token_s", "share_s", "decode_share_s", "seal_s", "question_s", "sealed", "fallback", "trace", "capture_s",
+    "recomputed",
 )  # fmt: skip
 
 
@@ -137,7 +138,7 @@ class Runner:
     ) -> Iterator[Transcript | Failed]:
         """Of each of `Item.parts` its own."""
         shared = self.settings.questions == "shared"
-        groups = by_context(items) if shared else ([item] for item in items)
+        groups = by_context(items, self.engine.attachment.rotary) if shared else ([item] for item in items)
         side = SideBySide(
             RunningBatch(self.engine), deque([p for item in group for p in item.parts] for group in groups)
         )

@@ -41,6 +41,11 @@ class _Front(KVCache):
         super().__init__(layers, state)
         self.followers = followers
 
+    def note_length(self, tokens: int) -> int:
+        for cache, _ in self.followers:
+            cache.note_length(tokens)
+        return super().note_length(tokens)
+
     def attend(self, layer: int, x: AttnInput) -> Tensor:
         out = super().attend(layer, x)
         for cache, absorb in self.followers:
@@ -67,6 +72,8 @@ class SharedPrefill:
     def run(self, tokens: int) -> Tensor:
         """Prefill the first `tokens` of each prompt. -> logits of the last [B V]"""
         front = _Front(self.layers, self.state, self.followers)
+        front.rotary = self.engine.attachment.rotary
+        front.expect_text(self.prompts)
         logits = self.engine.prefill(front, self.prompts[:, :tokens])
         for cache, _ in self.followers:
             cache.num_tokens = front.num_tokens

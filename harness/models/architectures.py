@@ -9,6 +9,7 @@ class Architecture(NamedTuple):
     model_type: str  # transformers' name in config.json
     by_blocks: bool  # whether its decoder layers are those of kernels/block.py, so that engine/forward.py can run them
     unlike: str = ""  # in what they are others
+    drops_cache: bool = False  # whether its `generate` computes a text anew that outgrows LongRoPE's original length
     sink_logits: bool = False  # whether its softmax has a term of its own per query head (kernels/sink_logits.py)
 
 
@@ -17,7 +18,7 @@ ARCHITECTURES = {
     "MistralForCausalLM": Architecture("mistral", by_blocks=True),
     "Qwen2ForCausalLM": Architecture("qwen2", by_blocks=True),
     "Qwen3ForCausalLM": Architecture("qwen3", by_blocks=True),
-    "Phi3ForCausalLM": Architecture("phi3", by_blocks=True),
+    "Phi3ForCausalLM": Architecture("phi3", by_blocks=True, drops_cache=True),
     # The text model alone (1B); the larger ones are Gemma3ForConditionalGeneration
     "Gemma3ForCausalLM": Architecture(
         "gemma3_text", by_blocks=False, unlike="it has norms behind its sublayers as well, and a GELU MLP"

@@ -49,6 +49,7 @@ class Reply:
     sealed: bool
     fallback: str | None  # what the method did in place of its rule, and why
     trace: dict[str, Any] | None
+    recomputed: int = 0  # how often its text was computed anew because it outgrew the model's rotation
     capture_s: float | None = None  # capturing the decode step, within the second token's time
     data: dict[str, Any]  # what the task said of the example: depth, length ...
     hit_tier: str | None = None  # of a conversation's turn: where its history was found; null on a miss
@@ -273,6 +274,7 @@ def whole(turns: Sequence[Reply]) -> dict[str, Any]:
         KV: last.kv,
         "sealed": any(turn.sealed for turn in turns),
         "fallback": next((turn.fallback for turn in turns if turn.fallback), None),
+        "recomputed": sum(turn.recomputed for turn in turns),
         "lost_to": next((turn.lost_to for turn in turns if turn.lost_to), None),
         "trace": None,
         "data": dict(first.data),

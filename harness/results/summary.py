@@ -64,6 +64,7 @@ def summarise(
         "likelihood": likelihood(records, full),
         "prefills": sum(record.prefilled_by is None for record in records),
         "lost_turns": over_known(sum, [record.lost_turns for record in records]),
+        "recomputed": sum(record.recomputed for record in records),
         "turns": _turns(records, timed=not (simulated or traced)),
         "turns_ago": _turns_ago(records),
         **_speed([] if simulated or traced else records, int(config.get("batch") or 1)),

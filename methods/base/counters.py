@@ -34,6 +34,7 @@ class StepCounters:
         self.running = False
         self.capturing = False  # whether what is asked for now must be there already
         self.steps = 0  # steps since the start
+        self.text_tokens = 0  # of the text of the last forward, where its length decides how the model rotates
         self._counters: dict[tuple[int | Each, torch.device], Tensor] = {}  # by the value that each had at the start
         self._growths: dict[tuple[int, int, torch.device], Tensor] = {}  # by sequences, free slots and device
 

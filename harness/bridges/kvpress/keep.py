@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from math import nextafter
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -87,8 +88,10 @@ class PressEvict(Evict, capturable=True, of_each={}):
         self.layer.retain_per_head([rows[seen].sort().values for rows, seen in heads])
 
     def _pressed(self, size: int, given: Rows, hidden: Tensor) -> Pressed:
+        assert isinstance(self.spec.rope, Rotary)
+        spec = replace(self.spec, rope=self.spec.rope.of_text(self.cache.counters.text_tokens))
         parts = [
-            press_one(press, self.spec, hidden[row : row + 1], [x[row : row + 1] for x in given], size)
+            press_one(press, spec, hidden[row : row + 1], [x[row : row + 1] for x in given], size)
             for row, press in enumerate(self.presses)
         ]
         if len({part.visible.shape for part in parts}) > 1:

@@ -89,16 +89,21 @@ class ScoredQuestion:
         if not self._waiting:
             return None
         self.number, continuation = self._waiting.popleft()
-        if self._logits is None:
-            self._logits = self._read()
+        whole = [*self.context, *continuation[:-1]]
+        if self._logits is None or not self._cache.fits(len(whole)):
+            self._logits = self._read(whole)
         else:
             self._snapshot.restore()
+            self._cache.expect_text(torch.tensor([whole], device=self.engine.model.device))
         return _forced(batch, self._cache, self._logits, continuation)
 
-    def _read(self) -> Tensor:
-        """-> logits of the context's last token [1 V]"""
-        ids = torch.tensor([self.context], device=self.engine.model.device)
+    def _read(self, whole: Sequence[int]) -> Tensor:
+        """-> logits of the context's last token [1 V]. `whole`: the text with the continuation, for whose length the
+        model may rotate the context"""
+        device = self.engine.model.device
+        ids = torch.tensor([self.context], device=device)
         self._cache = self.engine.cache(ids, self._room)
+        self._cache.expect_text(torch.tensor([whole], device=device))
         prompt, last = ids[:, :-1], ids[:, -1:]
         if prompt.shape[1]:
             self.engine.prefill(self._cache, prompt)

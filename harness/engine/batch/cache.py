@@ -79,6 +79,23 @@ class SlotsCache(KVCache):
         first = self._counters.first(self._begins, device).view(-1, 1).expand(sum(self._sizes) + self.free, 1)
         return first if count == 1 else first + torch.arange(count, device=device)
 
+    def note_text(self, ids: Tensor, *, prompt: bool = False) -> None:
+        for number, (member, own) in enumerate(zip(self._members, ids.split(self._sizes), strict=True)):
+            if member.known_text == member.num_tokens + self._unheard(number):
+                member._text.append(own)
+
+    def text_lengths(self, arriving: int) -> list[int]:
+        """One number for each row."""
+        return [
+            length
+            for number, (member, rows) in enumerate(zip(self._members, self._sizes, strict=True))
+            for length in [member.note_length(member.num_tokens + self._unheard(number) + arriving)] * rows
+        ]
+
+    def _unheard(self, number: int) -> int:
+        """How many steps are not in the `num_tokens` of a member."""
+        return 0 if self._attending[number].alone else self.behind(number)
+
     def begin(self) -> None:
         if self._counters.steps >= self._fits:
             self._refuse_full()

@@ -43,4 +43,5 @@ class Generation:
     trace: dict[str, Any] | None = None  # of the steps it was in
     not_finite: int | None = None  # the first token, from 0, whose logits held NaN or infinity
     unclocked: str | None = None  # why nobody knows for how long its steps waited for rows that moved
+    recomputed: int = 0  # how often its text was computed anew because it outgrew the model's rotation
     capture_s: float | None = None  # capturing its first decode step, inside the second token's time

@@ -15,6 +15,7 @@ from harness.engine.batch.generation import Generation, Stop, never
 from harness.engine.batch.slot import Decoded, Slot
 from harness.engine.batch.stepper import Stepper
 from harness.engine.cache import KVCache
+from harness.engine.forward import nothing
 from harness.engine.graph import CapturedStep
 from harness.engine.sampling import Greedy, Sampler
 
@@ -91,6 +92,8 @@ class RunningBatch:
                 self.stepper.close(captured)
 
     def _advance(self, running: list[Slot]) -> None:
+        if not (running := self._recompute(running)):
+            return
         for slot in running:
             slot.clock.resume()
         began = perf_counter()
@@ -113,6 +116,26 @@ class RunningBatch:
                 slot.decoded(slot.out.tokens[0], partial(self._catch_up, number, slot))
             slot.clock.pause()
         self._note(running, perf_counter() - began, capture_s)
+
+    def _recompute(self, running: list[Slot]) -> list[Slot]:
+        """Let those take their step alone whose text outgrows its rotation with it. -> the others"""
+        rotary = self.stepper.attachment.rotary
+        if rotary is None or rotary.drops_at is None:
+            return running
+        for number, slot in enumerate(self._together):
+            self._catch_up(number, slot)
+        outgrowing = [slot for slot in running if slot.cache.outgrows]
+        if outgrowing:
+            self._part()
+        for slot in outgrowing:
+            slot.clock.resume()
+            began, token = perf_counter(), slot.next().to(self.stepper.model.device)
+            slot.take(self.stepper.decode(token, slot.cache, None))
+            if slot.decoded is not None and slot.out.tokens[0] and not slot.ended:
+                slot.decoded(slot.out.tokens[0], nothing)
+            slot.clock.pause()
+            slot.bill(perf_counter() - began, None, 1)
+        return [slot for slot in running if slot not in outgrowing]
 
     def _note_reads(self, number: int, slot: Slot) -> None:
         """What the last step read, or what it and those before it did that the slot has not heard of."""

@@ -78,6 +78,7 @@ class Slot:
         self._unites = True  # heads of a group may read different tokens
         self._sums: list[Tensor] = []  # [B], of each token's logits: on the device until the answer is done
         self._before = cache.traffic.copy()  # the first step
+        self._recomputed = cache.recomputed
 
     @property
     def ended(self) -> bool:
@@ -112,8 +113,11 @@ class Slot:
 
     def advance(self, fed: Tensor, logits: Tensor) -> None:
         """A step has taken `fed` [B 1] and given `logits` [B V]."""
-        if self.cache.watch is not None:
-            self.cache.watch.note(fed, logits)
+        self.cache.note_step(fed, logits)
+        self.take(logits)
+
+    def take(self, logits: Tensor) -> None:
+        """What was fed last has given `logits` [B V]."""
         if self._fed:
             return
         if self._asked is not None:
@@ -141,6 +145,7 @@ class Slot:
         out.sealed = self.cache.sealed
         finite = torch.stack(self._sums).isfinite().all(-1).tolist() if self._sums else []
         out.not_finite = finite.index(False) if False in finite else None
+        out.recomputed += self.cache.recomputed - self._recomputed
         out.fallback = next((layer.fallback for layer in layers if layer.fallback), None)
         out.kv = footprint(self.cache.layers)
         if isinstance(self.sampler, Forced):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import nullcontext
 
@@ -17,7 +18,7 @@ from harness.engine.trace import Tracer
 from kernels.threads import step_threads
 
 
-class Stepper:
+class Stepper(ABC):
     """`forward`: the model by blocks; where there is none, `plain_reason` says why, and it runs its own. `graphs`:
     decode steps are captured and replayed where that can be (engine/graph.py); `plain_steps` says why some were not.
     `tracer`: clocks them."""
@@ -42,8 +43,17 @@ class Stepper:
         logits: Tensor = made.logits[:, -1]
         return logits
 
+    @abstractmethod
+    def recompute(self, ids: Tensor, cache: KVCache) -> Tensor:
+        """Compute the whole text of `cache` anew, with the token ids [B 1] that it outgrows its rotation by, and seal
+        it again. -> logits of that token [B V]"""
+
     def decode(self, ids: Tensor, cache: KVCache, captured: CapturedStep | None) -> Tensor:
         """One step. ids [B 1] -> logits [B V]"""
+        if self.attachment.rotary is not None:
+            if cache.outgrows:
+                return self.recompute(ids, cache)
+            cache.note_text(ids)
         traced = self.tracer.step(cache) if self.tracer is not None else nullcontext()
         with traced, step_threads(self.model.device):
             return captured(ids) if captured is not None else self.run(ids, cache)

@@ -34,6 +34,11 @@ class LoopCache(KVCache):
         super().__init__(layers, state)
         self.usage = LoopUsage()
 
+    @property
+    def prompt_next(self) -> bool:
+        """Whether the next forward is prompt, whatever its length."""
+        return self._prompt_next
+
     def open_turn(self) -> None:
         super().open_turn()
         self._prompt_next = True

@@ -45,6 +45,9 @@ class LoopCalls:
         if isinstance(given, PaddedCache):
             places = given.read_mask(mask, tokens, arriving.device)
             _refuse_positions(call.get("position_ids"), places, mask)
+            if given_ids is not None and given.members[0].rotary is not None:
+                self._recompute_rows(model, given, given_ids)
+                given.note_text(given_ids)
             call["position_ids"] = places
         elif padded:
             raise UnsupportedError(
@@ -52,6 +55,15 @@ class LoopCalls:
                 "turn, or give turns of equal length."
             )
         return call | {"attention_mask": None}  # it has been read, and on a GPU each look at it is a wait
+
+    def _recompute_rows(self, model: nn.Module, given: PaddedCache, ids: Tensor) -> None:
+        """Compute rows anew whose text outgrows its rotation with the token that arrives. ids [B T]"""
+        for row in given.outgrowing():
+            text = given.members[row].text(ids[row : row + 1])
+            fresh = self.make(batch=1, tokens=text.shape[1])
+            fresh.expect_text(text)
+            model(text[:, :-1], past_key_values=fresh, use_cache=True, logits_to_keep=1)
+            given.replace_row(row, fresh)
 
     def _fresh(self, mask: Tensor | None, batch: int, tokens: int) -> LoopCache:
         """`mask`: of rows that are padded."""

@@ -21,6 +21,8 @@ class PaddedCache(LoopCache):
     token of the answer, which a loop feeds with the new turn.
     """
 
+    recomputes_rows = True
+
     def __init__(self, members: Sequence[LoopCache]) -> None:
         """`members`: fresh caches of one sequence each."""
         super().__init__(members[0].layers, members[0].state)
@@ -28,6 +30,7 @@ class PaddedCache(LoopCache):
         self._slots: SlotsCache | None = None  # what the members step with; made anew when their memory has moved
         self._mask = torch.empty(len(members), 0, dtype=torch.bool)  # [B columns] of the forwards so far
         self._turn = 0  # the column with which the turn began
+        self._upcoming = self._mask  # with the forward under way
         self._tokens: list[Tensor] = []  # of each row, the columns of the forward under way that hold tokens
 
     @property
@@ -62,13 +65,40 @@ class PaddedCache(LoopCache):
         begins = torch.tensor([member.num_tokens for member in self._members]).view(-1, 1)
         return (begins + new.cumsum(1) - 1).clamp(min=0).to(device)
 
+    def expect_columns(self, columns: int) -> None:
+        for member, mask in zip(self._members, self._upcoming, strict=True):
+            if mask.any():  # all of the row's padding has come
+                member.expect_columns(columns - int((~mask).sum()))
+
+    def text_lengths(self, arriving: int) -> list[int]:
+        """One number for each row."""
+        pairs = zip(self._members, self._tokens, strict=True)
+        return [member.note_length(member.num_tokens + len(tokens)) for member, tokens in pairs]
+
+    def note_text(self, ids: Tensor, *, prompt: bool = False) -> None:
+        """`ids` [B T]: with the padding, of the forward whose mask was read."""
+        for row, (member, tokens) in enumerate(zip(self._members, self._tokens, strict=True)):
+            member.note_text(ids[row : row + 1, tokens], prompt=False)
+
+    def outgrowing(self) -> list[int]:
+        """The rows that the next step computes anew."""
+        return [row for row, member in enumerate(self._members) if member.outgrows and len(self._tokens[row]) == 1]
+
+    def replace_row(self, row: int, fresh: LoopCache) -> None:
+        """Let `fresh` be the cache of a row, which takes the next token as the last of its prompt."""
+        self._part()
+        fresh.open_turn()
+        fresh.recomputed = self._members[row].recomputed + 1
+        self._members = (*self._members[:row], fresh, *self._members[row + 1 :])
+
     def open_turn(self) -> None:
         super().open_turn()
         self._part()
 
     def seal(self) -> None:
         for member in self._members:
-            member.seal()
+            if not member.prompt_next:
+                member.seal()
         self.sealed, self._prompt_next = True, False
 
     def begin(self) -> None:
@@ -89,8 +119,7 @@ class PaddedCache(LoopCache):
     def attend(self, layer: int, x: AttnInput) -> Tensor:
         if not self._arriving:
             self.expect(x.k.shape[0], x.k.shape[2])
-        if self.sealed:
-            assert self._slots is not None
+        if self.sealed and self._slots is not None:
             return self._slots.attend(layer, x)
         out = torch.zeros_like(x.q)
         for row, (member, tokens) in enumerate(zip(self._members, self._tokens, strict=True)):
@@ -121,6 +150,12 @@ class PaddedCache(LoopCache):
 
     def _begin_step(self) -> None:
         self._catch_up()
+        if any(member.prompt_next for member in self._members):  # such a row takes its step alone, and so do the others
+            self._part()
+            return
+        for member in self._members:
+            if not member.sealed:
+                member.seal()
         if any([member.make_room(1) for member in self._members]):
             self._slots = None
         if self._slots is None:

@@ -47,6 +47,9 @@ def _about_examples(records: Sequence[Record]) -> Iterator[str]:
     counts = {
         "ended before the cache was sealed: the method did nothing there": sum(not r.sealed for r in records),
         "have no TPOT: fewer than 3 tokens": sum(r.tpot_s is None for r in records),
+        "were computed anew because their text outgrew a length from which the model rotates all of it otherwise": sum(
+            bool(r.recomputed) for r in records
+        ),
         "ran into the token limit": sum(any(one.stop == "length" for one in r.replies) for r in records),
     }
     yield from (f"{count} of {n} examples {what}" for what, count in counts.items() if count)

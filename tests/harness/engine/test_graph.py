@@ -37,7 +37,7 @@ from tests import fake_cuda
 from tests.methods.test_contract import NAMES, attach, fresh_memory_full_of_nan, small, walked
 from tests.quick import mostly_slow
 from tests.tape import Tape
-from tests.tiny import BY_BLOCKS, prompt, tiny
+from tests.tiny import BY_BLOCKS, by_length, prompt, tiny
 
 
 def generate(kv: Attachment, ids: Tensor, captured: bool, **how: Any) -> tuple[Generation, Engine]:
@@ -322,15 +322,9 @@ def test_a_batch_that_is_compared_with_exact_attention_is_not_captured() -> None
 
 
 def test_a_rotation_that_depends_on_the_length_is_refused() -> None:
-    model = tiny("llama")
-    with attached(model, Full()) as kv:
+    with attached(by_length("llama", "dynamic"), Full()) as kv:
         engine = Engine(kv, graphs=Tape())
-        rotary = model.get_decoder().rotary_emb
-        before, rotary.rope_type = rotary.rope_type, "dynamic"
-        try:
-            engine.generate(prompt(20), max_new_tokens=4)
-        finally:
-            rotary.rope_type = before
+        engine.generate(prompt(20), max_new_tokens=4)
     assert engine.plain_steps == "dynamic rotations depend on the length of the text"
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness.config.settings import Settings, recorded_defaults
 from harness.engine.attach import Attachment, attached
@@ -20,7 +19,7 @@ from harness.models.random import Random
 from methods.base import AttnInput, Method
 from methods.full import Full
 from tests.methods.test_contract import WALKED, attach, in_each_place, small
-from tests.tiny import SHAPE, prompt, tiny
+from tests.tiny import prompt, tiny
 
 CHUNK, CAPACITY = 23, 160
 
@@ -55,22 +54,6 @@ def test_logits_are_those_of_chunk_after_chunk(name: str, placement: str) -> Non
     method = small(name)
     with attach(method, 0.5 if method.uses_budget else None, placement=placement) as kv:
         ways = [answered(kv, prefill, batch=2) for prefill in (by_layer, by_chunk)]
-    assert all(map(torch.equal, *ways))
-
-
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_rotations_that_follow_the_length_of_the_text_are_asked_for_chunk_by_chunk(kind: str) -> None:
-    half = SHAPE["hidden_size"] // SHAPE["num_attention_heads"] // 2
-    factors = {"long_factor": [2.0] * half, "short_factor": [1.0] * half} if kind == "longrope" else {}
-    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 48, **factors}
-    torch.manual_seed(7)
-    changes = {"rope_parameters": rope, "max_position_embeddings": 48 if kind == "dynamic" else 96}
-    config = AutoConfig.for_model("llama", **SHAPE | changes, initializer_range=0.15)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    ways = []
-    for prefill in (by_layer, by_chunk):
-        with attached(model, Full()) as kv:
-            ways.append(answered(kv, prefill))
     assert all(map(torch.equal, *ways))
 
 

@@ -194,9 +194,9 @@ class Queue(Recompute):
     def prefetch(self) -> None:
         self.told.append("look ahead")
 
-    def resume(self, session: str, tokens: Sequence[int], capacity: int) -> Resumed:
+    def resume(self, session: str, tokens: Sequence[int], capacity: int, whole: int = 0) -> Resumed:
         self.told.append(f"resume {session}")
-        return super().resume(session, tokens, capacity)
+        return super().resume(session, tokens, capacity, whole)
 
 
 def test_histories_hear_of_each_turn_that_waits() -> None:
@@ -215,13 +215,13 @@ def test_the_next_turn_in_the_queue_loads_ahead() -> None:
     opened: list[tuple[str, list[int]]] = []
 
     class Looking(StoredHistories):
-        def ahead(self, session: str, tokens: Sequence[int]) -> None:
+        def ahead(self, session: str, tokens: Sequence[int], whole: int = 0) -> None:
             opened.append((session, list(tokens)))
-            super().ahead(session, tokens)
+            super().ahead(session, tokens, whole)
 
-        def resume(self, session: str, tokens: Sequence[int], capacity: int) -> Resumed:
+        def resume(self, session: str, tokens: Sequence[int], capacity: int, whole: int = 0) -> Resumed:
             assert session not in self._ahead or self._ahead[session][0] == tokens
-            return super().resume(session, tokens, capacity)
+            return super().resume(session, tokens, capacity, whole)
 
     def looking(kv: Attachment) -> Histories:
         plain = store(kv)

@@ -1,0 +1,174 @@
+"""Rotations whose angles depend on the length of the text: dynamic NTK and LongRoPE.
+
+transformers' rotary modules decide by the last position of the forward they are in, and those of dynamic scaling by
+what they were asked before. A chunk of a prompt, a row of a batch and a question that is fed token by token would then
+be rotated as if each were a text of its own. Here angles follow from the length of the whole text alone: a prompt's
+tokens take those of the whole prompt, and each further token those of the text that ends with it, which is what
+`model.generate` gives a prompt that comes in one piece to a model that has seen no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from inspect import unwrap
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+
+from harness.models.architectures import ARCHITECTURES
+
+KINDS = ("dynamic", "longrope")
+REMEMBERED = 64  # lengths whose frequencies are kept at a time
+
+
+class TextRotary(nn.Module):
+    """Stands in the place of a model's rotary module, of which it holds a copy: the model's own keeps its state.
+
+    Texts of one `stage` are rotated alike. `drops_at`: the length up to which `model.generate` keeps the cache of a
+    text; where the text outgrows it, all of it is computed anew (LongRoPE in Phi-3). None: cached keys stay as they
+    are.
+    """
+
+    def __init__(self, rotary: nn.Module, drops_at: int | None = None) -> None:
+        super().__init__()
+        own: Any = deepcopy(rotary)
+        self.own = own
+        self.drops_at = drops_at
+        self.rope_type: str | dict[str, str] = own.rope_type
+        self.lengths: Sequence[int] | None = None  # of the texts in the next forward; None: as far as positions reach
+        self.prompt_tokens = 0  # of a prompt that `model.generate` feeds in chunks
+        self._plain = unwrap(type(rotary).forward)  # without the update of frequencies
+        self._frequencies: dict[tuple[int, tuple[str, ...]], Tensor] = {}
+
+    @property
+    def kinds(self) -> str:
+        """The kinds of rotation whose angles depend on the length, to be named to a user."""
+        found = self.rope_type.values() if isinstance(self.rope_type, dict) else [self.rope_type]
+        return ", ".join(sorted({kind for kind in found if _depends(kind)}))
+
+    def stage(self, tokens: int) -> int:
+        """Return by which length the tokens of a text of `tokens` tokens are rotated: equal for all that are rotated
+        alike."""
+        reached = 0
+        parameters: dict[str, Any] = self.own.config.rope_parameters
+        for kind, own in [(self.rope_type, parameters)] if isinstance(self.rope_type, str) else self._by_layer_type():
+            if "dynamic" in kind:
+                reached = max(reached, tokens if tokens > self.own.original_max_seq_len else 0)
+            elif kind == "longrope":
+                border = own["original_max_position_embeddings"]
+                reached = max(reached, border + 1 if tokens > border else 0)
+        return reached
+
+    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
+        """position_ids [1|B T] -> cos, sin, each [1|B T R], by `lengths`."""
+        kind = () if layer_type is None else (layer_type,)
+        return self.of_texts(x, position_ids, self.lengths or [int(position_ids.max()) + 1], *kind)
+
+    def of_texts(self, x: Tensor, position_ids: Tensor, lengths: Sequence[int], *kind: str) -> tuple[Tensor, Tensor]:
+        """The same for texts of `lengths` tokens: one number for all rows, or one for each."""
+        stages = [self.stage(length) for length in lengths]
+        if len(set(stages)) == 1:
+            return self._turned(x, position_ids, stages[0], *kind)
+        cos = sin = torch.empty(0)
+        for stage in set(stages):
+            rows = [row for row, other in enumerate(stages) if other == stage]
+            own = self._turned(x, position_ids[rows], stage, *kind)
+            if not cos.numel():
+                cos, sin = (part.new_empty(len(stages), *part.shape[1:]) for part in own)
+            cos[rows], sin[rows] = own
+        return cos, sin
+
+    @torch.no_grad()
+    def _turned(self, x: Tensor, position_ids: Tensor, stage: int, *kind: str) -> tuple[Tensor, Tensor]:
+        setattr(self.own, "_".join((*kind, "inv_freq")), self.frequencies(x.device, stage, *kind))
+        turned: tuple[Tensor, Tensor] = self._plain(self.own, x, position_ids, *kind)
+        return turned
+
+    @torch.no_grad()
+    def frequencies(self, device: torch.device, stage: int, *kind: str) -> Tensor:
+        """The frequencies [R / 2] of a stage. Asked for position 0, the module forgets what it was asked before."""
+        if (stage, kind) not in self._frequencies:
+            if len(self._frequencies) >= REMEMBERED:
+                self._frequencies.clear()
+            name, like = "_".join((*kind, "inv_freq")), torch.empty(0, device=device)
+            setattr(self.own, name, getattr(self.own, name).clone())  # the module writes to it
+            for position in (0, max(stage - 1, 0)):
+                self.own(like, torch.tensor([[position]], device=device), *kind)
+            self._frequencies[stage, kind] = getattr(self.own, name).clone()
+        return self._frequencies[stage, kind].to(device)
+
+    def _by_layer_type(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        assert isinstance(self.rope_type, dict)
+        for name, kind in self.rope_type.items():
+            yield kind, self.own.config.rope_parameters[name]
+
+
+def _depends(kind: str) -> bool:
+    return any(name in kind for name in KINDS)
+
+
+def text_rotary(model: PreTrainedModel) -> TextRotary | None:
+    """What rotates the texts of `model` by their length; None where its rotation is the same for all lengths."""
+    rotary: Any = model.get_decoder().rotary_emb
+    if isinstance(rotary, TextRotary):
+        return rotary
+    kinds = getattr(rotary, "rope_type", "default")
+    if not any(map(_depends, kinds.values() if isinstance(kinds, dict) else [kinds])):
+        return None
+    known = ARCHITECTURES.get(type(model).__name__)
+    drops = known is not None and known.drops_cache and kinds == "longrope"
+    return TextRotary(rotary, model.config.original_max_position_embeddings if drops else None)
+
+
+def _prefill_as_whole(prefill: Callable[..., Any], rotary: TextRotary) -> Callable[..., Any]:
+    """`model._prefill` of transformers, whose chunks are then rotated as parts of the whole prompt."""
+
+    def prefilled(input_ids: Tensor, config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        mask = model_kwargs.get("attention_mask")
+        rotary.prompt_tokens = (input_ids if mask is None else mask).shape[1]
+        try:
+            return prefill(input_ids, config, model_kwargs, *args, **kwargs)
+        finally:
+            rotary.prompt_tokens = 0
+
+    return prefilled
+
+
+def _keeping_rows(model: PreTrainedModel, prepare: Callable[..., Any]) -> Callable[..., Any]:
+    """`model.prepare_inputs_for_generation`, which drops no cache that computes each of its rows anew by itself."""
+
+    plain: Any = GenerationMixin.prepare_inputs_for_generation
+
+    def prepared(input_ids: Tensor, **kwargs: Any) -> Any:
+        by_row = getattr(kwargs.get("past_key_values"), "recomputes_rows", False)
+        if by_row and kwargs.get("next_sequence_length") == 1:
+            return plain(model, input_ids, **kwargs)
+        return prepare(input_ids, **kwargs)
+
+    return prepared
+
+
+@contextmanager
+def in_place(model: PreTrainedModel, rotary: TextRotary | None) -> Iterator[None]:
+    """Let the model, and its `generate`, rotate by `rotary`; undone on leaving."""
+    if rotary is None:
+        yield
+        return
+    decoder: Any = model.get_decoder()
+    loop: Any = model
+    before, decoder.rotary_emb = decoder.rotary_emb, rotary
+    replaced = {
+        "_prefill": _prefill_as_whole(loop._prefill, rotary),
+        "prepare_inputs_for_generation": _keeping_rows(model, loop.prepare_inputs_for_generation),
+    }
+    vars(model).update(replaced)
+    try:
+        yield
+    finally:
+        decoder.rotary_emb = before
+        for name in replaced:
+            del vars(model)[name]
