@@ -60,7 +60,8 @@ ROOMS: dict[str, set[str] | None] = {
     "bridges": {"terminal", "config", "models", "prompts", "engine", "jobs", "machines"},
 }  # fmt: skip
 TRANSFORMERS = {
-    f"harness/engine/{name}.py" for name in ("attach", "cache", "calibration", "forward", "hf", "loop/calls")
+    f"harness/engine/{name}.py"
+    for name in ("attach", "cache", "calibration", "forward", "hf", "loop/calls", "rotation")
 }
 HYDRA = {
     "harness/commands/run.py",

@@ -80,7 +80,7 @@ class StoredHistories(Histories):
                 "share=True is for methods that keep all rows and read all of them, and this attachment's method does "
                 "not: open the store with share=False."
             )
-        self._device, self._rotary = attachment.model.device, attachment.rotary
+        self._device, self._stage = attachment.model.device, attachment.stage
         self._stages: dict[str, int | None] = {}  # by session: how what is stored of it is rotated; None: not stored
         self._lineages: dict[str, str] = {}  # by session
         self._behind: WeakKeyDictionary[KVCache, str] = WeakKeyDictionary()  # the lineages of caches that are in use
@@ -143,10 +143,6 @@ class StoredHistories(Histories):
         states = self.cut.states(len(tokens), self._device, whole)
         lineage = rotated_for(self._lineage(session), self._stage(whole))
         return self.store.open(session, tokens, self.read_buffer, states, lineage)
-
-    def _stage(self, tokens: int) -> int:
-        """How a text of `tokens` tokens is rotated; 0 where all texts are rotated alike."""
-        return 0 if self._rotary is None else self._rotary.stage(tokens)
 
     def _lineage(self, session: str) -> str:
         return self._lineages.get(session, EXACT)

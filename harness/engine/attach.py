@@ -86,6 +86,10 @@ class Attachment:
         self._unchecked = {"first", "further"}  # turns of which nothing that the method returns has been checked yet
         self._handed_out: list[LoopUsage] = []
 
+    def stage(self, tokens: int) -> int:
+        """How a text of `tokens` tokens is rotated (`TextRotary.stage`); 0 where all texts are rotated alike."""
+        return 0 if self.rotary is None else self.rotary.stage(tokens)
+
     def request(self, *, capacity: int, batch: int = 1, grows: bool = False) -> Request:
         return Request(
             batch=batch,

@@ -205,8 +205,11 @@ def _records(runs: Sequence[_Run], pending: Items) -> Iterator[Record | FailedEx
     """Yields one record per item of `pending`, whoever made it, for the bar."""
     settings = runs[0].job.settings
     if settings.shared_prefill:
-        rotary = runs[0].runner.engine.attachment.rotary
-        groups = list(by_context(pending, rotary)) if settings.questions == "shared" else [[item] for item in pending]
+        started = [run.runner for run in runs if not run.failed]
+        if not started:
+            return
+        stage = started[0].engine.attachment.stage
+        groups = list(by_context(pending, stage)) if settings.questions == "shared" else [[item] for item in pending]
         for start in range(0, len(groups), settings.batch):
             yield from _answers(runs, groups[start : start + settings.batch]).values()
         return

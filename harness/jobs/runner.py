@@ -138,7 +138,7 @@ class Runner:
     ) -> Iterator[Transcript | Failed]:
         """Of each of `Item.parts` its own."""
         shared = self.settings.questions == "shared"
-        groups = by_context(items, self.engine.attachment.rotary) if shared else ([item] for item in items)
+        groups = by_context(items, self.engine.attachment.stage) if shared else ([item] for item in items)
         side = SideBySide(
             RunningBatch(self.engine), deque([p for item in group for p in item.parts] for group in groups)
         )

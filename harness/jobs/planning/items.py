@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 from evals.base import Example, Task, TaskEnv
 from harness.config import plugins
@@ -17,9 +16,6 @@ from harness.prompts.prompt import Prompt, Tokenizer, Tools, render, render_turn
 from harness.prompts.prompt_lint import Finding, lint
 from harness.prompts.teacher import choices_ids, forced_ids
 from harness.results.files import canonical
-
-if TYPE_CHECKING:
-    from harness.engine.rotation import TextRotary
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,15 +97,14 @@ def blank(tokens: int, new_tokens: int) -> Item:
     return Item(example, Prompt((0,) * tokens, tokens, 0, 0, template=False, text=""), new_tokens, ())
 
 
-def by_context(items: Iterable[Item], rotary: TextRotary | None = None) -> Iterator[list[Item]]:
-    """Examples whose contexts are the same tokens, in the order in which contexts first come up, and that `rotary`
-    rotates alike: where angles depend on the length of a prompt, its context is another one's only if these are the
-    same."""
+def by_context(items: Iterable[Item], stage: Callable[[int], int] = lambda tokens: 0) -> Iterator[list[Item]]:
+    """Yield the examples whose contexts are the same, in the order in which contexts first come up: the same tokens,
+    rotated alike. `stage` tells prompts of so many tokens apart that a model rotates in different ways."""
     groups: dict[tuple[object, ...], list[Item]] = {}
     for item in items:
         ids, split = item.prompt.ids, item.prompt.split
         key = ids[:split] if split < len(ids) else (item.example.id,)  # without a question there is one prompt
-        groups.setdefault((*key, 0 if rotary is None else rotary.stage(len(ids))), []).append(item)
+        groups.setdefault((*key, stage(len(ids))), []).append(item)
     yield from groups.values()
 
 
