@@ -37,9 +37,9 @@ Written by `{COMMAND}`: change the comments in conf/, not this page.
 
 ## Commands
 
-Run a command as `python -m harness NAME`, `python -m harness.NAME` or `kv-harness NAME`; `--help` says more. Without a name,
-`python -m harness` runs a method on a task, with Full for comparison. `eval "$(kv-harness -sc install=bash)"` gives tab
-completion.
+Run a command as `python -m harness NAME`, `python -m harness.NAME` or `kv-harness NAME`; `--help` says more. Without a
+name, `python -m harness` runs a method on a task, with Full for comparison. `eval "$(kv-harness -sc install=bash)"`
+gives tab completion.
 
 {table(("command", "what it does"), [(code(f"harness.{name}"), text) for name, text in COMMANDS.items()])}
 
@@ -49,8 +49,8 @@ Every key of `python -m harness`, with its default. Set one with `key=value`; wi
 by commas. `python -m harness --help` prints the same list. The parameters of a method stand on [its card](methods.md).
 
 By default a run uses the GPU, if there is one, in the checkpoint's dtype, or else the CPU in fp32. A setting that would
-change nothing is refused, or a note says so. A run that cannot fit into memory is refused before anything loads, and the
-error names the setting that helps."""
+change nothing is refused, or a note says so. A run that cannot fit into memory is refused before anything loads, and
+the error names the setting that helps."""
 METHODS_TITLE = f"""# The methods
 
 What must be known before two of them are compared, with the defaults of conf/method/. Written by
@@ -107,7 +107,8 @@ def _section(entry: Entry, presets: Sequence[Entry]) -> str:
 
 def _beside_released(row: Mapping[str, str]) -> tuple[str, str]:
     setting = f", {code(row['setting'])}" if row["setting"] else ""
-    return f"as in released code: {row['compared']}{setting}", f"{row['same']} of {row['of']}; differs by: {row[HEAD[-1]]}"
+    same = f"{row['same']} of {row['of']}; differs by: {row[HEAD[-1]]}"
+    return f"as in released code: {row['compared']}{setting}", same
 
 
 def _words(name: str) -> str:
@@ -117,7 +118,11 @@ def _words(name: str) -> str:
 def experiments_table(found: Mapping[str, Experiment]) -> str:
     """Return the table of docs/experiments.md."""
     full = [one for name, one in found.items() if not name.startswith("small/")]
-    rows = [(code(one.name), one.headline.partition(" model: ")[0], _short(one.command), _small_cost(one, found)) for one in full]
+    texts = [one.headline.partition(" model: ")[0] for one in full]
+    rows = [
+        (code(one.name), text, _short(one.command), _small_cost(one, found))
+        for one, text in zip(full, texts, strict=True)
+    ]
     return table(EXPERIMENTS_HEAD, rows)
 
 

@@ -67,7 +67,7 @@ def _name(figure: str | None, runs: Sequence[Scenario], known: Costs) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.simulate", description=__doc__)
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="see docs/conversations.md; a key may have several")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="docs/conversations.md has the keys")
     parser.add_argument(
         "--figure", metavar="N", help="of the paper, 13 to 17, 21, 22, 24, 25: its runs, its numbers beside"
     )
