@@ -45,7 +45,7 @@ def channel_sums_refuses(q: Tensor, x: Tensor | Ragged, channels: Tensor) -> str
         return "needs the tokens of a channel side by side"
     if x.shape[3] == 0:
         return "leaves empty inputs to torch"
-    if first.device.type == "cpu" and not (common.INTERPRETED or first.is_pinned()):
+    if first.device.type == "cpu" and not (common.INTERPRETED or first.is_pinned() or not first.numel()):
         return "reads host memory that is pinned"
     near = (q, channels) if first.device.type == "cpu" else (q, first, channels)
     return (

@@ -52,7 +52,7 @@ def gather_tiers_refuses(
     far: Tensor | Ragged, rows: Tensor | Ragged, held: Tensor | None, slots: Tensor | None
 ) -> str | None:
     first = first_of(far)
-    if first.device.type == "cpu" and not (common.INTERPRETED or first.is_pinned()):
+    if first.device.type == "cpu" and not (common.INTERPRETED or first.is_pinned() or not first.numel()):
         return "reads host memory that is pinned"
     if held is not None and slots is not None:
         sides = unfit_shape(held, *rows.shape[:2], None, far.shape[3]) or unfit_shape(slots, *rows.shape)

@@ -260,7 +260,7 @@ def rotate() -> Iterator[OpCase]:
         yield OpCase("rotate", f"dim{dim}-{turning}-{tokens}", (x, cos[:1], sin[:1]))
         by_token = x.transpose(1, 2).contiguous().transpose(1, 2)
         yield OpCase("rotate", f"dim{dim}-{turning}-{tokens}-by-token", (by_token, cos, sin))
-        yield OpCase("rotate", f"dim{dim}-{turning}-{tokens}-one-place", (x, cos[:1, :1], sin[:1, :1]))
+        yield OpCase("rotate", f"dim{dim}-{turning}-{tokens}-one-place", (x, cos[:1, :1].clone(), sin[:1, :1].clone()))
         yield OpCase("rotate", f"dim{dim}-{turning}-{tokens}-a-place-of-each", (by_token, cos[:, :1], sin[:, :1]))
 
 

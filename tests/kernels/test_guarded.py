@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,8 +14,14 @@ from torch.testing import assert_close
 from kernels import ops
 from kernels.dispatch import REFERENCE, use_backend
 from tests.kernels.guarded import guarded, tensors_in
-from tests.kernels.op_cases import OpCase, cases, converted
+from tests.kernels.op_cases import OpCase, cases, converted, stored
+from tests.kernels.test_block import close, drawn, results
 
+pytest.importorskip("triton")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, not interpreted"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter is numpy, and masked lanes warn too
+]
 OPS = {op.name: op for op in ops.ALL}
 NAMED = {  # dimensions whose entries another tensor's numbers name: those must be there
     "gather_rows": [(0, 2)], "gather_tiers": [(0, 2), (2, 2)], "channel_sums": [(1, 2)], "channel_scores": [(1, 2)],
@@ -56,11 +63,8 @@ def smaller() -> Iterator[Any]:
                     yield pytest.param(case, place, dim, id=f"{case}-tensor{place}-dim{dim}")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, not interpreted")
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter is numpy, and masked lanes warn too
 @pytest.mark.parametrize(("case", "place", "dim"), smaller())
 def test_a_smaller_tensor_is_broadcast_or_refused(case: OpCase, place: int, dim: int) -> None:
-    pytest.importorskip("triton")
     op, args = OPS[case.op], converted(case.args, torch.float32)
     args = with_tensor(args, place, lambda x: x.narrow(dim, 0, 1))
     with use_backend("triton"):
@@ -76,3 +80,28 @@ def test_a_smaller_tensor_is_broadcast_or_refused(case: OpCase, place: int, dim:
         return
     for one, other in zip(tensors_in(got), tensors_in(wanted), strict=True):
         assert_close(one.double(), other.double(), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("shape", ["qwen3-prompt", "gqa8-dim128-prompt"])
+def test_a_block_turns_all_tokens_by_one_position(shape: str) -> None:
+    block, x, cos, sin = drawn(shape, torch.float32)
+    for one in ((cos[:, :1], sin[:, :1]), (cos[:1, :1], sin[:1, :1])):
+        for ours, theirs in zip(results("triton", block, x, *one), results(REFERENCE, block, x, *one), strict=True):
+            close(ours, theirs)
+
+
+def test_no_tensor_of_a_block_is_broadcast_but_angles() -> None:
+    block, x, cos, sin = drawn("qwen3", torch.float32)
+    keys, row = stored(1, 3, 2, 9, 16), torch.tensor([1, 0, 2])
+    attended = torch.zeros(3, 8, 1, 16)
+    short = replace(block, mlp_norm=block.mlp_norm[:1])
+    with use_backend("triton"):
+        assert ops.attention_inputs_stored.refusal("triton", x, x, block, cos, sin, keys, keys, row) is None
+        assert ops.block_output.refusal("triton", x, attended, block) is None
+        for added, k, v, at in (
+            (x[:1], keys, keys, row), (x, keys[:1], keys, row), (x, keys, keys[:, :1], row), (x, keys, keys, row[:2]),
+        ):  # fmt: skip
+            assert ops.attention_inputs_stored.refusal("triton", x, added, block, cos, sin, k, v, at)
+        assert ops.attention_inputs.refusal("triton", x, block, cos[:2], sin)
+        assert ops.block_output.refusal("triton", x, attended[:1], block)
+        assert ops.block_output_apart.refusal("triton", x, attended, short)

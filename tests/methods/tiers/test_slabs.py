@@ -158,6 +158,14 @@ def test_a_gpu_reads_registered_memory_in_place() -> None:
     slabs.close()
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+def test_an_error_of_a_gpu_is_not_left_for_the_next_call() -> None:
+    with pytest.raises(RuntimeError, match="could not pin 0 bytes"):
+        registered(torch.empty(0, dtype=torch.uint8))
+    assert torch.ones(4, device="cuda").sum().item() == 4
+
+
 def test_the_smallest_slab_that_is_large_enough_is_lent_again_wherever_it_stands() -> None:
     pins = Pins()
     slabs = Slabs(pins)
