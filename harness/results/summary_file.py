@@ -96,7 +96,11 @@ def not_held(run: StoredRun, others: Sequence[StoredRun]) -> str | None:
 def unlike(run: StoredRun, full: StoredRun) -> list[str]:
     """Return, in words, what forbids to pair a run with a Full example by example; empty where nothing does."""
     ours, theirs = given(run), given(full)
-    found = [word(key) for key in ours if ours[key] != theirs[key]]
+    found = [
+        word(key) + " (an older run does not say)" * (None in (ours[key], theirs[key]))
+        for key in ours
+        if ours[key] != theirs[key]
+    ]
     found += [f"{key} ({full.config.get(key)})" for key in SAME_NUMBERS if run.config.get(key) != full.config.get(key)]
     if (placement := full.config.get("placement", DEVICE)) != DEVICE:
         found.append(f"placement ({placement})")

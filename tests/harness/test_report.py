@@ -172,6 +172,7 @@ def test_runs_of_other_weights_are_held_against_their_own_full(tmp_path: Path) -
         ({"model": "of another fine-tuning"}, "the model's revision"),
         ({"prompts": "of another template"}, "the prompts"),
         ({"answers": "corrected"}, "the right answers"),
+        ({"answers": None}, "the right answers (an older run does not say)"),
         ({"dtype": "bfloat16"}, "dtype (bfloat16)"),
         ({"device": "cuda"}, "device (cuda)"),
         ({"placement": "host"}, "placement (host)"),
