@@ -13,7 +13,6 @@ from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import special
 
 Floats = NDArray[np.float64]
 
@@ -49,6 +48,8 @@ def upper_end(values: Floats, weights: Floats, top: float, level: float, between
 def _upper_end(
     value_bytes: bytes, weight_bytes: bytes, top: float, level: float, between: tuple[float, float]
 ) -> float:
+    from scipy import special  # here, because a bare GPU machine, whose tests import this module, has none
+
     values, weights = np.frombuffer(value_bytes), np.frombuffer(weight_bytes)
     aim = special.ndtri(level)
 
@@ -81,6 +82,8 @@ def tail(values: Floats, shapes: Floats) -> Floats:
 
     It integrates the moment generating function along a line through its saddle point, to about 7 digits.
     """
+    from scipy import special  # here, because a bare GPU machine, whose tests import this module, has none
+
     if values.ndim == shapes.ndim == 1:  # equal values share one gamma, of their shapes added up
         values, which = np.unique(values, return_inverse=True)
         shapes = np.bincount(which, shapes).astype(float)

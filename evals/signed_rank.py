@@ -18,7 +18,6 @@ from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import special
 
 from evals.stats import ALPHA, Interval, Units
 
@@ -73,6 +72,8 @@ def _pair_means(values: Floats) -> Floats:
 
 def _interval(means: Floats, size: int) -> Interval | None:
     """Return the numbers that the test does not refute. Its statistic steps at the means of pairs."""
+    from scipy import special  # here, because a bare GPU machine, whose tests import this module, has none
+
     if size <= EXACT:
         most = int(np.searchsorted(_distribution(size), ALPHA / 2))
     else:
@@ -83,6 +84,8 @@ def _interval(means: Floats, size: int) -> Interval | None:
 
 def _at_most(count: int, size: int) -> float:
     """Return the probability of a signed-rank statistic of at most `count` where signs fall by chance."""
+    from scipy import special  # here, because a bare GPU machine, whose tests import this module, has none
+
     if size <= EXACT:
         return float(_distribution(size)[count])
     mean, deviation = _moments(size)

@@ -23,7 +23,7 @@ MAKE = (ROOT / "Makefile").read_text()
 
 def variable(name: str) -> list[str]:
     """The words of a make variable."""
-    found = re.search(rf"^{name} *=(.*(?:\\\n.*)*)", MAKE, re.MULTILINE)
+    found = re.search(rf"^{name} *=((?:\\\n|.)*)", MAKE, re.MULTILINE)
     assert found is not None
     return found.group(1).replace("\\\n", " ").split()
 
