@@ -76,11 +76,11 @@ bench-gpu-layer:  ## a decode step of one layer, every method
 	$(GPU_BENCH) layer $(GPU_LIMITS) --tokens 131072 32768 8192 --methods $(ONE_PREFILL) shadowkv --out $(OUT)/gpu-layer
 
 bench-gpu-decode:  ## tokens of an 8B model, as CUDA graphs
-	$(GPU_BENCH) decode $(GPU_LIMITS) $(GPU_MODEL) --tokens 131072 32768 --graphs \
+	$(GPU_BENCH) decode $(GPU_LIMITS) $(GPU_MODEL) --tokens 131072 32768 \
 	    --methods $(ONE_PREFILL) shadowkv:hit_cache=false --out $(OUT)/gpu-decode
 
 bench-gpu-offload:  ## the same with keys and values in host memory
-	$(GPU_BENCH) decode $(GPU_LIMITS) $(GPU_MODEL) --tokens 131072 --placement host --overlap \
+	$(GPU_BENCH) decode $(GPU_LIMITS) $(GPU_MODEL) --tokens 131072 --placement host \
 	    --methods $(OFFLOADED) --out $(OUT)/gpu-offload
 
 demo: setup  ## Full, PQCache and StreamingLLM on needles with the embedded model: about 3 minutes on 2 cores

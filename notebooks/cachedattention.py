@@ -61,7 +61,7 @@ def made_by(name, told):
     if "words" in told:
         command = " ".join(["simulate", *(["--figure", told["figure"]] if told["figure"] else []), *told["words"]])
     else:
-        command = f"bench {told['kind']} {options(told['options'])}"
+        command = f"bench {told['kind']} {options(told['options'])} (removed after 6d01b6f8)"
     git = told["provenance"]["git"]
     commit = (git["commit"] or "unknown")[:7] + (", with changes" if git["dirty"] else "")
     return {"result": name, "command": f"python -m harness.{command}".strip(), "commit": commit, "at": told["provenance"]["time"][:10], "status": told.get("status", "complete")}
@@ -220,74 +220,6 @@ panels[2].set(title="figure 20: saving beside the turn and the next job", xlabel
 panels[2].legend(fontsize=8)
 figure.suptitle(f"Ours: {measured(MEASURED['overlap'])}; paper: LLaMA-13B, 1 A100-80GB, batch of 16", fontsize=9)
 pd.concat([rows, turns])[["what", "tokens", "way", "layers", "speedup", "both", "disturbed", "samples"]]
-
-# %% [markdown]
-# ### Figures 18 to 20 on the paper's machine, replayed
-#
-# LLaMA-13B on one A100-80GB, a batch of 16: 819,200 bytes of keys and values per token over 26 GB/s. One number is fitted:
-# products per second, so that figure 19's full buffer saves the paper's 61 %. From bytes then follow 38 % without a buffer
-# (the paper: 35 %), and figure 18. Figure 20 saves 1000 to 1600 prompt tokens and 20 decoded ones, all behind the turn or
-# beside it.
-
-# %%
-from harness.machines.costs import CostTable, LinkCost
-from harness.machines.replay import replay
-from harness.machines.schedule import TO_DEVICE, TO_HOST, LayerBorder, Operation, Submitted, Waited
-
-LAYERS, BATCH, WEIGHTS = 40, 16, 13_000_000_000
-KV = SERVED["llama-13b"].kv_bytes_per_token // LAYERS  # of a token in a layer
-LINK = 26e9
-full_buffer = max(row.value for row in published("cachedattention_fig19")) / 100
-load_s = LAYERS * 1000 * BATCH * KV / LINK
-FLOP_S = 2 * WEIGHTS * 100 * BATCH / (load_s * (1 - full_buffer) / full_buffer)
-MACHINE = CostTable(read_bytes_s=1599e9, flop_s=FLOP_S, to_device=LinkCost(LINK), to_host=LinkCost(LINK))
-
-
-def prefill(new):
-    return Operation("layer", flop=2 * WEIGHTS // LAYERS * new * BATCH)
-
-
-def turn_s(history, new, *, ahead=0, waits=False):
-    """A turn whose first `ahead` layers are there; `waits`: for all of the others before it computes."""
-    loads = [Submitted(layer, TO_DEVICE, "history", history * BATCH * KV) for layer in range(ahead, LAYERS)]
-    waited = [Waited(LAYERS - 1)] if waits and loads else []
-    layers = [[LayerBorder(layer), *([Waited(layer)] if layer >= ahead else []), prefill(new)] for layer in range(LAYERS)]
-    return replay([*loads, *waited, *(event for layer in layers for event in layer)], MACHINE).end_s
-
-
-def saving_s(prompt, beside, new=20):
-    """Prompt, answer, and the save of both: behind the turn, or each layer's rows once they are there."""
-    schedule = []
-    for layer in range(LAYERS):
-        schedule += [LayerBorder(layer), prefill(prompt)]
-        schedule += [Submitted(layer, TO_HOST, "prompt", prompt * BATCH * KV)] if beside else []
-    steps = new * LAYERS
-    schedule += [Operation("step", read=2 * WEIGHTS // LAYERS + prompt * BATCH * KV)] * steps
-    rows = LAYERS * BATCH * KV * (new if beside else new + prompt)
-    schedule += [Submitted(LAYERS, TO_HOST, "answer", rows), Waited(LAYERS)]
-    return replay(schedule, MACHINE).end_s
-
-
-figure, panels = plt.subplots(1, 3, figsize=(14, 3.4), layout="constrained")
-splits = range(500, 901, 100)
-panels[0].plot(splits, [turn_s(history, 1000 - history) / turn_s(0, 1000, ahead=LAYERS) for history in splits], "o-", color=OURS, label="replayed")
-panels[0].axhline(1, color="black", linestyle="--", linewidth=0.8, label="recomputation")
-panels[0].set(title="figure 18; the paper's is a picture", xlabel="tokens of history, of 1000", ylabel="prefill / recomputation's", ylim=(0, 1.1))
-off = turn_s(1000, 100, waits=True)
-buffers = (0, 5, 10, 15, 20, 25)
-panels[1].plot(buffers, [1 - turn_s(1000, 100, ahead=layers) / off for layers in buffers], "o-", color=OURS, label="replayed")
-panels[1].axhline(full_buffer, color="black", linestyle="--", linewidth=0.8, label="fitted to: all hidden")
-for row in published("cachedattention_fig19"):
-    found = re.search(r"of (\d+) layers", row.quantity)
-    panels[1].plot(int(found[1]) if found else 0, row.value / 100, "*", markersize=12, color=THEIRS, label=None if found else "the paper")
-panels[1].set(title="figure 19", xlabel="layers in the read buffer", ylabel="prefill time saved", ylim=(0, 1))
-lengths = (1000, 1200, 1400, 1600)
-panels[2].plot(lengths, [100 * (1 - saving_s(prompt, True) / saving_s(prompt, False)) for prompt in lengths], "o-", color=OURS, label="replayed")
-panels[2].axhspan(*saved, color=THEIRS, alpha=0.6, label="paper")
-panels[2].set(title="figure 20", xlabel="tokens of the prompt", ylabel="time saved (%)", ylim=(0, None))
-for axes in panels:
-    axes.legend(fontsize=8)
-figure.suptitle(f"LLaMA-13B, 1 A100-80GB, batch of 16: replayed, not measured; {FLOP_S / 1e12:.0f} TFLOP/s fitted", fontsize=9)
 
 # %% [markdown]
 # ## Figure 21: three policies

@@ -95,88 +95,15 @@ told(figure, "Pool policies", rows)
 [row.said for row in published("infinigen_pool")]
 
 # %% [markdown]
-# ## Figures 14 to 17: latency on the paper's machine, replayed
+# ## Figures 14 to 17: latency, live and small
 #
-# The paper's bars are pictures, and its repository has no values; its abstract says "up to 3.0 times" over prior
-# management of keys and values. These are replays: decode steps of OPT by the methods' formulas on an RTX A6000 whose link
-# is PCIe 3 (13 GB/s of 16), 128 of them, as the scripts ask for. The commands there run without overlap, so every layer
-# waits for its rows. By bytes alone: the guess's own time, launches and the prefill, which all share, come on top. FlexGen
-# is Full with all rows on the host, INT4 is that with a quarter of the bytes; UVM has no schedule. H2O keeps its tokens on
-# the device here, and theirs on the host, so it is the faster one. InfiniGen fetches a fifth in every step, the most; what alpha (17a) leaves of it depends on the text, so that panel is live, from `infinigen_alpha`.
-
-# %%
-from dataclasses import replace
-
-from harness.bench.common import methods
-from harness.jobs.planning.alignment import shapes
-from harness.machines.machine import MethodConstants, known
-from harness.machines.replay import replay
-from harness.machines.steps import steps
-from harness.models.random import Random
-from methods.base import Budget, Case
-
-a6000 = replace(known()["A6000"], to_device_gb_s=13, to_host_gb_s=13)
-WAYS = {"FlexGen": ("full_offloaded", 0.0), "INT4": ("full_offloaded", 0.75), "H2O": ("h2o", 0.0), "InfiniGen": ("infinigen", 0.0)}
-FULL = ("full", 0.0)  # all on the device
-OPT = {"6.7B": (32, 4096, 32), "13B": (40, 5120, 40), "30B": (48, 7168, 56)}
-
-
-def opt(size):
-    """All heads have their own keys and values, and the MLP has two matrices of four times the width."""
-    layers, hidden, heads = OPT[size]
-    other = Random("llama-2-7b-chat", None, 0, "bytes").describe()
-    widths = {"num_layers": layers, "hidden_size": hidden, "num_heads": heads, "num_kv_heads": heads, "head_dim": 128}
-    count = layers * 12 * hidden**2 + 50_272 * hidden
-    return replace(other, name=f"OPT-{size}", inner_size=8 * hidden // 3, vocab_size=50_272, num_parameters=count, layer_windows=(None,) * layers, **widths)
-
-
-def run_s(way, batch=20, prompt=1920, size="13B", **parameters):
-    """128 steps. INT4 moves a quarter: as many rows are left out as would be spared."""
-    name, spared = WAYS.get(way, FULL)
-    method, info = methods.load(name, **parameters), opt(size)
-    placement = "host" if method.offloads else "device"
-    budget = Budget(0.2) if method.uses_budget else None
-    cases = [Case(spec, prompt, budget.tokens(prompt, spec.index) if budget else prompt, placement, 2, 128) for spec in shapes(info)]
-    constants = MethodConstants(hits=spared, placement=placement)
-    return 128 * replay(steps(info, method, cases, batch, "fp16", constants, overlap=False, block_bytes=a6000.block_bytes), a6000.costs("fp16", constants)).tpot_s
-
-
-figure, panels = plt.subplots(1, 6, figsize=(21, 3.4), layout="constrained")
-bars = panels[0].bar(list(WAYS), [run_s(way) for way in WAYS], color="#1a59b3")
-panels[0].bar_label(bars, fmt="%.3g", fontsize=7)
-panels[0].set(title="14: batch of 20, replayed", ylabel="128 steps (s)")
-for way in WAYS:
-    panels[1].plot((4, 8, 12, 16, 20), [run_s(way, batch) for batch in (4, 8, 12, 16, 20)], "o-", label=way)
-    panels[2].plot((384, 896, 1408, 1920), [run_s(way, 8, prompt) for prompt in (384, 896, 1408, 1920)], "o-", label=way)
-panels[1].set(title="15: batches, replayed", xlabel="sequences")
-panels[2].set(title="16a: prompts, batch of 8, replayed", xlabel="prompt tokens")
-places = range(2)  # 30B does not fit, and the paper computes a part of its weights on the CPU
-for number, way in enumerate(WAYS):
-    panels[3].bar([place + 0.2 * (number - 1.5) for place in places], [run_s(way, 4, size=size) for size in ("6.7B", "13B")], 0.2, label=way)
-panels[3].set_xticks(places, ["OPT-6.7B", "OPT-13B"])
-panels[3].set(title="16b: models, batch of 4, replayed")
-ratios = (0.1, 0.2, 0.4, 0.6, 0.8, 1.0)
-panels[4].plot(ratios, [run_s("InfiniGen", 8, partial_ratio=ratio) for ratio in ratios], "o-", color="#1a59b3", label="replayed")
-panels[4].set(title="17b: partial ratio, batch of 8", xlabel="partial ratio", ylabel="128 steps (s)", ylim=(0, 40))
-fetched = alpha[alpha.method == "infinigen"].sort_values("parameters.alpha")
-panels[5].plot(fetched["parameters.alpha"], 100 * fetched["budget.attended.share"], "D-", color="#c2571a", label="live, embedded model")
-panels[5].set(title="17a: what alpha leaves", xlabel="alpha", ylabel="prompt tokens read (%)", ylim=(0, None))
-for axes in panels[1:]:
-    axes.legend(fontsize=7)
-figure.suptitle("Figures 14 to 17: RTX A6000 over PCIe 3, replayed by bytes alone, not measured", fontsize=9)
-faster = run_s("FlexGen") / run_s("InfiniGen")
-[*(row.said for number in range(14, 18) for row in published(f"infinigen_fig{number}")), f"replayed, FlexGen / InfiniGen at a batch of 20: {faster:.1f} x"]
-
-# %% [markdown]
-# ### Figures 14 to 17, live and small
-#
-# How many times as fast a step is as FlexGen's: live with the embedded model on a CPU, whose rows cross a link of 100 MB/s
-# by arithmetic, beside the replay from above and the paper's "up to 3.0 times". The link is that slow so that FlexGen waits
-# for its rows about as many times a step's computing as on the paper's machine; the last line says how many. Each layer
-# waits for its rows, as in the paper's commands, and a method's batch and FlexGen's run in turn. `infinigen_alpha99`
-# fetches a fifth in every step, as the replay has it; `infinigen` what alpha=5 leaves of that. The largest batch is figure
-# 14. UVM and INT4 are not offered here, and 16b would need embedded models of several sizes. `docs/experiments.md` has the
-# commands.
+# How many times as fast a step is as FlexGen's, which is Full with all rows on the host: live with the embedded model on a
+# CPU, whose rows cross a link of 100 MB/s by arithmetic, beside the paper's "up to 3.0 times". Made by `bench latency` and
+# `link=...`, which were removed after 6d01b6f8; the files name their command. The link is that slow so that FlexGen waits for
+# its rows about as many times a step's computing as on the paper's machine; the last line says how many. Each layer waits for
+# its rows, as in the paper's commands. `infinigen_alpha99` fetches a fifth in every step; `infinigen` what alpha=5 leaves of
+# that, which the last panel shows. The largest batch is figure 14. UVM and INT4 are not offered here, and 16b would need
+# embedded models of several sizes.
 
 # %%
 import re
@@ -185,7 +112,7 @@ import pandas as pd
 
 from harness.reports.papers import our_figures
 
-SHOWN = (("h2o", "H2O", "#8e44ad"), ("infinigen_alpha99", "InfiniGen", "#2e8b57"), ("infinigen", None, "#1a59b3"))
+SHOWN = (("h2o", "#8e44ad"), ("infinigen_alpha99", "#2e8b57"), ("infinigen", "#1a59b3"))
 
 
 def live(name):
@@ -198,37 +125,30 @@ def drawn(axes, rows, x, label, colour):
     rows = rows.sort_values(x)
     points = [(middle, middle - low, high - middle) for middle, low, high in rows.tpot_s_ratio]
     middle, *reach = zip(*points, strict=True)
-    axes.errorbar(rows[x], middle, reach, fmt="o-", color=colour, label=f"{label}, live")
-
-
-def speedup(way, batch, prompt=1920, **parameters):
-    return run_s("FlexGen", batch, prompt) / run_s(way, batch, prompt, **parameters)
+    axes.errorbar(rows[x], middle, reach, fmt="o-", color=colour, label=label)
 
 
 sides = {name: live(name) for name in ("batches", "prompts", "parameters")}
-figure, panels = plt.subplots(1, 4, figsize=(18, 3.8), layout="constrained", sharey=True)
-for name, way, colour in SHOWN:
+figure, panels = plt.subplots(1, 5, figsize=(21, 3.8), layout="constrained")
+for name, colour in SHOWN:
     for axes, side, x in ((panels[0], "batches", "batch"), (panels[1], "prompts", "tokens")):
         drawn(axes, sides[side][sides[side].method == name], x, name, colour)
-    if way:
-        dashed = {"linestyle": "--", "marker": "s", "color": colour, "alpha": 0.5, "label": f"{way}, replayed"}
-        panels[0].plot((4, 8, 12, 16, 20), [speedup(way, batch) for batch in (4, 8, 12, 16, 20)], **dashed)
-        panels[1].plot((384, 896, 1408, 1920), [speedup(way, 8, prompt) for prompt in (384, 896, 1408, 1920)], **dashed)
 for axes, parameter, usual in ((panels[2], "alpha", 5), (panels[3], "partial_ratio", 0.2)):
     found = [re.fullmatch(rf"infinigen(:{parameter}=(.+))?", name) for name in sides["parameters"].method]
     rows = sides["parameters"].assign(x=[float(match[2] or usual) if match else None for match in found])
     drawn(axes, rows.dropna(subset="x"), "x", "infinigen", "#1a59b3")
-panels[3].plot(ratios, [speedup("InfiniGen", 8, partial_ratio=ratio) for ratio in ratios], "s--", color="#2e8b57", alpha=0.5, label="InfiniGen, replayed")
 [most] = [row for row in published("infinigen_fig14") if row.value]
 TITLES = (("14, 15: batches", "sequences"), ("16a: prompts", "prompt tokens"), ("17a: alpha", "alpha"), ("17b: partial ratio", "partial ratio"))
-for axes, (title, label) in zip(panels, TITLES, strict=True):
+for axes, (title, label) in zip(panels, TITLES, strict=False):
     axes.axhline(most.value, color="#999999", linestyle=":", label="the paper, at most")
-    axes.set(title=title, xlabel=label)
+    axes.set(title=title, xlabel=label, yscale="log", ylim=(0.8, 60))
+    axes.set_yticks((1, 2, 5, 10, 20, 50), ("1", "2", "5", "10", "20", "50"))
     axes.legend(fontsize=7, loc="lower right")
-panels[0].set(ylabel="FlexGen's step / it", yscale="log")
-panels[0].set_yticks((1, 2, 5, 10, 20, 50), ("1", "2", "5", "10", "20", "50"))
-figure.suptitle("Figures 14 to 17 as ratios. Live: SmolLM2-135M, bf16, a CPU over a link by arithmetic; replayed: OPT-13B, A6000 over PCIe 3", fontsize=9)
+panels[0].set(ylabel="FlexGen's step / it")
+fetched = alpha[alpha.method == "infinigen"].sort_values("parameters.alpha")
+panels[4].plot(fetched["parameters.alpha"], 100 * fetched["budget.attended.share"], "D-", color="#c2571a")
+panels[4].set(title="17a: what alpha leaves", xlabel="alpha", ylabel="prompt tokens read (%)", ylim=(0, None))
+figure.suptitle("Figures 14 to 17 as ratios: SmolLM2-135M, bf16, a CPU over a link by arithmetic", fontsize=9)
 full = sides["batches"][sides["batches"].method == "full"]
 waits = {int(row.batch): round(row.tpot_s_ratio[0] - 1, 1) for row in full.itertuples()}
-there = {batch: round(run_s("FlexGen", batch) / run_s("Full", batch) - 1, 1) for batch in (4, 20)}
-[most.said, f"FlexGen waits, in steps of Full's computing, by batch: here {waits}, replayed {there}"]
+[*(row.said for number in range(14, 18) for row in published(f"infinigen_fig{number}")), f"FlexGen waits, in steps of Full's computing, by batch: {waits}"]

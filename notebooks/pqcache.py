@@ -125,9 +125,10 @@ told(figure, "Figure 9, as attention weight read and KL", extra)
 # %% [markdown]
 # ## Figure 10: times, rounds of k-means, the block cache
 #
-# The paper's 10a and 10b offload over PCIe. Here both tiers are the same memory: only with `link=500MBps` behind the
-# experiment's name do rows take time to cross, about as much of a step as on the paper's machine. The title has the link and
-# the load of the machine while the stored times were taken: under a load above 2, read no ratio off them.
+# The paper's 10a and 10b offload over PCIe. Here both tiers are the same memory, so rows take no time to cross; where the
+# title has a link, its time was counted by `link=...`, a setting that was removed after 6d01b6f8. The title also has the load
+# of the machine while the stored times were taken: under a load above 2, read no ratio off them. The paper says that H2O,
+# InfLLM and PQCache stay below 180 ms; its pictures are not available.
 
 # %%
 times, rounds, blocks = (ours(f"pqcache_fig10{part}", runs) for part in "acd")
@@ -165,63 +166,3 @@ panels[3].legend(fontsize=7)
 links = ", ".join(sorted(set(times.command.str.extract(r" link=(\S+)")[0].dropna())))
 told(figure, f"Figure 10; 10a and 10b: {f'over a link of {links}' if links else 'no link'}, load {times.load_average.max():.1f}", times)
 [*missing("pqcache_fig10a"), *missing("pqcache_fig10b"), *missing("pqcache_fig10c")]
-
-# %% [markdown]
-# ### The paper's machine, replayed
-#
-# The paper's 10a and 10b are pictures in the text at hand; of 10b it says that H2O, InfLLM and PQCache stay below 180 ms.
-# These are replays for its machine, an "A800 40 GB": an A100 with half of the memory and 1555 GB/s, of which we take as
-# large a share as was fitted to the A100-80GB. 10b: a schedule of decode steps by each method's formulas, so bytes alone:
-# SparQ's step reads and moves much, PQCache's little. PQCache finds none of its rows on the device here (10d has a rate of
-# 60 %). 10a: each layer computes its part of the prefill and sends its keys and values to the host, beside the layers
-# behind it. Clustering on the host's CPU is not in it, because the paper does not give its speed. Both are lower bounds.
-# Neither the rounds of 10c nor the hits of 10d follow from a schedule.
-
-# %%
-from dataclasses import replace
-
-from harness.bench.common import methods
-from harness.machines.machine import MethodConstants, known
-from harness.machines.plan import BYTES_ALONE, Workload, planned
-from harness.machines.replay import replay
-from harness.machines.schedule import TO_HOST, LayerBorder, Operation, Submitted, TokenOut, Waited
-from harness.models.random import Random
-
-a100 = known()["A100-80G"]
-a800 = replace(a100, name="A800-40G", device_bytes=40 * 2**30, read_gb_s=1555 * a100.read_gb_s / 2039, methods={})
-mistral = Random("mistral-7b-v0.2", None, 0, "bytes").describe()
-LENGTHS = range(4000, 24001, 4000)
-
-
-def token_s(name, tokens):
-    method = methods.load(name)
-    load = Workload(method=method, name=name, budget=0.2, placement="host" if method.offloads else "device", tokens=tokens, new=34, dtype="fp16")
-    row = planned(a800, mistral, load, 1)
-    assert row.basis == BYTES_ALONE
-    return row.tpot_s
-
-
-def first_token_s(tokens, sends):
-    """Products of every layer, and attention to half of the prompt for each token, at the data sheet's speed."""
-    layer = 2 * (mistral.num_parameters / mistral.num_layers + mistral.num_heads * mistral.head_dim * tokens) * tokens
-    kv, schedule = mistral.kv_bytes("fp16", tokens) // mistral.num_layers, []
-    for number in range(mistral.num_layers):
-        schedule += [LayerBorder(number), Operation("layer", flop=round(layer))]
-        schedule += [Submitted(number, TO_HOST, "keys and values", kv)] if sends else []
-    done = [Waited(mistral.num_layers - 1)] if sends else []
-    return replay([*schedule, *done, TokenOut()], a800.costs("fp16", MethodConstants())).token_s[0]
-
-
-figure, (first, each) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
-first.plot(LENGTHS, [first_token_s(tokens, False) for tokens in LENGTHS], "o-", color="black", label="prefill")
-first.plot(LENGTHS, [first_token_s(tokens, True) for tokens in LENGTHS], "s--", color=COLOURS["pqcache"], label="and all rows on the host")
-first.set(title="10a, replayed, without clustering", xlabel="prompt tokens", ylabel="seconds", ylim=(0, None))
-for name in ("full", "h2o", "sparq", "infllm", "pqcache"):
-    each.plot(LENGTHS, [1e3 * token_s(name, tokens) for tokens in LENGTHS], "o-", label=name, color=COLOURS.get(name, "black"))
-[bound] = [row for row in published("pqcache_fig10b") if row.value]
-each.axhline(bound.value, color="#999999", linestyle=":", label="the paper: H2O, InfLLM, PQCache stay below")
-each.set(title="10b, replayed by bytes alone", xlabel="prompt tokens", ylabel="per token (ms)", yscale="log")
-for axes in (first, each):
-    axes.legend(fontsize=7)
-figure.suptitle("Figure 10 for the paper's machine: replayed, not measured", fontsize=9)
-[row.said for part in "ab" for row in published(f"pqcache_fig10{part}")]

@@ -16,7 +16,6 @@
 # folder with a folder of runs per experiment, as in `notebooks/pqcache.py`.
 
 # %%
-import dataclasses
 import os
 from pathlib import Path
 
@@ -119,63 +118,26 @@ for axes in (scores, full):
 # %% [markdown]
 # ## Throughput: the largest batch, and how fast it decodes
 #
-# The repository's page has tokens per second of all sequences together on an A100-80GB, for Full and ShadowKV. Beside them
-# stand the plans for that machine (`harness.plan`): the batch that fits by the forecast, and the replayed schedule of its
-# steps. The plan's bandwidth and its seconds per layer of ShadowKV were fitted to this table (`docs/plan.md` has what each
-# row misses when it is left out). A rate is planned for the published batch, or for the largest that fits where that is
-# smaller. GLM-4 has no shape here, so its plan is made of its widths alone. The last panel is live: the embedded model, on a
-# CPU that stands for a device of 350 MB; its batches can be compared, its speed cannot.
+# The repository's page has tokens per second of all sequences together on an A100-80GB, for Full and ShadowKV. The last panel
+# is live: the embedded model, on a CPU that stands for a device of 350 MB; its batches can be compared, its speed cannot. It
+# was made by `bench throughput`, which was removed after 6d01b6f8; `bench decode --batch 1 2 4 max` measures the like.
 
 # %%
 import re
 
 import pandas as pd
 
-from harness.bench.common import methods
-from harness.machines.machine import known
-from harness.machines.plan import Workload, planned
-from harness.models.random import Random
 from harness.reports.papers import our_figures
-
-SHAPES = {"Llama-3-8B-1M": "llama-3-8b-1m", "Llama-3.1-8B": "llama-3.1-8b", "Yi-9B-200K": "yi-9b-200k"}
-BUDGETS = {61440: 1024 + 192 + 32, 124928: 2048 + 384 + 32, 249856: 4096 + 768 + 32}  # chosen, outliers, the last chunks
-
-
-def shape_of(model):
-    """GLM-4 rotates otherwise, so nothing here runs it; its bytes are known: Llama's heads and hidden size, its own others."""
-    if model in SHAPES:
-        return Random(SHAPES[model], None, 0, "bytes").describe()
-    layers, kv_heads, inner, vocab = 40, 4, 13_696, 151_552
-    count = layers * 4096 * (2 * (32 + kv_heads) * 128 + 3 * inner) + 2 * vocab * 4096
-    widths = {"num_layers": layers, "num_kv_heads": kv_heads, "inner_size": inner, "vocab_size": vocab}
-    return dataclasses.replace(shape_of("Llama-3-8B-1M"), name=model, num_parameters=count, layer_windows=(None,) * layers, **widths)
-
-
-def plan_of(model, method, tokens, batch):
-    """As published: a batch by hand, rows on the host under ShadowKV. The window is what the model was run with."""
-    info = shape_of(model)
-    load = Workload(
-        method=methods.load(method, rank=160) if method == "shadowkv" else methods.load(method), name=method,
-        budget=BUDGETS[tokens] if method == "shadowkv" else None, placement="host" if method == "shadowkv" else "device",
-        tokens=tokens, new=100,
-    )
-    info = dataclasses.replace(info, window=max(info.window, tokens + 100))
-    most = planned(known()["A100-80G"], info, load).batch
-    return most, planned(known()["A100-80G"], info, load, min(batch, most)).rate
-
 
 table = []
 for row in published("shadowkv_throughput"):
     method, tokens, batch = re.fullmatch(r"method=(\w+) tokens=(\d+) batch=(\d+)", row.setting).groups()
-    most, rate = plan_of(row.model, method, int(tokens), int(batch))
-    table.append({"model": row.model, "tokens": int(tokens), "method": method, "batch": int(batch), "tok/s": row.value, "planned batch": most, "planned tok/s": rate})
+    table.append({"model": row.model, "tokens": int(tokens), "method": method, "batch": int(batch), "tok/s": row.value})
 table = pd.DataFrame(table)
-table["planned / published"] = table["planned tok/s"] / table["tok/s"]
 live = our_figures("shadowkv", "throughput", runs)
 figure, (theirs, here) = plt.subplots(1, 2, figsize=(13, 3.8), layout="constrained", gridspec_kw={"width_ratios": (3, 1)})
 names = [f"{row.model}\n{row.tokens // 1024}K {row.method}" for row in table.itertuples()]
-theirs.bar([place - 0.2 for place in range(len(table))], table["tok/s"], 0.4, color=PAPER, label="the page, A100-80GB")
-theirs.bar([place + 0.2 for place in range(len(table))], table["planned tok/s"], 0.4, color=OURS, label="planned")
+theirs.bar(range(len(table)), table["tok/s"], 0.6, color=PAPER, label="the page, A100-80GB")
 theirs.set_xticks(range(len(table)), names, rotation=90, fontsize=6)
 theirs.set(ylabel="tokens per second, all together")
 theirs.legend(fontsize=8)

@@ -52,12 +52,11 @@ ROOMS: dict[str, set[str] | None] = {
         "terminal", "config", "models", "engine", "results", "reports", "jobs", "history", "conversations",
     },
     "tuning": {"terminal", "config", "models", "results", "jobs", "reports"},
-    "machines": {"terminal", "config", "models", "prompts", "engine", "results", "jobs"},
     "bench": {
-        "terminal", "config", "models", "prompts", "engine", "results", "jobs", "history", "conversations", "machines",
+        "terminal", "config", "models", "prompts", "engine", "results", "jobs", "history", "conversations",
         "bridges",
     },
-    "bridges": {"terminal", "config", "models", "prompts", "engine", "jobs", "machines"},
+    "bridges": {"terminal", "config", "models", "prompts", "engine", "jobs"},
 }  # fmt: skip
 TRANSFORMERS = {
     f"harness/engine/{name}.py"

@@ -10,17 +10,7 @@ from harness.config.errors import as_command
 from harness.terminal.lasting_output import lasting_output
 from harness.terminal.notices import say
 
-KINDS = (
-    "layer",
-    "decode",
-    "throughput",
-    "latency",
-    "replay",
-    "ops",
-    "generate",
-    "calibrate",
-    "fit",
-)
+KINDS = ("ops", "layer", "decode", "generate")
 
 
 @lasting_output()

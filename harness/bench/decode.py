@@ -1,10 +1,12 @@
-"""`python -m harness.bench decode`: time per output token against context length, for every method.
+"""`python -m harness.bench decode`: time per output token against context length and batch, for every method.
 
-A method's cache and Full's over the same prompt decode in turn, a few tokens at a time; the seal and the first two
-tokens of each turn are not counted. With random weights, or `--synthetic`, nobody computes the prompt: its keys and
-values are random, as prefill is not the question. With `--link` a method whose rows lie elsewhere decodes in two ways,
-in turn: its rows come while the model computes, and they come while it waits for them. On a CPU each layer's attention
-is clocked as well: what weights take of a step, and with `--layers` what a step of all layers would.
+A method's sequences and as many of Full's over the same prompt decode in turn, a few tokens at a time, where memory
+holds both; the seal and the first two tokens of each turn are not counted in TPOT. `--batch 1 2 4 max` decodes so many
+sequences together; max is the largest batch that fits, by the forecast that refuses a run as well. TTFT and TT2T are
+those of a real prompt, means over the sequences; a sequence's clock stands still while the prompts of others are
+computed. With random weights, or `--synthetic`, nobody computes the prompt: its keys and values are random. Steps are
+captured as in a run. On a CPU each layer's attention is clocked as well: what weights take of a step, and with
+`--layers` what a step of all layers would.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from statistics import fmean
 from time import perf_counter
 from typing import Any
@@ -21,73 +24,101 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.bench import calibrate
-from harness.bench.calibrate import Limits
-from harness.bench.common import arguments, methods, models, output
+from harness.bench.common import arguments, limits, methods, models, output
 from harness.bench.common.all_layers import AttentionClock, Clocked, WholeModel, weights
 from harness.bench.common.load import LoadWatch, MarkedSeconds
 from harness.bench.common.measure import estimate, marks, ratios, rounds_of
 from harness.bench.common.output import Cell
 from harness.bench.common.synthetic import LayerShape
+from harness.config.settings import Settings
 from harness.engine.attach import Attachment
 from harness.engine.batch.generation import Generation
+from harness.engine.batch.running import RunningBatch
+from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
-from harness.engine.graph import graphs_on
+from harness.engine.graph import usual_graphs
 from harness.engine.hf import routed
-from harness.machines.costs import CostTable
-from harness.machines.recorder import recorded
-from harness.machines.replay import replay
-from harness.models.base import LoadedModel
+from harness.jobs.planning.cache_bytes import Holder
+from harness.jobs.planning.capacity import Need, lacking, largest_batch, needed_by
+from harness.jobs.planning.free_memory import free_here
+from harness.jobs.planning.items import blank
+from harness.models.base import LoadedModel, ModelInfo
+from harness.models.devices import usual_chunk
 from harness.models.random import SHAPES
 from harness.prompts.calibration import calibration_text
-from methods.base import Method
+from methods.base import Budget, Method
 from methods.full import Full
 from methods.tiers.tier import DEVICE, TIERS
-from methods.tiers.transfer.links import Links
 
-Attach = Callable[..., Attachment]
 CALIBRATION = 4096  # tokens of ordinary text for methods that calibrate themselves
+Attach = Callable[[Method], Attachment]
+WARM_UP = 256  # tokens of a prompt before the one that is timed
 
 
-class ModelDecoding:
-    """A cache over `prompt` [1 S] that decodes turn after turn; the model is routed meanwhile."""
+class Decoding:
+    """`batch` sequences over `prompt` [1 S] that decode turn after turn together; the model is routed meanwhile."""
 
-    def __init__(self, kv: Attachment, prompt: Tensor, options: argparse.Namespace) -> None:
-        self.engine = Engine(kv, graphs=graphs_on(kv.model.device) if options.graphs else None)
-        self.new, self.question = options.new, prompt[:, :0]
-        self.cache = self.engine.cache(prompt, options.new * (options.rounds + 1))
-        if options.synthetic:
-            _shape(kv).fill(self.cache.layers, prompt.shape[1], attending=not kv.method.dense_prefill)
-            self.cache.num_tokens = prompt.shape[1]
-            self.logits = torch.zeros(1, kv.model.config.vocab_size, device=kv.model.device)
-        else:
-            self.logits = self.engine.prefill(self.cache, prompt, whole=True)
-        self.first = self.turn()  # with the seal; not counted
-        self.cache.state.checks.on = False  # every turn of this cache would be checked as the first one of a run is
-        calls = kv.model.device.type == "cpu" and not options.graphs  # which a replayed step does not make
-        self.clock = AttentionClock(self.cache.method_layers if calls else [])
+    def __init__(self, kv: Attachment, prompt: Tensor, options: argparse.Namespace, batch: int = 1) -> None:
+        self.engine = Engine(kv, graphs=usual_graphs(kv.model.device))
+        self.new, self.question, self.capacity = options.new, prompt[:, :0], options.new * (options.rounds + 1)
+        if not options.synthetic:  # kernels are built, and weights read once
+            self.engine.generate(prompt[:, :WARM_UP], max_new_tokens=3)
+        self.caches: list[KVCache] = []
+        self.logits: list[Tensor] = []
+        self.first = self._first(prompt, options.synthetic, batch)  # with the seals
+        for cache in self.caches:
+            cache.state.checks.on = False  # every turn of this cache would be checked as the first one of a run is
+        layers = self.caches[0].method_layers
+        calls = kv.model.device.type == "cpu" and batch == 1 and self.engine.graphs is None
+        self.clock = AttentionClock(layers if calls else [])
         self.attention_s: list[list[float] | None] = []  # per step of a turn, of each layer
-        self.moved: list[float] = []
-        self.exposed_s: list[float] = []  # per step of a turn
-        self.hidden_s: list[float] = []
+        self.moved: list[float] = []  # bytes per step of a turn, of all sequences
 
-    def turn(self) -> Generation:
-        """`new` tokens, the first of which is not computed; each turn begins with the prompt's next token."""
-        return self.engine.complete(
-            self.cache, self.logits, self.question, began=perf_counter(), max_new_tokens=self.new
-        )
+    @torch.inference_mode()
+    def _first(self, prompt: Tensor, synthetic: bool, batch: int) -> list[Generation]:
+        """Let one sequence after the other join, which is sealed before the next prompt comes, and decode a turn."""
+        running = RunningBatch(self.engine)
+        slots = []
+        for _ in range(batch):
+            began, cache = perf_counter(), self.engine.cache(prompt, self.capacity)
+            logits = self._filled(cache, prompt) if synthetic else self.engine.prefill(cache, prompt, whole=True)
+            self.caches.append(cache)
+            self.logits.append(logits)
+            slots.append(running.join(cache, logits, self.question, began=began, max_new_tokens=self.new))
+        while running.slots:
+            running.step()
+        return [slot.out for slot in slots]
+
+    def _filled(self, cache: KVCache, prompt: Tensor) -> Tensor:
+        """Random keys and values, layer by layer, as a prompt comes."""
+        kv = self.engine.attachment
+        for index, layer in enumerate(cache.layers):
+            _shape(kv).fill([layer], prompt.shape[1], attending=not kv.method.dense_prefill)
+            if cache.closes_early:
+                cache.close(index)
+        cache.num_tokens = prompt.shape[1]
+        return torch.zeros(1, kv.model.config.vocab_size, device=kv.model.device)
+
+    def turn(self) -> list[Generation]:
+        """`new` tokens for each, the first of which is not computed; each turn begins with the prompt's next token."""
+        running = RunningBatch(self.engine)
+        slots = [
+            running.join(cache, logits, self.question, began=perf_counter(), max_new_tokens=self.new)
+            for cache, logits in zip(self.caches, self.logits, strict=True)
+        ]
+        while running.slots:
+            running.step()
+        return [slot.out for slot in slots]
 
     def timed_turn(self) -> MarkedSeconds:
-        """Of a token behind the second."""
-        traffic = self.cache.traffic
-        before, watch = replace(traffic), LoadWatch()
+        """Return the seconds of a token after the second."""
+        before, watch = [replace(cache.traffic) for cache in self.caches], LoadWatch()
         self.last = self.turn()
         disturbed, steps = watch.disturbed(), self.new - 1
-        self.moved.append((traffic.total_bytes - before.total_bytes) / steps)
-        self.exposed_s.append((traffic.exposed_s - before.exposed_s) / steps)
-        self.hidden_s.append((traffic.hidden_s - before.hidden_s) / steps)
+        moved = [cache.traffic.total_bytes - old.total_bytes for cache, old in zip(self.caches, before, strict=True)]
+        self.moved.append(sum(moved) / steps)
         self.attention_s.append(self.clock.taken())
-        times = self.last.token_s
+        times = self.last[-1].token_s  # the last one's clock has all of each step
         return MarkedSeconds((times[-1] - times[1]) / (len(times) - 2), disturbed)
 
     def clocked(self, times: Sequence[float]) -> list[Clocked]:
@@ -102,98 +133,154 @@ def _shape(kv: Attachment) -> LayerShape:
 
 
 def measure(
-    attach: Attach, full: Attachment, ids: Tensor, options: argparse.Namespace, limits: Limits
+    method: Method,
+    attach: Attach,
+    ids: Tensor,
+    options: argparse.Namespace,
+    known: limits.Limits,
+    batch: int,
+    beside: bool,
 ) -> dict[str, Any]:
-    """Of one row. ids [1 S]: the prompt."""
+    """Return the figures of a row. ids [1 S]: the prompt. `beside`: Full's sequences run in turn."""
+    full = Full()
     with ExitStack() as attachments:
-        asked = attachments.enter_context(closing(attach(overlap=options.overlap or options.link is not None)))
-        attachments.enter_context(routed(asked.model))
-        own, beside = (ModelDecoding(kv, ids, options) for kv in (asked, full))
-        ways = {"own": own.timed_turn, "full": beside.timed_turn}
-        if asked.ahead:
-            waiting = attachments.enter_context(closing(attach(overlap=False)))
-            ways["waiting"] = ModelDecoding(waiting, ids, options).timed_turn
-        *_, times = rounds_of(ways, options.rounds)
-        in_threads = asked.ahead and asked.engine.beside  # whose order no recording knows
-        replayed = None if in_threads else replayed_s(own, limits, options.dtype)
-    tpot_s, made = estimate(times["own"]), own.last
-    layers = here = len(own.cache.method_layers)
-    if options.shape and here == asked.model.config.num_hidden_layers:  # none of them slides
+        own_kv = attachments.enter_context(closing(attach(method)))
+        attachments.enter_context(routed(own_kv.model))
+        own = Decoding(own_kv, ids, options, batch)
+        ways = {"own": own}
+        if beside:
+            ways["full"] = Decoding(attachments.enter_context(closing(attach(full))), ids, options, batch)
+        *_, times = rounds_of({name: side.timed_turn for name, side in ways.items()}, options.rounds)
+    tpot_s, made = estimate(times["own"]), own.last[0]
+    layers = here = len(own.caches[0].method_layers)
+    if options.shape and here == own_kv.model.config.num_hidden_layers:  # none of them slides
         layers = SHAPES[options.shape]["num_hidden_layers"]
-    floor = floor_s(own, limits["read_gb_s"])
+    floor = floor_s(own, known["read_gb_s"])
+    scaled = (
+        WholeModel(layers, weights(own_kv.model)).beside(ways["full"].clocked(times["full"]), own.clocked(times["own"]))
+        if beside
+        else {"weights_share": None, "all_layers": {}}
+    )
     return {
+        "batch": batch,
         "tpot_s": tpot_s,
-        "full_s": estimate(times["full"]),
-        "speedup": None if asked.method == full.method else ratios(times["full"], times["own"]),
+        "rate": batch / tpot_s.median,
+        "full_s": estimate(times["full"]) if beside else None,
+        "speedup": ratios(times["full"], times["own"]) if beside and method != full else None,
         "floor_s": floor,
         "of_limit": floor / tpot_s.median,
-        "replayed_s": replayed,
-        **WholeModel(layers, weights(asked.model)).beside(beside.clocked(times["full"]), own.clocked(times["own"])),
-        "seal_s": own.first.seal_s,
+        **scaled,
+        "ttft_s": None if options.synthetic else _mean(own.first, 0),
+        "tt2t_s": None if options.synthetic else _mean(own.first, 1),
+        "seal_s": fmean(one.seal_s or 0.0 for one in own.first),
         "capture_s": made.capture_s,
         "plain_steps": own.engine.plain_steps,
+        "one_by_one": own.engine.one_by_one,
         "attended_prompt": made.measured.get("attended_prompt"),
-        **{f"{tier}_bytes": size for tier, size in made.kv.items()},
+        **{f"{tier}_bytes": sum(one.kv[tier] for one in own.last) for tier in made.kv},
         "moved_bytes_per_step": fmean(own.moved),
-        "exposed_s": fmean(own.exposed_s) if asked.ahead else None,
-        "hidden_s": fmean(own.hidden_s) if asked.ahead else None,
-        "waiting_s": estimate(times["waiting"]) if "waiting" in times else None,
-        "saved": ratios(times["own"], times["waiting"]) if "waiting" in times else None,
         "fallback": made.fallback,
         **marks(*times.values()),
     }
 
 
-def attachment(
-    method: Method, loaded: LoadedModel, text: list[int], options: argparse.Namespace, overlap: bool = False
-) -> Attachment:
+def _mean(runs: Sequence[Generation], token: int) -> float:
+    return fmean(run.token_s[token] for run in runs)
+
+
+def attachment(method: Method, loaded: LoadedModel, text: list[int], options: argparse.Namespace) -> Attachment:
+    """Attach `method` as a run does."""
     placement: str = options.placement if method.offloads else DEVICE
     reuse_steps = options.reuse_steps if method.uses_budget else 0
-    calibration, links = torch.tensor([text]), Links(options.link) if options.link else None
+    calibration = torch.tensor([text])
     return Attachment(
-        loaded.model, method, options.budget, placement, calibration, reuse_steps, overlap=overlap, links=links
+        loaded.model, method, options.budget, placement, calibration, reuse_steps, overlap=_overlaps(options)
     )
 
 
-def floor_s(decoding: ModelDecoding, read_gb_s: float) -> float:
-    """A step that does nothing but read the weights and the keys and values it attends to, once each."""
+def _overlaps(options: argparse.Namespace) -> bool:
+    return options.overlap == "on" or (options.overlap == "auto" and options.device != "cpu")
+
+
+def holder(method: Method, options: argparse.Namespace) -> Holder:
+    """Return what the forecast of bytes asks of a run with these options."""
+    settings = Settings(
+        budget=options.budget,
+        placement=options.placement if method.offloads else DEVICE,
+        dtype=options.dtype,
+        device=options.device,
+        prefill_chunk=usual_chunk(options.device, method.dense_prefill),
+        overlap="on" if _overlaps(options) else "off",
+        graphs="off" if options.device == "cpu" else "on",
+    )
+    return Holder(settings, method, Budget(options.budget) if method.uses_budget else None)
+
+
+class Forecast:
+    """Says which batches of a prompt of `tokens` tokens fit into the memory that is free now."""
+
+    def __init__(self, info: ModelInfo, tokens: int, options: argparse.Namespace) -> None:
+        self.info, self.options = info, options
+        self.item = blank(tokens, options.new * (options.rounds + 1))
+        self.free = free_here(options.device)
+
+    def batch(self, method: Method, asked: int | str) -> int:
+        """Return the batch that was asked for. Raises `ValueError` where it does not fit."""
+        most, tier = largest_batch(self.info, holder(method, self.options), self.item, *self.free, loaded=True)
+        if most < (1 if asked == arguments.MAX else int(asked)):
+            raise ValueError(f"by the forecast the memory of the {tier} holds {most} sequences")
+        return most if asked == arguments.MAX else int(asked)
+
+    def holds_both(self, method: Method, batch: int) -> bool:
+        """Return whether as many sequences of Full fit besides."""
+        own, full = (
+            needed_by(self.info, holder(one, self.options), self.item, batch, loaded=True) for one in (method, Full())
+        )
+        both = Need(0, own.total + full.total, 0, host=own.host + full.host)
+        return lacking(both, *self.free) is None
+
+
+def floor_s(decoding: Decoding, read_gb_s: float) -> float:
+    """Return the seconds of a step that does nothing but read the weights, and the keys and values that each sequence
+    attends to, once."""
     model, specs = decoding.engine.model, decoding.engine.attachment.specs
-    attended = decoding.last.measured.get("attended_total") or 0.0
+    attended = sum(one.measured.get("attended_total") or 0.0 for one in decoding.last)
     rows = sum(2 * spec.num_kv_heads * spec.head_dim * attended for spec in specs) * model.dtype.itemsize
     return (weights(model).total + rows) / read_gb_s / 1e9
 
 
-@torch.inference_mode()
-def replayed_s(decoding: ModelDecoding, limits: Limits, dtype: str) -> float:
-    """A step whose every operation takes no more than what it reads and writes at the best bandwidth, or its products
-    at the best speed; bytes cross links in no time."""
-    token = torch.zeros(1, 1, dtype=torch.int64, device=decoding.engine.model.device)
-    with recorded(decoding.cache.method_layers) as schedule:
-        decoding.engine.decode(token, decoding.cache, None)
-    flop_s = 1e9 * limits["matmul_gflop_s"][dtype]
-    return replay(schedule, CostTable(read_bytes_s=1e9 * limits["read_gb_s"], flop_s=flop_s)).end_s
-
-
 def run(
-    options: argparse.Namespace, loaded: LoadedModel, text: list[int], limits: Limits, report: output.Report
+    options: argparse.Namespace,
+    loaded: LoadedModel,
+    info: ModelInfo,
+    text: list[int],
+    known: limits.Limits,
+    report: output.Report,
 ) -> None:
-    full = attachment(Full(), loaded, text[-CALIBRATION:], options)
+    """Add the rows of every batch, one after the other."""
+    attach = partial(attachment, loaded=loaded, text=text[-CALIBRATION:], options=options)
 
-    def behind(tokens: int) -> methods.MeasureMethod:
+    def behind(tokens: int, batch: int | str) -> methods.MeasureMethod:
         ids = torch.tensor([_prompt(text, tokens, loaded, options)], device=loaded.model.device)
-        return lambda method: measure(
-            partial(attachment, method, loaded, text[-CALIBRATION:], options), full, ids, options, limits
-        )
 
-    def told(row: dict[str, Any]) -> str:
-        beside = f", {row['speedup'].median:.2f} x Full" if row["speedup"] else ""
-        return f"{row['tpot_s'].median * 1e3:.2f} ms{beside}"
+        def measured(method: Method) -> dict[str, Any]:
+            forecast = Forecast(info, tokens, options)
+            count = forecast.batch(method, batch)
+            return measure(method, attach, ids, options, known, count, forecast.holds_both(method, count))
 
-    methods.measured(options, report, behind, told)
+        return measured
+
+    for batch in options.batch:
+        methods.measured(options, report, partial(behind, batch=batch), _told, batch=batch)
+
+
+def _told(row: dict[str, Any]) -> str:
+    beside = f", {row['speedup'].median:.2f} x Full" if row["speedup"] else ""
+    return f"{row['batch']} together, {row['tpot_s'].median * 1e3:.2f} ms{beside}"
 
 
 def _prompt(text: list[int], tokens: int, loaded: LoadedModel, options: argparse.Namespace) -> list[int]:
-    """The last of `text`, repeated where it is too short and nobody reads it."""
+    """Return the last of `text`, repeated where it is too short and nobody reads it."""
     if options.synthetic:
         return (text * (tokens // len(text) + 1))[-tokens:]
     needed = tokens + options.new * (options.rounds + 1)
@@ -207,43 +294,44 @@ def _prompt(text: list[int], tokens: int, loaded: LoadedModel, options: argparse
 
 TABLE = output.table(
     Cell("tokens", "tokens"),
+    Cell("batch", "batch"),
     Cell("method", "method", left=True),
     Cell("TPOT", "tpot_s", "ms", 1e3),
+    Cell("decode", "rate", "tok/s"),
     Cell("Full / it", "speedup"),
     Cell("of limit", "of_limit", "%", 100),
-    Cell("replayed", "replayed_s", "ms", 1e3),
     Cell("layers", "all_layers.layers"),
     Cell("all layers", "all_layers.tpot_s", "ms", 1e3),
     Cell("Full / it, all layers", "all_layers.speedup"),
     Cell("weights", "weights_share", "%", 100),
+    Cell("TTFT", "ttft_s", "s"),
+    Cell("TT2T", "tt2t_s", "s"),
     Cell("attended", "attended_prompt"),
     Cell("seal", "seal_s", "s"),
     *(Cell(tier.head, output.some(f"{name}_bytes"), "MiB", 2**-20) for name, tier in TIERS.items()),
     Cell("moved", output.some("moved_bytes_per_step"), "MiB/step", 2**-20),
-    Cell("exposed", output.some("exposed_s"), "ms/step", 1e3),
-    Cell("hidden", output.some("hidden_s"), "ms/step", 1e3),
-    Cell("waiting", "waiting_s", "ms", 1e3),
-    Cell("it / waiting", "saved"),
     Cell("graph", "capture_s", "s"),
     Cell("no graph because", "plain_steps", left=True),
+    Cell("one by one because", "one_by_one", left=True),
     Cell("fell back", "fallback", left=True),
 )
 
 
 def parser() -> argparse.ArgumentParser:
-    model = {"shape": None, "layers": None, "synthetic": False, "graphs": False, "link": None, "overlap": False}
+    """Return what reads the options of this benchmark."""
+    model = {"shape": None, "layers": None, "synthetic": False, "overlap": "auto", "batch": [1]}
     shared = model | arguments.METHODS | arguments.FAST
     return arguments.parser("decode", __doc__, tokens=[2048, 4096, 7936], new=16, budget=0.2, **shared)
 
 
 def main(options: argparse.Namespace) -> None:
+    """Measure, print and write a table, its figures and a picture."""
     if options.new < 3:
         raise ValueError(f"--new {options.new} leaves no step to time behind the second token: use at least 3.")
     options.synthetic |= options.shape is not None
-    arguments.check_bus(options)
     methods.chosen(options.methods, options.config_dir)  # a wrong name is found now
     source = models.source(options.shape, options.layers)
-    limits = calibrate.told(options.device)
+    known = limits.told(options.device)
     loaded = source.load(options.dtype, options.device)
     text = calibration_text(
         source.tokenizer(), max(CALIBRATION, *options.tokens) if not options.synthetic else CALIBRATION
@@ -251,10 +339,20 @@ def main(options: argparse.Namespace) -> None:
     filled = "prompt KV synthetic" if options.synthetic else "real prefill"
     title = (
         f"Decoding with {loaded.name}, {options.dtype}, {options.device}, budget {options.budget}, "
-        f"placement {options.placement}{arguments.crossed(options)}{', captured steps' * options.graphs}; {filled}"
+        f"placement {options.placement}; {filled}"
     )
-    facts = {"limits": limits, "synthetic": options.synthetic, "model": loaded.name}
+    facts = {"limits": known, "synthetic": options.synthetic, "model": loaded.name}
     report = output.Report("decode", title, options, TABLE, **facts)
-    run(options, loaded, text, limits, report)
-    labels = ("prompt tokens", "seconds per output token")
-    report.finish(partial(output.lines, x="tokens", y="tpot_s", series="method", labels=labels))
+    run(options, loaded, source.describe(), text, known, report)
+    report.finish(_draw)
+
+
+def _draw(path: Path, rows: Sequence[output.BenchRow], title: str) -> None:
+    """Draw TPOT against the length of the prompt; where there are several batches, tokens per second against these."""
+    if len({row["batch"] for row in rows}) == 1:
+        labels = ("prompt tokens", "seconds per output token")
+        output.lines(path, rows, x="tokens", y="tpot_s", series="method", labels=labels, title=title)
+        return
+    shown = [{**row, "rates": [row["rate"]] * 3, "what": f"{row['method']}, {row['tokens']} tokens"} for row in rows]
+    labels = ("sequences", "tokens per second, all together")
+    output.lines(path, shown, x="batch", y="rates", series="what", labels=labels, title=title)

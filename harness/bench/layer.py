@@ -16,15 +16,14 @@ from typing import Any
 
 import torch
 
-from harness.bench import calibrate
-from harness.bench.common import arguments, methods, output
+from harness.bench.common import arguments, limits, methods, output
 from harness.bench.common.load import MarkedSeconds
 from harness.bench.common.measure import estimate, marks, own_seconds, ratios, rounds_of, seconds
+from harness.bench.common.operations import bytes_read
 from harness.bench.common.output import Cell
 from harness.bench.common.synthetic import LayerShape
 from harness.engine.step_parts import PHASES
 from harness.engine.trace import Stopwatch, clocked
-from harness.machines.operations import bytes_read
 from kernels.threads import step_threads
 from methods.base import AttnInput, Budget, CacheState, KVLayer, Method, Request
 from methods.full import Full
@@ -163,12 +162,12 @@ def parser() -> argparse.ArgumentParser:
 
 def main(options: argparse.Namespace) -> None:
     methods.chosen(options.methods, options.config_dir), arguments.shape(options)  # what is wrong is found now
-    limits = calibrate.told(options.device)
+    known = limits.told(options.device)
     title = (
         f"One decode step of one layer: {options.heads} query and {options.kv_heads} KV heads of {options.head_dim}, "
         f"{options.dtype}, budget {options.budget}, {options.device}; prompt KV synthetic"
     )
-    report = output.Report("layer", title, options, table(limits["read_gb_s"]), limits=limits, synthetic=True)
+    report = output.Report("layer", title, options, table(known["read_gb_s"]), limits=known, synthetic=True)
     run(options, report)
     labels = ("prompt tokens", "times faster than Full")
     report.finish(partial(output.lines, x="tokens", y="speedup", series="method", labels=labels))

@@ -14,15 +14,14 @@ from typing import Any
 
 import torch
 
-from harness.bench import calibrate
-from harness.bench.common import arguments, output
+from harness.bench.common import arguments, limits, output
 from harness.bench.common.measure import DTYPES, Call, Cold, estimate, interleaved, marks, ratios, release, why
+from harness.bench.common.operations import bytes_read
 from harness.bench.common.output import Cell, failed_row
 from harness.bench.common.synthetic import LayerShape
 from harness.bench.op_cases import GROUPS, Inputs, OpCase
 from harness.bench.rivals import rival
 from harness.jobs.planning.free_memory import free_bytes
-from harness.machines.operations import bytes_read
 from harness.terminal.numbers import count
 from kernels import ops
 from kernels.dispatch import REFERENCE, Op, use_backend
@@ -34,7 +33,7 @@ SCORED = "prefill_attention"  # whose reference keeps the scores of all queries
 
 
 @torch.inference_mode()
-def measure(case: OpCase, shape: LayerShape, limits: calibrate.Limits, rounds: int) -> list[dict[str, Any]]:
+def measure(case: OpCase, shape: LayerShape, known: limits.Limits, rounds: int) -> list[dict[str, Any]]:
     """Return a row per backend; the one that methods get comes first. A backend that ends in an error, or whose scores
     do not fit into free memory, is a row that says why."""
     op, failures = OPS[case.op], dict[str, str]()
@@ -50,7 +49,7 @@ def measure(case: OpCase, shape: LayerShape, limits: calibrate.Limits, rounds: i
     if with_scores and (too_large := scores_too_large(case, shape.device)):
         failures |= {name: too_large for name in with_scores if calls.pop(name, None)}
     times = interleaved(calls, Cold(shape.device), rounds, failures)
-    limit = limit_s(case, shape, limits)
+    limit = limit_s(case, shape, known)
     common = {"op": case.op, "what": case.what, "limit_s": limit, "rival": beside and beside.name, "refused": refused}
     return [
         common
@@ -82,10 +81,10 @@ def scores_too_large(case: OpCase, device: torch.device) -> str | None:
     return f"its scores take {needed / 2**30:.0f} GiB, and {free / 2**30:.0f} GiB are free"
 
 
-def limit_s(case: OpCase, shape: LayerShape, limits: calibrate.Limits) -> float:
+def limit_s(case: OpCase, shape: LayerShape, known: limits.Limits) -> float:
     """Return the seconds that this machine needs at least."""
-    read = bytes_read(case.op, case.args) / limits["read_gb_s"]
-    return max(read, case.flops / limits["matmul_gflop_s"][NAMES[case.dtype or shape.dtype]]) / 1e9
+    read = bytes_read(case.op, case.args) / known["read_gb_s"]
+    return max(read, case.flops / known["matmul_gflop_s"][NAMES[case.dtype or shape.dtype]]) / 1e9
 
 
 def _run(op: Op, backend: str, case: OpCase) -> Any:
@@ -93,7 +92,7 @@ def _run(op: Op, backend: str, case: OpCase) -> Any:
         return op(*case.args)
 
 
-def run(options: argparse.Namespace, limits: calibrate.Limits, report: output.Report) -> None:
+def run(options: argparse.Namespace, known: limits.Limits, report: output.Report) -> None:
     for inputs in wanted(options):
         torch.manual_seed(inputs.tokens)
         for group in GROUPS:
@@ -101,7 +100,7 @@ def run(options: argparse.Namespace, limits: calibrate.Limits, report: output.Re
                 for case in group(inputs):
                     if (options.ops and case.op not in options.ops) or report.out_of_time(f"{case.op} {case.what}"):
                         continue
-                    for row in measure(case, inputs.shape, limits, options.rounds):
+                    for row in measure(case, inputs.shape, known, options.rounds):
                         report.add(row, f"{row['label']} {_told(row)}")
             except Exception as error:  # of the inputs: those of the calls are rows already
                 label = f"further cases of {group.__name__.strip('_')} at {inputs.tokens}"
@@ -143,11 +142,11 @@ def parser() -> argparse.ArgumentParser:
 
 def main(options: argparse.Namespace) -> None:
     list(wanted(options))  # what is wrong is found now
-    limits = calibrate.told(options.device)
+    known = limits.told(options.device)
     title = (
         f"Operations: {options.heads} query and {options.kv_heads} KV heads of {options.head_dim}, {options.dtype}, "
         f"{options.device}"
     )
-    report = output.Report("ops", title, options, TABLE, limits=limits, synthetic=True)
-    run(options, limits, report)
+    report = output.Report("ops", title, options, TABLE, limits=known, synthetic=True)
+    run(options, known, report)
     report.finish(partial(output.bars, label="label", y="reference", unit="times as fast as plain torch"))

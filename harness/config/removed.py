@@ -4,11 +4,17 @@ from __future__ import annotations
 
 COMMANDS = {
     "bands": "compare Full with the tables in results/published",
+    "bench calibrate": "every benchmark measures the machine's limits first",
+    "bench fit": "measure with `python -m harness.bench decode` on the machine",
     "bench history": "see results/published/cachedattention/history.json, or time turns of a run with history=store",
     "bench kvpress": "use `make test-official KVPRESS=python`",
+    "bench latency": "use `python -m harness.bench decode --batch 1 4`, which has TTFT and TT2T",
     "bench overflow": "see results/published/cachedattention/overflow.json",
     "bench overlap": "see results/published/cachedattention/overlap.json",
+    "bench replay": "measure with `python -m harness.bench decode` on the machine",
+    "bench throughput": "use `python -m harness.bench decode --batch 1 2 4 max`",
     "canonical": "use `python -m harness doctor --model`",
+    "plan": "use dry_run=true or `python -m harness.bench decode --batch 1 2 4 max` for the batch that fits",
     "explain": "use `python -m harness show RUN` and the report",
 }
 KEYS = {

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from harness.jobs.job import Job
-from harness.jobs.planning.capacity import refusal, sealed, side_by_side, size
+from harness.jobs.planning.capacity import largest_batch, refusal, sealed, side_by_side, size
 from harness.jobs.planning.free_memory import free_here
 from harness.jobs.planning.items import by_context
 from harness.jobs.planning.planner import Planner
@@ -41,6 +41,7 @@ def show(job: Job, planner: Planner) -> None:
         ("budget", _budget(job)),
         ("KV cache", _bytes(job)),
         ("memory", _memory(job)),
+        *([("batch", _batch(job))] if not settings.shared_prefill and settings.history != "store" else ()),
         ("time", _time(job, full, planner)),
         ("folder", str(job.folder)),
         *([("Full", _beside(full))] if full else ()),
@@ -87,6 +88,16 @@ def _memory(job: Job) -> str:
     need, (free, free_host) = job.need(), free_here(job.settings.device)
     fits = f"needs {need}; {size(free) if free is not None else 'unknown'} free on {job.settings.device}"
     return refusal(need, job.settings, free, free_host) or fits
+
+
+def _batch(job: Job) -> str:
+    """Return how many sequences as long as the longest example fit at once."""
+    free, free_host = free_here(job.settings.device)
+    if free is None:
+        return "unknown: nobody knows how much memory is free"
+    longest = max(job.items, key=lambda item: item.room)
+    most, tier = largest_batch(job.model.describe(), job.holder, longest, free, free_host)
+    return f"at most {most} sequences of {longest.room} tokens fit at once, by the memory of the {tier}"
 
 
 def _beside(full: Job) -> str:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from harness.machines.allocations import Allocations
+from harness.engine.allocations import Allocations
 from kernels import reference, sdpa
 from kernels.windowed import windowed_attention
 from tests.kernels.op_cases import random, stored

@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import torch
 
+from harness.bench.common.operations import bytes_read
 from harness.config.plugins import build
 from harness.engine.attach import attached
 from harness.engine.engine import Engine
 from harness.engine.footprint import footprint
 from harness.engine.trace import Tracer
-from harness.machines.recorder import recorded
-from harness.machines.schedule import Operation
 from methods.base import Budget, Case, Cost, CostError, LayerSpec, Method
 from methods.parts import costs
 from methods.shadowkv import ShadowKV
 from methods.tiers.codec import Codec
 from methods.tiers.integers import IntCodec
+from tests.dispatched import operations
 from tests.methods.test_contract import NAMES, _yaml, small
 from tests.tiny import prompt, tiny
 
@@ -108,9 +108,9 @@ def test_rebuilding_keys_reads_the_rows_that_were_chosen() -> None:
         cache = engine.cache(ids, RESERVE)
         engine.prefill(cache, ids)
         cache.seal()
-        with recorded(cache.method_layers) as schedule:
+        with operations() as called:
             engine.decode(ids[:, :1], cache, None)
-    rebuilding = [event.read for event in schedule if isinstance(event, Operation) and event.name == "rebuild_keys"]
+    rebuilding = [bytes_read(name, arguments) for name, arguments in called if name == "rebuild_keys"]
     case = Case(kv.specs[0], LENGTH, int(0.3 * LENGTH), "device", element_bytes=4)
     angles = 2 * 2 * 16 * 4 * method.plan(case.budget, LENGTH).top * method.chunk
     assert rebuilding == [rebuilt(method, case) + angles] * len(kv.specs)

@@ -14,9 +14,9 @@ from torch.testing import assert_close
 
 from evals.niah import Niah
 from harness.config.settings import Results, Settings
+from harness.engine.allocations import Allocations
 from harness.engine.footprint import footprint
 from harness.jobs.evaluate import evaluate
-from harness.machines.allocations import Allocations
 from harness.models.embedded import SmolLM2
 from kernels import ops
 from kernels.coded import Coded

@@ -9,7 +9,6 @@ import torch
 
 from harness.bench.common import measure
 from harness.bench.common.synthetic import LayerShape
-from harness.config.values import SettingsError, rate, size
 from harness.models.base import DTYPES
 from harness.models.devices import DeviceError, check_device
 from harness.models.random import SHAPES
@@ -18,20 +17,9 @@ from harness.terminal.paths import typed
 from methods.tiers.tier import DEVICE, TIERS
 
 
-def link(text: str) -> float:
-    """A bandwidth in bytes per second."""
-    try:
-        return rate("--link", text)
-    except SettingsError as error:
-        raise ArgumentTypeError(str(error)) from None
-
-
-def memory(text: str) -> int:
-    """Bytes."""
-    try:
-        return size("memory", text)
-    except SettingsError as error:
-        raise ArgumentTypeError(str(error)) from None
+def batch(text: str) -> int | str:
+    """Read a number of sequences, or max: as many as fit."""
+    return MAX if text == MAX else count(text)
 
 
 def device(text: str) -> str:
@@ -42,6 +30,7 @@ def device(text: str) -> str:
         raise ArgumentTypeError(str(error)) from None
 
 
+MAX = "max"
 OPTIONS: dict[str, dict[str, Any]] = {
     "tokens": {"nargs": "+", "type": length, "help": "lengths of the prompt, as 32768 or 32K"},
     "new": {"type": count, "help": "tokens of an answer, or of a turn"},
@@ -49,39 +38,28 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "methods": {"nargs": "*", "help": "names, or quest:select_per=kv_head"},
     "config_dir": {"type": typed, "action": "append", "help": "look for method/NAME.yaml there, too"},
     "placement": {"choices": tuple(TIERS)},
-    "link": {"type": link, "help": "on a CPU, the bandwidth of a bus that rows would cross, as 25GBps"},
-    "overlap": {"action": "store_true", "help": "rows come while the model computes; what stays exposed is measured"},
-    "transfer_ms": {"nargs": "+", "type": positive, "help": "what the rows of a layer take at least to cross the link"},
+    "overlap": {
+        "choices": ("auto", "on", "off"),
+        "help": "whether rows come while the model computes; auto: on a GPU, as in a run",
+    },
+    "batch": {
+        "nargs": "+",
+        "type": batch,
+        "help": "sequences that decode together; max: as many as fit, by the forecast",
+    },
     "reuse_steps": {"type": natural},
-    "against": {"metavar": "METHOD", "help": "runs in turn with each method, for the ratios"},
-    "batches": {"nargs": "+", "type": count, "help": "sequences that decode together"},
     "heads": {"type": count},
     "kv_heads": {"type": count},
     "head_dim": {"type": count},
-    "machine": {"required": True, "metavar": "FILE", "help": "what `calibrate` has written, or its folder"},
     "shape": {"choices": tuple(SHAPES), "help": "random weights of this shape instead of the embedded model"},
     "layers": {"type": count, "help": "of the random weights; all by default"},
-    "model": {"nargs": "*", "help": "as of a run: model=hf model.name=..."},
     "synthetic": {"action": "store_true", "help": "no prefill: random K and V; so with --shape"},
-    "graphs": {"action": "store_true", "help": "capture decode steps and replay them, where that can be"},
     "prefill": {"type": count, "help": "tokens of a prompt whose attention is quadratic"},
     "inner": {"type": count, "help": "channels of the MLP; 3.5 times the model's by default"},
     "dtype": {"choices": DTYPES},
     "dtypes": {"nargs": "+", "choices": DTYPES},
     "device": {"type": device},
     "rounds": {"type": count},
-    "seconds": {"type": positive},
-    "device_memory": {
-        "type": memory,
-        "metavar": "SIZE",
-        "help": "of the device, as 80GB; all that a GPU has by default",
-    },
-    "host_memory": {
-        "type": memory,
-        "metavar": "SIZE",
-        "help": "for rows that leave the device; without a limit by default",
-    },
-    "most": {"type": count, "help": "sequences at most"},
     "minutes": {"type": positive, "help": "begin no further row after that long"},
     "no_plot": {"action": "store_true", "help": "the table and the figures alone"},
     "out": {"type": typed, "help": "folder for the table, the figures and the picture"},
@@ -108,19 +86,6 @@ def current(name: str) -> torch.device:
     if chosen.index is not None:  # torch refuses a plain "cuda", which is the current one anyway
         torch.cuda.set_device(chosen)
     return chosen
-
-
-def check_bus(options: Namespace) -> None:
-    """Refuse a link, or overlap, where nothing would cross it."""
-    if options.overlap and options.placement == DEVICE:
-        raise ValueError("--overlap hides the way of rows that lie elsewhere: add --placement host or disk.")
-    if options.link and (options.placement == DEVICE or options.device != "cpu"):
-        raise ValueError("--link stands for a bus that a CPU does not have: add --placement host and --device cpu.")
-
-
-def crossed(options: Namespace) -> str:
-    """What a title says of the link."""
-    return f", link {options.link / 1e9:g} GB/s" if options.link else ""
 
 
 def shape(options: Namespace) -> LayerShape:

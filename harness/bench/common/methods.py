@@ -49,29 +49,35 @@ def chosen(specs: Sequence[str], folders: Sequence[Path] = ()) -> dict[str, Meth
 
 
 def measured(
-    options: Namespace, report: Report, behind: Callable[[int], MeasureMethod], told: Callable[[dict[str, Any]], str]
+    options: Namespace,
+    report: Report,
+    behind: Callable[[int], MeasureMethod],
+    told: Callable[[dict[str, Any]], str],
+    **facts: Any,
 ) -> None:
     """Add a row for every method after a prompt of every length. `behind`: that length -> what measures a method there.
     What ends in an error, as a lack of memory or a budget that is too small, is a row that says so, and the others go
-    on. `ValueError`s of `behind` are raised: nothing can be measured at such a length."""
+    on. `ValueError`s of `behind` are raised: nothing can be measured at such a length. `facts`: what else a row has."""
+    also = "".join(f", {name} {value}" for name, value in facts.items())
     for tokens in options.tokens:
         try:
             measure = behind(tokens)
         except ValueError:
             raise
         except Exception as error:
-            report.add(failed_row(f"every method at {tokens}", why(error), tokens=tokens), f"at {tokens}: {why(error)}")
+            label = f"every method at {tokens}{also}"
+            report.add(failed_row(label, why(error), tokens=tokens, **facts), f"{label}: {why(error)}")
             continue
         for name, method in chosen(options.methods, options.config_dir).items():
-            row: dict[str, Any] = {"method": name, "tokens": tokens}
-            if report.out_of_time(f"{name} at {tokens}"):
+            label, row = f"{name} at {tokens}{also}", {"method": name, "tokens": tokens, **facts}
+            if report.out_of_time(label):
                 continue
             try:
                 row |= measure(method)
                 line = told(row)
             except Exception as error:
                 line = why(error)
-                row = failed_row(f"{name} at {tokens}", line, method=name, tokens=tokens)
+                row = failed_row(label, line, **row)
             if "error" in row:
                 release()
-            report.add(row, f"{name} at {tokens}: {line}")
+            report.add(row, f"{label}: {line}")

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from harness.bridges.kvpress.building import build
 from harness.bridges.kvpress.keep import press_one
 from harness.bridges.kvpress.package import KVPressError
+from harness.engine.allocations import Allocations
 from harness.engine.hf import layer_specs
-from harness.machines.allocations import Allocations
 from methods.base import Case
 
 SAMPLES = 512, 1024  # tokens of the prompts that are measured

@@ -6,8 +6,9 @@ the other examples of a batch sealed beside it, or while a step brings rows. Wha
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -33,6 +34,8 @@ from kernels.told import MOST_KEPT_BYTES
 from methods.base import Cost
 from methods.tiers.shelf import pinned_bytes
 from methods.tiers.tier import DEVICE, HOST, TIERS
+
+MOST_SEQUENCES = 4096  # that are looked for to fit together
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,10 @@ def needed(
     """`loaded`: the weights are there already. `beside`: the jobs that share the prefill."""
     settings, holders = holder.settings, [holder, *beside]
     running, states = _longest(items, settings.batch), states_of(info, settings, _prompt(items))
-    of_jobs = [[cache_bytes(one, info, item, states) for item in running] for one in holders]
+    of_jobs = []
+    for one in holders:
+        known = {id(item): cache_bytes(one, info, item, states) for item in running}  # the same one may stand often
+        of_jobs.append([known[id(item)] for item in running])
     on_cpu = settings.device == "cpu"
     moments = _shared(of_jobs) if settings.shared_prefill else _alone(of_jobs[0], settings)
     more = stored(info, settings, items) * len(holders)
@@ -83,6 +89,32 @@ def needed(
     weights = 0 if loaded else info.weight_bytes(settings.dtype)
     most = max(moments, key=lambda moment: moment.total)
     return Need(weights, most.kv + more, most.states, most.kept + most.more, host)
+
+
+def needed_by(info: ModelInfo, holder: Holder, item: Item, count: int, *, loaded: bool = False) -> Need:
+    """Return what `count` sequences like `item` take that run together."""
+    together = holder._replace(settings=replace(holder.settings, batch=count))
+    return needed(info, together, [item] * count, loaded=loaded)
+
+
+def largest_batch(
+    info: ModelInfo, holder: Holder, item: Item, free: int | None, free_host: int | None = None, *, loaded: bool = False
+) -> tuple[int, str]:
+    """Return how many sequences like `item` fit into `free` bytes of the device and `free_host` of the host, at most
+    MOST_SEQUENCES, and which of the two ends there. Unknown memory holds all."""
+
+    def ended(count: int) -> str | None:
+        return lacking(needed_by(info, holder, item, count, loaded=loaded), free, free_host)
+
+    most = bisect_left(range(1, MOST_SEQUENCES + 1), True, key=lambda count: ended(count) is not None)
+    return most, ended(most + 1) or DEVICE
+
+
+def lacking(need: Need, free: int | None, free_host: int | None = None) -> str | None:
+    """Return which memory is too small, the device's or the host's; None where both hold `need`, or nobody knows."""
+    if free is not None and need.total > free:
+        return DEVICE
+    return HOST if free_host is not None and need.host > free_host else None
 
 
 def _alone(caches: Sequence[CacheBytes], settings: Settings) -> list[Moment]:
@@ -208,12 +240,15 @@ def of_conversations(info: ModelInfo, settings: Settings, items: Iterable[Item])
 def refusal(need: Need, settings: Settings, free: int | None, free_host: int | None = None) -> str | None:
     """Why `need` does not fit into `free` bytes of the device, and `free_host` of the host, and what helps; None where
     it fits, or where nobody knows."""
-    if free is not None and need.total > free:
+    tier = lacking(need, free, free_host)
+    if tier == DEVICE:
+        assert free is not None
         return (
             f"The run needs {need} in {settings.dtype} but only {size(free)} are free on {settings.device}: use "
             f"{' or '.join(_advice(need, settings, free))}; memory_check=off tries anyway."
         )
-    if free_host is not None and need.host > free_host:
+    if tier == HOST:
+        assert free_host is not None
         helps = [
             *(["placement=disk"] if settings.placement == HOST else []),
             *(["a smaller store.host"] if settings.history == "store" else []),

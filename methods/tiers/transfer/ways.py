@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-BLOCK_BYTES = 64 * 1024  # from such pieces on a PCIe 5 link is full (vLLM PR 42212); plans take a machine's own
+BLOCK_BYTES = 64 * 1024  # from such pieces on a PCIe 5 link is full (vLLM PR 42212)
 
 
 class Travel(Enum):

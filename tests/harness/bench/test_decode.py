@@ -17,18 +17,21 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness.bench import __main__ as bench
 from harness.bench import decode
-from harness.bench.calibrate import Limits
 from harness.bench.common import methods
 from harness.bench.common.all_layers import Clocked, WeightBytes, WholeModel, weights
 from harness.bench.common.arguments import budget
+from harness.bench.common.limits import Limits
 from harness.bench.common.methods import load
 from harness.bench.common.synthetic import LayerShape
 from harness.engine.attach import Attachment
+from harness.engine.graph import CpuGraphs
 from harness.engine.hf import layer_specs, routed
+from harness.jobs.planning.capacity import MOST_SEQUENCES, largest_batch, needed_by
+from harness.jobs.planning.items import blank
 from methods.base import CacheState
 from methods.full import Full
 from methods.layers import Layer
-from tests.fast import PQ
+from tests.fast import MODEL, PQ
 from tests.tiny import ARCHITECTURES, SHAPE, prompt, tiny
 
 ROOT = Path(__file__).parents[3]
@@ -51,7 +54,7 @@ ABSENT = (
 
 @pytest.fixture(autouse=True)
 def _limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harness.bench.calibrate.calibrate", lambda device: LIMITS)
+    monkeypatch.setattr("harness.bench.common.limits.measured", lambda device: LIMITS)
 
 
 def ran(folder: Path, *words: str) -> dict[str, Any]:
@@ -69,7 +72,7 @@ def test_every_method_decodes_beside_full(tmp_path: Path) -> None:
     for name, row in rows.items():
         assert row["tpot_s"][0] > 0
         assert row["of_limit"] > 0
-        assert row["replayed_s"] >= row["floor_s"] * 0.99
+        assert row["ttft_s"] is row["tt2t_s"] is None
         assert 0 < row["weights_share"] < 1
         assert row["all_layers"]["layers"] == 3
         assert (row["all_layers"]["speedup"] is None) == (name == "full")
@@ -82,8 +85,66 @@ def test_every_method_decodes_beside_full(tmp_path: Path) -> None:
     assert (tmp_path / "plot.png").stat().st_size > 1000
 
 
+def test_batches_decode_together_up_to_the_largest_that_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real prompts; Full's sequences run in turn where they fit besides."""
+    loaded = MODEL.load("fp32", "cpu")
+    weights = sum(x.nbytes for x in loaded.model.parameters())
+    monkeypatch.setattr("harness.bench.common.models.source", lambda shape, layers: MODEL)
+    monkeypatch.setattr("harness.bench.decode.free_here", lambda device: (4 * weights, None))
+    words = [
+        "--dtype",
+        "fp32",
+        "--rounds",
+        "2",
+        "--new",
+        "4",
+        "--tokens",
+        "300",
+        "--budget",
+        "64",
+        "--batch",
+        "1",
+        "3",
+        "max",
+    ]
+    rows = ran(tmp_path, "decode", *words, "1", "3", "max", "--methods", "full", "snapkv")["rows"]
+    assert [(row["method"], row["batch"]) for row in rows[:4]] == [
+        ("full", 1),
+        ("snapkv", 1),
+        ("full", 3),
+        ("snapkv", 3),
+    ]
+    for row in rows:
+        assert 0 < row["ttft_s"] < row["tt2t_s"]
+        assert row["rate"] == pytest.approx(row["batch"] / row["tpot_s"][0])
+        assert row["one_by_one"] is None
+    assert [row["device_bytes"] / rows[0]["device_bytes"] for row in rows[::2]] == [1, 3, rows[4]["batch"]]
+    full, snapkv = rows[4:]
+    assert 3 < full["batch"] < snapkv["batch"]
+    assert full["speedup"] is snapkv["speedup"] is None
+    assert rows[3]["speedup"][0] > 0
+    assert (tmp_path / "plot.png").stat().st_size > 1000
+    failed = ran(tmp_path, "decode", *words, "999", "1", "--methods", "full")["rows"][0]
+    assert failed["error"].endswith(f"by the forecast the memory of the device holds {full['batch']} sequences")
+
+
+def test_the_largest_batch_is_what_the_forecast_of_a_run_allows() -> None:
+    asked = options(dtype="fp32", device="cpu", overlap="auto", placement="host")
+    info, item = MODEL.describe(), blank(300, 16)
+    for method in (Full(), PQ):
+        held = decode.holder(method, asked)
+        for free in (10**6, 5 * 10**6):
+            most, tier = largest_batch(info, held, item, free, loaded=True)
+            assert tier == "device"
+            assert needed_by(info, held, item, max(1, most), loaded=True).total <= free or not most
+            assert needed_by(info, held, item, most + 1, loaded=True).total > free
+    gpu = decode.holder(Full(offload=True), options(dtype="fp32", device="cuda", overlap="auto", placement="host"))
+    assert largest_batch(info, gpu, item, 10**9, needed_by(info, gpu, item, 7).host) == (7, "host")
+    assert largest_batch(info, gpu, item, None)[0] == MOST_SEQUENCES
+
+
 def options(**changes: Any) -> argparse.Namespace:
-    plain = {"new": 5, "rounds": 2, "synthetic": False, "tokens": [100], "methods": [], "budget": 40, "graphs": False}
+    plain = {"new": 5, "rounds": 2, "synthetic": False, "tokens": [100], "methods": [], "budget": 40}
     return argparse.Namespace(**plain | {"placement": "device", "reuse_steps": 0, "calibration": prompt(64)} | changes)
 
 
@@ -92,19 +153,21 @@ def test_a_real_prefill_is_the_model_s_own() -> None:
     model, ids = tiny("llama"), prompt(100)
     kv = Attachment(model, Full())
     with routed(model):
-        decoding = decode.ModelDecoding(kv, ids, options())
+        decoding = decode.Decoding(kv, ids, options())
         assert decoding.timed_turn() > 0
     wanted = model.generate(ids, max_new_tokens=5, min_new_tokens=5, do_sample=False)[0, 100:].tolist()
-    assert decoding.first.tokens == [wanted]
-    assert decoding.cache.num_tokens == 100 + 2 * 4
+    assert decoding.first[0].tokens == [wanted]
+    assert decoding.caches[0].num_tokens == 100 + 2 * 4
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-def test_attention_is_clocked_where_steps_call_layers(graphs: bool) -> None:
+def test_attention_is_clocked_where_steps_call_layers(graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("llama")
     kv = Attachment(model, PQ, 40)
+    if graphs:
+        monkeypatch.setattr("harness.bench.decode.usual_graphs", lambda device: CpuGraphs())
     with routed(model):
-        decoding = decode.ModelDecoding(kv, prompt(100), options(graphs=graphs))
+        decoding = decode.Decoding(kv, prompt(100), options())
         times = [decoding.timed_turn(), decoding.timed_turn()]
     clocked = decoding.clocked(times)
     made = WholeModel(3, weights(model)).beside(clocked, clocked)
@@ -118,10 +181,10 @@ def test_a_synthetic_prompt_has_the_model_s_rotation_and_length() -> None:
     model = tiny("llama")
     kv = Attachment(model, PQ, 40)
     with routed(model):
-        decoding = decode.ModelDecoding(kv, prompt(100), options(synthetic=True))
-        assert not decoding.cache.state.checking, "a check of what the method returns is no part of a step"
-    assert decoding.cache.num_tokens == 100 + 4
-    assert decoding.first.measured["attended_prompt"] == 40
+        decoding = decode.Decoding(kv, prompt(100), options(synthetic=True))
+        assert not decoding.caches[0].state.checking, "a check of what the method returns is no part of a step"
+    assert decoding.caches[0].num_tokens == 100 + 4
+    assert decoding.first[0].measured["attended_prompt"] == 40
     spec = layer_specs(model)[0]
     shape = LayerShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, torch.float32, torch.device("cpu"))
     seen: list[Any] = []
@@ -140,10 +203,10 @@ def test_a_clocked_cache_goes_with_its_last_reference() -> None:
     gc.disable()
     try:
         with routed(model):
-            decoding = decode.ModelDecoding(Attachment(model, Full()), prompt(50), options())
+            decoding = decode.Decoding(Attachment(model, Full()), prompt(50), options())
             decoding.timed_turn()
             assert decoding.attention_s[0] is not None, "each layer was clocked"
-            layers = [ref(layer) for layer in decoding.cache.layers]
+            layers = [ref(layer) for layer in decoding.caches[0].layers]
             del decoding
         assert [layer() for layer in layers] == [None] * 3
     finally:
@@ -162,11 +225,11 @@ def test_the_floor_counts_each_weight_once() -> None:
     model = tiny("llama")
     kv = Attachment(model, Full())
     with routed(model):
-        decoding = decode.ModelDecoding(kv, prompt(50), options())
+        decoding = decode.Decoding(kv, prompt(50), options())
         decoding.timed_turn()
     table = model.get_input_embeddings().weight
     read = sum(x.nbytes for x in model.parameters()) - table.nbytes
-    attended = decoding.last.measured["attended_total"]
+    attended = decoding.last[0].measured["attended_total"]
     assert attended is not None
     rows = 3 * 2 * 2 * 16 * 4 * attended
     assert decode.floor_s(decoding, 2.0) == pytest.approx((read + rows) / 2e9)
@@ -243,8 +306,8 @@ def test_benchmarks_need_torch_and_transformers_alone(tmp_path: Path) -> None:
     ]
     code = (
         f"import sys; sys.modules.update(dict.fromkeys({ABSENT}))\n"
-        "from harness.bench import calibrate, __main__ as bench\n"
-        f"calibrate.calibrate = lambda device: {LIMITS}\n"
+        "from harness.bench import __main__ as bench\nfrom harness.bench.common import limits\n"
+        f"limits.measured = lambda device: {LIMITS}\n"
         f"sys.exit(max(bench.main(words) for words in {commands}))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

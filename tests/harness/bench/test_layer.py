@@ -14,13 +14,13 @@ import torch
 
 from harness.bench import __main__ as bench
 from harness.bench import layer
-from harness.bench.calibrate import Limits
 from harness.bench.common import methods
+from harness.bench.common.limits import Limits
 from harness.bench.common.measure import Estimate, ratios
+from harness.bench.common.operations import bytes_read
 from harness.bench.common.synthetic import LayerShape
 from harness.bench.layer import LayerDecoding
 from harness.engine.step_parts import PHASES
-from harness.machines.operations import bytes_read
 from kernels import ops
 from kernels.dispatch import watched
 from kernels.reference import Segment
@@ -37,7 +37,7 @@ def options(*more: str) -> argparse.Namespace:
 
 
 def test_one_command_writes_table_figures_and_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harness.bench.calibrate.calibrate", lambda device: LIMITS)
+    monkeypatch.setattr("harness.bench.common.limits.measured", lambda device: LIMITS)
     chosen = ["full", "pqcache", "quest:page_size=8"]
     arguments = ["layer", *SMALL, "--tokens", "300", str(TOKENS), "--methods", *chosen, "--out", str(tmp_path)]
     assert bench.main(arguments) == 0

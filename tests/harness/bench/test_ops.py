@@ -13,8 +13,8 @@ from torch.testing import assert_close
 
 from harness.bench import __main__ as bench
 from harness.bench import ops as bench_ops
-from harness.bench.calibrate import Limits
 from harness.bench.common.arguments import current
+from harness.bench.common.limits import Limits
 from harness.bench.common.measure import Cold, interleaved
 from harness.bench.common.synthetic import LayerShape
 from harness.bench.op_cases import Inputs, OpCase, cases
@@ -41,7 +41,7 @@ def test_every_operation_has_cases() -> None:
 
 
 def test_one_command_writes_table_figures_and_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harness.bench.calibrate.calibrate", lambda device: LIMITS)
+    monkeypatch.setattr("harness.bench.common.limits.measured", lambda device: LIMITS)
     chosen = ["--ops", "top_k", "kmeans", "segment_attention"]
     assert bench.main(["ops", *SMALL, *chosen, "--rounds", "2", "--dtype", "fp32", "--out", str(tmp_path)]) == 0
     made = json.loads((tmp_path / "result.json").read_text())
@@ -99,7 +99,7 @@ def test_a_backend_that_fails_is_a_row_with_the_reason_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Plain torch's, a rival's, and the inputs of a whole group of operations."""
-    monkeypatch.setattr("harness.bench.calibrate.calibrate", lambda device: LIMITS)
+    monkeypatch.setattr("harness.bench.common.limits.measured", lambda device: LIMITS)
     monkeypatch.setattr("kernels.column_sums.column_sums", out_of_memory)
     monkeypatch.setattr(ops.column_sums, "_loaded", {})
     monkeypatch.setattr("harness.bench.rivals.gathered", out_of_memory)
@@ -171,7 +171,6 @@ WRONG = [
     (["layer", "--budget", "abc"], "argument --budget: abc should be a share above 0 and up to 1"),
     (["layer", "--budget", "-5"], "argument --budget: -5 should be a share"),
     (["layer", "--minutes", "nan"], "argument --minutes: nan should be a number above 0"),
-    (["calibrate", "--seconds", "0"], "argument --seconds: 0 should be a number above 0"),
     (["ops", "--heads", "7", "--kv-heads", "3"], "error: --heads 7 --kv-heads 3: every KV head has as many query"),
     (["layer", "--heads", "7", "--kv-heads", "3"], "error: --heads 7 --kv-heads 3: every KV head has as many query"),
     (["layer", "--head-dim", "3"], "error: --head-dim 3: a rotation turns the channels of a head in pairs"),
@@ -188,7 +187,7 @@ def test_sizes_that_nothing_can_be_measured_at_are_refused_in_a_sentence(
     def refuse(*_: object) -> None:
         raise AssertionError("something was measured")
 
-    monkeypatch.setattr("harness.bench.calibrate.calibrate", refuse)
+    monkeypatch.setattr("harness.bench.common.limits.measured", refuse)
     try:
         code = bench.main(words)
     except SystemExit as end:  # argparse's

@@ -23,6 +23,7 @@ from harness.bridges.kvpress.working import working_bytes
 from harness.config import plugins
 from harness.config.plugins import PluginError
 from harness.config.settings import Results, Settings
+from harness.engine.allocations import Allocations
 from harness.engine.attach import Attachment
 from harness.engine.cache import KVCache
 from harness.engine.finite import NotFiniteError
@@ -30,7 +31,6 @@ from harness.engine.footprint import footprint
 from harness.engine.hf import Rotary
 from harness.jobs.evaluate import evaluate
 from harness.jobs.planning.alignment import shapes
-from harness.machines.allocations import Allocations
 from harness.models.random import Random
 from harness.results.identity import code_of
 from kernels.rope import rotate

@@ -25,9 +25,6 @@ from harness.engine.batch.slot import Slot
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
 from harness.engine.trace import Tracer
-from harness.machines.recorder import recorded
-from harness.machines.schedule import launches
-from kernels import ops
 from methods.base import AttnInput
 from methods.full import Full
 from methods.kivi import Kivi
@@ -35,6 +32,7 @@ from methods.layers import Layer
 from methods.sparq import SparQ
 from methods.tiers.integers import IntCodec
 from tests import fast
+from tests.dispatched import operations
 from tests.methods.test_contract import attach, small
 from tests.tape import Tape
 from tests.tiny import SHAPE, prompt, tiny
@@ -45,7 +43,6 @@ TOGETHER = (
 )  # fmt: skip
 COUNTS = (2, 4, 8)  # of sequences
 ALSO_PUT = {"infinigen": 2, "shadowkv": 2}  # partial keys of two layers; the angles of a position
-OPERATIONS = {op.name for op in ops.ALL}
 
 
 together = pytest.mark.parametrize("name", TOGETHER)
@@ -189,9 +186,9 @@ def test_python_does_no_more_for_more_members(name: str, monkeypatch: pytest.Mon
 def launched(engine: Engine, count: int) -> dict[str, int]:
     """Count how often a step of `count` members calls each operation."""
     slots = slots_of(engine, count)
-    with recorded(()) as schedule:
+    with operations() as called:
         step(engine, slots)
-    return {name: times for name, times in launches(schedule).items() if name in OPERATIONS}
+    return Counter(name for name, _ in called)
 
 
 @together
@@ -267,9 +264,9 @@ def test_steps_over_codes_cost_python_and_launches_no_more_for_more_members(
         engine = engine_of(kv)
         for slots in (slots_of(engine, count) for count in COUNTS):
             called.append(calls(engine, slots, monkeypatch))
-            with recorded(()) as schedule:
+            with operations() as called_now:
                 step(engine, slots)
-            launched.append({name: n for name, n in launches(schedule).items() if name in OPERATIONS})
+            launched.append(Counter(name for name, _ in called_now))
     assert launched[0]["decode_rows" if codes else "coded_attention"] == len(kv.model.model.layers)
     assert launched == launched[:1] * len(COUNTS)
     assert called == called[:1] * len(COUNTS)

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from harness.config.plugins import build
 from harness.config.settings import Settings
+from harness.engine.allocations import Allocations
 from harness.engine.attach import Attachment
 from harness.engine.batch.running import RunningBatch
 from harness.engine.cache import KVCache
@@ -24,7 +25,6 @@ from harness.jobs.planning.cache_bytes import Holder
 from harness.jobs.planning.capacity import Need, needed, refusal
 from harness.jobs.planning.items import Item, prepare
 from harness.jobs.shared_prefill import SharedPrefill
-from harness.machines.allocations import Allocations
 from harness.models.base import ModelInfo
 from kernels import ops
 from methods.base import Budget, Method

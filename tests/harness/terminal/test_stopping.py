@@ -64,7 +64,7 @@ def test_a_run_is_closed_says_how_to_go_on_and_goes_on(
 COMMANDS = {
     "harness.tune": ("harness.jobs.runner:Runner.record", "to go on: python -m harness.tune method=streaming"),
     "harness.serve": ("harness.serve.run:figures", "the same command goes on behind the runs that are finished"),
-    "harness.bench": ("harness.bench.calibrate:speeds", "the rows so far are written, and marked as partial"),
+    "harness.bench": ("harness.bench.common.limits:measured", "the rows so far are written, and marked as partial"),
     "harness.observe": ("harness.attention_statistics.record:observe", "the same command begins anew"),
     "harness.simulate": ("harness.history.simulation.outcome:simulated", "the same command begins anew"),
     "harness.report": ("harness.results.run_folder:find", "the same command begins anew"),
@@ -81,7 +81,7 @@ def test_every_long_command_says_how_to_go_on(tmp_path: Path, name: str) -> None
     words = {
         "harness.tune": [*STREAMING, root],
         "harness.serve": [*talks, *MODEL_ARGS, "clock=busy", out],
-        "harness.bench": ["calibrate", out],
+        "harness.bench": ["ops", out],
         "harness.observe": ["key_spectrum", *MODEL_ARGS, "task.lengths=[300]", root],
         "harness.simulate": ["sessions=20", out],
         "harness.report": [str(tmp_path)],

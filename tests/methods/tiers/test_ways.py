@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.machines.recorder import DispatchRecorder
 from kernels import ops
 from methods.tiers.rows import HostRows, Place
 from methods.tiers.traffic import Traffic
 from methods.tiers.transfer.ways import Travel, way
+from tests.dispatched import DispatchRecorder
 
 ELSEWHERE = torch.device("meta")  # a device that is not the CPU, and computes nothing
 ROOM, WIDTH, PAIRS = 64, 16, 6

@@ -1,0 +1,60 @@
+"""Says what an operation of kernels/ops.py must read at least, by the sizes of its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from harness.engine.trace import INDEX_BYTES
+from kernels.block import Linear
+
+
+def _segments(q: Tensor, segments: Any, scale: float) -> int:
+    """Keys and values, each once; rows that several query heads choose for themselves count for each."""
+    total = 0
+    for k, v, rows, _ in segments:
+        tokens = k.shape[0] * k.shape[1] * k.shape[2] if rows is None else rows.numel()
+        total += tokens * (k.shape[3] + v.shape[3]) * k.element_size()
+    return total
+
+
+def _whole(*tensors: Tensor) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors)
+
+
+def _weights(*linears: Linear) -> int:
+    return _whole(*(part for one in linears for part in (one.weight, one.bias) if part is not None))
+
+
+_READ: dict[str, Callable[..., int]] = {
+    "segment_attention": _segments,
+    "segment_attention_with_lse": _segments,
+    "merge_attention": lambda outs, lses: _whole(*outs),
+    "coded_attention": lambda q, coded, scale: _whole(*coded[:4]),
+    "decode_rows": lambda coded, rows, blocks, dtype: (
+        blocks.numel() * sum(x.shape[3] * x.element_size() for x in coded[:4])
+    ),
+    **INDEX_BYTES,
+    "gather_rows": lambda x, rows: rows.numel() * x.shape[3] * x.element_size(),
+    "gather_tiers": lambda far, rows, held, slots: rows.numel() * far.shape[3] * far.element_size(),
+    "put_rows": lambda x, rows, values: _whole(values),
+    "rebuild_keys": lambda u, basis, positions, cos, sin: (
+        positions.numel() * (u.shape[2] + cos.shape[1] + sin.shape[1]) * u.element_size() + _whole(basis)
+    ),
+    "attention_inputs": lambda x, block, cos, sin: _weights(block.q, block.k, block.v),
+    "attention_inputs_stored": lambda x, added, block, *_: _weights(block.q, block.k, block.v),
+    **dict.fromkeys(
+        ("block_output", "block_output_apart"),
+        lambda x, attended, block: _weights(block.o, block.gate, block.up, block.down),
+    ),
+    "token_logits": lambda x, head: _weights(head.linear),
+}
+
+
+def bytes_read(name: str, arguments: tuple[Any, ...]) -> int:
+    """Return the bytes by the arguments' sizes: of every tensor once, unless `_READ` knows better. What a cache may
+    save still counts."""
+    tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+    return _READ[name](*arguments) if name in _READ else _whole(*tensors)

@@ -1,1 +1,0 @@
-"""What a machine can do, and how long a step would take on it: recorded schedules, their replay, and plans."""

@@ -1,0 +1,77 @@
+"""Sees what runs inside a block: each operation of torch, and each of kernels/ops.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from kernels.dispatch import watched
+
+NO_LAUNCH = ("empty", "empty_like", "empty_strided", "new_empty", "from_file")  # they give memory, and do nothing to it
+Called = tuple[str, tuple[Any, ...]]  # the name of an operation and its arguments
+
+
+class DispatchRecorder(TorchDispatchMode):
+    """Sees every operation of torch that runs inside. A subclass says what is kept of it."""
+
+    def has_run(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, changed: list[Tensor]
+    ) -> None:
+        """Note that it has run and returned `out`."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        arguments = func._schema.arguments
+        by_name = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
+        written = [
+            by_name.get(argument.name)
+            for argument in arguments
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        changed = _tensors(written)
+        out = func(*args, **kwargs)
+        self.has_run(func, args, kwargs, out, changed)
+        return out
+
+
+def is_launch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, changed: list[Tensor]) -> bool:
+    """Return whether a GPU would do something for `func`: change a tensor, or make one that is no view of others."""
+    if func.overloadpacket.__name__ in NO_LAUNCH:
+        return False
+    given = {_storage(x) for x in _tensors((args, kwargs))}
+    return bool(changed) or any(_storage(x) not in given for x in _tensors(out))
+
+
+@contextmanager
+def operations() -> Iterator[list[Called]]:
+    """Note the operations of kernels/ops.py that are called inside, but not those that one of them calls."""
+    called: list[Called] = []
+    within = False
+
+    def note(name: str, arguments: tuple[Any, ...], call: Callable[[], Any]) -> Any:
+        nonlocal within
+        if within:
+            return call()
+        called.append((name, arguments))
+        within = True
+        try:
+            return call()
+        finally:
+            within = False
+
+    with watched(note):
+        yield called
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(value) if isinstance(x, Tensor)]
+
+
+def _storage(x: Tensor) -> int:
+    """The address that views share."""
+    return x.untyped_storage().data_ptr()
