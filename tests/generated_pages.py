@@ -25,7 +25,6 @@ COMMANDS = {
     "serve": "lets conversations [arrive, queue and share steps](conversations.md#serving)",
     "simulate": "sends 52,000 turns through [CachedAttention's tiers](conversations.md#the-simulator)",
     "observe": "measures what papers [observe](experiments.md#observations) of keys and attention weights",
-    "plan": "says which method, budget and batch [fit on a machine](plan.md)",
     "bench": "measures [operations, layers, steps and generations](benchmarks.md)",
     "lm_eval": "is [lm-evaluation-harness](loops.md#lm-evaluation-harness)'s own command, with any method as its model",
     "doctor": "looks at versions, memory, disk and kernels; `--model` runs a needle with a known answer",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -64,6 +65,7 @@ def test_the_dry_run_says_the_same(cli: Cli) -> None:
     assert "use dtype=bf16" in out
     code, out, err = cli("dry_run=true", "device=cpu")
     assert "21.6 GiB free on cpu" in out
+    assert re.search(r"batch +at most \d+ sequences of \d+ tokens fit at once, by the memory of the device", out)
 
 
 def test_a_finished_run_needs_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
