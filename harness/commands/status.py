@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from harness.config.errors import as_command
 from harness.config.settings import Results
-from harness.results.files import whole_lines
+from harness.results.files import read_lines, whole_lines
 from harness.results.lock import is_locked, owner
 from harness.results.records import StoreError
 from harness.results.run_folder import EXAMPLES, find, read_info
@@ -28,7 +28,7 @@ NOT_FINISHED = 3
 
 
 class RunState(NamedTuple):
-    """One run at a glance: its lines are counted, not read."""
+    """One run at a glance. `done`: its examples that have an answer."""
 
     folder: Path
     state: str  # one of STATES
@@ -51,14 +51,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def state_of(folder: Path) -> RunState:
     """Return how far a run is. One that nobody writes and that has not said how it ended was killed."""
-    done = len(whole_lines(folder / EXAMPLES))
     try:
         info = read_info(folder)
+        done = sum("error" not in plain for _, plain in read_lines(folder / EXAMPLES))
     except StoreError as error:
-        return RunState(folder, "failed", done, None, str(error))
+        return RunState(folder, "failed", len(whole_lines(folder / EXAMPLES)), None, str(error))
     total, said = info.get("num_expected"), info.get("status")
     if said == "complete":
-        return RunState(folder, "done", done, total)
+        note = f"{total - done} failed; the same command tries them again" if total and done < total else ""
+        return RunState(folder, "done", done, total, note)
     if is_locked(folder):
         return RunState(folder, "running", done, total, owner(folder))
     return RunState(folder, "failed" if said == "failed" else "interrupted", done, total, str(info.get("error") or ""))

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from harness.bridges.lm_eval.setup import ready
 from harness.bridges.lm_eval.texts import FreeAnswer, ScoredQuestion, ScoredWindow, log_likelihood, side_by_side
 from harness.config.settings import SettingsError
+from harness.engine.finite import NotFiniteError
 from harness.engine.hf import routed
 from harness.engine.sampling import Greedy, Sampled, Sampler
 from harness.prompts.stops import StopRule
@@ -139,8 +140,13 @@ class KVHarnessLM(TemplateLM):
 
     def _run(self, texts: Iterator[Any], what: str, count: int, quiet: bool) -> Iterator[tuple[Any, Any]]:
         with routed(self.loaded.model), tqdm(total=count, desc=f"Running {what}", disable=quiet) as bar:
-            for ended in side_by_side(self.engine, texts, self.batch_size):
-                yield ended
+            for text, slot in side_by_side(self.engine, texts, self.batch_size):
+                if slot.out.not_finite is not None:
+                    raise NotFiniteError(
+                        f"The logits of request {text.number} hold NaN or infinity in {self.loaded.model.dtype}: check "
+                        "the weights or take another dtype; `python -m harness` with this model names the layer."
+                    )
+                yield text, slot
                 bar.update()
 
     def _answer(self, number: int, context: str, keywords: dict[str, Any]) -> FreeAnswer:

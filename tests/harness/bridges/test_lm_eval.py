@@ -11,6 +11,7 @@ import torch
 
 from harness.config.settings import SettingsError
 from harness.engine.engine import Engine
+from harness.engine.finite import NotFiniteError
 from harness.engine.hf import routed
 from harness.engine.saved_state import Snapshot
 from harness.prompts.stops import StopRule
@@ -252,3 +253,16 @@ def test_chat_templates_are_the_tokenizers() -> None:
     finally:
         lm.tokenizer.chat_template = None
     assert lm.tokenizer_name == "random__tiny"
+
+
+@pytest.mark.parametrize("kind", ["answers", "likelihoods"])
+def test_logits_that_are_not_finite_end_the_requests_by_their_number(kind: str) -> None:
+    lm = KVHarnessLM(**SHARED, method="full", batch_size=2)
+    weight = lm.loaded.model.get_parameter("model.layers.1.mlp.up_proj.weight").data
+    sound = weight.clone()
+    weight.fill_(float("nan"))
+    try:
+        with pytest.raises(NotFiniteError, match=r"logits of request \d hold NaN or infinity in torch\.float32: check"):
+            lm.generate_until(QUESTIONS) if kind == "answers" else lm.loglikelihood(CHOICES)
+    finally:
+        weight.copy_(sound)

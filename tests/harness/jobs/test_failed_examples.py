@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from harness.commands.status import state_of
 from harness.config.settings import GenerationSettings, Results, Settings
 from harness.engine.attach import attached
 from harness.engine.batch.running import RunningBatch
@@ -91,6 +92,8 @@ def test_one_example_that_fails_does_not_end_a_run(
     assert made.failed[0].error.startswith("ValueError: not today (")  # and the line of the method's own
     assert [line["id"] for line in lines(made.folder) if "error" in line] == [ids[1]]
     assert (made.status, made.summary["num_examples"], made.summary["num_failed"]) == ("complete", 3, 1)
+    seen = state_of(made.folder)
+    assert (seen.state, seen.done, seen.total, seen.note[:8]) == ("done", 3, 4, "1 failed")
     (told,) = [one for one in made.summary["warnings"] if "failed" in one]
     assert told.startswith("1 of 4 examples failed and count nowhere; the same command tries them again: ValueError")
     assert {one.id: one.tokens for one in made.records} == {
