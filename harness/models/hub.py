@@ -166,9 +166,24 @@ def check_config(config: dict[str, Any], name: str) -> None:
             f"The config.json of {name} lacks rope_theta, by which the model turns keys and queries, and transformers "
             "would take a number of its own: add the one that the model was trained with (in a local copy, if need be)."
         )
+    _check_rope_types(rope, name)
     partial = config.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0))
     if partial not in (None, 1.0):
         raise ModelError(f"{name} rotates only {partial:.0%} of each head, which is not supported: choose another.")
+
+
+def _check_rope_types(rope: Mapping[str, Any], name: str) -> None:
+    """Raise `ModelError` for a kind of rotation that transformers does not know."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    known = ["default", *ROPE_INIT_FUNCTIONS]
+    for kind in [rope, *(kind for kind in rope.values() if isinstance(kind, Mapping))]:
+        rope_type = kind.get("rope_type", kind.get("type", "default"))
+        if rope_type not in (*known, "su"):  # Phi-3's first name for LongRoPE
+            raise ModelError(
+                f"The config.json of {name} asks for rope_type={rope_type}, which is unknown: correct it to what the "
+                f"model was trained with, one of {', '.join(known)}."
+            )
 
 
 def _has_rope_theta(config: Mapping[str, Any], rope: Mapping[str, Any]) -> bool:

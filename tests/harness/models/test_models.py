@@ -394,6 +394,10 @@ def test_a_sliding_window_limits_the_length(saved: Callable[[str], Path]) -> Non
         ({"rope_parameters": None}, "lacks rope_theta, by which the model turns keys and queries"),
         ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "lacks rope_theta"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}, "sliding_attention": {}}}, "lacks rope_theta"),
+        (
+            {"rope_parameters": {"rope_type": "superrope", "rope_theta": 1e4}},
+            r"rope_type=superrope, which is unknown: .* one of default, linear, dynamic, yarn, longrope, llama3",
+        ),
     ],
 )
 def test_configs_that_would_be_computed_wrongly_are_refused(
