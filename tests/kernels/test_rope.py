@@ -41,3 +41,14 @@ def test_rotate_by_adds_a_distance(stretch: float) -> None:
     turned = rotate_by(rotate(x, *rope(positions)), 1000, rope)
     assert_close(turned, rotate(x, *rope(positions + 1000)), atol=2e-4, rtol=1e-4)
     assert rotate_by(x.bfloat16(), 3, rope).dtype == torch.bfloat16
+
+
+def test_rotate_by_turns_as_the_text_was_turned() -> None:
+    """A short distance in a long text, where angles depend on how far the text reaches."""
+    x, positions = torch.randn(1, 2, 5, 16), torch.arange(95, 100)
+
+    def rope(positions: Tensor) -> tuple[Tensor, Tensor]:
+        return angles(positions / (4 if int(positions.max()) >= 64 else 1), 16, 1.0)
+
+    turned = rotate_by(rotate(x, *rope(positions)), 10, rope, text=100)
+    assert_close(turned, rotate(x, *rope(positions + 10)), atol=2e-4, rtol=1e-4)

@@ -8,16 +8,21 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from harness.config.settings import SettingsError
+from harness.engine.attach import attached
+from harness.engine.batch.running import RunningBatch
 from harness.engine.engine import Engine
 from harness.engine.finite import NotFiniteError
 from harness.engine.hf import routed
 from harness.engine.saved_state import Snapshot
 from harness.prompts.stops import StopRule
 from harness.terminal.notices import say_once
+from methods.full import Full
 from methods.streaming import Streaming
 from tests.forks import Forked, module
+from tests.tiny import BORDER, by_length, prompt
 
 pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install 'kv-harness[lm-eval]'")
 from lm_eval.api.instance import Instance
@@ -25,6 +30,7 @@ from lm_eval.api.registry import get_model, model_registry
 
 from harness.bridges.lm_eval.model import KVHarnessLM
 from harness.bridges.lm_eval.setup import ready
+from harness.bridges.lm_eval.texts import ScoredQuestion, ScoredWindow, log_likelihood
 from harness.commands.lm_eval import MODEL, _device
 
 TEXT = "A fact stands in a long text, and the text goes on. " * 3
@@ -120,6 +126,34 @@ def test_a_likelihood_is_the_methods(method: str, monkeypatch: pytest.MonkeyPatc
     assert scores == pytest.approx([by_hand(lm, *choice.args) for choice in choices], abs=1e-4)
     full = [value for value, _ in ours().loglikelihood(choices)]
     assert all(abs(value - other) > 1e-4 for value, other in zip(scores, full, strict=True))
+
+
+@pytest.mark.parametrize(("architecture", "kind"), [("phi3", "longrope"), ("llama", "longrope"), ("llama", "dynamic")])
+def test_scored_texts_are_rotated_as_one_forward_rotates_them(architecture: str, kind: str) -> None:
+    """Where the rotation follows the length of the text: lm-eval's own model has context and continuation in one."""
+    fresh = by_length(architecture, kind)
+
+    def in_one_forward(text: Tensor, scored: int) -> float:
+        logits = by_length(architecture, kind)(text[:, :-1]).logits[0, -scored:].log_softmax(-1)
+        return float(logits.gather(-1, text[0, -scored:, None]).sum())
+
+    context = prompt(BORDER - 4)
+    told = {number: prompt(length, seed=number + 1) for number, length in enumerate((3, 12, 2))}
+    with torch.no_grad(), attached(fresh, Full()) as kv:
+        engine = Engine(kv)
+        question = ScoredQuestion(engine, context[0].tolist(), {i: one[0].tolist() for i, one in told.items()})
+        window = ScoredWindow(engine, 3, prompt(100)[0].tolist(), 90, 30)
+        for text in (question, window):
+            batch = RunningBatch(engine)
+            while (slot := text.next(batch)) is not None:
+                while batch.slots:
+                    batch.step()
+                if isinstance(text, ScoredWindow):
+                    assert text.log_likelihood(slot) == pytest.approx(in_one_forward(prompt(100), 90), abs=1e-3)
+                    continue
+                one = told[text.number]
+                wanted = in_one_forward(torch.cat([context, one], 1), one.shape[1])
+                assert log_likelihood(slot) == pytest.approx(wanted, abs=1e-3)
 
 
 def test_a_rolling_likelihood_seals_a_share_of_each_window() -> None:
