@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kernels.told import tell
+from kernels.step_inputs import record_input
 
 
 class Each:
@@ -36,7 +36,7 @@ class Each:
         """Return the numbers as [B] int64, the same tensor for every call."""
         if device not in self._on:
             self._on[device] = torch.tensor(self.values, device=device)
-        return tell(("numbers", self.most), self._on[device])
+        return record_input(("numbers", self.most), self._on[device])
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.values)

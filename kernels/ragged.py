@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kernels.each import Counted, Each, per_sequence
-from kernels.told import note_memory, tell
+from kernels.step_inputs import note_memory_read, record_input
 
 RAGGED = "takes sequences of one length"  # why a backend leaves unequal ones to another
 
@@ -53,13 +53,13 @@ class Ragged:
 
     @cached_property
     def whole(self) -> Tensor:
-        note_memory()
+        note_memory_read()
         most, behind = self.sizes.most, 2 * (self.first.dim() - 1 - self.dim)
         return torch.cat([pad(part, (0,) * (behind + 1) + (most - part.shape[self.dim],)) for part in self.parts])
 
     @property
     def table(self) -> Tensor:
-        return tell(self._kind, self._table)
+        return record_input(self._kind, self._table)
 
     @cached_property
     def _table(self) -> Tensor:
@@ -204,7 +204,7 @@ def by_sequence(run: Callable[..., Any]) -> Callable[..., Any]:
             return run(*arguments)
         from kernels import ops  # which names this module
 
-        note_memory()
+        note_memory_read()
         op = getattr(ops, run.__name__)
         return _joined([op(*of_one) for of_one in sequence_by_sequence(arguments)], _numbers(arguments))
 

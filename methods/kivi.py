@@ -18,7 +18,7 @@ from torch import Tensor
 from kernels import ops
 from kernels.coded import Coded
 from kernels.reference import Segment
-from kernels.told import tell
+from kernels.step_inputs import record_input
 from methods.base import AttnInput, CacheState, Case, Cost, Grids, KVLayer, LayerSpec, Method
 from methods.layers import Layer
 from methods.parts import costs
@@ -162,7 +162,7 @@ class KiviLayer(Layer, capturable=True):
         count = self.method.residual
         at = torch.arange(count, device=v.device).view(-1, 1)
         old = at < newer.view(-1, 1, 1, 1)
-        v[:, :, -count:] = torch.where(old, v[:, :, -count:], tell("recent", self.recent))
+        v[:, :, -count:] = torch.where(old, v[:, :, -count:], record_input("recent", self.recent))
         return v
 
     def _quantise(self) -> None:

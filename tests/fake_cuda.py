@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from kernels.cpu.ffi.bindings import taken
 from kernels.cpu.graph import FROM_HOST, CpuGraph, StepMemory
-from kernels.told import CaptureError
+from kernels.step_inputs import CaptureError
 
 ANYTHING = 0x5A  # in every byte of memory that nobody has written
 

@@ -16,7 +16,7 @@ from transformers import Cache
 
 from harness.engine.rotation import TextRotary
 from harness.engine.watch import Watch
-from kernels.told import StepInputs
+from kernels.step_inputs import StepInputs
 from methods.base import AttnInput, CacheState, KVLayer, NextRow
 from methods.base.counters import StepCounters
 from methods.layers.returned import RowNumbers
@@ -37,7 +37,7 @@ class KVCache(Cache):
     """What the model takes as `past_key_values`. Call `seal` after the prompt, and `open_turn` before a further one."""
 
     layers: list[KVLayer]  # type: ignore[assignment]
-    told: StepInputs | None = None  # of a step that other sequences may take as well (kernels/told.py)
+    step_inputs: StepInputs | None = None  # of a step that other sequences may take as well (kernels/step_inputs.py)
     free = 0  # slots of such a step that nobody has
     closes_early = False  # a layer closes as soon as it is complete
     rotary: TextRotary | None = None  # what rotates the text by its length; None where all texts are rotated alike

@@ -7,7 +7,7 @@ per output token is that of replays alone. A step that cannot be captured after 
 reason.
 
 A step of a size (`SlotsCache`) is kept when its sequences leave it, and serves others of this size: their first step
-runs as always, and what it was told is written to where the captured step reads it (kernels/told.py). Others are
+runs as always, and what it was told is written to where the captured step reads it (kernels/step_inputs.py). Others are
 captured anew behind each seal, and whenever sequences join or leave.
 """
 
@@ -28,7 +28,7 @@ from harness.engine.kept_steps import KeptStep, KeptSteps
 from harness.engine.saved_state import SavedState
 from harness.engine.wait import wait_for
 from kernels.ragged import Ragged
-from kernels.told import telling
+from kernels.step_inputs import recording_inputs
 from methods.base import CacheState
 from methods.tiers.traffic import Traffic
 
@@ -188,7 +188,7 @@ class CapturedStep:
         self._token = token.clone()
         for counters in self._counters:
             counters.start()
-        with telling(self.cache.told) if self.cache.told is not None else nullcontext():
+        with recording_inputs(self.cache.step_inputs) if self.cache.step_inputs is not None else nullcontext():
             logits = self._step().clone()
         wait_for(token.device)
         began = perf_counter()
@@ -201,7 +201,7 @@ class CapturedStep:
     def _serve_by_kept(self) -> bool:
         """Let a step that other sequences have left serve these."""
         cache = self.cache
-        if not isinstance(cache, SlotsCache) or cache.told is None or self.kept is None:
+        if not isinstance(cache, SlotsCache) or cache.step_inputs is None or self.kept is None:
             return False
         if (kept := self.kept.take(cache)) is None:
             return False
@@ -241,7 +241,12 @@ class CapturedStep:
         """The step, if it takes all of its sequences' memory by what it was told. `before`: what its policies held
         before it was captured, of which it has replaced some."""
         cache = self.cache
-        if not isinstance(cache, SlotsCache) or cache.told is None or cache.told.read_memory or self.kept is None:
+        if (
+            not isinstance(cache, SlotsCache)
+            or cache.step_inputs is None
+            or cache.step_inputs.read_memory
+            or self.kept is None
+        ):
             return None
         results = [_results(*pair) for pair in zip(before, cache.results(), strict=True)]
         return KeptStep(
@@ -249,7 +254,7 @@ class CapturedStep:
             self._logits,
             replay,
             cache.form,
-            cache.told,
+            cache.step_inputs,
             cache.joined(),
             results,
             self.graphs.own_bytes(replay),

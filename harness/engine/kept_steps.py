@@ -1,4 +1,4 @@
-"""Captured steps that are kept for other sequences of their size."""
+"""Keeps captured steps for other sequences of the same size."""
 
 from __future__ import annotations
 
@@ -8,62 +8,64 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from kernels.ragged import Ragged
-from kernels.told import MOST_KEPT_BYTES, StepInputs
+from kernels.step_inputs import MOST_KEPT_BYTES, StepInputs
 
 MOST = 64
 
 
 class Sized(Protocol):
-    """What steps as others do (`SlotsCache`): `told` holds what its first step was told."""
+    """Describe a cache whose steps other caches of its form can take (`SlotsCache`). `step_inputs`: the tensors that
+    its first step recorded."""
 
-    told: StepInputs | None
+    step_inputs: StepInputs | None
 
     @property
     def form(self) -> Hashable: ...
 
 
 class KeptStep(NamedTuple):
-    """A captured step: what it takes, what it gives, and what it was told of its sequences, which may be overwritten.
-    `form` is that of their caches, `joined` what its policies have joined of them, as copies of hit caches, `results`
-    where they leave what they chose, `own_bytes` what it computes in and shares with no other."""
+    """Hold a captured step: its input `token`, its output `logits`, and `step_inputs`, the tensors that describe its
+    sequences, into which the values of others may be written. `form` is the form of their caches. `joined` are tensors
+    that policies joined for these sequences, as hit caches; `results` are those in which a step leaves what it chose;
+    `own_bytes` is working memory that no other step shares."""
 
     token: Tensor
     logits: Tensor
     replay: Callable[[], Any]
     form: Hashable
-    told: StepInputs
+    step_inputs: StepInputs
     joined: list[dict[str, Tensor]]
     results: list[dict[str, Tensor | Ragged]]
     own_bytes: int
 
     @property
     def nbytes(self) -> int:
-        return self.own_bytes + sum(x.nbytes for of_layer in self.joined for x in of_layer.values())
+        return self.own_bytes + sum(x.nbytes for layer in self.joined for x in layer.values())
 
 
 class KeptSteps:
-    """What one engine has captured and nobody is using: of each number of slots, of methods and kinds of layers, and of
-    powers of two of lengths and budgets. Those that were used last are kept: MOST of them, of MOST_KEPT_BYTES together,
-    and the last one however large."""
+    """Keep captured steps of one engine that no sequences use at present, for sequences of the same size: as many
+    slots, the same methods and kinds of layers, and the same powers of two of lengths and budgets. At most MOST steps
+    and MOST_KEPT_BYTES are kept, those used last; the very last one stays however large it is."""
 
     def __init__(self) -> None:
-        self._steps: list[KeptStep] = []  # the one that was used last at the end
+        self._steps: list[KeptStep] = []  # in order of their last use
 
     def take(self, cache: Sized) -> KeptStep | None:
-        """A step that serves the sequences of `cache` from now on, which have taken their first, or None."""
-        form, told = cache.form, cache.told
-        assert told is not None
+        """Return a captured step for the sequences of `cache`, which have taken their first step; None if none fits."""
+        form, inputs = cache.form, cache.step_inputs
+        assert inputs is not None
         for at, step in enumerate(self._steps):
-            if step.form == form and step.told.kinds == told.kinds and step.told.take_over(told):
+            if step.form == form and step.step_inputs.kinds == inputs.kinds and step.step_inputs.take_over(inputs):
                 return self._steps.pop(at)
         return None
 
     def give_back(self, step: KeptStep) -> list[KeptStep]:
-        """Keep a step that its sequences leave. -> those that are kept no longer"""
+        """Keep a step that its sequences no longer use. Return the steps that had to go for it."""
         self._steps.append(step)
-        given_up: list[KeptStep] = []
+        dropped: list[KeptStep] = []
         while len(self._steps) > MOST or (
-            len(self._steps) > 1 and sum(one.nbytes for one in self._steps) > MOST_KEPT_BYTES
+            len(self._steps) > 1 and sum(kept.nbytes for kept in self._steps) > MOST_KEPT_BYTES
         ):
-            given_up.append(self._steps.pop(0))
-        return given_up
+            dropped.append(self._steps.pop(0))
+        return dropped

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kernels.cpu.ffi.bindings import taken
-from kernels.told import CaptureError
+from kernels.step_inputs import CaptureError
 
 try:
     from kernels.cpu import replay

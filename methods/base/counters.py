@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.each import Each
-from kernels.told import CaptureError, tell
+from kernels.step_inputs import CaptureError, record_input
 
 
 def queues(device: torch.device) -> bool:
@@ -64,8 +64,8 @@ class StepCounters:
                 torch.tensor(values, device=device) + self._growth(value, device) * self.steps
             )
         if isinstance(value, Each) and value.dead is not None:
-            tell("growth", cast(Tensor, self._growth(value, device)))
-        return tell("count", self._counters[value, device])
+            record_input("growth", cast(Tensor, self._growth(value, device)))
+        return record_input("count", self._counters[value, device])
 
     def _growth(self, value: int | Each, device: torch.device) -> int | Tensor:
         """Return what a step adds to a counter: nothing for slots that are free."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels import ops
 from kernels.cpu.graph import CpuGraph
-from kernels.told import CaptureError
+from kernels.step_inputs import CaptureError
 
 pytestmark = pytest.mark.usefixtures("inference")
 

@@ -13,7 +13,7 @@ from harness.engine.batch.groups import Attending, StepGroup, shared_layer
 from harness.engine.cache import KVCache
 from kernels.each import each
 from kernels.ragged import Ragged
-from kernels.told import StepInputs
+from kernels.step_inputs import StepInputs
 from methods.base import AttnInput, Checks, KVLayer, NextRow
 from methods.base.counters import StepCounters
 from methods.layers import Layer, Policy
@@ -32,9 +32,9 @@ class SlotsCache(KVCache):
     """
 
     def __init__(self, members: Sequence[KVCache], alone: str | None = None, *, sized: bool = False) -> None:
-        """`alone`: let all attend one by one, for this reason. `sized`: let the step be one of a size that others may
-        share (`KVCache.told`), where all attend together: with slots for a power of two of sequences, of which those
-        behind the members' are free."""
+        """`alone`: a reason for which all members attend one by one. `sized`: where all attend together, take steps
+        of a size that other sequences may use (`KVCache.step_inputs`), with slots for a power of two of sequences;
+        the slots after the members' are free."""
         super().__init__([layer for member in members for layer in member.layers], members[0].state)
         self._members = tuple(members)
         self._sizes = [member.state.request.batch for member in members]
@@ -45,7 +45,7 @@ class SlotsCache(KVCache):
         reasons = [[alone or self._reason(member, layer) for layer in member.layers] for member in members]
         self.alone = next((reason for of_layer in zip(*reasons, strict=True) for reason in of_layer if reason), None)
         self._forms = [_forms(*pair) for pair in zip(members, reasons, strict=True)]
-        self.told = StepInputs() if sized and self.alone is None else None
+        self.step_inputs = StepInputs() if sized and self.alone is None else None
         self._free = self._slots()
         self.free = sum(self._free.values())
         rows = sum(self._sizes) + self.free
@@ -55,7 +55,7 @@ class SlotsCache(KVCache):
         )
         self._traffic: dict[tuple[int, ...], Traffic] = {}  # of members that step together
         begins = [member.num_tokens for member in members for _ in range(member.state.request.batch)]
-        self._begins = each(begins, None if self.told is None else self.free)
+        self._begins = each(begins, None if self.step_inputs is None else self.free)
         self._groups = self._grouped(reasons)
         self._attending = [self._places(number) for number in range(len(members))]
         self._upto = [0] * len(members)  # steps that a member knows of
@@ -223,14 +223,14 @@ class SlotsCache(KVCache):
 
     def _tell(self) -> None:
         """What a step finds in the policies of shared layers, besides what it asks for."""
-        if self.told is None:
+        if self.step_inputs is None:
             return
         for groups in self._groups:
             for group in groups:
-                self.told.add("rows", cast(Tensor, group.rows))
+                self.step_inputs.add("rows", cast(Tensor, group.rows))
         for held in self.joined():
             for name, tensor in held.items():
-                self.told.add(name, tensor)
+                self.step_inputs.add(name, tensor)
 
     def _slots(self) -> dict[Hashable, int]:
         """How many slots are free behind the members of each form, in a step of a size."""
@@ -238,7 +238,8 @@ class SlotsCache(KVCache):
         for form_, size in zip(self._forms, self._sizes, strict=True):
             rows[form_] = rows.get(form_, 0) + size
         return {
-            form_: 0 if self.told is None else (1 << (size - 1).bit_length()) - size for form_, size in rows.items()
+            form_: 0 if self.step_inputs is None else (1 << (size - 1).bit_length()) - size
+            for form_, size in rows.items()
         }
 
     def _grouped(self, reasons: Sequence[Sequence[str | None]]) -> list[list[StepGroup]]:
@@ -266,14 +267,14 @@ class SlotsCache(KVCache):
 
     def _group(self, layers: Sequence[KVLayer], members: Sequence[int], shared: dict[Hashable, Any]) -> StepGroup:
         spans = [range(sum(self._sizes[:number]), sum(self._sizes[: number + 1])) for number in members]
-        if len(members) == 1 and self.told is None:
+        if len(members) == 1 and self.step_inputs is None:
             return StepGroup(layers[members[0]], tuple(members), slice(spans[0].start, spans[0].stop), joint=False)
         free = self._free_rows(self._forms[members[0]])
         rows = [*(row for span in spans for row in span), *free]
         request, whose = replace(self._joint_state.request, batch=len(rows)), tuple(members)
         traffic = self._traffic.setdefault(whose, Traffic.of_several(len(rows), request.device))
         state = replace(self._joint_state, request=request, traffic=traffic)
-        dead = None if self.told is None else len(free)
+        dead = None if self.step_inputs is None else len(free)
         joint = together(Slots([cast(Layer, layers[number]) for number in members], dead, shared), state)
         return StepGroup(joint, tuple(members), torch.tensor(rows, device=self.state.request.device), joint=True)
 

@@ -66,7 +66,7 @@ class Stepper(ABC):
             return caches[0]
         slots = SlotsCache(caches, self.traced, sized=sized)
         if len(caches) == 1:
-            return caches[0] if slots.told is None else slots
+            return caches[0] if slots.step_inputs is None else slots
         self.one_by_one = slots.alone
         return slots
 

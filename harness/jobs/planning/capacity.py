@@ -30,7 +30,7 @@ from harness.jobs.planning.items import Item
 from harness.models.base import DTYPE_BYTES, ModelInfo, torch_dtype
 from harness.terminal.tables import BYTES, scaled
 from kernels.block import TOKENS_AT_ONCE, fits_compiled
-from kernels.told import MOST_KEPT_BYTES
+from kernels.step_inputs import MOST_KEPT_BYTES
 from methods.base import Cost
 from methods.tiers.shelf import pinned_bytes
 from methods.tiers.tier import DEVICE, HOST, TIERS

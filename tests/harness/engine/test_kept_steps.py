@@ -16,7 +16,7 @@ from harness.engine.batch.slot import Slot
 from harness.engine.engine import Engine
 from kernels.each import Each
 from kernels.ragged import Ragged, with_free_slots
-from kernels.told import StepInputs, tell, telling
+from kernels.step_inputs import StepInputs, record_input, recording_inputs
 from methods.full import Full
 from methods.layers import Layer
 from methods.tiers.transfer.links import Links
@@ -203,13 +203,13 @@ def test_parts_of_free_slots_are_empty() -> None:
     assert x.slice(2, x.sizes).sizes.values == (7, 3, 0, 0)
 
 
-def test_what_was_told_twice_in_one_step_must_be_one_in_the_other() -> None:
+def test_a_tensor_used_twice_cannot_stand_for_two() -> None:
     one, other = StepInputs(), StepInputs()
     number = torch.tensor([3])
-    for told, numbers in ((one, [number, number]), (other, [torch.tensor([4]), torch.tensor([5])])):
-        with telling(told):
+    for inputs, numbers in ((one, [number, number]), (other, [torch.tensor([4]), torch.tensor([5])])):
+        with recording_inputs(inputs):
             for held in numbers:
-                tell("count", held)
+                record_input("count", held)
     assert one.kinds == other.kinds
     assert not one.take_over(other)
     assert number.item() == 3
@@ -217,11 +217,11 @@ def test_what_was_told_twice_in_one_step_must_be_one_in_the_other() -> None:
     assert [held.item() for held in other.tensors] == [3, 3]
 
 
-def test_the_memory_of_several_is_told_by_its_table() -> None:
-    told, parts = StepInputs(), [torch.zeros(1, 2, size, 16) for size in (5, 7)]
-    with telling(told):
+def test_the_memory_of_several_is_read_through_its_table() -> None:
+    inputs, parts = StepInputs(), [torch.zeros(1, 2, size, 16) for size in (5, 7)]
+    with recording_inputs(inputs):
         assert Ragged(parts).table.shape == (2, 3)
-        assert not told.read_memory
+        assert not inputs.read_memory
         assert Ragged(parts).whole.shape == (2, 2, 7, 16)
-    assert told.read_memory
-    assert len(told.tensors) == 1
+    assert inputs.read_memory
+    assert len(inputs.tensors) == 1

@@ -1,0 +1,71 @@
+"""Records the small tensors by which the host describes a step's sequences, so that a captured step can serve others.
+
+Where sequences lie in memory, how many tokens they have and what else differs between them reaches a step as small
+tensors (`Ragged`, `PerSequence`); everything else is the same for all sequences of one size. A captured step serves
+other sequences once these tensors, in the order in which the step asks for them, hold the others' values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+
+MOST_KEPT_BYTES = 256 << 20  # memory of the captured steps that an engine keeps for other sequences
+
+
+class CaptureError(RuntimeError):
+    """Say what a step did that cannot be captured."""
+
+
+class StepInputs:
+    """Hold the recorded tensors of one step, each with its kind. Steps whose kinds differ cannot replace each other."""
+
+    def __init__(self) -> None:
+        self.kinds: list[Hashable] = []
+        self.tensors: list[Tensor] = []
+        self.read_memory = False  # an operation read a sequence's memory directly, not through a table of addresses
+
+    def add(self, kind: Hashable, tensor: Tensor) -> None:
+        self.kinds.append((kind, tuple(tensor.shape), tensor.dtype, tensor.device))
+        self.tensors.append(tensor)
+
+    def take_over(self, other: StepInputs) -> bool:
+        """Copy the tensors of another step of the same kinds into the tensors of this one; return whether that was
+        possible. It is not where this step uses one tensor twice and the other step uses two different ones."""
+        sources: dict[int, tuple[Tensor, Tensor]] = {}
+        for target, source in zip(self.tensors, other.tensors, strict=True):
+            if sources.setdefault(id(target), (target, source))[1] is not source:
+                return False
+        targets, values = zip(*sources.values(), strict=True)
+        torch._foreach_copy_(targets, values)
+        return True
+
+
+_recording: ContextVar[StepInputs | None] = ContextVar("recording", default=None)
+
+
+@contextmanager
+def recording_inputs(inputs: StepInputs) -> Iterator[None]:
+    """Add to `inputs` every tensor that is passed to `record_input` in this context."""
+    token = _recording.set(inputs)
+    try:
+        yield
+    finally:
+        _recording.reset(token)
+
+
+def record_input(kind: Hashable, tensor: Tensor) -> Tensor:
+    """Record a tensor that describes the step's sequences, and return it."""
+    if (inputs := _recording.get()) is not None:
+        inputs.add(kind, tensor)
+    return tensor
+
+
+def note_memory_read() -> None:
+    """Note that an operation reads a sequence's memory directly, so that its step cannot serve other sequences."""
+    if (inputs := _recording.get()) is not None:
+        inputs.read_memory = True
