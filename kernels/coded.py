@@ -12,7 +12,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from kernels.each import Each
+from kernels.per_sequence import PerSequence
 from kernels.quantise import dequantise, from_float8
 from kernels.ragged import Ragged, by_sequence
 from kernels.reference import Segment, gather_rows, segment_attention_with_lse
@@ -48,7 +48,7 @@ class Coded(NamedTuple):
         keys."""
         return self.v_range.shape[3] // 2, self.bits, self.block
 
-    def tokens(self, first: int | Each, end: int | Each) -> Coded:
+    def tokens(self, first: int | PerSequence, end: int | PerSequence) -> Coded:
         """Return the tokens from `first` to `end`, which are whole blocks."""
         k, v, v_range = (_between(x, first, end) for x in (self.k, self.v, self.v_range))
         k_range = _between(self.k_range, first // self.block, end // self.block)
@@ -88,7 +88,7 @@ class CodedFloats(NamedTuple):
 Codes = Coded | CodedFloats
 
 
-def _between(x: Tensor, first: int | Each, end: int | Each) -> Tensor:
+def _between(x: Tensor, first: int | PerSequence, end: int | PerSequence) -> Tensor:
     return cast(Tensor, x.slice(first, end)) if isinstance(x, Ragged) else x[:, :, first:end]
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.each import Each
+from kernels.per_sequence import PerSequence
 from kernels.ragged import Ragged, appended, by_sequence, filled
 from kernels.reference import row_scores
 
@@ -26,7 +26,7 @@ def by_sign(q: Tensor) -> Tensor:
     return torch.cat([q.clamp(min=0), q.clamp(max=0)], -1)
 
 
-def token_rows(chunks: Tensor | Ragged, size: int, last: int | Each | None = None) -> Tensor:
+def token_rows(chunks: Tensor | Ragged, size: int, last: int | PerSequence | None = None) -> Tensor:
     """Name the tokens of chunks of `size` tokens, and those of the `last` one of each sequence behind them if there is
     one. chunks [B heads K] -> [B heads K * size], or [B heads (K + 1) * size]
 

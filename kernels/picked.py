@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels import ops
-from kernels.each import Each
+from kernels.per_sequence import PerSequence
 from kernels.ragged import Ragged, filled
 from kernels.reference import without_missing
 
@@ -14,7 +14,7 @@ LEAST = 1e-20  # of what is divided by
 
 
 def pick_channels(
-    q: Tensor, r: int | Each, scale: float, spread: bool, facing: bool
+    q: Tensor, r: int | PerSequence, scale: float, spread: bool, facing: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Find the r channels with the largest sum of |q| over the group, and divide q in them alone so that the logits of
     different query heads can be compared. q [B G g D] -> channels [B G r], q in them times `scale` [B G g r]
@@ -38,8 +38,8 @@ def pick_channels(
     return channels, (picked * scale).to(q.dtype), whole
 
 
-def mean_counts(counts: Tensor, most: int | Each) -> Tensor:
+def mean_counts(counts: Tensor, most: int | PerSequence) -> Tensor:
     """Return the mean count of each sequence over its heads, rounded down, from 1 to `most`. counts [B G] (int64) ->
     [B]. InfiniGen (arXiv 2406.19707)"""
-    limit = most.on(counts.device) if isinstance(most, Each) else torch.full_like(counts[:, 0], most)
+    limit = most.on(counts.device) if isinstance(most, PerSequence) else torch.full_like(counts[:, 0], most)
     return counts.double().mean(1).long().clamp(min=1).minimum(limit)

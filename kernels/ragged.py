@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels.each import Counted, Each, per_sequence
+from kernels.per_sequence import CountedOnDevice, PerSequence, values_per_sequence
 from kernels.step_inputs import note_memory_read, record_input
 
 RAGGED = "takes sequences of one length"  # why a backend leaves unequal ones to another
@@ -34,14 +34,14 @@ class Ragged:
         self, parts: Sequence[Tensor], dim: int = 2, dead: int | None = None, reader: torch.device | None = None
     ) -> None:
         """Name tensors that stay where they are as long as this object lives. The last `dead` ones are of free slots
-        (`Each`): what is written there is lost. `reader`: the device whose kernels read them, where that is not their
-        own, as for pinned host memory."""
+        (`PerSequence`): what is written there is lost. `reader`: the device whose kernels read them, where that is
+        not their own, as for pinned host memory."""
         self.parts, self.dim = parts, dim
         self.device = parts[0].device if reader is None else reader
-        self.sizes = Each([part.shape[dim] for part in parts[: len(parts) - (dead or 0)]], dead)
+        self.sizes = PerSequence([part.shape[dim] for part in parts[: len(parts) - (dead or 0)]], dead)
 
     @classmethod
-    def filled_up(cls, whole: Tensor, sizes: Each, dim: int = 2) -> Ragged:
+    def filled_up(cls, whole: Tensor, sizes: PerSequence, dim: int = 2) -> Ragged:
         """Name the first `sizes` entries of each sequence in a tensor [B ...]."""
         ragged = cls.__new__(cls)
         ragged.whole, ragged.sizes, ragged.dim, ragged.device = whole, sizes, dim, whole.device
@@ -124,10 +124,10 @@ class Ragged:
         parts = [part.mT for part in self.parts]
         return Ragged(parts, swapped.get(self.dim, self.dim), self.sizes.dead, self.device)
 
-    def slice(self, start: int | Each, end: int | Each) -> Ragged:
+    def slice(self, start: int | PerSequence, end: int | PerSequence) -> Ragged:
         """Return entries `start` to `end` of each sequence."""
         live = len(self.parts) - (self.sizes.dead or 0)
-        firsts, lasts = (per_sequence(number, len(self.parts))[:live] for number in (start, end))
+        firsts, lasts = (values_per_sequence(number, len(self.parts))[:live] for number in (start, end))
         spans = zip(self.parts[:live], firsts, lasts, strict=True)
         parts = [part.narrow(self.dim, first, last - first) for part, first, last in spans]
         parts += [part.narrow(self.dim, 0, 0) for part in self.parts[live:]]
@@ -154,16 +154,16 @@ def filled(x: Tensor | Ragged) -> Tensor:
     return x.whole if isinstance(x, Ragged) else x
 
 
-def leading(x: Tensor | Ragged, count: int | Each) -> Tensor:
+def leading(x: Tensor | Ragged, count: int | PerSequence) -> Tensor:
     """Return the first entries [B ... count] of each sequence, which has as many: `Ragged` where the counts differ,
     which the policies' code takes for a tensor."""
     whole = filled(x)
-    if isinstance(count, Each):
+    if isinstance(count, PerSequence):
         return cast(Tensor, Ragged.filled_up(whole, count, whole.dim() - 1))
     return whole[..., :count]
 
 
-def spanned(x: Tensor | Ragged, start: int, end: int | Each) -> Tensor:
+def spanned(x: Tensor | Ragged, start: int, end: int | PerSequence) -> Tensor:
     """Return the entries `start` to `end` of each sequence's rows [B ... S]: `Ragged` where the ends differ."""
     return leading(filled(x)[..., start:], end - start)
 
@@ -174,20 +174,22 @@ def repeated(x: Tensor | Ragged, times: int) -> Tensor | Ragged:
     return Ragged.filled_up(entries, x.sizes * times, entries.dim() - 1) if isinstance(x, Ragged) else entries
 
 
-def too_few(x: Tensor | Ragged, count: int | Each) -> bool:
+def too_few(x: Tensor | Ragged, count: int | PerSequence) -> bool:
     """Say whether some sequence's rows [B ... S] have fewer entries than `count`; of numbers that only the device knows
     nobody can say."""
-    if isinstance(count, Counted):
+    if isinstance(count, CountedOnDevice):
         return False
     left = (x.sizes if isinstance(x, Ragged) else x.shape[-1]) - count
-    return min(per_sequence(left, 1)) < 0
+    return min(values_per_sequence(left, 1)) < 0
 
 
-def appended(x: Tensor | Ragged, entry: int | Each) -> Tensor:
+def appended(x: Tensor | Ragged, entry: int | PerSequence) -> Tensor:
     """Put an entry behind those of each sequence. x [B ... S] -> [B ... S + 1], filled up as `filled` is"""
     whole = filled(x)
     ones = [1] * (whole.dim() - 1)
-    entries = entry.on(whole.device).view(-1, *ones) if isinstance(entry, Each) else whole.new_full([1, *ones], entry)
+    entries = (
+        entry.on(whole.device).view(-1, *ones) if isinstance(entry, PerSequence) else whole.new_full([1, *ones], entry)
+    )
     entries = entries.expand(*whole.shape[:-1], 1)
     if not isinstance(x, Ragged):
         return torch.cat([whole, entries], -1)
@@ -195,8 +197,9 @@ def appended(x: Tensor | Ragged, entry: int | Each) -> Tensor:
 
 
 def by_sequence(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Let an operation of the plain-torch backend take `Ragged` and `Each`: it is then called for one sequence after
-    the other, on the backend that is best for one. Tensors among the arguments are [B ...], or the same for all."""
+    """Let an operation of the plain-torch backend take `Ragged` and `PerSequence`: it is then called for one sequence
+    after the other, on the backend that is best for one. Tensors among the arguments are [B ...], or the same for
+    all."""
 
     @wraps(run)
     def served(*arguments: Any) -> Any:
@@ -224,7 +227,7 @@ def sequence_by_sequence(arguments: tuple[Any, ...]) -> list[tuple[Any, ...]]:
 def _sequences(arguments: Any) -> int | None:
     """Return how many sequences unequal arguments are of, or None where there are none."""
     for argument in arguments:
-        if isinstance(argument, Ragged | Each):
+        if isinstance(argument, Ragged | PerSequence):
             return len(argument.sizes if isinstance(argument, Ragged) else argument)
         if isinstance(argument, tuple | list) and (count := _sequences(argument)) is not None:
             return count
@@ -235,7 +238,7 @@ def _of(argument: Any, i: int, batch: int) -> Any:
     """Return what belongs to sequence `i`."""
     if isinstance(argument, Ragged):
         return argument.parts[i]
-    if isinstance(argument, Each):
+    if isinstance(argument, PerSequence):
         return argument.values[i]
     if isinstance(argument, Tensor):
         return argument[i : i + 1] if len(argument) == batch else argument
@@ -245,18 +248,18 @@ def _of(argument: Any, i: int, batch: int) -> Any:
     return argument
 
 
-def _numbers(arguments: Any) -> list[Each]:
+def _numbers(arguments: Any) -> list[PerSequence]:
     """Return what the sequences that arguments are of are counted by."""
-    numbers: list[Each] = []
+    numbers: list[PerSequence] = []
     for argument in arguments:
-        if isinstance(argument, Ragged | Each):
+        if isinstance(argument, Ragged | PerSequence):
             numbers.append(argument.sizes if isinstance(argument, Ragged) else argument)
         elif isinstance(argument, tuple | list):
             numbers += _numbers(argument)
     return numbers
 
 
-def _joined(results: list[Any], numbers: Sequence[Each]) -> Any:
+def _joined(results: list[Any], numbers: Sequence[PerSequence]) -> Any:
     """Join what the sequences gave; free slots get zeros. Sizes that the arguments have too are the same object, which
     may be on the device already."""
     if isinstance(results[0], tuple):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels import ops
-from kernels.each import Counted, Each
+from kernels.per_sequence import CountedOnDevice, PerSequence
 from kernels.ragged import Ragged, by_sequence, filled
 from kernels.rope import rotate
 
@@ -178,8 +178,8 @@ def _or_of_counted(run: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, in
     """Let `top_k` take numbers that only the device knows: as many as there may be are chosen, the best first."""
 
     @wraps(run)
-    def served(scores: Tensor | Ragged, count: int | Each) -> Tensor:
-        if not isinstance(count, Counted):
+    def served(scores: Tensor | Ragged, count: int | PerSequence) -> Tensor:
+        if not isinstance(count, CountedOnDevice):
             return run(cast(Tensor, scores), cast(int, count))
         whole = filled(scores)
         if isinstance(scores, Ragged):

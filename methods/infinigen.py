@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from kernels import ops
-from kernels.each import Counted, Each
+from kernels.per_sequence import CountedOnDevice, PerSequence
 from kernels.ragged import Ragged, filled, leading
 from kernels.reference import Segment
 from methods.base import (
@@ -311,7 +311,7 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
             return self.present(ops.row_scores(grouped, self.partial.filled))
         return self.present(ops.live_scores(grouped, self.partial.stored, self.partial.count()))
 
-    def choose(self, logits: Tensor, limit: int | Each) -> Fetched:
+    def choose(self, logits: Tensor, limit: int | PerSequence) -> Fetched:
         """Choose as many prompt tokens as the margins ask for, 1 to `limit`. [B G g n] -> rows [B G max n'], n' [B]"""
         ranks, near = ops.group_margins(logits, self.sealed, self.method.alpha)
         asked = ops.mean_counts(near, limit)
@@ -319,7 +319,7 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
             weights = ops.group_weights(leading(logits, self.sealed), 1.0, "sum")
             ranks = weights if isinstance(weights, Ragged) else self.present(weights)
         if self.cache.counters.running or (self.request.placement != DISK and queues(self.request.device)):
-            counted = Counted(asked, limit.most if isinstance(limit, Each) else limit)
+            counted = CountedOnDevice(asked, limit.most if isinstance(limit, PerSequence) else limit)
             return filled(ops.top_k(ranks, counted)), asked
         counts = asked.tolist()
         rows: Tensor = ops.top_k(ranks, max(counts))

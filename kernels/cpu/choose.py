@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kernels.cpu.ffi.bindings import Function, Struct, floats, int64s, integer, real
 from kernels.cpu.ffi.library import load
-from kernels.each import Each
+from kernels.per_sequence import PerSequence
 from kernels.ragged import RAGGED, Ragged, too_few
 
 
@@ -68,10 +68,10 @@ def group_weights_refuses(logits: Tensor | Ragged, scale: float, reduce: str) ->
     return _unfit(logits)
 
 
-def group_margins(logits: Tensor, candidates: int | Each, reach: float) -> tuple[Tensor | Ragged, Tensor]:
+def group_margins(logits: Tensor, candidates: int | PerSequence, reach: float) -> tuple[Tensor | Ragged, Tensor]:
     batch, groups, heads, count = logits.shape
     most, of_each = (
-        (candidates.most, candidates.on(logits.device)) if isinstance(candidates, Each) else (candidates, None)
+        (candidates.most, candidates.on(logits.device)) if isinstance(candidates, PerSequence) else (candidates, None)
     )
     out, counts = logits.new_empty((batch, groups, most)), logits.new_zeros((batch, groups), dtype=torch.int64)
     if most:
@@ -79,16 +79,16 @@ def group_margins(logits: Tensor, candidates: int | Each, reach: float) -> tuple
             logits=logits.contiguous(), out=out, counts=counts, of_each=of_each, pairs=batch * groups, groups=groups,
             heads=heads, count=count, candidates=most, reach=reach,
         )  # fmt: skip
-    return Ragged.filled_up(out, candidates) if isinstance(candidates, Each) else out, counts
+    return Ragged.filled_up(out, candidates) if isinstance(candidates, PerSequence) else out, counts
 
 
-def group_margins_refuses(logits: Tensor | Ragged, candidates: int | Each, reach: float) -> str | None:
+def group_margins_refuses(logits: Tensor | Ragged, candidates: int | PerSequence, reach: float) -> str | None:
     return RAGGED if isinstance(logits, Ragged) else _unfit(logits)
 
 
-def top_k(scores: Tensor | Ragged, count: int | Each) -> Tensor | Ragged:
+def top_k(scores: Tensor | Ragged, count: int | PerSequence) -> Tensor | Ragged:
     x, counts = (scores.whole, scores.counts) if isinstance(scores, Ragged) else (scores, None)
-    most, ks = (count.most, count.on(x.device)) if isinstance(count, Each) else (count, None)
+    most, ks = (count.most, count.on(x.device)) if isinstance(count, PerSequence) else (count, None)
     size = x.shape[-1]
     if not x.is_contiguous() and (x.stride(-1) != 1 or x.dim() > 3 or not _evenly_spaced(x)):
         x = x.contiguous()
@@ -99,10 +99,10 @@ def top_k(scores: Tensor | Ragged, count: int | Each) -> Tensor | Ragged:
             scores=x, out=out, counts=counts, ks=ks, rows=rows, count=size, stride=stride, k=most,
             lists=max(1, rows // x.shape[0]),
         )  # fmt: skip
-    return Ragged.filled_up(out, count, out.dim() - 1) if isinstance(count, Each) else out
+    return Ragged.filled_up(out, count, out.dim() - 1) if isinstance(count, PerSequence) else out
 
 
-def top_k_refuses(scores: Tensor | Ragged, count: int | Each) -> str | None:
+def top_k_refuses(scores: Tensor | Ragged, count: int | PerSequence) -> str | None:
     if isinstance(scores, Ragged) and scores.dim != len(scores.shape) - 1:
         return "takes scores that differ in their last dimension"
     return _unfit(scores) or ("leaves a count beyond the row to torch" if too_few(scores, count) else None)

@@ -15,7 +15,7 @@ inline char* row_of(const CopyRows& call, int64_t i) {
 }
 
 // Calls f(row of x, row of the block) for all rows, in parallel.
-template <class F> void each(const CopyRows& call, F f) {
+template <class F> void per_sequence(const CopyRows& call, F f) {
     int64_t total = call.pairs * call.count, ahead = AHEAD / call.width + 1, per_task = TASK / call.width + 1;
     each_task((total + per_task - 1) / per_task, total * call.width > 2 * TASK, [&](int64_t task) {
         for (int64_t i = task * per_task; i < std::min(total, (task + 1) * per_task); i++) {
@@ -30,7 +30,7 @@ template <class F> void each(const CopyRows& call, F f) {
 }  // namespace
 
 EXPORT void gather_rows(const CopyRows& call) {
-    each(call, [](char* row, char* place, int64_t width) { std::memcpy(place, row, width); });
+    per_sequence(call, [](char* row, char* place, int64_t width) { std::memcpy(place, row, width); });
 }
 EXPORT void gather_tiers(const CopyTiers& call) {
     int64_t total = call.pairs * call.count, per_task = TASK / call.width + 1;
@@ -48,5 +48,5 @@ EXPORT void gather_tiers(const CopyTiers& call) {
     });
 }
 EXPORT void put_rows(const CopyRows& call) {
-    each(call, [](char* row, char* place, int64_t width) { std::memcpy(row, place, width); });
+    per_sequence(call, [](char* row, char* place, int64_t width) { std::memcpy(row, place, width); });
 }

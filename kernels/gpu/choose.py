@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.each import Each
 from kernels.gpu.common import DTYPES, padded, unfit
+from kernels.per_sequence import PerSequence
 from kernels.ragged import RAGGED, Ragged, filled, too_few
 
 _PIECE = 4096  # entries of a row; a longer row is summed in pieces
@@ -47,12 +47,12 @@ def group_weights_refuses(logits: Tensor | Ragged, scale: float, reduce: str) ->
     return _unfit(filled(logits))
 
 
-def group_margins(logits: Tensor, candidates: int | Each, reach: float) -> tuple[Tensor | Ragged, Tensor]:
+def group_margins(logits: Tensor, candidates: int | PerSequence, reach: float) -> tuple[Tensor | Ragged, Tensor]:
     """Measure how far candidates lie below the largest logit, as kernels/reference.py defines it. A first kernel finds
     the largest logit of each piece of a row, a second the margins."""
     batch, groups, heads, count = logits.shape
     most, of_each = (
-        (candidates.most, candidates.on(logits.device)) if isinstance(candidates, Each) else (candidates, None)
+        (candidates.most, candidates.on(logits.device)) if isinstance(candidates, PerSequence) else (candidates, None)
     )
     logits, pieces = logits.contiguous(), triton.cdiv(count, _PIECE)
     tops = logits.new_empty((batch * groups, pieces, heads), dtype=torch.float32)
@@ -65,10 +65,10 @@ def group_margins(logits: Tensor, candidates: int | Each, reach: float) -> tuple
             logits, tops, of_each, out, near, reach, count, most, pieces, groups, heads, padded(pieces, 1), _BLOCK,
             num_warps=4,
         )  # fmt: skip
-    return Ragged.filled_up(out, candidates) if isinstance(candidates, Each) else out, near
+    return Ragged.filled_up(out, candidates) if isinstance(candidates, PerSequence) else out, near
 
 
-def group_margins_refuses(logits: Tensor | Ragged, candidates: int | Each, reach: float) -> str | None:
+def group_margins_refuses(logits: Tensor | Ragged, candidates: int | PerSequence, reach: float) -> str | None:
     if isinstance(logits, Ragged):
         return RAGGED
     return "leaves more candidates than a row has to torch" if too_few(logits, candidates) else _unfit(logits)

@@ -7,21 +7,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.each import Each
 from kernels.gpu.common import unfit
+from kernels.per_sequence import PerSequence
 from kernels.ragged import Ragged, filled
 
 _TOKENS = 1024  # that one program names
 
 
-def token_rows(chunks: Tensor | Ragged, size: int, last: int | Each | None = None) -> Tensor:
+def token_rows(chunks: Tensor | Ragged, size: int, last: int | PerSequence | None = None) -> Tensor:
     """Name the tokens of chunks, as kernels/pages.py defines it."""
     whole, counts = filled(chunks), chunks.counts if isinstance(chunks, Ragged) else None
     batch, heads, room = whole.shape
     tokens = (room + (last is not None)) * size
     out = torch.empty((batch, heads, tokens), dtype=torch.int64, device=whole.device)
     if tokens:
-        of_each = last.on(whole.device) if isinstance(last, Each) else None
+        of_each = last.on(whole.device) if isinstance(last, PerSequence) else None
         number = last if isinstance(last, int) else 0
         _token_rows[(triton.cdiv(tokens, _TOKENS), batch * heads)](
             whole, counts, of_each, out, *whole.stride(), room, number, last is not None, heads, size, _TOKENS,
@@ -30,7 +30,7 @@ def token_rows(chunks: Tensor | Ragged, size: int, last: int | Each | None = Non
     return out
 
 
-def token_rows_refuses(chunks: Tensor | Ragged, size: int, last: int | Each | None = None) -> str | None:
+def token_rows_refuses(chunks: Tensor | Ragged, size: int, last: int | PerSequence | None = None) -> str | None:
     whole = filled(chunks)
     return unfit(whole) if whole.dtype == torch.int64 else f"takes numbers as int64, got {whole.dtype}"
 

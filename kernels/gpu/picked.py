@@ -7,17 +7,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.each import Each
 from kernels.gpu.common import padded, unfit, unfit_floats, unfit_group, unfit_heads
+from kernels.per_sequence import PerSequence
 from kernels.picked import LEAST
 
 
 def pick_channels(
-    q: Tensor, r: int | Each, scale: float, spread: bool, facing: bool
+    q: Tensor, r: int | PerSequence, scale: float, spread: bool, facing: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Find the channels in which q is largest, as kernels/picked.py defines it; of equal ones the first."""
     batch, groups, heads, dim = q.shape
-    counts, most = (r.on(q.device), r.most) if isinstance(r, Each) else (None, r)
+    counts, most = (r.on(q.device), r.most) if isinstance(r, PerSequence) else (None, r)
     channels = torch.empty((batch, groups, most), dtype=torch.int64, device=q.device)
     picked = q.new_empty((batch, groups, heads, most))
     whole = q.new_empty(q.shape) if spread else None
@@ -29,21 +29,23 @@ def pick_channels(
     return channels, picked, whole
 
 
-def pick_channels_refuses(q: Tensor, r: int | Each, scale: float, spread: bool, facing: bool) -> str | None:
-    if (r.most if isinstance(r, Each) else r) > q.shape[3]:
+def pick_channels_refuses(q: Tensor, r: int | PerSequence, scale: float, spread: bool, facing: bool) -> str | None:
+    if (r.most if isinstance(r, PerSequence) else r) > q.shape[3]:
         return "leaves the error for too large a count to torch"
     return unfit_heads(q) or unfit_floats(q) or unfit_group(q.shape[2])
 
 
-def mean_counts(counts: Tensor, most: int | Each) -> Tensor:
+def mean_counts(counts: Tensor, most: int | PerSequence) -> Tensor:
     """Return the mean count of each sequence, as kernels/picked.py defines it."""
-    (batch, groups), limits = counts.shape, most.on(counts.device) if isinstance(most, Each) else None
+    (batch, groups), limits = counts.shape, most.on(counts.device) if isinstance(most, PerSequence) else None
     out = torch.empty(batch, dtype=torch.int64, device=counts.device)
-    _mean[(batch,)](counts, limits, out, 0 if isinstance(most, Each) else most, groups, padded(groups, 1), num_warps=1)
+    _mean[(batch,)](
+        counts, limits, out, 0 if isinstance(most, PerSequence) else most, groups, padded(groups, 1), num_warps=1
+    )
     return out
 
 
-def mean_counts_refuses(counts: Tensor, most: int | Each) -> str | None:
+def mean_counts_refuses(counts: Tensor, most: int | PerSequence) -> str | None:
     return unfit(counts) or (None if counts.is_contiguous() else "needs the counts of a sequence side by side")
 
 

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.each import Each
 from kernels.gpu.common import DTYPES, padded, unfit
+from kernels.per_sequence import PerSequence
 from kernels.ragged import Ragged, too_few
 
 _HELD = 32768  # entries in the registers of a program
@@ -23,11 +23,11 @@ _PLACED = 4096  # entries that are placed at once
 _LEAST = tl.constexpr(-(2**31))
 
 
-def top_k(scores: Tensor | Ragged, count: int | Each) -> Tensor | Ragged:
+def top_k(scores: Tensor | Ragged, count: int | PerSequence) -> Tensor | Ragged:
     """Find the indices of the largest scores, as kernels/reference.py defines it; of equal ones the first in the
     row."""
     whole, sizes = (scores.whole, scores.counts) if isinstance(scores, Ragged) else (scores, None)
-    counts, most = (count.on(whole.device), count.most) if isinstance(count, Each) else (None, count)
+    counts, most = (count.on(whole.device), count.most) if isinstance(count, PerSequence) else (None, count)
     rows = (whole if whole.stride(-1) == 1 else whole.contiguous()).flatten(0, -2)
     out = torch.empty((len(rows), most), dtype=torch.int64, device=whole.device)
     if out.numel():
@@ -37,17 +37,17 @@ def top_k(scores: Tensor | Ragged, count: int | Each) -> Tensor | Ragged:
         for pieces in further:
             out, keys = _select(keys, out, most, pieces, lists, None, counts)
     out = out.view(*whole.shape[:-1], most)
-    return Ragged.filled_up(out, count, out.dim() - 1) if isinstance(count, Each) else out
+    return Ragged.filled_up(out, count, out.dim() - 1) if isinstance(count, PerSequence) else out
 
 
-def top_k_refuses(scores: Tensor | Ragged, count: int | Each) -> str | None:
+def top_k_refuses(scores: Tensor | Ragged, count: int | PerSequence) -> str | None:
     if isinstance(scores, Ragged) and scores.dim != len(scores.shape) - 1:
         return "takes scores that differ in their last dimension"
     if scores.dtype not in DTYPES or len(scores.shape) < 2:
         return f"takes rows of float32, bfloat16 and float16, got {scores.dtype} {list(scores.shape)}"
     if too_few(scores, count):
         return "leaves the error for too large a count to torch"
-    size, most = scores.shape[-1], count.most if isinstance(count, Each) else count
+    size, most = scores.shape[-1], count.most if isinstance(count, PerSequence) else count
     if not _cuts(size, most):
         return f"cannot narrow {size} down to {most} in pieces of {_HELD}"
     return unfit(scores.whole if isinstance(scores, Ragged) else scores)

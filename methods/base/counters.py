@@ -12,7 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from kernels.each import Each
+from kernels.per_sequence import PerSequence
 from kernels.step_inputs import CaptureError, record_input
 
 
@@ -35,7 +35,9 @@ class StepCounters:
         self.capturing = False  # whether what is asked for now must be there already
         self.steps = 0  # steps since the start
         self.text_tokens = 0  # of the text of the last forward, where its length decides how the model rotates
-        self._counters: dict[tuple[int | Each, torch.device], Tensor] = {}  # by the value that each had at the start
+        self._counters: dict[
+            tuple[int | PerSequence, torch.device], Tensor
+        ] = {}  # by the value that each had at the start
         self._growths: dict[tuple[int, int, torch.device], Tensor] = {}  # by sequences, free slots and device
 
     def start(self) -> None:
@@ -54,22 +56,22 @@ class StepCounters:
             return torch.full((1,), value, device=device)
         return self.first(value - self.steps, device)
 
-    def first(self, value: int | Each, device: torch.device) -> Tensor:
+    def first(self, value: int | PerSequence, device: torch.device) -> Tensor:
         """Return [1], or [B] for the numbers of several sequences, that held `value` at the start, while running."""
         if (value, device) not in self._counters:
             if self.capturing:
                 raise CaptureError(f"asks for a count of {value + self.steps} that the step before had no use for")
-            values = value.values if isinstance(value, Each) else (value,)
+            values = value.values if isinstance(value, PerSequence) else (value,)
             self._counters[value, device] = (
                 torch.tensor(values, device=device) + self._growth(value, device) * self.steps
             )
-        if isinstance(value, Each) and value.dead is not None:
+        if isinstance(value, PerSequence) and value.dead is not None:
             record_input("growth", cast(Tensor, self._growth(value, device)))
         return record_input("count", self._counters[value, device])
 
-    def _growth(self, value: int | Each, device: torch.device) -> int | Tensor:
+    def _growth(self, value: int | PerSequence, device: torch.device) -> int | Tensor:
         """Return what a step adds to a counter: nothing for slots that are free."""
-        if not isinstance(value, Each) or value.dead is None:
+        if not isinstance(value, PerSequence) or value.dead is None:
             return 1
         slots = len(value), value.dead, device
         if slots not in self._growths:

@@ -1,7 +1,7 @@
 """Lets several sequences take a step together: a layer whose store and indices are those of several layers.
 
 A policy writes its step once. For one sequence its attributes are tensors and whole numbers; for several they are
-`Ragged` and `Each` (kernels/ragged.py), which the operations take as well.
+`Ragged` and `PerSequence` (kernels/ragged.py), which the operations take as well.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from kernels.each import Each, each
+from kernels.per_sequence import PerSequence, per_sequence
 from kernels.ragged import with_free_slots
 from methods.base import CacheState, KVLayer
 from methods.layers.keep import Keep
@@ -62,10 +62,10 @@ class Slots(NamedTuple):
     dead: int | None
     shared: dict[Hashable, Any]
 
-    def of_rows(self, values: Sequence[int]) -> int | Each:
+    def of_rows(self, values: Sequence[int]) -> int | PerSequence:
         """Return a number that layers have as that of their sequences."""
         counted = zip(values, self.layers, strict=True)
-        return each([value for value, layer in counted for _ in range(layer.request.batch)], self.dead)
+        return per_sequence([value for value, layer in counted for _ in range(layer.request.batch)], self.dead)
 
 
 def together(slots: Slots, cache: CacheState) -> Layer:

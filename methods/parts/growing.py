@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kernels import ops
-from kernels.each import Each, each
+from kernels.per_sequence import PerSequence, per_sequence
 from kernels.ragged import with_free_slots
 from methods.base import CacheState
 
@@ -28,7 +28,7 @@ class GrowingRows:
         self.append(rows)
 
     def of_several(
-        self, indices: Sequence[GrowingRows], cache: CacheState, seen: int | Each, dead: int | None
+        self, indices: Sequence[GrowingRows], cache: CacheState, seen: int | PerSequence, dead: int | None
     ) -> GrowingRows:
         """Return the rows of the sequences of `indices`, for a step that they take together (see `Policy`)."""
         return RowsOfSeveral(indices, cache, dead)
@@ -65,7 +65,7 @@ class RowsOfSeveral(GrowingRows):
     def __init__(self, indices: Sequence[GrowingRows], cache: CacheState, dead: int | None) -> None:
         parts = [(part, rows.length) for rows in indices for part in rows.stored.split(1)]
         self.cache, self._rows = cache, with_free_slots([part for part, _ in parts], dead=dead, wider=1)
-        self._lengths = each([length for _, length in parts], dead)
+        self._lengths = per_sequence([length for _, length in parts], dead)
         self.stored = cast(Tensor, self._rows)
 
     def count(self) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kernels import ops
-from kernels.each import Each
+from kernels.per_sequence import PerSequence
 from kernels.ragged import Ragged, filled
 from kernels.reference import Segment, without_missing
 from methods.base import CacheState, Case
@@ -54,10 +54,12 @@ class HitCache:
     def begun(self) -> bool:
         return "held" in vars(self)
 
-    def of_several(self, caches: Sequence[HitCache], cache: CacheState, seen: int | Each, dead: int | None) -> HitCache:
+    def of_several(
+        self, caches: Sequence[HitCache], cache: CacheState, seen: int | PerSequence, dead: int | None
+    ) -> HitCache:
         """Return one for the sequences of `caches`, whose tensors its policy sets (see `Policy`)."""
         return HitCache(
-            self.size, Each([one.total for one in caches], dead).most
+            self.size, PerSequence([one.total for one in caches], dead).most
         )  # of a step of a size: that of the size
 
     def read(self, chunks: Tensor | Ragged, load: Load, traffic: Traffic, *, may_wait: bool) -> Segment:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kernels import ops, rope
-from kernels.each import Each
+from kernels.per_sequence import PerSequence
 from kernels.ragged import Ragged, with_free_slots
 from methods.base import AttnInput, CacheState, LayerSpec
 
@@ -57,7 +57,7 @@ class RopeTable:
             self.cos, self.sin = (pad(part, (0, 0, 0, more)) for part in (self.cos, self.sin))
 
     def of_several(
-        self, tables: Sequence[RopeTable], cache: CacheState, seen: int | Each, dead: int | None
+        self, tables: Sequence[RopeTable], cache: CacheState, seen: int | PerSequence, dead: int | None
     ) -> RopeTable:
         """Return the table of the sequences of `tables`, which are at the positions `seen` (see `Policy`)."""
         return RopeTables(tables, cache, seen, dead)
@@ -95,7 +95,9 @@ class RopeTable:
 class RopeTables(RopeTable):
     """Holds the tables of several sequences where they are, cos and sin [C R] of each."""
 
-    def __init__(self, tables: Sequence[RopeTable], cache: CacheState, seen: int | Each, dead: int | None) -> None:
+    def __init__(
+        self, tables: Sequence[RopeTable], cache: CacheState, seen: int | PerSequence, dead: int | None
+    ) -> None:
         self.cache, self._first = cache, seen
         for table in tables:
             table.make_room()

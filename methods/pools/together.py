@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels import ops
 from kernels.coded import Codes
-from kernels.each import Each, each
+from kernels.per_sequence import PerSequence, per_sequence
 from kernels.ragged import Ragged, filled, with_free_slots
 from kernels.reference import Segment
 from methods.base import CacheState, NextRow
@@ -33,8 +33,8 @@ class StoreOfSeveral(KVStore):
         """`dead`: how many slots are free, behind the sequences of the stores; None: there are no slots."""
         rows = [(k, v) for store in stores for k, v in zip(store.k_rows.split(1), store.v_rows.split(1), strict=True)]
         self._keys, self._values = (with_free_slots(side, dead=dead) for side in zip(*rows, strict=True))
-        self._lengths = each([store.length for store in stores for _ in store.k_rows], dead)
-        self._segments: dict[tuple[int | Each, int | Each | None], Segment] = {}
+        self._lengths = per_sequence([store.length for store in stores for _ in store.k_rows], dead)
+        self._segments: dict[tuple[int | PerSequence, int | PerSequence | None], Segment] = {}
         self._heads, self.cache = stores[0].heads, cache
 
     @property
@@ -56,14 +56,14 @@ class StoreOfSeveral(KVStore):
     def count(self, more: int) -> Tensor:
         return self.cache.counters.first(self._lengths + 1 + more, self._keys.device)
 
-    def since(self, start: int | Each) -> Segment:
+    def since(self, start: int | PerSequence) -> Segment:
         """Return the tokens from the `start`-th on, with the one that this step has stored."""
         if (start, None) not in self._segments:
             live = self.cache.counters.first(self._lengths - start + 1, self._keys.device)
             self._segments[start, None] = self.between(start, self._keys.sizes)._replace(live=live)
         return self._segments[start, None]
 
-    def between(self, start: int | Each, end: int | Each) -> Segment:
+    def between(self, start: int | PerSequence, end: int | PerSequence) -> Segment:
         if (start, end) not in self._segments:
             k, v = (cast(Tensor, side.slice(start, end)) for side in (self._keys, self._values))
             self._segments[start, end] = Segment(k, v)
@@ -84,8 +84,8 @@ class PoolOfSeveral:
         *encoded, self._tail_k, self._tail_v = (cast(Tensor, x) for x in tensors)
         self._stored = Encoded(tuple(encoded[:tokens]), tuple(encoded[tokens:]))
         sequences = [pool for pool in pools for _ in range(pool.cache.request.batch)]
-        self.length = Each([pool.length for pool in sequences], dead)
-        self.encoded = Each([pool.encoded for pool in sequences], dead)
+        self.length = PerSequence([pool.length for pool in sequences], dead)
+        self.encoded = PerSequence([pool.encoded for pool in sequences], dead)
         self._tails, self._groups = tensors[-1].sizes, pools[0].spec.num_kv_heads
 
     def segments(self) -> Arrival[list[Segment | Codes]]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kernels.coded import Coded
-from kernels.each import Each
+from kernels.per_sequence import PerSequence
 from kernels.ragged import Ragged
 from kernels.reference import Segment
 from tests.kernels import coded_cases
@@ -26,7 +26,7 @@ def attention() -> Iterator[OpCase]:
         for groups, share in ((2, 3), (1, 4)):
             k, v = (_stored(seed, sizes, groups) for seed in (1, 2))
             rows = Ragged([pick(seed, 1, groups, size, (size + 2) // 3) for seed, size in enumerate(sizes)])
-            first = Each([min(size, 4) for size in sizes])
+            first = PerSequence([min(size, 4) for size in sizes])
             sinks = segment(k.slice(0, first), v.slice(0, first))
             segments = [sinks, segment(k, v, rows), segment(k, v, live=torch.tensor(sizes))]
             q = 2 * random(3, len(sizes), groups * share, 1, DIM)
@@ -54,18 +54,18 @@ def top_k() -> Iterator[OpCase]:
     """The last sequences have a row that is cut in three, and others that are too short to fill three pieces."""
     for sizes, counts in ((SIZES[0], (1,)), (SIZES[1], (30, 1, 33))):
         scores = Ragged([random(seed, 1, 2, size) for seed, size in enumerate(sizes)])
-        yield OpCase("top_k", f"some-of-{len(sizes)}", (scores, Each(counts)))
+        yield OpCase("top_k", f"some-of-{len(sizes)}", (scores, PerSequence(counts)))
         yield OpCase("top_k", f"one-of-{len(sizes)}", (scores, 1))
-        yield OpCase("top_k", f"some-of-{len(sizes)}-alike", (random(9, len(sizes), 2, 50), Each(counts)))
+        yield OpCase("top_k", f"some-of-{len(sizes)}-alike", (random(9, len(sizes), 2, 50), PerSequence(counts)))
     scores = Ragged([random(seed, 1, 1, size) for seed, size in enumerate((70_001, 1, 40))])
-    yield OpCase("top_k", "some-of-70001", (scores, Each((20, 1, 40))))
+    yield OpCase("top_k", "some-of-70001", (scores, PerSequence((20, 1, 40))))
 
 
 def index() -> Iterator[OpCase]:
     """Scores of an index, of which the last sequence's has rows shorter than the others', and what is made of them."""
     for sizes, reach in ((SIZES[0], 1.0), (SIZES[1], 5.0)):
         count, shape = len(sizes), (len(sizes), 2, 3)
-        keys = _stored(4, sizes, 2).slice(0, Each(sizes))
+        keys = _stored(4, sizes, 2).slice(0, PerSequence(sizes))
         yield OpCase("row_scores", f"{count}-of-each", (random(5, *shape, DIM), keys))
         wider = random(5, *shape, 40)
         wider[-1, ..., 25:] = 0
@@ -75,7 +75,7 @@ def index() -> Iterator[OpCase]:
         logits = Ragged([9 * random(seed, 1, 2, 3, size) for seed, size in enumerate(sizes)], 3)
         for reduce in ("sum", "largest"):
             yield OpCase("group_weights", f"{count}-of-each-{reduce}", (logits, 0.3, reduce))
-        candidates = Each([size - size // 5 for size in sizes])
+        candidates = PerSequence([size - size // 5 for size in sizes])
         yield OpCase("group_margins", f"some-of-{count}", (9 * random(6, *shape, max(sizes)), candidates, reach))
     long = Ragged([random(seed, 1, 1, 2, size) for seed, size in enumerate((4100, 3))], 3)
     yield OpCase("group_weights", "4100-and-3", (long, 0.3, "sum"))
@@ -85,18 +85,20 @@ def pages() -> Iterator[OpCase]:
     for sizes in SIZES:
         shape = len(sizes), 2, 3, DIM // 2
         yield OpCase(
-            "page_scores", f"{len(sizes)}-of-each", (random(5, *shape), _stored(1, sizes, 2).slice(0, Each(sizes)))
+            "page_scores",
+            f"{len(sizes)}-of-each",
+            (random(5, *shape), _stored(1, sizes, 2).slice(0, PerSequence(sizes))),
         )
         chunks = cast(Tensor, Ragged([pick(seed, 1, 2, 90, size) for seed, size in enumerate(sizes)]))
         yield OpCase("token_rows", f"{len(sizes)}-of-each", (chunks, 4))
         of_heads, live = torch.tensor([[90, 5], [0, 0], [7, 4]])[: len(sizes)], torch.tensor(sizes)
-        yield OpCase("mean_counts", f"{len(sizes)}-of-each", (of_heads, Each([30, 9, 4][: len(sizes)])))
+        yield OpCase("mean_counts", f"{len(sizes)}-of-each", (of_heads, PerSequence([30, 9, 4][: len(sizes)])))
         wider = random(6, len(sizes), 2, 3, DIM)
         yield OpCase("live_scores", f"{len(sizes)}-of-each", (wider, _stored(5, sizes, 2), live))
-        counts = Each([min(size, 40) for size in sizes])
+        counts = PerSequence([min(size, 40) for size in sizes])
         q = picky(random(7, len(sizes), 2, 3, 40), torch.tensor(counts.values))
         yield OpCase("pick_channels", f"some-of-{len(sizes)}", (q, counts, 0.3, False, False))
-        last = Each([90 + size for size in sizes])
+        last = PerSequence([90 + size for size in sizes])
         for whole in (chunks, pick(3, len(sizes), 2, 90, 5)):
             name = f"{len(sizes)}-of-each" if whole is chunks else f"{len(sizes)}-alike"
             yield OpCase("token_rows", f"{name}-and-last", (whole, 4, last))

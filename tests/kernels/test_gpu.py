@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from kernels import ops, reference
 from kernels.block import DecoderBlock, Head, Linear
 from kernels.dispatch import use_backend
-from kernels.each import Each
+from kernels.per_sequence import PerSequence
 from kernels.ragged import Ragged
 from kernels.reference import Segment
 from tests.kernels import coded_cases
@@ -98,7 +98,7 @@ def steps_of_several(k: Tensor, v: Tensor, centroids: Tensor, codes: Tensor) -> 
     rows = Ragged([pick(11, 1, 8, size, min(size, 2048)).to("cuda") for size in keys.sizes])
     segments = [segment(keys, values, rows), segment(keys, values, live=keys.counts)]
     room = Ragged([torch.zeros_like(part[:, :, :1000]) for part in keys.parts])
-    tops, news = Each((300, 1, 30)), torch.tensor([50, 0, 999], device="cuda").view(3, 1, 1).expand(3, 8, 1)
+    tops, news = PerSequence((300, 1, 30)), torch.tensor([50, 0, 999], device="cuda").view(3, 1, 1).expand(3, 8, 1)
 
     def weights(q: Tensor) -> Ragged:
         return cast(Ragged, ops.pq_weights(q.expand(3, -1, -1, -1), books, coded, 0.09))

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from kernels import ops
 from kernels.dispatch import use_backend
-from kernels.each import Each
+from kernels.per_sequence import PerSequence
 from kernels.ragged import Ragged
 from tests.kernels.guarded import guarded
 from tests.kernels.op_cases import OpCase, by_channel, converted, device_of, random
@@ -128,7 +128,7 @@ def test_a_sequence_too_short_for_its_count_is_left_to_torch(backend: str) -> No
     if backend == "triton":
         pytest.importorskip("triton")
     scores = Ragged([random(1, 1, 2, size) for size in (9, 9, 9, 9, 2)])
-    for count in (5, Each((1, 1, 1, 1, 3))):
+    for count in (5, PerSequence((1, 1, 1, 1, 3))):
         with (
             use_backend(backend),
             pytest.raises((RuntimeError, IndexError), match=r"out of range|too large a count|beyond"),

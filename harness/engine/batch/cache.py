@@ -11,7 +11,7 @@ from torch import Tensor
 
 from harness.engine.batch.groups import Attending, StepGroup, shared_layer
 from harness.engine.cache import KVCache
-from kernels.each import each
+from kernels.per_sequence import per_sequence
 from kernels.ragged import Ragged
 from kernels.step_inputs import StepInputs
 from methods.base import AttnInput, Checks, KVLayer, NextRow
@@ -55,7 +55,7 @@ class SlotsCache(KVCache):
         )
         self._traffic: dict[tuple[int, ...], Traffic] = {}  # of members that step together
         begins = [member.num_tokens for member in members for _ in range(member.state.request.batch)]
-        self._begins = each(begins, None if self.step_inputs is None else self.free)
+        self._begins = per_sequence(begins, None if self.step_inputs is None else self.free)
         self._groups = self._grouped(reasons)
         self._attending = [self._places(number) for number in range(len(members))]
         self._upto = [0] * len(members)  # steps that a member knows of

@@ -15,7 +15,7 @@ from harness.engine.attach import Attachment, attached
 from harness.engine.batch.generation import Generation
 from harness.engine.engine import Engine
 from kernels import ops, reference
-from kernels.each import Each
+from kernels.per_sequence import PerSequence
 from kernels.ragged import Ragged
 from methods.base import CacheState, Method
 from methods.pools import Pool, rows_for
@@ -126,7 +126,7 @@ def test_the_device_reads_pinned_rows_of_several_sequences_in_place(device: str)
     where = torch.device(device)
     chosen = [pick(seed, 1, 2, size, 9) for seed, size in enumerate((50, 9))]
     rows = torch.cat([*chosen, torch.zeros_like(chosen[0])]).to(device)
-    each = Ragged.filled_up(rows, Each([9, 9], dead=1))
+    each = Ragged.filled_up(rows, PerSequence([9, 9], dead=1))
     moved, traffic = HostRowsOfSeveral(pinned, where, dead=1), Traffic.of_several(3, where)
     found = moved.gather(each, traffic)
     assert found.device.type == device

@@ -14,7 +14,7 @@ from harness.engine.batch.generation import Generation
 from harness.engine.batch.running import RunningBatch
 from harness.engine.batch.slot import Slot
 from harness.engine.engine import Engine
-from kernels.each import Each
+from kernels.per_sequence import PerSequence
 from kernels.ragged import Ragged, with_free_slots
 from kernels.step_inputs import StepInputs, record_input, recording_inputs
 from methods.full import Full
@@ -191,10 +191,10 @@ def test_free_slots_read_nothing_and_write_nowhere() -> None:
 
 
 def test_numbers_of_free_slots_stay_zero() -> None:
-    lengths = Each([70, 90], dead=2)
+    lengths = PerSequence([70, 90], dead=2)
     assert (lengths + 1).values == (71, 91, 0, 0)
-    assert (lengths - Each([9, 1], dead=2)).values == (61, 89, 0, 0)
-    assert (lengths.most, (lengths // 2).most, Each([3, 9]).most) == (128, 64, 9)
+    assert (lengths - PerSequence([9, 1], dead=2)).values == (61, 89, 0, 0)
+    assert (lengths.most, (lengths // 2).most, PerSequence([3, 9]).most) == (128, 64, 9)
 
 
 def test_parts_of_free_slots_are_empty() -> None:

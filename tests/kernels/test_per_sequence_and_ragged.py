@@ -1,4 +1,4 @@
-"""Numbers and tensors of several sequences: `Each` and `Ragged`."""
+"""Numbers and tensors of several sequences: `PerSequence` and `Ragged`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels import ops, reference
-from kernels.each import Each, each, per_sequence
+from kernels.per_sequence import PerSequence, per_sequence, values_per_sequence
 from kernels.ragged import Ragged
 
 SIZES = (5, 70, 33, 64, 18)
@@ -25,39 +25,39 @@ def ragged(*shape: int, dim: int = 2, sizes: Sequence[int] = SIZES) -> Ragged:
 
 
 def test_numbers_of_several_sequences_add_and_subtract() -> None:
-    lengths = Each([4, 9, 6])
-    assert lengths + 2 == Each([6, 11, 8])
-    assert lengths + Each([1, 0, 3]) == Each([5, 9, 9])
-    assert lengths - 4 == Each([0, 5, 2])
-    assert lengths - Each([4, 1, 1]) == Each([0, 8, 5])
-    assert 10 - lengths == Each([6, 1, 4])
+    lengths = PerSequence([4, 9, 6])
+    assert lengths + 2 == PerSequence([6, 11, 8])
+    assert lengths + PerSequence([1, 0, 3]) == PerSequence([5, 9, 9])
+    assert lengths - 4 == PerSequence([0, 5, 2])
+    assert lengths - PerSequence([4, 1, 1]) == PerSequence([0, 8, 5])
+    assert 10 - lengths == PerSequence([6, 1, 4])
 
 
 def test_numbers_of_several_sequences_are_a_key() -> None:
     """By their values: a number that is computed anew in each step finds the counter of the first."""
-    assert {Each([4, 9]): "counter"}[Each([3, 8]) + 1] == "counter"
-    assert Each([4, 9]) != Each([9, 4])
-    assert Each([4, 9]) != 4
+    assert {PerSequence([4, 9]): "counter"}[PerSequence([3, 8]) + 1] == "counter"
+    assert PerSequence([4, 9]) != PerSequence([9, 4])
+    assert PerSequence([4, 9]) != 4
 
 
 def test_numbers_lie_on_the_device_once() -> None:
-    lengths, device = Each([4, 9]), torch.device("cpu")
+    lengths, device = PerSequence([4, 9]), torch.device("cpu")
     assert lengths.on(device).tolist() == [4, 9]
     assert lengths.on(device) is lengths.on(device)
 
 
 def test_one_number_stands_for_equal_ones() -> None:
-    assert each([7, 7]) == 7
-    assert each([7, 8]) == Each([7, 8])
-    assert per_sequence(7, 2) == (7, 7)
-    assert per_sequence(Each([7, 8]), 2) == (7, 8)
+    assert per_sequence([7, 7]) == 7
+    assert per_sequence([7, 8]) == PerSequence([7, 8])
+    assert values_per_sequence(7, 2) == (7, 7)
+    assert values_per_sequence(PerSequence([7, 8]), 2) == (7, 8)
 
 
 def test_nothing_is_copied_until_the_whole_is_asked_for() -> None:
     keys = ragged(1, 2, 0, 16)
     table = [[part.data_ptr(), part.stride(1) * 4, part.stride(2) * 4] for part in keys.parts]
     assert keys.table.tolist() == table
-    assert (keys.sizes, keys.counts.tolist(), keys.shape) == (Each(SIZES), list(SIZES), (5, 2, 70, 16))
+    assert (keys.sizes, keys.counts.tolist(), keys.shape) == (PerSequence(SIZES), list(SIZES), (5, 2, 70, 16))
     assert (keys.dtype, keys.device, keys.dense) == (torch.float32, torch.device("cpu"), True)
     assert "whole" not in vars(keys)
 
@@ -72,7 +72,7 @@ def test_the_whole_has_every_sequence_at_its_beginning(shape: tuple[int, ...], d
 
 def test_what_is_filled_up_names_the_beginning_of_every_sequence() -> None:
     whole = rows(3, 2, 8, 4)
-    x = Ragged.filled_up(whole, Each([8, 3, 5]))
+    x = Ragged.filled_up(whole, PerSequence([8, 3, 5]))
     assert x.whole is whole
     assert (x.shape, x.dtype, x.first.shape) == ((3, 2, 8, 4), torch.float32, (1, 2, 8, 4))
     assert [part.data_ptr() for part in x.parts] == [one.data_ptr() for one in whole]
@@ -80,12 +80,18 @@ def test_what_is_filled_up_names_the_beginning_of_every_sequence() -> None:
 
 
 @pytest.mark.parametrize(
-    ("start", "end"), [(1, 5), (0, Each(SIZES)), (Each([0, 9, 1, 60, 2]), Each(SIZES)), (Each([2, 1, 0, 3, 4]), 5)]
+    ("start", "end"),
+    [
+        (1, 5),
+        (0, PerSequence(SIZES)),
+        (PerSequence([0, 9, 1, 60, 2]), PerSequence(SIZES)),
+        (PerSequence([2, 1, 0, 3, 4]), 5),
+    ],
 )
-def test_a_slice_is_a_view_of_every_sequence(start: int | Each, end: int | Each) -> None:
+def test_a_slice_is_a_view_of_every_sequence(start: int | PerSequence, end: int | PerSequence) -> None:
     keys = ragged(1, 2, 0, 16)
     cut = keys.slice(start, end)
-    spans = zip(per_sequence(start, 5), per_sequence(end, 5), strict=True)
+    spans = zip(values_per_sequence(start, 5), values_per_sequence(end, 5), strict=True)
     for part, whole, (first, last) in zip(cut.parts, keys.parts, spans, strict=True):
         assert torch.equal(part, whole[:, :, first:last])
         assert part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
