@@ -1,24 +1,20 @@
 """Tokens of every method, stored: what a change of structure must leave as they are.
 
-`python -m tests.stored_tokens` makes stored_tokens.json again; tests/test_stored_tokens.py compares;
-`python -m tests.stored_tokens "CASE"` says whether rounding is why a case has other tokens.
+`python -m tests.stored_tokens` makes stored_tokens.json again; tests/test_stored_tokens.py compares.
 
 Every preset of conf/method runs under both protocols and, where it offloads, in both places, on the plain-torch backend
 in fp32; a few further cases take the branches, models and engine settings that these leave out. Nothing depends on the
 machine beyond the rounding of fp32: weights and prompts are drawn by number, not by torch's initialisation. A prompt is
 taken only where rounding cannot tip it, on any CPU: each token leads by `LEAD` of the logits' spread, and stays the
-same under `SHAKES` disturbances of all weights by one part in 10,000 and of all that is computed by ten times what two
-sets of instructions differ by (tests/shaken.py). Disturbing weights alone, and three times, let selections pass that
-another CPU makes otherwise. A prompt also has to tell the method from Full, and not to make it repeat itself.
+same under `SHAKES` disturbances of all weights by one part in 10,000. A prompt also has to tell the method from Full,
+and not to make it repeat itself.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import count
@@ -41,7 +37,6 @@ from kernels.dispatch import use_backend
 from methods.base import Method
 from methods.full import Full
 from tests.own_methods import own_methods
-from tests.shaken import shaken
 from tests.tiny import ARCHITECTURES, SHAPE
 
 FILE = Path(__file__).with_suffix(".json")
@@ -150,17 +145,14 @@ class Watched:
         return logits.argmax(-1)
 
 
-def run(
-    case: TokenCase, seed: int, method: Method | None = None, shake: int = 0, weights: int = 0
-) -> tuple[list[list[int]], float]:
-    """-> tokens of each sequence, and the smallest lead of one of them. `method` in place of the case's; `shake` and
-    `weights`: what is computed, and the model's weights, disturbed in the way of that number."""
+def run(case: TokenCase, seed: int, method: Method | None = None, weights: int = 0) -> tuple[list[list[int]], float]:
+    """Return the tokens of each sequence, and the smallest lead of one of them. `method` replaces the case's;
+    `weights`: the model's weights, disturbed in the way of that number."""
     batch = case.settings.get("batch", 1)
     prompt = torch.tensor([ids(f"{seed}/{i}") for i in range(batch)])
     watched, loaded = Watched(), model(case.architecture, weights)
     with (
         use_backend("torch"),
-        shaken(shake) if shake else nullcontext(),
         attached(
             loaded,
             method or case.method,
@@ -183,7 +175,7 @@ def steady(case: TokenCase, seed: int) -> list[list[int]] | None:
     """The tokens of a prompt that is fit to be stored; None where this one is not."""
     tokens, lead = run(case, seed)
     varied = all(len(set(row)) > NEW // 2 for row in tokens)
-    shakes = (run(case, seed, shake=number, weights=number)[0] for number in range(1, SHAKES + 1))
+    shakes = (run(case, seed, weights=number)[0] for number in range(1, SHAKES + 1))
     if lead < LEAD or not varied or any(others != tokens for others in shakes):
         return None
     on_device = TokenCase(preset="full", settings=case.settings, protocol=case.protocol, architecture=case.architecture)
@@ -207,36 +199,10 @@ def write(lines: list[str]) -> None:
     FILE.write_text(head + ",\n".join(lines) + "\n}}\n")
 
 
-def verdict(case: TokenCase, seed: int, wanted: list[list[int]]) -> str:
-    """Whether it is rounding alone that gives this case other tokens than those `wanted`, and what to do then."""
-    if run(case, seed)[0] == wanted:
-        return f"{case.name} has the stored tokens here."
-    others = [run(case, seed, shake=number)[0] for number in range(1, SHAKES + 1)]
-    if wanted in others:
-        return (
-            f"Rounding: {others.count(wanted)} of {SHAKES} runs whose results were shaken by rounding have the stored "
-            "tokens. Neither this CPU nor the last change is at fault, but the prompt, which is a near tie: "
-            "`python -m tests.stored_tokens` takes another one, and CORE_VERSION stays."
-        )
-    return (
-        f"Not rounding: none of {SHAKES} runs whose results were shaken by rounding has the stored tokens. Something "
-        "else is computed here: by the last change, or by other versions of torch and transformers than those of "
-        "constraints.txt."
-    )
-
-
-def main(names: list[str]) -> None:
+def main() -> None:
     torch.set_num_threads(1)
-    by_name = {case.name: case for case in cases()}
-    if unknown := [name for name in names if name not in by_name]:
-        sys.exit(f"There is no case {unknown[0]!r}: name one of stored_tokens.json, in quotes.")
-    for name in names:
-        known = stored()["tokens"][name]
-        print(verdict(by_name[name], known["seed"], known["tokens"]))
-    if names:
-        return
     lines = []
-    for case in by_name.values():
+    for case in cases():
         seed, tokens = next((seed, found) for seed in count() if (found := steady(case, seed)))
         lines.append(f"{json.dumps(case.name)}: {json.dumps({'seed': seed, 'tokens': tokens})}")
         print(lines[-1], flush=True)
@@ -244,4 +210,4 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
