@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from kernels import ops
-from methods.base import CacheState, Case, Grids, KVLayer, LayerSpec
-from methods.base.cost import Transient
+from methods.base import CacheState, Grids, KVLayer, LayerSpec, LayerWorkload
+from methods.base.cost import PeakExtra
 from methods.layers import Layer
 from methods.parts import costs
 from methods.pools import PerHeadStore
@@ -47,10 +47,10 @@ class AdaKV(SnapKV):
         if self.select_per != "kv_head":
             raise ValueError("Ada-KV gives budgets to KV heads: leave select_per=kv_head.")
 
-    def transient(self, case: Case, chunk: int) -> Transient:
+    def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
         """Count the votes in their order, with numbers and heads, on top."""
         ranked = (2 * costs.FP32 + 2 * costs.INT64) * case.spec.num_kv_heads * case.sealed
-        return super().transient(case, chunk) + Transient(seal=0 if self.reads_whole(case) else ranked)
+        return super().transient(case, chunk) + PeakExtra(seal=0 if self.reads_whole(case) else ranked)
 
     def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
         return [Layer(spec, cache, self, AdaKeep()) for spec in specs]

@@ -10,7 +10,7 @@ from weakref import ref
 from torch import Tensor
 
 from kernels.reference import Segment
-from methods.base import AttnInput, CacheState, Case, Cost, KVLayer, LayerSpec, Method
+from methods.base import AttnInput, CacheState, Cost, KVLayer, LayerSpec, LayerWorkload, Method
 from methods.layers import Layer
 from methods.parts import costs
 from methods.tiers.transfer.engine import Arrival
@@ -37,7 +37,7 @@ class Full(Method):
     def asks_ahead(self) -> bool:
         return self.offload
 
-    def cost(self, case: Case) -> Cost:
+    def cost(self, case: LayerWorkload) -> Cost:
         return costs.dense(case) + costs.sent_away(case, case.sealed if self.offload else 0, case.sealed)
 
     def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:

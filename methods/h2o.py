@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from kernels import ops, sink_logits
-from methods.base import AttnInput, CacheState, Case, Cost, CostError, KVLayer, LayerSpec, Plan
-from methods.base.cost import Transient
+from methods.base import AttnInput, CacheState, Cost, CostError, KVLayer, LayerSpec, LayerWorkload, Plan
+from methods.base.cost import PeakExtra
 from methods.layers import Keep, Layer, Padded, Storage, between_ends, ends
 from methods.parts import costs
 from methods.parts.windows import Windowed
@@ -45,21 +45,21 @@ class H2O(Windowed):
         if self.compensation not in EXTRA:
             raise ValueError(f"compensation={self.compensation!r} is unknown: choose one of {', '.join(EXTRA)}.")
 
-    def kept(self, case: Case) -> int:
+    def kept(self, case: LayerWorkload) -> int:
         """Return how many prompt tokens stay."""
         most = case.budget + int(EXTRA[self.compensation] * case.sealed)
         return case.sealed if self.reads_whole(case) else min(case.sealed, most)
 
-    def cost(self, case: Case) -> Cost:
+    def cost(self, case: LayerWorkload) -> Cost:
         kept = self.kept(case)
         return costs.evict(case, kept) + Cost(costs.FP32 * case.spec.num_kv_heads * (kept + case.reserve))
 
-    def transient(self, case: Case, chunk: int) -> Transient:
+    def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
         """Count what the tokens have received so far, and what they receive from a chunk by query head and by KV
         head."""
         received = costs.FP32 * case.spec.num_kv_heads * case.capacity
         sums = costs.FP32 * (case.spec.num_heads + case.spec.num_kv_heads) * case.sealed
-        return Transient(received, sums, received + costs.evicting(case, self.kept(case)))
+        return PeakExtra(received, sums, received + costs.evicting(case, self.kept(case)))
 
     def at_communication(self, share: float, head_dim: int) -> H2O:
         """Keep more, since nothing is moved: H2O(C)."""

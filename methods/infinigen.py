@@ -41,16 +41,16 @@ from methods.base import (
     AttnInput,
     Budget,
     CacheState,
-    Case,
     Cost,
     Grids,
     KVLayer,
     LayerSpec,
+    LayerWorkload,
     Method,
     Plan,
     check_layers,
 )
-from methods.base.cost import Transient
+from methods.base.cost import PeakExtra
 from methods.base.counters import queues
 from methods.base.pieces import pieces
 from methods.layers import Layer, Padded, Policy, Pooled, Storage
@@ -99,7 +99,7 @@ class InfiniGen(Method):
         if limited_pool.size(self.pool_capacity, sealed) is not None:
             limited_pool.refuse_whole(budget, sealed, layer)
 
-    def cost(self, case: Case) -> Cost:
+    def cost(self, case: LayerWorkload) -> Cost:
         if self.reads_whole(case) or case.spec.index in self.dense_layers:
             return costs.dense(case)
         case, tables = limited_pool.kept(self.pool_capacity, case)
@@ -107,7 +107,7 @@ class InfiniGen(Method):
         index = Cost(self.partial_bytes(case, case.capacity + 1) + mass).reading(self.partial_bytes(case, case.sealed))
         return costs.select(case, Plan(0, 0, case.budget), index_bytes=0) + index + tables
 
-    def partial_bytes(self, case: Case, rows: int) -> int:
+    def partial_bytes(self, case: LayerWorkload, rows: int) -> int:
         """Return the bytes of so many rows of partial keys and of their basis, at most. Those that are held have one
         more than tokens (`GrowingRows`)."""
         dim, width = case.spec.head_dim, int(self.partial_ratio * case.spec.head_dim)
@@ -115,12 +115,12 @@ class InfiniGen(Method):
             width = min(2 * width, dim)
         return case.spec.num_kv_heads * width * (rows + dim) * case.element_bytes
 
-    def transient(self, case: Case, chunk: int) -> Transient:
+    def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
         """Count the partial keys twice, and for a limited pool the queries that fill it."""
         if self.reads_whole(case) or case.spec.index in self.dense_layers:
-            return Transient()
+            return PeakExtra()
         filling = limited_pool.filling(self.pool_capacity, self.pool_policy, case)
-        return filling + Transient(seal=2 * self.partial_bytes(case, case.capacity + 1))
+        return filling + PeakExtra(seal=2 * self.partial_bytes(case, case.capacity + 1))
 
     def prepare(
         self, specs: Sequence[LayerSpec], observe: Callable[[int], Iterator[AttnInput]]

@@ -24,8 +24,8 @@ from torch import Tensor
 from kernels import ops
 from kernels.reference import Segment
 from kernels.sink_logits import lse_with_sink, with_sink
-from methods.base import AttnInput, CacheState, Case, Cost, CostError, Grids, KVLayer, LayerSpec, Method, Plan
-from methods.base.cost import Transient
+from methods.base import AttnInput, CacheState, Cost, CostError, Grids, KVLayer, LayerSpec, LayerWorkload, Method, Plan
+from methods.base.cost import PeakExtra
 from methods.layers import Layer, Select, Storage, ends
 from methods.parts import costs
 from methods.parts.representatives import representatives, rotated_to, tokens_of_best
@@ -74,7 +74,7 @@ class InfLLM(Method):
         """Count first tokens and an unfinished block on top; the released code also rounds the blocks up."""
         return self.n_init + self.block - 1 + budget(sealed - self.n_init)
 
-    def cost(self, case: Case) -> Cost:
+    def cost(self, case: LayerWorkload) -> Cost:
         spec, sparse = case.spec, case.budget < case.sealed
         shared = costs.rope_table(case) + Cost(costs.FP32 * spec.num_heads * case.capacity * sparse)  # weights drawn
         if self.reads_whole(case):
@@ -87,18 +87,18 @@ class InfLLM(Method):
         chosen = costs.select(case, Plan(self.n_init, local, top), representatives + far * case.row_bytes // 2)
         return (chosen + shared).reading(chosen.read_bytes_per_step - far * case.row_bytes // 2)
 
-    def transient(self, case: Case, chunk: int) -> Transient:
+    def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
         """Count an execution block of queries, eleven times in fp32 when its parts are merged, and the blocks that it
         reads, once gathered and once beside the first tokens."""
         shared = costs.rope_table(case).device_bytes
         if self.reads_whole(case):
-            return Transient(kept=shared)
+            return PeakExtra(kept=shared)
         spec, (n_local, top) = case.spec, self.spend(case.budget)
         queries, drawn = min(self.exc_block, n_local, chunk), costs.FP32 * spec.num_heads
         merging = 11 * costs.FP32 * queries * spec.num_heads * spec.head_dim + drawn * (n_local + queries)
         represented = spec.num_heads * case.sealed // self.block * spec.head_dim * case.element_bytes
         prefill = merging + 2 * top * self.block * case.row_bytes
-        return Transient(shared + drawn * case.capacity + represented, prefill)
+        return PeakExtra(shared + drawn * case.capacity + represented, prefill)
 
     def at_communication(self, share: float, head_dim: int) -> InfLLM:
         """Represent a block by a `share` of its tokens."""

@@ -19,7 +19,7 @@ from kernels import ops
 from kernels.coded import Coded
 from kernels.reference import Segment
 from kernels.step_inputs import record_input
-from methods.base import AttnInput, CacheState, Case, Cost, Grids, KVLayer, LayerSpec, Method
+from methods.base import AttnInput, CacheState, Cost, Grids, KVLayer, LayerSpec, LayerWorkload, Method
 from methods.layers import Layer
 from methods.parts import costs
 from methods.pools import KVStore, Pool
@@ -54,7 +54,7 @@ class Kivi(Method):
     def whole_blocks(self, tokens: int) -> int:
         return tokens // self.residual * self.residual
 
-    def cost(self, case: Case) -> Cost:
+    def cost(self, case: LayerWorkload) -> Cost:
         if not (quantised := self.whole_blocks(case.sealed)):
             return costs.dense(case)
         room = self.whole_blocks(case.capacity)

@@ -21,8 +21,8 @@ from torch import Tensor
 from kernels import ops
 from kernels.reference import Segment
 from kernels.sink_logits import with_sink
-from methods.base import AttnInput, CacheState, Case, Cost, Grids, KVLayer, LayerSpec, Method
-from methods.base.cost import Transient
+from methods.base import AttnInput, CacheState, Cost, Grids, KVLayer, LayerSpec, LayerWorkload, Method
+from methods.base.cost import PeakExtra
 from methods.base.pieces import TOKENS_AT_ONCE, pieces
 from methods.layers import Keep, Layer, sinks_and_recent
 from methods.parts import costs
@@ -53,21 +53,21 @@ class LMInfinite(Method):
         """Count the first tokens on top, since the paper sets the window's length."""
         return self.n_init + budget(sealed - self.n_init)
 
-    def cost(self, case: Case) -> Cost:
+    def cost(self, case: LayerWorkload) -> Cost:
         if self.reads_whole(case):
             return costs.dense(case) + costs.rope_table(case)
         first = costs.FP32 * self.n_init * case.spec.num_kv_heads * case.spec.head_dim
         return costs.evict(case, case.budget) + costs.rope_table(case) + Cost(first)
 
-    def transient(self, case: Case, chunk: int) -> Transient:
+    def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
         """Count attention to the first tokens, and the queries turned for it, of some tokens at once: six times in
         fp32 when it is merged with that to the window."""
-        kept = Transient(kept=costs.rope_table(case).device_bytes)
+        kept = PeakExtra(kept=costs.rope_table(case).device_bytes)
         if self.reads_whole(case):
             return kept
         heads, dim = case.spec.num_heads, case.spec.head_dim
         merging = costs.FP32 * heads * (6 * dim * min(chunk, TOKENS_AT_ONCE) + chunk)
-        return kept + Transient(prefill=merging, seal=costs.evicting(case, case.budget))
+        return kept + PeakExtra(prefill=merging, seal=costs.evicting(case, case.budget))
 
     def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
         rope_table = RopeTable(cache)

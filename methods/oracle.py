@@ -16,7 +16,7 @@ from torch import Tensor
 from kernels import ops
 from kernels.ragged import filled, spanned
 from kernels.sink_logits import softmax
-from methods.base import CacheState, Case, Cost, KVLayer, LayerSpec, Plan
+from methods.base import CacheState, Cost, KVLayer, LayerSpec, LayerWorkload, Plan
 from methods.layers import Layer, Select
 from methods.parts import costs
 from methods.parts.windows import Windowed
@@ -31,7 +31,7 @@ class Oracle(Windowed):
     sinks: int = 32
     recent_ratio: float = 0.5
 
-    def cost(self, case: Case) -> Cost:
+    def cost(self, case: LayerWorkload) -> Cost:
         if self.reads_whole(case):
             return costs.dense(case)
         plan = self.windows.split(case.budget)

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from kernels import ops
 from kernels.reference import Segment
-from methods.base import AttnInput, CacheState, Case, Cost, CostError, Grids, KVLayer, LayerSpec, Plan
-from methods.base.cost import Transient
+from methods.base import AttnInput, CacheState, Cost, CostError, Grids, KVLayer, LayerSpec, LayerWorkload, Plan
+from methods.base.cost import PeakExtra
 from methods.layers import Layer, Select
 from methods.parts import block_cache, costs
 from methods.parts.block_cache import BlockCache
@@ -123,7 +123,7 @@ class PQCache(Windowed):
     def measured(self, prepared: object) -> Mapping[str, object]:
         return {"iterations": list(prepared)} if isinstance(prepared, Fit) else {}
 
-    def cost(self, case: Case) -> Cost:
+    def cost(self, case: LayerWorkload) -> Cost:
         if self.reads_whole(case):
             return costs.dense(case)
         plan, spec = self.windows.split(case.budget), case.spec
@@ -136,15 +136,15 @@ class PQCache(Windowed):
             return chosen
         return chosen + block_cache.cost(case, middle, plan.top, self.cache_block, self.slots, self.cache_offered)
 
-    def transient(self, case: Case, chunk: int) -> Transient:
+    def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
         """Count the clustered keys in fp32, and their codes before they are made small; and the keys themselves while
         they wait to be clustered."""
         if self.reads_whole(case):
-            return Transient()
+            return PeakExtra()
         plan, spec = self.windows.split(case.budget), case.spec
         token = spec.num_kv_heads * (costs.FP32 * spec.head_dim + costs.INT64 * self.m)
         middle = case.sealed - plan.sinks - plan.local
-        return Transient(seal=token * middle, beside=middle * case.row_bytes // 2)
+        return PeakExtra(seal=token * middle, beside=middle * case.row_bytes // 2)
 
     @property
     def slots(self) -> int:

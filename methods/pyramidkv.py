@@ -20,7 +20,7 @@ from itertools import pairwise
 from math import floor
 from typing import ClassVar, Literal
 
-from methods.base import CacheState, Case, Grids, KVLayer, LayerSpec
+from methods.base import CacheState, Grids, KVLayer, LayerSpec, LayerWorkload
 from methods.layers import Layer
 from methods.snapkv import SnapKeep, SnapKV
 
@@ -41,7 +41,7 @@ class PyramidKV(SnapKV):
         if self.beta < 1:
             raise ValueError(f"beta={self.beta} would turn the pyramid upside down: give at least 1, 20 in the paper.")
 
-    def kept(self, case: Case) -> int:
+    def kept(self, case: LayerWorkload) -> int:
         return self.layer_budgets(case.budget, case.sealed, case.spec.num_layers)[case.spec.index]
 
     def uniform(self, tokens: int, sealed: int, layers: int) -> str | None:

@@ -30,11 +30,11 @@ from methods.base import (
     Attended,
     AttnInput,
     CacheState,
-    Case,
     Cost,
     Grids,
     KVLayer,
     LayerSpec,
+    LayerWorkload,
     Method,
     check_layers,
 )
@@ -70,7 +70,7 @@ class Quest(Method):
     def smallest_budget(self) -> int:
         return self.min_pages * self.page_size
 
-    def cost(self, case: Case) -> Cost:
+    def cost(self, case: LayerWorkload) -> Cost:
         """Return the bytes that `case` takes. What moves is an expectation where query heads choose: g of them read
         together what 1 + (g-1)/4 would that chose independently. On SmolLM2 135M (g=3, 1K of an essay) that is 0.95 to
         1.02 times what moves, at budgets of 5 to 50 %. Heads that agree less move more than that, at most g times one

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from kernels import ops
 from kernels.ragged import leading, repeated
-from methods.base import CacheState, Case, Cost, Grids, KVLayer, LayerSpec, Plan
+from methods.base import CacheState, Cost, Grids, KVLayer, LayerSpec, LayerWorkload, Plan
 from methods.layers import Layer, Select
 from methods.parts import costs
 from methods.quest import page_bounds
@@ -102,10 +102,10 @@ class RocketKV(SnapKV):
         exact = ": what is read is the exact top-k of the prompt" if kept == seen and all_channels else ""
         return "so large a budget leaves out " + ", ".join(part for part, out in without.items() if out) + exact
 
-    def kept(self, case: Case) -> int:
+    def kept(self, case: LayerWorkload) -> int:
         return self.keeps(case.budget, case.sealed)
 
-    def cost(self, case: Case) -> Cost:
+    def cost(self, case: LayerWorkload) -> Cost:
         if self.reads_whole(case):
             return costs.dense(case)
         kept = self.kept(case)

@@ -26,8 +26,8 @@ from kernels import ops
 from kernels.lowrank import ROWS_AT_ONCE, SOLVERS, low_rank
 from kernels.ragged import Ragged, filled, leading
 from kernels.reference import Segment
-from methods.base import Attended, AttnInput, CacheState, Case, Cost, Grids, KVLayer, LayerSpec, Method
-from methods.base.cost import Transient
+from methods.base import Attended, AttnInput, CacheState, Cost, Grids, KVLayer, LayerSpec, LayerWorkload, Method
+from methods.base.cost import PeakExtra
 from methods.base.counters import queues
 from methods.base.pieces import TOKENS_AT_ONCE, pieces
 from methods.layers import Layer, Read
@@ -109,7 +109,7 @@ class ShadowKV(Method):
         rank = self.rank if isinstance(self.rank, int) else max(1, round(self.rank * channels))
         return min(rank, tokens, channels)
 
-    def cost(self, case: Case) -> Cost:
+    def cost(self, case: LayerWorkload) -> Cost:
         """Return the bytes that `case` takes if no chunk is found on the device: a step fetches all it chooses."""
         if self.reads_whole(case):
             return costs.dense(case) + costs.rope_table(case)
@@ -125,16 +125,16 @@ class ShadowKV(Method):
         device = Cost(resident + factors + landmarks + plan.candidates * (ids + values) + hits) + costs.rope_table(case)
         return device.reading(read) + costs.offload(case, plan.candidates * values, plan.top * values)
 
-    def transient(self, case: Case, chunk: int) -> Transient:
+    def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
         """Count all keys in fp32, and beside them their factor, in fp32 and as it stays, or some of them in fp64."""
-        kept = Transient(kept=costs.rope_table(case).device_bytes)
+        kept = PeakExtra(kept=costs.rope_table(case).device_bytes)
         if self.reads_whole(case):
             return kept
         channels = case.spec.num_kv_heads * case.spec.head_dim
         factor = self.rank_of(case.sealed, channels) * (costs.FP32 + case.element_bytes % costs.FP32)
         beside = max(case.sealed * factor, min(case.sealed, ROWS_AT_ONCE) * 2 * costs.FP32 * channels)
         hits = held_bytes(case, self.plan(case.budget, case.sealed).top, self.chunk) if self.hit_cache else 0
-        return kept + Transient(seal=case.sealed * costs.FP32 * channels + beside, stepping=hits)
+        return kept + PeakExtra(seal=case.sealed * costs.FP32 * channels + beside, stepping=hits)
 
     def check_model(self, spec: LayerSpec) -> None:
         channels = spec.num_kv_heads * spec.head_dim

@@ -23,8 +23,8 @@ from torch.nn.functional import avg_pool1d, max_pool1d
 
 from kernels import ops
 from kernels.sink_logits import column_sums
-from methods.base import AttnInput, CacheState, Case, Cost, Grids, KVLayer, LayerSpec, Method, Plan
-from methods.base.cost import Transient
+from methods.base import AttnInput, CacheState, Cost, Grids, KVLayer, LayerSpec, LayerWorkload, Method, Plan
+from methods.base.cost import PeakExtra
 from methods.layers import Keep, Layer, between_ends
 from methods.parts import costs
 from methods.pools import KVStore
@@ -61,23 +61,23 @@ class SnapKV(Method):
     def smallest_budget(self) -> int:
         return self.window + 1
 
-    def kept(self, case: Case) -> int:
+    def kept(self, case: LayerWorkload) -> int:
         """Return how many prompt tokens stay in this layer."""
         return case.budget
 
-    def cost(self, case: Case) -> Cost:
+    def cost(self, case: LayerWorkload) -> Cost:
         if self.reads_whole(case):
             return costs.dense(case)
         return costs.evict(case, self.kept(case), case.spec.group if self.select_per == "query_head" else 1)
 
-    def transient(self, case: Case, chunk: int) -> Transient:
+    def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
         """Count the queries that will vote, and the votes by query head, then twice by KV head."""
-        kept = Transient(kept=self.window * case.query_bytes)
+        kept = PeakExtra(kept=self.window * case.query_bytes)
         if self.reads_whole(case):
             return kept
         votes = costs.FP32 * (case.spec.num_heads + 2 * case.spec.num_kv_heads) * case.sealed
         copies = case.spec.group if self.select_per == "query_head" else 1
-        return kept + Transient(seal=votes + costs.evicting(case, self.kept(case), copies))
+        return kept + PeakExtra(seal=votes + costs.evicting(case, self.kept(case), copies))
 
     def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
         return [Layer(spec, cache, self, SnapKeep()) for spec in specs]

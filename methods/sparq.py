@@ -26,7 +26,7 @@ from torch import Tensor
 from kernels import ops
 from kernels.reference import Segment
 from kernels.sink_logits import lse_with_sink, with_sink
-from methods.base import AttnInput, CacheState, Case, Cost, CostError, Grids, KVLayer, LayerSpec, Plan
+from methods.base import AttnInput, CacheState, Cost, CostError, Grids, KVLayer, LayerSpec, LayerWorkload, Plan
 from methods.layers import Layer, Select
 from methods.parts import costs
 from methods.parts.windows import Windowed
@@ -63,7 +63,7 @@ class SparQ(Windowed):
     def encodes(self) -> bool:
         return self.channel_copy  # without it, channels are read from plain keys
 
-    def cost(self, case: Case) -> Cost:
+    def cost(self, case: LayerWorkload) -> Cost:
         if self.reads_whole(case):
             return costs.dense(case)
         plan, spec = self.windows.split(case.budget), case.spec

@@ -15,8 +15,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from kernels.rope import rotate_by
-from methods.base import CacheState, Case, Cost, Grids, KVLayer, LayerSpec, Method
-from methods.base.cost import Transient
+from methods.base import CacheState, Cost, Grids, KVLayer, LayerSpec, LayerWorkload, Method
+from methods.base.cost import PeakExtra
 from methods.layers import Keep, Layer, sinks_and_recent
 from methods.parts import costs
 
@@ -48,11 +48,11 @@ class Streaming(Method):
     def smallest_budget(self) -> int:
         return self.sinks + 1
 
-    def cost(self, case: Case) -> Cost:
+    def cost(self, case: LayerWorkload) -> Cost:
         return costs.dense(case) if self.reads_whole(case) else costs.evict(case, case.budget)
 
-    def transient(self, case: Case, chunk: int) -> Transient:
-        return Transient(seal=0 if self.reads_whole(case) else costs.evicting(case, case.budget))
+    def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
+        return PeakExtra(seal=0 if self.reads_whole(case) else costs.evicting(case, case.budget))
 
     def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
         return [Layer(spec, cache, self, StreamingKeep()) for spec in specs]

@@ -85,7 +85,7 @@ class Decoding:
             self.caches.append(cache)
             self.logits.append(logits)
             slots.append(running.join(cache, logits, self.question, began=began, max_new_tokens=self.new))
-        while running.slots:
+        while running.sequences:
             running.step()
         return [slot.out for slot in slots]
 
@@ -106,7 +106,7 @@ class Decoding:
             running.join(cache, logits, self.question, began=perf_counter(), max_new_tokens=self.new)
             for cache, logits in zip(self.caches, self.logits, strict=True)
         ]
-        while running.slots:
+        while running.sequences:
             running.step()
         return [slot.out for slot in slots]
 

@@ -18,7 +18,7 @@ from harness.history.overlap.loading import LayerRows, Prepare
 from harness.history.positions import Rotation
 from harness.history.store import has_rows
 from methods.layers.storage import FIRST
-from methods.tiers.block import FAR, Apart, K, Tensors, V, stays_away
+from methods.tiers.block import FAR, K, SplitRows, Tensors, V, stays_away
 
 CacheContents = Sequence[Mapping[str, Tensor]]  # by layer, as `KVCache.contents` gives them
 NEAR = {K: "k0", V: "v0"}  # of all heads together, in a state
@@ -43,7 +43,7 @@ class Cut:
         for rotation in self.rotations:
             rotation.check(tokens)
 
-    def rows(self, contents: CacheContents, start: int, end: int) -> dict[str, Apart]:
+    def rows(self, contents: CacheContents, start: int, end: int) -> dict[str, SplitRows]:
         """Of the tokens from `start` to `end`, by name [1 G T D]: views of where they lie, keys as they are rotated."""
         return {
             f"{layer}.{kind}": _in_order(state, kind).cut(start, end)
@@ -52,13 +52,13 @@ class Cut:
             if self._has_rows(state)
         }
 
-    def unrotated(self, start: int, end: int, rows: Mapping[str, Apart], text: int) -> StoredForm:
+    def unrotated(self, start: int, end: int, rows: Mapping[str, SplitRows], text: int) -> StoredForm:
         """Makes `rows` of a layer into those that are stored, keys before their rotation, each where it lies. `text`:
         how long the text is that they are rotated for. Any thread may do it."""
         places = {part.device for x in rows.values() for part in x.parts}
         fixed = {place: self._fixed(torch.arange(start, end, device=place), text) for place in places}
 
-        def stored(number: int, rows: Mapping[str, Apart]) -> Mapping[str, Apart]:
+        def stored(number: int, rows: Mapping[str, SplitRows]) -> Mapping[str, SplitRows]:
             def off(part: Tensor, before: int) -> Tensor:
                 positions = torch.arange(start + before, start + before + part.shape[-2], device=part.device)
                 return fixed[part.device][self._kinds[number]].off(part, positions).to(part.dtype)
@@ -102,13 +102,13 @@ class Cut:
         return {kind: self.rotations[kind].fixed(positions, text) for kind in set(self._kinds)}
 
 
-def _in_order(state: Mapping[str, Tensor], kind: str) -> Apart:
+def _in_order(state: Mapping[str, Tensor], kind: str) -> SplitRows:
     """A layer's rows in the order of their tokens, wherever they lie."""
     near, away = state[NEAR[kind]], state.get(f"{FAR}.{kind}")
     if away is None:
-        return Apart(near)
+        return SplitRows(near)
     first = int(state[FIRST])
-    return Apart(near[:, :, :first], away, near[:, :, first:])
+    return SplitRows(near[:, :, :first], away, near[:, :, first:])
 
 
 def _alike(rotations: Sequence[Rotation]) -> list[int]:

@@ -29,7 +29,7 @@ from harness.engine.loop.cache import STEP, LoopCache, LoopUsage
 from harness.engine.loop.calls import LoopCalls
 from harness.engine.rotation import text_rotary
 from harness.engine.wait import wait_for
-from methods.base import Budget, CacheState, Case, Checks, CostError, Method, Request, refuse_other_than_method
+from methods.base import Budget, CacheState, Checks, CostError, LayerWorkload, Method, Request, refuse_other_than_method
 from methods.layers.hybrid import check_growth, check_length, start_layers, whole_layers
 from methods.tiers.codec import Codec
 from methods.tiers.slabs import Slab
@@ -129,12 +129,12 @@ class Attachment:
             return None
         return self.engine.slabs.slab([request.batch * rows for rows in layers])
 
-    def _full_cases(self, request: Request) -> Iterator[Case]:
+    def _full_cases(self, request: Request) -> Iterator[LayerWorkload]:
         """Each layer with a prompt that takes all of the cache: no other sends more away."""
         for spec in self.specs:
             budget = request.capacity if self.budget is None else self.budget.tokens(request.capacity, spec.index)
             size = request.dtype.itemsize
-            yield Case(spec, request.capacity, budget, request.placement, size, codec=request.codec)
+            yield LayerWorkload(spec, request.capacity, budget, request.placement, size, codec=request.codec)
 
     def cache(self, *, capacity: int, batch: int = 1) -> LoopCache:
         """A fresh cache for `model.generate` or a loop of your own; sizes as in `start`."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from harness.engine.attach import Attachment
 from harness.engine.batch.generation import Generation, Stop
 from harness.engine.batch.running import RunningBatch
-from harness.engine.batch.slot import Decoded, Slot
+from harness.engine.batch.running_sequence import Decoded, RunningSequence
 from harness.engine.batch.stepper import Stepper
 from harness.engine.cache import KVCache
 from harness.engine.fidelity import Fidelity
@@ -104,7 +104,7 @@ class Engine(Stepper):
         stops: Sequence[Stop] | None = None,
         context_tokens: int | None = None,
         sampler: Sampler | None = None,
-    ) -> Slot:
+    ) -> RunningSequence:
         """Prefill `prompt` [1 S] and let it run with `batch`, which this engine steps. Arguments as in `generate`."""
         _check(prompt, max_new_tokens, context_tokens)
         prompt = prompt.to(self.model.device)
@@ -199,8 +199,8 @@ class Engine(Stepper):
         return _to_the_end(batch, slot)
 
 
-def _to_the_end(batch: RunningBatch, slot: Slot) -> Generation:
-    while batch.slots:
+def _to_the_end(batch: RunningBatch, slot: RunningSequence) -> Generation:
+    while batch.sequences:
         batch.step()
     return slot.out
 

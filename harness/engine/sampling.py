@@ -36,7 +36,9 @@ class Sampled:
         if self.top_k:
             least = logits.topk(min(self.top_k, logits.shape[-1])).values[:, -1:]
             logits = logits.masked_fill(logits < least, float("-inf"))
-        chances = logits.softmax(-1).nan_to_num(nan=1.0)  # a draw from NaN breaks a GPU; Slot.finish tells of it
+        chances = logits.softmax(-1).nan_to_num(
+            nan=1.0
+        )  # a draw from NaN breaks a GPU; RunningSequence.finish tells of it
         chances, order = chances.sort(-1, descending=True)
         before = chances.cumsum(-1) - chances
         chances = chances.masked_fill(before >= self.top_p, 0.0)

@@ -36,14 +36,14 @@ from harness.history.placement import Placement
 from harness.history.policies import EvictionPolicy, SchedulerAware
 from harness.history.statistics import Statistics
 from methods.base import Method
-from methods.tiers.block import Apart, Format, Tensors
+from methods.tiers.block import Format, SplitRows, Tensors
 from methods.tiers.codec import PLAIN, Codec
 from methods.tiers.rows import Place
 from methods.tiers.shelf import Shelf
 from methods.tiers.tier import DISK, HOST
 from methods.tiers.transfer.engine import TransferEngine
 
-Given = Mapping[str, Tensor | Apart]
+Given = Mapping[str, Tensor | SplitRows]
 Rest = Mapping[str, Tensor]
 NOTHING: Tensors = {}
 

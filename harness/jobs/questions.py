@@ -19,7 +19,7 @@ from harness.conversations.histories import Histories, Saved
 from harness.conversations.overflow import Overflow
 from harness.engine.batch.generation import Generation
 from harness.engine.batch.running import RunningBatch
-from harness.engine.batch.slot import Slot, seal
+from harness.engine.batch.running_sequence import RunningSequence, seal
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
 from harness.engine.finite import NotFiniteError
@@ -155,7 +155,7 @@ class Asking:
         """The examples that have not been asked yet."""
         return list(self._waiting)
 
-    def next(self, batch: RunningBatch) -> Slot | None:
+    def next(self, batch: RunningBatch) -> RunningSequence | None:
         """None where nothing is left to ask."""
         if self._turns:
             return self._turn(batch, self._turns.popleft())
@@ -186,7 +186,7 @@ class Asking:
         if self._turns:
             self.transcript.reuse[-1]["save_s"] = self._saved.save_s
 
-    def _question(self, batch: RunningBatch, item: Item) -> Slot:
+    def _question(self, batch: RunningBatch, item: Item) -> RunningSequence:
         """The first turn of an example."""
         ready, later = self._prefilled, self._first if item.example.id != self._first else None
         assert ready is not None
@@ -216,7 +216,7 @@ class Asking:
             self.transcript.reuse.append(self._counts())
         return self._before_the_answer(slot, item)
 
-    def _turn(self, batch: RunningBatch, turn: Item) -> Slot:
+    def _turn(self, batch: RunningBatch, turn: Item) -> RunningSequence:
         """A further turn: prefilled and sealed with all before it; under protocol=context read token by token behind
         what was fed before, which is sealed anew where the cache did not stay."""
         began, talk = perf_counter(), self.talk
@@ -234,7 +234,7 @@ class Asking:
         self.transcript.reuse.append({"hit_tier": found.tier, **self._counts(), **lost, **left, **seconds})
         return self._before_the_answer(slot, turn)
 
-    def _join(self, batch: RunningBatch, turn: Item, logits: Tensor | None, began: float) -> Slot:
+    def _join(self, batch: RunningBatch, turn: Item, logits: Tensor | None, began: float) -> RunningSequence:
         cache, unread = self.talk.found.cache, self._tensor(self.talk.unread)
         return batch.join(cache, logits, unread, began=began, decoded=self.talk.decoded, **self.ending(turn))
 
@@ -245,7 +245,7 @@ class Asking:
         return {"reused_tokens": talk.found.reused, "new_tokens": talk.new_tokens, **ahead}
 
     @torch.inference_mode()
-    def _before_the_answer(self, slot: Slot, turn: Item) -> Slot:
+    def _before_the_answer(self, slot: RunningSequence, turn: Item) -> RunningSequence:
         """Return `slot`, with the likelihood of the right answer to `turn` and with its cache kept where a given reply
         follows. Neither is in a clock; an answer of one token ends before the seal and has neither."""
         references = self.likelihood.references(turn) if self.likelihood and not slot.ended else []

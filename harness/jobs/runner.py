@@ -24,7 +24,7 @@ from harness.conversations.overflow import Overflow
 from harness.engine.attach import Attachment
 from harness.engine.batch.generation import Generation, Stop, after, never
 from harness.engine.batch.running import RunningBatch
-from harness.engine.batch.slot import Slot
+from harness.engine.batch.running_sequence import RunningSequence
 from harness.engine.engine import Engine
 from harness.engine.graph import graphs_on
 from harness.engine.sampling import Greedy, MinLength, Sampled, Sampler
@@ -56,10 +56,10 @@ class SideBySide:
     batch: RunningBatch
     waiting: deque[list[Item]]
     suspects: deque[list[Item]] = field(default_factory=deque)  # of a step of several that failed: one by one
-    running: dict[Slot, Asking] = field(default_factory=dict)
+    running: dict[RunningSequence, Asking] = field(default_factory=dict)
     alone: bool = False  # whether what runs is one of the suspects
 
-    def abandon(self, slots: Sequence[Slot]) -> None:
+    def abandon(self, slots: Sequence[RunningSequence]) -> None:
         self.batch.abandon(slots)
         for slot in slots:
             self.running.pop(slot, None)
@@ -205,7 +205,7 @@ class Runner:
         try:
             slot = asking.next(side.batch)
         except Exception as error:
-            side.abandon([slot for slot in side.batch.slots if slot not in side.running])
+            side.abandon([slot for slot in side.batch.sequences if slot not in side.running])
             yield side.give_up(asking, error)
         else:
             if slot is not None:

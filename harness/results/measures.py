@@ -1,9 +1,8 @@
 """The one table of numbers that are measured of an answer's decode steps. It imports no torch.
 
-A new number is its line here and its measurement, an entry of `Generation.measured`: `Slot.finish` makes it
-(harness/engine/batch/slot.py), or `RunningBatch.leave` (running.py beside it) from what a tracer noted. Records,
-summaries, tables, the report page, the CSV, trackers and docs/results.md read this table.
-"""
+A new number is its line here and its measurement, an entry of `Generation.measured`: `RunningSequence.finish` makes
+it (harness/engine/batch/running_sequence.py), or `RunningBatch.leave` (running.py beside it) from what a tracer
+noted. Records, summaries, tables, the report page, the CSV, trackers and docs/results.md read this table."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from harness.conversations.conversation import Conversation
 from harness.conversations.histories import Histories, Saved
 from harness.engine.batch.generation import Stop
 from harness.engine.batch.running import RunningBatch
-from harness.engine.batch.slot import Slot
+from harness.engine.batch.running_sequence import RunningSequence
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
 from harness.jobs.planning.items import Item
@@ -64,7 +64,7 @@ class Loop:
         self.ending, self.slots, self.interleave = ending, slots, interleave
         self._batch = RunningBatch(engine)
         self._order = count()  # of questions that come at the same moment
-        self._running: dict[Slot, Visit] = {}
+        self._running: dict[RunningSequence, Visit] = {}
         self._waiting: deque[Visit] = deque()
         self._next: Visit | None = None  # the first of them, once its history is loaded ahead
         self._ended: deque[tuple[Answer, Saved]] = deque()
@@ -151,7 +151,7 @@ class Loop:
         for slot in ended:
             self._finish(slot, self._running.pop(slot))
 
-    def _finish(self, slot: Slot, visit: Visit) -> None:
+    def _finish(self, slot: RunningSequence, visit: Visit) -> None:
         """Its history goes back, and its next question comes once the user has thought."""
         ended_s, found, [said], [stop] = self.clock.now(), visit.found, slot.out.tokens, slot.out.stops
         visit.answered(said, stop)

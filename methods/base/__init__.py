@@ -6,7 +6,7 @@ head size, E model width. KV head i serves query heads i*g ... i*g+g-1.
 
 from __future__ import annotations
 
-from methods.base.cost import Case, Cost, CostError, Transient
+from methods.base.cost import Cost, CostError, LayerWorkload, PeakExtra
 from methods.base.layer import Attended, KVLayer
 from methods.base.method import Grids, Method, refuse_other_than_method
 from methods.base.request import AttnInput, LayerSpec, NextRow, Request
@@ -19,19 +19,19 @@ __all__ = [
     "Budget",
     "BudgetError",
     "CacheState",
-    "Case",
     "Checks",
     "Cost",
     "CostError",
     "Grids",
     "KVLayer",
     "LayerSpec",
+    "LayerWorkload",
     "Method",
     "NextRow",
     "PaperBudget",
+    "PeakExtra",
     "Plan",
     "Request",
-    "Transient",
     "check_layers",
     "refuse_other_than_method",
 ]

@@ -11,7 +11,7 @@ from methods.tiers.tier import DEVICE, TIERS, tier_of
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class LayerWorkload:
     """Says for what a cost is asked: one layer and one sequence, its prompt sealed."""
 
     spec: LayerSpec
@@ -69,7 +69,7 @@ class Cost:
             tier_of(tier)
         return {tier: self.device_bytes if tier == DEVICE else self.away.get(tier, 0) for tier in TIERS}
 
-    def beside(self, case: Case) -> int:
+    def beside(self, case: LayerWorkload) -> int:
         """Return the bytes on the device that the seal makes while the prompt's keys and values are still there: all
         that is then held, or what comes on top where these stay as they are."""
         stays = not any(self.away.values()) and self.device_bytes >= case.dense_bytes
@@ -87,7 +87,7 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True)
-class Transient:
+class PeakExtra:
     """Holds the bytes that a layer takes on the device for a while, beside keys and values of the prompt and what a
     layer of Full takes. `+` adds them up.
 
@@ -103,8 +103,8 @@ class Transient:
     stepping: int = 0
     beside: int = 0
 
-    def __add__(self, other: Transient) -> Transient:
-        return Transient(
+    def __add__(self, other: PeakExtra) -> PeakExtra:
+        return PeakExtra(
             self.kept + other.kept,
             self.prefill + other.prefill,
             self.seal + other.seal,

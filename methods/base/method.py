@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from methods.base.cost import Case, Cost, CostError, Transient
+from methods.base.cost import Cost, CostError, LayerWorkload, PeakExtra
 from methods.base.layer import KVLayer
 from methods.base.request import AttnInput, LayerSpec
 from methods.base.state import CacheState
@@ -107,19 +107,19 @@ class Method(metaclass=_TupleForList):
         the prompt is no longer than sinks and windows."""
         return tokens >= sealed or sealed <= self.smallest_budget
 
-    def reads_whole(self, case: Case) -> bool:
+    def reads_whole(self, case: LayerWorkload) -> bool:
         """Say whether the budget leaves nothing to choose."""
         return not self.uses_budget or self.reads_all(case.sealed, case.budget)
 
-    def cost(self, case: Case) -> Cost:
+    def cost(self, case: LayerWorkload) -> Cost:
         """Return the bytes that `case` takes, by formula. Where a step's traffic depends on the text, it is the most
         that it can be."""
         raise CostError(f"{type(self).__name__} declares no cost, so align=tokens is all it can do.")
 
-    def transient(self, case: Case, chunk: int) -> Transient:
+    def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
         """Return the bytes that `case` takes for a while, by formula, when its prompt comes `chunk` tokens at a time.
         What `cost` says is counted without this, and a step is taken to need less than a seal."""
-        return Transient()
+        return PeakExtra()
 
     def at_communication(self, share: float, head_dim: int) -> Method:
         """Return this method with scoring that moves `share` of the 16-bit key cache per step, as in PQCache's

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels import ops
 from kernels.reference import Segment
-from methods.base import Case, Cost
+from methods.base import Cost, LayerWorkload
 from methods.parts.costs import INT64
 from methods.pools import Pool
 from methods.tiers.tier import DISK
@@ -132,7 +132,7 @@ class BlockCache:
         return rows
 
 
-def cost(case: Case, length: int, top: int, size: int, slots: int, offered: int) -> Cost:
+def cost(case: LayerWorkload, length: int, top: int, size: int, slots: int, offered: int) -> Cost:
     """Return what the cache adds, over `length` offloaded tokens of which `top` are chosen; it is the most that a step
     can move."""
     blocks = -(-length // size)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from methods.base import Case, Cost, Plan
+from methods.base import Cost, LayerWorkload, Plan
 from methods.tiers.codec import PLAIN, Codec
 from methods.tiers.tier import DEVICE
 
 FP32, INT64 = 4, 8  # bytes of an element
 
 
-def dense(case: Case) -> Cost:
+def dense(case: LayerWorkload) -> Cost:
     """Return the cost of having everything on the device and reading all of it, where nothing moves."""
     return Cost(case.dense_bytes).reading(case.sealed * case.row_bytes)
 
 
-def evict(case: Case, kept: int, copies: int = 1) -> Cost:
+def evict(case: LayerWorkload, kept: int, copies: int = 1) -> Cost:
     """Return the cost of `kept` prompt tokens, in `copies` per KV head, with room for the generated tokens beside: all
     of them are read."""
     if kept >= case.sealed:
@@ -25,7 +25,7 @@ def evict(case: Case, kept: int, copies: int = 1) -> Cost:
     return Cost((kept + case.reserve) * row_bytes).reading(kept * row_bytes)
 
 
-def evicting(case: Case, kept: int, copies: int = 1) -> int:
+def evicting(case: LayerWorkload, kept: int, copies: int = 1) -> int:
     """Return the bytes that an eviction takes beside the whole prompt: what is kept, once gathered and once in its
     store, and where it stood."""
     if kept >= case.sealed:
@@ -34,7 +34,7 @@ def evicting(case: Case, kept: int, copies: int = 1) -> int:
     return (2 * kept + case.reserve) * copies * case.row_bytes + places
 
 
-def select(case: Case, plan: Plan, index_bytes: int) -> Cost:
+def select(case: LayerWorkload, plan: Plan, index_bytes: int) -> Cost:
     """Return the cost of all tokens, those between sinks and window where `placement` says, and of the index on the
     device, which is read whole."""
     middle = case.sealed - plan.sinks - plan.local
@@ -42,7 +42,7 @@ def select(case: Case, plan: Plan, index_bytes: int) -> Cost:
     return held + sent_away(case, middle, plan.top)
 
 
-def sent_away(case: Case, tokens: int, read: int) -> Cost:
+def sent_away(case: LayerWorkload, tokens: int, read: int) -> Cost:
     """Return what changes where `tokens` of the prompt leave the store for a pool, and a step reads `read` of them."""
     if case.placement == DEVICE and case.codec is None:
         return Cost(0)
@@ -50,7 +50,7 @@ def sent_away(case: Case, tokens: int, read: int) -> Cost:
     return left + pool(case, case.codec or PLAIN, tokens, read)
 
 
-def pool(case: Case, codec: Codec, tokens: int, read: int) -> Cost:
+def pool(case: LayerWorkload, codec: Codec, tokens: int, read: int) -> Cost:
     """Return the cost of a pool with room for `tokens`, of which a step reads `read`."""
     heads = case.spec.num_kv_heads
     layout = codec.layout(case.spec.head_dim, {2: torch.bfloat16, 4: torch.float32}[case.element_bytes])
@@ -63,17 +63,17 @@ def pool(case: Case, codec: Codec, tokens: int, read: int) -> Cost:
     return Cost(beside).reading(coded + exact * case.row_bytes) + held
 
 
-def offload(case: Case, stored: int, moved: int) -> Cost:
+def offload(case: LayerWorkload, stored: int, moved: int) -> Cost:
     """Return what another placement changes: `stored` bytes change sides, and `moved` of them come back each step."""
     return Cost(-stored) + Cost.placed(case.placement, stored, moved)
 
 
-def rebuilding(case: Case, rank: int, tokens: int) -> int:
+def rebuilding(case: LayerWorkload, rank: int, tokens: int) -> int:
     """Return the bytes that rebuilding keys of each KV head from factors of a rank reads: a row for each, and the
     basis."""
     return case.spec.num_kv_heads * rank * (tokens + case.spec.head_dim) * case.element_bytes
 
 
-def rope_table(case: Case) -> Cost:
+def rope_table(case: LayerWorkload) -> Cost:
     """Return the cost of cos and sin of every position: one table for all layers, counted with the first."""
     return Cost(2 * case.capacity * case.spec.head_dim * case.element_bytes if case.spec.index == 0 else 0)

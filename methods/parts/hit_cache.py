@@ -13,7 +13,7 @@ from kernels import ops
 from kernels.per_sequence import PerSequence
 from kernels.ragged import Ragged, filled
 from kernels.reference import Segment, without_missing
-from methods.base import CacheState, Case
+from methods.base import CacheState, LayerWorkload
 from methods.parts import costs
 from methods.tiers.traffic import Traffic
 
@@ -153,7 +153,7 @@ def present(chunks: Tensor | Ragged) -> Tensor | None:
     return torch.arange(chunks.whole.shape[2], device=chunks.device) < chunks.counts.view(-1, 1, 1)
 
 
-def held_bytes(case: Case, chunks: int, size: int) -> int:
+def held_bytes(case: LayerWorkload, chunks: int, size: int) -> int:
     """Return what a cache takes from the first step on: `chunks` of `size` tokens per KV head, and their numbers."""
     return chunks * (size * case.row_bytes + costs.INT64 * case.spec.num_kv_heads)
 

@@ -17,7 +17,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from methods.base import Budget, Case, Cost, Transient
+from methods.base import Budget, Cost, LayerWorkload, PeakExtra
 from methods.base.counters import StepCounters
 from methods.budget import BudgetError
 from methods.parts import costs
@@ -124,7 +124,7 @@ def size(asked: float | None, tokens: int) -> int | None:
     return slots if slots < tokens else None
 
 
-def kept(asked: float | None, case: Case) -> tuple[Case, Cost]:
+def kept(asked: float | None, case: LayerWorkload) -> tuple[LayerWorkload, Cost]:
     """Return `case` with what the pool keeps of its prompt, and the cost of its tables, of which a step reads who is
     there."""
     slots = size(asked, case.capacity)
@@ -136,14 +136,14 @@ def kept(asked: float | None, case: Case) -> tuple[Case, Cost]:
     return case, Cost((USE_BYTES + LIVE_BYTES) * columns).reading(LIVE_BYTES * columns)
 
 
-def filling(asked: float | None, policy: Eviction, case: Case) -> Transient:
+def filling(asked: float | None, policy: Eviction, case: LayerWorkload) -> PeakExtra:
     """Return what the prompt takes while it passes through the pool, and until then: the queries by which its tokens
     fetch."""
     slots = size(asked, case.capacity)
     if slots is None:
-        return Transient()
+        return PeakExtra()
     rehearsed = 0 if policy == "fifo" else case.sealed * case.query_bytes
-    return Transient(rehearsed, 0, costs.evicting(case, slots - case.reserve))
+    return PeakExtra(rehearsed, 0, costs.evicting(case, slots - case.reserve))
 
 
 def refuse_whole(budget: Budget | None, sealed: int, layer: int) -> None:

@@ -19,7 +19,7 @@ FAR = "far"  # a part of the name of a tensor that lies away from the device and
 Tensors = dict[str, Tensor]
 
 
-class Apart:
+class SplitRows:
     """Holds rows [..., tokens, width] of consecutive tokens, parts of which may lie in different tiers."""
 
     def __init__(self, *parts: Tensor) -> None:
@@ -32,13 +32,13 @@ class Apart:
         shape = (*first.shape[:-2], sum(part.shape[-2] for part in self.parts), first.shape[-1])
         return torch.empty(shape, dtype=first.dtype, device="meta")
 
-    def cut(self, start: int, end: int) -> Apart:
+    def cut(self, start: int, end: int) -> SplitRows:
         """Return the tokens from `start` to `end`, as views."""
-        return Apart(*(part[..., max(0, start - at) : max(0, end - at), :] for at, part in self._placed()))
+        return SplitRows(*(part[..., max(0, start - at) : max(0, end - at), :] for at, part in self._placed()))
 
-    def each(self, change: Callable[[Tensor, int], Tensor]) -> Apart:
+    def each(self, change: Callable[[Tensor, int], Tensor]) -> SplitRows:
         """Return what `change` makes of every part where it lies, given the part and the number of tokens before it."""
-        return Apart(*(change(part, at) for at, part in self._placed()))
+        return SplitRows(*(change(part, at) for at, part in self._placed()))
 
     def joined(self) -> Tensor:
         """Return the rows as one tensor: a view of a single part, else a copy in host memory."""

@@ -14,7 +14,7 @@ from harness.engine.attach import attached
 from harness.engine.engine import Engine
 from harness.engine.footprint import footprint
 from harness.engine.trace import Tracer
-from methods.base import Budget, Case, Cost, CostError, LayerSpec, Method
+from methods.base import Budget, Cost, CostError, LayerSpec, LayerWorkload, Method
 from methods.parts import costs
 from methods.shadowkv import ShadowKV
 from methods.tiers.codec import Codec
@@ -39,11 +39,13 @@ def expected(
     total = Cost(0)
     for spec in specs:
         tokens = budget.tokens(LENGTH, spec.index)
-        total += method.cost(Case(spec, LENGTH, tokens, placement, element_bytes=4, reserve=RESERVE, codec=codec))
+        total += method.cost(
+            LayerWorkload(spec, LENGTH, tokens, placement, element_bytes=4, reserve=RESERVE, codec=codec)
+        )
     return total
 
 
-def rebuilt(method: Method, case: Case) -> int:
+def rebuilt(method: Method, case: LayerWorkload) -> int:
     """Bytes that ShadowKV reads of its factors: a trace counts what is rebuilt as what it stands for."""
     if not isinstance(method, ShadowKV) or method.reads_whole(case):
         return 0
@@ -52,7 +54,9 @@ def rebuilt(method: Method, case: Case) -> int:
 
 
 def untraced(method: Method, specs: list[LayerSpec], budget: Budget) -> int:
-    cases = [Case(spec, LENGTH, budget.tokens(LENGTH, spec.index), "device", element_bytes=4) for spec in specs]
+    cases = [
+        LayerWorkload(spec, LENGTH, budget.tokens(LENGTH, spec.index), "device", element_bytes=4) for spec in specs
+    ]
     return sum(rebuilt(method, case) for case in cases)
 
 
@@ -111,7 +115,7 @@ def test_rebuilding_keys_reads_the_rows_that_were_chosen() -> None:
         with operations() as called:
             engine.decode(ids[:, :1], cache, None)
     rebuilding = [bytes_read(name, arguments) for name, arguments in called if name == "rebuild_keys"]
-    case = Case(kv.specs[0], LENGTH, int(0.3 * LENGTH), "device", element_bytes=4)
+    case = LayerWorkload(kv.specs[0], LENGTH, int(0.3 * LENGTH), "device", element_bytes=4)
     angles = 2 * 2 * 16 * 4 * method.plan(case.budget, LENGTH).top * method.chunk
     assert rebuilding == [rebuilt(method, case) + angles] * len(kv.specs)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from methods.base import BudgetError, Case
+from methods.base import BudgetError, LayerWorkload
 from methods.infinigen import InfiniGen, InfiniGenRead
 from methods.layers.together import alone_because
 from methods.parts.limited_pool import Eviction
@@ -208,7 +208,7 @@ def test_the_cost_is_what_is_held_and_moved(capacity: float, placement: str, col
 
 def test_a_smaller_pool_costs_less() -> None:
     spec = Sequences(SHAPES[1], 10, 3).specs[2]
-    case = Case(spec, sealed=400, budget=80, placement="host", element_bytes=2, reserve=100)
+    case = LayerWorkload(spec, sealed=400, budget=80, placement="host", element_bytes=2, reserve=100)
     small, large = (replace(METHOD, pool_capacity=share).cost(case) for share in (0.5, 0.8))
     assert small.held["host"] == 250 * case.row_bytes
     assert large.held["host"] == 400 * case.row_bytes  # the prompt alone is no more than the pool holds

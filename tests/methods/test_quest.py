@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from methods.base import Budget, BudgetError, Case
+from methods.base import Budget, BudgetError, LayerWorkload
 from methods.quest import Quest, QuestRead, page_bounds
 from tests.methods import parity
 from tests.methods.recorded import Recorded
@@ -172,7 +172,7 @@ def test_its_cost_expects_what_a_models_heads_share(budget: float) -> None:
     traffic = layers[0].cache.traffic
     before = traffic.to_device_bytes
     s.decode(layers, prompt)
-    cases = [Case(layer.spec, prompt, int(budget * prompt), "host", 4) for layer in layers]
+    cases = [LayerWorkload(layer.spec, prompt, int(budget * prompt), "host", 4) for layer in layers]
     expected = sum(method.cost(case).moved_bytes_per_step for case in cases)
     assert traffic.to_device_bytes - before == pytest.approx(expected, rel=0.1)
 

@@ -25,8 +25,8 @@ from harness.bridges.kvpress.keep import PressEvict
 from harness.bridges.kvpress.package import KVPressError
 from harness.bridges.kvpress.working import working_bytes
 from harness.engine.hf import QueryProjection
-from methods.base import CacheState, Case, Cost, CostError, Grids, KVLayer, LayerSpec, Method
-from methods.base.cost import Transient
+from methods.base import CacheState, Cost, CostError, Grids, KVLayer, LayerSpec, LayerWorkload, Method
+from methods.base.cost import PeakExtra
 from methods.layers import Layer
 from methods.parts import costs
 
@@ -61,22 +61,22 @@ class KVPress(Method):
         """Raise `KVPressError` for a press that cannot be made or cannot run here."""
         build(self.press)
 
-    def cost(self, case: Case) -> Cost:
+    def cost(self, case: LayerWorkload) -> Cost:
         if self.reads_whole(case):
             return costs.dense(case)
         if not set_ratio(build(self.press), 0.5):
             raise CostError(f"{self.press['name']} takes no ratio, so align=tokens is all it can do.")
         return costs.evict(case, case.budget)
 
-    def transient(self, case: Case, chunk: int) -> Transient:
+    def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
         """Count the layer's input, taken to be as wide as the queries; at the seal that input in one piece, and what
         the press takes while it works, copies of keys and values among it."""
-        kept = Transient(kept=case.sealed * case.query_bytes)
+        kept = PeakExtra(kept=case.sealed * case.query_bytes)
         if self.reads_whole(case):
             return kept
         leaving = case.sealed * case.row_bytes + costs.evicting(case, case.budget)  # beside the rows that it gives back
         working = max(working_bytes(self.press, case), leaving)
-        return kept + Transient(seal=case.sealed * case.query_bytes + working)
+        return kept + PeakExtra(seal=case.sealed * case.query_bytes + working)
 
     def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
         """Make a press for each sequence, which all layers share."""

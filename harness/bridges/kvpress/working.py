@@ -14,14 +14,14 @@ from harness.bridges.kvpress.keep import press_one
 from harness.bridges.kvpress.package import KVPressError
 from harness.engine.allocations import Allocations
 from harness.engine.hf import layer_specs
-from methods.base import Case
+from methods.base import LayerWorkload
 
 SAMPLES = 512, 1024  # tokens of the prompts that are measured
 KV_HEADS = 2  # of the layer that is measured: with one, some copies would be views
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
 
-def working_bytes(press: Any, case: Case) -> int:
+def working_bytes(press: Any, case: LayerWorkload) -> int:
     """Return the bytes that `press`, a mapping with a hash, takes at most beside the layer's input and its keys and
     values, for one sequence. Between two lengths it grows evenly, and with each KV head as much. A press that fails on
     the small model is taken to copy keys and values, as all are given copies."""

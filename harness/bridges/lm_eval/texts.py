@@ -12,7 +12,7 @@ from torch import Tensor
 
 from harness.engine.batch.generation import after
 from harness.engine.batch.running import RunningBatch
-from harness.engine.batch.slot import Slot
+from harness.engine.batch.running_sequence import RunningSequence
 from harness.engine.engine import Engine
 from harness.engine.saved_state import Snapshot
 from harness.prompts.teacher import Forced
@@ -23,16 +23,18 @@ CHUNK = 512  # tokens of a window whose logits over the vocabulary are there at 
 class InBatch(Protocol):
     """Runs in a batch, as one sequence after the other."""
 
-    def next(self, batch: RunningBatch) -> Slot | None:
+    def next(self, batch: RunningBatch) -> RunningSequence | None:
         """Let the next one run; None where there is none."""
 
 
 AnyInBatch = TypeVar("AnyInBatch", bound=InBatch)
 
 
-def side_by_side(engine: Engine, texts: Iterator[AnyInBatch], size: int) -> Iterator[tuple[AnyInBatch, Slot]]:
+def side_by_side(
+    engine: Engine, texts: Iterator[AnyInBatch], size: int
+) -> Iterator[tuple[AnyInBatch, RunningSequence]]:
     """Run `size` of `texts` together. -> each with a slot of its that has ended"""
-    batch, running = RunningBatch(engine), dict[Slot, AnyInBatch]()
+    batch, running = RunningBatch(engine), dict[RunningSequence, AnyInBatch]()
     while True:
         while len(running) < size and (text := next(texts, None)) is not None:
             _go_on(text, batch, running)
@@ -44,7 +46,7 @@ def side_by_side(engine: Engine, texts: Iterator[AnyInBatch], size: int) -> Iter
             _go_on(text, batch, running)
 
 
-def _go_on(text: AnyInBatch, batch: RunningBatch, running: dict[Slot, AnyInBatch]) -> None:
+def _go_on(text: AnyInBatch, batch: RunningBatch, running: dict[RunningSequence, AnyInBatch]) -> None:
     if (slot := text.next(batch)) is not None:
         running[slot] = text
 
@@ -57,12 +59,12 @@ class FreeAnswer:
         self.engine, self.number, self._ending = engine, number, ending
         self._ids: Sequence[int] | None = ids
 
-    def next(self, batch: RunningBatch) -> Slot | None:
+    def next(self, batch: RunningBatch) -> RunningSequence | None:
         ids, self._ids = self._ids, None
         return None if ids is None else self.engine.join(batch, torch.tensor([ids]), **self._ending)
 
 
-def log_likelihood(slot: Slot, uncounted: int = 0) -> float:
+def log_likelihood(slot: RunningSequence, uncounted: int = 0) -> float:
     """Of the tokens that were fed to `slot`, but for the first `uncounted`, in nats."""
     assert isinstance(slot.sampler, Forced)
     return -sum(float(cost) for cost in slot.sampler.costs[uncounted:])
@@ -85,7 +87,7 @@ class ScoredQuestion:
         self.number = -1  # of the request that runs
 
     @torch.inference_mode()
-    def next(self, batch: RunningBatch) -> Slot | None:
+    def next(self, batch: RunningBatch) -> RunningSequence | None:
         if not self._waiting:
             return None
         self.number, continuation = self._waiting.popleft()
@@ -131,7 +133,7 @@ class ScoredWindow:
         self._of_prompt = 0.0  # the log-likelihood of what counts of the prompt
 
     @torch.inference_mode()
-    def next(self, batch: RunningBatch) -> Slot | None:
+    def next(self, batch: RunningBatch) -> RunningSequence | None:
         if self._tokens is None:
             return None
         tokens, self._tokens = torch.tensor([self._tokens], device=self.engine.model.device), None
@@ -147,7 +149,7 @@ class ScoredWindow:
         self._uncounted = max(0, first - self.sealed)
         return _forced(batch, cache, logits[:, -1], tokens[0, self.sealed :].tolist())
 
-    def log_likelihood(self, slot: Slot) -> float:
+    def log_likelihood(self, slot: RunningSequence) -> float:
         """Of what counts, in nats. `slot`: the one that has ended"""
         return self._of_prompt + log_likelihood(slot, self._uncounted)
 
@@ -158,7 +160,7 @@ class ScoredWindow:
         return logits
 
 
-def _forced(batch: RunningBatch, cache: Any, logits: Tensor, tokens: Sequence[int]) -> Slot:
+def _forced(batch: RunningBatch, cache: Any, logits: Tensor, tokens: Sequence[int]) -> RunningSequence:
     """Feed `tokens` behind the seal of `cache`. logits [1 V]: of the token before them"""
     return batch.join(
         cache,

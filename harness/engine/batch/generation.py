@@ -24,7 +24,7 @@ def after(count: int) -> Stop:
 @dataclass(slots=True)
 class Generation:
     """What a sequence gave, or B of equal length that share a cache. Seconds count from the start of the prefill and
-    stand still while other sequences of the batch come and go (harness/engine/batch/slot.py)."""
+    stand still while other sequences of the batch come and go (harness/engine/batch/running_sequence.py)."""
 
     tokens: list[list[int]]  # per sequence, up to and with the token that stopped it
     stops: list[str]  # per sequence

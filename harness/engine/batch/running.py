@@ -12,7 +12,7 @@ from torch import Tensor
 
 from harness.engine.batch.cache import SlotsCache
 from harness.engine.batch.generation import Generation, Stop, never
-from harness.engine.batch.slot import Decoded, Slot
+from harness.engine.batch.running_sequence import Decoded, RunningSequence
 from harness.engine.batch.stepper import Stepper
 from harness.engine.cache import KVCache
 from harness.engine.forward import nothing
@@ -28,8 +28,8 @@ class RunningBatch:
 
     def __init__(self, stepper: Stepper) -> None:
         self.stepper = stepper
-        self.slots: list[Slot] = []
-        self._together: list[Slot] = []  # those that the next two are made of
+        self.sequences: list[RunningSequence] = []
+        self._together: list[RunningSequence] = []  # those that the next two are made of
         self._rows: list[int] = []  # of each of them
         self._cache: KVCache | None = None
         self._captured: CapturedStep | None = None
@@ -46,30 +46,30 @@ class RunningBatch:
         stops: Sequence[Stop] | None = None,
         sampler: Sampler | None = None,
         decoded: Decoded | None = None,
-    ) -> Slot:
+    ) -> RunningSequence:
         """A prefilled sequence, or B that share `cache`. logits [B V]: of its last token; question [B Q]: fed token by
         token behind the seal (protocol=context, else Q = 0), and then the logits may be left out."""
         stops = list(stops or [never] * len(question))
-        slot = Slot(cache, question, stops, sampler or Greedy(), max_new_tokens, began)
+        slot = RunningSequence(cache, question, stops, sampler or Greedy(), max_new_tokens, began)
         slot.decoded = decoded
         slot.begin(logits)
-        self.slots.append(slot)
+        self.sequences.append(slot)
         return slot
 
     @torch.inference_mode()
-    def step(self) -> list[Slot]:
+    def step(self) -> list[RunningSequence]:
         """A token more for each sequence. -> those that have ended, which have left."""
-        if running := [slot for slot in self.slots if not slot.ended]:
+        if running := [slot for slot in self.sequences if not slot.ended]:
             self._advance(running)
-        ended = [slot for slot in self.slots if slot.ended]
+        ended = [slot for slot in self.sequences if slot.ended]
         for slot in ended:
             self.leave(slot)
         return ended
 
     @torch.inference_mode()
-    def leave(self, slot: Slot) -> Generation:
+    def leave(self, slot: RunningSequence) -> Generation:
         """What it has given so far; its cache may go on elsewhere."""
-        self.slots.remove(slot)
+        self.sequences.remove(slot)
         if slot in self._together:
             self._part()
         slot.finish()
@@ -83,15 +83,15 @@ class RunningBatch:
             out.measured["read_bytes_per_step"] = fmean(slot.read) if slot.read else None
         return out
 
-    def abandon(self, slots: Sequence[Slot]) -> None:
+    def abandon(self, slots: Sequence[RunningSequence]) -> None:
         """Let `slots` go after an error, whatever state their caches are in."""
-        self.slots = [slot for slot in self.slots if slot not in slots]
+        self.sequences = [slot for slot in self.sequences if slot not in slots]
         if any(slot in self._together for slot in slots):
             captured, self._captured, self._together, self._cache = self._captured, None, [], None
             if captured is not None:
                 self.stepper.close(captured)
 
-    def _advance(self, running: list[Slot]) -> None:
+    def _advance(self, running: list[RunningSequence]) -> None:
         if not (running := self._recompute(running)):
             return
         for slot in running:
@@ -117,7 +117,7 @@ class RunningBatch:
             slot.clock.pause()
         self._note(running, perf_counter() - began, capture_s)
 
-    def _recompute(self, running: list[Slot]) -> list[Slot]:
+    def _recompute(self, running: list[RunningSequence]) -> list[RunningSequence]:
         """Let those take their step alone whose text outgrows its rotation with it. -> the others"""
         rotary = self.stepper.attachment.rotary
         if rotary is None or rotary.drops_at is None:
@@ -137,19 +137,19 @@ class RunningBatch:
             slot.bill(perf_counter() - began, None, 1)
         return [slot for slot in running if slot not in outgrowing]
 
-    def _note_reads(self, number: int, slot: Slot) -> None:
+    def _note_reads(self, number: int, slot: RunningSequence) -> None:
         """What the last step read, or what it and those before it did that the slot has not heard of."""
         if not isinstance(self._cache, SlotsCache):
             slot.note_reads(1)
         elif slot.counts_union(self._cache.behind(number)) or not self._cache.lags(number):
             self._catch_up(number, slot)
 
-    def _catch_up(self, number: int, slot: Slot) -> None:
+    def _catch_up(self, number: int, slot: RunningSequence) -> None:
         """A cache that steps alone knows of every step."""
         if isinstance(self._cache, SlotsCache):
             slot.note_reads(self._cache.catch_up(number))
 
-    def _note(self, running: list[Slot], seconds: float, capture_s: float | None) -> None:
+    def _note(self, running: list[RunningSequence], seconds: float, capture_s: float | None) -> None:
         tracer = self.stepper.tracer
         for slot in running:
             slot.bill(seconds - (capture_s or 0.0), capture_s, len(running))
@@ -160,7 +160,7 @@ class RunningBatch:
             if tracer.last is not None:
                 slot.parts.append(tracer.last)
 
-    def _gather(self, running: list[Slot]) -> None:
+    def _gather(self, running: list[RunningSequence]) -> None:
         """Other slots run than in the step before."""
         self._part()
         caches = [slot.cache for slot in running]

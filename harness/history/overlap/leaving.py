@@ -14,7 +14,7 @@ from torch import Tensor
 
 from harness.history.block import Block, by_layer
 from harness.history.losses import NotSaved
-from methods.tiers.block import Apart, Format, Tensors
+from methods.tiers.block import Format, SplitRows, Tensors
 from methods.tiers.rows import Place, copied_into
 from methods.tiers.tier import HOST
 from methods.tiers.traffic import Traffic
@@ -23,7 +23,7 @@ from methods.tiers.transfer.lanes import INLINE, TransferLane
 from methods.tiers.transfer.spans import Spans
 from methods.tiers.transfer.streams import beside_the_model, reached
 
-Parts = Mapping[str, Apart]
+Parts = Mapping[str, SplitRows]
 StoredForm = Callable[[int, Parts], Parts]  # a layer's rows, as they are stored: the same names, shapes and dtypes
 
 
@@ -87,7 +87,7 @@ class Leaving:
     def __init__(
         self,
         tokens: Sequence[int],
-        layers: Mapping[str, Tensor | Apart],
+        layers: Mapping[str, Tensor | SplitRows],
         rest: Mapping[str, Tensor],
         *,
         length: int,
@@ -111,7 +111,7 @@ class Leaving:
         self.spans, self.waits = Spans(), Spans()  # in which rows were on their way, and in which the caller waited
         self.blocks: list[Block] = []
         self._rows: list[tuple[slice | None, ref[Arriving]]] = []  # which tokens go where
-        parts = {name: x if isinstance(x, Apart) else Apart(x) for name, x in layers.items()}
+        parts = {name: x if isinstance(x, SplitRows) else SplitRows(x) for name, x in layers.items()}
         length = length if layers else max(1, len(tokens))
         shapes, likes = {name: x.like for name, x in parts.items()}, dict[int, Tensors]()
         for start in range(0, len(tokens), length):
@@ -198,8 +198,8 @@ class Leaving:
                 yield cut, block
 
 
-def _check(tokens: Sequence[int], layers: Mapping[str, Tensor | Apart]) -> None:
+def _check(tokens: Sequence[int], layers: Mapping[str, Tensor | SplitRows]) -> None:
     for name, rows in layers.items():
-        shape = (rows.like if isinstance(rows, Apart) else rows).shape
+        shape = (rows.like if isinstance(rows, SplitRows) else rows).shape
         if len(shape) < 2 or shape[-2] != len(tokens):
             raise ValueError(f"{name} is {list(shape)}: it should have {len(tokens)} tokens in its last but one place")

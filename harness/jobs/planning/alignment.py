@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from harness.models.base import DTYPE_BYTES, ModelInfo
-from methods.base import Budget, BudgetError, Case, LayerSpec, Method
+from methods.base import Budget, BudgetError, LayerSpec, LayerWorkload, Method
 from methods.tiers.codec import Codec
 
 FIELDS = {"moved_bytes": "moved_bytes_per_step", "device_bytes": "device_bytes"}
@@ -39,13 +39,14 @@ class Alignment(NamedTuple):
     def paid(self, sealed: int, tokens: int) -> int:
         """Bytes of all layers when the method reads `tokens` of `sealed`."""
         cases = (
-            Case(spec, sealed, tokens, self.placement, self.element_bytes, codec=self.codec) for spec in self.specs
+            LayerWorkload(spec, sealed, tokens, self.placement, self.element_bytes, codec=self.codec)
+            for spec in self.specs
         )
         return sum(int(getattr(self.method.cost(case), FIELDS[self.measure])) for case in cases)
 
     def target(self, tokens: int) -> int:
         """Bytes of the keys and values of `tokens`, all layers."""
-        rows = (Case(spec, 1, 1, self.placement, self.element_bytes).row_bytes for spec in self.specs)
+        rows = (LayerWorkload(spec, 1, 1, self.placement, self.element_bytes).row_bytes for spec in self.specs)
         return tokens * sum(rows)
 
     def solve(self, sealed: int, asked: int) -> int:
@@ -125,7 +126,7 @@ def _bytes_of(least: int, most: int, token: int) -> str:
 
 def per_token(info: ModelInfo, dtype: str) -> int:
     """Bytes of a token's keys and values, over the layers that a budget rules."""
-    return sum(Case(spec, 1, 1, "device", DTYPE_BYTES[dtype]).row_bytes for spec in shapes(info))
+    return sum(LayerWorkload(spec, 1, 1, "device", DTYPE_BYTES[dtype]).row_bytes for spec in shapes(info))
 
 
 def _range_of(least: float, most: float, asked: int) -> str:

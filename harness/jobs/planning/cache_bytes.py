@@ -17,7 +17,7 @@ from harness.jobs.planning.alignment import shapes
 from harness.jobs.planning.items import Item
 from harness.models.architectures import ARCHITECTURES
 from harness.models.base import DTYPE_BYTES, ModelInfo
-from methods.base import Budget, Case, Cost, CostError, Method, Transient
+from methods.base import Budget, Cost, CostError, LayerWorkload, Method, PeakExtra
 from methods.tiers import codecs
 from methods.tiers.slabs import slab_bytes
 from methods.tiers.tier import DEVICE, HOST, TIERS
@@ -72,7 +72,7 @@ class Staging(NamedTuple):
     gathered: int  # in host memory, of chosen rows that are collected there before they go to the device
 
     @staticmethod
-    def of(holder: Holder, layers: Iterable[tuple[Case, Cost]]) -> Staging:
+    def of(holder: Holder, layers: Iterable[tuple[LayerWorkload, Cost]]) -> Staging:
         """What one sequence takes for the largest of its layers."""
         settings, on_cpu = holder.settings, holder.settings.device == "cpu"
         if on_cpu and not TIERS[settings.placement].in_files and not steps_together(settings):
@@ -102,7 +102,7 @@ def slots_of(settings: Settings, sequences: int) -> int:
     return _power_of_two(sequences) if steps_captured(settings) else sequences
 
 
-def _in_step(settings: Settings, case: Case, nbytes: int) -> int:
+def _in_step(settings: Settings, case: LayerWorkload, nbytes: int) -> int:
     """Bytes of rows as a step holds them for one sequence."""
     rows = -(-nbytes // case.row_bytes)
     return nbytes * _power_of_two(rows) // rows if rows and steps_captured(settings) else nbytes
@@ -151,15 +151,15 @@ def host_bytes(holder: Holder, info: ModelInfo, item: Item) -> int:
 class _Layer:
     """`dense`: bytes of keys and values until the seal. `sealed`: bytes on the device behind it."""
 
-    case: Case
+    case: LayerWorkload
     dense: int
     sealed: int
     cost: Cost
-    transient: Transient
+    transient: PeakExtra
     sealing: int  # beside `dense`, while it seals
 
     @staticmethod
-    def of(case: Case, cost: Cost, transient: Transient, on_cpu: bool) -> _Layer:
+    def of(case: LayerWorkload, cost: Cost, transient: PeakExtra, on_cpu: bool) -> _Layer:
         sealed = counted(cost, on_cpu)
         made = cost.beside(case) + sealed - cost.device_bytes
         return _Layer(case, case.dense_bytes, sealed, cost, transient, max(transient.seal, made))
@@ -171,7 +171,7 @@ def _layers(holder: Holder, info: ModelInfo, item: Item) -> Iterator[_Layer]:
     try:
         told = [(holder.method.cost(case), holder.method.transient(case, chunk)) for case in listed]
     except CostError:
-        told = [(Cost(case.dense_bytes), Transient()) for case in listed]
+        told = [(Cost(case.dense_bytes), PeakExtra()) for case in listed]
     for case, (cost, transient) in zip(listed, told, strict=True):
         yield _Layer.of(case, cost, transient, settings.device == "cpu")
 
@@ -207,13 +207,13 @@ def counted(cost: Cost, host: bool) -> int:
     return sum(count for tier, count in cost.held.items() if tier == DEVICE or (host and not TIERS[tier].in_files))
 
 
-def cases(holder: Holder, info: ModelInfo, item: Item, sealed: int | None = None) -> list[Case]:
+def cases(holder: Holder, info: ModelInfo, item: Item, sealed: int | None = None) -> list[LayerWorkload]:
     """What a cost is asked for, layer by layer, once the last turn is sealed, or so many tokens of it."""
     settings, budget = holder.settings, holder.budget
     codec = None if settings.codec is None else codecs.codec_of(settings.codec)
     prompt = item.sealed(settings.protocol)[-1] if sealed is None else sealed
     how = (settings.placement, DTYPE_BYTES[settings.dtype], item.room - prompt, codec)
     return [
-        Case(spec, prompt, prompt if budget is None else budget.tokens(prompt, spec.index), *how)
+        LayerWorkload(spec, prompt, prompt if budget is None else budget.tokens(prompt, spec.index), *how)
         for spec in shapes(info)
     ]

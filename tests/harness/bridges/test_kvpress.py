@@ -34,7 +34,7 @@ from harness.jobs.planning.alignment import shapes
 from harness.models.random import Random
 from harness.results.identity import code_of
 from kernels.rope import rotate
-from methods.base import Case
+from methods.base import LayerWorkload
 from methods.full import Full
 from methods.pools import KVStore, PerHeadStore
 from tests.fast import MODEL, niah
@@ -315,7 +315,7 @@ def test_what_a_press_takes_while_it_works_is_forecast(name: str, monkeypatch: p
     with attached(tiny("llama"), KVPress(press=press), budget=0.3) as kv:
         Engine(kv).generate(prompt(1400), max_new_tokens=2)
         spec = kv.specs[0]
-    forecast = working_bytes(press, Case(spec, 1400, 420, "device", 4))
+    forecast = working_bytes(press, LayerWorkload(spec, 1400, 420, "device", 4))
     assert 0.8 * max(peaks) <= forecast <= 1.5 * max(peaks)
 
 

@@ -146,7 +146,7 @@ def test_scored_texts_are_rotated_as_one_forward_rotates_them(architecture: str,
         for text in (question, window):
             batch = RunningBatch(engine)
             while (slot := text.next(batch)) is not None:
-                while batch.slots:
+                while batch.sequences:
                     batch.step()
                 if isinstance(text, ScoredWindow):
                     assert text.log_likelihood(slot) == pytest.approx(in_one_forward(prompt(100), 90), abs=1e-3)

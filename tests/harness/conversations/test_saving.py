@@ -18,7 +18,7 @@ from harness.conversations.conversation import Conversation
 from harness.conversations.stored import StoredHistories
 from harness.engine.attach import attached
 from harness.engine.batch.running import RunningBatch
-from harness.engine.batch.slot import Slot
+from harness.engine.batch.running_sequence import RunningSequence
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
 from harness.history.disk import HistoryWarning
@@ -315,7 +315,7 @@ def spoken(kv: Any, histories: StoredHistories, beside: int) -> list[list[int]]:
     engine, lengths, said = Engine(kv), (45, 9), list[list[int]]()
     talks = [Conversation(histories, f"talk {number}", 150, 3) for number in range(beside)]
     for turn, length in enumerate(lengths):
-        batch, running = RunningBatch(engine), dict[Slot, Conversation]()
+        batch, running = RunningBatch(engine), dict[RunningSequence, Conversation]()
         for number, talk in enumerate(talks):
             talk.ask(prompt(length + number, seed=10 * turn + number)[0].tolist())
             talk.resume()

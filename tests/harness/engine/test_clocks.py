@@ -138,7 +138,7 @@ def test_a_clock_stands_still_while_another_joins(monkeypatch: pytest.MonkeyPatc
         batch.step()
         second = engine.join(batch, prompt(40), max_new_tokens=3, sampler=Waiting(device))
         device.now += 1000.0  # a record is written
-        while batch.slots:
+        while batch.sequences:
             batch.step()
     begun = PREFILL + SEAL
     assert first.out.token_s == pytest.approx([PREFILL, begun + STEP, begun + 3 * STEP, begun + 5 * STEP])
@@ -153,7 +153,7 @@ def test_a_capture_for_others_is_in_no_token_s_time(monkeypatch: pytest.MonkeyPa
         first = engine.join(batch, prompt(30), max_new_tokens=4, sampler=Waiting(device))
         batch.step()
         second = engine.join(batch, prompt(40), max_new_tokens=3, sampler=Waiting(device))
-        while batch.slots:
+        while batch.sequences:
             batch.step()
     assert engine.plain_steps is None
     assert [one.out.capture_s for one in (first, second)] == pytest.approx([CAPTURE, CAPTURE])

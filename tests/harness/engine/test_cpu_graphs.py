@@ -103,7 +103,7 @@ def test_a_kept_step_reads_nothing_of_the_sequence_it_was_captured_for(name: str
             batch = RunningBatch(engine)
             slot = engine.join(batch, ids, max_new_tokens=8)
             layers = slot.cache.layers
-            while batch.slots:
+            while batch.sequences:
                 batch.step()
             assert slot.out.tokens == plain.generate(ids, max_new_tokens=8).tokens
             for layer in layers:
@@ -123,7 +123,7 @@ def test_memory_is_returned_when_sequences_and_engines_go() -> None:
         batch = RunningBatch(engine)
         slot = engine.join(batch, prompt(80), max_new_tokens=4)
         layers = [ref(layer) for layer in slot.cache.layers]
-        while batch.slots:
+        while batch.sequences:
             batch.step()
         del slot
         assert [layer() for layer in layers] == [None] * len(layers)

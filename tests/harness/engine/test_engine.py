@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from harness.engine.attach import attached
-from harness.engine.batch.slot import UNION_EVERY, Slot
+from harness.engine.batch.running_sequence import UNION_EVERY, RunningSequence
 from harness.engine.engine import Engine
 from harness.engine.footprint import footprint
 from harness.engine.hf import KVCache
@@ -84,8 +84,10 @@ def test_the_union_is_what_a_kv_head_reads_over_its_query_heads(
         make = engine.cache
         engine.cache = lambda *given: caches.append(make(*given)) or caches[-1]  # type: ignore[method-assign, func-returns-value]
         counted: list[list[float]] = []  # per step, of the layers that choose
-        note = Slot.note_reads
-        monkeypatch.setattr(Slot, "note_reads", lambda slot, n: counted.append(unions(caches[0])) or note(slot, n))
+        note = RunningSequence.note_reads
+        monkeypatch.setattr(
+            RunningSequence, "note_reads", lambda slot, n: counted.append(unions(caches[0])) or note(slot, n)
+        )
         made = engine.generate(prompt(100, batch=batch), max_new_tokens=UNION_EVERY + 3)
     counts = [fmean(one) for one in zip(*counted[::UNION_EVERY], strict=True)]
     assert made.measured["attended_prompt"] == pytest.approx((100 + 20 + 20) / 3)

@@ -315,7 +315,7 @@ def test_a_batch_that_is_compared_with_exact_attention_is_not_captured() -> None
         engine = Engine(kv, graphs=Tape(), fidelity=1)
         batch = RunningBatch(engine)
         slots = [engine.join(batch, prompt(tokens), max_new_tokens=8) for tokens in (60, 63)]
-        while batch.slots:
+        while batch.sequences:
             batch.step()
     assert "fidelity compares" in (engine.plain_steps or "")
     assert [slot.out.fidelity[0]["steps"] for slot in slots] == [7, 7]

@@ -12,7 +12,7 @@ from harness.engine.attach import Attachment, attached
 from harness.engine.batch.cache import SlotsCache
 from harness.engine.batch.generation import Generation
 from harness.engine.batch.running import RunningBatch
-from harness.engine.batch.slot import Slot
+from harness.engine.batch.running_sequence import RunningSequence
 from harness.engine.engine import Engine
 from kernels.per_sequence import PerSequence
 from kernels.ragged import Ragged, with_free_slots
@@ -39,9 +39,9 @@ def examples() -> list[tuple[Any, int]]:
 
 def in_a_batch(engine: Engine, most: int, few: int | None = None) -> list[Generation]:
     """All examples, or the first `few`, `most` of them at once: one joins where another has left."""
-    batch, waiting, slots = RunningBatch(engine), examples()[:few], list[Slot]()
-    while waiting or batch.slots:
-        while waiting and len(batch.slots) < most:
+    batch, waiting, slots = RunningBatch(engine), examples()[:few], list[RunningSequence]()
+    while waiting or batch.sequences:
+        while waiting and len(batch.sequences) < most:
             ids, new = waiting.pop(0)
             slots.append(engine.join(batch, ids, max_new_tokens=new))
         batch.step()
@@ -119,7 +119,7 @@ def test_two_batches_of_an_engine_do_not_share_a_step_that_one_is_using() -> Non
         for _ in range(4):
             batch.step()
         between = engine.generate(other, max_new_tokens=new)
-        while batch.slots:
+        while batch.sequences:
             batch.step()
         assert slot.out.tokens == plain.generate(ids, max_new_tokens=9).tokens
         assert between.tokens == plain.generate(other, max_new_tokens=new).tokens

@@ -63,7 +63,7 @@ def test_steps_of_interpreted_kernels_give_the_same_tokens(name: str) -> None:
             batch = RunningBatch(engine)
             slots = [engine.join(batch, prompt(length, seed=length), max_new_tokens=4) for length in (41, 54)]
             with use_backend(backend):
-                while batch.slots:
+                while batch.sequences:
                     batch.step()
             return [slot.out.tokens for slot in slots]
 

@@ -62,21 +62,21 @@ def talks(kv: Attachment, seed: int, steps: int) -> list[list[int]]:
     batch, resting, said = RunningBatch(engine), list[KVCache](), list[list[int]]()
     for _ in range(steps):
         action = draw.random()
-        if not batch.slots or (len(batch.slots) < SLOTS and action < 0.12):
+        if not batch.sequences or (len(batch.sequences) < SLOTS and action < 0.12):
             again = bool(resting) and draw.random() < 0.6
             ids = prompt(draw.randrange(5, 30) if again else draw.randrange(40, 90), seed=draw.randrange(10**6))
             cache = resting.pop(draw.randrange(len(resting))) if again else kv.start(KVCache, capacity=ROOM)
             cache.open_turn()
             logits = engine.prefill(cache, ids, whole=True)
             batch.join(cache, logits, ids[:, :0], began=0.0, max_new_tokens=ROOM)
-        elif action < 0.25 or any(slot.cache.num_tokens > MOST for slot in batch.slots):
-            slot = max(batch.slots, key=lambda slot: slot.cache.num_tokens)
+        elif action < 0.25 or any(slot.cache.num_tokens > MOST for slot in batch.sequences):
+            slot = max(batch.sequences, key=lambda slot: slot.cache.num_tokens)
             said.append(batch.leave(slot).tokens[0])
             if slot.cache.num_tokens < MOST - 60 and draw.random() < 0.7:
                 resting.append(slot.cache)
         else:
             batch.step()
-    return [*said, *(batch.leave(slot).tokens[0] for slot in list(batch.slots))]
+    return [*said, *(batch.leave(slot).tokens[0] for slot in list(batch.sequences))]
 
 
 def all_rows() -> list[Any]:
@@ -155,7 +155,7 @@ def test_rows_that_leave_have_their_place_before_the_steps(
         cache, batch = kv.start(KVCache, capacity=100), RunningBatch(engine)
         batch.join(cache, engine.prefill(cache, ids, whole=True), ids[:, :0], began=0.0, max_new_tokens=40)
         before = len(rooms)
-        while batch.slots:
+        while batch.sequences:
             batch.step()
     assert before > 0
     assert len(rooms) == before

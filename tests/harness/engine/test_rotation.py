@@ -63,7 +63,7 @@ def test_a_batch_of_other_lengths_changes_no_answer(architecture: str, kind: str
         for length in LENGTHS:
             slots.append(engine.join(batch, text(length), max_new_tokens=NEW))
             batch.step()
-        while batch.slots:
+        while batch.sequences:
             batch.step()
     assert [slot.out.tokens[0] for slot in slots] == [wanted(architecture, kind, length) for length in LENGTHS]
 

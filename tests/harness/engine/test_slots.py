@@ -62,9 +62,9 @@ def together(engine: Engine, **how: Any) -> list[Generation]:
     slots = [engine.join(batch, ids, **given, **how) for ids, given in first]
     while not batch.step():
         pass
-    assert len(batch.slots) == 3
+    assert len(batch.sequences) == 3
     slots.append(engine.join(batch, ids, **given, **how))
-    while batch.slots:
+    while batch.sequences:
         batch.step()
     return [slot.out for slot in slots]
 
@@ -139,7 +139,7 @@ def test_caches_of_several_sequences_take_as_many_rows() -> None:
         engine, batch = Engine(kv), RunningBatch(Engine(kv))
         pair, single = prompt(40, batch=2), prompt(61, seed=3)
         slots = [engine.join(batch, ids, max_new_tokens=NEW) for ids in (pair, single)]
-        while batch.slots:
+        while batch.sequences:
             batch.step()
         wanted = [engine.generate(ids, max_new_tokens=NEW).tokens for ids in (pair, single)]
     assert [slot.out.tokens for slot in slots] == wanted
@@ -157,7 +157,7 @@ def test_a_step_that_one_slot_refuses_runs_plain_and_says_why() -> None:
         other = Engine(reusing).join(batch, prompt(70), max_new_tokens=3)
         batch.step()
         assert "reuse_steps=1" in (engine.plain_steps or "")
-        while batch.slots:
+        while batch.sequences:
             batch.step()
     assert other.out.capture_s is None
     assert slot.out.capture_s is not None
@@ -170,7 +170,7 @@ def test_each_slot_picks_its_own_tokens(make: Callable[[int], Sampler]) -> None:
     with attached(tiny("llama"), ORACLE, budget=0.5) as kv:
         engine, batch = Engine(kv), RunningBatch(Engine(kv))
         slots = [engine.join(batch, prompt(50 + i), max_new_tokens=6, sampler=make(i)) for i in range(3)]
-        while batch.slots:
+        while batch.sequences:
             batch.step()
         wanted = [engine.generate(prompt(50 + i), max_new_tokens=6, sampler=make(i)) for i in range(3)]
     assert [slot.out.tokens for slot in slots] == [one.tokens for one in wanted]
@@ -219,8 +219,8 @@ def test_a_cache_is_freed_once_its_slot_has_left(count: int) -> None:
         engine, batch = Engine(kv), RunningBatch(Engine(kv))
         for i in range(count):
             engine.join(batch, prompt(50 + i), max_new_tokens=3 + i)
-        [cache] = [ref(slot.cache) for slot in batch.slots if slot.max_new_tokens == 3]
-        while len(batch.slots) == count:
+        [cache] = [ref(slot.cache) for slot in batch.sequences if slot.max_new_tokens == 3]
+        while len(batch.sequences) == count:
             batch.step()
         gc.collect()
         assert cache() is None
@@ -233,7 +233,7 @@ def test_one_that_leaves_early_says_so_and_the_others_go_on() -> None:
         first, second = (engine.join(batch, prompt(50 + i), max_new_tokens=6) for i in range(2))
         batch.step()
         made = batch.leave(first)
-        while batch.slots:
+        while batch.sequences:
             batch.step()
         wanted = engine.generate(prompt(51), max_new_tokens=6)
     assert (made.stops, len(made.tokens[0])) == (["left"], 2)

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from harness.engine.attach import Attachment, attached
 from harness.engine.batch.cache import CHECKED, SlotsCache
 from harness.engine.batch.running import RunningBatch
-from harness.engine.batch.slot import Slot
+from harness.engine.batch.running_sequence import RunningSequence
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
 from harness.engine.trace import Tracer
@@ -55,7 +55,7 @@ def engine_of(kv: Attachment, **how: Any) -> Engine:
     return engine
 
 
-def joined(engine: Engine, *lengths: int, new: int = 9) -> tuple[RunningBatch, list[Slot]]:
+def joined(engine: Engine, *lengths: int, new: int = 9) -> tuple[RunningBatch, list[RunningSequence]]:
     batch = RunningBatch(engine)
     return batch, [engine.join(batch, prompt(length, seed=length), max_new_tokens=new) for length in lengths]
 
@@ -210,7 +210,7 @@ def test_members_of_different_forms_get_what_each_gets_alone(name: str) -> None:
         engine = engine_of(kv)
         batch = RunningBatch(engine)
         slots = [engine.join(batch, ids, max_new_tokens=6) for ids in prompts]
-        while batch.slots:
+        while batch.sequences:
             batch.step()
         assert engine.one_by_one is None
         for slot, ids in zip(slots, prompts, strict=True):
@@ -224,7 +224,7 @@ def assert_together_as_alone(kv: Attachment, prompts: Sequence[Tensor], graphs: 
     engine.forward.stores = graphs is not None  # as on a GPU
     batch = RunningBatch(engine)
     slots = [engine.join(batch, ids, max_new_tokens=6) for ids in prompts]
-    while batch.slots:
+    while batch.sequences:
         batch.step()
     assert (engine.one_by_one, engine.plain_steps) == (None, None)
     for slot, ids in zip(slots, prompts, strict=True):
@@ -294,7 +294,7 @@ def test_members_of_different_methods_get_what_each_gets_alone() -> None:
         engines = [engine_of(kv), *(engine_of(Attachment(kv.model, method, 0.3)) for method in others)]
         batch = RunningBatch(engines[0])
         slots = [engine.join(batch, ids, max_new_tokens=9) for engine in engines]
-        while batch.slots:
+        while batch.sequences:
             batch.step()
         wanted = [engine.generate(ids, max_new_tokens=9).tokens for engine in engines]
     assert [slot.out.tokens for slot in slots] == wanted
@@ -332,7 +332,7 @@ def test_one_that_leaves_takes_along_what_its_steps_have_changed(name: str) -> N
         assert_close(held(leaving.cache), held(single.cache), atol=1e-4, rtol=1e-4)
         alone, fed = RunningBatch(engine), torch.tensor(left.tokens)[:, -1:]
         rest = alone.join(leaving.cache, None, fed, began=perf_counter(), max_new_tokens=5)
-        while alone.slots:
+        while alone.sequences:
             alone.step()
         whole = engine.generate(prompt(74, seed=74), max_new_tokens=9)
     assert [left.tokens[0] + rest.out.tokens[0]] == whole.tokens

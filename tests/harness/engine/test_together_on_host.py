@@ -99,7 +99,7 @@ def test_a_turn_goes_on_where_prompts_are_clustered_beside_later_layers() -> Non
         engine = engine_of(kv)
         batch = RunningBatch(engine)
         slots = [engine.join(batch, ids, max_new_tokens=5) for ids in UNEQUAL]
-        while batch.slots:
+        while batch.sequences:
             batch.step()
     assert engine.one_by_one is None
     assert [slot.out.tokens for slot in slots] == wanted
@@ -115,7 +115,7 @@ def test_members_with_hit_caches_get_the_same_and_move_no_more() -> None:
         for engine in (plain, engine_of(kv, graphs=Tape())):
             batch = RunningBatch(engine)
             slots = [engine.join(batch, ids, max_new_tokens=6) for ids in prompts]
-            while batch.slots:
+            while batch.sequences:
                 batch.step()
             assert (engine.one_by_one, engine.plain_steps) == (None, None)
             made.append([slot.out for slot in slots])

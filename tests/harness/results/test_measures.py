@@ -62,7 +62,7 @@ def test_lines_older_than_a_number_do_not_have_it(probes: str) -> None:
 def test_what_the_engine_measures_is_in_the_table() -> None:
     """A key that has no line would never be written."""
     assert Generation(tokens=[], stops=[]).measured == {}
-    places = ("engine/batch/slot.py", "engine/batch/running.py", "jobs/questions.py")
+    places = ("engine/batch/running_sequence.py", "engine/batch/running.py", "jobs/questions.py")
     source = "".join((ROOT / "harness" / place).read_text() for place in places)
     assert all(f'"{key}"' in source for key in MEASURES)
 

@@ -265,7 +265,10 @@ def test_a_terminal_that_is_closed_ends_the_command_in_good_order(tmp_path: Path
     [
         (STORE, partial(signals.killed_behind, 2)),
         (STORE, partial(signals.killed_behind, 4)),
-        (ROWS, partial(signals.at, "harness.engine.batch.slot:Slot.finish", 2, (signal.SIGKILL,))),
+        (
+            ROWS,
+            partial(signals.at, "harness.engine.batch.running_sequence:RunningSequence.finish", 2, (signal.SIGKILL,)),
+        ),
     ],
     ids=["store, within", "store, behind the last", "rows"],
 )

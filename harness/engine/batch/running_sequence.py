@@ -53,7 +53,7 @@ class SlotClock:
 Decoded = Callable[[Sequence[int], Callable[[], None]], None]  # an answer so far; what brings its cache up to date
 
 
-class Slot:
+class RunningSequence:
     """Runs on `clock` while it is prefilled and sealed, and in steps. Holds one sequence, or B of equal length that
     share `cache`."""
 
