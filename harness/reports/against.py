@@ -31,7 +31,7 @@ POOLED = tuple(key for key in ONE_TABLE if key != "seed")
 
 @dataclass
 class PromptScores:
-    """One prompt under one method: its scores and costs, one for each seed that it was sampled with."""
+    """Holds the scores and costs of one prompt under one method, one for each seed of sampling."""
 
     group: str
     unit: str
@@ -53,7 +53,7 @@ class PooledRow:
         return f"{self.label} {self.budget}".strip()
 
     def names(self) -> set[str]:
-        """What it may be called: its label, its preset, either with its budget."""
+        """Return the names that a user may give the row: its label or its preset, each with or without its budget."""
         called = {self.label, name(self.runs[0], "method")}
         return called | {f"{one} {self.budget}".strip() for one in called}
 
@@ -74,7 +74,7 @@ def _note(prompt: PromptScores, record: Record) -> None:
 
 @dataclass(frozen=True)
 class Contrast:
-    """One row against another. `score`: None where texts were fed in place of answers; `cost`: None where no
+    """Compares one row with another. `score`: None where texts were fed in place of answers; `cost`: None where no
     likelihoods are there."""
 
     row: PooledRow
@@ -86,7 +86,7 @@ class Contrast:
 
 @dataclass(frozen=True)
 class Contrasts:
-    """All rows of one task, model and protocol against the named one. `left_out`: titles without a counterpart."""
+    """Holds the comparisons of one table's rows with the named one. `left_out`: titles without a counterpart."""
 
     title: str
     reference: str
@@ -154,7 +154,7 @@ def _contrasts(title: str, rows: Sequence[PooledRow], reference: str, fed: bool)
 
 
 def _contrast(row: PooledRow, other: PooledRow, fed: bool) -> Contrast | None:
-    """None where they share no prompt."""
+    """Compare two rows; return None where they share no prompt."""
     pairs = [(prompt, other.prompts[sha]) for sha, prompt in row.prompts.items() if sha in other.prompts]
     if not pairs:
         return None

@@ -110,7 +110,7 @@ def _tpot(rows: Sequence[dict[str, Any]]) -> Column:
 
 
 def stored(memory: Sequence[dict[str, Any]]) -> list[Column]:
-    """All tiers in one unit; a tier where nothing lies has no column."""
+    """Return the bytes held in each tier, in one unit; a tier that holds nothing has no column."""
     stored = {tier.head: [one.get(bytes_key(name)) for one in memory] for name, tier in TIERS.items()}
     shown = (TIERS[DEVICE].head, *(head for head, sizes in stored.items() if any(sizes)))
     columns = quantities(stored, BYTES)
@@ -118,7 +118,7 @@ def stored(memory: Sequence[dict[str, Any]]) -> list[Column]:
 
 
 def _measured(rows: Sequence[dict[str, Any]]) -> list[Column]:
-    """What the table of measures shows; a column in which nothing was measured stays empty, and so out of the table."""
+    """Return a column for each measure that has a head; one without values stays out of the table."""
     return [
         _of_unit(measure, [row[measure.section].get(key) for row in rows])
         for key, measure in MEASURES.items()
@@ -153,7 +153,7 @@ def _fidelity(rows: Sequence[dict[str, Any]]) -> list[Column]:
 
 
 def notes(comparison: Comparison) -> Iterator[str]:
-    """What a reader of the table must know: legend, what could be seen at all, warnings, what is not complete."""
+    """Yield what a reader of the table must know: the legend, warnings, and which rows are not complete."""
     if comparison.of_perplexity:
         yield from perplexity_notes(comparison)
     else:
@@ -248,7 +248,7 @@ def _merged_warnings(entries: Sequence[ReportRow]) -> Iterator[str]:
 
 
 def difference(beside: Mapping[str, Any]) -> str:
-    """To Full, in points, with its interval."""
+    """Write a difference to Full in points with its interval."""
     return with_ci(beside["diff"], beside["ci95"], sign=True)
 
 

@@ -64,7 +64,7 @@ def _changed(mine: Mapping[str, Any], usual: Mapping[str, Any], prefix: str = ""
 
 
 def spelled(value: Any) -> str:
-    """As Hydra's grammar reads it back: 512 a number, "512" a string."""
+    """Write a value so that Hydra's grammar reads it back: 512 is a number, "512" a string."""
     if isinstance(value, (list, tuple)):
         return f"[{','.join(map(spelled, value))}]"
     if isinstance(value, Mapping):
@@ -78,7 +78,7 @@ def spelled(value: Any) -> str:
 
 
 def _is_other(text: str) -> bool:
-    """Whether a bare word would be read as a number, a truth or nothing."""
+    """Return whether a bare word would be read as a number, a truth value or null."""
     try:
         float(text.replace("_", ""))
     except ValueError:

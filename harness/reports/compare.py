@@ -49,7 +49,7 @@ class ReportRow:
 
     @property
     def unfinished(self) -> str:
-        """What pictures say behind its name."""
+        """Return what pictures add to the name of a run that is not complete."""
         return "" if self.summary["status"] == "complete" else " (incomplete)"
 
     @cached_property
@@ -66,7 +66,7 @@ class ReportRow:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All runs of one task, model and protocol, Full first. What takes a test is worked out once, as in `Entry`."""
+    """Holds the runs of one task, model and protocol, Full first. Tests are computed once."""
 
     title: str
     metric: str
@@ -84,7 +84,7 @@ class Comparison:
 
     @property
     def of_perplexity(self) -> bool:
-        """Whether texts were fed in place of answers, so that likelihoods are all there is to compare."""
+        """Return whether texts were fed in place of answers, so that only likelihoods can be compared."""
         return self.metric == PERPLEXITY
 
     @property
@@ -138,7 +138,7 @@ class Comparison:
 
     @cached_property
     def alarms(self) -> list[Alarm]:
-        """What a reader must see before the table, red ones first."""
+        """Return what a reader must know before the table, the most serious first."""
         p = self.adjusted_costs if self.of_perplexity else self.adjusted
         rows = [AlarmRow(one.title, one.run, one.full, one.summary, p.get(i)) for i, one in enumerate(self.entries)]
         return table_alarms(rows)
@@ -176,7 +176,7 @@ def _comparison(
 
 
 def beside_full(summary: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a summary says of a run's likelihoods beside Full's; empty where it says nothing."""
+    """Return the comparison of a run's likelihoods with Full's from its summary, or an empty mapping."""
     return (summary["likelihood"] or {}).get("full") or {}
 
 

@@ -24,8 +24,8 @@ SHOWN_APART = ("dtype", "device", "threads", "protocol", "layer_budgets")
 
 
 def conditions(comparison: Comparison, apart: Mapping[str, str] | None = None) -> Iterator[str]:
-    """One line per subject. Where the rows of a table differ in one, it says which row has what. Subjects that `apart`
-    holds are left out: they are said elsewhere."""
+    """Yield one line for each subject. Where the rows of a table differ in one, it says which row has what. Subjects
+    that `apart` holds are left out: they are said elsewhere."""
     entries = comparison.entries
     yield "prompts: " + "; ".join(_prompts([record for entry in entries for record in entry.run.records]))
     for subjects in SUBJECTS:
@@ -43,7 +43,7 @@ def shared(comparisons: Sequence[Comparison]) -> dict[str, str]:
 
 
 def origin(run: StoredRun) -> dict[str, Any]:
-    """What run.json says of the machine and the code, flat: null where it says nothing."""
+    """Return what run.json says of the machine and the code, as flat values that may be null."""
     machine, git = run.provenance("machine"), run.provenance("git")
     return {
         **{key: git.get(key) for key in ("commit", "dirty")},
@@ -114,7 +114,7 @@ CORE = "shared code"
 
 
 def code_versions(entries: Sequence[ReportRow]) -> Iterator[str]:
-    """One per method and settings of which there are several versions."""
+    """Yield a note for each method and settings that appear with several versions of the code."""
     alike: dict[str, list[ReportRow]] = defaultdict(list)
     for entry in entries:
         alike[canonical({"method": name(entry.run, "method"), "config": entry.run.config})].append(entry)

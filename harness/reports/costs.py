@@ -45,7 +45,7 @@ def cost_table(comparison: Comparison) -> list[Column]:
 
 
 def trace_table(comparison: Comparison) -> list[Column]:
-    """Where the time of a decode step goes; empty where no run was traced."""
+    """Return the parts of a decode step's time; empty where no run was traced."""
     traced = [entry for entry in comparison.entries if entry.summary["trace"]]
     if not traced:
         return []
@@ -81,7 +81,7 @@ class Needed(NamedTuple):
 
     @property
     def total(self) -> float:
-        """What a step needs on the device: what lies there, and what is moved there."""
+        """Return the bytes that a step needs on the device: those that lie there and those that are moved there."""
         return self.kv[DEVICE] + self.moved
 
 
@@ -97,7 +97,7 @@ def _beats(a: tuple[float, float], b: tuple[float, float]) -> bool:
 
 
 def needed(entry: ReportRow) -> Needed | None:
-    """Of the example that needs the most; None where no example says what it moved."""
+    """Return the bytes that the most demanding example needs; None where no example says what it moved."""
     replies = [reply for record in entry.run.records for reply in record.replies]
     moved = [(reply.kv, reply.measured.get("moved_bytes_per_step")) for reply in replies]
     known = [Needed(held, bytes_) for held, bytes_ in moved if bytes_ is not None]
@@ -105,7 +105,7 @@ def needed(entry: ReportRow) -> Needed | None:
 
 
 def within(comparison: Comparison) -> dict[str, ReportRow | None]:
-    """By the label of a method, its row with the fewest bytes within a point of Full; None where there is none. Rows
+    """Return, by the label of a method, its row with the fewest bytes within a point of Full, or None. Rows
     that are not complete are no evidence, nor are those whose Full does no better than guessing."""
     rows: dict[str, list[ReportRow]] = defaultdict(list)
     for entry in comparison.entries:
@@ -159,7 +159,7 @@ def _held(tier: str, needed: Sequence[Needed | None]) -> Column:
 
 
 def _of_full(row: ReportRow | None) -> float | None:
-    """Of the KV bytes that the Full of the row has on its device, which moves none."""
+    """Return the share of the KV bytes that the row's Full holds on its device."""
     sizes = [record.kv[DEVICE] for record in row.full.records] if row and row.full else []
     return _total(row) / max(sizes) if row and any(sizes) else None
 
@@ -177,8 +177,8 @@ COLOURS = (
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One cost to hold the score against; rows without it, or where it is 0, are not drawn. `timed`: a time,
-    which says something only beside Full's, and little of a machine that others used."""
+    """Describes one cost that the score is drawn against; rows without it, or where it is 0, are not drawn. `timed`: a
+    time, which says something only beside Full's, and little of a machine that others used."""
 
     name: str
     cost: Callable[[SummaryRow], float | None]
@@ -186,7 +186,7 @@ class Panel:
     timed: bool = False
 
     def shows(self, rows: Sequence[SummaryRow]) -> bool:
-        """Whether another method than Full has the cost with a score; and Full too, if it is there and wanted."""
+        """Return whether a method other than Full has the cost and a score, and Full too where it is wanted."""
         priced = [row["method"] == FULL for row in rows if row["score"]["mean"] is not None and self.cost(row)]
         lacks_full = self.timed and not any(priced) and any(row["method"] == FULL for row in rows)
         return not all(priced) and not lacks_full
@@ -212,7 +212,8 @@ def _read(row: SummaryRow) -> float | None:
 
 
 def _held_bytes(row: SummaryRow) -> float | None:
-    """In all tiers together: a method that holds little on the device may hold more than Full on the host."""
+    """Return the bytes held in all tiers: a method that holds little on the device may hold more than Full on the
+    host."""
     sizes = [row["memory"].get(bytes_key(tier)) for tier in TIERS]
     return over_known(sum, sizes)
 

@@ -26,8 +26,8 @@ from harness.terminal.tables import WIDTH, Column, latex_table, markdown_table, 
 
 @dataclass(frozen=True, slots=True)
 class TableKind:
-    """One kind of table. Its first `head` columns say what a row is; `of`: what is a run there, if anything; `timed`:
-    shows times without the rows' stamps."""
+    """Describes one kind of table. Its first `head` columns name a row; `of`: what a run is there, if anything;
+    `timed`: shows times without the rows' stamps."""
 
     name: str
     caption: str
@@ -38,11 +38,11 @@ class TableKind:
     timed: bool = False
 
     def below(self, table: Comparison) -> str:
-        """What stands below it: what its heads mean, and what its times do not."""
+        """Return the note below the table: what its heads mean, and what its times do not mean."""
         return "; ".join(filter(None, (self.note(table), caution(table) if self.timed else "")))
 
     def runs(self, table: Comparison) -> list[int]:
-        """Which run of the table each row is; empty where rows are no runs."""
+        """Return the run that each row of the table is; empty where rows are not runs."""
         if self.of == "turn rows":
             return [place for place, *_ in reuse_rows(table)]
         sections = {"traced rows": "trace"}  # of a summary
@@ -130,7 +130,7 @@ class FurtherTable:
 
 
 def further_tables(held: Sequence[Contrasts], joined: Sequence[TaskColumns]) -> list[FurtherTable]:
-    """What was asked for beside the tables of runs."""
+    """Return the tables that were asked for in addition to those of runs."""
     return [
         *(FurtherTable(f"Scores by task: {one.title}", one.columns, [by_task.MEANING]) for one in joined),
         *(
@@ -203,12 +203,12 @@ RED, YELLOW, PLAIN = "\033[1;31m", "\033[33m", "\033[0m"
 
 
 def shows_colour(stream: TextIO) -> bool:
-    """Only a terminal, and only where https://no-color.org is not asked for."""
+    """Return whether the stream is a terminal that may show colours (https://no-color.org)."""
     return stream.isatty() and not os.environ.get("NO_COLOR")
 
 
 def banner(table: Comparison, width: int, colour: bool) -> Iterator[str]:
-    """For a terminal: a paragraph per alarm."""
+    """Yield a paragraph for each alarm, for a terminal."""
     for alarm in table.alarms:
         said = visible(f"{word(alarm)}: {alarm.text}")
         text = textwrap.fill(said, width, initial_indent="  ", subsequent_indent="    ")

@@ -64,7 +64,8 @@ def _group_cell(score: Mapping[str, Any], size: int, holds: bool) -> str:
 
 
 def average_table(comparison: Comparison) -> list[Column]:
-    """What the task makes of its groups; empty where that is their mean alone. Above 1 it is no score and stays raw."""
+    """Return the averages that the task makes of its groups; empty where that is only their mean. Values above 1 are no
+    scores and stay raw."""
     runs = [entry.summary["score"]["averages"] for entry in comparison.entries]
     shown_above = {"mean", PERPLEXITY} if comparison.of_perplexity else {"mean"}
     listed = [name for name in dict.fromkeys(name for run in runs for name in run) if name not in shown_above]

@@ -43,9 +43,9 @@ def titles(runs: Sequence[StoredRun], keys: Sequence[str]) -> list[str]:
 
 
 def labels(runs: Sequence[StoredRun]) -> list[str]:
-    """One label per row, without its budget: the method's name; where others share it, every setting in which they
-    differ; parameters that are not the preset's; and settings that are not the default, where the table's rows differ
-    in them. No two rows share both label and budget."""
+    """Return one label for each row, without its budget: the method's name; where others share it, every setting in
+    which they differ; parameters that are not the preset's; and settings that are not the default, where the table's
+    rows differ in them. No two rows share both label and budget."""
     names = [name(run, "method") for run in runs]
     settings = [_settings(run) for run in runs]
     told = zip(_among_namesakes(names, settings), map(_changed, runs, settings), _unusual(runs, settings), strict=True)
@@ -57,7 +57,7 @@ def labels(runs: Sequence[StoredRun]) -> list[str]:
 
 
 def _settings(run: StoredRun) -> Flat:
-    """Those that a label may name: none of the store where a run has no store."""
+    """Return the settings that a label may name; those of the store only where a run has one."""
     flat = flatten({key: value for key, value in run.config.items() if key not in NOT_NAMED})
     has_store = run.config.get("history") == "store"
     return {key: value for key, value in flat.items() if key not in NOT_NAMED and (has_store or not _of_store(key))}
@@ -68,7 +68,8 @@ def _of_store(key: str) -> bool:
 
 
 def _mark(run: StoredRun, runs: Sequence[StoredRun]) -> str:
-    """Of a run that no setting tells from another (its sources differ): its hash; of the same run twice, its place."""
+    """Return a mark for a run that no setting tells from another: its hash, or its folder where it is the same run
+    twice."""
     mark = f"#{run.folder.name.rpartition('-')[2][:4]}"
     if sum(other.folder.name == run.folder.name for other in runs) == 1:
         return mark
@@ -82,8 +83,8 @@ def asked(run: StoredRun) -> str:
 
 
 def budget(summary: Mapping[str, Any]) -> str:
-    """As it was asked: tokens, bytes, or a share in percent; from least to most where layers differ; empty where the
-    method has none."""
+    """Write the budget as it was asked for: tokens, bytes, or a share in percent; from least to most where layers
+    differ; empty where the method has none."""
     layers, in_bytes = summary["budget"]["layers"], summary["budget"].get("bytes")
     if in_bytes:
         return with_unit(in_bytes, BYTES)
@@ -100,7 +101,7 @@ def _budget(one: float | None) -> str:
 
 
 def _among_namesakes(names: Sequence[str], settings: Sequence[Flat]) -> Iterator[list[str]]:
-    """For each, `key=value` of the settings in which those of the same name differ."""
+    """Yield, for each row, `key=value` of the settings in which rows of the same name differ."""
     for name, mine in zip(names, settings, strict=True):
         rivals = [theirs for other, theirs in zip(names, settings, strict=True) if other == name]
         yield spelled_out(mine, _differing(rivals))
@@ -121,7 +122,7 @@ def _changed(run: StoredRun, settings: Flat) -> list[str]:
 
 
 def _unusual(runs: Sequence[StoredRun], settings: Sequence[Flat]) -> Iterator[list[str]]:
-    """For each, `key=value` of the settings of the run itself that the rows do not share and that are no default on the
+    """Yield, for each row, `key=value` of the run's settings that rows do not share and that are no default on the
     run's device. A row whose method has no use for a setting tells nothing of it, so that the others do not name it.
 
     What every table says by itself (harness/reports/conditions.py) is left out.
@@ -148,7 +149,7 @@ def _defaults(run: StoredRun) -> Flat:
 
 
 def _unused(key: str, mine: Flat, usual: Any) -> bool:
-    """Whether a run has written that its method has no use for a setting, which by default is something else here."""
+    """Return whether a run noted that its method has no use for a setting."""
     return key in UNUSED and key in mine and mine[key] == UNUSED[key] != usual
 
 
@@ -179,8 +180,8 @@ def _short(key: str, keys: Flat) -> str:
 
 
 def spelled(value: Any) -> str:
-    """As on the command line, but short: [0.1,0.1,0.4] is [2x0.1,0.4], and what stays long is its hash; of a list, its
-    first entry, the number of others and the hash."""
+    """Write a value as on the command line, but short: [0.1,0.1,0.4] is [2x0.1,0.4], a long value is its hash, a long
+    list its first entry, the number of others and the hash."""
     if isinstance(value, bool):
         return str(value).lower()
     first, text = "", str(value)

@@ -15,7 +15,7 @@ MOST_ROWS = 21  # where a task plants at fixed depths, each is a row
 
 
 class NeedleScore(NamedTuple):
-    """One example."""
+    """Holds the score of one example by its length and depth."""
 
     depth: float  # percent of the text
     length: int  # tokens asked for

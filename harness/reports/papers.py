@@ -18,7 +18,7 @@ COMMITTED = PUBLISHED / "experiments"
 
 
 class Published(NamedTuple):
-    """One number, or the word that there is none to be had."""
+    """Holds one published number, or a note that says why it is not available."""
 
     experiment: str
     quantity: str
@@ -38,7 +38,7 @@ class Published(NamedTuple):
 
 
 def published(experiment: str) -> list[Published]:
-    """What papers publish for an experiment of the repository; nothing for a user's own."""
+    """Return what papers publish for an experiment of the repository; nothing for a user's own."""
     with open(RESULTS / "paper" / "experiments.csv", encoding="utf-8", newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["experiment"] == experiment]
     return [Published(**row | {"value": float(row["value"]) if row["value"] else None}) for row in rows]  # type: ignore[arg-type]
@@ -69,7 +69,8 @@ def our_observation(experiment: str, runs: Path | None = None) -> dict[str, Any]
 
 
 def our_figures(paper: str, name: str, runs: Path | None = None) -> dict[str, Any]:
-    """What a benchmark or the simulator wrote into the folder `name` of `runs`, else what is committed for `paper`."""
+    """Return what a benchmark or the simulator wrote into the folder `name` of `runs`, else what is committed for
+    `paper`."""
     made = [runs / name / file for file in ("simulation.json", "result.json")] if runs else []
     found = [file for file in made if file.is_file()]
     return read_json(found[0] if found else PUBLISHED / paper / f"{name}.json")

@@ -25,7 +25,7 @@ BEHIND = {
 
 
 def meanings() -> dict[str, str]:
-    """Of all stamps, in the order in which a row has them; those of tiers stand in their table."""
+    """Return the meaning of every stamp in the order in which a row shows them; TIERS holds those of tiers."""
     return BEFORE | dict(tier.stamp for tier in TIERS.values() if tier.stamp) | BEHIND
 
 
@@ -60,7 +60,7 @@ def legend(comparison: Comparison) -> Iterator[str]:
 
 
 def caution(comparison: Comparison) -> str:
-    """For a table of times that has no stamps; empty where the times are the runs' own."""
+    """Return a caution for a table of times without stamps; empty where no other process used the machine."""
     rows = loaded(comparison)
     named = "all rows" if len(rows) == len(comparison.entries) > 1 else ", ".join(rows)
     return f"others used the machine while these ran, so their times mean little: {named}" if rows else ""

@@ -16,7 +16,7 @@ TurnSummary = dict[str, Any]  # what summary.json says of a turn
 
 
 def notes(entries: Sequence[ReportRow]) -> Iterator[str]:
-    """How many prefills were paid, where that is fewer than examples; what the two times to a first token are."""
+    """Yield how many prefills ran, where that is fewer than examples, and what the two times to a first token are."""
     rows = [(entry.title, entry.summary) for entry in entries]
     shared = [(title, row) for title, row in rows if row["prefills"] < row["num_examples"]]
     if shared:

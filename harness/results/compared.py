@@ -29,7 +29,7 @@ def paired(records: Sequence[Record], others: Sequence[Record]) -> list[tuple[Re
 
 
 def for_statistics(pairs: Sequence[tuple[Record, Record]]) -> tuple[list[float], list[float], list[str], list[str]]:
-    """As evals/stats.py takes them: our scores and theirs, groups, units."""
+    """Return pairs as evals/stats.py takes them: our scores, theirs, groups and units."""
     ours = [record for record, _ in pairs]
     scores, theirs = [record.score for record in ours], [record.score for _, record in pairs]
     return scores, theirs, [record.group for record in ours], [record.independent for record in ours]
@@ -56,7 +56,7 @@ VERSIONS, MACHINE = ("torch", "transformers", "triton"), ("cpu", "device_name", 
 
 
 def arithmetic(run: StoredRun) -> dict[str, Any]:
-    """What rounding depends on, as far as it was recorded: settings, kernels, versions, machine."""
+    """Return what rounding depends on, as far as it was recorded: settings, kernels, versions and machine."""
     versions, machine = run.provenance("versions"), run.provenance("machine")
     found = {
         **{key: run.config.get(key) for key in SETTINGS},
@@ -68,19 +68,19 @@ def arithmetic(run: StoredRun) -> dict[str, Any]:
 
 
 def round_alike(a: StoredRun, b: StoredRun) -> bool:
-    """Whether nothing that is known of both may change a rounding."""
+    """Return whether nothing that is known of both runs may change a rounding."""
     ours, theirs = arithmetic(a), arithmetic(b)
     return all(ours[key] == theirs[key] for key in ours.keys() & theirs.keys())
 
 
 def same_run(a: StoredRun, b: StoredRun) -> bool:
-    """Whether they are one run by identity and conditions, and so should have the same answers."""
+    """Return whether two runs have one identity and the same conditions, and so should have the same answers."""
     mine = a.info.get("identity_sha256")
     return mine is not None and mine == b.info.get("identity_sha256") and round_alike(a, b)
 
 
 def changed(a: StoredRun, b: StoredRun) -> int:
-    """How many answers to the same prompts differ, or are scored otherwise."""
+    """Count the answers to the same prompts that differ or have another score."""
     return sum(
         (ours.answer, ours.score) != (theirs.answer, theirs.score) for ours, theirs in paired(a.records, b.records)
     )

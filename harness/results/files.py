@@ -68,7 +68,7 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def write_yaml(path: Path, config: Mapping[str, Any]) -> None:
-    """In the order of `plain`; tuples become lists."""
+    """Write a configuration as YAML in the order of `plain`; tuples become lists."""
     write_atomically(path, yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True))
 
 
@@ -148,8 +148,8 @@ def reason(error: Exception) -> str:
 
 
 def _yaml(text: str) -> Any:
-    """With libyaml, ten times as fast, where PyYAML was built with it; but that overflows the stack on what is nested
-    ten thousand times, as bytes of any kind may be."""
+    """Load YAML with libyaml, ten times as fast, where PyYAML was built with it; but that overflows the stack on what
+    is nested ten thousand times, as bytes of any kind may be."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader) if len(text) < QUICK_YAML else yaml.SafeLoader
     return yaml.load(text, loader)
 

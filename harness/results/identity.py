@@ -48,8 +48,8 @@ Values = Mapping[str, Any]
 def identity(
     config: Values, named: Values, *, revision: str | None, prompts: Iterable[str], answers: Iterable[str]
 ) -> dict[str, Any]:
-    """Of the run that `config` resolves to. `named`: its method, task and model; `prompts` and `answers`: the hashes of
-    each example's prompt and of what its output is scored by."""
+    """Return the identity of the run that `config` resolves to. `named`: its method, task and model; `prompts` and
+    `answers`: the hashes of each example's prompt and of what its output is scored by."""
     return asked(config, named) | {
         "core": CORE_VERSION,
         "code": code_of(*named.values()),
@@ -79,8 +79,8 @@ def asked(config: Values, named: Values) -> dict[str, Any]:
 
 
 def not_continued(mine: Values, others: Iterable[tuple[Path, Values]]) -> str | None:
-    """Which of `others`, folders and their run.json, one would have expected to go on instead of a new run, and what
-    differs there. A finished run of other settings is none of these: it is another point of a sweep."""
+    """Return which of `others`, folders and their run.json, one would have expected to go on instead of a new run, and
+    what differs there. A finished run of other settings is none of these: it is another point of a sweep."""
     found: list[tuple[bool, int, str]] = []
     for folder, info in others:
         keys = differences(mine, info.get("identity", {}))
@@ -112,7 +112,7 @@ def word(key: str) -> str:
 
 
 def _same(key: str, one: Values, other: Values) -> bool:
-    """As they are stored: a tuple is a list. 1 is not 1.0: a budget of one token is not the whole prompt."""
+    """Return whether two values are stored alike: a tuple is a list, but 1 (a token) is not 1.0 (the whole prompt)."""
     if key in one and key in other:
         return canonical({key: one[key]}) == canonical({key: other[key]})
     return key not in one and key not in other
@@ -181,7 +181,7 @@ def _is_core(module: str) -> bool:
 
 
 def _is_own(module: str, packages: set[str]) -> bool:
-    """Whether it is of a plug-in's package, or at least nobody's who has a version number."""
+    """Return whether a module belongs to a plug-in, or at least to no package with a version number."""
     first = module.partition(".")[0]
     if first in packages:
         return True
@@ -190,7 +190,7 @@ def _is_own(module: str, packages: set[str]) -> bool:
 
 
 def _file(module: str) -> Path | None:
-    """Where its source is; None where there is none. Imports nothing."""
+    """Return the file of a module's source, or None, without importing it."""
     origin = getattr(sys.modules.get(module), "__file__", None) or _origin(module)
     return Path(origin) if origin and origin.endswith(".py") and Path(origin).is_file() else None
 

@@ -125,7 +125,7 @@ def over_turns(turns: Sequence[Mapping[str, Value]]) -> dict[str, Value]:
 
 
 def over_examples(section: str, examples: Sequence[Mapping[str, Value]]) -> dict[str, Value]:
-    """What a section of summary.json holds of them."""
+    """Return what a section of summary.json holds of these measures."""
     rows = {key: row for key, row in MEASURES.items() if row.section == section}
     return {key: over_known(row.over_examples, [example.get(key) for example in examples]) for key, row in rows.items()}
 

@@ -28,8 +28,8 @@ class RecordError(StoreError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What one user turn gave. Of a further turn, the clock begins with its own prefill, or under protocol=context with
-    its question."""
+    """Holds what one user turn gave. In a further turn, the clock begins with its own prefill, or under
+    protocol=context with its question."""
 
     history_tokens: int = 0  # of earlier turns, prompts and answers
     prompt_tokens: int
@@ -76,7 +76,7 @@ class Reply:
 
     @property
     def answer(self) -> tuple[str, tuple[int, ...]]:
-        """What tells two generations apart: of forced tokens, their likelihood."""
+        """Return what tells two generations apart; for forced tokens that is their likelihood."""
         return self.output, tuple(self.tokens)
 
     @property
@@ -105,7 +105,7 @@ class Reply:
 
     @property
     def replies(self) -> Sequence[Reply]:
-        """One for each user turn."""
+        """Return one reply for each user turn."""
         return (self,)
 
     @property
@@ -115,8 +115,8 @@ class Reply:
 
     @property
     def sealed_tokens(self) -> int:
-        """What a budget is a share of: the context where it was sealed alone, else the prompt; of a conversation, the
-        mean over its turns."""
+        """Return how many tokens a budget is a share of: the context where it was sealed alone, else the prompt; of a
+        conversation, the mean over its turns."""
         return round(fmean(reply.sealed_at for reply in self.replies))
 
     @property
@@ -139,7 +139,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record(Reply):
-    """One example of one run. Raw on purpose: every table can be made again from these lines alone.
+    """Holds one example of one run, raw: every table can be made again from these lines.
 
     Of a conversation, what `Reply` holds is of all turns together: see `whole`.
     """
@@ -165,7 +165,7 @@ class Record(Reply):
 
     @property
     def independent(self) -> str:
-        """What statistics count as one."""
+        """Return the unit that statistics count as one."""
         return self.unit or self.id
 
     @property
@@ -173,7 +173,7 @@ class Record(Reply):
         return self.turns or (self,)
 
     def rescored(self, line: Mapping[str, Any]) -> Record:
-        """With later scores of the same outputs: a line of rescored.jsonl."""
+        """Return the record with later scores of the same outputs, as a line of rescored.jsonl gives them."""
         again = line.get("turns", [line])
         turns = self.turns and [
             replace(turn, score=one["score"], details=one["details"])
@@ -182,7 +182,7 @@ class Record(Reply):
         return replace(self, score=line["score"], details=line["details"], turns=turns)
 
     def to_json(self) -> str:
-        """One line without its newline."""
+        """Return the record as one line of JSON without its newline."""
         plain = flat({name: getattr(self, name) for name in FIELDS})
         if self.turns:
             plain["turns"] = [flat(asdict(turn)) for turn in self.turns]
@@ -218,12 +218,12 @@ class FailedExample:
     error: str  # its class and message
 
     def to_json(self) -> str:
-        """One line without its newline."""
+        """Return the record as one line of JSON without its newline."""
         return json.dumps(asdict(self), ensure_ascii=False, separators=(",", ":"))
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any], where: str) -> Self:
-        """As that of `Record`."""
+        """Return the failed example that a line of JSON holds."""
         try:
             return cls(**{field.name: plain[field.name] for field in fields(cls)})
         except KeyError as error:
@@ -242,7 +242,7 @@ def _keys(key: str, value: Any) -> list[tuple[str, Any]]:
 
 
 def nested(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """What `flat` gave, as fields. Lines that are older than a tier have no bytes there."""
+    """Return the fields that `flat` wrote. Lines that are older than a tier have no bytes there."""
     held = {tier: plain[bytes_key(tier)] for tier in TIERS if bytes_key(tier) in plain}
     numbers = {name: plain[name] for name in MEASURES if name in plain}
     names = {*map(bytes_key, held), *numbers}

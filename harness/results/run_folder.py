@@ -84,18 +84,18 @@ class Run:
 
     @staticmethod
     def place(root: Path, identity: Mapping[str, Any], task: str, method: str) -> Path:
-        """Where a run lives, whether it is there yet or not."""
+        """Return the folder of a run, which may not exist yet."""
         return root / f"{_plain(task)}-{_plain(method)}-{files.digest(identity)[:8]}"
 
     def contains(self, example_id: str) -> bool:
         return example_id in self._ids
 
     def append_failed(self, failed: FailedExample) -> None:
-        """As `append`; the example may come again."""
+        """Append a failed example, which may be tried again."""
         self._append(failed)
 
     def append(self, record: Record) -> None:
-        """On disk when this returns: a crash later costs nothing of it."""
+        """Append a record, which is on disk when this returns."""
         if record.id in self._ids:
             raise StoreError(f"example {record.id!r} is already in {self.folder}: the ids of a task must differ")
         self._append(record)
@@ -161,7 +161,8 @@ class Run:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, raised: BaseException | None, _: object) -> None:
-        """Who leaves without `close` did not finish. submitit and Ray end a process by SystemExit at their signals."""
+        """Close a run that did not reach `close` as interrupted or failed. submitit and Ray end a process by
+        SystemExit."""
         if self._closed:
             return
         if raised is None or isinstance(raised, (KeyboardInterrupt, SystemExit)):
@@ -198,12 +199,12 @@ class StoredRun:
         return str((again or {"task_version": self.info.get("task_info", {}).get("version")})["task_version"])
 
     def provenance(self, section: str) -> dict[str, Any]:
-        """What is known of the last session's `machine`, `git`, `versions` or `process`: older runs say less."""
+        """Return what is known of the last session's `machine`, `git`, `versions` or `process`; older runs say less."""
         return (self.info.get("provenance") or {}).get(section) or {}
 
     @property
     def is_empty(self) -> bool:
-        """Whether it ended before its first example."""
+        """Return whether the run ended before its first example."""
         return not self.records and self.status in ("failed", "interrupted")
 
 

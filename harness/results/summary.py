@@ -114,8 +114,8 @@ def _score(records: Sequence[Record], task: Any) -> dict[str, Any]:
 
 
 def _averages(records: Sequence[Record], groups: Mapping[str, float], task: Any) -> dict[str, float]:
-    """What a task makes of its groups: category means, weighted averages, perplexity of the whole text ... `groups` are
-    their means, `task` its configuration; empty where the task's class cannot be had here."""
+    """Return what a task makes of its groups: category means, weighted averages, perplexity of the whole text ...
+    `groups` are their means, `task` its configuration; empty where the task's class cannot be had here."""
     if not records or not isinstance(task, Mapping):
         return {}
     try:
@@ -168,14 +168,14 @@ def _speed(records: Sequence[Record], batch: int) -> dict[str, Any]:
 
 
 def _later(records: Sequence[Record]) -> Iterator[Reply]:
-    """What began on a cache that was there: further questions on a context, further turns of a conversation."""
+    """Yield replies that began on an existing cache: further questions on a context and turns of a conversation."""
     for record in records:
         yield from record.replies[record.prefilled_by is None :]
 
 
 def _turns(records: Sequence[Record], timed: bool) -> dict[str, dict[str, Any]] | None:
-    """By turn: mean score with its interval, median seconds to the first token from the turn's own start, tokens when
-    it was asked; where how many histories were found, mean tokens reused and computed, and median seconds
+    """Return by turn the mean score with its interval, median seconds to the first token from the turn's own start,
+    tokens when it was asked; where how many histories were found, mean tokens reused and computed, and median seconds
     waited for, hidden and to save; null where no example has several."""
     found: dict[str, list[tuple[str, Reply]]] = defaultdict(list)
     for record in records:
@@ -185,7 +185,8 @@ def _turns(records: Sequence[Record], timed: bool) -> dict[str, dict[str, Any]] 
 
 
 def _turns_ago(records: Sequence[Record]) -> dict[str, dict[str, Any]] | None:
-    """By how many turns lie between what was told and the question about it; null where the task tells nothing."""
+    """Return scores by the number of turns between a fact and the question about it; null where the task tells
+    nothing."""
     found: dict[int, list[tuple[str, Reply]]] = defaultdict(list)
     for record in records:
         for reply in record.replies:

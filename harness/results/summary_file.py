@@ -31,7 +31,7 @@ class Neighbours:
         self._damage: dict[Path, str] = {}
 
     def beside(self, run: StoredRun, named: str = "*") -> list[StoredRun]:
-        """Those in the folder that holds the run's own, which is left out."""
+        """Return the other runs in the folder that holds this run's folder."""
         own = run.folder.resolve()
         folders = sorted(path.parent for path in own.parent.glob(f"{named}/{INFO}"))
         found = [self._run(folder) for folder in folders if folder != own]
@@ -132,7 +132,7 @@ def _nearness(run: StoredRun, full: StoredRun) -> tuple[bool, int, int]:
 
 
 def _code(run: StoredRun) -> dict[str, Any]:
-    """What the identity says of the code: modules by name, and all that is shared."""
+    """Return what the identity says of the code: modules by name, and the shared version."""
     identity = run.info.get("identity", {})
     return {name: identity.get(name) for name in ("sources", "core")} | dict(identity.get("code", {}))
 

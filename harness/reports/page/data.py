@@ -191,7 +191,7 @@ def layers(table: Comparison) -> list[dict[str, Any]]:
 
 
 def _recall(records: list[Record]) -> Iterator[list[float]]:
-    """Of each example, a mean per layer."""
+    """Yield the mean recall per layer of each example."""
     for record in records:
         if record.fidelity and record.fidelity.get("recall_per_head"):
             yield [fmean(heads) for heads in record.fidelity["recall_per_head"]]
@@ -238,7 +238,7 @@ _MEANINGS = {
 
 
 def meaning(head: str) -> str | None:
-    """What stands below a head; of bytes held it is in the table of tiers, of numbers of a step in that of measures."""
+    """Return what a column's head means; TIERS explains bytes held, and MEASURES the numbers of a step."""
     held = {tier.head: tier.meaning for tier in TIERS.values()}
     measured = {measure.head: measure.shown for measure in MEASURES.values() if measure.head}
     return (_MEANINGS | held | measured).get(head)

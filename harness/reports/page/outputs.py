@@ -20,7 +20,7 @@ class Room:
         self.size = self.cut = self.missing = 0
 
     def add(self, text: str) -> int | None:
-        """None where there is no room left."""
+        """Add a text and return its number; None where no room is left."""
         if len(text) > LONGEST:
             self.cut += 1
             text = text[:LONGEST]
@@ -34,7 +34,7 @@ class Room:
 
     @property
     def sentence(self) -> str:
-        """What is not whole."""
+        """Return a sentence on what had to be cut."""
         cut = f"{self.cut} outputs are cut after {LONGEST} characters"
         missing = f"{self.missing} outputs are left out, for the page holds {MOST / 1e6:.0f} million characters of them"
         return "; ".join([*[cut] * bool(self.cut), *[missing] * bool(self.missing)])

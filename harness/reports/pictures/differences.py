@@ -21,7 +21,7 @@ LEGEND = "with its 95 % interval; * holds after Holm's correction; hollow: p ≥
 
 
 def differences(table: Comparison, path: Path, title: str) -> tuple[Path, Path]:
-    """Of the rows that are held against Full. The files drawn."""
+    """Draw the differences of the rows that are compared with Full; return the files."""
     found = [(beside, entry) for entry in table.entries if (beside := table.beside(entry))]
     found.sort(key=lambda pair: pair[0]["diff"])
     rows = [entry for _, entry in found]

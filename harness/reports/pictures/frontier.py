@@ -26,7 +26,7 @@ NAME_WIDTH = 30  # characters of a line in the legend
 
 
 def has_frontier(rows: Sequence[SummaryRow]) -> bool:
-    """Whether there is another method beside Full, with a score and a cost."""
+    """Return whether a method other than Full has a score and a cost."""
     return any(panel.shows(rows) for panel in PANELS)
 
 
@@ -102,7 +102,7 @@ def _front(axes: Axes, panel: Panel, rows: Sequence[SummaryRow]) -> None:
 
 
 def _widths(rows: Sequence[SummaryRow]) -> str:
-    """Of intervals that would cover more than they say."""
+    """Return the widths of intervals; none are drawn where they would cover too much."""
     halves = [(row["score"]["ci95"][1] - row["score"]["ci95"][0]) / 2 for row in rows if row["score"]["ci95"]]
     return f"95 % intervals: about ±{100 * median(halves):.0f} points (median of the rows)" if halves else ""
 
