@@ -15,7 +15,7 @@ from harness.engine import engine as engine_module
 from harness.engine import graph as graph_module
 from harness.engine.attach import attached
 from harness.engine.batch import running as running_module
-from harness.engine.batch import slot as slot_module
+from harness.engine.batch import running_sequence as slot_module
 from harness.engine.batch.generation import Generation
 from harness.engine.batch.running import RunningBatch
 from harness.engine.engine import Engine
