@@ -32,7 +32,7 @@ from harness.terminal.paths import typed
 
 OF_RUNS = (  # keys, or what they begin with
     "threads", "batch", "prefill_chunk", "baseline", "warmup", "shared_prefill", "trace", "graphs",
-    "backends", "disk", "overlap", "link", "disk_link",
+    "backends", "disk", "overlap",
     "memory_check", "dry_run", "progress", "results", "wandb", "reuse_steps",
     "generation.temperature", "generation.top", "generation.force_length",
 )  # fmt: skip

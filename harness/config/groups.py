@@ -7,7 +7,7 @@ from math import ceil, inf
 from pathlib import Path
 from typing import Union
 
-from harness.config.values import SettingsError, rate, size
+from harness.config.values import SettingsError, size
 from methods.tiers import codecs
 from methods.tiers.tier import TIERS
 
@@ -174,14 +174,3 @@ class Results:
 class WandbSettings:
     project: str | None = None
     entity: str | None = None
-
-
-def check_link(key: str, given: str | None, device: str) -> None:
-    """Raise `SettingsError` for a bandwidth that cannot be read, or that stands for a bus which the device has."""
-    if given is None:
-        return
-    rate(key, given)
-    if device.startswith("cuda"):
-        raise SettingsError(
-            f"{key}={given} stands for a bus that a CPU does not have, and device={device} has one: leave it out."
-        )

@@ -18,6 +18,8 @@ COMMANDS = {
     "explain": "use `python -m harness show RUN` and the report",
 }
 KEYS = {
+    "disk_link": "leave it out; on a CPU what crosses no bus takes no time, and a GPU's bus is measured",
+    "link": "leave it out; on a CPU what crosses no bus takes no time, and a GPU's bus is measured",
     "workers": "set hydra.launcher.n_jobs=N for joblib, hydra.launcher.array_parallelism=N for SLURM",
     "triage": "leave it out; `python -m harness show RUN` shows the outputs, fidelity=N what the steps miss",
 }

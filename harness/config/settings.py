@@ -26,7 +26,6 @@ from harness.config.groups import (
     StoreSettings,
     WandbSettings,
     check_codec,
-    check_link,
 )
 from harness.config.values import FROM_0, FROM_1, MOST_SEED, Range, SettingsError, check_values, expand_paths, size
 from harness.models.devices import usual_chunk
@@ -100,7 +99,7 @@ WITHOUT_EFFECT = (
 # may differ among jobs that share a prefill
 OWN = {
     "budget", "budget_bytes", "budget_rule", "align", "comm", "windows", "reuse_steps", "budget_generated",
-    "placement", "codec", "overlap", "link", "disk_link",
+    "placement", "codec", "overlap",
 }  # fmt: skip
 
 TUNING_SEED = 271_828  # of the examples that harness.tune chooses parameters by; no table is about them
@@ -131,8 +130,6 @@ class Settings:
     codec: str | None = None
     disk: str | None = None
     overlap: str = "auto"
-    link: str | None = None
-    disk_link: str | None = None
     protocol: str = "prompt"
     questions: str = "separate"
     history: str = "device_prefix"
@@ -174,8 +171,6 @@ class Settings:
             raise SettingsError("budget_generated goes with a budget: set one; budget=1.0 leaves the prompt whole.")
         check_codec("codec", self.codec)
         self.backends = in_one_line(self.backends)
-        for key in ("link", "disk_link"):
-            check_link(key, getattr(self, key), self.device)
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise SettingsError(f"device={self.device} is unknown: choose auto, cpu, cuda or cuda:N.")
         if self.questions == "shared" and self.protocol != "context":

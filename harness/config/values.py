@@ -90,17 +90,3 @@ def size(key: str, value: str | int) -> int:
     if not found:
         raise SettingsError(f"{key}={value} is no size: write bytes, or 128GB, 10TB, 64GiB.")
     return int(float(found[1]) * UNITS[found[2]]) if found[2] or "." in found[1] else int(found[1])
-
-
-def rate(key: str, value: str) -> float:
-    """Bytes per second: 25GBps and 800MBps are decimal, 20GiBps is binary."""
-    amount, per, rest = value.partition("ps")
-    if not per or rest or not amount.endswith("B"):
-        raise SettingsError(f"{key}={value} is no bandwidth: write 25GBps, 800MBps, 20GiBps.")
-    try:
-        bytes_per_s = size(key, amount)
-    except SettingsError:
-        bytes_per_s = 0
-    if not bytes_per_s:
-        raise SettingsError(f"{key}={value} is no bandwidth: write 25GBps, 800MBps, 20GiBps.")
-    return float(bytes_per_s)

@@ -18,7 +18,6 @@ from time import perf_counter
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -35,7 +34,6 @@ from methods.tiers.codec import Codec
 from methods.tiers.slabs import Slab
 from methods.tiers.tier import DEVICE, HOST, TIERS
 from methods.tiers.transfer.engine import shared_engine
-from methods.tiers.transfer.links import Links
 
 AnyCache = TypeVar("AnyCache", bound=KVCache)
 _prepared: WeakKeyDictionary[PreTrainedModel, dict[Method, tuple[object, float]]] = WeakKeyDictionary()
@@ -55,14 +53,12 @@ class Attachment:
         codec: Codec | None = None,
         disk: Path | None = None,
         overlap: bool = False,
-        links: Links | None = None,
         capacity: int | None = None,
     ) -> None:
         refuse_other_than_method(method)
         if capacity is not None:
             _refuse_number("capacity", capacity, least=1)
         _refuse(model, placement, reuse_steps, codec, disk)
-        _refuse_links(model.device, placement, links)
         name = type(method).__name__
         if placement != DEVICE and not method.offloads:
             raise ValueError(f"{name} keeps nothing on the {placement}: use placement=device with it.")
@@ -77,7 +73,7 @@ class Attachment:
         self.placement = placement
         self.codec, self.disk, self.capacity = codec, disk, capacity
         self.ahead = overlap and placement != DEVICE  # else nothing moves but what a store keeps between turns
-        self.engine = shared_engine(model.device, None if placement == DEVICE else links)
+        self.engine = shared_engine(model.device)
         self.model_specs = layer_specs(model)
         self.rotary = text_rotary(model)
         self.specs = whole_layers(self.model_specs)  # what the method is told of
@@ -200,11 +196,6 @@ def _refuse(model: object, placement: object, reuse_steps: object, codec: object
         raise ValueError(f"disk={str(disk)!r} is not a folder: make it, or leave disk out for a temporary one.")
 
 
-def _refuse_links(device: torch.device, placement: str, links: Links | None) -> None:
-    if links is not None and placement != DEVICE and device.type != "cpu":
-        raise ValueError(f"links stand for a bus that a CPU does not have, and {device} has one: leave them out.")
-
-
 def _refuse_number(key: str, number: object, *, least: int) -> None:
     if not isinstance(number, int) or isinstance(number, bool) or number < least:
         raise ValueError(f"{key}={number!r} should be a whole number, at least {least}.")
@@ -222,7 +213,6 @@ def attached(
     codec: Codec | None = None,
     disk: Path | None = None,
     overlap: bool = False,
-    links: Links | None = None,
     capacity: int | None = None,
 ) -> Iterator[Attachment]:
     """Attach `method` to `model` for the length of the block; the model is restored on leaving, whatever happens.
@@ -231,13 +221,11 @@ def attached(
     `calibration`: token ids [1 S] of ordinary text, for methods that prepare themselves on some (InfiniGen).
     `codec`: how a method that reads a choice of its tokens holds those (methods/tiers/codec.py). `disk`: the folder
     for a placement in files; None: the system's temporary one. `overlap`: rows that lie elsewhere come while the model
-    computes, where the method knows early enough which. `links`: how fast, where the tiers share the CPU's memory.
+    computes, where the method knows early enough which.
     `capacity`: tokens, prompts and answers of all turns together, that a cache has room for where the loop brings none;
     None: the prompt and 1,024, growing.
     """
-    attachment = Attachment(
-        model, method, budget, placement, calibration, reuse_steps, codec, disk, overlap, links, capacity
-    )
+    attachment = Attachment(model, method, budget, placement, calibration, reuse_steps, codec, disk, overlap, capacity)
     with routed(model, LoopCalls(attachment.cache_of_call)), closing(attachment):
         yield attachment
     attachment.warn_of_unsealed()

@@ -69,7 +69,6 @@ class KVCache(Cache):
             if layer not in self._closed:
                 self.close(layer)
         self._closed.clear()
-        self.state.engine.drain()
         self.sealed, self._further, self._sealed_tokens = True, True, self.num_tokens
 
     def close(self, layer: int) -> None:

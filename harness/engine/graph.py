@@ -292,6 +292,4 @@ def capture_refusal(forward: BlockForward | None, cache: KVCache) -> str | None:
         return "fidelity compares steps with exact attention"
     if forward.rotary is not None:
         return f"{forward.rotary.kinds} rotations depend on the length of the text"
-    if cache.state.engine.links is not None:
-        return "rows cross a link that is counted beside the step (link, disk_link)"
     return next((reason for layer in cache.layers if (reason := layer.capture_refusal())), None)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import inf
 from pathlib import Path
+from time import perf_counter
 from types import TracebackType
 
 import torch
@@ -104,9 +105,7 @@ class HistoryStore:
             write_buffer=write_buffer,
             clock=clock,
         )
-        self._blocks = partial(
-            Leaving, length=block_tokens, format_=self.format, place=self.contents.place, engine=self.engine
-        )
+        self._blocks = partial(Leaving, length=block_tokens, format_=self.format, place=self.contents.place)
         self._closed = False
         if files:
             self._restore(files, wall())
@@ -197,7 +196,7 @@ class HistoryStore:
 
     def hold(self, session: str, start: int, leaving: Sequence[Leaving], lineage: str = EXACT) -> bool:
         """`extend` with blocks on their way; waits for what is more than the write buffer."""
-        began, key = self.engine.clock.now(), self._fresh(session)
+        began, key = perf_counter(), self._fresh(session)
         known = self.contents.until(key, start, lineage)
         if known is None:
             return False

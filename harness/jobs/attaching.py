@@ -6,7 +6,7 @@ import torch
 
 from harness.config.settings import Settings
 from harness.engine.attach import Attachment
-from harness.jobs.planning.effective import codec_of, links_of
+from harness.jobs.planning.effective import codec_of
 from harness.models.base import LoadedModel
 from harness.prompts.calibration import calibration_text
 from methods.base import Budget, Method
@@ -24,5 +24,4 @@ def attach(loaded: LoadedModel, method: Method, budget: Budget | None, settings:
         codec_of(settings),
         settings.disk_folder(),
         settings.overlap == "on",
-        links_of(settings),
     )

@@ -76,8 +76,8 @@ MEASURES: dict[str, Measure] = {  # by key of a line of examples.jsonl
     ),
     "exposed_s_per_step": Measure(
         meaning=(
-            "Seconds per step for which the model stood still until rows of another tier had come; null on a CPU "
-            "without `link`, and where steps were captured, within which nobody reads a clock (`unclocked` of "
+            "Seconds per step for which the model stood still until rows of another tier had come; null on a CPU, "
+            "and where steps were captured, within which nobody reads a clock (`unclocked` of "
             "run.json)."
         ),
         unit="seconds",

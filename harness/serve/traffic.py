@@ -18,7 +18,7 @@ from harness.serve.clock import CLOCKS
 
 READ = (  # of a run's keys
     "budget", "budget_bytes", "budget_rule", "align", "comm", "windows", "dense_layers", "layer_budgets", "reuse_steps",
-    "budget_generated", "placement", "codec", "disk", "overlap", "link", "disk_link", "chat",
+    "budget_generated", "placement", "codec", "disk", "overlap", "chat",
     "dtype", "device", "prefill_chunk", "seed", "threads", "warmup", "graphs", "backends", "memory_check", "generation",
     "data", "history", "store", "progress",
 )  # fmt: skip

@@ -57,8 +57,6 @@ OTHERS: dict[str, Other] = {
     "codec": Other("int8"),
     "disk": Other(".", {"placement": "disk"}),
     "overlap": Other("on", {"placement": "host"}),
-    "link": Other("10GBps", {"placement": "host"}),
-    "disk_link": Other("1GBps", {"placement": "disk"}),
     "protocol": Other("context"),
     "questions": Other("shared", {"protocol": "context"}),
     "history": Other("recompute"),

@@ -38,8 +38,6 @@ READ = (
     "codec",
     "disk",
     "overlap",
-    "link",
-    "disk_link",
     "dtype",
     "device",
     "prefill_chunk",

@@ -85,6 +85,11 @@ class RunningSequence:
         return all(self.out.stops)
 
     @property
+    def crosses_bus(self) -> bool:
+        """Return whether rows of the host take time to come to the device: on a CPU they lie there already."""
+        return self._device.type != "cpu"
+
+    @property
     def rows(self) -> int:
         return len(self.stops)
 
@@ -159,10 +164,9 @@ class RunningSequence:
                 "moved_bytes_per_step": (traffic.total_bytes - before.total_bytes) / steps,
                 "from_disk_bytes_per_step": (traffic.from_disk_bytes - before.from_disk_bytes) / steps,
             }
-            crosses_bus = self._device.type != "cpu" or self.cache.state.engine.links is not None
-            if crosses_bus and out.capture_s is not None:
+            if self.crosses_bus and out.capture_s is not None:
                 out.unclocked = UNCLOCKED if out.measured["moved_bytes_per_step"] else None
-            elif crosses_bus:
+            elif self.crosses_bus:
                 out.measured |= {
                     "exposed_s_per_step": (traffic.exposed_s - before.exposed_s) / steps,
                     "hidden_s_per_step": (traffic.hidden_s - before.hidden_s) / steps,

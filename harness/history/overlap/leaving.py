@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from threading import Condition
+from time import perf_counter
 from uuid import uuid4
 from weakref import ref
 
@@ -17,8 +18,6 @@ from harness.history.losses import NotSaved
 from methods.tiers.block import Format, SplitRows, Tensors
 from methods.tiers.rows import Place, copied_into
 from methods.tiers.tier import HOST
-from methods.tiers.traffic import Traffic
-from methods.tiers.transfer.engine import TransferEngine
 from methods.tiers.transfer.lanes import INLINE, TransferLane
 from methods.tiers.transfer.spans import Spans
 from methods.tiers.transfer.streams import beside_the_model, reached
@@ -93,7 +92,6 @@ class Leaving:
         length: int,
         format_: Format,
         place: Place,
-        engine: TransferEngine,
         stored: StoredForm = as_given,
         lane: TransferLane = INLINE,
     ) -> None:
@@ -101,13 +99,12 @@ class Leaving:
         to all of them, is a block without tokens behind them; without rows there is one block of tokens before it.
         `place`: the device that they leave, and the host memory to which they go."""
         _check(tokens, layers)
-        self._engine, began = engine, engine.clock.now()
+        began = perf_counter()
         self._format, self._stored, self._place = format_, stored, place
         self._behind = reached(place.device)
         self._given: dict[int, tuple[Parts, Tensors]] = {}
         self.layers: list[tuple[Future[None], int]] = []  # each with the bytes that wait for it
         self.error: NotSaved | None = None
-        self._there = began  # by the engine's clock, what has left by now
         self.spans, self.waits = Spans(), Spans()  # in which rows were on their way, and in which the caller waited
         self.blocks: list[Block] = []
         self._rows: list[tuple[slice | None, ref[Arriving]]] = []  # which tokens go where
@@ -158,19 +155,18 @@ class Leaving:
         return self.spans.seconds_without(self.waits)
 
     def waited(self, since: float) -> None:
-        """The caller has, from a moment of the engine's clock to now."""
-        self.waits.add(since, self._engine.clock.now())
+        """The caller has, from a moment of `perf_counter` to now."""
+        self.waits.add(since, perf_counter())
 
     def wait(self) -> None:
         """For the end, good or bad."""
         for future, _ in self.layers:
             future.result()
-        self._engine.clock.wait_until(self._there)
 
     @torch.no_grad()
     def _layer(self, number: int, size: int) -> None:
         rows, rest = self._given.pop(number)
-        began = self._engine.clock.now()
+        began = perf_counter()
         try:
             with beside_the_model(self._place.device, self._behind):
                 copied = list(self._copies(number, rows, rest))
@@ -181,7 +177,7 @@ class Leaving:
             self.error = self.error or NotSaved(f"rows could not be copied from the device ({why})")
             for _, block in self._alive():
                 block.fail(self.error)
-        self._there = self._engine.left(Traffic(to_host_bytes=size), began, self.spans)
+        self.spans.add(began, perf_counter())
 
     def _copies(self, number: int, rows: Parts, rest: Tensors) -> Iterator[tuple[Arriving, Tensors]]:
         alive = list(self._alive())

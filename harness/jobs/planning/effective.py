@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from evals.base import Task
 from harness.config.settings import CommonWindows, OverflowSettings, Settings, StoreSettings
-from harness.config.values import rate
 from harness.jobs.planning.alignment import aligned, per_token
 from harness.jobs.planning.items import Item, by_context
 from harness.models.base import ModelInfo
@@ -19,7 +18,6 @@ from methods.full import Full
 from methods.tiers import codecs
 from methods.tiers.codec import Codec
 from methods.tiers.tier import DEVICE, TIERS
-from methods.tiers.transfer.links import Links
 
 PICKING = ("temperature", "top_k", "top_p", "force_length")  # settings of generation
 NO_BUDGET: Mapping[str, Any] = {  # what a method without a budget has no use for, and the values that say so
@@ -32,7 +30,7 @@ NO_BUDGET: Mapping[str, Any] = {  # what a method without a budget has no use fo
     "reuse_steps": 0,
     "budget_generated": None,
 }
-NOTHING_MOVES: Mapping[str, Any] = {"overlap": "auto", "link": None, "disk_link": None}
+NOTHING_MOVES: Mapping[str, Any] = {"overlap": "auto"}
 
 
 def method_of(settings: Settings, method: Method, info: ModelInfo) -> Method:
@@ -60,7 +58,7 @@ def _idle(settings: Settings, method: Method) -> Iterator[Idle]:
     if not method.offloads:
         yield Idle({"placement": DEVICE, "disk": None, **NOTHING_MOVES}, "which keeps nothing elsewhere")
     elif not TIERS[settings.placement].in_files:
-        unused = NOTHING_MOVES if settings.placement == DEVICE else {"disk_link": None}
+        unused = NOTHING_MOVES if settings.placement == DEVICE else {}
         yield Idle({"disk": None, **unused}, f"since placement={settings.placement}")
     if not method.encodes:
         yield Idle({"codec": None}, "which has no tokens that it is meant for")
@@ -107,7 +105,7 @@ def effective(settings: Settings, method: Method, info: ModelInfo) -> Settings:
     device = choose_device(settings.device)
     own = "fp32" if device == "cpu" else info.dtype
     changes: dict[str, Any] = {"device": device, "dtype": own if settings.dtype == "auto" else settings.dtype}
-    crosses_bus = device != "cpu" or settings.link or settings.disk_link
+    crosses_bus = device != "cpu"
     if settings.overlap == ("auto" if crosses_bus else "off"):  # `auto` is `on` behind a bus, else `off`
         changes |= {"overlap": "on" if crosses_bus else "auto"}
     if settings.graphs == "auto":
@@ -185,12 +183,6 @@ def with_turns(settings: Settings, items: Sequence[Item]) -> Settings:
 def codec_of(settings: Settings) -> Codec | None:
     """The codec as the engine takes it."""
     return None if settings.codec is None else codecs.codec_of(settings.codec)
-
-
-def links_of(settings: Settings) -> Links | None:
-    """The links that stand for a bus and a disk, as the engine takes them."""
-    bus, disk = (rate(key, given) if (given := getattr(settings, key)) else None for key in ("link", "disk_link"))
-    return Links(bus, disk) if bus or disk else None
 
 
 def budget_of(settings: Settings, method: Method, info: ModelInfo) -> Budget | None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # what the time of the same work depends on
 TIMED = (
-    "dtype", "device", "threads", "batch", "prefill_chunk", "placement", "codec", "overlap", "link", "disk_link",
+    "dtype", "device", "threads", "batch", "prefill_chunk", "placement", "codec", "overlap",
     "protocol", "questions", "history", "shared_prefill", "fidelity", "trace", "graphs", "backends", "generation",
 )  # fmt: skip
 MACHINE = ("device_name", "cpus_usable")

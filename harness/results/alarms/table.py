@@ -100,15 +100,12 @@ def _losses(row: AlarmRow) -> str:
 def _simulated(rows: Sequence[AlarmRow]) -> Iterator[Alarm]:
     """Cells that look like measurements and are none."""
     away = " or ".join(tier for tier in TIERS if tier != DEVICE)
-    offloaded = [r for r in rows if r.summary["host_is_cpu"] and stored_away(r.summary["memory"])]
-    linked = [row for row in offloaded if row.run.config.get("link")]
     kinds = {
         "random weights, so scores mean nothing": [r for r in rows if r.run.info.get("weights") == "random"],
         "the prefill was shared, so there are no times": [r for r in rows if r.summary["simulated"]],
         f"placement={away} on a CPU: bytes are counted but crossed no bus, so times say nothing of offloading": [
-            row for row in offloaded if row not in linked
+            row for row in rows if row.summary["host_is_cpu"] and stored_away(row.summary["memory"])
         ],
-        "link= on a CPU: steps wait until a bus of that bandwidth would have brought their rows, by arithmetic": linked,
     }
     for meaning, found in kinds.items():
         if found:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from contextvars import copy_context
 from functools import partial
+from time import perf_counter
 from typing import Generic, TypeVar
 from weakref import WeakSet, WeakValueDictionary, ref
 
@@ -24,8 +25,6 @@ from torch.utils._pytree import tree_leaves
 from methods.tiers.slabs import Slabs
 from methods.tiers.traffic import Traffic
 from methods.tiers.transfer.lanes import INLINE, TransferLane
-from methods.tiers.transfer.links import Link, Links, TransferClock, WallClock
-from methods.tiers.transfer.spans import Spans
 from methods.tiers.transfer.streams import beside_the_model, forked, join, reach, reached
 
 T = TypeVar("T")
@@ -39,17 +38,10 @@ class TransferEngine:
         *,
         threads: int = 0,
         works: bool = False,
-        links: Links | None = None,
-        clock: TransferClock | None = None,
-        worker: Link | None = None,
         slabs: Slabs | None = None,
     ) -> None:
-        """`threads`: so many move rows that are asked for ahead; 0: the caller does. With `links`, which are for tiers
-        in one memory, it must be the caller, so that their order is that of the calls. `works`: a thread does what is
-        given to `work`. `worker` says in its place how long a piece takes, as a link that carries one byte. `slabs`:
-        host memory that is pinned before a clock starts."""
-        assert not (threads and links)
-        self.links, self.clock, self.worker = links, clock or WallClock(), worker
+        """`threads`: so many move rows that are asked for ahead; 0: the caller does. `works`: a thread does what is
+        given to `work`. `slabs`: host memory that is pinned before a clock starts."""
         self._lanes: WeakSet[TransferLane] = WeakSet()
         self.mover, self.hands = self.lane("move", threads), self.lane("work", int(works))
         self.beside, self.slabs = threads > 0, slabs
@@ -65,7 +57,7 @@ class TransferEngine:
     ) -> Arrival[T]:
         """Begin to bring to the device `on` what `read` returns, which counts the bytes that it moves. What is waited
         for counts in `into` as well. `ahead`: rows move from now on."""
-        return Arrival(self, self.mover if ahead else INLINE, self._carried, read, into, on, ahead)
+        return Arrival(self.mover if ahead else INLINE, read, into, on, ahead)
 
     def branch(
         self, read: Callable[[Traffic], T], into: Traffic, on: torch.device, *, ahead: bool = False
@@ -73,7 +65,7 @@ class TransferEngine:
         """Begin the same in a step that may be captured: no thread takes part, and whoever asks waits for the rows in
         this step."""
         kind: type[Arrival[T]] = Branch if ahead else Arrival
-        return kind(self, INLINE, self._carried, read, into, on, ahead)
+        return kind(INLINE, read, into, on, ahead)
 
     def work(self, compute: Callable[[], T], on: torch.device) -> Arrival[T]:
         """Begin to compute something on the CPU beside the model, once all that the device `on` has been given is
@@ -83,41 +75,19 @@ class TransferEngine:
             reach(on)
             return compute()
 
-        return Arrival(self, self.hands, self._worked, read, Traffic(), on, ahead=True)
-
-    def _carried(self, moved: Traffic, asked: float) -> tuple[float, float] | None:
-        return None if self.links is None else self.links.carry(moved, asked)
-
-    def _worked(self, moved: Traffic, asked: float) -> tuple[float, float] | None:
-        return None if self.worker is None else self.worker.carry(1, asked)
+        return Arrival(self.hands, read, Traffic(), on, ahead=True)
 
     def send(self, write: Callable[[Traffic], None], into: Traffic) -> None:
-        """Let `write` put rows away from the device, which counts the bytes; the caller does not wait for the link."""
+        """Let `write` put rows away from the device, which counts the bytes."""
         moved = Traffic()
-        asked = self.clock.now()
         write(moved)
         into.add(moved)
-        if self.links is not None:
-            self.links.carry(moved, asked)
-
-    def left(self, moved: Traffic, asked: float, spans: Spans) -> float:
-        """Note in `spans` when rows were on their way that a lane was `asked` to put away from the device, and has, and
-        return when they have arrived."""
-        began, ready = self._carried(moved, asked) or (asked, self.clock.now())
-        spans.add(began, ready)
-        return ready
-
-    def drain(self) -> None:
-        """Wait until all that was sent away has arrived."""
-        if self.links is not None and self.links.to_host is not None:
-            self.clock.wait_until(self.links.to_host.free)
 
     def close(self) -> None:
         """Wait for all that is under way in any lane, end the threads, and unpin what nobody has. Whoever goes on, as
         another user of the device may, starts new ones."""
         for lane in list(self._lanes):
             lane.close()
-        self.drain()
         if self.slabs is not None:
             self.slabs.close()
 
@@ -125,12 +95,11 @@ class TransferEngine:
 _shared: WeakValueDictionary[object, TransferEngine] = WeakValueDictionary()
 
 
-def shared_engine(device: torch.device, links: Links | None = None) -> TransferEngine:
-    """Return the engine of a device, or of a CPU with such `links` beside it, which all have who move rows there."""
-    key = device, links and links.rates
-    if (engine := _shared.get(key)) is None:
+def shared_engine(device: torch.device) -> TransferEngine:
+    """Return the engine of a device, which all have who move rows there."""
+    if (engine := _shared.get(device)) is None:
         slabs = Slabs() if device.type == "cuda" else None
-        engine = _shared[key] = TransferEngine(threads=int(links is None), works=True, links=links, slabs=slabs)
+        engine = _shared[device] = TransferEngine(threads=1, works=True, slabs=slabs)
     return engine
 
 
@@ -140,17 +109,14 @@ class Arrival(Generic[T]):
 
     def __init__(
         self,
-        engine: TransferEngine,
         by: TransferLane,
-        taking: Callable[[Traffic, float], tuple[float, float] | None],
         read: Callable[[Traffic], T],
         into: Traffic,
         on: torch.device,
         ahead: bool,
     ) -> None:
-        """`by`: who reads. `taking`: says when that begins and ends, None: as it really does. `ahead`: it begins
-        now."""
-        self._engine, self._by, self._taking, self._into = engine, by, taking, into
+        """`by`: who reads. `ahead`: it begins now."""
+        self._by, self._into = by, into
         self._read: Callable[[Traffic], T] | None = read
         self._on = on
         self._moved = Traffic()
@@ -166,10 +132,9 @@ class Arrival(Generic[T]):
         assert self._future is not None
         if self._read is None:
             return self._future.result()
-        clock, asked = self._engine.clock, self._engine.clock.now()
+        asked = perf_counter()
         rows = self._future.result()
-        clock.wait_until(self._ready)
-        self._exposed_s += clock.now() - asked
+        self._exposed_s += perf_counter() - asked
         self._moved.exposed_s = self._exposed_s
         self._moved.hidden_s = max(0.0, self._ready - self._began - self._exposed_s)
         self._reach(rows)
@@ -183,10 +148,10 @@ class Arrival(Generic[T]):
             _keep_for_this_stream((rows, self._moved.tallies))
 
     def _start(self) -> None:
-        engine, asked = self._engine, self._engine.clock.now()
         if self._by is INLINE:
-            self._future = self._by.submit(partial(self._move, asked))
-            self._exposed_s = engine.clock.now() - asked  # the caller has moved them
+            asked = perf_counter()
+            self._future = self._by.submit(self._move)
+            self._exposed_s = perf_counter() - asked  # the caller has moved them
             return
         run, inference = copy_context().run, torch.is_inference_mode_enabled()
         behind, on, known = reached(self._on), self._on, ref(self)
@@ -195,15 +160,15 @@ class Arrival(Generic[T]):
             if (arrival := known()) is None:
                 raise CancelledError
             with torch.inference_mode(inference), beside_the_model(on, behind):
-                return arrival._move(asked)
+                return arrival._move()
 
         self._future = self._by.submit(partial(run, move))
 
-    def _move(self, asked: float) -> T:
+    def _move(self) -> T:
         assert self._read is not None
-        began = self._engine.clock.now()
+        self._began = perf_counter()
         rows = self._read(self._moved)
-        self._began, self._ready = self._taking(self._moved, asked) or (began, self._engine.clock.now())
+        self._ready = perf_counter()
         return rows
 
 

@@ -12,17 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.engine.attach import attached
 from harness.engine.batch.running import RunningBatch
 from harness.engine.engine import Engine
 from harness.engine.graph import CapturedStep, CpuGraphs
 from harness.engine.saved_state import Snapshot
 from kernels.dispatch import use_backend
-from methods.tiers.transfer.links import Links
 from tests.harness.engine.test_graph import offloading
 from tests.harness.engine.test_together import attach_compiled
 from tests.methods.test_contract import attach, fresh_memory_full_of_nan, small, walked
-from tests.tiny import prompt, tiny
+from tests.tiny import prompt
 
 THREE = ("full", "snapkv", "pqcache")
 
@@ -134,12 +132,3 @@ def test_memory_is_returned_when_sequences_and_engines_go() -> None:
         assert len(graphs.graphs) > kept == graphs.alive
         del engine, batch
         assert not graphs.alive
-
-
-def test_rows_over_a_link_are_not_captured() -> None:
-    with attached(tiny("llama"), small("pqcache"), budget=0.5, placement="host", links=Links(1e9)) as kv:
-        engine = Engine(kv, graphs=CpuGraphs())
-        made = engine.generate(prompt(80), max_new_tokens=5)
-    assert made.capture_s is None
-    assert "rows cross a link" in (engine.plain_steps or "")
-    assert made.measured["exposed_s_per_step"] is not None

@@ -17,6 +17,7 @@ from harness.engine.attach import Attachment, attached
 from harness.engine.batch.cache import SlotsCache
 from harness.engine.batch.generation import UNCLOCKED, Generation
 from harness.engine.batch.running import RunningBatch
+from harness.engine.batch.slot import Slot
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
 from harness.engine.graph import CaptureBroke, CapturedStep, CudaGraphs, StepCapture
@@ -32,7 +33,6 @@ from methods.full import Full
 from methods.layers import Layer
 from methods.oracle import Oracle, OracleRead
 from methods.tiers.integers import IntCodec
-from methods.tiers.transfer.links import Links
 from tests import fake_cuda
 from tests.methods.test_contract import NAMES, attach, fresh_memory_full_of_nan, small, walked
 from tests.quick import mostly_slow
@@ -139,13 +139,12 @@ def test_triton_brings_rows_from_the_host_within_a_captured_step(name: str, monk
 
 
 def test_a_record_says_why_waiting_for_rows_is_not_clocked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU captures steps whose rows cross its bus. Here a link stands for that, whose steps are captured too."""
-    (plain,), engine = from_host("full_offloaded", Tape(), 1, overlap=True, links=Links(bus=1e9))
-    assert engine.plain_steps == "rows cross a link that is counted beside the step (link, disk_link)"
+    """A GPU captures steps whose rows cross its bus."""
+    monkeypatch.setattr(Slot, "crosses_bus", True)
+    (plain,), engine = from_host("full_offloaded", None, 1, overlap=True)
     assert (plain.unclocked, engine.unclocked) == (None, None)
     assert plain.measured["exposed_s_per_step"] is not None
-    monkeypatch.setattr("harness.engine.batch.stepper.capture_refusal", lambda forward, cache: None)
-    (made,), engine = from_host("full_offloaded", Tape(), 1, overlap=True, links=Links(bus=1e9))
+    (made,), engine = from_host("full_offloaded", Tape(), 1, overlap=True)
     assert "exposed_s_per_step" not in made.measured
     assert made.unclocked == engine.unclocked == UNCLOCKED
 

@@ -25,25 +25,22 @@ from methods.kivi import Kivi
 from methods.shadowkv import ShadowKV
 from methods.tiers.rows import DiskRows, HostRows
 from methods.tiers.transfer.engine import TransferEngine
-from methods.tiers.transfer.links import Link, Links
 from tests.fast import PQ
 from tests.methods.synthetic import Sequences, Shape
 from tests.methods.test_contract import NAMES, small
-from tests.methods.tiers.test_transfer_engine import VirtualClock
 from tests.tiny import prompt, tiny
+from tests.virtual_time import VirtualEngine
 
 OFFLOADING = [name for name in NAMES if small(name).offloads]
 
 
-def attach(
-    name: str | Method, placement: str, overlap: bool, disk: Path | None = None, links: Links | None = None
-) -> Any:
+def attach(name: str | Method, placement: str, overlap: bool, disk: Path | None = None) -> Any:
     method = small(name) if isinstance(name, str) else name
     if isinstance(method, Kivi):
         method = replace(method, group=16, residual=32)  # so short a prompt has codes
     return attached(
         tiny("llama"), method, budget=0.4 if method.uses_budget else None, placement=placement,
-        calibration=prompt(64, seed=9), disk=disk, overlap=overlap, links=links,
+        calibration=prompt(64, seed=9), disk=disk, overlap=overlap,
     )  # fmt: skip
 
 
@@ -92,7 +89,8 @@ def test_what_is_on_its_way_counts_as_device_memory(placement: str, staged: int,
     of what lies there."""
     with attach("full_offloaded", placement, overlap=False, disk=tmp_path) as kv:
         ((_, _, plain), *_) = answers(kv)
-    with attach("full_offloaded", placement, overlap=True, disk=tmp_path, links=Links(bus=1e12)) as kv:
+    with attach("full_offloaded", placement, overlap=True, disk=tmp_path) as kv:
+        kv.engine = TransferEngine()  # rows come when they are asked for, and not when a thread gets to it
         ((_, _, beside), *_) = answers(kv)
     spec = kv.specs[0]
     assert beside[placement] == plain[placement]
@@ -169,7 +167,7 @@ VIRTUAL = {  # methods, and the operation behind which their rows can hide, None
 }
 
 
-def virtual(method: Method, engine: TransferEngine, ahead: bool = True) -> tuple[list[KVLayer], Sequences, CacheState]:
+def virtual(method: Method, engine: VirtualEngine, ahead: bool = True) -> tuple[list[KVLayer], Sequences, CacheState]:
     sequences = Sequences(Shape(4, 2, 16), LENGTH, LAYERS)
     request = replace(sequences.request(0.5 if method.uses_budget else None), placement="host")
     state = CacheState(request, engine=engine, ahead=ahead)
@@ -181,24 +179,23 @@ def test_pqcache_clusters_behind_later_layers(share: float) -> None:
     """Where clustering a layer takes `share` of computing one, TTFT holds none of it, and TT2T is TTFT, what the worker
     still has to do then, and the step."""
     compute, prompt_tokens = 1.0, LENGTH - STEPS
-    clock = VirtualClock()
-    engine = TransferEngine(clock=clock, worker=Link(1 / (share * compute)))
-    layers, sequences, state = virtual(PQ, engine)
+    engine = VirtualEngine(work_s=share * compute)
+    layers, sequences, _ = virtual(PQ, engine)
     for index, layer in enumerate(layers):
         layer.prefill(sequences.at(index, 0, prompt_tokens))
-        clock.compute(compute)
+        engine.compute(compute)
         layer.seal()
-    assert clock.now() == LAYERS * compute  # TTFT
+    assert engine.time == LAYERS * compute  # TTFT
     for index, layer in enumerate(layers):
         layer.decode(sequences.at(index, prompt_tokens, prompt_tokens + 1))
-        clock.compute(compute)
+        engine.compute(compute)
     clustered, now, backlog = 0.0, LAYERS * compute, 0.0
     for index in range(LAYERS):
         clustered = max(clustered, (index + 1) * compute) + share * compute
         backlog += max(0.0, clustered - now)
         now = max(now, clustered) + compute
-    assert clock.now() == pytest.approx(LAYERS * compute + backlog + LAYERS * compute)
-    assert state.traffic.exposed_s == 0.0
+    assert engine.time == pytest.approx(LAYERS * compute + backlog + LAYERS * compute)
+    assert engine.exposed_s == 0.0
 
 
 def test_blocks_of_pqcaches_cache_come_behind_the_rest_of_a_step() -> None:
@@ -206,15 +203,14 @@ def test_blocks_of_pqcaches_cache_come_behind_the_rest_of_a_step() -> None:
     method = replace(PQ, cache_tokens=64, cache_block=8, cache_offered=2)
 
     def waited(ahead: bool) -> tuple[float, int]:
-        clock = VirtualClock()
-        engine = TransferEngine(links=Links(bus=1e6), clock=clock)
+        engine = VirtualEngine(1e6)
         layers, sequences, state = virtual(method, engine, ahead)
         sequences.seal(layers, 0, LENGTH - STEPS)
         for position in range(LENGTH - STEPS, LENGTH):
             for index, layer in enumerate(layers):
                 layer.decode(sequences.at(index, position, position + 1))
-                clock.compute(1.0)
-        return state.traffic.exposed_s, state.traffic.settle().to_device_bytes
+                engine.compute(1.0)
+        return engine.exposed_s, state.traffic.settle().to_device_bytes
 
     (off, moved), (on, same) = waited(False), waited(True)
     missed = int(off * 1e6)
@@ -227,8 +223,8 @@ def step_seconds(
 ) -> Iterator[float]:
     """Of each decode step, in virtual time: every layer computes for `compute` seconds."""
     method, behind = VIRTUAL[name]
-    clock = VirtualClock()
-    layers, sequences, _ = virtual(method, TransferEngine(links=Links(bus=rate), clock=clock), ahead)
+    engine = VirtualEngine(rate)
+    layers, sequences, _ = virtual(method, engine, ahead)
     sequences.seal(layers, 0, LENGTH - STEPS)
     if behind is not None:
         run, calls = getattr(ops, behind), []
@@ -236,17 +232,17 @@ def step_seconds(
         def timed(*given: Any, **named: Any) -> Any:
             calls.append(1)
             if behind != "segment_attention_with_lse" or len(calls) % 2:  # InfLLM: its window comes first
-                clock.compute(compute)
+                engine.compute(compute)
             return run(*given, **named)
 
         monkeypatch.setattr(ops, behind, timed)
     for position in range(LENGTH - STEPS, LENGTH):
-        began = clock.now()
+        began = engine.time
         for index, layer in enumerate(layers):
             layer.decode(sequences.at(index, position, position + 1))
             if behind is None:
-                clock.compute(compute)
-        yield clock.now() - began
+                engine.compute(compute)
+        yield engine.time - began
 
 
 @pytest.mark.parametrize("share", [0.5, 1.0, 2.0])

@@ -16,9 +16,7 @@ from methods.shadowkv import ShadowKV
 from methods.tiers.codec import Codec
 from methods.tiers.floats import FloatCodec
 from methods.tiers.integers import IntCodec
-from methods.tiers.traffic import Traffic
 from methods.tiers.transfer.engine import TransferEngine
-from methods.tiers.transfer.links import Links
 from tests.harness.engine.test_kept_steps import engines, in_a_batch, seen
 from tests.harness.engine.test_together import (
     assert_together_as_alone,
@@ -130,9 +128,3 @@ def test_members_with_hit_caches_get_the_same_and_move_no_more() -> None:
 def test_codes_of_kivi_come_for_one_after_the_other() -> None:
     with attached(compilable("kivi"), Kivi(residual=48, group=8), placement="host") as kv:
         assert reason(engine_of(kv)) == "codes of placement=host come for one sequence after the other"
-
-
-def test_a_link_carries_what_is_counted_on_the_device() -> None:
-    moved = Traffic(to_device_bytes=100)
-    moved.tally("to_device_bytes", torch.tensor([200, 300]))
-    assert Links(bus=50.0).carry(moved, 1.0) == (1.0, 13.0)

@@ -29,7 +29,7 @@ from harness.models.base import ModelInfo
 from kernels import ops
 from methods.base import Budget, Method
 from methods.tiers.tier import DEVICE, DISK, HOST
-from methods.tiers.transfer.links import Links
+from methods.tiers.transfer.engine import TransferEngine
 from tests.fast import MODEL, niah
 from tests.methods.test_contract import NAMES, _yaml
 from tests.quick import mostly_slow
@@ -139,7 +139,8 @@ def assert_foreseen(holder: Holder) -> None:
 def test_rows_that_come_while_others_attend_are_foreseen() -> None:
     """Each sequence of a batch asks for a layer ahead: that lies there while another's prompt is computed."""
     holder = changed(holder_of("full_offloaded", DISK, 300), batch=3)
-    attachment = Attachment(model(), holder.method, None, DISK, overlap=True, links=Links(bus=1e12))
+    attachment = Attachment(model(), holder.method, None, DISK, overlap=True)
+    attachment.engine = TransferEngine()  # rows come when they are asked for, and not when a thread gets to it
     with routed(attachment.model), Allocations() as counted:
         engine = Engine(attachment, prefill_chunk=300)
         caches = [attachment.start(KVCache, capacity=PROMPT + NEW) for _ in range(3)]

@@ -98,7 +98,7 @@ HOW: dict[str, dict[str, Any]] = {
     "a given reply": {"task": Given()},
     "a question of its own": {"protocol": "context"},
     "a shared context": {"task": Balances(), "protocol": "context", "questions": "shared"},
-    "over a bus": {"placement": "host", "link": "25GBps"},
+    "from the host": {"placement": "host"},
     "in a store": {"task": Balances(talks=True), "history": "store"},
 }
 
