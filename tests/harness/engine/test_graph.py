@@ -17,7 +17,7 @@ from harness.engine.attach import Attachment, attached
 from harness.engine.batch.cache import SlotsCache
 from harness.engine.batch.generation import UNCLOCKED, Generation
 from harness.engine.batch.running import RunningBatch
-from harness.engine.batch.slot import Slot
+from harness.engine.batch.running_sequence import RunningSequence
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
 from harness.engine.graph import CaptureBroke, CapturedStep, CudaGraphs, StepCapture
@@ -140,7 +140,7 @@ def test_triton_brings_rows_from_the_host_within_a_captured_step(name: str, monk
 
 def test_a_record_says_why_waiting_for_rows_is_not_clocked(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU captures steps whose rows cross its bus."""
-    monkeypatch.setattr(Slot, "crosses_bus", True)
+    monkeypatch.setattr(RunningSequence, "crosses_bus", True)
     (plain,), engine = from_host("full_offloaded", None, 1, overlap=True)
     assert (plain.unclocked, engine.unclocked) == (None, None)
     assert plain.measured["exposed_s_per_step"] is not None
