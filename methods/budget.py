@@ -86,15 +86,13 @@ class Budget:
         """Say whether a KV head of `layer` may read all `sealed` prompt tokens."""
         return self.tokens(sealed, layer) >= sealed
 
-    def least(self, needed: int, sealed: int, layer: int) -> tuple[int, float]:
-        """Return the smallest budget that lets a KV head read `needed` of `sealed` tokens, as a number and as a share
-        of three digits."""
+    def least(self, needed: int, sealed: int, layer: int) -> int:
+        """Return the smallest number of tokens that, as a budget, lets a KV head read `needed` of `sealed` tokens."""
 
-        def read(asked: int | float) -> int:
+        def read(asked: int) -> int:
             return replace(self, asked=asked, per_layer=()).tokens(sealed, layer)
 
-        number = 1 + bisect_left(range(1, sealed), needed, key=read)
-        return number, (1 + bisect_left(range(1, 1000), needed, key=lambda share: read(share / 1000))) / 1000
+        return 1 + bisect_left(range(1, sealed), needed, key=read)
 
     def __str__(self) -> str:
         return str(list(self.per_layer) if self.per_layer else self.asked)

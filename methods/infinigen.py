@@ -52,6 +52,7 @@ from methods.base import (
 )
 from methods.base.cost import PeakExtra
 from methods.base.counters import queues
+from methods.base.method import LONG
 from methods.base.pieces import pieces
 from methods.layers import Layer, Padded, Policy, Pooled, Storage
 from methods.parts import costs, limited_pool
@@ -94,10 +95,13 @@ class InfiniGen(Method):
                 raise ValueError(f"{name}={value!r} is unknown: choose {' or '.join(choices)}.")
         limited_pool.check(self.pool_capacity, self.pool_policy)
 
-    def check(self, budget: Budget | None, sealed: int, layer: int = 0) -> None:
-        super().check(budget, sealed, layer)
-        if limited_pool.size(self.pool_capacity, sealed) is not None:
-            limited_pool.refuse_whole(budget, sealed, layer)
+    def check(self, budget: Budget | None, layer: int = 0) -> None:
+        super().check(budget, layer)
+        if limited_pool.size(self.pool_capacity, LONG) is not None:
+            limited_pool.check_budget(budget, LONG, layer)
+
+    def reads_whole(self, case: Case) -> bool:
+        return super().reads_whole(case) or not limited_pool.has_room(self.pool_capacity, case)
 
     def cost(self, case: LayerWorkload) -> Cost:
         if self.reads_whole(case) or case.spec.index in self.dense_layers:

@@ -248,9 +248,7 @@ class InfLLMRead(Select, capturable=True):
         """Return n_local and the number of blocks to read at prefill; everything is local while that is little."""
         budget, seen = self.request.budget, self.layer.seen
         assert budget is not None
-        tokens = budget.tokens(seen, self.spec.index)
-        little = self.layer.reads_whole() or tokens < self.method.smallest_budget
-        return (seen, 0) if little else self.method.spend(tokens)
+        return (seen, 0) if self.layer.reads_whole() else self.method.spend(budget.tokens(seen, self.spec.index))
 
     def _far_query(self, q: Tensor, first: int) -> Tensor:
         """Turn the queries at positions from `first` on as if they stood n_local - 1 after all far keys."""

@@ -167,6 +167,16 @@ class Attachment:
                 stacklevel=4,
             )
 
+    def warn_of_fallbacks(self) -> None:
+        """Count the caches whose method did something else than its rule, as where a prompt is too short for it."""
+        fell_back = [usage.fallback for usage in self._handed_out if usage.fallback]
+        if fell_back:
+            warnings.warn(
+                f"{type(self.method).__name__} fell back on {len(fell_back)} of {len(self._handed_out)} caches: "
+                f"{fell_back[0]}.",
+                stacklevel=4,
+            )
+
     def _limits(self, tokens: int) -> bool:
         """Whether the budget leaves out any of so many tokens."""
         budget = self.budget
@@ -229,3 +239,4 @@ def attached(
     with routed(model, LoopCalls(attachment.cache_of_call)), closing(attachment):
         yield attachment
     attachment.warn_of_unsealed()
+    attachment.warn_of_fallbacks()

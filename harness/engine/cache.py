@@ -208,6 +208,11 @@ class KVCache(Cache):
         return [layer for layer in self.layers if layer.spec.window is None] or self.layers
 
     @property
+    def fallback(self) -> str | None:
+        """Return what a layer did at the last seal in place of its method's rule, and why; None where none did."""
+        return next((layer.fallback for layer in self.method_layers if layer.fallback), None)
+
+    @property
     def capacity(self) -> int:
         """Tokens of all turns, prompts and answers, at most."""
         return self.state.request.capacity

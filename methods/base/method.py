@@ -104,8 +104,16 @@ class Method(metaclass=_TupleForList):
 
     def reads_all(self, sealed: int, tokens: int) -> bool:
         """Say whether a budget of `tokens` leaves out nothing of a prompt of `sealed` tokens: it covers the prompt, or
-        the prompt is no longer than sinks and windows."""
-        return tokens >= sealed or sealed <= self.smallest_budget
+        it cannot hold the sinks and windows, so that nothing could be chosen. A share of a short prompt is such a
+        budget; a prompt that is read whole for this reason is counted (`whole_because`), and no length is refused."""
+        return tokens >= sealed or tokens < self.smallest_budget
+
+    def whole_because(self, sealed: int, tokens: int) -> str:
+        """Return why a prompt of `sealed` tokens is read whole under a budget of `tokens` that does not cover it."""
+        return (
+            f"all is read: the budget gives {tokens} of {sealed} prompt tokens, and the method's sinks and windows "
+            f"take {self.smallest_budget}"
+        )
 
     def reads_whole(self, case: LayerWorkload) -> bool:
         """Say whether the budget leaves nothing to choose."""
@@ -141,8 +149,9 @@ class Method(metaclass=_TupleForList):
                 "so many tokens of it, or budget=1.0 for all of it."
             )
 
-    def check(self, budget: Budget | None, sealed: int, layer: int = 0) -> None:
-        """Raise `BudgetError` if `budget` cannot hold this method's sinks and windows for `sealed` prompt tokens."""
+    def check(self, budget: Budget | None, layer: int = 0) -> None:
+        """Raise `BudgetError` if `budget` cannot hold this method's sinks and windows, however long a prompt is: so
+        few tokens are a mistake in the configuration. Which prompts are too short for a share, `reads_all` says."""
         if budget is not None and budget.generated is not None and self.generated_refusal is not None:
             name = type(self).__name__
             raise BudgetError(
@@ -150,12 +159,11 @@ class Method(metaclass=_TupleForList):
             )
         if budget is None:
             return
-        tokens = budget.tokens(sealed, layer)
-        if tokens < self.smallest_budget and not self.reads_all(sealed, tokens):
-            number, share = budget.least(self.smallest_budget, sealed, layer)
+        tokens = budget.tokens(LONG, layer)
+        if tokens < self.smallest_budget:
             raise BudgetError(
-                f"budget={budget} gives {type(self).__name__} {tokens} of {sealed} prompt tokens, but its sinks and "
-                f"windows need {self.smallest_budget}: set budget to at least {number} (or a share of {share}), or "
+                f"budget={budget} gives {type(self).__name__} {tokens} prompt tokens, but its sinks and windows need "
+                f"{self.smallest_budget}: set budget to at least {budget.least(self.smallest_budget, LONG, layer)}, or "
                 "make the method's windows smaller."
             )
 

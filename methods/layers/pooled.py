@@ -10,7 +10,7 @@ from torch import Tensor
 from methods.base import AttnInput, Plan
 from methods.layers.select import Select
 from methods.layers.storage import Storage
-from methods.parts.limited_pool import Eviction, Fetched, LimitedPool, refuse_whole, size
+from methods.parts.limited_pool import Eviction, Fetched, LimitedPool, size
 
 
 class Pooled(Select, capturable=True):
@@ -51,14 +51,37 @@ class Pooled(Select, capturable=True):
 
     def seal(self, limit: int | None) -> None:
         if self.slots is not None:
-            refuse_whole(self.request.budget, self.layer.seen, self.spec.index)
+            if not self._has_room(self.slots):
+                limit = None
+            if limit is None:
+                self._keep_all(self.slots)
         super().seal(limit)
 
-    def reopen(self) -> None:
-        if self.pool is not None:
+    def _has_room(self, slots: int) -> bool:
+        """Say whether the pool has a slot for some of the prompt. Raise `ValueError` for a number of slots that is
+        mistaken for every prompt."""
+        new = self.request.capacity - self.layer.seen
+        if slots > new:
+            return True
+        if isinstance(self.capacity, int):
             raise ValueError(
-                "A limited pool has let tokens go that a further turn would attend to: set pool_capacity=null."
+                f"pool_capacity={self.capacity} has no slot for the prompt, since up to {new} new tokens never leave: "
+                f"set it to at least {new + 1} tokens, or generate fewer."
             )
+        return False
+
+    def _keep_all(self, slots: int) -> None:
+        """Read a prompt whole that is too short for the pool, or that the budget covers."""
+        self.rehearsed.clear()
+        if self.layer.fallback is None:
+            self.layer.fallback = (
+                f"all is read, and nothing leaves the pool: the prompt of {self.layer.seen} tokens is covered by the "
+                f"budget, or too short for {slots} slots"
+            )
+
+    def reopen(self) -> None:
+        if self.slots is not None:
+            raise ValueError("A limited pool lets tokens go that a further turn attends to: set pool_capacity=null.")
 
     def state(self) -> dict[str, Tensor]:
         self.reopen()
@@ -68,12 +91,6 @@ class Pooled(Select, capturable=True):
         """Let the prompt pass through the pool and keep what it then holds. -> its rows [B G P], in order"""
         assert self.slots is not None
         assert self.plan is not None
-        new = self.request.capacity - self.sealed
-        if self.slots <= new:
-            raise ValueError(
-                f"pool_capacity gives {self.slots} slots for {self.sealed} prompt tokens and up to {new} new ones, "
-                f"which never leave: set it to at least {new + 1} tokens, or generate fewer."
-            )
         shape = (*self.store.k.shape[:2], self.sealed)
         self.pool = LimitedPool(self.eviction, self.slots, shape, self.request.device, self.cache.counters)
         queries = (q for chunk in self.rehearsed for q in chunk.split(1, 2))

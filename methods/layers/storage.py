@@ -37,6 +37,7 @@ class Storage(KVLayer):
     def __init__(self, spec: LayerSpec, cache: CacheState, method: Method) -> None:
         super().__init__(spec, cache)
         method.require_budget(self.request.budget)
+        method.check(self.request.budget, spec.index)
         self.method = method
         self.store = KVStore(spec, self.cache, 0)  # until the first token comes
         self.closed = False  # sealed, and no further turn has begun
@@ -72,15 +73,14 @@ class Storage(KVLayer):
         does not cover them, `fallback` says so."""
         budget, seen, layer = self.request.budget, self.seen, self.spec.index
         self.fallback = None  # says nothing of an earlier turn
-        if self.reads_whole():
-            if not self.request.covers(seen, layer):
-                self.fallback = (
-                    f"all is read: the prompt of {seen} tokens is no longer than the method's sinks and windows"
-                )
+        if budget is None:
             return None
-        assert budget is not None
-        self.method.check(budget, seen, layer)
-        return budget.tokens(seen, layer)
+        tokens = budget.tokens(seen, layer)
+        if not self.method.reads_all(seen, tokens):
+            return tokens
+        if tokens < seen:
+            self.fallback = self.method.whole_because(seen, tokens)
+        return None
 
     def take_in(self, x: AttnInput) -> None:
         """Store the keys and values of new tokens, repeated if query heads have copies of their own. Memory is taken

@@ -146,16 +146,23 @@ def filling(asked: float | None, policy: Eviction, case: LayerWorkload) -> PeakE
     return PeakExtra(rehearsed, 0, costs.evicting(case, slots - case.reserve))
 
 
-def refuse_whole(budget: Budget | None, sealed: int, layer: int) -> None:
-    """Raise `BudgetError` if a limited pool would have to be read whole, or to drop generated tokens."""
+def has_room(asked: float | None, case: Case) -> bool:
+    """Say whether a pool has a slot for some of the prompt, once each of the generated tokens has one."""
+    slots = size(asked, case.capacity)
+    return slots is None or slots > case.reserve
+
+
+def check_budget(budget: Budget | None, sealed: int, layer: int) -> None:
+    """Raise `BudgetError` if a limited pool would have to be read whole, of a long prompt of `sealed` tokens too, or to
+    drop generated tokens."""
     if budget is not None and budget.generated is not None:
         raise BudgetError(
             "Every generated token has a slot of the limited pool: leave out budget_generated or pool_capacity."
         )
-    if budget is None or budget.covers(sealed, layer):
+    if budget is not None and layer not in budget.dense_layers and budget.covers(sealed, layer):
         raise BudgetError(
-            f"budget={budget} covers all {sealed} prompt tokens, so nothing is fetched that a limited pool could go "
-            "by: set a smaller budget, or pool_capacity=null."
+            f"budget={budget} covers every prompt, so nothing is fetched that a limited pool could go by: set a "
+            "smaller budget, or pool_capacity=null."
         )
 
 

@@ -73,10 +73,10 @@ class Broken(Streaming):
     when: str
     def at_communication(self, share, head_dim):
         return self
-    def check(self, budget, length, layer=0):
+    def check(self, budget, layer=0):
         if self.when == "planned":
             raise KeyError("no such head")
-        super().check(budget, length, layer)
+        super().check(budget, layer)
     def start(self, specs, cache):
         raise KeyError("no such head")
 """

@@ -61,7 +61,7 @@ def test_lint_says_what_is_about_runs(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_lint_counts_the_windows_that_are_set(capsys: pytest.CaptureFixture[str]) -> None:
     """As the run itself does."""
-    assert lint.main([*MODEL_ARGS, *TASK_ARGS, "method=pqcache", "windows.sinks=200"]) == 2
+    assert lint.main([*MODEL_ARGS, *TASK_ARGS, "method=pqcache", "budget=100", "windows.sinks=200"]) == 2
     assert "its sinks and windows need" in capsys.readouterr().err
 
 

@@ -22,7 +22,7 @@ RUNS = {  # kind -> words of `python -m harness`, and what the sentence has to n
     "one value for a list": (["task.lengths=400"], "task.lengths=[400]"),
     "percent": (["budget=20%"], "0.2"),
     "out of range": (["budget=1.5"], "budget=1.5"),
-    "below the method's least": (["budget=0.01"], "at least 33"),
+    "below the method's least": (["budget=20"], "at least 33"),
     "no number": (["generation.temperature=nan"], "generation.temperature=nan"),
     "no size": (["budget_bytes=lots"], "budget_bytes=lots"),
     "unknown choice": (["protocol=contxt"], "protocol=contxt"),

@@ -163,13 +163,25 @@ def test_what_cannot_be_done_is_refused_by_name() -> None:
         text.start(POOLED, LIMIT, reuse_steps=1)
     with pytest.raises(ValueError, match=f"at least {STEPS + 1} tokens"):
         started(text, replace(POOLED, pool_capacity=STEPS))
-    for budget in (1.0, 400):
-        layers = text.start(POOLED, budget)  # type: ignore[assignment]
-        text.prefill(layers, 0, PROMPT)
-        with pytest.raises(BudgetError, match="covers all 37 prompt tokens"):
-            layers[1].seal()
+    with pytest.raises(BudgetError, match=r"budget=1.0 covers every prompt"):
+        text.start(POOLED, 1.0)
     with pytest.raises(ValueError, match="pool_policy"):
         replace(METHOD, pool_policy="random")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("budget", "capacity"), [(400, 30), (LIMIT, 0.1)], ids=["covered", "no room"])
+def test_a_prompt_that_is_too_short_for_the_pool_is_read_whole(budget: int, capacity: float) -> None:
+    """Because the budget covers it, or because a share of it has no slots beyond those of the new tokens."""
+    text = capped(Sequences(SHAPES[1], PROMPT + STEPS, 2))
+    layers = text.start(replace(POOLED, pool_capacity=capacity), budget)
+    text.seal(layers, 0, PROMPT)
+    full = text.start(METHOD, 400)
+    text.seal(full, 0, PROMPT)
+    assert "nothing leaves the pool" in str(layers[1].fallback)
+    assert full[1].fallback is None
+    for t in range(PROMPT, PROMPT + STEPS):
+        torch.testing.assert_close(text.decode(layers, t)[1], text.decode(full, t)[1])
+    assert layers[1].attended.prompt == PROMPT
 
 
 RULES = [

@@ -124,10 +124,8 @@ def test_layers_that_a_run_wants_dense_are_so_beside_its_own() -> None:
 
 
 def test_a_budget_below_the_least_pages_is_an_error() -> None:
-    s = Sequences(SHAPES[0], 61)
-    layers = s.start(METHOD, 7)
     with pytest.raises(BudgetError, match="at least 8"):
-        s.seal(layers, 0, 60)
+        Sequences(SHAPES[0], 61).start(METHOD, 7)
 
 
 def test_a_reused_choice_stays_until_it_is_stale() -> None:

@@ -12,6 +12,7 @@ from harness.config.plugins import suggestion
 
 RATIO = "compression_ratio"
 FROM_A_HUB = ("DuoAttentionPress", "KVzapPress", "LUKVPress", "QFilterPress")
+WINDOWS = ("window_size",), ("n_sink",), ("sink_size_start", "sink_size_end")  # fields that count tokens, added up
 OWN_WEIGHTS = {"ExpectedAttentionStatsPress": "stats_folder"}  # class -> the field that names a folder in their place
 
 
@@ -72,6 +73,12 @@ def nested(press: Any) -> Iterator[Any]:
         for inner in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(inner, package().BasePress):
                 yield from nested(inner)
+
+
+def windows(press: Any) -> int:
+    """Return how many tokens the windows and sinks of `press`, and of all presses in it, take: a press of kvpress fails
+    on a prompt that is no longer."""
+    return max(sum(getattr(each, name, 0) for name in names) for each in nested(press) for names in WINDOWS)
 
 
 def _built(value: Any, key: str) -> Any:

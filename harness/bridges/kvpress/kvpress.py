@@ -18,9 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar
 
-from harness.bridges.kvpress.building import build, check_mapping, set_ratio
+from harness.bridges.kvpress.building import build, check_mapping, set_ratio, windows
 from harness.bridges.kvpress.keep import PressEvict
 from harness.bridges.kvpress.package import KVPressError
 from harness.bridges.kvpress.working import working_bytes
@@ -56,6 +57,18 @@ class KVPress(Method):
     def modules(self) -> tuple[str, ...]:
         """Return the modules of a user's own presses, whose code makes a run what it is."""
         return tuple(dict.fromkeys(_modules(self.press)))
+
+    @cached_property
+    def windows(self) -> int:
+        """Return how many tokens the press's windows and sinks take."""
+        return windows(build(self.press))
+
+    def reads_all(self, sealed: int, tokens: int) -> bool:
+        """Say whether nothing is left out: the budget covers the prompt, or the press needs a longer one."""
+        return tokens >= sealed or sealed <= self.windows
+
+    def whole_because(self, sealed: int, tokens: int) -> str:
+        return f"all is read: the prompt of {sealed} tokens is no longer than the press's windows of {self.windows}"
 
     def check_model(self, spec: LayerSpec) -> None:
         """Raise `KVPressError` for a press that cannot be made or cannot run here."""

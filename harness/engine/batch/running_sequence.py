@@ -144,14 +144,14 @@ class RunningSequence:
 
     def finish(self) -> None:
         """The last token has its time: what is measured here is in no clock."""
-        out, steps, layers = self.out, self._steps, self.cache.method_layers
+        out, steps = self.out, self._steps
         traffic, before = self.cache.traffic, self._before
         out.stops = [stop or LEFT for stop in out.stops]
         out.sealed = self.cache.sealed
         finite = torch.stack(self._sums).isfinite().all(-1).tolist() if self._sums else []
         out.not_finite = finite.index(False) if False in finite else None
         out.recomputed += self.cache.recomputed - self._recomputed
-        out.fallback = next((layer.fallback for layer in layers if layer.fallback), None)
+        out.fallback = self.cache.fallback
         out.kv = footprint(self.cache.layers)
         if isinstance(self.sampler, Forced):
             out.nll, out.likeliest = self.sampler.mean_nll(), self.sampler.likeliest.tolist()

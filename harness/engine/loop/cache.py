@@ -17,6 +17,7 @@ class LoopUsage:
 
     tokens: int = 0
     sealed: bool = False  # in some turn
+    fallback: str | None = None  # what the method did in place of its rule in some turn, and why
 
 
 class LoopCache(KVCache):
@@ -46,6 +47,7 @@ class LoopCache(KVCache):
     def seal(self) -> None:
         super().seal()
         self.usage.sealed, self._prompt_next = True, False
+        self.usage.fallback = self.fallback or self.usage.fallback
 
     def end(self) -> None:
         super().end()

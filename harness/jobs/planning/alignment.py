@@ -57,7 +57,7 @@ class Alignment(NamedTuple):
 
     def is_fixed(self, sealed: int, asked: int) -> bool:
         """Whether there is nothing to solve: all is read, or all but one in any case."""
-        return self.method.reads_all(sealed, asked) or sealed == self.method.smallest_budget + 1
+        return asked >= sealed or sealed <= self.method.smallest_budget + 1
 
     def refuse(self, sealed: int, asked: int) -> None:
         """Raise where no token budget costs what was asked for."""

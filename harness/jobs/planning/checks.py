@@ -100,16 +100,17 @@ def _check_codec(word: str, codec: Codec, info: ModelInfo) -> None:
 
 
 def check_budget(items: Sequence[Item], method: Method, budget: Budget | None, settings: Settings, layers: int) -> None:
-    """Refuse a budget that some example cannot be served with, before any work."""
+    """Refuse, before any work, a budget that cannot hold the method's sinks and windows, and bytes that some prompt
+    cannot be served with."""
     if budget is None:
         return
-    lengths = {item.prompt.split if settings.protocol == "context" else len(item.prompt.ids) for item in items}
-    for length in sorted(lengths):
-        if isinstance(budget, AlignedBudget):
+    if isinstance(budget, AlignedBudget):
+        lengths = {item.prompt.split if settings.protocol == "context" else len(item.prompt.ids) for item in items}
+        for length in sorted(lengths):
             budget.refuse(length)
-        for layer in range(layers) if budget.per_layer else (0,):
-            if layer not in budget.dense_layers:
-                method.check(budget, length, layer)
+    for layer in range(layers) if budget.per_layer else (0,):
+        if layer not in budget.dense_layers:
+            method.check(budget, layer)
 
 
 def check_turns(items: Sequence[Item], settings: Settings) -> None:

@@ -320,9 +320,10 @@ def test_what_a_press_takes_while_it_works_is_forecast(name: str, monkeypatch: p
 
 
 def test_a_failing_press_is_named() -> None:
+    chunked = {"name": "ChunkPress", "press": SNAP, "chunk_length": 10}  # no chunk is as long as its window
     with (
-        attached(tiny("llama"), KVPress(press={"name": "SnapKVPress", "window_size": 300}), budget=60) as kv,
-        pytest.raises(KVPressError, match="SnapKVPress of kvpress fails in layer 0"),
+        attached(tiny("llama"), KVPress(press=chunked), budget=60) as kv,
+        pytest.raises(KVPressError, match="ChunkPress of kvpress fails in layer 0"),
     ):
         sealed(kv)
 
@@ -371,6 +372,20 @@ def test_a_press_that_leaves_keys_that_are_not_finite_is_found_by_its_layer() ->
         pytest.raises(NotFiniteError, match=r"first 2 tokens .*: layer 0 is .* though .* it is the model or KVPress"),
     ):
         Engine(kv).generate(IDS, max_new_tokens=4)
+
+
+@pytest.mark.parametrize("press", [SNAP, EXPECTED, PRESSES["two"], PRESSES["adakv"], {"name": "CompactorPress"}])
+def test_a_prompt_no_longer_than_a_presss_windows_is_read_whole(press: dict[str, Any]) -> None:
+    method, model = KVPress(press=press), tiny("llama")
+    assert method.windows == {"SnapKVPress": 16, "ComposedPress": 16, "CompactorPress": 12}.get(press["name"], 4)
+    for length in range(1, method.windows + 3):
+        with attached(model, method, budget=0.2) as kv:
+            made = Engine(kv).generate(IDS[:, :length], max_new_tokens=3)
+        whole = 1 < length <= method.windows
+        assert str(made.fallback).startswith("all is read: the prompt of ") == whole
+        if whole:
+            with attached(model, Full()) as kv:
+                assert made.tokens == Engine(kv).generate(IDS[:, :length], max_new_tokens=3).tokens
 
 
 def test_a_press_that_draws_draws_the_same_again_and_leaves_torchs_numbers_alone() -> None:

@@ -275,6 +275,21 @@ def test_a_room_that_is_said_does_not_grow() -> None:
         kv.model(ROWS[0])
 
 
+def test_prompts_that_are_read_whole_are_counted_and_told_of_once() -> None:
+    """In `generate`, one prompt after the other, and in a batch that pads a short prompt beside a long one."""
+    ids = prompt(71)
+    with all_warnings() as told, attach(small("snapkv"), 0.2) as kv:
+        for length in (10, 71, 1):
+            kv.model.generate(ids[:, :length], max_new_tokens=3, do_sample=False)
+        mask = torch.ones(2, 71, dtype=torch.int64)
+        mask[1, :61] = 0
+        kv.model.generate(torch.cat([ids, ids]), attention_mask=mask, max_new_tokens=3, do_sample=False)
+    assert [str(warning.message) for warning in told] == [
+        "SnapKV fell back on 2 of 5 caches: all is read: the budget gives 2 of 10 prompt tokens, and the method's "
+        "sinks and windows take 5."
+    ]
+
+
 def test_scores_that_no_budget_limited_are_told_of_once() -> None:
     with all_warnings() as told, attach(small("snapkv"), 0.4) as kv:
         for row in ROWS:
