@@ -1,7 +1,7 @@
 """`python -m harness.lint task=ruler model=smollm2 [--show N]`: look at the prompts, run no model.
 
 Errors stop a run, warnings go into its record: BOS twice, special tokens inside the text, an
-answer prefix in the wrong place, tokens cut, prompts beyond the window, budgets too small for a method.
+answer prefix in the wrong place, tokens cut, prompts beyond the window, prompts too short for a method.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from harness.jobs.planning.effective import (
 from harness.jobs.planning.items import Item, prepare
 from harness.terminal.notices import say, warn
 from harness.terminal.paths import typed
+from methods.base import Budget, Method
 
 OF_RUNS = (  # keys, or what they begin with
     "threads", "batch", "prefill_chunk", "baseline", "warmup", "shared_prefill", "trace", "graphs",
@@ -63,15 +64,31 @@ def _lint(overrides: Sequence[str], config_dirs: Sequence[Path], shown: int) -> 
     say(f"{len(items)} prompts of {min(lengths)} to {max(lengths)} tokens; {info.name} takes {info.limit}")
     check_turns(items, with_contexts(settings, items))
     check_overflow(items, task, settings, info.limit)
-    check_budget(items, method, budget_of(settings, method, info), settings, info.num_whole_layers)
+    budget = budget_of(settings, method, info)
+    check_budget(items, method, budget, settings, info.num_whole_layers)
+    whole = list(_read_whole(items, method, budget, settings.protocol, info.num_whole_layers))
+    if whole:
+        say(f"warning: {len(whole)} of {len(items)} prompts, first {whole[0]}")
     kinds = Counter((f.level, f.code) for item in items for f in item.findings)
     first = {(f.level, f.code): (item, f) for item in reversed(items) for f in item.findings}
     for (level, code), count in sorted(kinds.items()):
         item, finding = first[level, code]
         say(f"{level}: {count} of {len(items)} prompts, first {item.example.id}: {finding.message}")
-    if not kinds:
+    if not kinds and not whole:
         say("nothing found")
     return int(any(level == "error" for level, _ in kinds))
+
+
+def _read_whole(
+    items: Sequence[Item], method: Method, budget: Budget | None, protocol: str, layers: int
+) -> Iterator[str]:
+    """Yield the prompts that the method reads whole though the budget does not cover them, each with the reason."""
+    ruled = [layer for layer in range(layers) if budget is not None and layer not in budget.dense_layers]
+    for item in items if budget is not None and ruled else ():
+        sealed = item.sealed(protocol)[0]
+        tokens = budget.tokens(sealed, ruled[0])
+        if tokens < sealed and method.reads_all(sealed, tokens):
+            yield f"{item.example.id}: {method.whole_because(sealed, tokens)}"
 
 
 def _of_runs(wanted: Settings) -> Iterator[str]:
