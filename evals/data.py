@@ -146,6 +146,11 @@ def check(value: Any, shape: Shape, place: str) -> None:
         raise TaskError(f"{place} {wrong}: correct the file, or fetch it again")
 
 
+def no_answer(place: str) -> TaskError:
+    """Return the error for a row, which `place` names with its file, that holds no right answer."""
+    return TaskError(f"{place} has no right answer, so every output would score 0: correct the file, or drop the row")
+
+
 def too_few(place: str, what: str, count: int, samples: int) -> TaskError:
     """Return the error for a file that holds fewer rows than `task.samples` asks for."""
     remedy = f"set task.samples={count}" if count else "fetch or write it again"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from evals.base import Example, Score, Task, TaskEnv, TaskError
-from evals.data import Row, Source, open_rows, require
+from evals.data import Row, Source, no_answer, open_rows, require
 from evals.gsm8k_answers import READERS, final_number
 
 FIELDS = {"question": "text", "answer": "text"}
@@ -75,6 +75,8 @@ class Gsm8k(Task):
         form = FORMS[self.prompt]
         for index, row in enumerate(test.rows[: self.samples]):
             question, solution = _fields(row)
+            if "####" not in solution or not final_number(solution):
+                raise no_answer(f"gsm8k/test: row {index + 1} of {test.origin}")
             yield Example(
                 id=f"gsm8k-{index}",
                 group="gsm8k",

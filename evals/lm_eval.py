@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from hashlib import sha256
@@ -18,9 +20,11 @@ from importlib.metadata import version as installed
 from importlib.util import find_spec
 from numbers import Real
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any, ClassVar, NamedTuple
 
 from evals.base import Example, Score, Task, TaskEnv, TaskError, read_choices
+from evals.data import no_answer
 
 SHOTS_SEED = 1234  # by which its command draws few shots
 SCORING = ("metric_list", "filter_list", "process_results", "doc_to_target", "doc_to_choice", "target_delimiter")
@@ -115,7 +119,7 @@ class LmEval(Task):
             context=context,
             question=question,
             prefix=prefix,
-            references=_references(task, doc),
+            references=_references(leaf, number, doc),
             choices=choices,
             chat=self.chat,
             data={"doc": number, "sha256": _content(doc)},
@@ -159,7 +163,8 @@ def _leaves(name: str, include_path: str | None, num_fewshot: int | None, metada
     else:
         raise TaskError(f"lm-eval has no task {name!r}: `kv-harness lm-eval ls tasks` lists them")
     try:
-        found = manager.load([name])["tasks"]
+        with data_errors_in_a_sentence():
+            found = manager.load([name])["tasks"]
     except ImportError as error:
         raise TaskError(f"{name} wants a package more ({error}): docs/tasks.md names lm-eval's extras") from error
     except OSError as error:
@@ -224,12 +229,71 @@ def _content(doc: Any) -> str:
     return sha256(json.dumps(doc, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _references(task: Any, doc: Any) -> tuple[str, ...]:
-    """Return the right answers as texts."""
-    target = task.doc_to_target(doc)
-    if isinstance(target, int) and task.config.doc_to_choice is not None:
-        target = task.doc_to_choice(doc)[target]
-    return tuple(map(str, target)) if isinstance(target, (list, tuple)) else (str(target),)
+def _references(leaf: Leaf, number: int, doc: Any) -> tuple[str, ...]:
+    """Return the right answers as texts. Raises `TaskError` where a document has none and the task scores by them."""
+    config = leaf.task.config
+    target = leaf.task.doc_to_target(doc)
+    if isinstance(target, int) and config.doc_to_choice is not None:
+        choices = leaf.task.doc_to_choice(doc)
+        target = choices[target] if 0 <= target < len(choices) else None  # a label of -1 stands for none
+    told = tuple(target) if isinstance(target, (list, tuple)) else (target,)
+    if config.process_results is None and config.doc_to_target not in (None, "") and not any(_is_told(doc, told)):
+        raise no_answer(f"{leaf.name}: row {number + 1} of {_data_of(config)}")
+    return tuple(map(str, told))
+
+
+def _is_told(doc: Mapping[str, Any], answers: Sequence[Any]) -> Iterator[bool]:
+    """Say of each answer whether it is one: a template writes None for a field that a row lacks."""
+    lacks = any(value is None for value in doc.values())
+    for answer in answers:
+        yield answer is not None and bool(str(answer).strip()) and not (lacks and str(answer).strip() == "None")
+
+
+def _data_of(config: Any) -> str:
+    """Name the files of a task, or its data set."""
+    files = (config.dataset_kwargs or {}).get("data_files", config.dataset_path)
+    split = config.test_split or config.validation_split
+    return str(files.get(split, files) if isinstance(files, Mapping) else files)
+
+
+@contextmanager
+def data_errors_in_a_sentence() -> Iterator[None]:
+    """Turn the error that `datasets` raises for a file it cannot read into a `TaskError` that names file and row."""
+    try:
+        yield
+    except Exception as error:
+        if type(error).__module__ != "datasets.exceptions":
+            raise
+        cause = error
+        while cause.__cause__ is not None and isinstance(cause.__cause__, Exception):
+            cause = cause.__cause__
+        file, reason = _file_that_was_read(error), " ".join(str(cause).split()).rstrip(".")
+        reason = re.sub(r"\bin row (\d+)", lambda row: f"in row {int(row[1]) + 1}", reason)  # which counts from 0
+        if file is not None and (line := _damaged_line(file)):
+            reason = f"line {line} is not JSON"
+        raise TaskError(f"{file or 'A data set'} cannot be read ({reason}): correct the file") from error
+
+
+def _file_that_was_read(error: BaseException | None) -> Path | None:
+    """Return the file at which a reader of `datasets`, each of which calls it `file`, has stopped."""
+    while error is not None:
+        for frame, _ in walk_tb(error.__traceback__):
+            if "packaged_modules" in frame.f_code.co_filename and isinstance(frame.f_locals.get("file"), (str, Path)):
+                return Path(frame.f_locals["file"])
+        error = error.__cause__
+    return None
+
+
+def _damaged_line(file: Path) -> int | None:
+    """Return the number of the first line that is not JSON, in a file of JSON lines."""
+    if file.suffix not in (".json", ".jsonl") or (data := file.read_bytes()).lstrip()[:1] == b"[":
+        return None
+    for number, line in enumerate(data.split(b"\n"), 1):
+        try:
+            json.loads(line or "0")
+        except (ValueError, RecursionError):
+            return number
+    return None
 
 
 def _metrics(leaf: Leaf, doc: Any, resps: Sequence[Any]) -> Iterator[tuple[str, float]]:

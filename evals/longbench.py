@@ -164,7 +164,7 @@ class LongBench(Task):
         classes = "all_classes" if DATASETS[name].metric == "classification" else "all_classes?"
         length = "length" if self.subset == "longbench_e" else "length?"
         known = {classes: ["text"], length: "a whole number", "_id?": "text or a whole number"}
-        return {"context": "text", "input": "text", "answers": ["text"]} | known
+        return {"context": "text", "input": "text", "answers": "a list of texts, not all blank"} | known
 
     def _example(self, name: str, example_id: str, row: Row, limit: int | None) -> Example:
         data_set = DATASETS[name]

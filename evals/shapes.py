@@ -35,6 +35,7 @@ KINDS: Mapping[str, Callable[[Any], bool]] = {
     "text": _is_text,
     "text that is not blank": lambda value: _is_text(value) and bool(value.strip()),
     "a list of texts": lambda value: misfit(value, ["text", ...]) is None,
+    "a list of texts, not all blank": lambda value: misfit(value, ["text", ...]) is None and any(map(str.strip, value)),
     "a number": _is_number,
     "a number from 0 on": lambda value: _is_number(value) and value >= 0,
     "a number above 0": lambda value: _is_number(value) and value > 0,

@@ -13,7 +13,12 @@ from evals.base import TaskError
 from evals.data import text_of, too_few, value_of
 from evals.ruler.templates import FAMILIES, TEMPLATES, FilledTemplate
 
-RECORD = {"input": "text", "outputs": ["text", ...], "answer_prefix?": "text", "length?": "a whole number"}
+RECORD = {
+    "input": "text",
+    "outputs": ["text that is not blank", ...],
+    "answer_prefix?": "text",
+    "length?": "a whole number",
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from evals.base import TaskEnv, TextTools
-from evals.data import Content, Row, Source, open_content, rows_of, too_few, value_of
+from evals.data import Content, Row, Source, no_answer, open_content, rows_of, too_few, value_of
 from evals.ruler.fitting import Generator, TooShort
 from evals.ruler.templates import DOCUMENT, NEW_TOKENS, TEMPLATES, FilledTemplate
 from evals.ruler.vocabulary import Streams
@@ -65,7 +65,7 @@ SQUAD = {"data": [{"paragraphs": [{"context": "text", "qas": [_ENTRY]}]}]}
 SQUAD_ROW = {"title": "text", "context": "text", "question": "text", "answers": {"text": ["text"]}}  # a row on the hub
 HOTPOTQA_ROW = {
     "question": "text",
-    "answer": "text",
+    "answer": "text that is not blank",
     "context": [("text", ["text"]), ...],  # title and sentences
     "supporting_facts": [("text", "a whole number")],
 }
@@ -110,7 +110,9 @@ def _read_squad(content: Content, name: str) -> tuple[list[Question], list[str]]
             related = tuple(other for other in numbers if other != own)
             for entry in paragraph["qas"]:
                 answers = tuple(answer["text"] for answer in entry["answers"])
-                if answers and not entry["is_impossible"]:
+                if not entry["is_impossible"] and not any(map(str.strip, answers)):
+                    raise no_answer(f"{name}: the question {entry['question'][:60]!r} of {content.origin}")
+                if not entry["is_impossible"]:
                     questions.append(Question(entry["question"], answers, (own,), (own,), related))
     return questions, documents
 

@@ -167,6 +167,8 @@ class _Asked:
         known, answer = fields(name, row, turn), turn["answer"]
         letters = (known["letter"],) if name == "scbench_choice_eng" else ()
         several = answer if isinstance(answer, list) else [answer]
+        if not any(str(one).strip() for one in several):
+            raise ValueError("a question has no right answer")
         return cls(known, (*map(str, several), *letters), str(answer))
 
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 
+from evals.lm_eval import data_errors_in_a_sentence
 from harness.config.errors import as_command
 from harness.config.settings import SettingsError
 from harness.terminal.notices import say
@@ -35,7 +36,8 @@ def _hand_over() -> None:
     if MODEL not in model_registry:
         model_registry.register(MODEL, target="harness.bridges.lm_eval.model:KVHarnessLM")
     sys.argv += _device(sys.argv)
-    cli_evaluate()
+    with data_errors_in_a_sentence():
+        cli_evaluate()
 
 
 def _device(words: Sequence[str]) -> list[str]:

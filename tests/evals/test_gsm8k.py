@@ -73,6 +73,12 @@ class TestPrompt:
         with pytest.raises(TaskError, match="lacks 'answer'"):
             list(task().examples(env(tmp_path)))
 
+    @pytest.mark.parametrize("answer", ["it is two", "It is <<1+1=2>>2\n#### "])
+    def test_a_row_without_a_right_answer_is_named(self, tmp_path: Path, answer: str) -> None:
+        write(tmp_path, "test", [{"question": "1+1?", "answer": "#### 2"}, {"question": "1+1?", "answer": answer}])
+        with pytest.raises(TaskError, match=r"row 2 of local:gsm8k/test\.jsonl has no right answer"):
+            list(task().examples(env(tmp_path)))
+
 
 class TestReadings:
     def test_vectors(self, shared_data: Path) -> None:

@@ -173,6 +173,35 @@ def test_data_that_are_not_there_get_a_sentence(folder: str, tmp_path: Path) -> 
         next(LmEval(name="sums", include_path=str(tmp_path)).examples(ENV))
 
 
+def with_rows(folder: str, tmp_path: Path, name: str, rows: str) -> LmEval:
+    """The task over a file of other rows."""
+    (tmp_path / "other.jsonl").write_text(rows)
+    text = (Path(folder) / f"{name}.yaml").read_text().replace(f"{folder}/rows.jsonl", f"{tmp_path}/other.jsonl")
+    (tmp_path / f"{name}.yaml").write_text(text.replace(f"{folder}/cache", f"{tmp_path}/cache"))
+    return LmEval(name=name, include_path=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [("sums", {"a": None}), ("sums", {"a": " "}), ("pick", {"right": -1}), ("pick", {"right": 3})],
+)
+def test_a_row_without_a_right_answer_is_named(folder: str, tmp_path: Path, name: str, missing: dict[str, Any]) -> None:
+    rows = "".join(json.dumps(row) + "\n" for row in (ROWS[0], ROWS[1] | missing, ROWS[2]))
+    with pytest.raises(TaskError, match=f"{name}: row 2 of {tmp_path}/other.jsonl has no right answer"):
+        list(with_rows(folder, tmp_path, name, rows).examples(ENV))
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [('{"q": "4 + 4?"', "line 2 is not JSON"), ('{"q": "4 + 4?", "q": "5?"}', "in row 2")],
+    ids=["cut short", "a field twice"],
+)
+def test_a_broken_file_is_named_with_its_row(folder: str, tmp_path: Path, damage: str, says: str) -> None:
+    rows = f"{json.dumps(ROWS[0])}\n{damage}\n{json.dumps(ROWS[2])}\n"
+    with pytest.raises(TaskError, match=rf"^{tmp_path}/other.jsonl cannot be read \(.*{says}.*: correct the file$"):
+        list(with_rows(folder, tmp_path, "sums", rows).examples(ENV))
+
+
 FROM_HUB = """
 import json, sys
 from evals.base import TaskEnv

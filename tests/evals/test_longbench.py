@@ -136,6 +136,12 @@ class TestExamples:
         with pytest.raises(TaskError, match=f"row 1 of local:.*trec.* has null as '{missing}'"):
             list(task(datasets="trec").examples(env(write(trec=[row("trec", **{missing: None})]))))
 
+    @pytest.mark.parametrize("none", [[], ["", " "]])
+    def test_a_row_without_a_right_answer_is_named(self, write: Callable[..., Path], none: list[str]) -> None:
+        root = write(trec=[row("trec"), row("trec", answers=none)])
+        with pytest.raises(TaskError, match=r"row 2 of local:.*trec.jsonl has \[.*\] as 'answers', .*not all blank"):
+            list(task(datasets="trec").examples(env(root)))
+
 
 @pytest.mark.parametrize(
     ("changes", "message"),
