@@ -235,6 +235,9 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     if not tokenizer.chat_template:
         return set()
     turns = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}]
-    text = str(tokenizer.apply_chat_template(turns, tokenize=False))
+    try:
+        text = str(tokenizer.apply_chat_template(turns, tokenize=False))
+    except Exception:  # a template is a program, so any error may come of it; prompts that need it name the error
+        return set()
     first = tokenizer.encode(text.rpartition("Because.")[2].lstrip(), add_special_tokens=False)[:1]
     return {i for i in first if (token := tokenizer.added_tokens_decoder.get(i)) is not None and token.special}

@@ -83,7 +83,10 @@ class HuggingFace(ModelSource):
         if not (folder / "tokenizer.json").is_file():
             raise ModelError(f"{self.name} has no tokenizer.json, which prompts need: save it with a fast tokenizer.")
         with _said_of(folder / "tokenizer.json"):
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, **OFFLINE)
+            # transformers corrects the regex of old Mistral tokenizers if asked to, and else warns that it is wrong
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                folder, **OFFLINE, fix_mistral_regex=True
+            )
         return tokenizer
 
     def build(self, dtype: torch.dtype, device: str) -> PreTrainedModel:

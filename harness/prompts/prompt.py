@@ -6,15 +6,20 @@ The text is put together first and tokenised once, so that both protocols and ev
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime, tzinfo
 from functools import cached_property
+from threading import Lock
 from typing import Any, Literal, NamedTuple, Protocol
 
 from evals.base import Example
 
 Chat = Literal["template", "none"]
-TEMPLATE_DATE = "26 Jul 2024"  # some templates (Llama 3) write today's date otherwise: prompts would change overnight
+TEMPLATE_DAY = datetime(2024, 7, 26)  # templates that write today's date are told this: prompts would change overnight
+TEMPLATE_DATE = TEMPLATE_DAY.strftime("%d %b %Y")  # as Llama 3's templates have it
+_CLOCK = Lock()  # one template is told the day at a time
 PROBE, ANSWER_PROBE = "USER-TEXT", "ASSISTANT-TEXT"
 
 
@@ -27,6 +32,8 @@ class Tokenizer(Protocol):
 
     chat_template: Any
     bos_token_id: Any
+    eos_token: Any
+    eos_token_id: Any
 
     @property
     def added_tokens_decoder(self) -> Mapping[int, Any]: ...
@@ -108,28 +115,54 @@ def render_turn(example: Example, tokenizer: Tokenizer, *, chat: Chat) -> Prompt
     return Prompt(tuple(tokenize(tokenizer, text).ids), 0, 0, 0, template, text, example.reply is not None)
 
 
-def wrap(tokenizer: Tokenizer, user: str, system: str, *, template: bool) -> str:
-    """The user's turn and the opening of the assistant's; without a template, the system text and a blank line lead."""
+def wrap(tokenizer: Tokenizer, user: str, system: str, *, template: bool, opens_answer: bool = True) -> str:
+    """The user's turn and, if it `opens_answer`, the opening of the assistant's; without a template, the system text
+    and a blank line lead."""
     if not template:
         return f"{system}\n\n{user}" if system else user
-    return _templated(tokenizer, [("system", system)] * bool(system) + [("user", user)])
+    turns = [("system", system)] * bool(system) + [("user", user)]
+    return _templated(tokenizer, turns, opens_answer=opens_answer)
 
 
-def _templated(tokenizer: Tokenizer, talk: Sequence[tuple[str, str]]) -> str:
+def _templated(tokenizer: Tokenizer, talk: Sequence[tuple[str, str]], *, opens_answer: bool = True) -> str:
     """talk: who says what."""
-    import jinja2
-
     if not tokenizer.chat_template:
         raise PromptError("This model's tokenizer has no chat template: set chat=none, or use an instruct model.")
     turns = [{"role": role, "content": content} for role, content in talk]
     try:
-        text = tokenizer.apply_chat_template(
-            turns, tokenize=False, add_generation_prompt=True, date_string=TEMPLATE_DATE
-        )
-    except jinja2.TemplateError as error:
+        return in_template(tokenizer, turns, add_generation_prompt=opens_answer)
+    except Exception as error:  # a template is a program, so any error may come of it
         raise PromptError(f"The chat template refuses this prompt ({error}): set chat=none.") from error
+
+
+def in_template(tokenizer: Tokenizer, turns: Sequence[Mapping[str, str]], **options: Any) -> str:
+    """Return `turns` in the chat template, which is told a fixed day in place of today."""
+    with _on_template_day():
+        text = tokenizer.apply_chat_template(list(turns), tokenize=False, date_string=TEMPLATE_DATE, **options)
     assert isinstance(text, str)
     return text
+
+
+class _TemplateDay(datetime):
+    @classmethod
+    def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]
+        return TEMPLATE_DAY.replace(tzinfo=tz)
+
+
+@contextmanager
+def _on_template_day() -> Iterator[None]:
+    """Let `strftime_now` of a template write the fixed day. transformers hands no function of ours to a template, and
+    its own reads the clock by the module's `datetime`."""
+    from transformers.utils import chat_template_utils
+
+    clock: Any = chat_template_utils
+    with _CLOCK:
+        usual = clock.datetime
+        clock.datetime = _TemplateDay
+        try:
+            yield
+        finally:
+            clock.datetime = usual
 
 
 def shell(tokenizer: Tokenizer, system: str = "", *, template: bool = True) -> Shell:
@@ -138,6 +171,18 @@ def shell(tokenizer: Tokenizer, system: str = "", *, template: bool = True) -> S
     if not probe:
         raise PromptError("The chat template changes the user's text: set chat=none, or use another model.")
     return Shell(head, tail)
+
+
+def before_answer(tokenizer: Tokenizer, system: str = "") -> str | None:
+    """Return what the template puts between a user's text and the assistant's answer to it, once that is there; None
+    where it takes no answers."""
+    talk = [("system", system)] * bool(system) + [("user", PROBE), ("assistant", ANSWER_PROBE)]
+    try:
+        text = _templated(tokenizer, talk, opens_answer=False)
+    except PromptError:
+        return None
+    between, answer, _ = text.rpartition(PROBE)[2].partition(ANSWER_PROBE)
+    return between if answer else None
 
 
 def _end_of_context(wrapped: str, context: str, question: str, around: Shell) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from evals.base import Example
-from harness.prompts.prompt import Prompt, Tokenizer, shell
+from harness.prompts.prompt import PROBE, Prompt, Tokenizer, before_answer, shell, wrap
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,8 @@ def lint(
         *_bos(prompt, tokenizer),
         *_special_tokens(example, tokenizer),
         *_prefix(example, prompt, tokenizer),
+        *_opening(example, prompt, tokenizer),
+        *_corrected(tokenizer),
         *_cut(example, prompt),
     ]
 
@@ -75,6 +77,39 @@ def _prefix(example: Example, prompt: Prompt, tokenizer: Tokenizer) -> Iterator[
             "error",
             "prefix",
             "The answer's first words do not stand right after the assistant's header: put them in Example.prefix.",
+        )
+
+
+def _opening(example: Example, prompt: Prompt, tokenizer: Tokenizer) -> Iterator[Finding]:
+    """Hold what the template puts at the prompt's end against what it puts before an answer that is there: some open
+    the assistant's turn by ending the user's."""
+    if not prompt.template:
+        return
+    eos, tail = tokenizer.eos_token, shell(tokenizer, example.system).tail.rstrip()
+    usual = (before_answer(tokenizer, example.system) or tail).rstrip()
+    if eos and tail.endswith(eos) and not usual.startswith(tail):
+        yield Finding("error", "eos", f"The chat template ends the prompt in {eos}: correct it, or set chat=none.")
+    elif usual != tail and usual.startswith(tail):
+        asked, opened = (
+            wrap(tokenizer, PROBE, example.system, template=True, opens_answer=opens) for opens in (False, True)
+        )
+        if asked == opened:
+            yield Finding(
+                "warning",
+                "generation_prompt",
+                "The chat template does not open the assistant's turn, although it puts "
+                f"{usual.removeprefix(tail).strip()!r} before an answer: correct it, or set chat=none.",
+            )
+
+
+def _corrected(tokenizer: Tokenizer) -> Iterator[Finding]:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if getattr(backend, "fix_mistral_regex", False):
+        yield Finding(
+            "warning",
+            "tokenizer_regex",
+            "The tokenizer's regular expression is wrong and was corrected, as transformers advises "
+            "(fix_mistral_regex): a run elsewhere that left it as it is has other tokens.",
         )
 
 

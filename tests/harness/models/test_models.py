@@ -21,14 +21,18 @@ import yaml
 from huggingface_hub import errors
 from hydra.utils import get_class, instantiate
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from evals.base import Example
 from harness.jobs import loading
 from harness.models import embedded, file_hashes, gguf_file, snapshots
 from harness.models.base import ModelError, ModelSource
 from harness.models.embedded import SmolLM2
 from harness.models.hub import HuggingFace, fingerprint
 from harness.models.random import SHAPES, Random, byte_tokenizer
+from harness.prompts.prompt import render
+from harness.prompts.prompt_lint import lint
 from tests.quick import mostly_slow
 from tests.tiny import ARCHITECTURES, prompt, tiny
 
@@ -733,3 +737,22 @@ def test_a_numbered_gpu_becomes_the_current_one_before_the_weights_come(monkeypa
     for device in ("cuda:1", "cuda", "cpu"):
         Random("tiny", 2, 0, "auto").load("fp32", device)
     assert seen == ["cuda:1", "built", "built", "built"]
+
+
+def test_the_regex_of_an_old_mistral_tokenizer_is_corrected_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers finds it by the config, and warns where nobody asks for the correction."""
+    vocabulary = {"u": 0, "<s>": 1, "word": 2} | {f"dummy{number}": number for number in range(3, 100_002)}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="u"))
+    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Whitespace()])
+    PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", unk_token="u").save_pretrained(tmp_path)
+    config = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "transformers_version": "4.50.0"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tokenizer = HuggingFace(str(tmp_path)).tokenizer()
+    example = Example(id="0", group="g", context="word", references=("word",), max_new_tokens=1)
+    prompt = render(example, tokenizer, chat="none")
+    assert [finding.code for finding in lint(example, prompt, tokenizer, 10, 1)] == ["tokenizer_regex"]
+    assert "incorrect regex" not in caplog.text
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
+    assert lint(example, prompt, HuggingFace(str(tmp_path)).tokenizer(), 10, 1) == []

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import datetime
 from functools import cache
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
+from transformers.utils import chat_template_utils
 
 from evals.base import Example
 from harness.models import embedded
-from harness.prompts.prompt import Prompt, PromptError, Tools, render, shell
+from harness.models.base import _end_of_turn
+from harness.prompts.prompt import Prompt, PromptError, Tools, render, render_turn, shell
 from harness.prompts.prompt_lint import lint
 from harness.prompts.stops import StopRule
 
@@ -103,8 +106,35 @@ def test_what_a_template_cannot_do_is_said() -> None:
         render(example(), tokenizer(PLAIN.replace("m['content']", "m['content'] | upper")), chat="template")
 
 
-def test_prompts_do_not_change_with_the_date() -> None:
-    assert render(example(), tokenizer(DATED), chat="template").text.startswith("26 Jul 2024")
+CLOCKS = {
+    "date_string": (DATED, "26 Jul 2024"),
+    "strftime_now": ("{{ strftime_now('%Y-%m-%d %H:%M') }}" + PLAIN, "2024-07-26 00:00"),
+    "default": (  # Llama 3.2
+        "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+        "{{ date_string }}" + PLAIN,
+        "26 Jul 2024",
+    ),
+    "of its own": ("{% set today = strftime_now('%B %d, %Y') %}{{ today }}" + PLAIN, "July 26, 2024"),  # Granite
+}
+
+
+@pytest.mark.parametrize(("template", "date"), CLOCKS.values(), ids=CLOCKS)
+def test_prompts_do_not_change_with_the_date(template: str, date: str) -> None:
+    for made in (render, render_turn):
+        text = made(example(), tokenizer(template), chat="template").text
+        assert text.startswith(date) or (made is render_turn and date not in text)
+    before = datetime.now()
+    assert before <= chat_template_utils.datetime.now()  # the clock of everyone else goes on
+
+
+@pytest.mark.parametrize("broken", ["{% for m in messages %}", "{{ tools | length }}" + PLAIN, "{{ now() }}" + PLAIN])
+def test_a_broken_template_is_named_and_needless_without_it(broken: str) -> None:
+    tok = tokenizer(broken)
+    with pytest.raises(PromptError, match=r"The chat template refuses this prompt \(.*\): set chat=none"):
+        render(example(), tok, chat="template")
+    assert render(example(), tok, chat="none").text == example().context + example().question
+    assert codes(example(), tok, chat="none") == {}
+    assert not _end_of_turn(tok)  # which loading a model asks for
 
 
 # where the context ends
@@ -238,6 +268,24 @@ def test_lint_names_each_fault() -> None:
     assert codes(example(context="in <s>strike</s> text"), tok) == {"special_token": "warning"}
     doubled = tokenizer("{{ bos_token }}" + STRIPPING)
     assert codes(example(), doubled) == {"double_bos": "error"}
+
+
+def test_lint_finds_templates_that_do_not_open_the_answer() -> None:
+    turns = "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}</s>\n{% endfor %}"
+    assert codes(example(), tokenizer(turns)) == {"generation_prompt": "warning"}
+    assert codes(example(system="Be brief."), tokenizer(turns.replace("</s>\n", "</s>"))) == {
+        "generation_prompt": "warning"
+    }
+    assert codes(example(), tokenizer(PLAIN + "{{ eos_token }}")) == {"eos": "error"}
+    assert codes(example(), tokenizer(PLAIN + "{{ eos_token }}"), chat="none") == {}
+    thinking = turns + "{% if add_generation_prompt %}<|assistant|>\n<think>\n\n</think>\n\n{% endif %}"
+    instructed = (  # the end of the user's turn opens the assistant's (Mistral)
+        "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %} {{ m.content }}</s>"
+        "{% endif %}{% endfor %}"
+    )
+    answered = "{% for m in messages %}{{ m.content }}</s>{% endfor %}"  # and so does EOS here
+    for sound in (thinking, instructed, answered):
+        assert codes(example(), tokenizer(sound)) == {}
 
 
 def test_lint_counts_new_tokens_against_the_window() -> None:
