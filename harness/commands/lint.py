@@ -83,8 +83,10 @@ def _read_whole(
     items: Sequence[Item], method: Method, budget: Budget | None, protocol: str, layers: int
 ) -> Iterator[str]:
     """Yield the prompts that the method reads whole though the budget does not cover them, each with the reason."""
-    ruled = [layer for layer in range(layers) if budget is not None and layer not in budget.dense_layers]
-    for item in items if budget is not None and ruled else ():
+    ruled = [] if budget is None else [layer for layer in range(layers) if layer not in budget.dense_layers]
+    if budget is None or not ruled:
+        return
+    for item in items:
         sealed = item.sealed(protocol)[0]
         tokens = budget.tokens(sealed, ruled[0])
         if tokens < sealed and method.reads_all(sealed, tokens):

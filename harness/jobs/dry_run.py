@@ -11,8 +11,7 @@ from harness.jobs.planning.free_memory import free_here
 from harness.jobs.planning.items import by_context
 from harness.jobs.planning.planner import Planner
 from harness.jobs.planning.speed import Speed, earlier_runs, measured
-from harness.results.alarms.run import alike
-from harness.terminal.notices import say
+from harness.terminal.notices import alike, say
 from harness.terminal.tables import digits
 from methods.base import CostError
 from methods.full import Full

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import chain
 
 from harness.terminal.control_characters import visible
 
@@ -55,3 +59,14 @@ def tell_of_builds() -> None:
     if not any(isinstance(handler, _Builds) for handler in log.handlers):
         log.addHandler(_Builds(logging.INFO))
     log.setLevel(logging.INFO)
+
+
+def alike(warnings: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """Yield warnings that differ in their numbers alone as one, with the span of each number, and how many they are."""
+    kinds: dict[tuple[str, ...], list[list[int]]] = defaultdict(list)
+    for warning in warnings:
+        words = tuple(re.split(r"\d+", warning))
+        kinds[words].append([int(number) for number in re.findall(r"\d+", warning)])
+    for words, numbers in kinds.items():
+        spans = [" to ".join(map(str, sorted({min(column), max(column)}))) for column in zip(*numbers, strict=True)]
+        yield "".join(chain.from_iterable(zip(words, [*spans, ""], strict=True))), len(numbers)

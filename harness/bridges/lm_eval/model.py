@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,7 +20,9 @@ from harness.config.settings import SettingsError
 from harness.engine.finite import NotFiniteError
 from harness.engine.hf import routed
 from harness.engine.sampling import Greedy, Sampled, Sampler
+from harness.prompts.prompt import in_template
 from harness.prompts.stops import StopRule
+from harness.terminal.notices import alike, warn
 from methods.full import Full
 
 EncodedPair = tuple[tuple[str, str], list[int], list[int]]  # texts of context and continuation, and their tokens
@@ -56,7 +58,10 @@ class KVHarnessLM(TemplateLM):
             raise SettingsError("max_batch_size goes with batch_size=auto, which is refused: leave it out.")
         chosen = {} if device in (None, ITS_DEVICE) else {"device": device}
         self.loaded, self.engine = ready(words | chosen, config_dir)
-        self.tokenizer = self.loaded.tokenizer
+        self.tokenizer: Any = self.loaded.tokenizer
+        if add_bos_token is not None:  # as if it had been loaded with it, which lm-eval's `hf` does
+            self.tokenizer.add_bos_token = add_bos_token
+        self.requests, self.fell_back = 0, Counter[str]()  # so far, and those of which the method did something else
         self.max_length = self.loaded.window if max_length is None else _whole("max_length", max_length)
         self.max_gen_toks = _whole("max_gen_toks", max_gen_toks)
         self.add_bos_token, self.seed = add_bos_token, seed
@@ -117,13 +122,11 @@ class KVHarnessLM(TemplateLM):
         return self.loaded.name.replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        return str(
-            self.tokenizer.apply_chat_template(
-                chat_history,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-            )
+        return in_template(
+            self.tokenizer,
+            chat_history,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
         )
 
     def get_model_info(self) -> dict[str, Any]:
@@ -136,9 +139,13 @@ class KVHarnessLM(TemplateLM):
             "kv_device": str(model.device),  # lm-eval writes down what was asked for, and `cuda:0` where nothing was
             "kv_method": repr(attachment.method),
             "kv_budget": None if attachment.budget is None else str(attachment.budget),
+            "kv_requests": self.requests,
+            "kv_fell_back": dict(alike(list(self.fell_back.elements()))),
         }
 
     def _run(self, texts: Iterator[Any], what: str, count: int, quiet: bool) -> Iterator[tuple[Any, Any]]:
+        fell_back: dict[int, str] = {}
+        numbers: set[int] = set()
         with routed(self.loaded.model), tqdm(total=count, desc=f"Running {what}", disable=quiet) as bar:
             for text, slot in side_by_side(self.engine, texts, self.batch_size):
                 if slot.out.not_finite is not None:
@@ -146,8 +153,16 @@ class KVHarnessLM(TemplateLM):
                         f"The logits of request {text.number} hold NaN or infinity in {self.loaded.model.dtype}: check "
                         "the weights or take another dtype; `python -m harness` with this model names the layer."
                     )
+                numbers.add(text.number)
+                if slot.out.fallback:
+                    fell_back.setdefault(text.number, slot.out.fallback)
                 yield text, slot
                 bar.update()
+        self.requests += len(numbers)
+        self.fell_back.update(fell_back.values())
+        for reason, times in alike(list(fell_back.values())):
+            name = type(self.engine.attachment.method).__name__
+            warn(f"note: {name} fell back on {times} of {len(numbers)} requests: {reason}")
 
     def _answer(self, number: int, context: str, keywords: dict[str, Any]) -> FreeAnswer:
         wanted = normalize_gen_kwargs(keywords, self.max_gen_toks)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 from harness.results.compared import FULL, group_means, mean_score, paired
 from harness.results.records import FailedExample, Record
-from harness.terminal.notices import SLOW_FP16
+from harness.terminal.notices import SLOW_FP16, alike
 
 NEAR = 0.1  # a Full this close to guessing leaves no room to lose
 
@@ -55,17 +52,6 @@ def _about_examples(records: Sequence[Record]) -> Iterator[str]:
     yield from (f"{count} of {n} examples {what}" for what, count in counts.items() if count)
     for warning, count in alike([warning for r in records for warning in r.warnings]):
         yield f"{count} of {n} examples: {warning}"
-
-
-def alike(warnings: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """Warnings that differ in their numbers alone as one, with the span of each number."""
-    kinds: dict[tuple[str, ...], list[list[int]]] = defaultdict(list)
-    for warning in warnings:
-        words = tuple(re.split(r"\d+", warning))
-        kinds[words].append([int(number) for number in re.findall(r"\d+", warning)])
-    for words, numbers in kinds.items():
-        spans = [" to ".join(map(str, sorted({min(column), max(column)}))) for column in zip(*numbers, strict=True)]
-        yield "".join(chain.from_iterable(zip(words, [*spans, ""], strict=True))), len(numbers)
 
 
 def at_chance(full: Sequence[Record], chance: float | None) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from harness.terminal.notices import say_once
 from methods.full import Full
 from methods.streaming import Streaming
 from tests.forks import Forked, module
-from tests.tiny import BORDER, by_length, prompt
+from tests.tiny import BORDER, by_length, prompt, tiny
 
 pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install 'kv-harness[lm-eval]'")
 from lm_eval.api.instance import Instance
@@ -276,6 +277,89 @@ def test_the_class_stands_where_coming_releases_look() -> None:
     if MODEL not in model_registry:
         model_registry.register(MODEL, target=f"{KVHarnessLM.__module__}:{KVHarnessLM.__name__}")
     assert get_model(MODEL) is KVHarnessLM
+
+
+def test_requests_that_are_read_whole_are_counted_and_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever is asked, and a short request ends no run: SnapKV's window of 32 fits into a fifth of 165 tokens."""
+    lm = ours("snapkv", budget=0.2, batch_size=2, max_length=600)
+    texts = [TEXT[:length] for length in (1, 12, 150)] + [TEXT * 3]
+    assert [len(lm.tok_encode(text)) for text in texts] == [1, 12, 150, 468]
+    before = lm.get_model_info()
+    answers = lm.generate_until(asked("generate_until", *((text, {"until": [], "max_gen_toks": 5}) for text in texts)))
+    assert "SnapKV fell back on 2 of 4 requests: all is read: the budget gives 2 to 30 of 12 to 150 prompt" in (
+        capsys.readouterr().err
+    )
+    full = ours(max_length=600, batch_size=2).generate_until(
+        asked("generate_until", *((text, {"until": [], "max_gen_toks": 5}) for text in texts))
+    )
+    assert answers[:3] == full[:3]
+    lm.loglikelihood(asked("loglikelihood", (texts[1], " no"), (texts[1], " yes"), (texts[3], " no")))
+    lm.loglikelihood_rolling(asked("loglikelihood_rolling", (texts[3],), (texts[1],)))
+    info = lm.get_model_info()
+    assert info["kv_requests"] - before["kv_requests"] == 9
+    assert sum(info["kv_fell_back"].values()) - sum(before["kv_fell_back"].values()) == 5
+    assert ours(max_length=600, batch_size=2).get_model_info()["kv_fell_back"] == {}
+
+
+def test_dates_in_chat_templates_stand_still() -> None:
+    lm = ours()
+    lm.tokenizer.chat_template = "{{ strftime_now('%H:%M:%S, %d %b %Y') }}, {{ date_string }}"
+    try:
+        assert lm.apply_chat_template([{"role": "user", "content": "Hello"}]) == "00:00:00, 26 Jul 2024, 26 Jul 2024"
+    finally:
+        lm.tokenizer.chat_template = None
+
+
+START = {"SpecialToken": {"id": "<s>", "type_id": 0}}
+TEXT_ITSELF = [{"Sequence": {"id": "A", "type_id": 0}}]
+WITH_BOS = {
+    "type": "TemplateProcessing",
+    "single": [START, *TEXT_ITSELF],
+    "pair": [START, *TEXT_ITSELF],
+    "special_tokens": {"<s>": {"id": "<s>", "ids": [0], "tokens": ["<s>"]}},
+}
+
+
+@pytest.mark.parametrize("add", [None, True, False])
+@pytest.mark.parametrize(
+    ("processor", "config", "template"),
+    [
+        (None, {}, ""),
+        (WITH_BOS, {"add_bos_token": False}, ""),
+        (WITH_BOS, {"add_bos_token": True}, ""),
+        (WITH_BOS, {"add_bos_token": True}, "{{ bos_token }}"),
+    ],
+    ids=["no processor", "no", "yes", "by the template"],
+)
+def test_bos_stands_where_their_own_model_puts_it(
+    processor: Any, config: dict[str, Any], template: str, add: bool | None, tmp_path: Path
+) -> None:
+    for name in ("accelerate", "peft"):
+        pytest.importorskip(name, reason=f"lm-eval's own hf model needs {name}")
+    from lm_eval.models.huggingface import HFLM
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {word: number for number, word in enumerate(("<s>", "</s>", "Why", "is", "it", "so", "?", "[", "]", "u"))}
+    backend = Tokenizer(models.WordLevel(words, unk_token="u"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    tiny("llama").save_pretrained(tmp_path)
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="u")
+    made.chat_template = template + "{% for m in messages %}[ {{ m.content }} ]{% endfor %}"
+    made.save_pretrained(tmp_path)
+    for file, changes in (("tokenizer.json", {"post_processor": processor}), ("tokenizer_config.json", config)):
+        (tmp_path / file).write_text(json.dumps(json.loads((tmp_path / file).read_text()) | changes))
+    told = {} if add is None else {"add_bos_token": add}
+    wanted: Any = HFLM(pretrained=str(tmp_path), device="cpu", dtype="float32", **told)
+    lm = KVHarnessLM(**{"model": "hf", "model.name": str(tmp_path), "threads": 1}, method="full", **told)
+    chat = lm.apply_chat_template([{"role": "user", "content": "Why ?"}])
+    assert chat == wanted.apply_chat_template([{"role": "user", "content": "Why ?"}])
+    for text in (chat, "Why is it", "<s> Why", ""):
+        assert lm.tok_encode(text) == wanted.tok_encode(text)
+        assert text == "" or lm.tok_encode(text) == wanted.tok_batch_encode([text])[0][0].tolist()
+    for pair in (("Why is it", " so ?"), (chat, " so")):
+        assert lm._encode_pair(*pair) == wanted._encode_pair(*pair)
+    assert lm.tok_encode("Why is it").count(0) == (add if add is not None else processor is not None)
 
 
 def test_chat_templates_are_the_tokenizers() -> None:
