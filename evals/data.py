@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import re
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 from evals import hub
@@ -232,3 +234,43 @@ def _read_member(source: Source, path: Path) -> bytes:
         raise TaskError(f"{source.name}: {path} holds no file {source.member}: fetch it again") from error
     except (zipfile.BadZipFile, zlib.error, EOFError) as error:
         raise TaskError(f"{source.name}: {path} is cut short or damaged ({error}): fetch it again") from error
+
+
+@contextmanager
+def data_errors_in_a_sentence() -> Iterator[None]:
+    """Turn the error that `datasets` raises for a file it cannot read into a `TaskError` that names file and row."""
+    try:
+        yield
+    except Exception as error:
+        if type(error).__module__ != "datasets.exceptions":
+            raise
+        cause = error
+        while cause.__cause__ is not None and isinstance(cause.__cause__, Exception):
+            cause = cause.__cause__
+        file, reason = _file_that_was_read(error), " ".join(str(cause).split()).rstrip(".")
+        reason = re.sub(r"\bin row (\d+)", lambda row: f"in row {int(row[1]) + 1}", reason)  # which counts from 0
+        if file is not None and (line := _damaged_line(file)):
+            reason = f"line {line} is not JSON"
+        raise TaskError(f"{file or 'A data set'} cannot be read ({reason}): correct the file") from error
+
+
+def _file_that_was_read(error: BaseException | None) -> Path | None:
+    """Return the file at which a reader of `datasets`, each of which calls it `file`, has stopped."""
+    while error is not None:
+        for frame, _ in walk_tb(error.__traceback__):
+            if "packaged_modules" in frame.f_code.co_filename and isinstance(frame.f_locals.get("file"), (str, Path)):
+                return Path(frame.f_locals["file"])
+        error = error.__cause__
+    return None
+
+
+def _damaged_line(file: Path) -> int | None:
+    """Return the number of the first line that is not JSON, in a file of JSON lines."""
+    if file.suffix not in (".json", ".jsonl") or (data := file.read_bytes()).lstrip()[:1] == b"[":
+        return None
+    for number, line in enumerate(data.split(b"\n"), 1):
+        try:
+            json.loads(line or "0")
+        except (ValueError, RecursionError):
+            return number
+    return None

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from hashlib import sha256
@@ -20,11 +18,10 @@ from importlib.metadata import version as installed
 from importlib.util import find_spec
 from numbers import Real
 from pathlib import Path
-from traceback import walk_tb
 from typing import Any, ClassVar, NamedTuple
 
 from evals.base import Example, Score, Task, TaskEnv, TaskError, read_choices
-from evals.data import no_answer
+from evals.data import data_errors_in_a_sentence, no_answer
 
 SHOTS_SEED = 1234  # by which its command draws few shots
 SCORING = ("metric_list", "filter_list", "process_results", "doc_to_target", "doc_to_choice", "target_delimiter")
@@ -254,46 +251,6 @@ def _data_of(config: Any) -> str:
     files = (config.dataset_kwargs or {}).get("data_files", config.dataset_path)
     split = config.test_split or config.validation_split
     return str(files.get(split, files) if isinstance(files, Mapping) else files)
-
-
-@contextmanager
-def data_errors_in_a_sentence() -> Iterator[None]:
-    """Turn the error that `datasets` raises for a file it cannot read into a `TaskError` that names file and row."""
-    try:
-        yield
-    except Exception as error:
-        if type(error).__module__ != "datasets.exceptions":
-            raise
-        cause = error
-        while cause.__cause__ is not None and isinstance(cause.__cause__, Exception):
-            cause = cause.__cause__
-        file, reason = _file_that_was_read(error), " ".join(str(cause).split()).rstrip(".")
-        reason = re.sub(r"\bin row (\d+)", lambda row: f"in row {int(row[1]) + 1}", reason)  # which counts from 0
-        if file is not None and (line := _damaged_line(file)):
-            reason = f"line {line} is not JSON"
-        raise TaskError(f"{file or 'A data set'} cannot be read ({reason}): correct the file") from error
-
-
-def _file_that_was_read(error: BaseException | None) -> Path | None:
-    """Return the file at which a reader of `datasets`, each of which calls it `file`, has stopped."""
-    while error is not None:
-        for frame, _ in walk_tb(error.__traceback__):
-            if "packaged_modules" in frame.f_code.co_filename and isinstance(frame.f_locals.get("file"), (str, Path)):
-                return Path(frame.f_locals["file"])
-        error = error.__cause__
-    return None
-
-
-def _damaged_line(file: Path) -> int | None:
-    """Return the number of the first line that is not JSON, in a file of JSON lines."""
-    if file.suffix not in (".json", ".jsonl") or (data := file.read_bytes()).lstrip()[:1] == b"[":
-        return None
-    for number, line in enumerate(data.split(b"\n"), 1):
-        try:
-            json.loads(line or "0")
-        except (ValueError, RecursionError):
-            return number
-    return None
 
 
 def _metrics(leaf: Leaf, doc: Any, resps: Sequence[Any]) -> Iterator[tuple[str, float]]:

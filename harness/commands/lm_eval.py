@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from evals.lm_eval import data_errors_in_a_sentence
+from evals.data import data_errors_in_a_sentence
 from harness.config.errors import as_command
 from harness.config.settings import SettingsError
 from harness.terminal.notices import say
