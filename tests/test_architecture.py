@@ -59,8 +59,11 @@ ROOMS: dict[str, set[str] | None] = {
     "bridges": {"terminal", "config", "models", "prompts", "engine", "jobs"},
 }  # fmt: skip
 TRANSFORMERS = {
-    f"harness/engine/{name}.py"
-    for name in ("attach", "cache", "calibration", "forward", "hf", "loop/calls", "rotation")
+    f"harness/{name}.py"
+    for name in (
+        *(f"engine/{name}" for name in ("attach", "cache", "calibration", "forward", "hf", "loop/calls", "rotation")),
+        "prompts/prompt",  # the day that chat templates are told
+    )
 }
 HYDRA = {
     "harness/commands/run.py",
