@@ -100,7 +100,7 @@ class InfiniGen(Method):
         if limited_pool.size(self.pool_capacity, LONG) is not None:
             limited_pool.check_budget(budget, LONG, layer)
 
-    def reads_whole(self, case: Case) -> bool:
+    def reads_whole(self, case: LayerWorkload) -> bool:
         return super().reads_whole(case) or not limited_pool.has_room(self.pool_capacity, case)
 
     def cost(self, case: LayerWorkload) -> Cost:

@@ -146,7 +146,7 @@ def filling(asked: float | None, policy: Eviction, case: LayerWorkload) -> PeakE
     return PeakExtra(rehearsed, 0, costs.evicting(case, slots - case.reserve))
 
 
-def has_room(asked: float | None, case: Case) -> bool:
+def has_room(asked: float | None, case: LayerWorkload) -> bool:
     """Say whether a pool has a slot for some of the prompt, once each of the generated tokens has one."""
     slots = size(asked, case.capacity)
     return slots is None or slots > case.reserve
