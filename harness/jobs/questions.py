@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -71,9 +70,20 @@ class Failed:
     def __post_init__(self) -> None:
         refuse_to_go_on(self.error)
         error: BaseException | None = self.error
-        while error is not None:  # its frames hold the example's cache
-            traceback.clear_frames(error.__traceback__)
+        while error is not None:
+            _let_go(error)
             error = error.__cause__ or error.__context__
+
+
+def _let_go(error: BaseException) -> None:
+    """Clear the frames of `error`, which hold the example's cache, and leave out those that still run."""
+    place = error.__traceback__
+    while place is not None:
+        try:
+            place.tb_frame.clear()
+        except RuntimeError:  # it runs
+            error.__traceback__ = place.tb_next
+        place = place.tb_next
 
 
 def refuse_to_go_on(error: Exception) -> None:

@@ -16,6 +16,7 @@ import yaml
 
 from evals.base import Score
 from evals.longbench import LongBench
+from harness.commands.report import print_report
 from harness.config.settings import Data, GenerationSettings, Results, Settings, SettingsError
 from harness.jobs.evaluate import evaluate
 from harness.jobs.job import Job
@@ -293,7 +294,9 @@ def test_methods_started_together_share_one_full(tmp_path: Path) -> None:
     assert all(info["status"] == "complete" and "earlier" not in info for info in infos.values())
 
 
-def test_a_window_beyond_the_trained_one_is_a_caution_in_the_row(tmp_path: Path) -> None:
+def test_a_window_beyond_the_trained_one_is_a_caution_in_the_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "model"
     MODEL.build(torch.float32, "cpu").save_pretrained(folder)
     MODEL.tokenizer().save_pretrained(folder)
@@ -301,6 +304,8 @@ def test_a_window_beyond_the_trained_one_is_a_caution_in_the_row(tmp_path: Path)
     for window, cautions in ((None, 0), (2**20, 1)):
         model = HuggingFace(str(folder), window=window)
         trained = model.describe().trained_window
-        warnings = evaluate(STREAMING, niah(depths=1), model, settings).summary["warnings"]
-        said = [line for line in warnings if line.startswith(f"model.window={window} goes beyond the {trained} tokens")]
-        assert len(said) == cautions
+        made = evaluate(STREAMING, niah(depths=1), model, settings)
+        told = f"model.window={window} goes beyond the {trained} tokens"
+        assert sum(line.startswith(told) for line in made.summary["warnings"]) == cautions
+        print_report([made.folder])
+        assert (f"Not sure: all rows: {told}" in capsys.readouterr().out) == bool(cautions)

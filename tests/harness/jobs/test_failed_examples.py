@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, ClassVar
+from weakref import ReferenceType, ref
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ from harness.jobs.questions import Asking
 from harness.models.hub import HuggingFace
 from harness.reports.compare import comparisons
 from harness.reports.document import as_text
-from harness.results.run_folder import StoredRun, load
+from harness.results.run_folder import Run, StoredRun, load
 from methods.base import CacheState, KVLayer, LayerSpec, Method
 from methods.full import Full
 from methods.streaming import Streaming
@@ -251,6 +253,30 @@ def failing_once(really: Any) -> Any:
         return really(self, *arguments)
 
     return fails
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_no_cache_outlives_an_example_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
+    """Its error does, for the end of the run."""
+    began: list[ReferenceType[CacheState]] = []
+    alive: list[int] = []
+    begin, append = Moody.start, Run.append_failed
+
+    def noted(self: Any, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
+        began.append(ref(cache))
+        return begin(self, specs, cache)
+
+    def counted(self: Any, failed: Any) -> None:
+        append(self, failed)
+        gc.collect()
+        alive.append(sum(one() is not None for one in began))
+
+    monkeypatch.setattr(Moody, "start", noted)
+    monkeypatch.setattr(Run, "append_failed", counted)
+    monkeypatch.setattr(Moody, "at", {number: "attend" for number in (1, 3, 5)})
+    made = evaluate(Moody(), niah(depths=6), MODEL, settings(tmp_path, batch=batch))
+    assert len(made.failed) == 3
+    assert max(alive) <= batch
 
 
 # logits that are not finite
