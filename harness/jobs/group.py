@@ -88,7 +88,8 @@ class _Run(Run):
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
-        self.errors: dict[str, Exception] = {}  # of this session's examples, by their ids
+        self.tried: set[str] = set()  # ids of this session's examples that failed
+        self.last_error: Exception | None = None  # of these; its frames may hold a cache, so only one is kept
         self.prefill_error: Exception | None = None  # why it has no cache of the prompt that is prefilled for several
 
     @property
@@ -101,7 +102,7 @@ class _Run(Run):
 
     def lacks(self, item: Item) -> bool:
         """Whether it is still to be tried in this session."""
-        return not (self.failed or self.contains(item.example.id) or item.example.id in self.errors)
+        return not (self.failed or self.contains(item.example.id) or item.example.id in self.tried)
 
     def start(self, loaded: LoadedModel, stack: ExitStack) -> None:
         """The runner is closed with `stack`, whatever goes wrong behind it."""
@@ -151,7 +152,8 @@ class _Run(Run):
         record = FailedExample(example.id, example.group, failed.item.sha256, tokens, why)
         self.note(**self.runner.notes)
         self.append_failed(record)
-        self.errors[example.id] = error
+        self.tried.add(example.id)
+        self.last_error = error
         self.in_a_row += 1
         warn(f"{self.job.label}: example {example.id} failed ({why}).")
         if self.in_a_row >= FAILED_BATCHES * self.job.settings.batch:
@@ -161,11 +163,10 @@ class _Run(Run):
 
     def end(self) -> None:
         """All examples have been tried."""
-        if self.errors and not self.records():
+        if self.last_error is not None and not self.records():
             warn(f"{self.job.label}: every example failed.")
-            error = list(self.errors.values())[-1]
-            self.fail(error)
-            self.on_error(error)
+            self.fail(self.last_error)
+            self.on_error(self.last_error)
         else:
             self.close("complete")
 
