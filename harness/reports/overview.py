@@ -133,8 +133,8 @@ def _unsure(table: Comparison, rest: str) -> str:
         if entry.summary.get("num_failed")
     ]
     for caution in dict.fromkeys(text for entry in table.entries for text in entry.run.info.get("cautions", ())):
-        rows = [entry.title for entry in table.entries if caution in entry.run.info.get("cautions", ())]
-        told.append(f"{', '.join(rows) if len(rows) < len(table.entries) else 'all rows'}: {caution}")
+        titles = [entry.title for entry in table.entries if caution in entry.run.info.get("cautions", ())]
+        told.append(f"{', '.join(titles) if len(titles) < len(table.entries) else 'all rows'}: {caution}")
     order = list(SURE)
     for alarm in sorted(table.alarms, key=lambda one: order.index(one.kind) if one.kind in order else len(order)):
         rows = "all rows" if len(alarm.rows) == len(table.entries) > 1 else ", ".join(alarm.rows)
