@@ -37,9 +37,9 @@ from methods.parts.chunks import chunked, landmarks
 from methods.parts.hit_cache import HitCache, OfHits, held_bytes
 from methods.parts.rope_table import RopeTable
 from methods.pools import KVStore, rows_for
+from methods.tiers.batched import BatchedHostRows
 from methods.tiers.block import FAR
 from methods.tiers.rows import Rows
-from methods.tiers.several import HostRowsOfSeveral
 
 
 class ChunkPlan(NamedTuple):
@@ -161,7 +161,7 @@ class ShadowRead(Read[ChunkPlan], capturable=True, of_each=OF_EACH):
     method: ShadowKV
     u: Tensor  # [B N*c r], one row per candidate token, shared by the KV heads
     basis: Tensor  # [B G r D]
-    values: Rows | HostRowsOfSeveral | Tensor  # [B G N c*D]
+    values: Rows | BatchedHostRows | Tensor  # [B G N c*D]
     landmarks: Tensor  # [B G N-o D]
     chunks: Tensor  # [B G N-o 1], which chunk a landmark stands for
     outliers: Tensor  # [B G o]
@@ -293,7 +293,7 @@ class ShadowRead(Read[ChunkPlan], capturable=True, of_each=OF_EACH):
     def _values(self, chunks: Tensor | Ragged, slots: Tensor | None) -> Callable[[], Tensor]:
         """Ask for the values of chunks, which the result waits for; those of several sequences on the device are
         there."""
-        if not isinstance(held := self.values, Rows | HostRowsOfSeveral):
+        if not isinstance(held := self.values, Rows | BatchedHostRows):
             here = filled(ops.gather_rows(held, chunks))
             return lambda: here
         hits, near = self.hits, None

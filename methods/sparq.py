@@ -31,8 +31,8 @@ from methods.layers import Layer, Select
 from methods.parts import costs
 from methods.parts.windows import Windowed
 from methods.pools import Pool, rows_for
+from methods.tiers.batched import BatchedHostRows
 from methods.tiers.rows import Rows
-from methods.tiers.several import HostRowsOfSeveral
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ class SparQRead(Select, capturable=True, of_each={"by_channel": 3, "value_sum": 
     only."""
 
     method: SparQ
-    by_channel: Rows | HostRowsOfSeveral | Tensor | None = None  # the middle keys [B G D M]
+    by_channel: Rows | BatchedHostRows | Tensor | None = None  # the middle keys [B G D M]
     value_sum: Tensor  # [B G 1 D] fp32, over every token so far
     approximate: Approximate | None = None  # belongs to the selection that is being read for the first time
     covered: Tensor  # [B G g 1] fp32, the share of the approximate softmax on the tokens read
@@ -178,7 +178,7 @@ class SparQRead(Select, capturable=True, of_each={"by_channel": 3, "value_sum": 
     def _scores(self, picked: Tensor, channels: Tensor) -> tuple[Tensor, Tensor]:
         """Return `channel_sums` of picked [B G g r] in channels [B G r] over the middle, from where its keys lie."""
         copy = self.by_channel
-        if isinstance(copy, HostRowsOfSeveral):
+        if isinstance(copy, BatchedHostRows):
             copy = self.cache.fetch(partial(copy.in_place, channels.shape[2])).wait()
         if (far := self.layer.far) is None or not (copy is None or isinstance(copy, Rows)):
             keys = self.middle().k.mT if copy is None else copy

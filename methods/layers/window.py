@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from kernels import sink_logits
 from kernels.reference import Segment
 from methods.base import Attended, AttnInput, CacheState, KVLayer, LayerSpec
-from methods.pools.near import misfit
+from methods.pools.device_store import misfit
 
 
 class WindowLayer(KVLayer, capturable=True):

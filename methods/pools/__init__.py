@@ -6,7 +6,7 @@ the request names.
 
 from __future__ import annotations
 
-from methods.pools.near import KVStore
+from methods.pools.device_store import KVStore
 from methods.pools.per_head import PerHeadStore
 from methods.pools.pool import Pool, rows_for
 

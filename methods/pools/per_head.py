@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from methods.base import CacheState, LayerSpec
-from methods.pools.near import KVStore
+from methods.pools.device_store import KVStore
 
 
 class PerHeadStore(KVStore):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from methods.base import BudgetError, LayerWorkload
 from methods.infinigen import InfiniGen, InfiniGenRead
-from methods.layers.together import alone_because
+from methods.layers.batched import alone_because
 from methods.parts.limited_pool import Eviction
 from tests.methods import test_contract as contract
 from tests.methods import test_costs as costs

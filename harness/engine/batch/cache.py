@@ -17,7 +17,7 @@ from kernels.step_inputs import StepInputs
 from methods.base import AttnInput, Checks, KVLayer, NextRow
 from methods.base.counters import StepCounters
 from methods.layers import Layer, Policy
-from methods.layers.together import Slots, alone_because, form, hand_back, link, together
+from methods.layers.batched import Slots, alone_because, form, hand_back, link, together
 from methods.tiers.traffic import Traffic
 
 CHECKED = "what a method returns is checked, or compared with exact attention, one sequence after the other"

@@ -19,8 +19,8 @@ from kernels.per_sequence import PerSequence
 from kernels.ragged import Ragged
 from methods.base import CacheState, Method
 from methods.pools import Pool, rows_for
+from methods.tiers.batched import BatchedHostRows
 from methods.tiers.integers import IntCodec
-from methods.tiers.several import HostRowsOfSeveral
 from methods.tiers.traffic import Traffic
 from tests.kernels.op_cases import pick, random
 from tests.methods.test_contract import NAMES, small
@@ -127,7 +127,7 @@ def test_the_device_reads_pinned_rows_of_several_sequences_in_place(device: str)
     chosen = [pick(seed, 1, 2, size, 9) for seed, size in enumerate((50, 9))]
     rows = torch.cat([*chosen, torch.zeros_like(chosen[0])]).to(device)
     each = Ragged.filled_up(rows, PerSequence([9, 9], dead=1))
-    moved, traffic = HostRowsOfSeveral(pinned, where, dead=1), Traffic.of_several(3, where)
+    moved, traffic = BatchedHostRows(pinned, where, dead=1), Traffic.of_several(3, where)
     found = moved.gather(each, traffic)
     assert found.device.type == device
     for one, part, at in zip(found, parts, chosen, strict=False):
@@ -135,7 +135,7 @@ def test_the_device_reads_pinned_rows_of_several_sequences_in_place(device: str)
     assert traffic.tallies["to_device_bytes"].tolist() == [2 * 9 * 16 * 4] * 2 + [0]
     turned = [part.mT.contiguous() for part in parts]
     turned = [part.pin_memory() for part in turned] if device == "cuda" else turned
-    by_channel = HostRowsOfSeveral(turned, where, 3, dead=1)
+    by_channel = BatchedHostRows(turned, where, 3, dead=1)
     q, channels = random(3, 3, 2, 3, 4).to(device), pick(4, 3, 2, 16, 4).to(device)
     sums, _ = ops.channel_sums(q, by_channel.in_place(4, traffic), channels)
     for i, part in enumerate(parts):

@@ -20,11 +20,11 @@ from methods.layers.keep import Keep
 from methods.layers.layer import Layer
 from methods.layers.policy import Padded, Policy
 from methods.layers.read import Read
-from methods.pools.near import KVStore
+from methods.pools.batched import BatchedPool, BatchedStore
+from methods.pools.device_store import KVStore
 from methods.pools.pool import Pool
-from methods.pools.together import PoolOfSeveral, StoreOfSeveral
+from methods.tiers.batched import BatchedHostRows
 from methods.tiers.rows import HostRows, MemoryRows
-from methods.tiers.several import HostRowsOfSeveral
 
 
 def alone_because(layer: KVLayer) -> str | None:
@@ -78,10 +78,10 @@ def together(slots: Slots, cache: CacheState) -> Layer:
     one = copy(layers[0])
     one.cache = cache = cache.on(one.spec.device)
     one.request = cache.request
-    one.store = StoreOfSeveral([layer.store for layer in layers], cache, slots.dead)
+    one.store = BatchedStore([layer.store for layer in layers], cache, slots.dead)
     if layers[0].far is not None:
         pools = [layer.far for layer in layers if layer.far is not None]
-        one.far = cast(Pool, PoolOfSeveral(pools, cache, slots.dead))
+        one.far = cast(Pool, BatchedPool(pools, cache, slots.dead))
     one.sealed = cast(int, slots.of_rows([layer.sealed for layer in layers]))
     joined = {mine: _joined(policies, one, slots) for mine, *policies in _policies(layers)}
     one.policies = tuple(joined.values())
@@ -160,7 +160,7 @@ def _several(
     parts = [part for tensor in tensors for part in tensor.split(1)]
     if isinstance(values[0], HostRows):
         assert isinstance(how, int)
-        return HostRowsOfSeveral(parts, cache.request.device, how, slots.dead)
+        return BatchedHostRows(parts, cache.request.device, how, slots.dead)
     if isinstance(how, int):
         return with_free_slots(parts, how, slots.dead)
     if isinstance(how, Padded):

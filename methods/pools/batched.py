@@ -16,16 +16,16 @@ from kernels.per_sequence import PerSequence, per_sequence
 from kernels.ragged import Ragged, filled, with_free_slots
 from kernels.reference import Segment
 from methods.base import CacheState, NextRow
-from methods.pools.near import KVStore
+from methods.pools.device_store import KVStore
 from methods.pools.pool import Pool
+from methods.tiers.batched import BatchedHostRows
 from methods.tiers.codec import Encoded
-from methods.tiers.several import HostRowsOfSeveral
 from methods.tiers.tier import DEVICE
 from methods.tiers.traffic import Traffic
 from methods.tiers.transfer.engine import Arrival
 
 
-class StoreOfSeveral(KVStore):
+class BatchedStore(KVStore):
     """Writes to, and reads from, the memory of `stores`. What grows is counted in `cache.counters`; the lengths of the
     stores themselves stay behind until `KVStore.advance`."""
 
@@ -70,15 +70,15 @@ class StoreOfSeveral(KVStore):
         return self._segments[start, end]
 
 
-class PoolOfSeveral:
+class BatchedPool:
     """Reads tokens out of `pools`, which lie in one tier, on the device or on the host, and have one codec."""
 
     def __init__(self, pools: Sequence[Pool], cache: CacheState, dead: int | None) -> None:
-        """`dead`: as in `StoreOfSeveral`."""
+        """`dead`: as in `BatchedStore`."""
         self.tier, self.codec, self.cache, device = pools[0].tier, pools[0].codec, cache, cache.request.device
         rooms = [sequence for pool in pools for sequence in pool.rooms()]
         parts, tokens = [list(map(_readable, same)) for same in zip(*rooms, strict=True)], len(pools[0].layout.tokens)
-        self._on_host = [HostRowsOfSeveral(same, device, dead=dead) for same in parts[:tokens] if self.tier != DEVICE]
+        self._on_host = [BatchedHostRows(same, device, dead=dead) for same in parts[:tokens] if self.tier != DEVICE]
         tensors = [rows.rows for rows in self._on_host]
         tensors += [with_free_slots(same, dead=dead) for same in parts[len(tensors) :]]
         *encoded, self._tail_k, self._tail_v = (cast(Tensor, x) for x in tensors)

@@ -14,7 +14,7 @@ from kernels.ragged import Ragged, filled, with_free_slots
 from methods.tiers.traffic import Traffic
 
 
-class HostRowsOfSeveral:
+class BatchedHostRows:
     """Reads rows [B G C W] where they lie, as `HostRows` do. What moves is counted for each sequence by itself."""
 
     def __init__(self, rooms: Sequence[Tensor], device: torch.device, dim: int = 2, dead: int | None = None) -> None:
