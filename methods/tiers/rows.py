@@ -23,7 +23,7 @@ from methods.tiers.shelf import Shelf
 from methods.tiers.slabs import Region
 from methods.tiers.tier import DEVICE, DISK, HOST, tier_of
 from methods.tiers.traffic import Traffic
-from methods.tiers.transfer.ways import BLOCK_BYTES, Travel, way
+from methods.tiers.transfer.copy_strategy import BLOCK_BYTES, CopyStrategy, copy_strategy
 
 Shape = tuple[int, ...]
 
@@ -181,10 +181,10 @@ class HostRows(MemoryRows):
         if self.device.type == "cpu" or rows.is_contiguous():
             return self._send(rows, traffic)
         pairs = self.shape[0] * self.shape[1]
-        how = way(pairs, rows.nbytes // pairs, BLOCK_BYTES, in_place=rows.is_pinned())
-        if how is Travel.COLLECTED:
+        how = copy_strategy(pairs, rows.nbytes // pairs, BLOCK_BYTES, in_place=rows.is_pinned())
+        if how is CopyStrategy.COLLECTED:
             return self._send(rows, traffic)
-        if how is Travel.KERNEL:
+        if how is CopyStrategy.KERNEL:
             return self.gather(torch.arange(count, device=self.device).expand(*self.shape[:2], -1), traffic)
         moved = torch.empty(rows.shape, dtype=self.dtype, device=self.device)
         for there, here in zip(moved.flatten(0, 1), rows.flatten(0, 1), strict=True):

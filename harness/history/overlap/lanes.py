@@ -16,11 +16,11 @@ class StoreLanes:
             engine.lane(name, number if count else 0) for name, number in (("read", count), ("ahead", 1), ("write", 1))
         )
         self.leaving = engine.lane("leave", 1 if count else 0)
-        self.copying = engine.mover if engine.beside or not count else engine.lane("copy", 1)
+        self.copying = engine.copy_lane if engine.beside or not count else engine.lane("copy", 1)
 
     def close(self) -> None:
         """Wait until all that was submitted is done, and end the store's own threads."""
         for lane in (self.leaving, self.writing, self.ahead, self.reading):
             lane.close()
-        if self.copying is not self.engine.mover:
+        if self.copying is not self.engine.copy_lane:
             self.copying.close()

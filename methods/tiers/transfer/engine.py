@@ -43,7 +43,7 @@ class TransferEngine:
         """`threads`: so many move rows that are asked for ahead; 0: the caller does. `works`: a thread does what is
         given to `work`. `slabs`: host memory that is pinned before a clock starts."""
         self._lanes: WeakSet[TransferLane] = WeakSet()
-        self.mover, self.hands = self.lane("move", threads), self.lane("work", int(works))
+        self.copy_lane, self.work_lane = self.lane("move", threads), self.lane("work", int(works))
         self.beside, self.slabs = threads > 0, slabs
 
     def lane(self, name: str, threads: int) -> TransferLane:
@@ -57,7 +57,7 @@ class TransferEngine:
     ) -> Arrival[T]:
         """Begin to bring to the device `on` what `read` returns, which counts the bytes that it moves. What is waited
         for counts in `into` as well. `ahead`: rows move from now on."""
-        return Arrival(self.mover if ahead else INLINE, read, into, on, ahead)
+        return Arrival(self.copy_lane if ahead else INLINE, read, into, on, ahead)
 
     def branch(
         self, read: Callable[[Traffic], T], into: Traffic, on: torch.device, *, ahead: bool = False
@@ -75,7 +75,7 @@ class TransferEngine:
             reach(on)
             return compute()
 
-        return Arrival(self.hands, read, Traffic(), on, ahead=True)
+        return Arrival(self.work_lane, read, Traffic(), on, ahead=True)
 
     def send(self, write: Callable[[Traffic], None], into: Traffic) -> None:
         """Let `write` put rows away from the device, which counts the bytes."""

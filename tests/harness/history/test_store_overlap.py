@@ -322,7 +322,7 @@ def test_a_store_shares_the_engine_of_its_device(tmp_path: Path) -> None:
     """Its rows go to the device in the engine's own lane, and the engine's end drains all of the store's."""
     engine = TransferEngine(threads=1)
     with opened(tmp_path, host=0, engine=engine, **THREADS) as store:
-        assert store.contents.lanes.copying is engine.mover
+        assert store.contents.lanes.copying is engine.copy_lane
         put(store, "a")
         engine.close()
         found = store.get("a", TOKENS)  # the caller does it now

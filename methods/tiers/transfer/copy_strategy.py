@@ -7,7 +7,7 @@ from enum import Enum, auto
 BLOCK_BYTES = 64 * 1024  # from such pieces on a PCIe 5 link is full (vLLM PR 42212)
 
 
-class Travel(Enum):
+class CopyStrategy(Enum):
     """Names the three ways."""
 
     BLOCKS = auto()  # one copy for each piece
@@ -15,7 +15,7 @@ class Travel(Enum):
     COLLECTED = auto()  # the host gathers the pieces, and they go as one copy
 
 
-def way(pieces: int, piece_bytes: int, block_bytes: int, *, in_place: bool) -> Travel:
+def copy_strategy(pieces: int, piece_bytes: int, block_bytes: int, *, in_place: bool) -> CopyStrategy:
     """Return how `pieces` of so many bytes travel. `in_place`: a kernel can read them, since they lie in pinned memory
     and their numbers on the device, or are known without looking.
 
@@ -23,5 +23,5 @@ def way(pieces: int, piece_bytes: int, block_bytes: int, *, in_place: bool) -> T
     longer to begin than to move. A kernel asks for all of them at once, but takes the device's time. The host gathers
     what neither can."""
     if pieces == 1 or piece_bytes >= block_bytes:
-        return Travel.BLOCKS
-    return Travel.KERNEL if in_place else Travel.COLLECTED
+        return CopyStrategy.BLOCKS
+    return CopyStrategy.KERNEL if in_place else CopyStrategy.COLLECTED

@@ -11,7 +11,7 @@ from torch import Tensor
 from kernels import ops
 from methods.tiers.rows import HostRows, Place
 from methods.tiers.traffic import Traffic
-from methods.tiers.transfer.ways import Travel, way
+from methods.tiers.transfer.copy_strategy import CopyStrategy, copy_strategy
 from tests.dispatched import DispatchRecorder
 
 ELSEWHERE = torch.device("meta")  # a device that is not the CPU, and computes nothing
@@ -39,17 +39,17 @@ class Copies(DispatchRecorder):
 @pytest.mark.parametrize(
     ("pieces", "size", "in_place", "how"),
     [
-        (1, 10, True, Travel.BLOCKS),
-        (1, 10, False, Travel.BLOCKS),
-        (2, 100, True, Travel.BLOCKS),
-        (2, 100, False, Travel.BLOCKS),
-        (2, 99, True, Travel.KERNEL),
-        (2, 99, False, Travel.COLLECTED),
-        (0, 0, False, Travel.COLLECTED),
+        (1, 10, True, CopyStrategy.BLOCKS),
+        (1, 10, False, CopyStrategy.BLOCKS),
+        (2, 100, True, CopyStrategy.BLOCKS),
+        (2, 100, False, CopyStrategy.BLOCKS),
+        (2, 99, True, CopyStrategy.KERNEL),
+        (2, 99, False, CopyStrategy.COLLECTED),
+        (0, 0, False, CopyStrategy.COLLECTED),
     ],
 )
-def test_the_rule(pieces: int, size: int, in_place: bool, how: Travel) -> None:
-    assert way(pieces, size, 100, in_place=in_place) is how
+def test_the_rule(pieces: int, size: int, in_place: bool, how: CopyStrategy) -> None:
+    assert copy_strategy(pieces, size, 100, in_place=in_place) is how
 
 
 @pytest.mark.parametrize(
