@@ -17,7 +17,7 @@ import numpy as np
 from evals import haystack as haystacks
 from evals.base import Example, Score, Task, TaskEnv, TaskError
 from evals.data import require
-from evals.multiturn import law
+from evals.multiturn import length_distribution
 from evals.multiturn.building import REPLIES, Builder
 from evals.multiturn.texts import Passages, Reader, Script, located, opened, told
 from evals.needles import NEEDLES, scored_digits
@@ -43,7 +43,7 @@ class Multiturn(Task):
     replies: str = "own"
     about: str = "any"
     opening: int = 256
-    question_share: float = law.QUESTION_SHARE
+    question_share: float = length_distribution.QUESTION_SHARE
     correlation: float = 0.0
     haystack: str = "auto"
     template: str = "{text}\n\n{question} Answer with the number alone."
@@ -57,8 +57,10 @@ class Multiturn(Task):
         for name in ("conversations", "turns", "longest", "opening", "max_new_tokens"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise TaskError(f"task.{name}={value} must be at least 1.")
-        if self.turns is not None and self.turns > law.MOST_TURNS:
-            raise TaskError(f"task.turns={self.turns} is too many: conversations have at most {law.MOST_TURNS}.")
+        if self.turns is not None and self.turns > length_distribution.MOST_TURNS:
+            raise TaskError(
+                f"task.turns={self.turns} is too many: conversations have at most {length_distribution.MOST_TURNS}."
+            )
         if not 0 < self.question_share < 1 or not -1 < self.correlation < 1:
             raise TaskError("task.question_share must lie between 0 and 1, task.correlation between -1 and 1.")
         if any(part not in self.template for part in ("{text}", "{question}")):
@@ -102,7 +104,7 @@ class Multiturn(Task):
             if made == self.conversations:
                 break
         if builder.lengths:
-            self._made["statistics"] = law.statistics(builder.lengths, self._made.get("scale", 1.0))
+            self._made["statistics"] = length_distribution.statistics(builder.lengths, self._made.get("scale", 1.0))
         if made < self.conversations:
             raise self._too_few(made, builder, longest)
 
@@ -148,7 +150,9 @@ class Multiturn(Task):
         """Return the tokens that the longest conversation may have."""
         if self.longest is not None and env.window is not None and self.longest > env.window:
             raise TaskError(f"task.longest={self.longest} exceeds the model's {env.window} tokens: choose fewer.")
-        return (self.longest or min(law.MOST_TOKENS, env.window or law.MOST_TOKENS)) - SPARE_TOKENS
+        return (
+            self.longest or min(length_distribution.MOST_TOKENS, env.window or length_distribution.MOST_TOKENS)
+        ) - SPARE_TOKENS
 
     def _scripts(self, env: TaskEnv, limit: int) -> Iterator[Script]:
         if self.source is not None:
@@ -158,10 +162,12 @@ class Multiturn(Task):
         return self._drawn(env, limit)
 
     def _drawn(self, env: TaskEnv, limit: int) -> Iterator[Script]:
-        text, scale = haystacks.load(self.haystack, env), limit / law.MOST_TOKENS
+        text, scale = haystacks.load(self.haystack, env), limit / length_distribution.MOST_TOKENS
         self._made.update(origin=f"text of {text.name}", sha256=text.sha256, scale=scale)
         rng, reader = np.random.default_rng(env.seed), Reader(text, env)
-        sessions = law.drawn(self.conversations, rng, correlation=self.correlation, scale=scale, turns=self.turns)
+        sessions = length_distribution.drawn(
+            self.conversations, rng, correlation=self.correlation, scale=scale, turns=self.turns
+        )
         for number, tokens in enumerate(sessions):
-            parts = [law.parted(one, self.question_share) for one in tokens]
+            parts = [length_distribution.parted(one, self.question_share) for one in tokens]
             yield Passages(f"{number}", reader, int(rng.integers(len(reader))), parts, self.opening)

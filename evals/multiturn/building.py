@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from evals.base import Example, TaskEnv, Turn
-from evals.multiturn.law import MOST_TURNS
+from evals.multiturn.length_distribution import MOST_TURNS
 from evals.multiturn.texts import Script
 from evals.needles import CITIES, Planted, magic_number
 

@@ -10,7 +10,7 @@ from typing import Protocol
 from evals.base import TaskEnv, TaskError
 from evals.data import Content, Row, Source, check, open_content, rows_of
 from evals.haystack import Haystack, split_sentences
-from evals.multiturn import law
+from evals.multiturn import length_distribution
 
 LAYOUTS = "{id, conversations: [{from, value}]} as in ShareGPT, or {question_id, turns: [text]} as in MT-bench"
 NAMES = dict.fromkeys(("id?", "question_id?"), "text or a whole number")
@@ -68,7 +68,7 @@ class Passages:
 
     def __init__(self, name: str, reader: Reader, start: int, parts: Sequence[tuple[int, int]], opening: int) -> None:
         self.name, self._reader, self._start = name, reader, start
-        self._parts, self._opening = law.opened(parts, opening), opening
+        self._parts, self._opening = length_distribution.opened(parts, opening), opening
 
     def __len__(self) -> int:
         return len(self._parts)
@@ -165,7 +165,7 @@ def told(content: Content, env: TaskEnv) -> Iterator[Told]:
             raise TaskError(
                 f"task.source: row {number} of {file} lacks 'conversations' or 'turns': it should be {LAYOUTS}"
             )
-        said = law.SHAREGPT if "conversations" in row else {"turns": ["text"]}
+        said = length_distribution.SHAREGPT if "conversations" in row else {"turns": ["text"]}
         check(row, said | NAMES, f"task.source: row {number} of {file}")
     for number, row in enumerate(rows, 1):
         if turns := _turns(row):
@@ -176,5 +176,5 @@ def told(content: Content, env: TaskEnv) -> Iterator[Told]:
 def _turns(row: Row) -> list[tuple[str, str | None]]:
     """Return what the user says in each turn, with the reply where there is one."""
     if "conversations" in row:
-        return [said for said in law.exchanges(row["conversations"]) if all(map(str.strip, said))]
+        return [said for said in length_distribution.exchanges(row["conversations"]) if all(map(str.strip, said))]
     return [(question.strip(), None) for question in row["turns"]]

@@ -15,7 +15,7 @@ import pytest
 
 from evals.base import Example, MissingData, TaskEnv, TaskError
 from evals.multiturn import Multiturn
-from evals.multiturn.law import drawn, statistics
+from evals.multiturn.length_distribution import drawn, statistics
 from tests.evals.test_niah import Words
 
 FACT = re.compile(r"The special magic (\w+) number is: (\d{7})\.")

@@ -1,7 +1,7 @@
 """Conversations as numbers: when they begin, how long each turn's question and answer are. Drawn, or from a file.
 
-The stand-in for ShareGPT has turns and tokens by the law of `evals/multiturn/law.py`, as `task=multiturn` has.
-"""
+The stand-in for ShareGPT has turns and tokens by the law of `evals/multiturn/length_distribution.py`, as
+`task=multiturn` has."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from evals.data import Content, Row, rows_of
-from evals.multiturn import law
+from evals.multiturn import length_distribution
 from evals.shapes import ANY, Shape
 
 CHARACTERS_PER_TOKEN = 4.0
@@ -52,8 +52,10 @@ def drawn(
     """`rate`: new sessions per second, a Poisson process. `think_s`: mean of an exponential law. `question_share`: of a
     turn's tokens. `correlation`: of the normal variables behind turns and tokens, as more turns have more tokens."""
     rng = np.random.default_rng(seed)
-    lengths = law.drawn(sessions, rng, correlation=correlation)
-    turns = [[TurnLengths(*law.parted(tokens, question_share)) for tokens in session] for session in lengths]
+    lengths = length_distribution.drawn(sessions, rng, correlation=correlation)
+    turns = [
+        [TurnLengths(*length_distribution.parted(tokens, question_share)) for tokens in session] for session in lengths
+    ]
     return timed([str(number) for number in range(sessions)], turns, rate, think_s, rng)
 
 
@@ -62,7 +64,7 @@ def read(path: Path, sessions: int, rate: float, *, seed: int = 0, think_s: floa
     """Of a file in ShareGPT's layout, a list of {id, conversations: [{from, value}]}: conversations drawn in random
     order, all at most once. Tokens are counted as 4 characters each."""
     rng = np.random.default_rng(seed)
-    rows = rows_in(path, "data", law.SHAREGPT)
+    rows = rows_in(path, "data", length_distribution.SHAREGPT)
     found = {str(number if row.get("id") is None else row["id"]): _lengths(row) for number, row in enumerate(rows, 1)}
     named = {name: turns for name, turns in found.items() if turns}
     if len(named) < sessions:
@@ -82,7 +84,7 @@ def rows_in(path: Path, key: str, shape: Shape = ANY) -> list[Row]:
 
 def statistics(trace: Sequence[TracedConversation]) -> dict[str, float]:
     """What a stand-in has to be judged by."""
-    return law.statistics([[(turn.question, turn.answer) for turn in one.turns] for one in trace])
+    return length_distribution.statistics([[(turn.question, turn.answer) for turn in one.turns] for one in trace])
 
 
 def cuts(trace: Sequence[TracedConversation], window: int) -> dict[str, float]:
@@ -109,7 +111,10 @@ def timed(
 
 
 def _lengths(row: Mapping[str, Any]) -> list[TurnLengths]:
-    return [TurnLengths(_count(asked), _count(answer)) for asked, answer in law.exchanges(row["conversations"])]
+    return [
+        TurnLengths(_count(asked), _count(answer))
+        for asked, answer in length_distribution.exchanges(row["conversations"])
+    ]
 
 
 def _count(text: str) -> int:
