@@ -150,11 +150,11 @@ def _several(
     """Return what several sequences have in the place of `values`."""
     if isinstance(values[0], int):
         return slots.of_rows(values)
-    if hasattr(values[0], "of_several"):
+    if hasattr(values[0], "batched"):
         same = tuple(map(id, values))
         if same not in slots.shared:
             seen = slots.of_rows([layer.seen for layer in slots.layers])
-            slots.shared[same] = values[0].of_several(values, cache, seen, slots.dead)
+            slots.shared[same] = values[0].batched(values, cache, seen, slots.dead)
         return slots.shared[same]
     tensors = [value.stored if isinstance(value, MemoryRows) else value for value in values]
     parts = [part for tensor in tensors for part in tensor.split(1)]

@@ -40,7 +40,7 @@ class Policy:
     `of_each={"codes": 2}`, not inherited either, says that several sequences may take a step together
     (methods/layers/batched.py), and what it uses besides the store: name -> the dimension in which sequences differ,
     `Padded` where steps change such tensors, or None for tensors of one shape, which steps may change, and for numbers.
-    What knows itself how to be that of several, as an index that grows, has a method `of_several`: it takes what each
+    What knows itself how to be that of several, as an index that grows, has a method `batched`: it takes what each
     cache has in its place, what they step with, how many tokens each sequence has seen, and how many slots are free.
     """
 

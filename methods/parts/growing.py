@@ -27,11 +27,11 @@ class GrowingRows:
         self.stored = rows.new_zeros(*rows.shape[:2], room + 1, rows.shape[3])[:, :, :room]
         self.append(rows)
 
-    def of_several(
+    def batched(
         self, indices: Sequence[GrowingRows], cache: CacheState, seen: int | PerSequence, dead: int | None
     ) -> GrowingRows:
         """Return the rows of the sequences of `indices`, for a step that they take together (see `Policy`)."""
-        return RowsOfSeveral(indices, cache, dead)
+        return BatchedRows(indices, cache, dead)
 
     @property
     def filled(self) -> Tensor:
@@ -58,7 +58,7 @@ class GrowingRows:
         self.stored[:, :, start : self.length] = kept
 
 
-class RowsOfSeveral(GrowingRows):
+class BatchedRows(GrowingRows):
     """Writes to, and reads from, the memory of several indices, whose rows may differ in length. Their own lengths stay
     behind until `count_replayed`."""
 

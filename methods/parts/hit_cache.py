@@ -54,7 +54,7 @@ class HitCache:
     def begun(self) -> bool:
         return "held" in vars(self)
 
-    def of_several(
+    def batched(
         self, caches: Sequence[HitCache], cache: CacheState, seen: int | PerSequence, dead: int | None
     ) -> HitCache:
         """Return one for the sequences of `caches`, whose tensors its policy sets (see `Policy`)."""

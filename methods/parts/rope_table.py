@@ -56,7 +56,7 @@ class RopeTable:
         if more > 0:
             self.cos, self.sin = (pad(part, (0, 0, 0, more)) for part in (self.cos, self.sin))
 
-    def of_several(
+    def batched(
         self, tables: Sequence[RopeTable], cache: CacheState, seen: int | PerSequence, dead: int | None
     ) -> RopeTable:
         """Return the table of the sequences of `tables`, which are at the positions `seen` (see `Policy`)."""

@@ -52,7 +52,7 @@ class Traffic:
             self.tallies[name] = amount.clone()
 
     @classmethod
-    def of_several(cls, batch: int, device: torch.device) -> Traffic:
+    def batched(cls, batch: int, device: torch.device) -> Traffic:
         """Return what counts for `batch` sequences that step together, each by itself."""
         tallies = {name: torch.zeros(batch, dtype=torch.int64, device=device) for name in TALLIED}
         return cls(tallies=tallies, several=True)

@@ -272,7 +272,7 @@ class SlotsCache(KVCache):
         free = self._free_rows(self._forms[members[0]])
         rows = [*(row for span in spans for row in span), *free]
         request, whose = replace(self._joint_state.request, batch=len(rows)), tuple(members)
-        traffic = self._traffic.setdefault(whose, Traffic.of_several(len(rows), request.device))
+        traffic = self._traffic.setdefault(whose, Traffic.batched(len(rows), request.device))
         state = replace(self._joint_state, request=request, traffic=traffic)
         dead = None if self.step_inputs is None else len(free)
         joint = together(Slots([cast(Layer, layers[number]) for number in members], dead, shared), state)

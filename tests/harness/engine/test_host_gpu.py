@@ -127,7 +127,7 @@ def test_the_device_reads_pinned_rows_of_several_sequences_in_place(device: str)
     chosen = [pick(seed, 1, 2, size, 9) for seed, size in enumerate((50, 9))]
     rows = torch.cat([*chosen, torch.zeros_like(chosen[0])]).to(device)
     each = Ragged.filled_up(rows, PerSequence([9, 9], dead=1))
-    moved, traffic = BatchedHostRows(pinned, where, dead=1), Traffic.of_several(3, where)
+    moved, traffic = BatchedHostRows(pinned, where, dead=1), Traffic.batched(3, where)
     found = moved.gather(each, traffic)
     assert found.device.type == device
     for one, part, at in zip(found, parts, chosen, strict=False):
