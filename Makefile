@@ -48,7 +48,7 @@ test-official: setup  ## methods against their authors' code on the CPU: CLONES=
 # The GPU targets take the environment they find: torch, triton, transformers and pytest are enough there.
 GPU_PYTHON = $(or $(wildcard $(BIN)/python),$(PYTHON))
 GPU_TESTS = tests/kernels tests/harness/engine/test_graph_gpu.py tests/harness/engine/test_host_gpu.py \
-    tests/methods/test_no_waiting.py tests/methods/tiers/test_slabs.py tests/harness/jobs/test_forecast.py
+    tests/methods/test_no_waiting.py tests/methods/tiers/test_pinned_memory.py tests/harness/jobs/test_forecast.py
 # Kernels are compiled on first use, which takes most of the time: a worker per core, where pytest-xdist is installed,
 # and tests in their order, so that those which share a kernel meet in one worker.
 GPU_WORKERS = $(shell $(GPU_PYTHON) -c 'import xdist' 2>/dev/null && printf %s '-n auto --maxprocesses 12')

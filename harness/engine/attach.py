@@ -31,7 +31,7 @@ from harness.engine.wait import wait_for
 from methods.base import Budget, CacheState, Checks, CostError, LayerWorkload, Method, Request, refuse_other_than_method
 from methods.layers.hybrid import check_growth, check_length, start_layers, whole_layers
 from methods.tiers.codec import Codec
-from methods.tiers.slabs import Slab
+from methods.tiers.pinned_memory import PinnedReservation
 from methods.tiers.tier import DEVICE, HOST, TIERS
 from methods.tiers.transfer.engine import shared_engine
 
@@ -107,23 +107,23 @@ class Attachment:
             _refuse_number(key, number, least=1)
         check_length(self.method, self.model_specs, capacity)
         request = self.request(capacity=capacity, batch=batch, grows=grows)
-        request = replace(request, slab=self._slab(request))
+        request = replace(request, reservation=self._reservation(request))
         state = CacheState(request, checks=Checks(self._unchecked), engine=self.engine, ahead=self.ahead)
         cache = kind(start_layers(self.model_specs, state, self.method.start), state)
         cache.rotary = self.rotary
         cache.closes_early = request.placement != DEVICE or self.method.closes_early
         return cache
 
-    def _slab(self, request: Request) -> Slab | None:
+    def _reservation(self, request: Request) -> PinnedReservation | None:
         """Host memory for all rows that a cache may send there, if nothing of that is to be pinned later. A cache that
         grows, and one of a method that does not say how much it is, takes its memory when rows come."""
-        if self.engine.slabs is None or request.placement != HOST or request.grows:
+        if self.engine.pinned_memory is None or request.placement != HOST or request.grows:
             return None
         try:
             layers = [self.method.cost(case).away.get(HOST, 0) for case in self._full_cases(request)]
         except CostError:
             return None
-        return self.engine.slabs.slab([request.batch * rows for rows in layers])
+        return self.engine.pinned_memory.reserve([request.batch * rows for rows in layers])
 
     def _full_cases(self, request: Request) -> Iterator[LayerWorkload]:
         """Each layer with a prompt that takes all of the cache: no other sends more away."""

@@ -47,8 +47,10 @@ def footprint(layers: Sequence[KVLayer]) -> dict[str, int]:
     for tier, size in sizes.values():
         totals[tier] += size
     by_address = {place: size for place, (_, size) in sizes.items() if isinstance(place, int)}
-    slabs = {id(slab): slab for layer in layers if (slab := layer.request.slab) is not None}
-    totals[HOST] += sum(slab.spare(by_address) for slab in slabs.values())
+    reservations = {
+        id(reservation): reservation for layer in layers if (reservation := layer.request.reservation) is not None
+    }
+    totals[HOST] += sum(reservation.spare(by_address) for reservation in reservations.values())
     return totals
 
 

@@ -39,8 +39,8 @@ from harness.history.statistics import Statistics
 from methods.base import Method
 from methods.tiers.block import Format, SplitRows, Tensors
 from methods.tiers.codec import PLAIN, Codec
+from methods.tiers.pinned_pool import PinnedPool
 from methods.tiers.rows import Place
-from methods.tiers.shelf import Shelf
 from methods.tiers.tier import DISK, HOST
 from methods.tiers.transfer.engine import TransferEngine
 
@@ -94,14 +94,14 @@ class HistoryStore:
         self.fingerprint, self.block_tokens, self.share = fingerprint, block_tokens, share
         self.format, self.engine = Format(codec, dtype), engine or TransferEngine()
         self.placement = Placement(capacities, policy or SchedulerAware(), ttl_s, copies, reserve)
-        self.shelf = Shelf(self.engine.slabs, capacities.get(HOST, 0) + write_buffer)
+        self.pinned_pool = PinnedPool(self.engine.pinned_memory, capacities.get(HOST, 0) + write_buffer)
         files = Disk(folder, capacities[DISK], wait=wait, wall=wall) if folder else None
         self.contents = Contents(
             self.placement,
             files,
             StoreLanes(self.engine, io_threads),
             durable=durable,
-            place=Place(torch.device(on), region=self.shelf),
+            place=Place(torch.device(on), region=self.pinned_pool),
             write_buffer=write_buffer,
             clock=clock,
         )
@@ -114,7 +114,7 @@ class HistoryStore:
         """So many bytes more of rows will come: beside a GPU, host memory for them is pinned now, up to the room of the
         host tier and the write buffer. No later call pins any."""
         try:
-            self.shelf.expect(size)
+            self.pinned_pool.expect(size)
         except RuntimeError as error:
             warn(f"rows of conversations lie in memory that is not pinned, and travel more slowly: {error}")
 
@@ -260,7 +260,7 @@ class HistoryStore:
         """Leaves on disk what has room there, the most recently used first, and waits for it."""
         self._closed = True
         self.contents.close()
-        self.shelf.close()
+        self.pinned_pool.close()
 
     def __enter__(self) -> HistoryStore:
         return self

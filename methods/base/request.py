@@ -13,8 +13,8 @@ from torch import Tensor
 from kernels.ragged import Ragged
 from methods.budget import Budget
 from methods.tiers.codec import Codec
+from methods.tiers.pinned_memory import PinnedReservation
 from methods.tiers.rows import Place
-from methods.tiers.slabs import Slab
 from methods.tiers.tier import DEVICE
 
 _ANY_LENGTH = 2**40  # tokens: more than any cache holds
@@ -67,7 +67,7 @@ class Request:
     codec: Codec | None = None  # what lies in a pool is written by it; None: as it is
     disk: Path | None = None  # the folder for placement=disk; None: in the system's temporary one
     prepared: object = None  # what the method's `prepare` returned for this model
-    slab: Slab | None = field(default=None, compare=False)  # host memory for the rows of all layers
+    reservation: PinnedReservation | None = field(default=None, compare=False)  # host memory for the rows of all layers
     grows: bool = False  # `capacity` is raised when more tokens come, as in a loop that does not say how many will
 
     @property
@@ -77,7 +77,7 @@ class Request:
 
     def place(self, layer: int) -> Place:
         """Return the place in which rows of a layer are asked for."""
-        return Place(self.device, self.disk, None if self.slab is None else self.slab.regions[layer])
+        return Place(self.device, self.disk, None if self.reservation is None else self.reservation.regions[layer])
 
     def covers(self, tokens: int, layer: int) -> bool:
         """Say whether the budget, if the method uses one, leaves out nothing of a prompt of so many tokens: it is then

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from kernels import ops
 from kernels.temporary import TemporaryFolder
-from methods.tiers.shelf import Shelf
-from methods.tiers.slabs import Region
+from methods.tiers.pinned_memory import Region
+from methods.tiers.pinned_pool import PinnedPool
 from methods.tiers.tier import DEVICE, DISK, HOST, tier_of
 from methods.tiers.traffic import Traffic
 from methods.tiers.transfer.copy_strategy import BLOCK_BYTES, CopyStrategy, copy_strategy
@@ -35,7 +35,7 @@ class Place:
 
     device: torch.device
     folder: Path | None = None
-    region: Region | Shelf | None = None
+    region: Region | PinnedPool | None = None
 
 
 class PlaceError(ValueError):

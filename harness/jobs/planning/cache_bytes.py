@@ -19,7 +19,7 @@ from harness.models.architectures import ARCHITECTURES
 from harness.models.base import DTYPE_BYTES, ModelInfo
 from methods.base import Budget, Cost, CostError, LayerWorkload, Method, PeakExtra
 from methods.tiers import codecs
-from methods.tiers.slabs import slab_bytes
+from methods.tiers.pinned_memory import reservation_bytes
 from methods.tiers.tier import DEVICE, HOST, TIERS
 
 
@@ -142,7 +142,9 @@ def host_bytes(holder: Holder, info: ModelInfo, item: Item) -> int:
     if holder.settings.placement != HOST:
         return 0
     try:
-        return slab_bytes([holder.method.cost(case).away.get(HOST, 0) for case in cases(holder, info, item, item.room)])
+        return reservation_bytes(
+            [holder.method.cost(case).away.get(HOST, 0) for case in cases(holder, info, item, item.room)]
+        )
     except CostError:
         return 0
 

@@ -1,4 +1,4 @@
-"""Chooses how rows get from host memory to the device, by the size and the number of the pieces in which they lie."""
+"""Chooses how rows get from host memory to the device, by the number and the size of the pieces in which they lie."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ BLOCK_BYTES = 64 * 1024  # from such pieces on a PCIe 5 link is full (vLLM PR 42
 
 
 class CopyStrategy(Enum):
-    """Names the three ways."""
+    """Name the three ways to copy rows from the host."""
 
     BLOCKS = auto()  # one copy for each piece
     KERNEL = auto()  # the device reads the pieces where they lie, in pinned memory
@@ -16,12 +16,13 @@ class CopyStrategy(Enum):
 
 
 def copy_strategy(pieces: int, piece_bytes: int, block_bytes: int, *, in_place: bool) -> CopyStrategy:
-    """Return how `pieces` of so many bytes travel. `in_place`: a kernel can read them, since they lie in pinned memory
-    and their numbers on the device, or are known without looking.
+    """Return how `pieces` of `piece_bytes` each are copied. `in_place`: a kernel can read them, because they lie in
+    pinned memory and their positions are on the device or known without waiting.
 
-    A copy of its own fills the link if its piece is large, and leaves the device alone; of small pieces each copy takes
-    longer to begin than to move. A kernel asks for all of them at once, but takes the device's time. The host gathers
-    what neither can."""
+    A copy per piece fills the link if its piece is at least `block_bytes`, and leaves the device alone; with smaller
+    pieces each copy takes longer to start than to move. A kernel reads all pieces at once but takes time of the
+    device. Where neither is possible, the host gathers the pieces first.
+    """
     if pieces == 1 or piece_bytes >= block_bytes:
         return CopyStrategy.BLOCKS
     return CopyStrategy.KERNEL if in_place else CopyStrategy.COLLECTED

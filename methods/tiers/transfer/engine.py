@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from methods.tiers.slabs import Slabs
+from methods.tiers.pinned_memory import PinnedMemory
 from methods.tiers.traffic import Traffic
 from methods.tiers.transfer.lanes import INLINE, TransferLane
 from methods.tiers.transfer.streams import beside_the_model, forked, join, reach, reached
@@ -38,13 +38,13 @@ class TransferEngine:
         *,
         threads: int = 0,
         works: bool = False,
-        slabs: Slabs | None = None,
+        pinned_memory: PinnedMemory | None = None,
     ) -> None:
         """`threads`: so many move rows that are asked for ahead; 0: the caller does. `works`: a thread does what is
-        given to `work`. `slabs`: host memory that is pinned before a clock starts."""
+        given to `work`. `pinned_memory`: host memory that is pinned before a clock starts."""
         self._lanes: WeakSet[TransferLane] = WeakSet()
         self.copy_lane, self.work_lane = self.lane("move", threads), self.lane("work", int(works))
-        self.beside, self.slabs = threads > 0, slabs
+        self.beside, self.pinned_memory = threads > 0, pinned_memory
 
     def lane(self, name: str, threads: int) -> TransferLane:
         """Return a lane of its own for somebody who moves rows of this device as well, which `close` drains too."""
@@ -88,8 +88,8 @@ class TransferEngine:
         another user of the device may, starts new ones."""
         for lane in list(self._lanes):
             lane.close()
-        if self.slabs is not None:
-            self.slabs.close()
+        if self.pinned_memory is not None:
+            self.pinned_memory.close()
 
 
 _shared: WeakValueDictionary[object, TransferEngine] = WeakValueDictionary()
@@ -98,8 +98,8 @@ _shared: WeakValueDictionary[object, TransferEngine] = WeakValueDictionary()
 def shared_engine(device: torch.device) -> TransferEngine:
     """Return the engine of a device, which all have who move rows there."""
     if (engine := _shared.get(device)) is None:
-        slabs = Slabs() if device.type == "cuda" else None
-        engine = _shared[device] = TransferEngine(threads=1, works=True, slabs=slabs)
+        pinned_memory = PinnedMemory() if device.type == "cuda" else None
+        engine = _shared[device] = TransferEngine(threads=1, works=True, pinned_memory=pinned_memory)
     return engine
 
 

@@ -13,10 +13,10 @@ from harness.conversations.stored import StoredHistories
 from harness.engine.attach import Attachment
 from harness.history.disk import HistoryWarning
 from methods.full import Full
-from methods.tiers.slabs import Slabs
+from methods.tiers.pinned_memory import PinnedMemory
 from methods.tiers.transfer.engine import TransferEngine
 from tests.harness.conversations.test_histories import CAPACITY, LENGTHS, MB, NEW, Talk, lasting, stored
-from tests.harness.engine.test_host_slabs import Watched
+from tests.harness.engine.test_pinned_reservations import Watched
 from tests.methods.test_contract import attach, small
 
 BYTES = 4 * 2 * 32 * 4  # of a token of the tiny model, more than enough
@@ -24,7 +24,7 @@ BYTES = 4 * 2 * 32 * 4  # of a token of the tiny model, more than enough
 
 def watched(kv: Attachment, monkeypatch: pytest.MonkeyPatch) -> Watched:
     seen = Watched(monkeypatch)
-    kv.engine = TransferEngine(threads=1, works=True, slabs=Slabs(seen.pin))
+    kv.engine = TransferEngine(threads=1, works=True, pinned_memory=PinnedMemory(seen.pin))
     return seen
 
 
@@ -82,7 +82,7 @@ def test_memory_that_cannot_be_pinned_is_said_and_done_without(monkeypatch: pyte
         raise RuntimeError("out of lockable memory")
 
     with attach(Full(), None) as kv:
-        kv.engine = TransferEngine(slabs=Slabs(refuses))
+        kv.engine = TransferEngine(pinned_memory=PinnedMemory(refuses))
         wanted, histories = lasting(kv), stored(kv, engine=kv.engine, host=9 * MB)
         with pytest.warns(HistoryWarning, match="not pinned.*lockable"):
             histories.expect(MB)

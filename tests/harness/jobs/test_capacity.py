@@ -16,8 +16,8 @@ from harness.jobs.planning import free_memory
 from harness.jobs.planning.cache_bytes import Holder
 from harness.jobs.planning.capacity import Need, needed, refusal
 from methods.full import Full
-from methods.tiers.shelf import STEP_BYTES
-from methods.tiers.slabs import slab_bytes
+from methods.tiers.pinned_memory import reservation_bytes
+from methods.tiers.pinned_pool import STEP_BYTES
 from tests.fast import MODEL, PQ, STREAMING, niah
 
 GIB = 2**30
@@ -136,7 +136,7 @@ def test_a_layer_whose_rows_leave_the_device_is_whole_there_alone() -> None:
     info, device = MODEL.describe(), Settings(device="cuda", dtype="fp32", batch=2)
     items = prepare(niah(), MODEL, device)[:2]
     one, tokens = (info.kv_bytes("fp32", count) for count in (items[0].room, len(items[0].prompt.ids)))
-    pinned = slab_bytes([one // info.num_layers] * info.num_layers)  # as if the prompt took all of the room
+    pinned = reservation_bytes([one // info.num_layers] * info.num_layers)  # as if the prompt took all of the room
     for placement, host in (("host", pinned), ("disk", 0)):
         elsewhere = Holder(replace(device, placement=placement), Full(offload=True), None)
         need = needed(info, elsewhere, items)

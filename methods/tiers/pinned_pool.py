@@ -1,7 +1,7 @@
 """Lends pinned host memory to tensors that come and go in any order, as blocks of conversations do between turns.
 
-It is pinned before a clock starts, as much as its owner expects to need, in a few large slabs. A tensor that finds no
-room there lies in ordinary memory, from which it travels more slowly: nothing is pinned when rows come.
+As much as its owner expects to need is pinned before a clock starts, in a few large pieces. A tensor that finds no
+room there lies in ordinary memory, from which it moves more slowly; nothing is pinned when rows arrive.
 """
 
 from __future__ import annotations
@@ -17,79 +17,78 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
-from methods.tiers.slabs import ALIGNED, Lease, Slabs
+from methods.tiers.pinned_memory import ALIGNED, Lease, PinnedMemory
 
-STEP_BYTES = 64 << 20  # at a time, so that many small conversations do not take a slab each
+STEP_BYTES = 64 << 20  # pinned at a time, so that many small conversations do not pin a piece each
 
 
 def pinned_bytes(expected: int, limit: int) -> int:
-    """Return how many bytes a shelf pins for so many that are expected, where it may pin no more than `limit`."""
+    """Return how many bytes a pool pins when `expected` bytes are needed and it may pin at most `limit`."""
     return min(limit, -(-expected // STEP_BYTES) * STEP_BYTES)
 
 
-class Shelf:
-    """Cuts tensors out of memory that `slabs` lend, at most `limit` bytes of it. Any thread may cut and let go of them;
-    what is gone makes room again. Without slabs all tensors lie in ordinary memory."""
+class PinnedPool:
+    """Cut tensors out of pinned memory, at most `limit` bytes of it. Any thread may cut and release them; a released
+    tensor makes room again. If `pinned_memory` is None, all tensors lie in ordinary memory."""
 
-    def __init__(self, slabs: Slabs | None, limit: int) -> None:
-        self._slabs, self._limit, self._expected, self.bytes = slabs, limit, 0, 0
-        self._boards, self._lock = list[_Board](), Lock()
+    def __init__(self, pinned_memory: PinnedMemory | None, limit: int) -> None:
+        self._pinned_memory, self._limit, self._expected, self.bytes = pinned_memory, limit, 0, 0
+        self._pieces, self._lock = list[_Piece](), Lock()
 
     def expect(self, size: int) -> None:
-        """Pin memory for so many bytes more than before. Raises `RuntimeError` where the system does not lock as
-        much."""
+        """Pin memory for `size` more bytes. Raises `RuntimeError` if the system does not lock as much."""
         self._expected += size
         lacking = pinned_bytes(self._expected, self._limit) - self.bytes
-        if self._slabs is None or lacking <= 0:
+        if self._pinned_memory is None or lacking <= 0:
             return
-        board = _Board(*self._slabs.lent(lacking))
+        piece = _Piece(*self._pinned_memory.lend(lacking))
         with self._lock:
-            self._boards.append(board)
+            self._pieces.append(piece)
             self.bytes += lacking
 
     def cut(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a tensor with a storage of its own, and anything in it."""
+        """Return an uninitialised tensor with a storage of its own."""
         size = prod(shape) * dtype.itemsize
         if not size or (part := self._part(size)) is None:
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(part, dtype=dtype).view(tuple(shape))
 
     def close(self) -> None:
-        """Return the memory to the slabs, each once no tensor lies there any more. Tensors that are cut from now on lie
-        in ordinary memory."""
+        """Give the memory back, each piece once no tensor lies in it. Tensors that are cut from now on lie in
+        ordinary memory."""
         with self._lock:
-            self._boards, self._limit, self.bytes = [], 0, 0
+            self._pieces, self._limit, self.bytes = [], 0, 0
 
     def _part(self, size: int) -> Any:
         with self._lock:
-            parts = (board.part(size) for board in self._boards)
+            parts = (piece.part(size) for piece in self._pieces)
             return next((part for part in parts if part is not None), None)
 
 
-class _Board:
-    """Holds one slab and its free stretches, in their order, no two of which touch."""
+class _Piece:
+    """Hold one piece of lent memory and the list of its free stretches, in order; no two of them touch."""
 
     def __init__(self, memory: Tensor, lease: Lease) -> None:
         self._memory: Any = memory.numpy()
         self._lease = lease
         self._free = [(0, memory.nbytes)]
-        self._gone = deque[tuple[int, int]]()
+        self._freed = deque[tuple[int, int]]()
 
     def part(self, size: int) -> Any:
-        """Return so many bytes, which keep this object as long as they last; None: no free stretch is as long."""
-        while self._gone:
-            self._put_back(*self._gone.popleft())
+        """Return `size` bytes, which keep this object alive; None if no free stretch is long enough."""
+        while self._freed:
+            self._put_back(*self._freed.popleft())
         room = -(-size // ALIGNED) * ALIGNED
         for at, (start, end) in enumerate(self._free):
             if end - start >= room:
                 self._free[at : at + 1] = [(start + room, end)] if end - start > room else []
                 part = self._memory[start : start + size]
-                finalize(part, self._let_go, start, start + room)
+                finalize(part, self._note_freed, start, start + room)
                 return part
         return None
 
-    def _let_go(self, start: int, end: int) -> None:
-        self._gone.append((start, end))  # from any thread, even one that holds the shelf's lock
+    def _note_freed(self, start: int, end: int) -> None:
+        self._freed.append((start, end))  # from any thread, even one that holds the pool's lock
 
     def _put_back(self, start: int, end: int) -> None:
         first = at = bisect(self._free, (start, end))

@@ -1,7 +1,8 @@
-"""Holds host memory for rows that are still to come: pinned before a clock starts, and as much as was asked for.
+"""Lends pinned host memory for rows that arrive later. It is pinned before any clock starts, and exactly as much as
+asked.
 
-Torch pins memory while it makes a tensor there, for which the device stands still, and rounds it up to a power of two:
-6.1 GB take 8.6. What is registered is as large as it is, and serves one cache after the other.
+Torch pins memory when it creates a tensor there, which stalls the device, and rounds its size up to a power of two
+(6.1 GB take 8.6). Memory that is registered with CUDA keeps its size and serves one cache after the other.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
-Pin = Callable[[Tensor], Callable[[], None]]  # lets a GPU read memory in place, and returns what undoes that
-_PAGE = 4096  # bytes that are pinned together
-ALIGNED = 64  # bytes: rows begin at a multiple
-_PARTS = 8  # tensors of rows in a layer, at most: those of a codec, and a copy of the keys
+Pin = Callable[[Tensor], Callable[[], None]]  # lets a GPU read memory in place; returns the function that undoes it
+_PAGE = 4096  # bytes; whole pages are pinned
+ALIGNED = 64  # bytes; rows begin at a multiple of it
+_PARTS = 8  # the most tensors of rows in a layer: those of a codec, and a copy of the keys
 
 
 def registered(memory: Tensor) -> Callable[[], None]:
-    """Pin memory for CUDA, and return what undoes that once nothing moves any more. Raises `RuntimeError` where the
-    system does not lock as much."""
+    """Pin memory for CUDA. Return a function that unpins it once nothing moves any more. Raises `RuntimeError` if the
+    system does not lock as much memory."""
     cudart: Any = torch.cuda.cudart()
     address = memory.data_ptr()
     _check(cudart.cudaHostRegister(address, memory.nbytes, 0), f"pin {memory.nbytes} bytes of host memory")
@@ -36,8 +37,8 @@ def registered(memory: Tensor) -> Callable[[], None]:
 
 
 def _check(result: Any, what: str) -> None:
-    """Raise `RuntimeError` where CUDA could not do `what`. CUDA keeps such an error until somebody asks for the last
-    one, which torch does after each launch: so that no other call is blamed for this one, launch something now."""
+    """Raise `RuntimeError` if CUDA could not do `what`. CUDA keeps its last error, and torch asks for it after each
+    launch: something is launched here at once, so that no later call is blamed for this error."""
     try:
         torch.cuda.check_error(result)
     except RuntimeError as error:
@@ -48,8 +49,8 @@ def _check(result: Any, what: str) -> None:
         ) from error
 
 
-def slab_bytes(layers: Sequence[int]) -> int:
-    """Return the bytes that a slab takes for rows of so many bytes in each layer."""
+def reservation_bytes(layers: Sequence[int]) -> int:
+    """Return the bytes of a reservation whose layers hold rows of these sizes in bytes."""
     return -(-sum(map(_region_bytes, layers)) // _PAGE) * _PAGE
 
 
@@ -58,44 +59,44 @@ def _region_bytes(rows: int) -> int:
 
 
 class Lease:
-    """Keeps memory from serving anybody else, as long as something refers to this."""
+    """Keep memory from being lent to anybody else for as long as something refers to this object."""
 
 
 class Region:
-    """Holds memory for the rows of one layer, one tensor behind the other. It starts anew once all of them are gone, as
-    at the beginning of a further turn."""
+    """Hold memory for the rows of one layer, whose tensors lie one after the other. It starts from its beginning
+    again once all its tensors are gone, as at the start of a further turn."""
 
     def __init__(self, memory: Tensor, lease: Lease) -> None:
         self._memory: Any = memory.numpy()
         self._lease = lease
         self._at = self._cuts = 0
-        self._gone: list[None] = []
+        self._freed: list[None] = []
 
     def cut(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-        """Return a tensor with a storage of its own, or None where there is no room for it."""
+        """Return a tensor with a storage of its own, or None if there is no room for it."""
         nbytes = prod(shape) * dtype.itemsize
-        if len(self._gone) == self._cuts:
+        if len(self._freed) == self._cuts:
             self._at = 0
         if not nbytes or self._at + nbytes > len(self._memory):
             return None
         part = self._memory[self._at : self._at + nbytes]
-        finalize(part, self._let_go)
+        finalize(part, self._note_freed)
         self._at += -(-nbytes // ALIGNED) * ALIGNED
         self._cuts += 1
         return torch.frombuffer(part, dtype=dtype).view(*shape)
 
-    def _let_go(self) -> None:
-        self._gone.append(None)  # from any thread
+    def _note_freed(self) -> None:
+        self._freed.append(None)  # from any thread
 
 
-class Slab(NamedTuple):
-    """Holds host memory for the rows of one cache, a region for each layer."""
+class PinnedReservation(NamedTuple):
+    """Hold pinned host memory for the rows of one cache, with one region per layer."""
 
-    regions: list[Region]
-    memory: Tensor  # [bytes], of all regions
+    regions: list[Region]  # one per layer
+    memory: Tensor  # uint8, contains all regions
 
     def spare(self, taken: Mapping[int, int]) -> int:
-        """Return the bytes that no rows take, of which `taken` has the sizes by their addresses."""
+        """Return the bytes that no rows take. `taken`: the sizes of all rows, keyed by their addresses."""
         place = range(self.memory.data_ptr(), self.memory.data_ptr() + self.memory.nbytes)
         return self.memory.nbytes - sum(size for address, size in taken.items() if address in place)
 
@@ -105,26 +106,26 @@ class _Pinned(NamedTuple):
     undo: Callable[[], None]
 
 
-class Slabs:
-    """Lends pinned memory to the caches of a device and to what keeps conversations between turns. What one of them has
-    let go of serves the next one, if it is large enough; else it is unpinned before more is pinned."""
+class PinnedMemory:
+    """Lend pinned memory to the caches of a device and to the store of conversations. Memory that a borrower has
+    released is lent again if it is large enough; otherwise it is unpinned before more is pinned."""
 
     def __init__(self, pin: Pin = registered) -> None:
         self._pin, self._idle, self._closed = pin, list[_Pinned](), False
 
-    def slab(self, layers: Sequence[int]) -> Slab:
-        """Return a slab with room for rows of so many bytes in each layer."""
-        memory, lease = self.lent(slab_bytes(layers))
+    def reserve(self, layers: Sequence[int]) -> PinnedReservation:
+        """Return a reservation with room for rows of these sizes in bytes, one per layer."""
+        memory, lease = self.lend(reservation_bytes(layers))
         sizes = [_region_bytes(rows) for rows in layers]
-        return Slab([Region(part, lease) for part in memory[: sum(sizes)].split(sizes)], memory)
+        return PinnedReservation([Region(part, lease) for part in memory[: sum(sizes)].split(sizes)], memory)
 
-    def lent(self, size: int) -> tuple[Tensor, Lease]:
-        """Return so many bytes [size], which are the caller's as long as anything refers to the lease. Raises
-        `RuntimeError` where the system does not lock as much."""
-        if not size:  # CUDA takes it for an error
+    def lend(self, size: int) -> tuple[Tensor, Lease]:
+        """Return memory [size] in bytes and its lease: it belongs to the caller as long as anything refers to the
+        lease. Raises `RuntimeError` if the system does not lock as much."""
+        if not size:  # CUDA refuses to pin nothing
             return torch.empty(0, dtype=torch.uint8), Lease()
         self._closed = False
-        idle = list(self._taken())
+        idle = list(self._pop_idle())
         pinned = min((other for other in idle if other.memory.nbytes >= size), key=_size, default=None)
         for other in idle:
             if pinned is None:
@@ -137,7 +138,8 @@ class Slabs:
         return pinned.memory[:size], lease
 
     def close(self) -> None:
-        """Unpin all that nobody has; the rest follows when it is let go of, unless somebody asks for more before."""
+        """Unpin all memory that is not lent. The rest is unpinned when it is released, unless memory is lent again
+        before."""
         self._closed = True
         self._unpin()
 
@@ -153,11 +155,12 @@ class Slabs:
             self._unpin()
 
     def _unpin(self) -> None:
-        for pinned in self._taken():
+        for pinned in self._pop_idle():
             pinned.undo()
 
-    def _taken(self) -> Iterator[_Pinned]:
-        """One by one: any thread may drop the last thing that refers to a lease, and so give memory back meanwhile."""
+    def _pop_idle(self) -> Iterator[_Pinned]:
+        """Remove and yield idle memory, one piece after the other: any thread may meanwhile drop the last reference
+        to a lease and so add a piece."""
         while self._idle:
             with suppress(IndexError):
                 yield self._idle.pop()

@@ -16,8 +16,8 @@ from harness.engine.engine import Engine
 from harness.engine.footprint import footprint
 from methods.base import Method
 from methods.tiers.integers import IntCodec
+from methods.tiers.pinned_memory import PinnedMemory
 from methods.tiers.rows import HostRows
-from methods.tiers.slabs import Slabs
 from methods.tiers.transfer.engine import TransferEngine
 from tests.methods.test_contract import small
 from tests.tiny import prompt, tiny
@@ -55,9 +55,9 @@ class Watched:
 
 
 @torch.inference_mode()
-def turns(kv: Attachment, slabs: Slabs | None) -> list[int]:
+def turns(kv: Attachment, pinned_memory: PinnedMemory | None) -> list[int]:
     """Tokens of three turns, the prompts in two chunks, and then of another conversation."""
-    kv.engine = TransferEngine(threads=1, works=True, slabs=slabs)
+    kv.engine = TransferEngine(threads=1, works=True, pinned_memory=pinned_memory)
     engine, tokens = Engine(kv, prefill_chunk=40), []
     for lengths in ((61, 23, 30), (50,)):
         cache = kv.start(KVCache, capacity=140)
@@ -86,8 +86,8 @@ def test_all_rows_lie_in_memory_that_was_there_before(
     ) as kv:  # fmt: skip
         plain = turns(kv, None)
         watched = Watched(monkeypatch)
-        slabs = Slabs(watched.pin)
-        assert turns(kv, slabs) == plain
+        pinned_memory = PinnedMemory(watched.pin)
+        assert turns(kv, pinned_memory) == plain
         assert (watched.elsewhere, len(watched.places)) == ([], 1)
         assert watched.within > 0
     assert not watched.places
@@ -96,12 +96,12 @@ def test_all_rows_lie_in_memory_that_was_there_before(
 def test_a_batch_shares_no_memory_and_a_cache_that_grows_takes_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(monkeypatch)
     with attached(tiny("llama"), small("quest"), budget=0.4, placement="host") as kv:
-        kv.engine = TransferEngine(slabs=Slabs(watched.pin))
+        kv.engine = TransferEngine(pinned_memory=PinnedMemory(watched.pin))
         caches = [kv.start(KVCache, capacity=100, batch=2) for _ in range(2)]
         assert len(watched.places) == 2
         Engine(kv).generate(prompt(80), max_new_tokens=3)
         assert len(watched.places) == 3
-        assert kv.start(KVCache, capacity=100, grows=True).state.request.slab is None
+        assert kv.start(KVCache, capacity=100, grows=True).state.request.reservation is None
         held = [footprint(cache.layers)["host"] for cache in caches]
         assert held == [len(place) for place in watched.places[:2]]
         del caches
@@ -112,7 +112,7 @@ def test_what_is_pinned_counts_as_held_and_as_the_forecast_says(monkeypatch: pyt
     """Before the prompt and behind it."""
     watched, method = Watched(monkeypatch), small("quest")
     with attached(tiny("llama"), method, budget=0.4, placement="host") as kv, torch.inference_mode():
-        kv.engine = TransferEngine(slabs=Slabs(watched.pin))
+        kv.engine = TransferEngine(pinned_memory=PinnedMemory(watched.pin))
         cache = kv.start(KVCache, capacity=100)
         (pinned,) = map(len, watched.places)
         assert footprint(cache.layers)["host"] == pinned

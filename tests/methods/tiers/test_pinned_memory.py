@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from methods.tiers.pinned_memory import PinnedMemory, PinnedReservation, registered, reservation_bytes
 from methods.tiers.rows import HostRows, Place
-from methods.tiers.slabs import Slab, Slabs, registered, slab_bytes
 from methods.tiers.traffic import Traffic
 
 CPU = torch.device("cpu")
@@ -33,8 +33,8 @@ class Pins:
         return lambda: self.held.remove(memory.nbytes)
 
 
-def rows(slab: Slab, layer: int, count: int) -> HostRows:
-    return HostRows((1, 2, count, 8), torch.float32, Place(CPU, None, slab.regions[layer]))
+def rows(reservation: PinnedReservation, layer: int, count: int) -> HostRows:
+    return HostRows((1, 2, count, 8), torch.float32, Place(CPU, None, reservation.regions[layer]))
 
 
 def test_memory_is_registered_as_it_is_and_let_go_of_once_nothing_moves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,21 +86,21 @@ def test_an_error_of_the_driver_is_said_and_not_left_for_the_next_call(monkeypat
 def test_nothing_is_registered_for_rows_of_no_bytes() -> None:
     """As those of a prompt that a method keeps whole on the device."""
     pins = Pins()
-    slabs = Slabs(pins)
-    slab, (memory, _) = slabs.slab([0, 0]), slabs.lent(0)
-    assert (pins.made, memory.nbytes, slab.memory.nbytes, slab.spare({})) == (0, 0, 0, 0)
-    assert rows(slab, 1, 0).stored.shape == (1, 2, 0, 8)
-    slabs.close()
+    pinned_memory = PinnedMemory(pins)
+    reservation, (memory, _) = pinned_memory.reserve([0, 0]), pinned_memory.lend(0)
+    assert (pins.made, memory.nbytes, reservation.memory.nbytes, reservation.spare({})) == (0, 0, 0, 0)
+    assert rows(reservation, 1, 0).stored.shape == (1, 2, 0, 8)
+    pinned_memory.close()
 
 
 def test_a_slab_is_as_large_as_its_rows_and_not_rounded_to_a_power_of_two() -> None:
-    assert 3 * 2**30 <= slab_bytes([2**30] * 3) <= 3 * 2**30 + 2**13
-    assert slab_bytes([0, 0]) == 0
+    assert 3 * 2**30 <= reservation_bytes([2**30] * 3) <= 3 * 2**30 + 2**13
+    assert reservation_bytes([0, 0]) == 0
 
 
 def test_rows_have_storages_of_their_own_that_no_other_rows_share() -> None:
-    slab = Slabs(Pins()).slab([64 * 30, 64 * 30])
-    held = [rows(slab, layer, count) for layer in (0, 1) for count in (20, 10)]
+    reservation = PinnedMemory(Pins()).reserve([64 * 30, 64 * 30])
+    held = [rows(reservation, layer, count) for layer in (0, 1) for count in (20, 10)]
     for number, one in enumerate(held):
         assert one.stored.untyped_storage().nbytes() == one.stored.nbytes
         one.take(torch.full(one.shape, float(number)), 0)
@@ -108,34 +108,34 @@ def test_rows_have_storages_of_their_own_that_no_other_rows_share() -> None:
 
 
 def test_a_layer_starts_anew_once_its_rows_are_gone_and_what_has_no_room_takes_other_memory() -> None:
-    slab = Slabs(Pins()).slab([64 * 30])
-    first = rows(slab, 0, 30)
-    place, beside = first.stored.data_ptr(), rows(slab, 0, 20)
-    assert slab.regions[0].cut((20, 16), torch.float32) is None
+    reservation = PinnedMemory(Pins()).reserve([64 * 30])
+    first = rows(reservation, 0, 30)
+    place, beside = first.stored.data_ptr(), rows(reservation, 0, 20)
+    assert reservation.regions[0].cut((20, 16), torch.float32) is None
     del first, beside
     gc.collect()
-    assert rows(slab, 0, 25).stored.data_ptr() == place
+    assert rows(reservation, 0, 25).stored.data_ptr() == place
 
 
 def test_a_slab_serves_one_cache_after_the_other() -> None:
     pins = Pins()
-    slabs = Slabs(pins)
-    slab = slabs.slab([6400])
-    held = rows(slab, 0, 100)
-    del slab
+    pinned_memory = PinnedMemory(pins)
+    reservation = pinned_memory.reserve([6400])
+    held = rows(reservation, 0, 100)
+    del reservation
     gc.collect()
-    other = slabs.slab([6400])  # rows are still in the first
+    other = pinned_memory.reserve([6400])  # rows are still in the first
     assert pins.made == 2
     del other, held
     gc.collect()
-    smaller, same = slabs.slab([3200]), slabs.slab([6400])
+    smaller, same = pinned_memory.reserve([3200]), pinned_memory.reserve([6400])
     assert pins.made == 2
     del smaller, same
     gc.collect()
-    larger = slabs.slab([64000])
-    assert pins.held == [slab_bytes([64000])]  # what was too small is unpinned first
-    slabs.close()
-    assert pins.held == [slab_bytes([64000])]
+    larger = pinned_memory.reserve([64000])
+    assert pins.held == [reservation_bytes([64000])]  # what was too small is unpinned first
+    pinned_memory.close()
+    assert pins.held == [reservation_bytes([64000])]
     del larger
     gc.collect()
     assert pins.held == []
@@ -144,9 +144,9 @@ def test_a_slab_serves_one_cache_after_the_other() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 def test_a_gpu_reads_registered_memory_in_place() -> None:
-    device, slabs = torch.device("cuda"), Slabs()
-    slab = slabs.slab([64 * 2 * 8 * 4])
-    held = HostRows((1, 2, 64, 8), torch.float32, Place(device, None, slab.regions[0]))
+    device, pinned_memory = torch.device("cuda"), PinnedMemory()
+    reservation = pinned_memory.reserve([64 * 2 * 8 * 4])
+    held = HostRows((1, 2, 64, 8), torch.float32, Place(device, None, reservation.regions[0]))
     assert held.stored.is_pinned()
     x = torch.randn(1, 2, 64, 8)
     held.take(x, 0)
@@ -154,8 +154,8 @@ def test_a_gpu_reads_registered_memory_in_place() -> None:
     at = chosen.cpu().unsqueeze(3).expand(-1, -1, -1, 8)
     assert torch.equal(held.gather(chosen, Traffic()).cpu(), x.gather(2, at))
     assert torch.equal(held.first(40, Traffic()).cpu(), x[:, :, :40])
-    del held, slab
-    slabs.close()
+    del held, reservation
+    pinned_memory.close()
 
 
 @pytest.mark.gpu
@@ -168,13 +168,13 @@ def test_an_error_of_a_gpu_is_not_left_for_the_next_call() -> None:
 
 def test_the_smallest_slab_that_is_large_enough_is_lent_again_wherever_it_stands() -> None:
     pins = Pins()
-    slabs = Slabs(pins)
-    large, of_large = slabs.lent(8192)
-    small, of_small = slabs.lent(4096)
+    pinned_memory = PinnedMemory(pins)
+    large, large_lease = pinned_memory.lend(8192)
+    small, small_lease = pinned_memory.lend(4096)
     where = small.data_ptr()
-    del large, of_large, small, of_small
+    del large, large_lease, small, small_lease
     gc.collect()
-    memory, lease = slabs.lent(4096)
+    memory, lease = pinned_memory.lend(4096)
     assert memory.data_ptr() == where
     assert pins.made == 2
     del memory, lease
@@ -183,14 +183,14 @@ def test_the_smallest_slab_that_is_large_enough_is_lent_again_wherever_it_stands
 def test_memory_that_other_threads_give_back_meanwhile_is_not_lost() -> None:
     """As a store's threads do, which drop the last reference to a block."""
     pins = Pins()
-    slabs = Slabs(pins)
+    pinned_memory = PinnedMemory(pins)
     sys.setswitchinterval(1e-6)
     try:
         with ThreadPoolExecutor(4) as threads:
-            list(threads.map(lambda _: [slabs.lent(4096) for _ in range(50)] and None, range(200)))
+            list(threads.map(lambda _: [pinned_memory.lend(4096) for _ in range(50)] and None, range(200)))
     finally:
         sys.setswitchinterval(0.005)
     gc.collect()
     assert pins.held
-    slabs.close()
+    pinned_memory.close()
     assert pins.held == []
