@@ -15,7 +15,7 @@
 #
 # - **simulated**, figures 13 to 17 and 21 to 25: the trace simulator at the paper's scale (9000 sessions, 52,000 turns), with
 #   the store's own policies. Hit rates can be compared with the paper's. Times and cost come from a table of costs
-#   (`harness/history/simulation/costs.yaml`). **Fitted** to the paper are LLaMA-13B's two costs (its TTFT and GPU time; the
+#   (`harness/cachedattention/simulation/costs.yaml`). **Fitted** to the paper are LLaMA-13B's two costs (its TTFT and GPU time; the
 #   other models' follow by size), the trace's correlation and Falcon's window (the turns that coupled positions lose). A
 #   prefill costs 6 to 8.5 times what the paper prints: with its speeds its savings do not come out (`docs/conversations.md`).
 # - **measured**, figures 18 to 20: single prefills of the embedded model on a CPU. Ratios and their order can be compared,
@@ -38,8 +38,8 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import pandas as pd
 
-from harness.history.simulation import costs, paper
-from harness.history.simulation.scenario import Scenario
+from harness.cachedattention.simulation import costs, paper
+from harness.cachedattention.simulation.scenario import Scenario
 from harness.reports.papers import measured_on, our_figures, ours, published
 
 runs = Path(os.environ["KV_HARNESS_EXPERIMENTS"]) if "KV_HARNESS_EXPERIMENTS" in os.environ else None

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.history.block import Found
-from harness.history.fingerprint import Fingerprint
-from harness.history.store import HistoryStore
+from harness.cachedattention.store.block import Found
+from harness.cachedattention.store.fingerprint import Fingerprint
+from harness.cachedattention.store.history_store import HistoryStore
 
 PRINT = Fingerprint(
     model="toy", weights="1", tokenizer="bytes", rotary="default, keys before rotation", dtype="float32"

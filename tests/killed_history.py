@@ -1,7 +1,7 @@
-"""A history store that is killed again and again, for tests/harness/history/test_store_faults.py.
+"""A history store that is killed again and again, for tests/harness/cachedattention/store/test_store_faults.py.
 
-Each kill is SIGKILL to a fork at a random line of harness/history, in any of its threads. The next one opens what was
-left, and every session that had been saved must be found whole, with its own rows, in a state that it was in since.
+Each kill is SIGKILL to a fork at a random line of the store, in any of its threads. The next one opens what was left,
+and every session that had been saved must be found whole, with its own rows, in a state that it was in since.
 Without threads it is saved when `put` is done, with threads when `flush` is. A line of JSON says what came of it.
 """
 
@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
-from harness.history.store import HistoryStore
+from harness.cachedattention.store.history_store import HistoryStore
 from tests.histories import TOKEN_BYTES, opened, right, rows
 
 SESSIONS, STEPS = 6, 8
-CODE = f"{os.sep}harness{os.sep}history{os.sep}"
+CODE = f"{os.sep}cachedattention{os.sep}store{os.sep}"
 
 
 def store(folder: Path, host_tokens: int, threads: int) -> HistoryStore:

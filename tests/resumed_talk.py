@@ -1,4 +1,4 @@
-"""The first turn of a conversation in a process of its own, for tests/harness/conversations/test_restart.py: what was
+"""The first turn of a conversation in a process of its own, for test_restart.py: what was
 said goes to talk.json, its rows to a store on disk."""
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from harness.cachedattention.turns.opening import histories
 from harness.config.settings import Settings, StoreSettings
-from harness.conversations.opening import histories
 from harness.engine.attach import attached
 from methods.base import Method
 from methods.full import Full
 from methods.h2o import H2O
 from tests.fast import MODEL
-from tests.harness.conversations.test_histories import Talk
+from tests.harness.cachedattention.turns.test_histories import Talk
 from tests.tiny import prompt
 
 METHODS: dict[str, Method] = {"full": Full(), "h2o": H2O()}

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import ClassVar
 
 from evals.base import Example, Score, Task, TaskEnv, Turn
+from harness.cachedattention.serving.trace import Session
 from harness.jobs.planning.items import Item
 from harness.prompts.prompt import Prompt
-from harness.serve.trace import Session
 from tests.tiny import prompt
 
 

@@ -22,16 +22,16 @@ from typing import NamedTuple
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from harness.cachedattention.serving.traffic import points as serve_points
+from harness.cachedattention.simulation.scenario import scenarios
+from harness.commands import serve
 from harness.config import grids
 from harness.config.catalogue import commands
 from harness.config.compose import built, composed
 from harness.config.experiments import experiments
 from harness.config.overrides import checked
-from harness.history.simulation.scenario import scenarios
 from harness.models import embedded
 from harness.models.random import Random
-from harness.serve import __main__ as serve
-from harness.serve.traffic import points as serve_points
 from tests import forks
 from tests.forks import Forked
 from tests.quick import slow_if

@@ -27,11 +27,11 @@ from evals.ruler import Ruler, qa
 from evals.ruler.bench import CountedText
 from evals.ruler.factory import Factory
 from evals.scbench import SCBench
-from harness.history.simulation import costs
-from harness.history.simulation import trace as simulated
+from harness.cachedattention.serving import trace as served
+from harness.cachedattention.simulation import costs
+from harness.cachedattention.simulation import trace as simulated
 from harness.models import snapshots
 from harness.models.hub import read_config
-from harness.serve import trace as served
 from tests.evals.test_ruler_files import NIAH
 from tests.test_architecture import ROOT, names, sources
 
@@ -517,11 +517,11 @@ HERE = {  # modules that read data, with their readers here
     "evals.ruler.official": ("RULER's own files",),
     "evals.ruler.qa": ("SQuAD", "SQuAD of the hub", "HotpotQA"),
     "evals.scbench": tuple(SCBENCH),
-    "harness.history.simulation.costs": ("prices and speeds",),
-    "harness.history.simulation.trace": ("harness.simulate",),
+    "harness.cachedattention.simulation.costs": ("prices and speeds",),
+    "harness.cachedattention.simulation.trace": ("harness.simulate",),
     "harness.models.hub": ("a model's config",),
     "harness.models.snapshots": ("an index of weights",),
-    "harness.serve.trace": ("harness.serve", "harness.serve, head"),
+    "harness.cachedattention.serving.trace": ("harness.serve", "harness.serve, head"),
 }
 PARSERS = ("json.load", "json.loads", "yaml.safe_load", "read_table", "read_parquet", "csv.reader")
 PARSES = {"evals/data.py", "evals/cache.py"}  # the one place, and what we wrote ourselves under a checksum

@@ -1,7 +1,8 @@
 """Asks about facts in conversations of several turns: told in one turn, and asked for in a later one.
 
 Lengths are those of ShareGPT as CachedAttention publishes them (arXiv:2403.19708), scaled to the model's window, and
-texts are cut from essays; or both come from a file. When turns arrive is no concern of a task: see harness/serve/.
+texts are cut from essays; or both come from a file. When turns arrive is no concern of a task:
+see harness/cachedattention/serving/.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from harness.terminal.notices import say
 from harness.terminal.paths import typed
 
 if TYPE_CHECKING:
-    from harness.history.simulation.costs import Costs
-    from harness.history.simulation.scenario import Scenario
+    from harness.cachedattention.simulation.costs import Costs
+    from harness.cachedattention.simulation.scenario import Scenario
 
 SCHEMA = 1
 ROOT = Path("results/runs/simulations")
@@ -32,8 +32,8 @@ ROOT = Path("results/runs/simulations")
 @as_command()
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_intermixed_args(arguments)
-    from harness.history.simulation import costs, outcome, paper
-    from harness.history.simulation.scenario import scenarios
+    from harness.cachedattention.simulation import costs, outcome, paper
+    from harness.cachedattention.simulation.scenario import scenarios
     from harness.results.provenance import provenance
 
     figure = None if options.figure is None else paper.figure(options.figure)

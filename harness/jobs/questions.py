@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harness.cachedattention.store.disk import HistoryError
+from harness.cachedattention.turns.conversation import Conversation
+from harness.cachedattention.turns.histories import Histories, Saved
+from harness.cachedattention.turns.overflow import Overflow
 from harness.config.errors import is_memory
-from harness.conversations.conversation import Conversation
-from harness.conversations.histories import Histories, Saved
-from harness.conversations.overflow import Overflow
 from harness.engine.batch.generation import Generation
 from harness.engine.batch.running import RunningBatch
 from harness.engine.batch.running_sequence import RunningSequence, seal
@@ -25,7 +26,6 @@ from harness.engine.finite import NotFiniteError
 from harness.engine.graph import CaptureBroke
 from harness.engine.saved_state import Snapshot
 from harness.engine.wait import wait_for
-from harness.history.disk import HistoryError
 from harness.jobs.likelihood import Likelihood
 from harness.jobs.planning.items import Item
 from harness.jobs.shared_prefill import Prefilled

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from evals.base import Task
+from harness.cachedattention.turns.conversation import without_eos
+from harness.cachedattention.turns.histories import Histories
+from harness.cachedattention.turns.opening import histories, in_memory
+from harness.cachedattention.turns.overflow import Overflow
 from harness.config.settings import Settings
-from harness.conversations.conversation import without_eos
-from harness.conversations.histories import Histories
-from harness.conversations.opening import histories, in_memory
-from harness.conversations.overflow import Overflow
 from harness.engine.attach import Attachment
 from harness.engine.batch.generation import Generation, Stop, after, never
 from harness.engine.batch.running import RunningBatch

@@ -89,8 +89,8 @@ class Policy:
 
     def truncate(self, state: Mapping[str, Tensor], first: int, last: int) -> dict[str, Tensor]:
         """Return the parts of `state` that go with the `first` and the `last` stored tokens, once these stand side by
-        side, because the history has been cut (harness/history/truncation.py). By default that is all, as for what is
-        not kept by token."""
+        side, because a conversation's history has been cut. By default that is all, as for what is not kept by
+        token."""
         return dict(state)
 
     def observe(self, x: AttnInput) -> None:

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from harness.cachedattention.serving.plan import ServingPlan
+from harness.cachedattention.serving.traffic import OWN, READ, points
+from harness.cachedattention.simulation.costs import load as load_costs
+from harness.cachedattention.simulation.outcome import simulated
+from harness.cachedattention.simulation.scenario import Scenario, scenarios
 from harness.commands import lint, tune
 from harness.config.settings import SettingsError
-from harness.history.simulation.costs import load as load_costs
-from harness.history.simulation.outcome import simulated
-from harness.history.simulation.scenario import Scenario, scenarios
-from harness.serve.plan import ServingPlan
-from harness.serve.traffic import OWN, READ, points
 from tests.fast import MODEL_ARGS, TASK_ARGS
 from tests.harness.test_every_setting import OTHERS, STORE, Changes, Other, keys
 from tests.talks import configured

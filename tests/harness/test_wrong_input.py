@@ -49,7 +49,7 @@ COMMANDS = {  # kind -> module, its words, and what the sentence has to name
     "no run": ("harness.commands.show", ["{empty}"], "folder"),
     "unknown word": ("harness.commands.list", ["methodss"], "method"),
     "unknown flag": ("harness.commands.doctor", ["--fix"], "--fix"),
-    "a server's setting": ("harness.serve.__main__", ["slots=0"], "slots=0"),
+    "a server's setting": ("harness.serve", ["slots=0"], "slots=0"),
     "a simulator's setting": ("harness.commands.simulate", ["sessions=0"], "sessions=0"),
     "a method without parameters": ("harness.commands.tune", ["method=full"], "Full"),
     "unknown method of a benchmark": ("harness.bench.__main__", ["layer", "--methods=pqcash"], "pqcache"),

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 
 from evals.base import Task
+from harness.cachedattention.store.disk import check_folder, named_in_settings
+from harness.cachedattention.store.history_store import has_rows
 from harness.config import plugins
 from harness.config.settings import Settings, SettingsError
-from harness.history.disk import check_folder, named_in_settings
-from harness.history.store import has_rows
 from harness.jobs.planning.alignment import AlignedBudget, shapes
 from harness.jobs.planning.capacity import size
 from harness.jobs.planning.effective import codec_of

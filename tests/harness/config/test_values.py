@@ -9,12 +9,12 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
+from harness.cachedattention.serving.traffic import RANGES as SERVED
+from harness.cachedattention.serving.traffic import TrafficSettings
+from harness.cachedattention.simulation.scenario import RANGES as SIMULATED
+from harness.cachedattention.simulation.scenario import Scenario
 from harness.config.settings import NESTED, RANGES, Settings, StoreSettings
 from harness.config.values import SettingsError
-from harness.history.simulation.scenario import RANGES as SIMULATED
-from harness.history.simulation.scenario import Scenario
-from harness.serve.traffic import RANGES as SERVED
-from harness.serve.traffic import TrafficSettings
 
 
 def settings(kind: type = Settings, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from harness.cachedattention.store import policies
+from harness.cachedattention.store.disk import HistoryError
+from harness.cachedattention.store.history_store import HistoryStore
+from harness.cachedattention.turns.histories import Recompute
 from harness.config.groups import POLICIES
 from harness.config.settings import OverflowSettings, Settings, SettingsError, StoreSettings
-from harness.conversations.histories import Recompute
-from harness.history import policies
-from harness.history.disk import HistoryError
-from harness.history.store import HistoryStore
 from harness.jobs.planning.items import Item, prepare
 from harness.jobs.runner import Runner
 from harness.reports.compare import comparisons
@@ -198,7 +198,7 @@ def test_a_table_says_where_histories_were_found(tmp_path: Path) -> None:
     assert not turn_reuse(comparisons([load(talked(tmp_path, Full()).folder)])[0])
 
 
-@pytest.mark.filterwarnings("ignore::harness.history.disk.HistoryWarning")
+@pytest.mark.filterwarnings("ignore::harness.cachedattention.store.disk.HistoryWarning")
 @pytest.mark.parametrize("method", [Full(), PQCache(), SnapKV()], ids=lambda method: type(method).__name__)
 def test_turns_that_a_full_disk_has_changed_are_counted_stamped_and_told(
     tmp_path: Path, method: Method, monkeypatch: pytest.MonkeyPatch
@@ -227,7 +227,7 @@ def test_turns_that_a_full_disk_has_changed_are_counted_stamped_and_told(
 
 
 @pytest.mark.tokens
-@pytest.mark.filterwarnings("ignore::harness.history.disk.HistoryWarning")
+@pytest.mark.filterwarnings("ignore::harness.cachedattention.store.disk.HistoryWarning")
 def test_a_full_disk_ends_a_run_that_may_lose_no_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Examples that were complete stay, and the same command goes on when there is room."""
     store = replace(DISK, io_threads=0, lost="fail", folder=str(tmp_path / "store"))

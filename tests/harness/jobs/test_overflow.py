@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from evals.multiturn.overflow import NeedlesBehindOverflow
+from harness.cachedattention.turns.overflow import Overflow
 from harness.config.settings import OverflowSettings, Settings, SettingsError, StoreSettings
-from harness.conversations.overflow import Overflow
 from harness.results.records import Reply
 from harness.results.run_folder import StoredRun
 from methods.base import Method

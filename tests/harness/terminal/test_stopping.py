@@ -63,10 +63,13 @@ def test_a_run_is_closed_says_how_to_go_on_and_goes_on(
 
 COMMANDS = {
     "harness.tune": ("harness.jobs.runner:Runner.record", "to go on: python -m harness.tune method=streaming"),
-    "harness.serve": ("harness.serve.run:figures", "the same command goes on behind the runs that are finished"),
+    "harness.serve": (
+        "harness.cachedattention.serving.run:figures",
+        "the same command goes on behind the runs that are finished",
+    ),
     "harness.bench": ("harness.bench.common.limits:measured", "the rows so far are written, and marked as partial"),
     "harness.observe": ("harness.attention_statistics.record:observe", "the same command begins anew"),
-    "harness.simulate": ("harness.history.simulation.outcome:simulated", "the same command begins anew"),
+    "harness.simulate": ("harness.cachedattention.simulation.outcome:simulated", "the same command begins anew"),
     "harness.report": ("harness.results.run_folder:find", "the same command begins anew"),
     "harness.lint": ("harness.jobs.planning.items:itemised", "the same command begins anew"),
     "harness.doctor": ("harness.results.provenance:versions", "the same command begins anew"),

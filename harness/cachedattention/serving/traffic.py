@@ -1,0 +1,133 @@
+"""The command line of `python -m harness.serve`: keys of its own beside those of `python -m harness`.
+
+Every key may have several values, and every combination is a run. The rate varies slowest, so that the systems that are
+compared take turns at each rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+
+from harness.cachedattention.serving.clock import CLOCKS
+from harness.config.catalogue import GROUPS
+from harness.config.grids import Word, combinations
+from harness.config.overrides import settings as known_settings
+from harness.config.values import ABOVE_0, FROM_0, FROM_1, Range, SettingsError, check_values
+
+READ = (  # of a run's keys
+    "budget", "budget_bytes", "budget_rule", "align", "comm", "windows", "dense_layers", "layer_budgets", "reuse_steps",
+    "budget_generated", "placement", "codec", "disk", "overlap", "chat",
+    "dtype", "device", "prefill_chunk", "seed", "threads", "warmup", "graphs", "backends", "memory_check", "generation",
+    "data", "history", "store", "progress",
+)  # fmt: skip
+RANGES = {"rate": ABOVE_0, "think_s": FROM_0, "slots": FROM_1, "read_buffer": Range(least=0, hint="which is none")}
+INSTEAD = {
+    "batch": "slots=N says how many turns run side by side",
+    "trace": "replay=FILE reads a trace of arrivals",
+    "overflow": "conversations must fit the model's window",
+    "protocol": "a turn is prefilled and sealed whole",
+    "questions": "every turn is the next one of a conversation",
+    "results": "--out DIR says where files go",
+    "baseline": "method=full,NAME serves Full as well",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrafficSettings:
+    """Who comes, and how they are served."""
+
+    rate: float | None = None  # new sessions per second, a Poisson process; null: 1, or that of a replayed trace
+    think_s: float = 5.0  # mean, from an answer to the next question
+    replay: str | None = None  # a trace that an earlier command wrote, in place of task and think_s
+    slots: int = 4  # turns that run side by side
+    interleave: bool = False  # the others make a step between two chunks of a prefill
+    read_buffer: int | None = None  # layers that the next turn loads before it has a slot; null: by the paper's formula
+    clock: str = "wall"  # busy: idle time is skipped; cpu: so, and seconds are those of this process on its CPU
+
+    def __post_init__(self) -> None:
+        check_values(self, RANGES)
+        if self.clock not in CLOCKS:
+            raise SettingsError(f"clock={self.clock} is unknown: choose one of {', '.join(CLOCKS)}.")
+
+
+OWN = tuple(field.name for field in fields(TrafficSettings))
+TASK = "task=multiturn"  # where none is named
+OF_STORE = ("store.", "read_buffer")
+OF_TRACE = ("task", "think_s")  # what a replayed trace brings itself
+
+
+@dataclass(frozen=True)
+class TrafficPoint:
+    """One run. `words`: those of `python -m harness`; `named`: the keys that vary, with their values here."""
+
+    traffic: TrafficSettings
+    words: tuple[str, ...]
+    named: Mapping[str, str]
+
+    @property
+    def system(self) -> str:
+        """What is compared."""
+        return " ".join(f"{key}={value}" for key, value in self.others.items() if value)
+
+    @property
+    def others(self) -> dict[str, str]:
+        """What varies beside the rate."""
+        return {key: value for key, value in self.named.items() if key != "rate"}
+
+    def at(self, rate: float) -> TrafficPoint:
+        return replace(self, traffic=replace(self.traffic, rate=rate))
+
+
+def points(words: Sequence[str]) -> list[TrafficPoint]:
+    """All combinations of the values."""
+    found = list(combinations(words, slowest="rate"))
+    for key in found[0]:
+        _refuse_unread(key)
+    _refuse_twice(found[0])
+    varied = [key for key in found[0] if len({point[key].text for point in found}) > 1]
+    stored = [_is_stored(point) for point in found]
+    if "read_buffer" in found[0] and not any(stored):
+        raise SettingsError("read_buffer changes nothing without history=store.")
+    made = [_point(point, varied, any(stored) and not own) for point, own in zip(found, stored, strict=True)]
+    return list({(one.system, one.traffic.rate): one for one in made}.values())
+
+
+def _is_stored(chosen: Mapping[str, Word]) -> bool:
+    return "history" in chosen and chosen["history"].value == "store"
+
+
+def _point(chosen: Mapping[str, Word], varied: Sequence[str], beside_store: bool) -> TrafficPoint:
+    """`beside_store`: settings of the store are those of other points."""
+    if beside_store:
+        chosen = {key: word for key, word in chosen.items() if not key.startswith(OF_STORE)}
+    own = {key: word.value for key, word in chosen.items() if key in OWN}
+    traffic = TrafficSettings(**own)
+    others = [key for key in chosen if key not in OWN]
+    named = {key: chosen[key].text.partition("=")[2] if key in chosen else "" for key in varied}
+    task = [] if {"task", "replay"} & chosen.keys() else [TASK]
+    return TrafficPoint(traffic, (*task, *(chosen[key].text for key in others)), named)
+
+
+def _refuse_unread(key: str) -> None:
+    first = key.partition(".")[0]
+    if key in OWN or first in (*READ, *GROUPS):
+        return
+    if first in INSTEAD:
+        raise SettingsError(f"{key} changes nothing for harness.serve: {INSTEAD[first]}.")
+    if first in known_settings():
+        raise SettingsError(
+            f"{key} changes nothing for harness.serve: leave it out. docs/conversations.md says what it reads."
+        )
+    near = get_close_matches(key, (*OWN, *READ, *GROUPS), n=1, cutoff=0.5)
+    raise SettingsError(
+        f"There is no setting {key}; " + (f"did you mean {near[0]}?" if near else "see docs/conversations.md.")
+    )
+
+
+def _refuse_twice(given: Mapping[str, Word]) -> None:
+    """What a trace brings cannot be chosen beside it."""
+    for key in given if "replay" in given else ():
+        if key.partition(".")[0] in OF_TRACE:
+            raise SettingsError(f"{key} changes nothing beside replay: the trace has its own. Leave one out.")

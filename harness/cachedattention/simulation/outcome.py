@@ -1,0 +1,147 @@
+"""The figures of a simulated run, as a row: for a terminal, JSON and CSV.
+
+The hit rate counts turns, first turns included, which have no history to be found: so the paper's figures can be read
+(`returning` is the share of turns that have one: all but first turns and those that fill the window by themselves).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from harness.cachedattention.simulation.costs import Costs
+from harness.cachedattention.simulation.scenario import Scenario, varied
+from harness.cachedattention.simulation.server import ServedTurn, Server
+from harness.cachedattention.simulation.trace import cuts, statistics
+from harness.config.settings import SettingsError
+from harness.terminal.tables import Column, number, percent, quantity, share, text_table
+from methods.tiers.tier import DISK, HOST, TIERS
+
+SimulatedRow = dict[str, Any]
+GB = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1.0, "B"))
+
+
+def simulated(scenario: Scenario, costs: Costs) -> SimulatedRow:
+    """`settings`, `trace`, `cuts` and `figures` of one run."""
+    server = Server(scenario, costs)
+    trace = scenario.trace()
+    turns = sum(len(one.turns) for one in trace)
+    if scenario.warmup >= turns:
+        raise SettingsError(
+            f"warmup={scenario.warmup} leaves none of the {turns} turns of the trace to count: set warmup={turns // 5} "
+            f"or sessions={scenario.sessions * (2 + scenario.warmup // turns)}."
+        )
+    measured = server.serve(trace)[scenario.warmup :]
+    return {
+        "settings": asdict(scenario),
+        "trace": statistics(trace),
+        "cuts": cuts(trace, server.model.window),
+        "figures": _figures(server, measured) | _cost(server, measured, costs) | _traffic(server),
+    }
+
+
+def _figures(server: Server, jobs: Sequence[ServedTurn]) -> SimulatedRow:
+    found = [job for job in jobs if job.tier]
+    prefill_s = np.array([job.prefill_s for job in jobs])
+    waits_s = np.array([job.wait_s for job in jobs])
+    returning = sum(job.history > 0 for job in jobs)
+    prompt = sum(job.question + job.history for job in jobs)
+    return {
+        "turns": len(jobs),
+        "returning": returning / len(jobs),
+        "hit_rate": len(found) / len(jobs),
+        "hit_rate_returning": len(found) / max(1, returning),
+        **{f"hit_rate_{tier}": sum(job.tier == tier for job in found) / len(jobs) for tier in TIERS},
+        "reused_tokens": sum(job.history for job in found) / prompt,
+        "ttft_s": float(prefill_s.mean()),
+        "ttft_p90_s": float(np.quantile(prefill_s, 0.9)),
+        "wait_s": float(waits_s.mean()),
+        "wait_p90_s": float(np.quantile(waits_s, 0.9)),
+        "prefill_tok_s": prompt / float(prefill_s.sum()),
+        "prefill_s_per_token": float(prefill_s.sum()) / prompt,
+        "load_s": float(np.mean([job.load_s for job in jobs])),
+        "load_exposed_s": float(np.mean([job.exposed_s for job in jobs])),
+    }
+
+
+def _cost(server: Server, jobs: Sequence[ServedTurn], costs: Costs) -> SimulatedRow:
+    """GPU time is the time in which the server is busy; storage is paid for as long, used or not. `with_halts`: a
+    prefill that others wait for counts in their decoding too, as the paper's GPU time may."""
+    hours = sum(job.busy_s for job in jobs) / 3600
+    halts = sum(job.prefill_s for job in jobs if job.halts) / 3600
+    sizes = server.scenario.capacities if server.store else dict.fromkeys(TIERS, 0)
+    gpus, storage = costs.prices.usd(1.0, server.model.gpus, sizes[HOST], sizes[DISK])
+    return {
+        "gpu_hours": hours,
+        "cost_usd": hours * (gpus + storage),
+        "gpu_hours_with_halts": hours + halts,
+        "cost_usd_with_halts": (hours + halts) * (gpus + storage),
+        "storage_share": storage / (gpus + storage),
+    }
+
+
+def _traffic(server: Server) -> SimulatedRow:
+    """Of the whole run, warm-up included."""
+    return {
+        "sessions_per_hour": _most_sessions(server.jobs),
+        "dropped_sessions": sum(move.target is None for move in server.moves),
+        "disk_written_bytes": server.disk.written_bytes,
+        "disk_read_bytes": server.disk.read_bytes,
+    }
+
+
+def _most_sessions(jobs: Sequence[ServedTurn], hour_s: float = 3600.0) -> int:
+    """Different ones served within an hour, at most."""
+    recent: Counter[str] = Counter()
+    most = first = 0
+    for job in jobs:
+        recent[job.session] += 1
+        while jobs[first].start_s <= job.start_s - hour_s:
+            recent[jobs[first].session] -= 1
+            if not recent[jobs[first].session]:
+                del recent[jobs[first].session]
+            first += 1
+        most = max(most, len(recent))
+    return most
+
+
+def table(rows: Sequence[SimulatedRow], runs: Sequence[Scenario]) -> str:
+    """The keys that differ between the runs, then the figures."""
+    told = [row["figures"] for row in rows]
+    named = [Column(key, "", [str(getattr(run, key)) for run in runs], left=True) for key in varied(runs)]
+    shares = {"hit_rate": "hits", **{f"hit_rate_{tier}": f"{tier}\nhits" for tier in TIERS}, "returning": "returning"}
+    figures = [share(head, [one[key] or None for one in told]) for key, head in shares.items()]
+    figures += [
+        number("TTFT", "s", [one["ttft_s"] for one in told]),
+        number("p90", "s", [one["ttft_p90_s"] for one in told]),
+        number("queue", "s", [one["wait_s"] for one in told]),
+        number("prefill", "Ktok/s", [one["prefill_tok_s"] / 1000 for one in told]),
+        number("GPU time", "h", [one["gpu_hours"] for one in told]),
+        number("cost", "$", [one["cost_usd"] for one in told]),
+        share("storage", [one["storage_share"] or None for one in told]),
+        quantity("disk\nwritten", [one["disk_written_bytes"] for one in told], GB, hide_zeros=True),
+        quantity("disk\nread", [one["disk_read_bytes"] for one in told], GB, hide_zeros=True),
+    ]
+    return text_table([*named, *figures])
+
+
+def trace_line(told: SimulatedRow) -> str:
+    """What the trace is, in one line."""
+    return (
+        f"{told['sessions']} sessions, {told['turns']} turns ({told['mean_turns']:.2f} each, one alone in "
+        f"{100 * told['one_turn']:.0f} %), over 2K tokens {100 * told['over_2k_tokens']:.0f} %, over 4K "
+        f"{100 * told['over_4k_tokens']:.0f} %, mean {told['mean_tokens']:.0f}"
+    )
+
+
+def cuts_line(told: SimulatedRow) -> str:
+    """What a model's window takes from the trace, in one line."""
+    return (
+        f"a window of {told['window']} tokens cuts {percent(told['cut_turns'])} % of the turns: "
+        f"{percent(told['lost_question_tokens'])} % of the tokens of questions and "
+        f"{percent(told['lost_answer_tokens'])} % of answers are lost"
+    )

@@ -1,0 +1,165 @@
+"""The paper's figures made again by the simulator: which runs, and what the text says of them (paper.yaml)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure as Picture
+
+from harness.cachedattention.simulation.outcome import SimulatedRow
+from harness.cachedattention.simulation.scenario import RECOMPUTE, Scenario, scenarios
+from harness.config.settings import SettingsError
+from harness.reports.pictures import figures
+from harness.results.files import read_yaml
+from harness.terminal.tables import Column, digits, percent, text_table
+
+FILE = Path(__file__).with_name("paper.yaml")
+OURS, MISSED, THEIRS = "#2a6fbb", "#b9cfe6", "#c8442b"
+FAR = 0.10  # points of a share; a quarter of any other number
+STORE_DEFAULTS = {"copies": False, "write_buffer": "256MB"}
+STORE_NOTE = "a store's defaults save less, or nothing: add copies=false write_buffer=256MB to see it"
+FAR_TEXT = "more than 10 points from the paper, or a quarter of another number"
+ELSEWHERE = {
+    "18": "single prefills were measured: results/published/cachedattention/history.json",
+    "19": "pre-loading was measured: results/published/cachedattention/overlap.json",
+    "20": "saving was measured: results/published/cachedattention/overlap.json",
+    "23": "its load is not printed, `python -m harness.simulate ttl_s=3600 rate=0.25,1.0 host=32GB "
+    "disk=0,300GB,1TB,3TB` makes one like it",
+}
+SHARES = ("hit_rate", "hit_rate_host", "storage_share")
+SIGNS = {"value": "", "saving": "saved", "speedup": "x", "points": "points"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaperClaim:
+    of: str
+    at: Mapping[str, Any]
+    paper: float
+    kind: str = "value"
+    over: Mapping[str, Any] | None = None
+
+    def ours(self, rows: Sequence[SimulatedRow]) -> float:
+        here = _find(rows, self.at)[self.of]
+        if self.over is None:
+            return float(here)
+        there = _find(rows, {**self.at, **self.over})[self.of]
+        return float({"saving": 1 - here / there, "speedup": there / here, "points": here - there}[self.kind])
+
+    @property
+    def is_share(self) -> bool:
+        return self.kind in ("saving", "points") or (self.kind == "value" and self.of in SHARES)
+
+    def is_missed(self, value: float) -> bool:
+        return abs(value - self.paper) > (FAR if self.is_share else 0.25 * abs(self.paper))
+
+    @property
+    def name(self) -> str:
+        where = ", ".join(str(value) for value in self.at.values())
+        return f"{where}: {self.of}{' ' * bool(SIGNS[self.kind])}{SIGNS[self.kind]}"
+
+    def told(self, value: float) -> str:
+        if self.kind == "points":
+            return percent(value, sign=True)
+        return f"{percent(value)} %" if self.is_share else digits(value)
+
+
+@dataclass(frozen=True)
+class Figure:
+    number: str
+    title: str
+    runs: Sequence[str]
+    skip: Mapping[str, Any]
+    claims: Sequence[PaperClaim]
+
+    def scenarios(self, words: Sequence[str]) -> Iterator[Scenario]:
+        """`words`: of keys that the figure leaves alone, one value each."""
+        made = {run.partition("=")[0]: run for run in self.runs}
+        for word in words:
+            key = word.partition("=")[0]
+            if key in made:
+                raise SettingsError(f"--figure {self.number} makes its runs with {made[key]}: leave out {word}.")
+            if "," in word:
+                raise SettingsError(f"--figure {self.number} compares single runs: give {key} one value, not {word}.")
+        for scenario in scenarios([*self.runs, *words]):
+            if not self.skip or any(getattr(scenario, key) != value for key, value in self.skip.items()):
+                yield scenario
+
+    def table(self, rows: Sequence[SimulatedRow]) -> str:
+        """Claims that the simulator misses are marked, and below it stands what a reader must know of the runs."""
+        ours = [claim.ours(rows) for claim in self.claims]
+        missed = [claim.is_missed(value) for claim, value in zip(self.claims, ours, strict=True)]
+        shown = text_table(
+            [
+                Column(f"figure {self.number}", "", [claim.name for claim in self.claims], left=True),
+                Column("paper", "", [claim.told(claim.paper) for claim in self.claims]),
+                Column("ours", "", [claim.told(value) for claim, value in zip(self.claims, ours, strict=True)]),
+                Column("", "", ["!" * is_missed for is_missed in missed], left=True),
+            ]
+        )
+        notes = [f"! not reproduced: {FAR_TEXT}"] * any(missed)
+        return "\n".join([shown, *notes, *self._store_notes(rows)])
+
+    def draw(self, rows: Sequence[SimulatedRow], path: Path) -> Sequence[Path]:
+        """Ours as bars, the paper's numbers as lines over them: a PNG at `path`, a PDF beside it."""
+        picture = Picture(figsize=(6.5, 0.9 + 0.3 * len(self.claims)), layout="constrained")
+        axes = picture.subplots()
+        places = range(len(self.claims))
+        ours = [claim.ours(rows) for claim in self.claims]
+        missed = [claim.is_missed(value) for claim, value in zip(self.claims, ours, strict=True)]
+        for is_missed, color, label in ((False, OURS, "simulated"), (True, MISSED, "simulated, not reproduced")):
+            at = [place for place in places if missed[place] == is_missed]
+            if at:
+                axes.barh(at, [ours[place] for place in at], color=color, height=0.6, label=label)
+        for place, claim in zip(places, self.claims, strict=True):
+            name = "paper" if not place else None
+            axes.plot([claim.paper] * 2, [place - 0.4, place + 0.4], color=THEIRS, linewidth=2.5, label=name)
+        axes.set_yticks(places, [claim.name for claim in self.claims])
+        axes.invert_yaxis()
+        axes.spines[["top", "right"]].set_visible(False)
+        figures.plain(axes)
+        axes.legend(frameon=False, fontsize=8.5)
+        axes.set_xlabel("\n".join(self._store_notes(rows)), fontsize=8.5)
+        figures.title(picture, f"CachedAttention, figure {self.number}: {self.title}")
+        return figures.save(picture, path)
+
+    def _store_notes(self, rows: Sequence[SimulatedRow]) -> Sequence[str]:
+        """What savings against recomputation owe to settings that a store does not have by itself."""
+        saves = any(claim.over and claim.over.get("policy") == RECOMPUTE for claim in self.claims)
+        stores = [row["settings"] for row in rows if row["settings"]["policy"] != RECOMPUTE]
+        tuned = any({key: run[key] for key in STORE_DEFAULTS} != STORE_DEFAULTS for run in stores)
+        return [STORE_NOTE] if saves and tuned else []
+
+
+def not_reproduced(rows: Sequence[SimulatedRow]) -> Iterator[str]:
+    """Yield a sentence for each number of the paper that these runs miss, where they are runs of its figures."""
+    for number in read_yaml(FILE):
+        one = figure(number)
+        settings = [asdict(scenario) for scenario in one.scenarios([])]
+        runs = [row for row in rows if row["settings"] in settings]
+        for claim in one.claims:
+            with suppress(ValueError):  # not all of its runs are here
+                ours = claim.ours(runs)
+                if claim.is_missed(ours):
+                    said = f"the paper has {claim.told(claim.paper)}, here it is {claim.told(ours)}"
+                    yield f"! not reproduced: figure {number}, {claim.name}: {said}"
+
+
+def figure(number: str) -> Figure:
+    known = read_yaml(FILE)
+    if number not in known:
+        where = f": {ELSEWHERE[number]}" if number in ELSEWHERE else ""
+        raise SettingsError(f"--figure {number} is not simulated{where}: choose one of {', '.join(known)}.")
+    plain = known[number]
+    claims = [PaperClaim(**claim) for claim in plain["claims"]]
+    return Figure(number, plain["title"], plain["runs"], plain.get("skip", {}), claims)
+
+
+def _find(rows: Sequence[SimulatedRow], at: Mapping[str, Any]) -> SimulatedRow:
+    found = [row["figures"] for row in rows if all(row["settings"][key] == value for key, value in at.items())]
+    if len(found) != 1:
+        raise ValueError(f"{len(found)} runs have {dict(at)}")
+    return dict(found[0])

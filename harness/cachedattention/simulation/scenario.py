@@ -1,0 +1,145 @@
+"""One run of the simulator in words: `policy=lru disk=2TB`. Several values of a key make several runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from itertools import product
+from math import inf
+from typing import Any, Literal, get_args, get_type_hints
+
+import yaml
+
+from harness.cachedattention.simulation.trace import TracedConversation, drawn, read
+from harness.cachedattention.store.placement import without_copies
+from harness.cachedattention.store.policies import POLICIES
+from harness.config.plugins import fits, spell, suggestion
+from harness.config.values import ABOVE_0, FROM_0, Range, SettingsError, check_values, size
+from harness.terminal.paths import typed
+from methods.tiers.tier import DISK, HOST, TIERS
+
+RECOMPUTE = "recompute"
+RANGES = {
+    **dict.fromkeys(("truncation_ratio", "question_share", "reserve"), Range(least=0, below=1)),
+    "correlation": Range(least=-1, below=1),
+    **dict.fromkeys(("sessions", "rate", "block_tokens", "ttl_s"), ABOVE_0),
+    **dict.fromkeys(("think_s", "warmup", "seed"), FROM_0),
+}
+OF_STORE = (*TIERS, "write_buffer", "block_tokens", "copies", "reserve", "ttl_s", "positions", "preload")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    model: str = "llama-13b"  # one of the cost table
+    policy: str = "scheduler_aware"  # lru, fifo; recompute: no store, the history is computed in every turn
+    device: str | int = 0  # bytes of each tier
+    host: str | int = "128GB"
+    disk: str | int = "10TB"
+    write_buffer: str | int | None = "10GB"  # bytes that may wait to be written, on top of the tiers; null: all that do
+    block_tokens: int = 256  # of a session, in a file of its own
+    copies: bool = True  # room on disk for a copy of all that comes up from it
+    reserve: float = 0.0  # share of host memory kept free: sessions without a waiting job move to disk ahead of need
+    ttl_s: float | None = None  # since the last use; null: for ever
+    positions: Literal["decoupled", "coupled"] = (
+        "decoupled"  # coupled: an overflow of the window makes the store's copy void
+    )
+    truncation_ratio: float = 0.5  # of the history, kept where it overflows the window
+    preload: Literal["buffered", "layerwise", "off"] = "buffered"  # how loading hides behind computing
+    data: str | None = None  # a file in ShareGPT's layout; null: a drawn trace
+    sessions: int = 9000
+    rate: float = 1.0  # new sessions per second
+    arrivals: Literal["answered", "anytime"] = "answered"  # anytime: turns at random moments, answered or not
+    think_s: float = 30.0  # mean, from an answer to the next question
+    question_share: float = 0.3  # of a drawn turn's tokens
+    correlation: float = 0.5  # of turns and tokens of a drawn session
+    warmup: int = 10_000  # turns before those that are counted
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.policy not in (*POLICIES, RECOMPUTE):
+            known = [*POLICIES, RECOMPUTE]
+            raise SettingsError(f"There is no policy {self.policy!r}{suggestion(self.policy, known)}")
+        check_values(self, RANGES)
+        self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        if self.policy == RECOMPUTE:
+            return
+        if not any(self.capacities.values()):
+            raise SettingsError(f"policy={self.policy} has no tier to store in: set host=128GB, or policy={RECOMPUTE}.")
+        if self.copies and self.capacities[DISK]:
+            try:
+                without_copies(self.capacities)
+            except ValueError as error:
+                raise SettingsError(f"{error}: raise disk={self.disk}, or set copies=false.") from error
+
+    @property
+    def capacities(self) -> dict[str, int]:
+        """Bytes by tier."""
+        return {tier: size(tier, getattr(self, tier)) for tier in TIERS}
+
+    @property
+    def write_buffer_bytes(self) -> float:
+        return inf if self.write_buffer is None else size("write_buffer", self.write_buffer)
+
+    def trace(self) -> list[TracedConversation]:
+        if self.data:
+            return read(typed(self.data, "data="), self.sessions, self.rate, seed=self.seed, think_s=self.think_s)
+        shape = {"question_share": self.question_share, "correlation": self.correlation}
+        return drawn(self.sessions, self.rate, seed=self.seed, think_s=self.think_s, **shape)
+
+    def unused(self) -> dict[str, str]:
+        """Keys that change nothing in this run, and why."""
+        found: dict[str, str] = {}
+        if self.policy == RECOMPUTE:
+            found |= dict.fromkeys(OF_STORE, f"policy={RECOMPUTE} stores nothing")
+        elif not self.capacities[DISK]:
+            found |= dict.fromkeys(("write_buffer", "block_tokens", "copies", "reserve"), "disk=0 has no files")
+            if not self.capacities[HOST]:
+                found["preload"] = "what lies on the device is not loaded"
+        if self.policy != RECOMPUTE and self.capacities[DISK] and not self.capacities[HOST]:
+            found["reserve"] = "host=0 has no memory to keep free"
+        if self.data:
+            found |= dict.fromkeys(("question_share", "correlation"), "data has conversations of its own")
+        if self.arrivals == "anytime":
+            found["think_s"] = "arrivals=anytime waits for no answer"
+        return found
+
+
+def scenarios(words: Sequence[str]) -> Iterator[Scenario]:
+    """All combinations of the values in `key=value,value`; the last of two words for one key wins."""
+    given: dict[str, list[Any]] = {}
+    for word in words:
+        key, equals, values = word.partition("=")
+        if not equals:
+            raise SettingsError(f"Cannot read {word!r}: write key=value, several values as key=a,b.")
+        given[key] = [_value(key, value) for value in values.split(",")]
+    found = [Scenario(**dict(zip(given, point, strict=True))) for point in product(*given.values())]
+    unused = [scenario.unused() for scenario in found]
+    for key in given:
+        if all(key in one for one in unused):
+            raise SettingsError(f"{key} changes nothing here, since {unused[0][key]}: leave it out.")
+    yield from found
+
+
+def _value(key: str, text: str) -> Any:
+    hints = get_type_hints(Scenario)
+    if key not in hints:
+        raise SettingsError(f"simulate has no key {key!r}{suggestion(key, hints)}")
+    if text in get_args(hints[key]):
+        return text  # a word as it stands: YAML reads off as false
+    if not text.strip():
+        raise SettingsError(f"{key} is empty: give it a value, or leave it out.")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise SettingsError(f"Cannot read {key}={text}: write a plain value.") from error
+    if not fits(value, hints[key]):
+        raise SettingsError(f"{key}={text} should be {spell(hints[key])}.")
+    return value
+
+
+def varied(runs: Sequence[Scenario]) -> list[str]:
+    """The keys in which they differ; policy always."""
+    names = [field.name for field in fields(Scenario)]
+    return [name for name in names if name == "policy" or len({getattr(run, name) for run in runs}) > 1]

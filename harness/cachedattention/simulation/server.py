@@ -1,0 +1,282 @@
+"""One server with slots, driven from event to event: prefills one after the other, decode steps of the whole batch.
+
+A prefill halts the decoding, as continuous batching does. Jobs run first come, first served. Saving from the device is
+taken to hide behind decoding; loading hides as far as `preload` lets it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from itertools import count
+from math import inf
+from random import Random
+
+from harness.cachedattention.simulation.costs import Costs
+from harness.cachedattention.simulation.disk import SimulatedDisk
+from harness.cachedattention.simulation.scenario import RECOMPUTE, Scenario
+from harness.cachedattention.simulation.trace import TracedConversation, TurnLengths
+from harness.cachedattention.store.levels import JobQueue
+from harness.cachedattention.store.placement import Move, Placement, in_order
+from harness.cachedattention.store.policies import POLICIES
+from methods.tiers.tier import DISK, HOST
+
+
+@dataclass(frozen=True, slots=True)
+class ServedTurn:
+    """One turn as it was served."""
+
+    session: str
+    turn: int
+    start_s: float  # from the beginning of the trace
+    question: int  # tokens
+    history: int
+    tier: str | None  # where its history was found
+    wait_s: float  # in the queue
+    prefill_s: float  # from the start of the job to its first token, loading included
+    load_s: float  # reading the history
+    exposed_s: float  # of these, what computing did not hide
+    busy_s: float  # of the server since the job before started
+    halts: bool  # others were decoding, and waited for its first token
+
+
+class Server:
+    def __init__(self, scenario: Scenario, costs: Costs) -> None:
+        self.scenario, self.hardware = scenario, costs.hardware
+        self.model = costs.model(scenario.model)
+        self.store: Placement | None = None
+        if scenario.policy != RECOMPUTE:
+            self.store = Placement(
+                scenario.capacities,
+                POLICIES[scenario.policy](),
+                scenario.ttl_s or inf,
+                scenario.copies,
+                scenario.reserve,
+            )
+        self.disk = SimulatedDisk(scenario.capacities[DISK], costs.hardware, scenario.write_buffer_bytes)
+        self.queue = self.store.queue if self.store else JobQueue()
+        self.now_s = self._busy_s = self._pcie_free_s = self._last_start_s = 0.0
+        self._rng = Random(scenario.seed)
+        self._order = count()  # of questions that come at the same moment
+        self._steps = 0  # decode steps since the beginning
+        self._running: list[tuple[int, int, str]] = []  # (step of the last token, number of the job, session)
+        self._ready_s: dict[str, float] = {}  # since when, or from when on, a session's rows lie in host memory
+        self.jobs: list[ServedTurn] = []
+        self.moves: list[Move] = []
+
+    def serve(self, trace: Sequence[TracedConversation]) -> list[ServedTurn]:
+        self._last_s = max(one.start_s for one in trace)
+        self.states = {one.name: OpenConversation(one) for one in trace}
+        self._coming = [(at, next(self._order), one.name) for one in trace for at in self._known(one)]
+        heapify(self._coming)
+        while self._coming or self.queue or self._running:
+            self._arrivals()
+            if (session := self._next()) is not None:
+                self._start(session)
+            elif self._running:
+                self._decode()
+            else:
+                self.now_s = self._coming[0][0]
+        return self.jobs
+
+    def _known(self, conversation: TracedConversation) -> Sequence[float]:
+        """When questions come, as far as that does not depend on answers."""
+        if self.scenario.arrivals == "answered":
+            return [conversation.start_s]
+        return sorted(self._rng.uniform(0.0, self._last_s) for _ in conversation.turns)
+
+    def _next(self) -> str | None:
+        """The session of the first job that can start: a slot is free, and its last answer is complete."""
+        if len(self._running) == self.model.batch:
+            return None
+        return next((session for session in self.queue if not self.states[session].running), None)
+
+    def _arrivals(self) -> None:
+        if self.store:
+            self._carry_out(self.store.expire(self.now_s))
+        while self._coming and self._coming[0][0] <= self.now_s:
+            at, _, session = heappop(self._coming)
+            self.states[session].asked_s.append(at)
+            self.queue.join(session)
+            self._prefetch()
+
+    def _start(self, session: str) -> None:
+        state = self.states[session]
+        turn = state.conversation.turns[state.turn].within(self.model.window)
+        asked_s, start_s = state.asked_s.popleft(), self.now_s
+        self.queue.leave(session)
+        self._fit(state, turn)
+        tier, ready_s = self._find(session, state)
+        computed = turn.question + (0 if tier else state.history)
+        compute_s = computed * self.model.prefill_s_per_token
+        load_s, exposed_s = self._load(state, tier, max(ready_s, asked_s), compute_s)
+        self._prefetch()
+        self._advance(compute_s + exposed_s)
+        halts = bool(self._running)
+        self.jobs.append(
+            ServedTurn(
+                session, state.turn, start_s, turn.question, state.history, tier, start_s - asked_s,
+                self.now_s - start_s, load_s, exposed_s, self._busy_s, halts,
+            )
+        )  # fmt: skip
+        self._busy_s = 0.0
+        state.history += turn.question + turn.answer
+        state.turn += 1
+        state.running = True
+        heappush(self._running, (self._steps + turn.answer, len(self.jobs), session))
+
+    def _fit(self, state: OpenConversation, turn: TurnLengths) -> None:
+        """Cut the oldest tokens until question and answer fit the window, as turns/overflow.py does."""
+        before = state.history
+        while state.history and state.history + turn.question + turn.answer > self.model.window:
+            state.history = int(state.history * self.scenario.truncation_ratio)
+        session = state.conversation.name
+        if state.history < before and self.store and self.store.tier(session):
+            if self.scenario.positions == "coupled" or not state.history:
+                self._carry_out(self.store.drop(session))
+            else:
+                self._cut(state, before - state.history, self.store)
+
+    def _cut(self, state: OpenConversation, tokens: int, store: Placement) -> None:
+        """In the store, where it lies; on disk the block that is cut through is read and written anew."""
+        session, cut = state.conversation.name, state.drop(tokens)
+        store.shrink(session, self._bytes(state))
+        if store.tier(session) == DISK:
+            self.disk.read(session, cut * self.model.kv_bytes_per_token, self.now_s)
+            first = next(iter(state.blocks.values())) if cut else 0
+            self._write(state, first * self.model.kv_bytes_per_token)
+
+    def _find(self, session: str, state: OpenConversation) -> tuple[str | None, float]:
+        """The tier where the history lies, and since when it can be loaded from host memory."""
+        tier = self.store.tier(session) if self.store and state.history else None
+        if tier is None or self.store is None:
+            return None, self.now_s
+        ready_s = self._ready_s.pop(session)
+        if tier == DISK:
+            ready_s = self.disk.read(session, self._bytes(state), self.now_s)
+        self._carry_out(self.store.use(session, self.now_s), on_its_way=session)
+        return DISK if tier == HOST and ready_s > self.now_s else tier, ready_s
+
+    def _load(self, state: OpenConversation, tier: str | None, ready_s: float, compute_s: float) -> tuple[float, float]:
+        """Seconds to load the history, and how many of them the job waits for it. `ready_s`: since when its rows lie in
+        host memory and the job is known.
+
+        The read buffer of the paper, S_buf = B (T_load L_hist - T_pref L_new) bytes, is what comes before the job."""
+        previous_s, self._last_start_s = self._last_start_s, self.now_s
+        if tier not in (HOST, DISK):
+            return 0.0, 0.0
+        load_s = self._bytes(state) / self.hardware.pcie_bytes_per_s
+        if self.scenario.preload == "off":
+            return load_s, max(0.0, ready_s - self.now_s) + load_s
+        before_s = max(0.0, load_s - compute_s) if self.scenario.preload == "buffered" else 0.0
+        buffered_s = max(self._pcie_free_s, previous_s, ready_s) + before_s
+        self._pcie_free_s = max(buffered_s, self.now_s) + load_s - before_s
+        return load_s, max(0.0, self._pcie_free_s - self.now_s - compute_s)
+
+    def _decode(self) -> None:
+        """To the end of an answer, or until a job comes that finds a slot."""
+        steps = self._running[0][0] - self._steps
+        if self._coming and len(self._running) < self.model.batch:
+            steps = min(steps, int((self._coming[0][0] - self.now_s) / self.model.decode_step_s) + 1)
+        self._steps += steps
+        self._advance(steps * self.model.decode_step_s)
+        self._arrivals()  # before anything is saved: who waits is exempt
+        while self._running and self._running[0][0] == self._steps:
+            self._answered(self.states[heappop(self._running)[2]])
+
+    def _answered(self, state: OpenConversation) -> None:
+        ended_s = self.now_s
+        state.running = False
+        if self.store:
+            self._save(state, self.store)
+        if self.scenario.arrivals == "answered" and state.turn < len(state.conversation.turns):
+            again_s = ended_s + state.conversation.think_s[state.turn - 1]
+            heappush(self._coming, (again_s, next(self._order), state.conversation.name))
+
+    def _save(self, state: OpenConversation, store: Placement) -> None:
+        """As the store does: of a session that it has, what is new; otherwise all of it."""
+        session, before = state.conversation.name, store.tier(state.conversation.name)
+        if before is None:
+            state.blocks.clear()
+        known = sum(state.sizes(self.model.kv_bytes_per_token).values())
+        state.append(state.history - sum(state.blocks.values()), self.scenario.block_tokens)
+        self._ready_s[session] = self.now_s
+        moves = store.save(session, self._bytes(state), self.now_s)
+        tier = store.tier(session)
+        if before == DISK != tier and tier:
+            self._ready_s[session] = self.disk.read(session, known, self.now_s)
+        self._carry_out(moves, on_its_way=session)
+        if tier == DISK:
+            self._write(state, self._bytes(state) - (known if before == DISK else 0))
+
+    def _prefetch(self) -> None:
+        if self.store:
+            for moves in self.store.prefetch():
+                self._carry_out(moves)
+
+    def _carry_out(self, moves: Sequence[Move], on_its_way: str | None = None) -> None:
+        """`on_its_way`: a session that is read or written by whoever asks."""
+        self.moves += moves
+        for move in in_order(moves):
+            if move.target is None:
+                self.disk.drop(move.session)
+            elif move.target == DISK:
+                if move.session != on_its_way:
+                    self._write(self.states[move.session], move.size)
+            elif move.source == DISK:
+                if move.session != on_its_way:
+                    self._ready_s[move.session] = self.disk.read(move.session, move.size, self.now_s)
+                self.disk.files.spare(move.session)
+
+    def _write(self, state: OpenConversation, held: int) -> None:
+        """`held`: bytes of rows that lie in memory until it is done. The server waits if the write buffer is full."""
+        sizes = state.sizes(self.model.kv_bytes_per_token)
+        self._advance(self.disk.write(state.conversation.name, sizes, held, self.now_s) - self.now_s)
+
+    def _advance(self, seconds: float) -> None:
+        self.now_s += seconds
+        self._busy_s += seconds
+
+    def _bytes(self, state: OpenConversation) -> int:
+        return state.history * self.model.kv_bytes_per_token
+
+
+_names = count()
+
+
+@dataclass(slots=True)
+class OpenConversation:
+    """`history`: tokens of it that are in the context, window and cuts considered. `blocks`: tokens of the blocks in
+    which the store has them, by name; a block is never changed, only made anew under another name."""
+
+    conversation: TracedConversation
+    turn: int = 0
+    history: int = 0
+    running: bool = False
+    asked_s: deque[float] = field(default_factory=deque)  # of the questions that wait
+    blocks: dict[int, int] = field(default_factory=dict)
+
+    def append(self, tokens: int, length: int) -> None:
+        """Blocks of `length` tokens, the last one shorter, behind those that there are."""
+        for start in range(0, tokens, length):
+            self.blocks[next(_names)] = min(length, tokens - start)
+
+    def drop(self, tokens: int) -> int:
+        """The oldest ones leave. -> how many tokens had the block that the cut went through, 0 for none"""
+        kept: dict[int, int] = {}
+        cut = 0
+        for name, held in self.blocks.items():
+            if tokens >= held:
+                tokens -= held
+            elif tokens:
+                kept[next(_names)], cut, tokens = held - tokens, held, 0
+            else:
+                kept[name] = held
+        self.blocks = kept
+        return cut
+
+    def sizes(self, token_bytes: int) -> Mapping[int, int]:
+        """Bytes of the blocks by name."""
+        return {name: tokens * token_bytes for name, tokens in self.blocks.items()}

@@ -1,0 +1,254 @@
+"""Consecutive tokens of a session with their rows, and the file of such a block.
+
+A block is never changed, only made anew under another name. Its file is a safetensors file whose tensors can be read
+and checked one by one: its head holds the SHA-256 of each tensor and of the token ids, and the index that of the head.
+Files are read, not mapped: one that is cut off meanwhile is an error, not a crash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from harness.cachedattention.store.fingerprint import EXACT, behind_cut
+from harness.cachedattention.store.losses import DamagedBlock, Loss
+from kernels.temporary import replacing
+from methods.tiers.block import Format, Tensors
+from methods.tiers.rows import HostRows, Place, copied_into
+from methods.tiers.tier import HOST
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """`sha256`: of its head, which holds those of the tensors."""
+
+    sha256: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """`rows` is None where they lie on disk alone, else they are in memory of `tier`; some may still be on their way
+    (leaving.py). Without tokens: what belongs to all of a session's together. `file`: how they were written, if they
+    were."""
+
+    name: str
+    tokens: tuple[int, ...]
+    size: int  # bytes of the rows
+    rows: Mapping[str, Tensor] | None
+    file: File | None = None
+    tier: str = HOST
+
+    def laid_in(self, tier: str, place: Place) -> Block:
+        """With its rows in memory of that tier; as it is where they lie on disk alone."""
+        if self.rows is None or self.tier == tier:
+            return self
+        rows = {name: copied_into(tier, x, place) for name, x in self.rows.items()}
+        return replace(self, rows=rows, tier=tier)
+
+    def tail(self, drop: int, format_: Format, place: Place) -> Block:
+        """Without its first `drop` tokens, under a name of its own."""
+        rows = {name: rows[..., drop:, :] for name, rows in format_.decode(dict(self.rows or {})).items()}
+        copies = {name: copied_into(HOST, x, place) for name, x in format_.encode(rows).items()}
+        return Block(uuid4().hex, self.tokens[drop:], sum(x.nbytes for x in copies.values()), copies)
+
+
+def by_layer(names: Iterable[str]) -> dict[int, list[str]]:
+    """Names without a layer's number come with layer 0."""
+    found: dict[int, list[str]] = {}
+    for name in names:
+        number = name.partition(".")[0]
+        found.setdefault(int(number) if number.isdigit() else 0, []).append(name)
+    return found
+
+
+def joined(parts: Sequence[Tensors]) -> Tensors:
+    """The rows of blocks of tokens, copied into one tensor per name."""
+    return {name: torch.cat([rows[name] for rows in parts], dim=-2) for name in parts[0]} if parts else {}
+
+
+def has_rest(parts: Sequence[Block]) -> bool:
+    """Whether something belongs to all of the blocks together."""
+    return bool(parts) and not parts[-1].tokens
+
+
+def covered(parts: Sequence[Block], tokens: Sequence[int]) -> int:
+    """How many of the blocks, from the first on, hold just what `tokens` begin with."""
+    start = 0
+    for count, part in enumerate(parts):
+        end = start + len(part.tokens)
+        if tuple(tokens[start:end]) != part.tokens:
+            return count
+        start = end
+    return len(parts)
+
+
+def length(parts: Sequence[Block]) -> int:
+    """In tokens."""
+    return sum(len(part.tokens) for part in parts)
+
+
+def without_first(
+    parts: Sequence[Block], drop: int, read: Callable[[Sequence[Block]], list[Block]], format_: Format, place: Place
+) -> list[Block]:
+    """Those that hold what is behind the first `drop` tokens; `read` brings the rows of a block that is cut."""
+    for at, part in enumerate(parts):
+        if drop < len(part.tokens):
+            first = read([part])[0].tail(drop, format_, place) if drop else part
+            return [first, *parts[at + 1 :]]
+        drop -= len(part.tokens)
+    return []
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The first `tokens` of those asked for are in `layers`; `tier` is None on a miss."""
+
+    tokens: int = 0
+    tier: str | None = None
+    layers: Tensors = field(default_factory=dict)
+    rest: Tensors = field(default_factory=dict)
+
+
+class Sessions:
+    """The blocks of sessions by key, the lineages of their rows, and why those that are gone are."""
+
+    def __init__(self) -> None:
+        self.sessions: dict[str, list[Block]] = {}
+        self.lineages: dict[str, str] = {}
+        self.losses: dict[str, Loss] = {}
+
+    def of(self, key: str, lineage: str) -> list[Block]:
+        """The session's blocks, if they are of that lineage."""
+        return self.sessions.get(key, []) if self.lineages.get(key) == lineage else []
+
+    def until(self, key: str, end: int, lineage: str) -> list[Block] | None:
+        """Those that hold the first `end` tokens; None where no block ends there."""
+        known = self.of(key, lineage)
+        return next((known[:count] for count in range(len(known) + 1) if length(known[:count]) == end), None)
+
+    def covered(self, key: str, tokens: Sequence[int], lineage: str) -> int:
+        """How many blocks of the session, from the first on, are of use to what begins with `tokens`."""
+        parts = self.of(key, lineage)
+        count = covered(parts, tokens)
+        return 0 if has_rest(parts) and count < len(parts) else count
+
+    def known(self, key: str, tokens: Sequence[int], lineage: str) -> int:
+        """How many tokens these blocks hold."""
+        return length(self.of(key, lineage)[: self.covered(key, tokens, lineage)])
+
+    def longest(self, own: str, tokens: Sequence[int]) -> str:
+        """The session that knows most of what `tokens` begin with; `own` where no other one knows more."""
+        best, most = own, self.known(own, tokens, EXACT)
+        for key, parts in self.sessions.items():
+            if not has_rest(parts) and (known := self.known(key, tokens, EXACT)) > most:
+                best, most = key, known
+        return best
+
+    def cut(self, key: str, kept: list[Block], dropped: int) -> None:
+        """The first `dropped` tokens have left the session."""
+        if dropped:
+            text = [token for block in self.sessions[key] for token in block.tokens]
+            self.lineages[key] = behind_cut(self.lineages[key], text, dropped)
+        self.sessions[key] = kept
+
+    def filed(self, key: str, written: Mapping[str, Block], leaves: bool) -> None:
+        """The files of `written` are there; with `leaves` the rows in memory go."""
+        self.sessions[key] = [
+            replace(block, rows=None if leaves else block.rows, file=written[block.name].file)
+            if block.name in written
+            else block
+            for block in self.sessions[key]
+        ]
+
+
+TOKENS, SUM = "tokens", "sha256."
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
+    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+
+
+def write(path: Path, block: Block) -> File:
+    """Readers see the whole file or none; it has reached the disk when its name has."""
+    assert block.rows is not None
+    tensors = {name: rows.cpu() for name, rows in block.rows.items()}
+    sums = {f"{SUM}{name}": _sum(rows) for name, rows in tensors.items()}
+    data = save(tensors, sums | {TOKENS: _sum(torch.tensor(block.tokens))})
+    with replacing(path) as file:
+        file.write(data)
+    return File(hashlib.sha256(data[: 8 + _length(data)]).hexdigest(), len(data))
+
+
+class BlockFile:
+    """Its head is read and checked; rows are when they are asked for. Both raise `DamagedBlock`."""
+
+    def __init__(self, path: Path, block: Block) -> None:
+        assert block.file is not None
+        self.path = path
+        with _damage(path), open(path, "rb") as file:
+            head = file.read(8)
+            head += file.read(min(_length(head), block.file.bytes))
+            whole = os.fstat(file.fileno()).st_size == block.file.bytes
+        if not whole or hashlib.sha256(head).hexdigest() != block.file.sha256:
+            raise DamagedBlock(f"{path} is not what was written")
+        self._tensors: dict[str, Any] = json.loads(head[8:])
+        self._sums: dict[str, str] = self._tensors.pop("__metadata__")
+        self._start = len(head)
+        if self._sums[TOKENS] != _sum(torch.tensor(block.tokens)):
+            raise DamagedBlock(f"{path} holds other tokens")
+
+    @property
+    def names(self) -> list[str]:
+        """Of the rows."""
+        return list(self._tensors)
+
+    def read(self, names: Iterable[str], place: Place) -> Tensors:
+        """Into host memory of that place."""
+        with _damage(self.path), open(self.path, "rb") as file:
+            return {name: self._tensor(file, name, place) for name in names}
+
+    def _tensor(self, file: BufferedReader, name: str, place: Place) -> Tensor:
+        if name not in self._tensors:
+            raise DamagedBlock(f"{self.path} lacks {name}")
+        about = self._tensors[name]
+        tensor = HostRows.room(about["shape"], DTYPES[about["dtype"]], place)
+        file.seek(self._start + about["data_offsets"][0])
+        if file.readinto(_bytes(tensor)) < tensor.nbytes or _sum(tensor) != self._sums[SUM + name]:
+            raise DamagedBlock(f"{self.path} is not what was written")
+        return tensor
+
+
+@contextmanager
+def _damage(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DamagedBlock(f"{path} cannot be read: {error}") from error
+
+
+def _length(data: bytes) -> int:
+    """Of the head, behind the 8 bytes that say it."""
+    return int.from_bytes(data[:8], "little")
+
+
+def _bytes(tensor: Tensor) -> Any:
+    """Of a contiguous tensor, not copied."""
+    return tensor.flatten().view(torch.uint8).numpy()
+
+
+def _sum(tensor: Tensor) -> str:
+    return hashlib.sha256(_bytes(tensor)).hexdigest()

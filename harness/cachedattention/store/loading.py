@@ -1,0 +1,187 @@
+"""A stored history on its way to a job, layer by layer (CachedAttention, section 3.2.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
+from typing import NoReturn
+
+import torch
+
+from harness.cachedattention.store.block import Block, has_rest, joined, length
+from harness.cachedattention.store.contents import Contents
+from harness.cachedattention.store.losses import LOST, HistoryLost
+from methods.tiers.block import Format, Tensors
+from methods.tiers.transfer.spans import Spans
+from methods.tiers.transfer.streams import beside_the_model, reached
+
+LayerRows = tuple[Tensors, Tensors]  # rows of tokens, and what belongs to all of them together, by name
+Prepare = Callable[[int, LayerRows], LayerRows]
+
+
+def as_it_is(number: int, layer: LayerRows) -> LayerRows:
+    return layer
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """`load_s`: seconds in which rows were on their way, `hidden_s` of them while the job computed or had not begun.
+    `exposed_s`: in which the job waited. `read_buffer`: layers that came before it began."""
+
+    load_s: float
+    hidden_s: float
+    exposed_s: float
+    read_buffer: int
+
+
+class Loading:
+    """The first `tokens` of those asked for, found in `tier`. The first layers, as many as the read buffer holds, come
+    at once; `begin` says that the job begins, and the others come too. `layer` waits for the rows of one.
+
+    What it hands out are copies, rows on the device of the store. It belongs to the thread of the store."""
+
+    def __init__(
+        self,
+        contents: Contents,
+        key: str,
+        parts: Sequence[Block],
+        tier: str,
+        new: int,
+        *,
+        prepare: Prepare,
+        format_: Format,
+        shared: bool,
+    ) -> None:
+        """`parts`: of the session `key`, in whose place another one asks if it is `shared`. `new`: tokens that the job
+        has to compute. `prepare`: what the thread that copies does with a layer next."""
+        self.tokens, self.tier, self.new = length(parts), tier, new
+        self.size = sum(part.size for part in parts)
+        self.fetch = contents.fetch(key, layers=0)
+        self._contents, self._key, self._shared = contents, key, shared
+        self._behind = reached(contents.place.device)  # what `prepare` uses was made on the caller's stream
+        self._prepare, self._format = prepare, format_
+        self._count, self._rest = len(parts), has_rest(parts)
+        self.fetch.users += 1
+        self._copies: dict[int, Future[LayerRows]] = {}
+        self._sent = 0  # layers whose copies were submitted
+        self._spans = Spans()
+        self._opened = perf_counter()
+        self._began: float | None = None
+        self._cancelled = False
+        self._buffer = 0
+        self._waits = Spans()  # of the job
+
+    def layers(self) -> list[int]:
+        """Their numbers."""
+        try:
+            return self.fetch.layers()
+        except LOST as error:
+            self._fail(error)
+
+    def preload(self, layers: int | None = None) -> None:
+        """So many, before the job begins; None: as `Speeds` has measured."""
+        number = len(self.layers())
+        if layers is None:
+            layers = self._contents.speeds.read_buffer(self.tier, self.size, number, self.new)
+        self._buffer = max(0, min(layers, number))
+        self.fetch.go_on(self._buffer)
+        self._submit(self._buffer)
+
+    def begin(self) -> None:
+        """The job begins, and its own memory takes the other layers."""
+        if self._began is None:
+            self._began = perf_counter()
+            self.tier = self._contents.use(self._key, self.fetch) or self.tier
+            self._contents.statistics.found(self.tier, self.tokens, shared=self._shared)
+            self.fetch.go_on()
+            self._submit(len(self.layers()))
+            self._waits.add(self._began, perf_counter())
+
+    def layer(self, number: int) -> LayerRows:
+        """Once. Raises `HistoryLost`: then nothing of this history may be used."""
+        self.begin()
+        asked = perf_counter()
+        try:
+            return _handed_over(self._copies.pop(number).result())
+        except LOST as error:
+            self._fail(error)
+        finally:
+            self._waits.add(asked, perf_counter())
+
+    def cancel(self) -> None:
+        """No layer will be asked for (any more): what has not begun to move does not."""
+        if not self._cancelled:
+            self._cancelled = True
+            for copy in self._copies.values():
+                copy.cancel()
+            self._contents.give_up(self._key, self.fetch)
+
+    def all_layers(self) -> LayerRows:
+        """As one."""
+        self.begin()
+        rows: Tensors = {}
+        rest: Tensors = {}
+        for number in self.layers():
+            more = self.layer(number)
+            rows |= more[0]
+            rest |= more[1]
+        return rows, rest
+
+    @property
+    def overlap(self) -> Overlap:
+        loads = self.fetch.spans.since(self._opened) + self._spans
+        return Overlap(loads.seconds, loads.seconds_without(self._waits), self._waits.seconds, self._buffer)
+
+    def finish(self) -> Overlap:
+        """The job has computed its new tokens. What that took says how large the next read buffer is."""
+        if self._began is not None:
+            computing_s = perf_counter() - self._began - self._waits.seconds
+            self._contents.speeds.prefilled(self.new, computing_s)
+        return self.account()
+
+    def account(self) -> Overlap:
+        """All rows have been asked for: into the statistics."""
+        self.cancel()
+        found = self.overlap
+        self._contents.speeds.loaded(self.tier, self.size, found.load_s)
+        self._contents.statistics.load_s += found.load_s
+        self._contents.statistics.hidden_s += found.hidden_s
+        self._contents.statistics.exposed_s += found.exposed_s
+        return found
+
+    def _submit(self, layers: int) -> None:
+        for number in self.layers()[self._sent : layers]:
+            copy = partial(self._copy, number)
+            self._copies[number] = self._contents.lanes.copying.submit(copy, after=[self.fetch.rows(number)])
+        self._sent = max(self._sent, layers)
+
+    def _copy(self, number: int) -> LayerRows:
+        parts = self.fetch.rows(number).result()[: self._count]
+        began = perf_counter()
+        rest = {name: one.clone() for name, one in parts.pop().items()} if self._rest else {}
+        on = self._contents.place.device
+        with beside_the_model(on, self._behind):
+            near = [{name: one.to(on, non_blocking=True) for name, one in part.items()} for part in parts]
+            rows = joined([self._format.decode(part) for part in near])
+            layer = self._prepare(number, (rows, rest))
+        self._spans.add(began, perf_counter())
+        return layer
+
+    def _fail(self, error: Exception) -> NoReturn:
+        """The session goes, unless it was given up or replaced before."""
+        if self._began is not None:
+            self._contents.statistics.found(self.tier, self.tokens, count=-1)
+        if self._contents.fetches.get(self._key) is self.fetch:
+            self._contents.lose(self._key, error)
+        raise HistoryLost(f"the stored history is damaged: {error}") from error
+
+
+def _handed_over(layer: LayerRows) -> LayerRows:
+    """Its memory is not given away before the asking stream has done what it was asked."""
+    for one in layer[0].values():
+        if one.is_cuda:
+            one.record_stream(torch.cuda.current_stream(one.device))
+    return layer

@@ -1,0 +1,150 @@
+"""One conversation, turn by turn: its text, and how its cache comes into a turn and out of it again.
+
+    talk = Conversation(histories, "alice", capacity=4096, turns=3)
+    while not talk.over:
+        talk.ask(question)              # token ids
+        talk.resume()                   # layers of the history may still be on their way
+        logits = talk.compute(prefill)  # what is lacking; then rows of the prompt may leave the device
+        ...                             # seal, decode
+        talk.answered(tokens, stop)
+        talk.save()
+
+The last token of an answer has not been fed, so it has no keys and values: the next turn's prompt begins with it. A
+conversation that is over keeps nothing: no turn comes back for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import inf
+
+import torch
+from torch import Tensor
+
+from harness.cachedattention.turns.histories import Histories, Prefill, Resumed, Saved
+from harness.cachedattention.turns.overflow import Overflow
+from harness.engine.cache import KVCache
+
+
+def without_eos(tokens: Sequence[int], stop: str) -> Sequence[int]:
+    """What stays of an answer: an EOS gives way to the template's end of a turn."""
+    return tokens[: len(tokens) - (stop == "eos")]
+
+
+class Conversation:
+    """`turns`: how many it has; `capacity`: tokens of all of them, prompts and answers, at most."""
+
+    def __init__(
+        self,
+        histories: Histories,
+        session: str,
+        capacity: int,
+        turns: int,
+        *,
+        overflow: Overflow | None = None,
+        by_token: bool = False,
+    ) -> None:
+        """`overflow`: None where its text always fits the window. `by_token`: what a further turn adds is not prefilled
+        but fed token by token (protocol=context)."""
+        self.histories, self.session, self.capacity, self.turns = histories, session, capacity, turns
+        self.overflow, self.by_token = overflow, by_token
+        self.asked = 0  # turns that have begun
+        self.text: list[int] = []  # of user and model so far
+        self.fed = 0  # tokens of it that the cache held when the last turn ended
+        self.dropped = 0  # tokens that left the window before this turn
+        self.new_tokens = 0  # tokens of this turn's text that its cache did not hold
+        self.save_ahead_s = 0.0
+        self._leaves_at = inf  # tokens in the cache when rows of the answer are to leave next
+        self._found: Resumed | None = None  # between two turns there is no cache
+
+    @property
+    def over(self) -> bool:
+        """Whether the turn that was asked last is the conversation's last."""
+        return self.asked == self.turns
+
+    @property
+    def found(self) -> Resumed:
+        """What this turn had of its history, and its cache."""
+        assert self._found is not None
+        return self._found
+
+    @property
+    def unread(self) -> list[int]:
+        """The end of the text, which is to be fed token by token behind the seal."""
+        return self.text[self.found.cache.num_tokens :]
+
+    @torch.inference_mode()
+    def ask(self, ids: Sequence[int], new_tokens: int = 0) -> None:
+        """The next turn begins. If it does not fit the window with an answer of `new_tokens`, a part of the history
+        leaves text and cache."""
+        self.asked += 1
+        self.text += ids
+        if self.overflow is not None:
+            fed, unread = self.text[: self.fed], self.text[self.fed :]
+            stays = self.overflow.make_room(self.histories, self.session, fed, len(unread) + new_tokens)
+            self.text, self.fed, self.dropped = stays + unread, len(stays), len(fed) - len(stays)
+
+    def ahead(self, ids: Sequence[int]) -> None:
+        """The next turn to begin, of all conversations, will ask `ids` here: its first layers may come now."""
+        self.histories.ahead(self.session, [*self.text, *ids][:-1], len(self.text) + len(ids))
+
+    def resume(self) -> None:
+        """Takes a cache with as much of the text as there is, but for the last token, whose logits are needed."""
+        asked = self.text[: min(self._prefilled, len(self.text) - 1)]
+        self._found = self.histories.resume(self.session, asked, self.capacity, whole=len(self.text))
+        self._say_text(self._found.cache)
+
+    def compute(self, prefill: Prefill) -> Tensor | None:
+        """-> logits of the last token [1 V]; None where it is yet to be fed"""
+        self._found, logits = self.histories.compute(self.found, self.text[: self._prefilled], prefill)
+        self._begun()
+        return logits
+
+    def begin(self, cache: KVCache) -> None:
+        """Goes on with `cache`, which the caller has filled with the beginning of the text or all of it."""
+        self._found = Resumed(cache)
+        self._say_text(cache)
+        self._begun()
+
+    def _say_text(self, cache: KVCache) -> None:
+        if cache.rotary is not None:
+            cache.expect_text(torch.tensor([self.text], device=cache.state.request.device))
+
+    def decoded(self, said: Sequence[int], catch_up: Callable[[], None]) -> None:
+        """The answer is `said` so far, and all but its last token is fed: rows that fill a block leave while the
+        others are decoded. `catch_up`: lets the cache know of all steps."""
+        if len(self.text) + len(said) - 1 >= self._leaves_at:
+            catch_up()
+            self._leave_ahead([*self.text, *said[:-1]])
+
+    def answered(self, tokens: Sequence[int], stop: str) -> None:
+        self.text += without_eos(tokens, stop)
+
+    @torch.inference_mode()
+    def save(self) -> Saved:
+        """The turn has ended: its cache goes where the next one finds it, or nowhere if the conversation is over."""
+        cache, self._found = self.found.cache, None
+        if self.over:
+            self.histories.forget(self.session)
+            return Saved(0.0)
+        self.fed = cache.num_tokens
+        return self.histories.save(self.session, self.text[: self.fed], cache)
+
+    @property
+    def _prefilled(self) -> int:
+        return self.fed if self.by_token else len(self.text)
+
+    def _begun(self) -> None:
+        """The cache holds the prompt."""
+        self.new_tokens = len(self.text) - self.found.reused
+        self.save_ahead_s = self._leave_ahead(self.text)
+
+    def _leave_ahead(self, text: Sequence[int]) -> float:
+        """No row leaves ahead of a save that will not come. -> seconds that the caller waited"""
+        self._leaves_at = inf
+        if self.over:
+            return 0.0
+        cache = self.found.cache
+        seconds = self.histories.save_ahead(self.session, text[: cache.num_tokens], cache)
+        self._leaves_at = self.histories.leaves_at(cache)
+        return seconds

@@ -1,0 +1,84 @@
+"""What `history` and `store` name, opened for a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from harness.cachedattention.store.disk import named_in_settings
+from harness.cachedattention.store.fingerprint import Fingerprint
+from harness.cachedattention.store.history_store import HistoryStore
+from harness.cachedattention.store.policies import POLICIES
+from harness.cachedattention.turns.fingerprint import fingerprint
+from harness.cachedattention.turns.histories import DevicePrefix, Histories, NewCache, Recompute
+from harness.cachedattention.turns.stored import StoredHistories
+from harness.config.settings import Settings, StoreSettings
+from harness.engine.attach import Attachment
+from harness.engine.cache import KVCache
+from harness.models.base import LoadedModel
+from kernels.temporary import TemporaryFolder
+from methods.tiers import codecs
+from methods.tiers.codec import PLAIN
+
+IN_MEMORY = {"device_prefix": DevicePrefix, "recompute": Recompute}
+
+
+@contextmanager
+def histories(
+    settings: Settings, attachment: Attachment, loaded: LoadedModel, run: str, read_buffer: int | None = None
+) -> Iterator[Histories]:
+    """Closed on leaving. `run` names the folder of the disk tier inside `store.folder`. `read_buffer`: of a store."""
+
+    if settings.history in IN_MEMORY:
+        made = in_memory(settings.history, attachment)
+        yield made
+        made.close()
+        return
+    whose = fingerprint(attachment, loaded, protocol=settings.protocol)
+    with opened(settings.store, whose, attachment, run) as store:
+        fails = settings.store.lost == "fail"
+        yield StoredHistories(_starting(attachment), attachment, store, read_buffer, fails_if_lost=fails)
+
+
+def in_memory(history: str, attachment: Attachment) -> Histories:
+    """Those of `IN_MEMORY` that `history` names; a store's stand-in is caches that stay on the device."""
+    return IN_MEMORY.get(history, DevicePrefix)(_starting(attachment))
+
+
+def _starting(attachment: Attachment) -> NewCache:
+    return lambda capacity: attachment.start(KVCache, capacity=capacity)
+
+
+@contextmanager
+def opened(settings: StoreSettings, whose: Fingerprint, attachment: Attachment, run: str) -> Iterator[HistoryStore]:
+    """The store alone."""
+    codec = PLAIN if settings.codec is None else codecs.codec_of(settings.codec)
+    sizes: dict[str, Any] = settings.capacities
+    for spec in attachment.model_specs:
+        codec.check(spec.head_dim)
+    with TemporaryFolder("kv-history-") if sizes["disk"] and not settings.folder else nullcontext() as made:
+        folder = made if made else Path(settings.folder) / run if settings.folder else None
+        with named_in_settings():
+            store = HistoryStore(
+                whose if settings.codec is None else replace(whose, codec=settings.codec),
+                **sizes,
+                folder=folder,
+                policy=POLICIES[settings.policy](),
+                block_tokens=settings.block_tokens,
+                ttl_s=settings.seconds_to_live,
+                durable=settings.durable,
+                copies=settings.copies,
+                reserve=settings.reserve,
+                on=str(attachment.model.device),
+                codec=codec,
+                dtype=attachment.model.dtype,
+                share=settings.share,
+                engine=attachment.engine,
+                io_threads=settings.io_threads,
+                write_buffer=settings.write_bytes,
+            )
+        with store:
+            yield store

@@ -1,0 +1,236 @@
+"""The serving loop on a clock that its own work sets forward: 0.1 s per prompt token, 1 s per step of all slots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from harness.cachedattention.serving.answer import Answer
+from harness.cachedattention.serving.clock import Clock
+from harness.cachedattention.serving.loop import Loop
+from harness.cachedattention.serving.trace import Session
+from harness.cachedattention.store.fingerprint import Fingerprint
+from harness.cachedattention.store.history_store import HistoryStore
+from harness.cachedattention.turns.histories import DevicePrefix, Histories, Recompute, Resumed
+from harness.cachedattention.turns.stored import StoredHistories
+from harness.engine.attach import Attachment, attached
+from harness.engine.cache import KVCache
+from methods.base import Method
+from methods.full import Full
+from methods.snapkv import SnapKV
+from tests.talks import session
+from tests.timed import Time, Timed, ending
+from tests.tiny import tiny
+
+Kind = Callable[[Attachment], Histories]
+
+
+def recompute(kv: Attachment) -> Histories:
+    return Recompute(lambda capacity: kv.start(KVCache, capacity=capacity))
+
+
+def device_prefix(kv: Attachment) -> Histories:
+    return DevicePrefix(lambda capacity: kv.start(KVCache, capacity=capacity))
+
+
+def store(kv: Attachment) -> Histories:
+    who = Fingerprint(model="tiny", weights="7", tokenizer="ids", rotary="default", dtype="fp32")
+    opened = HistoryStore(who, host=10**7, block_tokens=8)
+    return StoredHistories(lambda capacity: kv.start(KVCache, capacity=capacity), kv, opened)
+
+
+@contextmanager
+def server(
+    kind: Kind = recompute, method: Method | None = None, chunk: int | None = None, **how: Any
+) -> Iterator[Loop]:
+    time = Time()
+    with attached(tiny("llama"), method or Full(), budget=0.5) as kv:
+        histories, engine = kind(kv), Timed(kv, time, chunk)
+        yield Loop(engine, histories, Clock(time, time.passes), ending=ending, **{"slots": 2} | how)
+        histories.close()
+
+
+def served(*sessions: Session, **how: Any) -> dict[tuple[str, int], Answer]:
+    with server(**how) as loop:
+        return {(one.session, one.turn): one for one in loop.serve(sessions)}
+
+
+def end(answer: Answer) -> float:
+    """From the loop's start."""
+    return answer.arrived_s + answer.token_s[-1]
+
+
+def test_two_turns_by_hand() -> None:
+    """Turn 1: 10 tokens in 1 s, then 3 steps. Turn 2 comes 5 s later with 6 new tokens behind 14 of history."""
+    made = served(session("a", 2.0, (10, 4), (6, 3)))
+    first, second = made["a", 1], made["a", 2]
+    assert first.arrived_s == 2.0
+    assert first.token_s == pytest.approx([1.0, 2.0, 3.0, 4.0])
+    assert end(first) == pytest.approx(6.0)
+    assert second.arrived_s == pytest.approx(11.0)
+    assert (second.reused_tokens, second.new_tokens, second.tier) == (0, 20, None)
+    assert second.ttft_s == pytest.approx(2.0)
+    alive = served(session("a", 2.0, (10, 4), (6, 3)), kind=device_prefix)["a", 2]
+    assert (alive.reused_tokens, alive.new_tokens, alive.tier) == (13, 7, "device")  # a last token was never fed
+    assert alive.ttft_s == pytest.approx(0.7)
+
+
+def test_turns_wait_first_come_first_served_and_ttft_counts_it() -> None:
+    """Two slots: the third waits until the first has left, and the fourth behind it."""
+    made = served(*(session(name, start, (10, 5)) for name, start in zip("abcd", (0.0, 0.5, 0.6, 0.7), strict=True)))
+    order = sorted(made.values(), key=lambda one: one.arrived_s + one.queue_s)
+    assert [one.session for one in order] == ["a", "b", "c", "d"]
+    # a prefills to 1, b to 2 (a halts), both step to 6 and leave; c and d prefill one after the other
+    assert [one.queue_s for one in order] == pytest.approx([0.0, 0.5, 5.4, 6.3])
+    assert [one.ttft_s for one in order] == pytest.approx([1.0, 1.5, 6.4, 7.3])
+
+
+def test_a_sequence_that_leaves_lets_the_next_in_at_once() -> None:
+    made = served(session("a", 0.0, (10, 2)), session("b", 0.0, (10, 9)), session("c", 0.0, (10, 2)))
+    assert end(made["a", 1]) == pytest.approx(3.0)  # b's prefill lies between its two tokens
+    assert made["c", 1].queue_s == pytest.approx(3.0)
+    assert end(made["b", 1]) > end(made["c", 1])
+
+
+def test_an_answer_of_one_token_takes_no_slot_further() -> None:
+    made = served(session("a", 0.0, (10, 1)), session("b", 0.0, (10, 1)), slots=1)
+    assert [one.token_s for one in made.values()] == [pytest.approx([1.0]), pytest.approx([2.0])]
+
+
+@pytest.mark.tokens
+def test_a_prefill_halts_the_others_unless_chunks_are_interleaved() -> None:
+    """b's 30 tokens come in three chunks while a answers."""
+    sessions = session("a", 0.0, (10, 8)), session("b", 1.5, (30, 2))
+    halted = served(*sessions, chunk=10)
+    gaps = [after - before for before, after in pairwise(halted["a", 1].token_s)]
+    assert max(gaps) == pytest.approx(4.0)  # b's prefill, and the step
+    assert halted["b", 1].prefill_s == pytest.approx(3.0)
+    shared = served(*sessions, chunk=10, interleave=True)
+    gaps = [after - before for before, after in pairwise(shared["a", 1].token_s)]
+    assert max(gaps) == pytest.approx(2.0)  # a chunk, and the step
+    assert shared["b", 1].prefill_s == pytest.approx(5.0)  # two steps lie between its chunks
+    for key, answer in halted.items():
+        assert answer.tokens == shared[key].tokens
+
+
+@pytest.mark.tokens
+@pytest.mark.parametrize("kind", [recompute, device_prefix, store])
+@pytest.mark.parametrize("method", [Full(), SnapKV(window=4, kernel=3)], ids=["full", "snapkv"])
+def test_tokens_are_those_of_each_conversation_alone(kind: Kind, method: Method) -> None:
+    sessions = [
+        session(str(place), 0.7 * place, (20 + place, 5), (9, 4), (7, 6), think_s=(3.0, 0.0), seed=place)
+        for place in range(5)
+    ]
+    together = served(*sessions, kind=kind, method=method, slots=3)
+    for one in sessions:
+        alone = served(one, kind=kind, method=method, slots=1)
+        assert {key: answer.tokens for key, answer in alone.items()} == {
+            key: answer.tokens for key, answer in together.items() if key[0] == one.name
+        }
+    assert len(together) == 15
+
+
+@pytest.mark.parametrize("kind", [DevicePrefix, Recompute, StoredHistories])
+def test_the_last_turn_of_a_conversation_is_saved_nowhere(kind: type[Histories]) -> None:
+    """Three turns are followed by another one; neither conversation is known any more when all is over."""
+    told: dict[str, list[str]] = {"ahead": [], "kept": []}
+
+    class Counted(kind):  # type: ignore[misc, valid-type]
+        def _leave_ahead(self, session: str, *given: Any) -> None:
+            told["ahead"].append(session)
+            super()._leave_ahead(session, *given)
+
+        def _keep(self, session: str, *given: Any) -> Any:
+            told["kept"].append(session)
+            return super()._keep(session, *given)
+
+    def counted(kv: Attachment) -> Histories:
+        plain = store(kv)
+        assert isinstance(plain, StoredHistories)
+        more = (kv, plain.store) if kind is StoredHistories else ()
+        made: Histories = Counted(plain.start, *more)
+        return made
+
+    with server(counted) as loop:
+        answers = list(loop.serve([session("a", 0.0, (10, 2), (4, 2), (4, 2)), session("b", 0.5, (10, 2), (4, 2))]))
+        histories = loop.histories
+        known = histories._alive if isinstance(histories, DevicePrefix) else getattr(histories, "_held", {})
+        assert not known
+    assert len(answers) == 5
+    assert sorted(told["ahead"]) == sorted(told["kept"]) == ["a", "a", "b"]
+    assert not any(one.save_ahead_s for one in answers if (one.session, one.turn) in (("a", 3), ("b", 2)))
+
+
+def test_idle_time_is_no_work_and_may_be_skipped() -> None:
+    for sleeps in (True, False):
+        time = Time()
+        with attached(tiny("llama"), Full()) as kv:
+            clock = Clock(time, time.passes if sleeps else None)
+            loop = Loop(Timed(kv, time), recompute(kv), clock, ending=ending, slots=2)
+            [first, second] = loop.serve([session("a", 2.0, (10, 4), (6, 3))])
+        assert (first.arrived_s, second.arrived_s) == pytest.approx((2.0, 11.0))
+        assert clock.idle_s == pytest.approx(7.0)
+        assert clock.now() == pytest.approx(15.0)
+        assert time.now == pytest.approx(15.0 if sleeps else 8.0)
+
+
+class Queue(Recompute):
+    """Notes what it is told of waiting turns."""
+
+    def __init__(self, kv: Attachment) -> None:
+        super().__init__(lambda capacity: kv.start(KVCache, capacity=capacity))
+        self.told: list[str] = []
+
+    def enqueue(self, session: str) -> None:
+        self.told.append(f"+{session}")
+
+    def dequeue(self, session: str) -> None:
+        self.told.append(f"-{session}")
+
+    def prefetch(self) -> None:
+        self.told.append("look ahead")
+
+    def resume(self, session: str, tokens: Sequence[int], capacity: int, whole: int = 0) -> Resumed:
+        self.told.append(f"resume {session}")
+        return super().resume(session, tokens, capacity, whole)
+
+
+def test_histories_hear_of_each_turn_that_waits() -> None:
+    with server(Queue, slots=1) as loop:
+        list(loop.serve([session("a", 0.0, (10, 2)), session("b", 0.5, (10, 2))]))
+        assert isinstance(loop.histories, Queue)
+        assert loop.histories.told == [
+            "+a", "look ahead", "-a", "resume a", "look ahead",
+            "+b", "look ahead", "-b", "resume b", "look ahead",
+        ]  # fmt: skip
+
+
+@pytest.mark.tokens
+def test_the_next_turn_in_the_queue_loads_ahead() -> None:
+    """Each one that had to wait is opened before it has a slot, once, with the text that it then asks for."""
+    opened: list[tuple[str, list[int]]] = []
+
+    class Looking(StoredHistories):
+        def ahead(self, session: str, tokens: Sequence[int], whole: int = 0) -> None:
+            opened.append((session, list(tokens)))
+            super().ahead(session, tokens, whole)
+
+        def resume(self, session: str, tokens: Sequence[int], capacity: int, whole: int = 0) -> Resumed:
+            assert session not in self._ahead or self._ahead[session][0] == tokens
+            return super().resume(session, tokens, capacity, whole)
+
+    def looking(kv: Attachment) -> Histories:
+        plain = store(kv)
+        assert isinstance(plain, StoredHistories)
+        return Looking(plain.start, kv, plain.store)
+
+    talks = [session(name, start, (20, 6), (9, 6), (9, 6)) for name, start in zip("abc", (0.0, 0.1, 0.2), strict=True)]
+    made, wanted = (served(*talks, kind=kind, slots=1) for kind in (looking, recompute))
+    assert {key: one.tokens for key, one in made.items()} == {key: one.tokens for key, one in wanted.items()}
+    assert {name for name, _ in opened} == set("abc")
+    assert len(opened) == len({(name, len(tokens)) for name, tokens in opened})
+    assert all(one.tier == "host" for one in made.values() if one.turn > 1)

@@ -1,0 +1,133 @@
+"""The paper's figures: each claim means one run, and its number is one that the paper prints."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.cachedattention.simulation import outcome
+from harness.cachedattention.simulation.paper import (
+    FILE,
+    STORE_DEFAULTS,
+    STORE_NOTE,
+    Figure,
+    PaperClaim,
+    figure,
+    not_reproduced,
+)
+from harness.cachedattention.simulation.scenario import Scenario
+from harness.commands.simulate import main
+from harness.config.groups import StoreSettings
+from harness.results.files import read_yaml
+
+REFERENCE = Path(__file__).parents[4] / "results" / "paper" / "paper_reference.csv"
+DERIVED = {0.40, 0.095, 0.857}  # from LRU's tiers and its distance to the others, and from a share of hits
+NUMBERS = list(read_yaml(FILE))
+
+
+@pytest.fixture(scope="module")
+def printed() -> set[float]:
+    with open(REFERENCE, newline="") as file:
+        ours = [row for row in csv.DictReader(file) if row["source"].startswith("CachedAttention")]
+    return {round(float(row["value"]), 3) for row in ours}
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_each_claim_means_one_run_and_a_printed_number(number: str, printed: set[float]) -> None:
+    one = figure(number)
+    rows = [{"settings": asdict(run), "figures": {claim.of: 0.5 for claim in one.claims}} for run in one.scenarios([])]
+    for claim in one.claims:
+        assert claim.ours(rows) in (0.5, 0.0, 1.0)
+        known = {round(abs(claim.paper), 3), round(100 * abs(claim.paper), 1)}
+        assert known & printed or claim.paper in DERIVED or round(claim.paper, 3) == 0.129, claim.name
+
+
+def test_what_a_claim_compares() -> None:
+    def row(policy: str, hours: float) -> dict[str, dict[str, object]]:
+        return {"settings": {"policy": policy, "rate": 1.0}, "figures": {"gpu_hours": hours}}
+
+    rows = [row("lru", 2.0), row("recompute", 8.0)]
+    at, over = {"policy": "lru"}, {"policy": "recompute"}
+    found = {
+        kind: PaperClaim(of="gpu_hours", at=at, over=over, kind=kind, paper=0.0).ours(rows)
+        for kind in ("saving", "speedup", "points")
+    }
+    assert found == {"saving": 0.75, "speedup": 4.0, "points": -6.0}
+    assert PaperClaim(of="gpu_hours", at=at, paper=0.0).ours(rows) == 2.0
+    with pytest.raises(ValueError, match="2 runs have"):
+        PaperClaim(of="gpu_hours", at={"rate": 1.0}, paper=0.0).ours(rows)
+
+
+def test_words_behind_a_figure_hold_and_a_skipped_run_is_left_out() -> None:
+    one = Figure("x", "", ["device=10GB", "host=0,128GB", "disk=0,10TB"], {"host": 0, "disk": "10TB"}, [])
+    runs = list(one.scenarios(["sessions=5"]))
+    assert [(run.host, run.disk) for run in runs] == [(0, 0), ("128GB", 0), ("128GB", "10TB")]
+    assert {run.sessions for run in runs} == {5}
+
+
+def test_a_figure_is_drawn_beside_the_papers_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--figure", "25", "sessions=40", "warmup=10", "--out", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "82.0 %" in shown
+    assert {path.name for path in tmp_path.iterdir()} >= {"figure_25.png", "figure_25.pdf", "simulation.json"}
+
+
+def published(name: str) -> list[dict[str, Any]]:
+    text = (REFERENCE.parents[1] / "published" / "cachedattention" / f"{name}.json").read_text("utf-8")
+    return list(json.loads(text)["runs"])
+
+
+def test_what_the_simulator_does_not_reproduce_is_marked() -> None:
+    shown = figure("21").table(published("figure_21"))
+    marked = [line.split(":")[0] for line in shown.splitlines() if line.rstrip().endswith("!")]
+    assert marked == ["2TB, scheduler_aware", "10TB, lru", "10TB, fifo"]
+    assert "! not reproduced" in shown
+    assert STORE_NOTE not in shown  # hit rates are no savings
+
+
+def test_runs_of_a_figure_say_without_it_what_they_do_not_reproduce(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = {(row["settings"]["policy"], row["settings"]["disk"]): row for row in published("figure_21")}
+
+    def simulated(run: Scenario, costs: object) -> dict[str, Any]:
+        return runs[run.policy, str(run.disk)] | {"settings": asdict(run)}
+
+    monkeypatch.setattr(outcome, "simulated", simulated)
+    assert main(["policy=lru,fifo", "--out", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "! not reproduced: figure 21, 10TB, lru: hit_rate: the paper has 58.0 %, here it is 86.2 %" in shown
+    assert "figure 21, 10TB, fifo" in shown
+    assert list(not_reproduced([simulated(Scenario(policy="lru", disk="2TB"), None)])) == []
+
+
+def test_savings_say_that_the_stores_own_defaults_save_less() -> None:
+    defaults = {field.name: field.default for field in fields(StoreSettings)}
+    assert {key: defaults[key] for key in STORE_DEFAULTS} == STORE_DEFAULTS
+    assert {key: published("store_defaults")[0]["settings"][key] for key in STORE_DEFAULTS} == STORE_DEFAULTS
+    rows = published("figure_14")
+    assert STORE_NOTE in figure("14").table(rows)
+    by_default = [{**row, "settings": row["settings"] | STORE_DEFAULTS} for row in rows]
+    assert STORE_NOTE not in figure("14").table(by_default)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["99"], "choose one of 13, 14"),
+        (["18"], "history.json"),
+        (["23"], "ttl_s=3600"),
+        (["21", "policy=lru"], "leave out policy=lru"),
+        (["25", "seed=0,1"], "give seed one value"),
+    ],
+)
+def test_what_a_figure_cannot_do(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--figure", *words, "--out", str(tmp_path)]) == 2
+    assert said in capsys.readouterr().err

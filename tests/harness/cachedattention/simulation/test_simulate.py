@@ -1,0 +1,372 @@
+"""The trace simulator: by hand on small traces, against the paper's constants on large ones."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from harness.cachedattention.simulation import costs
+from harness.cachedattention.simulation.costs import Costs, Hardware, Prices, Served
+from harness.cachedattention.simulation.outcome import simulated
+from harness.cachedattention.simulation.scenario import Scenario, scenarios
+from harness.cachedattention.simulation.server import ServedTurn, Server
+from harness.cachedattention.simulation.trace import TracedConversation, TurnLengths, cuts, drawn, statistics
+from harness.commands.simulate import main
+
+GB = 10**9
+
+
+def priced(window: int = 1000, batch: int = 2) -> Costs:
+    """1 GB per token, 10 tokens per second over PCIe and 2 from disk, 0.1 s per token of prefill, 1 s per step."""
+    model = Served(
+        kv_bytes_per_token=GB, window=window, gpus=2, batch=batch, prefill_s_per_token=0.1, decode_step_s=1.0
+    )
+    prices = Prices(gpu_usd_per_hour=5.0, dram_usd_per_gb_hour=0.0088, ssd_usd_per_gb_hour=0.000082)
+    return Costs(Hardware(pcie_bytes_per_s=10 * GB, disk_bytes_per_s=2 * GB), prices, {"toy": model})
+
+
+def served(trace: list[TracedConversation], prices: Costs | None = None, **settings: object) -> list[ServedTurn]:
+    scenario = Scenario(model="toy", **{"host": "1TB", "disk": "1TB", "copies": False, "write_buffer": None} | settings)  # type: ignore[arg-type]
+    return Server(scenario, prices or priced()).serve(trace)
+
+
+def talk(name: str, start_s: float, *turns: tuple[int, int], think_s: float = 5.0) -> TracedConversation:
+    return TracedConversation(name, start_s, tuple(TurnLengths(*turn) for turn in turns), (think_s,) * (len(turns) - 1))
+
+
+def test_two_turns_by_hand() -> None:
+    """Turn 1: 10 tokens in 1 s, an answer of 4. Turn 2 comes 5 s later: 6 new tokens, 14 stored."""
+    first, second = served([talk("a", 2.0, (10, 4), (6, 3))], preload="off")
+    assert (first.tier, first.history, first.wait_s) == (None, 0, 0.0)
+    assert first.prefill_s == pytest.approx(1.0)
+    assert (second.tier, second.history) == ("host", 14)
+    assert second.load_s == second.exposed_s == pytest.approx(1.4)
+    assert second.prefill_s == pytest.approx(0.6 + 1.4)
+    assert second.busy_s == pytest.approx(4 + 2.0)  # the answer before, and this prefill: no idle time
+
+
+def test_without_a_store_the_history_is_computed_again() -> None:
+    second = served([talk("a", 2.0, (10, 4), (6, 3))], policy="recompute")[1]
+    assert (second.tier, second.load_s) == (None, 0.0)
+    assert second.prefill_s == pytest.approx((6 + 14) * 0.1)
+
+
+def test_loading_hides_behind_computing_and_with_a_buffer_behind_the_job_before() -> None:
+    """a comes again at 19 s, while b computes from 15 to 21 s; 10.4 s of loading, 0.6 s of computing."""
+    trace = [talk("a", 0.0, (100, 4), (6, 3)), talk("b", 15.0, (60, 40))]
+    exposed = {}
+    for preload in ("off", "layerwise", "buffered"):
+        again = next(job for job in served(trace, preload=preload) if job.turn == 1)
+        assert (again.start_s, again.load_s) == pytest.approx((21.0, 10.4))
+        exposed[preload] = again.exposed_s
+    assert exposed["off"] == pytest.approx(10.4)
+    assert exposed["layerwise"] == pytest.approx(10.4 - 0.6)
+    assert exposed["buffered"] == pytest.approx(10.4 - 0.6 - 2.0)
+
+
+def test_nothing_is_loaded_before_the_question_has_come() -> None:
+    """19 s lie between the starts of the two jobs, and the question comes at the end of them."""
+    first, again = served([talk("a", 0.0, (100, 4), (6, 3))], preload="buffered")
+    assert again.start_s - first.start_s == pytest.approx(19.0)
+    assert again.exposed_s == pytest.approx(10.4 - 0.6)
+
+
+def test_the_read_buffer_holds_what_computing_will_not_hide() -> None:
+    """b has 10 s of loading and 8 of computing: 2 s come before its job, so that c's loading can begin 8 s later."""
+    trace = [
+        talk("b", 0.0, (60, 40), (80, 3), think_s=20.0),
+        talk("c", 0.1, (60, 40), (5, 3), think_s=20.1),
+        talk("d", 70.0, (100, 3)),
+    ]
+    jobs = served(trace, priced(batch=3), preload="buffered")
+    b, c = (job for job in jobs if job.turn == 1)
+    assert (b.session, c.session) == ("b", "c")
+    assert b.exposed_s == 0.0
+    assert c.start_s - b.start_s == pytest.approx(8.0)
+    assert c.exposed_s == pytest.approx(10.0 - 0.5)
+
+
+def test_a_job_waits_for_what_is_still_on_its_way_from_disk() -> None:
+    """No host memory: 14 GB at 2 GB/s, and then as layers arrive over PCIe."""
+    second = served([talk("a", 0.0, (10, 4), (6, 3), think_s=7.0)], host=0, preload="off")[1]
+    assert second.tier == "disk"
+    assert second.exposed_s == pytest.approx(7 + 1.4)
+
+
+@pytest.mark.parametrize(("duplex", "waits_s"), [(False, 2.0), (True, 0.0)])
+def test_writing_occupies_the_disk_unless_it_reads_meanwhile(duplex: bool, waits_s: float) -> None:
+    """a comes again at 25 s, while the 14 GB of b are written from 20 to 27."""
+    prices = replace(priced(), hardware=replace(priced().hardware, disk_duplex=duplex))
+    trace = [talk("a", 0.0, (10, 4), (6, 3), think_s=20.0), talk("b", 15.0, (10, 4))]
+    again = next(job for job in served(trace, prices, host=0, preload="off") if job.turn == 1)
+    assert again.exposed_s == pytest.approx(waits_s + 7 + 1.4)
+
+
+def test_what_waits_to_be_written_is_found_in_memory() -> None:
+    """The 14 GB of the first turn take 7 s to write; the next question comes after 5."""
+    second = served([talk("a", 0.0, (10, 4), (6, 3))], host=0, preload="off")[1]
+    assert second.exposed_s == pytest.approx(1.4)
+
+
+@pytest.mark.parametrize(("size", "waits_s"), [("14GB", 0.0), ("13GB", 7.0)])
+def test_the_server_waits_where_more_is_to_be_written_than_the_buffer_holds(size: str, waits_s: float) -> None:
+    """14 GB from 5 s on, at 2 GB/s; the next question comes 20 s later, whatever the server did meanwhile."""
+    trace = [talk("a", 0.0, (10, 4), (6, 3), think_s=20.0)]
+    second = served(trace, host=0, preload="off", write_buffer=size)[1]
+    assert second.start_s == pytest.approx(25.0)
+    assert second.busy_s == pytest.approx(4.0 + waits_s + 0.6 + 7 + 1.4)
+
+
+def test_a_session_that_comes_back_from_disk_is_written_no_second_time_while_there_is_room() -> None:
+    """Memory holds one of two sessions, which grow from 14 to 16 to 18 GB: every turn moves both. Each is written once,
+    then what is new of it. A disk of 30 GB has no room for 32: there the copy of a goes, and its 18 GB are written."""
+    trace = [talk(name, at, (10, 4), (1, 1), (1, 1), think_s=50.0) for name, at in (("a", 0.0), ("b", 25.0))]
+    written = {}
+    for disk in ("30GB", "40GB"):
+        server = Server(
+            Scenario(model="toy", policy="lru", host="18GB", disk=disk, copies=False, write_buffer=None), priced()
+        )
+        server.serve(trace)
+        written[disk] = server.disk.written_bytes / GB
+    assert written == {"40GB": 14 + 14 + 2 + 2 + 2, "30GB": 14 + 14 + 2 + 2 + 18}
+
+
+def test_the_queue_is_served_in_order_and_waiting_is_counted() -> None:
+    trace = [talk("a", 0.0, (10, 5)), talk("b", 0.5, (10, 5)), talk("c", 0.6, (10, 5))]
+    jobs = served(trace)  # two slots: the third waits for the first answer
+    assert [job.session for job in jobs] == ["a", "b", "c"]
+    assert [job.wait_s for job in jobs] == pytest.approx([0.0, 0.5, 7.0 - 0.6])
+
+
+def test_turns_that_come_anytime_wait_for_the_answer_before_and_are_all_seen_ahead() -> None:
+    trace = [talk(name, 100.0, *[(5, 30)] * 6) for name in "abc"]
+    jobs = served(trace, arrivals="anytime")
+    for name in "abc":
+        assert [job.turn for job in jobs if job.session == name] == list(range(6))
+    assert {job.tier for job in jobs if job.turn} == {"host"}
+    starts = {(job.session, job.turn): job.history for job in jobs}
+    assert starts == {(name, turn): 35 * turn for name in "abc" for turn in range(6)}
+    closed = served(trace)
+    assert max(job.wait_s for job in jobs) > 5 * max(job.wait_s for job in closed)  # a backlog
+
+
+def test_an_overflow_cuts_the_stored_history_unless_positions_are_in_it() -> None:
+    trace = [talk("a", 0.0, (40, 30), (40, 5))]
+    decoupled = served(trace, priced(window=100))[1]
+    assert (decoupled.tier, decoupled.history) == ("host", 35)
+    assert decoupled.prefill_s == pytest.approx(4.0 + decoupled.exposed_s)
+    coupled = served(trace, priced(window=100), positions="coupled")[1]
+    assert (coupled.tier, coupled.history) == (None, 35)
+    assert coupled.prefill_s == pytest.approx(4.0 + 3.5)
+
+
+def test_the_answer_has_its_place_in_the_window_too() -> None:
+    """40 + 30 stored, 20 asked: 90 of 100, but an answer of 20 does not fit behind."""
+    trace = [talk("a", 0.0, (40, 30), (20, 20))]
+    assert served(trace, priced(window=100))[1].history == 35
+    assert served(trace, priced(window=110))[1].history == 70
+
+
+def test_what_the_window_takes_from_single_turns_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = [talk("a", 0.0, (70, 80), (10, 10))]
+    assert trace[0].turns[0].within(100) == TurnLengths(50, 50)
+    cut = {"window": 100, "cut_turns": 0.5, "lost_question_tokens": 20 / 80, "lost_answer_tokens": 30 / 90}
+    assert cuts(trace, 100) == pytest.approx(cut)
+    assert served(trace, priced(window=100))[0].question == 50
+    assert main(["sessions=30", "warmup=20", "model=llama-13b,llama-65b", "--out", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "a window of 4096 tokens cuts" in shown
+    assert "a window of 2048 tokens cuts" in shown
+    stored = json.loads((tmp_path / "simulation.json").read_text())["runs"]
+    assert [run["cuts"]["window"] for run in stored] == [4096, 2048]
+    assert stored[0]["cuts"]["lost_answer_tokens"] < stored[1]["cuts"]["lost_answer_tokens"]
+
+
+def test_a_time_to_live_ends_while_the_user_thinks() -> None:
+    trace = [talk("a", 0.0, (10, 4), (6, 3), think_s=100.0)]
+    assert served(trace, ttl_s=99.0)[1].tier is None
+    assert served(trace, ttl_s=101.0)[1].tier == "host"
+
+
+@pytest.mark.parametrize(("model", "share"), [("llama-13b", 0.164), ("llama-65b", 0.09), ("falcon-40b", 0.09)])
+def test_the_papers_storage_shares_follow_from_its_prices(model: str, share: float) -> None:
+    known = costs.load()
+    gpus, storage = known.prices.usd(1.0, known.models[model].gpus, 128 * GB, 10_000 * GB)
+    assert storage / (gpus + storage) == pytest.approx(share, abs=0.002)
+
+
+def test_the_costs_are_those_that_the_paper_prints() -> None:
+    """Section 2.4: 2K tokens of LLaMA-65B take 5 GB, 0.192 s over PCIe. Section 4.1: it has four GPUs."""
+    known = costs.load()
+    model = known.models["llama-65b"]
+    assert model.gpus == 4
+    assert 2048 * model.kv_bytes_per_token == pytest.approx(5 * GB, rel=0.08)
+    assert 2048 * model.kv_bytes_per_token / known.hardware.pcie_bytes_per_s == pytest.approx(0.192, rel=0.08)
+
+
+def test_a_prefill_that_others_wait_for_can_count_in_their_decoding_too() -> None:
+    """b's prefill of 1 s halts a's decoding; a's own, of 2 s, halts nobody."""
+    trace = [talk("a", 0.0, (20, 10)), talk("b", 5.0, (10, 4))]
+    assert [job.halts for job in served(trace)] == [False, True]
+    known = replace(costs.load(), models={"toy": priced().models["toy"]})
+    settings = {"model": "toy", "policy": "recompute", "warmup": 0, "sessions": 20}
+    told = simulated(Scenario(**settings), known)["figures"]  # type: ignore[arg-type]
+    assert told["gpu_hours"] < told["gpu_hours_with_halts"] < 2 * told["gpu_hours"]
+    ratio = told["gpu_hours_with_halts"] / told["gpu_hours"]
+    assert told["cost_usd_with_halts"] / told["cost_usd"] == pytest.approx(ratio)
+
+
+def test_a_store_without_limits_misses_turns_without_a_history_alone() -> None:
+    """First turns, and those that fill the window by themselves."""
+    scenario = Scenario(sessions=300, warmup=100, host="100TB", disk="200TB")
+    figures = simulated(scenario, costs.load())["figures"]
+    assert figures["hit_rate"] == pytest.approx(figures["returning"])
+    assert figures["hit_rate_host"] == figures["hit_rate"]
+    jobs = served([talk("a", 0.0, (10, 10), (60, 60))], priced(window=100))
+    assert [(job.tier, job.history) for job in jobs] == [(None, 0), (None, 0)]
+
+
+@pytest.mark.parametrize(("duplex", "from_host"), [(False, 0.5), (True, 0.7)])
+def test_where_a_queue_builds_up_looking_ahead_wins(duplex: bool, from_host: float) -> None:
+    """The regime of the paper: more turns come than are served, and the store holds a part of the sessions. What the
+    disk has to write leaves less time to fetch ahead."""
+    shape = {"sessions": 600, "warmup": 600, "rate": 2.0, "host": "20GB", "disk": "200GB"}
+    known = costs.load()
+    known = replace(known, hardware=replace(known.hardware, disk_duplex=duplex))
+    rates = {}
+    for policy in ("scheduler_aware", "lru", "fifo", "recompute"):
+        figures = simulated(Scenario(policy=policy, **shape), known)["figures"]  # type: ignore[arg-type]
+        rates[policy] = figures["hit_rate"]
+        if policy == "scheduler_aware":
+            assert figures["hit_rate_host"] > from_host * figures["hit_rate"]
+        else:
+            assert figures["hit_rate_host"] < 0.1
+    assert rates["scheduler_aware"] > 1.5 * max(rates["lru"], rates["fifo"])
+    assert rates["recompute"] == 0
+
+
+def test_the_drawn_trace_is_like_sharegpt() -> None:
+    shape = {"think_s": 30.0, "question_share": 0.3, "correlation": 0.3}
+    found = statistics(drawn(9000, 1.0, **shape))  # type: ignore[arg-type]
+    assert found["mean_turns"] == pytest.approx(5.75, abs=0.15)
+    assert found["one_turn"] == pytest.approx(0.27, abs=0.015)
+    assert found["over_2k_tokens"] == pytest.approx(0.47, abs=0.015)
+    assert found["over_4k_tokens"] == pytest.approx(0.30, abs=0.015)
+    assert found["question_share"] == pytest.approx(0.3, abs=0.01)
+    assert found["turns"] == pytest.approx(52_000, rel=0.02)
+    again = drawn(9000, 1.0, **shape)  # type: ignore[arg-type]
+    assert again == drawn(9000, 1.0, **shape)  # type: ignore[arg-type]
+    assert again != drawn(9000, 1.0, seed=1, **shape)  # type: ignore[arg-type]
+    assert again[-1].start_s == pytest.approx(9000, rel=0.05)
+
+
+def sharegpt(folder: Path) -> Path:
+    first, second = [("human", "a" * 40), ("gpt", "b" * 80)], [("human", "c" * 8), ("gpt", "d" * 4)]
+    said = [("system", "x"), *first, *second, ("human", "e")]
+    talks = [{"id": str(n), "conversations": [{"from": who, "value": text} for who, text in said]} for n in range(3)]
+    path = folder / "talks.json"
+    path.write_text(json.dumps([*talks, {"id": "empty", "conversations": []}]))
+    return path
+
+
+def test_a_file_of_sharegpt_is_a_trace(tmp_path: Path) -> None:
+    trace = Scenario(data=str(sharegpt(tmp_path)), sessions=3).trace()
+    assert {one.name for one in trace} == {"0", "1", "2"}
+    assert {one.turns for one in trace} == {(TurnLengths(10, 20), TurnLengths(2, 1))}
+    with pytest.raises(ValueError, match="at most sessions=3"):
+        Scenario(data=str(tmp_path / "talks.json"), sessions=4).trace()
+    (tmp_path / "other.json").write_text('{"a": 1}')
+    with pytest.raises(ValueError, match=r"data: .*other\.json is .*, which should be a list"):
+        Scenario(data=str(tmp_path / "other.json"), sessions=1).trace()
+
+
+def test_a_key_with_several_values_makes_several_runs() -> None:
+    runs = list(scenarios(["policy=lru,fifo", "disk=2TB,10TB", "rate=2"]))
+    assert [(run.policy, run.disk, run.rate) for run in runs] == [
+        ("lru", "2TB", 2), ("lru", "10TB", 2), ("fifo", "2TB", 2), ("fifo", "10TB", 2)
+    ]  # fmt: skip
+    assert runs[0].capacities == {"device": 0, "host": 128 * GB, "disk": 2000 * GB}
+    assert [run.preload for run in scenarios(["preload=off,layerwise"])] == ["off", "layerwise"]
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("polcy=lru", "simulate has no key 'polcy'; did you mean policy"),
+        ("policy=[lru", "write a plain value"),
+        ("disk=", "disk is empty: give it a value"),
+        ("ttl_s=0", "ttl_s=0 must be above 0"),
+        ("disk=100GB", "copies=false"),
+        ("data=no-such-file", "data=no-such-file: No such file"),
+        ("policy=lur", "did you mean lru"),
+        ("disk=10XB", "is no size"),
+        ("rate=0", "rate=0 must be above 0"),
+        ("truncation_ratio=1.0", "below 1"),
+        ("rate", "write key=value"),
+        ("model=llama-13", "did you mean llama-13b"),
+        ("warmup=9999", "turns of the trace to count: set warmup="),
+        ("positions=other", "decoupled"),
+        ("sessions=many", "sessions=many should be"),
+    ],
+)
+def test_errors_name_what_is_legal(word: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sessions=20", word, "--out", str(tmp_path)]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_costs_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "costs.yaml"
+    path.write_text(costs.FILE.read_text().replace("gpus: 2", "gpus: 0"))
+    assert main(["sessions=20", "--costs", str(path), "--out", str(tmp_path)]) == 2
+    assert (
+        "costs.yaml has 0 as 'models.llama-13b.gpus', which should be a whole number above 0" in capsys.readouterr().err
+    )
+    path.write_text(costs.FILE.read_text().replace("gpu_usd_per_hour: 5.0", "gpu_usd_per_hour: 10.0"))
+    figures = {}
+    for name, words in (("usual", []), ("twice", ["--costs", str(path)])):
+        words = [*words, "policy=recompute", "sessions=20", "warmup=0", "--out", str(tmp_path / name)]
+        assert main(words) == 0
+        stored = json.loads((tmp_path / name / "simulation.json").read_text())
+        figures[name] = stored["runs"][0]["figures"]
+        assert stored["costs"]["prices"]["gpu_usd_per_hour"] == (5.0 if name == "usual" else 10.0)
+    assert figures["twice"]["cost_usd"] == pytest.approx(2 * figures["usual"]["cost_usd"])
+
+
+def test_every_command_has_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    small = ["sessions=20", "warmup=0"]
+    for words in ([], ["rate=2.0"], [], ["--figure", "25"]):
+        assert main([*small, *words]) == 0
+    made = sorted(path.name.rpartition("-")[0] for path in (tmp_path / "results/runs/simulations").iterdir())
+    assert made == ["1-runs", "1-runs", "figure_25"]
+
+
+def test_table_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["policy=lru,recompute", "sessions=30", "warmup=20", "--out", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "30 sessions" in shown
+    assert "recompute" in shown
+    runs = json.loads((tmp_path / "simulation.json").read_text())["runs"]
+    with open(tmp_path / "simulation.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["policy"] for row in rows] == ["lru", "recompute"]
+    assert [float(row["hit_rate"]) for row in rows] == [run["figures"]["hit_rate"] for run in runs]
+    assert runs[0]["figures"]["hit_rate"] > 0
+
+
+def test_what_left_ahead_of_need_is_not_waited_for() -> None:
+    """Host memory of 20 GB holds a and b, of 7 GB each; c, of 14, needs the place of both, and 7 GB may wait to be
+    written, which takes 3.5 s. With a reserve a was written while nothing else happened."""
+    trace = [talk("a", 0.0, (3, 4)), talk("b", 20.0, (3, 4)), talk("c", 60.0, (10, 4))]
+    ended = {}
+    for reserve, buffer in ((0.0, None), (0.0, "7GB"), (0.5, "7GB")):
+        settings = {"host": "20GB", "disk": "1TB", "copies": False, "reserve": reserve, "write_buffer": buffer}
+        server = Server(Scenario(model="toy", **settings), priced())  # type: ignore[arg-type]
+        server.serve(trace)
+        ended[reserve, buffer] = server.now_s
+    assert ended[0.0, "7GB"] == pytest.approx(ended[0.0, None] + 3.5)
+    assert ended[0.5, "7GB"] == pytest.approx(ended[0.0, None])

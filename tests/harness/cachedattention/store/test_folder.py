@@ -1,0 +1,83 @@
+"""Folders that a store cannot use."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.cachedattention.store.disk import HistoryError, check_folder
+from harness.cachedattention.store.fingerprint import Fingerprint
+from harness.cachedattention.store.history_store import HistoryStore
+from tests.forks import Forked
+
+WHO = Fingerprint(model="toy", weights="1", tokenizer="bytes", rotary="none", dtype="float32")
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(HistoryError, match=f"cannot use {file}.*name another folder"):
+        HistoryStore(WHO, disk=1000, folder=file)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"host": -1}, "host=-1 should be a whole number, at least 0; sizes are in bytes"),
+        ({"host": "8GB"}, "host='8GB' should be a whole number"),
+        ({"device": 1.5}, "device=1.5 should be"),
+        ({"host": 1, "write_buffer": -5}, "write_buffer=-5"),
+        ({"host": 1, "io_threads": -1}, "io_threads=-1"),
+        ({"host": 1, "block_tokens": 0}, "block_tokens=0 should be a whole number, at least 1"),
+        ({"host": 1, "ttl_s": 0}, "ttl_s=0 should be seconds, above 0"),
+        ({"host": 1, "ttl_s": float("nan")}, "ttl_s=nan"),
+        ({"host": 1, "policy": "lru"}, "policy='lru' should be an object, such as LRU"),
+        ({"disk": 1000}, "needs both"),
+        ({"host": 1, "tape": 5}, "a store has no tape: name its settings, or bytes of device, host, disk"),
+    ],
+    ids=str,
+)
+def test_what_no_store_can_be_made_of_is_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(HistoryError, match=re.escape(said)):
+        HistoryStore(WHO, **given)
+
+
+def test_a_folder_is_checked_before_it_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    check_folder(tmp_path / "new" / "newer")
+    for bad in (file, file / "in it"):
+        with pytest.raises(HistoryError, match=f"{re.escape(str(file))} is a file; name another folder"):
+            check_folder(bad)
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # root may write everywhere
+    with pytest.raises(HistoryError, match=f"new: {re.escape(str(tmp_path))} is not writable"):
+        check_folder(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def on_a_small_disk(folder: Path, most: int) -> None:
+    """No file can have more bytes than `most`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+    try:
+        HistoryStore(WHO, disk=1000, folder=folder).close()
+        said = "opened"
+    except HistoryError as error:
+        said = str(error)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))  # for what is said goes into a file
+    print(said)
+
+
+@pytest.mark.parametrize("most", [0, 100, 5000])
+def test_a_disk_that_is_too_small_for_the_index_is_said_to_be(most: int, tmp_path: Path) -> None:
+    process = Forked(on_a_small_disk, tmp_path, most)
+    assert process.wait() == 0, process.err
+    said = (
+        f"the store cannot keep an index in {tmp_path} (disk I/O error): free some space there, or name another folder"
+    )
+    assert process.out == f"{said}\n"

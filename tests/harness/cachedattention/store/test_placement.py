@@ -1,0 +1,269 @@
+"""Sessions in tiers: against the paper's example, a brute-force rule, and what must always hold."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from harness.cachedattention.store.levels import Level
+from harness.cachedattention.store.placement import Move, Placement
+from harness.cachedattention.store.policies import (
+    FIFO,
+    LRU,
+    POLICIES,
+    EvictionPolicy,
+    PlacedSession,
+    Rank,
+    SchedulerAware,
+)
+from methods.tiers.tier import DISK, HOST
+
+
+def placed(placement: Placement) -> dict[str, str | None]:
+    return {session: placement.tier(session) for session in placement.items}
+
+
+def test_figure_9_the_nearest_jobs_are_fetched_and_the_farthest_make_way() -> None:
+    """Host memory has 2 slots, disk 4. Jobs 2 to 6 wait; 2 and 5 lie in host memory, 3, 4, 6 and an idle 1 on disk."""
+    placement = Placement({HOST: 2, DISK: 4}, SchedulerAware())
+    for session in ("6", "4", "3", "1"):
+        placement.save(session, 1, 0, fastest=DISK)
+    for session in ("2", "5"):
+        placement.save(session, 1, 0)
+    for session in ("2", "3", "4", "5", "6"):
+        placement.queue.join(session)
+    moves = [move for moves in placement.prefetch() for move in moves]
+    assert moves == [Move("5", HOST, DISK, 1), Move("3", DISK, HOST, 1)]
+    placement.queue.join("7")
+    placement.save("7", 1, 1)  # nothing idle in host memory: 7, the farthest, goes to disk, and 1, which idles, out
+    assert placed(placement) == {"2": HOST, "3": HOST, "4": DISK, "5": DISK, "6": DISK, "7": DISK}
+
+
+def test_a_session_with_a_waiting_job_outlives_more_recent_ones() -> None:
+    aware, lru = Placement({DISK: 2}, SchedulerAware()), Placement({DISK: 2}, LRU())
+    for placement in (aware, lru):
+        placement.save("old", 1, 0)
+        placement.save("new", 1, 1)
+        placement.queue.join("old")
+        placement.save("newest", 1, 2)
+    assert set(aware.items) == {"old", "newest"}
+    assert set(lru.items) == {"new", "newest"}
+
+
+def test_jobs_beyond_the_eviction_window_exempt_nobody() -> None:
+    placement = Placement({DISK: 2}, SchedulerAware())
+    placement.save("a", 1, 0)
+    placement.save("b", 1, 1)
+    for session in ("x", "y", "a"):  # the window is two jobs
+        placement.queue.join(session)
+    placement.save("c", 1, 2)
+    assert set(placement.items) == {"b", "c"}
+
+
+def test_fifo_forgets_the_first_one_in_however_often_it_was_used() -> None:
+    fifo, lru = Placement({DISK: 2}, FIFO()), Placement({DISK: 2}, LRU())
+    for placement in (fifo, lru):
+        placement.save("first", 1, 0)
+        placement.save("second", 1, 1)
+        placement.use("first", 2)
+        placement.save("third", 1, 3)
+    assert set(fifo.items) == {"second", "third"}
+    assert set(lru.items) == {"first", "third"}
+
+
+def test_fifo_counts_from_the_arrival_in_a_tier() -> None:
+    """The oldest session falls to disk; used again it is the newest in host memory, and the others leave before it."""
+    placement = Placement({HOST: 2, DISK: 2}, FIFO())
+    for session in "abc":
+        placement.save(session, 1, 0)
+    assert placed(placement) == {"a": DISK, "b": HOST, "c": HOST}
+    assert placement.use("a", 1) == [Move("b", HOST, DISK, 1), Move("a", DISK, HOST, 1)]
+    placement.save("d", 1, 2)
+    assert placed(placement) == {"a": HOST, "b": DISK, "c": DISK, "d": HOST}
+    placement.save("e", 1, 3)  # a, in host memory for longest, falls; b, on disk for longest, is gone
+    assert placed(placement) == {"a": DISK, "c": DISK, "d": HOST, "e": HOST}
+
+
+def test_fifo_is_not_renewed_by_what_grows_in_its_tier() -> None:
+    placement = Placement({HOST: 3, DISK: 5}, FIFO())
+    placement.save("a", 1, 0)
+    placement.save("b", 1, 0)
+    placement.save("a", 2, 1)
+    placement.save("c", 1, 2)
+    assert placed(placement) == {"a": DISK, "b": HOST, "c": HOST}
+
+
+def test_lru_and_fifo_fetch_nothing_ahead() -> None:
+    for policy in (LRU(), FIFO()):
+        placement = Placement({HOST: 10, DISK: 10}, policy)
+        placement.save("a", 1, 0, fastest=DISK)
+        placement.queue.join("a")
+        assert list(placement.prefetch()) == []
+
+
+def test_a_session_too_large_for_a_tier_goes_to_a_slower_one_or_out() -> None:
+    placement = Placement({HOST: 2, DISK: 5}, LRU())
+    assert placement.save("a", 4, 0) == [Move("a", None, DISK, 4)]
+    assert placement.save("b", 6, 0) == [Move("b", None, None, 6)]
+    assert placement.use("a", 1) == []
+    assert placed(placement) == {"a": DISK}
+
+
+def test_what_is_too_large_for_its_place_makes_nobody_leave() -> None:
+    """Room for 4 would take both others, and the second has a nearer job: none of them moves."""
+    placement = Placement({DISK: 5}, SchedulerAware())
+    for session in ("a", "b"):
+        placement.save(session, 2, 0)
+    placement.queue.join("b")
+    assert placement.save("large", 4, 1) == [Move("large", None, None, 4)]
+    assert set(placement.items) == {"a", "b"}
+
+
+def test_a_session_is_dropped_when_its_time_to_live_is_over() -> None:
+    placement = Placement({DISK: 5}, LRU(), ttl_s=10)
+    placement.save("a", 1, 0)
+    placement.save("b", 1, 3)
+    placement.use("a", 8)
+    assert placement.expire(13) == []
+    assert placement.expire(13.5) == [Move("b", DISK, None, 1)]
+    assert placement.expire(18.5) == [Move("a", DISK, None, 1)]
+
+
+def test_of_several_jobs_of_a_session_the_first_one_counts() -> None:
+    placement = Placement({DISK: 2}, SchedulerAware())
+    for session in ("a", "b"):
+        placement.save(session, 1, 0)
+    for session in ("a", "b", "a"):
+        placement.queue.join(session)
+    assert (placement.queue.ticket("a"), placement.queue.ticket("b")) == (0, 1)
+    placement.queue.leave("a")
+    placement.use("a", 1)
+    assert placement.queue.ticket("a") == 2
+    assert list(placement.queue) == ["b", "a"]
+    placement.queue.join("c")
+    placement.save("c", 1, 2)  # its job is beyond the window of two
+    assert set(placement.items) == {"a", "b"}
+    placement.queue.leave("b")
+    placement.queue.leave("a")
+    assert placement.queue.ticket("a") is None
+    assert list(placement.queue) == ["c"]
+
+
+def test_the_window_counts_what_host_and_disk_hold() -> None:
+    """As in the paper. Three sessions fit there: a fourth waiting job protects nobody, whatever the device holds."""
+    placement = Placement({"device": 9, HOST: 1, DISK: 2}, SchedulerAware())
+    for session in "abcd":
+        placement.save(session, 1, 0)
+        placement.queue.join(session)
+    assert [placement.rank(placement.items[session])[0] for session in "abcd"] == [1, 1, 1, 0]
+
+
+def test_the_window_counts_jobs_that_wait_not_those_that_started_out_of_turn() -> None:
+    """The jobs of x to z came before b's and c's and have left: both are among the next three."""
+    placement = Placement({DISK: 3}, SchedulerAware())
+    for session in "cbd":  # c is the longest unused, then b
+        placement.save(session, 1, 0)
+    for session in "axyzbc":
+        placement.queue.join(session)
+    for session in "xyz":
+        placement.queue.leave(session)
+    assert placement.queue.horizon(3) == 6
+    placement.save("a", 1, 1)
+    assert set(placement.items) == {"a", "b", "c"}
+    placement.queue.leave("b")
+    assert (list(placement.queue), placement.queue.ticket("b")) == (["a", "c"], None)
+
+
+def test_copies_have_room_on_a_disk_that_is_larger_than_memory() -> None:
+    placement = Placement({"device": 1, HOST: 2, DISK: 5}, LRU(), copies=True)
+    assert [tier.capacity for tier in placement.levels] == [1, 2, 2]
+    assert Placement({HOST: 2}, LRU(), copies=True).names == [HOST]  # nothing comes up
+    with pytest.raises(ValueError, match="a disk larger than the memory"):
+        Placement({HOST: 2, DISK: 2}, LRU(), copies=True)
+
+
+@pytest.mark.parametrize("policy", POLICIES.values())
+@pytest.mark.parametrize("seed", range(4))
+def test_tiers_hold_what_the_moves_say_and_never_too_much(policy: type[EvictionPolicy], seed: int) -> None:
+    rng = random.Random(seed)
+    placement = Placement({"device": 20, HOST: 60, DISK: 200}, policy(), ttl_s=300)
+    where: dict[str, str] = {}
+    sizes: dict[str, int] = {}
+    waiting: list[str] = []
+    for now in range(2000):
+        session = str(rng.randrange(60))
+        moves: list[Move] = []
+        if rng.random() < 0.4 and session not in waiting:
+            placement.queue.join(session)
+            waiting.append(session)
+        elif waiting and rng.random() < 0.6:
+            placement.queue.leave(session := waiting.pop(0))
+            moves += placement.use(session, now) if session in placement.items else []
+        else:
+            sizes[session] = rng.randrange(1, 12)
+            moves += placement.save(session, sizes[session], now)
+        moves += [move for moves in placement.prefetch() for move in moves] + placement.expire(now)
+        for move in moves:
+            assert where.get(move.session) == move.source
+            where[move.session] = move.target or ""
+            where = {name: tier for name, tier in where.items() if tier}
+        assert where == placed(placement)
+        for tier in placement.levels:
+            held = [name for name, place in where.items() if place == tier.name]
+            assert tier.bytes == sum(sizes[name] for name in held) <= tier.capacity
+            assert len(tier._heap) <= 2 * 60 + 65
+    assert where
+
+
+@pytest.mark.parametrize("policy", POLICIES.values())
+@pytest.mark.parametrize(("in_turn", "seed"), [(True, 16), (False, 14)], ids=["in turn", "out of turn"])
+def test_who_makes_way_has_the_smallest_rank(
+    policy: type[EvictionPolicy], in_turn: bool, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sessions that grow shrink the window, and a tier's heap knows ranks of before. With these seeds that matters."""
+    asked: list[bool] = []
+    from_heap = Level.lowest
+
+    def lowest(tier: Level, rank: Callable[[PlacedSession], Rank]) -> PlacedSession:
+        found = from_heap(tier, rank)
+        asked.append(found is min(tier.items.values(), key=rank))
+        return found
+
+    monkeypatch.setattr(Level, "lowest", lowest)
+    rng = random.Random(seed)
+    placement = Placement({HOST: 60, DISK: 200}, policy())
+    for now in range(1500):
+        session = str(rng.randrange(80))
+        if len(placement.queue) > 20:
+            waiting = list(placement.queue)
+            placement.queue.leave(session := waiting[0] if in_turn else rng.choice(waiting))
+            if session in placement.items:
+                placement.use(session, now)
+        elif placement.queue.ticket(session) is None:
+            placement.queue.join(session)
+        if placement.queue.ticket(session) is None:
+            placement.save(session, rng.choice((1, 2, 3, 30)), now)
+    assert len(asked) > 500
+    assert all(asked)
+
+
+def test_a_reserve_of_host_memory_is_freed_ahead_of_need_but_not_at_the_cost_of_waiting_jobs() -> None:
+    placement = Placement({HOST: 4, DISK: 9}, SchedulerAware(), reserve=0.5)
+    placement.queue.join("b")
+    assert [placement.save(session, 1, 0) for session in "abc"] == [
+        [Move("a", None, HOST, 1)],
+        [Move("b", None, HOST, 1)],
+        [Move("c", None, HOST, 1), Move("a", HOST, DISK, 1)],
+    ]
+    placement.queue.join("c")
+    assert placement.save("d", 1, 1) == [Move("d", None, HOST, 1)]  # b and c are waited for, and d has just come
+    assert placement.use("b", 2) == [Move("d", HOST, DISK, 1)]
+
+
+def test_nothing_leaves_a_full_disk_for_the_reserve() -> None:
+    placement = Placement({HOST: 4, DISK: 1}, LRU(), reserve=0.9)
+    for session in "abc":
+        placement.save(session, 1, 0)
+    assert placed(placement) == {"a": DISK, "b": HOST, "c": HOST}

@@ -1,0 +1,454 @@
+"""The history store: what it gives back, where sessions lie, and that it places them as the simulator says."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness.cachedattention.simulation.costs import Costs, Hardware, Prices, Served
+from harness.cachedattention.simulation.scenario import Scenario
+from harness.cachedattention.simulation.server import Server
+from harness.cachedattention.simulation.trace import TurnLengths, drawn
+from harness.cachedattention.store.disk import HistoryError
+from harness.cachedattention.store.fingerprint import EXACT
+from harness.cachedattention.store.history_store import HistoryStore
+from harness.cachedattention.store.policies import FIFO, LRU, POLICIES, EvictionPolicy, SchedulerAware
+from methods.tiers.rows import HostRows, Place, Shape
+from methods.tiers.tier import TIERS, Tier
+from tests.histories import PRINT, TOKEN_BYTES, opened, right, rows
+
+TOKENS = list(range(100, 111))  # with blocks of 4: 4, 4, 3
+
+
+def filled(store: HistoryStore, *sessions: str) -> HistoryStore:
+    for session in sessions:
+        store.put(session, TOKENS, rows(session, TOKENS))
+    return store
+
+
+@pytest.mark.parametrize("tiers", [{}, {"host": 0}, {"host": 0, "disk": 0, "device": 10_000 * TOKEN_BYTES}])
+def test_the_longest_prefix_in_blocks_with_its_rows(tiers: dict[str, int], tmp_path: Path) -> None:
+    folder = tmp_path if tiers.get("disk", 1) else None
+    with filled(opened(folder, **tiers), "a") as store:
+        for asked, expected in (
+            (TOKENS, 11),
+            ([*TOKENS, 5, 6], 11),
+            (TOKENS[:10], 8),
+            ([*TOKENS[:7], 0, *TOKENS[8:]], 4),
+            ([0, *TOKENS[1:]], 0),
+            ([], 0),
+        ):
+            found = store.get("a", asked)
+            assert found.tokens == expected
+            assert right(found, "a", asked)
+            assert (found.tier is None) == (not expected)
+        assert store.get("b", TOKENS).tokens == 0
+        told = json.loads(json.dumps(store.statistics.plain()))
+        assert sum(told["hits"].values()) == store.statistics.hits.total() == 4
+        assert told["reused_tokens"] == 11 + 11 + 8 + 4
+        assert store.statistics.lookups == 7
+
+
+class SharedRows(HostRows):
+    """Of a fourth tier."""
+
+    tier = "shared"
+
+    @classmethod
+    def room(cls, shape: Shape, dtype: torch.dtype, place: Place) -> Tensor:
+        return torch.empty(shape, dtype=dtype).share_memory_()
+
+
+def test_sessions_lie_in_every_tier_of_memory_that_the_table_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fourth one, between host memory and disk, takes what leaves the one and gives way to the other."""
+    disk = TIERS["disk"]
+    monkeypatch.delitem(TIERS, "disk")
+    line = Tier(rows=f"{__name__}.SharedRows", head="KV shared", meaning="the same in shared memory")
+    for name, tier in (("shared", line), ("disk", disk)):
+        monkeypatch.setitem(TIERS, name, tier)
+    size = len(TOKENS) * TOKEN_BYTES
+    with opened(tmp_path, policy=LRU(), host=2 * size, shared=size) as store:
+        filled(store, "a", "b", "c", "d")
+        assert [store.tier(name) for name in "abcd"] == ["disk", "shared", "host", "host"]
+        assert store.bytes_by_tier() == {"host": 2 * size, "shared": size, "disk": size}
+        for name, shared in (("b", True), ("c", False)):
+            parts = store.contents.sessions[store._key(name)]
+            assert {x.is_shared() for part in parts for x in (part.rows or {}).values()} == {shared}
+        for name, tier in (("b", "shared"), ("a", "disk")):
+            found = store.get(name, TOKENS)
+            assert found.tier == tier
+            assert right(found, name, TOKENS)
+        assert [store.tier(name) for name in "abcd"] == ["host", "host", "disk", "shared"]
+
+
+@pytest.mark.parametrize("by_token", [True, False])
+def test_a_rest_comes_back_with_the_whole_session_or_not_at_all(by_token: bool, tmp_path: Path) -> None:
+    given, rest = rows("a", TOKENS) if by_token else {}, {"sums": torch.arange(5.0), "seen": torch.tensor(11)}
+    with opened(tmp_path, durable=True) as store:
+        store.put("a", TOKENS, given, rest)
+    with opened(tmp_path) as store:
+        assert store.get("a", TOKENS[:10]).tier is None
+        assert store.get("a", [*TOKENS[:10], 0]).tier is None
+        for tier in ("disk", "host"):
+            found = store.get("a", [*TOKENS, 5])
+            assert (found.tokens, found.tier) == (11, tier)
+            assert found.layers.keys() == given.keys()
+            assert found.rest.keys() == rest.keys()
+            assert all(torch.equal(found.rest[name], x) for name, x in rest.items())
+            found.rest["sums"].zero_()
+        new = [1, 2, 3]
+        start, more = store.known("a", [*TOKENS, *new]), {"sums": torch.ones(7)}
+        assert store.extend("a", start, new, rows("a", new, 11) if by_token else {}, more)
+        found = store.get("a", [*TOKENS, *new])
+        assert (found.tokens, found.rest["sums"].tolist()) == (14, [1.0] * 7)
+        assert right(found, "a", [*TOKENS, *new]) or not by_token
+        assert store.truncate("a") == 14
+        assert store.tier("a") is None
+        assert store.bytes_by_tier() == {"host": 0, "disk": 0}
+
+
+def test_rows_that_were_given_are_no_ones_but_the_stores() -> None:
+    store = opened()
+    given = rows("a", TOKENS)
+    store.put("a", TOKENS, given)
+    given["0.k"].zero_()
+    found = store.get("a", TOKENS)
+    assert right(found, "a", TOKENS)
+    found.layers["0.k"].zero_()
+    assert right(store.get("a", TOKENS), "a", TOKENS)
+
+
+@pytest.mark.parametrize("host", [0, 10_000 * TOKEN_BYTES])
+def test_extend_writes_new_blocks_alone(host: int, tmp_path: Path) -> None:
+    with filled(opened(tmp_path, host=host, durable=True), "a") as store:
+        before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")}
+        assert len(before) == 3
+        new = [1, 2, 3, 4, 5]
+        assert store.extend("a", 11, new, rows("a", new, 11))
+        after = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")}
+        assert len(after) == 5
+        assert before.items() <= after.items()
+        assert store.statistics.written_bytes == 16 * TOKEN_BYTES
+        assert right(store.get("a", [*TOKENS, *new]), "a", [*TOKENS, *new])
+        assert store.get("a", [*TOKENS, *new]).tokens == 16
+
+
+def test_extend_from_an_earlier_place_replaces_what_came_after(tmp_path: Path) -> None:
+    with filled(opened(tmp_path, host=0), "a") as store:
+        assert store.extend("a", 8, [7, 7], rows("a", [7, 7], 8))
+        edited = [*TOKENS[:8], 7, 7]
+        assert store.get("a", edited).tokens == 10
+        assert right(store.get("a", edited), "a", edited)
+        assert store.get("a", TOKENS).tokens == 8
+        assert len(list(tmp_path.rglob("*.safetensors"))) == 3
+
+
+def test_extend_says_where_its_start_is_not_stored() -> None:
+    store = filled(opened(), "a")
+    assert not store.extend("a", 9, [1], rows("a", [1], 9))  # in the midst of a block
+    assert not store.extend("a", 15, [1], rows("a", [1], 15))
+    assert not store.extend("b", 4, [1], rows("b", [1], 4))
+    assert store.extend("b", 0, [1], rows("b", [1]))
+    assert store.get("b", [1]).tokens == 1
+
+
+@pytest.mark.parametrize(("host", "tier"), [(0, "disk"), (10_000 * TOKEN_BYTES, "host")])
+@pytest.mark.parametrize(("keep", "dropped"), [(0.5, 6), (0.0, 11), (1.0, 0), (8 / 11, 3), (7 / 11, 4)])
+def test_truncation_drops_the_oldest_tokens(keep: float, dropped: int, host: int, tier: str, tmp_path: Path) -> None:
+    with filled(opened(tmp_path, host=host), "a") as store:
+        assert store.truncate("a", keep) == dropped
+        rest = TOKENS[dropped:]
+        lineage = store.lineage("a") or EXACT
+        found = store.get("a", rest, lineage)
+        assert found.tokens == len(rest)
+        assert right(found, "a", rest, dropped)
+        assert sum(store.bytes_by_tier().values()) == len(rest) * TOKEN_BYTES
+        assert found.tier == (tier if rest else None)
+        if rest:
+            assert store.extend("a", len(rest), [1, 2], rows("a", [1, 2], 11), lineage=lineage)
+            assert right(store.get("a", [*rest, 1, 2], lineage), "a", [*rest, 1, 2], dropped)
+        with pytest.raises(ValueError, match="from 0 to 1"):
+            store.truncate("a", 2.0)
+
+
+@pytest.mark.parametrize("host", [0, 10_000 * TOKEN_BYTES])
+def test_rows_behind_a_cut_are_not_those_of_the_shorter_text(host: int, tmp_path: Path) -> None:
+    """They were computed in sight of what left: only who knows of the cut finds them, in any process."""
+    with filled(opened(tmp_path, host=host, durable=True), "a", "b") as store:
+        dropped, rest = store.truncate("a"), TOKENS[6:]
+        lineage = store.lineage("a")
+        assert lineage not in (None, EXACT)
+        assert store.get("a", rest).tokens == 0
+        assert not store.extend("a", len(rest), [1], rows("a", [1]))
+        store.truncate("b", 8 / 11)
+        assert store.lineage("b") not in (EXACT, lineage)  # another cut of the same text
+    with opened(tmp_path, host=host, durable=True) as store:
+        assert store.known("a", rest) == 0
+        found = store.get("a", rest, lineage)
+        assert found.tokens == len(rest)
+        assert right(found, "a", rest, dropped)
+        store.put("a", rest, rows("a", rest))  # computed again
+        assert right(store.get("a", rest), "a", rest)
+    with opened(tmp_path, host=host) as store:
+        assert store.get("a", rest, lineage).tokens == 0
+        assert right(store.get("a", rest), "a", rest)
+
+
+def test_another_model_never_matches(tmp_path: Path) -> None:
+    with filled(opened(tmp_path, host=0), "a"):
+        pass
+    for field in ("model", "weights", "tokenizer", "rotary", "dtype", "codec"):
+        other = replace(PRINT, **{field: "other"})
+        with HistoryStore(other, folder=tmp_path, disk=10_000 * TOKEN_BYTES, block_tokens=4) as store:
+            assert store.get("a", TOKENS).tokens == 0
+    with opened(tmp_path, host=0) as store:
+        assert store.get("a", TOKENS).tokens == 11
+
+
+def test_what_memory_held_is_found_after_a_restart(tmp_path: Path) -> None:
+    with filled(opened(tmp_path), "a", "b") as store:
+        assert store.tier("a") == "host"
+        assert not list(tmp_path.rglob("*.safetensors"))
+    with opened(tmp_path) as store:
+        assert store.tier("a") == "disk"
+        found = store.get("a", TOKENS)
+        assert (found.tokens, found.tier, store.tier("a")) == (11, "disk", "host")
+        assert right(found, "a", TOKENS)
+
+
+def test_a_closed_store_answers_nothing(tmp_path: Path) -> None:
+    with filled(opened(tmp_path), "a") as store:
+        pass
+    for action in (lambda: store.get("a", TOKENS), lambda: filled(store, "b"), lambda: store.truncate("a")):
+        with pytest.raises(HistoryError, match="is closed"):
+            action()
+    store.close()
+
+
+def test_what_has_no_room_on_disk_at_the_end_is_the_least_recently_used(tmp_path: Path) -> None:
+    with filled(opened(tmp_path, disk=25 * TOKEN_BYTES), "a", "b", "c") as store:
+        store.get("a", TOKENS)
+    with opened(tmp_path, disk=25 * TOKEN_BYTES) as store:
+        assert [bool(store.get(name, TOKENS).tokens) for name in "abc"] == [True, False, True]
+
+
+def test_the_order_of_use_outlives_restarts(tmp_path: Path) -> None:
+    size = {"host": 0, "disk": 33 * TOKEN_BYTES, "policy": LRU()}
+    with filled(opened(tmp_path, **size), "a", "b", "c") as store:
+        store.get("a", TOKENS)
+    with opened(tmp_path, **size | {"policy": LRU()}) as store:
+        filled(store, "d")
+        store.get("c", TOKENS)
+    with opened(tmp_path, **size | {"policy": LRU()}) as store:
+        filled(store, "e")
+        assert [store.tier(name) for name in "abcde"] == [None, None, "disk", "disk", "disk"]
+
+
+def test_a_smaller_disk_drops_the_least_recently_used(tmp_path: Path) -> None:
+    with filled(opened(tmp_path, host=0), "a", "b", "c"):
+        pass
+    with opened(tmp_path, host=0, disk=22 * TOKEN_BYTES) as store:
+        assert [store.tier(name) for name in "abc"] == [None, "disk", "disk"]
+    assert len(list(tmp_path.rglob("*.safetensors"))) == 6
+
+
+def test_a_session_that_comes_back_unchanged_is_not_written_again(tmp_path: Path) -> None:
+    with filled(opened(tmp_path, host=11 * TOKEN_BYTES, policy=LRU()), "a", "b") as store:
+        assert (store.tier("a"), store.tier("b")) == ("disk", "host")
+        for session in ("a", "b", "a", "b"):
+            assert right(store.get(session, TOKENS), session, TOKENS)
+        assert store.statistics.written_bytes == 22 * TOKEN_BYTES  # each once
+        assert store.statistics.moved["host", "disk"] == 5 * 11 * TOKEN_BYTES
+
+
+def test_waiting_jobs_are_fetched_ahead(tmp_path: Path) -> None:
+    with filled(opened(tmp_path, host=22 * TOKEN_BYTES), "a", "b", "c", "d") as store:
+        for session in "abcd":
+            store.enqueue(session)
+        store.prefetch()
+        assert [store.tier(name) for name in "abcd"] == ["host", "host", "disk", "disk"]
+        store.dequeue("a")
+        assert store.get("a", TOKENS).tier == "host"
+        store.prefetch()
+        assert store.tier("c") == "host"
+        assert right(store.get("c", TOKENS), "c", TOKENS)
+
+
+def test_what_is_too_large_is_refused_and_counted(tmp_path: Path) -> None:
+    with filled(opened(tmp_path, host=5 * TOKEN_BYTES, disk=10 * TOKEN_BYTES), "a") as store:
+        assert store.get("a", TOKENS).tokens == 0
+        assert store.statistics.refused == 1
+        assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_rows_of_another_length_and_a_disk_without_a_place_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"0\.k is \[2, 10, 4\]: it should have 11 tokens"):
+        opened().put("a", TOKENS, rows("a", TOKENS[:10]))
+    with pytest.raises(HistoryError, match="needs both"):
+        opened(None, disk=5)
+
+
+def test_dtypes_and_codes_come_back_bit_by_bit(tmp_path: Path) -> None:
+    layers = {
+        "k": torch.randn(2, 11, 3).bfloat16(),
+        "v.codes": torch.randint(0, 255, (2, 11, 5), dtype=torch.uint8),
+        "v.scales": torch.randn(2, 11, 1).half(),
+    }
+    with opened(tmp_path, host=0) as store:
+        store.put("a", TOKENS, layers)
+        found = store.get("a", TOKENS).layers
+    assert all(torch.equal(found[name], layers[name]) for name in layers)
+
+
+@pytest.mark.parametrize(
+    ("policy", "threads", "copies", "reserve"),
+    [
+        (SchedulerAware, 2, False, 0.0),
+        (SchedulerAware, 2, False, 0.4),
+        *(
+            pytest.param(*how, marks=pytest.mark.slow)
+            for how in ((LRU, 0, False, 0.0), (LRU, 2, False, 0.4), (FIFO, 2, False, 0.0), (LRU, 2, True, 0.0))
+        ),
+    ],
+)
+def test_the_simulator_and_the_store_do_the_same(
+    policy: type[EvictionPolicy], threads: int, copies: bool, reserve: float, tmp_path: Path
+) -> None:
+    """One trace through both: whatever the simulated server does, the store is asked to do. They find and drop the
+    same, and write and read the same bytes."""
+    capacities = {"host": 250 * TOKEN_BYTES, "disk": (1150 if copies else 900) * TOKEN_BYTES}
+    model = Served(
+        kv_bytes_per_token=TOKEN_BYTES, window=60, gpus=1, batch=3, prefill_s_per_token=0.01, decode_step_s=0.02
+    )
+    prices = Prices(gpu_usd_per_hour=1.0, dram_usd_per_gb_hour=1.0, ssd_usd_per_gb_hour=1.0)
+    costs = Costs(Hardware(pcie_bytes_per_s=inf, disk_bytes_per_s=inf), prices, {"toy": model})
+    settings = capacities | {"copies": copies, "reserve": reserve}
+    scenario = Scenario(model="toy", policy=policy.name, warmup=0, block_tokens=4, **settings)  # type: ignore[arg-type]
+    shape = {"think_s": 2.0, "question_share": 0.3, "correlation": 0.3}
+    trace = [replace(one, turns=tuple(map(short, one.turns))) for one in drawn(40, 3.0, **shape)]  # type: ignore[arg-type]
+    with opened(tmp_path, policy=POLICIES[policy.name](), io_threads=threads, **settings) as store:
+        shadow = Shadow(scenario, costs, store)
+        jobs = shadow.serve(trace)
+        store.flush()
+        done = store.statistics.written_bytes, store.statistics.read_bytes
+    assert len(jobs) > 150
+    assert shadow.tiers == [job.tier for job in jobs]
+    assert set(shadow.tiers) == {"host", None} if policy is SchedulerAware else {"host", "disk", None}
+    assert store.statistics.dropped + store.statistics.refused == sum(move.target is None for move in shadow.moves)
+    dropped = sum(move.target is None and move.source is not None for move in shadow.moves)
+    assert dropped > 10
+    assert shadow.wrong == 0
+    assert done == (shadow.disk.written_bytes, shadow.disk.read_bytes)
+    moved = sum(move.size for move in shadow.moves if move.target == "disk")
+    assert (shadow.disk.written_bytes < 0.7 * moved) == copies  # what lies there as a spare copy is not written again
+
+
+def short(turn: TurnLengths) -> TurnLengths:
+    return TurnLengths(1 + turn.question % 20, 2 + turn.answer % 25)
+
+
+class Shadow(Server):
+    """A simulated server that has a real store do what its jobs would do."""
+
+    def __init__(self, scenario: Scenario, costs: Costs, real: HistoryStore) -> None:
+        super().__init__(scenario, costs)
+        self.real, self.tiers, self.wrong = real, [], 0
+        self.tokens: dict[str, list[int]] = {}
+        self.dropped: dict[str, int] = {}
+        self.lineages: dict[str, str] = {}
+        self.rng = random.Random(0)
+
+    def _arrivals(self) -> None:
+        waiting = set(self.queue)
+        super()._arrivals()
+        for session in self.queue:
+            if session not in waiting:
+                self.real.enqueue(session)
+                self._fetch_ahead()
+
+    def _start(self, session: str) -> None:
+        self.real.dequeue(session)
+        super()._start(session)
+        self._fetch_ahead()
+
+    def _fetch_ahead(self) -> None:
+        """The simulated disk takes no time."""
+        self.real.prefetch()
+        self.real.flush()
+
+    def _fit(self, state, question) -> None:  # type: ignore[no-untyped-def]
+        before = state.history
+        super()._fit(state, question)
+        name = state.conversation.name
+        if state.history < before:
+            cut = before - state.history
+            if self.real.tier(name):
+                assert self.real.truncate(name, (state.history + 0.5) / before) == cut
+                self.real.flush()
+                self.lineages[name] = self.real.lineage(name) or EXACT
+            self.tokens[name] = self.tokens[name][cut:]
+            self.dropped[name] = self.dropped.get(name, 0) + cut
+
+    def _find(self, session, state):  # type: ignore[no-untyped-def]
+        tokens = self.tokens.get(session, [])
+        found = self.real.get(session, tokens, self.lineages.get(session, EXACT))
+        self.tiers.append(found.tier)
+        self.wrong += found.tokens not in (0, len(tokens))
+        self.wrong += not right(found, session, tokens, self.dropped.get(session, 0))
+        self.real.flush()
+        return super()._find(session, state)
+
+    def _answered(self, state) -> None:  # type: ignore[no-untyped-def]
+        super()._answered(state)
+        name = state.conversation.name
+        known = self.tokens.setdefault(name, [])
+        new = [self.rng.randrange(1000) for _ in range(state.history - len(known))]
+        start, behind = len(known), self.dropped.get(name, 0)
+        self.tokens[name] = known + new
+        lineage = self.lineages.get(name, EXACT)
+        if not self.real.extend(name, start, new, rows(name, new, start + behind), lineage=lineage):
+            self.real.put(name, self.tokens[name], rows(name, self.tokens[name], behind), lineage=lineage)
+        self.real.flush()
+
+
+@pytest.mark.parametrize("host", [0, 10_000 * TOKEN_BYTES])
+def test_sessions_share_what_they_begin_with_if_asked(host: int, tmp_path: Path) -> None:
+    """Rows here depend on the session: they tell from which one they come."""
+    with opened(tmp_path, host=host, share=True) as store, opened(host=host or 1) as alone:
+        for one in (store, alone):
+            one.put("a", TOKENS, rows("a", TOKENS))
+        other = [*TOKENS[:8], 5, 6, 7, 8, 9]
+        assert alone.get("b", other).tokens == 0
+        found = store.get("b", other)
+        assert found.tokens == 8
+        assert right(found, "a", other)
+        assert store.known("b", other) == 0
+        store.put("b", other, rows("b", other))
+        assert right(store.get("b", [*other, 1]), "b", other)
+        assert right(store.get("c", [*other[:12], 0]), "b", other[:12])  # which knows more of it
+        assert store.statistics.shared_tokens == 8 + 12
+        assert sum(store.statistics.hits.values()) == 3
+
+
+def test_what_is_not_of_a_text_alone_is_not_shared(tmp_path: Path) -> None:
+    settings = {"share": True, "host": 0}
+    with opened(tmp_path, **settings) as store:
+        store.put("a", TOKENS, rows("a", TOKENS))
+        dropped = store.truncate("a", 0.5)
+        store.put("r", TOKENS[dropped:], rows("r", TOKENS[dropped:]), {"0.sums": torch.ones(3)})
+        assert store.get("b", TOKENS[dropped:]).tokens == 0
+        assert store.get("a", TOKENS[dropped:], store.lineage("a")).tokens == len(TOKENS) - dropped
+        store.put("c", TOKENS, rows("c", TOKENS))
+        assert store.get("b", TOKENS).tokens == len(TOKENS)
+    with opened(tmp_path, **settings) as store:  # it knows who was truncated before
+        assert store.get("b", TOKENS[dropped:]).tokens == 0
+        assert store.get("b", TOKENS).tokens == len(TOKENS)

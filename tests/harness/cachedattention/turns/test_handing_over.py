@@ -1,0 +1,150 @@
+"""Rows that lie off the device go into a store and come back without crossing it, as they are written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness.cachedattention.turns.stored import StoredHistories
+from harness.engine.attach import Attachment, attached
+from harness.engine.cache import KVCache
+from harness.engine.engine import Engine
+from harness.engine.footprint import footprint
+from methods.tiers.integers import IntCodec
+from tests.harness.cachedattention.turns.test_histories import CAPACITY, LENGTHS, MB, NEW, Talk, lasting, stored
+from tests.methods.test_contract import small
+from tests.tiny import prompt, tiny
+
+INT4 = IntCodec(bits=4, group=16)
+# methods whose rows a store keeps token by token, and those whose whole state it keeps
+BY_TOKEN = ("full", "pqcache", "quest", "sparq")
+WHOLE = ("infinigen", "infllm", "kivi", "rocketkv", "shadowkv")
+CODED = ("pqcache", "infllm")
+CHANGES = {"full": {"offload": True}, "kivi": {"group": 8, "residual": 16}}  # so that something lies away
+
+
+@dataclass
+class Fed:
+    """A conversation's first turn, answered and not yet saved."""
+
+    cache: KVCache
+    tokens: list[int]
+
+
+def attach(name: str, placement: str = "host", **how: Any) -> Any:
+    method: Any = replace(small(name), **CHANGES.get(name, {}))  # type: ignore[type-var]
+    return attached(tiny("llama"), method, budget=0.4, placement=placement, calibration=prompt(64, seed=9), **how)
+
+
+@torch.inference_mode()
+def fed(kv: Attachment) -> Fed:
+    engine, ids = Engine(kv), prompt(LENGTHS[0])
+    cache = kv.start(KVCache, capacity=CAPACITY)
+    made = engine.complete(cache, engine.prefill(cache, ids), ids[:, :0], began=0.0, max_new_tokens=NEW)
+    return Fed(cache, [*ids[0].tolist(), *made.tokens[0][:-1]])
+
+
+def crossed(cache: KVCache) -> int:
+    """Bytes that went to the device or came from it so far."""
+    return cache.traffic.total_bytes
+
+
+@pytest.mark.parametrize("placement", ["host", "disk"])
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [*((name, {}) for name in (*BY_TOKEN, *WHOLE)), *((name, {"codec": INT4}) for name in CODED)],
+    ids=lambda value: value if isinstance(value, str) else "int4" if value else "plain",
+)
+def test_saving_moves_nothing_to_the_device(name: str, how: dict[str, Any], placement: str, tmp_path: Path) -> None:
+    with attach(name, placement, disk=tmp_path, **how) as kv:
+        histories, turn = stored(kv, host=9 * MB), fed(kv)
+        before, held = crossed(turn.cache), footprint(turn.cache.layers)
+        assert held[placement] > 0
+        histories.save("alice", turn.tokens, turn.cache)
+        histories.store.flush()
+        assert crossed(turn.cache) == before
+        assert footprint(turn.cache.layers) == held  # nothing came back to stay
+        histories.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [*((name, {}) for name in WHOLE), *((name, {"codec": INT4}) for name in CODED)],
+    ids=lambda value: value if isinstance(value, str) else "int4" if value else "plain",
+)
+def test_a_state_that_is_stored_whole_comes_back_in_its_codes(name: str, how: dict[str, Any]) -> None:
+    """Into its own tier; the next prefill alone brings it to the device."""
+    with attach(name, **how) as kv:
+        histories, turn = stored(kv, host=9 * MB), fed(kv)
+        held = footprint(turn.cache.layers)
+        histories.save("alice", turn.tokens, turn.cache)
+        found = histories.resume("alice", turn.tokens, CAPACITY)
+        found.cache.await_layers()
+        assert found.reused == len(turn.tokens)
+        assert crossed(found.cache) == 0
+        again = footprint(found.cache.layers)
+        assert 0 < again["host"] <= held["host"]
+        for old, new in zip(turn.cache.contents(), found.cache.contents(), strict=True):
+            away = [key for key in old if "far" in key.split(".")]
+            assert away or "far.first" not in old
+            assert all(torch.equal(old[key], new[key]) for key in away)
+        histories.close()
+
+
+@pytest.mark.parametrize("name", BY_TOKEN)
+def test_rows_lose_their_rotation_part_by_part_where_they_lie(name: str) -> None:
+    """What a pool has on the host and what the store has on the device are joined block by block, in host memory."""
+    with attach(name) as kv:
+        histories, turn = stored(kv, host=9 * MB), fed(kv)
+        contents, count = turn.cache.contents(), len(turn.tokens)
+        rows = histories.cut.rows(contents, 0, count)
+        unrotated = histories.cut.unrotated(0, count, rows, count)
+        whole = histories.cut.rows(turn.cache.whole_contents(), 0, count)
+        once = histories.cut.unrotated(0, count, whole, count)
+        away = {number: state for number, state in enumerate(contents) if "far.v" in state}
+        assert away
+        for number, state in away.items():
+            keys, values = f"{number}.k", f"{number}.v"
+            assert state["far.v"].data_ptr() in [part.data_ptr() for part in rows[values].parts]
+            turned = unrotated(number, {name: rows[name] for name in (keys, values)})
+            assert len(turned[keys].parts) == len(rows[keys].parts) >= 1 + (state["v0"].shape[2] > 0)
+            expected = once(number, {name: whole[name] for name in (keys, values)})
+            for name in (keys, values):
+                assert torch.equal(turned[name].joined(), expected[name].joined())
+        histories.close()
+
+
+@pytest.mark.tokens
+@pytest.mark.parametrize("name", [*BY_TOKEN, *WHOLE])
+@pytest.mark.parametrize("placement", ["host", "disk"])
+def test_it_says_what_a_cache_says_that_stayed(name: str, placement: str, tmp_path: Path) -> None:
+    with attach(name, placement, disk=tmp_path) as kv:
+        wanted, talk = lasting(kv), Talk(kv, stored(kv, tmp_path / "store", disk=9 * MB)).turns()
+    assert talk.said == wanted.said
+    assert [found.reused for found in talk.found] == [found.reused for found in wanted.found]
+
+
+def sizes(kv: Attachment, **settings: Any) -> int:
+    histories, turn = stored(kv, host=9 * MB, **settings), fed(kv)
+    assert isinstance(histories, StoredHistories)
+    histories.save("alice", turn.tokens, turn.cache)
+    histories.store.flush()
+    size = sum(histories.store.bytes_by_tier().values())
+    histories.close()
+    return size
+
+
+def test_codes_are_what_is_stored() -> None:
+    """Not what they stand for: in 4 bits the middle of the prompt takes an eighth and its ranges."""
+    with attach("infllm") as kv:
+        plain = sizes(kv)
+    with attach("infllm", codec=INT4) as kv:
+        codes = sizes(kv)
+        assert codes == sizes(kv, codec=INT4)  # the same codec changes nothing
+        pools = [layer.far for layer in fed(kv).cache.layers]
+    saved = sum((2 * pool.spec.head_dim * 4 - pool.token_bytes) * pool.encoded * 2 for pool in pools)
+    assert plain - codes == saved > 0

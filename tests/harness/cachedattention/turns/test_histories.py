@@ -1,0 +1,236 @@
+"""Conversations whose caches are stored between turns say what they say with a cache that stays, for every method."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness.cachedattention.store.fingerprint import Fingerprint
+from harness.cachedattention.store.history_store import HistoryStore
+from harness.cachedattention.turns.histories import DevicePrefix, Histories, Recompute, Resumed
+from harness.cachedattention.turns.stored import StoredHistories
+from harness.engine.attach import Attachment, attached
+from harness.engine.cache import KVCache
+from harness.engine.engine import Engine
+from methods.base import Budget
+from methods.full import Full
+from methods.streaming import Streaming
+from methods.tiers.integers import IntCodec
+from tests.methods.test_contract import attach, small, walked
+from tests.tiny import prompt, tiny
+
+PRINT = Fingerprint(model="tiny", weights="7", tokenizer="ids", rotary="default", dtype="fp32")
+LENGTHS, NEW, CAPACITY = (61, 26, 3, 17), 6, 150
+MB = 10**6
+TIERS = {"device": {"device": 9 * MB}, "host": {"host": 9 * MB}, "disk": {"disk": 9 * MB}}
+
+
+class Talk:
+    """A conversation of one session; each turn is as long as `LENGTHS` says, unless its ids are given."""
+
+    def __init__(
+        self, kv: Attachment, histories: Histories, capacity: int = CAPACITY, new: int = NEW, session: str = "alice"
+    ) -> None:
+        self.engine, self.histories, self.capacity, self.new = Engine(kv), histories, capacity, new
+        self.session = session
+        self.device = self.engine.model.device
+        self.fed: list[int] = []
+        self.said: list[int] = []  # by all turns
+        self.found: list[Resumed] = []
+
+    def turn(self, ids: Sequence[int]) -> None:
+        text = [*self.fed, *self.said[-1:], *ids]
+        found = self.histories.resume(self.session, text[:-1], self.capacity)
+        found, logits = self.histories.compute(found, text, self.prefill)
+        self.histories.save_ahead(self.session, text, found.cache)
+        nothing = torch.empty(1, 0, dtype=torch.long, device=self.device)
+        [said] = self.engine.complete(found.cache, logits, nothing, began=0.0, max_new_tokens=self.new).tokens
+        self.fed, self.said = [*text, *said[:-1]], [*self.said, *said]
+        self.found.append(replace(found, cache=None))  # type: ignore[arg-type]
+        self.histories.save(self.session, self.fed, found.cache)
+
+    def prefill(self, cache: KVCache, ids: Sequence[int]) -> torch.Tensor:
+        return self.engine.prefill(cache, torch.tensor([list(ids)], device=self.device))
+
+    def turns(self, lengths: Sequence[int] = LENGTHS) -> Talk:
+        for length in lengths:
+            self.turn(prompt(length, seed=len(self.found))[0].tolist())
+        return self
+
+
+def stored(kv: Attachment, folder: Path | None = None, **settings: Any) -> StoredHistories:
+    store = HistoryStore(PRINT, folder=folder, block_tokens=8, **settings)
+    return StoredHistories(lambda capacity: kv.start(KVCache, capacity=capacity), kv, store)
+
+
+@contextmanager
+def plain(kv: Attachment, kind: type[Histories]) -> Iterator[Histories]:
+    histories = kind(lambda capacity: kv.start(KVCache, capacity=capacity))
+    yield histories
+    histories.close()
+
+
+def lasting(kv: Attachment) -> Talk:
+    with plain(kv, DevicePrefix) as histories:
+        return Talk(kv, histories).turns()
+
+
+@pytest.mark.tokens
+@walked
+def test_a_stored_history_gives_the_tokens_of_a_cache_that_stayed(name: str) -> None:
+    with attach(small(name), 0.4) as kv:
+        wanted, talk = lasting(kv), Talk(kv, stored(kv, host=9 * MB)).turns()
+    assert talk.said == wanted.said
+    assert [found.tier for found in talk.found] == [None, "host", "host", "host"]
+    assert [found.reused for found in talk.found] == [found.reused for found in wanted.found]
+    assert talk.found[1].reused == LENGTHS[0] + NEW - 1
+
+
+@pytest.mark.tokens
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("pqcache", {"placement": "disk", "codec": IntCodec(bits=4, group=16)}),
+        ("infinigen", {"placement": "host", "reuse_steps": 2}),
+        ("h2o", {"budget": Budget(0.4, generated=4)}),
+        ("full", {"placement": "host"}),
+    ],
+)
+def test_so_it_does_wherever_and_however_its_tokens_lie(name: str, how: dict[str, Any]) -> None:
+    method = replace(small(name), offload=True) if name == "full" else small(name)  # type: ignore[call-arg]
+    with attached(tiny("llama"), method, **{"budget": 0.4, "calibration": prompt(64, seed=9)} | how) as kv:
+        wanted, talk = lasting(kv), Talk(kv, stored(kv, host=9 * MB)).turns()
+    assert talk.said == wanted.said
+    assert [found.tier for found in talk.found[1:]] == ["host"] * 3
+
+
+@pytest.mark.tokens
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
+def test_full_says_what_it_says_over_the_whole_text(tier: str, architecture: str, tmp_path: Path) -> None:
+    """Gemma's layers that slide are a rest beside the rows of the others."""
+    with attach(Full(), None, architecture) as kv, plain(kv, Recompute) as recompute:
+        folder = tmp_path if tier == "disk" else None
+        wanted, talk = Talk(kv, recompute).turns(), Talk(kv, stored(kv, folder, **TIERS[tier])).turns()
+    assert talk.said == wanted.said
+    assert [found.reused for found in wanted.found] == [0] * 4
+    assert [found.tier for found in talk.found] == [None, *[tier] * 3]
+    assert talk.found[-1].reused == len(talk.fed) - LENGTHS[-1] - NEW
+
+
+@pytest.mark.tokens
+def test_a_method_that_evicts_goes_on_with_what_it_kept() -> None:
+    """Computed again it would keep other tokens."""
+    with attach(Streaming(sinks=2), 0.3) as kv, plain(kv, Recompute) as recompute:
+        talk, again = Talk(kv, stored(kv, host=9 * MB)).turns(), Talk(kv, recompute).turns()
+        assert talk.said == lasting(kv).said
+        assert talk.said[:NEW] == again.said[:NEW]
+        assert talk.said != again.said
+
+
+@pytest.mark.tokens
+@pytest.mark.parametrize(("name", "reused"), [("full", 56), ("snapkv", 0)])
+def test_a_text_that_goes_on_otherwise(name: str, reused: int) -> None:
+    """Rows of its beginning, in whole blocks, serve Full; what was kept of the whole serves nothing but the whole."""
+    with attach(small(name), 0.4) as kv, plain(kv, Recompute) as recompute:
+        histories = stored(kv, host=9 * MB)
+        Talk(kv, histories).turns(LENGTHS[:2])
+        first = prompt(LENGTHS[0])[0].tolist()
+        other = [*first[:60], 5, 6]
+        talk, wanted = Talk(kv, histories), Talk(kv, recompute)
+        for one in (talk, wanted):
+            one.turn(other)
+            one.turn(other[:9])
+    assert [found.reused for found in talk.found] == [reused, len(other) + NEW - 1]
+    if name == "full":
+        assert talk.said == wanted.said
+    else:
+        assert talk.said[:NEW] == wanted.said[:NEW]
+
+
+@pytest.mark.tokens
+@pytest.mark.parametrize("name", ["full", "quest", "snapkv"])
+def test_another_conversation_begins_with_an_answer(name: str) -> None:
+    """Alice's text with what was said to her is Bob's prompt; a method that selects has computed her answer's rows from
+    sparse reads."""
+    with attach(small(name), 0.2) as kv:
+        if name != "full":
+            with pytest.raises(ValueError, match="share=False"):
+                stored(kv, host=9 * MB, share=True)
+            return
+        said, reused = [], []
+        for share in (False, True):
+            histories = stored(kv, host=9 * MB, share=share)
+            alice = Talk(kv, histories).turns(LENGTHS[:1])
+            bob = Talk(kv, histories, session="bob")
+            bob.turn([*alice.fed, *prompt(9, seed=5)[0].tolist()])
+            said.append(bob.said)
+            reused.append(bob.found[0].reused)
+            histories.close()
+    assert said[0] == said[1]
+    assert reused == [0, LENGTHS[0] + NEW - 1]
+
+
+@pytest.mark.tokens
+@pytest.mark.parametrize("name", ["full", "h2o"])
+def test_another_process_goes_on(name: str, tmp_path: Path) -> None:
+    with attach(small(name), 0.4) as kv:
+        wanted, before = lasting(kv), stored(kv, tmp_path, host=9 * MB, disk=9 * MB)
+        talk = Talk(kv, before).turns(LENGTHS[:2])
+        before.close()
+        talk.histories = after = stored(kv, tmp_path, host=9 * MB, disk=9 * MB)
+        talk.turns(LENGTHS[2:])
+        assert talk.said == wanted.said
+        assert [found.tier for found in talk.found] == [None, "host", "disk", "host"]
+        after.close()
+        other = HistoryStore(replace(PRINT, weights="8"), folder=tmp_path, disk=9 * MB)
+        talk.histories = StoredHistories(after.start, kv, other)
+        assert talk.histories.resume("alice", talk.fed, CAPACITY).tier is None
+
+
+@pytest.mark.tokens
+@pytest.mark.parametrize("name", ["full", "h2o"])
+def test_what_has_no_room_is_computed_again(name: str) -> None:
+    with attach(small(name), 0.4) as kv, plain(kv, Recompute) as recompute:
+        talk, wanted = Talk(kv, stored(kv, host=1000)).turns(), Talk(kv, recompute).turns()
+    assert talk.said == wanted.said
+    assert {found.tier for found in talk.found} == {None}
+
+
+def test_a_turn_writes_its_own_rows_alone() -> None:
+    with attach(Full(), None) as kv:
+        histories = stored(kv, host=9 * MB)
+        talk = Talk(kv, histories).turns(LENGTHS[:2])
+        [parts] = histories.store.contents.sessions.values()
+        before = [block.name for block in parts]
+        talk.turns(LENGTHS[2:])
+        [parts] = histories.store.contents.sessions.values()
+        assert [block.name for block in parts][: len(before)] == before
+        assert len(parts) > len(before)
+
+
+@pytest.mark.tokens
+def test_a_cache_that_stayed_grows_into_a_larger_one() -> None:
+    with attach(Streaming(sinks=2), 0.4) as kv:
+        wanted, histories = lasting(kv), DevicePrefix(lambda capacity: kv.start(KVCache, capacity=capacity))
+        talk = Talk(kv, histories).turns(LENGTHS[:1])
+        [(held, cache)] = histories._alive.values()
+        small = kv.start(KVCache, capacity=len(held) + 3)
+        small.refill(cache.contents())
+        histories._alive["alice"] = held, small
+        assert talk.turns(LENGTHS[1:]).said == wanted.said
+
+
+def test_what_was_fed_must_be_named() -> None:
+    with attach(Full(), None) as kv, plain(kv, DevicePrefix) as histories:
+        talk = Talk(kv, histories).turns(LENGTHS[:1])
+        found = histories.resume("alice", talk.fed, CAPACITY)
+        with pytest.raises(ValueError, match="without an answer's last"):
+            histories.save("alice", talk.fed + talk.said[-1:], found.cache)
+        assert histories.resume("bob", talk.fed, CAPACITY).reused == 0

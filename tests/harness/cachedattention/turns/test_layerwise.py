@@ -1,0 +1,195 @@
+"""A turn begins while the layers of its history are on their way: each is waited for when it is used."""
+
+from __future__ import annotations
+
+from concurrent.futures import CancelledError
+from copy import deepcopy
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+import torch
+
+from harness.cachedattention.store.block import BlockFile
+from harness.cachedattention.store.disk import HistoryWarning
+from harness.cachedattention.turns.histories import Recompute
+from harness.engine.attach import attached
+from harness.engine.batch.cache import SlotsCache
+from harness.engine.cache import KVCache
+from harness.engine.engine import Engine
+from methods.base import AttnInput
+from methods.full import Full
+from methods.streaming import Streaming
+from methods.tiers.rows import Place
+from tests.harness.cachedattention.turns.test_histories import CAPACITY, LENGTHS, MB, NEW, Talk, lasting, plain, stored
+from tests.methods.test_contract import attach
+from tests.tiny import prompt, tiny
+
+
+def test_a_layer_is_asked_for_when_it_is_used_and_not_before() -> None:
+    with attach(Full(), None) as kv:
+        engine, given = Engine(kv), kv.start(KVCache, capacity=CAPACITY)
+        engine.prefill(given, prompt(40))
+        given.seal()
+        contents = given.contents()
+        cache, order = kv.start(KVCache, capacity=CAPACITY), []
+        cache.refill_by_layer(40, lambda layer: order.append(f"asked {layer}") or contents[layer])  # type: ignore[func-returns-value]
+        attend = cache.attend
+
+        def noting(layer: int, x: AttnInput) -> torch.Tensor:
+            order.append(f"used {layer}")
+            return attend(layer, x)
+
+        cache.attend = noting  # type: ignore[method-assign]
+        logits = engine.prefill(cache, prompt(5, seed=1))
+        layers = range(len(cache.layers))
+        assert order == [step for layer in layers for step in (f"used {layer}", f"asked {layer}")]
+        whole = kv.start(KVCache, capacity=CAPACITY)
+        whole.refill(contents)
+        assert torch.equal(logits, engine.prefill(whole, prompt(5, seed=1)))
+
+
+@pytest.mark.tokens
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+@pytest.mark.parametrize("ahead", [False, True])
+def test_rows_wait_for_rotations_that_a_busy_stream_has_still_to_make(
+    ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are computed on the caller's stream, and used on the one that loads."""
+    with attached(deepcopy(tiny("llama")).to("cuda"), Full()) as kv:  # type: ignore[arg-type]
+        wanted, talk = lasting(kv), Talk(kv, stored(kv, host=9 * MB, on="cuda"))
+        histories: Any = talk.histories
+        states, resume = histories.cut.states, histories.resume
+
+        def late(tokens: int, device: torch.device) -> Any:
+            poison = [torch.full((1 << 16,), torch.nan, device="cuda") for _ in range(64)]
+            torch.cuda.synchronize()
+            del poison  # what the rotations are written to holds no earlier ones
+            torch.cuda._sleep(10**9)
+            return states(tokens, device)
+
+        def resumed(session: str, tokens: list[int], capacity: int) -> Any:
+            if ahead:
+                histories.ahead(session, tokens)
+            return resume(session, tokens, capacity)
+
+        monkeypatch.setattr(histories.cut, "states", late)
+        monkeypatch.setattr(histories, "resume", resumed)
+        talk.turns()
+        assert talk.said == wanted.said
+        assert [found.tier for found in talk.found] == [None, "host", "host", "host"]
+        histories.close()
+
+
+@pytest.mark.parametrize("use", ["seal", "contents", "slots"])
+def test_whoever_needs_all_layers_waits_for_all(use: str) -> None:
+    with attach(Full(), None) as kv:
+        engine, given = Engine(kv), kv.start(KVCache, capacity=CAPACITY)
+        engine.prefill(given, prompt(40))
+        given.seal()
+        contents = given.contents()
+        cache = kv.start(KVCache, capacity=CAPACITY)
+        cache.refill_by_layer(40, contents.__getitem__)
+        if use == "contents":
+            found = cache.contents()
+        else:
+            cache.seal()
+            if use == "slots":
+                engine.run(prompt(1), SlotsCache([cache]))
+            found = cache.contents()
+        assert all(torch.equal(new["k0"][:, :, :40], old["k0"]) for new, old in zip(found, contents, strict=True))
+
+
+@pytest.mark.tokens
+def test_the_prefill_begins_before_the_last_layer_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with attach(Full(), None) as kv:
+        wanted, talk = lasting(kv), Talk(kv, stored(kv, tmp_path, disk=9 * MB))
+        histories: Any = talk.histories
+        talk.turns(LENGTHS[:1])
+        histories.store.flush()
+        read, go = BlockFile.read, Event()
+
+        def last_waits(file: BlockFile, names: list[str], place: Place) -> Any:
+            assert not names[0].startswith(f"{len(kv.model_specs) - 1}.") or go.wait(600)
+            return read(file, names, place)
+
+        prefill = KVCache.attend
+
+        def first_lets_go(cache: KVCache, layer: int, x: AttnInput) -> torch.Tensor:
+            out = prefill(cache, layer, x)
+            go.set()
+            return out
+
+        monkeypatch.setattr(BlockFile, "read", last_waits)
+        monkeypatch.setattr(KVCache, "attend", first_lets_go)
+        talk.turns(LENGTHS[1:])
+        assert talk.said == wanted.said
+        assert [found.tier for found in talk.found] == [None, "disk", "disk", "disk"]
+        told = histories.store.statistics
+        assert told.load_s >= told.hidden_s >= 0
+        assert sum(found.hidden_s for found in talk.found) == pytest.approx(told.hidden_s)
+        assert sum(found.load_s for found in talk.found) > told.exposed_s > 0
+        histories.close()
+
+
+@pytest.mark.tokens
+@pytest.mark.parametrize(("method", "budget"), [(Full(), None), (Streaming(sinks=2), 0.4)])
+def test_damage_found_in_the_midst_of_a_prefill_costs_the_hit(method: Any, budget: Any, tmp_path: Path) -> None:
+    with attach(method, budget) as kv, plain(kv, Recompute) as recompute:
+        wanted, talk = Talk(kv, recompute), Talk(kv, stored(kv, tmp_path, disk=9 * MB))
+        histories: Any = talk.histories
+        for one in (wanted, talk):
+            one.turns(LENGTHS[:1])
+        histories.store.flush()
+        path = max(tmp_path.rglob("*.safetensors"), key=lambda path: path.stat().st_size)
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1  # of the last tensor
+        path.write_bytes(data)
+        with pytest.warns(HistoryWarning, match="is lost"):
+            talk.turn(prompt(LENGTHS[1], seed=1)[0].tolist())
+        wanted.turn(prompt(LENGTHS[1], seed=1)[0].tolist())
+        assert talk.said == wanted.said
+        assert (talk.found[1].tier, talk.found[1].reused) == (None, 0)
+        assert histories.store.statistics.lost == 1
+        talk.turn(prompt(3)[0].tolist())
+        assert talk.found[2].tier == "disk"
+        histories.close()
+
+
+@pytest.mark.tokens
+def test_what_was_loaded_ahead_is_what_the_next_turn_takes() -> None:
+    with attach(Full(), None) as kv:
+        wanted, talk = lasting(kv), Talk(kv, stored(kv, host=9 * MB))
+        histories: Any = talk.histories
+        for number, length in enumerate(LENGTHS):
+            ids = prompt(length, seed=number)[0].tolist()
+            text = [*talk.fed, *talk.said[-1:], *ids]
+            histories.ahead("alice", text[:-1] if number != 2 else text[:5])  # the third time it guesses wrong
+            histories.ahead("alice", text[:-1])
+            talk.turn(ids)
+        assert talk.said == wanted.said
+        assert histories.store.statistics.lookups == len(LENGTHS) + 1
+        assert [found.reused for found in talk.found][1:] == [
+            LENGTHS[0] + NEW - 1,
+            *[f.reused for f in wanted.found][2:],
+        ]
+        assert not histories._ahead
+
+
+def test_a_conversation_that_is_forgotten_cancels_what_was_loaded_ahead(tmp_path: Path) -> None:
+    """Of its layers the first has come, and the others are never read."""
+    with attach(Full(), None) as kv:
+        talk = Talk(kv, stored(kv, tmp_path, disk=9 * MB))
+        histories: Any = talk.histories
+        talk.turns(LENGTHS[:1])
+        histories.store.flush()
+        histories.read_buffer = 1
+        histories.ahead("alice", talk.fed)
+        (fetch,) = histories.store.contents.fetches.values()
+        assert len(fetch.rows(0).result()) > 0
+        histories.forget("alice")
+        assert not histories.store.contents.fetches
+        assert isinstance(fetch.rows(1).exception(), CancelledError)
+        histories.close()

@@ -1,0 +1,201 @@
+"""A history that was stored and is gone is computed again: where that gives something else, the turn says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.cachedattention.store.disk import HistoryError
+from harness.cachedattention.store.history_store import HistoryStore
+from harness.cachedattention.store.losses import Loss
+from harness.cachedattention.turns.histories import DevicePrefix
+from harness.cachedattention.turns.rows import Cut
+from harness.cachedattention.turns.stored import StoredHistories
+from harness.engine.attach import Attachment, attached
+from harness.engine.cache import KVCache
+from harness.models.random import Random
+from methods.base import Budget, Method
+from methods.full import Full
+from methods.kivi import Kivi
+from methods.pqcache import PQCache
+from methods.tiers.integers import IntCodec
+from tests.harness.cachedattention.turns.test_histories import CAPACITY, LENGTHS, MB, NEW, PRINT, Talk, lasting, stored
+from tests.histories import full_disk
+from tests.methods.test_contract import attach, small, walked
+from tests.tiny import tiny
+
+pytestmark = pytest.mark.filterwarnings("ignore::harness.cachedattention.store.disk.HistoryWarning")
+EXACT_ON_A_MISS = {"full", "full_offloaded"}
+
+
+def losing(kv: Attachment, folder: Path, turn: int, **how: Any) -> Talk:
+    """A conversation whose save behind turn number `turn` finds the disk full."""
+    talk = Talk(kv, stored(kv, folder, disk=9 * MB, io_threads=0) if not how else failing(kv, folder, **how))
+    for number in range(len(LENGTHS)):
+        with pytest.MonkeyPatch.context() as patch:
+            if number == turn:
+                full_disk(patch)
+            talk.turns(LENGTHS[number : number + 1])
+    talk.histories.close()
+    return talk
+
+
+def failing(kv: Attachment, folder: Path, **how: Any) -> StoredHistories:
+    store = HistoryStore(PRINT, folder=folder, disk=9 * MB, io_threads=0, block_tokens=8)
+    return StoredHistories(lambda capacity: kv.start(KVCache, capacity=capacity), kv, store, **how)
+
+
+@pytest.mark.tokens
+@walked
+def test_a_full_disk_changes_no_answer_or_the_turn_says_so(name: str, tmp_path: Path) -> None:
+    """A recomputation in one prefill is a sound one for Full alone: other methods choose anew, or have read their
+    answers sparsely."""
+    with attach(small(name), 0.4) as kv:
+        wanted, talk = lasting(kv), losing(kv, tmp_path, turn=1)
+        repeatable = Cut(kv).repeatable
+    assert repeatable == (name in EXACT_ON_A_MISS)
+    assert [found.reused > 0 for found in talk.found] == [False, True, False, True]
+    assert [found.lost for found in talk.found] == [None, None, None if repeatable else Loss.DISK_FULL, None]
+    if repeatable:
+        assert talk.said == wanted.said
+
+
+@pytest.mark.parametrize(
+    "method",
+    [small("pqcache"), small("snapkv"), small("h2o"), Kivi(residual=8, group=8)],
+    ids=lambda one: type(one).__name__,
+)
+def test_a_recomputation_is_another_selection(method: Method, tmp_path: Path) -> None:
+    """So it is not for nothing that a turn says it: its logits are others."""
+    with attach(method, 0.2) as kv:
+        logits = []
+        for histories in (failing(kv, tmp_path / "lost"), DevicePrefix(lambda room: kv.start(KVCache, capacity=room))):
+            talk = Talk(kv, histories, new=20)
+            with pytest.MonkeyPatch.context() as patch:
+                full_disk(patch)
+                talk.turns(LENGTHS[:2])
+            text = [*talk.fed, talk.said[-1], 5, 6]
+            found = histories.resume("alice", text[:-1], CAPACITY)
+            _, made = histories.compute(found, text, talk.prefill)
+            logits.append(made)
+    assert (logits[0] - logits[1]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("how", "repeatable"),
+    [
+        ({"method": Full()}, True),
+        ({"method": Full(offload=True), "placement": "host"}, True),
+        ({"method": PQCache(), "budget": 0.2}, False),
+        ({"method": PQCache(), "budget": 0.2, "placement": "host", "codec": IntCodec(bits=8, group=16)}, False),
+        ({"method": PQCache(), "budget": Budget(0.4, generated=4)}, False),
+    ],
+    ids=str,
+)
+def test_what_makes_a_recomputation_give_the_same(how: dict[str, Any], repeatable: bool) -> None:
+    with attached(tiny("llama"), **how) as kv:
+        assert Cut(kv).repeatable == repeatable
+    rounded = Random(shape="tiny", layers=2).load("bf16", "cpu").model  # by prefills otherwise than by steps
+    with attached(rounded, **how) as kv:
+        assert not Cut(kv).repeatable
+
+
+@pytest.mark.tokens
+def test_a_lost_turn_ends_the_run_where_that_was_asked_for(tmp_path: Path) -> None:
+    with attach(small("pqcache"), 0.4) as kv:
+        lost = rf"alice \({LENGTHS[0] + NEW - 1} tokens\) is lost, for the disk is full"
+        advice = rf"Free some space in {tmp_path}, .* run the same command again; store\.lost=count"
+        with pytest.raises(HistoryError, match=f"{lost}, .* {advice}"):
+            losing(kv, tmp_path, turn=0, fails_if_lost=True)
+    with attach(Full(), None) as kv:
+        assert losing(kv, tmp_path / "full", turn=0, fails_if_lost=True).said == lasting(kv).said
+
+
+def damaged(store: HistoryStore) -> None:
+    """The last tensor of a file, which is read in the midst of the turn."""
+    assert store.contents.disk
+    [parts] = store.contents.sessions.values()
+    path = store.contents.disk.path(parts[0])
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def removed(store: HistoryStore) -> None:
+    assert store.contents.disk
+    store.contents.disk.folder.rename(store.contents.disk.folder.with_suffix(".gone"))
+
+
+@pytest.mark.tokens
+@pytest.mark.parametrize("fault", [damaged, removed])
+@pytest.mark.parametrize("name", ["full", "quest", "snapkv"])
+def test_what_is_found_out_in_the_midst_of_a_turn(
+    name: str, fault: Callable[[HistoryStore], None], tmp_path: Path
+) -> None:
+    with attach(small(name), 0.4) as kv:
+        said = []
+        for fails in (False, True):
+            talk = Talk(kv, failing(kv, tmp_path / str(fails), fails_if_lost=fails)).turns(LENGTHS[:2])
+            assert isinstance(talk.histories, StoredHistories)
+            fault(talk.histories.store)
+            if fails and name != "full":
+                with pytest.raises(HistoryError, match="See what damages files in"):
+                    talk.turns(LENGTHS[2:])
+            else:
+                talk.turns(LENGTHS[2:])
+                assert talk.found[2].lost == (None if name == "full" else Loss.DAMAGED)
+                said.append(talk.said)
+        assert name != "full" or said == [lasting(kv).said] * 2
+
+
+@pytest.mark.parametrize(
+    ("store", "loss"),
+    [({"host": 1000}, Loss.NO_ROOM), ({"host": 9 * MB, "ttl_s": 10.0}, Loss.TOO_OLD)],
+    ids=["no room", "too old"],
+)
+@pytest.mark.parametrize("name", ["full", "snapkv"])
+def test_a_history_that_had_to_leave_is_lost_as_well(name: str, store: dict[str, Any], loss: Loss) -> None:
+    now = iter(range(0, 10_000, 11))
+    with attach(small(name), 0.4) as kv:
+        talk = Talk(kv, stored(kv, **store, clock=lambda: float(next(now)))).turns()
+    assert [found.lost for found in talk.found] == [None, *[None if name == "full" else loss] * 3]
+
+
+@pytest.mark.parametrize("name", ["pqcache", "h2o"])
+def test_what_was_computed_behind_a_loss_is_found_by_its_own_conversation_alone(name: str, tmp_path: Path) -> None:
+    """Another run has the same text as long as answers agree, and other rows."""
+    with attach(small(name), 0.4) as kv:
+        talk = losing(kv, tmp_path, turn=1)
+        assert talk.found[3].reused == len(talk.fed) - LENGTHS[3] - NEW
+        again = stored(kv, tmp_path, disk=9 * MB)
+        assert again.resume("alice", talk.fed, CAPACITY).reused == 0
+        again.close()
+
+
+@pytest.mark.parametrize("sinks", [0, 2])
+@pytest.mark.parametrize("lost", ["before the cut", "behind the cut", None])
+def test_under_overflow_a_loss_changes_fulls_answers_too(sinks: int, lost: str | None) -> None:
+    """What stays of a cache was computed in sight of what left; computed again it is not."""
+    with attach(Full(), None) as kv:
+        histories = stored(kv, host=9 * MB)
+        talk = Talk(kv, histories).turns(LENGTHS[:2])
+        if lost == "before the cut":
+            histories.store.truncate("alice", 0.0)
+        talk.fed = histories.shorten("alice", talk.fed, 40, CAPACITY, sinks=sinks)
+        if lost == "behind the cut":
+            histories.store.truncate("alice", 0.0)
+        talk.turns(LENGTHS[2:])
+    assert [found.lost is not None for found in talk.found] == [False, False, lost is not None, False]
+
+
+def test_a_text_that_was_shortened_by_design_is_not_lost() -> None:
+    """As overflow.by=truncate_tokens does it."""
+    with attach(small("snapkv"), 0.4) as kv:
+        talk = Talk(kv, stored(kv, host=9 * MB)).turns(LENGTHS[:2])
+        talk.fed = talk.fed[-40:]
+        talk.turns(LENGTHS[2:])
+    assert [found.lost for found in talk.found] == [None] * 4
+    assert talk.found[2].reused == 0

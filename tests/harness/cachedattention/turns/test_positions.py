@@ -1,0 +1,177 @@
+"""Rotations taken out of keys and put in at other positions, held against transformers' own forward there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from harness.cachedattention.turns.positions import Rotation, RotationError
+from harness.engine.hf import layer_specs
+from kernels.rope import rotate
+from tests.tiny import ARCHITECTURES, SHAPE, prompt, tiny
+
+TOKENS, FAR = 20, 700  # fewer than a sliding window; positions far from the first ones
+ORIGINAL = 64
+LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+YARN = {
+    "rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "attention_factor": 1.4,
+    "original_max_position_embeddings": ORIGINAL,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "rope_theta": 10000.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": ORIGINAL,
+}  # fmt: skip
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0 + i / 9 for i in range(8)],
+    "long_factor": [2.0 + i for i in range(8)], "factor": 4.0, "original_max_position_embeddings": ORIGINAL,
+}  # fmt: skip
+HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+SCALED = {"linear": LINEAR, "yarn": YARN, "llama3": LLAMA3}
+BY_REACH = {"dynamic": DYNAMIC, "longrope": LONGROPE}
+
+
+def scaled(rope: dict[str, Any], architecture: str = "llama", **more: Any) -> PreTrainedModel:
+    torch.manual_seed(7)
+    own = ARCHITECTURES[architecture] | {"rope_parameters": rope} | more
+    config = AutoConfig.for_model(architecture, **SHAPE | own, initializer_range=0.15)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def keys_at(model: PreTrainedModel, positions: Tensor) -> list[Tensor]:
+    """Of every layer, as transformers caches them. Attention sees distances alone, so only the rotation differs."""
+    with torch.no_grad():
+        out = model(prompt(len(positions)), position_ids=positions[None], use_cache=True)
+    return [layer.keys for layer in out.past_key_values.layers]
+
+
+def rotations(model: PreTrainedModel) -> list[Rotation]:
+    return [Rotation(spec.rope, model.dtype) for spec in layer_specs(model)]
+
+
+MODELS = [*(pytest.param(lambda a=a: tiny(a), id=a) for a in ARCHITECTURES)]
+MODELS += [pytest.param(lambda rope=rope: scaled(rope), id=name) for name, rope in SCALED.items()]
+MODELS += [pytest.param(lambda: scaled(HALF, "phi3", partial_rotary_factor=0.5), id="partial")]
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_moved_keys_are_the_models_at_their_new_positions(make: Any) -> None:
+    model, here, there = make(), torch.arange(TOKENS), torch.arange(FAR, FAR + TOKENS)
+    layers = zip(rotations(model), keys_at(model, here), keys_at(model, there), strict=True)
+    for rotation, keys, wanted in layers:
+        assert not torch.allclose(keys, wanted, atol=0.1)
+        assert_close(rotation.move(keys, here, there), wanted, atol=2e-4, rtol=1e-4)
+        assert_close(rotation.move(wanted, there, here), keys, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_off_and_on_again_is_the_identity(make: Any) -> None:
+    model, places = make(), torch.arange(FAR, FAR + TOKENS)
+    for rotation in rotations(model):
+        keys = torch.randn(1, 2, TOKENS, 16)
+        assert (rotation.on(rotation.off(keys, places), places) - keys).abs().max() < 2e-6
+
+
+def test_the_start_of_a_text_is_before_its_rotation() -> None:
+    """Position 0 turns nothing, and half a head that does not turn is never touched."""
+    keys, places = torch.randn(1, 2, TOKENS, 16), torch.arange(TOKENS)
+    [rotation, *_] = rotations(scaled(HALF, "phi3", partial_rotary_factor=0.5))
+    off = rotation.off(keys, places)
+    assert torch.equal(off[:, :, 0], keys[:, :, 0])
+    assert torch.equal(off[..., 8:], keys[..., 8:])
+    assert not torch.allclose(off[:, :, 1:, :8], keys[:, :, 1:, :8], atol=0.1)
+
+
+def test_no_token_is_a_text_too() -> None:
+    [rotation, *_] = rotations(scaled(BY_REACH["longrope"], max_position_embeddings=4 * ORIGINAL))
+    assert rotation.move(torch.empty(1, 2, 0, 16), torch.arange(0), torch.arange(0)).shape == (1, 2, 0, 16)
+
+
+def test_layers_have_their_own_rotations() -> None:
+    model, keys, places = tiny("gemma3_text"), torch.randn(1, 2, TOKENS, 16), torch.arange(FAR, FAR + TOKENS)
+    kinds = {kind: layer for layer, kind in enumerate(model.config.layer_types)}
+    sliding, whole = (rotations(model)[kinds[f"{kind}_attention"]] for kind in ("sliding", "full"))
+    assert not torch.allclose(sliding.off(keys, places), whole.off(keys, places), atol=0.1)
+
+
+def test_a_layer_that_does_not_rotate_keeps_its_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, keys = tiny("llama"), torch.randn(1, 2, TOKENS, 16)
+    monkeypatch.setattr(model.model.layers[1].self_attn, "use_rope", False, raising=False)
+    turning, still, _ = rotations(model)
+    places = torch.arange(FAR, FAR + TOKENS)
+    assert torch.equal(still.move(keys, places, torch.arange(TOKENS)), keys)
+    assert not torch.equal(turning.move(keys, places, torch.arange(TOKENS)), keys)
+
+
+def test_heads_may_keep_different_tokens() -> None:
+    [rotation, *_] = rotations(tiny("llama"))
+    keys = torch.randn(1, 2, 4, 16)
+    places = torch.tensor([[[3, 9, 40, 41], [-1, 2, 40, 41]]])
+    off = rotation.off(keys, places)
+    assert torch.equal(off[0, 1, 0], keys[0, 1, 0])  # no row
+    for head, first in ((0, 0), (1, 1)):
+        alone = rotation.off(keys[:, head : head + 1, first:], places[0, head, first:])
+        assert_close(off[:, head : head + 1, first:], alone, atol=0, rtol=0)
+    assert_close(rotation.on(off, places), keys)
+
+
+@pytest.mark.parametrize("name", BY_REACH)
+def test_angles_that_depend_on_the_text_follow_its_reach(name: str) -> None:
+    """Keys of a short forward become those of a long one, whatever the module was asked meanwhile."""
+    model = scaled(BY_REACH[name], max_position_embeddings=ORIGINAL if name == "dynamic" else 4 * ORIGINAL)
+    [rotation, *_], reach = rotations(model), 3 * ORIGINAL
+    here, there = torch.arange(TOKENS), torch.arange(reach - TOKENS, reach)
+    short, long = keys_at(model, here)[0], keys_at(model, there)[0]
+    off = rotation.off(short, here)
+    assert_close(rotation.off(long, there), off, atol=2e-4, rtol=1e-4)
+    assert_close(rotation.on(off, there), long, atol=2e-4, rtol=1e-4)
+    cos, sin = model.model.rotary_emb(off, here[None])
+    assert_close(rotation.on(off, here), rotate(off, cos, sin), atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", BY_REACH)
+def test_texts_that_outgrow_their_angles_are_refused(name: str) -> None:
+    model = scaled(BY_REACH[name], max_position_embeddings=ORIGINAL if name == "dynamic" else 4 * ORIGINAL)
+    [rotation, *_] = rotations(model)
+    rotation.check(ORIGINAL)
+    with pytest.raises(RotationError, match=f"exceeds {ORIGINAL} tokens"):
+        rotation.check(ORIGINAL + 1)
+    with pytest.raises(RotationError, match=f"exceeds {ORIGINAL} tokens"):
+        rotation.check(3 * ORIGINAL)
+    for rope in SCALED.values():
+        rotations(scaled(rope))[0].check(100_000)
+
+
+def test_asking_leaves_the_models_rotary_module_alone() -> None:
+    model = scaled(DYNAMIC, max_position_embeddings=ORIGINAL)
+    far = torch.arange(3 * ORIGINAL)[None]
+    like = torch.empty(0)
+    before = model.model.rotary_emb(like, far)
+    rotations(model)[0].off(torch.randn(1, 2, 3, 16), torch.arange(3))
+    assert all(map(torch.equal, model.model.rotary_emb(like, far), before))
+    assert model.model.rotary_emb.max_seq_len_cached == 3 * ORIGINAL
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_halves_are_turned_in_fp32(dtype: torch.dtype) -> None:
+    """Stored in the model's dtype, a key that goes back to its place is off by a rounding; in fp32, by none."""
+    rotation = Rotation(layer_specs(tiny("llama"))[0].rope, dtype)
+    keys, places = torch.randn(1, 2, TOKENS, 16).to(dtype), torch.arange(FAR, FAR + TOKENS)
+    off = rotation.off(keys, places)
+    assert off.dtype == torch.float32
+    assert torch.equal(rotation.on(off, places), keys)
+    again = rotation.on(off.to(dtype), places).float() - keys.float()
+    assert 0 < again.abs().max() < 4 * torch.finfo(dtype).eps * keys.float().abs().max()
+
+
+def test_no_keys_are_rotated_into_no_keys() -> None:
+    """A turn that stores nothing new."""
+    rotation = Rotation(
+        lambda positions: (torch.ones(1, len(positions), 4), torch.zeros(1, len(positions), 4)), torch.float32
+    )
+    assert rotation.off(torch.empty(1, 2, 0, 4), torch.arange(0)).shape == (1, 2, 0, 4)

@@ -1,0 +1,212 @@
+"""Caches that lose their oldest tokens between two turns, held against transformers and against each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+from transformers import DynamicCache, PreTrainedModel
+
+from harness.cachedattention.turns.positions import Rotation
+from harness.cachedattention.turns.truncation import truncated
+from harness.engine.attach import Attachment, attached
+from harness.engine.cache import KVCache
+from harness.engine.engine import Engine
+from methods.adakv import AdaKV
+from methods.base import Budget, Method
+from methods.full import Full
+from methods.h2o import H2O
+from methods.infinigen import InfiniGen
+from methods.infllm import InfLLM
+from methods.kivi import Kivi
+from methods.lm_infinite import LMInfinite
+from methods.pyramidkv import PyramidKV
+from methods.snapkv import SnapKV
+from methods.streaming import Streaming
+from tests.tiny import ARCHITECTURES, HYBRID, prompt, tiny
+
+SEEN, KEEP, NEW = 90, 40, 12
+EXACT = {"atol": 2e-3, "rtol": 1e-3}
+EVICTING: list[Method] = [
+    AdaKV(window=4, kernel=3), H2O(), LMInfinite(n_init=2), PyramidKV(window=4, kernel=3), SnapKV(window=4, kernel=3),
+    Streaming(sinks=2), Streaming(sinks=2, positions="original"),
+]  # fmt: skip
+KEEPING: list[Method] = [
+    Full(),
+    InfiniGen(dense_layers=(0,), calibration_tokens=64),
+    InfLLM(n_init=2, block=4, repr_topk=2, exc_block=8),
+    Kivi(residual=16, group=8),
+]
+
+
+def fed(kv: Attachment, ids: Tensor, decoded: int = 6) -> KVCache:
+    """A cache behind a turn: all but the last tokens as its prompt, those as its answer."""
+    cache, engine = kv.start(KVCache, capacity=ids.shape[1] + NEW), Engine(kv)
+    with torch.inference_mode():
+        engine.prefill(cache, ids[:, :-decoded])
+        cache.seal()
+        for token in ids[:, -decoded:].split(1, dim=1):
+            engine.run(token, cache)
+    return cache
+
+
+def shortened(kv: Attachment, cache: KVCache, keep: int, **how: Any) -> KVCache:
+    rotations = [Rotation(spec.rope, kv.model.dtype) for spec in kv.model_specs]
+    contents = [{name: x.clone() for name, x in state.items()} for state in cache.whole_contents()]
+    fresh = kv.start(KVCache, capacity=SEEN + 4 * NEW)  # for positions that go on behind what was seen, too
+    fresh.refill(truncated(contents, fresh.layers, rotations, keep, **how))
+    return fresh
+
+
+def answered(kv: Attachment, cache: KVCache, seed: int = 5) -> Tensor:
+    """Logits behind a turn of NEW tokens, and in the steps behind it."""
+    ids, engine = prompt(NEW, seed=seed), Engine(kv)
+    with torch.inference_mode():
+        found = [engine.prefill(cache, ids[:, :-3])]
+        cache.seal()
+        found += [engine.run(token, cache) for token in ids[:, -3:].split(1, dim=1)]
+    return torch.stack(found)
+
+
+def theirs(model: PreTrainedModel, ids: Tensor, keep: int) -> Tensor:
+    """transformers' own: rows cut off in front, and what follows at its true positions."""
+    whole, new = DynamicCache(), prompt(NEW, seed=5)
+    with torch.inference_mode():
+        model(ids, past_key_values=whole)
+        cut = DynamicCache()
+        for layer, rows in enumerate(whole.layers):
+            cut.update(rows.keys[:, :, -keep:], rows.values[:, :, -keep:], layer)
+        places = torch.arange(ids.shape[1], ids.shape[1] + NEW)[None]
+        logits = model(new, past_key_values=cut, position_ids=places).logits
+    return logits[:, -4:].transpose(0, 1)
+
+
+@pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name not in HYBRID])
+def test_what_stays_is_what_transformers_keeps(architecture: str) -> None:
+    """Distances are all that attention sees: a cache cut in front gives the same, wherever it is moved to."""
+    model, ids = tiny(architecture), prompt(SEEN)
+    with attached(model, Full()) as kv:
+        cache = shortened(kv, fed(kv, ids), KEEP)
+        assert cache.num_tokens == KEEP
+        ours = answered(kv, cache)
+        naive = answered(kv, shortened(kv, fed(kv, ids), KEEP, naive=True))
+    wanted = theirs(model, ids, KEEP)
+    assert_close(ours, wanted, **EXACT)
+    assert (naive - wanted).abs().max() > 20 * (ours - wanted).abs().max()
+
+
+def test_first_tokens_may_stay() -> None:
+    """Every head has its sinks and its last tokens, side by side."""
+    model, ids = tiny("llama"), prompt(SEEN)
+    with attached(model, Full()) as kv:
+        whole = fed(kv, ids).contents()
+        cut = shortened(kv, fed(kv, ids), KEEP, sinks=4)
+        assert answered(kv, cut).isfinite().all()
+        cut = shortened(kv, fed(kv, ids), KEEP, sinks=4)
+    for spec, state, old in zip(kv.model_specs, cut.contents(), whole, strict=True):
+        assert torch.equal(state["v0"], torch.cat([old["v0"][:, :, :4], old["v0"][:, :, 4 - KEEP :]], 2))
+        assert_close(state["k0"][:, :, :4], old["k0"][:, :, :4], **EXACT)
+        off = Rotation(spec.rope, model.dtype).off
+        last = off(old["k0"][:, :, 4 - KEEP :], torch.arange(SEEN + 4 - KEEP, SEEN))
+        assert_close(off(state["k0"][:, :, 4:], torch.arange(4, KEEP)), last, **EXACT)
+
+
+@pytest.mark.parametrize("architecture", HYBRID)
+def test_windows_move_with_the_other_layers(architecture: str) -> None:
+    """Kept at their places, with what follows at its true positions, keys give the same as moved to the start."""
+    model, ids = tiny(architecture), prompt(SEEN)
+    with attached(model, Full()) as kv:
+        moved, still = shortened(kv, fed(kv, ids), KEEP), shortened(kv, fed(kv, ids), KEEP, naive=True)
+        still.num_tokens = SEEN
+        assert_close(answered(kv, moved), answered(kv, still), **EXACT)
+
+
+def test_the_first_layer_is_that_of_the_shorter_text() -> None:
+    """Its rows depend on nothing but token and position; later ones were computed in sight of what went."""
+    model, ids = tiny("llama"), prompt(SEEN)
+    with attached(model, Full()) as kv:
+        first, *_, last = shortened(kv, fed(kv, ids), KEEP).contents()
+        again, *_, other = fed(kv, ids[:, -KEEP:]).contents()
+    for name in ("k0", "v0"):
+        assert_close(first[name], again[name], **EXACT)
+        assert not torch.allclose(last[name], other[name], atol=0.05)
+
+
+@pytest.mark.parametrize("sinks", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", [*KEEPING, *EVICTING], ids=lambda method: type(method).__name__)
+def test_every_method_goes_on_behind_a_shorter_history(method: Method, sinks: int) -> None:
+    model, ids = tiny("llama"), prompt(SEEN)
+    with attached(model, method, budget=30, calibration=prompt(64)) as kv:
+        before = fed(kv, ids)
+        cache = shortened(kv, before, 16, sinks=sinks)
+        rows = [x for state in cache.contents() for name, x in state.items() if name[0] == "k"]
+        assert cache.num_tokens == 16
+        assert max(x.shape[-2] for x in rows) == 16
+        assert all(layer.attended.prompt <= 16 for layer in cache.layers)
+        logits = answered(kv, cache)
+    assert logits.isfinite().all()
+    assert cache.num_tokens == 16 + NEW
+
+
+@pytest.mark.parametrize("method", EVICTING, ids=lambda method: type(method).__name__)
+def test_a_list_of_dropped_tokens_is_taken_over(method: Method) -> None:
+    """What a method has kept moves together and all of it stays."""
+    model, ids = tiny("llama"), prompt(SEEN)
+    with attached(model, method, budget=30) as kv:
+        before = fed(kv, ids)
+        kept = [_keys(state) for state in before.contents()]
+        cache = shortened(kv, before, 70)
+        after = [_keys(state) for state in cache.contents()]
+    most = max(keys.shape[-2] for layer in kept for keys in layer)
+    assert cache.num_tokens == most < 70
+    for old, new in zip(kept, after, strict=True):
+        assert [keys.shape for keys in old] == [keys.shape for keys in new]
+
+
+def _keys(state: Any) -> list[Tensor]:
+    return [x for name, x in state.items() if name[:1] == "k"]
+
+
+@pytest.mark.parametrize("sinks", [pytest.param(0, marks=pytest.mark.slow), 3])
+def test_streaming_is_left_as_it_was(sinks: int) -> None:
+    """Its keys lie as if what was evicted had never been: moved together, they give the same answers."""
+    model, ids = tiny("llama"), prompt(SEEN)
+    with attached(model, Streaming(sinks=sinks), budget=30) as kv:
+        still = fed(kv, ids)
+        moved = shortened(kv, still, 60)
+        still.open_turn()
+        assert moved.num_tokens == 36
+        logits = [Engine(kv).prefill(cache, prompt(NEW, seed=5)) for cache in (moved, still)]
+    assert_close(*logits, **EXACT)
+
+
+def test_a_history_that_fits_stays_as_it_is() -> None:
+    model, ids = tiny("llama"), prompt(SEEN)
+    with attached(model, Full()) as kv:
+        cache = fed(kv, ids)
+        before, after = cache.contents(), shortened(kv, cache, SEEN).contents()
+        with pytest.raises(ValueError, match="leaves no recent history"):
+            shortened(kv, cache, 0)
+    for state, same in zip(before, after, strict=True):
+        assert all(torch.equal(state[name], same[name]) for name in state)
+
+
+def test_heads_of_different_numbers_lose_their_oldest() -> None:
+    model, ids = tiny("llama"), prompt(SEEN)
+    with attached(model, AdaKV(window=4, kernel=3), budget=Budget(30)) as kv:
+        before = fed(kv, ids).contents()
+        cut = shortened(kv, fed(kv, ids), 36)
+    fewer = 0
+    for state, old in zip(cut.contents(), before, strict=True):
+        counts = [state[name].shape[-2] for name in ("k0", "k1")]
+        fewer += sum(old[name].shape[-2] for name in ("k0", "k1")) - sum(counts)
+        assert sum(counts) % 2 == 0
+        assert max(counts) <= 36
+        for head, count in enumerate(counts):
+            assert torch.equal(state[f"v{head}"], old[f"v{head}"][..., -count:, :])
+            if "positions" in state:
+                assert state["positions"][0, head, -count:].tolist() == list(range(36 - count, 36))
+    assert fewer > 0
