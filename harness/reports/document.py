@@ -33,7 +33,7 @@ class TableKind:
     caption: str
     columns: Callable[[Comparison], list[Column]]
     head: int
-    of: Literal["rows", "traced rows", "turn rows", "columns", "methods"]
+    of: Literal["rows", "traced rows", "turn rows", "columns"]
     note: Callable[[Comparison], str] = lambda table: ""
     timed: bool = False
 
@@ -62,7 +62,6 @@ OTHER_TABLES = (
         "rows",
         lambda _: likelihoods.MEANING,
     ),
-    TableKind("within", costs.CAPTION, costs.within_table, 1, "methods", lambda _: costs.MEANING),
     TableKind("costs", "Preparation, seal and peak memory", costs.cost_table, 2, "rows", costs.meaning, True),
     TableKind("parts", "Where the time of a decode step goes", costs.trace_table, 2, "traced rows", timed=True),
     TableKind("turns", "Score by turn", turn_scores, 3, "columns"),

@@ -111,12 +111,12 @@ function section(table, i) {
 }
 
 function details(table, blocks) {
-  const { scores, within, costs: peaks, groups, averages, parts, ...others } = blocks;
+  const { scores, costs: peaks, groups, averages, parts, ...others } = blocks;
   const node = el("details", { class: "more" }, el("summary", {}, "All tables, conditions, cautions, plots and outputs"));
   node.append(
     ...table.alarms.map(banner),
     el("ul", { class: "conditions" }, [...table.conditions, table.points ? `score: ${table.metric}, 0 to 100` : "perplexity: the smaller the better"].map((line) => el("li", {}, line))),
-    ...[scores, notesOf(table), within, costs(table), peaks, ...Object.values(others), sideBySide(groups, averages)].filter(Boolean),
+    ...[scores, notesOf(table), costs(table), peaks, ...Object.values(others), sideBySide(groups, averages)].filter(Boolean),
     ...[heatMaps(table), layersChart(table), partsChart(table), parts, outputsSection(table)].filter(Boolean),
   );
   return node;

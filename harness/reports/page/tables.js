@@ -31,7 +31,7 @@ function drawn(table, block, order, redraw) {
   const folds = rows.length > MOST_ROWS && !order.whole && !document.documentElement.classList.contains("paper");
   for (const place of folds ? rows.slice(0, SHOWN_ROWS) : rows) {
     const run = block.runs.length ? table.rows[block.runs[place]] : null;
-    body.append(...rowOf(block, shown, place, run ?? lineOf(table, block, place), opens && order.open, table));
+    body.append(...rowOf(block, shown, place, run, opens && order.open, table));
   }
   grid.append(body);
   const scroll = el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": block.caption }, grid);
@@ -52,7 +52,6 @@ function columnsShown(table, block) {
 function rowsShown(table, block) {
   const count = block.columns[0].cells.length;
   const places = Array.from({ length: count }, (_, place) => place);
-  if (block.of === "methods") return places.filter((place) => !hidden.methods.has(block.columns[0].cells[place]));
   return block.runs.length ? places.filter((place) => isShown(table.rows[block.runs[place]])) : places;
 }
 
@@ -85,12 +84,6 @@ function headOf(block, shown, order, opens, redraw) {
   });
   if (opens) cells.unshift(el("th", { class: "opener" }, el("span", { class: "offscreen" }, "Details")));
   return el("thead", {}, el("tr", {}, cells));
-}
-
-/** Of a row that is a method: its runs share mark and colour. */
-function lineOf(table, block, place) {
-  const found = block.of === "methods" && table.rows.find((row) => row.label === block.columns[0].cells[place]);
-  return found ? { full: found.full, line: found.line } : null;
 }
 
 /** `open`: places of the rows whose details are shown, through every sorting; false where rows have none. */

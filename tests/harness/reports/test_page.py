@@ -315,7 +315,7 @@ def test_the_page_holds_the_numbers_of_the_text(path: Path, capsys: pytest.Captu
     assert report.main([str(path.parents[1]), "--details"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     [table] = data_of(path)["tables"]
-    assert {block["name"] for block in table["blocks"]} == {"overview", "scores", "within", "costs", "groups"}
+    assert {block["name"] for block in table["blocks"]} == {"overview", "scores", "costs", "groups"}
     assert report.main([str(path.parents[1])]) == 0
     text += " ".join(capsys.readouterr().out.split())
     for block in table["blocks"]:
