@@ -1,1 +1,1 @@
-"""One model under one method: prefill, seal, decode, and what is measured on the way."""
+"""Runs one model with one KV method: prefill, seal and decode, and the measurements taken on the way."""

@@ -1,10 +1,11 @@
-"""`with attached(model, method, budget=0.2) as kv:` a model whose attention runs through a KV method.
+"""Attaches a KV method to a model: within `with attached(model, method, budget=0.2) as kv:` its attention uses the
+method.
 
 with attached(model, PQCache(...), budget=0.2):
     model.generate(prompt, max_new_tokens=64)
 
-For a further turn, give `generate` the whole conversation and the same cache, as transformers asks for: the one that it
-has returned (`return_dict_in_generate=True`), or one made beforehand by `kv.cache(capacity=...)`.
+For a further turn, give `generate` the whole conversation and the same cache, as transformers asks for: the one that
+it has returned (`return_dict_in_generate=True`), or one made beforehand by `kv.cache(capacity=...)`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _prepared: WeakKeyDictionary[PreTrainedModel, dict[Method, tuple[object, float]]
 
 
 class Attachment:
-    """Makes caches for the attached model."""
+    """Make caches for the attached model. Parameters as in `attached`."""
 
     def __init__(
         self,
@@ -72,18 +73,18 @@ class Attachment:
         self.reuse_steps = reuse_steps
         self.placement = placement
         self.codec, self.disk, self.capacity = codec, disk, capacity
-        self.ahead = overlap and placement != DEVICE  # else nothing moves but what a store keeps between turns
+        self.ahead = overlap and placement != DEVICE  # without placement, only a store of conversations moves rows
         self.engine = shared_engine(model.device)
         self.model_specs = layer_specs(model)
         self.rotary = text_rotary(model)
-        self.specs = whole_layers(self.model_specs)  # what the method is told of
+        self.specs = whole_layers(self.model_specs)  # the layers that the method serves
         method.check_model(self.specs[0])
         self.prepared, self.prepare_s = self._prepare(calibration)
-        self._unchecked = {"first", "further"}  # turns of which nothing that the method returns has been checked yet
+        self._unchecked = {"first", "further"}  # kinds of turns in which no return value was checked yet
         self._handed_out: list[LoopUsage] = []
 
     def stage(self, tokens: int) -> int:
-        """How a text of `tokens` tokens is rotated (`TextRotary.stage`); 0 where all texts are rotated alike."""
+        """Return how a text of `tokens` tokens is rotated (`TextRotary.stage`); 0 if all texts are rotated alike."""
         return 0 if self.rotary is None else self.rotary.stage(tokens)
 
     def request(self, *, capacity: int, batch: int = 1, grows: bool = False) -> Request:
@@ -102,7 +103,8 @@ class Attachment:
         )
 
     def start(self, kind: type[AnyCache], *, capacity: int, batch: int = 1, grows: bool = False) -> AnyCache:
-        """A fresh cache for `batch` sequences of `capacity` tokens (all turns, prompts and answers) at most."""
+        """Return a fresh cache of class `kind` for `batch` sequences of at most `capacity` tokens (prompts and
+        answers of all turns)."""
         for key, number in {"capacity": capacity, "batch": batch}.items():
             _refuse_number(key, number, least=1)
         check_length(self.method, self.model_specs, capacity)
@@ -115,8 +117,8 @@ class Attachment:
         return cache
 
     def _reservation(self, request: Request) -> PinnedReservation | None:
-        """Host memory for all rows that a cache may send there, if nothing of that is to be pinned later. A cache that
-        grows, and one of a method that does not say how much it is, takes its memory when rows come."""
+        """Return pinned host memory for all rows that a cache may send there, so that none is pinned later. Return
+        None for a cache that grows, and for a method without a cost formula: they take memory when rows arrive."""
         if self.engine.pinned_memory is None or request.placement != HOST or request.grows:
             return None
         try:
@@ -126,25 +128,25 @@ class Attachment:
         return self.engine.pinned_memory.reserve([request.batch * rows for rows in layers])
 
     def _full_cases(self, request: Request) -> Iterator[LayerWorkload]:
-        """Each layer with a prompt that takes all of the cache: no other sends more away."""
+        """Yield the workload of each layer with a prompt that fills the cache, since no other sends more rows away."""
         for spec in self.specs:
             budget = request.capacity if self.budget is None else self.budget.tokens(request.capacity, spec.index)
             size = request.dtype.itemsize
             yield LayerWorkload(spec, request.capacity, budget, request.placement, size, codec=request.codec)
 
     def cache(self, *, capacity: int, batch: int = 1) -> LoopCache:
-        """A fresh cache for `model.generate` or a loop of your own; sizes as in `start`."""
+        """Return a fresh cache for `model.generate` or a loop of your own; sizes as in `start`."""
         cache = self.start(LoopCache, capacity=capacity, batch=batch)
         self._handed_out.append(cache.usage)
         return cache
 
     def close(self) -> None:
-        """Wait for all rows that the engine of the device moves, and end its threads."""
+        """Wait for all rows that the device's engine moves, and end its threads."""
         self.engine.close()
 
     def cache_of_call(self, *, batch: int, tokens: int) -> LoopCache:
-        """A fresh cache for a loop that has made none, and whose first forward brings `tokens` tokens. Without a
-        capacity of the attachment's, it grows."""
+        """Return a fresh cache for a loop that brings none, and whose first forward brings `tokens` tokens. It grows
+        unless the attachment has a `capacity`."""
         if self.capacity is not None:
             return self.cache(capacity=self.capacity, batch=batch)
         cache = self.start(LoopCache, capacity=tokens + STEP, batch=batch, grows=True)
@@ -153,12 +155,13 @@ class Attachment:
         return cache
 
     def _check_growth(self, before: int, after: int) -> None:
-        """Raise `ValueError` where layers that were made for `before` tokens cannot do with `after`."""
+        """Raise `ValueError` if layers that were made for `before` tokens cannot serve `after` tokens."""
         check_length(self.method, self.model_specs, after)
         check_growth(self.model_specs, before, after)
 
     def warn_of_unsealed(self) -> None:
-        """A cache that saw nothing but prompt has left nothing out, and a score from it is not the method's."""
+        """Warn of a cache that saw only prompt tokens: it has left nothing out, so a score from it is not the
+        method's."""
         tokens = max((usage.tokens for usage in self._handed_out if not usage.sealed), default=0)
         if self._limits(tokens):
             warnings.warn(
@@ -178,12 +181,12 @@ class Attachment:
             )
 
     def _limits(self, tokens: int) -> bool:
-        """Whether the budget leaves out any of so many tokens."""
+        """Return whether the budget leaves out any of `tokens` tokens."""
         budget = self.budget
         return budget is not None and not all(budget.covers(tokens, spec.index) for spec in self.specs)
 
     def _prepare(self, calibration: Tensor | None) -> tuple[object, float]:
-        """What the method made of this model, and the seconds that took when it was made."""
+        """Return what the method prepared for this model, and the seconds that took when it was prepared."""
         known = _prepared.setdefault(self.model, {})
         if self.method not in known:
             before = perf_counter()
@@ -194,7 +197,7 @@ class Attachment:
 
 
 def _refuse(model: object, placement: object, reuse_steps: object, codec: object, disk: Path | None) -> None:
-    """Raise `ValueError` for what an attachment cannot be made of."""
+    """Raise `ValueError` if no attachment can be made of these arguments."""
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"model={model!r} is no model: pass one that is loaded, as from_pretrained gives it.")
     if placement not in TIERS:

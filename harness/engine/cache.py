@@ -1,7 +1,7 @@
-"""The cache object that a model is handed: it counts tokens and knows the phase; the layers own the storage.
+"""Defines the cache object that a model is given: it counts tokens and knows the phase; the layers own the storage.
 
-Our own engine says its phases, and its cache is a `KVCache`. A loop that knows none, such as `model.generate`, is given
-a `LoopCache` (engine/loop/cache.py), which tells them by the number of tokens in a forward.
+Our own engine sets the phase itself, and its cache is a `KVCache`. A loop that does not, such as `model.generate`,
+gets a `LoopCache` (engine/loop/cache.py), which infers the phase from the number of tokens in a forward.
 """
 
 from __future__ import annotations
@@ -22,48 +22,48 @@ from methods.base.counters import StepCounters
 from methods.layers.returned import RowNumbers
 from methods.tiers.traffic import Traffic
 
-State = Callable[[int], Mapping[str, Tensor]]  # of a layer, once it is there
+State = Callable[[int], Mapping[str, Tensor]]  # waits for the state of a layer and returns it
 
 
 class UnsupportedError(NotImplementedError):
-    """A model or call that this engine would compute wrongly; the message names what and why."""
+    """Refuse a model or call that this engine would compute wrongly."""
 
 
 class RoomError(ValueError):
-    """More sequences or tokens than a cache was made for; the message says what to make it with."""
+    """Refuse more sequences or tokens than a cache was made for."""
 
 
 class KVCache(Cache):
-    """What the model takes as `past_key_values`. Call `seal` after the prompt, and `open_turn` before a further one."""
+    """Serve as the model's `past_key_values`. Call `seal` after the prompt, and `open_turn` before a further turn."""
 
     layers: list[KVLayer]  # type: ignore[assignment]
-    step_inputs: StepInputs | None = None  # of a step that other sequences may take as well (kernels/step_inputs.py)
-    free = 0  # slots of such a step that nobody has
-    closes_early = False  # a layer closes as soon as it is complete
-    rotary: TextRotary | None = None  # what rotates the text by its length; None where all texts are rotated alike
-    prompt_tokens = 0  # of the whole text up to the answer, where `rotary` must know it
-    recomputes_rows = False  # each row is computed anew by itself where its text outgrows its rotation
-    recomputed = 0  # how often the text was computed anew because it outgrew its rotation
+    step_inputs: StepInputs | None = None  # of a step that other sequences can use (kernels/step_inputs.py)
+    free = 0  # free slots of such a step
+    closes_early = False  # a layer closes as soon as the prompt is complete in it
+    rotary: TextRotary | None = None  # rotates the text by its length; None if all texts are rotated alike
+    prompt_tokens = 0  # length of the whole text up to the answer, where `rotary` needs it
+    recomputes_rows = False  # each row is computed again by itself when its text outgrows its rotation
+    recomputed = 0  # how often the text was computed again because it outgrew its rotation
 
     def __init__(self, layers: Sequence[KVLayer], state: CacheState) -> None:
-        """`state`: what the layers were started with."""
+        """`state`: the state that the layers were started with."""
         self.layers = list(layers)
         self.state = state
         self.sealed = False
         self.num_tokens = 0
         self._further = False  # a turn has been sealed, here or where the contents come from
-        self._sealed_tokens = 0  # of the prompts of all turns and the answers between them
+        self._sealed_tokens = 0  # tokens of all prompts and the answers between them when it was last sealed
         self.watch: Watch | None = None
         self._awaited: dict[int, State] = {}  # layers whose states are still to come
         self._closed: set[int] = set()  # layers that have sealed ahead of the others
         self.closed_s = 0.0  # seconds that these took
         self._arriving = 0  # tokens of the forward that is under way
         self._hooked: int | None = None  # the layer whose attention call is being prepared
-        self.stages: set[int] = set()  # of the rotations of what was fed (`TextRotary.stage`)
-        self._text: list[Tensor] = []  # [B T] each: the text, as far as it is known
+        self.stages: set[int] = set()  # stages of rotation of the tokens so far (`TextRotary.stage`)
+        self._text: list[Tensor] = []  # [B T] each, the pieces of the text that are known
 
     def seal(self) -> None:
-        """The prompt is complete: all layers seal that have not closed."""
+        """End the prompt: seal all layers that have not closed yet."""
         self.await_layers()
         for layer in range(len(self.layers)):
             if layer not in self._closed:
@@ -72,7 +72,7 @@ class KVCache(Cache):
         self.sealed, self._further, self._sealed_tokens = True, True, self.num_tokens
 
     def close(self, layer: int) -> None:
-        """The prompt is complete in this layer, and nothing of it is to come: it seals, ahead of `seal`."""
+        """Seal one layer ahead of `seal`: the prompt is complete in it."""
         if not self._closed:
             self.state.checks.begin("further" if self._further else "first")
         self.layers[layer].seal()
@@ -80,29 +80,30 @@ class KVCache(Cache):
 
     @property
     def has_closed(self) -> bool:
-        """Whether all that `seal` has left to do is to begin the next phase."""
+        """Return whether all layers have closed, so that `seal` only begins the next phase."""
         return len(self._closed) == len(self.layers)
 
     def open_turn(self) -> None:
-        """A further turn begins: the next forwards are prompt again, until `seal`."""
+        """Begin a further turn: the next forwards are prompt again, until `seal`."""
         self.sealed = False
         self._closed.clear()
         self.closed_s = 0.0
 
     def contents(self) -> list[dict[str, Tensor]]:
-        """End the turn: what each layer needs for a further one (`KVLayer.state`). Views: copy what is to last."""
+        """End the turn and return what each layer needs for a further one (`KVLayer.state`). The tensors are views:
+        copy what should last."""
         self.await_layers()
         return [layer.state() for layer in self.layers]
 
     def whole_contents(self) -> list[dict[str, Tensor]]:
-        """The same with all keys and values on the device, none of them elsewhere or in codes."""
+        """End the turn and return its contents with all keys and values on the device, none elsewhere or in codes."""
         self.await_layers()
         for layer in self.layers:
             layer.reopen()
         return self.contents()
 
     def refill(self, contents: Sequence[Mapping[str, Tensor]]) -> None:
-        """Of a fresh cache, of the same model and method: go on where `contents` was taken, with a further turn."""
+        """Continue, in a fresh cache of the same model and method, where `contents` was taken, with a further turn."""
         for layer, state in zip(self.layers, contents, strict=True):
             layer.restore(state)
         self.num_tokens = int(contents[0]["seen"])
@@ -110,15 +111,15 @@ class KVCache(Cache):
         self.open_turn()
 
     def refill_by_layer(self, tokens: int, state: State) -> None:
-        """The same behind `tokens` tokens, while the layers' states are on their way: `state` waits for that of one
-        layer, and is asked just before the layer is used."""
+        """Continue after `tokens` tokens while the layers' states are still arriving: `state(layer)` waits for the
+        state of one layer, and is called just before the layer is used."""
         self._awaited = dict.fromkeys(range(len(self.layers)), state)
         self.num_tokens = tokens
         self._further = True
         self.open_turn()
 
     def await_layers(self) -> None:
-        """Until all states are there."""
+        """Wait until the states of all layers have arrived."""
         for layer in list(self._awaited):
             self._await(layer)
 
@@ -126,23 +127,24 @@ class KVCache(Cache):
         self.layers[layer].restore(self._awaited.pop(layer)(layer))
 
     def begin(self) -> None:
-        """Before each forward of the model."""
+        """Begin a forward of the model."""
         self._arriving = 0
 
     def end(self) -> None:
-        """After each forward of the model."""
+        """End a forward of the model."""
         self.num_tokens += self._arriving
 
     def expect_text(self, ids: Tensor) -> None:
-        """Say what the whole text is up to the answer, ids [B S]: it is rotated as one, however it comes."""
+        """Set the whole text up to the answer, ids [B S]: it is rotated as one text, in whatever pieces it is fed."""
         self.prompt_tokens, self._text = ids.shape[1], [ids]
 
     def take_text(self, other: KVCache) -> None:
-        """Expect the text that another cache was told."""
+        """Expect the same text as another cache."""
         self.prompt_tokens, self._text = other.prompt_tokens, list(other._text)
 
     def note_text(self, ids: Tensor, *, prompt: bool = False) -> None:
-        """Remember what is fed next, ids [B T], unless it is part of the text that was said. `prompt`: no answer."""
+        """Remember the token ids [B T] that are fed next, unless they belong to a text set by `expect_text`.
+        `prompt`: they belong to no answer."""
         if self.known_text == self.num_tokens:
             self._text.append(ids)
         if prompt:
@@ -150,15 +152,15 @@ class KVCache(Cache):
 
     @property
     def known_text(self) -> int:
-        """How many tokens of the text are known."""
+        """Return how many tokens of the text are known."""
         return sum(part.shape[1] for part in self._text)
 
     def expect_columns(self, columns: int) -> None:
-        """Say that a loop will have fed that many columns, padding included, once the prompt is complete."""
+        """Set how many columns, padding included, a loop will have fed when the prompt is complete."""
         self.prompt_tokens = max(self.prompt_tokens, columns)
 
     def text(self, ids: Tensor) -> Tensor:
-        """The whole text, with the tokens ids [B T] that are fed next. -> [B S]"""
+        """Return the whole text [B S], with the token ids [B T] that are fed next."""
         if self.known_text < self.num_tokens:
             raise UnsupportedError(
                 f"The text outgrows {self.num_tokens} tokens, at which this model computes all of it anew, and the "
@@ -168,15 +170,16 @@ class KVCache(Cache):
 
     @property
     def sealed_tokens(self) -> int:
-        """How many tokens it held when it was sealed last."""
+        """Return how many tokens the cache held when it was last sealed."""
         return self._sealed_tokens
 
     def text_lengths(self, arriving: int) -> list[int]:
-        """How long the texts are to which the next tokens belong: one number for all rows, or one for each."""
+        """Return the lengths of the texts to which the next tokens belong: one number for all rows, or one per row."""
         return [self.note_length(self.num_tokens + arriving)]
 
     def note_length(self, tokens: int) -> int:
-        """Note that the next forward ends with that many tokens. -> how long their text is"""
+        """Note that the next forward ends with token number `tokens`. Return the length of the text to which it
+        belongs."""
         length = max(self.prompt_tokens, tokens)
         if self.rotary is not None:
             self.stages.add(self.rotary.stage(length))
@@ -184,27 +187,28 @@ class KVCache(Cache):
         return length
 
     def fits(self, tokens: int) -> bool:
-        """Whether all that is held is rotated as a text of `tokens` tokens is."""
+        """Return whether all that is held is rotated as in a text of `tokens` tokens."""
         return self.rotary is None or self.stages <= {self.rotary.stage(tokens)}
 
     @property
     def outgrows(self) -> bool:
-        """Whether the next token is the one with which `model.generate` computes the whole text anew."""
+        """Return whether `model.generate` computes the whole text again with the next token."""
         border = None if self.rotary is None else self.rotary.drops_at
         return border is not None and self.num_tokens == border and self.prompt_tokens <= border
 
     @property
     def members(self) -> tuple[KVCache, ...]:
-        """The caches that hold the sequences: this one."""
+        """Return the caches that hold the sequences: only this one."""
         return (self,)
 
     def positions(self, count: int, device: torch.device) -> Tensor:
-        """Of the next `count` tokens. -> [1 count], for all rows"""
+        """Return the positions [1 count] of the next `count` tokens, the same for all rows."""
         return self.counters.positions(self.num_tokens, count, device).unsqueeze(0)
 
     @property
     def method_layers(self) -> list[KVLayer]:
-        """Without the layers that slide, which are the model's own (methods/layers/hybrid.py); all where all slide."""
+        """Return the layers that the method serves: all but those with a sliding window, which the model handles
+        itself (methods/layers/hybrid.py). If all layers slide, return all."""
         return [layer for layer in self.layers if layer.spec.window is None] or self.layers
 
     @property
@@ -214,12 +218,12 @@ class KVCache(Cache):
 
     @property
     def capacity(self) -> int:
-        """Tokens of all turns, prompts and answers, at most."""
+        """Return how many tokens, prompts and answers of all turns, the cache can hold."""
         return self.state.request.capacity
 
     @property
     def traffic(self) -> Traffic:
-        """Whoever asks waits for what the device alone knows of it."""
+        """Return the counted traffic; this waits for counts that are on the device."""
         return self.state.traffic.settle()
 
     @property
@@ -227,24 +231,25 @@ class KVCache(Cache):
         return self.state.counters
 
     def count_replayed(self, steps: int) -> None:
-        """So many steps were replayed without the model's forward."""
+        """Count `steps` steps that were replayed without the model's forward."""
         self.num_tokens += steps
         self.counters.steps += steps
         for layer in self.layers:
             layer.count_replayed(steps)
 
     def next_row(self, layer: int) -> NextRow | None:
-        """Where a layer stores the next token of each sequence, if whoever makes its k and v may write them."""
+        """Return where a layer stores the next token of each sequence, if the code that computes its k and v may
+        write them there."""
         return self.layers[layer].next_row() if self.sealed else None
 
     def note_step(self, fed: Tensor, logits: Tensor) -> None:
-        """Let who watches know that a step took `fed` [B 1] and gave `logits` [B V]."""
+        """Report a step that took `fed` [B 1] and gave `logits` [B V] to the observer, if there is one."""
         if self.watch is not None:
             text = self.counters.text_tokens
             self.watch.note(fed, logits, 0 if self.rotary is None else self.rotary.stage(text))
 
     def attend(self, layer: int, x: AttnInput) -> Tensor:
-        """Attention of one layer. -> [B H T D]"""
+        """Compute attention of one layer. Return [B H T D]."""
         if not self._arriving:
             self.expect(x.k.shape[0], x.k.shape[2])
         if not self.sealed:
@@ -277,7 +282,7 @@ class KVCache(Cache):
             )
 
     def _check_positions(self, layer: KVLayer) -> None:
-        """Of the prompt, as the layer says that its last step has read them."""
+        """Check the prompt positions that a layer says its last step has read."""
         spec, request = layer.spec, layer.request
         heads = {"read_positions": [spec.num_kv_heads], "selected_positions": [spec.num_kv_heads, spec.num_heads]}
         for name, counts in heads.items():
@@ -288,23 +293,24 @@ class KVCache(Cache):
                 wanted.check(positions, f"In layer {spec.index}, {type(layer).__name__}.{name} returned")
 
     def expect(self, sequences: int, tokens: int) -> None:
-        """A forward begins. Raises `RoomError` where more arrives than the cache was made for."""
+        """Begin a forward that brings `tokens` tokens. Raises `RoomError` if more arrives than the cache was made
+        for."""
         self._check_room(sequences, tokens)
         self._arrive(tokens)
 
     def _arrive(self, tokens: int) -> None:
-        """The first layer of a forward has been reached."""
+        """Note the tokens of a forward, when its first layer is reached."""
         self._arriving = tokens
 
     def grow(self, more: int) -> None:
-        """Make room for `more` tokens beyond the capacity; what is held moves."""
+        """Make room for `more` tokens beyond the capacity; all rows are moved."""
         for layer in self.layers:
             layer.grow(more)
         request = self.state.request
         self.state.request = replace(request, capacity=self.layers[0].request.capacity)
 
     def _check_room(self, sequences: int, tokens: int) -> None:
-        """Raise `RoomError` where more arrives than the cache was made for."""
+        """Raise `RoomError` if more arrives than the cache was made for."""
         held, needed = self.state.request.batch, self.num_tokens + tokens
         if sequences != held:
             raise RoomError(
@@ -318,7 +324,7 @@ class KVCache(Cache):
                 "answers of all turns together."
             )
 
-    # What transformers asks of a cache:
+    # The interface of transformers' caches:
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -1,4 +1,4 @@
-"""What a method's `prepare` may see of the model: every layer's attention input on calibration text, run densely."""
+"""Shows a method's `prepare` each layer's attention input on calibration text, computed with full attention."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from methods.layers.hybrid import start_layers
 
 
 class _Watch(Policy):
-    """Full attention that remembers its last input."""
+    """Remember the last attention input of a layer with full attention."""
 
     last: AttnInput | None = None
 
@@ -29,8 +29,9 @@ class _Watch(Policy):
 def observer(
     model: PreTrainedModel, specs: Sequence[LayerSpec], text: Tensor | None
 ) -> Callable[[int], Iterator[AttnInput]]:
-    """`observe(tokens)` runs the first tokens of `text` [1 S] once and yields the attention input of each layer that
-    a method is told of (methods/layers/hybrid.py), in turn. `specs`: all of the model's, which may be routed by now."""
+    """Return `observe(tokens)`, which runs the first tokens of `text` [1 S] once and yields the attention input of
+    each layer that a method serves (methods/layers/hybrid.py), in order. `specs`: those of all layers of the model,
+    which may be attached already."""
 
     @torch.inference_mode()
     def observe(tokens: int) -> Iterator[AttnInput]:

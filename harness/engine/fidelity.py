@@ -1,11 +1,13 @@
-"""How near a method's step comes to exact attention, on the path that produced the answer.
+"""Measures how close a method's steps come to exact attention, on the steps that produced the answer.
 
-Per layer and KV head, on every n-th step, with the method's own queries: `recall` (of the k tokens with the largest
-weights, as many as the method read, the share it read), `mass` (share of the exact attention weight, on prompt and
-generated tokens, that was read), `error` (of the attention output, relative). And against Full on the same text: `kl`
-of the next-token distributions, and the first token that Full would not have chosen.
+Per layer and KV head, on every n-th step, with the method's own queries: `recall` (the share that the method read of
+the k tokens with the largest weights, where k is the number of tokens it read), `mass` (the share of the exact
+attention weight, on prompt and generated tokens, that was read), `error` (relative, of the attention output).
+Compared with Full on the same text: `kl` of the next-token distributions, and the first token that Full would not
+have chosen.
 
-The reference keeps all K and V beside the method's own, which costs memory and time: times of such a run mean little.
+The reference keeps all K and V besides the method's own, which costs memory and time: times of such a run mean
+little.
 """
 
 from __future__ import annotations
@@ -31,18 +33,19 @@ MEASURES = ("recall", "mass", "error")
 
 
 def reference_layers(specs: Sequence[LayerSpec], state: CacheState) -> list[KVLayer]:
-    """Layers that hold a whole prompt, for a `Fidelity` or several. `specs`: all of the model's."""
+    """Return layers that hold a whole prompt, for one `Fidelity` or several. `specs`: those of all layers of the
+    model."""
     return start_layers(specs, state, lambda whole, cache: [Layer(spec, cache, Full()) for spec in whole])
 
 
 class Fidelity:
-    """A `Watch` (engine/watch.py) of the method's layers: what slides over a window is exact. `prompt`: layers that
-    hold the prompt already, where it is shared."""
+    """Observe a generation (`Watch` in engine/watch.py) and measure the method's layers; layers with a sliding window
+    are exact. `prompt`: layers that hold the prompt already, where it is shared."""
 
     def __init__(
         self, specs: Sequence[LayerSpec], request: Request, every: int, prompt: Sequence[KVLayer] | None = None
     ) -> None:
-        """`specs`: of all layers of the model."""
+        """`specs`: those of all layers of the model."""
         self.every = every
         self.owns_prompt = prompt is None
         self.state = CacheState(request)
@@ -52,17 +55,17 @@ class Fidelity:
         self.since = [KVStore(spec, self.state, request.capacity) for spec in own]
         self.sums = {name: torch.zeros(len(own), request.batch, specs[0].num_kv_heads) for name in MEASURES}
         self.measured = 0
-        self.fed: list[Tensor] = []  # [B 1] each, what was decoded
-        self.logits: list[Tensor] = []  # [B V] each, what came out
-        self.lengths: list[int] = []  # of texts, by which the model rotated each
+        self.fed: list[Tensor] = []  # [B 1] each, the decoded tokens
+        self.logits: list[Tensor] = []  # [B V] each
+        self.lengths: list[int] = []  # length of text by which the model rotated each step
 
     def prefill(self, layer: int, x: AttnInput) -> None:
-        """A prompt chunk has been attended to."""
+        """Note that layer `layer` has attended to a chunk of the prompt."""
         if self.owns_prompt:
             self.prompt[layer].absorb(x)
 
     def decode(self, layer: KVLayer, x: AttnInput, out: Tensor) -> None:
-        """`layer` has answered `out` [B H 1 D] to `x`."""
+        """Note that `layer` has answered `out` [B H 1 D] to `x`."""
         if layer.spec.window is not None:
             return
         index = layer.spec.index
@@ -74,14 +77,14 @@ class Fidelity:
             self.sums[name][index] += value.cpu()
 
     def note(self, fed: Tensor, logits: Tensor, text: int = 0) -> None:
-        """A decode forward took `fed` [B 1], rotated for a text of `text` tokens, and gave `logits` [B V]."""
+        """Note that a decode forward took `fed` [B 1], rotated for a text of `text` tokens, and gave `logits` [B V]."""
         self.fed.append(fed)
         self.logits.append(logits)
         self.lengths.append(text)
 
     def _measure(self, layer: KVLayer, x: AttnInput, out: Tensor) -> dict[str, Tensor]:
-        """Each [B G]: of the heads that select, against their own weights; the mean over a KV head's, where query heads
-        choose for themselves."""
+        """Return recall, mass and error, each [B G]: of the heads that select, by their own weights. Where query
+        heads choose for themselves, it is the mean over those of a KV head."""
         prompt, since, spec = self.whole[layer.spec.index].store, self.since[layer.spec.index], layer.spec
         k, v = torch.cat([prompt.k, since.k], 2), torch.cat([prompt.v, since.v], 2)
         q = x.q.view(*k.shape[:2], spec.group, -1)
@@ -92,8 +95,8 @@ class Fidelity:
         if read is None and kept is None:
             return {"recall": torch.ones_like(error), "mass": torch.ones_like(error), "error": error}
         heads = next(x.shape[1] for x in (read, kept) if x is not None)
-        own = weights.view(len(weights), heads, -1, weights.shape[3]).mean(2)  # [B G|H N] of those that share
-        if spec.sink_logits is not None:  # of what the tokens get, without the sink
+        own = weights.view(len(weights), heads, -1, weights.shape[3]).mean(2)  # [B G|H N], mean of heads that share
+        if spec.sink_logits is not None:  # the tokens' shares of what the sink leaves
             own = own / own.sum(-1, keepdim=True)
         before, after = own.split([prompt.length, since.length], -1)
         if kept is not None:
@@ -103,8 +106,8 @@ class Fidelity:
         return {"recall": recall, "mass": mass, "error": error}
 
     def against_full(self, model: nn.Module) -> tuple[Tensor, Tensor]:
-        """Full's view of the same text, in a forward for each length by which the model rotates; most know
-        one. -> KL(Full, method) in nats [B n], Full's choices [B n]"""
+        """Run Full on the same text, in one forward for each length by which the model rotates (mostly one). Return
+        KL(Full, method) in nats [B n] and Full's choices [B n]."""
         sealed = self.whole[0].store.length
         layers = [layer if isinstance(layer, Layer) else copy(layer) for layer in self.prompt]
         cache = KVCache(layers, self.state)
@@ -124,28 +127,29 @@ class Fidelity:
         return (exact.exp() * (exact - ours)).sum(-1), full.argmax(-1)
 
     def report(self, model: nn.Module, place: int, tokens: Sequence[int], compare: bool) -> dict[str, Any] | None:
-        """The record's `fidelity` for sequence `place`; `compare` where Full's prompt is the method's. None without a
-        measured step."""
+        """Return the record's `fidelity` for sequence `place`, None if no step was measured. `compare`: Full's prompt
+        equals the method's, so compare with Full."""
         if not self.measured:
             return None
-        found: dict[str, Any] = {"every": self.every, "steps": self.measured}
+        record: dict[str, Any] = {"every": self.every, "steps": self.measured}
         for name, total in self.sums.items():
             heads = total[:, place] / self.measured  # [L G]
-            found[name] = round(heads.mean().item(), 6)
-            found[f"{name}_per_head"] = [[round(one, 4) for one in layer] for layer in heads.tolist()]
+            record[name] = round(heads.mean().item(), 6)
+            record[f"{name}_per_head"] = [[round(one, 4) for one in layer] for layer in heads.tolist()]
         if compare:
             kl, choices = self.against_full(model)
             tokens = tokens[-len(self.fed) - 1 :]  # a text that was computed anew is watched from there on
             asked = len(self.fed) - (len(tokens) - 1)  # forwards of the question, whose outputs were no tokens
             mine, theirs = list(tokens)[1:], choices[place, asked:].tolist()
             differ = [i for i, (a, b) in enumerate(zip(mine, theirs, strict=False), 1) if a != b]
-            found["kl"] = round(kl[place, asked : asked + len(mine)].mean().item(), 6) if mine else None
-            found["first_difference"] = differ[0] if differ else None
-        return found
+            record["kl"] = round(kl[place, asked : asked + len(mine)].mean().item(), 6) if mine else None
+            record["first_difference"] = differ[0] if differ else None
+        return record
 
 
 def _of_the_prompt(weights: Tensor, read: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Recall, and the mass that was read. weights [B G|H N] of the prompt's tokens, read [B G|H K] or None for all."""
+    """Return recall and the mass that was read. weights [B G|H N] of the prompt's tokens; read [B G|H K], or None for
+    all."""
     if read is None:
         return torch.ones_like(weights[..., 0]), weights.sum(-1)
     is_read, count = _marked(read, weights), (read >= 0).sum(-1, keepdim=True)

@@ -1,11 +1,11 @@
-"""A model's forward as a few operations per layer around the KV method, in place of the modules' own forwards.
+"""Runs a model's forward as a few operations per layer around the KV method, instead of the modules' own forwards.
 
-transformers spends more of a decode step between its operations than in them, and goes over a prompt's activations a
-dozen times where two suffice. Weights and roundings are the same, so the tokens are; a model that is not built as
-kernels/block.py says is refused with the reason, and then runs its own forward.
+transformers spends more of a decode step between its operations than in them, and reads a prompt's activations a
+dozen times where two suffice. Weights and roundings are the same, and therefore the tokens. A model that is not
+built as kernels/block.py describes runs its own forward, and the reason is reported.
 
-A prompt goes through it layer by layer: all its chunks through one layer, then through the next. So a layer has seen
-the whole prompt before the next one begins, and may let go of what it need not keep on the device.
+A prompt is computed layer by layer: all its chunks pass through one layer, then through the next. A layer has thus
+seen the whole prompt before the next one begins, and can move what need not stay on the device.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from kernels import ops
 from kernels.block import DecoderBlock, Head, Linear
 from methods.base import AttnInput, NextRow
 
-Stream = Tensor | tuple[Tensor, Tensor]  # what goes from layer to layer, perhaps as two parts of a sum
+Stream = Tensor | tuple[Tensor, Tensor]  # states between layers, either summed or as the two parts of the sum
 BY_BLOCKS = [name for name, known in ARCHITECTURES.items() if known.by_blocks]
 
 
 class ForwardError(NotImplementedError):
-    """This model cannot be run by blocks; the message says why."""
+    """Say why this model cannot be run by blocks."""
 
 
 def nothing(*_: int) -> None:
-    """Where nobody asks to be told."""
+    """Do nothing: the default of callbacks."""
 
 
 class BlockForward:
-    """`forward(ids, cache)`: ids [B T] -> logits of the last token [B V]."""
+    """Run a model by blocks: `forward(ids, cache)` takes ids [B T] and returns the logits of the last token [B V]."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.decoder: Any = model.get_decoder()
@@ -49,10 +49,10 @@ class BlockForward:
         _check(model, self.decoder)
         self.blocks = [_block(layer) for layer in self.decoder.layers]
         if self.decoder.embed_tokens.weight.is_cuda:
-            join_weights(self.decoder.layers)  # only now, as the blocks above refuse what is quantised
+            join_weights(self.decoder.layers)  # only now, because `_block` has refused quantised modules
             self.blocks = [_block(layer) for layer in self.decoder.layers]
         norm, head = self.decoder.norm, model.get_output_embeddings()
-        self.stores = self.decoder.embed_tokens.weight.is_cuda  # decode steps write k and v where they make them
+        self.stores = self.decoder.embed_tokens.weight.is_cuda  # decode steps write k and v directly to the store
         self.head = Head(norm.variance_epsilon, norm.weight.detach(), _linear(head))
         self.embedding: Tensor = self.decoder.embed_tokens.weight.detach()
 
@@ -66,10 +66,10 @@ class BlockForward:
         complete: Callable[[int], None] = nothing,
         between: Callable[[], None] = nothing,
     ) -> Tensor:
-        """chunks [B T] each, which follow one another -> logits of the last token [B V].
+        """Compute consecutive chunks [B T] of a prompt. Return the logits of the last token [B V].
 
-        `complete(layer)`: the last chunk is through that layer. `between()`: as much has been computed as all layers
-        compute for one chunk, and there is more to come.
+        `complete(layer)` is called when the last chunk has passed that layer. `between()` is called whenever as
+        much has been computed as all layers compute for one chunk, and more is to come.
         """
         if self.decoder.embed_tokens.weight.data_ptr() != self.embedding.data_ptr():
             raise UnsupportedError("The model was moved or converted after this engine was made: make a new Engine.")
@@ -78,7 +78,7 @@ class BlockForward:
             cache.expect(len(chunks[0]), sum(ids.shape[1] for ids in chunks))
         inputs = [embedding(ids, self.embedding) for ids in chunks]
         rotations, left = self._rotations(inputs, cache), len(chunks) * len(self.blocks)
-        states = deque[Stream](inputs)  # those of a layer are its next one's input
+        states = deque[Stream](inputs)  # the output of each layer is the input of the next
         del inputs
         for index in range(len(self.blocks)):
             for start, cos, sin in rotations:
@@ -92,7 +92,7 @@ class BlockForward:
         return logits[:, -1]
 
     def _rotations(self, states: Sequence[Tensor], cache: KVCache) -> list[tuple[int, Tensor, Tensor]]:
-        """Of each chunk: the position of its first token, and cos and sin of all."""
+        """Return, for each chunk, the position of its first token, and cos and sin of all its tokens."""
         sizes = [x.shape[1] for x in states]
         places = cache.positions(sum(sizes), states[0].device).split(sizes, dim=1)
         starts = accumulate(sizes[:-1], initial=cache.num_tokens)
@@ -103,7 +103,8 @@ class BlockForward:
         return [(start, *self.rotary.of_texts(x, at, lengths)) for start, x, at in chunks]
 
     def _layer(self, index: int, x: Stream, cos: Tensor, sin: Tensor, cache: KVCache, start: int) -> Stream:
-        """x [B T hidden] -> [B T hidden], of the last layer [B 1 hidden]: only the last token's logits are wanted."""
+        """Compute one layer, x [B T hidden] -> [B T hidden]. The last layer returns [B 1 hidden], as only the last
+        token's logits are needed."""
         next_row = cache.next_row(index) if self.stores and cos.shape[1] == 1 else None
         if next_row is not None:
             return self._stored_layer(index, x, cos, sin, cache, start, next_row)
@@ -115,15 +116,16 @@ class BlockForward:
         return output
 
     def _attended(self, index: int, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, start: int) -> Tensor:
-        """A function of its own, so that nothing but its result [B H T D] is alive beside the MLP."""
+        """Return attention [B H T D]. It is a function of its own so that only its result is alive while the MLP
+        runs."""
         normed, q, k, v = ops.attention_inputs(x, self.blocks[index], cos, sin)
         return cache.attend(index, AttnInput(q, k, v, cos, sin, normed, start))
 
     def _stored_layer(
         self, index: int, x: Stream, cos: Tensor, sin: Tensor, cache: KVCache, start: int, next_row: NextRow
     ) -> Stream:
-        """The same for one token, whose k and v are stored where they are made; its last sum is left to the next
-        layer."""
+        """Compute one layer for one token, whose k and v are stored where they are made. Its last sum is left to
+        the next layer."""
         block, parts = self.blocks[index], x if isinstance(x, tuple) else (x, None)
         total, normed, q, k, v = ops.attention_inputs_stored(*parts, block, cos, sin, *next_row)
         attended = cache.attend(index, AttnInput(q, k, v, cos, sin, normed, start, stored=True))
@@ -136,7 +138,7 @@ def _summed(x: Stream) -> Tensor:
 
 
 def by_blocks(model: PreTrainedModel) -> tuple[BlockForward | None, str | None]:
-    """The model's forward by blocks, or why it runs its own."""
+    """Return the model's forward by blocks, or None and the reason why it runs its own."""
     try:
         return BlockForward(model), None
     except ForwardError as reason:

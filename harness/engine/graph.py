@@ -1,14 +1,14 @@
-"""One decode step, captured and replayed for every further token: a CUDA graph, or its like on the CPU.
+"""Captures one decode step and replays it for every further token: as a CUDA graph, or its counterpart on the CPU.
 
-The first step behind a seal runs as always, but already in the form that is captured: counts lie on the device
-(methods/base/counters.py), tokens are written and read through them. Then it is captured, which runs nothing on the
-device, and what it ran in Python is taken back. Both belong to the time to the second token, like the seal; the time
-per output token is that of replays alone. A step that cannot be captured after all is run one by one, with the
-reason.
+The first step after a seal runs as always, but already in the form that is captured: counts lie on the device
+(methods/base/counters.py), and tokens are written and read through them. Then the step is captured, which runs
+nothing on the device, and its changes to Python objects are undone. Both count in the time to the second token, as
+the seal does; the time per output token is that of replays alone. If the capture fails, steps run uncaptured and the
+reason is kept.
 
-A step of a size (`SlotsCache`) is kept when its sequences leave it, and serves others of this size: their first step
-runs as always, and what it was told is written to where the captured step reads it (kernels/step_inputs.py). Others are
-captured anew behind each seal, and whenever sequences join or leave.
+A step of a size (`SlotsCache`) is kept when its sequences leave it, and serves other sequences of this size: their
+first step runs as always, and the inputs it records are copied to where the captured step reads them
+(kernels/step_inputs.py). Other steps are captured again after each seal, and whenever sequences join or leave.
 """
 
 from __future__ import annotations
@@ -32,36 +32,40 @@ from kernels.step_inputs import recording_inputs
 from methods.base import CacheState
 from methods.tiers.traffic import Traffic
 
-RECOVERS = "2.12"  # the first torch whose allocator knows that a capture is over when its end fails
+RECOVERS = "2.12"  # the first torch whose allocator leaves a capture also when the end of the capture fails
 
 
 class StepCapture(Protocol):
+    """Capture steps of one engine."""
+
     def capture(self, step: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
-        """Write down what `step` does, without doing it. -> what does it again, and where its result will be"""
+        """Record what `step` does without doing it. Return a function that does it again, and the tensor that will
+        hold its result."""
 
     def drop(self, replay: Callable[[], Any]) -> None:
-        """What was captured is not done again."""
+        """Free a captured step; it is not replayed again."""
 
     def own_bytes(self, replay: Callable[[], Any]) -> int:
-        """Of the memory in which it computes, those that no other uses."""
+        """Return the bytes of the working memory that no other captured step uses."""
 
 
 class CaptureBroke(RuntimeError):
-    """A capture failed in a way that this torch cannot recover from; the message says what to do."""
+    """Report a capture that failed in a way from which this torch cannot recover."""
 
 
 class CudaGraphs:
-    """Graphs of one engine, in one pool of memory: what a step makes for its own use another one may overwrite.
+    """Capture CUDA graphs for one engine, all in one memory pool: one graph may overwrite the temporary tensors of
+    another.
 
-    Torch gives a pool of memory up with the last graph in it, and asserts where a capture opens it again while blocks
-    are still in use there, as a cuBLAS workspace that was made inside a capture is. An empty graph that lives as long
-    as the pool, the anchor, keeps it open.
+    Torch frees a pool with its last graph, and fails if a capture reopens it while blocks of it are still in use,
+    such as a cuBLAS workspace that was made during a capture. An empty graph, the anchor, keeps the pool open as long
+    as this object lives.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._pool: Any = None
-        self._stream: Any = None  # of this device; torch's own for captures is of the one that was current first
+        self._stream: Any = None  # on this device; torch's own capture stream is on the device that was current first
         self._anchor: Any = None
 
     def capture(self, step: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
@@ -73,18 +77,19 @@ class CudaGraphs:
         return graph.replay, result
 
     def drop(self, replay: Any) -> None:
-        replay.__self__.reset()  # not during a capture: torch drops the stream's cuBLAS workspace with a graph
+        replay.__self__.reset()  # not during a capture, since torch drops the stream's cuBLAS workspace with a graph
 
     def own_bytes(self, replay: Callable[[], Any]) -> int:
         return 0  # all graphs share the pool
 
     def _captured(self, step: Callable[[], Tensor]) -> tuple[Any, Tensor]:
-        """Not by `torch.cuda.graph`, which empties the caches of device and pinned host memory each time."""
+        """Capture `step`, but not by `torch.cuda.graph`, which empties the caches of device and pinned host memory
+        each time."""
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         torch.cuda.synchronize()
         try:
             with torch.cuda.stream(self._stream):
-                # other threads may load and save histories meanwhile, which allocates memory: it is no part of this
+                # other threads may load and save histories meanwhile; memory that they allocate is no part of the graph
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     result = step()
@@ -98,12 +103,12 @@ class CudaGraphs:
                 ) from error
             raise
         finally:
-            torch.cuda.set_stream(current)  # where the capture's end fails, torch stays on its stream
+            torch.cuda.set_stream(current)  # if the end of the capture fails, torch stays on the capture's stream
         return graph, result
 
 
 class CpuGraphs:
-    """The same of an engine on the CPU (kernels/cpu/graph.py)."""
+    """Capture steps of an engine on the CPU (kernels/cpu/graph.py)."""
 
     def capture(self, step: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
         from kernels.cpu.graph import CpuGraph  # which builds compiled code
@@ -114,42 +119,43 @@ class CpuGraphs:
         return graph.replay, result
 
     def drop(self, replay: Callable[[], Any]) -> None:
-        """Nothing: its memory goes with whoever held it."""
+        """Do nothing: the memory is freed with the last reference to the captured step."""
 
     def own_bytes(self, replay: Any) -> int:
         return sum(room.size for room in replay.__self__.rooms)
 
 
 def graphs_on(device: torch.device) -> StepCapture:
-    """What captures the steps of an engine."""
+    """Return an object that captures the steps of an engine on `device`."""
     return CpuGraphs() if device.type == "cpu" else CudaGraphs(device)
 
 
 def usual_graphs(device: torch.device) -> StepCapture | None:
-    """Return what captures the steps of an engine under graphs=auto: CUDA graphs on a GPU, nothing on a CPU."""
+    """Return what captures the steps of an engine under graphs=auto: CUDA graphs on a GPU, None on a CPU."""
     return None if device.type == "cpu" else graphs_on(device)
 
 
 class CapturedStep:
-    """`step(token)` of one sealed cache: token [B 1] -> logits [B V], which the next call overwrites.
+    """Capture and replay the decode step of one sealed cache: `step(token)` takes tokens [B 1] and returns logits [B
+    V], which the next call overwrites.
 
-    `failure`: why the step could not be captured; the next ones then run one by one, from the state before.
+    `failure`: why the step could not be captured; steps then run uncaptured, from the state before the capture.
     """
 
     def __init__(
         self, forward: BlockForward, cache: KVCache, graphs: StepCapture, kept: KeptSteps | None = None
     ) -> None:
-        """`kept`: other steps of the engine."""
+        """`kept`: captured steps of the engine that may serve this cache."""
         self.forward, self.cache, self.graphs, self.kept = forward, cache, graphs, kept
         self._counters = [member.counters for member in cache.members]
-        self._capture_s: float | None = None  # until it is taken
+        self._capture_s: float | None = None  # seconds of the capture, until they are taken
         self.failure: str | None = None
         self._token: Tensor
         self._replay: Callable[[], Any] | None = None
         self._logits: Tensor
-        self._kept: KeptStep | None = None  # what other sequences may take behind these
-        self._after: Callable[[], None] | None = None  # lets Python know of the first replay
-        self._moved: list[tuple[CacheState, Traffic]] = []  # by a replay, of what is the same in each
+        self._kept: KeptStep | None = None  # the step that other sequences may use after these
+        self._after: Callable[[], None] | None = None  # updates Python objects after the first replay
+        self._moved: list[tuple[CacheState, Traffic]] = []  # traffic of each replay, where it is always the same
 
     def __call__(self, token: Tensor) -> Tensor:
         rows = len(token)
@@ -170,12 +176,13 @@ class CapturedStep:
         return self._logits[:rows]
 
     def take_capture_s(self) -> float | None:
-        """Seconds of the capture, behind the step in which it was; None behind all others."""
+        """Return the seconds of the capture after the step in which it happened; None after all other steps."""
         taken, self._capture_s = self._capture_s, None
         return taken
 
     def close(self) -> None:
-        """The cache goes on without; a further turn may follow, or other sequences join."""
+        """Stop replaying. The cache goes on without this step: a further turn may follow, or other sequences may
+        join."""
         for counters in self._counters:
             counters.stop()
         if self.kept is not None and self._kept is not None:
@@ -199,7 +206,7 @@ class CapturedStep:
         return logits
 
     def _serve_by_kept(self) -> bool:
-        """Let a step that other sequences have left serve these."""
+        """Use a captured step that other sequences have left, if one fits. Return whether one did."""
         cache = self.cache
         if not isinstance(cache, SlotsCache) or cache.step_inputs is None or self.kept is None:
             return False
@@ -225,11 +232,11 @@ class CapturedStep:
             replay, self._logits = self.graphs.capture(self._step)
         except CaptureBroke:
             raise
-        except Exception as error:  # whatever it is, plain steps can do without
+        except Exception as error:  # whatever it is, uncaptured steps can go on
             self.failure = f"capturing a step failed: {_first_cause(error)}"
         else:
             self._say_capturing(False)
-            self._moved = [(state, state.traffic.less(one)) for state, one in zip(states, counted, strict=True)]
+            self._moved = [(state, state.traffic.less(was)) for state, was in zip(states, counted, strict=True)]
             self._replay, self._after = replay, SavedState(self.cache).since(before).restore
             self._kept = self._for_others(replay, held)
         finally:
@@ -238,8 +245,8 @@ class CapturedStep:
             self.close()
 
     def _for_others(self, replay: Callable[[], Any], before: Sequence[Mapping[str, Any]]) -> KeptStep | None:
-        """The step, if it takes all of its sequences' memory by what it was told. `before`: what its policies held
-        before it was captured, of which it has replaced some."""
+        """Return the step for others to use, if it reaches all memory of its sequences through recorded inputs; else
+        None. `before`: attributes of its policies before the capture, some of which the capture has replaced."""
         cache = self.cache
         if (
             not isinstance(cache, SlotsCache)
@@ -272,20 +279,20 @@ class CapturedStep:
 
 
 def _results(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Tensor | Ragged]:
-    """Where a captured step leaves what it chose."""
-    made = {name: value for name, value in after.items() if value is not before.get(name)}
-    return {name: value for name, value in made.items() if isinstance(value, Tensor | Ragged)}
+    """Return the tensors in which a captured step leaves what it chose."""
+    replaced = {name: value for name, value in after.items() if value is not before.get(name)}
+    return {name: value for name, value in replaced.items() if isinstance(value, Tensor | Ragged)}
 
 
 def _first_cause(error: BaseException) -> str:
-    """In one line. The end of a capture fails because something in it has."""
+    """Return the first error in one line. The end of a capture fails because something inside it failed."""
     while error.__context__ is not None:
         error = error.__context__
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def capture_refusal(forward: BlockForward | None, cache: KVCache) -> str | None:
-    """Why the decode steps of a sealed cache cannot be captured, or None."""
+    """Return why the decode steps of a sealed cache cannot be captured, or None."""
     if forward is None:
         return "the model runs its own forward"
     if any(member.watch is not None for member in cache.members):

@@ -1,8 +1,8 @@
-"""All that is known of transformers' attention and masks: one context manager (the cache is harness/engine/cache.py).
+"""Contains all that depends on transformers' attention and masks: one context manager (the cache is in cache.py).
 
-`routed(model)` sends every layer's attention to the KV layers of the cache that a call brings, and leaves the
-model as it was, also after an exception. What we would get wrong is refused by name: padding, soft caps, windows and
-sink logits that a layer was not told of, keywords nobody knows.
+`routed(model)` sends every layer's attention to the KV layers of the cache that a call brings, and restores the
+model afterwards, also after an exception. What would be computed wrongly is refused by name: padding, soft caps,
+windows and sink logits that a layer's spec does not contain, unknown keywords.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from harness.models.base import sliding_windows
 from methods.base import AttnInput, LayerSpec
 
 NAME = "kv_harness"
-PrepareCall = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], dict[str, Any]]  # the call -> its keywords
-FREQUENCIES_ONCE = ("gpt_oss",)  # their cos and sin are half as wide: not repeated for the other half of a head
+PrepareCall = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], dict[str, Any]]  # a call -> its keywords
+FREQUENCIES_ONCE = ("gpt_oss",)  # models whose cos and sin are half as wide, not repeated for the second half
 
 
 class _Call(NamedTuple):
-    """What the pre-hook hands to the attention function, which is told neither of these."""
+    """Hold what the pre-hook passes on to the attention function, which receives neither the cache nor the hidden
+    states."""
 
     cache: KVCache
     hidden: Tensor
@@ -40,7 +41,7 @@ def _attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    dropout: float = 0.0,  # by its place where kvpress has wrapped this function
+    dropout: float = 0.0,  # passed by position when kvpress has wrapped this function
     *,
     kv_call: _Call | None = None,
     scaling: float | None = None,
@@ -51,7 +52,7 @@ def _attention(
     s_aux: Tensor | None = None,
     **unknown: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: [B H T D] in, [B T H D] out."""
+    """Compute transformers' attention function: [B H T D] in, [B T H D] out."""
     named = sorted(name for name, given in unknown.items() if given is not None)
     if named:
         raise UnsupportedError(f"{type(module).__name__} passes {', '.join(named)}, which this engine would ignore.")
@@ -63,15 +64,15 @@ def _attention(
     cache = kv_call.cache
     place = module.layer_idx
     assert isinstance(place, int)
-    _check_told(module, cache.layers[place].spec, cache.capacity, sliding_window, s_aux)
+    _check_spec(module, cache.layers[place].spec, cache.capacity, sliding_window, s_aux)
     x = AttnInput(query, key, value, *kv_call.rotation, kv_call.hidden, cache.num_tokens)
     return cache.attend(place, x).transpose(1, 2), None
 
 
-def _check_told(
+def _check_spec(
     module: nn.Module, spec: LayerSpec, tokens: int, window: int | None, sink_logits: Tensor | None
 ) -> None:
-    """Refuses what the layer would not do because its spec does not say it."""
+    """Raise `UnsupportedError` if the module wants something that the layer's spec does not contain."""
     if window is not None and window < tokens and window != spec.window:
         raise UnsupportedError(
             f"{type(module).__name__} slides over {window} tokens, which its config does not say of this layer: this "
@@ -82,7 +83,8 @@ def _check_told(
 
 
 def _mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> None:
-    """transformers' mask function: no mask, since the layers are causal by themselves; refuses padding."""
+    """Return no mask, as transformers' mask function, since the layers are causal by themselves. Raise
+    `UnsupportedError` for padding."""
     if attention_mask is not None and not bool(attention_mask.all()):
         raise UnsupportedError(
             "This cache takes no padding: inside `with attached(...)`, leave past_key_values and cache_implementation "
@@ -104,8 +106,8 @@ def _before_attention(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
 
 
 class _Forwards:
-    """Hooks around each forward of a model. Gradients are off in between: attention here has none, and those of the
-    rest would be wrong without a word."""
+    """Hook into each forward of a model. Gradients are off inside: attention has none here, and those of the rest
+    would be silently wrong."""
 
     def __init__(self, prepare: PrepareCall | None, rotary: TextRotary | None) -> None:
         self.prepare, self.rotary = prepare, rotary
@@ -129,20 +131,20 @@ class _Forwards:
             cache.end()
 
     def always(self, *called: Any) -> None:
-        """Also after an error."""
+        """Restore gradients and rotation after a forward, also after an error."""
         torch.set_grad_enabled(self._gradients)
         if self.rotary is not None:
             self.rotary.lengths = None
 
 
 def _arriving(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """How many tokens of each row a call of the model brings."""
+    """Return how many tokens of each row a call of the model brings."""
     given = args[0] if args else kwargs.get("input_ids")
     return int((kwargs["inputs_embeds"] if given is None else given).shape[1])
 
 
 def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """The self-attention of every decoder layer, in order."""
+    """Return the self-attention of every decoder layer, in order."""
     return [layer.self_attn for layer in model.get_decoder().layers]
 
 
@@ -152,8 +154,10 @@ def is_routed(model: PreTrainedModel) -> bool:
 
 @contextmanager
 def routed(model: PreTrainedModel, prepare: PrepareCall | None = None) -> Iterator[None]:
-    """Route attention to the cache of each call; undone on leaving. Not reentrant: a model is routed once at a time.
-    `prepare`: what each call of the model becomes, as one that brings no cache gets one."""
+    """Route attention to the cache of each call, until the block is left. A model cannot be routed twice at a time.
+
+    `prepare`: maps each call of the model to the keywords to use, for example to add a cache.
+    """
     if is_routed(model):
         raise UnsupportedError("This model is attached already: leave the other `with attached(...)` block first.")
     AttentionInterface.register(NAME, _attention)
@@ -175,7 +179,8 @@ def routed(model: PreTrainedModel, prepare: PrepareCall | None = None) -> Iterat
 
 
 def layer_specs(model: PreTrainedModel) -> list[LayerSpec]:
-    """What is known of each layer of the model, in order. A method is told of some (methods/layers/hybrid.py)."""
+    """Return the spec of each layer of the model, in order. A method serves some of them
+    (methods/layers/hybrid.py)."""
     modules, windows = attention_modules(model), sliding_windows(model.config)
     rotary = text_rotary(model) or deepcopy(model.get_decoder().rotary_emb)
     return [
@@ -202,10 +207,10 @@ def _sink_logits(module: Any) -> Tensor | None:
 
 
 class Rotary:
-    """Positions [P] -> cos, sin of one attention module, [1 P D] fp32.
+    """Compute cos and sin [1 P D] in fp32 of one attention module, for positions [P].
 
-    `rotary` is a copy, so nothing of the model's changes. Where angles depend on the length of the text, it is one that
-    ends with the last of `positions`.
+    `rotary` is a copy, so nothing of the model changes. Where angles depend on the length of the text, the text is
+    taken to end with the last of `positions`.
     """
 
     def __init__(self, rotary: nn.Module, module: Any, device: torch.device) -> None:
@@ -218,7 +223,8 @@ class Rotary:
         return _rotation(self.module, self._ask(positions))
 
     def of_text(self, tokens: int) -> Rotary:
-        """The rotation of a text of `tokens` tokens at all positions; 0: of one that ends with the last of them."""
+        """Return the rotation for a text of `tokens` tokens at all positions; 0: for a text that ends with the last
+        of them."""
         if not tokens or not isinstance(self.rotary, TextRotary):
             return self
         rotary = copy(self.rotary)
@@ -227,7 +233,7 @@ class Rotary:
 
     @property
     def inv_freq(self) -> Tensor:
-        """[R / 2], how far each turning pair of channels turns per position"""
+        """Return the angles [R / 2] by which each pair of channels turns per position."""
         if isinstance(self.rotary, TextRotary):
             stages = map(self.rotary.stage, self.rotary.lengths or [0])
             return self.rotary.frequencies(self.device, max(stages), *self.kind)
@@ -241,7 +247,7 @@ class Rotary:
 
 
 def _rotation(module: Any, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """cos and sin as kernels/rope.py takes them; a layer that does not rotate turns by 0."""
+    """Return cos and sin in the form of kernels/rope.py; a layer without rotation turns by 0."""
     cos, sin = given
     if not getattr(module, "use_rope", True):
         return torch.ones_like(cos), torch.zeros_like(sin)
@@ -251,7 +257,8 @@ def _rotation(module: Any, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor
 
 
 class QueryProjection:
-    """[B T E] -> q [B H T D] before the rotation: projection, bias and query norm of an attention module of `model`."""
+    """Compute queries before their rotation, [B T E] -> [B H T D]: projection, bias and query norm of an attention
+    module."""
 
     def __init__(self, module: nn.Module, model: PreTrainedModel) -> None:
         self.module: Any = module

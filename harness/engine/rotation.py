@@ -1,10 +1,10 @@
-"""Rotations whose angles depend on the length of the text: dynamic NTK and LongRoPE.
+"""Rotates texts by angles that depend on their length: dynamic NTK and LongRoPE.
 
-transformers' rotary modules decide by the last position of the forward they are in, and those of dynamic scaling by
-what they were asked before. A chunk of a prompt, a row of a batch and a question that is fed token by token would then
-be rotated as if each were a text of its own. Here angles follow from the length of the whole text alone: a prompt's
-tokens take those of the whole prompt, and each further token those of the text that ends with it, which is what
-`model.generate` gives a prompt that comes in one piece to a model that has seen no other.
+transformers' rotary modules decide by the last position of the current forward, and those of dynamic scaling also
+by earlier calls. A chunk of a prompt, a row of a batch and a question that is fed token by token would then be
+rotated as if each were a text of its own. Here the angles follow from the length of the whole text: a prompt's
+tokens take those of the whole prompt, and each further token those of the text that ends with it. This is what
+`model.generate` gives a prompt that is fed in one piece to a model that has seen no other.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ REMEMBERED = 64  # lengths whose frequencies are kept at a time
 
 
 class TextRotary(nn.Module):
-    """Stands in the place of a model's rotary module, of which it holds a copy: the model's own keeps its state.
+    """Replace a model's rotary module while it is attached. It holds a copy of that module, whose own state never
+    changes.
 
     Texts of one `stage` are rotated alike. `drops_at`: the length up to which `model.generate` keeps the cache of a
-    text; where the text outgrows it, all of it is computed anew (LongRoPE in Phi-3). None: cached keys stay as they
-    are.
+    text; beyond it, the whole text is computed again (LongRoPE in Phi-3). None: cached keys stay as they are.
     """
 
     def __init__(self, rotary: nn.Module, drops_at: int | None = None) -> None:
@@ -39,20 +39,20 @@ class TextRotary(nn.Module):
         self.own = own
         self.drops_at = drops_at
         self.rope_type: str | dict[str, str] = own.rope_type
-        self.lengths: Sequence[int] | None = None  # of the texts in the next forward; None: as far as positions reach
-        self.prompt_tokens = 0  # of a prompt that `model.generate` feeds in chunks
+        self.lengths: Sequence[int] | None = None  # of the texts in the next forward; None: up to the largest position
+        self.prompt_tokens = 0  # length of a prompt that `model.generate` feeds in chunks
         self._plain = unwrap(type(rotary).forward)  # without the update of frequencies
         self._frequencies: dict[tuple[int, tuple[str, ...]], Tensor] = {}
 
     @property
     def kinds(self) -> str:
-        """The kinds of rotation whose angles depend on the length, to be named to a user."""
+        """Return the kinds of rotation whose angles depend on the length, as text for a user."""
         found = self.rope_type.values() if isinstance(self.rope_type, dict) else [self.rope_type]
         return ", ".join(sorted({kind for kind in found if _depends(kind)}))
 
     def stage(self, tokens: int) -> int:
-        """Return by which length the tokens of a text of `tokens` tokens are rotated: equal for all that are rotated
-        alike."""
+        """Return the length by which a text of `tokens` tokens is rotated; it is equal for all texts that are
+        rotated alike."""
         reached = 0
         parameters: dict[str, Any] = self.own.config.rope_parameters
         for kind, own in [(self.rope_type, parameters)] if isinstance(self.rope_type, str) else self._by_layer_type():
@@ -64,12 +64,12 @@ class TextRotary(nn.Module):
         return reached
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
-        """position_ids [1|B T] -> cos, sin, each [1|B T R], by `lengths`."""
+        """Return cos and sin, each [1|B T R], of position_ids [1|B T], by `lengths`."""
         kind = () if layer_type is None else (layer_type,)
         return self.of_texts(x, position_ids, self.lengths or [int(position_ids.max()) + 1], *kind)
 
     def of_texts(self, x: Tensor, position_ids: Tensor, lengths: Sequence[int], *kind: str) -> tuple[Tensor, Tensor]:
-        """The same for texts of `lengths` tokens: one number for all rows, or one for each."""
+        """Return cos and sin for texts of `lengths` tokens: one number for all rows, or one per row."""
         stages = [self.stage(length) for length in lengths]
         if len(set(stages)) == 1:
             return self._turned(x, position_ids, stages[0], *kind)
@@ -90,7 +90,8 @@ class TextRotary(nn.Module):
 
     @torch.no_grad()
     def frequencies(self, device: torch.device, stage: int, *kind: str) -> Tensor:
-        """The frequencies [R / 2] of a stage. Asked for position 0, the module forgets what it was asked before."""
+        """Return the frequencies [R / 2] of a stage. Position 0 is asked for first, because that resets the
+        module's state."""
         if (stage, kind) not in self._frequencies:
             if len(self._frequencies) >= REMEMBERED:
                 self._frequencies.clear()
@@ -112,7 +113,8 @@ def _depends(kind: str) -> bool:
 
 
 def text_rotary(model: PreTrainedModel) -> TextRotary | None:
-    """What rotates the texts of `model` by their length; None where its rotation is the same for all lengths."""
+    """Return the module that rotates the texts of `model` by their length, or None if its rotation is the same for
+    all lengths."""
     rotary: Any = model.get_decoder().rotary_emb
     if isinstance(rotary, TextRotary):
         return rotary
@@ -125,7 +127,7 @@ def text_rotary(model: PreTrainedModel) -> TextRotary | None:
 
 
 def _prefill_as_whole(prefill: Callable[..., Any], rotary: TextRotary) -> Callable[..., Any]:
-    """`model._prefill` of transformers, whose chunks are then rotated as parts of the whole prompt."""
+    """Return transformers' `model._prefill` with chunks that are rotated as parts of the whole prompt."""
 
     def prefilled(input_ids: Tensor, config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         mask = model_kwargs.get("attention_mask")
@@ -139,7 +141,8 @@ def _prefill_as_whole(prefill: Callable[..., Any], rotary: TextRotary) -> Callab
 
 
 def _keeping_rows(model: PreTrainedModel, prepare: Callable[..., Any]) -> Callable[..., Any]:
-    """`model.prepare_inputs_for_generation`, which drops no cache that computes each of its rows anew by itself."""
+    """Return `model.prepare_inputs_for_generation` so changed that it drops no cache that computes its rows again
+    by itself."""
 
     plain: Any = GenerationMixin.prepare_inputs_for_generation
 
@@ -154,7 +157,7 @@ def _keeping_rows(model: PreTrainedModel, prepare: Callable[..., Any]) -> Callab
 
 @contextmanager
 def in_place(model: PreTrainedModel, rotary: TextRotary | None) -> Iterator[None]:
-    """Let the model, and its `generate`, rotate by `rotary`; undone on leaving."""
+    """Let the model, and its `generate`, rotate by `rotary` until the block is left."""
     if rotary is None:
         yield
         return

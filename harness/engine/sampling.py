@@ -1,4 +1,4 @@
-"""How the next token is picked: greedy, or sampling with a seed of its own."""
+"""Picks the next token: the most likely one, or one drawn with a seed of its own."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from torch import Tensor
 
 
 class Sampler(Protocol):
+    """Pick the next token of each sequence."""
+
     def pick(self, logits: Tensor) -> Tensor:
-        """logits [B V] -> token ids [B]"""
+        """Return the token ids [B] picked from logits [B V]."""
 
 
 class Greedy:
-    """The most likely token."""
+    """Pick the most likely token."""
 
     def pick(self, logits: Tensor) -> Tensor:
         return logits.argmax(-1)
@@ -24,7 +26,8 @@ class Greedy:
 
 @dataclass(slots=True)
 class Sampled:
-    """Temperature, then the top_k best (0: all), then the smallest set with probability top_p."""
+    """Draw a token: divide by the temperature, keep the `top_k` best (0: all), then the smallest set of probability
+    `top_p`."""
 
     temperature: float
     top_k: int
@@ -36,9 +39,8 @@ class Sampled:
         if self.top_k:
             least = logits.topk(min(self.top_k, logits.shape[-1])).values[:, -1:]
             logits = logits.masked_fill(logits < least, float("-inf"))
-        chances = logits.softmax(-1).nan_to_num(
-            nan=1.0
-        )  # a draw from NaN breaks a GPU; RunningSequence.finish tells of it
+        # a draw from NaN would break a GPU; RunningSequence.finish reports it
+        chances = logits.softmax(-1).nan_to_num(nan=1.0)
         chances, order = chances.sort(-1, descending=True)
         before = chances.cumsum(-1) - chances
         chances = chances.masked_fill(before >= self.top_p, 0.0)
@@ -48,8 +50,11 @@ class Sampled:
 
 @dataclass(slots=True)
 class MinLength:
-    """`sampler`, but the first `count` tokens of sequence i are none of `barred[i]`: what would end it is not likely
-    at all there (generate's `min_length`), which is not the same as picking an end and going on behind it."""
+    """Pick by `sampler`, but none of the token ids `barred[i]` among the first `count` tokens of sequence i.
+
+    Tokens that would end the answer thus have no probability (generate's `min_length`), which differs from picking an
+    end and going on after it.
+    """
 
     sampler: Sampler
     barred: Sequence[Sequence[int]]

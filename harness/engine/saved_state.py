@@ -1,7 +1,7 @@
-"""What a cache knows, kept and put back.
+"""Saves the state of a cache and restores it.
 
-`SavedState` is the part in Python: capturing a step runs Python once, but nothing on the device. `Snapshot` is all of
-it: a sealed cache answers one question, goes back, and answers the next as if it were the first.
+`SavedState` saves the part in Python: capturing a step runs Python once, but nothing on the device. `Snapshot`
+saves everything: a sealed cache answers one question, is restored, and answers the next as if it were the first.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ _CONSTANT = (
     str, bytes, int, float, type, ref, ModuleType, Tensor, nn.Module, LayerSpec, Method, Request, TransferEngine,
     Arrival,
 )  # fmt: skip
-_LEAVES = {*_CONSTANT, bool, type(None)}  # the types of nearly all values: found sooner than by `isinstance`
+_LEAVES = {*_CONSTANT, bool, type(None)}  # the types of nearly all values; looking them up is faster than `isinstance`
 
 
 class SavedState:
-    """The attributes and containers of everything that hangs on `cache`, with their tensors by reference: their
-    contents are the device's affair."""
+    """Save the attributes and containers of every object reachable from `cache`, with tensors by reference: their
+    contents belong to the device."""
 
     def __init__(self, cache: KVCache) -> None:
         self._held: dict[int, tuple[Any, Any]] = {}  # a dict, list or set, and its copy
         self._keep(cache)
 
     def restore(self) -> None:
-        """May be called once more after further changes."""
+        """Restore all containers. It may be called again after further changes."""
         for container, content in self._held.values():
             if isinstance(container, list):
                 container[:] = content
@@ -43,7 +43,7 @@ class SavedState:
                 container.update(content)
 
     def since(self, before: SavedState) -> SavedState:
-        """Leave out what is as it was `before`: it may change in other ways until this is put back."""
+        """Drop what is equal to the state `before`, so that restoring leaves it alone. Return this object."""
         held = self._held.items()
         self._held = {at: kept for at, kept in held if not _same(kept[1], before._held.get(at, (None, None))[1])}
         return self
@@ -63,7 +63,7 @@ class SavedState:
 
 
 def _same(content: Any, before: Any) -> bool:
-    """Whether a container holds the very objects that it held before."""
+    """Return whether a container holds the very objects that it held before."""
     if before is None or len(content) != len(before):
         return False
     if isinstance(content, dict):
@@ -72,23 +72,25 @@ def _same(content: Any, before: Any) -> bool:
 
 
 class Snapshot:
-    """A sealed cache as it is now. Copied is what decode steps may write to: counts, pools, caches, indices; stores of
-    keys and values name the tensors that steps only append to (`steady`), and go back to their length."""
+    """Save a sealed cache as it is now. Whatever decode steps may write to is copied: counts, pools, caches,
+    indices. Stores of keys and values name the tensors that steps only append to (`steady`), and return to their
+    length."""
 
     def __init__(self, cache: KVCache) -> None:
         cache.traffic.settle()
         self._cache, self._python, visited = cache, SavedState(cache), set[int]()
         held = [tensor.untyped_storage() for root in (*cache.layers, cache.watch) for tensor in changing(root, visited)]
-        self._contents = [(one, one.clone()) for one in {one.data_ptr(): one for one in held}.values()]
+        unique = {storage.data_ptr(): storage for storage in held}
+        self._contents = [(storage, storage.clone()) for storage in unique.values()]
 
     @property
     def nbytes(self) -> int:
-        """Of the copies."""
-        return sum(held.nbytes() for _, held in self._contents)
+        """Return the bytes of the copies."""
+        return sum(copied.nbytes() for _, copied in self._contents)
 
     def restore(self) -> None:
-        """May be called again after further steps."""
-        self._cache.traffic.settle()  # then nothing of these steps is left beside what Python counts
+        """Restore the cache. It may be called again after further steps."""
+        self._cache.traffic.settle()  # moves what the device has counted of these steps into Python's counts
         self._python.restore()
         for storage, held in self._contents:
             storage.copy_(held)

@@ -1,4 +1,4 @@
-"""The parts of a decode step, and which of them an operation belongs to."""
+"""Names the parts of a decode step and the operations that belong to each."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ PHASES = {
     ),
 }
 # fmt: on
-PARTS = (*PHASES, "rest", "model")  # what a method does beside its operations, and all outside the method
+PARTS = (*PHASES, "rest", "model")  # rest: the method's time outside operations; model: all outside the method
 
 
 def phase_of(operation: str) -> str:
-    """`rest` for those that no phase names."""
+    """Return the phase of an operation, or `rest` if no phase names it."""
     return next((phase for phase, names in PHASES.items() if operation in names), "rest")

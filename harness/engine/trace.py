@@ -1,4 +1,4 @@
-"""Where the time of a decode step goes: operations by phase, the rest of the method, the model around it.
+"""Measures where the time of a decode step goes: operations by phase, the rest of the method, the model around it.
 
 Marks are CUDA events on a GPU, so that nothing waits while a step runs, and clock reads on a CPU.
 """
@@ -25,11 +25,11 @@ from kernels.dispatch import watched
 from methods.base import AttnInput
 
 METHOD = "method"
-PROFILE = "trace.json.gz"  # in the folder of a run
-PROFILED = range(1, 4)  # steps of the first example, which then are no part of the medians
+PROFILE = "trace.json.gz"  # name in the folder of a run
+PROFILED = range(1, 4)  # steps of the first example that are profiled, and left out of the medians
 
-# What operations that score candidates read of an index, in bytes, by their arguments. Those may have been gathered for
-# them: the index is read once all the same.
+# Bytes of an index that operations which score candidates read, by their arguments. Also where the arguments were
+# gathered for the operation, the index is read once.
 INDEX_BYTES: dict[str, Callable[..., int]] = {
     **dict.fromkeys(("row_scores", "page_scores", "live_scores"), lambda q, x, *live: int(x.nbytes)),
     **dict.fromkeys(
@@ -43,13 +43,13 @@ Seen = Callable[[str, tuple[Any, ...], Any], None]  # an operation, its argument
 
 
 def profile_file(folder: Path) -> Path | None:
-    """Where a run's torch.profiler trace goes; None where it is there already."""
+    """Return the file for a run's torch.profiler trace, or None if it exists already."""
     file = folder / PROFILE
     return None if file.exists() else file
 
 
 class Stopwatch:
-    """Spans on the clock of `device`, by name. `labelled`: they are named in the trace of a torch.profiler as well."""
+    """Clock named spans on `device`. `labelled`: also name them in the trace of a torch.profiler."""
 
     def __init__(self, device: torch.device, labelled: bool = False) -> None:
         self.device, self.labelled = device, labelled
@@ -63,7 +63,7 @@ class Stopwatch:
             self._spans.append((name, began, self._mark()))
 
     def totals(self) -> dict[str, float]:
-        """Seconds of each name, 0 where there was none; waits for the device."""
+        """Return the seconds of each name, 0 for names without a span. This waits for the device."""
         spent: dict[str, float] = defaultdict(float)
         wait_for(self.device)
         for name, began, ended in self._spans:
@@ -80,8 +80,8 @@ class Stopwatch:
 
 @contextmanager
 def clocked(watch: Stopwatch, seen: Seen | None = None) -> Iterator[None]:
-    """Every operation that runs inside is a span of its phase, and is shown to `seen`; what one calls is a part of
-    it."""
+    """Clock every operation that runs inside as a span of its phase, and pass it to `seen`. An operation that
+    another one calls belongs to the caller's span."""
     within = False
 
     def around(name: str, arguments: tuple[Any, ...], call: Callable[[], Any]) -> Any:
@@ -103,8 +103,8 @@ def clocked(watch: Stopwatch, seen: Seen | None = None) -> Iterator[None]:
 
 
 class IndexBytes:
-    """Adds up what the operations of one layer's step read of an index. Keys that were attended to are read already:
-    whoever asks for their weights (H2O, InfLLM) has no index there."""
+    """Add up the index bytes that the operations of one layer's step read. Keys that were attended to are read
+    already: a method that asks for their weights (H2O, InfLLM) reads no index there."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -118,21 +118,21 @@ class IndexBytes:
 
 
 class Tracer:
-    """Clocks decode steps, and profiles a few of the first into `profiled` (None: nowhere). The steps must run the
-    layers' own `decode`, one call each."""
+    """Clock decode steps, and profile a few of the first ones into the file `profiled` (None: do not profile). The
+    steps must run the layers' own `decode`, one call each."""
 
-    last: dict[str, float] | None = None  # the parts of the last step; None of one that was profiled
+    last: dict[str, float] | None = None  # seconds of the last step's parts; None if it was profiled
 
     def __init__(self, device: torch.device, profiled: Path | None = None) -> None:
         self.device = device
         self._file = profiled
         self._profiler: profile | None = None
         self._count = 0
-        self._indices: dict[int, int] = {}  # bytes that each layer's decode has read of an index, by the layer's id
+        self._indices: dict[int, int] = {}  # id of a layer -> index bytes that its decode has read
 
     @contextmanager
     def step(self, cache: KVCache) -> Iterator[None]:
-        """Around one decode step."""
+        """Clock one decode step."""
         if self._file is not None and self._count == PROFILED.start:
             self._start()
         watch = Stopwatch(self.device, self._profiler is not None)
@@ -144,13 +144,14 @@ class Tracer:
             self._stop()
 
     def bytes_read(self, cache: KVCache) -> float | None:
-        """Of keys, values and indices, by the last step, which `cache` was in; None where a layer does not say."""
+        """Return the bytes of keys, values and indices that the last step of `cache` read, or None if a layer does
+        not know."""
         read = [layer.bytes_read for layer in cache.method_layers]
-        known = [one for one in read if one is not None]
+        known = [count for count in read if count is not None]
         return sum(known) + sum(self._indices[id(layer)] for layer in cache.method_layers) if known == read else None
 
     def medians(self, steps: Sequence[Mapping[str, float]]) -> dict[str, Any] | None:
-        """Over the steps of a generation that has ended, seconds; None where there was none."""
+        """Return the medians over the steps of a finished generation, in seconds; None without steps."""
         self._stop()
         if not steps:
             return None
@@ -165,7 +166,7 @@ class Tracer:
         self._profiler.start()
 
     def _stop(self) -> None:
-        """Writes the trace, whole or not at all."""
+        """End the profile and write its trace, whole or not at all."""
         if self._profiler is None or self._file is None:
             return
         self._profiler.stop()
@@ -183,15 +184,15 @@ def _parts(spent: dict[str, float]) -> dict[str, float]:
 
 @contextmanager
 def _clocked_layers(cache: KVCache, watch: Stopwatch, indices: dict[int, int]) -> Iterator[None]:
-    """Operations count inside `decode` alone: what compares it with exact attention has a cost of its own, and layers
-    that slide over a window are a part of the model. `indices` gets what each layer has read of an index."""
+    """Clock operations inside the layers' `decode` only: comparisons with exact attention have a cost of their own,
+    and layers with a sliding window are part of the model. `indices` gets the index bytes that each layer has read."""
 
     def decode(layer: int, plain: Callable[[AttnInput], Tensor], x: AttnInput) -> Tensor:
-        found = IndexBytes()
-        with clocked(watch, found), watch.span(METHOD):
-            made = plain(x)
-        indices[layer] = found.total
-        return made
+        index_bytes = IndexBytes()
+        with clocked(watch, index_bytes), watch.span(METHOD):
+            out = plain(x)
+        indices[layer] = index_bytes.total
+        return out
 
     indices.clear()
     with ExitStack() as undo:

@@ -1,4 +1,4 @@
-"""Clocks on a GPU: operations are launched, not done, when a call returns."""
+"""Waits for a GPU before a clock is read: its operations are launched, but not done, when a call returns."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import torch
 
 
 def wait_for(device: torch.device) -> None:
-    """Until all that was launched on `device` is done; at once on a CPU."""
+    """Wait until all operations launched on `device` are done; return at once on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

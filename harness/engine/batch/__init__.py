@@ -1,1 +1,1 @@
-"""Sequences that run together: slots, what the model sees of them, what each gave."""
+"""Runs several sequences together: who joins and leaves, the cache that the model sees, and what each sequence gave."""

@@ -1,4 +1,4 @@
-"""The cache that a model is handed for one step of several sequences, each of which has its own."""
+"""Gives a model one cache for a step of several sequences, each of which has a cache of its own."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ CHECKED = "what a method returns is checked, or compared with exact attention, o
 
 
 class SlotsCache(KVCache):
-    """Sealed caches of any lengths, each with as many rows as its request has sequences. What a method gives one of
-    them does not depend on the others.
+    """Step sealed caches of any lengths together, each with as many rows as its request has sequences. What a method
+    computes for one of them does not depend on the others.
 
-    Where a layer's policies let it, all members attend in one launch per operation. Where they attend one by one,
+    Where a layer's policies allow it, all members attend in one launch per operation. Where they attend one by one,
     `alone` says why.
     """
 
@@ -43,7 +43,7 @@ class SlotsCache(KVCache):
         self.sealed = True
         self.num_tokens = max(member.num_tokens for member in members)
         reasons = [[alone or self._reason(member, layer) for layer in member.layers] for member in members]
-        self.alone = next((reason for of_layer in zip(*reasons, strict=True) for reason in of_layer if reason), None)
+        self.alone = next((reason for by_member in zip(*reasons, strict=True) for reason in by_member if reason), None)
         self._forms = [_forms(*pair) for pair in zip(members, reasons, strict=True)]
         self.step_inputs = StepInputs() if sized and self.alone is None else None
         self._free = self._slots()
@@ -53,14 +53,14 @@ class SlotsCache(KVCache):
         self._joint_state = replace(
             self.state, request=request, traffic=Traffic(), counters=self._counters, checks=Checks()
         )
-        self._traffic: dict[tuple[int, ...], Traffic] = {}  # of members that step together
+        self._traffic: dict[tuple[int, ...], Traffic] = {}  # numbers of members that step together -> their traffic
         begins = [member.num_tokens for member in members for _ in range(member.state.request.batch)]
         self._begins = per_sequence(begins, None if self.step_inputs is None else self.free)
         self._groups = self._grouped(reasons)
         self._attending = [self._places(number) for number in range(len(members))]
-        self._upto = [0] * len(members)  # steps that a member knows of
-        self._fits = min(member.capacity - member.num_tokens for member in members)  # steps
-        self._tell()
+        self._upto = [0] * len(members)  # steps that each member knows of
+        self._fits = min(member.capacity - member.num_tokens for member in members)  # steps until one is full
+        self._record_inputs()
 
     @property
     def members(self) -> tuple[KVCache, ...]:
@@ -75,7 +75,7 @@ class SlotsCache(KVCache):
         return max(member.capacity for member in self._members)
 
     def positions(self, count: int, device: torch.device) -> Tensor:
-        """[B count], each row's own"""
+        """Return the positions [B count] of the next `count` tokens, each row's own."""
         first = self._counters.first(self._begins, device).view(-1, 1).expand(sum(self._sizes) + self.free, 1)
         return first if count == 1 else first + torch.arange(count, device=device)
 
@@ -85,7 +85,7 @@ class SlotsCache(KVCache):
                 member._text.append(own)
 
     def text_lengths(self, arriving: int) -> list[int]:
-        """One number for each row."""
+        """Return the length of each row's text."""
         return [
             length
             for number, (member, rows) in enumerate(zip(self._members, self._sizes, strict=True))
@@ -93,7 +93,7 @@ class SlotsCache(KVCache):
         ]
 
     def _unheard(self, number: int) -> int:
-        """How many steps are not in the `num_tokens` of a member."""
+        """Return how many steps are missing in the `num_tokens` of a member."""
         return 0 if self._attending[number].alone else self.behind(number)
 
     def begin(self) -> None:
@@ -114,12 +114,12 @@ class SlotsCache(KVCache):
         self.num_tokens += 1
 
     def next_row(self, layer: int) -> NextRow | None:
-        """Of sequences of which all attend together."""
+        """Return where a layer stores the next token of each sequence, if all of them attend together in it."""
         first, *others = self._groups[layer]
         return first.layer.next_row() if first.joint and not others else None
 
     def attend(self, layer: int, x: AttnInput) -> Tensor:
-        """Attention of one layer for one token of each sequence. -> [B H 1 D]"""
+        """Compute attention of one layer for one token of each sequence. Return [B H 1 D]."""
         self.refuse_prompt(x.q.shape[2])
         groups = self._groups[layer]
         if len(groups) == 1:
@@ -130,7 +130,7 @@ class SlotsCache(KVCache):
         return out
 
     def _share_seconds(self, members: Sequence[int], traffic: Traffic) -> None:
-        """All of a group stand still while rows of one come."""
+        """Count seconds of waiting for all members of a group: all of them stand still while rows of one arrive."""
         for member in (self._members[number] for number in members):
             member.state.traffic.exposed_s += traffic.exposed_s
             member.state.traffic.hidden_s += traffic.hidden_s
@@ -143,16 +143,17 @@ class SlotsCache(KVCache):
         return member.attend(layer, replace(x, start=member.num_tokens))
 
     def lags(self, member: int) -> bool:
-        """Whether a member need not hear of each step: it attends together with others in all that a method does."""
+        """Return whether a member need not be updated after each step, because it attends together with others in all
+        layers of the method."""
         return self._attending[member].lags
 
     def behind(self, member: int) -> int:
-        """Of how many steps a member has not heard."""
+        """Return how many steps are missing in a member."""
         return self._counters.steps - self._upto[member]
 
     def catch_up(self, member: int) -> int:
-        """Bring a member up to date with the steps that were counted for all at once, and with what the last of them
-        chose for it. -> how many steps it had not heard of"""
+        """Add the steps that were counted for all members at once to one member, with what the last of them chose for
+        it. Return how many steps were missing."""
         steps, cache, attending = self.behind(member), self._members[member], self._attending[member]
         self._upto[member] += steps
         if steps and not attending.alone:
@@ -177,14 +178,15 @@ class SlotsCache(KVCache):
         self.num_tokens += steps
 
     def _refuse_full(self) -> None:
-        """Raise `RoomError`, of the member that has no room."""
+        """Raise the `RoomError` of the member that has no room left."""
         for number, (member, rows) in enumerate(zip(self._members, self._sizes, strict=True)):
             self.catch_up(number)
             member.expect(rows, 1)
 
     @property
     def form(self) -> Hashable:
-        """What caches must share, besides what is told, to step as others do: their forms, and slots for each."""
+        """Return what caches must share, besides the recorded inputs, to use each other's captured step: the forms of
+        their layers and the number of slots of each form."""
         rows = dict.fromkeys(self._free, 0)
         for form_, size in zip(self._forms, self._sizes, strict=True):
             rows[form_] += size
@@ -192,37 +194,39 @@ class SlotsCache(KVCache):
 
     @property
     def policies(self) -> list[Policy]:
-        """Those of the layers that members share."""
+        """Return the policies of all shared layers."""
         return [
             mine for groups in self._groups for group in groups if group.joint for mine in shared_layer(group).policies
         ]
 
     def results(self) -> list[dict[str, Any]]:
-        """What the policies of shared layers hold."""
+        """Return the attributes of each policy of the shared layers."""
         return [dict(vars(policy)) for policy in self.policies]
 
     def joined(self) -> list[dict[str, Tensor]]:
-        """The tensors of all sequences that a step finds there and changes: of the policies of shared layers, then of
-        the traffic."""
+        """Return the tensors of all sequences that a step finds and changes: those of the policies of shared layers,
+        then those of the traffic."""
         return [*(policy.joined() for policy in self.policies), *(moved.tallies for moved in self._traffic.values())]
 
     def take_joined(self, joined: Sequence[Mapping[str, Tensor]]) -> None:
-        """From now on a step that others took first changes theirs."""
+        """Use the tensors of a captured step that was made for other sequences: from now on it changes `joined` in
+        place."""
         count = len(self.policies)
         self.take_results(joined[:count])
         for traffic, tallies in zip(self._traffic.values(), joined[count:], strict=True):
             traffic.tallies = dict(tallies)
 
     def take_results(self, results: Sequence[Mapping[str, Tensor | Ragged]]) -> None:
-        """From now on a step that others took first leaves its results there."""
+        """Let the policies of shared layers refer to the tensors in which a captured step, made for other sequences,
+        leaves its results."""
         for policy, held in zip(self.policies, results, strict=True):
             for name, value in held.items():
                 if isinstance(value, Ragged):
                     value = Ragged.filled_up(value.whole, getattr(policy, name).sizes, value.dim)
                 setattr(policy, name, value)
 
-    def _tell(self) -> None:
-        """What a step finds in the policies of shared layers, besides what it asks for."""
+    def _record_inputs(self) -> None:
+        """Record what a step finds in the policies of shared layers, besides the inputs it asks for."""
         if self.step_inputs is None:
             return
         for groups in self._groups:
@@ -233,7 +237,7 @@ class SlotsCache(KVCache):
                 self.step_inputs.add(name, tensor)
 
     def _slots(self) -> dict[Hashable, int]:
-        """How many slots are free behind the members of each form, in a step of a size."""
+        """Return how many slots are free for each form: in a step of a size up to the next power of two, else none."""
         rows: dict[Hashable, int] = {}
         for form_, size in zip(self._forms, self._sizes, strict=True):
             rows[form_] = rows.get(form_, 0) + size
@@ -243,14 +247,14 @@ class SlotsCache(KVCache):
         }
 
     def _grouped(self, reasons: Sequence[Sequence[str | None]]) -> list[list[StepGroup]]:
-        """Which members take the step of each layer together: in all layers that can the same ones, since a method may
-        link its layers."""
+        """Return the groups of members that take the step of each layer together. Members are grouped alike in all
+        layers in which they can be, because a method may link its layers."""
         shared: dict[Hashable, Any] = {}
         groups, linked = [], []
-        by_layer = (zip(*of_member, strict=True) for of_member in ([m.layers for m in self._members], reasons))
-        for layers, of_layer in zip(*by_layer, strict=True):
+        by_layer = (zip(*by_member, strict=True) for by_member in ([m.layers for m in self._members], reasons))
+        for layers, layer_reasons in zip(*by_layer, strict=True):
             alike: dict[Hashable, list[int]] = {}
-            for number, reason in enumerate(of_layer):
+            for number, reason in enumerate(layer_reasons):
                 alike.setdefault(number if reason else self._forms[number], []).append(number)
             groups.append([self._group(layers, numbers, shared) for numbers in alike.values()])
             joint = [group for group in groups[-1] if group.joint]
@@ -262,7 +266,7 @@ class SlotsCache(KVCache):
 
     @staticmethod
     def _reason(member: KVCache, layer: KVLayer) -> str | None:
-        """Why a member attends alone in a layer."""
+        """Return why a member attends alone in a layer, or None."""
         return CHECKED if member.watch is not None or member.state.checking else alone_because(layer)
 
     def _group(self, layers: Sequence[KVLayer], members: Sequence[int], shared: dict[Hashable, Any]) -> StepGroup:
@@ -279,7 +283,7 @@ class SlotsCache(KVCache):
         return StepGroup(joint, tuple(members), torch.tensor(rows, device=self.state.request.device), joint=True)
 
     def _free_rows(self, form_: Hashable) -> range:
-        """The rows of free slots behind the members of a form; all of them stand behind all members."""
+        """Return the rows of the free slots of a form. They lie after the rows of all members."""
         first = sum(self._sizes)
         for other, count in self._free.items():
             if other == form_:
@@ -288,7 +292,7 @@ class SlotsCache(KVCache):
         raise AssertionError("a form of no member")
 
     def _places(self, number: int) -> Attending:
-        """How a member attends."""
+        """Return how a member attends: its layers of its own, and its places in shared layers."""
         member, alone, joint = self._members[number], list[KVLayer](), list[tuple[Layer, Layer]]()
         first: dict[int, int] = {}
         for layer, groups in zip(member.layers, self._groups, strict=True):
@@ -303,12 +307,14 @@ class SlotsCache(KVCache):
 
 
 def _forms(member: KVCache, reasons: Sequence[str | None]) -> Hashable:
-    """By what members that step together know each other: the forms of all layers that can."""
+    """Return the form of each layer in which a member can attend with others, None for the other layers. Members with
+    equal forms step together."""
     return tuple(
         None if reason else form(cast(Layer, layer)) for layer, reason in zip(member.layers, reasons, strict=True)
     )
 
 
 def _rows_of(x: AttnInput, rows: Tensor | slice) -> AttnInput:
-    """What some of the sequences see. Each has its own positions, so that all parts of x are [B ...]."""
+    """Return the attention input of some of the sequences. Each row has its own positions, so all parts of x are [B
+    ...]."""
     return AttnInput(x.q[rows], x.k[rows], x.v[rows], x.cos[rows], x.sin[rows], x.hidden[rows], x.start)

@@ -1,4 +1,4 @@
-"""Which members of a running batch take a layer's step together."""
+"""Groups the members of a running batch that take a layer's step together."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from methods.layers import Layer
 
 
 class StepGroup(NamedTuple):
-    """Members whose sequences take a layer's step together, or one member alone."""
+    """Hold one member, or several members whose sequences take a layer's step together."""
 
     layer: KVLayer
     members: tuple[int, ...]
-    rows: Tensor | slice  # of these members and of free slots, among those of all
+    rows: Tensor | slice  # rows of these members and of free slots, among the rows of all members
     joint: bool
 
 
 class Attending(NamedTuple):
-    """How one member attends: in some layers alone, in others by the layer that it shares."""
+    """Say how one member attends: alone in some layers, through a shared layer in the others."""
 
     alone: list[KVLayer]
     together: list[tuple[Layer, Layer]]  # its own layer, and the shared one
-    first: dict[int, int]  # where its sequences begin among those of a shared layer, by that layer's id
-    lags: bool  # all of the method's layers are shared
+    first: dict[int, int]  # id of a shared layer -> the row in it with which this member's sequences begin
+    lags: bool  # all layers of the method are shared
 
 
 def shared_layer(group: StepGroup) -> Layer:
-    """The layer that a group shares."""
+    """Return the layer that the members of a group share."""
     return cast(Layer, group.layer)

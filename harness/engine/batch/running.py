@@ -1,4 +1,4 @@
-"""Sequences that step together, and join and leave one by one: continuous batching."""
+"""Steps sequences together that join and leave one by one (continuous batching)."""
 
 from __future__ import annotations
 
@@ -21,16 +21,18 @@ from harness.engine.sampling import Greedy, Sampler
 
 
 class RunningBatch:
-    """Each slot has a cache of its own, so that lengths, budgets, bytes and traffic are its own, and its tokens are
-    those it gets alone; what is done together are the model's products and, where the method lets it, attention
-    (`SlotsCache`). Where a layer of one slot refuses to be captured, all run plain.
+    """Step several sequences, each of which has a cache of its own.
+
+    Lengths, budgets, bytes and traffic are therefore counted per sequence, and each gets the tokens that it gets
+    alone. The model's products are computed together, and attention as well where the method allows it
+    (`SlotsCache`). If a layer of one sequence cannot be captured, all of them run uncaptured.
     """
 
     def __init__(self, stepper: Stepper) -> None:
         self.stepper = stepper
         self.sequences: list[RunningSequence] = []
-        self._together: list[RunningSequence] = []  # those that the next two are made of
-        self._rows: list[int] = []  # of each of them
+        self._together: list[RunningSequence] = []  # the sequences in `_cache` and `_captured`
+        self._rows: list[int] = []  # rows of each of them
         self._cache: KVCache | None = None
         self._captured: CapturedStep | None = None
 
@@ -47,8 +49,9 @@ class RunningBatch:
         sampler: Sampler | None = None,
         decoded: Decoded | None = None,
     ) -> RunningSequence:
-        """A prefilled sequence, or B that share `cache`. logits [B V]: of its last token; question [B Q]: fed token by
-        token behind the seal (protocol=context, else Q = 0), and then the logits may be left out."""
+        """Add a prefilled sequence, or B sequences that share `cache`. logits [B V]: those of its last token.
+        question [B Q]: tokens that are fed one by one after the seal (protocol=context, else Q = 0); with a question,
+        logits may be None."""
         stops = list(stops or [never] * len(question))
         slot = RunningSequence(cache, question, stops, sampler or Greedy(), max_new_tokens, began)
         slot.decoded = decoded
@@ -58,7 +61,7 @@ class RunningBatch:
 
     @torch.inference_mode()
     def step(self) -> list[RunningSequence]:
-        """A token more for each sequence. -> those that have ended, which have left."""
+        """Decode one token for each sequence. Return the sequences that ended; they have left the batch."""
         if running := [slot for slot in self.sequences if not slot.ended]:
             self._advance(running)
         ended = [slot for slot in self.sequences if slot.ended]
@@ -68,7 +71,7 @@ class RunningBatch:
 
     @torch.inference_mode()
     def leave(self, slot: RunningSequence) -> Generation:
-        """What it has given so far; its cache may go on elsewhere."""
+        """Take a sequence out of the batch and return what it gave so far. Its cache can be used elsewhere."""
         self.sequences.remove(slot)
         if slot in self._together:
             self._part()
@@ -84,7 +87,7 @@ class RunningBatch:
         return out
 
     def abandon(self, slots: Sequence[RunningSequence]) -> None:
-        """Let `slots` go after an error, whatever state their caches are in."""
+        """Drop `slots` after an error, whatever state their caches are in."""
         self.sequences = [slot for slot in self.sequences if slot not in slots]
         if any(slot in self._together for slot in slots):
             captured, self._captured, self._together, self._cache = self._captured, None, [], None
@@ -104,7 +107,7 @@ class RunningBatch:
         try:
             logits = self.stepper.decode(fed[0] if len(fed) == 1 else torch.cat(fed), self._cache, self._captured)
         except BaseException:
-            self._part()  # each cache is as it was before the step
+            self._part()  # each cache stays as it was before the step
             raise
         capture_s = self._captured.take_capture_s() if self._captured is not None else None
         for number, (slot, token, own) in enumerate(zip(running, fed, logits.split(self._rows), strict=True)):
@@ -118,7 +121,7 @@ class RunningBatch:
         self._note(running, perf_counter() - began, capture_s)
 
     def _recompute(self, running: list[RunningSequence]) -> list[RunningSequence]:
-        """Let those take their step alone whose text outgrows its rotation with it. -> the others"""
+        """Let each sequence whose text outgrows its rotation take its step alone. Return the other sequences."""
         rotary = self.stepper.attachment.rotary
         if rotary is None or rotary.drops_at is None:
             return running
@@ -138,14 +141,15 @@ class RunningBatch:
         return [slot for slot in running if slot not in outgrowing]
 
     def _note_reads(self, number: int, slot: RunningSequence) -> None:
-        """What the last step read, or what it and those before it did that the slot has not heard of."""
+        """Note what the last step read. A sequence whose cache does not follow each step is brought up to date where
+        its union over heads is counted, and then notes all steps since."""
         if not isinstance(self._cache, SlotsCache):
             slot.note_reads(1)
         elif slot.counts_union(self._cache.behind(number)) or not self._cache.lags(number):
             self._catch_up(number, slot)
 
     def _catch_up(self, number: int, slot: RunningSequence) -> None:
-        """A cache that steps alone knows of every step."""
+        """Bring a sequence's cache and counts up to date; a cache that steps alone already is."""
         if isinstance(self._cache, SlotsCache):
             slot.note_reads(self._cache.catch_up(number))
 
@@ -161,7 +165,7 @@ class RunningBatch:
                 slot.parts.append(tracer.last)
 
     def _gather(self, running: list[RunningSequence]) -> None:
-        """Other slots run than in the step before."""
+        """Prepare steps for other sequences than those of the step before."""
         self._part()
         caches = [slot.cache for slot in running]
         self._together, self._rows = running, [slot.rows for slot in running]
@@ -173,4 +177,4 @@ class RunningBatch:
             self.stepper.close(self._captured)
         for number, slot in enumerate(self._together):
             self._catch_up(number, slot)
-        self._together, self._cache, self._captured = [], None, None  # nothing outlives its sequence
+        self._together, self._cache, self._captured = [], None, None  # so that nothing outlives its sequence

@@ -1,4 +1,4 @@
-"""One sequence of a running batch: its cache, its tokens, its clock, its counters."""
+"""Holds one sequence of a running batch: its cache, its tokens, its clock and its counters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from harness.prompts.teacher import Forced
 
 
 def seal(cache: KVCache) -> float:
-    """-> seconds, those of layers that have closed before among them"""
+    """Seal a cache. Return the seconds, including those of layers that have closed before."""
     device = cache.state.request.device
     wait_for(device)  # under protocol=context the prefill may be under way
     before = perf_counter()
@@ -27,11 +27,11 @@ def seal(cache: KVCache) -> float:
     return cache.closed_s + perf_counter() - before
 
 
-UNION_EVERY = 8  # steps: to count a union costs a few percent of one
+UNION_EVERY = 8  # steps; counting a union takes a few percent of a step
 
 
 class SlotClock:
-    """Seconds since `began`, but for those in which it was paused."""
+    """Count the seconds since `began`, without those in which the clock was paused."""
 
     def __init__(self, began: float) -> None:
         self._began = began
@@ -50,34 +50,34 @@ class SlotClock:
         self._began += seconds
 
 
-Decoded = Callable[[Sequence[int], Callable[[], None]], None]  # an answer so far; what brings its cache up to date
+Decoded = Callable[[Sequence[int], Callable[[], None]], None]  # takes the answer so far and what updates its cache
 
 
 class RunningSequence:
-    """Runs on `clock` while it is prefilled and sealed, and in steps. Holds one sequence, or B of equal length that
-    share `cache`."""
+    """Hold one sequence, or B sequences of equal length that share `cache`, while it decodes. Its `clock` runs during
+    the prefill, the seal and its steps."""
 
     def __init__(
         self, cache: KVCache, question: Tensor, stops: list[Stop], sampler: Sampler, max_new_tokens: int, began: float
     ) -> None:
-        """question [B Q]: what is decoded before the first token (protocol=context)."""
+        """`question` [B Q]: tokens that are decoded before the first token of the answer (protocol=context)."""
         self.cache, self.stops, self.sampler, self.max_new_tokens = cache, stops, sampler, max_new_tokens
         self.clock = SlotClock(began)
         self.out = Generation(tokens=[[] for _ in stops], stops=[""] * len(stops))
-        self.decoded: Decoded | None = None  # is told of each step that does not end the answer, within the clock
-        self.parts: list[dict[str, float]] = []  # of each step that was clocked (harness/engine/trace.py)
-        self.read: list[float] = []  # bytes that each of the traced steps read, where all layers say
+        self.decoded: Decoded | None = None  # called, on the clock, after each step that does not end the answer
+        self.parts: list[dict[str, float]] = []  # seconds of each part, per clocked step (harness/engine/trace.py)
+        self.read: list[float] = []  # bytes that each traced step read, where all layers know them
         self._device = cache.state.request.device
         self._fed = deque(question.split(1, dim=1)) if question.shape[1] else deque[Tensor]()  # [B 1] each
-        self._asked: float | None = None  # on the clock, when the question began
+        self._asked: float | None = None  # the clock's time when the question began
         self._steps = 0
-        self._prompt_reads = 0.0  # of all steps, summed over the layers that know
-        self._device_reads: list[Tensor] = []  # [layers B] of some steps, of those whose count is on the device
-        self._other_reads = 0.0
-        self._excess: list[Tensor | float] = []  # of the union over these, at every UNION_EVERY-th step
+        self._prompt_reads = 0.0  # prompt tokens read in all steps, summed over layers whose count is in Python
+        self._device_reads: list[Tensor] = []  # [layers B] each, counts that are on the device
+        self._other_reads = 0.0  # generated tokens read, mean over layers, summed over steps
+        self._excess: list[Tensor | float] = []  # tokens that the union over heads adds, every UNION_EVERY steps
         self._unites = True  # heads of a group may read different tokens
-        self._sums: list[Tensor] = []  # [B], of each token's logits: on the device until the answer is done
-        self._before = cache.traffic.copy()  # the first step
+        self._sums: list[Tensor] = []  # [B] each, the sum of a token's logits, on the device until the answer ends
+        self._before = cache.traffic.copy()  # traffic before the first step
         self._recomputed = cache.recomputed
 
     @property
@@ -94,13 +94,15 @@ class RunningSequence:
         return len(self.stops)
 
     def counts_union(self, steps: int) -> bool:
-        """Whether the union over heads is counted behind the last of the `steps` steps that were not noted yet."""
+        """Return whether the union over heads is counted after the last of the `steps` steps that are not noted yet."""
         return self._unites and (self._steps + steps - 1) % UNION_EVERY == 0
 
     def begin(self, logits: Tensor | None) -> None:
-        """The prompt is prefilled: the first token and the seal, or the seal and the question to come. logits [B V]; a
-        cache that is sealed stays as it is. An answer that ends with its first token has no seal, unless the layers
-        have closed by then."""
+        """Start the answer of a prefilled sequence: take the first token and seal, or seal and begin the question.
+
+        `logits` [B V] of the prompt's last token. A cache that is sealed stays as it is. An answer that ends with its
+        first token has no seal, unless the layers have closed by then.
+        """
         if not self._fed:
             assert logits is not None
             self._take(logits)
@@ -113,16 +115,16 @@ class RunningSequence:
         self.clock.pause()
 
     def next(self) -> Tensor:
-        """[B 1] to feed."""
+        """Return the tokens [B 1] to feed next."""
         return self._fed.popleft()
 
     def advance(self, fed: Tensor, logits: Tensor) -> None:
-        """A step has taken `fed` [B 1] and given `logits` [B V]."""
+        """Note a step that took `fed` [B 1] and gave `logits` [B V]."""
         self.cache.note_step(fed, logits)
         self.take(logits)
 
     def take(self, logits: Tensor) -> None:
-        """What was fed last has given `logits` [B V]."""
+        """Take the `logits` [B V] of the tokens that were fed last."""
         if self._fed:
             return
         if self._asked is not None:
@@ -131,7 +133,8 @@ class RunningSequence:
         self._take(logits)
 
     def bill(self, step_s: float, capture_s: float | None, together: int) -> None:
-        """The last step was one of `together` slots. A capture is in the times of those whose first it was."""
+        """Add the seconds of the last step, which `together` sequences took; each pays an equal share. The time of a
+        capture counts for sequences whose first capture it was."""
         self.out.share_s += (step_s + (capture_s or 0.0)) / together
         if len(self.out.token_s) > 2:
             self.out.decode_share_s += step_s / together
@@ -139,11 +142,11 @@ class RunningSequence:
     def captured(self, seconds: float) -> None:
         if self.out.capture_s is None:
             self.out.capture_s = seconds
-        else:  # because of others that came or went
+        else:  # captured again because other sequences came or went
             self.clock.skip(seconds)
 
     def finish(self) -> None:
-        """The last token has its time: what is measured here is in no clock."""
+        """Take all measurements of the answer. The last token has its time already, so they are in no clock."""
         out, steps = self.out, self._steps
         traffic, before = self.cache.traffic, self._before
         out.stops = [stop or LEFT for stop in out.stops]
@@ -176,8 +179,8 @@ class RunningSequence:
 
     def _take(self, logits: Tensor) -> None:
         """Pick the next token of every sequence and note its time."""
-        self._sums.append(logits.sum(-1, dtype=torch.float32))  # keeps a NaN or infinity, and nobody waits for it
-        ids = self.sampler.pick(logits).tolist()  # waits for the device: now the tokens are on the host
+        self._sums.append(logits.sum(-1, dtype=torch.float32))  # keeps NaN and infinity, without waiting
+        ids = self.sampler.pick(logits).tolist()  # waits for the device, so that the tokens are on the host
         self.out.token_s.append(self.clock.now())
         for i, token in enumerate(ids):
             if not self.out.stops[i]:
@@ -187,15 +190,14 @@ class RunningSequence:
         self._fed.append(torch.tensor(ids).unsqueeze(1))
 
     def note_reads(self, steps: int) -> None:
-        """What the last `steps` steps read, which the cache knows of. Between two steps nothing waits for the
-        device."""
+        """Note what the last `steps` steps read, which the cache knows of. Nothing waits for the device."""
         if not steps:
             return
         layers = self.cache.method_layers
         if self.counts_union(steps):
-            found = [excess.to(self._device).mean() for layer in layers if (excess := layer.union_excess()) is not None]
-            self._excess.append(sum(found))
-            self._unites = bool(found)
+            added = [excess.to(self._device).mean() for layer in layers if (excess := layer.union_excess()) is not None]
+            self._excess.append(sum(added))
+            self._unites = bool(added)
         self._steps += steps
         prompt, generated = zip(*(layer.readings(steps) for layer in layers), strict=True)
         self._prompt_reads += sum(count for count in prompt if not isinstance(count, Tensor))
@@ -204,10 +206,10 @@ class RunningSequence:
         self._other_reads += sum(generated) / len(generated)
 
     def _mean_prompt_reads(self) -> float:
-        """Over layers and steps."""
+        """Return the prompt tokens that a head read, mean over layers and steps."""
         unread = torch.cat(self._device_reads).double().mean(1).sum().item() if self._device_reads else 0.0
         return (self._prompt_reads + unread) / (self._steps * len(self.cache.method_layers))
 
     def _mean_excess(self) -> float:
-        """Over layers and steps."""
-        return sum(float(one) for one in self._excess) / (len(self._excess) * len(self.cache.method_layers))
+        """Return the tokens that the union over heads adds, mean over layers and steps."""
+        return sum(map(float, self._excess)) / (len(self._excess) * len(self.cache.method_layers))

@@ -1,4 +1,4 @@
-"""The forwards of one attached model: prompts, and steps of whatever runs together."""
+"""Runs the forwards of one attached model: prompts, and steps of the sequences that run together."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ from kernels.threads import step_threads
 
 
 class Stepper(ABC):
-    """`forward`: the model by blocks; where there is none, `plain_reason` says why, and it runs its own. `graphs`:
-    decode steps are captured and replayed where that can be (engine/graph.py); `plain_steps` says why some were not.
-    `tracer`: clocks them."""
+    """Run the forwards of an attached model.
+
+    `forward`: the model by blocks (harness/engine/forward.py); None if the model runs its own forward, for the reason
+    in `plain_reason`. `graphs`: captures decode steps (harness/engine/graph.py); `plain_steps` says why steps were
+    not captured. `tracer`: clocks the parts of each step.
+    """
 
     tracer: Tracer | None = None
     plain_steps: str | None = None
-    unclocked: str | None = None  # why nobody knows for how long steps waited for rows that moved
+    unclocked: str | None = None  # why the time that steps waited for moving rows is unknown
     one_by_one: str | None = None  # why members of the last batch attended one after the other
 
     def __init__(self, attachment: Attachment, graphs: StepCapture | None = None) -> None:
@@ -35,7 +38,7 @@ class Stepper(ABC):
         self.forward, self.plain_reason = by_blocks(self.model)
 
     def run(self, ids: Tensor, cache: KVCache) -> Tensor:
-        """ids [B T] -> logits of the last token [B V]"""
+        """Run the model on ids [B T]. Return the logits of the last token [B V]."""
         if self.forward is not None:
             return self.forward(ids, cache)
         places = cache.positions(ids.shape[1], ids.device)
@@ -45,11 +48,11 @@ class Stepper(ABC):
 
     @abstractmethod
     def recompute(self, ids: Tensor, cache: KVCache) -> Tensor:
-        """Compute the whole text of `cache` anew, with the token ids [B 1] that it outgrows its rotation by, and seal
-        it again. -> logits of that token [B V]"""
+        """Compute the whole text of `cache` again, including the token ids [B 1] with which it outgrows its rotation,
+        and seal it again. Return the logits of that token [B V]."""
 
     def decode(self, ids: Tensor, cache: KVCache, captured: CapturedStep | None) -> Tensor:
-        """One step. ids [B 1] -> logits [B V]"""
+        """Run one decode step for ids [B 1]. Return logits [B V]."""
         if self.attachment.rotary is not None:
             if cache.outgrows:
                 return self.recompute(ids, cache)
@@ -59,7 +62,8 @@ class Stepper(ABC):
             return captured(ids) if captured is not None else self.run(ids, cache)
 
     def joined(self, caches: Sequence[KVCache]) -> KVCache:
-        """What caches step as. Where steps are captured that is a step of a size, so that others may take the same."""
+        """Return the cache with which `caches` take a step together. If steps are captured, it is one of a fixed
+        size, so that other sequences can use the captured step."""
         refused = self.traced or next((why for cache in caches if (why := capture_refusal(self.forward, cache))), None)
         sized = self.graphs is not None and refused is None
         if len(caches) == 1 and not sized:
@@ -71,7 +75,7 @@ class Stepper(ABC):
         return slots
 
     def captured(self, cache: KVCache) -> CapturedStep | None:
-        """The step of a sealed cache to be captured, if it can be."""
+        """Return the captured step of a sealed cache, or None if its steps cannot be captured."""
         if self.graphs is None:
             return None
         reason = self.traced or capture_refusal(self.forward, cache)
@@ -83,11 +87,11 @@ class Stepper(ABC):
 
     @property
     def traced(self) -> str | None:
-        """Why each layer runs on its own, if steps are clocked."""
+        """Return why each layer runs by itself if steps are clocked, else None."""
         return "trace=on clocks each step's parts" if self.tracer is not None else None
 
     def close(self, captured: CapturedStep) -> None:
-        """Its cache goes on without."""
+        """Stop using a captured step; its cache goes on without it."""
         captured.close()
         if captured.failure is not None:
             self.plain_steps, self.graphs = captured.failure, None  # one failure is enough

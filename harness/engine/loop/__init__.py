@@ -1,1 +1,1 @@
-"""Loops that are not ours, such as `model.generate`: their caches, and how a forward comes by one."""
+"""Serves loops that are not ours, such as `model.generate`: their caches, and how a forward gets one."""

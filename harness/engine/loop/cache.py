@@ -1,4 +1,4 @@
-"""The cache for a loop that does not say its phases, such as `model.generate`."""
+"""Defines the cache for a loop that does not set the phase itself, such as `model.generate`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from harness.engine.cache import KVCache
 from methods.base import CacheState, KVLayer
 
-STEP = 1024  # tokens by which a cache grows at least, so that few steps copy what it holds
+STEP = 1024  # tokens by which a cache grows at least, so that few steps copy its rows
 
 
 @dataclass
 class LoopUsage:
-    """What a cache was used for: it outlives the cache."""
+    """Record what a cache was used for; the record outlives the cache."""
 
     tokens: int = 0
     sealed: bool = False  # in some turn
@@ -21,11 +21,11 @@ class LoopUsage:
 
 
 class LoopCache(KVCache):
-    """Tells its phases by the number of tokens in a forward.
+    """Infer the phase from the number of tokens in a forward.
 
     The first forward is prompt. After it, a forward of several tokens opens a turn or continues it, and the first
-    forward of one token seals it. Call `open_turn` before a forward of one token that is prompt: a turn of one token,
-    or the remainder of a prefill in chunks.
+    forward of one token seals it. Call `open_turn` before a forward of one token that is prompt: a turn of one
+    token, or the last token of a prefill in chunks.
     """
 
     may_grow: Callable[[int, int], None] | None = None  # raises `ValueError` for a larger capacity; None: never grows
@@ -37,7 +37,7 @@ class LoopCache(KVCache):
 
     @property
     def prompt_next(self) -> bool:
-        """Whether the next forward is prompt, whatever its length."""
+        """Return whether the next forward is prompt, whatever its length."""
         return self._prompt_next
 
     def open_turn(self) -> None:
@@ -54,7 +54,8 @@ class LoopCache(KVCache):
         self.usage.tokens = self.num_tokens
 
     def make_room(self, tokens: int) -> bool:
-        """Grow if `tokens` more do not fit and the cache may grow. -> whether it has grown, and all it holds moved"""
+        """Grow if `tokens` more do not fit and the cache may grow. Return whether it has grown, which moves all its
+        rows."""
         needed = self.num_tokens + tokens
         if self.may_grow is None or needed <= self.capacity:
             return False

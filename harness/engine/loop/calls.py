@@ -1,4 +1,4 @@
-"""What a forward of an attached model is called with, and the cache that it gets if it brings none of ours."""
+"""Prepares each forward of an attached model: it gets a cache of ours if it brings none, and padding is split off."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from harness.engine.cache import KVCache, UnsupportedError
 from harness.engine.loop.cache import LoopCache
 from harness.engine.loop.padded import PaddedCache
 
-OURS = "leave it out, and the attached method's own takes its place"
+OURS = "leave it out, and the attached method's cache is used"
 
 
 class MakesCaches(Protocol):
-    """Makes a fresh cache for a loop."""
+    """Make a fresh cache for a loop."""
 
     def __call__(self, *, batch: int, tokens: int) -> LoopCache:
-        """For `batch` sequences whose first forward brings `tokens` tokens."""
+        """Return a cache for `batch` sequences whose first forward brings `tokens` tokens."""
 
 
 class LoopCalls:
-    """Puts a cache of ours in the place of None or of an empty `DynamicCache`, which is what `generate`, `pipeline` and
-    `model(ids)` bring, and splits batches that are padded on the left."""
+    """Replace None or an empty `DynamicCache`, which `generate`, `pipeline` and `model(ids)` bring, by a cache of
+    ours, and split batches that are padded on the left."""
 
     def __init__(self, make: MakesCaches) -> None:
         self.make = make
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """-> the same call, by keywords, with our cache and without a mask that was read. Raises `UnsupportedError` for
-        what our caches would get wrong."""
+        """Return the call's keywords with our cache and without a mask that has been read. Raises
+        `UnsupportedError` for what our caches would compute wrongly."""
         call = dict(zip(signature(model.forward).parameters, args, strict=False)) | kwargs if args else dict(kwargs)
         given, mask = call.get("past_key_values"), call.get("attention_mask")
         given_ids = call.get("input_ids")
@@ -54,10 +54,10 @@ class LoopCalls:
                 "This cache holds rows of equal length and the mask pads some: leave past_key_values out in the first "
                 "turn, or give turns of equal length."
             )
-        return call | {"attention_mask": None}  # it has been read, and on a GPU each look at it is a wait
+        return call | {"attention_mask": None}  # it has been read, and each look at it would wait for a GPU
 
     def _recompute_rows(self, model: nn.Module, given: PaddedCache, ids: Tensor) -> None:
-        """Compute rows anew whose text outgrows its rotation with the token that arrives. ids [B T]"""
+        """Compute rows again whose text outgrows its rotation with the token that arrives. ids [B T]"""
         for row in given.outgrowing():
             text = given.members[row].text(ids[row : row + 1])
             fresh = self.make(batch=1, tokens=text.shape[1])
@@ -66,7 +66,7 @@ class LoopCalls:
             given.replace_row(row, fresh)
 
     def _fresh(self, mask: Tensor | None, batch: int, tokens: int) -> LoopCache:
-        """`mask`: of rows that are padded."""
+        """Return a fresh cache; with the `mask` of padded rows, one that splits them."""
         if mask is None:
             return self.make(batch=batch, tokens=tokens)
         return PaddedCache([self.make(batch=1, tokens=tokens) for _ in range(batch)])
@@ -83,7 +83,7 @@ def _is_padded(mask: object, batch: int) -> bool:
 
 
 def _refuse(given: object, use_cache: bool | None, model: Any) -> None:
-    """Raise `UnsupportedError` unless a cache of ours may stand where `given` does."""
+    """Raise `UnsupportedError` unless a cache of ours may replace `given`."""
     if use_cache is False or (use_cache is None and model.config.use_cache is False):
         raise UnsupportedError("use_cache=False leaves an attached method without a cache: leave it out.")
     if given is None:
@@ -99,17 +99,17 @@ def _refuse(given: object, use_cache: bool | None, model: Any) -> None:
 
 
 def _refuse_positions(given: Tensor | None, places: Tensor, mask: Tensor | None) -> None:
-    """Raise `UnsupportedError` unless the tokens of padded rows stand at `places` [B T]."""
+    """Raise `UnsupportedError` unless the tokens of padded rows have the positions `places` [B T]."""
     if given is None:
         return
     tokens = places.shape[1]
     real = torch.ones_like(places, dtype=torch.bool) if mask is None else mask[:, -tokens:].bool().to(places.device)
     if not torch.equal(given[:, -tokens:].to(places).expand_as(places)[real], places[real]):
-        raise UnsupportedError("position_ids of padded rows are not 0, 1, 2, ... behind the padding: leave them out.")
+        raise UnsupportedError("position_ids of padded rows are not 0, 1, 2, ... after the padding: leave them out.")
 
 
 def _take_place(given: DynamicCache | None, cache: LoopCache) -> LoopCache:
-    """Let the caller's own cache be `cache` from now on: loops go on with the object that they made and handed over."""
+    """Turn the caller's own cache object into `cache`, since loops go on with the object that they made and passed."""
     if given is None:
         return cache
     vars(given).clear()

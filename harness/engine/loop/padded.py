@@ -1,4 +1,4 @@
-"""The cache for a batch whose rows a loop has padded on the left: each row is a sequence with a cache of its own."""
+"""Defines the cache for a batch whose rows a loop has padded on the left: each row has a cache of its own."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from methods.base import AttnInput
 
 
 class PaddedCache(LoopCache):
-    """Splits what arrives by its mask. A prompt is taken in row by row, without the padding, and steps are taken
-    together, as in a `RunningBatch`. What a row gets is what it gets alone.
+    """Split what arrives by its mask. A prompt is computed row by row, without the padding, and steps are taken
+    together, as in a `RunningBatch`. Each row gets what it gets alone.
 
-    `num_tokens` counts columns of the loop's tensors, padding included. In a further turn padding comes behind the last
-    token of the answer, which a loop feeds with the new turn.
+    `num_tokens` counts columns of the loop's tensors, padding included. In a further turn padding comes after the
+    last token of the answer, which a loop feeds with the new turn.
     """
 
     recomputes_rows = True
@@ -27,15 +27,15 @@ class PaddedCache(LoopCache):
         """`members`: fresh caches of one sequence each."""
         super().__init__(members[0].layers, members[0].state)
         self._members = tuple(members)
-        self._slots: SlotsCache | None = None  # what the members step with; made anew when their memory has moved
-        self._mask = torch.empty(len(members), 0, dtype=torch.bool)  # [B columns] of the forwards so far
+        self._slots: SlotsCache | None = None  # steps the members together; made again after their memory moved
+        self._mask = torch.empty(len(members), 0, dtype=torch.bool)  # [B columns], mask of the forwards so far
         self._turn = 0  # the column with which the turn began
-        self._upcoming = self._mask  # with the forward under way
-        self._tokens: list[Tensor] = []  # of each row, the columns of the forward under way that hold tokens
+        self._upcoming = self._mask  # mask including the current forward
+        self._tokens: list[Tensor] = []  # per row, the columns of the current forward that hold tokens
 
     @property
     def members(self) -> tuple[LoopCache, ...]:
-        """The caches of the rows, told of every step so far."""
+        """Return the caches of the rows, up to date with every step so far."""
         self._catch_up()
         return self._members
 
@@ -44,8 +44,8 @@ class PaddedCache(LoopCache):
         return max(member.capacity for member in self._members)
 
     def read_mask(self, mask: Tensor | None, tokens: int, device: torch.device) -> Tensor:
-        """Split the next forward, of `tokens` columns, by `mask` [B columns]; None: no padding in it. -> positions of
-        its tokens [B tokens]"""
+        """Split the next forward, of `tokens` columns, by `mask` [B columns]; None: without padding. Return the
+        positions of its tokens [B tokens]."""
         if mask is None:
             mask = torch.cat([self._mask, self._mask.new_ones(len(self._members), tokens)], 1)
         self._check_room(len(mask), tokens)
@@ -54,7 +54,7 @@ class PaddedCache(LoopCache):
         before, new = mask.split([mask.shape[1] - tokens, tokens], 1)
         if not torch.equal(before, self._mask):
             raise UnsupportedError(
-                "The attention mask is not that of the forwards before: give it for all tokens so far, and the padding."
+                "The attention mask differs from that of earlier forwards: pass it for all tokens so far, with padding."
             )
         if self.sealed:
             self._turn = self.num_tokens
@@ -67,25 +67,25 @@ class PaddedCache(LoopCache):
 
     def expect_columns(self, columns: int) -> None:
         for member, mask in zip(self._members, self._upcoming, strict=True):
-            if mask.any():  # all of the row's padding has come
+            if mask.any():  # all of the row's padding has arrived
                 member.expect_columns(columns - int((~mask).sum()))
 
     def text_lengths(self, arriving: int) -> list[int]:
-        """One number for each row."""
+        """Return the length of each row's text."""
         pairs = zip(self._members, self._tokens, strict=True)
         return [member.note_length(member.num_tokens + len(tokens)) for member, tokens in pairs]
 
     def note_text(self, ids: Tensor, *, prompt: bool = False) -> None:
-        """`ids` [B T]: with the padding, of the forward whose mask was read."""
+        """Remember the ids [B T] of the forward whose mask was read, without the padding."""
         for row, (member, tokens) in enumerate(zip(self._members, self._tokens, strict=True)):
             member.note_text(ids[row : row + 1, tokens], prompt=False)
 
     def outgrowing(self) -> list[int]:
-        """The rows that the next step computes anew."""
+        """Return the rows that the next step computes again."""
         return [row for row, member in enumerate(self._members) if member.outgrows and len(self._tokens[row]) == 1]
 
     def replace_row(self, row: int, fresh: LoopCache) -> None:
-        """Let `fresh` be the cache of a row, which takes the next token as the last of its prompt."""
+        """Make `fresh` the cache of a row; it takes the next token as the last of its prompt."""
         self._part()
         fresh.open_turn()
         fresh.recomputed = self._members[row].recomputed + 1
@@ -150,7 +150,7 @@ class PaddedCache(LoopCache):
 
     def _begin_step(self) -> None:
         self._catch_up()
-        if any(member.prompt_next for member in self._members):  # such a row takes its step alone, and so do the others
+        if any(member.prompt_next for member in self._members):  # such a row steps alone, and so do the others
             self._part()
             return
         for member in self._members:
@@ -163,28 +163,29 @@ class PaddedCache(LoopCache):
         self._slots.begin()
 
     def _part(self) -> None:
-        """Let the members go on one by one."""
+        """Let the members continue one by one."""
         self._catch_up()
         self._slots = None
 
     def _catch_up(self) -> None:
-        """Tell each member of the steps that were counted for all at once, and what the last of them chose for it."""
+        """Update each member with the steps that were counted for all at once, and with what the last of them chose
+        for it."""
         if self._slots is not None:
             for number in range(len(self._members)):
                 self._slots.catch_up(number)
 
 
 def _refuse_holes(mask: Tensor) -> None:
-    """Raise `UnsupportedError` unless every row of `mask` [B T], of one turn, is padding and then tokens."""
+    """Raise `UnsupportedError` unless every row of `mask` [B T], of one turn, is padding followed by tokens."""
     if not torch.equal(mask, mask.cummax(1).values):
         raise UnsupportedError(
-            "The attention mask hides tokens behind the first of a row: only padding on the left is supported "
+            "The attention mask hides tokens after the first of a row: only padding on the left is supported "
             "(tokenizer.padding_side='left')."
         )
 
 
 def _row(x: AttnInput, row: int, tokens: Tensor, start: int) -> AttnInput:
-    """What some `tokens` [N] of one row see, without the padding around them."""
+    """Return the attention input of some `tokens` [N] of one row, without the padding around them."""
     own = slice(row, row + 1)
     q, k, v = (part[own].index_select(2, tokens) for part in (x.q, x.k, x.v))
     cos, sin, hidden = (part[own].index_select(1, tokens) for part in (x.cos, x.sin, x.hidden))

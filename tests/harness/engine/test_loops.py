@@ -255,7 +255,7 @@ def test_refused_by_a_forward() -> None:
             cache.contents()
         with pytest.raises(ValueError, match="holds 3 padded rows and 1 arrive"):
             model(ROWS[0][:, :1], past_key_values=cache, attention_mask=torch.cat([MASK, MASK[:, -1:]], 1)[:1])
-        with pytest.raises(UnsupportedError, match="not that of the forwards before"):
+        with pytest.raises(UnsupportedError, match="attention mask"):
             model(PADDED[:, :1], past_key_values=cache, attention_mask=torch.ones(3, WIDTH + 1))
 
 
