@@ -19,9 +19,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from kernels.cpu.ffi.bindings import taken
-from kernels.cpu.graph import FROM_HOST, CpuGraph, StepMemory
 from kernels.step_inputs import CaptureError
+from tests.cpu_graph import FROM_HOST, CpuGraph, StepMemory, compiled_calls
 
 ANYTHING = 0x5A  # in every byte of memory that nobody has written
 
@@ -56,23 +55,16 @@ class StreamedGraph(CpuGraph):
     @contextmanager
     def forked(self) -> Iterator[None]:
         """Give what is called here to the other stream."""
-        self._join()
         first, self._stream = len(self.calls), 1
         yield
-        self._join()
         self._beside += self.calls[first:]
         del self.calls[first:]
         self._stream = 0
 
     def joined(self) -> None:
         """Let the model's stream wait for the other one."""
-        self._join()
         self.calls += self._beside
         self._beside = []
-
-    def _join(self) -> None:
-        with torch._C.DisableTorchFunction(), _disable_current_modes():
-            super()._join()
 
     def replay(self) -> None:
         for room in self._places.values():
@@ -93,9 +85,8 @@ class SideStream:
                 yield
             return
         work = StreamedGraph()
-        with taken(work._take), _NumbersAtOnce(), work:
+        with compiled_calls(work.take), _NumbersAtOnce(), work:
             yield
-        work._join()
         self._given.append(work)
 
     def join(self, on: torch.device) -> None:

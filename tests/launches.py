@@ -76,9 +76,6 @@ class LaunchRecorder(DispatchRecorder):
     def drop(self, replay: Callable[[], Any]) -> None:
         """Keep what was named."""
 
-    def own_bytes(self, replay: Callable[[], Any]) -> int:
-        return 0
-
     def has_run(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, changed: list[Tensor]
     ) -> None:

@@ -44,7 +44,7 @@ class VirtualEngine(TransferEngine):
         return VirtualArrival(self, self._works, lambda moved: compute(), Traffic(), on, ahead=True)
 
     def _crosses(self, moved: Traffic, asked: float) -> float:
-        return self.link.take(moved.in_all("to_device_bytes") / self.bytes_s, asked)
+        return self.link.take(moved.settle().to_device_bytes / self.bytes_s, asked)
 
     def _works(self, moved: Traffic, asked: float) -> float:
         return self.worker.take(self.work_s, asked)

@@ -1,4 +1,4 @@
-"""Captures one decode step and replays it for every further token: as a CUDA graph, or its counterpart on the CPU.
+"""Captures one decode step as a CUDA graph and replays it for every further token.
 
 The first step after a seal runs as always, but already in the form that is captured: counts lie on the device
 (methods/base/counters.py), and tokens are written and read through them. Then the step is captured, which runs
@@ -45,9 +45,6 @@ class StepCapture(Protocol):
     def drop(self, replay: Callable[[], Any]) -> None:
         """Free a captured step; it is not replayed again."""
 
-    def own_bytes(self, replay: Callable[[], Any]) -> int:
-        """Return the bytes of the working memory that no other captured step uses."""
-
 
 class CaptureBroke(RuntimeError):
     """Report a capture that failed in a way from which this torch cannot recover."""
@@ -79,9 +76,6 @@ class CudaGraphs:
     def drop(self, replay: Any) -> None:
         replay.__self__.reset()  # not during a capture, since torch drops the stream's cuBLAS workspace with a graph
 
-    def own_bytes(self, replay: Callable[[], Any]) -> int:
-        return 0  # all graphs share the pool
-
     def _captured(self, step: Callable[[], Tensor]) -> tuple[Any, Tensor]:
         """Capture `step`, but not by `torch.cuda.graph`, which empties the caches of device and pinned host memory
         each time."""
@@ -107,32 +101,9 @@ class CudaGraphs:
         return graph, result
 
 
-class CpuGraphs:
-    """Capture steps of an engine on the CPU (kernels/cpu/graph.py)."""
-
-    def capture(self, step: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
-        from kernels.cpu.graph import CpuGraph  # which builds compiled code
-
-        graph = CpuGraph()
-        with graph.capturing():
-            result = step()
-        return graph.replay, result
-
-    def drop(self, replay: Callable[[], Any]) -> None:
-        """Do nothing: the memory is freed with the last reference to the captured step."""
-
-    def own_bytes(self, replay: Any) -> int:
-        return sum(room.size for room in replay.__self__.rooms)
-
-
-def graphs_on(device: torch.device) -> StepCapture:
-    """Return an object that captures the steps of an engine on `device`."""
-    return CpuGraphs() if device.type == "cpu" else CudaGraphs(device)
-
-
 def usual_graphs(device: torch.device) -> StepCapture | None:
     """Return what captures the steps of an engine under graphs=auto: CUDA graphs on a GPU, None on a CPU."""
-    return None if device.type == "cpu" else graphs_on(device)
+    return None if device.type == "cpu" else CudaGraphs(device)
 
 
 class CapturedStep:
@@ -264,7 +235,6 @@ class CapturedStep:
             cache.step_inputs,
             cache.joined(),
             results,
-            self.graphs.own_bytes(replay),
         )
 
     def _step(self) -> Tensor:

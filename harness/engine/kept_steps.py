@@ -26,8 +26,8 @@ class Sized(Protocol):
 class KeptStep(NamedTuple):
     """Hold a captured step: its input `token`, its output `logits`, and `step_inputs`, the tensors that describe its
     sequences, into which the values of others may be written. `form` is the form of their caches. `joined` are tensors
-    that policies joined for these sequences, as hit caches; `results` are those in which a step leaves what it chose;
-    `own_bytes` is working memory that no other step shares."""
+    that policies joined for these sequences, as hit caches; `results` are those in which a step leaves what it
+    chose."""
 
     token: Tensor
     logits: Tensor
@@ -36,11 +36,10 @@ class KeptStep(NamedTuple):
     step_inputs: StepInputs
     joined: list[dict[str, Tensor]]
     results: list[dict[str, Tensor | Ragged]]
-    own_bytes: int
 
     @property
     def nbytes(self) -> int:
-        return self.own_bytes + sum(x.nbytes for layer in self.joined for x in layer.values())
+        return sum(x.nbytes for layer in self.joined for x in layer.values())
 
 
 class KeptSteps:

@@ -26,7 +26,7 @@ from harness.engine.batch.generation import Generation, Stop, after, never
 from harness.engine.batch.running import RunningBatch
 from harness.engine.batch.running_sequence import RunningSequence
 from harness.engine.engine import Engine
-from harness.engine.graph import graphs_on
+from harness.engine.graph import CudaGraphs
 from harness.engine.sampling import Greedy, MinLength, Sampled, Sampler
 from harness.engine.trace import Tracer, profile_file
 from harness.engine.wait import wait_for
@@ -94,7 +94,7 @@ class Runner:
             attachment,
             prefill_chunk=settings.prefill_chunk,
             fidelity=settings.fidelity,
-            graphs=graphs_on(self.device) if settings.graphs == "on" else None,
+            graphs=CudaGraphs(self.device) if settings.graphs == "on" else None,
         )
         self._closing.callback(attachment.close)
         self.likelihood = Likelihood(self.engine, loaded.tokenizer) if settings.measures_likelihood else None

@@ -67,11 +67,6 @@ class Traffic:
             to.tally(name, sums[sequences].sum())
             sums[sequences] = 0
 
-    def in_all(self, name: str) -> int:
-        """Return a count, with what was tallied of it. Waits for the device where it knew more."""
-        tallied = self.tallies.get(name)
-        return getattr(self, name) + (0 if tallied is None else int(tallied.sum()))
-
     @torch.inference_mode()
     def settle(self) -> Traffic:
         """Return this, with all counts in Python now. Waits for the device where it knew more."""

@@ -13,7 +13,7 @@ from harness.config.catalogue import plain
 from harness.config.compose import built, composed
 from harness.config.settings import SettingsError
 from harness.engine.engine import Engine
-from harness.engine.graph import graphs_on
+from harness.engine.graph import CudaGraphs
 from harness.jobs.attaching import attach
 from harness.jobs.loading import load
 from harness.jobs.planning.checks import check_fit
@@ -78,5 +78,5 @@ def ready(words: Mapping[str, Any], config_dir: str | None = None) -> Ready:
     ops.prefer(orders(settings.backends))
     loaded = load(source, settings.dtype, settings.device)
     attachment = attach(loaded, method, budget_of(settings, method, info), settings)
-    graphs = graphs_on(loaded.model.device) if settings.graphs == "on" else None
+    graphs = CudaGraphs(loaded.model.device) if settings.graphs == "on" else None
     return Ready(loaded, Engine(attachment, prefill_chunk=settings.prefill_chunk, graphs=graphs))

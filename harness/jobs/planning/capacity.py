@@ -141,7 +141,7 @@ def _stepping(caches: Sequence[CacheBytes], settings: Settings, *, whole: bool) 
         read = max(cache.staging.read + (cache.staging.gathered if on_cpu else 0) for cache in caches)
         taken += read * (len(caches) + free if steps_together(settings) else 1)
     if steps_captured(settings) and len(caches) > 1:
-        taken += min(taken if on_cpu else joint, MOST_KEPT_BYTES)
+        taken += min(joint, MOST_KEPT_BYTES)
     return taken
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from evals.base import Task
-from harness.config.settings import CommonWindows, OverflowSettings, Settings, StoreSettings
+from harness.config.settings import CommonWindows, OverflowSettings, Settings, SettingsError, StoreSettings
 from harness.jobs.planning.alignment import aligned, per_token
 from harness.jobs.planning.items import Item, by_context
 from harness.models.base import ModelInfo
@@ -99,6 +99,12 @@ def _nothing(names: Set[str], method: Method, why: str) -> Iterator[str]:
         yield f"{' and '.join(sorted(names))} {verb} nothing for {type(method).__name__}, {why}"
 
 
+def refuse_graphs(settings: Settings, device: str) -> None:
+    """Raise `SettingsError` for steps that should be captured on a CPU."""
+    if settings.graphs == "on" and device == "cpu":
+        raise SettingsError("graphs=on captures CUDA graphs, and device=cpu has none: leave graphs out.")
+
+
 def effective(settings: Settings, method: Method, info: ModelInfo) -> Settings:
     """The settings as they apply: `auto` resolved, and at its neutral value what `method` does not use, so that equal
     runs have one identity."""
@@ -108,6 +114,7 @@ def effective(settings: Settings, method: Method, info: ModelInfo) -> Settings:
     crosses_bus = device != "cpu"
     if settings.overlap == ("auto" if crosses_bus else "off"):  # `auto` is `on` behind a bus, else `off`
         changes |= {"overlap": "on" if crosses_bus else "auto"}
+    refuse_graphs(settings, device)
     if settings.graphs == "auto":
         changes |= {"graphs": "off" if device == "cpu" else "on"}
     if settings.prefill_chunk is None:

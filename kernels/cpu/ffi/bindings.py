@@ -18,28 +18,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from struct import Struct as Packer
 from typing import Any, ClassVar
 
 import torch
 
-TakeCall = Callable[..., None]  # a function of a library, and its structs
-
 _ELEMENTS = (torch.float32, torch.bfloat16)
-_taking: ContextVar[TakeCall | None] = ContextVar("taking_calls", default=None)
-
-
-@contextmanager
-def taken(take: TakeCall) -> Iterator[None]:
-    """Hand the calls that are made here to `take`, checked and packed, in place of making them."""
-    token = _taking.set(take)
-    try:
-        yield
-    finally:
-        _taking.reset(token)
 
 
 @dataclass(frozen=True)
@@ -214,13 +199,11 @@ def _checked(struct: type[Struct], entry: Any = None, before: int = 0) -> Callab
     codes = "".join("d" if field.type == "double" else "q" * (1 + len(field.strides)) for field in fields.values())
     packed = f"packed({', '.join(values)})"
     if entry:
-        given = ", ".join([*structs, packed])
-        lines.append(f"return entry({given}) if (take := taking()) is None else take(entry, {given})")
+        lines.append(f"return entry({', '.join([*structs, packed])})")
     else:
         lines.append(f"return {packed}")
     scope: dict[str, Any] = {
         "entry": entry,
-        "taking": _taking.get,
         "packed": Packer("q" * bool(typed) + codes).pack,
         "refused": _refusal(struct.__name__, fields),
         "too_small": _smallness(struct.__name__, fields),

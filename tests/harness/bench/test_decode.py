@@ -24,7 +24,6 @@ from harness.bench.common.limits import Limits
 from harness.bench.common.methods import load
 from harness.bench.common.synthetic import LayerShape
 from harness.engine.attach import Attachment
-from harness.engine.graph import CpuGraphs
 from harness.engine.hf import layer_specs, routed
 from harness.jobs.planning.capacity import MOST_SEQUENCES, largest_batch, needed_by
 from harness.jobs.planning.items import blank
@@ -32,6 +31,7 @@ from methods.base import CacheState
 from methods.full import Full
 from methods.layers import Layer
 from tests.fast import MODEL, PQ
+from tests.tape import Tape
 from tests.tiny import ARCHITECTURES, SHAPE, prompt, tiny
 
 ROOT = Path(__file__).parents[3]
@@ -145,7 +145,7 @@ def test_attention_is_clocked_where_steps_call_layers(graphs: bool, monkeypatch:
     model = tiny("llama")
     kv = Attachment(model, PQ, 40)
     if graphs:
-        monkeypatch.setattr("harness.bench.decode.usual_graphs", lambda device: CpuGraphs())
+        monkeypatch.setattr("harness.bench.decode.usual_graphs", lambda device: Tape())
     with routed(model):
         decoding = decode.Decoding(kv, prompt(100), options())
         times = [decoding.timed_turn(), decoding.timed_turn()]

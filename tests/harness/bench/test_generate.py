@@ -13,9 +13,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from harness.bench import __main__ as bench
 from harness.bench.generate import FOLLOWED, TimedRun, agreement, compare, theirs
-from harness.engine.graph import CpuGraphs, CudaGraphs, usual_graphs
+from harness.engine.graph import CudaGraphs, usual_graphs
 from harness.models.base import LoadedModel
 from harness.models.random import Random
+from tests.tape import Tape
 
 
 def bf16_attention_fails() -> str:
@@ -64,9 +65,9 @@ def test_agreement_is_the_share_of_tokens_that_both_would_pick() -> None:
 def test_a_side_that_fails_is_a_row_with_the_reason_and_steps_are_captured_as_in_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[CpuGraphs] = []
+    made: list[Tape] = []
 
-    class Counted(CpuGraphs):
+    class Counted(Tape):
         def capture(self, step: Any) -> Any:
             made.append(self)
             return super().capture(step)

@@ -1,4 +1,4 @@
-"""Steps of compiled kernels that are captured on the CPU: what they give, and what memory they hold."""
+"""Captured steps of compiled kernels, which take several sequences as a GPU's do: what they give and what they hold."""
 
 from __future__ import annotations
 
@@ -14,21 +14,23 @@ from torch import Tensor
 
 from harness.engine.batch.running import RunningBatch
 from harness.engine.engine import Engine
-from harness.engine.graph import CapturedStep, CpuGraphs
+from harness.engine.graph import CapturedStep
 from harness.engine.saved_state import Snapshot
 from kernels.dispatch import use_backend
 from tests.harness.engine.test_graph import offloading
 from tests.harness.engine.test_together import attach_compiled
 from tests.methods.test_contract import attach, fresh_memory_full_of_nan, small, walked
+from tests.tape import Tape
 from tests.tiny import prompt
 
 THREE = ("full", "snapkv", "pqcache")
 
 
-class Remembered(CpuGraphs):
+class Remembered(Tape):
     """Knows which of its graphs are still alive."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.graphs: list[ref[Any]] = []
 
     def capture(self, step: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
@@ -54,7 +56,7 @@ def no_pass_for_cycles() -> Any:
 @walked
 def test_compiled_steps_are_the_same(name: str) -> None:
     with attach(offloading(name), 0.5) as kv:
-        plain, captured = Engine(kv), Engine(kv, graphs=CpuGraphs())
+        plain, captured = Engine(kv), Engine(kv, graphs=Tape())
         for seed in range(3):
             ids = prompt(80 + seed, seed=seed)
             made, wanted = (engine.generate(ids, max_new_tokens=9) for engine in (captured, plain))
@@ -78,7 +80,7 @@ def test_logits_are_those_of_plain_steps_to_the_last_bit(name: str) -> None:
             cache.seal()
             before = Snapshot(cache)
             for _ in range(2):
-                step = CapturedStep(engine.forward, cache, CpuGraphs()) if captured else None
+                step = CapturedStep(engine.forward, cache, Tape()) if captured else None
                 logits.append([(step(x) if step else engine.forward(x, cache)).clone() for x in fed])
                 assert step is None or step.failure is None
                 if step is not None:

@@ -13,7 +13,7 @@ import pytest
 
 from evals.base import Example, TaskEnv
 from evals.niah import Niah
-from harness.config.settings import GenerationSettings
+from harness.config.settings import GenerationSettings, SettingsError
 from harness.engine.engine import Engine
 from harness.engine.trace import PROFILED
 from harness.results.files import read_json
@@ -24,6 +24,7 @@ from methods.full import Full
 from tests import fast
 from tests.failures import third_record_fails
 from tests.fast import PQ, STREAMING
+from tests.tape import Tape
 
 OWN = (
     "output", "tokens", "stop", "score", "prompt_tokens", "context_tokens", "measured", "kv",
@@ -166,8 +167,15 @@ def test_a_table_knows_the_throughput_of_a_batch(tmp_path: Path) -> None:
 
 
 @pytest.mark.tokens
-def test_a_run_whose_steps_are_captured_is_another_run_with_the_same_answers(tmp_path: Path) -> None:
+def test_a_run_whose_steps_are_captured_is_another_run_with_the_same_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a stand-in for CUDA graphs: a CPU captures nothing."""
     plain = run(tmp_path)
+    with pytest.raises(SettingsError, match="graphs=on captures CUDA graphs, and device=cpu has none"):
+        run(tmp_path, graphs="on")
+    monkeypatch.setattr("harness.jobs.runner.CudaGraphs", lambda device: Tape())
+    monkeypatch.setattr("harness.jobs.planning.effective.refuse_graphs", lambda *_: None)
     for batch in (1, 2):
         made = run(tmp_path, batch=batch, graphs="on")
         assert made.info["plain_steps"] is None

@@ -19,7 +19,6 @@ from harness.engine.attach import Attachment
 from harness.engine.batch.running import RunningBatch
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
-from harness.engine.graph import graphs_on
 from harness.engine.hf import routed
 from harness.jobs.planning.cache_bytes import Holder
 from harness.jobs.planning.capacity import Need, needed, refusal
@@ -270,25 +269,6 @@ def test_a_step_of_three_whose_rows_come_together_is_foreseen(name: str) -> None
             batch.step()
     assert engine.one_by_one is None
     assert forecast(holder).total == pytest.approx(counted.peak, rel=0.1)
-
-
-@pytest.mark.parametrize("name", mostly_slow(["full_offloaded", "infinigen", "pqcache", "shadowkv"], "shadowkv"))
-@torch.inference_mode()
-def test_captured_steps_of_a_growing_batch_are_foreseen(name: str) -> None:
-    """Each has room for a power of two of sequences and of their rows, and those of fewer sequences are kept."""
-    holder = changed(holder_of(name, HOST, 300), batch=5, graphs="on")
-    with routed(model()):
-        engine = Engine(attach(holder), prefill_chunk=300, graphs=graphs_on(torch.device("cpu")))
-        engine.generate(ids(4, 600), max_new_tokens=2)  # is checked, one sequence after the other
-        with Allocations() as counted:
-            batch = RunningBatch(engine)
-            for seed in range(5):
-                engine.join(batch, ids(seed), max_new_tokens=20)
-                batch.step()
-                batch.step()
-    assert (engine.one_by_one, engine.plain_steps) == (None, None)
-    assert forecast(holder).total == pytest.approx(counted.peak, rel=0.1)
-    assert forecast(changed(holder, graphs="off")).total < forecast(holder).total
 
 
 @pytest.mark.slow

@@ -1,16 +1,20 @@
-"""Captures operations on the CPU and replays them on the same memory: what a CUDA graph is on a GPU.
+"""Captures operations on the CPU and replays them on the same memory: the tests' stand-in for a CUDA graph.
 
-As there, capturing runs nothing. Operations of torch say on the meta device what they would return, compiled calls are
-checked and packed, and both are written down. Every number in Python, every shape and every place in memory is that of
-the capture, and what asks for a value that was not computed is refused. Operations that look at the same memory in
-another way leave no trace, and compiled calls that follow one another become one.
+As there, capturing runs nothing. Operations of torch say on the meta device what they would return, calls of compiled
+kernels are checked and packed, and both are written down. Every number in Python, every shape and every place in
+memory is that of the capture, and what asks for a value that was not computed is refused. Operations that look at the
+same memory in another way leave no trace.
 """
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, partial
+from importlib import import_module
+from threading import get_ident
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,18 +23,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kernels.cpu.ffi.bindings import taken
+from kernels import cpu
 from kernels.step_inputs import CaptureError
-
-try:
-    from kernels.cpu import replay
-except ImportError:  # then there are no compiled calls
-    replay = None  # type: ignore[assignment]
 
 WAITING = ("item", "_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2")
 FROM_HOST = (torch.tensor, torch.as_tensor)
 TO_HOST = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
-CompiledCall = tuple[Any, tuple[bytes, ...]]  # a function of a library, and its structs
 EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 COPIES = ("clone", "_to_copy")
 SMALL = 1 << 12  # entries
@@ -44,7 +42,6 @@ class CpuGraph(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[Callable[[], Any]] = []
-        self._compiled: list[CompiledCall] = []  # behind all of `calls`
         self._places: dict[int, StepMemory] = {}  # by their address
 
     @property
@@ -55,9 +52,8 @@ class CpuGraph(TorchDispatchMode):
     @contextmanager
     def capturing(self) -> Iterator[None]:
         """Write down what is called here."""
-        with taken(self._take), NoValues(), self:
+        with compiled_calls(self.take), NoValues(), self:
             yield
-        self._join()
 
     def replay(self) -> None:
         """Do it."""
@@ -75,32 +71,22 @@ class CpuGraph(TorchDispatchMode):
             return func(*args, **kwargs)
         if changes := _changes(func):
             _refuse_another_size(func, args, kwargs)
-            self._call(partial(func, *self._kept(args), **self._kept(kwargs)))
+            self.calls.append(partial(func, *self._kept(args), **self._kept(kwargs)))
             return _returned(func, changes, args, kwargs)
         out = self._made(func, args, kwargs)
         if name in EMPTY:
             return out
-        if name in COPIES and replay is not None and replay.copies(args[0], out):
-            replay.copy(args[0], out)
-        elif name in COPIES:
-            self._call(partial(torch.ops.aten.copy_.default, self._kept(out), self._kept(args[0])))
+        if name in COPIES:
+            self.calls.append(partial(torch.ops.aten.copy_.default, self._kept(out), self._kept(args[0])))
         else:
-            self._call(_into(func, self._kept(args), self._kept(kwargs), self._kept(out)))
+            self.calls.append(_into(func, self._kept(args), self._kept(kwargs), self._kept(out)))
         return out
 
-    def _call(self, call: Callable[[], Any]) -> None:
-        self._join()
-        self.calls.append(call)
-
-    def _take(self, function: Any, *structs: bytes) -> None:
+    def take(self, function: Any, *structs: bytes) -> None:
+        """Write down a call of a compiled kernel."""
         if function.restype is not None:
             raise CaptureError(f"{function.__name__} returns a number to the host")
-        self._compiled.append((function, structs))
-
-    def _join(self) -> None:
-        if self._compiled:
-            self.calls.append(replay.joined(self._compiled))
-            self._compiled = []
+        self.calls.append(partial(function, *structs))
 
     def _made(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What `func` will return, in memory that nobody uses. What copies a little is asked itself, which is
@@ -133,6 +119,39 @@ class CpuGraph(TorchDispatchMode):
             return x
         room.kept += 1
         return x.detach()
+
+
+@contextmanager
+def compiled_calls(take: Callable[..., None]) -> Iterator[None]:
+    """Hand the calls of compiled kernels that this thread makes here to `take`, as function and packed structs, in
+    place of making them."""
+    here = get_ident()
+
+    def handed(function: Any, *structs: bytes) -> Any:
+        return take(function, *structs) if get_ident() == here else function(*structs)
+
+    entries = [scope["entry"] for scope in _scopes()]
+    for scope, entry in zip(_scopes(), entries, strict=True):
+        scope["entry"] = partial(handed, entry)
+    try:
+        yield
+    finally:
+        for scope, entry in zip(_scopes(), entries, strict=True):
+            scope["entry"] = entry
+
+
+@cache
+def _scopes() -> list[dict[str, Any]]:
+    """Return the globals of the functions that kernels/cpu/ffi/bindings.py has written for each library; none without a
+    compiler. Each holds the compiled function as `entry`."""
+    scopes = []
+    for module in pkgutil.iter_modules(cpu.__path__, "kernels.cpu."):
+        with suppress(ImportError):
+            library = getattr(import_module(module.name), "_library", SimpleNamespace())
+            scopes += [
+                call.__globals__ for call in vars(library).values() if "entry" in getattr(call, "__globals__", {})
+            ]
+    return scopes
 
 
 class StepMemory:
