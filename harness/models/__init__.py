@@ -1,1 +1,1 @@
-"""Where models come from: one `ModelSource` per kind, built from `conf/model/*.yaml`."""
+"""Provides models: one `ModelSource` per kind, built from `conf/model/*.yaml`."""

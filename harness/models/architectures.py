@@ -1,4 +1,4 @@
-"""The architectures that run, by their class in transformers: the one list."""
+"""Lists the architectures that run, by their class in transformers."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 class Architecture(NamedTuple):
     model_type: str  # transformers' name in config.json
-    by_blocks: bool  # whether its decoder layers are those of kernels/block.py, so that engine/forward.py can run them
-    unlike: str = ""  # in what they are others
-    drops_cache: bool = False  # whether its `generate` computes a text anew that outgrows LongRoPE's original length
-    sink_logits: bool = False  # whether its softmax has a term of its own per query head (kernels/sink_logits.py)
+    by_blocks: bool  # its decoder layers are built as kernels/block.py describes, so engine/forward.py can run them
+    unlike: str = ""  # how its decoder layers differ from those
+    drops_cache: bool = False  # `generate` computes a text again that outgrows LongRoPE's original length
+    sink_logits: bool = False  # its softmax has an additional term per query head (kernels/sink_logits.py)
 
 
 ARCHITECTURES = {
@@ -21,7 +21,7 @@ ARCHITECTURES = {
     "Phi3ForCausalLM": Architecture("phi3", by_blocks=True, drops_cache=True),
     # The text model alone (1B); the larger ones are Gemma3ForConditionalGeneration
     "Gemma3ForCausalLM": Architecture(
-        "gemma3_text", by_blocks=False, unlike="it has norms behind its sublayers as well, and a GELU MLP"
+        "gemma3_text", by_blocks=False, unlike="it has norms after its sublayers as well, and a GELU MLP"
     ),
     "GptOssForCausalLM": Architecture(
         "gpt_oss", by_blocks=False, sink_logits=True, unlike="its MLP is a mixture of experts"

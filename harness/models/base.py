@@ -1,4 +1,4 @@
-"""The contract of a model source: what a model is without its weights, and the model itself.
+"""Defines a model source: the description of a model without its weights, and the model itself.
 
 Importing this module imports neither torch nor transformers; `describe` and `load` do.
 """
@@ -25,32 +25,32 @@ DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 class ModelError(ValueError):
-    """What a user asked of a model cannot be done; the message says what to do instead."""
+    """Say that a model cannot be used as the user asked, and what to do instead."""
 
 
 class Identity(NamedTuple):
     name: str
-    revision: str  # what was loaded, not what was asked: commit hash, or hash of files or config
+    revision: str  # of what was loaded, not of what was asked for: commit hash, or hash of files or config
     weights: Weights
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What is known of a model without its weights."""
+    """Describe a model without loading its weights."""
 
     name: str
     revision: str
     weights: Weights
     architecture: str
     window: int  # prompt + new tokens
-    trained_window: int  # the same as its config has it, whatever was asked for
+    trained_window: int  # the window in its config, whatever was asked for
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     hidden_size: int
     inner_size: int  # channels of an MLP, or of one expert
-    chosen_experts: int  # through which a token passes; 0 where the MLP is one
+    chosen_experts: int  # experts that a token passes through; 0 without experts
     vocab_size: int
     num_parameters: int
     dtype: str  # the checkpoint's own, one of DTYPES
@@ -59,12 +59,12 @@ class ModelInfo:
 
     @property
     def limit(self) -> int:
-        """Prompt + new tokens that this harness runs."""
+        """Return the most tokens, prompt and answer, that this harness runs."""
         return limit(self.window, self.layer_windows)
 
     @property
     def caution(self) -> str | None:
-        """What has to be said beside every result of a model that reads further than it was trained to."""
+        """Return the warning for results of a model that reads further than it was trained to, or None."""
         if self.window <= self.trained_window:
             return None
         return (
@@ -74,14 +74,15 @@ class ModelInfo:
 
     @property
     def num_whole_layers(self) -> int:
-        """Those that a method is told of (methods/layers/hybrid.py)."""
+        """Return how many layers a method serves: those that see the whole text (methods/layers/hybrid.py)."""
         return self.layer_windows.count(None) or self.num_layers
 
     def weight_bytes(self, dtype: str) -> int:
         return self.num_parameters * DTYPE_BYTES[dtype]
 
     def kv_bytes(self, dtype: str, tokens: int, *, slide: bool = False) -> int:
-        """Keys and values of so many tokens in every layer, `slide`: that slides; such a layer keeps its window."""
+        """Return the bytes of keys and values of `tokens` tokens in all layers. `slide`: only in layers with a
+        sliding window, which keep no more than their window."""
         windows = [window for window in self.layer_windows if window or not slide]
         rows = sum(min(tokens, window or tokens) for window in windows)
         return 2 * rows * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]
@@ -99,28 +100,30 @@ class LoadedModel:
 
 
 class ModelSource(ABC):
-    """Subclasses are frozen dataclasses; their defaults are the values of their yaml, which lists every field."""
+    """Describe and load one model. Subclasses are frozen dataclasses; their defaults are the values of their yaml,
+    which lists every field."""
 
     @abstractmethod
     def identity(self) -> Identity:
-        """Reads no weights."""
+        """Return the model's name and revision, without reading weights."""
 
     @abstractmethod
     def config(self) -> PreTrainedConfig:
-        """Reads no weights."""
+        """Return transformers' config, without reading weights."""
 
     @abstractmethod
     def tokenizer(self) -> PreTrainedTokenizerBase: ...
 
     @abstractmethod
     def build(self, dtype: torch.dtype, device: str) -> PreTrainedModel:
-        """The model with its weights, on `device`."""
+        """Return the model with its weights, on `device`."""
 
     def context_window(self) -> int:
         return int(self.config().max_position_embeddings)
 
     def describe(self) -> ModelInfo:
-        """Worked out once, for it takes seconds; anew where a local folder holds other files than before."""
+        """Return the description of the model. It is computed once, because that takes seconds, and again if the
+        files of a local folder have changed."""
         return _described(self, self.identity())
 
     def load(self, dtype: str, device: str) -> LoadedModel:
@@ -160,7 +163,8 @@ def _described(source: ModelSource, identity: Identity) -> ModelInfo:
 
 
 def _make_current(device: str) -> None:
-    """Kernels are launched and graphs captured on the current device, which would be the first."""
+    """Make `device` the current one: kernels are launched and graphs captured on the current device, by default the
+    first."""
     import torch
 
     if ":" in device:
@@ -168,14 +172,15 @@ def _make_current(device: str) -> None:
 
 
 def _align(model: PreTrainedModel) -> None:
-    """Weights mapped from a file begin anywhere; read from the start of a cache line they are faster."""
+    """Move weights to the start of a cache line, where they are read faster; those mapped from a file begin
+    anywhere."""
     for weight in model.parameters():
         if weight.device.type == "cpu" and weight.data_ptr() % 64:
             weight.data = weight.data.clone()
 
 
 def _quiet() -> None:
-    """No progress bar of transformers: the harness draws its own."""
+    """Turn off transformers' progress bars: the harness draws its own."""
     import transformers
 
     logging: Any = transformers.utils.logging
@@ -193,19 +198,20 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def own_dtype(config: PreTrainedConfig) -> str:
-    """What the checkpoint was saved in; fp32, transformers' own default, where its config names nothing we know."""
+    """Return the dtype in which the checkpoint was saved; fp32, transformers' default, if its config names no known
+    dtype."""
     saved = str(config.dtype).removeprefix("torch.")
     return next((name for name, full in DTYPES.items() if full == saved), "fp32")
 
 
 def limit(window: int, layer_windows: Sequence[int | None]) -> int:
-    """Prompt + new tokens: the model's window. Where every layer slides, their window: beyond it a method would have
-    no layer that sees the whole text."""
+    """Return the most tokens, prompt and answer: the model's window. If every layer slides, it is the smallest
+    window of a layer: beyond it a method would have no layer that sees the whole text."""
     return min(window, *(window if seen is None else seen for seen in layer_windows)) if all(layer_windows) else window
 
 
 def sliding_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
-    """Of every layer how many tokens it sees, None for all."""
+    """Return how many tokens each layer sees; None for all."""
     window: int | None = getattr(config, "sliding_window", None)
     if getattr(config, "use_sliding_window", True) is False:
         window = None
@@ -214,7 +220,7 @@ def sliding_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
 
 
 def count_parameters(config: PreTrainedConfig) -> int:
-    """Without allocating them; tied ones count once."""
+    """Count the parameters without allocating them; tied ones count once."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -224,20 +230,21 @@ def count_parameters(config: PreTrainedConfig) -> int:
 
 
 def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Every id that ends an answer. Sources disagree in many repositories, and one missing id costs whole scores."""
+    """Return every token id that ends an answer. In many repositories the sources disagree, and a missing id lowers
+    all scores."""
     stated = [getattr(model.generation_config, "eos_token_id", None), model.config.eos_token_id, tokenizer.eos_token_id]
     ids = {i for entry in stated for i in (entry if isinstance(entry, list) else [entry]) if i is not None}
     return tuple(sorted(ids | _end_of_turn(tokenizer)))
 
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """The special token with which the chat template closes the assistant's turn, if there is one."""
+    """Return the special token with which the chat template closes the assistant's turn, if there is one."""
     if not tokenizer.chat_template:
         return set()
     turns = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}]
     try:
         text = str(tokenizer.apply_chat_template(turns, tokenize=False))
-    except Exception:  # a template is a program, so any error may come of it; prompts that need it name the error
+    except Exception:  # a template is a program and may raise anything; prompts that need it report the error
         return set()
     first = tokenizer.encode(text.rpartition("Because.")[2].lstrip(), add_special_tokens=False)[:1]
     return {i for i in first if (token := tokenizer.added_tokens_decoder.get(i)) is not None and token.special}

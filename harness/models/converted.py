@@ -1,7 +1,7 @@
-"""A converted model in the cache: complete or not there at all, and held against checksums noted when it was made.
+"""Keeps a converted model in the cache: complete or not at all, and checked against checksums from its conversion.
 
-A file whose size, time and inode are as noted is taken for what was written, since hashing 540 MB takes a second; any
-other is hashed. A folder that does not hold what was written is converted anew.
+A file whose size, time and inode are as noted is taken as unchanged, since hashing 540 MB takes a second; any other
+is hashed. A folder that differs from what was written is converted again.
 """
 
 from __future__ import annotations
@@ -21,25 +21,27 @@ from typing import Any
 from harness.models.base import ModelError
 from harness.terminal.notices import say_once
 
-NOTE = "checksums.json"  # beside the files: {name: {"sha256": ..., "size": ..., "mtime_ns": ..., "inode": ...}}
+NOTE = "checksums.json"  # in the same folder: {name: {"sha256": ..., "size": ..., "mtime_ns": ..., "inode": ...}}
 
 
 def ensure(folder: Path, make: Callable[[Path], None], *, thorough: bool = False) -> str | None:
-    """Has `make` convert the model unless `folder` holds it whole; `make` is given a path to create. `thorough` hashes
-    every file. Returns what was wrong with a folder that was there, and None where nothing was."""
+    """Convert the model by `make`, which gets a path to create, unless `folder` holds it completely.
+
+    `thorough` hashes every file. Return what was wrong with an existing folder, or None.
+    """
     if not thorough and _is_as_noted(folder):
         return None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _alone(folder.with_name(f".{folder.name}.lock")):  # of two processes one converts, the other waits
+        with _alone(folder.with_name(f".{folder.name}.lock")):  # one process converts, others wait
             fault = _fault(folder, thorough) if folder.is_dir() else None
             if fault:
-                say_once(f"the model in {folder} is converted anew: {fault}")
+                say_once(f"the model in {folder} is converted again: {fault}")
             if fault or not folder.is_dir():
                 _replace(folder, make)
         return fault
     except (OSError, ImportError) as error:
-        if folder.is_dir() and _fault(folder, thorough) is None:  # where nothing can be locked, another was first
+        if folder.is_dir() and _fault(folder, thorough) is None:  # nothing can be locked, but another process was first
             return None
         remedy = "run `make setup`" if isinstance(error, ImportError) else "set KV_HARNESS_CACHE to another folder"
         raise ModelError(
@@ -50,7 +52,7 @@ def ensure(folder: Path, make: Callable[[Path], None], *, thorough: bool = False
 
 def _replace(folder: Path, make: Callable[[Path], None]) -> None:
     unfinished = folder.with_name(f".{folder.name}-unfinished")
-    for old in (unfinished, folder):  # a process that was killed leaves the first
+    for old in (unfinished, folder):  # a killed process leaves the first of them
         if old.exists():
             shutil.rmtree(old)
     try:
@@ -64,7 +66,8 @@ def _replace(folder: Path, make: Callable[[Path], None]) -> None:
 
 @contextmanager
 def _errors_of_the_system() -> Iterator[None]:
-    """Libraries in Rust say in words alone that a disk is full: Exception("No space left on device (os error 28)")."""
+    """Turn errors of libraries in Rust, which report a full disk only in words (Exception("No space left on device
+    (os error 28)")), into `OSError`."""
     try:
         yield
     except Exception as error:
@@ -74,7 +77,8 @@ def _errors_of_the_system() -> Iterator[None]:
 
 
 def _fault(folder: Path, thorough: bool) -> str | None:
-    """What differs from what was written, or None; notes the state of files that are sound in another state."""
+    """Return what differs from what was written, or None. Note the new state of files that are intact but were
+    touched."""
     notes, files = _notes(folder), {file.name: file for file in _files(folder)}
     if not notes:
         return "it has no checksums that can be read"
@@ -90,7 +94,7 @@ def _fault(folder: Path, thorough: bool) -> str | None:
                 return f"{name} is damaged"
             notes[name] = {"sha256": sha256, **state}
     if notes != _notes(folder):
-        with suppress(OSError):  # a cache that nobody may write is hashed by every process
+        with suppress(OSError):  # every process hashes a cache that is read-only
             _write_note(folder, notes)
     return None
 
@@ -102,7 +106,7 @@ def _is_as_noted(folder: Path) -> bool:
 
 
 def _notes(folder: Path) -> dict[str, dict[str, Any]]:
-    """Of each file; empty where they cannot be read."""
+    """Return what is noted of each file; nothing if the notes cannot be read."""
     try:
         return {name: dict(about) for name, about in json.loads((folder / NOTE).read_bytes()).items()}
     except (OSError, ValueError, TypeError, AttributeError):
@@ -116,12 +120,13 @@ def _write_note(folder: Path, notes: dict[str, dict[str, Any]]) -> None:
 
 
 def _files(folder: Path) -> list[Path]:
-    """All that a loader might read."""
+    """Return all files that a loader might read."""
     return sorted(file for file in folder.glob("[!.]*") if file.name != NOTE)
 
 
 def _noted(file: Path) -> dict[str, Any]:
-    """Of a file that was just written, once it is on the disk: a machine that loses its power may leave zeros in it."""
+    """Return the note of a file that was just written, after syncing it to disk: a power failure may leave zeros in
+    it."""
     with open(file, "rb") as stream:
         os.fsync(stream.fileno())
     return {"sha256": _sha256(file), **_state(file)}
@@ -139,7 +144,7 @@ def _sha256(file: Path) -> str:
 
 @lru_cache
 def _known_sha256(file: Path, *state: int) -> str:
-    """A process hashes each state of a file once."""
+    """Return the hash of a file; a process hashes each state of a file once."""
     return _sha256(file)
 
 

@@ -1,4 +1,4 @@
-"""Where a model runs: what `auto` stands for on this machine, and what is said of a device that cannot be used."""
+"""Chooses the device of a model: what `auto` means on this machine, and why a device cannot be used."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from contextlib import suppress
 from pathlib import Path
 
 DRIVER = Path("/proc/driver/nvidia/version")  # its first line names the version
-PREFILL_CHUNK = 8192  # tokens of a prompt that pass through a layer at once on a GPU, unless told otherwise
-NODES = (Path("/dev/nvidia0"), Path("/dev/dxg"))  # of a GPU under Linux, and under Windows' Linux
+PREFILL_CHUNK = 8192  # tokens of a prompt that pass through a layer at once on a GPU by default
+NODES = (Path("/dev/nvidia0"), Path("/dev/dxg"))  # device files of a GPU under Linux, and under WSL
 
 
 class DeviceError(ValueError):
-    """The device that a user asked for cannot be used; the message says what to do instead."""
+    """Say that the device a user asked for cannot be used, and what to do instead."""
 
 
 def choose_device(asked: str) -> str:
-    """The device that `asked` stands for; `auto` is the GPU, where there is one.
+    """Return the device that `asked` stands for; `auto` is the GPU if there is one.
 
-    Raises `DeviceError` for `auto` where an NVIDIA GPU is there that torch cannot use: a run that silently took the CPU
-    would also take another dtype, and hours.
+    Raises `DeviceError` for `auto` if there is an NVIDIA GPU that torch cannot use: a run that silently took the
+    CPU would also take another dtype, and hours.
     """
     import torch
 
@@ -37,10 +37,10 @@ def choose_device(asked: str) -> str:
 
 
 def usual_chunk(device: str, dense_prefill: bool = True) -> int | None:
-    """How many tokens of a prompt pass through a layer at once where nobody says; None: all.
+    """Return how many tokens of a prompt pass through a layer at once by default; None: all.
 
-    On a GPU that bounds what lies between two operations. A method whose prefill is not dense (`dense_prefill`) reads
-    something else when its prompt comes in chunks, so it gets none that nobody asked for.
+    On a GPU a chunk bounds the memory between two operations. A method whose prefill is not dense (`dense_prefill`)
+    reads something else when its prompt is split, so its prompt is split only on request.
     """
     return PREFILL_CHUNK if device.startswith("cuda") and dense_prefill else None
 
@@ -56,30 +56,30 @@ def check_device(name: str) -> str:
         return name
     import torch
 
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if int(match[1] or 0) >= found:
-        reason = f" ({why_unusable()})" if not found and gpu_is_there() else ""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if int(match[1] or 0) >= count:
+        reason = f" ({why_unusable()})" if not count and gpu_is_there() else ""
         raise DeviceError(
-            f"device={name} is not available: torch sees {found} CUDA devices{reason}; use another, or device=cpu."
+            f"device={name} is not available: torch sees {count} CUDA devices{reason}; use another, or device=cpu."
         )
     return name
 
 
 def gpu_is_there() -> bool:
-    """Whether the system shows an NVIDIA GPU, whatever torch makes of it."""
+    """Return whether the system shows an NVIDIA GPU, even if torch cannot use it."""
     return any(node.exists() for node in (DRIVER, *NODES))
 
 
 def driver() -> str:
-    """The version of NVIDIA's kernel driver, in words."""
+    """Return the version of NVIDIA's kernel driver, as text."""
     with suppress(OSError):
-        if found := re.search(r"\s(\d+\.[\d.]+)\s", DRIVER.read_text().splitlines()[0]):
-            return f"driver {found[1]}"
+        if version := re.search(r"\s(\d+\.[\d.]+)\s", DRIVER.read_text().splitlines()[0]):
+            return f"driver {version[1]}"
     return "driver unknown"
 
 
 def why_unusable() -> str:
-    """The reason for which torch has no CUDA device here, in a sentence without its full stop."""
+    """Return the reason why torch has no CUDA device here, as a sentence without its full stop."""
     import torch
 
     if torch.version.cuda is None:
@@ -92,5 +92,5 @@ def why_unusable() -> str:
 
 
 def _hidden() -> bool:
-    """Whether the user has hidden all GPUs from this process."""
+    """Return whether the user has hidden all GPUs from this process."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")

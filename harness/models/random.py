@@ -1,6 +1,7 @@
-"""Random weights in the shape of a public model: speed, memory and traffic without a download, and quick tests.
+"""Provides random weights in the shape of a public model, for speed, memory and traffic without a download, and
+quick tests.
 
-Scores mean nothing here. Weights depend on shape, layers, seed, dtype and kind of device only.
+Scores mean nothing here. Weights depend only on shape, layers, seed, dtype and kind of device.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Random(ModelSource):
-    """`shape`: a name in shapes.yaml. `layers`: None for all. `tokenizer_name`: one of TOKENIZERS."""
+    """Make a model with random weights. `shape`: a name in shapes.yaml. `layers`: how many, None for all.
+    `tokenizer_name`: one of TOKENIZERS."""
 
     shape: str = "smollm2"
     layers: int | None = None
@@ -43,10 +45,10 @@ class Random(ModelSource):
     def __post_init__(self) -> None:
         if self.shape not in SHAPES:
             raise ModelError(f"model.shape={self.shape} is unknown: choose one of {', '.join(SHAPES)}.")
-        has = SHAPES[self.shape]["num_hidden_layers"]
-        if self.layers is not None and not 1 <= self.layers <= has:
+        most = SHAPES[self.shape]["num_hidden_layers"]
+        if self.layers is not None and not 1 <= self.layers <= most:
             raise ModelError(
-                f"model.layers={self.layers} does not suit {self.shape}: choose 1 to {has}, or null for all."
+                f"model.layers={self.layers} does not suit {self.shape}: choose 1 to {most}, or null for all."
             )
         if self.tokenizer_name not in TOKENIZERS:
             raise ModelError(
@@ -75,7 +77,8 @@ class Random(ModelSource):
         return embedded.SmolLM2().tokenizer() if self._tokenizer_name() == "smollm2" else byte_tokenizer()
 
     def build(self, dtype: torch.dtype, device: str) -> PreTrainedModel:
-        """Allocated once, with its dtype, where it stays: the usual initialisation takes minutes for 8B on a CPU."""
+        """Return the model, whose weights are allocated once, with their dtype and on their device: the usual
+        initialisation takes minutes for 8B on a CPU."""
         import torch
         from transformers import AutoModelForCausalLM
 
@@ -90,11 +93,11 @@ class Random(ModelSource):
         if (scale := getattr(model.model.embed_tokens, "scalar_embed_scale", None)) is not None:  # Gemma 3
             model.model.embed_tokens.embed_scale.fill_(scale)
         fill(model, torch.Generator(device).manual_seed(self.seed))
-        made: PreTrainedModel = model
-        return made
+        filled: PreTrainedModel = model
+        return filled
 
     def _arguments(self) -> dict[str, Any]:
-        """Keyword arguments of transformers' config."""
+        """Return the keyword arguments of transformers' config."""
         public = {key: value for key, value in SHAPES[self.shape].items() if key not in ("model_type", "dtype")}
         return public if self.layers is None else public | {"num_hidden_layers": self.layers}
 
@@ -109,7 +112,8 @@ class Random(ModelSource):
 
 
 def fill(model: nn.Module, generator: torch.Generator) -> None:
-    """Matrices keep the variance of what they multiply; norms 1, biases 0. Uniform: drawn faster than normal."""
+    """Draw matrices that keep the variance of their inputs; norms are 1, biases 0. Uniform numbers are drawn faster
+    than normal ones."""
     import torch
 
     with torch.no_grad():
@@ -125,7 +129,7 @@ def fill(model: nn.Module, generator: torch.Generator) -> None:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerBase:
-    """Every byte a token, ChatML as template: 259 tokens."""
+    """Return a tokenizer that takes every byte as a token and has ChatML as template: 259 tokens."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""Files of one commit of a hub repository: out of the local cache, else the hub.
+"""Finds the files of one commit of a hub repository: in the local cache, else on the hub.
 
 The hub is probed once before it is asked: its library retries an unreachable one for 15 to 23 seconds per file.
 """
@@ -14,14 +14,14 @@ from harness.models.base import ModelError
 SMALL_FILES = ["config.json", "generation_config.json", "*.index.json", "token*", "special_tokens_map.json", "*.jinja"]
 SMALL_FILES += ["vocab.json", "merges.txt", "added_tokens.json"]
 WEIGHT_FILES = ["model*.safetensors"]
-# what else transformers reads of a local folder: further templates, and with peft an adapter
+# further files that transformers reads from a local folder: more templates, and with peft an adapter
 LOCAL_FILES = ["additional_chat_templates/*.jinja", "adapter_config.json", "adapter_model.safetensors"]
 INDEX = "model.safetensors.index.json"
 ADVICE = "point model.name at a local folder, or use model=smollm2, which needs no download"
 
 
 def snapshot(name: str, revision: str | None, *, weights: bool) -> Path:
-    """The snapshot folder in the hub cache, named after its commit; downloads what is missing."""
+    """Return the snapshot folder in the hub cache, named after its commit; download what is missing."""
     from huggingface_hub import constants as hub
 
     if folder := _cached(name, revision, weights=weights):
@@ -79,13 +79,13 @@ def has_weights(folder: Path) -> bool:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Return all files of a local folder that a model or its tokenizer may be read from, by name."""
-    found = {file for pattern in SMALL_FILES + WEIGHT_FILES + LOCAL_FILES for file in folder.glob(pattern)}
-    return sorted(file for file in found | _parts(folder) if file.is_file())
+    """Return all files of a local folder that a model or its tokenizer may be read from, sorted by name."""
+    matches = {file for pattern in SMALL_FILES + WEIGHT_FILES + LOCAL_FILES for file in folder.glob(pattern)}
+    return sorted(file for file in matches | _parts(folder) if file.is_file())
 
 
 def _parts(folder: Path) -> set[Path]:
-    """Return the weight files that the index names, whatever they are called; none where there is no index."""
+    """Return the weight files that the index names, whatever they are called; none if there is no index."""
     index = folder / INDEX
     if not index.is_file():
         return set()

@@ -1,1 +1,1 @@
-"""From an example to token ids, and where an answer ends."""
+"""Turns examples into token ids, and decides where an answer ends."""

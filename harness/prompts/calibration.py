@@ -1,4 +1,4 @@
-"""Ordinary text for methods that calibrate themselves, and for benchmarks that need some."""
+"""Provides ordinary text for methods that calibrate themselves, and for benchmarks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ MOST = 4096  # tokens that a method may ask for
 
 
 def calibration_text(tokenizer: Tokenizer, tokens: int = MOST) -> list[int]:
-    """Token ids: the end of Python's help topics, so that it is not the beginning that haystacks are cut from."""
+    """Return token ids of ordinary text: the end of Python's help topics, because haystacks are cut from their
+    beginning."""
     tools = Tools(tokenizer, "none")
     text = load("pydoc", TaskEnv(text=tools, seed=0)).text
     return tools.encode(text[-8 * tokens :])[-tokens:]

@@ -1,4 +1,4 @@
-"""From an example to token ids: chat template, BOS, middle cut, and where the context ends.
+"""Turns an example into token ids: chat template, BOS, middle cut, and where the context ends.
 
 The text is put together first and tokenised once, so that both protocols and every method see the same ids.
 """
@@ -17,18 +17,18 @@ from typing import Any, Literal, NamedTuple, Protocol
 from evals.base import Example
 
 Chat = Literal["template", "none"]
-TEMPLATE_DAY = datetime(2024, 7, 26)  # templates that write today's date are told this: prompts would change overnight
-TEMPLATE_DATE = TEMPLATE_DAY.strftime("%d %b %Y")  # as Llama 3's templates have it
-_CLOCK = Lock()  # one template is told the day at a time
+TEMPLATE_DAY = datetime(2024, 7, 26)  # the date that templates write; with today's, prompts would change overnight
+TEMPLATE_DATE = TEMPLATE_DAY.strftime("%d %b %Y")  # in the form of Llama 3's templates
+_CLOCK = Lock()  # the clock is replaced for one template at a time
 PROBE, ANSWER_PROBE = "USER-TEXT", "ASSISTANT-TEXT"
 
 
 class PromptError(ValueError):
-    """An example cannot become a prompt of this model; the message says what to do instead."""
+    """Say why an example cannot become a prompt of this model, and what to do instead."""
 
 
 class Tokenizer(Protocol):
-    """What is used of a transformers tokenizer."""
+    """Describe the part of a transformers tokenizer that is used here."""
 
     chat_template: Any
     bos_token_id: Any
@@ -49,22 +49,22 @@ class Tokenizer(Protocol):
 class Prompt:
     ids: tuple[int, ...]
     split: int  # leading tokens that belong to the context; a token that straddles the end belongs to the question
-    cut_tokens: int  # taken out of the middle of the user's text
-    bos_added: int  # 1 where the tokenizer's BOS was put before a text that has none
+    cut_tokens: int  # removed from the middle of the user's text
+    bos_added: int  # 1 if the tokenizer's BOS was put before a text that has none
     template: bool
-    text: str  # what was tokenised; the added BOS is not in it
-    replaces_answer: bool = False  # begins with a reply that takes the place of the model's answer before it
+    text: str  # the tokenised text, without an added BOS
+    replaces_answer: bool = False  # it begins with a reply that replaces the model's answer before it
 
 
 class Shell(NamedTuple):
-    """What stands around the user's text: `head` holds the system text, `tail` opens the assistant's turn."""
+    """Hold the text around the user's text: `head` contains the system text, `tail` opens the assistant's turn."""
 
     head: str
     tail: str
 
 
 class Tools:
-    """`evals.base.TextTools` for one tokenizer and chat switch."""
+    """Implement `evals.base.TextTools` for one tokenizer and chat setting."""
 
     def __init__(self, tokenizer: Tokenizer, chat: Chat) -> None:
         self.tokenizer = tokenizer
@@ -72,7 +72,8 @@ class Tools:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Made when it is asked for: to write a tokenizer down takes a part of a second."""
+        """Return the hash of the tokenizer and chat setting; computed on demand, because serialising a tokenizer is
+        slow."""
         return _fingerprint(self.tokenizer, self.chat)
 
     def encode(self, text: str) -> list[int]:
@@ -82,13 +83,14 @@ class Tools:
         return decode(self.tokenizer, ids)
 
     def count(self, user: str, prefix: str = "", *, system: str = "", chat: bool = True) -> int:
-        """Tokens of the whole prompt; without a BOS that the tokenizer adds."""
+        """Return the number of tokens of the whole prompt, without a BOS that the tokenizer adds."""
         template = chat and self.chat == "template"
         return len(self.encode(wrap(self.tokenizer, user, system, template=template) + prefix))
 
 
 def render(example: Example, tokenizer: Tokenizer, *, chat: Chat) -> Prompt:
-    """The prompt of `example`; `chat=none` wraps nothing, `chat=template` what the example wants wrapped."""
+    """Return the prompt of `example`. With `chat=none` nothing is wrapped in the chat template, with
+    `chat=template` what the example wants wrapped."""
     template = chat == "template" and example.chat
     context, question, cut_tokens = cut_middle(example, tokenizer)
     wrapped = wrap(tokenizer, context + question, example.system, template=template)
@@ -102,8 +104,9 @@ def render(example: Example, tokenizer: Tokenizer, *, chat: Chat) -> Prompt:
 
 
 def render_turn(example: Example, tokenizer: Tokenizer, *, chat: Chat) -> Prompt:
-    """What stands between the answer before `example`, a further turn, and its own: the end of that answer, the user's
-    text, the opening of the next. Behind a given reply where the example has one. All of it is question."""
+    """Return the tokens between the answer before `example`, a further turn, and the answer to it: the end of the
+    earlier answer, the user's text and the opening of the next answer. They follow the given reply if the example
+    has one. All of them belong to the question."""
     template = chat == "template" and example.chat
     text = example.question
     if template:
@@ -116,8 +119,8 @@ def render_turn(example: Example, tokenizer: Tokenizer, *, chat: Chat) -> Prompt
 
 
 def wrap(tokenizer: Tokenizer, user: str, system: str, *, template: bool, opens_answer: bool = True) -> str:
-    """The user's turn and, if it `opens_answer`, the opening of the assistant's; without a template, the system text
-    and a blank line lead."""
+    """Return the user's turn and, if it `opens_answer`, the opening of the assistant's turn. Without a template,
+    the system text and a blank line precede the user's text."""
     if not template:
         return f"{system}\n\n{user}" if system else user
     turns = [("system", system)] * bool(system) + [("user", user)]
@@ -125,18 +128,18 @@ def wrap(tokenizer: Tokenizer, user: str, system: str, *, template: bool, opens_
 
 
 def _templated(tokenizer: Tokenizer, talk: Sequence[tuple[str, str]], *, opens_answer: bool = True) -> str:
-    """talk: who says what."""
+    """Return a conversation in the chat template. `talk`: pairs of role and text."""
     if not tokenizer.chat_template:
         raise PromptError("This model's tokenizer has no chat template: set chat=none, or use an instruct model.")
     turns = [{"role": role, "content": content} for role, content in talk]
     try:
         return in_template(tokenizer, turns, add_generation_prompt=opens_answer)
-    except Exception as error:  # a template is a program, so any error may come of it
+    except Exception as error:  # a template is a program and may raise anything
         raise PromptError(f"The chat template refuses this prompt ({error}): set chat=none.") from error
 
 
 def in_template(tokenizer: Tokenizer, turns: Sequence[Mapping[str, str]], **options: Any) -> str:
-    """Return `turns` in the chat template, which is told a fixed day in place of today."""
+    """Return `turns` in the chat template, for which today is a fixed day."""
     with _on_template_day():
         text = tokenizer.apply_chat_template(list(turns), tokenize=False, date_string=TEMPLATE_DATE, **options)
     assert isinstance(text, str)
@@ -151,8 +154,8 @@ class _TemplateDay(datetime):
 
 @contextmanager
 def _on_template_day() -> Iterator[None]:
-    """Let `strftime_now` of a template write the fixed day. transformers hands no function of ours to a template, and
-    its own reads the clock by the module's `datetime`."""
+    """Make `strftime_now` of a template write the fixed day. transformers passes no function of ours to a template,
+    and its own reads the clock by the module's `datetime`."""
     from transformers.utils import chat_template_utils
 
     clock: Any = chat_template_utils
@@ -166,7 +169,8 @@ def _on_template_day() -> Iterator[None]:
 
 
 def shell(tokenizer: Tokenizer, system: str = "", *, template: bool = True) -> Shell:
-    """What `wrap` puts around the user's text; also shows the system text that some templates add by themselves."""
+    """Return the text that `wrap` puts around the user's text, including a system text that some templates add by
+    themselves."""
     head, probe, tail = wrap(tokenizer, PROBE, system, template=template).rpartition(PROBE)
     if not probe:
         raise PromptError("The chat template changes the user's text: set chat=none, or use another model.")
@@ -174,8 +178,8 @@ def shell(tokenizer: Tokenizer, system: str = "", *, template: bool = True) -> S
 
 
 def before_answer(tokenizer: Tokenizer, system: str = "") -> str | None:
-    """Return what the template puts between a user's text and the assistant's answer to it, once that is there; None
-    where it takes no answers."""
+    """Return what the template puts between a user's text and the assistant's existing answer to it; None if it
+    takes no answers."""
     talk = [("system", system)] * bool(system) + [("user", PROBE), ("assistant", ANSWER_PROBE)]
     try:
         text = _templated(tokenizer, talk, opens_answer=False)
@@ -186,7 +190,8 @@ def before_answer(tokenizer: Tokenizer, system: str = "") -> str | None:
 
 
 def _end_of_context(wrapped: str, context: str, question: str, around: Shell) -> int:
-    """Position in `wrapped` just behind the context, also where the template strips the user's text (Llama 3)."""
+    """Return the position in `wrapped` just after the context, also if the template strips the user's text (Llama
+    3)."""
     user = context + question
     inside = wrapped[len(around.head) : len(wrapped) - len(around.tail)]
     if inside == user:
@@ -202,9 +207,9 @@ def _indent(text: str) -> int:
 
 
 def cut_middle(example: Example, tokenizer: Tokenizer) -> tuple[str, str, int]:
-    """Context, question and the number of tokens cut: LongBench's rule keeps the first and the last half.
+    """Return context, question and the number of tokens cut, by LongBench's rule: the first and the last half stay.
 
-    Where the question did not survive whole, what is left counts as context.
+    If the question was cut, what is left of it counts as context.
     """
     limit = example.max_prompt_tokens
     if limit is None:
@@ -226,14 +231,14 @@ class Tokens(NamedTuple):
 
 
 def tokenize(tokenizer: Tokenizer, text: str) -> Tokens:
-    """No special tokens added; those spelled out in `text` are recognised."""
+    """Return the tokens of `text`. No special tokens are added; those spelled out in `text` are recognised."""
     options = {"return_offsets_mapping": True, "return_attention_mask": False, "verbose": False}
-    found = tokenizer(text, add_special_tokens=False, **options)
-    return Tokens(list(found["input_ids"]), [end for _, end in found["offset_mapping"]])
+    encoded = tokenizer(text, add_special_tokens=False, **options)
+    return Tokens(list(encoded["input_ids"]), [end for _, end in encoded["offset_mapping"]])
 
 
 def decode(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """Text without special tokens, its white space as the model wrote it."""
+    """Return the text without special tokens, with white space as the model wrote it."""
     return str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
@@ -243,6 +248,6 @@ def _fingerprint(tokenizer: Any, chat: Chat) -> str:
 
 
 def adds_bos(tokenizer: Tokenizer) -> bool:
-    """Whether the tokenizer puts a BOS before plain text."""
+    """Return whether the tokenizer puts a BOS before plain text."""
     bos = tokenizer.bos_token_id
     return bos is not None and list(tokenizer("", verbose=False)["input_ids"])[:1] == [bos]

@@ -1,4 +1,4 @@
-"""When an answer ends: an EOS id or a stop string, found token by token."""
+"""Decides when an answer ends: at an EOS id or a stop string, found token by token."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Literal
 from harness.prompts.prompt import Tokenizer, decode, tokenize
 
 Reason = Literal["eos", "stop_string"]
-MARGIN = 4  # tokens decoded beyond the longest stop string: pieces of a character, a dropped leading space
+MARGIN = 4  # tokens decoded beyond the longest stop string, for pieces of a character and a dropped leading space
 
 
 class StopRule:
-    """Call it after each new token with all new tokens. The first `min_new_tokens` can neither stop nor be cut."""
+    """Decide after each new token whether the answer ends; call it with all new tokens. The first `min_new_tokens`
+    tokens can neither stop the answer nor be cut."""
 
     def __init__(
         self, tokenizer: Tokenizer, eos_ids: Iterable[int], stop_strings: Sequence[str], min_new_tokens: int
@@ -23,12 +24,12 @@ class StopRule:
         self.eos_ids = frozenset(eos_ids)
         self.stop_strings = tuple(stop_strings)
         self.min_new_tokens = min_new_tokens
-        # a token is at least one byte, so this many hold the string and whatever came with its last token
+        # a token has at least one byte, so this many tokens contain the string and what came with its last token
         self._tail = max((len(stop.encode()) for stop in stop_strings), default=0) + MARGIN
 
     @property
     def ends(self) -> list[int]:
-        """Tokens that end an answer by themselves: EOS, and the last of each stop string."""
+        """Return the tokens that end an answer by themselves: EOS, and the last token of each stop string."""
         return sorted(self.eos_ids | {tokenize(self.tokenizer, stop).ids[-1] for stop in self.stop_strings})
 
     def __call__(self, tokens: list[int]) -> Reason | None:
@@ -41,14 +42,14 @@ class StopRule:
         return None
 
     def text(self, tokens: Sequence[int]) -> str:
-        """The answer: no special tokens, nothing from EOS or stop string on."""
+        """Return the answer without special tokens, cut before EOS or a stop string."""
         ends = (i for i in range(self.min_new_tokens, len(tokens)) if tokens[i] in self.eos_ids)
         text, stop = self._find_stop(tokens[: next(ends, len(tokens))], 0)
         return text[:stop]
 
     def _find_stop(self, tokens: Sequence[int], start: int) -> tuple[str, int | None]:
-        """The text from token `start` on, and where in it the first stop string begins."""
+        """Return the text from token `start` on, and the position in it where the first stop string begins."""
         text = decode(self.tokenizer, tokens[start:])
         spared = len(decode(self.tokenizer, tokens[start : self.min_new_tokens])) if self.min_new_tokens > start else 0
-        found = [text.find(stop, max(0, spared - len(stop) + 1)) for stop in self.stop_strings]
-        return text, min((position for position in found if position >= 0), default=None)
+        positions = [text.find(stop, max(0, spared - len(stop) + 1)) for stop in self.stop_strings]
+        return text, min((position for position in positions if position >= 0), default=None)

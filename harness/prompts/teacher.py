@@ -1,7 +1,7 @@
-"""Teacher forcing: a given text is fed through the method's decode, and its likelihood is what comes out.
+"""Feeds a given text through the method's decode steps (teacher forcing) and measures its likelihood.
 
-The likelihood of the first token is the prefill's, that of every other token a decode step's behind the seal; so a
-method is measured on what it keeps of the context.
+The likelihood of the first token comes from the prefill, that of every other token from a decode step after the
+seal; thus it measures what the method keeps of the context.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from torch import Tensor
 from evals.base import Example
 from harness.prompts.prompt import Prompt, PromptError, Tokenizer, tokenize
 
-TAIL = 400  # characters of a prompt that decide how the text behind it splits into tokens
+TAIL = 400  # characters at the end of a prompt that decide how the text after it splits into tokens
 
 
 class Forced:
-    """A sampler that picks `tokens` [B N], one a step, and adds up what they cost."""
+    """Pick the given `tokens` [B N] one by one, as a sampler, and add up what they cost."""
 
     def __init__(self, tokens: Tensor) -> None:
         self.tokens = tokens
         self.costs: list[Tensor] = []  # [B] each, nats
-        self.likeliest = torch.ones(len(tokens), dtype=torch.bool)  # [B], whether all were what the model would say
+        self.likeliest = torch.ones(len(tokens), dtype=torch.bool)  # [B], whether it would choose each
 
     def pick(self, logits: Tensor) -> Tensor:
         ids = self.tokens[:, len(self.costs)].to(logits.device)
@@ -32,42 +32,43 @@ class Forced:
         return ids
 
     def mean_nll(self) -> list[float]:
-        """Per sequence, over the tokens fed so far."""
+        """Return the mean negative log-likelihood of each sequence over the tokens fed so far, in nats."""
         return [sum(costs) / len(costs) for costs in zip(*(cost.tolist() for cost in self.costs), strict=True)]
 
 
 def forced_ids(example: Example, prompt: Prompt, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the tokens of the reference as they follow the prompt in one text; none where nothing is forced."""
+    """Return the tokens of the reference as they follow the prompt in one text; none if the example is not
+    teacher-forced."""
     if not example.teacher_forced:
         return ()
     if len(example.references) != 1 or not example.references[0]:
         raise PromptError(f"{example.id} is teacher-forced and has no text to feed: give it exactly one reference.")
-    return _behind(prompt, example.references[0], tokenizer)
+    return __after(prompt, example.references[0], tokenizer)
 
 
 def choices_ids(example: Example, prompt: Prompt, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Tokens of each of the example's choices, as `forced_ids` gives those of a reference."""
+    """Return the tokens of each of the example's choices as they follow the prompt in one text."""
     if not all(example.choices):
         raise PromptError(f"{example.id} has a choice without text, which has no likelihood: leave it out.")
-    return tuple(_behind(prompt, choice, tokenizer) for choice in example.choices)
+    return tuple(__after(prompt, choice, tokenizer) for choice in example.choices)
 
 
 def answer_ids(reference: str, prompt: Prompt, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the tokens of a right answer as a model would write it behind `prompt`: behind a space, unless the prompt
-    ends in white space or the answer begins with it."""
+    """Return the tokens of a right answer as a model would write it after `prompt`: after a space, unless the
+    prompt ends in white space or the answer begins with it."""
     end = prompt.text[-TAIL:]
     space = "" if end[-1:].isspace() or reference[:1].isspace() else " "
     return _following(end, tokenize(tokenizer, end).ids, space + reference, tokenizer)
 
 
-def _behind(prompt: Prompt, text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
+def __after(prompt: Prompt, text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the tokens of `text` as they follow the whole prompt."""
     return _following(prompt.text, prompt.ids[prompt.bos_added :], text, tokenizer)
 
 
 def _following(text: str, ids: Sequence[int], added: str, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the tokens of `added` as they follow `text`, whose tokens are `ids`; where the two would join into other
-    tokens, those of `added` alone."""
+    """Return the tokens of `added` as they follow `text`, whose tokens are `ids`. If the two would join into other
+    tokens, it is tokenised alone."""
     joined, ends = tokenize(tokenizer, text + added)
     start = next((i for i, end in enumerate(ends) if end > len(text)), len(joined))
     if joined[:start] == list(ids):

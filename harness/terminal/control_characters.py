@@ -1,15 +1,15 @@
-"""Text of a model, a data set or a run's folder, before a terminal sees it: a terminal obeys control characters."""
+"""Escapes control characters in text of a model, a data set or a run's folder, because a terminal obeys them."""
 
 from __future__ import annotations
 
 from unicodedata import category
 
-KEPT = "\n\t\u200c\u200d"  # line ends, tabs, and the joiners that scripts and emoji are spelled with
+KEPT = "\n\t\u200c\u200d"  # line ends, tabs, and the joiners used by scripts and emoji
 
 
 def visible(text: str) -> str:
-    """Control characters, and those that turn the direction of writing, as escapes: ESC becomes the four characters
-    \\x1b."""
+    r"""Return `text` with control characters, and those that change the direction of writing, as escapes: ESC
+    becomes the four characters \x1b."""
     return text if text.isprintable() else "".join(map(_shown, text))
 
 

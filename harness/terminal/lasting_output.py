@@ -1,4 +1,5 @@
-"""Output that outlives its reader: `| head` has seen enough, an ssh session drops, and the runs go on."""
+"""Lets a command outlive the reader of its output: `| head` has seen enough, an ssh session drops, and the runs go
+on."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from harness.terminal.notices import warn
 
 @contextmanager
 def lasting_output() -> Iterator[None]:
-    """What cannot be printed inside is dropped, whoever prints it: it decides nothing about a run."""
+    """Drop what cannot be printed inside this block, whoever prints it: output decides nothing about a run."""
     before: tuple[TextIO | None, TextIO | None] = sys.stdout, sys.stderr
     with ExitStack() as opened:
         sys.stdout, sys.stderr = (_lasting(stream, opened) for stream in before)
@@ -22,12 +23,12 @@ def lasting_output() -> Iterator[None]:
             yield
         finally:
             for stream in (sys.stdout, sys.stderr):
-                stream.flush()  # while nothing raises for it
+                stream.flush()  # while it cannot raise
             sys.stdout, sys.stderr = cast(tuple[TextIO, TextIO], before)
 
 
 class _Lasting:
-    """A stream that never raises for lack of a reader; in all else the one below."""
+    """Wrap a stream so that it never raises for lack of a reader."""
 
     def __init__(self, below: TextIO) -> None:
         self._below = below
@@ -35,17 +36,17 @@ class _Lasting:
     def write(self, text: str) -> int:
         try:
             return self._below.write(text)
-        except UnicodeError:  # a ValueError too, and another fault
+        except UnicodeError:  # a subclass of ValueError, but another fault
             raise
         except (OSError, ValueError) as error:  # no reader, a terminal that is gone; a stream that was closed
-            self._let_go(error)
+            self.__discard(error)
             return len(text)
 
     def flush(self) -> None:
         try:
             self._below.flush()
         except (OSError, ValueError) as error:
-            self._let_go(error)
+            self.__discard(error)
 
     def isatty(self) -> bool:
         return not self._below.closed and self._below.isatty()
@@ -53,7 +54,7 @@ class _Lasting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._below, name)
 
-    def _let_go(self, error: Exception) -> None:
+    def __discard(self, error: Exception) -> None:
         """From now on into nothing, with what is still in the buffer: Python would raise for it on its way out."""
         with suppress(OSError, ValueError), open(os.devnull, "w") as nothing:
             os.dup2(nothing.fileno(), self._below.fileno())
@@ -62,8 +63,8 @@ class _Lasting:
 
 
 def _lasting(stream: TextIO | None, opened: ExitStack) -> TextIO:
-    """`stream` may be None, as Python has it for one that is closed from the start: what comes first takes its number
-    otherwise, which may be a run's file."""
+    """Return `stream` wrapped. It is None in Python if it was closed from the start; it is then replaced, because
+    the next opened file, maybe a run's, would get its number."""
     if isinstance(stream, _Lasting):
         return cast(TextIO, stream)
     return cast(TextIO, _Lasting(stream or opened.enter_context(open(os.devnull, "w"))))

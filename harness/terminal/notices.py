@@ -1,4 +1,4 @@
-"""What a command says: its output, notices while it runs, and why it ends."""
+"""Prints what a command says: its output, notices while it runs, and why it ends."""
 
 from __future__ import annotations
 
@@ -17,34 +17,35 @@ SLOW_FP16 = "fp16 is about ten times slower than bf16 on a CPU: use dtype=bf16, 
 
 
 def say(text: str) -> None:
-    """What a command was asked for, on stdout, at once."""
+    """Print the output of a command on stdout, at once."""
     print(visible(text), flush=True)
 
 
 def show(page: str) -> None:
-    """A page on stdout, at once, whose colours are ours: what it quotes went through `visible` as it was made."""
+    """Print a page with colours of ours on stdout, at once; what it quotes went through `visible` before."""
     print(page, flush=True)
 
 
 def warn(text: str) -> None:
-    """How far a command is, what is left out or was not as asked, on stderr, at once; it goes on."""
+    """Print on stderr, at once, how far a command is, or what is left out or done differently than asked. The
+    command goes on."""
     print(visible(text), file=sys.stderr, flush=True)
 
 
 def complain(error: object) -> None:
-    """Why a command ends without it, on stderr."""
+    """Print on stderr why a command ends without its result."""
     warn(f"error: {error}")
 
 
 @cache
 def say_once(message: str) -> None:
-    """Once per process, however many jobs of a sweep it concerns."""
+    """Print a note once per process, however many jobs of a sweep it concerns."""
     warn(f"note: {message}.")
 
 
 @cache
 def complain_once(message: str) -> None:
-    """An error, once per command, however many of its jobs it ends."""
+    """Print an error once per command, however many of its jobs it ends."""
     complain(message)
 
 
@@ -54,7 +55,7 @@ class _Builds(logging.Handler):
 
 
 def tell_of_builds() -> None:
-    """Compiling the C++ kernels takes long without a word: from now on it is said."""
+    """Announce from now on that C++ kernels are being compiled, which takes long."""
     log = logging.getLogger("kernels.cpu")
     if not any(isinstance(handler, _Builds) for handler in log.handlers):
         log.addHandler(_Builds(logging.INFO))
@@ -62,7 +63,8 @@ def tell_of_builds() -> None:
 
 
 def alike(warnings: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """Yield warnings that differ in their numbers alone as one, with the span of each number, and how many they are."""
+    """Merge warnings that differ only in their numbers. Yield each with the span of every number, and how many were
+    merged."""
     kinds: dict[tuple[str, ...], list[list[int]]] = defaultdict(list)
     for warning in warnings:
         words = tuple(re.split(r"\d+", warning))

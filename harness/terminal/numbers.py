@@ -1,4 +1,4 @@
-"""Numbers as a user types them behind an option: the types that argparse checks them by."""
+"""Checks numbers that a user types after an option, as types for argparse."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from methods.budget import is_budget
 
 
 def _number(what: str, is_legal: Callable[[Any], bool], read: Callable[[str], Any] = float) -> Callable[[str], Any]:
-    """The type of an option whose value should be `what`."""
+    """Return a type for argparse that reads a number and checks that it is `what`."""
 
     def checked(text: str) -> Any:
         with suppress(ValueError):

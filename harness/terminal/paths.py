@@ -1,4 +1,4 @@
-"""Paths as a user types them. Imports nothing of the harness."""
+"""Reads paths as a user types them, without importing anything of the harness."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 
 
 class PathError(ValueError, ArgumentTypeError):
-    """What was typed is no path; argparse shows the message as it is."""
+    """Report text that is no path; argparse shows the message as it is."""
 
 
 def typed(text: str, key: str = "") -> Path:
-    """With the user's home in place of ~, which a shell leaves as it is behind an equals sign. `key`: what stands
-    before it on the command line, for errors."""
+    """Return the path with the user's home in place of ~, which a shell leaves alone after an equals sign. `key`:
+    the text before it on the command line, for errors."""
     if not text.strip():
         raise PathError(f"{key} is empty: name a file or a folder, or leave it out".lstrip())
     try:

@@ -1,7 +1,5 @@
-"""Progress on stderr: a line per run, and how far it is.
-
-A bar on a terminal, a line now and then in a log.
-"""
+"""Shows progress on stderr: a line per run, and how far it is, as a bar on a terminal or a line now and then in a
+log."""
 
 from __future__ import annotations
 
@@ -18,16 +16,16 @@ from tqdm import tqdm
 from harness.terminal.notices import warn
 
 T = TypeVar("T")
-EVERY_S = 30.0  # between two lines of a log
+EVERY_S = 30.0  # seconds between two lines of a log
 _counter: ContextVar[str] = ContextVar("counter", default="")  # "job 3/12 "
 _alone: ContextVar[bool] = ContextVar("alone", default=True)
-_named: set[Path] = set()  # folders of this command: Full's is beside many a run
+_named: set[Path] = set()  # folders that this command has announced; several runs share Full's
 
 
 @contextmanager
 def numbered(job: int, jobs: int, alone: bool = True) -> Iterator[None]:
-    """What is said inside bears the number of the job, where there are several. A terminal that other processes write
-    to, too (not `alone`), gets lines in place of a bar."""
+    """Put the number of the job before all progress inside, if there are several jobs. A terminal that other
+    processes write to as well (not `alone`) gets lines instead of a bar."""
     counter, before = _counter.set(f"job {job}/{jobs} " if jobs > 1 else ""), _alone.set(alone)
     try:
         yield
@@ -37,12 +35,12 @@ def numbered(job: int, jobs: int, alone: bool = True) -> Iterator[None]:
 
 
 def forget() -> None:
-    """A new command begins."""
+    """Begin a new command, which announces its folders again."""
     _named.clear()
 
 
 def announce(label: str, folder: Path, found: int, wanted: int) -> None:
-    """One line per folder and command: where the run is, and what of it was there already."""
+    """Print one line per folder and command: where the run is, and how much of it was there already."""
     if folder in _named:
         return
     _named.add(folder)
@@ -51,7 +49,7 @@ def announce(label: str, folder: Path, found: int, wanted: int) -> None:
 
 
 def progress(
-    made: Iterator[T],
+    results: Iterator[T],
     label: str,
     sizes: Sequence[int],
     shown: bool,
@@ -61,28 +59,29 @@ def progress(
     unit: str = "tok",
     clock: Callable[[], float] = monotonic,
 ) -> Iterator[T]:
-    """`made` as they come. `sizes`: of all that will come, in whatever takes the time; `size`: of one that has come."""
+    """Yield `results` as they come and show progress. `sizes`: the sizes of all results to come, in whatever takes
+    the time; `size`: gives the size of one result."""
     if not shown:
-        return made
+        return results
     if _alone.get() and sys.stderr.isatty():
-        return _bar(made, label, sizes, size, what, unit)
-    return _lines(made, label, len(sizes), what, clock)
+        return _bar(results, label, sizes, size, what, unit)
+    return _lines(results, label, len(sizes), what, clock)
 
 
 def _bar(
-    made: Iterator[T], label: str, sizes: Sequence[int], size: Callable[[T], int], what: str, unit: str
+    results: Iterator[T], label: str, sizes: Sequence[int], size: Callable[[T], int], what: str, unit: str
 ) -> Iterator[T]:
     with tqdm(total=sum(sizes), desc=f"{_counter.get()}{label}", unit=unit, unit_scale=True) as bar:
-        for done, one in enumerate(made, 1):
-            yield one
+        for done, result in enumerate(results, 1):
+            yield result
             bar.set_postfix_str(f"{done}/{len(sizes)} {what}", refresh=False)
-            bar.update(size(one))
+            bar.update(size(result))
 
 
-def _lines(made: Iterator[T], label: str, wanted: int, what: str, clock: Callable[[], float]) -> Iterator[T]:
+def _lines(results: Iterator[T], label: str, wanted: int, what: str, clock: Callable[[], float]) -> Iterator[T]:
     begun = last = clock()
-    for done, one in enumerate(made, 1):
-        yield one
+    for done, result in enumerate(results, 1):
+        yield result
         if done == wanted or clock() - last >= EVERY_S:
             last = clock()
             warn(f"{_counter.get()}{label}: {done}/{wanted} {what}, {last - begun:.0f} s")

@@ -1,7 +1,8 @@
-"""Signals that end a command as Ctrl-C does: a scheduler's SIGTERM, and the SIGHUP of a terminal that is closed.
+"""Lets signals end a command as Ctrl-C does: a scheduler's SIGTERM, and the SIGHUP of a closed terminal.
 
-Inside `Stoppable` the first of them raises `Stopped`, a KeyboardInterrupt: folders are closed and temporary files go on
-the way out. It waits for the end of a write (`whole`). A second one ends the process at once, yet never within a write.
+Inside `Stoppable` the first signal raises `Stopped`, a KeyboardInterrupt: folders are closed and temporary files
+are removed on the way out. It waits for the end of a write (`whole`). A second signal ends the process at once, but
+never within a write.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ from typing import Any, Self
 from harness.terminal.notices import warn
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-UNTAKEN = (signal.SIG_DFL, signal.default_int_handler)  # neither ignored, as under nohup, nor submitit's or Ray's own
-ECHO_S = 0.5  # `timeout`, srun and shells send a signal twice: to the process, and to the group that it is in
+UNTAKEN = (
+    signal.SIG_DFL,
+    signal.default_int_handler,
+)  # handlers that may be replaced: signals are not ignored, as under nohup, nor handled by submitit or Ray
+ECHO_S = 0.5  # `timeout`, srun and shells send a signal twice: to the process and to its group
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal has asked this process to end."""
+    """Report that a signal has asked this process to end."""
 
     def __init__(self, number: int = signal.SIGINT) -> None:
         super().__init__("interrupted" if number == signal.SIGINT else f"stopped by {signal.Signals(number).name}")
@@ -31,18 +35,19 @@ class Stopped(KeyboardInterrupt):
 
 
 class _Process:
-    """What this process has heard, and what it is at."""
+    """Hold which signals this process has received, and what it is doing."""
 
     def __init__(self) -> None:
         self.asked: int | None = None  # the first signal
         self.asked_s = 0.0
-        self.waits = self.hurries = False  # for the end of a write; to be gone, after a second signal
-        self.depth = 0  # of the main thread's writes, one within the other
-        self.writes: list[None] = []  # one for each that goes on in any thread; append and pop cannot be torn
+        self.waits = False  # a signal waits for the end of a write
+        self.hurries = False  # a second signal wants the process to end
+        self.depth = 0  # how many writes of the main thread are nested
+        self.writes: list[None] = []  # one entry per write in any thread; append and pop are atomic
         self.inside: list[Stoppable] = []
 
     def hear(self, number: int, frame: FrameType | None) -> None:
-        """Runs in the main thread, between two of its instructions."""
+        """Handle a signal; this runs in the main thread, between two of its instructions."""
         if self.asked is None:
             self.asked, self.asked_s = number, monotonic()
             self.waits = self.depth > 0
@@ -67,8 +72,10 @@ _process = _Process()
 
 
 class Stoppable:
-    """Signals end what runs inside. Leaving it says that, and how to `go_on`. `code` is the exit code then, and 0 where
-    nothing asked to end: not even a signal that a destructor or a library swallowed."""
+    """Let signals end what runs inside. On leaving, print that and how to `go_on`.
+
+    `code` is the exit code, and 0 if no signal came: not even one that a destructor or a library swallowed.
+    """
 
     code = 0
 
@@ -79,8 +86,8 @@ class Stoppable:
     def __enter__(self) -> Self:
         _process.inside.append(self)
         if _is_main():
-            found = {number: signal.getsignal(number) for number in SIGNALS}
-            self._taken = {number: handler for number, handler in found.items() if handler in UNTAKEN}
+            handlers = {number: signal.getsignal(number) for number in SIGNALS}
+            self._taken = {number: handler for number, handler in handlers.items() if handler in UNTAKEN}
             for number in self._taken:
                 signal.signal(number, _process.hear)
         return self
@@ -103,11 +110,11 @@ class Stoppable:
 
 
 class whole(ContextDecorator):
-    """A write that no signal tears: what one asks for comes at the end. It should be short."""
+    """Protect a write from signals: one that comes meanwhile takes effect at the end. The write should be short."""
 
     def __enter__(self) -> None:
         if _is_main():
-            if _process.asked and not _process.waits and sys.exception() is None:  # swallowed: nobody is on the way out
+            if _process.asked and not _process.waits and sys.exception() is None:  # the signal was swallowed
                 raise Stopped(_process.asked)
             _process.depth += 1
         _process.writes.append(None)

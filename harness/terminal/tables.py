@@ -1,6 +1,6 @@
-"""Tables of text: aligned for a terminal, Markdown, or LaTeX for a paper, with booktabs and every character escaped.
+"""Formats tables: aligned for a terminal, as Markdown, or as LaTeX with booktabs and every character escaped.
 
-Cells are strings; a column says its unit in its header.
+Cells are strings; a column names its unit in its header.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from itertools import islice, zip_longest
 
 from harness.terminal.control_characters import visible
 
-WIDTH = 160  # of a table in a terminal
+WIDTH = 160  # characters of a table in a terminal
+
 Scale = Sequence[tuple[float, str]]
 SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 BYTES = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B"))
@@ -22,8 +23,8 @@ BYTES = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"),
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """`head`, which may have several lines, and `unit` stand above each other in a terminal. `values`: the numbers
-    behind the cells, for whoever sorts."""
+    """Hold one column of a table. `head`, which may have several lines, and `unit` stand above each other in a
+    terminal. `values`: the numbers of the cells, for sorting."""
 
     head: str
     unit: str
@@ -44,7 +45,8 @@ class Column:
 
 
 def text_table(columns: Sequence[Column], width: int = WIDTH) -> str:
-    """Columns without any value are left out; where the line is too long the first column wraps. Nothing is cut."""
+    """Return a table for a terminal. Columns without any value are left out; if a line is too long, the first
+    column wraps. Nothing is cut."""
     kept = [_visible(column) for column in columns if not column.empty]
     excess = sum(column.width + 2 for column in kept) - 2 - width
     if kept and excess > 0:
@@ -59,7 +61,7 @@ def text_table(columns: Sequence[Column], width: int = WIDTH) -> str:
 
 
 def _lines(columns: Sequence[Column], row: Sequence[str]) -> list[str]:
-    """One row, as many lines as its tallest cell."""
+    """Return the lines of one row, as many as its tallest cell has."""
     parts = zip_longest(*(cell.split("\n") for cell in row), fillvalue="")
     return ["  ".join(map(Column.aligned, columns, part)).rstrip() for part in parts]
 
@@ -73,7 +75,8 @@ def markdown_table(columns: Sequence[Column]) -> str:
 
 
 def scaled(values: Sequence[float | None], units: Scale) -> tuple[list[str], str]:
-    """Three significant digits in one unit for all, the largest in which the largest value is at least one."""
+    """Return values with three significant digits and their common unit, the largest in which the largest value is
+    at least 1."""
     largest = max((abs(value) for value in values if value is not None), default=0.0)
     factor, unit = next((pair for pair in units if largest >= pair[0]), units[-1])
     return ["" if value is None else digits(value / factor) for value in values], unit
@@ -92,20 +95,21 @@ def quantity(
     per: str = "",
     hide_zeros: bool = False,
 ) -> Column:
-    """All in one unit. `hide_zeros`: empty, and so out of the table, where there is nothing but zeros."""
+    """Return a column of values in one unit. `hide_zeros`: leave all cells empty if there are only zeros, which
+    drops the column from the table."""
     cells, unit = scaled(values, units)
     return Column(head, unit + per, cells if any(values) or not hide_zeros else [""] * len(values), values=values)
 
 
 def quantities(columns: Mapping[str, Sequence[float | None]], units: Scale) -> list[Column]:
-    """Columns by their heads, all in one unit."""
+    """Return columns by their heads, all in one unit."""
     cells, unit = scaled([value for values in columns.values() for value in values], units)
     rest = iter(cells)
     return [Column(head, unit, list(islice(rest, len(values))), values=values) for head, values in columns.items()]
 
 
 def share(head: str, values: Sequence[float | None]) -> Column:
-    """0-1, shown in percent."""
+    """Return a column of shares (0-1) in percent."""
     return Column(head, "%", [percent(value) for value in values], values=values)
 
 
@@ -118,7 +122,7 @@ def counts(head: str, values: Sequence[int | None]) -> Column:
 
 
 def digits(value: float) -> str:
-    """Three significant digits, without an exponent: 0.012, 1.23, 45.6, 789, 12345."""
+    """Return three significant digits, without an exponent: 0.012, 1.23, 45.6, 789, 12345."""
     size = abs(value)
     if size >= 100 or size == 0:
         return f"{value:.0f}"
@@ -126,7 +130,7 @@ def digits(value: float) -> str:
 
 
 def percent(value: float | None, places: int = 1, sign: bool = False) -> str:
-    """0.125 -> 12.5; a rounded zero carries no minus."""
+    """Return a share in percent (0.125 -> 12.5); a rounded zero has no minus sign."""
     if value is None:
         return ""
     text = f"{100 * value:+.{places}f}" if sign else f"{100 * value:.{places}f}"
@@ -134,20 +138,20 @@ def percent(value: float | None, places: int = 1, sign: bool = False) -> str:
 
 
 def with_ci(value: float | None, ci: Sequence[float] | None, sign: bool = False) -> str:
-    """Of shares, in percent, with the interval behind it."""
+    """Return a share in percent, followed by its interval."""
     if value is None:
         return ""
     return f"{percent(value, 1, sign)} {_interval(ci, sign)}".strip() if ci else percent(value, 1, sign)
 
 
 def _interval(ci: Sequence[float], sign: bool) -> str:
-    """Without decimals, unless an end of a difference would then read 0 and is not."""
+    """Return an interval without decimals, unless an end of a difference would be rounded to 0 that is not 0."""
     places = next((n for n in range(3) if not sign or all(round(100 * end, n) for end in ci if end)), 3)
     return f"[{percent(ci[0], places, sign)}, {percent(ci[1], places, sign)}]"
 
 
 def probability(p: float | None) -> str:
-    """Three decimals; four where three would leave open which side of 0.05 it lies on."""
+    """Return three decimals, or four where three would not show on which side of 0.05 the value lies."""
     if p is None:
         return ""
     return "<.001" if p < 0.001 else f"{p:.4f}" if f"{p:.3f}" == "0.050" else f"{p:.3f}"
@@ -158,7 +162,7 @@ def _visible(column: Column) -> Column:
 
 
 def _wrapped(column: Column, width: int) -> Column:
-    """At spaces alone: a name in two pieces is none."""
+    """Wrap cells at spaces only, because a name should stay in one piece."""
     fill = partial(textwrap.fill, width=width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     return replace(column, cells=[fill(cell) for cell in column.cells])
 
@@ -171,8 +175,8 @@ SPECIAL = {
 
 
 def latex_table(columns: Sequence[Column], caption: str, label: str, below: Sequence[str] = ()) -> list[str]:
-    """Lines of a float no wider than the text; columns without any value are left out, and without any all of it.
-    `below`: paragraphs of small print under the table."""
+    """Return the lines of a float no wider than the text. Columns without any value are left out; without any
+    column there is no table. `below`: paragraphs in small print under the table."""
     kept = [column for column in columns if not column.empty]
     if not kept:
         return []
@@ -204,7 +208,7 @@ def _paragraph(text: str) -> str:
 
 
 def cell(text: str) -> str:
-    """A real minus, a small interval, raised stars."""
+    """Return a cell in LaTeX, with a real minus, a small interval and raised stars."""
     shown = escaped(text)
     shown = re.sub(r"(?<![\w.])-(?=\d)", "$-$", shown)
     shown = re.sub(r"(\[[^\]]+, [^\]]+\])", r"{\\scriptsize \1}", shown)
@@ -220,14 +224,14 @@ def _latex_row(cells: Sequence[str]) -> str:
 
 
 def aligned(rows: Iterable[tuple[str, str]], most: int = 60) -> list[str]:
-    """Two columns, indented by two; a left cell wider than `most` pushes its own right cell alone."""
+    """Return two columns, indented by two. A left cell wider than `most` shifts only its own right cell."""
     rows = list(rows)
     width = min(most, max((len(left) for left, _ in rows), default=0))
     return [f"  {left:<{width}}  {right}".rstrip() for left, right in rows]
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table."""
     return _markdown([head, ["---"] * len(head), *rows])
 
 
@@ -236,7 +240,7 @@ def _markdown(rows: Iterable[Sequence[str]]) -> str:
 
 
 def code(text: str) -> str:
-    """Markdown for `text` as it is, backticks and all."""
+    """Return Markdown that shows `text` as it is, including backticks."""
     fence = "`" * (max(map(len, re.findall("`+", text)), default=0) + 1)
     space = " " if len(fence) > 1 else ""
     return f"{fence}{space}{text}{space}{fence}" if text else ""
