@@ -139,10 +139,10 @@ def test_a_release_that_lacks_what_is_needed_is_a_reason(monkeypatch: pytest.Mon
     module.flash_attn_with_kvcache = lambda q, k_cache, v_cache, cache_seqlens=None: q  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flash_attn", module)
     folder = Path(reference.__file__).parent
-    with pytest.raises(ImportError, match=r"returns no log-sum-exp: install flash-attn 2\.6\.1 or newer"):
+    with pytest.raises(ImportError, match=r"flash-attn 2\.6\.1"):
         run_path(str(folder / "flash_decode.py"))
     monkeypatch.setattr(varlen, "varlen_attn", lambda query, key, value, scale=None: query)
-    with pytest.raises(ImportError, match=r"takes no block_table, enable_gqa, return_aux, seqused_k: torch 2\.13 does"):
+    with pytest.raises(ImportError, match="block_table"):
         run_path(str(folder / "varlen.py"))
 
 
@@ -159,5 +159,5 @@ def test_the_order_is_fixed_until_another_is_asked_for() -> None:
     finally:
         ops.prefer({})
     assert ops.segment_attention.order == tuple(ops.segment_attention.targets)
-    with use_backend("flash"), pytest.raises(BackendError, match="flash: import failed: No module named 'flash_attn'"):
+    with use_backend("flash"), pytest.raises(BackendError, match="module named 'flash_attn'"):
         ops.segment_attention(q, segments, 1.0)

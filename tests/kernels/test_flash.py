@@ -41,5 +41,5 @@ def test_whole_prompts_and_later_chunks(new: int, monkeypatch: pytest.MonkeyPatc
 
 def test_its_absence_is_a_reason() -> None:
     q = random(1, 1, 2, 3, 16)
-    with use_backend("flash"), pytest.raises(BackendError, match="flash: import failed: No module named 'flash_attn'"):
+    with use_backend("flash"), pytest.raises(BackendError, match="module named 'flash_attn'"):
         ops.prefill_attention(q, q, q, 1.0)

@@ -65,7 +65,7 @@ def test_floats_of_8_bits_take_as_many_bytes_as_they_say() -> None:
 
 
 def test_a_method_that_reads_everything_takes_no_codec() -> None:
-    with pytest.raises(ValueError, match="Full has nothing that a codec is meant for"):
+    with pytest.raises(ValueError, match="codec"):
         steps("full", IntCodec(bits=4))
 
 

@@ -166,5 +166,5 @@ def test_other_capacities_are_refused(asked: float) -> None:
 
 
 def test_other_policies_are_refused() -> None:
-    with pytest.raises(ValueError, match="counter, fifo or lru"):
+    with pytest.raises(ValueError, match="counter, fifo"):
         check(0.8, "mru")

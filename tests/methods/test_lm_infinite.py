@@ -78,7 +78,7 @@ def test_distances_survive_a_stretched_rotation() -> None:
 
 def test_a_shared_prefill_is_refused() -> None:
     s = Sequences(SHAPES[0], 9)
-    with pytest.raises(ValueError, match="cannot share a prefill"):
+    with pytest.raises(ValueError, match="cannot share"):
         s.start(METHOD, 5)[0].absorb(s.at(0, 0, 8))
     with pytest.raises(ValueError, match="n_init"):
         LMInfinite(n_init=-1)

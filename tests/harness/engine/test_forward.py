@@ -50,7 +50,7 @@ def test_a_hook_or_an_adapter_is_not_passed_over() -> None:
 
     plain = model.model.layers[0].mlp.up_proj
     model.model.layers[0].mlp.up_proj = Adapted(128, 160, bias=False)
-    with pytest.raises(ForwardError, match=r"model\.layers\.0\.mlp\.up_proj is a Adapted"):
+    with pytest.raises(ForwardError, match=r"model\.layers\.0\.mlp\.up_proj is"):
         BlockForward(model)
     model.model.layers[0].mlp.up_proj = plain
     model.model.norm.forward = lambda x: x
@@ -63,7 +63,7 @@ def test_a_model_that_was_converted_later_is_refused() -> None:
     with attached(model, Full()) as kv:
         engine = Engine(kv)
         model.to(torch.bfloat16)
-        with pytest.raises(UnsupportedError, match="make a new Engine"):
+        with pytest.raises(UnsupportedError, match="new Engine"):
             engine.generate(prompt(30), max_new_tokens=2)
 
 

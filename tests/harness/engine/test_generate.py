@@ -146,12 +146,12 @@ def test_our_own_engine_says_its_phases() -> None:
         engine.prefill(cache, prompt(60))
         assert not cache.sealed
         cache.seal()
-        with pytest.raises(UnsupportedError, match="2 tokens at once after the prompt was sealed"):
+        with pytest.raises(UnsupportedError, match="at once"):
             forwards(kv, cache, 2)
 
 
 def test_a_cache_that_was_never_sealed_is_told_of() -> None:
-    told = pytest.warns(UserWarning, match="SnapKV took in 60 tokens and was never sealed")
+    told = pytest.warns(UserWarning, match="never sealed")
     with told, attach(small("snapkv"), 0.4) as kv:
         cache = kv.cache(capacity=80)
         forwards(kv, cache, 40, 20)

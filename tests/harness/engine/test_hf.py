@@ -65,7 +65,7 @@ def test_the_model_is_restored_also_after_an_exception() -> None:
 
 def test_a_method_that_fails_to_start_leaves_the_model_alone() -> None:
     model = tiny("llama")
-    with pytest.raises(ValueError, match="keeps nothing on the host"), attached(model, Full(), placement="host"):
+    with pytest.raises(ValueError, match="keeps nothing"), attached(model, Full(), placement="host"):
         pass
     assert model.config._attn_implementation == "sdpa"
 
@@ -89,7 +89,7 @@ def test_refusals() -> None:
 
         padded = torch.ones_like(ids)
         padded[0, 0] = 0
-        with pytest.raises(UnsupportedError, match="the mask pads some"):
+        with pytest.raises(UnsupportedError, match="mask pads some"):
             forward(attention_mask=padded)
         with pytest.raises(UnsupportedError, match="custom attention mask"):
             forward(attention_mask=torch.zeros(1, 1, 12, 12))
@@ -101,11 +101,11 @@ def test_refusals() -> None:
             pass
         filled = kv.cache(capacity=20)
         model(ids, past_key_values=filled)
-        with pytest.raises(ValueError, match=r"capacity=20 and 24 tokens are needed, 12 before and 12 that arrive"):
+        with pytest.raises(ValueError, match="capacity=20"):
             model(ids, past_key_values=filled)
         with pytest.raises(UnsupportedError, match="Beam search"):
             generated(model, ids, past_key_values=kv.cache(capacity=40, batch=2), num_beams=2)
-        with pytest.raises(ValueError, match=r"batch=1 and 2 sequences arrive: .* beams are refused, .* num_beams=1"):
+        with pytest.raises(ValueError, match="batch=1"):
             generated(model, ids, past_key_values=kv.cache(capacity=40), num_beams=2)
         cache = kv.cache(capacity=30)
     with pytest.raises(UnsupportedError, match="not attached"):

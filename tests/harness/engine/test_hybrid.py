@@ -183,7 +183,7 @@ def test_where_every_layer_slides_a_method_needs_a_text_within_the_window() -> N
     model = other("mistral", sliding_window=WINDOW)
     with attached(model, Oracle(sinks=0, recent_ratio=0), budget=0.5) as kv:
         assert answer(kv, 20, new=4).measured["attended_prompt"] == 10
-        with pytest.raises(ValueError, match=r"slides over 24 tokens and this text takes 25, so Oracle"):
+        with pytest.raises(ValueError, match="slides over 24"):
             answer(kv, 20, new=5)
     with attached(model, Full()) as kv:
         made = answer(kv, 50)
@@ -206,7 +206,7 @@ def test_what_a_config_does_not_say_is_refused() -> None:
     with attached(tiny("gpt_oss"), Full()) as kv:
         plain = list(kv.model_specs)
         kv.model_specs = [replace(spec, window=None) for spec in plain]
-        with pytest.raises(UnsupportedError, match="slides over 24 tokens"):
+        with pytest.raises(UnsupportedError, match="slides over 24"):
             answer(kv, 50)
         kv.model_specs = [replace(spec, sink_logits=None) for spec in plain]
         with pytest.raises(UnsupportedError, match="passes s_aux"):

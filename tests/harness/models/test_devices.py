@@ -34,17 +34,17 @@ def test_auto_stops_where_a_gpu_cannot_be_used() -> None:
         choose_device("auto")
     said = str(error.value)
     assert "driver 535.104.05" in said
-    assert "wants CUDA 13.0; The NVIDIA driver on your system is too old (found version 12020)." in said
-    assert "device=cpu runs without the GPU" in said
+    assert "wants CUDA 13.0;" in said
+    assert "device=cpu runs without" in said
     assert choose_device("cpu") == check_device("cpu") == "cpu"
-    with pytest.raises(DeviceError, match=r"torch sees 0 CUDA devices \(.*too old"):
+    with pytest.raises(DeviceError, match="too old"):
         check_device("cuda")
 
 
 @pytest.mark.usefixtures("old_driver")
 def test_a_torch_without_cuda_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
-    with pytest.raises(DeviceError, match="is built for CPUs alone"):
+    with pytest.raises(DeviceError, match="built for CPUs"):
         choose_device("auto")
 
 

@@ -168,7 +168,7 @@ def test_twelve_methods_are_told_apart_and_none_is_cut(tmp_path: Path, drawn: li
     assert not any(line.get_clip_on() for line in lines)
     [legend] = figure.legends
     assert {" ".join(text.get_text().split()) for text in legend.texts} == {"full", *names, "Pareto front"}
-    assert "95 % intervals: about ±" in figure.get_suptitle()
+    assert "95 % intervals:" in figure.get_suptitle()
     canvas, plot = figure.get_window_extent(), figure.axes[-1].get_window_extent()
     box = legend.get_window_extent()
     assert canvas.y0 <= box.y0

@@ -198,7 +198,7 @@ def test_what_a_pool_hands_over_goes_on_in_another_tier(tier: str, codec: str, c
         assert (again.length, again.tier, again.cache.traffic.total_bytes) == (count, other, 0)
         for x, back in zip(pool.whole().wait()[:2], again.whole().wait()[:2], strict=True):
             assert torch.equal(x, back)
-    with pytest.raises(ValueError, match="go on with the model, batch, dtype and codec"):
+    with pytest.raises(ValueError, match="codec"):
         Pool(spec_of(), cache_of(tmp_path, tier, codec, batch=1), count).take(held)
 
 
@@ -236,7 +236,7 @@ def test_a_pool_counts_for_the_cache_it_was_given_last(tmp_path: Path) -> None:
 def test_too_many_tokens_are_refused(tmp_path: Path) -> None:
     pool = Pool(spec_of(), cache_of(tmp_path, "device", "int4"), 20)
     pool.append(*tokens(16))
-    with pytest.raises(ValueError, match="holds 20 tokens but was given 23"):
+    with pytest.raises(ValueError, match="holds 20 tokens"):
         pool.append(*tokens(7))
 
 
@@ -247,7 +247,7 @@ def test_a_codec_that_cannot_be_is_refused(bits: int, group: int, remedy: str) -
 
 
 def test_a_group_that_does_not_divide_the_head_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"head size of 36.*divides it"):
+    with pytest.raises(ValueError, match="head size"):
         Pool(spec_of(36), cache_of(tmp_path, "device", "int4"), 20)
     IntCodec(bits=4, group=64).layout(16, torch.float32)  # all channels of a small head are one group
 
