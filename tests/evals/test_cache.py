@@ -69,13 +69,6 @@ def test_a_head_of_another_kind_is_made_again(tmp_path: Path, head: bytes) -> No
     assert load_or_make(tmp_path, "vt", KEY, lambda: ROWS) == ROWS
 
 
-def test_a_file_that_lost_its_last_row_is_made_again(tmp_path: Path) -> None:
-    load_or_make(tmp_path, "vt", KEY, lambda: ROWS)
-    (path,) = tmp_path.iterdir()
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
-    assert load_or_make(tmp_path, "vt", KEY, lambda: ROWS) == ROWS
-
-
 def test_failing_to_make_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
         load_or_make(tmp_path, "vt", KEY, lambda: [{"context": object()}])
@@ -104,18 +97,6 @@ def test_what_a_killed_process_left_is_made_use_of(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
     assert load_or_make(tmp_path, "vt", KEY, lambda: ROWS) == ROWS
     assert [path.suffix for path in tmp_path.iterdir()] == [".jsonl"]
-    assert load_or_make(tmp_path, "vt", KEY, never) == ROWS
-
-
-def test_a_process_that_comes_second_finds_its_rows_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    really = os.replace
-
-    def overtaken(*names: Any) -> None:
-        really(*names)
-        really(*names)
-
-    monkeypatch.setattr(os, "replace", overtaken)
-    assert load_or_make(tmp_path, "vt", KEY, lambda: ROWS) == ROWS
     assert load_or_make(tmp_path, "vt", KEY, never) == ROWS
 
 

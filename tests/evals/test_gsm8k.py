@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from evals import gsm8k_answers
 from evals.base import Example, TaskEnv, TaskError
@@ -119,15 +117,6 @@ class TestReadings:
         output = "The answer is 18. \n\nQ: What of 7?"
         assert task().score(example("18", stop=("Q:",)), output).value == 1.0
         assert task().score(example("18"), output).value == 0.0
-
-    @given(
-        output=st.text() | st.text("0123456789.,$-# \n"),
-        gold=st.from_regex(r"-?[0-9]{1,3}(,[0-9]{3})*", fullmatch=True),
-    )
-    def test_pure_and_binary(self, output: str, gold: str) -> None:
-        score = task().score(example(gold), output)
-        assert score.value in (0.0, 1.0)
-        assert task().score(example(gold), output) == score
 
     @pytest.mark.parametrize(
         "output", ["1" * 200_000, "." * 100_000, "$-" * 100_000, "The answer is " * 20_000, "٣" * 999]

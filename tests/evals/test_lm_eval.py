@@ -182,8 +182,7 @@ def with_rows(folder: str, tmp_path: Path, name: str, rows: str) -> LmEval:
 
 
 @pytest.mark.parametrize(
-    ("name", "missing"),
-    [("sums", {"a": None}), ("sums", {"a": " "}), ("pick", {"right": -1}), ("pick", {"right": 3})],
+    ("name", "missing"), [("sums", {"a": None}), ("sums", {"a": " "}), ("pick", {"right": -1}), ("pick", {"right": 3})]
 )
 def test_a_row_without_a_right_answer_is_named(folder: str, tmp_path: Path, name: str, missing: dict[str, Any]) -> None:
     rows = "".join(json.dumps(row) + "\n" for row in (ROWS[0], ROWS[1] | missing, ROWS[2]))

@@ -130,11 +130,6 @@ def test_needles_that_are_numbers_say_how_far_they_came() -> None:
     assert "leading_digits_share" not in task.averages({"vt/1024": 0.0}, {"null": 0.0})
 
 
-def test_scores_ignore_word_boundaries_and_turn_control_characters_into_newlines() -> None:
-    assert scoring.string_match_all("escape 12345678", ["cap", "1234567"]) == 1
-    assert scoring.string_match_all("12\t34", ["1234"]) == 0
-
-
 def test_doctests() -> None:
     results = doctest.testmod(scoring)
     assert results.failed == 0

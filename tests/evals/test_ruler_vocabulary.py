@@ -63,13 +63,5 @@ def test_streams_are_those_of_the_global_generators() -> None:
     assert random.getstate() == before
 
 
-def test_restoring_repeats_the_draws() -> None:
-    streams = Streams(1)
-    state = streams.state()
-    first = streams.uuid(), streams.value()
-    streams.restore(state)
-    assert (streams.uuid(), streams.value()) == first
-
-
 def test_distinct_words() -> None:
     assert len(distinct_words()) == 8166

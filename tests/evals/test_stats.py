@@ -167,11 +167,6 @@ class TestPaired:
             stats.paired([1.0, 0.0], [1.0], ["a", "a"])
 
 
-def test_p_alone_is_that_of_the_whole_comparison() -> None:
-    for ours, theirs in (([1, 0, 0, 1], [1, 1, 1, 1]), ([0.5, 0.25, 1.0], [0.75, 1.0, 1.0])):
-        assert stats.p_value(ours, theirs) == stats.paired(ours, theirs, ["g"] * len(ours)).p
-
-
 def test_holm_keeps_order_and_never_decreases() -> None:
     assert stats.holm([]) == []
     assert stats.holm([0.04, 0.001, 0.9, 0.02]) == pytest.approx([0.08, 0.004, 0.9, 0.06])

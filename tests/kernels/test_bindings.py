@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from struct import unpack
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,11 +58,6 @@ def test_fields_are_packed_in_the_order_of_the_struct() -> None:
     assert packed == (0, addresses[0], 48, 16, addresses[1], 0, *addresses[2:], 3, 4, 5, 0.5)
 
 
-def test_bfloat16_is_told_to_the_compiled_side() -> None:
-    half = {name: fields()[name].bfloat16() for name in ("x", "weights_weight")}
-    assert unpack("11qd", Example.pack(**fields(**half)))[0] == 1
-
-
 @pytest.mark.parametrize(
     ("other", "said"),
     [
@@ -83,29 +77,6 @@ def test_a_tensor_that_does_not_fit_is_refused(other: dict[str, Any], said: str)
         Example.pack(**fields(**other))
 
 
-def test_a_call_is_checked_before_anything_is_handed_over() -> None:
-    handed: list[tuple[bytes, ...]] = []
-
-    def entry(*packed: bytes) -> None:
-        handed.append(packed)
-
-    call, given = Function("run", Struct, Example).bound(SimpleNamespace(run=entry)), fields()
-    call(b"packed before", **given)
-    assert handed == [(b"packed before", Example.pack(**given))]
-    with pytest.raises(ValueError, match="Example: out"):
-        call(b"packed before", **fields(out=torch.zeros(6)))
-    with pytest.raises(TypeError, match="scale"):
-        call(b"packed before", **{name: value for name, value in given.items() if name != "scale"})
-    assert len(handed) == 1
-
-
-@pytest.mark.parametrize("change", [{"more": 1}, {"width": None}])
-def test_fields_on_one_side_alone_are_an_error(change: dict[str, Any]) -> None:
-    given = {name: value for name, value in fields(**change).items() if value is not None or name == "weights_bias"}
-    with pytest.raises(TypeError, match=r"more|width"):
-        Example.pack(**given)
-
-
 def compiled(folder: Path, source: str) -> str:
     """What the compiler says against `source` behind the header of Example."""
     library = pytest.importorskip("kernels.cpu.ffi.library")
@@ -123,11 +94,6 @@ def test_what_cpp_reads_is_what_python_describes(tmp_path: Path) -> None:
     assert compiled(tmp_path, "EXPORT void run(const Example& e) { e.out[0] = (float)e.x_row * e.scale; }") == ""
     assert "gone" in compiled(tmp_path, "EXPORT void run(const Example& e) { e.out[0] = e.gone; }")
     assert "conflicting" in compiled(tmp_path, "EXPORT void run(const Example& e, int64_t more) {}")
-
-
-def test_sizes_are_checked_before_tensors() -> None:
-    with pytest.raises(ValueError, match="rows=0"):
-        Example.pack(**fields(rows=0, count=-5, out=None))
 
 
 def bindings() -> Iterator[type[Struct]]:

@@ -180,14 +180,6 @@ def test_triton_block_equals_plain_torch_on_the_gpu(shape: str, dtype: str) -> N
         close(ours, theirs)
 
 
-def test_a_moved_block_is_the_same_block() -> None:
-    block = drawn("qwen3", torch.float32)[0]
-    other = moved(block, "cpu")
-    assert other.head_dim == block.head_dim
-    assert torch.equal(other.q.weight, block.q.weight)
-    assert moved(block, "meta").q.weight.device.type == "meta"
-
-
 @pytest.mark.parametrize("shape", ["qwen3-prompt", "partial-rotary", "odd", "dim96-prompt"])
 @pytest.mark.parametrize("make", mostly_slow([drawn, drawn_in_slices], drawn_in_slices))
 def test_triton_rounds_where_torch_rounds(make: Callable[..., Any], shape: str) -> None:
@@ -196,21 +188,6 @@ def test_triton_rounds_where_torch_rounds(make: Callable[..., Any], shape: str) 
     for ours, theirs in zip(results("triton", *inputs), results(REFERENCE, *inputs), strict=True):
         close(ours, theirs)
         assert (ours == theirs).float().mean() > 0.99
-
-
-def test_slices_of_one_matrix_are_one_product() -> None:
-    weights = pytest.importorskip("kernels.gpu.weights")
-    for shape in ("odd", "partial-rotary"):
-        block = drawn_in_slices(shape, torch.float32)[0]
-        whole, pair = weights.joint(block)
-        for got, parts in ((whole, (block.q, block.k, block.v)), (pair, (block.gate, block.up))):
-            assert torch.equal(got.weight, torch.cat([part.weight for part in parts]))
-            assert got.weight.data_ptr() == parts[0].weight.data_ptr()
-            assert (got.bias is None) == (parts[0].bias is None)
-            assert got.bias is None or torch.equal(got.bias, torch.cat([part.bias for part in parts]))
-        apart, no_bias = replace(block, k=Linear(block.k.weight.clone(), block.k.bias)), Linear(block.up.weight)
-        assert weights.joint(apart)[0] is None
-        assert (weights.joint(replace(block, up=no_bias))[1] is None) == (shape == "odd")
 
 
 def test_what_no_backend_can_take_is_left_to_torch() -> None:

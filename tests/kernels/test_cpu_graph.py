@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from threading import Thread
 from typing import Any
-from weakref import ref
 
 import pytest
 import torch
@@ -110,76 +108,3 @@ def test_what_asks_for_a_value_is_refused(asks: Callable[[Tensor], Any], named: 
     with pytest.raises(CaptureError, match=named):
         captured(lambda: asks(torch.zeros(2, 2) + 1))
     assert asks(torch.zeros(2, 2).fill_(1)) is not None  # and not behind it
-
-
-@pytest.mark.parametrize(
-    "reshapes",
-    [
-        lambda x: torch.add(x, x, out=torch.empty(0)),
-        lambda x: torch.topk(x, 1, out=(torch.empty(2, 1), torch.empty(0, dtype=torch.int64))),
-        lambda x: torch.empty(0).resize_(2),
-        lambda x: torch.empty(0).set_(x),
-        lambda x: x.clone().t_(),
-    ],
-)
-def test_what_gives_a_tensor_another_shape_is_refused(reshapes: Callable[[Tensor], Any]) -> None:
-    with pytest.raises(CaptureError, match="gives a tensor another shape"):
-        captured(lambda: reshapes(torch.ones(2, 3)))
-
-
-def test_results_go_to_a_tensor_that_has_their_shape() -> None:
-    assert_replays(lambda x: torch.add(x, x, out=torch.empty_strided((2, 3), (1, 2))), torch.ones(2, 3))
-
-
-def test_what_nobody_refers_to_is_overwritten_and_nothing_else() -> None:
-    """Compiled calls know addresses alone: they do not keep what they were given."""
-    x, rows = torch.randn(1, 1, 64, 16), torch.arange(64).view(1, 1, 64)
-
-    def step() -> tuple[Tensor, ...]:
-        kept = ops.gather_rows(x, rows)
-        for _ in range(5):
-            last = ops.gather_rows(ops.gather_rows(x, rows), rows)
-        return kept, last
-
-    graph, (kept, last) = captured(step)
-    assert len(graph.rooms) == 4  # of `kept`, of `last`, of the one before it, and between two gathers
-    graph.replay()
-    assert torch.equal(kept, x)
-    assert torch.equal(last, x)
-
-
-def test_operations_of_torch_keep_what_they_read() -> None:
-    x = torch.randn(64, 16)
-
-    def step() -> Tensor:
-        return (x + 1) * (x + 2) + (x + 3)
-
-    graph, result = captured(step)
-    graph.replay()
-    assert torch.equal(result, step())
-
-
-def test_other_threads_are_not_captured() -> None:
-    x, seen = torch.zeros(1, 1, 8, 16), list[Tensor]()
-
-    def step() -> None:
-        other = Thread(target=lambda: seen.append(ops.gather_rows(x + 1, torch.zeros(1, 1, 2, dtype=torch.int64)) * 2))
-        other.start()
-        other.join()
-
-    graph, _ = captured(step)
-    assert not graph.calls
-    assert seen[0].unique().tolist() == [2]
-
-
-def test_memory_goes_with_the_graph() -> None:
-    """At once, without a pass for cycles."""
-    x = torch.randn(1, 1, 8, 16)
-    graph, result = captured(lambda: ops.gather_rows(x, torch.zeros(1, 1, 2, dtype=torch.int64)) * 2)
-    replay, room = graph.replay, ref(next(iter(graph.rooms)))
-    del graph
-    replay()
-    assert result is not None
-    assert room() is not None
-    del replay
-    assert room() is None

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import ops, reference
-from kernels.dispatch import BackendError, use_backend
+from kernels import reference
 from tests.kernels.op_cases import random
 
 
@@ -37,9 +36,3 @@ def test_whole_prompts_and_later_chunks(new: int, monkeypatch: pytest.MonkeyPatc
     assert flash["prefill_attention_refuses"](q, k, v, 0.3) == (
         "takes bfloat16 and float16 on a CUDA device, got torch.float32 on cpu"
     )
-
-
-def test_its_absence_is_a_reason() -> None:
-    q = random(1, 1, 2, 3, 16)
-    with use_backend("flash"), pytest.raises(BackendError, match="module named 'flash_attn'"):
-        ops.prefill_attention(q, q, q, 1.0)

@@ -143,25 +143,6 @@ def test_segments_are_one_softmax_over_their_union() -> None:
     assert_close(got, wanted, atol=1e-6, rtol=1e-6)
 
 
-def test_merged_parts_are_one_softmax() -> None:
-    k, v, q = stored(2, 1, 2, 30, 16).double(), stored(3, 1, 2, 30, 16).double(), random(1, 1, 4, 1, 16).double()
-    parts = [reference.Segment(k[:, :, part], v[:, :, part]) for part in (slice(0, 7), slice(7, 30))]
-    outs, lses = zip(*(reference.segment_attention_with_lse(q, [part], 0.3) for part in parts), strict=True)
-    whole = reference.segment_attention(q, [reference.Segment(k, v)], 0.3)
-    assert_close(reference.merge_attention(outs, lses), whole, atol=1e-6, rtol=1e-6)
-
-
-def test_query_heads_may_read_rows_of_their_own() -> None:
-    k, v = stored(2, 1, 2, 30, 16).double(), stored(3, 1, 2, 30, 16).double()
-    q, rows = random(1, 1, 4, 1, 16).double(), pick(4, 1, 4, 30, 5)
-    got = reference.segment_attention(q, [reference.Segment(k, v, rows)], 0.3)
-    for head in range(4):
-        keys, values = (x[:, head // 2, rows[0, head]] for x in (k, v))
-        assert_close(
-            got[:, head], scaled_dot_product_attention(q[:, head], keys, values, scale=0.3), rtol=1e-6, atol=1e-6
-        )
-
-
 @pytest.mark.parametrize("layout", ["heads outside", "tokens outside", "inner view"])
 @pytest.mark.parametrize("backend", ops.put_rows.targets)
 def test_rows_put_are_the_rows_gathered(layout: str, backend: str) -> None:
@@ -209,23 +190,3 @@ def test_rows_of_any_dtype_are_moved_as_they_are(dtype: torch.dtype, count: int,
         wanted = x.gather(2, rows.long().unsqueeze(-1).expand(-1, -1, -1, width))
         assert torch.equal(got, wanted)
         assert torch.equal(empty, torch.zeros_like(x).scatter(2, rows.long().unsqueeze(-1).expand_as(got), got))
-
-
-def test_prefill_is_causal_from_the_bottom_right() -> None:
-    q, k, v = random(1, 1, 4, 3, 16), stored(2, 1, 2, 10, 16), stored(3, 1, 2, 10, 16)
-    got = reference.prefill_attention(q, k, v, 0.25)
-    for i in range(3):
-        seen = slice(0, 8 + i)
-        keys, values = (x[:, :, seen].repeat_interleave(2, 1) for x in (k, v))
-        row = slice(i, i + 1)
-        assert_close(got[:, :, row], scaled_dot_product_attention(q[:, :, row], keys, values, scale=0.25))
-
-
-def test_pq_scores_are_the_products_with_the_coded_keys() -> None:
-    q, centroids = random(1, 1, 4, 1, 12), random(2, 1, 2, 3, 5, 4)
-    codes = torch.randint(5, (1, 2, 20, 3))
-    got = reference.pq_scores(q, centroids, codes)
-    for head in range(4):
-        for token in range(20):
-            chosen = [centroids[0, head // 2, part, codes[0, head // 2, token, part]] for part in range(3)]
-            assert_close(got[0, head // 2, head % 2, token], q[0, head, 0] @ torch.cat(chosen))

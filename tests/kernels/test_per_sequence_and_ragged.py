@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import ops, reference
 from kernels.per_sequence import PerSequence, per_sequence, values_per_sequence
 from kernels.ragged import Ragged
 
@@ -33,33 +32,11 @@ def test_numbers_of_several_sequences_add_and_subtract() -> None:
     assert 10 - lengths == PerSequence([6, 1, 4])
 
 
-def test_numbers_of_several_sequences_are_a_key() -> None:
-    """By their values: a number that is computed anew in each step finds the counter of the first."""
-    assert {PerSequence([4, 9]): "counter"}[PerSequence([3, 8]) + 1] == "counter"
-    assert PerSequence([4, 9]) != PerSequence([9, 4])
-    assert PerSequence([4, 9]) != 4
-
-
-def test_numbers_lie_on_the_device_once() -> None:
-    lengths, device = PerSequence([4, 9]), torch.device("cpu")
-    assert lengths.on(device).tolist() == [4, 9]
-    assert lengths.on(device) is lengths.on(device)
-
-
 def test_one_number_stands_for_equal_ones() -> None:
     assert per_sequence([7, 7]) == 7
     assert per_sequence([7, 8]) == PerSequence([7, 8])
     assert values_per_sequence(7, 2) == (7, 7)
     assert values_per_sequence(PerSequence([7, 8]), 2) == (7, 8)
-
-
-def test_nothing_is_copied_until_the_whole_is_asked_for() -> None:
-    keys = ragged(1, 2, 0, 16)
-    table = [[part.data_ptr(), part.stride(1) * 4, part.stride(2) * 4] for part in keys.parts]
-    assert keys.table.tolist() == table
-    assert (keys.sizes, keys.counts.tolist(), keys.shape) == (PerSequence(SIZES), list(SIZES), (5, 2, 70, 16))
-    assert (keys.dtype, keys.device, keys.dense) == (torch.float32, torch.device("cpu"), True)
-    assert "whole" not in vars(keys)
 
 
 @pytest.mark.parametrize(("shape", "dim"), [((1, 2, 0, 16), 2), ((1, 2, 16, 0), 3), ((1, 2, 3, 0, 4), 3)])
@@ -102,14 +79,3 @@ def test_turning_goes_with_the_dimension_that_differs(dim: int, turned: int) -> 
     x = ragged(1, 2, 3, 4, dim=dim)
     assert x.mT.dim == turned
     assert all(torch.equal(one, part.mT) for one, part in zip(x.mT.parts, x.parts, strict=True))
-
-
-def test_channels_of_unequal_keys_have_the_bits_that_each_gets_alone() -> None:
-    q, keys = rows(5, 2, 4, 3), ragged(1, 2, 16, 0, dim=3)
-    channels = torch.tensor([[0, 3, 9], [15, 1, 2]]).expand(5, -1, -1)
-    assert ops.channel_sums.refusal("cpu", q, keys, channels) is None
-    sums, lse = ops.channel_sums.backend("cpu").run(q, keys, channels)
-    alone, lse_alone = reference.channel_sums(q, keys, channels)
-    assert torch.equal(lse, lse_alone)
-    assert isinstance(alone, Ragged)
-    assert all(torch.equal(one, other) for one, other in zip(sums.parts, alone.parts, strict=True))

@@ -18,10 +18,7 @@ from kernels.temporary import OWNER, TemporaryFolder, remove_abandoned, replacin
 from tests.abandoned import abandoned
 from tests.forks import Forked
 
-STEPS = {
-    os: ("open", "mkdir", "write", "scandir", "unlink", "rmdir", "replace", "stat", "close"),
-    fcntl: ("flock",),
-}
+STEPS = {os: ("open", "mkdir", "write", "scandir", "unlink", "rmdir", "replace", "stat", "close"), fcntl: ("flock",)}
 Use = Callable[[Path], object]
 
 
@@ -87,26 +84,6 @@ def test_what_a_kill_left_at_any_step_is_removed(tmp_path: Path, use: Use, least
     assert (tmp_path / "kept").exists()
 
 
-def looked_at_at_every_step(use: Use, parent: Path) -> None:
-    """Another process may look for what is abandoned in between; here this one does, through descriptors of its own."""
-    temporary._seen.add(parent)
-    step = Step(lambda: remove_abandoned(parent))
-    for at in count(1):
-        step.at = at
-        use(parent)
-        if step.at > 0:
-            break
-        assert os.listdir(parent) == (["run.json"] if use is a_file else []), at
-    print(at)
-
-
-@pytest.mark.parametrize(("use", "least"), [(a_folder, 12), (a_file, 3)])
-def test_nothing_is_taken_from_an_owner_that_lives(tmp_path: Path, use: Use, least: int) -> None:
-    process = Forked(looked_at_at_every_step, use, tmp_path)
-    assert process.wait() == 0, process.err
-    assert int(process.out) > least
-
-
 def held_by_another(parent: Path, said: int) -> None:
     """Two things of a process that lives until it is killed."""
     folder = TemporaryFolder("kv-history-", parent)
@@ -169,13 +146,6 @@ def test_without_locks_nothing_is_removed_and_all_else_goes_on(tmp_path: Path, m
         assert set(os.listdir(tmp_path)) == {left.name, "run.json"}
     remove_abandoned(tmp_path)
     assert os.listdir(tmp_path) == ["run.json"]
-
-
-def test_what_another_user_left_is_theirs_to_remove(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    left = abandoned(tmp_path)
-    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    remove_abandoned(tmp_path)
-    assert left.exists()
 
 
 def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path: Path) -> None:

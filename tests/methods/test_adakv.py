@@ -12,16 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from harness.engine.footprint import footprint
 from methods.adakv import AdaKV, whole_shares
-from methods.pools import PerHeadStore
-from methods.snapkv import SnapKV
 from tests.methods.synthetic import SHAPES, Sequences, Shape, attention
 from tests.methods.test_snapkv import _pooled, _votes
 
 METHOD = AdaKV(window=7, kernel=5)
 PROMPT, STEPS, BUDGET = 77, 3, 20
-GROUPED = [shape for shape in SHAPES if shape.groups > 1]
 
 
 def sequences(shape: Shape, length: int = PROMPT + STEPS) -> Sequences:
@@ -72,29 +68,6 @@ def test_each_head_keeps_its_share_of_the_best_votes_and_the_window(shape: Shape
     assert layer.attended == (BUDGET, STEPS)
 
 
-@pytest.mark.parametrize("shape", GROUPED)
-def test_heads_differ_and_memory_is_that_of_the_mean(shape: Shape) -> None:
-    s = sequences(shape)
-    sizes = {}
-    for method in (SnapKV(window=7, kernel=5), METHOD):
-        layers = s.start(method, BUDGET)
-        s.seal(layers, 0, PROMPT)
-        sizes[type(method)] = footprint(layers)["device"]
-    assert sizes[AdaKV] == sizes[SnapKV]
-    assert isinstance(layers[0].store, PerHeadStore)  # type: ignore[attr-defined]
-    assert all(len({len(head) for head in one}) > 1 for one in kept_by(layers[0]))
-
-
-def test_a_whole_floor_is_snapkv() -> None:
-    s = sequences(SHAPES[1])
-    outs = []
-    for method in (SnapKV(window=7, kernel=5), replace(METHOD, floor=1.0)):
-        layers = s.start(method, BUDGET)
-        s.seal(layers, 0, PROMPT)
-        outs.append(torch.cat([s.decode(layers, position)[0] for position in range(PROMPT, s.length)], 2))
-    assert_close(outs[1], outs[0])
-
-
 def test_normalised_votes_favour_the_head_whose_best_tokens_hold_more() -> None:
     s = sequences(SHAPES[0])
     (layer,) = s.start(replace(METHOD, normalize=True, floor=0.0), BUDGET)
@@ -137,9 +110,3 @@ def test_whole_shares_add_up_and_respect_every_limit(pairs: list[tuple[int, int]
     made = whole_shares(asked, [max(n, each) for n in most])
     assert sum(made) == each * len(won)
     assert all(abs(n - wish) <= 1 for n, wish in zip(made, asked, strict=True))
-
-
-@pytest.mark.parametrize("wrong", [{"floor": -0.1}, {"floor": 1.5}, {"select_per": "query_head"}])
-def test_wrong_parameters_are_refused(wrong: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=r"floor|select_per"):
-        replace(METHOD, **wrong)  # type: ignore[arg-type]

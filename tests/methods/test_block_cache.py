@@ -96,9 +96,7 @@ def test_it_holds_what_the_rule_says_and_every_row_is_the_hosts(slots: int, offe
 def _content_is_the_hosts(cache: BlockCache, tokens: Segment) -> None:
     held, places = cache.kv.k.view(BATCH, GROUPS, cache.slots, SIZE, DIM), cache.blocks.unsqueeze(1)
     for (b, g, slot), block in zip(
-        torch.cartesian_prod(*map(torch.arange, held.shape[:3])),
-        places.expand(-1, GROUPS, -1).flatten(),
-        strict=True,
+        torch.cartesian_prod(*map(torch.arange, held.shape[:3])), places.expand(-1, GROUPS, -1).flatten(), strict=True
     ):
         rows = (block * SIZE + torch.arange(SIZE)).clamp(max=LENGTH - 1)
         assert torch.equal(held[b, g, slot], tokens.k[b, g, rows])
@@ -122,24 +120,6 @@ def test_tokens_are_those_without_it(changes: dict[str, Any], batch: int) -> Non
     assert 0 < traffic.found <= traffic.looked_up
 
 
-def test_a_selection_that_stays_is_moved_once() -> None:
-    ids = prompt(95)
-    moved = {}
-    for method in (PQ, CACHED, replace(CACHED, cache_tokens=1000)):
-        _, layers = run(method, ids, reuse_steps=100)
-        moved[method.cache_tokens] = layers[0].cache.traffic.settle().to_device_bytes
-    assert moved[1000] < moved[40] < moved[0]
-
-
-def test_a_further_turn_and_the_next_prompt_begin_anew() -> None:
-    with attached(tiny("llama"), CACHED, budget=0.4, placement="host") as kv:
-        cache = kv.cache(capacity=200)
-        turn(kv, cache, prompt(95, seed=5))
-        turn(kv, cache, prompt(30, seed=6))
-        after = turn(kv, kv.cache(capacity=200), prompt(95))
-    assert_same(after, run(CACHED, prompt(95))[0][:5])
-
-
 @pytest.mark.parametrize("cache_tokens", [24, 40, 1000])
 def test_its_cost(cache_tokens: int) -> None:
     """Held: as the formula says. Moved: never more."""
@@ -153,9 +133,3 @@ def test_its_cost(cache_tokens: int) -> None:
     assert held == pytest.approx(formula.held, rel=0.02)
     assert traffic.to_device_bytes <= formula.moved_bytes_per_step
     assert (traffic.to_device_bytes == 0) == (cache_tokens == 1000)
-
-
-@pytest.mark.parametrize("wrong", [{"cache_tokens": 3}, {"cache_block": 0}, {"cache_offered": 0}])
-def test_sizes_that_hold_nothing_are_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="at least"):
-        replace(CACHED, **wrong)

@@ -22,7 +22,7 @@ from methods.shadowkv import ShadowKV
 from methods.snapkv import SnapKV
 from methods.sparq import SparQ
 from methods.streaming import Streaming
-from tests.methods.synthetic import SHAPES, Sequences, Shape
+from tests.methods.synthetic import Sequences, Shape
 from tests.methods.test_contract import NAMES, small
 from tests.methods.test_costs import assert_near, measured, method_of
 
@@ -147,13 +147,3 @@ def test_one_split_for_all_that_have_one() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_split_that_is_not_given_changes_nothing(name: str) -> None:
     assert small(name).with_windows(sinks=None, recent_ratio=None) == small(name)
-
-
-def test_shapes_of_a_split_reach_the_layers() -> None:
-    s = Sequences(SHAPES[0], 101)
-    plans = []
-    for method in (Oracle(), SparQ(r=9), PQCache(m=4, b=3)):
-        layers = s.start(method.with_windows(sinks=4, recent_ratio=0.25), 40)
-        s.seal(layers, 0, 100)
-        plans.append(layers[0].reads.plan)  # type: ignore[attr-defined]
-    assert plans == [(4, 9, 27)] * 3

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from harness.engine.attach import attached
 from kernels.rope import rotate
-from methods.base import Budget, CacheState, Plan
+from methods.base import CacheState
 from methods.infinigen import InfiniGen, InfiniGenRead
 from methods.parts.growing import GrowingRows
-from methods.parts.skew import skewing
 from tests.methods.recorded import Recorded
 from tests.methods.synthetic import SHAPES, Sequences, Shape, attention
 from tests.tiny import prompt, tiny
@@ -137,121 +136,6 @@ def test_on_a_models_keys_the_choice_is_the_released_codes(change: dict[str, obj
     assert (set(counts) == {limit}) == ("alpha" in change)  # else the margin ends before the budget does
 
 
-def test_sequences_of_a_batch_ask_for_themselves() -> None:
-    text = Sequences(SHAPES[1], PROMPT + STEPS, LAYERS)
-    layers, different = sealed(text), 0
-    for t in range(PROMPT, PROMPT + STEPS):
-        text.decode(layers, t)
-        different += len(set(layers[2].reads.counts)) > 1
-    assert different
-
-
-def test_the_counts_vary_with_the_queries_and_stay_within_the_budget() -> None:
-    text = Sequences(SHAPES[1], PROMPT + 8, LAYERS)
-    layers, counts = sealed(text), set()
-    for t in range(PROMPT, PROMPT + 8):
-        text.decode(layers, t)
-        counts.add(layers[2].attended.prompt)
-    assert len(counts) > 2
-    assert max(counts) <= int(0.4 * PROMPT)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_with_all_columns_the_logits_are_exact_for_every_skew(shape: Shape) -> None:
-    """And the skew acts after the rotation: folded into the weights it would change them."""
-    text, method = Sequences(shape, PROMPT + 1, LAYERS), replace(METHOD, partial_ratio=1.0)
-    q, k, group = text.q(1)[:, :, PROMPT:], text.k(1)[:, :, :PROMPT], shape.heads // shape.groups
-    exact = (q @ k.repeat_interleave(group, 1).transpose(-1, -2)).squeeze(2) * shape.dim**-0.5
-    calibrated = tuple(skewing(text.q(i)[:1], shape.groups) for i in range(LAYERS))
-    for skews in (random_turns(shape), calibrated, None):
-        layers = sealed(text, replace(method, skew=skews is not None), skews=skews)
-        torch.testing.assert_close(layers[1].reads.logits(q).flatten(1, 2), exact, atol=1e-4, rtol=1e-4)
-    skew = random_turns(shape)[1]
-    folded_q = rotate(
-        text.project(1, text.hidden[1][:, PROMPT:]) @ skew.repeat_interleave(group, 0),
-        text.cos[:, PROMPT:],
-        text.sin[:, PROMPT:],
-    )
-    folded_k = rotate(text.raw_k[1] @ skew, text.cos, text.sin)[:, :, :PROMPT].repeat_interleave(group, 1)
-    folded = (folded_q @ folded_k.transpose(-1, -2)).squeeze(2) * shape.dim**-0.5
-    assert (folded - exact).abs().mean() > 0.5 * exact.abs().mean()
-
-
-def test_with_all_columns_and_the_layers_own_input_each_head_finds_its_exact_order() -> None:
-    text = Sequences(Shape(4, 4, 64), PROMPT + 1, LAYERS)
-    text.hidden[0] = text.hidden[1]  # the layer before has the same input
-    layers = sealed(text, replace(METHOD, partial_ratio=1.0, alpha=1e9), budget=7)
-    text.decode(layers, PROMPT)
-    exact = (text.q(1)[:, :, PROMPT:] @ text.k(1)[:, :, :PROMPT].transpose(-1, -2)).squeeze(2).topk(7).indices
-    read = layers[1].read_positions()
-    assert read is not None
-    assert torch.equal(read.sort().values, exact.sort().values)
-
-
-def test_boundless_alpha_and_budget_give_the_dense_output() -> None:
-    text = Sequences(SHAPES[1], PROMPT + 1, LAYERS)
-    layers = sealed(text, replace(METHOD, alpha=float("inf")))
-    for layer in layers[1:]:
-        layer.reads.plan = Plan(0, 0, PROMPT)
-    dense = sealed(text, budget=1.0)
-    for ours, full in zip(text.decode(layers, PROMPT), text.decode(dense, PROMPT), strict=True):
-        torch.testing.assert_close(ours, full)
-    assert layers[1].attended.prompt == PROMPT
-    assert dense[1].reads.plan is None
-
-
-def test_threshold_is_each_heads_own() -> None:
-    """A flat head asks for all tokens, a peaked one for its peak: their union, whichever comes first."""
-    text = Sequences(Shape(2, 1, 64), PROMPT + 1, LAYERS)
-    layer = sealed(text)[1]
-    logits = torch.zeros(1, 1, 2, PROMPT)
-    logits[..., 0, 5] = 30.0
-    for order in ([0, 1], [1, 0]):
-        assert layer.reads.choose(logits[:, :, order], 60)[1] == [60]
-    peaked = logits.clone()
-    peaked[..., 1, 9] = 20.0
-    assert sorted(layer.reads.choose(peaked, 60)[0].flatten().tolist()) == [5, 9]
-
-
-def test_generated_tokens_raise_the_threshold_but_are_no_candidates() -> None:
-    text = Sequences(Shape(2, 1, 64), PROMPT + 1, LAYERS)
-    layer = sealed(text)[1]
-    logits = torch.zeros(1, 1, 2, PROMPT + 3)
-    logits[..., PROMPT + 1] = 50.0
-    logits[..., 7] = 49.5
-    assert layer.reads.choose(logits, 60)[0].tolist() == [[[7]]]
-
-
-def test_skewing_is_orthogonal_and_packs_the_queries_into_few_columns() -> None:
-    text = Sequences(SHAPES[1], 200)
-    spread = torch.logspace(0, -3, 96)
-    mixed = text.q(0)[:1] @ torch.diag(spread) @ random_turns(text.shape)[0][0]
-    skews = skewing(mixed, 2)
-    torch.testing.assert_close(skews @ skews.transpose(1, 2), torch.eye(96).expand(2, -1, -1), atol=1e-5, rtol=0)
-    energy = (mixed[0].unflatten(0, (2, 3)) @ skews.unsqueeze(1)).square().sum((1, 2))
-    assert (energy[:, :-1] >= energy[:, 1:] - 1e-4).all()
-    plain = mixed[0].unflatten(0, (2, 3)).square().sum((1, 2))
-    assert (energy[:, :10].sum(1) / energy.sum(1) > 2 * plain.topk(10).values.sum(1) / plain.sum(1)).all()
-
-
-def test_host_fetches_what_it_reads_and_agrees_also_in_a_further_turn() -> None:
-    text = Sequences(SHAPES[1], PROMPT + STEPS + 20, LAYERS)
-    outs = []
-    for placement in ("device", "host"):
-        layers = sealed(text, placement=placement)
-        before, fetched, steps = layers[0].cache.traffic.to_device_bytes, 0, []
-        for t in range(PROMPT, PROMPT + STEPS):
-            steps.append(text.decode(layers, t)[2])
-            fetched += sum(max(layer.reads.counts) for layer in layers[1:])
-        moved = layers[0].cache.traffic.to_device_bytes - before
-        row_bytes = 2 * text.shape.dim * 4 * text.shape.groups * text.shape.batch
-        assert moved == (fetched * row_bytes if placement == "host" else 0)
-        again = PROMPT + STEPS
-        text.seal(layers, again, again + 19)
-        outs.append(torch.cat([*steps, text.decode(layers, again + 19)[2]], 2))
-    torch.testing.assert_close(*outs)
-
-
 @pytest.mark.parametrize("group_rank", ["margin_max", "prob_sum"])
 def test_counts_that_stay_on_the_device_choose_the_same(
     group_rank: Literal["margin_max", "prob_sum"], monkeypatch: pytest.MonkeyPatch
@@ -319,17 +203,6 @@ def test_prepare_stacks_the_rotated_queries_of_a_group() -> None:
     assert replace(METHOD, skew=False).prepare(text.specs, pytest.fail) is None
 
 
-def test_layers_that_the_budget_leaves_alone_do_no_work() -> None:
-    text = Sequences(SHAPES[1], PROMPT + 1, LAYERS)
-    method = replace(METHOD, dense_layers=[0, 2])
-    layers = sealed(text, method)
-    text.decode(layers, PROMPT)
-    assert [layer.attended.prompt == PROMPT for layer in layers] == [True, False, True]
-    assert layers[2].reads.query_mass.numel() == 0
-    assert layers[1].request.budget == Budget(0.4, dense_layers=(0, 2))
-    assert hash(method)
-
-
 def test_zeros_stand_behind_partial_keys_whose_room_has_grown() -> None:
     """A step of several sequences reads rows as far as the widest ones, and so past the end of the last row."""
     text = Sequences(SHAPES[0], 9)
@@ -339,15 +212,3 @@ def test_zeros_stand_behind_partial_keys_whose_room_has_grown() -> None:
     with_behind = rows.stored.as_strided((1, 2, 9, 6), rows.stored.stride())
     assert with_behind[:, :, :4].eq(1).all()
     assert with_behind[:, :, 4:].eq(0).all()
-
-
-def test_bad_parameters_are_refused() -> None:
-    for change in (
-        {"alpha": -1.0},
-        {"partial_ratio": 0.0},
-        {"dense_layers": (1,)},
-        {"column_rule": "key"},
-        {"group_rank": "sum"},
-    ):
-        with pytest.raises(ValueError, match=next(iter(change))):
-            replace(METHOD, **change)

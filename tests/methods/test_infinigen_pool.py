@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from methods.base import BudgetError, LayerWorkload
+from methods.base import BudgetError
 from methods.infinigen import InfiniGen, InfiniGenRead
 from methods.layers.batched import alone_because
 from methods.parts.limited_pool import Eviction
@@ -18,7 +18,6 @@ from tests.methods import test_costs as costs
 from tests.methods.synthetic import SHAPES, Sequences, Shape, attention
 from tests.methods.test_infinigen import METHOD, guessed_query
 from tests.methods.test_limited_pool import POLICIES
-from tests.tiny import prompt
 
 PROMPT, STEPS, LIMIT, SLOTS = 37, 5, 9, 29
 POOLED = replace(METHOD, skew=False, pool_capacity=SLOTS)
@@ -92,41 +91,6 @@ def test_every_step_is_the_papers_simulation(shape: Shape, policy: Eviction) -> 
         wanted = attention(text.at(1, t, t + 1).q, text.k(1), text.v[1], positions, shape.dim**-0.5)
         torch.testing.assert_close(out, wanted, atol=1e-5, rtol=1e-4)
         assert layers[0].attended.prompt == PROMPT  # dense
-
-
-def test_policies_come_to_different_pools() -> None:
-    text = capped(Sequences(SHAPES[1], PROMPT + STEPS, 2))
-    kept = {policy: started(text, replace(POOLED, pool_policy=policy))[1] for policy in POLICIES}
-    held = {policy: layer.positions.tolist() for policy, layer in kept.items() if layer.positions is not None}
-    assert held["fifo"] == [[[*range(PROMPT - SLOTS, PROMPT)]] * 2] * 2
-    assert held["fifo"] != held["lru"] != held["counter"] != held["fifo"]
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_evicted_tokens_are_gone(policy: Eviction) -> None:
-    """Whatever stands in their places, no step reads it; and a store holds no more than the pool has slots."""
-    text = capped(Sequences(SHAPES[1], PROMPT + STEPS, 2))
-    wanted = started(text, replace(POOLED, pool_policy=policy))
-    layers = started(text, replace(POOLED, pool_policy=policy))
-    assert layers[1].store.k_rows.shape[2] == SLOTS + STEPS
-    for t in range(PROMPT, PROMPT + STEPS):
-        assert layers[1].reads.pool is not None
-        evicted = ~layers[1].reads.pool.live
-        assert evicted.sum().item() == (t - PROMPT) * 2 * 2  # sequences x KV heads
-        for x in (layers[1].store.k_rows, layers[1].store.v_rows, layers[1].reads.partial.stored):
-            x[:, :, :SLOTS].masked_fill_(evicted.unsqueeze(3), float("nan"))
-        torch.testing.assert_close(text.decode(layers, t)[1], text.decode(wanted, t)[1])
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_host_and_chunks_change_nothing(policy: Eviction) -> None:
-    text = capped(Sequences(SHAPES[1], PROMPT + STEPS, 2))
-    method = replace(POOLED, pool_policy=policy)
-    plain, host = started(text, method), started(text, method, "host", chunk=10)
-    for t in range(PROMPT, PROMPT + STEPS):
-        torch.testing.assert_close(text.decode(host, t)[1], text.decode(plain, t)[1])
-    assert host[1].far is not None
-    assert host[1].far.length == SLOTS
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -216,23 +180,3 @@ def test_the_cost_is_what_is_held_and_moved(capacity: float, placement: str, col
     method = replace(costs.method_of("infinigen"), column_rule="query", **changes)  # type: ignore[type-var]
     budget = costs.Budget(0.3 if column_rule == "query" else 350)
     costs.assert_near(*costs.measured(method, budget, placement))
-
-
-def test_a_smaller_pool_costs_less() -> None:
-    spec = Sequences(SHAPES[1], 10, 3).specs[2]
-    case = LayerWorkload(spec, sealed=400, budget=80, placement="host", element_bytes=2, reserve=100)
-    small, large = (replace(METHOD, pool_capacity=share).cost(case) for share in (0.5, 0.8))
-    assert small.held["host"] == 250 * case.row_bytes
-    assert large.held["host"] == 400 * case.row_bytes  # the prompt alone is no more than the pool holds
-    assert small.device_bytes < large.device_bytes
-    assert small.moved_bytes_per_step == large.moved_bytes_per_step == 80 * case.row_bytes
-
-
-def test_a_prompt_in_a_model_is_replayed_alike_from_run_to_run() -> None:
-    """And the pool matters: the steps are not those of an unlimited one."""
-    method: Any = replace(contract.small("infinigen"), alpha=1.0)  # type: ignore[type-var]
-    ids = prompt(71)
-    limited = contract.run(replace(method, pool_capacity=40), ids, 0.4)
-    contract.assert_same(contract.run(replace(method, pool_capacity=40), ids, 0.4), limited)
-    unlimited = contract.run(method, ids, 0.4)
-    assert any(not torch.allclose(a.logits, b.logits, atol=1e-3) for a, b in zip(limited, unlimited, strict=True))

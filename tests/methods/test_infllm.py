@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
 
 from kernels.rope import rotate
 from methods.base import BudgetError
-from methods.full import Full
 from methods.infllm import InfLLM, InfLLMRead
 from methods.layers import Layer
 from tests.methods.synthetic import SHAPES, Sequences, Shape
@@ -103,58 +100,6 @@ def test_prefill_and_every_step_are_the_formulas(shape: Shape) -> None:
             assert read[b].sort().values.tolist() == [tokens] * shape.groups
 
 
-@pytest.mark.parametrize(("budget", "full"), [(1.0, True), (PROMPT, True), (70, False)])
-def test_a_window_over_everything_is_full_attention_and_a_smaller_one_is_not(budget: float, full: bool) -> None:
-    text = Sequences(SHAPES[1], PROMPT + 1)
-    ours, (dense,) = start(text, budget), text.start(Full(), None)
-    outs = []
-    for layer in (ours, dense):
-        prompt_out = text.prefill([layer], 0, PROMPT)[0]
-        layer.seal()
-        outs.append(torch.cat([prompt_out, layer.decode(text.at(0, PROMPT, PROMPT + 1))], 2))
-    same = bool(torch.isclose(outs[0], outs[1], atol=1e-5, rtol=1e-4).all())
-    assert same == full
-
-
-def test_the_representative_is_each_query_heads_own() -> None:
-    text = Sequences(Shape(2, 1, 64), PROMPT)
-    layer = start(text)
-    layer.prefill(text.at(0, 0, PROMPT))
-    best = layer.reads.mass[0, :, 3:67].unflatten(1, (8, 8)).topk(2).indices  # [H N r]
-    assert any(set(one) != set(other) for one, other in zip(best[0].tolist(), best[1].tolist(), strict=True))
-    raw = text.raw_k[0][0, 0, 3:67].unflatten(0, (8, 8))
-    means = torch.stack([torch.stack([raw[n, best[h, n]].mean(0) for n in range(8)]) for h in range(2)])
-    torch.testing.assert_close(layer.reads.representatives[0], means, atol=1e-5, rtol=1e-4)
-
-
-def test_mass_is_what_local_keys_drew() -> None:
-    """All that the queries gave away was drawn locally until the first block was read as far."""
-    text = Sequences(Shape(2, 1, 64), PROMPT)
-    layer = start(text)
-    layer.prefill(text.at(0, 0, WINDOW))
-    torch.testing.assert_close(layer.reads.mass.sum(-1), torch.full((1, 2), float(WINDOW)), atol=1e-4, rtol=0)
-
-
-def test_host_moves_the_blocks_it_reads_and_agrees_also_in_a_further_turn() -> None:
-    text = Sequences(SHAPES[1], PROMPT + STEPS + 50)
-    outs = []
-    for placement in ("device", "host"):
-        layer = start(text, placement=placement)
-        text.seal([layer], 0, PROMPT)
-        before = layer.cache.traffic.to_device_bytes
-        steps = [layer.decode(text.at(0, t, t + 1)) for t in range(PROMPT, PROMPT + STEPS)]
-        moved = layer.cache.traffic.to_device_bytes - before
-        tokens = STEPS * 16 * text.shape.groups * text.shape.batch
-        assert moved == (2 * tokens * text.shape.dim * 4 if placement == "host" else 0)
-        again = PROMPT + STEPS
-        prompt_out = text.prefill([layer], again, again + 49)[0]
-        layer.seal()
-        outs.append(torch.cat([*steps, prompt_out, layer.decode(text.at(0, again + 49, again + 50))], 2))
-        assert layer.reads.blocks > 8
-        assert layer.attended.prompt <= BUDGET
-    torch.testing.assert_close(*outs)
-
-
 def test_a_prompt_in_chunks_is_planned_as_it_comes() -> None:
     text = Sequences(SHAPES[1], PROMPT + 1)
     layer = start(text, 0.6)
@@ -183,9 +128,3 @@ def test_a_shared_prefill_and_small_budgets_are_refused() -> None:
         start(text, METHOD.smallest_budget).absorb(text.at(0, 0, PROMPT))
     with pytest.raises(BudgetError, match="at least 19"):
         start(text, METHOD.smallest_budget - 1)
-
-
-def test_bad_parameters_are_refused() -> None:
-    for change in ({"n_init": -1}, {"block": 0}, {"local_ratio": 0.0}, {"repr_topk": 9}, {"exc_block": 0}):
-        with pytest.raises(ValueError, match=next(iter(change))):
-            replace(METHOD, **change)

@@ -112,11 +112,5 @@ def test_a_fit_is_timed_once_and_serves_both_placements(monkeypatch: pytest.Monk
     assert limits(monkeypatch, elsewhere) == first  # no calibration text: nothing is timed
 
 
-@pytest.mark.parametrize("wrong", [0, -1, [1.0, 2.0], [0, 0, 0, 0, 0, 0, -1.0]])
-def test_what_is_no_number_of_rounds_is_refused(wrong: Any) -> None:
-    with pytest.raises(ValueError, match=r"iterations=.* (at least 1|is no fit)"):
-        replace(PQ, iterations=wrong)
-
-
 def test_a_fit_from_a_yaml_can_be_hashed() -> None:
     assert hash(replace(PQ, iterations=list(SLOW))) == hash(replace(PQ, iterations=tuple(SLOW)))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from methods.base.counters import StepCounters
-from methods.parts.limited_pool import Eviction, Fetched, LimitedPool, check, size
+from methods.parts.limited_pool import Eviction, Fetched, LimitedPool, size
 
 BATCH, HEADS, PROMPT, GENERATED = 2, 3, 40, 12
 POLICIES: tuple[Eviction, ...] = ("counter", "fifo", "lru")
@@ -124,47 +124,8 @@ def test_victims_are_those_of_a_list(policy: Eviction, slots: int, on_device: bo
     assert all(len(set(one.evicted)) == due for heads in by_hand for one in heads)
 
 
-def test_policies_differ_where_the_fetches_do() -> None:
-    """Token 0 is fetched often but long ago, 1 once just now, 2 never: of six, the older half."""
-    left = {}
-    for policy in POLICIES:
-        pool = LimitedPool(policy, 6, (1, 1, 7), torch.device("cpu"), StepCounters())
-        stream = [[0], [0], [0], [0, 2], [1, 5], [1]]
-        rows = [(torch.tensor([[fetch]]), [len(fetch)]) for fetch in stream]
-        pool.take(rows if policy != "fifo" else ())
-        (left[policy],) = {*range(7)} - {*pool.compact().flatten().tolist()}
-    assert left == {"counter": 2, "fifo": 0, "lru": 0}
-
-
-def test_the_younger_half_is_safe() -> None:
-    """2 and 3 were never fetched, and yet 1 leaves."""
-    pool = LimitedPool("counter", 4, (1, 1, 5), torch.device("cpu"), StepCounters())
-    pool.take([(torch.tensor([[[0]]]), [1])] + [(torch.tensor([[[0, 1]]]), [2])] * 3)
-    assert pool.compact().tolist() == [[[0, 2, 3, 4]]]
-
-
-def test_evicted_tokens_are_hidden_from_logits_and_ranks() -> None:
-    pool = LimitedPool("fifo", 3, (1, 2, 5), torch.device("cpu"), StepCounters())
-    pool.take(())
-    logits, ranks = pool.hide(torch.zeros(1, 2, 4, 7)), pool.hide(torch.zeros(1, 2, 5))
-    for x in (logits[0, 0, 0], logits[0, 1, 3]):
-        assert x.isinf().tolist() == [True, True, False, False, False, False, False]
-    assert ranks[0, 1].isinf().tolist() == [True, True, False, False, False]
-
-
 @pytest.mark.parametrize(
     ("asked", "slots"), [(None, None), (1.0, None), (0.8, 80), (0.005, 0), (100, None), (300, None), (1, 1), (99, 99)]
 )
 def test_a_share_is_of_all_tokens(asked: float | None, slots: int | None) -> None:
     assert size(asked, 100) == slots
-
-
-@pytest.mark.parametrize("asked", [0, -1, 1.5, 0.0, True, "0.8"])
-def test_other_capacities_are_refused(asked: float) -> None:
-    with pytest.raises(ValueError, match="pool_capacity"):
-        check(asked, "lru")
-
-
-def test_other_policies_are_refused() -> None:
-    with pytest.raises(ValueError, match="counter, fifo"):
-        check(0.8, "mru")

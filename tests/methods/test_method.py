@@ -4,15 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
+from methods.adakv import AdaKV
 from methods.base import Budget, CacheState, KVLayer, LayerSpec, Method
+from methods.h2o import H2O
+from methods.infinigen import InfiniGen
 from methods.infllm import InfLLM
+from methods.kivi import Kivi
 from methods.layers import Keep, Layer, Policy, Read, Select
+from methods.lm_infinite import LMInfinite
+from methods.pqcache import PQCache
 from methods.quest import Quest, QuestRead
+from methods.rocketkv import RocketKV
+from methods.shadowkv import ShadowKV
+from methods.snapkv import SnapKV
 from methods.sparq import SparQ
 from methods.streaming import Streaming
+from tests.methods.synthetic import SHAPES, Sequences
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,3 +75,70 @@ def test_the_least_budget_that_is_named_is_enough_and_the_one_below_is_not(seale
         number = Budget(0.5).least(needed, sealed, 0)
         assert Budget(number).tokens(sealed, 0) == needed
         assert needed == 1 or Budget(number - 1).tokens(sealed, 0) < needed
+
+
+WRONG: list[tuple[Method, dict[str, Any]]] = [
+    (AdaKV(), {"floor": -0.1}),
+    (AdaKV(), {"floor": 1.5}),
+    (AdaKV(), {"select_per": "query_head"}),
+    (H2O(), {"sinks": -1}),
+    (H2O(), {"recent_ratio": 1.0}),
+    (H2O(), {"compensation": "x"}),
+    (InfiniGen(), {"alpha": -1.0}),
+    (InfiniGen(), {"partial_ratio": 0.0}),
+    (InfiniGen(), {"dense_layers": (1,)}),
+    (InfiniGen(), {"column_rule": "key"}),
+    (InfiniGen(), {"group_rank": "sum"}),
+    (InfiniGen(), {"pool_policy": "mru"}),
+    *((InfiniGen(), {"pool_capacity": wrong}) for wrong in (0, -1, 1.5, 0.0, True, "0.8")),
+    (InfLLM(), {"n_init": -1}),
+    (InfLLM(), {"block": 0}),
+    (InfLLM(), {"local_ratio": 0.0}),
+    (InfLLM(block=8), {"repr_topk": 9}),
+    (InfLLM(), {"exc_block": 0}),
+    (Kivi(), {"bits": 3}),
+    (Kivi(), {"residual": 100}),
+    (Kivi(), {"residual": 0}),
+    (LMInfinite(), {"n_init": -1}),
+    (PQCache(), {"m": 0}),
+    (PQCache(), {"b": 0}),
+    (PQCache(), {"b": 17}),
+    (PQCache(), {"sinks": -1}),
+    *((PQCache(), {"iterations": wrong}) for wrong in (0, -1, [1.0, 2.0], [0, 0, 0, 0, 0, 0, -1.0])),
+    (PQCache(cache_tokens=4096), {"cache_tokens": 3}),
+    (PQCache(cache_tokens=4096), {"cache_block": 0}),
+    (PQCache(cache_tokens=4096), {"cache_offered": 0}),
+    (Quest(), {"page_size": 0}),
+    (Quest(), {"min_pages": 0}),
+    (Quest(), {"select_per": "head"}),
+    (RocketKV(), {"split": 1.5}),
+    (RocketKV(), {"split": -0.1}),
+    (RocketKV(), {"page_size": 0}),
+    (RocketKV(), {"r": 0}),
+    (RocketKV(), {"select_per": "query_head"}),
+    (ShadowKV(), {"chunk": 0}),
+    (ShadowKV(), {"rank": 1.5}),
+    (ShadowKV(), {"rank": 0}),
+    (ShadowKV(), {"outlier_share": 1.0}),
+    (ShadowKV(), {"solver": "svd"}),
+    (ShadowKV(), {"local_chunks": -1}),
+    (SnapKV(), {"window": 0}),
+    (SnapKV(), {"kernel": 4}),
+    (SnapKV(), {"pooling": "mean"}),
+    (SnapKV(), {"select_per": "head"}),
+    (SparQ(), {"r": 0}),
+    (Streaming(), {"sinks": -1}),
+    (Streaming(), {"positions": "true"}),
+]
+
+
+@pytest.mark.parametrize(("method", "change"), WRONG, ids=str)
+def test_a_parameter_that_cannot_be_is_named(method: Method, change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(change))):
+        replace(method, **change)  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize("method", [PQCache(m=5), SparQ(r=65), RocketKV(r=65)], ids=repr)
+def test_a_parameter_that_does_not_fit_the_heads_is_named(method: Method) -> None:
+    with pytest.raises(ValueError, match=r"(m=5|r=65).*head size 64"):
+        method.check_model(Sequences(SHAPES[0], 9).specs[0])

@@ -87,31 +87,6 @@ def test_step_equals_loops(shape: Shape, placement: str) -> None:
     assert_steps(s, coded, layer)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_centroid_for_every_key_gives_the_exact_choice(shape: Shape) -> None:
-    s = sequences(shape)
-    (layer,) = s.start(replace(METHOD, b=7), BUDGET)  # 75 candidates, 128 centroids
-    assert isinstance(layer.reads, PQRead)
-    s.seal([layer], 0, PROMPT)
-    assert_steps(s, s.k(0)[:, :, MIDDLE].double(), layer)
-
-
-@pytest.mark.parametrize("place", [SINKS, SINKS + 1, PROMPT - LOCAL - 1])
-def test_a_needle_at_the_middles_ends_is_found(place: int) -> None:
-    """Candidate j is token sinks + j."""
-    s = Sequences(SHAPES[1], PROMPT + STEPS)
-    query = s.q(0)[:, ::3, PROMPT]  # of each group's first head
-    keys = s.at(0, 0, PROMPT)
-    keys.k[:, :, place] = 20 * query / query.norm(dim=-1, keepdim=True)
-    (layer,) = s.start(METHOD, BUDGET)
-    layer.prefill(keys)
-    layer.seal()
-    s.decode([layer], PROMPT)
-    positions = layer.read_positions()
-    assert positions is not None
-    assert (positions == place).any(-1).all()
-
-
 def test_codes_take_a_byte_up_to_256_centroids() -> None:
     s = Sequences(Shape(2, 1, 64), 400)
     kinds = {}
@@ -122,18 +97,6 @@ def test_codes_take_a_byte_up_to_256_centroids() -> None:
         kinds[b] = layer.reads.codes.dtype
         assert int(layer.reads.codes.max()) < layer.reads.centroids.shape[3] == min(2**b, 390 - 3 - 9)
     assert kinds == {8: torch.uint8, 9: torch.int32}
-
-
-@pytest.mark.parametrize("change", [{"m": 0}, {"b": 0}, {"b": 17}, {"iterations": 0}, {"sinks": -1}])
-def test_wrong_parameters_are_named(change: dict[str, int]) -> None:
-    (name,) = change
-    with pytest.raises(ValueError, match=f"{name}="):
-        replace(METHOD, **change)
-
-
-def test_a_head_size_that_cannot_be_split_is_named() -> None:
-    with pytest.raises(ValueError, match="m=5"):
-        replace(METHOD, m=5).check_model(Sequences(SHAPES[0], 9).specs[0])
 
 
 @parity.sources

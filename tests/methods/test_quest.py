@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from methods.base import Budget, BudgetError, LayerWorkload
-from methods.quest import Quest, QuestRead, page_bounds
+from methods.base import Budget, LayerWorkload
+from methods.quest import Quest, QuestRead
 from tests.methods import parity
 from tests.methods.recorded import Recorded
 from tests.methods.synthetic import SHAPES, Sequences, Shape, attention
@@ -77,67 +77,12 @@ def test_step_equals_loops(shape: Shape, prompt: int, select_per: str, last_page
     assert layers[0].attended.generated == STEPS
 
 
-def test_some_head_chooses_the_short_last_page() -> None:
-    """So that the case above is about it."""
-    s = _sequences(SHAPES[1], 83)
-    chosen = _pages(s, replace(METHOD, last_page=False), 83, 83)
-    lengths = {len(head) for sequence in chosen for head in sequence}
-    assert lengths == {23, 24}
-
-
-def test_pages_of_one_token_are_the_exact_top_k_of_each_head() -> None:
-    s = _sequences(SHAPES[1], 61)
-    layers = s.start(replace(METHOD, page_size=1, last_page=False), 9)
-    s.seal(layers, 0, 61)
-    s.decode(layers, 61)
-    logits = s.q(0)[:, :, 61, None] @ s.k(0)[:, :, :61].repeat_interleave(3, 1).transpose(2, 3)
-    assert torch.equal(layers[0].reads.rows.sort(-1).values, logits[:, :, 0].topk(9).indices.sort(-1).values)
-
-
-def test_a_bound_is_never_below_a_key_of_its_page() -> None:
-    keys, q = torch.randn(1, 2, 30, 16), torch.randn(1, 2, 50, 16)
-    upper, lower = page_bounds(keys, 7).chunk(2, -1)
-    bounds = q.clamp(min=0) @ upper.transpose(2, 3) + q.clamp(max=0) @ lower.transpose(2, 3)
-    products = q @ keys.transpose(2, 3)
-    for page in range(5):
-        assert (bounds[..., page] >= products[..., 7 * page : 7 * page + 7].amax(-1) - 1e-4).all()
-
-
-def test_padding_never_raises_a_bound() -> None:
-    assert torch.equal(page_bounds(-torch.ones(1, 1, 5, 2), 4), -torch.ones(1, 1, 2, 4))
-
-
-def test_first_layers_stay_dense() -> None:
-    s = Sequences(SHAPES[1], 61, layers=3)
-    layers = s.start(replace(METHOD, dense_layers=(0, 1)), 10)
-    s.seal(layers, 0, 60)
-    s.decode(layers, 60)
-    assert [layer.attended.prompt for layer in layers] == [60, 60, 8]
-
-
 def test_layers_that_a_run_wants_dense_are_so_beside_its_own() -> None:
     s = Sequences(SHAPES[1], 61, layers=4)
     layers = s.start(replace(METHOD, dense_layers=(0,)), Budget(10, dense_layers=(2,)))
     s.seal(layers, 0, 60)
     s.decode(layers, 60)
     assert [layer.attended.prompt for layer in layers] == [60, 8, 60, 8]
-
-
-def test_a_budget_below_the_least_pages_is_an_error() -> None:
-    with pytest.raises(BudgetError, match="at least 8"):
-        Sequences(SHAPES[0], 61).start(METHOD, 7)
-
-
-def test_a_reused_choice_stays_until_it_is_stale() -> None:
-    s = _sequences(SHAPES[1], 83)
-    layers = s.start(METHOD, BUDGET, reuse_steps=1)
-    s.seal(layers, 0, 83)
-    chosen = []
-    for position in range(83, 86):
-        s.decode(layers, position)
-        chosen.append(layers[0].reads.rows)
-    assert torch.equal(chosen[0], chosen[1])
-    assert not torch.equal(chosen[1], chosen[2])
 
 
 @pytest.mark.parametrize("prompt", [80, 83], ids=["whole", "partial"])
@@ -173,12 +118,6 @@ def test_its_cost_expects_what_a_models_heads_share(budget: float) -> None:
     cases = [LayerWorkload(layer.spec, prompt, int(budget * prompt), "host", 4) for layer in layers]
     expected = sum(method.cost(case).moved_bytes_per_step for case in cases)
     assert traffic.to_device_bytes - before == pytest.approx(expected, rel=0.1)
-
-
-@pytest.mark.parametrize("change", [{"page_size": 0}, {"min_pages": 0}, {"select_per": "head"}], ids=str)
-def test_wrong_parameters_are_named(change: dict) -> None:
-    with pytest.raises(ValueError, match=next(iter(change))):
-        replace(METHOD, **change)
 
 
 @parity.sources

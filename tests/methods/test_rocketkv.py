@@ -13,7 +13,6 @@ from torch.testing import assert_close
 
 from methods.base import Budget, BudgetError
 from methods.rocketkv import RocketKV, RocketRead
-from methods.snapkv import SnapKV
 from tests.methods import parity
 from tests.methods.synthetic import SHAPES, Sequences, Shape, attention
 from tests.methods.test_costs import assert_near, measured
@@ -104,37 +103,6 @@ def test_finding_tokens_reads_as_much_as_attending_to_them(prompt: int, share: f
         assert (kept, size, r) == (prompt, 1, 64)
 
 
-def test_selects_more_than_it_evicts_under_a_large_budget_and_less_under_a_small_one() -> None:
-    splits = []
-    for budget in (800, 80, 8):
-        ratio = 8000 / (2 * budget)
-        splits.append(
-            torch.tensor(8000 / RocketKV().keeps(budget, 8000)).log().item() / torch.tensor(ratio).log().item()
-        )
-    assert splits == pytest.approx([0.339, 0.539, 0.738], abs=0.01)
-
-
-def test_keeps_as_much_as_snapkv_of_twice_the_budget_where_eviction_does_it_all() -> None:
-    s = _sequences(SHAPES[1])
-    kept = []
-    for method, budget in ((replace(METHOD, split=1.0), BUDGET), (SnapKV(window=7, kernel=5), 2 * BUDGET)):
-        (layer,) = s.start(method, budget)
-        s.seal([layer], 0, PROMPT)
-        kept.append(layer.positions)
-    assert torch.equal(*kept)
-
-
-def test_one_token_pages_of_all_channels_are_the_exact_choice() -> None:
-    shape, s = SHAPES[1], _sequences(SHAPES[1])
-    (layer,) = s.start(METHOD, PROMPT // 2)
-    s.seal([layer], 0, PROMPT)
-    s.decode([layer], PROMPT)
-    q = s.q(0)[:, :, PROMPT].unflatten(1, (shape.groups, -1)).double()
-    weights = (q @ s.k(0)[:, :, :PROMPT].double().mT * shape.dim**-0.5).softmax(-1).sum(2)
-    assert layer.evicted == 0
-    parity.assert_best(layer.reads.rows, weights, PROMPT // 2)
-
-
 @pytest.mark.parametrize(
     ("changes", "budget", "wanted"),
     [
@@ -186,22 +154,6 @@ def test_the_smallest_budget_keeps_the_window_and_one_more() -> None:
     assert method.keeps(method.smallest_budget, 1000) == 8
     with pytest.raises(BudgetError, match="at least 4"):
         Sequences(SHAPES[0], 100).start(method, 3)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"split": 1.5}, {"split": -0.1}, {"page_size": 0}, {"r": 0}, {"select_per": "query_head"}, {"kernel": 4}],
-    ids=lambda change: next(iter(change)),
-)
-def test_wrong_parameters_are_named(change: dict) -> None:
-    with pytest.raises(ValueError, match=next(iter(change))):
-        replace(METHOD, **change)
-
-
-def test_more_channels_than_the_model_has_are_refused() -> None:
-    (spec,) = Sequences(SHAPES[0], 9).specs
-    with pytest.raises(ValueError, match="r=65 is more than the model's head size 64"):
-        replace(METHOD, r=65).check_model(spec)
 
 
 @parity.sources

@@ -10,8 +10,6 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from kernels.rope import rotate
-from methods.base import BudgetError
-from methods.full import Full
 from methods.layers import Layer
 from methods.shadowkv import ChunkPlan, ShadowKV, ShadowRead
 from tests.methods.recorded import Recorded
@@ -128,59 +126,12 @@ def compare_keys(layer: Layer, expected: Tensor) -> None:
     torch.testing.assert_close(rebuilt, expected[:, :, : rebuilt.shape[2]], atol=2e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("rank", [20, 127, 1.0])
-def test_error_of_the_factors_is_the_tail_of_the_joint_spectrum(rank: int | float) -> None:
-    text = Sequences(Shape(4, 2, 64), 172)
-    joint = text.raw_k[0].transpose(1, 2).flatten(2)  # [1 172 128]
-    tail = torch.linalg.svdvals(joint[0])[128 if rank == 1.0 else int(rank) :].square().sum()
-    layer = sealed(text, replace(METHOD, rank=rank, local_chunks=0), budget=11, prompt=172)
-    rebuilt = layer.reads._rebuild(torch.arange(43).expand(1, 2, 43)).k
-    torch.testing.assert_close((rebuilt - text.k(0)).square().sum(), tail, atol=1e-5, rtol=1e-4)
-
-
 @pytest.mark.parametrize("solver", ["gram_fp32", "thin_svd"])
 def test_solvers_agree(solver: str) -> None:
     text = Sequences(SHAPES[1], PROMPT + 1)
     ours, other = (sealed(text, replace(METHOD, solver=s)) for s in ("gram_fp64", solver))
     x = text.at(0, PROMPT, PROMPT + 1)
     torch.testing.assert_close(ours.decode(x), other.decode(x), atol=1e-4, rtol=1e-3)
-
-
-def test_a_chunk_of_opposite_keys_is_an_outlier_of_its_head_alone() -> None:
-    text = Sequences(Shape(4, 2, 64), PROMPT + 1)
-    for n in range(15):  # all other chunks are uniform
-        text.raw_k[0][:, :, 4 * n : 4 * n + 4] = text.raw_k[0][:, :, 4 * n : 4 * n + 1]
-    text.cos, text.sin = torch.ones_like(text.cos), torch.zeros_like(text.sin)
-    text.raw_k[0][0, 1, 20:24] *= torch.tensor([1.0, 1.0, 1.0, -1.0])[:, None]
-    layer = sealed(text)
-    assert layer.reads.outliers[0, 1].tolist() == [5]
-    assert layer.reads.outliers[0, 0].tolist() != [5]
-    assert 5 not in layer.reads.chunks[0, 1].tolist()  # not in the index
-
-
-def test_positions_shifted_together_change_neither_choice_nor_factors() -> None:
-    near, far = (sealed(Sequences(SHAPES[1], PROMPT + 1, shift=shift)) for shift in (0, 1000))
-    torch.testing.assert_close(near.reads.outliers, far.reads.outliers)
-    every = torch.arange(15).expand(2, 2, 15)
-    plain = [layer.reads.rope_table.unrotate(layer.reads._rebuild(every).k, torch.arange(60)) for layer in (near, far)]
-    torch.testing.assert_close(*plain, atol=1e-4, rtol=1e-3)
-    assert (near.reads.landmarks - far.reads.landmarks).abs().max() > 0.1
-    for layer, shift in ((near, 0), (far, 1000)):
-        layer.decode(Sequences(SHAPES[1], PROMPT + 1, shift=shift).at(0, PROMPT, PROMPT + 1))
-    assert near.reads.rows is not None
-    assert far.reads.rows is not None
-    assert torch.equal(near.reads.rows.sort().values, far.reads.rows.sort().values)
-
-
-def test_group_takes_the_maximum_of_normalised_weights() -> None:
-    """One sharp and one flat head: by sums or by logits the flat head's large logits would win."""
-    text = Sequences(Shape(2, 1, 64), PROMPT + 1)
-    layer = sealed(text)
-    q = torch.zeros(1, 2, 1, 64)
-    q[0, 0, 0] = layer.reads.landmarks[0, 0, 3] * 5  # peaked on the fourth landmark
-    q[0, 1, 0] = 0.0
-    chosen = layer.reads.select(q, 1)
-    assert chosen.tolist() == [[[int(layer.reads.chunks[0, 0, 3])]]]
 
 
 def test_hit_cache_moves_less_and_changes_nothing() -> None:
@@ -217,31 +168,6 @@ def test_the_hit_cache_counts_the_chunks_that_it_had() -> None:
     assert traffic.found == had > 0
 
 
-def test_host_and_device_agree_also_in_a_further_turn() -> None:
-    text = Sequences(SHAPES[1], PROMPT + STEPS + 40)
-    outs = []
-    for placement in ("device", "host"):
-        layer = sealed(text, placement=placement)
-        steps = [layer.decode(text.at(0, t, t + 1)) for t in range(PROMPT, PROMPT + STEPS)]
-        again = PROMPT + STEPS
-        prompt = text.prefill([layer], again, again + 39)[0]
-        layer.seal()
-        outs.append(torch.cat([*steps, prompt, layer.decode(text.at(0, again + 39, again + 40))], 2))
-        assert layer.attended.generated == 1
-    torch.testing.assert_close(*outs)
-
-
-def test_a_further_turn_at_full_rank_sees_every_key() -> None:
-    text = Sequences(SHAPES[1], PROMPT + STEPS + 9)
-    layer = sealed(text, replace(METHOD, rank=1.0))
-    for t in range(PROMPT, PROMPT + STEPS):
-        layer.decode(text.at(0, t, t + 1))
-    out = text.prefill([layer], PROMPT + STEPS, PROMPT + STEPS + 9)[0]
-    dense = text.start(Full(), None)
-    expected = text.prefill(dense, 0, text.length)[0][:, :, -9:]
-    torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-3)
-
-
 def test_a_further_turn_keeps_outliers_and_local_chunks_exact() -> None:
     text = Sequences(SHAPES[1], PROMPT + 5)
     layer = sealed(text, replace(METHOD, outlier_share=0.6))
@@ -275,26 +201,3 @@ def test_budget_is_the_papers_at_its_size() -> None:
             assert plan.top >= 1
             assert plan.outliers + plan.top <= plan.candidates
             assert plan.local + 8 * (plan.outliers + plan.top) <= budget
-
-
-def test_short_prompts_are_read_whole_and_small_budgets_refused() -> None:
-    text = Sequences(SHAPES[1], 20)
-    layers = text.start(METHOD, 5)
-    text.seal(layers, 0, 15)  # local chunks, an incomplete one and one more
-    assert layers[0].fallback
-    assert layers[0].attended.prompt == 15
-    with pytest.raises(BudgetError, match="at least 15"):
-        sealed(Sequences(SHAPES[1], PROMPT), budget=14)
-
-
-def test_bad_parameters_are_refused() -> None:
-    for change in (
-        {"chunk": 0},
-        {"rank": 1.5},
-        {"rank": 0},
-        {"outlier_share": 1.0},
-        {"solver": "svd"},
-        {"local_chunks": -1},
-    ):
-        with pytest.raises(ValueError, match=next(iter(change))):
-            replace(METHOD, **change)

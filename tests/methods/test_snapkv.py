@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from harness.engine.footprint import footprint
 from methods.base import Budget
 from methods.snapkv import SnapKV
 from tests.methods.recorded import Recorded
@@ -92,36 +91,6 @@ def test_on_a_models_keys_each_query_head_keeps_what_the_released_code_keeps(ker
         _check_kept(layer.positions, _pooled(_votes(s, 32, prompt, index), kernel, "max"), 32, prompt)
 
 
-def test_max_pooling_after_the_group_mean_differs_from_before() -> None:
-    shape, s = SHAPES[1], _sequences(SHAPES[1])
-    votes = _votes(s, 7, PROMPT).unflatten(1, (shape.groups, -1))
-    after, before = _pooled(votes.mean(2), 5, "max"), _pooled(votes, 5, "max").mean(2)
-    assert not torch.equal(after.topk(13).indices.sort().values, before.topk(13).indices.sort().values)
-
-
-def test_query_heads_with_their_own_tokens_cost_a_copy_each() -> None:
-    s = _sequences(SHAPES[1])
-    sizes = []
-    for select_per in ("kv_head", "query_head"):
-        layers = s.start(replace(METHOD, select_per=select_per), BUDGET)
-        s.seal(layers, 0, PROMPT)
-        sizes.append(footprint(layers)["device"])
-    assert sizes[1] == 3 * sizes[0]
-
-
-def test_union_of_query_heads_is_what_a_kv_head_read() -> None:
-    s = _sequences(SHAPES[1])
-    layers = s.start(replace(METHOD, select_per="query_head"), BUDGET)
-    s.seal(layers, 0, PROMPT)
-    union = layers[0].read_positions()
-    assert union is not None
-    for b in range(2):
-        for group in range(2):
-            wanted = {int(j) for j in layers[0].positions[b, 3 * group : 3 * group + 3].flatten()}
-            found = [int(j) for j in union[b, group] if j >= 0]
-            assert found == sorted(wanted)
-
-
 @pytest.mark.parametrize("select_per", ["kv_head", "query_head"])
 def test_a_further_turn_shorter_than_the_window_votes_with_its_own_queries(select_per: str) -> None:
     shape, end = SHAPES[1], PROMPT + 5
@@ -146,21 +115,3 @@ def test_a_turn_that_was_read_whole_is_not_said_of_the_next() -> None:
     s.seal([layer], 6, 60)
     assert layer.evicted
     assert layer.fallback is None
-
-
-def test_scores_do_not_depend_on_absolute_positions() -> None:
-    kept = []
-    for shift in (0, 1000):
-        s = _sequences(SHAPES[1], shift=shift)
-        layers = s.start(METHOD, BUDGET)
-        s.seal(layers, 0, PROMPT)
-        kept.append(layers[0].read_positions())
-    assert torch.equal(*kept)
-
-
-@pytest.mark.parametrize(
-    "change", [{"window": 0}, {"kernel": 4}, {"pooling": "mean"}, {"select_per": "head"}], ids=lambda c: next(iter(c))
-)
-def test_wrong_parameters_are_named(change: dict) -> None:
-    with pytest.raises(ValueError, match=next(iter(change))):
-        replace(METHOD, **change)

@@ -51,16 +51,3 @@ def test_a_further_turn_turns_the_sinks_on() -> None:
     assert layer.state()["0.rotated"][0, 0].tolist() == [*places.tolist(), *range(end - BUDGET + SINKS, end)]
     sinks = rotate(s.raw_k[0][:, :, :SINKS], *s.rope(places))
     assert_close(layer.state()["k0"][:, :, :SINKS], sinks, atol=2e-5, rtol=2e-5)
-
-
-def test_the_two_ways_to_count_positions_differ() -> None:
-    s = Sequences(SHAPES[1], PROMPT + STEPS)
-    assert not torch.allclose(expected(s, PROMPT, "cache"), expected(s, PROMPT, "original"), atol=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("change", "named"), [({"sinks": -1}, "sinks=-1"), ({"positions": "true"}, "positions='true'")]
-)
-def test_wrong_parameters_are_named(change: dict[str, object], named: str) -> None:
-    with pytest.raises(ValueError, match=named):
-        Streaming(**{"sinks": 4, "positions": "cache"} | change)  # type: ignore[arg-type]

@@ -26,10 +26,7 @@ from tests.official.selecting import LAYERS, STEPS, flat, model, sealed
 SHADOWKV = Repository("bytedance/ShadowKV", "a21f5a9ebd7956fe3510b0f29cf13c4fe07ca3b1")
 INFINIGEN = Repository("snu-comparch/InfiniGen", "3754f52d131c30ab7a310e3c4cf356e8e3326ac3")
 PQCACHE = Repository("HugoZHL/PQCache", "0b74e125207dc3f24da3bbaaf84e8a5f1d3b1828")
-SHADOW_STUBS = {
-    "models.tensor_op": {"batch_gather_gemm_rotary_pos_emb_cuda": None},
-    "kernels": {"shadowkv": None},
-}
+SHADOW_STUBS = {"models.tensor_op": {"batch_gather_gemm_rotary_pos_emb_cuda": None}, "kernels": {"shadowkv": None}}
 PQ_PACKAGE = "vq_method.retrieval_based"
 PQ_STUBS = FLASH_ATTN | {
     "kmeans_gpu": {"KMeans": None},

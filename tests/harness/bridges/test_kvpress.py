@@ -253,11 +253,6 @@ def test_later_turns_stay_whole_and_say_so() -> None:
         assert "later turns add stays whole" in str(again.layers[0].fallback)
 
 
-def test_a_press_of_ones_own_is_named_by_its_path() -> None:
-    with attached(tiny("llama"), KVPress(press={"name": "tests.own_press.EvenPress"}), budget=60) as kv:
-        assert not (sealed(kv).layers[2].kept_positions() % 2).any()
-
-
 @pytest.mark.parametrize(
     ("press", "said"),
     [

@@ -21,7 +21,6 @@ from harness.engine.saved_state import Snapshot
 from harness.prompts.stops import StopRule
 from harness.terminal.notices import say_once
 from methods.full import Full
-from methods.streaming import Streaming
 from tests.forks import Forked, module
 from tests.tiny import BORDER, by_length, prompt, tiny
 
@@ -197,13 +196,6 @@ def test_wrong_arguments_get_a_sentence(words: dict[str, Any], says: str) -> Non
         KVHarnessLM(**SHARED | {"method": "full"} | words)
 
 
-def test_a_method_of_ones_own_comes_from_its_folder(tmp_path: Path) -> None:
-    (tmp_path / "method").mkdir()
-    (tmp_path / "method" / "mine.yaml").write_text("_target_: methods.streaming.Streaming\nsinks: 3\n")
-    lm = KVHarnessLM(**SHARED, method="mine", budget=0.5, config_dir=str(tmp_path))
-    assert lm.engine.attachment.method == Streaming(sinks=3)
-
-
 def test_wrong_requests_get_a_sentence() -> None:
     lm = ours(max_length=200)
     with pytest.raises(SettingsError, match="num_beams of a request are unknown here: leave them out of gen_kwargs"):
@@ -360,17 +352,6 @@ def test_bos_stands_where_their_own_model_puts_it(
     for pair in (("Why is it", " so ?"), (chat, " so")):
         assert lm._encode_pair(*pair) == wanted._encode_pair(*pair)
     assert lm.tok_encode("Why is it").count(0) == (add if add is not None else processor is not None)
-
-
-def test_chat_templates_are_the_tokenizers() -> None:
-    lm, talk = ours(), [{"role": "user", "content": "Hello"}]
-    lm.tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
-    try:
-        assert lm.apply_chat_template(talk) == "<user>Hello<assistant>"
-        assert lm.chat_template(True) == lm.tokenizer.chat_template
-    finally:
-        lm.tokenizer.chat_template = None
-    assert lm.tokenizer_name == "random__tiny"
 
 
 @pytest.mark.parametrize("kind", ["answers", "likelihoods"])

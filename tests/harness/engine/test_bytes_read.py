@@ -83,17 +83,6 @@ def test_a_step_reads_what_the_method_s_sizes_say(method: Method, expected: floa
     assert read(method) == expected
 
 
-@pytest.mark.parametrize("name", ["pqcache", "sparq", "quest", "shadowkv", "rocketkv", "infinigen"])
-def test_it_does_not_matter_where_they_lie(name: str) -> None:
-    method, expected = EXPECTED[name]
-    assert read(method, placement="host") == expected
-
-
-def test_no_index_is_read_where_the_last_choice_is_taken_again() -> None:
-    method, expected = EXPECTED["quest"]
-    assert read(method, reuse_steps=2) == expected - 2 / 3 * GROUPS * 20 * 2 * KEY
-
-
 def test_a_token_that_several_query_heads_choose_is_read_once() -> None:
     alone, together = (
         read(Quest(page_size=16, dense_layers=(0, 1), select_per=who)) for who in ("kv_head", "query_head")

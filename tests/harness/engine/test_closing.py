@@ -59,12 +59,6 @@ def test_closing_early_changes_no_bit(place: tuple[str, str]) -> None:
         assert all(map(torch.equal, answered(kv, whole=True), answered(kv, whole=False)))
 
 
-@offloading
-def test_a_prompt_in_one_piece_closes_alike(name: str) -> None:
-    with attach_small(name, "host") as kv:
-        assert all(map(torch.equal, answered(kv, whole=True, chunk=None), answered(kv, whole=False, chunk=None)))
-
-
 @pytest.mark.tokens
 def test_a_limited_pool_closes_behind_the_layer_that_guesses_for_it() -> None:
     """Its queries come with the layer before, and the seal lets the prompt pass through the pool by them."""

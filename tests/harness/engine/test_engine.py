@@ -11,16 +11,10 @@ import torch
 from harness.engine.attach import attached
 from harness.engine.batch.running_sequence import UNION_EVERY, RunningSequence
 from harness.engine.engine import Engine
-from harness.engine.footprint import footprint
 from harness.engine.hf import KVCache
 from harness.engine.sampling import Sampled
-from methods.base import KVLayer
 from methods.full import Full
-from methods.infinigen import InfiniGen
-from methods.oracle import Oracle
-from methods.pqcache import PQCache
 from methods.quest import Quest
-from methods.streaming import Streaming
 from tests.fast import PQ
 from tests.tiny import prompt, tiny
 
@@ -95,23 +89,6 @@ def test_the_union_is_what_a_kv_head_reads_over_its_query_heads(
     assert (made.measured["union_prompt"] > made.measured["attended_prompt"]) == (select_per == "query_head")
 
 
-@pytest.mark.parametrize("method", [Full(), Streaming(sinks=4, positions="cache"), PQ])
-def test_the_union_of_heads_that_read_alike_is_what_was_attended(method: Any) -> None:
-    with attached(tiny("llama"), method, budget=0.3) as kv:
-        made = Engine(kv).generate(prompt(100), max_new_tokens=4)
-    assert made.measured["union_prompt"] == made.measured["attended_prompt"]
-
-
-def test_a_union_is_never_less_than_what_was_attended() -> None:
-    """InfiniGen reads a number of its own in each step."""
-    method = InfiniGen(dense_layers=(0,), alpha=1.0, skew=False)
-    with attached(tiny("llama"), method, budget=0.3, calibration=prompt(64, seed=9)) as kv:
-        made = Engine(kv).generate(prompt(100), max_new_tokens=12)
-    assert made.measured["attended_prompt"] is not None
-    assert made.measured["attended_prompt"] % 1  # no step's
-    assert made.measured["union_prompt"] == made.measured["attended_prompt"]
-
-
 @pytest.mark.tokens
 def test_each_sequence_of_a_batch_stops_for_itself() -> None:
     ids = prompt(30, batch=3)
@@ -151,49 +128,3 @@ def test_sampling_follows_its_seed_and_its_limits() -> None:
         greedy = Engine(kv).generate(ids, max_new_tokens=12).tokens[0]
     assert sample(1) == sample(1) != sample(2)
     assert sample(3, top_k=1) == sample(4, top_p=1e-6) == greedy
-
-
-@pytest.mark.parametrize("method", [Full(), Oracle(sinks=4, recent_ratio=0.5), PQ])
-def test_a_second_turn_over_everything_equals_one_long_prompt(method: Full | Oracle | PQCache) -> None:
-    model, first, second = tiny("llama"), prompt(40), prompt(25, seed=1)
-    with attached(model, method, budget=1.0) as kv, torch.no_grad():
-        cache = kv.cache(capacity=80)
-        model(first, past_key_values=cache)
-        cache.seal()
-        reply = prompt(3, seed=2)
-        for token in reply.split(1, 1):
-            model(token, past_key_values=cache)
-        cache.open_turn()
-        turn = model(second, past_key_values=cache).logits[:, -1]
-        cache.seal()
-        whole = kv.cache(capacity=80)
-        straight = model(torch.cat([first, reply, second], 1), past_key_values=whole).logits[:, -1]
-    assert torch.allclose(turn, straight, atol=1e-4)
-
-
-def test_a_second_turn_brings_offloaded_tokens_back() -> None:
-    model, ids = tiny("llama"), prompt(60)
-    logits = {}
-    for placement in ("device", "host"):
-        with attached(model, PQ, budget=0.4, placement=placement) as kv, torch.no_grad():  # type: ignore[arg-type]
-            cache = kv.cache(capacity=100)
-            model(ids, past_key_values=cache)
-            cache.seal()
-            model(prompt(1), past_key_values=cache)
-            cache.open_turn()
-            logits[placement] = model(prompt(20, seed=3), past_key_values=cache).logits
-            cache.seal()
-            assert footprint(cache.layers)["host"] > 0 or placement == "device"
-    assert torch.allclose(logits["device"], logits["host"], atol=1e-5)
-
-
-def test_footprint_counts_each_storage_once_nested() -> None:
-    with attached(tiny("llama"), Streaming(sinks=4, positions="cache"), budget=24) as kv, torch.no_grad():
-        cache = kv.cache(capacity=110)
-        kv.model(prompt(100), past_key_values=cache)
-        row = 2 * 2 * 16 * 4 * 3  # K and V, 2 heads of 16, fp32, 3 layers
-        assert footprint(cache.layers)["device"] == 110 * row
-        cache.seal()
-        assert footprint(cache.layers)["device"] == (24 + 10) * row
-        layers: list[KVLayer] = [*cache.layers, *cache.layers]
-        assert footprint(layers) == footprint(cache.layers)

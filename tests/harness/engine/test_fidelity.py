@@ -121,14 +121,6 @@ def test_a_head_is_credited_with_what_it_read_itself(
         assert report[name] == pytest.approx(wanted.mean().item(), abs=1e-4)
 
 
-def test_heads_that_read_different_numbers_are_held_against_their_own() -> None:
-    quest = Quest(page_size=4, min_pages=1, dense_layers=(0,), select_per="query_head", last_page=False)
-    report = found(run(quest, 0.3))
-    assert report["recall_per_head"][0] == [1, 1]  # the dense layer
-    assert all(0 < one < 1 for layer in report["recall_per_head"][1:] for one in layer)
-    assert report["mass"] <= 1
-
-
 def test_a_head_that_reads_fewer_is_asked_for_as_many_as_it_reads() -> None:
     """Of the first head's four best tokens it reads the best and the fourth: one of two. The other reads its four."""
     text = Sequences(Shape(4, 2, 32), 41)

@@ -93,15 +93,6 @@ def test_turns_of_a_batch(name: str) -> None:
         assert conversation(kv.model, cache, batch=3) == by_engine(kv, batch=3)
 
 
-@pytest.mark.tokens
-@pytest.mark.parametrize("chunk", [9, 24])
-def test_a_prefill_in_chunks_is_one_turn(chunk: int) -> None:
-    with attach(small("snapkv"), 0.4) as kv:
-        caches = [kv.cache(capacity=CAPACITY) for _ in range(2)]
-        wanted = conversation(kv.model, caches[0])
-        assert conversation(kv.model, caches[1], prefill_chunk_size=chunk) == wanted
-
-
 def forwards(kv: Attachment, cache: KVCache, *lengths: int) -> list[bool]:
     """Whether the cache is sealed behind each forward of so many tokens."""
     states = []

@@ -25,14 +25,12 @@ from harness.engine.trace import Tracer
 from harness.jobs.planning.effective import effective
 from harness.models.random import Random
 from harness.results.identity import asked
-from kernels import ops
 from kernels.dispatch import use_backend
 from methods.base import Attended, AttnInput, Method
 from methods.base.counters import CaptureError, StepCounters
 from methods.full import Full
 from methods.layers import Layer
 from methods.oracle import Oracle, OracleRead
-from methods.tiers.integers import IntCodec
 from tests import fake_cuda
 from tests.methods.test_contract import NAMES, attach, fresh_memory_full_of_nan, small, walked
 from tests.quick import mostly_slow
@@ -96,46 +94,12 @@ def two_turns(kv: Attachment, graphs: StepCapture | None, new: int) -> tuple[lis
     return turns, engine
 
 
-OFFLOADING = [name for name in NAMES if small(name).offloads]
-GATHERING = ["infinigen", "infllm", "pqcache", "quest", "rocketkv", "shadowkv", "sparq"]  # the others read all rows
-
-
 def from_host(name: str, graphs: StepCapture | None, prompts: int, **how: Any) -> tuple[list[Generation], Engine]:
     """Answers to prompts whose chosen rows lie on the host."""
     options = {"budget": 0.5, "placement": "host", "calibration": prompt(64, seed=9)} | how
     with attached(tiny("llama"), offloading(name), **options) as kv, use_backend("torch"):
         engine = Engine(kv, graphs=graphs)
         return [engine.generate(prompt(80, seed=seed), max_new_tokens=9) for seed in range(prompts)], engine
-
-
-@pytest.mark.tokens
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter is numpy, and masked lanes warn too
-@pytest.mark.parametrize("name", mostly_slow(GATHERING, "infinigen"))
-def test_triton_brings_rows_from_the_host_within_a_captured_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In its interpreter, as one operation of torch."""
-    pytest.importorskip("triton")
-    wanted, _ = from_host(name, None, 1)
-    plain, calls = ops.gather_tiers, list[int]()
-
-    def by_triton(far: Tensor, rows: Tensor, held: Tensor | None, slots: Tensor | None) -> Tensor:
-        calls.append(rows.shape[2])
-        with use_backend("triton"):
-            gathered: Tensor = plain(far, rows, held, slots)
-        return gathered
-
-    operation = torch.library.custom_op(
-        "kv_harness_tests::gather_tiers",
-        by_triton,
-        mutates_args=(),
-        schema="(Tensor far, Tensor rows, Tensor? held, Tensor? slots) -> Tensor",
-    )
-    operation.register_fake(lambda far, rows, held, slots: far.new_empty((*rows.shape, far.shape[3])))
-    monkeypatch.setattr(ops, "gather_tiers", operation)
-    got, engine = from_host(name, Tape(), 1)
-    assert calls
-    assert engine.plain_steps is None
-    assert got[0].tokens == wanted[0].tokens
-    assert got[0].measured["moved_bytes_per_step"] == wanted[0].measured["moved_bytes_per_step"] > 0
 
 
 def test_a_record_says_why_waiting_for_rows_is_not_clocked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,24 +115,6 @@ def test_a_record_says_why_waiting_for_rows_is_not_clocked(monkeypatch: pytest.M
 
 def offloading(name: str) -> Method:
     return replace(small(name), group=16, residual=32) if name.startswith("kivi") else small(name)  # type: ignore[call-arg]
-
-
-@pytest.mark.tokens
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize(
-    "name", mostly_slow(OFFLOADING, "full_offloaded", "infinigen", "pqcache", "rocketkv", "shadowkv")
-)
-def test_steps_with_rows_on_the_host_are_captured(name: str, overlap: bool) -> None:
-    """Tokens, bytes at rest and bytes that move are those of plain steps, also where rows would come ahead."""
-    wanted, _ = from_host(name, None, 2)
-    got, engine = from_host(name, Tape(), 2, overlap=overlap)
-    assert engine.plain_steps is None
-    for made, plain in zip(got, wanted, strict=True):
-        assert made.capture_s is not None
-        moved, before = (one.measured.pop("moved_bytes_per_step") for one in (made, plain))
-        assert (made.tokens, made.kv, made.measured) == (plain.tokens, plain.kv, plain.measured)
-        # on the host ShadowKV's hit cache moves as many chunks for each head as for the one with the most new ones
-        assert 0 < moved <= before if name.startswith("shadowkv") else moved == before > 0
 
 
 @pytest.mark.tokens
@@ -254,17 +200,6 @@ def test_every_architecture_can_be_captured(architecture: str) -> None:
     assert got.tokens == wanted.tokens
 
 
-@pytest.mark.tokens
-@pytest.mark.parametrize("name", [name for name in NAMES if small(name).encodes])
-def test_steps_over_codes_are_captured(name: str) -> None:
-    codec, calibration = IntCodec(bits=4, group=8), prompt(64, seed=9)
-    with attached(tiny("llama"), small(name), budget=0.5, codec=codec, calibration=calibration) as kv:
-        wanted, _ = generate(kv, prompt(80), False)
-        got, engine = generate(kv, prompt(80), True)
-    assert engine.plain_steps is None
-    assert (got.tokens, got.kv) == (wanted.tokens, wanted.kv)
-
-
 @torch.inference_mode()
 def test_logits_are_those_of_plain_steps_where_memory_holds_anything() -> None:
     """Room for later tokens is read by no step."""
@@ -327,27 +262,6 @@ def test_a_rotation_that_depends_on_the_length_is_refused() -> None:
     assert engine.plain_steps == "dynamic rotations depend on the length of the text"
 
 
-class CountsInPython(Layer, capturable=True):
-    """Says that its step can be captured, and reads a number of tokens that Python knows."""
-
-    def decode(self, x: AttnInput) -> Tensor:
-        self.store.append(x.k, x.v)
-        return self.attend(x.q, self.store.since(0)._replace(k=self.store.k, v=self.store.v, live=None))
-
-
-class Waits(Layer, capturable=True):
-    def decode(self, x: AttnInput) -> Tensor:
-        return super().decode(x) * float(x.q.sum() < 1e9)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wrong(Full):
-    layer: type[Layer]
-
-    def start(self, specs: Any, cache: Any) -> Any:
-        return [self.layer(spec, cache, self) for spec in specs]
-
-
 class EveryOther(OracleRead):
     """A newcomer's: keeps the order of the steps in Python, where no replay changes it."""
 
@@ -386,20 +300,6 @@ def test_a_newcomers_layer_is_captured_only_if_its_own_class_says_so() -> None:
     assert claimed.capture_s is not None
 
 
-@pytest.mark.tokens
-def test_the_tape_finds_a_step_that_is_not_the_same_each_time() -> None:
-    ids = prompt(40)
-    with attach(Full(), None) as kv:
-        wanted, _ = generate(kv, ids, False)
-    with attach(Wrong(layer=CountsInPython), None) as kv:
-        assert generate(kv, ids, False)[0].tokens == wanted.tokens
-        assert generate(kv, ids, True)[0].tokens != wanted.tokens
-    with attach(Wrong(layer=Waits), None) as kv:
-        made, engine = generate(kv, ids, True)
-    assert made.tokens == wanted.tokens
-    assert engine.plain_steps == "capturing a step failed: CaptureError: item waits for a value of the device"
-
-
 def test_a_counter_is_the_same_tensor_one_higher_in_the_next_step() -> None:
     counters, device = StepCounters(), torch.device("cpu")
     counters.start()
@@ -413,15 +313,6 @@ def test_a_counter_is_the_same_tensor_one_higher_in_the_next_step() -> None:
         counters.tensor(3, device)
     counters.stop()
     assert counters.tensor(3, device).tolist() == [3]
-
-
-def test_each_device_has_counters_of_its_own() -> None:
-    """The layers of a large model lie on several."""
-    counters, here, there = StepCounters(), torch.device("cpu"), torch.device("meta")
-    counters.start()
-    assert [counters.tensor(3, device).device for device in (here, there)] == [here, there]
-    counters.advance()
-    assert counters.tensor(4, here).tolist() == [4]
 
 
 @pytest.mark.tokens

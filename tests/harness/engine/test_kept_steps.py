@@ -15,8 +15,7 @@ from harness.engine.batch.generation import Generation
 from harness.engine.batch.running import RunningBatch
 from harness.engine.batch.running_sequence import RunningSequence
 from harness.engine.engine import Engine
-from kernels.per_sequence import PerSequence
-from kernels.ragged import Ragged, with_free_slots
+from kernels.ragged import Ragged
 from kernels.step_inputs import StepInputs, record_input, recording_inputs
 from methods.full import Full
 from methods.layers import Layer
@@ -74,19 +73,6 @@ def test_twelve_examples_that_come_and_go_are_captured_once_for_each_size(name: 
     assert [seen(one) for one in made] == [seen(one) for one in alone]
     assert tape.captured <= 3 * SIZES.get(name, 1)
     assert not tape.dropped
-
-
-@pytest.mark.tokens
-@pytest.mark.parametrize("name", TOGETHER)
-def test_examples_of_one_sequence_share_a_step(name: str) -> None:
-    with attach_compiled(name) as kv:
-        plain, engine, tape = engines(kv)
-        for ids, new in examples():
-            made, alone = (one.generate(ids, max_new_tokens=new) for one in (engine, plain))
-            assert seen(made) == seen(alone)
-            assert made.capture_s is not None
-    assert engine.plain_steps is None
-    assert tape.captured <= SIZES.get(name, 1)
 
 
 @pytest.mark.tokens
@@ -188,19 +174,6 @@ def test_free_slots_read_nothing_and_write_nowhere() -> None:
         assert isinstance(layer, Layer)
         assert layer.store.since(0).live is not None
         assert layer.store.since(0).live.tolist() == [64, 75, 87, 0]  # type: ignore[union-attr]
-
-
-def test_numbers_of_free_slots_stay_zero() -> None:
-    lengths = PerSequence([70, 90], dead=2)
-    assert (lengths + 1).values == (71, 91, 0, 0)
-    assert (lengths - PerSequence([9, 1], dead=2)).values == (61, 89, 0, 0)
-    assert (lengths.most, (lengths // 2).most, PerSequence([3, 9]).most) == (128, 64, 9)
-
-
-def test_parts_of_free_slots_are_empty() -> None:
-    x = with_free_slots([torch.ones(1, 2, 9, 4), torch.ones(1, 2, 5, 4)], dead=2)
-    assert (x.sizes.values, x.shape) == ((9, 5, 0, 0), (4, 2, 16, 4))
-    assert x.slice(2, x.sizes).sizes.values == (7, 3, 0, 0)
 
 
 def test_a_tensor_used_twice_cannot_stand_for_two() -> None:

@@ -14,11 +14,10 @@ from harness.engine.attach import Attachment, attached
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
 from harness.jobs.planning.effective import effective
-from harness.jobs.shared_prefill import SharedPrefill
 from harness.models.random import Random
 from methods.base import AttnInput, Method
 from methods.full import Full
-from tests.methods.test_contract import WALKED, attach, in_each_place, small
+from tests.methods.test_contract import attach, in_each_place, small
 from tests.tiny import prompt, tiny
 
 CHUNK, CAPACITY = 23, 160
@@ -55,24 +54,6 @@ def test_logits_are_those_of_chunk_after_chunk(name: str, placement: str) -> Non
     with attach(method, 0.5 if method.uses_budget else None, placement=placement) as kv:
         ways = [answered(kv, prefill, batch=2) for prefill in (by_layer, by_chunk)]
     assert all(map(torch.equal, *ways))
-
-
-@pytest.mark.parametrize("name", [case for case in WALKED if small(case.values[0]).dense_prefill])
-@torch.inference_mode()
-def test_a_shared_prefill_fills_its_followers_alike(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    method, logits = small(name), []
-    for prefill in (by_layer, by_chunk):
-        with attach(method, 0.5 if method.uses_budget else None) as kv, monkeypatch.context() as patched:
-            engine = Engine(kv, prefill_chunk=CHUNK)
-            plain = Engine(kv, prefill_chunk=CHUNK)
-            patched.setattr(engine, "prefill", lambda cache, ids, way=prefill, plain=plain: way(plain, cache, ids))
-            shared = SharedPrefill(engine, prompt(70), 8)
-            cache = shared.cache(engine, lambda layer, x: layer.absorb(x))
-            logits.append(shared.run(70))
-            cache.seal()
-            logits += [plain.run(token, cache) for token in prompt(4, seed=2).split(1, dim=1)]
-    half = len(logits) // 2
-    assert all(map(torch.equal, logits[:half], logits[half:]))
 
 
 def order_of(kv: Attachment, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:

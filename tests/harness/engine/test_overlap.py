@@ -15,7 +15,6 @@ import torch
 
 from harness.engine.attach import Attachment, attached
 from harness.engine.engine import Engine
-from harness.engine.hf import routed
 from kernels import ops
 from methods.base import CacheState, KVLayer, Method
 from methods.full import Full
@@ -95,67 +94,6 @@ def test_what_is_on_its_way_counts_as_device_memory(placement: str, staged: int,
     spec = kv.specs[0]
     assert beside[placement] == plain[placement]
     assert beside["device"] - plain["device"] == staged * 2 * 60 * spec.num_kv_heads * spec.head_dim * 4
-
-
-def test_caches_dropped_while_rows_are_on_their_way_leave_nothing(tmp_path: Path) -> None:
-    before = set(threading.enumerate())
-    with attach("full_offloaded", "disk", overlap=True, disk=tmp_path) as kv:
-        for number in range(50):
-            cache = Engine(kv).cache(prompt(40), 4)
-            with torch.inference_mode():
-                Engine(kv).run(prompt(40, seed=number), cache)
-                cache.seal()
-                Engine(kv).run(prompt(1), cache)  # the first layer is on its way for the next step
-            del cache
-    assert set(threading.enumerate()) <= before
-    gc.collect()
-    assert not list(tmp_path.glob("*"))
-
-
-@pytest.mark.tokens
-def test_two_attachments_of_a_device_share_its_engine() -> None:
-    """One of them may end first: nothing is under way then, and the other's rows still come in a thread."""
-    with attach("full_offloaded", "host", overlap=False) as kv:
-        wanted = answers(kv)
-    before = set(threading.enumerate())
-
-    def moving() -> set[threading.Thread]:
-        return set(threading.enumerate()) - before
-
-    full, quest = (
-        Attachment(tiny("llama"), small(name), share, "host", overlap=True)
-        for name, share in (("full_offloaded", None), ("quest", 0.4))
-    )
-    assert full.engine is quest.engine
-    with routed(full.model):
-        for ending in (quest, full):
-            answers(quest)
-            assert [tokens for tokens, *_ in answers(full)] == [tokens for tokens, *_ in wanted]
-            assert moving()
-            ending.close()
-            assert not moving()
-
-
-def test_a_further_turn_reads_what_the_store_holds_then() -> None:
-    """Rows that were sent for under the first turn's seal are not those of the next."""
-    ids = prompt(70, seed=3)
-
-    def two_turns(overlap: bool) -> list[int]:
-        with attach("full_offloaded", "host", overlap=overlap) as kv:
-            engine = Engine(kv)
-            cache = engine.cache(ids, 40)
-            tokens = []
-            with torch.inference_mode():
-                for part in (ids[:, :50], ids[:, 50:]):
-                    cache.open_turn()
-                    logits = engine.run(part, cache)
-                    cache.seal()
-                    for _ in range(4):
-                        logits = engine.run(logits.argmax(-1, keepdim=True), cache)
-                        tokens.append(int(logits.argmax()))
-        return tokens
-
-    assert two_turns(True) == two_turns(False)
 
 
 LAYERS, LENGTH, STEPS = 6, 260, 4

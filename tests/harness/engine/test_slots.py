@@ -134,18 +134,6 @@ def test_every_architecture_steps_in_slots(architecture: str) -> None:
 
 
 @pytest.mark.tokens
-def test_caches_of_several_sequences_take_as_many_rows() -> None:
-    with attached(tiny("llama"), Full()) as kv:
-        engine, batch = Engine(kv), RunningBatch(Engine(kv))
-        pair, single = prompt(40, batch=2), prompt(61, seed=3)
-        slots = [engine.join(batch, ids, max_new_tokens=NEW) for ids in (pair, single)]
-        while batch.sequences:
-            batch.step()
-        wanted = [engine.generate(ids, max_new_tokens=NEW).tokens for ids in (pair, single)]
-    assert [slot.out.tokens for slot in slots] == wanted
-
-
-@pytest.mark.tokens
 def test_a_step_that_one_slot_refuses_runs_plain_and_says_why() -> None:
     """Until that slot has left. Caches of several attachments may run together."""
     with attached(tiny("llama"), ORACLE, budget=0.5) as kv, use_backend("torch"):
@@ -224,20 +212,6 @@ def test_a_cache_is_freed_once_its_slot_has_left(count: int) -> None:
             batch.step()
         gc.collect()
         assert cache() is None
-
-
-@pytest.mark.tokens
-def test_one_that_leaves_early_says_so_and_the_others_go_on() -> None:
-    with attached(tiny("llama"), ORACLE, budget=0.5) as kv:
-        engine, batch = Engine(kv), RunningBatch(Engine(kv))
-        first, second = (engine.join(batch, prompt(50 + i), max_new_tokens=6) for i in range(2))
-        batch.step()
-        made = batch.leave(first)
-        while batch.sequences:
-            batch.step()
-        wanted = engine.generate(prompt(51), max_new_tokens=6)
-    assert (made.stops, len(made.tokens[0])) == (["left"], 2)
-    assert second.out.tokens == wanted.tokens
 
 
 def test_a_batch_of_slots_takes_one_token_of_each_and_no_prompt() -> None:

@@ -42,7 +42,6 @@ TOGETHER = (
     "shadowkv",
 )  # fmt: skip
 COUNTS = (2, 4, 8)  # of sequences
-ALSO_PUT = {"infinigen": 2, "shadowkv": 2}  # partial keys of two layers; the angles of a position
 
 
 together = pytest.mark.parametrize("name", TOGETHER)
@@ -81,12 +80,6 @@ def slots_of(engine: Engine, count: int) -> SlotsCache:
 
 def step(engine: Engine, slots: SlotsCache) -> Tensor:
     return engine.decode(torch.full((len(slots.members), 1), 5), slots, None)
-
-
-@together
-def test_a_batch_of_unequal_prompts_attends_together(name: str) -> None:
-    with attach(small(name), 0.5) as kv:
-        assert reason(engine_of(kv)) is None
 
 
 @pytest.mark.parametrize(
@@ -189,16 +182,6 @@ def launched(engine: Engine, count: int) -> dict[str, int]:
     with operations() as called:
         step(engine, slots)
     return Counter(name for name, _ in called)
-
-
-@together
-@torch.inference_mode()
-def test_a_step_launches_no_more_for_more_members(name: str) -> None:
-    with attach_compiled(name) as kv:
-        engine = engine_of(kv)
-        two, *more = (launched(engine, count) for count in COUNTS)
-    assert two["put_rows"] == 2 * len(kv.model.model.layers) + ALSO_PUT.get(name, 0)
-    assert more == [two] * len(more)
 
 
 @pytest.mark.tokens

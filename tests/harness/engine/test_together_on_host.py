@@ -18,13 +18,7 @@ from methods.tiers.floats import FloatCodec
 from methods.tiers.integers import IntCodec
 from methods.tiers.transfer.engine import TransferEngine
 from tests.harness.engine.test_kept_steps import engines, in_a_batch, seen
-from tests.harness.engine.test_together import (
-    assert_together_as_alone,
-    compilable,
-    engine_of,
-    launched,
-    reason,
-)
+from tests.harness.engine.test_together import assert_together_as_alone, compilable, engine_of, launched, reason
 from tests.methods.test_contract import small
 from tests.tape import Tape
 from tests.tiny import prompt

@@ -145,11 +145,6 @@ def test_doctor_finds_what_the_state_of_a_file_does_not_show(conversions: list[P
     assert len(conversions) == 2
 
 
-def test_doctor_converts_nothing_that_no_run_has_needed(conversions: list[Path]) -> None:
-    assert doctor._embedded_model().level == "ok"
-    assert not conversions
-
-
 @pytest.mark.parametrize(
     ("error", "says"),
     [
@@ -201,16 +196,6 @@ def test_one_process_converts_and_the_others_wait(tmp_path: Path, monkeypatch: p
     assert (folder / "weights").read_text() == "sound"
 
 
-def test_a_conversion_appears_whole_or_not_at_all(tmp_path: Path) -> None:
-    def crash(unfinished: Path) -> None:
-        unfinished.mkdir()
-        raise KeyError("half way")
-
-    with pytest.raises(KeyError):
-        converted.ensure(tmp_path / "model", crash)
-    assert [file.name for file in tmp_path.iterdir()] == [".model.lock"]
-
-
 def test_what_a_killed_conversion_left_goes_with_the_next(conversions: list[Path]) -> None:
     folder = embedded._folder(embedded.find_gguf())
     left = folder.with_name(f".{folder.name}-unfinished")
@@ -218,12 +203,6 @@ def test_what_a_killed_conversion_left_goes_with_the_next(conversions: list[Path
     (left / "model.safetensors").write_text("half")
     assert torch.equal(answer(), tiny("llama")(prompt(20)).logits)
     assert not left.exists()
-
-
-def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(ModelError, match="set KV_HARNESS_CACHE"):
-        converted.ensure(tmp_path / "file" / "model", lambda unfinished: None)
 
 
 @pytest.mark.parametrize("library", [Exception, SafetensorError])

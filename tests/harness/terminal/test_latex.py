@@ -16,10 +16,6 @@ def test_every_special_character_is_escaped() -> None:
     )
 
 
-def test_quotes_need_no_font_that_a_plain_document_lacks() -> None:
-    assert escaped('a "b"') == "a ''b''"
-
-
 def test_cells_have_a_real_minus_and_small_intervals() -> None:
     assert cell("-8.3 [-17, -1]") == r"$-$8.3 {\scriptsize [$-$17, $-$1]}"
     assert cell("<.001*") == r"\textless{}.001$^{*}$"

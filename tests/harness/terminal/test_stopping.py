@@ -121,14 +121,6 @@ def test_a_second_signal_ends_at_once_unless_it_is_an_echo_of_the_first(
     assert read_json(only_run(tmp_path) / "run.json")["status"] == status
 
 
-def test_a_second_signal_waits_for_the_end_of_a_write(tmp_path: Path) -> None:
-    words = (*STREAMING, f"results.root={tmp_path}")
-    stopped = Forked(signals.twice, APPEND, "os:fsync", 0.0, tmp_path / "temporary", "harness", *words)
-    assert stopped.wait() == 143, stopped.err
-    assert leftovers(tmp_path) == []
-    assert read_json(only_run(tmp_path) / "run.json")["status"] == "interrupted"
-
-
 def test_under_nohup_a_terminal_may_hang_up(tmp_path: Path) -> None:
     words = (*STREAMING, f"results.root={tmp_path / 'runs'}")
     going_on = Forked(signals.under_nohup, APPEND, tmp_path / "temporary", "harness", *words)

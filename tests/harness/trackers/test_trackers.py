@@ -73,10 +73,6 @@ def opened(project: str = "kv", entity: str | None = None, **changes: Any) -> Co
 # settings
 
 
-def test_nothing_is_sent_by_default() -> None:
-    assert Settings().wandb == WandbSettings(None, None)
-
-
 def test_wrong_settings_are_refused() -> None:
     with pytest.raises(SettingsError, match=r"wandb\.entity needs a project: set wandb\.project as well"):
         Settings(wandb=WandbSettings(entity="us"))
@@ -193,25 +189,6 @@ def listed(monkeypatch: pytest.MonkeyPatch) -> list[FinishedRun]:
     return found
 
 
-@pytest.mark.slow
-def test_one_that_fails_leaves_the_others_alone(
-    listed: list[FinishedRun], runs: list[Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    copies = Copies()
-    copies.open([Settings(wandb=WandbSettings(project)) for project in ("refusing", "kv")])
-    copies.publish(runs)
-    assert [run.folder for run in listed] == runs
-    assert capsys.readouterr().err.count("was not sent to wandb: The disk is full") == 3
-    full, quest, _ = listed
-    assert list(full.pictures) == list(quest.pictures) == ["frontier", "heatmap/needle"]
-    assert [path.name for path in full.files] == ["summary.json", "run.json", "config.yaml", "table.md"]
-    assert quest.words["label"] == "quest 10%"
-    assert quest.config["budget"] == 0.1
-    assert "full.p" not in full.numbers
-    assert quest.numbers["full.diff"] == -0.5
-    assert not any(key.startswith(("results", "wandb")) for key in quest.config)
-
-
 def test_runs_that_cannot_be_drawn_are_one_sentence(
     listed: list[FinishedRun], runs: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -224,10 +201,7 @@ def test_runs_that_cannot_be_drawn_are_one_sentence(
 
 
 def test_ctrl_c_ends_the_sending_alone(
-    listed: list[FinishedRun],
-    runs: list[Path],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    listed: list[FinishedRun], runs: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupt(project: Wandb, run: FinishedRun) -> None:
         raise KeyboardInterrupt

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from harness.tuning.examples import Examples
-from harness.tuning.search import ParameterSearch, curve_points, most_combinations
+from harness.tuning.search import ParameterSearch, most_combinations
 from harness.tuning.space import START, Point, Space
 from harness.tuning.trials import Trials
 from methods.snapkv import SnapKV
@@ -51,13 +51,6 @@ def test_values_that_only_win_together_with_others_are_found() -> None:
     assert best == (("kernel", 15), ("pooling", "avg"))
     assert said[:3] == [f"curves: 6 points, part {part}/3: 2 examples" for part in (1, 2, 3)]
     assert trials.answers < 6 * 6 + 6 * most_combinations(SPACE)
-
-
-def test_the_worse_half_of_the_combinations_gets_no_more_examples() -> None:
-    _, trials, said = searched(lambda v: 0.1 + v["kernel"] / 100 - v["window"] / 1000)
-    fields = [int(words.split()[1]) for words in said if words.startswith("together")]
-    assert fields == [4, 2, 1]
-    assert trials.answers == 6 * len(curve_points(SPACE)) + 2 * sum(fields)
 
 
 def test_of_equal_scores_the_start_wins_then_who_reads_less_then_the_nearest() -> None:
