@@ -1,1 +1,2 @@
-"""Statistics of a model's keys and attention weights that papers report, and that no run of a method shows."""
+"""Measures statistics of a model's keys and attention weights that papers report, and that no run of a method
+shows."""

@@ -1,4 +1,4 @@
-"""What keys show before and after their rotation: how low their rank is, and how much chunks of neighbours agree."""
+"""Measures keys before and after their rotation: how low their rank is, and how similar neighbouring keys are."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from kernels.rope import unrotate
 from methods.base import AttnInput, LayerSpec
 
 KINDS = {"before": "keys before the rotation", "after": "keys after the rotation", "values": "values"}
-BINS = 40  # of a cosine from -1 to 1
+BINS = 40  # bins of a cosine from -1 to 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeySpectrum(Observation):
-    """Singular values of a layer's keys before and after the rotation, and of its values (ShadowKV, arXiv 2410.21465).
+    """Measure the singular values of a layer's keys before and after the rotation, and of its values (ShadowKV,
+    arXiv 2410.21465).
 
-    All KV heads of a layer are one matrix, a row per token, as ShadowKV factorises them: keys that are nearly of low
-    rank can be stored as two thin factors. The error is told at the rank of `share` of the channels; the rank is told
-    that holds `energy`, a share of the squared singular values.
+    All KV heads of a layer are one matrix with a row per token, as ShadowKV factorises them: keys of nearly low
+    rank can be stored as two thin factors. Reported are the error at a rank of `share` of the channels, and the
+    rank that holds `energy`, a share of the squared singular values.
     """
 
     title: ClassVar[str] = "Singular values of keys and values, relative to the largest"
@@ -46,7 +47,7 @@ class KeySpectrum(Observation):
         for kind, rows in zip(KINDS, (unrotate(x.k, x.cos, x.sin), x.k, x.v), strict=True):
             spectrum = torch.linalg.svdvals(rows[0].transpose(0, 1).flatten(1).double())  # of [N G*D]
             squares, ranks = spectrum.square() / spectrum.square().sum(), spread(len(spectrum))
-            lost = squares[max(1, round(self.share * len(spectrum))) :].sum()  # by the best factors of that rank
+            lost = squares[max(1, round(self.share * len(spectrum))) :].sum()  # error of the best factors of that rank
             figures |= {
                 f"rank_{kind}": int((squares.cumsum(0) < self.energy).sum()) + 1,
                 f"error_{kind}": round(lost.sqrt().item(), 5),
@@ -66,10 +67,10 @@ class KeySpectrum(Observation):
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkCosines(Observation):
-    """How near the mean of a chunk of neighbouring keys is to each of them (ShadowKV, arXiv 2410.21465).
+    """Measure how similar the mean of a chunk of neighbouring keys is to each of them (ShadowKV, arXiv 2410.21465).
 
-    A chunk whose least similar key has a cosine to its mean `below` a bound is an outlier: its mean says little about
-    it. ShadowKV scores chunks by their means and keeps the outliers exactly.
+    A chunk whose least similar key has a cosine to its mean `below` a bound is an outlier: its mean says little
+    about it. ShadowKV scores chunks by their means and keeps the outliers exactly.
     """
 
     title: ClassVar[str] = "Least cosine of a chunk's keys to their mean"
@@ -110,7 +111,8 @@ class ChunkCosines(Observation):
 
 
 def to_chunk_mean(keys: Tensor, chunk: int) -> Tensor:
-    """keys [G N D] -> the cosine of each key to the mean of its chunk [G C c]; an incomplete chunk is left out"""
+    """Return the cosine of each key to the mean of its chunk, keys [G N D] -> [G C c]; an incomplete chunk is left
+    out."""
     whole = keys.shape[1] // chunk
     chunks = keys[:, : whole * chunk].unflatten(1, (whole, chunk))
     return torch.cosine_similarity(chunks, chunks.mean(2, keepdim=True), dim=-1)

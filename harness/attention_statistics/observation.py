@@ -1,4 +1,4 @@
-"""The contract of an observation: figures of each layer, from what its attention saw of one prompt."""
+"""Defines an observation: figures of each layer, computed from its attention input on one prompt."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from kernels.sink_logits import softmax
 from methods.base import AttnInput, LayerSpec
 
 POINTS = 60
-LINE = "#bb5500"  # of a threshold
-Figures = Mapping[str, Any]  # of one layer, plain numbers and lists
+LINE = "#bb5500"  # colour of a threshold
+Figures = Mapping[str, Any]  # figures of one layer: plain numbers and lists
 
 
 class Observation(ABC):
-    """Subclasses are frozen dataclasses; their fields are options of the command line."""
+    """Compute figures of each layer and draw them. Subclasses are frozen dataclasses; their fields are options of
+    the command line."""
 
     title: ClassVar[str]
     columns: ClassVar[Mapping[str, str]]  # figure -> its heading in the table that is printed
@@ -28,11 +29,11 @@ class Observation(ABC):
 
     @abstractmethod
     def of_layer(self, x: AttnInput, spec: LayerSpec) -> Figures:
-        """x: a whole prompt, one sequence."""
+        """Return the figures of one layer. x: a whole prompt, one sequence."""
 
     @abstractmethod
     def paint(self, panels: Sequence[Axes], layers: Sequence[Figures]) -> None:
-        """Draws the figures of all layers into as many axes as the observation has panels."""
+        """Draw the figures of all layers into as many axes as the observation has panels."""
 
     def draw(self, layers: Sequence[Figures]) -> Figure:
         figure, panels = side_by_side(self.panels)
@@ -43,7 +44,8 @@ class Observation(ABC):
 
 
 def causal_weights(x: AttnInput, spec: LayerSpec, first: int, last: int) -> Tensor:
-    """The attention weights of queries `first` up to `last` of a prompt, with later tokens at 0. -> [H T N] fp32"""
+    """Return the attention weights [H T N] in fp32 of queries `first` up to `last` of a prompt, with later tokens
+    at 0."""
     groups, tokens = x.k.shape[1], x.k.shape[2]
     q = x.q[0, :, first:last].unflatten(0, (groups, -1)).float()  # [G g T D]
     logits = q @ x.k[0].float().unsqueeze(1).transpose(-1, -2) * spec.scale
@@ -53,14 +55,14 @@ def causal_weights(x: AttnInput, spec: LayerSpec, first: int, last: int) -> Tens
 
 
 def line_per_layer(axes: Axes, x: Sequence[Sequence[float]], y: Sequence[Sequence[float]], **labels: Any) -> None:
-    """Draws a line per layer, darker the later the layer is. `labels`: as `Axes.set` takes them."""
+    """Draw a line per layer, darker for later layers. `labels`: as `Axes.set` takes them."""
     for index, (across, up) in enumerate(zip(x, y, strict=True)):
         axes.plot(across, up, color=(0.1, 0.35, 0.7, 0.15 + 0.7 * index / max(1, len(x) - 1)), linewidth=0.9)
     axes.set(**labels)
 
 
 def spread(last: int) -> list[int]:
-    """Ranks from 1 to `last`, evenly on a logarithmic axis: those of a curve that are kept."""
+    """Return the ranks from 1 to `last` at which a curve is stored, evenly spaced on a logarithmic axis."""
     return sorted({round(last ** (place / (POINTS - 1))) for place in range(POINTS)})
 
 

@@ -1,4 +1,4 @@
-"""One observation of one prompt: made, and written as result.json and a picture with all that says how it was made."""
+"""Makes one observation of one prompt and writes it: result.json, which says how it was made, and a picture."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SCHEMA = 1
 
 
 def observe(name: str, observation: Observation, task: Task, model: ModelSource, wanted: Settings) -> dict[str, Any]:
-    """The figures of every layer on the task's first prompt, with what they are of."""
+    """Return the figures of every layer on the task's first prompt, and what they were computed from."""
     info = model.describe()
     settings = effective(wanted, Full(), info)
     item = prepare(task, model, settings)[0]
@@ -50,7 +50,7 @@ def observe(name: str, observation: Observation, task: Task, model: ModelSource,
 
 
 def place(root: Path, result: dict[str, Any]) -> Path:
-    """The folder of a result: the same model, prompt and options have the same one."""
+    """Return the folder of a result, the same for the same model, prompt and options."""
     own = {key: result[key] for key in ("what", "options", "model", "settings")} | {
         "sha256": result["prompt"]["sha256"]
     }

@@ -1,4 +1,4 @@
-"""What attention weights show: how few tokens hold most of them, in a prompt's last queries and over all of them."""
+"""Measures attention weights: how few tokens hold most of them, for a prompt's last queries and over all queries."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from harness.attention_statistics.observation import (
 )
 from methods.base import AttnInput, LayerSpec
 
-MASS_SHARES = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # of the tokens
+MASS_SHARES = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # shares of the tokens
 HITTER_SHARES = tuple(place / 20 for place in range(1, 21))
-AT_ONCE = 256  # queries, for their weights take heads x queries x tokens
+AT_ONCE = 256  # queries at a time, because their weights take heads x queries x tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionMass(Observation):
-    """How few tokens hold how much of the attention weight (PQCache, arXiv 2407.12820, figure 5).
+    """Measure how few tokens hold how much of the attention weight (PQCache, arXiv 2407.12820, figure 5).
 
-    Of the prompt's last `queries`, per query head: the weights in falling order, and what the largest shares of the
-    tokens hold together.
+    For the prompt's last `queries`, per query head: the weights in falling order, and how much the largest shares
+    of the tokens hold together.
     """
 
     title: ClassVar[str] = "Attention weight on the tokens with the largest weights"
@@ -50,7 +50,7 @@ class AttentionMass(Observation):
         falling = weights.sort(-1, descending=True).values.mean((0, 1))  # [N], over heads and queries
         ranks = spread(tokens)
         return {
-            **held(falling, MASS_SHARES),
+            **mass_of_top(falling, MASS_SHARES),
             "first": round(weights[..., 0].mean().item(), 5),
             "ranks": ranks,
             "falling": rounded(falling[[rank - 1 for rank in ranks]], 9),
@@ -68,10 +68,10 @@ class AttentionMass(Observation):
 
 @dataclass(frozen=True, kw_only=True)
 class HeavyHitters(Observation):
-    """Sparsity of the attention per layer, and how unevenly it accumulates on tokens (H2O, arXiv 2306.14048).
+    """Measure how sparse attention is per layer, and how unevenly it accumulates on tokens (H2O, arXiv 2306.14048).
 
-    A weight counts as zero if it is below `zero` of its row's largest. A token's accumulated weight is its column sum
-    over all queries, the score by which H2O keeps heavy hitters.
+    A weight counts as zero if it is below `zero` of its row's largest. A token's accumulated weight is its column
+    sum over all queries, the score by which H2O keeps heavy hitters.
     """
 
     title: ClassVar[str] = "Attention sparsity, and the weight that heavy hitters accumulate"
@@ -95,7 +95,7 @@ class HeavyHitters(Observation):
             seen += int(visible.sum())
             received += weights.sum(1)
         falling = (received.sort(-1, descending=True).values / received.sum(-1, keepdim=True)).mean(0)
-        return {"sparsity": round(small / seen, 5), **held(falling, HITTER_SHARES)}
+        return {"sparsity": round(small / seen, 5), **mass_of_top(falling, HITTER_SHARES)}
 
     def paint(self, panels: Sequence[Axes], layers: Sequence[Figures]) -> None:
         bars, curves = panels
@@ -105,8 +105,8 @@ class HeavyHitters(Observation):
         paint_shares(curves, layers, HITTER_SHARES, title="a line per layer, darker: later", **axis)
 
 
-def held(falling: Tensor, shares: Sequence[float]) -> dict[str, float]:
-    """What the first shares of the sorted weights [N] hold, each of at least one token."""
+def mass_of_top(falling: Tensor, shares: Sequence[float]) -> dict[str, float]:
+    """Return how much of the sorted weights [N] the first shares of them hold; each share has at least one token."""
     tops = falling.double().cumsum(0)[[max(1, int(share * len(falling))) - 1 for share in shares]]
     return {f"top_{share:g}": top for share, top in zip(shares, rounded(tops), strict=True)}
 

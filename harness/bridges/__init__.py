@@ -1,1 +1,1 @@
-"""Holds what makes other projects' code run here: a room for each project, which needs that project installed."""
+"""Connects other projects: kvpress's presses as methods, and our methods as a model of lm-evaluation-harness."""

@@ -43,14 +43,14 @@ def forced_ids(example: Example, prompt: Prompt, tokenizer: Tokenizer) -> tuple[
         return ()
     if len(example.references) != 1 or not example.references[0]:
         raise PromptError(f"{example.id} is teacher-forced and has no text to feed: give it exactly one reference.")
-    return __after(prompt, example.references[0], tokenizer)
+    return _after(prompt, example.references[0], tokenizer)
 
 
 def choices_ids(example: Example, prompt: Prompt, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
     """Return the tokens of each of the example's choices as they follow the prompt in one text."""
     if not all(example.choices):
         raise PromptError(f"{example.id} has a choice without text, which has no likelihood: leave it out.")
-    return tuple(__after(prompt, choice, tokenizer) for choice in example.choices)
+    return tuple(_after(prompt, choice, tokenizer) for choice in example.choices)
 
 
 def answer_ids(reference: str, prompt: Prompt, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -61,7 +61,7 @@ def answer_ids(reference: str, prompt: Prompt, tokenizer: Tokenizer) -> tuple[in
     return _following(end, tokenize(tokenizer, end).ids, space + reference, tokenizer)
 
 
-def __after(prompt: Prompt, text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
+def _after(prompt: Prompt, text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the tokens of `text` as they follow the whole prompt."""
     return _following(prompt.text, prompt.ids[prompt.bos_added :], text, tokenizer)
 

@@ -39,14 +39,14 @@ class _Lasting:
         except UnicodeError:  # a subclass of ValueError, but another fault
             raise
         except (OSError, ValueError) as error:  # no reader, a terminal that is gone; a stream that was closed
-            self.__discard(error)
+            self._discard(error)
             return len(text)
 
     def flush(self) -> None:
         try:
             self._below.flush()
         except (OSError, ValueError) as error:
-            self.__discard(error)
+            self._discard(error)
 
     def isatty(self) -> bool:
         return not self._below.closed and self._below.isatty()
@@ -54,8 +54,9 @@ class _Lasting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._below, name)
 
-    def __discard(self, error: Exception) -> None:
-        """From now on into nothing, with what is still in the buffer: Python would raise for it on its way out."""
+    def _discard(self, error: Exception) -> None:
+        """Redirect the stream to nothing, including what is still in its buffer: Python would raise for that when
+        it exits."""
         with suppress(OSError, ValueError), open(os.devnull, "w") as nothing:
             os.dup2(nothing.fileno(), self._below.fileno())
         if self is sys.stdout and isinstance(error, OSError) and error.errno != errno.EPIPE:

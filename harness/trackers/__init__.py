@@ -1,1 +1,1 @@
-"""Copies of finished runs for Weights & Biases. A run never depends on one."""
+"""Copies finished runs to Weights & Biases. A run never depends on its copy."""

@@ -1,4 +1,4 @@
-"""Finished runs as they are copied: side by side in their tables, with pictures and the table as text."""
+"""Prepares finished runs for copying: their numbers, the pictures, and the table in which they stand as text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KEPT = (SUMMARY, INFO, CONFIG)
 
 @dataclass(frozen=True, slots=True)
 class FinishedRun:
-    """A run in its table. Keys are dotted, as in the CSV of a report."""
+    """Hold one run in its table. Keys are dotted, as in the CSV of a report."""
 
     folder: Path
     config: Mapping[str, Any]  # flat; values as yaml has them
@@ -35,7 +35,8 @@ class FinishedRun:
 
 
 def finished(folders: Sequence[Path], scratch: Path) -> Iterator[FinishedRun]:
-    """Yield the runs of these folders. `scratch` takes their pictures and tables, and must live until they are sent."""
+    """Yield the runs of these folders. `scratch` takes their pictures and tables, and must exist until they are
+    sent."""
     runs, damage = load_all(folders)
     for text in damage:
         say_once(f"not sent: {text}")
@@ -50,13 +51,13 @@ def finished(folders: Sequence[Path], scratch: Path) -> Iterator[FinishedRun]:
 
 
 def _finished(entry: ReportRow, pictures: Mapping[str, Path], table: Path) -> FinishedRun:
-    folder, told = entry.run.folder, flatten(entry.summary)
+    folder, summary = entry.run.folder, flatten(entry.summary)
     config = {key: value for key, value in entry.run.config.items() if key not in WITHOUT_EFFECT}
     return FinishedRun(
         folder=folder,
         config=flatten(config),
         numbers={key: float(value) for key, value in cells(entry.summary) if isinstance(value, (int, float))},
-        words={key: value for key, value in told.items() if isinstance(value, str)} | {"label": entry.title},
+        words={key: value for key, value in summary.items() if isinstance(value, str)} | {"label": entry.title},
         pictures=pictures,
         files=[*(folder / name for name in KEPT if (folder / name).is_file()), table],
     )
@@ -69,8 +70,8 @@ def _frontier(table: Comparison, place: Path) -> dict[str, Path]:
 
 def _heatmaps(entry: ReportRow, place: Path, row: int) -> dict[str, Path]:
     drawn = {}
-    for number, (task, found) in enumerate(needles.by_task(entry.run.records).items()):
+    for number, (task, grid) in enumerate(needles.by_task(entry.run.records).items()):
         path = place / f"{row}-{number}-heatmap.png"
-        heatmap.heatmap(found, path, f"{entry.title}, {task}")
+        heatmap.heatmap(grid, path, f"{entry.title}, {task}")
         drawn[f"heatmap/{task}"] = path
     return drawn

@@ -1,4 +1,5 @@
-"""The copies that one command sends to Weights & Biases: asked for before anything runs, sent at the end."""
+"""Sends the copies of one command to Weights & Biases: projects are opened before anything runs, copies sent at the
+end."""
 
 from __future__ import annotations
 
@@ -13,13 +14,14 @@ from kernels.temporary import TemporaryFolder
 
 
 class Copies:
-    """Nothing is sent by default. Whatever goes wrong here is said in a sentence; the runs are complete."""
+    """Send copies of runs to the projects of the jobs; by default there is none. What fails here is reported in a
+    sentence, and the runs are complete."""
 
     def __init__(self) -> None:
         self.projects: list[Wandb] = []
 
     def open(self, jobs: Iterable[Settings]) -> None:
-        """Find the projects that the jobs name, and say what is missing."""
+        """Find the projects that the jobs name, and report what is missing for them."""
         named = [job.wandb for job in jobs if not job.dry_run]
         projects = dict.fromkeys(Wandb(one.project, one.entity) for one in named if one.project is not None)
         for project in projects:

@@ -1,7 +1,8 @@
-"""Weights & Biases (https://wandb.ai): one of its runs per run folder, found again by the folder's name.
+"""Copies runs to Weights & Biases (https://wandb.ai): one of its runs per run folder, identified by the folder's
+name.
 
-wandb's own environment decides where it goes (WANDB_MODE=offline keeps it on this machine). Without login or network
-the copy is written offline, into the run's folder, for `wandb sync`.
+wandb's own environment decides where it goes (WANDB_MODE=offline keeps it on this machine). Without login or
+network the copy is written offline, into the run's folder, for `wandb sync`.
 """
 
 from __future__ import annotations
@@ -21,19 +22,20 @@ if TYPE_CHECKING:
 
 CLOUD = "https://api.wandb.ai"
 TIMEOUT_S = 60.0
-ARTIFACT = "run"  # its type
+ARTIFACT = "run"  # type of the artifacts
 
 
 @dataclass(frozen=True)
 class Wandb:
-    """A project there, and whose: `entity` is a user or a team, None the login's own."""
+    """Name a project of Weights & Biases and its owner: `entity` is a user or a team, None the user who is logged
+    in."""
 
     project: str
     entity: str | None
 
     def missing(self) -> str | None:
-        """Return what keeps it from taking any run, in words; None where nothing does. Asked before anything runs, it
-        says what it will do differently."""
+        """Return why no run can be sent, or None. It is called before anything runs, and prints what will be done
+        differently."""
         if find_spec("wandb") is None:
             return "the package wandb is not installed (`pip install wandb`)"
         if reason := _offline_because():
@@ -41,7 +43,8 @@ class Wandb:
         return None
 
     def publish(self, run: FinishedRun) -> None:
-        """Send a copy of `run`, in place of an earlier one of the same run. It asks nothing, and may raise anything."""
+        """Send a copy of `run`, which replaces an earlier one of the same run. It asks nothing, and may raise
+        anything."""
         import wandb
 
         quiet = wandb.Settings(
@@ -72,7 +75,7 @@ class Wandb:
 
 
 def _offline_because() -> str | None:
-    """Why nothing could be sent; None where it can, or where wandb's own environment has decided."""
+    """Return why nothing can be sent; None if it can, or if wandb's own environment has decided."""
     if os.environ.get("WANDB_MODE", "online") != "online":
         return None
     server: Any = os.environ.get("WANDB_BASE_URL", CLOUD)

@@ -1,1 +1,1 @@
-"""A method's own parameters, searched at equal budget: what to try, on which examples, and what came of it."""
+"""Searches a method's own parameters at equal budget: what to try, on which examples, and what was found."""

@@ -1,4 +1,4 @@
-"""The curves of a search: score against each parameter, the others at the start."""
+"""Draws the curves of a search: the score against each parameter, with all others at their start."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from harness.reports.pictures import figures
 from harness.tuning.findings import Curve
 
 LINE, CHOSEN = "#2a6fbb", "#c8442b"
-ACROSS = 4  # panels in a row
+ACROSS = 4  # most panels in a row
 
 
 def draw(curves: Mapping[str, Curve], full: float | None, path: Path, title: str) -> tuple[Path, ...]:
-    """A panel per parameter: a PNG at `path`, a PDF beside it."""
+    """Draw a panel per parameter: a PNG at `path` and a PDF next to it."""
     across = min(ACROSS, len(curves))
     down = -(-len(curves) // across)
     size = (max(5.0, 0.6 + 3.1 * across), 0.9 + 2.6 * down)
@@ -39,7 +39,8 @@ def draw(curves: Mapping[str, Curve], full: float | None, path: Path, title: str
 
 
 def _panel(axes: Axes, name: str, curve: Curve, full: float | None) -> None:
-    """Values stand evenly, for a grid is seldom even; words are not joined by a line."""
+    """Draw one curve. Values are spaced evenly, because a grid is seldom even; values that are words are not joined
+    by a line."""
     values, rows = list(curve.rows), list(curve.rows.values())
     means = [100 * row.mean for row in rows]
     ends = [row.interval for row in rows]

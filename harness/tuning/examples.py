@@ -1,7 +1,7 @@
-"""The examples of a search: those of the tuning seed, one half to choose by and one half to report on.
+"""Splits the examples of a search, those of the tuning seed: one half to choose by, one half to report on.
 
-What was chosen because it scored best scores too well where it was chosen (the winner's curse), so its score is taken
-from examples that had no say.
+A point that was chosen because it scored best scores too well on the examples it was chosen by (the winner's
+curse), so its reported score comes from the other half.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from harness.config.settings import Settings, SettingsError
 from harness.jobs.planning.items import Item, prepare
 from harness.models.base import ModelSource
 
-ROUNDS = 3  # of the refinement, each on examples of its own; fewer where a group has fewer
+ROUNDS = 3  # rounds of the refinement, each on other examples; fewer if a group has fewer
 SAME_EXAMPLES = (
     "This task has the same examples whatever the seed, so its tables would be about what was tuned on: tune on "
     "another task (niah, ruler) and run the preset on this one."
@@ -25,7 +25,8 @@ SAME_EXAMPLES = (
 
 @dataclass(frozen=True)
 class Examples:
-    """`rounds`: disjoint parts of what is chosen by. Every group has examples in each, and in `held_out`."""
+    """Hold the examples of a search. `rounds`: disjoint parts of the examples to choose by. Every group has
+    examples in each part, and in `held_out`."""
 
     rounds: tuple[list[Item], ...]
     held_out: list[Item]
@@ -40,13 +41,15 @@ class Examples:
 
 
 def refuse_unseeded(task: Task) -> None:
-    """Before its data are looked for. A source of one's own is known by its examples alone."""
+    """Raise `SettingsError` if the task's examples do not depend on the seed, before its data are looked for. A
+    task of a user's own is recognised only by its examples."""
     if not task.seeded:
         raise SettingsError(SAME_EXAMPLES)
 
 
 def examples_of(task: Task, model: ModelSource, settings: Settings) -> Examples:
-    """Raises `SettingsError` where the task's examples do not depend on the seed, or are too few to halve."""
+    """Return the examples of a search. Raises `SettingsError` if they do not depend on the seed, or are too few to
+    halve."""
     items = prepare(task, model, settings)
     usual = {item.sha256 for item in prepare(task, model, replace(settings, seed=Settings().seed))}
     if usual & {item.sha256 for item in items}:
@@ -55,7 +58,7 @@ def examples_of(task: Task, model: ModelSource, settings: Settings) -> Examples:
 
 
 def halved(items: Sequence[Item]) -> Examples:
-    """Within each group one by one: to choose by, to report on."""
+    """Split the examples of each group alternately: one to choose by, one to report on."""
     groups: dict[str, list[Item]] = defaultdict(list)
     for item in items:
         groups[item.example.group].append(item)

@@ -1,4 +1,4 @@
-"""What a search found: its tables, its verdict, and what a preset says of its origin."""
+"""Reports what a search found: its tables, its verdict, and what a preset says about its origin."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from methods.tiers.tier import DEVICE, TIERS
 
 
 def search(plan: SearchPlan, say: Say) -> Findings:
-    """Runs what is not there yet; the same plan finds the same."""
+    """Run what has not run yet and return the findings; the same plan gives the same findings."""
     trials, held_out = (Trials(plan.space, plan.start) for _ in range(2))
     searching = ParameterSearch(plan.space, plan.examples, trials, say)
     best = searching.run()
@@ -36,7 +36,7 @@ def search(plan: SearchPlan, say: Say) -> Findings:
 
 @dataclass(frozen=True)
 class Findings:
-    """`search` is through; `held_out` ran its `best` point beside the start."""
+    """Hold a finished search, and `held_out`, the runs of its `best` point and the start on the other examples."""
 
     plan: SearchPlan
     search: ParameterSearch
@@ -45,13 +45,13 @@ class Findings:
 
     @cached_property
     def rows(self) -> list[Outcome]:
-        """Points that ran on all examples to choose by, the start first."""
+        """Return the points that ran on all examples to choose by, the start first."""
         points = [START, *(point for point in self.search.ranked(self.search.finished()) if point != START)]
         return [self._row(self.search.trials, point) for point in points]
 
     @cached_property
     def reported(self) -> list[Outcome]:
-        """On the examples that had no say: the start, the chosen point, Full."""
+        """Return the start, the chosen point and Full on the examples that had no part in the choice."""
         trials = self.held_out
         rows = [self._row(trials, START)]
         rows += [] if self.best == START else [self._row(trials, self.best)]
@@ -62,17 +62,14 @@ class Findings:
         if self.best == START:
             return f"No other value did better than {self.start_name} as it is, on the examples to choose by."
         row, what = self.reported[1], self.plan.space.label(self.best)
-        told = f"{spelled(row.beside.diff, row.beside.ci, sign=True)} points, p = {probability(row.beside.p)}"
+        gain = f"{spelled(row.beside.diff, row.beside.ci, sign=True)} points, p = {probability(row.beside.p)}"
         if row.beside.p < ALPHA:
-            return f"{what}: {told} on the {row.n} examples held out."
-        return (
-            f"{what} was best where it was chosen. On the {row.n} examples held out: {told}, which chance explains as "
-            "well."
-        )
+            return f"{what}: {gain} on the {row.n} examples held out."
+        return f"{what} was best where it was chosen. On the {row.n} examples held out: {gain}, which may be chance."
 
     @property
     def cautions(self) -> Iterator[str]:
-        """What a run of these examples would be noted for, beside the verdict."""
+        """Yield the warnings that runs of these examples deserve, besides the verdict."""
         if self.plan.start.model.describe().weights == "random":
             yield "Random weights, so scores mean nothing."
         chance = self.plan.start.task.chance
@@ -90,7 +87,7 @@ class Findings:
         yield "\n" + " ".join([self.verdict, *self.cautions])
 
     def provenance(self) -> Iterator[str]:
-        """For the comment of the preset."""
+        """Yield the lines for the comment of the preset."""
         info, seed = self.plan.start.model.describe(), self.plan.start.wanted.seed
         revision = f" ({info.revision.rpartition(':')[2][:12]})" if info.revision else ""
         commit = str(git()["commit"] or "unknown")[:12]
@@ -118,18 +115,18 @@ class Findings:
 
     @property
     def curves(self) -> dict[str, Curve]:
-        """Points that were discarded are missing."""
+        """Return the curve of each parameter; points that were discarded are missing."""
         space, trials = self.plan.space, self.search.trials
-        found = {}
+        curves = {}
         for name in space.grids:
             points = {space.value(point, name): point for point in trials.left(space.curve(name))}
             rows = {value: self._row(trials, points[value]) for value in space.grids[name] if value in points}
-            found[name] = Curve(rows, space.value(START, name), space.value(self.best, name))
-        return found
+            curves[name] = Curve(rows, space.value(START, name), space.value(self.best, name))
+        return curves
 
     @property
     def full(self) -> float | None:
-        """Full's score on the examples to choose by."""
+        """Return Full's score on the examples to choose by."""
         return mean_score(self.search.trials.full) if self.search.trials.full else None
 
     @property
@@ -154,7 +151,7 @@ class Findings:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One candidate on the examples it ran on; `beside`: against the start on the same ones."""
+    """Hold the records of one candidate, and those of the start; `beside` compares both on the same examples."""
 
     label: str
     records: Sequence[Record]
@@ -171,9 +168,9 @@ class Outcome:
     @property
     def interval(self) -> stats.Interval:
         units = [r.independent for r in self.records]
-        found = stats.interval([r.score for r in self.records], [r.group for r in self.records], units=units)
-        assert found is not None
-        return found
+        interval = stats.interval([r.score for r in self.records], [r.group for r in self.records], units=units)
+        assert interval is not None
+        return interval
 
     @property
     def beside(self) -> stats.Paired:
@@ -181,7 +178,7 @@ class Outcome:
 
     @property
     def read(self) -> float | None:
-        """Share of the prompt read per step."""
+        """Return the share of the prompt that a step reads."""
         return over_known(fmean, [record.attended_share for record in self.records])
 
     @property
@@ -194,12 +191,12 @@ class Outcome:
 
     @property
     def score(self) -> str:
-        """ "40.0 [22.7, 59.4]" """
+        """Return the mean with its interval, such as "40.0 [22.7, 59.4]"."""
         return spelled(self.mean, self.interval)
 
 
 class Curve(NamedTuple):
-    """Rows by value, in the order of the grid; `start` and `chosen` are values on it."""
+    """Hold rows by value, in the order of the grid; `start` and `chosen` are values on it."""
 
     rows: Mapping[Any, Outcome]
     start: Any
@@ -207,13 +204,13 @@ class Curve(NamedTuple):
 
 
 def columns(rows: Sequence[Outcome]) -> list[Column]:
-    """The first row is the start."""
+    """Return the columns of a table whose first row is the start."""
     tests = [None, *(row.beside for row in rows[1:])]
     return [
         Column("parameters", "", [row.label for row in rows], left=True),
         Column("score", "95% CI", [row.score for row in rows]),
-        Column("vs first", "95% CI", [spelled(one.diff, one.ci, sign=True) if one else "" for one in tests]),
-        Column("p", "", [probability(one.p) if one else "" for one in tests]),
+        Column("vs first", "95% CI", [spelled(test.diff, test.ci, sign=True) if test else "" for test in tests]),
+        Column("p", "", [probability(test.p) if test else "" for test in tests]),
         Column("attended", "%", [percent(row.read) for row in rows]),
         quantity(TIERS[DEVICE].head, [row.device_bytes for row in rows], BYTES),
         quantity("moved", [row.moved_bytes for row in rows], BYTES, per="/step", hide_zeros=True),

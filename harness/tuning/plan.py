@@ -1,4 +1,4 @@
-"""A search before its first run: checked, counted, and told to the user."""
+"""Plans a search before its first run: checks it, counts its runs and prints both."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FULL = {  # baseline -> what becomes of Full
 
 @dataclass(frozen=True)
 class SearchPlan:
-    """`start`: the job of the start on all examples, with the tuning seed."""
+    """Hold what a search will run. `start`: the job of the start on all examples, with the tuning seed."""
 
     space: Space
     examples: Examples
@@ -44,8 +44,8 @@ class SearchPlan:
         names: Presets,
         asked: Mapping[str, tuple[Any, ...]],
     ) -> SearchPlan:
-        """The start as for one run; the seed becomes the reserved one. `names`: what the command line calls method,
-        task and model; `asked`: its grids."""
+        """Plan a search whose start is configured like one run, with the reserved seed. `names`: what the command
+        line calls method, task and model; `asked`: its grids."""
         for words in without_effect(wanted, method):
             say_once(words)
         method = method_of(wanted, method, model.describe())
@@ -66,7 +66,7 @@ class SearchPlan:
 
     @property
     def names(self) -> Presets:
-        """What the command line calls method, task and model."""
+        """Return what the command line calls method, task and model."""
         return self.start.presets or {}
 
     @property
@@ -80,7 +80,7 @@ class SearchPlan:
         return f"{self.names['task']}, {asked}, {model}"
 
     def lines(self) -> Iterator[str]:
-        """What would run, at most."""
+        """Yield lines that say what would run at most."""
         yield f"{self.start.label}, {self.start.model.describe().name}"
         width = max(map(len, self.space.grids))
         for name, values in self.space.grids.items():
@@ -102,7 +102,7 @@ class SearchPlan:
 
     @property
     def answers(self) -> int:
-        """Examples times candidates, at most."""
+        """Return the most answers that the search gives: examples times candidates."""
         total = len(curve_points(self.space)) * self.examples.choosing + 2 * len(self.examples.held_out)
         field = most_combinations(self.space)
         for items in self.examples.rounds:

@@ -1,4 +1,4 @@
-"""The yaml that a search leaves: the start's preset with the parameters that were chosen, and where they come from."""
+"""Writes the yaml of a search: the start's preset with the chosen parameters, and where they come from."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from methods.base import Method
 
 WIDTH = 118
 NAME = re.compile(r"\w[\w.-]*", re.ASCII)
-DOCUMENT_END = "\n..."  # what yaml writes behind a single word
+DOCUMENT_END = "\n..."  # what yaml writes after a single word
 
 
 def place(folder: Path, name: str) -> Path:
-    """Its file. Raises `SettingsError` for a name that is no word of a command line, or would lead elsewhere."""
+    """Return the file of a preset. Raises `SettingsError` if `name` is no plain word, or would lead to another
+    folder."""
     if not NAME.fullmatch(name):
         raise SettingsError(
             f"--name {name!r} is no name for a preset, which method=NAME is to find: give letters, digits, - and _, "
@@ -32,14 +33,14 @@ def place(folder: Path, name: str) -> Path:
 
 
 def write(path: Path, base: Entry, method: Method, comments: Sequence[str]) -> None:
-    """`method` as a preset of `base`. `comments`: its headline, the command, and what came of it."""
+    """Write `method` as a preset based on `base`. `comments`: its headline, the command, and what was found."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [f"# {line}" for line in [*comments[:2], *_wrapped(comments[2:])]]
     write_atomically(path, "\n".join([*lines, *_body(path, base, method)]) + "\n")
 
 
 def refuse_other(path: Path, command: str) -> None:
-    """Raise where `path` was not written by the same search."""
+    """Raise `SettingsError` if the file at `path` was not written by the same search."""
     if path.is_file() and f"# {command}" not in path.read_text(encoding="utf-8").splitlines():
         raise SettingsError(f"{path} is there already, and not from this search: give another --name or --out.")
 

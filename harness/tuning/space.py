@@ -1,4 +1,4 @@
-"""What a search tries: the parameters of a method, each with its values."""
+"""Defines what a search tries: the parameters of a method, each with its values."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from harness.config.plugins import PluginError, fits, spell
 from methods.base import Method
 
 Point = tuple[tuple[str, Any], ...]  # the parameters in which a candidate differs from the start
-Refusal = Callable[[Method], str | None]  # why a method cannot run here; None where it can
+Refusal = Callable[[Method], str | None]  # gives the reason why a method cannot run here, or None
 
 START: Point = ()
 
 
 class SpaceError(ValueError):
-    """There is nothing to search, or a value cannot be tried; the message says what to do."""
+    """Say that there is nothing to search, or that a value cannot be tried, and what to do."""
 
 
 @dataclass(frozen=True)
 class Space:
-    """`grids`: per parameter at least two values in order, the start's own among them. `left_out`: what is not tried,
-    and why."""
+    """Hold the values to try. `grids`: per parameter at least two values in order, the start's among them.
+    `left_out`: values that are not tried, and why."""
 
     start: Method
     grids: Mapping[str, tuple[Any, ...]]
@@ -37,14 +37,14 @@ class Space:
         return dict(point).get(name, getattr(self.start, name))
 
     def curve(self, name: str) -> list[Point]:
-        """One point per value of a parameter, all others as at the start."""
+        """Return one point per value of a parameter, with all others at the start."""
         return [self._point({name: value}) for value in self.grids[name]]
 
     def combinations(self, values: Mapping[str, Sequence[Any]]) -> list[Point]:
-        return [self._point(dict(zip(values, one, strict=True))) for one in product(*values.values())]
+        return [self._point(dict(zip(values, chosen, strict=True))) for chosen in product(*values.values())]
 
     def distance(self, point: Point) -> tuple[int, int]:
-        """Parameters that differ from the start's, and steps on their grids."""
+        """Return how many parameters differ from the start's, and by how many steps on their grids."""
         steps = [abs(self._place(name, value) - self._place(name, self.value(START, name))) for name, value in point]
         return len(point), sum(steps)
 
@@ -68,7 +68,8 @@ def grids_of(start: Method, asked: Mapping[str, tuple[Any, ...]]) -> dict[str, t
 
 
 def space_of(start: Method, grids: Mapping[str, tuple[Any, ...]], refusal: Refusal, strict: bool) -> Space:
-    """`refusal`: why a method cannot run here, or None. Such a value is left out, if `strict` it is an error."""
+    """Return the space of the values that can run. `refusal`: gives the reason why a method cannot run here, or
+    None. Such a value is left out; if `strict`, it is an error."""
     left_out = list[str]()
     legal: dict[str, list[Any]] = {name: [getattr(start, name)] for name in grids}
     for name, values in grids.items():
@@ -80,14 +81,15 @@ def space_of(start: Method, grids: Mapping[str, tuple[Any, ...]], refusal: Refus
                 left_out.append(f"{name}={plain(value)}: {reason}")
             else:
                 legal[name].append(value)
-    found = {name: ordered for name, values in legal.items() if len(ordered := _in_order(values)) > 1}
-    if not found:
+    grids_with_choice = {name: ordered for name, values in legal.items() if len(ordered := _in_order(values)) > 1}
+    if not grids_with_choice:
         raise SpaceError(_nothing(start, left_out))
-    return Space(start, found, tuple(left_out))
+    return Space(start, grids_with_choice, tuple(left_out))
 
 
 def _typed(method: Method, name: str, values: Sequence[Any]) -> Iterator[Any]:
-    """The values, with types checked as on the command line of a run; 8 is 8.0 where a field is a float."""
+    """Yield the values with their types checked as on the command line of a run; 8 becomes 8.0 where a field is a
+    float."""
     hint = get_type_hints(type(method))[name]
     for value in values:
         if not fits(value, hint):
@@ -104,7 +106,7 @@ def _refused(start: Method, name: str, value: Any, refusal: Refusal) -> str | No
 
 
 def _in_order(values: Sequence[Any]) -> tuple[Any, ...]:
-    """Each once; numbers by size."""
+    """Return each value once, numbers sorted by size."""
     once = list(dict.fromkeys(values))
     numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in once)
     return tuple(sorted(once) if numbers else once)

@@ -1,4 +1,5 @@
-"""Candidates on a part of the examples: all under one prefill, Full beside, in folders that the same command finds."""
+"""Runs candidates on a part of the examples: all with one prefill, and Full too, in folders that the same command
+finds."""
 
 from __future__ import annotations
 
@@ -18,25 +19,25 @@ from harness.results.run_folder import load
 from harness.tuning.space import START, Point, Space
 from methods.base import Method
 
-MOST = 12  # candidates that share a prefill: each holds a cache of the prompt until it has sealed
-TOLERANCE = 0.02  # of the prompt tokens that the budget allows: more is no equal budget
+MOST = 12  # most candidates that share a prefill: each holds a cache of the prompt until it has sealed
+TOLERANCE = 0.02  # share by which the read tokens may exceed the budget
 
 
 @dataclass
 class Trials:
-    """Runs candidates, keeps their records, and discards those that fail or read more than the budget allows.
-    `start`: the job of the start, with the tuning seed."""
+    """Run candidates, keep their records, and discard those that fail or read more than the budget allows. `start`:
+    the job of the start, with the tuning seed."""
 
     space: Space
     start: Job
     records: dict[Point, list[Record]] = field(default_factory=dict)  # over all parts it ran on
     full: list[Record] = field(default_factory=list)
     discarded: dict[Point, str] = field(default_factory=dict)
-    _allowed: float = 1.0  # times the budget: what the start reads, where that is more
+    _allowed: float = 1.0  # multiple of the budget that the start reads, if that is more
 
     def run(self, points: Sequence[Point], part: str, items: Sequence[Item]) -> None:
-        """Adds what `points` put out on `items` to their records; finished runs are read. Parts have folders of their
-        own, so that no run is taken for the rest of another."""
+        """Run `points` on `items` and add the results to their records; finished runs are read. Each part has a
+        folder of its own, so that no run is taken for the rest of another."""
         start, results = self.start, self.start.wanted.results
         here = replace(start.wanted, results=replace(results, root=f"{results.root}/{part}"))
 
@@ -51,19 +52,19 @@ class Trials:
         return [point for point in points if point not in self.discarded]
 
     def _run(self, points: Sequence[Point], plan: Callable[[Point], Job]) -> None:
-        """Under one prefill."""
+        """Run points with one shared prefill."""
         jobs, failed = dict[Point, Job](), list[Exception]()
         for point in points:
             with reporting(failed.append):
                 jobs[point] = plan(point)
         made = evaluate_together(list(jobs.values()), failed.append)
-        done = {one.folder: one.records for one in made}
+        done = {run.folder: run.records for run in made}
         for point in points:
             job = jobs.get(point)
             self._take(point, job, done.get(job.folder) if job else None)
         if START in self.discarded:
-            raise failed[0]  # nothing can be held against it
-        self._take_full([one.full_folder for one in made])
+            raise failed[0]  # nothing can be compared with the start
+        self._take_full([run.full_folder for run in made])
 
     def _take(self, point: Point, job: Job | None, made: list[Record] | None) -> None:
         if job is None or made is None:
@@ -89,7 +90,7 @@ class Trials:
 
 
 def _room(job: Job) -> int:
-    """Candidates whose caches fit beside the weights and Full's."""
+    """Return how many candidates' caches fit with the weights and Full's cache."""
     need, free = job.need(), free_bytes(job.settings.device)
     if free is None or not need.kv:
         return MOST
@@ -97,12 +98,13 @@ def _room(job: Job) -> int:
 
 
 def _read(records: Sequence[Record]) -> float | None:
-    """Prompt tokens of a step, mean over the examples."""
+    """Return the prompt tokens that a step reads, mean over the examples."""
     return over_known(fmean, [record.measured.get("attended_prompt") for record in records])
 
 
 def _allowed(job: Job, start: Method, records: Sequence[Record]) -> float | None:
-    """What the budget lets a head read, mean over layers and examples; the dense layers of the start read all."""
+    """Return the prompt tokens that the budget lets a head read, mean over layers and examples; the dense layers of
+    the start read all."""
     if job.budget is None:
         return None
     dense, layers = set(getattr(start, "dense_layers", ())), range(job.model.describe().num_whole_layers)

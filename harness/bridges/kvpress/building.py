@@ -1,4 +1,4 @@
-"""Makes a press of nested mappings, as yaml and command line give them, and refuses by name what cannot run here."""
+"""Makes a press from nested mappings, as yaml and command line give them, and refuses by name what cannot run here."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from harness.config.plugins import suggestion
 
 RATIO = "compression_ratio"
 FROM_A_HUB = ("DuoAttentionPress", "KVzapPress", "LUKVPress", "QFilterPress")
-WINDOWS = ("window_size",), ("n_sink",), ("sink_size_start", "sink_size_end")  # fields that count tokens, added up
-OWN_WEIGHTS = {"ExpectedAttentionStatsPress": "stats_folder"}  # class -> the field that names a folder in their place
+WINDOWS = ("window_size",), ("n_sink",), ("sink_size_start", "sink_size_end")  # fields whose sums count tokens
+OWN_WEIGHTS = {"ExpectedAttentionStatsPress": "stats_folder"}  # class -> the field that names a folder with weights
 
 
 def build(mapping: Mapping[str, Any], key: str = "press") -> Any:
     """Return the press that `mapping` describes: `name`, a class of kvpress or the import path of one derived from
-    `BasePress`, and its parameters, of which any may be a press again, or a list of them. `key` says in errors where
-    the mapping stands."""
+    `BasePress`, and its parameters, of which any may be a press again, or a list of presses. `key`: where the
+    mapping stands, for errors."""
     press_class, parameters = _class(mapping["name"], key), {k: v for k, v in mapping.items() if k != "name"}
     known = {name: field for name, field in signature(press_class).parameters.items() if name != RATIO}
     for name in parameters:
@@ -34,11 +34,11 @@ def build(mapping: Mapping[str, Any], key: str = "press") -> Any:
                 f"{key}: {press_class.__name__} needs {name}, which has no default in kvpress: write {wanted}; a press"
                 " in the place of VALUE is such a mapping again."
             )
-    made = {name: _built(value, f"{key}.{name}") for name, value in parameters.items()}
+    arguments = {name: _built(value, f"{key}.{name}") for name, value in parameters.items()}
     try:
-        press = press_class(**made)
+        press = press_class(**arguments)
     except (AssertionError, TypeError, ValueError) as error:
-        raise KVPressError(f"{key}: {press_class.__name__} refuses these parameters: {error or made}.") from error
+        raise KVPressError(f"{key}: {press_class.__name__} refuses these parameters: {error or arguments}.") from error
     _refuse(press, key)
     return press
 
@@ -54,8 +54,8 @@ def check_mapping(mapping: object, key: str = "press") -> None:
 
 
 def set_ratio(press: Any, ratio: float) -> bool:
-    """Let `press` remove the share `ratio` of the tokens; say whether that can be set. In presses that follow one
-    another it is the one that can be set."""
+    """Let `press` remove the share `ratio` of the tokens; return whether its ratio can be set. In a sequence of
+    presses it is set for the one that has it."""
     members = getattr(press, "presses", None)
     if members is not None:
         return any([set_ratio(member, ratio) for member in members])
@@ -76,8 +76,8 @@ def nested(press: Any) -> Iterator[Any]:
 
 
 def windows(press: Any) -> int:
-    """Return how many tokens the windows and sinks of `press`, and of all presses in it, take: a press of kvpress fails
-    on a prompt that is no longer."""
+    """Return how many tokens the windows and sinks of `press`, and of all presses in it, take: a press fails on a
+    prompt that is no longer than they are."""
     return max(sum(getattr(each, name, 0) for name in names) for each in nested(press) for names in WINDOWS)
 
 

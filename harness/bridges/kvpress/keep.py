@@ -1,4 +1,4 @@
-"""Calls a press when a layer's prompt is complete, and carries out what it has done to keys and values."""
+"""Calls a press when a layer's prompt is complete, and applies its changes to the stored keys and values."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from kernels.rope import rotate_by
 from methods.base import AttnInput, LayerSpec
 from methods.layers import Evict
 
-MASKED = "masked_key_indices"  # where a press leaves the keys that it wants hidden, on the attention module
+MASKED = "masked_key_indices"  # attribute of the attention module in which a press leaves the keys to hide
 
 
 class Pressed(NamedTuple):
-    """What a press has made of the rows it was given."""
+    """Hold what a press has left of the rows it was given."""
 
     rows: Rows  # keys and values [B G K D]
-    visible: Tensor  # [B G K], which of these it has not masked
+    visible: Tensor  # [B G K], which of them the press has not masked
 
 
 class PressEvict(Evict, capturable=True, of_each={}):
-    """Holds the layer's input until its first seal, and then lets a press choose.
+    """Hold the layer's input until its first seal, and then let a press choose.
 
-    `presses`: one for each sequence. The layers of a cache share it, for a press may remember what it did in earlier
+    `presses`: one per sequence. The layers of a cache share it, because a press may remember what it did in earlier
     layers.
     """
 
-    waiting = True  # for the first seal
+    waiting = True  # the first seal is still to come
 
     def __init__(self, presses: Sequence[Any]) -> None:
         self.presses = list(presses)
-        self.hidden: list[Tensor] = []  # [B T E] of each chunk
+        self.hidden: list[Tensor] = []  # [B T E] each, the input of each chunk
 
     def observe(self, x: AttnInput) -> None:
         if self.waiting:
@@ -53,7 +53,7 @@ class PressEvict(Evict, capturable=True, of_each={}):
     def size(self, budget: int) -> int:
         if self.waiting:
             return budget
-        self.layer.fallback = "a press compresses the first prompt alone: what later turns add stays whole"
+        self.layer.fallback = "a press compresses only the first prompt: what later turns add stays whole"
         return self.store.length
 
     def evict(self, size: int) -> None:
@@ -74,7 +74,7 @@ class PressEvict(Evict, capturable=True, of_each={}):
         self.waiting, self.hidden, self.presses = False, [], []
 
     def _retain(self, name: str, places: Tensor, visible: Tensor) -> None:
-        """Let only the visible of the rows at `places` stay; both are [B G K]."""
+        """Keep only the visible rows among those at `places`; both are [B G K]."""
         if bool(visible.all()):
             if places.shape[2] < self.store.length:
                 self.layer.retain(places.sort(-1).values)
@@ -102,8 +102,8 @@ class PressEvict(Evict, capturable=True, of_each={}):
 
 @torch.no_grad()
 def press_one(press: Any, spec: LayerSpec, hidden: Tensor, given: Sequence[Tensor], size: int) -> Pressed:
-    """Let a press do to one sequence what it does behind its attention module. hidden [1 S E], given: keys and values
-    [1 G S D]; `size` of the S tokens are to stay."""
+    """Let a press do to one sequence what it does after its attention module. hidden [1 S E], given: keys and
+    values [1 G S D]; `size` of the S tokens are to stay."""
     tokens, device = hidden.shape[1], hidden.device
     set_ratio(press, ratio_for(tokens, size))
     layer = SimpleNamespace(keys=given[0].clone(), values=given[1].clone())  # some presses write into them
@@ -115,7 +115,7 @@ def press_one(press: Any, spec: LayerSpec, hidden: Tensor, given: Sequence[Tenso
         _naming(press, spec),
         _with_scores_watched(press, spec),
     ):
-        torch.manual_seed(spec.index)  # a press that draws has to draw the same again
+        torch.manual_seed(spec.index)  # a press that draws random numbers must draw the same again
         call = {
             "hidden_states": hidden,
             "past_key_values": SimpleNamespace(layers={module.layer_idx: layer}),
@@ -127,14 +127,14 @@ def press_one(press: Any, spec: LayerSpec, hidden: Tensor, given: Sequence[Tenso
     visible = torch.ones(layer.keys.shape[:3], dtype=torch.bool, device=device)
     if masked is not None:
         visible[tuple(index.to(device) for index in masked)] = False
-    if isinstance(press, package().KeyRerotationPress):  # it counts on a next token at the place behind its last row
+    if isinstance(press, package().KeyRerotationPress):  # it expects the next token right after its last row
         layer.keys = rotate_by(layer.keys, tokens - layer.keys.shape[2], spec.rope)
     return Pressed((layer.keys, layer.values), visible)
 
 
 class LentRotary(nn.Module):
-    """The rotation of one layer as presses ask for it: for its kind of layer, and as wide as all channels that turn,
-    which models give in ways of their own."""
+    """Compute the rotation of one layer as presses ask for it: for its kind of layer, and with all channels that
+    turn, which models provide in different forms."""
 
     def __init__(self, rope: Rotary) -> None:
         super().__init__()
@@ -142,19 +142,19 @@ class LentRotary(nn.Module):
 
     @property
     def inv_freq(self) -> Tensor:
-        """[D / 2]"""
+        """Return the angles [D / 2] by which each pair of channels turns per position."""
         return self.rope.inv_freq
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """position_ids [1 P] -> cos, sin [1 P D], of the type of `x`"""
+        """Return cos and sin [1 P D] of position_ids [1 P], in the dtype of `x`."""
         cos, sin = self.rope(position_ids[0])
         return cos.to(x.dtype), sin.to(x.dtype)
 
 
 @contextmanager
 def lent_module(spec: LayerSpec) -> Iterator[Any]:
-    """Yield the layer's attention module with the rotation that presses look for on it; both it and what a press leaves
-    there are taken away again."""
+    """Yield the layer's attention module with the rotation that presses look for on it. Both the rotation and what
+    a press leaves there are removed afterwards."""
     assert isinstance(spec.project_query, QueryProjection)
     assert isinstance(spec.rope, Rotary)
     module: nn.Module = spec.project_query.module
@@ -172,7 +172,7 @@ def lent_module(spec: LayerSpec) -> Iterator[Any]:
 
 @contextmanager
 def _with_scores_watched(press: Any, spec: LayerSpec) -> Iterator[None]:
-    """Refuse scores that hold NaN, by which what stays would be chosen at random: of `press` and of presses in it."""
+    """Refuse scores with NaN, from `press` and presses in it: they would choose at random what stays."""
 
     def watched(score: Callable[..., Tensor], name: str) -> Callable[..., Tensor]:
         def call(*arguments: Any, **keywords: Any) -> Tensor:
@@ -198,7 +198,7 @@ def _with_scores_watched(press: Any, spec: LayerSpec) -> Iterator[None]:
 
 @contextmanager
 def _naming(press: Any, spec: LayerSpec) -> Iterator[None]:
-    """Say whose error it is that a press raises."""
+    """Name the press in the errors that it raises."""
     try:
         yield
     except KVPressError:
@@ -212,8 +212,8 @@ def _naming(press: Any, spec: LayerSpec) -> Iterator[None]:
 
 
 def ratio_for(tokens: int, kept: int) -> float:
-    """Return the ratio under which a press keeps exactly `kept` of `tokens`, as it computes that: int(tokens * (1 -
-    ratio)). The next number below 1 - kept / tokens may be needed."""
+    """Return the ratio with which a press keeps exactly `kept` of `tokens`. It computes int(tokens * (1 - ratio)),
+    so the next number below 1 - kept / tokens may be needed."""
     ratio = 1 - kept / tokens
     while int(tokens * (1 - ratio)) < kept:
         ratio = nextafter(ratio, 0)

@@ -33,7 +33,7 @@ from methods.parts import costs
 
 
 class Mapped(dict[str, Any]):
-    """A mapping that does not change and has a hash, as methods must."""
+    """Hold a mapping that does not change and has a hash, as methods must."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(tuple(sorted((name, hash(value)) for name, value in self.items())))
@@ -41,7 +41,7 @@ class Mapped(dict[str, Any]):
 
 @dataclass(frozen=True, kw_only=True)
 class KVPress(Method):
-    """Holds which press, as the mapping that the module describes."""
+    """Hold the press to use, as the mapping that the module describes."""
 
     selects: ClassVar[bool] = False
     closes_early: ClassVar[bool] = True  # a layer's input is held until its seal; kvpress too compresses layer by layer
@@ -55,7 +55,7 @@ class KVPress(Method):
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Return the modules of a user's own presses, whose code makes a run what it is."""
+        """Return the modules of a user's own presses, whose code belongs to the identity of a run."""
         return tuple(dict.fromkeys(_modules(self.press)))
 
     @cached_property
@@ -64,14 +64,14 @@ class KVPress(Method):
         return windows(build(self.press))
 
     def reads_all(self, sealed: int, tokens: int) -> bool:
-        """Say whether nothing is left out: the budget covers the prompt, or the press needs a longer one."""
+        """Return whether nothing is left out: the budget covers the prompt, or the press needs a longer one."""
         return tokens >= sealed or sealed <= self.windows
 
     def whole_because(self, sealed: int, tokens: int) -> str:
         return f"all is read: the prompt of {sealed} tokens is no longer than the press's windows of {self.windows}"
 
     def check_model(self, spec: LayerSpec) -> None:
-        """Raise `KVPressError` for a press that cannot be made or cannot run here."""
+        """Raise `KVPressError` if the press cannot be made or cannot run here."""
         build(self.press)
 
     def cost(self, case: LayerWorkload) -> Cost:
@@ -82,12 +82,12 @@ class KVPress(Method):
         return costs.evict(case, case.budget)
 
     def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
-        """Count the layer's input, taken to be as wide as the queries; at the seal that input in one piece, and what
-        the press takes while it works, copies of keys and values among it."""
+        """Return the memory of the layer's input, taken to be as wide as the queries, until the seal. The seal adds
+        that input in one piece and the working memory of the press, which includes copies of keys and values."""
         kept = PeakExtra(kept=case.sealed * case.query_bytes)
         if self.reads_whole(case):
             return kept
-        leaving = case.sealed * case.row_bytes + costs.evicting(case, case.budget)  # beside the rows that it gives back
+        leaving = case.sealed * case.row_bytes + costs.evicting(case, case.budget)  # besides the rows that it returns
         working = max(working_bytes(self.press, case), leaving)
         return kept + PeakExtra(seal=case.sealed * case.query_bytes + working)
 
@@ -103,7 +103,7 @@ class KVPress(Method):
 
 
 def _modules(mapping: Mapping[str, Any]) -> Iterator[str]:
-    """Yield where the presses of a mapping are defined that are not kvpress's own."""
+    """Yield the modules of a mapping's presses that are not kvpress's own."""
     if "." in mapping["name"]:
         yield mapping["name"].rpartition(".")[0]
     for value in mapping.values():

@@ -14,17 +14,17 @@ from typing import Any, NoReturn
 
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-RELEASE = "0.5.5"  # whose hooks this bridge calls; another would be another method under the same name
+RELEASE = "0.5.5"  # this bridge calls its hooks; another release could be another method under the same name
 INSTALL = f"pip install --no-deps kvpress=={RELEASE} 'cachetools<6' fire termcolor"
 
 
 class KVPressError(ValueError):
-    """Says why a press cannot run here, and what to do."""
+    """Say why a press cannot run here, and what to do."""
 
 
 @cache
 def package() -> Any:
-    """Return the module `kvpress`. Raises `KVPressError` where it is not installed, or in another release."""
+    """Return the module `kvpress`. Raises `KVPressError` if it is not installed, or in another release."""
     try:
         if (release := version("kvpress")) != RELEASE:
             raise KVPressError(
@@ -41,22 +41,22 @@ def package() -> Any:
 
 @contextmanager
 def unpatched() -> Iterator[None]:
-    """Undo what the first import of kvpress does to all attention functions of transformers: it wraps each in one that
-    hides keys which a press has masked. Keys do not stay masked here, they leave. Whoever has imported kvpress before
-    wants the wrappers and keeps them."""
+    """Undo the change that the first import of kvpress makes to all attention functions of transformers: it wraps
+    each in one that hides masked keys. Here masked keys are removed instead. A program that has imported kvpress
+    before wants the wrappers and keeps them."""
     wanted, before = "kvpress" in sys.modules, dict(ALL_ATTENTION_FUNCTIONS.items())
     yield
     for name, function in before.items() if not wanted else ():
         if ALL_ATTENTION_FUNCTIONS[name] is not function:
-            del ALL_ATTENTION_FUNCTIONS[name]  # what stands before the function for this process alone
+            del ALL_ATTENTION_FUNCTIONS[name]  # the wrapper registered in this process
         if ALL_ATTENTION_FUNCTIONS.get(name) is not function:
             ALL_ATTENTION_FUNCTIONS[name] = function
 
 
 @contextmanager
 def without_data_sets() -> Iterator[None]:
-    """Lend kvpress a module `datasets` where there is none: it imports that for statistics which it would make from
-    data sets of a hub, and these presses are refused here."""
+    """Provide kvpress with an empty module `datasets` if there is none: it imports it for statistics that it would
+    compute from data sets of a hub, and presses that need those are refused here."""
     if find_spec("datasets") is not None:
         yield
         return

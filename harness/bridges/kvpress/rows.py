@@ -12,9 +12,10 @@ WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integ
 
 
 def places_of(given: Rows, kept: Rows) -> Tensor | None:
-    """Return where the rows of `kept` stand in `given`, int64 [B G K]; None if one of them is not there, bit for bit.
+    """Return where the rows of `kept` stand in `given`, int64 [B G K], or None if one of them is not there bit for
+    bit.
 
-    Rows that are equal to the last bit are told apart by their order.
+    Rows that are equal bit for bit are distinguished by their order.
     """
     hashes, source = _hashes(given).sort(dim=-1, stable=True)
     wanted, order = _hashes(kept).sort(dim=-1, stable=True)
@@ -25,7 +26,7 @@ def places_of(given: Rows, kept: Rows) -> Tensor | None:
 
 
 def _hashes(rows: Rows) -> Tensor:
-    """Return a number for every row that depends on all its bits. -> int64 [B G S]"""
+    """Return a number for every row that depends on all its bits, int64 [B G S]."""
     factors = torch.randint(2**62, (2, rows[0].shape[-1]), generator=torch.Generator().manual_seed(0))
     both = list(zip(map(_bits, rows), factors.to(rows[0].device), strict=True))
 

@@ -1,5 +1,5 @@
-"""Measures what a press takes while it works, for kvpress says nothing of it: on the first layer of a small model whose
-heads have the shape that is asked for."""
+"""Measures the working memory of a press, which kvpress does not state, on the first layer of a small model whose
+heads have the given shape."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from harness.engine.allocations import Allocations
 from harness.engine.hf import layer_specs
 from methods.base import LayerWorkload
 
-SAMPLES = 512, 1024  # tokens of the prompts that are measured
-KV_HEADS = 2  # of the layer that is measured: with one, some copies would be views
+SAMPLES = 512, 1024  # tokens of the measured prompts
+KV_HEADS = 2  # KV heads of the measured layer; with one, some copies would be views
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
 
 def working_bytes(press: Any, case: LayerWorkload) -> int:
-    """Return the bytes that `press`, a mapping with a hash, takes at most beside the layer's input and its keys and
-    values, for one sequence. Between two lengths it grows evenly, and with each KV head as much. A press that fails on
-    the small model is taken to copy keys and values, as all are given copies."""
+    """Return the most bytes that `press`, a mapping with a hash, takes for one sequence besides the layer's input
+    and its keys and values. They are taken to grow linearly between two measured lengths, and with the number of KV
+    heads. A press that fails on the small model is assumed to copy keys and values, because all presses are given
+    copies."""
     spec, share = case.spec, round(case.budget / case.sealed, 2)
     shape = KV_HEADS * spec.num_heads // spec.num_kv_heads, spec.head_dim, case.element_bytes
     copies = case.sealed * case.row_bytes
@@ -38,7 +39,7 @@ def working_bytes(press: Any, case: LayerWorkload) -> int:
 
 @cache
 def _measured(press: Any, heads: int, head_dim: int, element_bytes: int, tokens: int, share: float) -> int:
-    """Those of the small layer, which has so many query heads."""
+    """Return the bytes measured on a layer of a small model with so many query heads."""
     config = LlamaConfig(
         hidden_size=heads * head_dim,
         intermediate_size=8,
@@ -54,9 +55,9 @@ def _measured(press: Any, heads: int, head_dim: int, element_bytes: int, tokens:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         hidden = torch.randn(1, tokens, heads * head_dim).to(dtype)
         given = [torch.randn(1, KV_HEADS, tokens, head_dim).to(dtype) for _ in range(2)]
-    made = build(press)
-    made.post_init_from_model(model)
+    built = build(press)
+    built.post_init_from_model(model)
     counted = Allocations()
     with counted:
-        press_one(made, layer_specs(model)[0], hidden, given, max(1, int(share * tokens)))
+        press_one(built, layer_specs(model)[0], hidden, given, max(1, int(share * tokens)))
     return counted.peak

@@ -1,4 +1,4 @@
-"""A model under a KV method, as lm-evaluation-harness asks for one: `--model kv_harness`."""
+"""Provides a model under a KV method for lm-evaluation-harness: `--model kv_harness`."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from harness.terminal.notices import alike, warn
 from methods.full import Full
 
 EncodedPair = tuple[tuple[str, str], list[int], list[int]]  # texts of context and continuation, and their tokens
-ITS_DEVICE = "cuda:0"  # lm-eval's command passes it where nothing was said, also on machines without one
+ITS_DEVICE = "cuda:0"  # the default of lm-eval's command, also on machines without a GPU
 DRAWN = ("do_sample", "temperature", "top_k", "top_p")  # keywords of a request that say how tokens are picked
 
 
 class KVHarnessLM(TemplateLM):
-    """Answers and scores as our own loop does. A batch is so many sequences side by side, each with a cache of its own,
-    so an answer does not depend on the batch."""
+    """Answer and score as our own loop does. A batch steps sequences together, each with a cache of its own, so an
+    answer does not depend on the batch."""
 
     backend = "causal"
 
@@ -49,9 +49,9 @@ class KVHarnessLM(TemplateLM):
         config_dir: str | None = None,
         **words: Any,
     ) -> None:
-        """`rolling_context`: the share of each window of a rolling likelihood that is the prompt. `add_bos_token`: as
-        in lm-eval's `hf`. `seed`: of drawn tokens. `config_dir`: a folder with methods of a user's own. `words`: keys
-        of a run's, as model=, method=, budget=."""
+        """`rolling_context`: the share of each window of a rolling likelihood that is the prompt. `add_bos_token`:
+        as in lm-eval's `hf`. `seed`: for drawn tokens. `config_dir`: a folder with a user's own methods. `words`:
+        keys of a run, such as model=, method=, budget=."""
         super().__init__()
         self.batch_size = _whole("batch_size", batch_size)
         if max_batch_size is not None:
@@ -59,9 +59,9 @@ class KVHarnessLM(TemplateLM):
         chosen = {} if device in (None, ITS_DEVICE) else {"device": device}
         self.loaded, self.engine = ready(words | chosen, config_dir)
         self.tokenizer: Any = self.loaded.tokenizer
-        if add_bos_token is not None:  # as if it had been loaded with it, which lm-eval's `hf` does
+        if add_bos_token is not None:  # lm-eval's `hf` loads the tokenizer with it
             self.tokenizer.add_bos_token = add_bos_token
-        self.requests, self.fell_back = 0, Counter[str]()  # so far, and those of which the method did something else
+        self.requests, self.fell_back = 0, Counter[str]()  # requests, and for how many the method fell back, by reason
         self.max_length = self.loaded.window if max_length is None else _whole("max_length", max_length)
         self.max_gen_toks = _whole("max_gen_toks", max_gen_toks)
         self.add_bos_token, self.seed = add_bos_token, seed
@@ -91,8 +91,8 @@ class KVHarnessLM(TemplateLM):
     ) -> list[tuple[float, bool]]:
         scores = [(0.0, False)] * len(requests)
         for question, slot in self._run(self._questions(requests), "continuations", len(requests), disable_tqdm):
-            number, said = question.number, slot.out.likeliest or [False]
-            scores[number] = log_likelihood(slot), said[0]
+            number, likeliest = question.number, slot.out.likeliest or [False]
+            scores[number] = log_likelihood(slot), likeliest[0]
             self.cache_hook.add_partial("loglikelihood", requests[number][0], scores[number])
         return scores
 
@@ -113,7 +113,7 @@ class KVHarnessLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before the first token of a text: BOS, where there is one."""
+        """Return the token before the first token of a text: BOS, if there is one."""
         bos: int | None = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else bos
 
@@ -130,7 +130,7 @@ class KVHarnessLM(TemplateLM):
         )
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm-eval writes down of the model, beside the words of `--model_args`."""
+        """Return what lm-eval records about the model, besides the words of `--model_args`."""
         model, attachment = self.loaded.model, self.engine.attachment
         return {
             "model_num_parameters": model.num_parameters(),
@@ -189,12 +189,13 @@ class KVHarnessLM(TemplateLM):
         return handle_stop_sequences(list(until) if isinstance(until, (list, tuple)) else until, eos=eos)
 
     def _text(self, tokens: Sequence[int], keywords: dict[str, Any]) -> str:
-        """Decoded and cut as by lm-eval's own models."""
+        """Return the answer, decoded and cut as lm-eval's own models do."""
         text = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
         return postprocess_generated_text(text, stop=self._until(keywords), think_end_token=None)
 
     def _questions(self, requests: Sequence[EncodedPair]) -> Iterator[ScoredQuestion]:
-        """A context that is too long for its continuation is cut on the left."""
+        """Yield the questions of the requests, one per context. A context that is too long for its continuation is
+        cut on the left."""
         by_context = defaultdict[tuple[int, ...], dict[int, list[int]]](dict)
         for number, (_, context, continuation) in enumerate(requests):
             room = self.max_length + 1 - len(continuation)

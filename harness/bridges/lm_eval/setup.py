@@ -1,4 +1,4 @@
-"""From the words of `--model_args` to an engine."""
+"""Builds an engine from the words of `--model_args`."""
 
 from __future__ import annotations
 
@@ -44,34 +44,34 @@ READ = (
     "threads",
     "graphs",
     "backends",
-)  # fmt: skip; of a run's keys
+)  # fmt: skip; the keys of a run that are read here
 
 
 class Ready(NamedTuple):
-    """What answers requests."""
+    """Hold the loaded model and the engine that answers requests."""
 
     loaded: LoadedModel
     engine: Engine
 
 
 def ready(words: Mapping[str, Any], config_dir: str | None = None) -> Ready:
-    """Return the model with its method attached, as `python -m harness KEY=VALUE ...` takes these `words`.
-    `config_dir`: a folder with method/NAME.yaml and model/NAME.yaml of a user's own, as `--config-dir` names it. Raises
-    `SettingsError` for a key that would change nothing here."""
+    """Return the model with its method attached, configured by `words` as `python -m harness KEY=VALUE ...` is.
+    `config_dir`: a folder with method/NAME.yaml and model/NAME.yaml of a user's own, as for `--config-dir`. Raises
+    `SettingsError` for a key that has no effect here."""
     for key in words:
         if key.partition(".")[0] not in READ:
-            raise SettingsError(f"{key} is none of the keys that lm-eval's model takes: {', '.join(READ)}.")
+            raise SettingsError(f"{key} is not a key of lm-eval's model: use one of {', '.join(READ)}.")
     folders = [] if config_dir is None else [Path(config_dir)]
     try:
         given, _, source, wanted = built(composed([f"{key}={plain(value)}" for key, value in words.items()], folders))
-    except SettingsError as error:  # which advises our own command's word
+    except SettingsError as error:  # the advice names an option of our own command
         raise SettingsError(str(error).replace("--config-dir", "config_dir", 1)) from error
     check_machine(wanted)
     info = source.describe()
     method = method_of(wanted, given, info)
     check_fit(wanted, method, info)
-    for words_of_it in without_effect(wanted, given, words.keys()):
-        say_once(words_of_it)
+    for note in without_effect(wanted, given, words.keys()):
+        say_once(note)
     settings = effective(wanted, method, info)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)

@@ -1,4 +1,4 @@
-"""What lm-evaluation-harness asks of a model, as sequences of a running batch: answers, likelihoods, whole windows."""
+"""Runs lm-evaluation-harness's requests as sequences of a running batch: answers, likelihoods, whole windows."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from harness.engine.engine import Engine
 from harness.engine.saved_state import Snapshot
 from harness.prompts.teacher import Forced
 
-CHUNK = 512  # tokens of a window whose logits over the vocabulary are there at once
+CHUNK = 512  # tokens of a window whose logits are computed at a time
 
 
 class InBatch(Protocol):
-    """Runs in a batch, as one sequence after the other."""
+    """Run in a batch, one sequence after the other."""
 
     def next(self, batch: RunningBatch) -> RunningSequence | None:
-        """Let the next one run; None where there is none."""
+        """Start the next sequence in `batch`; return None if there is none left."""
 
 
 AnyInBatch = TypeVar("AnyInBatch", bound=InBatch)
@@ -33,7 +33,7 @@ AnyInBatch = TypeVar("AnyInBatch", bound=InBatch)
 def side_by_side(
     engine: Engine, texts: Iterator[AnyInBatch], size: int
 ) -> Iterator[tuple[AnyInBatch, RunningSequence]]:
-    """Run `size` of `texts` together. -> each with a slot of its that has ended"""
+    """Run `size` of `texts` together. Yield each text with each of its sequences that has ended."""
     batch, running = RunningBatch(engine), dict[RunningSequence, AnyInBatch]()
     while True:
         while len(running) < size and (text := next(texts, None)) is not None:
@@ -52,10 +52,11 @@ def _go_on(text: AnyInBatch, batch: RunningBatch, running: dict[RunningSequence,
 
 
 class FreeAnswer:
-    """An answer that the model makes up itself."""
+    """Run a request for an answer that the model writes itself."""
 
     def __init__(self, engine: Engine, number: int, ids: Sequence[int], ending: Mapping[str, Any]) -> None:
-        """`number`: of the request. `ending`: how tokens are picked and when it stops, as `Engine.join` takes it."""
+        """`number`: the number of the request. `ending`: arguments of `Engine.join` that say how tokens are picked
+        and when to stop."""
         self.engine, self.number, self._ending = engine, number, ending
         self._ids: Sequence[int] | None = ids
 
@@ -65,26 +66,26 @@ class FreeAnswer:
 
 
 def log_likelihood(slot: RunningSequence, uncounted: int = 0) -> float:
-    """Of the tokens that were fed to `slot`, but for the first `uncounted`, in nats."""
+    """Return the log-likelihood, in nats, of the tokens that were fed to `slot`, without the first `uncounted`."""
     assert isinstance(slot.sampler, Forced)
     return -sum(float(cost) for cost in slot.sampler.costs[uncounted:])
 
 
 class ScoredQuestion:
-    """A context and its continuations, which are scored on one cache.
+    """Score the continuations of one context on one cache.
 
-    All of the context but its last token is the prompt that the method seals. That token and the continuations are read
-    by decode steps: the likelihood of a continuation's first token would else be the prefill's, and Full's under every
-    method.
+    All of the context but its last token is the prompt that the method seals. That token and the continuations are
+    read by decode steps: otherwise the likelihood of a continuation's first token would come from the prefill, and
+    be Full's under every method.
     """
 
     def __init__(self, engine: Engine, context: Sequence[int], continuations: Mapping[int, Sequence[int]]) -> None:
-        """`continuations`: by the numbers of their requests."""
+        """`continuations`: tokens, keyed by the numbers of their requests."""
         self.engine, self.context = engine, context
         self._waiting = deque(continuations.items())
         self._room = max(map(len, continuations.values()))
         self._logits: Tensor | None = None  # [1 V], of the context's last token
-        self.number = -1  # of the request that runs
+        self.number = -1  # number of the request that runs
 
     @torch.inference_mode()
     def next(self, batch: RunningBatch) -> RunningSequence | None:
@@ -100,8 +101,8 @@ class ScoredQuestion:
         return _forced(batch, self._cache, self._logits, continuation)
 
     def _read(self, whole: Sequence[int]) -> Tensor:
-        """-> logits of the context's last token [1 V]. `whole`: the text with the continuation, for whose length the
-        model may rotate the context"""
+        """Read the context and seal it. Return the logits [1 V] of its last token. `whole`: the text with the
+        continuation, whose length may decide how the model rotates the context."""
         device = self.engine.model.device
         ids = torch.tensor([self.context], device=device)
         self._cache = self.engine.cache(ids, self._room)
@@ -111,7 +112,7 @@ class ScoredQuestion:
             self.engine.prefill(self._cache, prompt)
             self._cache.seal()
             logits = self.engine.decode(last, self._cache, None)
-        else:  # nothing to leave out
+        else:  # the prompt would be empty
             logits = self.engine.prefill(self._cache, last)
             self._cache.seal()
         if self._waiting:
@@ -120,17 +121,17 @@ class ScoredQuestion:
 
 
 class ScoredWindow:
-    """A text whose last tokens are scored, each given all before it.
+    """Score the last tokens of a text, each given all tokens before it.
 
-    Its first `sealed` tokens are the prompt, whose likelihoods are the prefill's; the method seals them and the others
-    are read by decode steps.
+    Its first `sealed` tokens are the prompt, whose likelihoods come from the prefill; the method seals them and the
+    other tokens are read by decode steps.
     """
 
     def __init__(self, engine: Engine, number: int, tokens: Sequence[int], scored: int, sealed: int) -> None:
-        """`number`: of the request. The last `scored` of `tokens` count, and the last is not fed."""
+        """`number`: the number of the request. The last `scored` of `tokens` count, and the very last is not fed."""
         self.engine, self.number, self.scored, self.sealed = engine, number, scored, sealed
         self._tokens: Sequence[int] | None = tokens
-        self._of_prompt = 0.0  # the log-likelihood of what counts of the prompt
+        self._of_prompt = 0.0  # log-likelihood of the scored tokens in the prompt
 
     @torch.inference_mode()
     def next(self, batch: RunningBatch) -> RunningSequence | None:
@@ -150,18 +151,18 @@ class ScoredWindow:
         return _forced(batch, cache, logits[:, -1], tokens[0, self.sealed :].tolist())
 
     def log_likelihood(self, slot: RunningSequence) -> float:
-        """Of what counts, in nats. `slot`: the one that has ended"""
+        """Return the log-likelihood of all scored tokens, in nats. `slot`: the sequence that has ended."""
         return self._of_prompt + log_likelihood(slot, self._uncounted)
 
     def _logits(self, cache: Any, ids: Tensor) -> Tensor:
-        """Of all of ids [1 T], where the engine gives the last one's alone. -> [1 T V]"""
+        """Return the logits [1 T V] of all ids [1 T]; the engine gives only those of the last one."""
         places = cache.positions(ids.shape[1], ids.device)
         logits: Tensor = self.engine.model(ids, position_ids=places, past_key_values=cache, use_cache=True).logits
         return logits
 
 
 def _forced(batch: RunningBatch, cache: Any, logits: Tensor, tokens: Sequence[int]) -> RunningSequence:
-    """Feed `tokens` behind the seal of `cache`. logits [1 V]: of the token before them"""
+    """Feed `tokens` after the seal of `cache`. logits [1 V]: those of the token before them."""
     return batch.join(
         cache,
         logits,

@@ -89,7 +89,7 @@ def test_a_damaged_model_is_converted_anew_before_it_answers(
     assert torch.equal(answer(), sound)
     assert torch.equal(answer(), sound)
     assert (len(conversions), SmolLM2().identity()) == (2, identity)
-    assert f"note: the model in {folder} is converted anew: " in capfd.readouterr().err
+    assert f"note: the model in {folder} is converted again: " in capfd.readouterr().err
     assert {file.name for file in folder.iterdir()} == files
     assert {file.name for file in folder.parent.iterdir()} == {folder.name, f".{folder.name}.lock"}
 
