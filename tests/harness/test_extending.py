@@ -136,7 +136,7 @@ def test_a_tier(tmp_path: Path) -> None:
     heads = [line for line in made.out.splitlines() if line.startswith("method ") and "KV dev" in line]
     assert heads
     assert all("KV shared" in line and "KV host" not in line for line in heads)
-    assert "M: shared memory beside a CPU" in made.out
+    assert "M: shared memory of a CPU" in made.out
     assert "the same in memory that other processes may map" in (page / "index.html").read_text()
     alone = Forked(forks.module, "harness.report", str(runs))  # of a tier that this process does not know
     assert alone.wait() == 0, alone.err
