@@ -18,6 +18,7 @@ ABSENT = (
     "pandas", "pyarrow", "pytest_randomly", "pytest_timeout", "rapidfuzz", "rouge", "scipy", "wandb", "wonderwords",
     "xdist",
 )  # fmt: skip
+LIMITS = {"read_gb_s": 9.0, "read_by": "a test", "matmul_gflop_s": {"fp32": 9.0, "bf16": 9.0}}
 MAKE = (ROOT / "Makefile").read_text()
 
 
@@ -74,3 +75,24 @@ def test_benchmarks_are_bounded_in_time_and_files() -> None:
         parser = __import__(f"harness.bench.{module}", fromlist=["_"]).parser()
         words[words.index("--device") + 1] = "cpu"
         parser.parse_args(words)
+
+
+@pytest.mark.slow
+def test_every_benchmark_runs_without_the_rest(tmp_path: Path) -> None:
+    sizes = ["--tokens", "200", "--rounds", "1", "--out", str(tmp_path)]
+    tiny = ["--shape", "tiny", "--new", "4"]
+    commands = [
+        ["decode", *sizes, *tiny, "--budget", "100", "--dtype", "fp32", "--batch", "1", "2", "--methods", "pqcache"],
+        ["layer", *sizes, "--budget", "100", "--methods", "pqcache"],
+        ["ops", *sizes, "--budget", "100", "--prefill", "40", "--ops", "top_k"],
+        ["generate", *sizes, *tiny, "--dtypes", "fp32"],
+    ]
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({ABSENT}))\n"
+        "from harness.bench import __main__ as bench\nfrom harness.bench.common import limits\n"
+        f"limits.measured = lambda device: {LIMITS}\n"
+        f"sys.exit(max(bench.main(words) for words in {commands}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "plot.png").exists()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -46,7 +46,7 @@ from harness.models.base import LoadedModel, ModelInfo
 from harness.models.devices import usual_chunk
 from harness.models.random import SHAPES
 from harness.prompts.calibration import calibration_text
-from methods.base import Budget, Method
+from methods.base import Budget, BudgetError, Method
 from methods.full import Full
 from methods.tiers.tier import DEVICE, TIERS
 
@@ -62,7 +62,8 @@ class Decoding:
         self.engine = Engine(kv, graphs=usual_graphs(kv.model.device))
         self.new, self.question, self.capacity = options.new, prompt[:, :0], options.new * (options.rounds + 1)
         if not options.synthetic:  # kernels are built, and weights read once
-            self.engine.generate(prompt[:, :WARM_UP], max_new_tokens=3)
+            with suppress(BudgetError):  # of a share that is too small for so short a prompt
+                self.engine.generate(prompt[:, :WARM_UP], max_new_tokens=3)
         self.caches: list[KVCache] = []
         self.logits: list[Tensor] = []
         self.first = self._first(prompt, options.synthetic, batch)  # with the seals
