@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.cachedattention.store.block import Found
+from harness.cachedattention.store.block import FoundHistory
 from harness.cachedattention.store.fingerprint import Fingerprint
 from harness.cachedattention.store.history_store import HistoryStore
 
@@ -56,7 +56,7 @@ def full_disk(patch: pytest.MonkeyPatch, after: int = 0) -> None:
     patch.setattr(os, "fsync", fsync)
 
 
-def right(found: Found, session: str, tokens: Sequence[int], dropped: int = 0) -> bool:
+def right(found: FoundHistory, session: str, tokens: Sequence[int], dropped: int = 0) -> bool:
     """Whether the rows found are those of the tokens asked for, `dropped` positions farther on."""
     if not found.tokens:
         return found.layers == {}

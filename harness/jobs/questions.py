@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from harness.cachedattention.store.disk import HistoryError
-from harness.cachedattention.turns.conversation import Conversation
-from harness.cachedattention.turns.histories import Histories, Saved
-from harness.cachedattention.turns.overflow import Overflow
+from harness.cachedattention.turns.caches import CachesBetweenTurns, Saved
+from harness.cachedattention.turns.conversation import Conversation, Overflow
 from harness.config.errors import is_memory
 from harness.engine.batch.generation import Generation
 from harness.engine.batch.running import RunningBatch
@@ -125,14 +124,14 @@ class SealedContext:
         return perf_counter()
 
 
-class Asking:
+class ContextSession:
     """Examples with one context, asked one after the other on one cache in a running batch. `next` lets the next turn
     run, once the one before has ended."""
 
     def __init__(
         self,
         engine: Engine,
-        histories: Histories,
+        histories: CachesBetweenTurns,
         items: Sequence[Item],
         prefilled: Prefilled,
         context: int | None,

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from evals.base import Task
-from harness.cachedattention.turns.conversation import without_eos
-from harness.cachedattention.turns.histories import Histories
+from harness.cachedattention.turns.caches import CachesBetweenTurns
+from harness.cachedattention.turns.conversation import Overflow, without_eos
 from harness.cachedattention.turns.opening import histories, in_memory
-from harness.cachedattention.turns.overflow import Overflow
 from harness.config.settings import Settings
 from harness.engine.attach import Attachment
 from harness.engine.batch.generation import Generation, Stop, after, never
@@ -33,7 +32,7 @@ from harness.engine.wait import wait_for
 from harness.jobs import choices
 from harness.jobs.likelihood import Likelihood
 from harness.jobs.planning.items import Item, by_context, room
-from harness.jobs.questions import Asking, Failed, Transcript, refuse_to_go_on
+from harness.jobs.questions import ContextSession, Failed, Transcript, refuse_to_go_on
 from harness.jobs.shared_prefill import Prefilled
 from harness.jobs.usage import Usage
 from harness.models.base import LoadedModel
@@ -56,7 +55,7 @@ class SideBySide:
     batch: RunningBatch
     waiting: deque[list[Item]]
     suspects: deque[list[Item]] = field(default_factory=deque)  # of a step of several that failed: one by one
-    running: dict[RunningSequence, Asking] = field(default_factory=dict)
+    running: dict[RunningSequence, ContextSession] = field(default_factory=dict)
     alone: bool = False  # whether what runs is one of the suspects
 
     def abandon(self, slots: Sequence[RunningSequence]) -> None:
@@ -64,7 +63,7 @@ class SideBySide:
         for slot in slots:
             self.running.pop(slot, None)
 
-    def give_up(self, asking: Asking, error: Exception) -> Failed:
+    def give_up(self, asking: ContextSession, error: Exception) -> Failed:
         """The example that is asked fails; what waits for its context has it computed anew."""
         failed = Failed(asking.asked, error)
         asking.give_up()
@@ -103,7 +102,7 @@ class Runner:
             self.engine.tracer = Tracer(self.device, profile_file(folder))
 
     @cached_property
-    def kept(self) -> Histories:
+    def kept(self) -> CachesBetweenTurns:
         """Caches of conversations between their turns: one store for the whole run, opened when it is first asked."""
         opened = histories(self.settings, self.engine.attachment, self.loaded, self.folder.name, self.read_buffer)
         return self._closing.enter_context(opened)
@@ -122,7 +121,10 @@ class Runner:
         self.engine.tracer = tracer
 
     def answers(
-        self, items: Iterable[Item], prefilled: dict[str, Prefilled] | None = None, kept: Histories | None = None
+        self,
+        items: Iterable[Item],
+        prefilled: dict[str, Prefilled] | None = None,
+        kept: CachesBetweenTurns | None = None,
     ) -> Iterator[Transcript | Failed]:
         """To all `items`, as they end: `batch` of them run side by side, and where one leaves the next joins. An error
         that is one example's own ends that example alone; where several were in a step that fails, each is asked again
@@ -134,7 +136,7 @@ class Runner:
         return choices.together(items, self._transcripts(items, prefilled, kept))
 
     def _transcripts(
-        self, items: Sequence[Item], prefilled: dict[str, Prefilled] | None, kept: Histories
+        self, items: Sequence[Item], prefilled: dict[str, Prefilled] | None, kept: CachesBetweenTurns
     ) -> Iterator[Transcript | Failed]:
         """Of each of `Item.parts` its own."""
         shared = self.settings.questions == "shared"
@@ -151,7 +153,7 @@ class Runner:
             yield from self._answered(side)
 
     def _begun(
-        self, items: Sequence[Item], prefilled: dict[str, Prefilled], kept: Histories, side: SideBySide
+        self, items: Sequence[Item], prefilled: dict[str, Prefilled], kept: CachesBetweenTurns, side: SideBySide
     ) -> Iterator[Failed]:
         try:
             asking = self._asking(items, prefilled, kept)
@@ -185,11 +187,13 @@ class Runner:
                 yield asking.transcript
             yield from self._go_on(asking, side)
 
-    def _asking(self, items: Sequence[Item], prefilled: dict[str, Prefilled], kept: Histories) -> Asking:
+    def _asking(
+        self, items: Sequence[Item], prefilled: dict[str, Prefilled], kept: CachesBetweenTurns
+    ) -> ContextSession:
         """With a prefill of its own unless it is one of `prefilled`."""
         ready = prefilled.pop(items[0].example.id, None) or self._prefill(items)
         context = self._context(items[0])
-        return Asking(self.engine, kept, items, ready, context, self.ending, self.overflow, self.likelihood)
+        return ContextSession(self.engine, kept, items, ready, context, self.ending, self.overflow, self.likelihood)
 
     def _prefill(self, items: Sequence[Item]) -> Prefilled:
         ids, context = self.prompt(items[0])
@@ -200,7 +204,7 @@ class Runner:
             logits = self.engine.prefill(cache, ids[:, :context], whole=True)
         return Prefilled(cache, logits, began, usage)
 
-    def _go_on(self, asking: Asking, side: SideBySide) -> Iterator[Failed]:
+    def _go_on(self, asking: ContextSession, side: SideBySide) -> Iterator[Failed]:
         """Let what comes next on its cache run, if anything does."""
         try:
             slot = asking.next(side.batch)
@@ -211,7 +215,7 @@ class Runner:
             if slot is not None:
                 side.running[slot] = asking
 
-    def _ended(self, side: SideBySide) -> list[tuple[Asking, Generation]]:
+    def _ended(self, side: SideBySide) -> list[tuple[ContextSession, Generation]]:
         """Step until some turns have ended, and take them out of what runs."""
         if not side.running:
             return []

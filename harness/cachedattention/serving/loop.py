@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.cachedattention.serving.answer import Answer
-from harness.cachedattention.serving.clock import Clock
+from harness.cachedattention.serving.figures import Answer
 from harness.cachedattention.serving.trace import Session
+from harness.cachedattention.serving.traffic import Clock
+from harness.cachedattention.turns.caches import CachesBetweenTurns, Saved
 from harness.cachedattention.turns.conversation import Conversation
-from harness.cachedattention.turns.histories import Histories, Saved
 from harness.engine.batch.generation import Stop
 from harness.engine.batch.running import RunningBatch
 from harness.engine.batch.running_sequence import RunningSequence
@@ -32,10 +32,10 @@ from harness.jobs.planning.items import Item
 from harness.jobs.questions import Ending
 
 
-class Visit(Conversation):
+class ServedConversation(Conversation):
     """A conversation of the trace, with the times of the turn that waits or runs."""
 
-    def __init__(self, histories: Histories, session: Session) -> None:
+    def __init__(self, histories: CachesBetweenTurns, session: Session) -> None:
         super().__init__(histories, session.name, session.item.room, len(session.item.turns))
         self.think_s, self._items = session.think_s, session.item.turns
         self.arrived_s = self.started_s = 0.0  # on the loop's clock
@@ -53,7 +53,7 @@ class Loop:
     def __init__(
         self,
         engine: Engine,
-        histories: Histories,
+        histories: CachesBetweenTurns,
         clock: Clock,
         *,
         ending: Ending,
@@ -64,14 +64,14 @@ class Loop:
         self.ending, self.slots, self.interleave = ending, slots, interleave
         self._batch = RunningBatch(engine)
         self._order = count()  # of questions that come at the same moment
-        self._running: dict[RunningSequence, Visit] = {}
-        self._waiting: deque[Visit] = deque()
-        self._next: Visit | None = None  # the first of them, once its history is loaded ahead
+        self._running: dict[RunningSequence, ServedConversation] = {}
+        self._waiting: deque[ServedConversation] = deque()
+        self._next: ServedConversation | None = None  # the first of them, once its history is loaded ahead
         self._ended: deque[tuple[Answer, Saved]] = deque()
 
     def serve(self, sessions: Sequence[Session]) -> Iterator[Answer]:
         """The answers in the order in which they end."""
-        self._coming = [(one.start_s, next(self._order), Visit(self.histories, one)) for one in sessions]
+        self._coming = [(one.start_s, next(self._order), ServedConversation(self.histories, one)) for one in sessions]
         heapify(self._coming)
         self.clock.start()
         while self._coming or self._waiting or self._running:
@@ -106,7 +106,7 @@ class Loop:
             self._next = self._waiting[0]
             self._next.ahead(self._next.question.prompt.ids)
 
-    def _start(self, visit: Visit) -> None:
+    def _start(self, visit: ServedConversation) -> None:
         """A slot is free: what is stored of the history comes into a cache, the rest is computed."""
         visit.started_s, visit.token_s, self._next = self.clock.now(), [], None
         self.histories.dequeue(visit.session)
@@ -124,7 +124,7 @@ class Loop:
         if self.interleave and self._running:
             self._step()
 
-    def _join(self, visit: Visit, logits: Tensor | None, ending: dict[str, Any]) -> None:
+    def _join(self, visit: ServedConversation, logits: Tensor | None, ending: dict[str, Any]) -> None:
         cache, nothing = visit.found.cache, self._tensor(visit.unread)
         slot = self._batch.join(cache, logits, nothing, began=perf_counter(), decoded=visit.decoded, **ending)
         if slot.ended:  # by its first token
@@ -133,7 +133,7 @@ class Loop:
         else:
             self._running[slot] = visit
 
-    def _clocked(self, ending: dict[str, Any], visit: Visit) -> dict[str, Any]:
+    def _clocked(self, ending: dict[str, Any], visit: ServedConversation) -> dict[str, Any]:
         """A stop is asked as soon as a token is on the host."""
         [stop] = ending["stops"]
 
@@ -151,7 +151,7 @@ class Loop:
         for slot in ended:
             self._finish(slot, self._running.pop(slot))
 
-    def _finish(self, slot: RunningSequence, visit: Visit) -> None:
+    def _finish(self, slot: RunningSequence, visit: ServedConversation) -> None:
         """Its history goes back, and its next question comes once the user has thought."""
         ended_s, found, [said], [stop] = self.clock.now(), visit.found, slot.out.tokens, slot.out.stops
         visit.answered(said, stop)

@@ -2,21 +2,172 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from math import sqrt
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, Self
 
-from harness.cachedattention.serving import table
-from harness.cachedattention.serving.figures import cost
+from harness.cachedattention.serving import table, trace
+from harness.cachedattention.serving.figures import Answer, cost, figures
+from harness.cachedattention.serving.loop import Loop
 from harness.cachedattention.serving.plan import ServingPlan
-from harness.cachedattention.serving.run import RUN, SCHEMA, ServedRow, found, served
-from harness.cachedattention.serving.search import FirstTokenLimit, RateSearch
-from harness.cachedattention.serving.traffic import TrafficPoint
+from harness.cachedattention.serving.traffic import CLOCKS, TrafficPoint
 from harness.cachedattention.simulation.costs import Prices
-from harness.results.files import digest, write_csv, write_json
+from harness.cachedattention.turns.stored import StoredCaches
+from harness.config.settings import Settings, SettingsError
+from harness.engine.hf import routed
+from harness.jobs.planning.capacity import of_conversations
+from harness.jobs.runner import Runner
+from harness.results.files import digest, read_json, write_csv, write_json, write_lines
+from harness.results.provenance import provenance
 from harness.terminal.notices import warn
+from harness.terminal.progress import progress
 from harness.terminal.tables import digits, percent
+from kernels.temporary import TemporaryFolder
+
+MOST = 8  # halvings from the rates that were given
+CLOSE = 1.1  # ratio of the two rates between which the limit lies
+
+
+@dataclass(frozen=True)
+class FirstTokenLimit:
+    """`p90=2s`: 90 % of the turns have their first token within 2 s of their question."""
+
+    quantile: str
+    seconds: float
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        found = re.fullmatch(r"(p50|p90|p99)=(\d+(?:\.\d+)?)s?", text)
+        if not found or not float(found[2]):
+            raise SettingsError(f"--limit {text} is no limit of TTFT: write p50, p90 or p99 and seconds, as in p90=2s.")
+        return cls(found[1], float(found[2]))
+
+    @property
+    def key(self) -> str:
+        """Of the figures of a run."""
+        return f"ttft_{self.quantile}_s"
+
+    def __str__(self) -> str:
+        return f"{self.quantile} of TTFT <= {self.seconds:g} s"
+
+
+@dataclass
+class RateSearch:
+    """Of one system. `given`: rates that are run whatever comes of them. `most`: a rate beyond which nothing changes,
+    for all sessions are there at once."""
+
+    given: Sequence[float]
+    most: float
+    kept: list[float] = field(default_factory=list)  # rates within the limit
+    broken: list[float] = field(default_factory=list)
+
+    def learn(self, rate: float, within: bool) -> None:
+        (self.kept if within else self.broken).append(rate)
+
+    @property
+    def highest(self) -> float | None:
+        """Within the limit, and below every rate that is not."""
+        return max((rate for rate in self.kept if rate < self.lowest_broken), default=None)
+
+    @property
+    def lowest_broken(self) -> float:
+        return min(self.broken, default=float("inf"))
+
+    def next(self) -> float | None:
+        """The rate to run now; None where all is known."""
+        tried = {*self.kept, *self.broken}
+        if left := [rate for rate in self.given if rate not in tried]:
+            return left[0]
+        low, high = self.highest, self.lowest_broken
+        if low is None:
+            return high / 2 if high > min(self.given) / 2**MOST else None
+        if not self.broken:
+            return low * 2 if low < self.most else None
+        return sqrt(low * high) if high / low > CLOSE else None
+
+
+SCHEMA = 1
+RUN, TURNS, TRACE = "serving.json", "turns.jsonl", "trace.jsonl"
+ServedRow = dict[str, Any]
+
+
+def found(plan: ServingPlan, out: Path) -> ServedRow | None:
+    """What serving.json holds of the run, where an earlier command has made it."""
+    file = out / plan.folder / RUN
+    return read_json(file) if file.is_file() else None
+
+
+def served(plan: ServingPlan, out: Path) -> ServedRow:
+    """What serving.json holds of the run, from now on."""
+    folder = out / plan.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    row = _serve(plan, folder)
+    write_json(folder / RUN, row)  # last: what holds it is finished
+    return row
+
+
+def _serve(plan: ServingPlan, folder: Path) -> ServedRow:
+    job, traffic = plan.job, plan.point.traffic
+    job.refuse_memory()
+    loaded = job.load()
+    with routed(loaded.model), _fresh(job.settings) as settings:
+        attachment = job.attachment(loaded, {})
+        with closing(Runner(job.task, settings, folder, attachment, loaded, traffic.read_buffer)) as runner:
+            runner.kept.expect(of_conversations(job.model.describe(), settings, job.items))
+            runner.warm_up(job.items)
+            clock, engine, kept = CLOCKS[traffic.clock](), runner.engine, runner.kept
+            loop = Loop(engine, kept, clock, ending=runner.ending, slots=traffic.slots, interleave=traffic.interleave)
+            answers = list(_told(loop.serve(plan.sessions), plan))
+            totals = figures(answers, clock.now(), clock.idle_s)
+            stored = kept.store.statistics.plain() if isinstance(kept, StoredCaches) else None
+    lines = list(_lines(plan, answers, runner))
+    write_lines(folder / TURNS, lines)
+    trace.write(folder / TRACE, plan.sessions, job.config["task"], plan.rate)
+    return {
+        "schema": SCHEMA,
+        "settings": job.config | asdict(traffic) | {"rate": plan.rate},
+        "identity": plan.identity,
+        "figures": totals | {"score": fmean(line["score"] for line in lines)},
+        "reserved": job.settings.store.capacities if stored else {},
+        "store": stored,
+        "provenance": provenance(job.settings.device),
+    }
+
+
+@contextmanager
+def _fresh(settings: Settings) -> Iterator[Settings]:
+    """With an empty folder inside `store.folder`, where one is named: it goes with the run."""
+    if settings.store.folder is None:
+        yield settings
+        return
+    parent = Path(settings.store.folder)
+    parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryFolder("kv-serve-", parent) as folder:
+        yield replace(settings, store=replace(settings.store, folder=str(folder)))
+
+
+def _told(answers: Iterator[Answer], plan: ServingPlan) -> Iterator[Answer]:
+    """How far they are, on stderr."""
+    turns = [1 for one in plan.sessions for _ in one.item.turns]
+    shown = plan.job.settings.progress
+    return progress(answers, plan.label, turns, shown, size=lambda _: 1, what="turns", unit="turn")
+
+
+def _lines(plan: ServingPlan, answers: Sequence[Answer], runner: Runner) -> Iterator[ServedRow]:
+    """Of turns.jsonl: what was recorded of a turn, with its text and score."""
+    items = {one.name: one.item.turns for one in plan.sessions}
+    for answer in answers:
+        item = items[answer.session][answer.turn - 1]
+        output = runner.output(item, answer.tokens)
+        score = plan.job.task.score(item.example, output).value
+        times = {name: getattr(answer, name) for name in ("ttft_s", "prefill_s", "prompt_tokens")}
+        yield asdict(answer) | times | {"output": output, "score": score}
+
 
 TABLES = "tables"
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.cachedattention.serving.search import FirstTokenLimit
+from harness.cachedattention.serving.runs import FirstTokenLimit
 from harness.terminal.tables import Column, number, share, text_table
 from methods.tiers.tier import TIERS
 

@@ -2,17 +2,20 @@
 
 A block is never changed, only made anew under another name. Its file is a safetensors file whose tensors can be read
 and checked one by one: its head holds the SHA-256 of each tensor and of the token ids, and the index that of the head.
-Files are read, not mapped: one that is cut off meanwhile is an error, not a crash.
+DiskAccount are read, not mapped: one that is cut off meanwhile is an error, not a crash.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -23,15 +26,51 @@ from safetensors.torch import save
 from torch import Tensor
 
 from harness.cachedattention.store.fingerprint import EXACT, behind_cut
-from harness.cachedattention.store.losses import DamagedBlock, Loss
 from kernels.temporary import replacing
 from methods.tiers.block import Format, Tensors
 from methods.tiers.rows import HostRows, Place, copied_into
 from methods.tiers.tier import HOST
 
 
+class DamagedBlock(ValueError):
+    """A block's file is missing, or is not what was written."""
+
+
+class NotSaved(RuntimeError):
+    """Rows could not be brought to host memory."""
+
+
+class HistoryLost(RuntimeError):
+    """The rows that were found cannot be read: compute their tokens again, in a fresh cache."""
+
+
+LOST = (OSError, sqlite3.Error, DamagedBlock, NotSaved)  # what a session does not outlive
+
+
+class Loss(StrEnum):
+    """The words in which records say it."""
+
+    DISK_FULL = "the disk is full"
+    NO_ROOM = "the tiers are full"
+    TOO_OLD = "its time to live was over"
+    DAMAGED = "a file is damaged or missing"
+    UNUSABLE = "the disk cannot be used"
+    NOT_COPIED = "its rows did not come from the device"
+
+
+def loss_by(error: Exception) -> Loss:
+    """error: one of `LOST`"""
+    if isinstance(error, DamagedBlock):
+        return Loss.DAMAGED
+    if isinstance(error, NotSaved):
+        return Loss.NOT_COPIED
+    in_index = isinstance(error, sqlite3.Error) and "full" in str(error)
+    in_file = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return Loss.DISK_FULL if in_index or in_file else Loss.UNUSABLE
+
+
 @dataclass(frozen=True, slots=True)
-class File:
+class WrittenFile:
     """`sha256`: of its head, which holds those of the tensors."""
 
     sha256: str
@@ -48,7 +87,7 @@ class Block:
     tokens: tuple[int, ...]
     size: int  # bytes of the rows
     rows: Mapping[str, Tensor] | None
-    file: File | None = None
+    file: WrittenFile | None = None
     tier: str = HOST
 
     def laid_in(self, tier: str, place: Place) -> Block:
@@ -113,7 +152,7 @@ def without_first(
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundHistory:
     """The first `tokens` of those asked for are in `layers`; `tier` is None on a miss."""
 
     tokens: int = 0
@@ -182,7 +221,7 @@ DTYPES = {
 }  # fmt: skip
 
 
-def write(path: Path, block: Block) -> File:
+def write(path: Path, block: Block) -> WrittenFile:
     """Readers see the whole file or none; it has reached the disk when its name has."""
     assert block.rows is not None
     tensors = {name: rows.cpu() for name, rows in block.rows.items()}
@@ -190,7 +229,7 @@ def write(path: Path, block: Block) -> File:
     data = save(tensors, sums | {TOKENS: _sum(torch.tensor(block.tokens))})
     with replacing(path) as file:
         file.write(data)
-    return File(hashlib.sha256(data[: 8 + _length(data)]).hexdigest(), len(data))
+    return WrittenFile(hashlib.sha256(data[: 8 + _length(data)]).hexdigest(), len(data))
 
 
 class BlockFile:

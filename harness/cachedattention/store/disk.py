@@ -20,7 +20,7 @@ from pathlib import Path
 from harness.cachedattention.store import index
 from harness.cachedattention.store.block import Block, write
 from harness.cachedattention.store.index import Index, StoredSession
-from harness.cachedattention.store.levels import Files
+from harness.cachedattention.store.placement import DiskAccount
 from harness.cachedattention.store.policies import EvictionPolicy
 from harness.config.settings import SettingsError
 from harness.results.files import unwritable
@@ -86,7 +86,7 @@ class Disk:
     """`capacity` counts bytes of rows; a file's header and its tokens come on top. `wait` for another owner to end."""
 
     def __init__(self, folder: Path, capacity: int, *, wait: bool = False, wall: Wall = time.time) -> None:
-        self.folder, self.files, self._wall = folder, Files[str](capacity), wall
+        self.folder, self.files, self._wall = folder, DiskAccount[str](capacity), wall
         try:
             with _usable(folder):
                 (folder / "blocks").mkdir(parents=True, exist_ok=True)

@@ -25,17 +25,16 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from harness.cachedattention.store.block import Found, has_rest, length, without_first
-from harness.cachedattention.store.contents import Contents
+from harness.cachedattention.store.block import LOST, FoundHistory, HistoryLost, Loss, has_rest, length, without_first
 from harness.cachedattention.store.disk import Disk, HistoryError, Wall, check_arguments, warn
 from harness.cachedattention.store.fingerprint import EXACT, Fingerprint
+from harness.cachedattention.store.history_load import HistoryLoad, Prepare, as_it_is
 from harness.cachedattention.store.lanes import StoreLanes
-from harness.cachedattention.store.leaving import Leaving, StoredForm, as_given
-from harness.cachedattention.store.loading import Loading, Prepare, as_it_is
-from harness.cachedattention.store.losses import LOST, HistoryLost, Loss
 from harness.cachedattention.store.placement import Placement
 from harness.cachedattention.store.policies import EvictionPolicy, SchedulerAware
 from harness.cachedattention.store.statistics import Statistics
+from harness.cachedattention.store.stored_sessions import StoredSessions
+from harness.cachedattention.store.upload import MakeStored, UploadToHost, as_given
 from methods.base import Method
 from methods.tiers.block import Format, SplitRows, Tensors
 from methods.tiers.codec import PLAIN, Codec
@@ -96,7 +95,7 @@ class HistoryStore:
         self.placement = Placement(capacities, policy or SchedulerAware(), ttl_s, copies, reserve)
         self.pinned_pool = PinnedPool(self.engine.pinned_memory, capacities.get(HOST, 0) + write_buffer)
         files = Disk(folder, capacities[DISK], wait=wait, wall=wall) if folder else None
-        self.contents = Contents(
+        self.contents = StoredSessions(
             self.placement,
             files,
             StoreLanes(self.engine, io_threads),
@@ -105,7 +104,7 @@ class HistoryStore:
             write_buffer=write_buffer,
             clock=clock,
         )
-        self._blocks = partial(Leaving, length=block_tokens, format_=self.format, place=self.contents.place)
+        self._blocks = partial(UploadToHost, length=block_tokens, format_=self.format, place=self.contents.place)
         self._closed = False
         if files:
             self._restore(files, wall())
@@ -125,7 +124,7 @@ class HistoryStore:
         read_buffer: int | None = None,
         prepare: Prepare = as_it_is,
         lineage: str = EXACT,
-    ) -> Loading | None:
+    ) -> HistoryLoad | None:
         """The longest stored prefix of `tokens`, in whole blocks, layer by layer; None on a miss. With a rest: all of
         the session, or a miss. `read_buffer`: layers that come before the job begins, by default as many as the paper's
         formula says (`Speeds`). `prepare`: what the thread that copies a layer does with it next.
@@ -139,24 +138,24 @@ class HistoryStore:
             return None
         parts = self.contents.sessions[key][:count]
         new, shared = len(tokens) - length(parts), key != own
-        loading = Loading(self.contents, key, parts, tier, new, prepare=prepare, format_=self.format, shared=shared)
+        loading = HistoryLoad(self.contents, key, parts, tier, new, prepare=prepare, format_=self.format, shared=shared)
         try:
             loading.preload(read_buffer)
         except HistoryLost:
             return None
         return loading
 
-    def get(self, session: str, tokens: Sequence[int], lineage: str = EXACT) -> Found:
+    def get(self, session: str, tokens: Sequence[int], lineage: str = EXACT) -> FoundHistory:
         """The same, whole; rows are copies."""
         loading = self.open(session, tokens, lineage=lineage)
         if loading is None:
-            return Found()
+            return FoundHistory()
         try:
             layers, rest = loading.all_layers()
         except HistoryLost:
-            return Found()
+            return FoundHistory()
         loading.account()
-        return Found(loading.tokens, loading.tier, layers, rest)
+        return FoundHistory(loading.tokens, loading.tier, layers, rest)
 
     def known(self, session: str, tokens: Sequence[int], lineage: str = EXACT) -> int:
         """How many of the first `tokens` `get` would find: what `extend` may leave alone."""
@@ -189,12 +188,12 @@ class HistoryStore:
         return self.hold(session, start, [self._blocks(tokens, layers, rest)], lineage)
 
     def leave(
-        self, tokens: Sequence[int], layers: Given, rest: Rest = NOTHING, stored: StoredForm = as_given
-    ) -> Leaving:
+        self, tokens: Sequence[int], layers: Given, rest: Rest = NOTHING, stored: MakeStored = as_given
+    ) -> UploadToHost:
         """Blocks for `hold`. What is given must stay as it is: a thread copies it by layer, as `stored` makes it."""
         return self._blocks(tokens, layers, rest, stored=stored, lane=self.contents.lanes.leaving)
 
-    def hold(self, session: str, start: int, leaving: Sequence[Leaving], lineage: str = EXACT) -> bool:
+    def hold(self, session: str, start: int, leaving: Sequence[UploadToHost], lineage: str = EXACT) -> bool:
         """`extend` with blocks on their way; waits for what is more than the write buffer."""
         began, key = perf_counter(), self._fresh(session)
         known = self.contents.until(key, start, lineage)

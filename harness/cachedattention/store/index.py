@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 
-from harness.cachedattention.store.block import Block, File
+from harness.cachedattention.store.block import Block, WrittenFile
 from harness.cachedattention.store.fingerprint import EXACT
 
 FORMAT = 5
@@ -174,7 +174,7 @@ def _spelled(entry: StoredSession) -> str:
 def _parsed(content: str) -> tuple[list[Block], str]:
     plain = json.loads(content)
     blocks = [
-        Block(name, tuple(tokens), size, None, File(sha256, length))
+        Block(name, tuple(tokens), size, None, WrittenFile(sha256, length))
         for name, tokens, size, sha256, length in plain["blocks"]
     ]
     return blocks, plain["lineage"]

@@ -54,7 +54,7 @@ class Statistics:
         return vars(self) | {"hits": dict(self.hits), "moved": moved}
 
 
-class Speeds:
+class MeasuredSpeeds:
     """S_buf = B (T_load L_hist - T_pref L_new) bytes: what loading takes longer than the prefill of the new tokens is
     loaded before the job begins. B is the bandwidth from a tier, T_load and T_pref are seconds per token."""
 

@@ -21,9 +21,40 @@ from math import inf
 import torch
 from torch import Tensor
 
-from harness.cachedattention.turns.histories import Histories, Prefill, Resumed, Saved
-from harness.cachedattention.turns.overflow import Overflow
+from harness.cachedattention.turns.caches import CachesBetweenTurns, Prefill, ResumedCache, Saved, both_ends
+from harness.config.groups import OverflowSettings
 from harness.engine.cache import KVCache
+
+
+class Overflow:
+    """`settings.window` is a number here, and `settings.by` one of the three."""
+
+    def __init__(self, settings: OverflowSettings) -> None:
+        assert settings.window is not None
+        self.settings, self.window = settings, settings.window
+
+    def keep(self, held: int, new: int) -> int:
+        """How many of `held` tokens stay where `new` ones are to fit in. With first tokens that always stay, none where
+        no others would."""
+        while held and held + new > self.window:
+            held = int(held * self.settings.ratio)
+            if held <= self.settings.sinks:
+                return 0
+        return held
+
+    def make_room(self, histories: CachesBetweenTurns, session: str, fed: Sequence[int], new: int) -> list[int]:
+        """Before a turn of `new` tokens, its answer's included. `fed`: all tokens of the history, which `histories`
+        has. -> those that stay: of a method that evicts as many as it still held, at most."""
+        keep = self.keep(len(fed), new)
+        if keep == len(fed):
+            return list(fed)
+        if not keep:
+            histories.forget(session)
+            return []
+        if self.settings.by == "truncate_tokens":
+            return both_ends(fed, keep, self.settings.sinks)
+        naive = self.settings.by == "truncate_rotated"
+        return histories.shorten(session, fed, keep, self.window, sinks=self.settings.sinks, naive=naive)
 
 
 def without_eos(tokens: Sequence[int], stop: str) -> Sequence[int]:
@@ -36,7 +67,7 @@ class Conversation:
 
     def __init__(
         self,
-        histories: Histories,
+        histories: CachesBetweenTurns,
         session: str,
         capacity: int,
         turns: int,
@@ -55,7 +86,7 @@ class Conversation:
         self.new_tokens = 0  # tokens of this turn's text that its cache did not hold
         self.save_ahead_s = 0.0
         self._leaves_at = inf  # tokens in the cache when rows of the answer are to leave next
-        self._found: Resumed | None = None  # between two turns there is no cache
+        self._found: ResumedCache | None = None  # between two turns there is no cache
 
     @property
     def over(self) -> bool:
@@ -63,7 +94,7 @@ class Conversation:
         return self.asked == self.turns
 
     @property
-    def found(self) -> Resumed:
+    def found(self) -> ResumedCache:
         """What this turn had of its history, and its cache."""
         assert self._found is not None
         return self._found
@@ -102,7 +133,7 @@ class Conversation:
 
     def begin(self, cache: KVCache) -> None:
         """Goes on with `cache`, which the caller has filled with the beginning of the text or all of it."""
-        self._found = Resumed(cache)
+        self._found = ResumedCache(cache)
         self._say_text(cache)
         self._begun()
 

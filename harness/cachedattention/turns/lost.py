@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from harness.cachedattention.store.block import Loss
 from harness.cachedattention.store.disk import HistoryError
-from harness.cachedattention.store.losses import Loss
 
 ADVICE = {
     Loss.DISK_FULL: "Free some space in {folder}, or name another folder with store.folder",

@@ -9,19 +9,39 @@ from pathlib import Path
 from typing import Any
 
 from harness.cachedattention.store.disk import named_in_settings
-from harness.cachedattention.store.fingerprint import Fingerprint
+from harness.cachedattention.store.fingerprint import Fingerprint, content_digest
 from harness.cachedattention.store.history_store import HistoryStore
 from harness.cachedattention.store.policies import POLICIES
-from harness.cachedattention.turns.fingerprint import fingerprint
-from harness.cachedattention.turns.histories import DevicePrefix, Histories, NewCache, Recompute
-from harness.cachedattention.turns.stored import StoredHistories
+from harness.cachedattention.turns.caches import CachesBetweenTurns, DevicePrefix, NewCache, Recompute
+from harness.cachedattention.turns.stored import StoredCaches
 from harness.config.settings import Settings, StoreSettings
 from harness.engine.attach import Attachment
 from harness.engine.cache import KVCache
 from harness.models.base import LoadedModel
+from harness.prompts.prompt import Tools
+from harness.results.files import canonical
 from kernels.temporary import TemporaryFolder
 from methods.tiers import codecs
 from methods.tiers.codec import PLAIN
+
+ROTARY = ("rope_parameters", "partial_rotary_factor", "max_position_embeddings")
+
+
+def fingerprint(attachment: Attachment, loaded: LoadedModel, **more: object) -> Fingerprint:
+    """`more`: what else shapes the rows, as the protocol does."""
+    config = loaded.model.config.to_dict()
+    rotary = {name: config.get(name) for name in ROTARY}
+    run = (attachment.method, attachment.budget, attachment.reuse_steps, attachment.placement)
+    return Fingerprint(
+        model=loaded.name,
+        weights=f"{loaded.weights} {loaded.revision}",
+        tokenizer=Tools(loaded.tokenizer, "template").fingerprint,
+        rotary=f"{canonical(rotary)}, keys before rotation",
+        dtype=str(loaded.model.dtype),
+        codec=str(attachment.codec or "plain"),
+        method=f"{run} {sorted(more.items())} prepared {content_digest(attachment.prepared)}",
+    )
+
 
 IN_MEMORY = {"device_prefix": DevicePrefix, "recompute": Recompute}
 
@@ -29,7 +49,7 @@ IN_MEMORY = {"device_prefix": DevicePrefix, "recompute": Recompute}
 @contextmanager
 def histories(
     settings: Settings, attachment: Attachment, loaded: LoadedModel, run: str, read_buffer: int | None = None
-) -> Iterator[Histories]:
+) -> Iterator[CachesBetweenTurns]:
     """Closed on leaving. `run` names the folder of the disk tier inside `store.folder`. `read_buffer`: of a store."""
 
     if settings.history in IN_MEMORY:
@@ -40,10 +60,10 @@ def histories(
     whose = fingerprint(attachment, loaded, protocol=settings.protocol)
     with opened(settings.store, whose, attachment, run) as store:
         fails = settings.store.lost == "fail"
-        yield StoredHistories(_starting(attachment), attachment, store, read_buffer, fails_if_lost=fails)
+        yield StoredCaches(_starting(attachment), attachment, store, read_buffer, fails_if_lost=fails)
 
 
-def in_memory(history: str, attachment: Attachment) -> Histories:
+def in_memory(history: str, attachment: Attachment) -> CachesBetweenTurns:
     """Those of `IN_MEMORY` that `history` names; a store's stand-in is caches that stay on the device."""
     return IN_MEMORY.get(history, DevicePrefix)(_starting(attachment))
 

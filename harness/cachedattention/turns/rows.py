@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from harness.cachedattention.store.history_load import LayerRows, Prepare
 from harness.cachedattention.store.history_store import has_rows
-from harness.cachedattention.store.leaving import StoredForm
-from harness.cachedattention.store.loading import LayerRows, Prepare
-from harness.cachedattention.turns.positions import Rotation
+from harness.cachedattention.store.upload import MakeStored
+from harness.cachedattention.turns.truncation import Rotation
 from harness.engine.attach import Attachment
 from methods.layers.storage import FIRST
 from methods.tiers.block import FAR, K, SplitRows, Tensors, V, stays_away
@@ -25,7 +25,7 @@ NEAR = {K: "k0", V: "v0"}  # of all heads together, in a state
 SEEN = "seen"
 
 
-class Cut:
+class StoredForm:
     """Of the caches of one attachment. Caches hold one sequence."""
 
     def __init__(self, attachment: Attachment) -> None:
@@ -52,7 +52,7 @@ class Cut:
             if self._has_rows(state)
         }
 
-    def unrotated(self, start: int, end: int, rows: Mapping[str, SplitRows], text: int) -> StoredForm:
+    def unrotated(self, start: int, end: int, rows: Mapping[str, SplitRows], text: int) -> MakeStored:
         """Makes `rows` of a layer into those that are stored, keys before their rotation, each where it lies. `text`:
         how long the text is that they are rotated for. Any thread may do it."""
         places = {part.device for x in rows.values() for part in x.parts}

@@ -8,41 +8,41 @@ from math import inf
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
+from harness.cachedattention.store.block import HistoryLost, Loss
 from harness.cachedattention.store.fingerprint import EXACT, behind_cut, computed_again, rotated_for
+from harness.cachedattention.store.history_load import HistoryLoad
 from harness.cachedattention.store.history_store import NOTHING, HistoryStore
-from harness.cachedattention.store.leaving import Leaving, as_given
-from harness.cachedattention.store.loading import Loading
-from harness.cachedattention.store.losses import HistoryLost, Loss
-from harness.cachedattention.turns.histories import Histories, NewCache, Resumed, both_ends
+from harness.cachedattention.store.upload import UploadToHost, as_given
+from harness.cachedattention.turns.caches import CachesBetweenTurns, NewCache, ResumedCache, both_ends
 from harness.cachedattention.turns.lost import refusal
-from harness.cachedattention.turns.rows import CacheContents, Cut
+from harness.cachedattention.turns.rows import CacheContents, StoredForm
 from harness.engine.attach import Attachment
 from harness.engine.cache import KVCache
 from methods.tiers.block import Tensors
 from methods.tiers.codec import PLAIN
 
 
-class Text(NamedTuple):
+class TokensDigest(NamedTuple):
     """Tokens, known again without being kept."""
 
     length: int
     digest: int
 
     @classmethod
-    def of(cls, tokens: Sequence[int]) -> Text:
+    def of(cls, tokens: Sequence[int]) -> TokensDigest:
         return cls(len(tokens), hash(tuple(tokens)))
 
 
 @dataclass(slots=True)
-class Early:
+class RowsSentAhead:
     """Rows that leave ahead of a save: of the tokens from `start` to `end`, in the order of `leavings`."""
 
     start: int
     end: int
-    leavings: list[Leaving] = field(default_factory=list)
+    leavings: list[UploadToHost] = field(default_factory=list)
 
 
-class StoredHistories(Histories):
+class StoredCaches(CachesBetweenTurns):
     """Between turns a conversation has no cache on the device but what the store keeps there.
 
     A method whose rows stay (`Method.rows_stay`) uses any prefix that is stored, and a turn writes its own rows alone.
@@ -73,7 +73,7 @@ class StoredHistories(Histories):
         turn raises `HistoryError`. Raises `ValueError` where `store` shares and rows are not what every conversation
         would compute."""
         super().__init__(start)
-        self.store, self.cut, self.read_buffer = store, Cut(attachment), read_buffer
+        self.store, self.cut, self.read_buffer = store, StoredForm(attachment), read_buffer
         self.fails_if_lost = fails_if_lost
         if store.share and not self.cut.shareable:
             raise ValueError(
@@ -84,41 +84,41 @@ class StoredHistories(Histories):
         self._stages: dict[str, int | None] = {}  # by session: how what is stored of it is rotated; None: not stored
         self._lineages: dict[str, str] = {}  # by session
         self._behind: WeakKeyDictionary[KVCache, str] = WeakKeyDictionary()  # the lineages of caches that are in use
-        self._early: WeakKeyDictionary[KVCache, Early] = WeakKeyDictionary()
-        self._ahead: dict[str, tuple[list[int], Loading | None]] = {}  # by session, with the tokens asked for
-        self._held: dict[str, Text] = {}  # by session: what is to be found of it
+        self._early: WeakKeyDictionary[KVCache, RowsSentAhead] = WeakKeyDictionary()
+        self._ahead: dict[str, tuple[list[int], HistoryLoad | None]] = {}  # by session, with the tokens asked for
+        self._held: dict[str, TokensDigest] = {}  # by session: what is to be found of it
         self._asked: WeakKeyDictionary[KVCache, tuple[str, Sequence[int]]] = WeakKeyDictionary()  # of it, by whom
 
     def expect(self, size: int) -> None:
         self.store.expect(size)
 
-    def _find(self, session: str, tokens: Sequence[int], capacity: int, whole: int) -> Resumed:
+    def _find(self, session: str, tokens: Sequence[int], capacity: int, whole: int) -> ResumedCache:
         if self._stages.get(session, self._stage(whole)) != self._stage(whole):
             self._give_up(session)
             self._held.pop(session, None)
             cache = self.start(capacity)
             self._behind[cache] = self._lineage(session)
-            return Resumed(cache, outgrown=True)
+            return ResumedCache(cache, outgrown=True)
         asked, loading = self._ahead.pop(session, (None, None))
         if asked != list(tokens):
             _cancel(loading)
             loading = self._open(session, tokens, whole)
         cache, held = self.start(capacity), tokens[: self._to_be_found(session, tokens)]
         if loading is None or not _begun(loading):
-            return Resumed(cache, lost=self._lost(session, held, cache))
+            return ResumedCache(cache, lost=self._lost(session, held, cache))
         self._behind[cache], self._asked[cache] = self._lineage(session), (session, held)
         cache.refill_by_layer(loading.tokens, lambda layer: loading.layer(layer)[0])
         cache.stages = {self._stage(whole)}
-        return Resumed(cache, loading.tokens, loading.tier, loading=loading)
+        return ResumedCache(cache, loading.tokens, loading.tier, loading=loading)
 
-    def _anew(self, found: Resumed) -> Resumed:
+    def _anew(self, found: ResumedCache) -> ResumedCache:
         fresh = super()._anew(found)
         return replace(fresh, lost=self._lost(*self._asked.pop(found.cache), fresh.cache))
 
     def _to_be_found(self, session: str, tokens: Sequence[int]) -> int:
         """How many of the first `tokens` were stored, where computing them again would not give the same."""
         held = self._held.get(session)
-        if held is None or Text.of(tokens[: held.length]) != held:
+        if held is None or TokensDigest.of(tokens[: held.length]) != held:
             return 0
         plain = self.store.format.codec == PLAIN and self._lineage(session) == EXACT
         return 0 if plain and self.cut.repeatable else held.length
@@ -139,7 +139,7 @@ class StoredHistories(Histories):
         if session not in self._ahead and self.read_buffer != 0:
             self._ahead[session] = list(tokens), self._open(session, tokens, max(whole, len(tokens)))
 
-    def _open(self, session: str, tokens: Sequence[int], whole: int) -> Loading | None:
+    def _open(self, session: str, tokens: Sequence[int], whole: int) -> HistoryLoad | None:
         states = self.cut.states(len(tokens), self._device, whole)
         lineage = rotated_for(self._lineage(session), self._stage(whole))
         return self.store.open(session, tokens, self.read_buffer, states, lineage)
@@ -154,7 +154,7 @@ class StoredHistories(Histories):
         if (early := self._early.get(cache)) is None:
             lineage = rotated_for(self._behind.get(cache, EXACT), self._stage(cache.capacity))
             known = self.store.known(session, tokens, lineage)
-            early = self._early[cache] = Early(known, known)
+            early = self._early[cache] = RowsSentAhead(known, known)
         if whole := (len(tokens) - early.end) // self.store.block_tokens * self.store.block_tokens:
             leaving = self._leaving(cache.contents(), tokens[: early.end + whole], early.end, cache.capacity)
             early.leavings.append(leaving)
@@ -164,9 +164,9 @@ class StoredHistories(Histories):
         early = self._early.get(cache)
         return inf if early is None else early.end + self.store.block_tokens
 
-    def _keep(self, session: str, tokens: Sequence[int], cache: KVCache) -> Sequence[Leaving]:
+    def _keep(self, session: str, tokens: Sequence[int], cache: KVCache) -> Sequence[UploadToHost]:
         contents, lineage = cache.contents(), self._behind.pop(cache, EXACT)
-        self._lineages[session], self._held[session] = lineage, Text.of(tokens)
+        self._lineages[session], self._held[session] = lineage, TokensDigest.of(tokens)
         stage = self._stages[session] = self._stage(len(tokens)) if cache.fits(len(tokens)) else None
         if stage is None:
             self._early.pop(cache, None)
@@ -175,7 +175,7 @@ class StoredHistories(Histories):
         lineage = rotated_for(lineage, stage)
         known = self.store.known(session, tokens, lineage) if self.cut.by_token else 0
         early = self._early.pop(cache, None)
-        leaving, end = list[Leaving](), known
+        leaving, end = list[UploadToHost](), known
         for begun in early.leavings if early is not None and early.start == known else ():
             text = begun.text
             if text != list(tokens[end : end + len(text)]):  # an answer that another one has replaced
@@ -190,7 +190,7 @@ class StoredHistories(Histories):
 
     def _leaving(
         self, contents: CacheContents, tokens: Sequence[int], start: int, text: int, rest: Tensors = NOTHING
-    ) -> Leaving:
+    ) -> UploadToHost:
         """Those of `tokens` from `start` on, rotated for a text of `text` tokens."""
         end = len(tokens)
         rows = self.cut.rows(contents, start, end) if start < end else {}
@@ -212,7 +212,9 @@ class StoredHistories(Histories):
             if self.store.known(session, tokens, before) == len(tokens):
                 self.store.truncate(session, (keep + 0.5) / len(tokens))
             kept = both_ends(tokens, keep, sinks)
-        if self._held.get(session) != (text := Text.of(kept)):  # it is to be found, and is not there if it got lost
+        if self._held.get(session) != (
+            text := TokensDigest.of(kept)
+        ):  # it is to be found, and is not there if it got lost
             self._held[session] = text
             self._lineages[session] = behind_cut(before, tokens, len(tokens) - len(kept), sinks)
         return kept
@@ -247,12 +249,12 @@ class StoredHistories(Histories):
         _cancel(self._ahead.pop(session, (None, None))[1])
 
 
-def _cancel(loading: Loading | None) -> None:
+def _cancel(loading: HistoryLoad | None) -> None:
     if loading is not None:
         loading.cancel()
 
 
-def _begun(loading: Loading) -> bool:
+def _begun(loading: HistoryLoad) -> bool:
     """Whether the rows are there that the job begins with."""
     try:
         loading.begin()

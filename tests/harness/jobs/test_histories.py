@@ -14,7 +14,7 @@ from torch import Tensor
 from harness.cachedattention.store import policies
 from harness.cachedattention.store.disk import HistoryError
 from harness.cachedattention.store.history_store import HistoryStore
-from harness.cachedattention.turns.histories import Recompute
+from harness.cachedattention.turns.caches import Recompute
 from harness.config.groups import POLICIES
 from harness.config.settings import OverflowSettings, Settings, SettingsError, StoreSettings
 from harness.jobs.planning.items import Item, prepare

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from evals.multiturn.overflow import NeedlesBehindOverflow
-from harness.cachedattention.turns.overflow import Overflow
+from harness.cachedattention.turns.conversation import Overflow
 from harness.config.settings import OverflowSettings, Settings, SettingsError, StoreSettings
 from harness.results.records import Reply
 from harness.results.run_folder import StoredRun

@@ -64,7 +64,7 @@ def test_a_run_is_closed_says_how_to_go_on_and_goes_on(
 COMMANDS = {
     "harness.tune": ("harness.jobs.runner:Runner.record", "to go on: python -m harness.tune method=streaming"),
     "harness.serve": (
-        "harness.cachedattention.serving.run:figures",
+        "harness.cachedattention.serving.runs:figures",
         "the same command goes on behind the runs that are finished",
     ),
     "harness.bench": ("harness.bench.common.limits:measured", "the rows so far are written, and marked as partial"),

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from harness.cachedattention.serving.answer import Answer
-from harness.cachedattention.serving.clock import Clock
+from harness.cachedattention.serving.figures import Answer
 from harness.cachedattention.serving.loop import Loop
 from harness.cachedattention.serving.trace import Session
+from harness.cachedattention.serving.traffic import Clock
 from harness.cachedattention.store.fingerprint import Fingerprint
 from harness.cachedattention.store.history_store import HistoryStore
-from harness.cachedattention.turns.histories import DevicePrefix, Histories, Recompute, Resumed
-from harness.cachedattention.turns.stored import StoredHistories
+from harness.cachedattention.turns.caches import CachesBetweenTurns, DevicePrefix, Recompute, ResumedCache
+from harness.cachedattention.turns.stored import StoredCaches
 from harness.engine.attach import Attachment, attached
 from harness.engine.cache import KVCache
 from methods.base import Method
@@ -26,21 +26,21 @@ from tests.talks import session
 from tests.timed import Time, Timed, ending
 from tests.tiny import tiny
 
-Kind = Callable[[Attachment], Histories]
+Kind = Callable[[Attachment], CachesBetweenTurns]
 
 
-def recompute(kv: Attachment) -> Histories:
+def recompute(kv: Attachment) -> CachesBetweenTurns:
     return Recompute(lambda capacity: kv.start(KVCache, capacity=capacity))
 
 
-def device_prefix(kv: Attachment) -> Histories:
+def device_prefix(kv: Attachment) -> CachesBetweenTurns:
     return DevicePrefix(lambda capacity: kv.start(KVCache, capacity=capacity))
 
 
-def store(kv: Attachment) -> Histories:
+def store(kv: Attachment) -> CachesBetweenTurns:
     who = Fingerprint(model="tiny", weights="7", tokenizer="ids", rotary="default", dtype="fp32")
     opened = HistoryStore(who, host=10**7, block_tokens=8)
-    return StoredHistories(lambda capacity: kv.start(KVCache, capacity=capacity), kv, opened)
+    return StoredCaches(lambda capacity: kv.start(KVCache, capacity=capacity), kv, opened)
 
 
 @contextmanager
@@ -134,8 +134,8 @@ def test_tokens_are_those_of_each_conversation_alone(kind: Kind, method: Method)
     assert len(together) == 15
 
 
-@pytest.mark.parametrize("kind", [DevicePrefix, Recompute, StoredHistories])
-def test_the_last_turn_of_a_conversation_is_saved_nowhere(kind: type[Histories]) -> None:
+@pytest.mark.parametrize("kind", [DevicePrefix, Recompute, StoredCaches])
+def test_the_last_turn_of_a_conversation_is_saved_nowhere(kind: type[CachesBetweenTurns]) -> None:
     """Three turns are followed by another one; neither conversation is known any more when all is over."""
     told: dict[str, list[str]] = {"ahead": [], "kept": []}
 
@@ -148,11 +148,11 @@ def test_the_last_turn_of_a_conversation_is_saved_nowhere(kind: type[Histories])
             told["kept"].append(session)
             return super()._keep(session, *given)
 
-    def counted(kv: Attachment) -> Histories:
+    def counted(kv: Attachment) -> CachesBetweenTurns:
         plain = store(kv)
-        assert isinstance(plain, StoredHistories)
-        more = (kv, plain.store) if kind is StoredHistories else ()
-        made: Histories = Counted(plain.start, *more)
+        assert isinstance(plain, StoredCaches)
+        more = (kv, plain.store) if kind is StoredCaches else ()
+        made: CachesBetweenTurns = Counted(plain.start, *more)
         return made
 
     with server(counted) as loop:
@@ -194,7 +194,7 @@ class Queue(Recompute):
     def prefetch(self) -> None:
         self.told.append("look ahead")
 
-    def resume(self, session: str, tokens: Sequence[int], capacity: int, whole: int = 0) -> Resumed:
+    def resume(self, session: str, tokens: Sequence[int], capacity: int, whole: int = 0) -> ResumedCache:
         self.told.append(f"resume {session}")
         return super().resume(session, tokens, capacity, whole)
 
@@ -214,18 +214,18 @@ def test_the_next_turn_in_the_queue_loads_ahead() -> None:
     """Each one that had to wait is opened before it has a slot, once, with the text that it then asks for."""
     opened: list[tuple[str, list[int]]] = []
 
-    class Looking(StoredHistories):
+    class Looking(StoredCaches):
         def ahead(self, session: str, tokens: Sequence[int], whole: int = 0) -> None:
             opened.append((session, list(tokens)))
             super().ahead(session, tokens, whole)
 
-        def resume(self, session: str, tokens: Sequence[int], capacity: int, whole: int = 0) -> Resumed:
+        def resume(self, session: str, tokens: Sequence[int], capacity: int, whole: int = 0) -> ResumedCache:
             assert session not in self._ahead or self._ahead[session][0] == tokens
             return super().resume(session, tokens, capacity, whole)
 
-    def looking(kv: Attachment) -> Histories:
+    def looking(kv: Attachment) -> CachesBetweenTurns:
         plain = store(kv)
-        assert isinstance(plain, StoredHistories)
+        assert isinstance(plain, StoredCaches)
         return Looking(plain.start, kv, plain.store)
 
     talks = [session(name, start, (20, 6), (9, 6), (9, 6)) for name, start in zip("abc", (0.0, 0.1, 0.2), strict=True)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.cachedattention.serving.search import CLOSE, MOST, FirstTokenLimit, RateSearch
+from harness.cachedattention.serving.runs import CLOSE, MOST, FirstTokenLimit, RateSearch
 from harness.config.settings import SettingsError
 
 

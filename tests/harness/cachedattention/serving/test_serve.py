@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from harness.cachedattention.serving.answer import Answer
-from harness.cachedattention.serving.figures import cost, figures
+from harness.cachedattention.serving.figures import Answer, cost, figures
 from harness.cachedattention.serving.traffic import points
 from harness.cachedattention.simulation import costs
 from harness.commands.serve import main

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from harness.cachedattention.serving.clock import Clock
 from harness.cachedattention.serving.loop import Loop
 from harness.cachedattention.serving.trace import Session
+from harness.cachedattention.serving.traffic import Clock
 from harness.cachedattention.simulation.costs import Costs, Hardware, Prices, Served
 from harness.cachedattention.simulation.scenario import Scenario
 from harness.cachedattention.simulation.server import OpenConversation, Server
@@ -20,7 +20,7 @@ from harness.cachedattention.store.fingerprint import Fingerprint
 from harness.cachedattention.store.history_store import HistoryStore
 from harness.cachedattention.store.placement import Move, Placement
 from harness.cachedattention.store.policies import POLICIES
-from harness.cachedattention.turns.stored import StoredHistories
+from harness.cachedattention.turns.stored import StoredCaches
 from harness.engine.attach import attached
 from harness.engine.cache import KVCache
 from methods.full import Full
@@ -121,7 +121,7 @@ def served(policy: str, host: int, disk: int, copies: bool, folder: Path) -> tup
             clock=time,
             io_threads=0,  # the simulated disk takes no time
         )
-        histories = StoredHistories(lambda capacity: kv.start(KVCache, capacity=capacity), kv, store, read_buffer=0)
+        histories = StoredCaches(lambda capacity: kv.start(KVCache, capacity=capacity), kv, store, read_buffer=0)
         engine = Timed(kv, time, token_s=TOKEN_S)
         answers = list(Loop(engine, histories, Clock(time), ending=ending, slots=SLOTS).serve(SESSIONS))
         assert isinstance(store.placement, Logged)

@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from harness.cachedattention.store.levels import Level
-from harness.cachedattention.store.placement import Move, Placement
+from harness.cachedattention.store.placement import Move, Placement, TierContents
 from harness.cachedattention.store.policies import (
     FIFO,
     LRU,
@@ -224,14 +223,14 @@ def test_who_makes_way_has_the_smallest_rank(
 ) -> None:
     """Sessions that grow shrink the window, and a tier's heap knows ranks of before. With these seeds that matters."""
     asked: list[bool] = []
-    from_heap = Level.lowest
+    from_heap = TierContents.lowest
 
-    def lowest(tier: Level, rank: Callable[[PlacedSession], Rank]) -> PlacedSession:
+    def lowest(tier: TierContents, rank: Callable[[PlacedSession], Rank]) -> PlacedSession:
         found = from_heap(tier, rank)
         asked.append(found is min(tier.items.values(), key=rank))
         return found
 
-    monkeypatch.setattr(Level, "lowest", lowest)
+    monkeypatch.setattr(TierContents, "lowest", lowest)
     rng = random.Random(seed)
     placement = Placement({HOST: 60, DISK: 200}, policy())
     for now in range(1500):

@@ -18,13 +18,12 @@ import torch
 
 from harness.cachedattention.store import block as blocks
 from harness.cachedattention.store import index
-from harness.cachedattention.store.block import BlockFile
+from harness.cachedattention.store.block import BlockFile, HistoryLost, Loss
 from harness.cachedattention.store.disk import HistoryWarning
 from harness.cachedattention.store.history_store import HistoryStore
-from harness.cachedattention.store.losses import HistoryLost, Loss
+from harness.cachedattention.store.lanes import WriteBuffer
 from harness.cachedattention.store.policies import LRU
-from harness.cachedattention.store.saving import Saving
-from harness.cachedattention.store.statistics import Speeds
+from harness.cachedattention.store.statistics import MeasuredSpeeds
 from methods.tiers.rows import Place
 from methods.tiers.transfer.engine import TransferEngine
 from tests.histories import LAYERS, TOKEN_BYTES, opened, right, rows
@@ -102,14 +101,14 @@ def test_a_full_write_buffer_makes_save_wait(buffer: int, tmp_path: Path, monkey
         opened(tmp_path, host=0, write_buffer=buffer, **THREADS) as store,
         held_back(monkeypatch, os, "fsync") as go,
     ):
-        wait = Saving._wait
+        wait = WriteBuffer._wait
 
-        def let_go(saving: Saving) -> None:
+        def let_go(saving: WriteBuffer) -> None:
             go.set()
             wait(saving)
             go.clear()
 
-        monkeypatch.setattr(Saving, "_wait", let_go)
+        monkeypatch.setattr(WriteBuffer, "_wait", let_go)
         for name in "abc":
             put(store, name)
             assert store.contents.saving.held <= buffer
@@ -354,7 +353,7 @@ def test_what_was_opened_and_never_begun_holds_up_nothing(then: str, threads: in
 
 
 def test_the_default_buffer_is_what_the_prefill_cannot_hide() -> None:
-    speeds = Speeds()
+    speeds = MeasuredSpeeds()
     assert speeds.read_buffer("host", 1000, 10, 5) == 10
     speeds.loaded("host", 4000, 2.0)
     assert speeds.read_buffer("host", 1000, 10, 5) == 10

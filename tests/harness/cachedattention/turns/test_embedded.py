@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from evals.base import Example, Score, Task, TaskEnv, Turn
-from harness.cachedattention.turns.histories import Recompute
+from harness.cachedattention.turns.caches import Recompute
 from harness.config.settings import GenerationSettings, Results, Settings, StoreSettings
 from harness.engine.attach import attached
 from harness.jobs.evaluate import evaluate

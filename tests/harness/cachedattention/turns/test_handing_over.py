@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness.cachedattention.turns.stored import StoredHistories
+from harness.cachedattention.turns.stored import StoredCaches
 from harness.engine.attach import Attachment, attached
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
@@ -130,7 +130,7 @@ def test_it_says_what_a_cache_says_that_stayed(name: str, placement: str, tmp_pa
 
 def sizes(kv: Attachment, **settings: Any) -> int:
     histories, turn = stored(kv, host=9 * MB, **settings), fed(kv)
-    assert isinstance(histories, StoredHistories)
+    assert isinstance(histories, StoredCaches)
     histories.save("alice", turn.tokens, turn.cache)
     histories.store.flush()
     size = sum(histories.store.bytes_by_tier().values())

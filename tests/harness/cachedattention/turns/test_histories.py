@@ -13,8 +13,8 @@ import torch
 
 from harness.cachedattention.store.fingerprint import Fingerprint
 from harness.cachedattention.store.history_store import HistoryStore
-from harness.cachedattention.turns.histories import DevicePrefix, Histories, Recompute, Resumed
-from harness.cachedattention.turns.stored import StoredHistories
+from harness.cachedattention.turns.caches import CachesBetweenTurns, DevicePrefix, Recompute, ResumedCache
+from harness.cachedattention.turns.stored import StoredCaches
 from harness.engine.attach import Attachment, attached
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
@@ -35,14 +35,19 @@ class Talk:
     """A conversation of one session; each turn is as long as `LENGTHS` says, unless its ids are given."""
 
     def __init__(
-        self, kv: Attachment, histories: Histories, capacity: int = CAPACITY, new: int = NEW, session: str = "alice"
+        self,
+        kv: Attachment,
+        histories: CachesBetweenTurns,
+        capacity: int = CAPACITY,
+        new: int = NEW,
+        session: str = "alice",
     ) -> None:
         self.engine, self.histories, self.capacity, self.new = Engine(kv), histories, capacity, new
         self.session = session
         self.device = self.engine.model.device
         self.fed: list[int] = []
         self.said: list[int] = []  # by all turns
-        self.found: list[Resumed] = []
+        self.found: list[ResumedCache] = []
 
     def turn(self, ids: Sequence[int]) -> None:
         text = [*self.fed, *self.said[-1:], *ids]
@@ -64,13 +69,13 @@ class Talk:
         return self
 
 
-def stored(kv: Attachment, folder: Path | None = None, **settings: Any) -> StoredHistories:
+def stored(kv: Attachment, folder: Path | None = None, **settings: Any) -> StoredCaches:
     store = HistoryStore(PRINT, folder=folder, block_tokens=8, **settings)
-    return StoredHistories(lambda capacity: kv.start(KVCache, capacity=capacity), kv, store)
+    return StoredCaches(lambda capacity: kv.start(KVCache, capacity=capacity), kv, store)
 
 
 @contextmanager
-def plain(kv: Attachment, kind: type[Histories]) -> Iterator[Histories]:
+def plain(kv: Attachment, kind: type[CachesBetweenTurns]) -> Iterator[CachesBetweenTurns]:
     histories = kind(lambda capacity: kv.start(KVCache, capacity=capacity))
     yield histories
     histories.close()
@@ -190,7 +195,7 @@ def test_another_process_goes_on(name: str, tmp_path: Path) -> None:
         assert [found.tier for found in talk.found] == [None, "host", "disk", "host"]
         after.close()
         other = HistoryStore(replace(PRINT, weights="8"), folder=tmp_path, disk=9 * MB)
-        talk.histories = StoredHistories(after.start, kv, other)
+        talk.histories = StoredCaches(after.start, kv, other)
         assert talk.histories.resume("alice", talk.fed, CAPACITY).tier is None
 
 

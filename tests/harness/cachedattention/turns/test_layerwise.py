@@ -13,7 +13,7 @@ import torch
 
 from harness.cachedattention.store.block import BlockFile
 from harness.cachedattention.store.disk import HistoryWarning
-from harness.cachedattention.turns.histories import Recompute
+from harness.cachedattention.turns.caches import Recompute
 from harness.engine.attach import attached
 from harness.engine.batch.cache import SlotsCache
 from harness.engine.cache import KVCache

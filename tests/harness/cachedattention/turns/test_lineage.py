@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from harness.cachedattention.turns.fingerprint import fingerprint
-from harness.cachedattention.turns.histories import DevicePrefix, Recompute
+from harness.cachedattention.turns.caches import DevicePrefix, Recompute
+from harness.cachedattention.turns.opening import fingerprint
 from harness.engine.attach import attached
 from harness.models.random import Random
 from methods.full import Full

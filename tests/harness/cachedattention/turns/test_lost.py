@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from harness.cachedattention.store.block import Loss
 from harness.cachedattention.store.disk import HistoryError
 from harness.cachedattention.store.history_store import HistoryStore
-from harness.cachedattention.store.losses import Loss
-from harness.cachedattention.turns.histories import DevicePrefix
-from harness.cachedattention.turns.rows import Cut
-from harness.cachedattention.turns.stored import StoredHistories
+from harness.cachedattention.turns.caches import DevicePrefix
+from harness.cachedattention.turns.rows import StoredForm
+from harness.cachedattention.turns.stored import StoredCaches
 from harness.engine.attach import Attachment, attached
 from harness.engine.cache import KVCache
 from harness.models.random import Random
@@ -43,9 +43,9 @@ def losing(kv: Attachment, folder: Path, turn: int, **how: Any) -> Talk:
     return talk
 
 
-def failing(kv: Attachment, folder: Path, **how: Any) -> StoredHistories:
+def failing(kv: Attachment, folder: Path, **how: Any) -> StoredCaches:
     store = HistoryStore(PRINT, folder=folder, disk=9 * MB, io_threads=0, block_tokens=8)
-    return StoredHistories(lambda capacity: kv.start(KVCache, capacity=capacity), kv, store, **how)
+    return StoredCaches(lambda capacity: kv.start(KVCache, capacity=capacity), kv, store, **how)
 
 
 @pytest.mark.tokens
@@ -55,7 +55,7 @@ def test_a_full_disk_changes_no_answer_or_the_turn_says_so(name: str, tmp_path: 
     answers sparsely."""
     with attach(small(name), 0.4) as kv:
         wanted, talk = lasting(kv), losing(kv, tmp_path, turn=1)
-        repeatable = Cut(kv).repeatable
+        repeatable = StoredForm(kv).repeatable
     assert repeatable == (name in EXACT_ON_A_MISS)
     assert [found.reused > 0 for found in talk.found] == [False, True, False, True]
     assert [found.lost for found in talk.found] == [None, None, None if repeatable else Loss.DISK_FULL, None]
@@ -97,10 +97,10 @@ def test_a_recomputation_is_another_selection(method: Method, tmp_path: Path) ->
 )
 def test_what_makes_a_recomputation_give_the_same(how: dict[str, Any], repeatable: bool) -> None:
     with attached(tiny("llama"), **how) as kv:
-        assert Cut(kv).repeatable == repeatable
+        assert StoredForm(kv).repeatable == repeatable
     rounded = Random(shape="tiny", layers=2).load("bf16", "cpu").model  # by prefills otherwise than by steps
     with attached(rounded, **how) as kv:
-        assert not Cut(kv).repeatable
+        assert not StoredForm(kv).repeatable
 
 
 @pytest.mark.tokens
@@ -139,7 +139,7 @@ def test_what_is_found_out_in_the_midst_of_a_turn(
         said = []
         for fails in (False, True):
             talk = Talk(kv, failing(kv, tmp_path / str(fails), fails_if_lost=fails)).turns(LENGTHS[:2])
-            assert isinstance(talk.histories, StoredHistories)
+            assert isinstance(talk.histories, StoredCaches)
             fault(talk.histories.store)
             if fails and name != "full":
                 with pytest.raises(HistoryError, match="See what damages files in"):

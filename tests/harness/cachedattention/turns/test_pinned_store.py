@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from harness.cachedattention.store.disk import HistoryWarning
-from harness.cachedattention.turns.stored import StoredHistories
+from harness.cachedattention.turns.stored import StoredCaches
 from harness.engine.attach import Attachment
 from methods.full import Full
 from methods.tiers.pinned_memory import PinnedMemory
@@ -28,7 +28,7 @@ def watched(kv: Attachment, monkeypatch: pytest.MonkeyPatch) -> Watched:
     return seen
 
 
-def in_memory(histories: StoredHistories) -> list[Tensor]:
+def in_memory(histories: StoredCaches) -> list[Tensor]:
     blocks = [block for parts in histories.store.contents.sessions.values() for block in parts]
     return [x for block in blocks for x in (block.rows or {}).values()]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from harness.cachedattention.turns.positions import Rotation, RotationError
+from harness.cachedattention.turns.truncation import Rotation, RotationError
 from harness.engine.hf import layer_specs
 from kernels.rope import rotate
 from tests.tiny import ARCHITECTURES, SHAPE, prompt, tiny

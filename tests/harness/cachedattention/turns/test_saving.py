@@ -16,10 +16,10 @@ import torch
 
 from harness.cachedattention.store.disk import HistoryWarning
 from harness.cachedattention.store.history_store import HistoryStore
-from harness.cachedattention.store.leaving import Leaving
-from harness.cachedattention.store.saving import Saving
+from harness.cachedattention.store.lanes import WriteBuffer
+from harness.cachedattention.store.upload import UploadToHost
 from harness.cachedattention.turns.conversation import Conversation
-from harness.cachedattention.turns.stored import StoredHistories
+from harness.cachedattention.turns.stored import StoredCaches
 from harness.engine.attach import attached
 from harness.engine.batch.running import RunningBatch
 from harness.engine.batch.running_sequence import RunningSequence
@@ -46,10 +46,10 @@ class Held:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.here, self.go, self.error = threading.Event(), threading.Event(), ""
         self.blocks: list[int] = []  # copied by each call
-        self._calls, self._copies = count(), Leaving._copies
-        monkeypatch.setattr(Leaving, "_copies", lambda *given: self._held(*given))
+        self._calls, self._copies = count(), UploadToHost._copies
+        monkeypatch.setattr(UploadToHost, "_copies", lambda *given: self._held(*given))
 
-    def _held(self, leaving: Leaving, number: int, rows: Any, rest: Any) -> Any:
+    def _held(self, leaving: UploadToHost, number: int, rows: Any, rest: Any) -> Any:
         if next(self._calls) == LAST:
             self.here.set()
             assert self.go.wait(600)
@@ -80,11 +80,11 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
 
 def saved_one_turn(talk: Talk) -> None:
     talk.turns(LENGTHS[:1])
-    assert isinstance(talk.histories, StoredHistories)
+    assert isinstance(talk.histories, StoredCaches)
     talk.histories.store.flush()
 
 
-def contents(histories: StoredHistories) -> list[tuple[str, tuple[int, ...], int, dict[str, Any]]]:
+def contents(histories: StoredCaches) -> list[tuple[str, tuple[int, ...], int, dict[str, Any]]]:
     """Of every block in memory: session, tokens, size and rows."""
     histories.store.flush()
     return [
@@ -124,8 +124,8 @@ def test_tokens_and_contents_are_the_same_as_without_threads(
         for talk in talks:
             talk.turns()
         apart, beside = (talk.histories for talk in talks)
-        assert isinstance(apart, StoredHistories)
-        assert isinstance(beside, StoredHistories)
+        assert isinstance(apart, StoredCaches)
+        assert isinstance(beside, StoredCaches)
         assert talks[0].said == talks[1].said == lasting(kv).said
         assert contents(apart) == contents(beside)
         told, other = (one.store.statistics for one in (apart, beside))
@@ -174,15 +174,15 @@ def test_a_turn_begins_while_the_one_before_is_saved(monkeypatch: pytest.MonkeyP
 def test_the_write_buffer_bounds_what_waits_behind_a_turn(
     layers: int, monkeypatch: pytest.MonkeyPatch, held: Held
 ) -> None:
-    waited, wait = [], Saving._wait
+    waited, wait = [], WriteBuffer._wait
 
-    def lets_go(saving: Saving) -> None:
+    def lets_go(saving: WriteBuffer) -> None:
         waited.append(saving.held)
         if not layers:
             held.go.set()
         wait(saving)
 
-    monkeypatch.setattr(Saving, "_wait", lets_go)
+    monkeypatch.setattr(WriteBuffer, "_wait", lets_go)
     with attach(Full(), None) as kv:
         talk = Talk(kv, stored(kv, host=9 * MB, write_buffer=layers * TAIL_BYTES))
         histories: Any = talk.histories
@@ -236,14 +236,14 @@ def test_an_error_of_the_thread_costs_the_hit(
         wanted = lasting(kv)
         talk = Talk(kv, stored(kv, tmp_path if tier == "disk" else None, **TIERS[tier]))
         histories: Any = talk.histories
-        calls, copies = count(), Leaving._copies
+        calls, copies = count(), UploadToHost._copies
 
-        def fails(leaving: Leaving, number: int, rows: Any, rest: Any) -> Any:
+        def fails(leaving: UploadToHost, number: int, rows: Any, rest: Any) -> Any:
             if next(calls) == failing:
                 raise RuntimeError("CUDA error: out of memory")
             return copies(leaving, number, rows, rest)
 
-        monkeypatch.setattr(Leaving, "_copies", fails)
+        monkeypatch.setattr(UploadToHost, "_copies", fails)
         with pytest.warns(HistoryWarning, match="'alice' is lost.*could not be copied.*out of memory"):
             saved_one_turn(talk)
         assert histories.store.tier("alice") is None
@@ -310,7 +310,7 @@ def test_a_turn_says_what_was_hidden(held: Held) -> None:
         histories.close()
 
 
-def spoken(kv: Any, histories: StoredHistories, beside: int) -> list[list[int]]:
+def spoken(kv: Any, histories: StoredCaches, beside: int) -> list[list[int]]:
     """Two turns each of several conversations, whose answers are decoded together: all that was said."""
     engine, lengths, said = Engine(kv), (45, 9), list[list[int]]()
     talks = [Conversation(histories, f"talk {number}", 150, 3) for number in range(beside)]
@@ -351,7 +351,7 @@ def test_decoded_rows_leave_in_blocks_and_are_those_that_leave_behind_the_turn(
 ) -> None:
     method, lengths, leave = small(name), list[int](), HistoryStore.leave
 
-    def noting(store: HistoryStore, tokens: list[int], *more: Any) -> Leaving:
+    def noting(store: HistoryStore, tokens: list[int], *more: Any) -> UploadToHost:
         lengths.append(len(tokens))
         return leave(store, tokens, *more)
 

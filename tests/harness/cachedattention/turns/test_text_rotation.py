@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from harness.cachedattention.turns.caches import CachesBetweenTurns, DevicePrefix, Recompute
 from harness.cachedattention.turns.conversation import Conversation
-from harness.cachedattention.turns.histories import DevicePrefix, Histories, Recompute
-from harness.cachedattention.turns.positions import RotationError
+from harness.cachedattention.turns.truncation import RotationError
 from harness.engine.attach import Attachment, attached
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
@@ -36,9 +36,9 @@ class Talk:
 
 
 @contextmanager
-def histories(kv: Attachment, where: str) -> Iterator[Histories]:
+def histories(kv: Attachment, where: str) -> Iterator[CachesBetweenTurns]:
     """`where`: recompute, device_prefix or a tier of a store."""
-    kinds: dict[str, Callable[[], Histories]] = {
+    kinds: dict[str, Callable[[], CachesBetweenTurns]] = {
         "recompute": lambda: Recompute(lambda capacity: kv.start(KVCache, capacity=capacity)),
         "device_prefix": lambda: DevicePrefix(lambda capacity: kv.start(KVCache, capacity=capacity)),
     }

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.testing import assert_close
 from transformers import DynamicCache, PreTrainedModel
 
-from harness.cachedattention.turns.positions import Rotation
-from harness.cachedattention.turns.truncation import truncated
+from harness.cachedattention.turns.truncation import Rotation, truncated
 from harness.engine.attach import Attachment, attached
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine

@@ -11,9 +11,8 @@ from typing import NoReturn
 
 import torch
 
-from harness.cachedattention.store.block import Block, has_rest, joined, length
-from harness.cachedattention.store.contents import Contents
-from harness.cachedattention.store.losses import LOST, HistoryLost
+from harness.cachedattention.store.block import LOST, Block, HistoryLost, has_rest, joined, length
+from harness.cachedattention.store.stored_sessions import StoredSessions
 from methods.tiers.block import Format, Tensors
 from methods.tiers.transfer.spans import Spans
 from methods.tiers.transfer.streams import beside_the_model, reached
@@ -37,7 +36,7 @@ class Overlap:
     read_buffer: int
 
 
-class Loading:
+class HistoryLoad:
     """The first `tokens` of those asked for, found in `tier`. The first layers, as many as the read buffer holds, come
     at once; `begin` says that the job begins, and the others come too. `layer` waits for the rows of one.
 
@@ -45,7 +44,7 @@ class Loading:
 
     def __init__(
         self,
-        contents: Contents,
+        contents: StoredSessions,
         key: str,
         parts: Sequence[Block],
         tier: str,

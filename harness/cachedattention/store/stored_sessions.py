@@ -8,15 +8,13 @@ from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
-from harness.cachedattention.store.block import Block, Sessions
+from harness.cachedattention.store.block import LOST, Block, Loss, Sessions, loss_by
 from harness.cachedattention.store.disk import Disk, warn
 from harness.cachedattention.store.fetch import Fetch
-from harness.cachedattention.store.lanes import StoreLanes
-from harness.cachedattention.store.leaving import Leaving, arriving, failed
-from harness.cachedattention.store.losses import LOST, Loss, loss_by
+from harness.cachedattention.store.lanes import StoreLanes, WriteBuffer
 from harness.cachedattention.store.placement import Move, Placement, in_order
-from harness.cachedattention.store.saving import Saving
-from harness.cachedattention.store.statistics import Speeds, Statistics
+from harness.cachedattention.store.statistics import MeasuredSpeeds, Statistics
+from harness.cachedattention.store.upload import UploadToHost, arriving, failed
 from methods.tiers.rows import Place
 from methods.tiers.tier import DEVICE, DISK
 from methods.tiers.transfer.lanes import TransferLane
@@ -24,7 +22,7 @@ from methods.tiers.transfer.lanes import TransferLane
 Written = tuple[int, list[Block]]  # bytes written; the session's blocks as they lie on disk
 
 
-class Contents(Sessions):
+class StoredSessions(Sessions):
     """Carries out what `placement` decides. What fails on its way is lost: forgotten, with a warning.
 
     One thread decides, and `sessions` is its view: blocks have rows until these are known to lie on disk, so what waits
@@ -45,11 +43,11 @@ class Contents(Sessions):
         super().__init__()
         self.clock = clock
         self.placement, self.disk, self.lanes, self.durable, self.place = placement, disk, lanes, durable, place
-        self.statistics, self.speeds = Statistics(), Speeds()
-        self.leaving = Saving(lanes.leaving, write_buffer, self.statistics)
-        self.saving = Saving(lanes.writing, write_buffer, self.statistics)
+        self.statistics, self.speeds = Statistics(), MeasuredSpeeds()
+        self.leaving = WriteBuffer(lanes.leaving, write_buffer, self.statistics)
+        self.saving = WriteBuffer(lanes.writing, write_buffer, self.statistics)
         self.fetches: dict[str, Fetch] = {}
-        self._leavings: deque[tuple[str, Leaving]] = deque()
+        self._leavings: deque[tuple[str, UploadToHost]] = deque()
         self._away: dict[str, object] = {}  # sessions on disk, or on their way there: by which write
 
     def restore(self, key: str, parts: list[Block], lineage: str) -> None:
@@ -79,7 +77,7 @@ class Contents(Sessions):
             self.statistics.refused += 1
             self.forget(key, Loss.NO_ROOM)
 
-    def follow(self, key: str, leavings: Sequence[Leaving], began: float) -> None:
+    def follow(self, key: str, leavings: Sequence[UploadToHost], began: float) -> None:
         """Rows of the session that are on their way from the device. The caller, who has waited since `began`, waits
         for what is more than the write buffer."""
         for leaving in leavings:
@@ -231,7 +229,7 @@ class Contents(Sessions):
         assert tier is not None
         return [block if arriving(block.rows) else block.laid_in(tier, self.place) for block in parts]
 
-    def _left(self, key: str, leaving: Leaving) -> None:
+    def _left(self, key: str, leaving: UploadToHost) -> None:
         """Books rows that have left the device, and takes them to where the session lies."""
         self.statistics.leaving_s += leaving.spans.seconds
         self.statistics.leaving_hidden_s += leaving.hidden_s

@@ -13,8 +13,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from harness.cachedattention.store.block import Block, by_layer
-from harness.cachedattention.store.losses import NotSaved
+from harness.cachedattention.store.block import Block, NotSaved, by_layer
 from methods.tiers.block import Format, SplitRows, Tensors
 from methods.tiers.rows import Place, copied_into
 from methods.tiers.tier import HOST
@@ -23,14 +22,14 @@ from methods.tiers.transfer.spans import Spans
 from methods.tiers.transfer.streams import beside_the_model, reached
 
 Parts = Mapping[str, SplitRows]
-StoredForm = Callable[[int, Parts], Parts]  # a layer's rows, as they are stored: the same names, shapes and dtypes
+MakeStored = Callable[[int, Parts], Parts]  # a layer's rows, as they are stored: the same names, shapes and dtypes
 
 
 def as_given(number: int, rows: Parts) -> Parts:
     return rows
 
 
-class Arriving(Mapping[str, Tensor]):
+class ArrivingRows(Mapping[str, Tensor]):
     """Rows of a block by name. Who asks for one waits for it; raises `NotSaved` where it does not come."""
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -70,14 +69,14 @@ class Arriving(Mapping[str, Tensor]):
 
 def arriving(rows: Mapping[str, Tensor] | None) -> bool:
     """Whether some are still on their way."""
-    return isinstance(rows, Arriving) and not rows.complete
+    return isinstance(rows, ArrivingRows) and not rows.complete
 
 
 def failed(rows: Mapping[str, Tensor] | None) -> bool:
-    return isinstance(rows, Arriving) and rows.error is not None
+    return isinstance(rows, ArrivingRows) and rows.error is not None
 
 
-class Leaving:
+class UploadToHost:
     """Blocks of consecutive tokens, whose rows are on their way into them: a lane copies them, layer by layer.
 
     Tensors that were given are alive until their layer is copied, and must stay as they are. A block that nobody holds
@@ -92,7 +91,7 @@ class Leaving:
         length: int,
         format_: Format,
         place: Place,
-        stored: StoredForm = as_given,
+        stored: MakeStored = as_given,
         lane: TransferLane = INLINE,
     ) -> None:
         """Cuts [..., tokens, width] into blocks of `length` tokens; the last one may be shorter. `rest`, which belongs
@@ -107,7 +106,7 @@ class Leaving:
         self.error: NotSaved | None = None
         self.spans, self.waits = Spans(), Spans()  # in which rows were on their way, and in which the caller waited
         self.blocks: list[Block] = []
-        self._rows: list[tuple[slice | None, ref[Arriving]]] = []  # which tokens go where
+        self._rows: list[tuple[slice | None, ref[ArrivingRows]]] = []  # which tokens go where
         parts = {name: x if isinstance(x, SplitRows) else SplitRows(x) for name, x in layers.items()}
         length = length if layers else max(1, len(tokens))
         shapes, likes = {name: x.like for name, x in parts.items()}, dict[int, Tensors]()
@@ -122,7 +121,7 @@ class Leaving:
         self.waited(began)
 
     def _add(self, tokens: Sequence[int], like: Mapping[str, Tensor], cut: slice | None) -> None:
-        rows = Arriving(like)
+        rows = ArrivingRows(like)
         self.blocks.append(Block(uuid4().hex, tuple(tokens), sum(x.nbytes for x in like.values()), rows))
         self._rows.append((cut, ref(rows)))
 
@@ -179,7 +178,7 @@ class Leaving:
                 block.fail(self.error)
         self.spans.add(began, perf_counter())
 
-    def _copies(self, number: int, rows: Parts, rest: Tensors) -> Iterator[tuple[Arriving, Tensors]]:
+    def _copies(self, number: int, rows: Parts, rest: Tensors) -> Iterator[tuple[ArrivingRows, Tensors]]:
         alive = list(self._alive())
         stored = self._stored(number, rows) if rows and alive else {}
         for cut, block in alive:
@@ -188,7 +187,7 @@ class Leaving:
                 part = self._format.encode({name: x.cut(cut.start, cut.stop).joined() for name, x in stored.items()})
             yield block, {name: copied_into(HOST, x, self._place) for name, x in part.items()}
 
-    def _alive(self) -> Iterator[tuple[slice | None, Arriving]]:
+    def _alive(self) -> Iterator[tuple[slice | None, ArrivingRows]]:
         for cut, known in self._rows:
             if (block := known()) is not None:
                 yield cut, block

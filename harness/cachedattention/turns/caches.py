@@ -15,11 +15,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from harness.cachedattention.store.leaving import Leaving
-from harness.cachedattention.store.loading import Loading
-from harness.cachedattention.store.losses import HistoryLost
-from harness.cachedattention.turns.positions import Rotation
-from harness.cachedattention.turns.truncation import truncated
+from harness.cachedattention.store.block import HistoryLost
+from harness.cachedattention.store.history_load import HistoryLoad
+from harness.cachedattention.store.upload import UploadToHost
+from harness.cachedattention.turns.truncation import Rotation, truncated
 from harness.engine.cache import KVCache
 from harness.engine.wait import wait_for
 from methods.tiers.tier import DEVICE
@@ -29,7 +28,7 @@ NewCache = Callable[[int], KVCache]  # tokens of all turns, prompts and answers,
 
 
 @dataclass(frozen=True, slots=True)
-class Resumed:
+class ResumedCache:
     """A cache that holds the first `reused` tokens of those asked for, found in `tier`; None on a miss.
 
     `load_s`: seconds that the turn has waited for it, a fresh one too; `hidden_s`: those in which its layers were on
@@ -42,7 +41,7 @@ class Resumed:
     tier: str | None = None
     load_s: float = 0.0
     hidden_s: float = 0.0
-    loading: Loading | None = None
+    loading: HistoryLoad | None = None
     lost: str | None = None
     outgrown: bool = False
 
@@ -53,7 +52,7 @@ class Saved:
     its rows may still be on their way."""
 
     save_s: float
-    leavings: Sequence[Leaving] = ()
+    leavings: Sequence[UploadToHost] = ()
 
     @property
     def finished(self) -> bool:
@@ -66,7 +65,7 @@ class Saved:
         return sum(one.hidden_s for one in self.leavings)
 
 
-class Histories(ABC):
+class CachesBetweenTurns(ABC):
     """One per run: it knows how caches of its engine are started. `stores`: what it keeps may get lost."""
 
     stores: ClassVar[bool] = False
@@ -77,7 +76,7 @@ class Histories(ABC):
     def expect(self, size: int) -> None:  # noqa: B027
         """Conversations will come whose keys and values take so many bytes, and no clock runs yet."""
 
-    def resume(self, session: str, tokens: Sequence[int], capacity: int, whole: int = 0) -> Resumed:
+    def resume(self, session: str, tokens: Sequence[int], capacity: int, whole: int = 0) -> ResumedCache:
         """A cache for the next turn, with as many of `tokens` as are to be had. Its layers may still be on their way:
         each is waited for when it is used, and may turn out to be damaged (`HistoryLost`, which `compute` handles).
 
@@ -92,7 +91,9 @@ class Histories(ABC):
         waited_s = found.loading.overlap.exposed_s if found.loading is not None else 0.0  # `compute` adds all of it
         return replace(found, load_s=perf_counter() - began - waited_s)
 
-    def compute(self, found: Resumed, tokens: Sequence[int], prefill: Prefill) -> tuple[Resumed, Tensor | None]:
+    def compute(
+        self, found: ResumedCache, tokens: Sequence[int], prefill: Prefill
+    ) -> tuple[ResumedCache, Tensor | None]:
         """`prefill` what `found` lacks of the text. -> what there was to be had; logits of the last token, None where
         nothing was lacking. A history that turns out to be damaged on its way is computed again, in a fresh cache."""
         try:
@@ -108,13 +109,13 @@ class Histories(ABC):
         return found, logits
 
     @abstractmethod
-    def _find(self, session: str, tokens: Sequence[int], capacity: int, whole: int) -> Resumed: ...
+    def _find(self, session: str, tokens: Sequence[int], capacity: int, whole: int) -> ResumedCache: ...
 
-    def _anew(self, found: Resumed) -> Resumed:
+    def _anew(self, found: ResumedCache) -> ResumedCache:
         """Nothing of what was found may be used."""
         fresh = self.start(found.cache.capacity)
         fresh.take_text(found.cache)
-        return Resumed(fresh, load_s=found.load_s)
+        return ResumedCache(fresh, load_s=found.load_s)
 
     def save_ahead(self, session: str, tokens: Sequence[int], cache: KVCache) -> float:
         """The prompt is prefilled and not sealed, or the answer has come to `leaves_at`: what `save` will be given may
@@ -142,7 +143,7 @@ class Histories(ABC):
         return Saved(perf_counter() - began, leavings)
 
     @abstractmethod
-    def _keep(self, session: str, tokens: Sequence[int], cache: KVCache) -> Sequence[Leaving]:
+    def _keep(self, session: str, tokens: Sequence[int], cache: KVCache) -> Sequence[UploadToHost]:
         """-> what goes on behind the caller's back"""
 
     def shorten(
@@ -194,17 +195,17 @@ class Histories(ABC):
         """Call it once, at the end of the run."""
 
 
-class Recompute(Histories):
+class Recompute(CachesBetweenTurns):
     """Nothing is kept: every turn computes the whole text again."""
 
-    def _find(self, session: str, tokens: Sequence[int], capacity: int, whole: int) -> Resumed:
-        return Resumed(self.start(capacity))
+    def _find(self, session: str, tokens: Sequence[int], capacity: int, whole: int) -> ResumedCache:
+        return ResumedCache(self.start(capacity))
 
-    def _keep(self, session: str, tokens: Sequence[int], cache: KVCache) -> Sequence[Leaving]:
+    def _keep(self, session: str, tokens: Sequence[int], cache: KVCache) -> Sequence[UploadToHost]:
         return ()
 
 
-class DevicePrefix(Histories):
+class DevicePrefix(CachesBetweenTurns):
     """Caches stay alive on the device, as many as there are conversations. One that holds anything but the beginning
     of what is asked for is of no use, and is let go."""
 
@@ -212,19 +213,19 @@ class DevicePrefix(Histories):
         super().__init__(start)
         self._alive: dict[str, tuple[list[int], KVCache]] = {}
 
-    def _find(self, session: str, tokens: Sequence[int], capacity: int, whole: int) -> Resumed:
+    def _find(self, session: str, tokens: Sequence[int], capacity: int, whole: int) -> ResumedCache:
         held, cache = self._alive.pop(session, ([], None))
         if cache is None or list(tokens[: len(held)]) != held:
-            return Resumed(self.start(capacity))
+            return ResumedCache(self.start(capacity))
         if not cache.fits(whole):
-            return Resumed(self.start(capacity), outgrown=True)
+            return ResumedCache(self.start(capacity), outgrown=True)
         if cache.capacity < capacity:
             small, cache = cache, self.start(capacity)
             cache.refill(small.contents())
             cache.stages = small.stages
-        return Resumed(cache, len(held), DEVICE)
+        return ResumedCache(cache, len(held), DEVICE)
 
-    def _keep(self, session: str, tokens: Sequence[int], cache: KVCache) -> Sequence[Leaving]:
+    def _keep(self, session: str, tokens: Sequence[int], cache: KVCache) -> Sequence[UploadToHost]:
         self._alive[session] = list(tokens), cache
         return ()
 
