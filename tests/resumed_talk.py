@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from harness.cachedattention.turns.opening import histories
+from harness.cachedattention.turns.opening import opened_caches
 from harness.config.settings import Settings, StoreSettings
 from harness.engine.attach import attached
 from methods.base import Method
@@ -26,7 +26,7 @@ NOTHING: Said = {"turns": 0, "fed": [], "said": []}
 def further(before: Said, settings: Settings, name: str, turns: int = 1) -> Said:
     """`before` with so many turns behind it, under the method `name`; `tier` and `reused` are the last one's."""
     loaded = MODEL.load("fp32", "cpu")
-    with attached(loaded.model, METHODS[name], budget=0.5) as kv, histories(settings, kv, loaded, name) as kept:
+    with attached(loaded.model, METHODS[name], budget=0.5) as kv, opened_caches(settings, kv, loaded, name) as kept:
         talk = Talk(kv, kept)
         talk.fed, talk.said = list(before["fed"]), list(before["said"])
         for number in range(before["turns"], before["turns"] + turns):

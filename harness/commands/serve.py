@@ -27,7 +27,8 @@ OUT = Path("results/runs/serving")
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_intermixed_args(arguments)
     say_once.cache_clear()
-    from harness.cachedattention.serving.runs import FirstTokenLimit, Runs
+    from harness.cachedattention.serving.figures import FirstTokenLimit
+    from harness.cachedattention.serving.runs import Runs
     from harness.cachedattention.serving.traffic import points
     from harness.cachedattention.simulation import costs
     from harness.config.settings import SettingsError

@@ -131,7 +131,7 @@ class ContextSession:
     def __init__(
         self,
         engine: Engine,
-        histories: CachesBetweenTurns,
+        caches: CachesBetweenTurns,
         items: Sequence[Item],
         prefilled: Prefilled,
         context: int | None,
@@ -141,7 +141,7 @@ class ContextSession:
     ) -> None:
         """`context`: tokens of the first of `items` that were prefilled; None for its whole prompt. `overflow`: None
         where no history outgrows the window. `likelihood`: measures right answers; None where nothing does."""
-        self.engine, self.histories, self.ending, self.overflow = engine, histories, ending, overflow
+        self.engine, self.caches, self.ending, self.overflow = engine, caches, ending, overflow
         self.likelihood = likelihood
         self._prefilled: Prefilled | None = prefilled  # until the last example begins
         self._context, self._waiting = context, deque(items)
@@ -175,7 +175,7 @@ class ContextSession:
 
     def give_up(self) -> None:
         """The example that is asked gets no answer: nothing of its conversation is kept."""
-        self.histories.forget(self.asked.example.id)
+        self.caches.forget(self.asked.example.id)
 
     @torch.inference_mode()
     def ended(self, made: Generation) -> None:
@@ -206,7 +206,7 @@ class ContextSession:
                 self._shared = SealedContext(ready.cache, ready.began)
             began = ready.began if self._shared is None else self._shared.begin()
             self.talk = Conversation(
-                self.histories,
+                self.caches,
                 item.example.id,
                 ready.cache.capacity,
                 len(item.turns),
@@ -238,7 +238,7 @@ class ContextSession:
         self.transcript.prefill.add(usage)
         found = talk.found
         left = {"dropped_tokens": talk.dropped} if self.overflow is not None else {}
-        lost = {"lost_turns": int(found.lost is not None), "lost_to": found.lost} if self.histories.stores else {}
+        lost = {"lost_turns": int(found.lost is not None), "lost_to": found.lost} if self.caches.stores else {}
         seconds = {"load_s": found.load_s, "hidden_s": found.hidden_s}
         self.transcript.reuse.append({"hit_tier": found.tier, **self._counts(), **lost, **left, **seconds})
         return self._before_the_answer(slot, turn)

@@ -18,7 +18,7 @@ from torch import Tensor
 from evals.base import Task
 from harness.cachedattention.turns.caches import CachesBetweenTurns
 from harness.cachedattention.turns.conversation import Overflow, without_eos
-from harness.cachedattention.turns.opening import histories, in_memory
+from harness.cachedattention.turns.opening import in_memory, opened_caches
 from harness.config.settings import Settings
 from harness.engine.attach import Attachment
 from harness.engine.batch.generation import Generation, Stop, after, never
@@ -104,7 +104,7 @@ class Runner:
     @cached_property
     def kept(self) -> CachesBetweenTurns:
         """Caches of conversations between their turns: one store for the whole run, opened when it is first asked."""
-        opened = histories(self.settings, self.engine.attachment, self.loaded, self.folder.name, self.read_buffer)
+        opened = opened_caches(self.settings, self.engine.attachment, self.loaded, self.folder.name, self.read_buffer)
         return self._closing.enter_context(opened)
 
     def close(self) -> None:

@@ -1,35 +1,42 @@
-"""The totals of one run of the loop, from its answers.
+"""What is recorded of a turn, the totals of a run, and runs side by side: as a table, as rows, and as a picture.
 
-Hit rates count turns, first turns included, which have no history to be found (`returning` is the share of turns that
-have one). Prefill throughput counts prompts whole, what was reused included, as CachedAttention does.
+Hit rates count all turns, also first ones, which have no history to be found (`returning` is the share of turns that
+have one). Prefill throughput counts whole prompts, reused tokens included, as CachedAttention does.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 
 from harness.cachedattention.simulation.costs import Prices
+from harness.config.settings import SettingsError
+from harness.terminal.tables import Column, number, share, text_table
 from methods.tiers.tier import DISK, HOST, TIERS
+
+GPUS = 1  # this harness runs on one device
+MARKS = "osD^vPX"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """Seconds run on the loop's clock, those of `token_s` from the arrival of the question; those of loading and of
-    saving ahead are the wall's."""
+    """The record of one turn. Seconds run on the loop's clock, those of `token_s` from the arrival of the question; the
+    seconds of loading and of saving ahead are wall time."""
 
     session: str
     turn: int  # from 1
     arrived_s: float  # from the loop's start
     queue_s: float  # until there was a slot
-    load_s: float  # that the turn has waited for its history, a fresh cache too
+    load_s: float  # that the turn has waited for its history, or for a fresh cache
     hidden_s: float  # in which the history was on its way while the turn computed
     token_s: list[float]  # each token
     save_ahead_s: float = 0.0  # before the first token: handing over the prompt's rows
-    save_s: float  # behind the last, until the history was handed over
+    save_s: float  # after the last token, until the history was handed over
     save_hidden_s: float = 0.0  # in which its rows left the device while nobody waited for that
     tier: str | None  # where the history was found; null: nowhere
     lost_to: str | None = None  # why it is gone, where it was stored and computing it again gave something else
@@ -44,7 +51,7 @@ class Answer:
 
     @property
     def prefill_s(self) -> float:
-        """From the start of the job to the first token, loading included."""
+        """Return the seconds from the start of the job to the first token, loading included."""
         return self.ttft_s - self.queue_s
 
     @property
@@ -52,32 +59,52 @@ class Answer:
         return self.reused_tokens + self.new_tokens
 
 
-GPUS = 1  # this harness runs on one device
+@dataclass(frozen=True)
+class FirstTokenLimit:
+    """A limit on a quantile of TTFT: `p90=2s` says that 90 % of the turns have their first token within 2 s."""
+
+    quantile: str
+    seconds: float
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        found = re.fullmatch(r"(p50|p90|p99)=(\d+(?:\.\d+)?)s?", text)
+        if not found or not float(found[2]):
+            raise SettingsError(f"--limit {text} is no limit of TTFT: write p50, p90 or p99 and seconds, as in p90=2s.")
+        return cls(found[1], float(found[2]))
+
+    @property
+    def key(self) -> str:
+        """Return the name of the limited quantity among the figures of a run."""
+        return f"ttft_{self.quantile}_s"
+
+    def __str__(self) -> str:
+        return f"{self.quantile} of TTFT <= {self.seconds:g} s"
 
 
 def figures(answers: Sequence[Answer], elapsed_s: float, idle_s: float) -> dict[str, Any]:
-    """Seconds, tokens, shares from 0 to 1. Busy is what is not idle: the device is kept for the loop."""
-    prompts = sum(one.prompt_tokens for one in answers)
-    prefill_s = sum(one.prefill_s for one in answers)
-    found = [one for one in answers if one.tier]
+    """Return the totals of a run: seconds, tokens, and shares from 0 to 1. The device is kept for the loop, so all time
+    that is not idle counts as busy."""
+    prompts = sum(answer.prompt_tokens for answer in answers)
+    prefill_s = sum(answer.prefill_s for answer in answers)
+    hits = [answer for answer in answers if answer.tier]
+    # the method's seal falls between the first and the second token, so steps count from the second
+    steps = [after - before for one in answers for before, after in zip(one.token_s[1:], one.token_s[2:], strict=False)]
+    means = ("load_s", "hidden_s", "save_ahead_s", "save_s", "save_hidden_s")
     return {
-        "sessions": len({one.session for one in answers}),
+        "sessions": len({answer.session for answer in answers}),
         "turns": len(answers),
-        "returning": sum(one.turn > 1 for one in answers) / len(answers),
-        "hit_rate": len(found) / len(answers),
-        **{f"hit_rate_{tier}": sum(one.tier == tier for one in found) / len(answers) for tier in TIERS},
-        "lost_turns": sum(one.lost_to is not None for one in answers),
-        "reused_tokens": sum(one.reused_tokens for one in answers) / prompts,
-        **_spread("ttft", [one.ttft_s for one in answers]),
-        **_spread("queue", [one.queue_s for one in answers]),
-        "load_s": float(np.mean([one.load_s for one in answers])),
-        "hidden_s": float(np.mean([one.hidden_s for one in answers])),
-        "save_ahead_s": float(np.mean([one.save_ahead_s for one in answers])),
-        "save_s": float(np.mean([one.save_s for one in answers])),
-        "save_hidden_s": float(np.mean([one.save_hidden_s for one in answers])),
+        "returning": sum(answer.turn > 1 for answer in answers) / len(answers),
+        "hit_rate": len(hits) / len(answers),
+        **{f"hit_rate_{tier}": sum(answer.tier == tier for answer in hits) / len(answers) for tier in TIERS},
+        "lost_turns": sum(answer.lost_to is not None for answer in answers),
+        "reused_tokens": sum(answer.reused_tokens for answer in answers) / prompts,
+        **_spread("ttft", [answer.ttft_s for answer in answers]),
+        **_spread("queue", [answer.queue_s for answer in answers]),
+        **{name: float(np.mean([getattr(answer, name) for answer in answers])) for name in means},
         "prefill_tok_s": prompts / prefill_s if prefill_s else None,
-        "tpot_p50_s": _median([later - one for answer in answers for one, later in _steps(answer)]),
-        "answer_tokens": sum(len(one.tokens) for one in answers),
+        "tpot_p50_s": float(np.median(steps)) if steps else None,
+        "answer_tokens": sum(len(answer.tokens) for answer in answers),
         "elapsed_s": elapsed_s,
         "busy_s": elapsed_s - idle_s,
         "turns_per_s": len(answers) / elapsed_s if elapsed_s else None,
@@ -85,7 +112,7 @@ def figures(answers: Sequence[Answer], elapsed_s: float, idle_s: float) -> dict[
 
 
 def cost(busy_s: float, prices: Prices, reserved: Mapping[str, int]) -> dict[str, float]:
-    """Of a device for as long as it was busy, and of the storage that was `reserved` (bytes by tier) for as long."""
+    """Return the cost of a device that is busy for `busy_s` seconds and of the storage `reserved` for it, in bytes."""
     device, storage = prices.usd(busy_s / 3600, GPUS, reserved.get(HOST, 0), reserved.get(DISK, 0))
     return {"cost_usd": device + storage, "storage_share": storage / (device + storage) if busy_s else 0.0}
 
@@ -95,10 +122,63 @@ def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
     return {f"{name}_s": float(np.mean(values)), f"{name}_p50_s": p50, f"{name}_p90_s": p90, f"{name}_p99_s": p99}
 
 
-def _steps(answer: Answer) -> list[tuple[float, float]]:
-    """The times around each token behind the second: the method's seal lies before that one."""
-    return list(zip(answer.token_s[1:], answer.token_s[2:], strict=False))
+@dataclass(frozen=True)
+class ShownRun:
+    """A run as it is shown. `named`: the keys that vary, apart from the rate; `figures`: its totals."""
+
+    named: Mapping[str, str]
+    rate: float
+    figures: Mapping[str, Any]
+
+    @property
+    def flat(self) -> dict[str, Any]:
+        """Return one row of a spreadsheet."""
+        return {**self.named, "rate": self.rate, **self.figures}
 
 
-def _median(values: Sequence[float]) -> float | None:
-    return float(np.median(values)) if values else None
+def table(runs: Sequence[ShownRun]) -> str:
+    """Return the table for the terminal. A run of an earlier command may lack some figures."""
+    totals = [run.figures for run in runs]
+    named = [Column(key, "", [run.named[key] for run in runs], left=True) for key in runs[0].named]
+    shares = {"hit_rate": "hits", **{f"hit_rate_{tier}": f"{tier}\nhits" for tier in TIERS}, "reused_tokens": "reused"}
+    seconds = {"ttft_p50_s": "TTFT\np50", "ttft_p90_s": "TTFT\np90", "ttft_p99_s": "TTFT\np99", "queue_s": "queue",
+               "load_s": "load", "save_s": "save"}  # fmt: skip
+    columns = [
+        number("rate", "1/s", [run.rate for run in runs]),
+        *(number(head, "s", [one[key] or None for one in totals]) for key, head in seconds.items()),
+        *(share(head, [one[key] or None for one in totals]) for key, head in shares.items()),
+        number("prefill", "tok/s", [one["prefill_tok_s"] for one in totals]),
+        number("busy", "s", [one["busy_s"] for one in totals]),
+        Column("cost", "$", [f"{one['cost_usd']:.2g}" for one in totals]),
+        number("turns", "", [one["turns"] for one in totals]),
+        Column("lost", "", [str(one.get("lost_turns") or "") for one in totals]),
+    ]
+    return text_table([*named, *columns])
+
+
+def draw(runs: Sequence[ShownRun], path: Path, title: str, limit: FirstTokenLimit | None) -> tuple[Path, Path]:
+    """Draw TTFT against the rate, with a line per system: a PNG at `path`, and a PDF of the same name."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    from harness.reports.pictures import figures as pictures
+
+    picture, [axes] = pictures.side_by_side(1)
+    key = limit.key if limit else "ttft_p90_s"
+    systems: dict[str, list[tuple[float, float]]] = {}
+    for run in runs:
+        systems.setdefault(" ".join(run.named.values()), []).append((run.rate, run.figures[key]))
+    for place, (system, points) in enumerate(systems.items()):
+        mark = f"{MARKS[place % len(MARKS)]}-"
+        axes.plot(*zip(*sorted(points), strict=True), mark, label=system or None, markersize=4)
+    if limit:
+        axes.axhline(limit.seconds, color=pictures.SOFT, linewidth=0.8, linestyle="--")
+    axes.set(xscale="log", yscale="log", xlabel="new sessions per second", ylabel=f"{key.split('_')[1]} of TTFT (s)")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter(lambda value, _: f"{value:g}")
+        axis.set_minor_locator(NullLocator())
+    pictures.framed(axes)
+    if runs[0].named:
+        axes.legend(frameon=False, fontsize=8.5)
+    pictures.title(picture, title)
+    return pictures.save(picture, path)

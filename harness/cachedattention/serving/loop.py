@@ -1,8 +1,8 @@
-"""One engine with slots under a trace of conversations: turns wait first come, first served, and run side by side.
+"""One engine with slots that answers a trace of conversations: turns wait in order of arrival and run side by side.
 
 A prefill halts the decoding of the others, or with `interleave` lets them make a step between two of its chunks. The
-histories are told of every turn that waits, so that a policy can look ahead. The simulator's server
-(harness/cachedattention/simulation/server.py) does the same with numbers in place of a model.
+caches between turns are told of every turn that waits, so that a policy can look ahead. The simulator's server
+(simulation/server.py) does the same with numbers in place of a model.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from itertools import count
 from time import perf_counter
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,34 +32,35 @@ from harness.jobs.questions import Ending
 
 
 class ServedConversation(Conversation):
-    """A conversation of the trace, with the times of the turn that waits or runs."""
+    """A conversation of the trace, with the times of its turn that waits or runs."""
 
-    def __init__(self, histories: CachesBetweenTurns, session: Session) -> None:
-        super().__init__(histories, session.name, session.item.room, len(session.item.turns))
+    def __init__(self, caches: CachesBetweenTurns, session: Session) -> None:
+        super().__init__(caches, session.name, session.item.room, len(session.item.turns))
         self.think_s, self._items = session.think_s, session.item.turns
         self.arrived_s = self.started_s = 0.0  # on the loop's clock
         self.token_s: list[float] = []  # from the arrival of the question
 
     @property
     def question(self) -> Item:
-        """The turn that is asked next."""
+        """Return the turn that is asked next."""
         return self._items[self.asked]
 
 
-class Loop:
-    """`ending`: how tokens of a turn are picked, and when it stops. `slots`: turns that run side by side."""
+class ServingLoop:
+    """The loop over arrivals, starts and steps. `ending` says how tokens are picked and when a turn stops, `slots` how
+    many turns run side by side."""
 
     def __init__(
         self,
         engine: Engine,
-        histories: CachesBetweenTurns,
+        caches: CachesBetweenTurns,
         clock: Clock,
         *,
         ending: Ending,
         slots: int,
         interleave: bool = False,
     ) -> None:
-        self.engine, self.histories, self.clock = engine, histories, clock
+        self.engine, self.caches, self.clock = engine, caches, clock
         self.ending, self.slots, self.interleave = ending, slots, interleave
         self._batch = RunningBatch(engine)
         self._order = count()  # of questions that come at the same moment
@@ -70,8 +70,8 @@ class Loop:
         self._ended: deque[tuple[Answer, Saved]] = deque()
 
     def serve(self, sessions: Sequence[Session]) -> Iterator[Answer]:
-        """The answers in the order in which they end."""
-        self._coming = [(one.start_s, next(self._order), ServedConversation(self.histories, one)) for one in sessions]
+        """Yield the answers in the order in which they end."""
+        self._coming = [(one.start_s, next(self._order), ServedConversation(self.caches, one)) for one in sessions]
         heapify(self._coming)
         self.clock.start()
         while self._coming or self._waiting or self._running:
@@ -83,67 +83,62 @@ class Loop:
                 self._step()
             else:
                 self.clock.wait_until(self._coming[0][0])
-            yield from self._told()
-        yield from self._told(wait=True)
+            yield from self._complete_answers()
+        yield from self._complete_answers(wait=True)
 
-    def _told(self, wait: bool = False) -> Iterator[Answer]:
-        """Those whose histories have left the device."""
+    def _complete_answers(self, wait: bool = False) -> Iterator[Answer]:
+        """Yield the answers whose caches have left the device; with `wait` all of them."""
         while self._ended and (wait or self._ended[0][1].finished):
             answer, saved = self._ended.popleft()
             yield replace(answer, save_hidden_s=saved.hidden_s())
 
     def _arrivals(self) -> None:
         while self._coming and self._coming[0][0] <= self.clock.now():
-            at, _, visit = heappop(self._coming)
-            visit.arrived_s = at
-            self._waiting.append(visit)
-            self.histories.enqueue(visit.session)
-            self.histories.prefetch()
+            at, _, talk = heappop(self._coming)
+            talk.arrived_s = at
+            self._waiting.append(talk)
+            self.caches.enqueue(talk.session)
+            self.caches.prefetch()
 
     def _look_ahead(self) -> None:
-        """The turn that is the next to get a slot may load the first layers of its history."""
+        """Let the turn that is the next to get a slot load the first layers of its history."""
         if self._waiting and self._waiting[0] is not self._next:
             self._next = self._waiting[0]
             self._next.ahead(self._next.question.prompt.ids)
 
-    def _start(self, visit: ServedConversation) -> None:
-        """A slot is free: what is stored of the history comes into a cache, the rest is computed."""
-        visit.started_s, visit.token_s, self._next = self.clock.now(), [], None
-        self.histories.dequeue(visit.session)
-        turn = visit.question
-        visit.ask(turn.prompt.ids)
-        visit.resume()
-        self.histories.prefetch()
-        self._join(visit, visit.compute(self._prefill), self._clocked(self.ending(turn), visit))
+    def _start(self, talk: ServedConversation) -> None:
+        """Give the turn a free slot: what is stored of its history comes into a cache, the rest is computed."""
+        talk.started_s, talk.token_s, self._next = self.clock.now(), [], None
+        self.caches.dequeue(talk.session)
+        turn = talk.question
+        talk.ask(turn.prompt.ids)
+        talk.resume()
+        self.caches.prefetch()
+        logits, ending = talk.compute(self._prefill), self.ending(turn)
+        [stop] = ending["stops"]
+
+        def noting(tokens: list[int]) -> str | None:  # a stop is asked as soon as a token is on the host
+            talk.token_s.append(self.clock.now() - talk.arrived_s)
+            reason: str | None = stop(tokens)
+            return reason
+
+        stops: list[Stop] = [noting]
+        cache, unread = talk.found.cache, self._tensor(talk.unread)
+        ending |= {"stops": stops, "decoded": talk.decoded}
+        slot = self._batch.join(cache, logits, unread, began=perf_counter(), **ending)
+        if slot.ended:  # by its first token
+            self._batch.leave(slot)
+            self._finish(slot, talk)
+        else:
+            self._running[slot] = talk
 
     def _prefill(self, cache: KVCache, tokens: Sequence[int]) -> Tensor:
-        """-> logits of the last token [1 V]"""
+        """Prefill `tokens`; return the logits of the last one, [1 V]."""
         return self.engine.prefill(cache, self._tensor(tokens), whole=True, between=self._let_others_step)
 
     def _let_others_step(self) -> None:
         if self.interleave and self._running:
             self._step()
-
-    def _join(self, visit: ServedConversation, logits: Tensor | None, ending: dict[str, Any]) -> None:
-        cache, nothing = visit.found.cache, self._tensor(visit.unread)
-        slot = self._batch.join(cache, logits, nothing, began=perf_counter(), decoded=visit.decoded, **ending)
-        if slot.ended:  # by its first token
-            self._batch.leave(slot)
-            self._finish(slot, visit)
-        else:
-            self._running[slot] = visit
-
-    def _clocked(self, ending: dict[str, Any], visit: ServedConversation) -> dict[str, Any]:
-        """A stop is asked as soon as a token is on the host."""
-        [stop] = ending["stops"]
-
-        def noting(tokens: list[int]) -> str | None:
-            visit.token_s.append(self.clock.now() - visit.arrived_s)
-            reason: str | None = stop(tokens)
-            return reason
-
-        stops: list[Stop] = [noting]
-        return {**ending, "stops": stops}
 
     def _step(self) -> None:
         ended = self._batch.step()
@@ -151,31 +146,31 @@ class Loop:
         for slot in ended:
             self._finish(slot, self._running.pop(slot))
 
-    def _finish(self, slot: RunningSequence, visit: ServedConversation) -> None:
-        """Its history goes back, and its next question comes once the user has thought."""
-        ended_s, found, [said], [stop] = self.clock.now(), visit.found, slot.out.tokens, slot.out.stops
-        visit.answered(said, stop)
-        saved = visit.save()
+    def _finish(self, slot: RunningSequence, talk: ServedConversation) -> None:
+        """Save the history of a turn that has ended; its next question comes once the user has thought."""
+        ended_s, found, [said], [stop] = self.clock.now(), talk.found, slot.out.tokens, slot.out.stops
+        talk.answered(said, stop)
+        saved = talk.save()
         answer = Answer(
-            session=visit.session,
-            turn=visit.asked,
-            arrived_s=visit.arrived_s,
-            queue_s=visit.started_s - visit.arrived_s,
+            session=talk.session,
+            turn=talk.asked,
+            arrived_s=talk.arrived_s,
+            queue_s=talk.started_s - talk.arrived_s,
             load_s=found.load_s,
             hidden_s=found.hidden_s,
-            token_s=visit.token_s,
-            save_ahead_s=visit.save_ahead_s,
+            token_s=talk.token_s,
+            save_ahead_s=talk.save_ahead_s,
             save_s=self.clock.now() - ended_s,
             tier=found.tier,
             lost_to=found.lost,
             reused_tokens=found.reused,
-            new_tokens=visit.new_tokens,
+            new_tokens=talk.new_tokens,
             tokens=said,
             stop=stop,
         )
         self._ended.append((answer, saved))
-        if not visit.over:
-            heappush(self._coming, (ended_s + visit.think_s[visit.asked - 1], next(self._order), visit))
+        if not talk.over:
+            heappush(self._coming, (ended_s + talk.think_s[talk.asked - 1], next(self._order), talk))
 
     def _tensor(self, ids: Sequence[int]) -> Tensor:
         return torch.tensor([list(ids)], dtype=torch.long, device=self.engine.model.device)

@@ -1,4 +1,4 @@
-"""A point of the command line, checked before any weights are loaded: its job, its conversations, its identity."""
+"""What one run of `harness.serve` does, checked before any weights are loaded: its job, conversations and identity."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ VERSION = 2  # of the loop: goes up when its times mean something else
 
 @dataclass(frozen=True)
 class ServingPlan:
+    """A checked run: its settings, its job, and its conversations at `rate` new sessions per second."""
+
     point: TrafficPoint
     job: Job
     sessions: list[Session]
-    rate: float  # new sessions per second
+    rate: float
 
     @classmethod
     def of(cls, point: TrafficPoint, config_dirs: Sequence[Path] = ()) -> ServingPlan:
@@ -54,7 +56,7 @@ class ServingPlan:
         return cls(point, job, sessions, rate).at(traffic.rate or rate)
 
     def at(self, rate: float) -> ServingPlan:
-        """The same conversations at another rate."""
+        """Return the plan of the same conversations at another rate."""
         return replace(
             self, point=self.point.at(rate), sessions=trace.stretched(self.sessions, self.rate / rate), rate=rate
         )
@@ -64,19 +66,14 @@ class ServingPlan:
         return " ".join(filter(None, (self.point.system, f"rate={self.rate:.4g}")))
 
     @property
-    def trace(self) -> str:
-        """Names the times and texts of the conversations."""
-        times = [[one.start_s, list(one.think_s), one.item.sha256] for one in self.sessions]
-        return digest({"sessions": times})
-
-    @property
     def identity(self) -> dict[str, Any]:
-        """A finished run of the same identity is not made again."""
+        """Return what tells runs apart: a finished run of the same identity is not made again."""
+        times = [[one.start_s, list(one.think_s), one.item.sha256] for one in self.sessions]
         traffic = asdict(self.point.traffic)
         shape = {key: traffic[key] for key in ("slots", "interleave", "clock")}
         if traffic["read_buffer"] is not None:
             shape["read_buffer"] = traffic["read_buffer"]
-        return {"version": VERSION, "trace": self.trace, **shape, "job": self.job.identity}
+        return {"version": VERSION, "trace": digest({"sessions": times}), **shape, "job": self.job.identity}
 
     @property
     def folder(self) -> str:

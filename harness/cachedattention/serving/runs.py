@@ -1,24 +1,23 @@
-"""All runs of one command: the points that were given, and under a limit those that a search adds."""
+"""The runs of one command, from plans to the files of their folders; with a limit also those that a search adds."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from math import sqrt
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Self
+from typing import Any
 
-from harness.cachedattention.serving import table, trace
-from harness.cachedattention.serving.figures import Answer, cost, figures
-from harness.cachedattention.serving.loop import Loop
+from harness.cachedattention.serving import trace
+from harness.cachedattention.serving.figures import Answer, FirstTokenLimit, ShownRun, cost, draw, figures, table
+from harness.cachedattention.serving.loop import ServingLoop
 from harness.cachedattention.serving.plan import ServingPlan
 from harness.cachedattention.serving.traffic import CLOCKS, TrafficPoint
 from harness.cachedattention.simulation.costs import Prices
 from harness.cachedattention.turns.stored import StoredCaches
-from harness.config.settings import Settings, SettingsError
+from harness.config.settings import Settings
 from harness.engine.hf import routed
 from harness.jobs.planning.capacity import of_conversations
 from harness.jobs.runner import Runner
@@ -29,37 +28,17 @@ from harness.terminal.progress import progress
 from harness.terminal.tables import digits, percent
 from kernels.temporary import TemporaryFolder
 
+SCHEMA = 1
+RUN, TURNS, TRACE = "serving.json", "turns.jsonl", "trace.jsonl"
+ServedRow = dict[str, Any]  # what serving.json holds of a run
 MOST = 8  # halvings from the rates that were given
 CLOSE = 1.1  # ratio of the two rates between which the limit lies
 
 
-@dataclass(frozen=True)
-class FirstTokenLimit:
-    """`p90=2s`: 90 % of the turns have their first token within 2 s of their question."""
-
-    quantile: str
-    seconds: float
-
-    @classmethod
-    def read(cls, text: str) -> Self:
-        found = re.fullmatch(r"(p50|p90|p99)=(\d+(?:\.\d+)?)s?", text)
-        if not found or not float(found[2]):
-            raise SettingsError(f"--limit {text} is no limit of TTFT: write p50, p90 or p99 and seconds, as in p90=2s.")
-        return cls(found[1], float(found[2]))
-
-    @property
-    def key(self) -> str:
-        """Of the figures of a run."""
-        return f"ttft_{self.quantile}_s"
-
-    def __str__(self) -> str:
-        return f"{self.quantile} of TTFT <= {self.seconds:g} s"
-
-
 @dataclass
 class RateSearch:
-    """Of one system. `given`: rates that are run whatever comes of them. `most`: a rate beyond which nothing changes,
-    for all sessions are there at once."""
+    """A search for the highest rate at which one system keeps a limit: it doubles, halves, then bisects. `given`: rates
+    that are run in any case. `most`: a rate above which nothing changes, since all sessions are there at once."""
 
     given: Sequence[float]
     most: float
@@ -71,7 +50,7 @@ class RateSearch:
 
     @property
     def highest(self) -> float | None:
-        """Within the limit, and below every rate that is not."""
+        """Return the highest rate within the limit that is below every rate that breaks it."""
         return max((rate for rate in self.kept if rate < self.lowest_broken), default=None)
 
     @property
@@ -79,7 +58,7 @@ class RateSearch:
         return min(self.broken, default=float("inf"))
 
     def next(self) -> float | None:
-        """The rate to run now; None where all is known."""
+        """Return the rate to run now, or None where all is known."""
         tried = {*self.kept, *self.broken}
         if left := [rate for rate in self.given if rate not in tried]:
             return left[0]
@@ -91,41 +70,129 @@ class RateSearch:
         return sqrt(low * high) if high / low > CLOSE else None
 
 
-SCHEMA = 1
-RUN, TURNS, TRACE = "serving.json", "turns.jsonl", "trace.jsonl"
-ServedRow = dict[str, Any]
+class Runs:
+    """All runs of the command. `points` are planned at once, so that an error in the last is found before the first
+    runs."""
+
+    def __init__(
+        self,
+        points: Sequence[TrafficPoint],
+        out: Path,
+        prices: Prices,
+        limit: FirstTokenLimit | None = None,
+        config_dirs: Sequence[Path] = (),
+    ) -> None:
+        self.out, self.prices, self.limit = out, prices, limit
+        self.systems: dict[str, ServingPlan] = {}
+        for point in points:
+            if point.system not in self.systems:
+                self.systems[point.system] = ServingPlan.of(point, config_dirs)
+        known = [(point.traffic.rate, self.systems[point.system]) for point in points]
+        self.plans = [plan.at(rate or plan.rate) for rate, plan in known]
+        self.rows: list[tuple[ServingPlan, ServedRow]] = []
+        rates = sorted({plan.rate for plan in self.plans})
+        self.searches: dict[str, RateSearch] = {}
+        if limit:
+            most = {name: len(plan.sessions) / limit.seconds for name, plan in self.systems.items()}
+            self.searches = {name: RateSearch(rates, most[name]) for name in self.systems}
+
+    def serve(self) -> None:
+        """Run what was given, then step by step what the searches ask for, so that the systems take turns."""
+        coming = self.plans
+        while coming:
+            for plan in coming:
+                self._serve(plan)
+            rates = {system: search.next() for system, search in self.searches.items()}
+            coming = [self.systems[system].at(rate) for system, rate in rates.items() if rate is not None]
+
+    def _serve(self, plan: ServingPlan) -> None:
+        plan.job.remove_leftovers()
+        folder = self.out / plan.folder
+        known = (folder / RUN).is_file()
+        if known:
+            made = read_json(folder / RUN)
+        else:
+            turns, last_s = sum(len(one.item.turns) for one in plan.sessions), max(one.start_s for one in plan.sessions)
+            waits = f", the last session comes after {last_s:.0f} s" if plan.point.traffic.clock == "wall" else ""
+            warn(f"{plan.label}: {turns} turns of {len(plan.sessions)} sessions{waits}")
+            folder.mkdir(parents=True, exist_ok=True)
+            made = served(plan, folder)
+            write_json(folder / RUN, made)  # last: a folder that has it is finished
+        totals = made["figures"] | cost(made["figures"]["busy_s"], self.prices, made["reserved"])
+        self.rows.append((plan, {**made, "figures": totals}))
+        if self.limit:
+            self.searches[plan.point.system].learn(plan.rate, totals[self.limit.key] <= self.limit.seconds)
+        first = f"p90 of TTFT {digits(totals['ttft_p90_s'])} s, hits {percent(totals['hit_rate'])} %"
+        warn(f"{plan.label}: {first}{' (was there already)' * known}")
+
+    @property
+    def shown(self) -> list[ShownRun]:
+        """Return the runs by rate, so that the systems stand below each other."""
+        order = list(self.systems)
+        rows = sorted(self.rows, key=lambda row: (row[0].rate, order.index(row[0].point.system)))
+        return [ShownRun(plan.point.others, plan.rate, row["figures"]) for plan, row in rows]
+
+    def text(self) -> str:
+        """Return the table, and below it what the searches found."""
+        if self.limit is None:
+            return table(self.shown)
+        least = min((search.highest for search in self.searches.values() if search.highest), default=None)
+        lines = [f"  {_outcome(system, search, least)}" for system, search in self.searches.items()]
+        return "\n".join([table(self.shown), "", f"{self.limit}:", *lines])
+
+    @property
+    def folder(self) -> Path:
+        """Return the folder of the tables: the same runs with the same limit and prices have the same one."""
+        runs = [plan.identity for plan in self.plans]
+        asked = {"runs": runs, "limit": str(self.limit), "prices": asdict(self.prices)}
+        return self.out / "tables" / f"{len(self.plans)}-runs-{digest(asked)[:8]}"
+
+    def write(self) -> list[Path]:
+        """Write the tables and the picture; return their files."""
+        folder = self.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        limit: dict[str, Any] | None = None
+        if self.limit is not None:
+            found = {name: {"highest": one.highest, "broken": one.broken} for name, one in self.searches.items()}
+            limit = {"of": self.limit.key, "seconds": self.limit.seconds, "systems": found}
+        write_json(folder / RUN, {"schema": SCHEMA, "limit": limit, "runs": [row for _, row in self.rows]})
+        write_csv(folder / "serving.csv", [run.flat for run in self.shown])
+        job, traffic = self.plans[0].job, self.plans[0].point.traffic
+        title = f"{job.model.describe().name}, {len(job.items)} conversations, {traffic.slots} slots"
+        return [folder / RUN, folder / "serving.csv", *draw(self.shown, folder / "ttft.png", title, self.limit)]
 
 
-def found(plan: ServingPlan, out: Path) -> ServedRow | None:
-    """What serving.json holds of the run, where an earlier command has made it."""
-    file = out / plan.folder / RUN
-    return read_json(file) if file.is_file() else None
+def _outcome(system: str, search: RateSearch, least: float | None) -> str:
+    """Return what a search found, in words. `least`: the highest rate of the system that keeps least."""
+    name = f"{system}: " if system else ""
+    if search.highest is None:
+        return f"{name}kept at no rate down to {search.lowest_broken:.3g} new sessions per second"
+    broken = f", broken at {search.lowest_broken:.3g}" if search.broken else ", broken at none: take more sessions"
+    times = f"; {digits(search.highest / least)} times the least" if least and search.highest > least else ""
+    return f"{name}kept up to {search.highest:.3g} new sessions per second{broken}{times}"
 
 
-def served(plan: ServingPlan, out: Path) -> ServedRow:
-    """What serving.json holds of the run, from now on."""
-    folder = out / plan.folder
-    folder.mkdir(parents=True, exist_ok=True)
-    row = _serve(plan, folder)
-    write_json(folder / RUN, row)  # last: what holds it is finished
-    return row
-
-
-def _serve(plan: ServingPlan, folder: Path) -> ServedRow:
+def served(plan: ServingPlan, folder: Path) -> ServedRow:
+    """Run a plan; write its turns and its trace to `folder`, and return the rest."""
     job, traffic = plan.job, plan.point.traffic
     job.refuse_memory()
     loaded = job.load()
-    with routed(loaded.model), _fresh(job.settings) as settings:
+    with routed(loaded.model), _with_empty_folder(job.settings) as settings:
         attachment = job.attachment(loaded, {})
         with closing(Runner(job.task, settings, folder, attachment, loaded, traffic.read_buffer)) as runner:
             runner.kept.expect(of_conversations(job.model.describe(), settings, job.items))
             runner.warm_up(job.items)
-            clock, engine, kept = CLOCKS[traffic.clock](), runner.engine, runner.kept
-            loop = Loop(engine, kept, clock, ending=runner.ending, slots=traffic.slots, interleave=traffic.interleave)
-            answers = list(_told(loop.serve(plan.sessions), plan))
+            clock, kept = CLOCKS[traffic.clock](), runner.kept
+            loop = ServingLoop(
+                runner.engine, kept, clock, ending=runner.ending, slots=traffic.slots, interleave=traffic.interleave
+            )
+            turns = [1 for one in plan.sessions for _ in one.item.turns]
+            coming = loop.serve(plan.sessions)
+            shown = job.settings.progress
+            answers = list(progress(coming, plan.label, turns, shown, size=lambda _: 1, what="turns", unit="turn"))
             totals = figures(answers, clock.now(), clock.idle_s)
             stored = kept.store.statistics.plain() if isinstance(kept, StoredCaches) else None
-    lines = list(_lines(plan, answers, runner))
+    lines = list(_scored(plan, answers, runner))
     write_lines(folder / TURNS, lines)
     trace.write(folder / TRACE, plan.sessions, job.config["task"], plan.rate)
     return {
@@ -140,8 +207,8 @@ def _serve(plan: ServingPlan, folder: Path) -> ServedRow:
 
 
 @contextmanager
-def _fresh(settings: Settings) -> Iterator[Settings]:
-    """With an empty folder inside `store.folder`, where one is named: it goes with the run."""
+def _with_empty_folder(settings: Settings) -> Iterator[Settings]:
+    """Give the settings an empty folder inside `store.folder`, where that is named; it goes with the run."""
     if settings.store.folder is None:
         yield settings
         return
@@ -151,15 +218,8 @@ def _fresh(settings: Settings) -> Iterator[Settings]:
         yield replace(settings, store=replace(settings.store, folder=str(folder)))
 
 
-def _told(answers: Iterator[Answer], plan: ServingPlan) -> Iterator[Answer]:
-    """How far they are, on stderr."""
-    turns = [1 for one in plan.sessions for _ in one.item.turns]
-    shown = plan.job.settings.progress
-    return progress(answers, plan.label, turns, shown, size=lambda _: 1, what="turns", unit="turn")
-
-
-def _lines(plan: ServingPlan, answers: Sequence[Answer], runner: Runner) -> Iterator[ServedRow]:
-    """Of turns.jsonl: what was recorded of a turn, with its text and score."""
+def _scored(plan: ServingPlan, answers: Sequence[Answer], runner: Runner) -> Iterator[ServedRow]:
+    """Yield the lines of turns.jsonl: the record of each turn, with its text and score."""
     items = {one.name: one.item.turns for one in plan.sessions}
     for answer in answers:
         item = items[answer.session][answer.turn - 1]
@@ -167,129 +227,3 @@ def _lines(plan: ServingPlan, answers: Sequence[Answer], runner: Runner) -> Iter
         score = plan.job.task.score(item.example, output).value
         times = {name: getattr(answer, name) for name in ("ttft_s", "prefill_s", "prompt_tokens")}
         yield asdict(answer) | times | {"output": output, "score": score}
-
-
-TABLES = "tables"
-
-
-class Runs:
-    """`points`: of the command line; planned at once, so that nothing wrong with the last is found after the first."""
-
-    def __init__(
-        self,
-        points: Sequence[TrafficPoint],
-        out: Path,
-        prices: Prices,
-        limit: FirstTokenLimit | None = None,
-        config_dirs: Sequence[Path] = (),
-    ) -> None:
-        self.out, self.prices, self.limit = out, prices, limit
-        self.systems: dict[str, ServingPlan] = {}
-        self.plans = [self._plan(point, config_dirs) for point in points]
-        self.rows: list[tuple[ServingPlan, ServedRow]] = []
-        rates = sorted({plan.rate for plan in self.plans})
-        self.searches = {}
-        if limit:
-            self.searches = {name: RateSearch(rates, _most(plan, limit)) for name, plan in self.systems.items()}
-
-    def _plan(self, point: TrafficPoint, config_dirs: Sequence[Path]) -> ServingPlan:
-        if point.system not in self.systems:
-            self.systems[point.system] = ServingPlan.of(point, config_dirs)
-        known = self.systems[point.system]
-        return known.at(point.traffic.rate or known.rate)
-
-    def serve(self) -> None:
-        for plan in self.plans:
-            self._serve(plan)
-        while added := list(self._added()):
-            for plan in added:
-                self._serve(plan)
-
-    def _added(self) -> Iterator[ServingPlan]:
-        """The next step of every search, so that the systems take turns."""
-        for system, search in self.searches.items():
-            if (rate := search.next()) is not None:
-                yield self.systems[system].at(rate)
-
-    def _serve(self, plan: ServingPlan) -> None:
-        plan.job.remove_leftovers()
-        known = found(plan, self.out)
-        if known is None:
-            warn(_coming(plan))
-        made = known or served(plan, self.out)
-        figures = made["figures"]
-        row = {**made, "figures": figures | cost(figures["busy_s"], self.prices, made["reserved"])}
-        self.rows.append((plan, row))
-        if self.limit:
-            self.searches[plan.point.system].learn(plan.rate, figures[self.limit.key] <= self.limit.seconds)
-        warn(_said(plan, row, known is not None))
-
-    @property
-    def lines(self) -> list[table.Line]:
-        """By rate, so that the systems stand below each other."""
-        order = list(self.systems)
-        rows = sorted(self.rows, key=lambda one: (one[0].rate, order.index(one[0].point.system)))
-        return [table.Line(plan.point.others, plan.rate, row["figures"]) for plan, row in rows]
-
-    def text(self) -> str:
-        return "\n\n".join([table.table(self.lines), *self._findings()])
-
-    def _findings(self) -> Iterator[str]:
-        if self.limit:
-            least = min((one.highest for one in self.searches.values() if one.highest), default=None)
-            yield "\n".join([f"{self.limit}:", *(f"  {_found(*one, least)}" for one in self.searches.items())])
-
-    @property
-    def folder(self) -> Path:
-        """Of what this command writes of all its runs: the same runs under the same limit and prices have the same."""
-        asked = {
-            "runs": [plan.identity for plan in self.plans],
-            "limit": str(self.limit),
-            "prices": asdict(self.prices),
-        }
-        return self.out / TABLES / f"{len(self.plans)}-runs-{digest(asked)[:8]}"
-
-    def write(self) -> list[Path]:
-        folder = self.folder
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / RUN, {"schema": SCHEMA, "limit": self._limit(), "runs": [row for _, row in self.rows]})
-        write_csv(folder / "serving.csv", [line.flat for line in self.lines])
-        job, traffic = self.plans[0].job, self.plans[0].point.traffic
-        title = f"{job.model.describe().name}, {len(job.items)} conversations, {traffic.slots} slots"
-        drawn = table.draw(self.lines, folder / "ttft.png", title, self.limit)
-        return [folder / RUN, folder / "serving.csv", *drawn]
-
-    def _limit(self) -> dict[str, Any] | None:
-        if self.limit is None:
-            return None
-        found = {name: {"highest": one.highest, "broken": one.broken} for name, one in self.searches.items()}
-        return {"of": self.limit.key, "seconds": self.limit.seconds, "systems": found}
-
-
-def _most(plan: ServingPlan, limit: FirstTokenLimit) -> float:
-    """The rate at which all sessions come within the seconds of the limit."""
-    return len(plan.sessions) / limit.seconds
-
-
-def _coming(plan: ServingPlan) -> str:
-    """A run before it begins: how much there is to do, and how long that takes at least."""
-    turns, last_s = sum(len(one.item.turns) for one in plan.sessions), max(one.start_s for one in plan.sessions)
-    waits = f", the last session comes after {last_s:.0f} s" if plan.point.traffic.clock == "wall" else ""
-    return f"{plan.label}: {turns} turns of {len(plan.sessions)} sessions{waits}"
-
-
-def _said(plan: ServingPlan, row: ServedRow, known: bool) -> str:
-    """A run in a line."""
-    figures = row["figures"]
-    told = f"p90 of TTFT {digits(figures['ttft_p90_s'])} s, hits {percent(figures['hit_rate'])} %"
-    return f"{plan.label}: {told}{' (was there already)' * known}"
-
-
-def _found(system: str, search: RateSearch, least: float | None) -> str:
-    """`least`: the highest rate of the system that keeps least."""
-    name = f"{system}: " if system else ""
-    if search.highest is None:
-        return f"{name}kept at no rate down to {search.lowest_broken:.3g} new sessions per second"
-    broken = f", broken at {search.lowest_broken:.3g}" if search.broken else ", broken at none: take more sessions"
-    times = f"; {digits(search.highest / least)} times the least" if least and search.highest > least else ""
-    return f"{name}kept up to {search.highest:.3g} new sessions per second{broken}{times}"

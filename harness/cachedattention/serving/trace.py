@@ -1,4 +1,4 @@
-"""Who comes when: the conversations of a task with the times of their arrivals, drawn by seed or read from a file."""
+"""The conversations of a task with the times of their arrivals, drawn by seed or read from a file."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ LINE = {"start_s": SECONDS, "think_s": [SECONDS], "conversation": CONVERSATION}
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A conversation. `think_s`: from an answer to the next question, one less than there are turns."""
+    """A conversation. `think_s`: seconds from an answer to the next question, one less than there are turns."""
 
     item: Item
     start_s: float
@@ -54,21 +54,21 @@ class Session:
 
 
 def drawn(items: Sequence[Item], *, seed: int, think_s: float) -> list[Session]:
-    """One new session per second, a Poisson process. `think_s`: mean of an exponential law."""
+    """Return sessions that come as a Poisson process, one per second. `think_s`: mean of an exponential law."""
     turns = [[TurnLengths(len(turn.prompt.ids), turn.new_tokens) for turn in item.turns] for item in items]
-    told = timed([item.example.id for item in items], turns, 1.0, think_s, np.random.default_rng(seed))
-    return [Session(item, one.start_s, one.think_s) for item, one in zip(items, told, strict=True)]
+    timings = timed([item.example.id for item in items], turns, 1.0, think_s, np.random.default_rng(seed))
+    return [Session(item, one.start_s, one.think_s) for item, one in zip(items, timings, strict=True)]
 
 
 def stretched(sessions: Sequence[Session], factor: float) -> list[Session]:
-    """The same arrivals with `factor` times the time between them; users think as long as before."""
+    """Return the same arrivals with `factor` times the time between them; users think as long as before."""
     return [replace(one, start_s=one.start_s * factor) for one in sessions]
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """A trace from a file. `task`: the configuration of the task that scores its answers; `rate`: the sessions per
-    second that its times are for."""
+    """A trace that was read from a file. `task`: the configuration of the task that scores its answers; `rate`: the
+    sessions per second that its times are for."""
 
     task: dict[str, Any]
     rate: float
@@ -88,12 +88,12 @@ class Recorded:
                 ) from error
 
     def sessions(self, items: Sequence[Item]) -> list[Session]:
-        """`items`: of its examples."""
+        """Return the sessions of `items`, which were made of the examples."""
         return [Session(*one) for one in zip(items, self.start_s, self.think_s, strict=True)]
 
 
 def write(path: Path, sessions: Sequence[Session], task: dict[str, Any], rate: float) -> None:
-    """Text and times, for a replay here or elsewhere: a line about all, then a line per session."""
+    """Write texts and times for a later replay: a line about all, then a line per session."""
     head = {"schema": SCHEMA, "rate": rate, "task": json.loads(canonical(task))}
     lines = [
         {"start_s": one.start_s, "think_s": one.think_s, "conversation": asdict(one.item.example)} for one in sessions
@@ -102,6 +102,7 @@ def write(path: Path, sessions: Sequence[Session], task: dict[str, Any], rate: f
 
 
 def read(path: Path) -> Recorded:
+    """Read a trace that `write` has written. Raise `TraceError` with the row that is wrong."""
     head, *lines = rows_in(path, "replay")
     place = f"replay: row 1 of {path}"
     check(head, {"schema": "a whole number"}, place)
@@ -123,7 +124,7 @@ def read(path: Path) -> Recorded:
 
 
 def _made(kind: Any, plain: dict[str, Any], place: str) -> Any:
-    """An example or a turn of one; null is a field left out."""
+    """Return an example, or a turn of one, with the fields of `plain`; a field that is null is left out."""
     if unknown := sorted(plain.keys() - {field.name for field in fields(kind)}):
         raise TraceError(f"{place} has {unknown[0]!r}, which is no field of a conversation: leave it out.")
     given = {name: value for name, value in plain.items() if value is not None}

@@ -1,4 +1,4 @@
-"""The command line of `python -m harness.serve`: keys of its own beside those of `python -m harness`.
+"""The command line of `python -m harness.serve`, with keys of its own and those of `python -m harness`; its clocks.
 
 Every key may have several values, and every combination is a run. The rate varies slowest, so that the systems that are
 compared take turns at each rate.
@@ -17,14 +17,14 @@ from harness.config.grids import Word, combinations
 from harness.config.overrides import settings as known_settings
 from harness.config.values import ABOVE_0, FROM_0, FROM_1, Range, SettingsError, check_values
 
-Seconds = Callable[[], float]
-
 
 class Clock:
-    """Runs from 0 at `start`. `source` gives seconds; `sleep` lets them pass, and without it the clock is set forward
-    over what would be slept through."""
+    """A clock that runs from 0 at `start`. `source` gives seconds; `sleep` lets them pass, and without it the clock is
+    set forward instead."""
 
-    def __init__(self, source: Seconds = time.perf_counter, sleep: Callable[[float], None] | None = None) -> None:
+    def __init__(
+        self, source: Callable[[], float] = time.perf_counter, sleep: Callable[[float], None] | None = None
+    ) -> None:
         self._source, self._sleep = source, sleep
         self.start()
 
@@ -49,11 +49,11 @@ class Clock:
 CLOCKS: Mapping[str, Callable[[], Clock]] = {
     "wall": partial(Clock, time.perf_counter, time.sleep),
     "busy": Clock,  # wall time, idle time skipped
-    "cpu": partial(Clock, time.process_time),  # of all threads of this process: what others take is not in it
+    "cpu": partial(Clock, time.process_time),  # of all threads of this process alone
 }
 
 
-READ = (  # of a run's keys
+READ = (  # keys of a run that the loop reads
     "budget", "budget_bytes", "budget_rule", "align", "comm", "windows", "dense_layers", "layer_budgets", "reuse_steps",
     "budget_generated", "placement", "codec", "disk", "overlap", "chat",
     "dtype", "device", "prefill_chunk", "seed", "threads", "warmup", "graphs", "backends", "memory_check", "generation",
@@ -97,7 +97,7 @@ OF_TRACE = ("task", "think_s")  # what a replayed trace brings itself
 
 @dataclass(frozen=True)
 class TrafficPoint:
-    """One run. `words`: those of `python -m harness`; `named`: the keys that vary, with their values here."""
+    """One run in words. `words`: those for `python -m harness`; `named`: the keys that vary, with their values here."""
 
     traffic: TrafficSettings
     words: tuple[str, ...]
@@ -105,12 +105,12 @@ class TrafficPoint:
 
     @property
     def system(self) -> str:
-        """What is compared."""
+        """Return what is compared with others at each rate."""
         return " ".join(f"{key}={value}" for key, value in self.others.items() if value)
 
     @property
     def others(self) -> dict[str, str]:
-        """What varies beside the rate."""
+        """Return the keys that vary, apart from the rate."""
         return {key: value for key, value in self.named.items() if key != "rate"}
 
     def at(self, rate: float) -> TrafficPoint:
@@ -118,26 +118,23 @@ class TrafficPoint:
 
 
 def points(words: Sequence[str]) -> list[TrafficPoint]:
-    """All combinations of the values."""
+    """Return a run for each combination of the values. Raise `SettingsError` for keys that change nothing."""
     found = list(combinations(words, slowest="rate"))
     for key in found[0]:
         _refuse_unread(key)
-    _refuse_twice(found[0])
+        if "replay" in found[0] and key.partition(".")[0] in OF_TRACE:
+            raise SettingsError(f"{key} changes nothing beside replay: the trace has its own. Leave one out.")
     varied = [key for key in found[0] if len({point[key].text for point in found}) > 1]
-    stored = [_is_stored(point) for point in found]
+    stored = ["history" in point and point["history"].value == "store" for point in found]
     if "read_buffer" in found[0] and not any(stored):
         raise SettingsError("read_buffer changes nothing without history=store.")
     made = [_point(point, varied, any(stored) and not own) for point, own in zip(found, stored, strict=True)]
     return list({(one.system, one.traffic.rate): one for one in made}.values())
 
 
-def _is_stored(chosen: Mapping[str, Word]) -> bool:
-    return "history" in chosen and chosen["history"].value == "store"
-
-
-def _point(chosen: Mapping[str, Word], varied: Sequence[str], beside_store: bool) -> TrafficPoint:
-    """`beside_store`: settings of the store are those of other points."""
-    if beside_store:
+def _point(chosen: Mapping[str, Word], varied: Sequence[str], others_store: bool) -> TrafficPoint:
+    """Return the run of one combination. `others_store`: settings of the store belong to other combinations."""
+    if others_store:
         chosen = {key: word for key, word in chosen.items() if not key.startswith(OF_STORE)}
     own = {key: word.value for key, word in chosen.items() if key in OWN}
     traffic = TrafficSettings(**own)
@@ -161,10 +158,3 @@ def _refuse_unread(key: str) -> None:
     raise SettingsError(
         f"There is no setting {key}; " + (f"did you mean {near[0]}?" if near else "see docs/conversations.md.")
     )
-
-
-def _refuse_twice(given: Mapping[str, Word]) -> None:
-    """What a trace brings cannot be chosen beside it."""
-    for key in given if "replay" in given else ():
-        if key.partition(".")[0] in OF_TRACE:
-            raise SettingsError(f"{key} changes nothing beside replay: the trace has its own. Leave one out.")

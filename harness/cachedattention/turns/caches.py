@@ -1,12 +1,11 @@
 """Where a conversation's cache is between two turns: nowhere, on the device, or in a store (stored.py).
 
-`Conversation` (conversation.py) calls `resume`, `compute`, `save_ahead` and `save` in each turn, in this
-order, and `save_ahead` again while the answer grows.
+`Conversation` (conversation.py) calls `resume`, `compute`, `save_ahead` and `save` in each turn, in this order, and
+`save_ahead` again while the answer grows.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
@@ -31,9 +30,10 @@ NewCache = Callable[[int], KVCache]  # tokens of all turns, prompts and answers,
 class ResumedCache:
     """A cache that holds the first `reused` tokens of those asked for, found in `tier`; None on a miss.
 
-    `load_s`: seconds that the turn has waited for it, a fresh one too; `hidden_s`: those in which its layers were on
-    their way while it computed. Both are complete behind `compute`, and so is `lost`: why what was stored is not there,
-    where computing it again gives something else. `outgrown`: it was there, and the longer text is rotated otherwise.
+    `load_s`: seconds that the turn has waited for it, also for a fresh one; `hidden_s`: seconds in which its layers
+    were on their way while the turn computed. Both are complete after `compute`, and so is `lost`: why what was stored
+    is not there, where computing it again gives something else. `outgrown`: it was there, and the longer text is
+    rotated otherwise.
     """
 
     cache: KVCache
@@ -48,39 +48,40 @@ class ResumedCache:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A turn that was saved. `save_s`: seconds that the caller waited at its end, those of `save_ahead` are not in it;
-    its rows may still be on their way."""
+    """A turn that was saved. `save_s`: seconds that the caller waited at its end, without those of `save_ahead`; its
+    rows may still be on their way, in `uploads`."""
 
     save_s: float
-    leavings: Sequence[UploadToHost] = ()
+    uploads: Sequence[UploadToHost] = ()
 
     @property
     def finished(self) -> bool:
-        return all(one.finished for one in self.leavings)
+        return all(upload.finished for upload in self.uploads)
 
     def hidden_s(self) -> float:
-        """Seconds in which rows left the device while nobody waited for it. Waits for their end."""
-        for one in self.leavings:
-            one.wait()
-        return sum(one.hidden_s for one in self.leavings)
+        """Wait until all rows have left the device; return the seconds of that in which nobody waited."""
+        for upload in self.uploads:
+            upload.wait()
+        return sum(upload.hidden_s for upload in self.uploads)
 
 
-class CachesBetweenTurns(ABC):
-    """One per run: it knows how caches of its engine are started. `stores`: what it keeps may get lost."""
+class CachesBetweenTurns:
+    """The caches of a run's conversations, one object per run. This class keeps nothing: every turn computes the whole
+    text again (history=recompute). `start` makes a fresh cache. `stores`: what is kept may get lost."""
 
     stores: ClassVar[bool] = False
 
     def __init__(self, start: NewCache) -> None:
         self.start = start
 
-    def expect(self, size: int) -> None:  # noqa: B027
-        """Conversations will come whose keys and values take so many bytes, and no clock runs yet."""
+    def expect(self, size: int) -> None:
+        """Make room before any clock runs: conversations will come whose keys and values take `size` bytes."""
 
     def resume(self, session: str, tokens: Sequence[int], capacity: int, whole: int = 0) -> ResumedCache:
-        """A cache for the next turn, with as many of `tokens` as are to be had. Its layers may still be on their way:
-        each is waited for when it is used, and may turn out to be damaged (`HistoryLost`, which `compute` handles).
+        """Return a cache for the next turn, with as many of `tokens` as are to be had. Its layers may still be on their
+        way: each is waited for when it is used, and may prove damaged (`HistoryLost`, which `compute` handles).
 
-        `tokens`: the text so far, without what must be fed in any case, as a prompt's last token for its logits. A
+        `tokens`: the text so far, without what must be fed in any case, such as a prompt's last token for its logits. A
         cache that `save` was given alive comes back as it is: `open_turn` before a prefill. `whole`: how many tokens
         the text has with those; where that decides how the model rotates, a history that is rotated otherwise is of no
         use.
@@ -94,8 +95,8 @@ class CachesBetweenTurns(ABC):
     def compute(
         self, found: ResumedCache, tokens: Sequence[int], prefill: Prefill
     ) -> tuple[ResumedCache, Tensor | None]:
-        """`prefill` what `found` lacks of the text. -> what there was to be had; logits of the last token, None where
-        nothing was lacking. A history that turns out to be damaged on its way is computed again, in a fresh cache."""
+        """`prefill` what `found` lacks of the text. Return what there was to be had, and the logits of the last token,
+        None where nothing was lacking. A history that proves damaged on its way is computed again, in a fresh cache."""
         try:
             logits = _computed(found.cache, tokens[found.reused :], prefill)
         except HistoryLost:
@@ -108,49 +109,34 @@ class CachesBetweenTurns(ABC):
             found = replace(found, load_s=waited_s, hidden_s=overlap.hidden_s, loading=None)
         return found, logits
 
-    @abstractmethod
-    def _find(self, session: str, tokens: Sequence[int], capacity: int, whole: int) -> ResumedCache: ...
-
-    def _anew(self, found: ResumedCache) -> ResumedCache:
-        """Nothing of what was found may be used."""
-        fresh = self.start(found.cache.capacity)
-        fresh.take_text(found.cache)
-        return ResumedCache(fresh, load_s=found.load_s)
-
     def save_ahead(self, session: str, tokens: Sequence[int], cache: KVCache) -> float:
-        """The prompt is prefilled and not sealed, or the answer has come to `leaves_at`: what `save` will be given may
-        begin to leave the device. `tokens`: all that was fed to `cache`. -> seconds that the caller waited"""
+        """Let rows that `save` will be given begin to leave the device: the prompt is prefilled and not sealed, or the
+        answer has come to `leaves_at`. `tokens`: all that was fed to `cache`. Return the seconds that the caller
+        waited."""
         began = perf_counter()
         self._leave_ahead(session, tokens, cache)
         return perf_counter() - began
 
-    def _leave_ahead(self, session: str, tokens: Sequence[int], cache: KVCache) -> None:  # noqa: B027
-        """Where something can leave before the turn has ended."""
-
     def leaves_at(self, cache: KVCache) -> float:
-        """How many tokens `cache` holds when `save_ahead` is to be called again; infinity for never."""
+        """Return how many tokens `cache` holds when `save_ahead` is to be called again; infinity for never."""
         return inf
 
     def save(self, session: str, tokens: Sequence[int], cache: KVCache) -> Saved:
-        """The turn has ended. `tokens`: all that was fed to `cache`, which belongs to this object now."""
+        """End a turn. `tokens`: all that was fed to `cache`, which belongs to this object from now on."""
         if len(tokens) != cache.num_tokens:
             raise ValueError(
                 f"The cache holds {cache.num_tokens} tokens and {len(tokens)} were named: name those that were fed, "
                 "without an answer's last."
             )
         began = perf_counter()
-        leavings = self._keep(session, tokens, cache)
-        return Saved(perf_counter() - began, leavings)
-
-    @abstractmethod
-    def _keep(self, session: str, tokens: Sequence[int], cache: KVCache) -> Sequence[UploadToHost]:
-        """-> what goes on behind the caller's back"""
+        uploads = self._keep(session, tokens, cache)
+        return Saved(perf_counter() - began, uploads)
 
     def shorten(
         self, session: str, tokens: Sequence[int], keep: int, capacity: int, *, sinks: int = 0, naive: bool = False
     ) -> list[int]:
-        """Cuts a history of `tokens` to `keep` at most: its first `sinks` and its last (truncation.py).
-        -> the text that it stands for now. Where it is not to be had any more, that text will be computed."""
+        """Cut a history of `tokens` to `keep` at most, its first `sinks` and its last (truncation.py). Return the text
+        that it stands for now. Where the history is gone, that text will be computed."""
         found = self.resume(session, tokens, capacity)
         try:
             found.cache.await_layers()
@@ -166,8 +152,42 @@ class CachesBetweenTurns(ABC):
         self.save(session, kept, fresh)
         return kept
 
+    def forget(self, session: str) -> None:
+        """Let go of a conversation that is over."""
+
+    def enqueue(self, session: str) -> None:
+        """Note that a turn of the session waits, after those that wait already."""
+
+    def dequeue(self, session: str) -> None:
+        """Note that the session's turn starts, or is given up."""
+
+    def prefetch(self) -> None:
+        """Move the sessions of the turns that wait closer to the device."""
+
+    def ahead(self, session: str, tokens: Sequence[int], whole: int = 0) -> None:
+        """Load the first layers, as many as the read buffer holds: the next `resume` will ask for just this."""
+
+    def close(self) -> None:
+        """End the run; call it once."""
+
+    def _find(self, session: str, tokens: Sequence[int], capacity: int, whole: int) -> ResumedCache:
+        return ResumedCache(self.start(capacity))
+
+    def _anew(self, found: ResumedCache) -> ResumedCache:
+        """Return a fresh cache where nothing of what was found may be used."""
+        fresh = self.start(found.cache.capacity)
+        fresh.take_text(found.cache)
+        return ResumedCache(fresh, load_s=found.load_s)
+
+    def _leave_ahead(self, session: str, tokens: Sequence[int], cache: KVCache) -> None:
+        """Begin to move rows, where some can leave before the turn has ended."""
+
+    def _keep(self, session: str, tokens: Sequence[int], cache: KVCache) -> Sequence[UploadToHost]:
+        """Keep the cache for the next turn; return the uploads that go on while the caller does."""
+        return ()
+
     def _cut(self, cache: KVCache, tokens: Sequence[int], keep: int, capacity: int, sinks: int, naive: bool) -> KVCache:
-        """A fresh cache with what stays of `cache`, which holds `tokens`."""
+        """Return a fresh cache with what stays of `cache`, which holds `tokens`."""
         contents, fresh = cache.whole_contents(), self.start(capacity)
         rotations = [Rotation(layer.spec.rope, fresh.state.request.dtype) for layer in fresh.layers]
         for rotation in rotations:
@@ -176,38 +196,10 @@ class CachesBetweenTurns(ABC):
         fresh.stages = cache.stages
         return fresh
 
-    def forget(self, session: str) -> None:  # noqa: B027 (a store has its own rules)
-        """The conversation is over."""
-
-    def enqueue(self, session: str) -> None:  # noqa: B027
-        """A turn of the session waits, behind those that wait already."""
-
-    def dequeue(self, session: str) -> None:  # noqa: B027
-        """Its turn starts, or is given up."""
-
-    def prefetch(self) -> None:  # noqa: B027
-        """Move the sessions of the turns that wait closer to the device."""
-
-    def ahead(self, session: str, tokens: Sequence[int], whole: int = 0) -> None:  # noqa: B027
-        """The next `resume` is this one's: the first layers, as many as the read buffer holds, may come now."""
-
-    def close(self) -> None:  # noqa: B027
-        """Call it once, at the end of the run."""
-
-
-class Recompute(CachesBetweenTurns):
-    """Nothing is kept: every turn computes the whole text again."""
-
-    def _find(self, session: str, tokens: Sequence[int], capacity: int, whole: int) -> ResumedCache:
-        return ResumedCache(self.start(capacity))
-
-    def _keep(self, session: str, tokens: Sequence[int], cache: KVCache) -> Sequence[UploadToHost]:
-        return ()
-
 
 class DevicePrefix(CachesBetweenTurns):
-    """Caches stay alive on the device, as many as there are conversations. One that holds anything but the beginning
-    of what is asked for is of no use, and is let go."""
+    """Caches that stay alive on the device, as many as there are conversations. One that holds anything but the
+    beginning of what is asked for is of no use, and is let go."""
 
     def __init__(self, start: NewCache) -> None:
         super().__init__(start)
@@ -245,5 +237,5 @@ def _computed(cache: KVCache, tokens: Sequence[int], prefill: Prefill) -> Tensor
 
 
 def both_ends(tokens: Sequence[int], keep: int, sinks: int) -> list[int]:
-    """The first `sinks` and the last, `keep` in all."""
+    """Return the first `sinks` tokens and the last ones, `keep` in all."""
     return [*tokens[:sinks], *tokens[len(tokens) - keep + sinks :]]

@@ -1,6 +1,6 @@
 """One conversation, turn by turn: its text, and how its cache comes into a turn and out of it again.
 
-    talk = Conversation(histories, "alice", capacity=4096, turns=3)
+    talk = Conversation(caches, "alice", capacity=4096, turns=3)
     while not talk.over:
         talk.ask(question)              # token ids
         talk.resume()                   # layers of the history may still be on their way
@@ -10,7 +10,7 @@
         talk.save()
 
 The last token of an answer has not been fed, so it has no keys and values: the next turn's prompt begins with it. A
-conversation that is over keeps nothing: no turn comes back for it.
+conversation that is over keeps nothing, since no turn comes back for it.
 """
 
 from __future__ import annotations
@@ -27,47 +27,53 @@ from harness.engine.cache import KVCache
 
 
 class Overflow:
-    """`settings.window` is a number here, and `settings.by` one of the three."""
+    """What happens where a conversation outgrows the window: a share of its history stays (CachedAttention, section
+    3.4). `settings.window` is a number here, and `settings.by` one of three ways.
+
+    `truncate_cache` cuts the cache, whose keys are rotated again, to the start of the window. Its rivals are the
+    paper's: `truncate_tokens` (TT) cuts the text alone, which is then computed again; `truncate_rotated` (NKVT) cuts
+    the cache and leaves keys rotated to where they stood.
+    """
 
     def __init__(self, settings: OverflowSettings) -> None:
         assert settings.window is not None
         self.settings, self.window = settings, settings.window
 
     def keep(self, held: int, new: int) -> int:
-        """How many of `held` tokens stay where `new` ones are to fit in. With first tokens that always stay, none where
-        no others would."""
+        """Return how many of `held` tokens stay where `new` ones are to fit in. Where first tokens always stay, none
+        stay unless others do."""
         while held and held + new > self.window:
             held = int(held * self.settings.ratio)
             if held <= self.settings.sinks:
                 return 0
         return held
 
-    def make_room(self, histories: CachesBetweenTurns, session: str, fed: Sequence[int], new: int) -> list[int]:
-        """Before a turn of `new` tokens, its answer's included. `fed`: all tokens of the history, which `histories`
-        has. -> those that stay: of a method that evicts as many as it still held, at most."""
+    def make_room(self, caches: CachesBetweenTurns, session: str, fed: Sequence[int], new: int) -> list[int]:
+        """Cut a history before a turn of `new` tokens, its answer's included, and return the tokens that stay. `fed`:
+        all tokens of the history. Of a method that evicts, at most as many stay as it still held."""
         keep = self.keep(len(fed), new)
         if keep == len(fed):
             return list(fed)
         if not keep:
-            histories.forget(session)
+            caches.forget(session)
             return []
         if self.settings.by == "truncate_tokens":
             return both_ends(fed, keep, self.settings.sinks)
         naive = self.settings.by == "truncate_rotated"
-        return histories.shorten(session, fed, keep, self.window, sinks=self.settings.sinks, naive=naive)
+        return caches.shorten(session, fed, keep, self.window, sinks=self.settings.sinks, naive=naive)
 
 
 def without_eos(tokens: Sequence[int], stop: str) -> Sequence[int]:
-    """What stays of an answer: an EOS gives way to the template's end of a turn."""
+    """Return what stays of an answer in the text: its EOS gives way to the template's end of a turn."""
     return tokens[: len(tokens) - (stop == "eos")]
 
 
 class Conversation:
-    """`turns`: how many it has; `capacity`: tokens of all of them, prompts and answers, at most."""
+    """A conversation of `turns` turns. `capacity`: the most tokens of all of them, prompts and answers."""
 
     def __init__(
         self,
-        histories: CachesBetweenTurns,
+        caches: CachesBetweenTurns,
         session: str,
         capacity: int,
         turns: int,
@@ -75,13 +81,13 @@ class Conversation:
         overflow: Overflow | None = None,
         by_token: bool = False,
     ) -> None:
-        """`overflow`: None where its text always fits the window. `by_token`: what a further turn adds is not prefilled
-        but fed token by token (protocol=context)."""
-        self.histories, self.session, self.capacity, self.turns = histories, session, capacity, turns
+        """Begin a conversation. `overflow`: None where its text always fits the window. `by_token`: what a further turn
+        adds is not prefilled but fed token by token (protocol=context)."""
+        self.caches, self.session, self.capacity, self.turns = caches, session, capacity, turns
         self.overflow, self.by_token = overflow, by_token
         self.asked = 0  # turns that have begun
         self.text: list[int] = []  # of user and model so far
-        self.fed = 0  # tokens of it that the cache held when the last turn ended
+        self.fed = 0  # tokens of the text that the cache held when the last turn ended
         self.dropped = 0  # tokens that left the window before this turn
         self.new_tokens = 0  # tokens of this turn's text that its cache did not hold
         self.save_ahead_s = 0.0
@@ -90,92 +96,92 @@ class Conversation:
 
     @property
     def over(self) -> bool:
-        """Whether the turn that was asked last is the conversation's last."""
+        """Return whether the turn that was asked last is the conversation's last."""
         return self.asked == self.turns
 
     @property
     def found(self) -> ResumedCache:
-        """What this turn had of its history, and its cache."""
+        """Return this turn's cache, and what it had of the history."""
         assert self._found is not None
         return self._found
 
     @property
     def unread(self) -> list[int]:
-        """The end of the text, which is to be fed token by token behind the seal."""
+        """Return the end of the text, which is to be fed token by token after the seal."""
         return self.text[self.found.cache.num_tokens :]
 
     @torch.inference_mode()
     def ask(self, ids: Sequence[int], new_tokens: int = 0) -> None:
-        """The next turn begins. If it does not fit the window with an answer of `new_tokens`, a part of the history
+        """Begin the next turn. If it does not fit the window with an answer of `new_tokens`, a part of the history
         leaves text and cache."""
         self.asked += 1
         self.text += ids
         if self.overflow is not None:
             fed, unread = self.text[: self.fed], self.text[self.fed :]
-            stays = self.overflow.make_room(self.histories, self.session, fed, len(unread) + new_tokens)
+            stays = self.overflow.make_room(self.caches, self.session, fed, len(unread) + new_tokens)
             self.text, self.fed, self.dropped = stays + unread, len(stays), len(fed) - len(stays)
 
     def ahead(self, ids: Sequence[int]) -> None:
-        """The next turn to begin, of all conversations, will ask `ids` here: its first layers may come now."""
-        self.histories.ahead(self.session, [*self.text, *ids][:-1], len(self.text) + len(ids))
+        """Let the first layers of the history come: the next turn to begin, of all conversations, asks `ids` here."""
+        self.caches.ahead(self.session, [*self.text, *ids][:-1], len(self.text) + len(ids))
 
     def resume(self) -> None:
-        """Takes a cache with as much of the text as there is, but for the last token, whose logits are needed."""
+        """Take a cache with as much of the text as there is, but without its last token, whose logits are needed."""
         asked = self.text[: min(self._prefilled, len(self.text) - 1)]
-        self._found = self.histories.resume(self.session, asked, self.capacity, whole=len(self.text))
-        self._say_text(self._found.cache)
+        self._found = self.caches.resume(self.session, asked, self.capacity, whole=len(self.text))
+        self._expect_text(self._found.cache)
 
     def compute(self, prefill: Prefill) -> Tensor | None:
-        """-> logits of the last token [1 V]; None where it is yet to be fed"""
-        self._found, logits = self.histories.compute(self.found, self.text[: self._prefilled], prefill)
+        """Prefill what the cache lacks. Return the logits of the last token [1 V]; None where it is yet to be fed."""
+        self._found, logits = self.caches.compute(self.found, self.text[: self._prefilled], prefill)
         self._begun()
         return logits
 
     def begin(self, cache: KVCache) -> None:
-        """Goes on with `cache`, which the caller has filled with the beginning of the text or all of it."""
+        """Go on with `cache`, which the caller has filled with the beginning of the text or all of it."""
         self._found = ResumedCache(cache)
-        self._say_text(cache)
+        self._expect_text(cache)
         self._begun()
 
-    def _say_text(self, cache: KVCache) -> None:
-        if cache.rotary is not None:
-            cache.expect_text(torch.tensor([self.text], device=cache.state.request.device))
-
-    def decoded(self, said: Sequence[int], catch_up: Callable[[], None]) -> None:
-        """The answer is `said` so far, and all but its last token is fed: rows that fill a block leave while the
-        others are decoded. `catch_up`: lets the cache know of all steps."""
-        if len(self.text) + len(said) - 1 >= self._leaves_at:
+    def decoded(self, answer: Sequence[int], catch_up: Callable[[], None]) -> None:
+        """Let rows that fill a block leave while the others are decoded. All but the last token of `answer` so far is
+        fed. `catch_up`: lets the cache know of all steps."""
+        if len(self.text) + len(answer) - 1 >= self._leaves_at:
             catch_up()
-            self._leave_ahead([*self.text, *said[:-1]])
+            self._leave_ahead([*self.text, *answer[:-1]])
 
     def answered(self, tokens: Sequence[int], stop: str) -> None:
         self.text += without_eos(tokens, stop)
 
     @torch.inference_mode()
     def save(self) -> Saved:
-        """The turn has ended: its cache goes where the next one finds it, or nowhere if the conversation is over."""
+        """End the turn: put its cache where the next one finds it, or nowhere if the conversation is over."""
         cache, self._found = self.found.cache, None
         if self.over:
-            self.histories.forget(self.session)
+            self.caches.forget(self.session)
             return Saved(0.0)
         self.fed = cache.num_tokens
-        return self.histories.save(self.session, self.text[: self.fed], cache)
+        return self.caches.save(self.session, self.text[: self.fed], cache)
 
     @property
     def _prefilled(self) -> int:
         return self.fed if self.by_token else len(self.text)
 
+    def _expect_text(self, cache: KVCache) -> None:
+        if cache.rotary is not None:
+            cache.expect_text(torch.tensor([self.text], device=cache.state.request.device))
+
     def _begun(self) -> None:
-        """The cache holds the prompt."""
+        """Note what was new, once the cache holds the prompt, and let its rows leave."""
         self.new_tokens = len(self.text) - self.found.reused
         self.save_ahead_s = self._leave_ahead(self.text)
 
     def _leave_ahead(self, text: Sequence[int]) -> float:
-        """No row leaves ahead of a save that will not come. -> seconds that the caller waited"""
+        """Let rows leave ahead of the save, if one will come. Return the seconds that the caller waited."""
         self._leaves_at = inf
         if self.over:
             return 0.0
         cache = self.found.cache
-        seconds = self.histories.save_ahead(self.session, text[: cache.num_tokens], cache)
-        self._leaves_at = self.histories.leaves_at(cache)
+        seconds = self.caches.save_ahead(self.session, text[: cache.num_tokens], cache)
+        self._leaves_at = self.caches.leaves_at(cache)
         return seconds

@@ -1,4 +1,4 @@
-"""What `history` and `store` name, opened for a run."""
+"""The caches between turns that the settings `history` and `store` name, opened for a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from harness.cachedattention.store.disk import named_in_settings
 from harness.cachedattention.store.fingerprint import Fingerprint, content_digest
 from harness.cachedattention.store.history_store import HistoryStore
 from harness.cachedattention.store.policies import POLICIES
-from harness.cachedattention.turns.caches import CachesBetweenTurns, DevicePrefix, NewCache, Recompute
+from harness.cachedattention.turns.caches import CachesBetweenTurns, DevicePrefix, NewCache
 from harness.cachedattention.turns.stored import StoredCaches
 from harness.config.settings import Settings, StoreSettings
 from harness.engine.attach import Attachment
@@ -28,7 +28,8 @@ ROTARY = ("rope_parameters", "partial_rotary_factor", "max_position_embeddings")
 
 
 def fingerprint(attachment: Attachment, loaded: LoadedModel, **more: object) -> Fingerprint:
-    """`more`: what else shapes the rows, as the protocol does."""
+    """Return what must be the same before stored rows are read again. `more`: what else shapes them, as the protocol
+    does."""
     config = loaded.model.config.to_dict()
     rotary = {name: config.get(name) for name in ROTARY}
     run = (attachment.method, attachment.budget, attachment.reuse_steps, attachment.placement)
@@ -43,15 +44,15 @@ def fingerprint(attachment: Attachment, loaded: LoadedModel, **more: object) -> 
     )
 
 
-IN_MEMORY = {"device_prefix": DevicePrefix, "recompute": Recompute}
+IN_MEMORY = {"device_prefix": DevicePrefix, "recompute": CachesBetweenTurns}
 
 
 @contextmanager
-def histories(
+def opened_caches(
     settings: Settings, attachment: Attachment, loaded: LoadedModel, run: str, read_buffer: int | None = None
 ) -> Iterator[CachesBetweenTurns]:
-    """Closed on leaving. `run` names the folder of the disk tier inside `store.folder`. `read_buffer`: of a store."""
-
+    """Open the caches that `settings.history` names; they are closed on leaving. `run` names the folder of the disk
+    tier inside `store.folder`. `read_buffer`: layers that a store loads before a turn begins."""
     if settings.history in IN_MEMORY:
         made = in_memory(settings.history, attachment)
         yield made
@@ -64,7 +65,7 @@ def histories(
 
 
 def in_memory(history: str, attachment: Attachment) -> CachesBetweenTurns:
-    """Those of `IN_MEMORY` that `history` names; a store's stand-in is caches that stay on the device."""
+    """Return the caches of `IN_MEMORY` that `history` names; caches that stay on the device stand in for a store."""
     return IN_MEMORY.get(history, DevicePrefix)(_starting(attachment))
 
 
@@ -74,7 +75,7 @@ def _starting(attachment: Attachment) -> NewCache:
 
 @contextmanager
 def opened(settings: StoreSettings, whose: Fingerprint, attachment: Attachment, run: str) -> Iterator[HistoryStore]:
-    """The store alone."""
+    """Open the store that `settings` describe, with whatever is in its folder."""
     codec = PLAIN if settings.codec is None else codecs.codec_of(settings.codec)
     sizes: dict[str, Any] = settings.capacities
     for spec in attachment.model_specs:

@@ -24,12 +24,14 @@ Angles = Callable[[Tensor], tuple[Tensor, Tensor]]  # positions [P] -> cos, sin,
 
 
 class RotationError(ValueError):
-    """These keys' rotations do not follow from their positions alone."""
+    """Raised where keys' rotations do not follow from their positions alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """Of one layer. `dtype`: the model's, to which it rounds cos and sin; all arithmetic is in fp32.
+    """The rotation of one layer's keys, with angles from the model's own rotary module (`LayerSpec.rope`), so that
+    scaled, partial and per-layer rotations are the model's. `dtype`: the model's, to which it rounds cos and sin; all
+    arithmetic is in fp32.
 
     Keys are [..., T, D]; positions are [T], or [..., T] where heads keep different tokens (-1 for a row that is
     none, which stays as it is).
@@ -42,25 +44,25 @@ class Rotation:
     dtype: torch.dtype
 
     def off(self, keys: Tensor, positions: Tensor) -> Tensor:
-        """Keys as before their rotation. -> fp32, for a rounding here would be one more"""
+        """Return keys as before their rotation, in fp32, since a rounding here would be one more."""
         return self._turned(rope.unrotate, keys, positions)
 
     def on(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """What `off` gave, rotated to `positions`. -> the model's dtype"""
+        """Return what `off` gave, rotated to `positions`, in the model's dtype."""
         return self._turned(rope.rotate, rows, positions).to(self.dtype)
 
     def move(self, keys: Tensor, source: Tensor, target: Tensor) -> Tensor:
-        """Keys rotated to `source`, as they are at `target`. -> the model's dtype"""
+        """Return keys that are rotated to `source` as they are at `target`, in the model's dtype."""
         return self.on(self.off(keys, source), target)
 
     def steady(self, tokens: int) -> int:
-        """Up to how many tokens, `tokens` at most, a text may grow without a change of the angles at its start."""
+        """Return how many tokens, `tokens` at most, a text may have before the angles at its start change."""
         if self._alike(tokens):
             return tokens
         return 1 + bisect_left(range(2, tokens), True, key=lambda reach: not self._alike(reach))
 
     def check(self, tokens: int) -> None:
-        """Raises `RotationError` where the keys of a text of `tokens` tokens depend on the forwards it came in."""
+        """Raise `RotationError` where the keys of a text of `tokens` tokens depend on the forwards it came in."""
         if (steady := self.steady(tokens)) < tokens:
             raise RotationError(
                 f"This model's rotary scaling (dynamic or LongRoPE) changes all angles once a text exceeds {steady} "
@@ -69,8 +71,8 @@ class Rotation:
             )
 
     def fixed(self, positions: Tensor, text: int = 0) -> Rotation:
-        """For these consecutive positions alone, in a text of `text` tokens, or one that ends with them. It asks the
-        model no more, so another thread may use it."""
+        """Return the rotation of these consecutive positions alone, in a text of `text` tokens or one that ends with
+        them. It asks the model no more, so another thread may use it."""
         last = positions.new_tensor([max(text - 1, int(positions[-1]) if len(positions) else 0)])
         asked = self.angles(torch.cat([positions, last]))
         cos, sin = (part[:, :-1].to(positions.device) for part in asked)
@@ -89,12 +91,12 @@ class Rotation:
         return torch.where((positions < 0).unsqueeze(-1).to(rows.device), rows.float(), turned)
 
     def _at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [P R] fp32, with the model's roundings."""
+        """Return cos and sin, [P R] fp32, with the model's roundings."""
         cos, sin = (part[0].to(self.dtype).float() for part in self.angles(positions))
         return cos, sin
 
     def _alike(self, reach: int) -> bool:
-        """Whether position 1 has the angles it has in the shortest text."""
+        """Return whether position 1 has the angles that it has in the shortest text."""
         ends = (torch.tensor([1]), torch.tensor([1, max(1, reach - 1)]))
         short, long = (self.angles(end)[0][0, 0] for end in ends)
         return torch.equal(short, long)
@@ -112,11 +114,11 @@ def truncated(
     sinks: int = 0,
     naive: bool = False,
 ) -> list[dict[str, Tensor]]:
-    """`contents` of a cache with `keep` tokens of every head at most, for `refill` of a fresh one: the last ones, or
-    the first `sinks` and the last.
+    """Return `contents` of a cache with at most `keep` tokens of every head, for `refill` of a fresh one: the last
+    ones, or the first `sinks` and the last.
 
     `layers`: of a cache of the same method, for what its policies hold. `naive`: keys stay rotated to where they stood
-    (the paper's NKVT), though what follows goes on behind H-1.
+    (the paper's NKVT), though what follows goes on after H-1.
     """
     if not 0 <= sinks < keep:
         raise ValueError(f"keep={keep} with sinks={sinks} leaves no recent history: keep more, or start a fresh cache")
@@ -147,7 +149,7 @@ def _shorter(
 
 
 def _names(state: LayerState) -> list[tuple[str, str]]:
-    """Of keys and values: of a layer that slides, of all heads together, or of every head."""
+    """Return the names of keys and values: of a layer that slides, of all heads together, or of every head."""
     if "k" in state:
         return [("k", "v")]
     heads = sum(name[:1] == "k" and name[1:].isdigit() for name in state)
@@ -159,7 +161,8 @@ def _rows(state: LayerState) -> list[int]:
 
 
 def _counts(rows: Sequence[int], length: int) -> list[int]:
-    """How many stay. Heads with numbers of their own have a whole number on average (methods/pools/per_head.py)."""
+    """Return how many rows stay. Heads that keep different numbers have a whole number on average
+    (methods/pools/per_head.py)."""
     counts = [min(count, length) for count in rows]
     for _ in range(sum(counts) % len(counts)):
         counts[counts.index(max(counts))] -= 1
@@ -167,7 +170,7 @@ def _counts(rows: Sequence[int], length: int) -> list[int]:
 
 
 def _sources(state: LayerState) -> list[Tensor]:
-    """Where the keys of each of `_names` are rotated to. -> [T], or [B heads T]"""
+    """Return the positions to which the keys of each of `_names` are rotated: [T], or [B heads T]."""
     rows, seen = _rows(state), int(state["seen"])
     stated = [*(x for name, x in state.items() if name.endswith(".rotated")), state.get("positions")]
     places = stated[0]
@@ -179,7 +182,7 @@ def _sources(state: LayerState) -> list[Tensor]:
 
 
 def _positions(counts: Sequence[int], heads: Sequence[int], length: int, device: torch.device) -> Tensor:
-    """The new ones of tokens that are fewer than `length`. -> [B heads S], -1 in front of shorter ones"""
+    """Return new positions of fewer tokens than `length`: [B heads S], with -1 in front where a head has fewer."""
     most = max(counts)
     rows = [pad(torch.arange(length - count, length, device=device), (most - count, 0), value=-1) for count in counts]
     together = torch.stack(rows)

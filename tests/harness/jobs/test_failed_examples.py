@@ -21,7 +21,7 @@ from harness.engine.engine import Engine
 from harness.engine.finite import NotFiniteError
 from harness.jobs.evaluate import evaluate, evaluate_together
 from harness.jobs.job import Job
-from harness.jobs.questions import Asking
+from harness.jobs.questions import ContextSession
 from harness.models.hub import HuggingFace
 from harness.reports.compare import comparisons
 from harness.reports.document import as_text
@@ -235,7 +235,7 @@ def test_a_conversation_that_fails_in_a_later_turn_leaves_the_others_alone(
         whole = {
             one.id: one for one in evaluate(Streaming(), Retold(), MODEL, settings(root / "w", history=history)).records
         }
-        monkeypatch.setattr(Asking, "_turn", failing_once(Asking._turn))
+        monkeypatch.setattr(ContextSession, "_turn", failing_once(ContextSession._turn))
         made = evaluate(Streaming(), Retold(), MODEL, settings(root, history=history))
         assert (len(made.records), len(made.failed)) == (len(whole) - 1, 1)
         assert {one.id: one.tokens for one in made.records} == {one.id: whole[one.id].tokens for one in made.records}

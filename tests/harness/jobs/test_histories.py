@@ -14,7 +14,7 @@ from torch import Tensor
 from harness.cachedattention.store import policies
 from harness.cachedattention.store.disk import HistoryError
 from harness.cachedattention.store.history_store import HistoryStore
-from harness.cachedattention.turns.caches import Recompute
+from harness.cachedattention.turns.caches import CachesBetweenTurns
 from harness.config.groups import POLICIES
 from harness.config.settings import OverflowSettings, Settings, SettingsError, StoreSettings
 from harness.jobs.planning.items import Item, prepare
@@ -170,8 +170,8 @@ def test_what_a_turn_waits_for_its_save_is_recorded_where_it_waits(
     def slowly(waits_s: float) -> Callable[..., tuple[()]]:
         return lambda *_: time.sleep(waits_s) or ()  # type: ignore[func-returns-value]
 
-    monkeypatch.setattr(Recompute, "_leave_ahead", slowly(0.02))
-    monkeypatch.setattr(Recompute, "_keep", slowly(0.01))
+    monkeypatch.setattr(CachesBetweenTurns, "_leave_ahead", slowly(0.02))
+    monkeypatch.setattr(CachesBetweenTurns, "_keep", slowly(0.01))
     made = talked(tmp_path, Full(), history="recompute")
     for record in made.records:
         for turn in (record.turns or [])[:-1]:

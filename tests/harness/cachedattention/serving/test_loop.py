@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from harness.cachedattention.serving.figures import Answer
-from harness.cachedattention.serving.loop import Loop
+from harness.cachedattention.serving.loop import ServingLoop
 from harness.cachedattention.serving.trace import Session
 from harness.cachedattention.serving.traffic import Clock
 from harness.cachedattention.store.fingerprint import Fingerprint
 from harness.cachedattention.store.history_store import HistoryStore
-from harness.cachedattention.turns.caches import CachesBetweenTurns, DevicePrefix, Recompute, ResumedCache
+from harness.cachedattention.turns.caches import CachesBetweenTurns, DevicePrefix, ResumedCache
 from harness.cachedattention.turns.stored import StoredCaches
 from harness.engine.attach import Attachment, attached
 from harness.engine.cache import KVCache
@@ -30,7 +30,7 @@ Kind = Callable[[Attachment], CachesBetweenTurns]
 
 
 def recompute(kv: Attachment) -> CachesBetweenTurns:
-    return Recompute(lambda capacity: kv.start(KVCache, capacity=capacity))
+    return CachesBetweenTurns(lambda capacity: kv.start(KVCache, capacity=capacity))
 
 
 def device_prefix(kv: Attachment) -> CachesBetweenTurns:
@@ -46,11 +46,11 @@ def store(kv: Attachment) -> CachesBetweenTurns:
 @contextmanager
 def server(
     kind: Kind = recompute, method: Method | None = None, chunk: int | None = None, **how: Any
-) -> Iterator[Loop]:
+) -> Iterator[ServingLoop]:
     time = Time()
     with attached(tiny("llama"), method or Full(), budget=0.5) as kv:
         histories, engine = kind(kv), Timed(kv, time, chunk)
-        yield Loop(engine, histories, Clock(time, time.passes), ending=ending, **{"slots": 2} | how)
+        yield ServingLoop(engine, histories, Clock(time, time.passes), ending=ending, **{"slots": 2} | how)
         histories.close()
 
 
@@ -134,7 +134,7 @@ def test_tokens_are_those_of_each_conversation_alone(kind: Kind, method: Method)
     assert len(together) == 15
 
 
-@pytest.mark.parametrize("kind", [DevicePrefix, Recompute, StoredCaches])
+@pytest.mark.parametrize("kind", [DevicePrefix, CachesBetweenTurns, StoredCaches])
 def test_the_last_turn_of_a_conversation_is_saved_nowhere(kind: type[CachesBetweenTurns]) -> None:
     """Three turns are followed by another one; neither conversation is known any more when all is over."""
     told: dict[str, list[str]] = {"ahead": [], "kept": []}
@@ -157,7 +157,7 @@ def test_the_last_turn_of_a_conversation_is_saved_nowhere(kind: type[CachesBetwe
 
     with server(counted) as loop:
         answers = list(loop.serve([session("a", 0.0, (10, 2), (4, 2), (4, 2)), session("b", 0.5, (10, 2), (4, 2))]))
-        histories = loop.histories
+        histories = loop.caches
         known = histories._alive if isinstance(histories, DevicePrefix) else getattr(histories, "_held", {})
         assert not known
     assert len(answers) == 5
@@ -170,7 +170,7 @@ def test_idle_time_is_no_work_and_may_be_skipped() -> None:
         time = Time()
         with attached(tiny("llama"), Full()) as kv:
             clock = Clock(time, time.passes if sleeps else None)
-            loop = Loop(Timed(kv, time), recompute(kv), clock, ending=ending, slots=2)
+            loop = ServingLoop(Timed(kv, time), recompute(kv), clock, ending=ending, slots=2)
             [first, second] = loop.serve([session("a", 2.0, (10, 4), (6, 3))])
         assert (first.arrived_s, second.arrived_s) == pytest.approx((2.0, 11.0))
         assert clock.idle_s == pytest.approx(7.0)
@@ -178,7 +178,7 @@ def test_idle_time_is_no_work_and_may_be_skipped() -> None:
         assert time.now == pytest.approx(15.0 if sleeps else 8.0)
 
 
-class Queue(Recompute):
+class Queue(CachesBetweenTurns):
     """Notes what it is told of waiting turns."""
 
     def __init__(self, kv: Attachment) -> None:
@@ -202,8 +202,8 @@ class Queue(Recompute):
 def test_histories_hear_of_each_turn_that_waits() -> None:
     with server(Queue, slots=1) as loop:
         list(loop.serve([session("a", 0.0, (10, 2)), session("b", 0.5, (10, 2))]))
-        assert isinstance(loop.histories, Queue)
-        assert loop.histories.told == [
+        assert isinstance(loop.caches, Queue)
+        assert loop.caches.told == [
             "+a", "look ahead", "-a", "resume a", "look ahead",
             "+b", "look ahead", "-b", "resume b", "look ahead",
         ]  # fmt: skip

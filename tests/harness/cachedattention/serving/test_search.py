@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from harness.cachedattention.serving.runs import CLOSE, MOST, FirstTokenLimit, RateSearch
+from harness.cachedattention.serving.figures import FirstTokenLimit
+from harness.cachedattention.serving.runs import CLOSE, MOST, RateSearch
 from harness.config.settings import SettingsError
 
 

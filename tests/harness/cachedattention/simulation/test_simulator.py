@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from harness.cachedattention.serving.loop import Loop
+from harness.cachedattention.serving.loop import ServingLoop
 from harness.cachedattention.serving.trace import Session
 from harness.cachedattention.serving.traffic import Clock
 from harness.cachedattention.simulation.costs import Costs, Hardware, Prices, Served
@@ -123,7 +123,7 @@ def served(policy: str, host: int, disk: int, copies: bool, folder: Path) -> tup
         )
         histories = StoredCaches(lambda capacity: kv.start(KVCache, capacity=capacity), kv, store, read_buffer=0)
         engine = Timed(kv, time, token_s=TOKEN_S)
-        answers = list(Loop(engine, histories, Clock(time), ending=ending, slots=SLOTS).serve(SESSIONS))
+        answers = list(ServingLoop(engine, histories, Clock(time), ending=ending, slots=SLOTS).serve(SESSIONS))
         assert isinstance(store.placement, Logged)
         store.flush()
         written = store.statistics.written_bytes  # closing writes what is in memory

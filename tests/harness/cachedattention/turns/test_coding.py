@@ -84,5 +84,5 @@ def test_conversations_go_on_from_eight_bits() -> None:
     assert [found.tier for found in talk.found] == [None, "host", "host", "host"]
     assert len(talk.said) == len(wanted.said)
     assert talk.said[:NEW] == wanted.said[:NEW]  # a first turn finds nothing
-    sizes = [one.histories.store.bytes_by_tier()["host"] for one in (talk, plain)]  # type: ignore[attr-defined]
+    sizes = [one.caches.store.bytes_by_tier()["host"] for one in (talk, plain)]  # type: ignore[attr-defined]
     assert sizes[0] < sizes[1]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from evals.base import Example, Score, Task, TaskEnv, Turn
-from harness.cachedattention.turns.caches import Recompute
+from harness.cachedattention.turns.caches import CachesBetweenTurns
 from harness.config.settings import GenerationSettings, Results, Settings, StoreSettings
 from harness.engine.attach import attached
 from harness.jobs.evaluate import evaluate
@@ -101,13 +101,13 @@ def test_another_process_goes_on(tmp_path: Path, shared_data: Path) -> None:
     loaded = source.load("fp32", "cpu")
     text = (shared_data / "ppl" / "wikitext2_test_raw.txt").read_text()[:3000]
     ids = source.tokenizer()(text)["input_ids"]
-    with torch.inference_mode(), attached(loaded.model, Full()) as kv, plain(kv, Recompute) as recompute:
+    with torch.inference_mode(), attached(loaded.model, Full()) as kv, plain(kv, CachesBetweenTurns) as recompute:
         wanted, talk = (Talk(kv, recompute, 1500, NEW) for _ in range(2))
         for start in (0, 150, 200):
             turn = ids[start : start + 150]
             wanted.turn(turn)
-            talk.histories = stored(kv, tmp_path, host=900 * MB, disk=900 * MB)
+            talk.caches = stored(kv, tmp_path, host=900 * MB, disk=900 * MB)
             talk.turn(turn)
-            talk.histories.close()
+            talk.caches.close()
     assert talk.said == wanted.said
     assert [found.tier for found in talk.found] == [None, "disk", "disk"]

@@ -13,7 +13,7 @@ import torch
 
 from harness.cachedattention.store.fingerprint import Fingerprint
 from harness.cachedattention.store.history_store import HistoryStore
-from harness.cachedattention.turns.caches import CachesBetweenTurns, DevicePrefix, Recompute, ResumedCache
+from harness.cachedattention.turns.caches import CachesBetweenTurns, DevicePrefix, ResumedCache
 from harness.cachedattention.turns.stored import StoredCaches
 from harness.engine.attach import Attachment, attached
 from harness.engine.cache import KVCache
@@ -42,7 +42,7 @@ class Talk:
         new: int = NEW,
         session: str = "alice",
     ) -> None:
-        self.engine, self.histories, self.capacity, self.new = Engine(kv), histories, capacity, new
+        self.engine, self.caches, self.capacity, self.new = Engine(kv), histories, capacity, new
         self.session = session
         self.device = self.engine.model.device
         self.fed: list[int] = []
@@ -51,14 +51,14 @@ class Talk:
 
     def turn(self, ids: Sequence[int]) -> None:
         text = [*self.fed, *self.said[-1:], *ids]
-        found = self.histories.resume(self.session, text[:-1], self.capacity)
-        found, logits = self.histories.compute(found, text, self.prefill)
-        self.histories.save_ahead(self.session, text, found.cache)
+        found = self.caches.resume(self.session, text[:-1], self.capacity)
+        found, logits = self.caches.compute(found, text, self.prefill)
+        self.caches.save_ahead(self.session, text, found.cache)
         nothing = torch.empty(1, 0, dtype=torch.long, device=self.device)
         [said] = self.engine.complete(found.cache, logits, nothing, began=0.0, max_new_tokens=self.new).tokens
         self.fed, self.said = [*text, *said[:-1]], [*self.said, *said]
         self.found.append(replace(found, cache=None))  # type: ignore[arg-type]
-        self.histories.save(self.session, self.fed, found.cache)
+        self.caches.save(self.session, self.fed, found.cache)
 
     def prefill(self, cache: KVCache, ids: Sequence[int]) -> torch.Tensor:
         return self.engine.prefill(cache, torch.tensor([list(ids)], device=self.device))
@@ -120,7 +120,7 @@ def test_so_it_does_wherever_and_however_its_tokens_lie(name: str, how: dict[str
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
 def test_full_says_what_it_says_over_the_whole_text(tier: str, architecture: str, tmp_path: Path) -> None:
     """Gemma's layers that slide are a rest beside the rows of the others."""
-    with attach(Full(), None, architecture) as kv, plain(kv, Recompute) as recompute:
+    with attach(Full(), None, architecture) as kv, plain(kv, CachesBetweenTurns) as recompute:
         folder = tmp_path if tier == "disk" else None
         wanted, talk = Talk(kv, recompute).turns(), Talk(kv, stored(kv, folder, **TIERS[tier])).turns()
     assert talk.said == wanted.said
@@ -132,7 +132,7 @@ def test_full_says_what_it_says_over_the_whole_text(tier: str, architecture: str
 @pytest.mark.tokens
 def test_a_method_that_evicts_goes_on_with_what_it_kept() -> None:
     """Computed again it would keep other tokens."""
-    with attach(Streaming(sinks=2), 0.3) as kv, plain(kv, Recompute) as recompute:
+    with attach(Streaming(sinks=2), 0.3) as kv, plain(kv, CachesBetweenTurns) as recompute:
         talk, again = Talk(kv, stored(kv, host=9 * MB)).turns(), Talk(kv, recompute).turns()
         assert talk.said == lasting(kv).said
         assert talk.said[:NEW] == again.said[:NEW]
@@ -143,7 +143,7 @@ def test_a_method_that_evicts_goes_on_with_what_it_kept() -> None:
 @pytest.mark.parametrize(("name", "reused"), [("full", 56), ("snapkv", 0)])
 def test_a_text_that_goes_on_otherwise(name: str, reused: int) -> None:
     """Rows of its beginning, in whole blocks, serve Full; what was kept of the whole serves nothing but the whole."""
-    with attach(small(name), 0.4) as kv, plain(kv, Recompute) as recompute:
+    with attach(small(name), 0.4) as kv, plain(kv, CachesBetweenTurns) as recompute:
         histories = stored(kv, host=9 * MB)
         Talk(kv, histories).turns(LENGTHS[:2])
         first = prompt(LENGTHS[0])[0].tolist()
@@ -189,20 +189,20 @@ def test_another_process_goes_on(name: str, tmp_path: Path) -> None:
         wanted, before = lasting(kv), stored(kv, tmp_path, host=9 * MB, disk=9 * MB)
         talk = Talk(kv, before).turns(LENGTHS[:2])
         before.close()
-        talk.histories = after = stored(kv, tmp_path, host=9 * MB, disk=9 * MB)
+        talk.caches = after = stored(kv, tmp_path, host=9 * MB, disk=9 * MB)
         talk.turns(LENGTHS[2:])
         assert talk.said == wanted.said
         assert [found.tier for found in talk.found] == [None, "host", "disk", "host"]
         after.close()
         other = HistoryStore(replace(PRINT, weights="8"), folder=tmp_path, disk=9 * MB)
-        talk.histories = StoredCaches(after.start, kv, other)
-        assert talk.histories.resume("alice", talk.fed, CAPACITY).tier is None
+        talk.caches = StoredCaches(after.start, kv, other)
+        assert talk.caches.resume("alice", talk.fed, CAPACITY).tier is None
 
 
 @pytest.mark.tokens
 @pytest.mark.parametrize("name", ["full", "h2o"])
 def test_what_has_no_room_is_computed_again(name: str) -> None:
-    with attach(small(name), 0.4) as kv, plain(kv, Recompute) as recompute:
+    with attach(small(name), 0.4) as kv, plain(kv, CachesBetweenTurns) as recompute:
         talk, wanted = Talk(kv, stored(kv, host=1000)).turns(), Talk(kv, recompute).turns()
     assert talk.said == wanted.said
     assert {found.tier for found in talk.found} == {None}

@@ -13,7 +13,7 @@ import torch
 
 from harness.cachedattention.store.block import BlockFile
 from harness.cachedattention.store.disk import HistoryWarning
-from harness.cachedattention.turns.caches import Recompute
+from harness.cachedattention.turns.caches import CachesBetweenTurns
 from harness.engine.attach import attached
 from harness.engine.batch.cache import SlotsCache
 from harness.engine.cache import KVCache
@@ -60,7 +60,7 @@ def test_rows_wait_for_rotations_that_a_busy_stream_has_still_to_make(
     """They are computed on the caller's stream, and used on the one that loads."""
     with attached(deepcopy(tiny("llama")).to("cuda"), Full()) as kv:  # type: ignore[arg-type]
         wanted, talk = lasting(kv), Talk(kv, stored(kv, host=9 * MB, on="cuda"))
-        histories: Any = talk.histories
+        histories: Any = talk.caches
         states, resume = histories.cut.states, histories.resume
 
         def late(tokens: int, device: torch.device) -> Any:
@@ -106,7 +106,7 @@ def test_whoever_needs_all_layers_waits_for_all(use: str) -> None:
 def test_the_prefill_begins_before_the_last_layer_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with attach(Full(), None) as kv:
         wanted, talk = lasting(kv), Talk(kv, stored(kv, tmp_path, disk=9 * MB))
-        histories: Any = talk.histories
+        histories: Any = talk.caches
         talk.turns(LENGTHS[:1])
         histories.store.flush()
         read, go = BlockFile.read, Event()
@@ -137,9 +137,9 @@ def test_the_prefill_begins_before_the_last_layer_is_read(tmp_path: Path, monkey
 @pytest.mark.tokens
 @pytest.mark.parametrize(("method", "budget"), [(Full(), None), (Streaming(sinks=2), 0.4)])
 def test_damage_found_in_the_midst_of_a_prefill_costs_the_hit(method: Any, budget: Any, tmp_path: Path) -> None:
-    with attach(method, budget) as kv, plain(kv, Recompute) as recompute:
+    with attach(method, budget) as kv, plain(kv, CachesBetweenTurns) as recompute:
         wanted, talk = Talk(kv, recompute), Talk(kv, stored(kv, tmp_path, disk=9 * MB))
-        histories: Any = talk.histories
+        histories: Any = talk.caches
         for one in (wanted, talk):
             one.turns(LENGTHS[:1])
         histories.store.flush()
@@ -162,7 +162,7 @@ def test_damage_found_in_the_midst_of_a_prefill_costs_the_hit(method: Any, budge
 def test_what_was_loaded_ahead_is_what_the_next_turn_takes() -> None:
     with attach(Full(), None) as kv:
         wanted, talk = lasting(kv), Talk(kv, stored(kv, host=9 * MB))
-        histories: Any = talk.histories
+        histories: Any = talk.caches
         for number, length in enumerate(LENGTHS):
             ids = prompt(length, seed=number)[0].tolist()
             text = [*talk.fed, *talk.said[-1:], *ids]
@@ -182,7 +182,7 @@ def test_a_conversation_that_is_forgotten_cancels_what_was_loaded_ahead(tmp_path
     """Of its layers the first has come, and the others are never read."""
     with attach(Full(), None) as kv:
         talk = Talk(kv, stored(kv, tmp_path, disk=9 * MB))
-        histories: Any = talk.histories
+        histories: Any = talk.caches
         talk.turns(LENGTHS[:1])
         histories.store.flush()
         histories.read_buffer = 1

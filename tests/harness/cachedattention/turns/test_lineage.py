@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness.cachedattention.turns.caches import DevicePrefix, Recompute
+from harness.cachedattention.turns.caches import CachesBetweenTurns, DevicePrefix
 from harness.cachedattention.turns.opening import fingerprint
 from harness.engine.attach import attached
 from harness.models.random import Random
@@ -44,7 +44,7 @@ def test_another_run_computes_a_text_that_was_cut_here(method: Any, sinks: int, 
         assert first.resume("alice", kept, CAPACITY).reused == len(kept)
         first.close()
         second = stored(kv, tmp_path, disk=9 * MB)
-        with plain(kv, Recompute) as recompute:
+        with plain(kv, CachesBetweenTurns) as recompute:
             talks = [Talk(kv, histories) for histories in (second, recompute)]
             for one in talks:
                 one.fed = list(kept)

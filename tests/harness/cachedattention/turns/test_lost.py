@@ -39,7 +39,7 @@ def losing(kv: Attachment, folder: Path, turn: int, **how: Any) -> Talk:
             if number == turn:
                 full_disk(patch)
             talk.turns(LENGTHS[number : number + 1])
-    talk.histories.close()
+    talk.caches.close()
     return talk
 
 
@@ -139,8 +139,8 @@ def test_what_is_found_out_in_the_midst_of_a_turn(
         said = []
         for fails in (False, True):
             talk = Talk(kv, failing(kv, tmp_path / str(fails), fails_if_lost=fails)).turns(LENGTHS[:2])
-            assert isinstance(talk.histories, StoredCaches)
-            fault(talk.histories.store)
+            assert isinstance(talk.caches, StoredCaches)
+            fault(talk.caches.store)
             if fails and name != "full":
                 with pytest.raises(HistoryError, match="See what damages files in"):
                     talk.turns(LENGTHS[2:])

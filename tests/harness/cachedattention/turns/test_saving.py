@@ -80,8 +80,8 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
 
 def saved_one_turn(talk: Talk) -> None:
     talk.turns(LENGTHS[:1])
-    assert isinstance(talk.histories, StoredCaches)
-    talk.histories.store.flush()
+    assert isinstance(talk.caches, StoredCaches)
+    talk.caches.store.flush()
 
 
 def contents(histories: StoredCaches) -> list[tuple[str, tuple[int, ...], int, dict[str, Any]]]:
@@ -123,7 +123,7 @@ def test_tokens_and_contents_are_the_same_as_without_threads(
         ]
         for talk in talks:
             talk.turns()
-        apart, beside = (talk.histories for talk in talks)
+        apart, beside = (talk.caches for talk in talks)
         assert isinstance(apart, StoredCaches)
         assert isinstance(beside, StoredCaches)
         assert talks[0].said == talks[1].said == lasting(kv).said
@@ -139,7 +139,7 @@ def test_tokens_and_contents_are_the_same_as_without_threads(
 def test_rows_of_the_prompt_leave_before_the_turn_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     with attach(Full(), None) as kv:
         talk, lengths = Talk(kv, stored(kv, host=9 * MB)), []
-        histories: Any = talk.histories
+        histories: Any = talk.caches
         leave = histories.store.leave
 
         def noting(tokens: list[int], *more: Any) -> Any:
@@ -159,7 +159,7 @@ def test_a_turn_begins_while_the_one_before_is_saved(monkeypatch: pytest.MonkeyP
     """Its last layer waits for the last one saved, and for no other."""
     with attach(Full(), None) as kv:
         wanted, talk = lasting(kv), Talk(kv, stored(kv, host=9 * MB))
-        histories: Any = talk.histories
+        histories: Any = talk.caches
         talk.turns(LENGTHS[:1])
         assert histories.store.tier("alice") == "host"
         assert histories.store.contents.leaving.held >= TAIL_BYTES
@@ -185,7 +185,7 @@ def test_the_write_buffer_bounds_what_waits_behind_a_turn(
     monkeypatch.setattr(WriteBuffer, "_wait", lets_go)
     with attach(Full(), None) as kv:
         talk = Talk(kv, stored(kv, host=9 * MB, write_buffer=layers * TAIL_BYTES))
-        histories: Any = talk.histories
+        histories: Any = talk.caches
         talk.turns(LENGTHS[:1])
         left = histories.store.contents.leaving.held
         assert min(layers, 1) * TAIL_BYTES <= left <= layers * TAIL_BYTES
@@ -199,7 +199,7 @@ def test_what_nobody_wants_any_more_is_let_go_of(held: Held) -> None:
     before = set(threading.enumerate())
     with attach(Full(), None) as kv:
         talk = Talk(kv, stored(kv, host=9 * MB))
-        histories: Any = talk.histories
+        histories: Any = talk.caches
         found: list[Any] = []
         save = histories.save
 
@@ -219,7 +219,7 @@ def test_what_nobody_wants_any_more_is_let_go_of(held: Held) -> None:
         assert saved.hidden_s() > 0
         histories.store.flush()
         assert held.blocks == [7, 7, 7, 2, 2, 0]
-        assert [one._given for one in saved.leavings] == [{}, {}]
+        assert [one._given for one in saved.uploads] == [{}, {}]
         assert histories.store.contents.leaving.held == 0
         histories.close()
     assert set(threading.enumerate()) <= before
@@ -235,7 +235,7 @@ def test_an_error_of_the_thread_costs_the_hit(
     with attach(small(name), 0.4) as kv:
         wanted = lasting(kv)
         talk = Talk(kv, stored(kv, tmp_path if tier == "disk" else None, **TIERS[tier]))
-        histories: Any = talk.histories
+        histories: Any = talk.caches
         calls, copies = count(), UploadToHost._copies
 
         def fails(leaving: UploadToHost, number: int, rows: Any, rest: Any) -> Any:
@@ -260,7 +260,7 @@ def test_an_error_of_the_thread_costs_the_hit(
 def test_an_error_that_the_next_turn_meets_first_costs_the_hit(monkeypatch: pytest.MonkeyPatch, held: Held) -> None:
     with attach(Full(), None) as kv:
         wanted, talk = lasting(kv), Talk(kv, stored(kv, host=9 * MB))
-        histories: Any = talk.histories
+        histories: Any = talk.caches
         held.error = "cudaErrorUnknown"
         talk.turns(LENGTHS[:1])
         held.let_go_in_the_next_turn(monkeypatch)
@@ -277,7 +277,7 @@ def test_what_was_begun_ahead_is_left_where_the_store_has_lost_the_session() -> 
     """Between the prefill and the end of the turn: then all rows are saved."""
     with attach(Full(), None) as kv:
         wanted, talk = lasting(kv), Talk(kv, stored(kv, host=9 * MB))
-        histories: Any = talk.histories
+        histories: Any = talk.caches
         ahead = histories.save_ahead
 
         def loses(session: str, tokens: list[int], cache: KVCache) -> None:
@@ -295,7 +295,7 @@ def test_what_was_begun_ahead_is_left_where_the_store_has_lost_the_session() -> 
 def test_a_turn_says_what_was_hidden(held: Held) -> None:
     with attach(Full(), None) as kv:
         talk = Talk(kv, stored(kv, host=9 * MB))
-        histories: Any = talk.histories
+        histories: Any = talk.caches
         saves: list[Any] = []
         save = histories.save
         histories.save = lambda *given: saves.append(save(*given)) or saves[-1]  # type: ignore[func-returns-value]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from harness.cachedattention.turns.caches import CachesBetweenTurns, DevicePrefix, Recompute
+from harness.cachedattention.turns.caches import CachesBetweenTurns, DevicePrefix
 from harness.cachedattention.turns.conversation import Conversation
 from harness.cachedattention.turns.truncation import RotationError
 from harness.engine.attach import Attachment, attached
@@ -39,7 +39,7 @@ class Talk:
 def histories(kv: Attachment, where: str) -> Iterator[CachesBetweenTurns]:
     """`where`: recompute, device_prefix or a tier of a store."""
     kinds: dict[str, Callable[[], CachesBetweenTurns]] = {
-        "recompute": lambda: Recompute(lambda capacity: kv.start(KVCache, capacity=capacity)),
+        "recompute": lambda: CachesBetweenTurns(lambda capacity: kv.start(KVCache, capacity=capacity)),
         "device_prefix": lambda: DevicePrefix(lambda capacity: kv.start(KVCache, capacity=capacity)),
     }
     made = kinds[where]() if where in kinds else stored(kv, **TIERS[where])
