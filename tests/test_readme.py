@@ -19,9 +19,7 @@ from harness.models import embedded
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 TABLE = re.compile(r"(?<=```\n)niah, SmolLM2.*?(?=```\n)", re.DOTALL)
-TIMES = slice(-7, -3)  # of a row's words: TTFT, TT2T, TPOT, tokens per second; bytes stand behind them
-OF_THE_MACHINE = ("dtype:", "torch:", "caution: others used", "L: load")
-STAMPS = re.compile(r"[A-Z!]+")
+OF_THE_MACHINE = ("TT2T", "TPOT")  # heads of columns
 
 
 def demo(root: Path) -> str:
@@ -39,20 +37,20 @@ def demo(root: Path) -> str:
 
 
 def first_table(printed: str) -> str:
-    """Head, rows and notes of the first table of a report."""
-    return "\n\n".join(printed[printed.index("niah, SmolLM2") :].split("\n\n")[:3]) + "\n"
+    """Return title, rows and the lines below of the first table of a report."""
+    return "\n\n".join(printed[printed.index("niah, SmolLM2") :].split("\n\n")[:3]).rstrip() + "\n"
 
 
-def comparable(table: str) -> list[list[str]]:
-    """Words of each line, without times, what names the machine, and the stamp of a busy one; widths of columns follow
-    the times."""
-    lines = [line.split() for line in table.splitlines() if not line.strip().startswith(OF_THE_MACHINE)]
-    for place, words in enumerate(lines):
-        if words and words[0] in ("full", "pqcache", "streaming"):
-            words[TIMES] = []
-            stamped = [word.replace("L", "") if STAMPS.fullmatch(word) else word for word in words]
-            lines[place] = [word for word in stamped if word]
-    return [words for words in lines if words and set(words[0]) != {"-"}]
+def comparable(table: str) -> list[dict[str, str]]:
+    """Return the rows by the heads of their columns, without times."""
+    _, rows, *_ = table.split("\n\n")
+    lines = rows.splitlines()
+    rule = next(number for number, line in enumerate(lines) if set(line) == {"-", " "})
+    spans = [each.span() for each in re.finditer("-+", lines[rule])]
+    cells = [[line[start:end].strip() for start, end in spans] for line in lines]
+    heads = [" ".join(filter(None, head)) for head in zip(*cells[:rule], strict=True)]
+    found = [dict(zip(heads, row, strict=True)) for row in cells[rule + 1 :]]
+    return [{head: cell for head, cell in row.items() if not head.startswith(OF_THE_MACHINE)} for row in found]
 
 
 @pytest.mark.slow
