@@ -165,8 +165,8 @@ class Task(ABC):
 
     @property
     def fills(self) -> int | None:
-        """Say how many tokens of the window the conversations are made to outgrow (`overflow.window`); None: they are
-        not made for that."""
+        """Return how many tokens of the window the conversations are made to outgrow (`overflow.window`); None: they
+        are not made for that."""
         return None
 
     @abstractmethod

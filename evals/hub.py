@@ -75,8 +75,8 @@ def _download(repo: str, file: str, revision: str) -> Path:
 
 
 def reachable(endpoint: str, within_s: float = PROBE_S) -> bool:
-    """Say whether anything answers at `endpoint` in time. A thread asks, since looking up a name has no time limit of
-    its own."""
+    """Return whether anything answers at `endpoint` in time. A thread asks, since looking up a name has no time limit
+    of its own."""
     answer: Queue[bool] = Queue()
     Thread(target=lambda: answer.put(_answers(endpoint, within_s)), daemon=True).start()
     try:
@@ -86,7 +86,7 @@ def reachable(endpoint: str, within_s: float = PROBE_S) -> bool:
 
 
 def _answers(endpoint: str, within_s: float) -> bool:
-    """Say whether a server answers; an HTTP error or an unknown certificate is an answer too. Proxies of the
+    """Return whether a server answers; an HTTP error or an unknown certificate is an answer too. Proxies of the
     environment are used."""
     try:
         urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=within_s).close()
@@ -100,7 +100,7 @@ def _answers(endpoint: str, within_s: float) -> bool:
 
 
 def _is_whole(path: Path) -> bool:
-    """Say whether a cached file is undamaged. A cache with symbolic links names a blob after its hash; other caches
+    """Return whether a cached file is undamaged. A cache with symbolic links names a blob after its hash; other caches
     have nothing to compare with, and pass."""
     blob = path.resolve()
     algorithm = _DIGESTS.get(len(blob.name))

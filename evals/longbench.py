@@ -160,7 +160,7 @@ class LongBench(Task):
         return limit
 
     def _shape(self, name: str) -> Shape:
-        """Say what a row must hold."""
+        """Return what a row must hold."""
         classes = "all_classes" if DATASETS[name].metric == "classification" else "all_classes?"
         length = "length" if self.subset == "longbench_e" else "length?"
         known = {classes: ["text"], length: "a whole number", "_id?": "text or a whole number"}

@@ -51,7 +51,7 @@ _ABSENT = object()
 
 
 def misfit(value: Any, shape: Shape, field: str = "") -> str | None:
-    """Say what is wrong with a JSON value, in words that follow the name of its place, or return None if it fits
+    """Return what is wrong with a JSON value, in words that follow the name of its place, or return None if it fits
     `shape`.
 
     A shape is one of KINDS, or several ("text or a whole number"), or looks like the value. `{name: shape}` is an

@@ -165,7 +165,7 @@ def _weights(groups: Sequence[str], size: int) -> Floats:
 
 
 def _is_dense(values: Floats) -> bool:
-    """Say whether the values show no point, be it 0, 1 or any other, on which many more might lie."""
+    """Return whether the values show no point, be it 0, 1 or any other, on which many more might lie."""
     return len(values) >= DENSE and len(np.unique(values)) == len(values) and not np.isin(values, (0, 1)).any()
 
 

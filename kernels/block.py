@@ -23,8 +23,8 @@ _PANEL = 32  # outputs; sums, too, go over multiples of it
 
 
 def fits_compiled(widths: Sequence[int], inner: int, dtype: torch.dtype) -> bool:
-    """Say whether compiled products of a prompt pay on the CPU, which take no memory between them: for a block of such
-    widths, and such an MLP."""
+    """Return whether compiled products of a prompt pay on the CPU, which take no memory between them: for a block of
+    such widths, and such an MLP."""
     return inner <= MOST_INNER.get(dtype, 0) and not any(width % _PANEL for width in (*widths, inner))
 
 

@@ -67,7 +67,7 @@ class Op:
         raise BackendError(f"{self.name}: {forced}: {reason}")
 
     def refusal(self, backend: str, *args: Any, **kwargs: Any) -> str | None:
-        """Say why `backend` cannot serve this call, or return None where it can."""
+        """Return why `backend` cannot serve this call, or None where it can."""
         refuses = self.backend(backend).refuses
         return None if refuses is None else refuses(*args, **kwargs)
 

@@ -96,7 +96,7 @@ class Ragged:
 
     @cached_property
     def dense(self) -> bool:
-        """Say whether every sequence's tensor is contiguous."""
+        """Return whether every sequence's tensor is contiguous."""
         return all(part.is_contiguous() for part in self.parts)
 
     @cached_property
@@ -175,8 +175,8 @@ def repeated(x: Tensor | Ragged, times: int) -> Tensor | Ragged:
 
 
 def too_few(x: Tensor | Ragged, count: int | PerSequence) -> bool:
-    """Say whether some sequence's rows [B ... S] have fewer entries than `count`; of numbers that only the device knows
-    nobody can say."""
+    """Return whether some sequence's rows [B ... S] have fewer entries than `count`; of numbers that only the device
+    knows nobody can say."""
     if isinstance(count, CountedOnDevice):
         return False
     left = (x.sizes if isinstance(x, Ragged) else x.shape[-1]) - count

@@ -18,7 +18,7 @@ MOST_KEPT_BYTES = 256 << 20  # memory of the captured steps that an engine keeps
 
 
 class CaptureError(RuntimeError):
-    """Say what a step did that cannot be captured."""
+    """Report that a step did something that cannot be captured."""
 
 
 class StepInputs:

@@ -113,7 +113,7 @@ def _sum(start: str, drawn: str) -> str:
 
 
 def _is_ours(entry: os.DirEntry[str]) -> bool:
-    """Say whether an entry is ours by its name and its user, and neither a link nor a device."""
+    """Return whether an entry is ours by its name and its user, and neither a link nor a device."""
     match = NAME.fullmatch(entry.name)
     return (
         match is not None
@@ -145,7 +145,7 @@ def _if_abandoned(path: Path, descriptor: int, remove: Callable[[], object]) -> 
 
 
 def _hold(descriptor: int) -> bool | None:
-    """Say whether the file is ours now; None where the file system has no locks."""
+    """Return whether the file is ours now; None where the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -156,14 +156,15 @@ def _hold(descriptor: int) -> bool | None:
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
-    """Say whether the name still leads to the open file, which another process may have removed in between."""
+    """Return whether the name still leads to the open file, which another process may have removed in between."""
     with suppress(FileNotFoundError):
         return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))
     return False
 
 
 def _is_marked(descriptor: int) -> bool:
-    """Say whether the file holds our mark, or a part of it, which a process that was killed in between has written."""
+    """Return whether the file holds our mark, or a part of it, which a process that was killed in between has
+    written."""
     return MARK.startswith(os.pread(descriptor, len(MARK) + 1, 0))
 
 

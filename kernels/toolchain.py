@@ -17,7 +17,7 @@ _SOURCE = "#include <Python.h>\nint probe(void) { return PY_VERSION_HEX != 0; }\
 
 @cache
 def unfit() -> str | None:
-    """Say why Triton cannot build a launcher here, or return None. It is tried once in a process, by building a file as
+    """Return why Triton cannot build a launcher here, or None. It is tried once in a process, by building a file as
     Triton would."""
     path = compiler()
     if path is None:

@@ -35,7 +35,7 @@ def attend(read: ReadSegment, q: Tensor, segments: Sequence[Segment], scale: flo
 
 
 def refusal(q: Tensor, segments: Sequence[Segment]) -> str | None:
-    """Say why such a kernel cannot serve a call."""
+    """Return why such a kernel cannot serve a call."""
     for segment in segments:
         if segment.rows is not None:
             return "reads whole segments, got rows that were chosen"

@@ -19,7 +19,7 @@ class BudgetError(ValueError):
 
 
 def is_budget(asked: object) -> bool:
-    """Say whether a budget can be this: a share above 0 and up to 1, or a number of tokens from 1."""
+    """Return whether a budget can be this: a share above 0 and up to 1, or a number of tokens from 1."""
     if isinstance(asked, bool):
         return False
     return (isinstance(asked, int) and asked >= 1) or (isinstance(asked, float) and 0 < asked <= 1)
@@ -83,7 +83,7 @@ class Budget:
         return _tokens(self.per_layer[layer] if self.per_layer else self.asked, sealed)
 
     def covers(self, sealed: int, layer: int) -> bool:
-        """Say whether a KV head of `layer` may read all `sealed` prompt tokens."""
+        """Return whether a KV head of `layer` may read all `sealed` prompt tokens."""
         return self.tokens(sealed, layer) >= sealed
 
     def least(self, needed: int, sealed: int, layer: int) -> int:

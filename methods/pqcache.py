@@ -209,7 +209,7 @@ class PQRead(Select, capturable=True, of_each={"centroids": 3, "codes": 2}):
 
     @property
     def fetches_alone(self) -> bool:
-        """Say whether blocks are kept, each sequence's by itself."""
+        """Return whether blocks are kept, each sequence's by itself."""
         return self.blocks is not None
 
     def sent_away(self, tokens: Segment) -> None:

@@ -45,7 +45,7 @@ class PyramidKV(SnapKV):
         return self.layer_budgets(case.budget, case.sealed, case.spec.num_layers)[case.spec.index]
 
     def uniform(self, tokens: int, sealed: int, layers: int) -> str | None:
-        """Say why there is no pyramid for a budget of `tokens`, or return None."""
+        """Return why there is no pyramid for a budget of `tokens`, or None."""
         if layers == 1:
             return "a single layer leaves nothing to distribute"
         if 2 * (tokens - self.window) > sealed:

@@ -87,7 +87,7 @@ class RocketKV(SnapKV):
         return size, self.r or min(head_dim, max(1, round(head_dim * size / ratio)))
 
     def left_out(self, budget: int, kept: int, seen: int, head_dim: int) -> str | None:
-        """Say what of the method the budget, and no parameter, leaves without effect on `seen` tokens; None for
+        """Return what of the method the budget, and no parameter, leaves without effect on `seen` tokens; None for
         nothing."""
         size, r = self.pages(budget, kept, head_dim)
         eviction, pages = kept == seen and self.split != 0, size == 1 and self.page_size != 1

@@ -172,7 +172,7 @@ class SparQRead(Select, capturable=True, of_each={"by_channel": 3, "value_sum": 
 
     @property
     def fetches_alone(self) -> bool:
-        """Say whether channels are picked from keys that have left the store."""
+        """Return whether channels are picked from keys that have left the store."""
         return not self.method.channel_copy
 
     def _scores(self, picked: Tensor, channels: Tensor) -> tuple[Tensor, Tensor]:

@@ -119,8 +119,8 @@ class Multiturn(Task):
         )
 
     def _remedy(self, made: int, turns: int, excess: int) -> str:
-        """Say what to set. Drawing fewer conversations draws others, which need not fit either; a lower opening saves
-        at most its own tokens."""
+        """Return what to set. Drawing fewer conversations draws others, which need not fit either; a lower opening
+        saves at most its own tokens."""
         if self.source is not None and made:
             return f"set task.conversations={made}"
         if self.turns is not None and turns < self.turns:

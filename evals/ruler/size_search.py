@@ -36,7 +36,7 @@ class FitCheck:
         return tokens
 
     def fits(self, prompt: FilledTemplate) -> bool:
-        """Say whether a prompt fits, by a guess if that is safe, or else by counting."""
+        """Return whether a prompt fits, by a guess if that is safe, or else by counting."""
         guess = self._verdict(len(prompt.text)) if self._guess and self._counted else None
         if guess is None:
             return self.tokens(prompt) <= self._limit
@@ -44,7 +44,7 @@ class FitCheck:
         return guess
 
     def guesses_hold(self) -> bool:
-        """Say whether counted prompts bear out every guess."""
+        """Return whether counted prompts bear out every guess."""
         shortest_over = min((size for size, tokens in self._counted if tokens > self._limit), default=float("inf"))
         longest_fit = max((size for size, tokens in self._counted if tokens <= self._limit), default=0)
         spread = 1 + self._margin
@@ -53,7 +53,7 @@ class FitCheck:
         )
 
     def _verdict(self, size: int) -> bool | None:
-        """Say what the nearest counted prompt implies, or None where that is in doubt."""
+        """Return what the nearest counted prompt implies, or None where that is in doubt."""
         near_size, near_tokens = min(self._counted, key=lambda known: abs(known[0] - size))
         expected = near_tokens * size / near_size
         doubt = self._margin * self._limit + DOUBT * abs(expected - near_tokens)

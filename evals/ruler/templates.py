@@ -92,7 +92,7 @@ class Template:
         return FilledTemplate(before + head + context, tail, prefix, references, data or {})
 
     def opens(self, text: str) -> bool:
-        """Say whether `text` starts with this template, in singular or plural: then no chat template is in front of
+        """Return whether `text` starts with this template, in singular or plural: then no chat template is in front of
         it."""
         starts = (self.head[:18], self.singular().head[:15])
         return text.lstrip().startswith(starts)

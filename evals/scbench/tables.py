@@ -64,7 +64,7 @@ ANSWERS = {
 
 
 def shape(name: str) -> Shape:
-    """Say what a row of a task must hold."""
+    """Return what a row of a task must hold."""
     options = {"options": ("text",) * len(OPTIONS)} if name == "scbench_choice_eng" else {}
     turn = {"input": "text", "answer": ANSWERS.get(name, "text"), **options}
     context = "text or a list of numbers" if name == "scbench_mf" else "text"

@@ -33,7 +33,7 @@ BY_BLOCKS = [name for name, known in ARCHITECTURES.items() if known.by_blocks]
 
 
 class ForwardError(NotImplementedError):
-    """Say why this model cannot be run by blocks."""
+    """Return why this model cannot be run by blocks."""
 
 
 def nothing(*_: int) -> None:

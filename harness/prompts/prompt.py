@@ -24,7 +24,7 @@ PROBE, ANSWER_PROBE = "USER-TEXT", "ASSISTANT-TEXT"
 
 
 class PromptError(ValueError):
-    """Say why an example cannot become a prompt of this model, and what to do instead."""
+    """Return why an example cannot become a prompt of this model, and what to do instead."""
 
 
 class Tokenizer(Protocol):

@@ -109,7 +109,7 @@ def top_k_refuses(scores: Tensor | Ragged, count: int | PerSequence) -> str | No
 
 
 def _evenly_spaced(x: Tensor) -> bool:
-    """Say whether all rows [... S] lie at multiples of one stride."""
+    """Return whether all rows [... S] lie at multiples of one stride."""
     return x.dim() < 3 or x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
 
 

@@ -101,7 +101,7 @@ def _places(coded: Codes) -> dict[str, Tensor | None]:
 
 
 def _unfit(coded: Coded) -> str | None:
-    """Say why a row's codes cannot be read sixteen at a time, or return None."""
+    """Return why a row's codes cannot be read sixteen at a time, or None."""
     width, ranges = coded.k.shape[3], coded.v_range.shape[3] // 2
     if width % _LANES or coded.dim % ranges or coded.dim // ranges % _LANES:
         return f"takes rows and groups of a multiple of {_LANES} codes, got {width} bytes and {ranges} groups of a row"

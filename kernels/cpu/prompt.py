@@ -64,7 +64,7 @@ FAST = {
 
 
 def multiplies(x: Tensor, block: DecoderBlock) -> bool:
-    """Say whether the products are compiled too, which pays for blocks of this size and so many tokens."""
+    """Return whether the products are compiled too, which pays for blocks of this size and so many tokens."""
     fits = fits_compiled((*block.q.weight.shape, block.k.weight.shape[0]), block.gate.weight.shape[0], x.dtype)
     return FAST[x.dtype] and fits and x.shape[0] * x.shape[1] >= LEAST_TOKENS
 

@@ -58,7 +58,7 @@ def page_scores_refuses(q: Tensor, bounds: Tensor | Ragged) -> str | None:
 
 
 def _unfit(q: Tensor, x: Tensor, width: int) -> str | None:
-    """Say why rows of `width` channels cannot be multiplied, or return None."""
+    """Return why rows of `width` channels cannot be multiplied, or None."""
     if -(-width * _BYTES.get(q.dtype, 1) // 64) not in _LINES:
         return f"is not built for rows of {width} x {q.dtype}"
     if q.dtype not in _BYTES or q.is_cuda:

@@ -78,7 +78,7 @@ def of_head(head: Head) -> bytes:
 
 
 def unfit(x: Tensor, weights: DecoderBlock | Head) -> str | None:
-    """Say why the compiled files cannot multiply x by these weights, or return None if they can."""
+    """Return why the compiled files cannot multiply x by these weights, or None if they can."""
     if _NAME in weights.prepared and x.dtype is weights.norm.dtype and x.is_cpu:
         return None
     if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16):

@@ -118,7 +118,7 @@ def _unfit(coded: Codes) -> str | None:
 
 
 def _unfit_blocks(coded: Codes) -> str | None:
-    """Say why there are too few ranges for the keys, or return None."""
+    """Return why there are too few ranges for the keys, or None."""
     blocks, block = coded.all_four[2].shape[2], coded.kind[2]
     if coded.k.shape[2] > blocks * block:
         return f"takes a range for each {block} keys, got {blocks} for {coded.k.shape[2]}"

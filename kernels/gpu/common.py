@@ -22,7 +22,7 @@ _interpreted = tl.constexpr(INTERPRETED)
 
 
 def unfit(*tensors: Tensor | Ragged) -> str | None:
-    """Say why no kernel can run on these tensors, or return None."""
+    """Return why no kernel can run on these tensors, or None."""
     if any(isinstance(x, Ragged) for x in tensors):
         return RAGGED
     if INTERPRETED:
@@ -33,7 +33,7 @@ def unfit(*tensors: Tensor | Ragged) -> str | None:
 
 
 def unfit_floats(*tensors: Tensor) -> str | None:
-    """Say why no kernel can run on tensors that must share one floating dtype, or return None."""
+    """Return why no kernel can run on tensors that must share one floating dtype, or None."""
     dtypes = {x.dtype for x in tensors}
     if len(dtypes) > 1 or not dtypes <= set(DTYPES):
         return f"takes one of float32, bfloat16 and float16, got {', '.join(sorted(map(str, dtypes)))}"
@@ -41,7 +41,7 @@ def unfit_floats(*tensors: Tensor) -> str | None:
 
 
 def unfit_heads(*tensors: Tensor) -> str | None:
-    """Say why no kernel can run on tensors of heads [... D], or return None."""
+    """Return why no kernel can run on tensors of heads [... D], or None."""
     if any(x.stride(-1) != 1 for x in tensors):
         return "needs the channels of a row side by side"
     if tensors[0].shape[-1] * tensors[0].element_size() > _WIDEST:
@@ -50,7 +50,7 @@ def unfit_heads(*tensors: Tensor) -> str | None:
 
 
 def unfit_shape(x: Tensor | Ragged, *sizes: int | None) -> str | None:
-    """Say why no kernel can run on a tensor that does not have these sizes, or return None: kernels broadcast nothing.
+    """Return why no kernel can run on a tensor that does not have these sizes, or None: kernels broadcast nothing.
     A size of None may be any."""
     shape = tuple(x.shape)
     if len(shape) == len(sizes) and all(want in (None, have) for want, have in zip(sizes, shape, strict=True)):
@@ -59,21 +59,21 @@ def unfit_shape(x: Tensor | Ragged, *sizes: int | None) -> str | None:
 
 
 def unfit_numbers(numbers: Tensor | None, batch: int) -> str | None:
-    """Say why no kernel can run on numbers [1] for all sequences, or [B] for each, or return None."""
+    """Return why no kernel can run on numbers [1] for all sequences, or [B] for each, or None."""
     if numbers is None or (numbers.dim() == 1 and len(numbers) in (1, batch)):
         return None
     return f"takes one number for all of {batch} sequences or one for each, got {list(numbers.shape)}"
 
 
 def unfit_sharing(heads: int, groups: int) -> str | None:
-    """Say why no kernel takes so many query heads of so many KV heads, or return None."""
+    """Return why no kernel takes so many query heads of so many KV heads, or None."""
     if heads % groups:
         return f"takes whole groups of heads, got {heads} query heads of {groups} KV heads"
     return unfit_group(heads // groups)
 
 
 def unfit_group(heads: int) -> str | None:
-    """Say why no kernel takes this many query heads per KV head, or return None."""
+    """Return why no kernel takes this many query heads per KV head, or None."""
     return None if heads <= _MOST_SHARING else f"takes up to {_MOST_SHARING} query heads of a KV head, got {heads}"
 
 
@@ -89,15 +89,15 @@ def padded(size: int, least: int = 16) -> int:
 
 
 def split(count: int, programs: int, block: int) -> tuple[int, int]:
-    """Say how many pieces to cut `count` tokens into, and how long, so that with `programs` programs each they fill the
-    device."""
+    """Return how many pieces to cut `count` tokens into, and how long, so that with `programs` programs each they
+    fill the device."""
     wanted = max(1, _programs_wanted() // programs)
     length = triton.cdiv(triton.cdiv(count, wanted), block) * block
     return triton.cdiv(count, length), length
 
 
 def stages(x: Tensor) -> int:
-    """Say how many tiles of rows [... D] to load ahead."""
+    """Return how many tiles of rows [... D] to load ahead."""
     return 3 if x.shape[-1] * x.element_size() <= 256 else 2
 
 

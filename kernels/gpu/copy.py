@@ -65,7 +65,7 @@ def gather_tiers_refuses(
 
 
 def _unfit(whole: Tensor | Ragged, rows: Tensor, *near: Tensor) -> str | None:
-    """Say why rows of a tensor cannot be copied, or return None. `near`: what else must lie beside the rows'
+    """Return why rows of a tensor cannot be copied, or None. `near`: what else must lie beside the rows'
     numbers."""
     x = first_of(whole)
     if reason := unfit_shape(whole, *rows.shape[:2], None, None):

@@ -99,12 +99,12 @@ def _one_query(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, T
 
 
 def _unfit_last(q: Tensor, k: Tensor) -> str | None:
-    """Say why q cannot be the last of the tokens whose keys k holds, or return None."""
+    """Return why q cannot be the last of the tokens whose keys k holds, or None."""
     return f"takes no more queries than keys, got {q.shape[2]} and {k.shape[2]}" if q.shape[2] > k.shape[2] else None
 
 
 def _unfit(q: Tensor, k: Tensor, *v: Tensor) -> str | None:
-    """Say why no kernel can attend from q to k, and mix v, or return None."""
+    """Return why no kernel can attend from q to k, and mix v, or None."""
     if q.shape[1] % k.shape[1]:
         return f"takes whole groups of heads, got {q.shape[1]} query heads of {k.shape[1]} KV heads"
     sides = [unfit_shape(k, q.shape[0], None, None, q.shape[3]), *(unfit_shape(x, *k.shape) for x in v)]
@@ -112,7 +112,7 @@ def _unfit(q: Tensor, k: Tensor, *v: Tensor) -> str | None:
 
 
 def _unfit_query(q: Tensor, k: Tensor) -> str | None:
-    """Say why a single query, which goes the way of a decode step, cannot be served, or return None."""
+    """Return why a single query, which goes the way of a decode step, cannot be served, or None."""
     return unfit_group(q.shape[1] // k.shape[1]) if q.shape[2] == 1 else None
 
 

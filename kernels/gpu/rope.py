@@ -68,7 +68,7 @@ def rotate_refuses(x: Tensor, cos: Tensor, sin: Tensor) -> str | None:
 
 
 def unfit_angles(batch: int, tokens: int, dim: int, cos: Tensor, sin: Tensor) -> str | None:
-    """Say why no kernel can rotate heads of `dim` channels by cos and sin [1|B 1|T R], or return None."""
+    """Return why no kernel can rotate heads of `dim` channels by cos and sin [1|B 1|T R], or None."""
     if cos.shape[-1] % 2 or cos.shape[-1] > dim:
         return f"turns pairs of up to {dim} channels, got {cos.shape[-1]}"
     for angle in (cos, sin):

@@ -16,7 +16,7 @@ _joint: WeakKeyDictionary[DecoderBlock, tuple[Linear | None, Linear | None]] = W
 
 
 def unfit_weights(weights: DecoderBlock | Head) -> str | None:
-    """Say why no kernel can read these weights, or return None."""
+    """Return why no kernel can read these weights, or None."""
     if weights not in _unfit:
         _unfit[weights] = _check(_tensors(weights)) or _unfit_sides(weights)
     return _unfit[weights]
@@ -38,7 +38,7 @@ def _check(tensors: Sequence[Tensor]) -> str | None:
 
 
 def _unfit_sides(weights: DecoderBlock | Head) -> str | None:
-    """Say which weights do not fit to each other, or return None: no kernel broadcasts one of them."""
+    """Return which weights do not fit to each other, or return None: no kernel broadcasts one of them."""
     if isinstance(weights, Head):
         return None
     width, inner = len(weights.norm), len(weights.gate.weight)

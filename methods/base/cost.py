@@ -1,4 +1,4 @@
-"""Computes what a layer costs, by formula: bytes held, and bytes that a step moves and reads."""
+"""Computes what a layer costs, by formula: the bytes it holds, and the bytes that a step moves and reads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from methods.tiers.tier import DEVICE, TIERS, tier_of
 
 @dataclass(frozen=True, slots=True)
 class LayerWorkload:
-    """Says for what a cost is asked: one layer and one sequence, its prompt sealed."""
+    """Describe one layer and one sequence whose cost is computed, with its prompt sealed."""
 
     spec: LayerSpec
     sealed: int  # prompt tokens
@@ -20,7 +20,7 @@ class LayerWorkload:
     placement: str
     element_bytes: int
     reserve: int = 0  # rows kept free for generated tokens
-    codec: Codec | None = None  # of what the method holds in a pool
+    codec: Codec | None = None  # encodes the tokens in a pool
 
     @property
     def capacity(self) -> int:
@@ -44,11 +44,12 @@ class LayerWorkload:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Holds bytes held on the device, bytes that cross between host and device in a step, and bytes held in other
-    tiers, by the tiers' names. `+` adds costs up.
+    """Hold the cost of a layer: bytes on the device, bytes that a step moves between host and device, and bytes in
+    other tiers, keyed by the tiers' names. `+` adds costs up.
 
-    `read_bytes_per_step` are those of the prompt's keys and values that a step attends to, and of what it chooses them
-    by, each once, wherever they lie and as they are written. Generated tokens are read beside them.
+    `read_bytes_per_step` are the bytes of the prompt's keys and values that a step attends to, and of the index by
+    which it chooses them, each once, wherever they lie and as they are encoded. Generated tokens are read in
+    addition.
     """
 
     device_bytes: int = 0
@@ -58,20 +59,20 @@ class Cost:
 
     @staticmethod
     def placed(tier: str, held: int, moved: int = 0) -> Cost:
-        """Return the cost of `held` bytes in a tier, of which a step moves `moved` to the device; none move if they lie
-        there."""
+        """Return the cost of `held` bytes in a tier, of which a step moves `moved` to the device; on the device,
+        none move."""
         return Cost(held) if tier == DEVICE else Cost(0, moved, {tier: held})
 
     @property
     def held(self) -> dict[str, int]:
-        """Return the bytes in every tier of the table. Raises `ValueError` for a tier that has no line in it."""
+        """Return the bytes in every tier of the table. Raises `ValueError` for a tier that is not in the table."""
         for tier in self.away:
             tier_of(tier)
         return {tier: self.device_bytes if tier == DEVICE else self.away.get(tier, 0) for tier in TIERS}
 
     def beside(self, case: LayerWorkload) -> int:
-        """Return the bytes on the device that the seal makes while the prompt's keys and values are still there: all
-        that is then held, or what comes on top where these stay as they are."""
+        """Return the bytes on the device that the seal adds while the prompt's keys and values are still there: all
+        that is held afterwards, or the rest if keys and values stay as they are."""
         stays = not any(self.away.values()) and self.device_bytes >= case.dense_bytes
         return self.device_bytes - (case.dense_bytes if stays else 0)
 
@@ -82,19 +83,20 @@ class Cost:
         return Cost(self.device_bytes + other.device_bytes, moved, away, read)
 
     def reading(self, count: int) -> Cost:
-        """Return this cost with so many bytes read in a step."""
+        """Return this cost with `count` bytes read in a step."""
         return replace(self, read_bytes_per_step=count)
 
 
 @dataclass(frozen=True, slots=True)
 class PeakExtra:
-    """Holds the bytes that a layer takes on the device for a while, beside keys and values of the prompt and what a
-    layer of Full takes. `+` adds them up.
+    """Hold the bytes that a layer takes temporarily on the device, in addition to keys and values of the prompt and
+    to what a layer of Full takes. `+` adds them up.
 
-    `kept`: from the first chunk of the prompt to the seal. `prefill`: while a chunk passes through the layer. `seal`:
-    while it is sealed, at the most, if that is more than what it then holds. `stepping` counts the other way: bytes of
-    the layer's cost that it takes with its first step, so that they are not there while other layers seal. `beside`: in
-    host memory under `overlap=on`, until work on the layer is done that later layers hide.
+    `kept`: from the first chunk of the prompt to the seal. `prefill`: while a chunk passes through the layer.
+    `seal`: the most during the seal, if that is more than what the layer holds afterwards. `stepping` counts the
+    other way: bytes of the layer's cost that it takes only with its first step, so that they are not there while
+    other layers seal. `beside`: in host memory with `overlap=on`, until work on the layer ends that later layers
+    hide.
     """
 
     kept: int = 0
@@ -114,4 +116,4 @@ class PeakExtra:
 
 
 class CostError(ValueError):
-    """Says why a cost cannot be had: there is no formula, or no parameter value that meets it."""
+    """Say why a cost cannot be computed: there is no formula, or no parameter value that meets it."""

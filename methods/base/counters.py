@@ -1,8 +1,8 @@
 """Keeps numbers that grow by one with every decode step on the device, so that a step can be captured and replayed.
 
-A CUDA graph replays the same work on the same memory, so nothing that grows from step to step may be a number in
-Python: not where a token is written, not how many are read, not its position. While steps are captured or replayed
-(`running`), a layer takes such a number from here, and otherwise from Python.
+A CUDA graph replays the same work on the same memory, so no number that grows from step to step may be a Python
+number: not the row to which a token is written, not the count of tokens to read, not the position. While steps are
+captured or replayed (`running`), a layer takes such numbers from here, otherwise from Python.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from kernels.step_inputs import CaptureError, record_input
 
 
 def queues(device: torch.device) -> bool:
-    """Say whether work is launched on `device` and done later, so that reading a value means waiting for all of it."""
+    """Return whether work is launched on `device` and done later, so that reading a value waits for all of it."""
     return device.type != "cpu"
 
 
 def undeclared(cls: type) -> str:
-    """Say why a step of `cls`, which does not declare that it can be captured, is not captured."""
+    """Return why a step of `cls`, which does not declare that it can be captured, is not captured."""
     name = cls.__name__
     return f"{name} does not say that its step can be captured: if it can, write `class {name}(..., capturable=True)`"
 
 
 class StepCounters:
-    """Holds the counters of all layers of a cache."""
+    """Hold the counters of all layers of a cache."""
 
     def __init__(self) -> None:
         self.running = False
-        self.capturing = False  # whether what is asked for now must be there already
+        self.capturing = False  # a step is being captured, so every counter must exist already
         self.steps = 0  # steps since the start
-        self.text_tokens = 0  # of the text of the last forward, where its length decides how the model rotates
+        self.text_tokens = 0  # length of the last forward's text, if it decides how the model rotates
         self._counters: dict[
             tuple[int | PerSequence, torch.device], Tensor
         ] = {}  # by the value that each had at the start
@@ -45,19 +45,21 @@ class StepCounters:
         self.running = True
 
     def stop(self) -> None:
-        """Go back to numbers in Python."""
+        """Return to numbers in Python."""
         self.running, self.steps = False, 0
         self._counters.clear()
         self._growths.clear()
 
     def tensor(self, value: int, device: torch.device) -> Tensor:
-        """Return [1] int64 that holds `value`; while running, the same tensor holds one more in the next step."""
+        """Return a tensor [1] int64 that holds `value`; while running, the same tensor holds one more in the next
+        step."""
         if not self.running:
             return torch.full((1,), value, device=device)
         return self.first(value - self.steps, device)
 
     def first(self, value: int | PerSequence, device: torch.device) -> Tensor:
-        """Return [1], or [B] for the numbers of several sequences, that held `value` at the start, while running."""
+        """Return a counter [1], or [B] for the numbers of several sequences, that held `value` when counting
+        started."""
         if (value, device) not in self._counters:
             if self.capturing:
                 raise CaptureError(f"asks for a count of {value + self.steps} that the step before had no use for")
@@ -70,7 +72,7 @@ class StepCounters:
         return record_input("count", self._counters[value, device])
 
     def _growth(self, value: int | PerSequence, device: torch.device) -> int | Tensor:
-        """Return what a step adds to a counter: nothing for slots that are free."""
+        """Return what a step adds to a counter: one, and nothing for free slots."""
         if not isinstance(value, PerSequence) or value.dead is None:
             return 1
         slots = len(value), value.dead, device
@@ -80,7 +82,8 @@ class StepCounters:
         return self._growths[slots]
 
     def positions(self, start: int, count: int, device: torch.device) -> Tensor:
-        """Return [count] int64: `start` and what follows it, as positions of tokens or as rows of a store."""
+        """Return `count` consecutive numbers [count] int64 from `start` on, as positions of tokens or rows of a
+        store."""
         if not self.running:
             return torch.arange(start, start + count, device=device)
         first = self.tensor(start, device)

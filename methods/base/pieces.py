@@ -1,5 +1,4 @@
-"""Cuts what is done for a whole prompt at once into pieces of so many tokens, which bounds what lies between two
-operations."""
+"""Splits work on a whole prompt into pieces, which bounds the memory between two operations."""
 
 from __future__ import annotations
 
@@ -9,6 +8,6 @@ TOKENS_AT_ONCE = 512
 
 
 def pieces(tokens: int, block: int = 1) -> Iterator[slice]:
-    """Yield slices that together are `tokens`; each but the last is a multiple of `block` long."""
+    """Yield slices that together cover `tokens`; each but the last is a multiple of `block` long."""
     size = -(-TOKENS_AT_ONCE // block) * block
     return (slice(start, min(start + size, tokens)) for start in range(0, tokens, size))

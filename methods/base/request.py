@@ -1,4 +1,4 @@
-"""Defines what a method is told: a layer's shape, what a batch asks for, and what one attention call sees."""
+"""Defines what a method receives: a layer's shape, what a batch asks for, and what one attention call sees."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _ANY_LENGTH = 2**40  # tokens: more than any cache holds
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """Holds what a layer knows before it sees a token.
+    """Hold what a layer knows before it sees a token.
 
-    A method's layers are those that see the whole text, numbered among themselves: in a model whose other layers slide
-    over a window, `index` 1 of `num_layers` 4 is the second layer of four that do not. `rope` gives cos 1 and sin 0
-    where the layer rotates nothing.
+    A method's layers are those that see the whole text, numbered among themselves: in a model whose other layers
+    have a sliding window, `index` 1 of `num_layers` 4 is the second of four layers without one. `rope` returns cos
+    1 and sin 0 if the layer does not rotate.
     """
 
     index: int
@@ -54,8 +54,8 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """Holds what one batch of equal-length sequences asks of a method. `capacity` counts prompt and new tokens of all
-    turns."""
+    """Hold what one batch of sequences of equal length asks of a method. `capacity` counts prompt and new tokens of
+    all turns."""
 
     batch: int
     capacity: int
@@ -63,35 +63,35 @@ class Request:
     device: torch.device
     budget: Budget | None = None  # None: the method uses none
     reuse_steps: int = 0  # for how many further steps a selecting method may use a selection
-    placement: str = DEVICE  # the tier of tokens that a step reads by choice alone
-    codec: Codec | None = None  # what lies in a pool is written by it; None: as it is
-    disk: Path | None = None  # the folder for placement=disk; None: in the system's temporary one
+    placement: str = DEVICE  # the tier of tokens that a step reads only if they are chosen
+    codec: Codec | None = None  # encodes the tokens in a pool; None: they stay as they are
+    disk: Path | None = None  # the folder for placement=disk; None: the system's temporary one
     prepared: object = None  # what the method's `prepare` returned for this model
     reservation: PinnedReservation | None = field(default=None, compare=False)  # host memory for the rows of all layers
-    grows: bool = False  # `capacity` is raised when more tokens come, as in a loop that does not say how many will
+    grows: bool = False  # `capacity` grows with the text, as in a loop whose length is unknown
 
     @property
     def pooled(self) -> bool:
-        """Say whether tokens that are read by choice alone leave the store: for another tier, or for fewer bits."""
+        """Return whether tokens that are read only if chosen leave the store: for another tier, or for fewer bits."""
         return self.placement != DEVICE or self.codec is not None
 
     def place(self, layer: int) -> Place:
-        """Return the place in which rows of a layer are asked for."""
+        """Return the place for the rows of a layer."""
         return Place(self.device, self.disk, None if self.reservation is None else self.reservation.regions[layer])
 
     def covers(self, tokens: int, layer: int) -> bool:
-        """Say whether the budget, if the method uses one, leaves out nothing of a prompt of so many tokens: it is then
+        """Return whether the budget leaves out nothing of a prompt of `tokens` tokens, or there is no budget: it is
         read whole."""
         return self.budget is None or self.budget.covers(tokens, layer)
 
     def covers_all(self, layer: int) -> bool:
-        """Say whether the budget leaves out nothing of whatever this cache may come to hold."""
+        """Return whether the budget leaves out nothing of the longest text that this cache may hold."""
         return self.covers(_ANY_LENGTH if self.grows else self.capacity, layer)
 
 
 @dataclass(frozen=True, slots=True)
 class AttnInput:
-    """Holds what one attention call of one layer sees."""
+    """Hold what one attention call of one layer sees."""
 
     q: Tensor  # [B H T D], rotated
     k: Tensor  # [B G T D], rotated; the new tokens only
@@ -100,11 +100,11 @@ class AttnInput:
     sin: Tensor  # [1|B T D]
     hidden: Tensor  # [B T E], the normalised input of the projections, which must not be kept
     start: int  # position of the first new token
-    stored: bool = False  # k and v are in the layer's store already, where `KVLayer.next_row` said
+    stored: bool = False  # k and v are in the layer's store already, in the row that `KVLayer.next_row` named
 
 
 class NextRow(NamedTuple):
-    """Says where a layer stores the next token of each sequence."""
+    """Say where a layer stores the next token of each sequence."""
 
     keys: Tensor | Ragged  # [B G S D]
     values: Tensor | Ragged

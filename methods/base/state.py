@@ -18,8 +18,9 @@ T = TypeVar("T")
 
 @dataclass
 class Checks:
-    """Says whether what a method returns is checked: from the seal of a turn to its end, once for a first turn and once
-    for a further one. `pending` names the turns still to check, and is shared by all caches of a run."""
+    """Say whether return values of a method are checked: from the seal of a turn to its end, once for a first turn
+    and once for a further one. `pending` names the kinds of turns still to check, and is shared by all caches of a
+    run."""
 
     pending: set[str] = field(default_factory=set)
     on: bool = False
@@ -32,9 +33,9 @@ class Checks:
 
 @dataclass
 class CacheState:
-    """Holds the `request`, what belongs to the cache and changes with every step (`traffic`, `counters` and `checks`),
-    and the `engine` that moves rows for all caches of the device: `ahead` as soon as they are asked for, else once they
-    are waited for."""
+    """Hold what all layers of a cache share: the `request`, what changes with every step (`traffic`, `counters`,
+    `checks`), and the `engine` that moves rows for all caches of the device. `ahead`: rows move as soon as they are
+    asked for, otherwise when they are waited for."""
 
     request: Request
     traffic: Traffic = field(default_factory=Traffic)
@@ -44,35 +45,35 @@ class CacheState:
     ahead: bool = False
 
     def fetch(self, read: Callable[[Traffic], T]) -> Arrival[T]:
-        """Ask for the rows that `read` brings to the device, and that somebody waits for later: in the same step, while
-        steps are captured."""
+        """Ask for the rows that `read` brings to the device and that are waited for later; in a captured step,
+        within the step."""
         begin = self.engine.branch if self.counters.running else self.engine.begin
         return begin(read, self.traffic, self.request.device, ahead=self.ahead)
 
     def work(self, compute: Callable[[], T]) -> Arrival[T]:
-        """Begin work on a prompt that later layers may hide, and whose result somebody waits for later; for a cache
-        whose rows come `ahead`. It belongs to no step, and so counts in no `traffic`."""
+        """Begin work on a prompt that later layers may hide, and whose result is waited for later; only for a cache
+        whose rows move `ahead`. It belongs to no step, and counts in no `traffic`."""
         assert self.ahead
         return self.engine.work(compute, self.request.device)
 
     def send(self, write: Callable[[Traffic], None]) -> None:
-        """Let `write` put rows away from the device."""
+        """Let `write` move rows away from the device."""
         self.engine.send(write, self.traffic)
 
     @property
     def checking(self) -> bool:
-        """Say whether to check what a policy has just returned; not while a step is captured, which computes
-        nothing."""
+        """Return whether to check what a policy has just returned. While a step is captured, nothing is computed to
+        check."""
         return self.checks.on and not self.counters.capturing
 
     def on(self, device: torch.device | None) -> CacheState:
-        """Return the same cache for a layer that lies on `device`; None: where the request says."""
+        """Return this state for a layer that lies on `device`; None: on the request's device."""
         if device is None or device == self.request.device:
             return self
         return replace(self, request=replace(self.request, device=device))
 
     def with_dense(self, layers: Iterable[int]) -> CacheState:
-        """Return the same cache, with a budget that leaves `layers` whole as well."""
+        """Return this state with a budget that also reads `layers` whole."""
         budget = self.request.budget
         if budget is None:
             return self

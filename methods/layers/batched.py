@@ -1,7 +1,7 @@
-"""Lets several sequences take a step together: a layer whose store and indices are those of several layers.
+"""Lets several sequences take a step together, in a layer whose store and indices combine those of several layers.
 
 A policy writes its step once. For one sequence its attributes are tensors and whole numbers; for several they are
-`Ragged` and `PerSequence` (kernels/ragged.py), which the operations take as well.
+`Ragged` and `PerSequence` (kernels/ragged.py), which the operations accept as well.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from methods.tiers.rows import HostRows, MemoryRows
 
 
 def alone_because(layer: KVLayer) -> str | None:
-    """Say why a step of a sealed layer is taken for one sequence after the other, or return None."""
+    """Return why steps of a sealed layer are taken for one sequence after the other, or None."""
     kind = type(layer)
     if not isinstance(layer, Layer) or (kind.decode is not Layer.decode and "joined" not in vars(kind)):
         return f"{type(layer).__name__} attends for one sequence after the other"
@@ -55,23 +55,23 @@ def form(layer: Layer) -> Hashable:
 
 
 class Slots(NamedTuple):
-    """Says for whom a step is taken: `dead` slots behind the sequences of `layers` are free; None: there are no slots.
-    `shared` holds what layers of several sequences share, as those of one do, and is the same for all of them."""
+    """Hold the layers whose sequences take a step together, and `dead`, how many free slots follow them; None:
+    there are no slots. `shared` maps the objects that layers of one sequence share to those for several sequences."""
 
     layers: Sequence[Layer]
     dead: int | None
     shared: dict[Hashable, Any]
 
     def of_rows(self, values: Sequence[int]) -> int | PerSequence:
-        """Return a number that layers have as that of their sequences."""
+        """Return one number per layer as one number per sequence."""
         counted = zip(values, self.layers, strict=True)
         return per_sequence([value for value, layer in counted for _ in range(layer.request.batch)], self.dead)
 
 
 def together(slots: Slots, cache: CacheState) -> Layer:
-    """Return a layer whose `decode` takes one token of each sequence of `slots.layers`, which are of one form. `cache`:
-    what they step with; its request counts all sequences and free slots. What the layers count in Python is left to
-    `count_replayed`."""
+    """Return a layer whose `decode` takes one token of each sequence of `slots.layers`, which are of one form.
+    `cache`: the state of the joint step; its request counts all sequences and free slots. What the layers count in
+    Python is updated by `count_replayed`."""
     layers = slots.layers
     for policy in (policy for layer in layers for policy in layer.policies):
         policy.settle()
@@ -93,8 +93,8 @@ def together(slots: Slots, cache: CacheState) -> Layer:
 
 
 def link(steps: Sequence[tuple[Layer, Sequence[Layer]]]) -> None:
-    """Let the layers and the policies of several sequences find each other, where those of one do. `steps`: the layers
-    that `together` has returned, with those that each is made of."""
+    """Link the layers and policies of several sequences with each other, as those of one sequence are linked.
+    `steps`: the layers that `together` has returned, with those that each is made of."""
     joint_layers = {id(layer): one for one, layers in steps for layer in layers}
     for one, layers in steps:
         one.link(layers, joint_layers)
@@ -109,21 +109,21 @@ def link(steps: Sequence[tuple[Layer, Sequence[Layer]]]) -> None:
 
 
 def hand_back(one: Layer, layer: Layer, first: int) -> None:
-    """Tell `layer`, whose sequences are number `first` and following of those of `one`, what the last step chose and
-    changed."""
+    """Give `layer`, whose sequences are number `first` and following of those of `one`, what the last step chose
+    and changed."""
     for joined, policy in zip(one.policies, layer.policies, strict=True):
         joined.hand_back(policy, slice(first, first + layer.request.batch))
 
 
 def _policies(layers: Sequence[Layer]) -> list[tuple[Policy, ...]]:
-    """Return each policy of the first layer, and behind it the same of all layers."""
+    """Return each policy of the first layer, followed by the same policy of all layers."""
     return [(same[0], *same) for same in zip(*(layer.policies for layer in layers), strict=True)]
 
 
 def _joined(policies: Sequence[Policy], one: Layer, slots: Slots) -> Policy:
-    """Return a policy of the layer `one` for the sequences of all layers."""
+    """Return a policy of the joint layer `one` for the sequences of all layers."""
     joint = copy(policies[0])
-    Policy.bind(joint, one)  # what subclasses begin with is that of a layer which has seen nothing
+    Policy.bind(joint, one)  # a subclass's `bind` would reset it to a layer that has seen nothing
     for name, how in (type(joint).of_each or {}).items():
         values = [getattr(policy, name, None) for policy in policies]
         if all(value is not None for value in values):
@@ -135,7 +135,7 @@ def _joined(policies: Sequence[Policy], one: Layer, slots: Slots) -> Policy:
 
 
 def _plan(plans: Sequence[Any], slots: Slots) -> Any:
-    """Return the plan of several. Its sinks are the same for all, which they share as their form."""
+    """Return the joint plan of several sequences. Its sinks are the same for all, as part of their form."""
     if not isinstance(plans[0], tuple):
         return slots.of_rows(plans)
     numbers: Any = {name: [getattr(plan, name) for plan in plans] for name in plans[0]._fields}  # type: ignore[attr-defined]
@@ -147,7 +147,7 @@ def _plan(plans: Sequence[Any], slots: Slots) -> Any:
 def _several(
     values: Sequence[Any], how: int | Padded | None, most: int | None, cache: CacheState, slots: Slots
 ) -> Any:  # fmt: skip
-    """Return what several sequences have in the place of `values`."""
+    """Return the joint value of an attribute whose values in several sequences are `values`."""
     if isinstance(values[0], int):
         return slots.of_rows(values)
     if hasattr(values[0], "batched"):
@@ -170,7 +170,7 @@ def _several(
 
 
 def _widened(x: Tensor, dim: int, size: int) -> Tensor:
-    """Return x with as many entries in a dimension, zeros behind its own or less of the zeros."""
+    """Return x with `size` entries in dimension `dim`, filled up with zeros or with some of its zeros cut."""
     wide = x.new_zeros([*x.shape[:dim], size, *x.shape[dim + 1 :]])
     kept = min(size, x.shape[dim])
     wide.narrow(dim, 0, kept).copy_(x.narrow(dim, 0, kept))

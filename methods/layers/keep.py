@@ -1,4 +1,4 @@
-"""Defines policies that say what stays of a prompt, and carry it out."""
+"""Defines policies that choose what stays of a prompt."""
 
 from __future__ import annotations
 
@@ -10,32 +10,33 @@ from methods.layers.policy import Policy
 
 
 class Evict(Policy, ABC, capturable=True):
-    """Lets a part of the prompt stay after the seal, and carries that out; what comes later is kept whole.
+    """Let a part of the prompt stay after the seal; what is stored later is kept whole.
 
-    Where the budget covers the prompt nothing leaves, and `evict` is not called.
+    If the budget covers the prompt nothing is evicted, and `evict` is not called.
     """
 
     def size(self, budget: int) -> int:
-        """Return how many tokens stay under a budget of so many; all, if that is the number of stored ones or more."""
+        """Return how many tokens stay under a budget of `budget` tokens; if it is no less than the number stored,
+        all stay."""
         return budget
 
     @abstractmethod
     def evict(self, size: int) -> None:
-        """Choose `size` tokens, and let the others go: by `layer.retain`, or by `layer.retain_per_head` where heads
-        keep different numbers of them."""
+        """Choose `size` tokens and drop the others, by `layer.retain`, or by `layer.retain_per_head` if heads keep
+        different numbers of them."""
 
     def close(self, evicted: int) -> None:
-        """Finish, now that the choice is made: so many tokens have left by it, and the store holds the others."""
+        """Finish the seal: `evicted` tokens have left by this choice, and the store holds the others."""
 
 
 class Keep(Evict, capturable=True):
-    """Lets only what `keep` names stay, as many tokens in every head."""
+    """Keep only the tokens that `keep` returns, equally many in every head."""
 
     @abstractmethod
     def keep(self, size: int) -> Tensor:
-        """Return the `size` stored tokens that each KV head keeps [B G size], ascending.
+        """Return the `size` stored tokens that each KV head keeps, [B G size], ascending.
 
-        It is [B H size] where each query head keeps its own; the store then holds a copy for each.
+        It is [B H size] if each query head keeps its own; the store then holds a copy for each.
         """
 
     def evict(self, size: int) -> None:

@@ -1,4 +1,4 @@
-"""Defines the layer of every method: it stores, keeps, then reads, as its policies say."""
+"""Defines the layer of every method: it stores, keeps, then reads, as its policies decide."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from methods.tiers.tier import DEVICE, HOST
 
 
 class Layer(Storage, capturable=True):
-    """Stores the prompt whole. At the seal a `Keep` says what stays, then a `Read` splits the budget, and what it reads
-    by choice alone may leave the store for another place. Without policies everything is kept and read."""
+    """Store the prompt whole. At the seal a `Keep` decides what stays, then a `Read` splits the budget; tokens that
+    are read only if chosen may leave the store for another place. Without policies everything is kept and read."""
 
     def __init__(self, spec: LayerSpec, cache: CacheState, method: Method, *policies: Policy) -> None:
         """Bind the policies: at most one `Evict` and one `Read`, and any number that only observe."""
@@ -32,7 +32,8 @@ class Layer(Storage, capturable=True):
     def absorb(self, x: AttnInput) -> None:
         if not self.method.dense_prefill:
             raise ValueError(
-                f"{type(self.method).__name__} cannot share a prefill, for its own is not dense: run that."
+                f"{type(self.method).__name__} computes its prompt differently from Full, so it cannot share a "
+                "prefill: set shared_prefill=false."
             )
         self._open(x)
         for policy in self.policies:
@@ -74,15 +75,15 @@ class Layer(Storage, capturable=True):
         return self.attends.decode(x)
 
     def joined(self, layers: Sequence[Layer], dead: int | None) -> None:
-        """Join what `layers` hold besides store, pool and policies, as the layer that takes steps for all of them and
-        `dead` free slots. A class with a `decode` of its own takes such steps if it has this method of its own too."""
+        """Join what `layers` hold besides store, pool and policies, in the layer that takes steps for all of them
+        and `dead` free slots. A class with its own `decode` takes such steps only if it overrides this method too."""
 
     def link(self, layers: Sequence[Layer], joint: Mapping[int, Layer]) -> None:
-        """Find other layers, now that this one is that of several `layers`: `joint` has, by the id of a layer, the one
-        that steps in its place."""
+        """Find other layers, in a joint layer of several `layers`. `joint`: the id of a layer -> the joint layer
+        that steps instead of it."""
 
     def together_refusal(self) -> str | None:
-        """Say why this layer, as it is now, takes its steps for one sequence after the other, or return None."""
+        """Return why this layer, in its present state, takes its steps for one sequence after the other, or None."""
         return None
 
     @property
@@ -116,7 +117,8 @@ class Layer(Storage, capturable=True):
 
     @property
     def bytes_read(self) -> float:
-        """Count bytes as they are written, wherever they lie. What is rebuilt counts as what it stands for."""
+        """Return the bytes read, as they are encoded, wherever they lie. What is rebuilt counts as the rows it
+        replaces."""
         rows, heads, (prompt, generated) = self.attends.read_rows(), self.request.batch * self.heads, self.attended
         if rows is None or self.heads != self.spec.num_kv_heads:  # then each head has copies of its own
             coded = 0 if self.far is None else self.far.encoded * heads
@@ -195,7 +197,7 @@ class Layer(Storage, capturable=True):
             policy.grow(more)
 
     def _make_room(self, most: int) -> None:
-        """Let an eighth of the generated tokens leave at once, before a token comes in, if they fill their budget."""
+        """If the generated tokens fill their budget, drop an eighth of them before a token is stored."""
         count = self.store.length - self.prompt_rows
         if count < most:
             return
@@ -216,6 +218,6 @@ class Layer(Storage, capturable=True):
 
 
 def _within(state: Mapping[str, Tensor], number: int) -> dict[str, Tensor]:
-    """Return what the layer's policy of that number has put into the state."""
+    """Return the part of the state that belongs to the layer's policy of that number."""
     prefix = f"{number}."
     return {name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)}

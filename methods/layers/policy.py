@@ -1,4 +1,4 @@
-"""Defines what a method decides in a layer: the base of all policies, which keeps and reads everything."""
+"""Defines what a method decides in a layer: the base class of all policies, which keeps and reads everything."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from methods.pools import KVStore
 
 
 class Padded(NamedTuple):
-    """Says of tensors of several sequences that they are joined, with zeros behind the shorter ones in dimension `dim`,
-    and that steps may change them, if they do. `most`: the attribute that says how long the longest may ever be."""
+    """Mark tensors of several sequences that are joined with zeros after the shorter ones in dimension `dim`, and
+    say whether steps change them. `most`: the attribute with the greatest possible length."""
 
     dim: int
     changes: bool = True
@@ -29,25 +29,26 @@ OfEach = Mapping[str, int | Padded | None]
 
 
 class Policy:
-    """Sees every token of its layer, and attends: this one to all that is stored, as Full does.
+    """Observe every token of a layer, and attend: this base class to all that is stored, as Full does.
 
-    A layer with several policies lets one attend, the `Read`, else the `Keep` (methods/layers/layer.py); the others
-    only `observe`. Until `bind` a policy knows no layer.
+    In a layer with several policies one attends, the `Read`, else the `Keep` (methods/layers/layer.py); the others
+    only `observe`. Before `bind` a policy knows no layer.
 
-    `class MyKeep(Keep, capturable=True)` says that a decode step can be captured in a graph and replayed. A subclass
-    does not inherit this, since what it overrides may count in Python or wait for the device.
+    `class MyKeep(Keep, capturable=True)` declares that a decode step can be captured in a graph and replayed. A
+    subclass does not inherit this, because what it overrides may count in Python or wait for the device.
 
-    `of_each={"codes": 2}`, not inherited either, says that several sequences may take a step together
-    (methods/layers/batched.py), and what it uses besides the store: name -> the dimension in which sequences differ,
-    `Padded` where steps change such tensors, or None for tensors of one shape, which steps may change, and for numbers.
-    What knows itself how to be that of several, as an index that grows, has a method `batched`: it takes what each
-    cache has in its place, what they step with, how many tokens each sequence has seen, and how many slots are free.
+    `of_each={"codes": 2}`, not inherited either, declares that several sequences may take a step together
+    (methods/layers/batched.py), and names the attributes that a step uses besides the store, each with the
+    dimension in which sequences differ, with `Padded` if steps change such tensors, or with None for tensors of one
+    shape, which steps may change, and for numbers. An object that can combine itself for several sequences, as an
+    index that grows, has a method `batched`; it gets the objects of all caches, the state of the joint step, how
+    many tokens each sequence has seen, and how many slots are free.
     """
 
-    capturable: ClassVar[bool] = True  # said by this very class, and not inherited
-    diagnostics: ClassVar[tuple[str, ...]] = ()  # attributes kept for the record, no part of the cache's bytes
-    of_each: ClassVar[OfEach | None] = {}  # also said by this very class; None: a step is of one sequence
-    by_room: ClassVar[Mapping[str, int]] = {}  # tensors with room for all tokens, if any: name -> that dimension
+    capturable: ClassVar[bool] = True  # declared by each class for itself, not inherited
+    diagnostics: ClassVar[tuple[str, ...]] = ()  # attributes for the record that do not count as bytes of the cache
+    of_each: ClassVar[OfEach | None] = {}  # declared by each class too; None: a step takes one sequence
+    by_room: ClassVar[Mapping[str, int]] = {}  # tensor with room for all tokens -> the dimension of the tokens
 
     layer: Storage
     method: Method
@@ -60,15 +61,15 @@ class Policy:
         cls.capturable, cls.of_each = capturable, of_each
 
     def bind(self, layer: Storage) -> None:
-        """Become a policy of `layer`, which has not seen a token yet and owns this policy. The policy does not own the
-        layer in turn: the keys and values of a cache that is let go would else stay in memory until the next pass for
-        cycles."""
+        """Become a policy of `layer`, which has not seen a token yet and owns this policy. The policy only refers
+        to the layer weakly: otherwise keys and values of a dropped cache would stay in memory until the next
+        garbage collection."""
         self.layer, self.method = proxy(layer), layer.method
         self.spec, self.cache, self.request = layer.spec, layer.cache, layer.request
 
     @property
     def store(self) -> KVStore:
-        """Return what the layer holds on the device in full precision."""
+        """Return the store that the layer holds on the device in full precision."""
         return self.layer.store
 
     @property
@@ -77,32 +78,32 @@ class Policy:
         return self.layer.sealed
 
     def reopen(self) -> None:
-        """Undo what the seal moved: a further turn begins, and its prompt attends to everything."""
+        """Undo what the seal moved, before a further turn, whose prompt attends to everything."""
 
     def state(self) -> dict[str, Tensor]:
-        """Return what must be stored between turns with keys and values, since they cannot bring it back. By default
-        that is nothing, and all is made anew at the next seal."""
+        """Return what must be stored between turns besides keys and values, because it cannot be computed from
+        them. By default that is nothing, and everything is computed again at the next seal."""
         return {}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Take over what `state` returned; the layer holds its keys and values again."""
 
     def truncate(self, state: Mapping[str, Tensor], first: int, last: int) -> dict[str, Tensor]:
-        """Return the parts of `state` that go with the `first` and the `last` stored tokens, once these stand side by
-        side, because a conversation's history has been cut. By default that is all, as for what is not kept by
-        token."""
+        """Return the parts of `state` that belong to the `first` and the `last` stored tokens, as if these were
+        stored one after the other, because a conversation's history was cut. By default that is all of it, as for a
+        state without entries per token."""
         return dict(state)
 
     def observe(self, x: AttnInput) -> None:
-        """Take note of a prompt chunk that has been stored, while another policy, or a shared prefill, attends."""
+        """Note a prompt chunk that has been stored, while another policy, or a shared prefill, attends."""
 
     def prefill(self, x: AttnInput) -> Tensor:
-        """Attend causally, after a prompt chunk has been stored. -> [B H T D]"""
+        """Attend causally, after a prompt chunk has been stored. Return [B H T D]."""
         self.observe(x)
         return self.layer.attend_prompt(x.q)
 
     def decode(self, x: AttnInput) -> Tensor:
-        """Attend, after a token has been stored. -> [B H 1 D]"""
+        """Attend, after a token has been stored. Return [B H 1 D]."""
         return self.layer.attend_all(x.q)
 
     @property
@@ -120,47 +121,47 @@ class Policy:
         return prompt * steps, generated * steps - steps * (steps - 1) // 2
 
     def read_rows(self) -> Tensor | None:
-        """Return the stored prompt tokens that the last step read, [B G K] without repeats, -1 where a head read fewer;
-        None for all."""
+        """Return the stored prompt tokens that the last step read, [B G K] without repeats, -1 where a head read
+        fewer; None for all."""
         return None
 
     def selected_rows(self) -> Tensor | None:
-        """Return the stored prompt tokens that each selecting head read in the last step: [B H K] where query heads
+        """Return the stored prompt tokens that each selecting head read in the last step, [B H K] if query heads
         choose for themselves."""
         return self.read_rows()
 
     def keep_generated(self, count: int, size: int) -> Tensor:
-        """Choose the `size` of `count` generated tokens that every KV head keeps when `budget_generated` has no room
-        for more: the last ones, unless the method knows better. -> [B G size], ascending"""
+        """Return the `size` of `count` generated tokens that every KV head keeps when `budget_generated` has no
+        room for more, as [B G size], ascending. By default these are the last ones."""
         shape = (self.request.batch, self.layer.heads, -1)
         return torch.arange(count - size, count, device=self.request.device).expand(shape)
 
     def forget(self, count: int, rows: Tensor) -> None:
-        """Let go of what belongs to the last `count` stored tokens, except for `rows` [B G K] of them."""
+        """Drop what belongs to the last `count` stored tokens, except to `rows` [B G K] of them."""
 
     def form(self) -> Hashable:
         """Return what sequences must share to take steps together, besides the method and the shapes of a layer."""
         return None
 
     def link(self, members: Sequence[Policy], joint: Mapping[int, Policy]) -> None:
-        """Find other layers' policies, now that this one is that of several `members`: `joint` has, by the id of a
-        member's policy, the one that steps in its place."""
+        """Find the policies of other layers, in a joint policy of several `members`. `joint`: the id of a member's
+        policy -> the joint policy that steps instead of it."""
 
     def joined(self) -> dict[str, Tensor]:
-        """Return the tensors of all sequences that steps of this joint policy use besides those named where they
-        lie."""
+        """Return the tensors of all sequences that steps of this joint policy use, except those that stay where
+        they are."""
         held = {name: vars(self).get(name) for name in type(self).of_each or {}}
         return {name: value for name, value in held.items() if isinstance(value, Tensor)}
 
     def settle(self) -> None:
-        """Wait for what steps use and work beside them still makes: steps with other sequences begin."""
+        """Wait for background work whose results steps use, before steps with other sequences begin."""
 
     def together_refusal(self) -> str | None:
-        """Say why this policy, as it is now, takes its steps for one sequence after the other, or return None."""
+        """Return why this policy, in its present state, takes its steps for one sequence after the other, or None."""
         return None
 
     def hand_back(self, member: Policy, own: slice) -> None:
-        """Tell `member`, whose sequences are the `own` ones of this joint policy, what steps have changed."""
+        """Give `member`, whose sequences are the `own` ones of this joint policy, what steps have changed."""
         for name, how in (type(self).of_each or {}).items():
             value = getattr(self, name, None)
             if isinstance(value, Tensor) and isinstance(how, Padded) and how.changes:
@@ -170,15 +171,15 @@ class Policy:
                 setattr(member, name, value[own].clone())
 
     def grow(self, more: int) -> None:
-        """Make room for `more` tokens in what is held beside the store, which has it already."""
+        """Make room for `more` tokens in what is held besides the store, which has grown already."""
         self.request = self.layer.request
         for name, dim in self.by_room.items():
             if (held := vars(self).get(name)) is not None and held.shape[dim]:
                 setattr(self, name, pad(held, (0, 0) * (held.dim() - 1 - dim) + (0, more)))
 
     def capture_refusal(self) -> str | None:
-        """Say why a decode step of the sealed layer cannot be captured (methods/base/counters.py), or return None."""
+        """Return why a decode step of the sealed layer cannot be captured (methods/base/counters.py), or None."""
         return None if self.capturable else undeclared(type(self))
 
     def count_replayed(self, steps: int) -> None:
-        """Bring up to date what is counted in Python, after `steps` steps that were replayed without `decode`."""
+        """Update what is counted in Python after `steps` steps that were replayed without `decode`."""

@@ -21,9 +21,9 @@ PlanT = TypeVar("PlanT")  # says how a budget is spent
 
 
 class Read(Policy, ABC, Generic[PlanT], capturable=True):
-    """Reads in each step a part of the stored prompt that it chooses.
+    """Read in each step a part of the stored prompt that the step chooses.
 
-    Where the budget covers what is stored, all of it is read, and the methods below are not called. A choice is used
+    If the budget covers what is stored, all of it is read, and the methods below are not called. A choice is used
     again for `request.reuse_steps` further steps.
     """
 
@@ -31,23 +31,23 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
     plan: PlanT | None = None  # None: everything is read
     rows: Tensor | None = None  # the last choice, [B G K] or [B H K]
     age = 0  # further steps that the last choice has served
-    arrival: Arrival[Segment] | None = None  # of a choice that is known, and not read yet
+    arrival: Arrival[Segment] | None = None  # rows of a choice that is known, but not read yet
 
     @abstractmethod
     def split(self, budget: int) -> PlanT:
-        """Spend `budget` prompt tokens, and return how."""
+        """Return how `budget` prompt tokens are spent."""
 
     @abstractmethod
     def prepare(self, plan: PlanT) -> None:
-        """Index or compress, now that the prompt is complete and not all of it will be read."""
+        """Index or compress the prompt, which is complete, and of which a step will read only a part."""
 
     @abstractmethod
     def select(self, q: Tensor, top: int) -> Tensor:
-        """Choose `top` tokens, pages or chunks. q [B H 1 D] -> what `rows` then is"""
+        """Choose `top` tokens, pages or chunks for the query q [B H 1 D]. Return them in the form of `rows`."""
 
     @abstractmethod
     def read(self, x: AttnInput, plan: PlanT) -> Tensor:
-        """Attend, with the new token stored already. -> [B H 1 D]"""
+        """Attend, with the new token stored already. Return [B H 1 D]."""
 
     @abstractmethod
     def attended_under(self, plan: PlanT) -> Attended:
@@ -55,16 +55,16 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
 
     @abstractmethod
     def rows_of(self, rows: Tensor, plan: PlanT) -> Tensor:
-        """Return the stored prompt tokens that each selecting head reads in a step with the choice `rows`, [B G K] or
-        [B H K] without repeats, -1 where a head reads fewer."""
+        """Return the stored prompt tokens that each selecting head reads with the choice `rows`, [B G K] or [B H K]
+        without repeats, -1 where a head reads fewer."""
 
     def away(self, plan: PlanT) -> tuple[int, int] | None:
-        """Return first and end of the stored tokens that are read by choice alone, through `fetch`: these may lie on
-        another tier, or quantised. None where the policy places its tokens itself."""
+        """Return the first and the end of the stored tokens that are read only if chosen, by `fetch`: these may lie
+        on another tier or be quantised. None if the policy places its tokens itself."""
         return None
 
     def sent_away(self, tokens: Segment) -> None:
-        """Take note that the tokens of `away` have left the store. `tokens` [B G M D] are those that left, still on the
+        """Note that the tokens of `away` have left the store. `tokens` [B G M D] are those that left, still on the
         device."""
 
     def seal(self, limit: int | None) -> None:
@@ -78,13 +78,13 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
         return super().decode(x) if self.plan is None else self.read(x, self.plan)
 
     def send_for(self, rows: Tensor, slots: Tensor | None = None) -> None:
-        """Ask for chosen tokens of those sent away, [B G K], before the step that will `fetch` the same, but for those
-        that nobody will read (`Pool.gather`)."""
+        """Ask for chosen tokens [B G K] of those sent away, before the step that will `fetch` the same; tokens that
+        nobody will read are left out (`Pool.gather`)."""
         assert self.layer.far is not None
         self.arrival = self.layer.far.gather(rows, slots)
 
     def fetch(self, rows: Tensor) -> Segment:
-        """Bring chosen tokens of those sent away to the device. rows [B G K] or [B H K], counted from the first of
+        """Bring chosen tokens of those sent away to the device. rows [B G K] or [B H K] count from the first of
         them. What several query heads of a group chose moves once."""
         far, groups, arrival = self.layer.far, self.spec.num_kv_heads, self.arrival
         assert far is not None
@@ -111,7 +111,7 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
         return Segment(k, v, distinct.own)
 
     def attend(self, q: Tensor, *segments: Segment) -> Tensor:
-        """Attend under one softmax to all of `segments`. q [B H 1 D] -> [B H 1 D]"""
+        """Attend under one softmax to all of `segments`, q [B H 1 D] -> [B H 1 D]."""
         return self.layer.attend(q, *segments)
 
     def hand_back(self, member: Policy, own: slice) -> None:
@@ -124,17 +124,17 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
 
     @property
     def fetches_alone(self) -> bool:
-        """Say whether a step reads what was sent away otherwise than by `fetch` out of the layer's pool, so that it is
-        taken for one sequence after the other."""
+        """Return whether a step reads what was sent away by other means than `fetch`, so that it takes one sequence
+        at a time."""
         return False
 
     @property
     def selects_next(self) -> bool:
-        """Say whether the next step makes a new choice."""
+        """Return whether the next step makes a new choice."""
         return self.rows is None or self.age >= self.request.reuse_steps
 
     def chosen(self, q: Tensor, top: int) -> Tensor:
-        """Return the choice that this step reads: a new one, or the last once more. Call it once per step."""
+        """Return the choice that this step reads: a new one, or the last one again. Call it once per step."""
         if self.rows is None or self.selects_next:
             self.rows, self.age = self.select(q, top), 0
             if self.cache.checking:
@@ -144,8 +144,7 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
         return self.rows
 
     def check_choice(self, rows: Tensor, top: int | None) -> None:
-        """Raise `ReturnedError` if `select` has returned what stands for tokens that are not there, or for one twice in
-        a head."""
+        """Raise `ReturnedError` if `select` has returned tokens that do not exist, or one token twice for a head."""
         self._check_selected(rows, None, None)
         assert self.plan is not None
         given, choosing = f"{type(self).__name__}.rows_of returned", (self.spec.num_kv_heads, self.spec.num_heads)

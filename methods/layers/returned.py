@@ -1,7 +1,7 @@
 """Checks what the policies of a method return, while its first example runs (`Checks` in methods/base/state.py).
 
-Nothing else would notice a row that is named twice, or one that no token has: rows of all heads lie one behind the
-other, so what is out of range for one head is a token of the next.
+Nothing else would notice a row that is named twice, or one that no token has: the rows of all heads lie one after
+the other, so a number that is out of range for one head is a token of the next.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from torch import Tensor
 
 
 class ReturnedError(ValueError):
-    """Says that a policy returned what its contract rules out; it names the policy, its layer, and what came back."""
+    """Report that a policy returned what its contract rules out: which policy, in which layer, and what it
+    returned."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowNumbers:
-    """Describes what is wanted: int64 [B heads K], for every head different numbers from 0 to below `tokens`; None: any
-    numbers. `heads`: how many heads there may be. `count`: K; None for any. `gaps`: -1 stands where a head has fewer.
-    `alone`: the rows are of a single head, [K]."""
+    """Describe the wanted rows: int64 [B heads K], for every head different numbers from 0 to below `tokens`; None:
+    any numbers. `heads`: how many heads there may be. `count`: K; None for any. `gaps`: -1 stands where a head has
+    fewer. `alone`: the rows are of a single head, [K]."""
 
     batch: int
     heads: Sequence[int]
@@ -33,7 +34,7 @@ class RowNumbers:
     alone: bool = False
 
     def check(self, given: object, whose: str) -> None:
-        """Raise `ReturnedError` if `given` is anything else. `whose` says in words who returned it."""
+        """Raise `ReturnedError` if `given` does not fit. `whose`: who returned it, in words."""
         fault = self._misfit(given)
         if fault is None and self.tokens is not None:
             assert isinstance(given, Tensor)
@@ -54,7 +55,7 @@ class RowNumbers:
         return f"{numbers}{each}{gaps}{order}, as int64 {shape} on {self.device}"
 
     def _misfit(self, given: object) -> str | None:
-        """Say what is wrong as far as can be seen without a look at the numbers, or return None."""
+        """Return what is wrong without looking at the numbers, or None."""
         if not isinstance(given, Tensor):
             return f"a {type(given).__name__}"
         if given.dtype != torch.int64:

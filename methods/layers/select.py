@@ -14,15 +14,16 @@ from methods.layers.read import Read
 
 
 class Select(Read[Plan], capturable=True):
-    """Reads in a step sinks, a prompt-local window, `select`ed tokens between them, and what came since.
+    """Read in a step sinks, a window at the end of the prompt, `select`ed tokens between them, and all later
+    tokens.
 
-    The tokens between sinks and window, the middle, may lie elsewhere (`placement`, `codec`): only the selected ones
-    are then fetched.
+    The tokens between sinks and window, the middle, may lie elsewhere (`placement`, `codec`): only the selected
+    ones are then fetched.
     """
 
     @abstractmethod
     def split(self, budget: int) -> Plan:
-        """Spend `budget` prompt tokens, and return how."""
+        """Return how `budget` prompt tokens are spent."""
 
     @abstractmethod
     def index(self, keys: Tensor) -> None:
@@ -30,10 +31,10 @@ class Select(Read[Plan], capturable=True):
 
     @abstractmethod
     def select(self, q: Tensor, top: int) -> Tensor:
-        """Return the `top` middle tokens to read. q [B H 1 D] -> [B G top], indices into the middle"""
+        """Return the `top` middle tokens to read, [B G top], as indices into the middle. q [B H 1 D]"""
 
     def form(self) -> Hashable:
-        """Return the sinks, up to which the tokens to choose from do not begin."""
+        """Return the number of sinks, after which the tokens to choose from begin."""
         return None if self.plan is None else self.plan.sinks
 
     def prepare(self, plan: Plan) -> None:
@@ -50,7 +51,8 @@ class Select(Read[Plan], capturable=True):
         return self.attend(x.q, sinks, self.middle()._replace(rows=rows), *rest)
 
     def always_read(self) -> list[Segment]:
-        """Return what every step reads: the sinks, the prompt-local window and all that came after the seal."""
+        """Return what every step reads: the sinks, the window at the end of the prompt, and all that came after the
+        seal."""
         assert self.plan is not None
         layer, store = self.layer, self.layer.store
         if layer.far is not None:

@@ -1,4 +1,4 @@
-"""Defines what a layer holds, the prompt and what is generated, on the device or elsewhere, and attention over it."""
+"""Defines what a layer holds, the prompt and generated tokens, on the device or elsewhere, and attention over it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from methods.layers.returned import ReturnedError, RowNumbers
 from methods.pools import KVStore, PerHeadStore, Pool
 from methods.tiers.block import FAR, tokens_in
 
-FIRST = f"{FAR}.first"  # names where in the store the tokens belong that were sent away
+FIRST = f"{FAR}.first"  # name of the row in the store before which the tokens belong that were sent away
 
 
 class Storage(KVLayer):
-    """Holds keys and values of one layer. Stored tokens stand in `store`, in order, except for a range that is in
+    """Hold keys and values of one layer. Stored tokens stand in `store`, in order, except for a range that is in
     `far`."""
 
     diagnostics: ClassVar[tuple[str, ...]] = ("positions", "later")
@@ -49,7 +49,7 @@ class Storage(KVLayer):
 
     @property
     def stored(self) -> int:
-        """Return how many tokens are there, wherever they lie."""
+        """Return how many tokens are held, wherever they lie."""
         return self.store.length + self.away
 
     @property
@@ -59,18 +59,18 @@ class Storage(KVLayer):
 
     @property
     def heads(self) -> int:
-        """Return how many rows of K and V a token has: one for each KV head, or for each query head once they keep
+        """Return how many rows of K and V a token has: one per KV head, or one per query head once they keep
         different tokens."""
         return self.store.heads
 
     def reads_whole(self) -> bool:
-        """Say whether all tokens so far are read."""
+        """Return whether all tokens so far are read."""
         budget, seen = self.request.budget, self.seen
         return budget is None or self.method.reads_all(seen, budget.tokens(seen, self.spec.index))
 
     def limit(self) -> int | None:
-        """Return how many prompt tokens a step may read after this seal; None for all. If it is all though the budget
-        does not cover them, `fallback` says so."""
+        """Return how many prompt tokens a step may read after this seal; None for all. If all are read though the
+        budget does not cover them, `fallback` says so."""
         budget, seen, layer = self.request.budget, self.seen, self.spec.index
         self.fallback = None  # says nothing of an earlier turn
         if budget is None:
@@ -83,7 +83,7 @@ class Storage(KVLayer):
         return None
 
     def take_in(self, x: AttnInput) -> None:
-        """Store the keys and values of new tokens, repeated if query heads have copies of their own. Memory is taken
+        """Store keys and values of new tokens, repeated if query heads have copies of their own. Memory is taken
         when the first one comes: layers that a prompt has not reached yet hold none."""
         if not self.seen:
             self.store = KVStore(self.spec, self.cache, self.request.capacity)
@@ -95,7 +95,7 @@ class Storage(KVLayer):
             self.store.append(*(side if copies == 1 else side.repeat_interleave(copies, 1) for side in (x.k, x.v)))
 
     def retain(self, rows: Tensor) -> None:
-        """Let all stored tokens go except `rows` [B G|H K], ascending; the store shrinks with them. With a row per
+        """Drop all stored tokens except `rows` [B G|H K], ascending; the store shrinks with them. With a row per
         query head, each gets a copy of its own."""
         self.check_rows("layer.retain was given", rows, self.store.length, ascending=True)
         whole, room, heads = self.store, self.request.capacity - self.seen, rows.shape[1]
@@ -106,8 +106,8 @@ class Storage(KVLayer):
         self.sealed = rows.shape[2]
 
     def retain_per_head(self, rows: Sequence[Tensor]) -> None:
-        """Let stored tokens go where KV heads keep different numbers of them: `rows` of every head stay, one sequence
-        after the other, ascending. Together they are a multiple of the number of heads."""
+        """Drop stored tokens where KV heads keep different numbers of them: `rows` of every head stay, one sequence
+        after the other, ascending. Their total is a multiple of the number of heads."""
         whole, room = self.store, self.request.capacity - self.seen
         known = [places[places >= 0] for places in self.stored_positions().flatten(0, 1)]
         self._check_rows_per_head(rows, list(map(len, known)))
@@ -119,7 +119,8 @@ class Storage(KVLayer):
         self.sealed = self.store.length
 
     def rewrite(self, k: Tensor, v: Tensor) -> None:
-        """Put rows [B G K D] in the place of all that is stored: where those stood if as many, else nowhere."""
+        """Replace all that is stored by rows [B G K D]. They keep the positions of the old rows if there are as
+        many, else they have none."""
         if k.shape[2] != self.store.length:
             self.positions = torch.full(k.shape[:3], -1, device=k.device)
         self.evicted += self.store.length - k.shape[2]
@@ -127,7 +128,7 @@ class Storage(KVLayer):
         self.store.append(k, v)
 
     def let_go(self, count: int, rows: Tensor) -> None:
-        """Let all of the last `count` tokens go except `rows` [B heads K], ascending."""
+        """Drop all of the last `count` tokens except `rows` [B heads K], ascending."""
         places = self.stored_positions()[..., -count:].gather(2, rows)
         self.evicted += count - rows.shape[2]
         self.store.keep_of_last(count, rows)
@@ -144,8 +145,9 @@ class Storage(KVLayer):
         ascending: bool = False,
         gaps: bool = False,
     ) -> None:
-        """Raise `ReturnedError` if `given` is not what `RowNumbers` describes; only in a run's first example. `what`:
-        which call gave it, as in "MyKeep.keep returned". `heads`: as many as K and V have, or query heads."""
+        """Raise `ReturnedError` if `given` is not what `RowNumbers` describes; only in a run's first example.
+        `what`: which call returned it, such as "MyKeep.keep returned". `heads`: by default as many as K and V have,
+        or query heads."""
         if self.cache.checking:
             wanted = RowNumbers(
                 batch=self.request.batch,
@@ -159,8 +161,8 @@ class Storage(KVLayer):
             wanted.check(given, f"In layer {self.spec.index} of {type(self.method).__name__}, {what}")
 
     def _check_rows_per_head(self, rows: Sequence[Tensor], tokens: Sequence[int]) -> None:
-        """Raise `ReturnedError` if the rows are not those of as many heads, each of which has so many `tokens`, one
-        sequence after the other."""
+        """Raise `ReturnedError` if the rows are not those of the right number of heads, each of which has so many
+        `tokens`, one sequence after the other."""
         if not self.cache.checking:
             return
         whose = f"In layer {self.spec.index} of {type(self.method).__name__}, layer.retain_per_head was given"
@@ -190,7 +192,7 @@ class Storage(KVLayer):
         return Pool(self.spec, self.cache, room)
 
     def bring_back(self) -> None:
-        """Return what was sent away to its place in the store."""
+        """Move what was sent away back to its place in the store."""
         if self.far is None:
             return
         resident, first = self.store, self.first_far
@@ -201,7 +203,7 @@ class Storage(KVLayer):
         self.far = None
 
     def contents(self) -> dict[str, Tensor]:
-        """Return everything stored, where it lies: what was sent away as its pool wrote it."""
+        """Return everything stored, where it lies; what was sent away as its pool encoded it."""
         heads = self.store.per_head() if isinstance(self.store, PerHeadStore) else [(self.store.k, self.store.v)]
         tensors = {f"{name}{head}": x for head, both in enumerate(heads) for name, x in zip("kv", both, strict=True)}
         if self.evicted:
@@ -231,25 +233,25 @@ class Storage(KVLayer):
         self.positions = contents.get("positions")
 
     def attend_prompt(self, q: Tensor) -> Tensor:
-        """Attend from the last queries, causally, to all that is stored. q [B H T D] -> [B H T D]"""
+        """Attend from the last queries, causally, to all that is stored, q [B H T D] -> [B H T D]."""
         if isinstance(self.store, PerHeadStore):
             return self.store.each(q, self._prefill)
         return self._prefill(q, self.store)
 
     def attend_all(self, q: Tensor) -> Tensor:
-        """Attend from one query to all that is stored, wherever it lies. q [B H 1 D] -> [B H 1 D]"""
+        """Attend from one query to all that is stored, wherever it lies, q [B H 1 D] -> [B H 1 D]."""
         if isinstance(self.store, PerHeadStore):
             return self.store.each(q, self._attend_head)
         away = self.far.segments().wait() if self.far is not None else []
         return self.attend(q, *away, self.store.since(0))
 
     def attend(self, q: Tensor, *segments: Segment | Codes) -> Tensor:
-        """Attend under one softmax to all of `segments`. q [B H 1 D] -> [B H 1 D]"""
+        """Attend under one softmax to all of `segments`, q [B H 1 D] -> [B H 1 D]."""
         return sink_logits.segment_attention(q, segments, self.spec.scale, self.spec.sink_logits)
 
     def weights(self, q: Tensor, segment: Segment, lse: Tensor) -> Tensor:
-        """Return what one token gives each of a segment's tokens, in the softmax that `lse` [B H] belongs to; 0 for one
-        that is not there. q [B H 1 D] -> [B H S] (fp32)"""
+        """Return the weights that one token gives each of a segment's tokens, [B H S] fp32, in the softmax that
+        `lse` [B H] belongs to; 0 for missing tokens. q [B H 1 D]"""
         logits = filled(ops.row_scores(q.view(*segment.k.shape[:2], -1, q.shape[3]), segment.k)).flatten(1, 2)
         return segment.without_missing((logits * self.spec.scale - lse.unsqueeze(-1)).exp(), 0)
 
@@ -261,12 +263,12 @@ class Storage(KVLayer):
         return sink_logits.segment_attention(q, [store.since(0)], self.spec.scale, self.spec.sinks_of(head))
 
     def stored_positions(self) -> Tensor:
-        """Return where every stored token stood in the sequence. -> [B heads S], -1 where a head has fewer"""
+        """Return the position of every stored token in the sequence, [B heads S], -1 where a head has fewer."""
         prompt = self.positions if self.positions is not None else self._consecutive(0, self.sealed)
         return torch.cat([prompt, self.later_positions()], -1)
 
     def later_positions(self) -> Tensor:
-        """Return where the stored tokens behind the sealed prompt stood. -> [B heads S]"""
+        """Return the positions of the stored tokens after the sealed prompt, [B heads S]."""
         kept = [] if self.later is None else [self.later]
         new = self.store.length - self.prompt_rows - sum(part.shape[2] for part in kept)
         return torch.cat([*kept, self._consecutive(self.seen - new, self.seen)], -1)
@@ -275,14 +277,14 @@ class Storage(KVLayer):
         return torch.arange(start, end, device=self.request.device).expand(self.request.batch, self.heads, -1)
 
     def positions_of(self, rows: Tensor) -> Tensor:
-        """Return where stored prompt tokens stood. rows [B heads K], -1 for none -> positions of the same shape"""
+        """Return the positions of stored prompt tokens, rows [B heads K], -1 for none -> the same shape."""
         if self.positions is None:
             return rows
         per_head = self.positions.repeat_interleave(rows.shape[1] // self.positions.shape[1], 1)
         return per_head.gather(2, rows.clamp(min=0)).where(rows >= 0, -1)
 
     def kept_positions(self) -> Tensor | None:
-        """Return where all stored prompt tokens stood, [B G K], -1 where a KV head has fewer; None before an
+        """Return the positions of all stored prompt tokens, [B G K], -1 where a KV head has fewer; None before an
         eviction."""
         if self.positions is None or self.heads == self.spec.num_kv_heads:
             return self.positions
@@ -295,6 +297,6 @@ def _numbered(names: Iterable[str], kind: str) -> list[str]:
 
 
 def _side_by_side(rows: Sequence[Tensor], batch: int) -> Tensor:
-    """Put rows of different lengths into [B heads K], with -1 in front of the shorter ones."""
+    """Stack rows of different lengths as [B heads K], with -1 before the shorter ones."""
     widest = max(map(len, rows))
     return torch.stack([pad(row, (widest - len(row), 0), value=-1) for row in rows]).unflatten(0, (batch, -1))

@@ -1,4 +1,5 @@
-"""Defines a layer of the model's own that slides: it keeps and reads the last `window` tokens, whatever the method."""
+"""Defines the layer for a sliding window of the model: it keeps and reads the last `window` tokens, whatever the
+method."""
 
 from __future__ import annotations
 
@@ -15,10 +16,10 @@ from methods.pools.device_store import misfit
 
 
 class WindowLayer(KVLayer, capturable=True):
-    """Keeps rows of K and V in a ring, where a decoded token takes the place of the oldest. A prompt chunk is attended
-    to together with the window before it, so a token sees the same however the prefill is cut.
+    """Keep rows of K and V in a ring, in which a decoded token replaces the oldest. A prompt chunk attends together
+    with the window before it, so a token sees the same however the prefill is split.
 
-    `prefill` puts new tensors in the place of the ring, so a shallow copy of the layer is a snapshot until it decodes.
+    `prefill` replaces the tensors of the ring, so a shallow copy of the layer is a snapshot until it decodes.
     """
 
     def __init__(self, spec: LayerSpec, cache: CacheState) -> None:
@@ -91,18 +92,18 @@ class WindowLayer(KVLayer, capturable=True):
         return k, v
 
     def _ring(self, rows: Tensor) -> Tensor:
-        """Put the last of these rows [B G S D] into a tensor with room for as many as the ring has."""
+        """Return a tensor with the size of the ring that holds the last of these rows [B G S D]."""
         ring = rows.new_empty(*rows.shape[:2], self.size, rows.shape[3])
         ring[:, :, : self.written] = rows[:, :, rows.shape[2] - self.written :]
         return ring
 
     def _in_order(self, ring: Tensor) -> list[Tensor]:
-        """Return what the ring holds, the oldest token first, in two parts."""
+        """Return the rows of the ring, the oldest token first, in two parts."""
         oldest = self.written % self.size if self.written > self.size else 0
         return [ring[:, :, oldest : self.written], ring[:, :, :oldest]]
 
     def _stored(self) -> Segment:
-        """Return the window; while steps are captured, in all the room there is for it."""
+        """Return the window; while steps are captured, with all the room for it."""
         if self.cache.counters.running:
             live = self.cache.counters.tensor(self.written, self.k.device).clamp(max=self.size)
             return Segment(self.k, self.v, live=live)

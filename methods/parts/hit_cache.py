@@ -147,7 +147,7 @@ class OfHits:
 
 
 def present(chunks: Tensor | Ragged) -> Tensor | None:
-    """Say which of chunks [B G K] a sequence has, bool [B 1 K], or None where each has all."""
+    """Return which of chunks [B G K] a sequence has, bool [B 1 K], or None where each has all."""
     if not isinstance(chunks, Ragged):
         return None
     return torch.arange(chunks.whole.shape[2], device=chunks.device) < chunks.counts.view(-1, 1, 1)

@@ -147,7 +147,7 @@ def filling(asked: float | None, policy: Eviction, case: LayerWorkload) -> PeakE
 
 
 def has_room(asked: float | None, case: LayerWorkload) -> bool:
-    """Say whether a pool has a slot for some of the prompt, once each of the generated tokens has one."""
+    """Return whether a pool has a slot for some of the prompt, once each of the generated tokens has one."""
     slots = size(asked, case.capacity)
     return slots is None or slots > case.reserve
 
@@ -167,6 +167,6 @@ def check_budget(budget: Budget | None, sealed: int, layer: int) -> None:
 
 
 def leading_columns(rows: Tensor, counts: Counts) -> Tensor:
-    """Say which of rows [B G K] are among the first `counts` [B] of their sequence. -> bool [B 1 K]"""
+    """Return which of rows [B G K] are among the first `counts` [B] of their sequence. -> bool [B 1 K]"""
     first = counts if isinstance(counts, Tensor) else torch.tensor(counts, device=rows.device)
     return torch.arange(rows.shape[2], device=rows.device) < first.view(-1, 1, 1)

@@ -32,7 +32,7 @@ def column_mass(x: Tensor, groups: int, skew: Tensor | None) -> Tensor:
 
 
 def largest(x: Tensor, count: int) -> Tensor:
-    """Say which `count` entries of each row are largest. [B G D] -> bool"""
+    """Return which `count` entries of each row are largest. [B G D] -> bool"""
     return torch.zeros_like(x, dtype=torch.bool).scatter(-1, x.topk(count).indices, True)
 
 

@@ -68,8 +68,8 @@ class KVStore:
         self.length = end
 
     def next_row(self) -> NextRow | None:
-        """Say where `append` would write one more token of each sequence; None where only Python knows, or where there
-        is no room."""
+        """Return where `append` would write one more token of each sequence; None where only Python knows, or where
+        there is no room."""
         counters = self.cache.counters
         if not counters.running or self.length == self.k_rows.shape[2]:
             return None

@@ -131,7 +131,7 @@ def tokens_in(held: Mapping[str, Tensor]) -> int:
 
 
 def stays_away(name: str) -> bool:
-    """Say whether a tensor of this name lies away from the device."""
+    """Return whether a tensor of this name lies away from the device."""
     return FAR in name.split(".")
 
 

@@ -32,7 +32,7 @@ CODECS = [
 
 
 def is_codec(name: str) -> bool:
-    """Say whether a line of the table has such names."""
+    """Return whether a line of the table has such names."""
     return any(re.fullmatch(line.pattern, name) for line in CODECS)
 
 

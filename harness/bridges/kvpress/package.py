@@ -19,7 +19,7 @@ INSTALL = f"pip install --no-deps kvpress=={RELEASE} 'cachetools<6' fire termcol
 
 
 class KVPressError(ValueError):
-    """Say why a press cannot run here, and what to do."""
+    """Return why a press cannot run here, and what to do."""
 
 
 @cache
