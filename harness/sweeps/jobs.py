@@ -12,8 +12,7 @@ from harness.config.settings import OWN, Settings, StoreSettings
 from harness.results.files import canonical
 
 OF_A_BUDGET = (
-    "budget", "budget_bytes", "budget_rule", "align", "comm", "windows", "dense_layers", "layer_budgets", "reuse_steps",
-    "budget_generated",
+    "budget", "budget_bytes", "budget_rule", "align", "comm", "windows", "dense_layers", "budget_generated",
 )  # fmt: skip
 
 

@@ -10,12 +10,15 @@ import functools
 import gc
 import os
 import re
+import signal
 import sys
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
+from typing import Any, NamedTuple
 
 from filelock import FileLock, Timeout
 from hydra import initialize_config_dir
@@ -44,6 +47,15 @@ INSTALL = "joblib, ray and submitit_* come with pip install 'kv-harness[launcher
 RAY_STORE_BYTES = 78_643_200  # the least that Ray takes: nothing of ours is stored there
 _taken: list[FileLock] = []  # the GPU of this worker
 Groups = Sequence[Mapping[int, JobConfig]]
+LOOK_S = 1.0  # between two looks whether the command is still there
+
+
+class CommandProcess(NamedTuple):
+    """The process that asked for the sweep, its working directory and its search path."""
+
+    process: int
+    folder: str
+    path: list[str]
 
 
 def launch(
@@ -66,7 +78,8 @@ def launch(
         gpus = [] if devices == {"cpu"} else visible_gpus()
         own = usual_words(target, gpus, len(groups), "hydra.launcher.ray.init.address" in words_of(words))
         given = [] if "ray" in target or "slurm" in target else gpus  # these hand them out themselves
-        task = functools.partial(_work, groups, partial, (os.getcwd(), list(sys.path)), given, folder)
+        command = CommandProcess(os.getpid(), os.getcwd(), list(sys.path))
+        task = functools.partial(_work, groups, partial, command, given, folder)
         say_once(f"{sum(map(len, groups))} jobs go to {name}; see `python -m harness.status {root}`")
         try:
             [returns] = hydra.multirun(None, task, [*own, *common, f"+group={numbers}"])
@@ -119,12 +132,12 @@ def visible_gpus() -> list[str]:
 
 @lasting_output()
 def _work(
-    groups: Groups, partial: Partial, place: tuple[str, list[str]], gpus: Sequence[str], folder: Path, _: DictConfig
+    groups: Groups, partial: Partial, command: CommandProcess, gpus: Sequence[str], folder: Path, _: DictConfig
 ) -> GroupOutcome:
-    """Run one group, in a process that a launcher started. `place`: working directory and search path of the
-    command."""
-    os.chdir(place[0])
-    sys.path += [path for path in place[1] if path not in sys.path]
+    """Run one group, in a process that a launcher started."""
+    os.chdir(command.folder)
+    sys.path += [path for path in command.path if path not in sys.path]
+    _end_with(command.process)
     if gpus and not _taken:
         _take_gpu(gpus, folder)
     with Stoppable() as stop:
@@ -135,6 +148,20 @@ def _work(
         gc.collect()  # the files of what was under way
         os._exit(stop.code)
     return outcome
+
+
+@functools.cache
+def _end_with(command: int) -> None:
+    """Have this worker stop soon after its command is gone: one of joblib's would wait for minutes, with its memory.
+    Workers of the other launchers are no children of the command."""
+
+    def watch() -> None:
+        while os.getppid() == command:
+            time.sleep(LOOK_S)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    if os.getppid() == command:
+        threading.Thread(target=watch, daemon=True).start()
 
 
 @functools.cache
