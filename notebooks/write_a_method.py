@@ -95,7 +95,7 @@ else:
     model = SmolLM2()
     task = Niah(lengths=[1024], depths=5, rounds=2)
 budgets = [0.1, 0.3] if tiny else [0.05, 0.1, 0.2, 0.4]
-settings = Settings(shared_prefill=True, progress=not tiny, results=Results(root=tempfile.mkdtemp()))
+settings = Settings(shared_prefill=True, results=Results(root=tempfile.mkdtemp()))
 
 
 def run(methods, budgets):

@@ -20,12 +20,12 @@ PQ = PQCache(b=4, iterations=3, seed=1, sinks=4)
 STREAMING = Streaming()
 # the same on a command line
 MODEL_ARGS = ["model=random", "model.shape=tiny", "model.layers=2", "model.tokenizer_name=bytes"]
-TASK_ARGS = ["task.lengths=[400]", "task.depths=4", "task.max_new_tokens=6", "progress=false"]
+TASK_ARGS = ["task.lengths=[400]", "task.depths=4", "task.max_new_tokens=6"]
 
 
 def run(root: Path, method: Method, task: Task, **changes: Any) -> StoredRun:
     """Below `root`, with neither Full nor a warm-up unless they are asked for."""
-    settings = Settings(results=Results(root=str(root)), progress=False, baseline="off", warmup=0)
+    settings = Settings(results=Results(root=str(root)), baseline="off", warmup=0)
     return evaluate(method, task, MODEL, settings, **changes)
 
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from harness.cachedattention.turns import opening
 from harness.cachedattention.turns.opening import opened_caches
 from harness.config.settings import Settings, StoreSettings
 from harness.engine.attach import attached
@@ -37,11 +38,12 @@ def further(before: Said, settings: Settings, name: str, turns: int = 1) -> Said
 
 
 def on_disk(folder: Path) -> Settings:
-    store = StoreSettings(host=0, disk="100MB", folder=str(folder / "store"), block_tokens=8)
+    store = StoreSettings(host=0, disk="100MB", folder=str(folder / "store"))
     return Settings(history="store", store=store)
 
 
 def main(folder: Path) -> None:
+    opening.BLOCK_TOKENS = 8
     said = {name: further(NOTHING, on_disk(folder), name) for name in METHODS}
     (folder / "talk.json").write_text(json.dumps(said))
 

@@ -38,7 +38,7 @@ def test_a_notebook_runs(script: Path, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.delenv("KV_HARNESS_EXPERIMENTS", raising=False)
     monkeypatch.setenv("KV_HARNESS_TINY", "1")
     if script.stem not in OF_PAPERS:
-        evaluate(PQ, niah(depths=2), MODEL, Settings(results=Results(root=str(tmp_path)), progress=False))
+        evaluate(PQ, niah(depths=2), MODEL, Settings(results=Results(root=str(tmp_path))))
         monkeypatch.setenv("KV_HARNESS_RUNS", str(tmp_path))
     names: dict[str, object] = {}
     for cell in jupytext.read(script).cells:

@@ -142,7 +142,7 @@ def _needle() -> Check:
     from harness.config.compose import built, composed
     from harness.jobs.evaluate import evaluate
 
-    words = ["method=full", "task=niah", "task.lengths=[1024]", "task.depths=[50]", "baseline=off", "progress=false"]
+    words = ["method=full", "task=niah", "task.lengths=[1024]", "task.depths=[50]", "baseline=off"]
     method, task, model, settings = built(composed(words))
     with TemporaryFolder("kv-doctor-") as folder, redirect_stderr(StringIO()):
         settings.results.root = str(folder)

@@ -33,8 +33,8 @@ from methods.base import Budget, Method
 
 OF_RUNS = (  # keys, or what they begin with
     "threads", "batch", "prefill_chunk", "baseline", "warmup", "shared_prefill", "trace", "graphs",
-    "backends", "disk", "overlap",
-    "memory_check", "dry_run", "progress", "results", "wandb", "reuse_steps",
+    "backends", "overlap",
+    "dry_run", "results", "wandb",
     "generation.temperature", "generation.top", "generation.force_length",
 )  # fmt: skip
 

@@ -12,9 +12,10 @@ from methods.tiers import codecs
 from methods.tiers.tier import TIERS
 
 OVERFLOWS = ("truncate_cache", "truncate_tokens", "truncate_rotated")
+BLOCK_TOKENS = 256  # of a block of the store, of which a prefix is found whole
+IO_THREADS = 2  # that read for turns that wait, while these compute
+WRITE_BUFFER = 256 * 10**6  # bytes that may wait on the device after a turn, and as many for the disk
 POLICIES = ("scheduler_aware", "lru", "fifo")
-LOST = ("count", "fail")
-OF_DISK = ("folder", "durable", "copies", "reserve")  # settings that nothing reads without a disk tier
 
 
 def check_codec(key: str, codec: str | None) -> None:
@@ -51,24 +52,13 @@ class StoreSettings:
     folder: str | None = None
     policy: str = "scheduler_aware"
     ttl_s: float | None = None
-    block_tokens: int = 256
     codec: str | None = None
     share: bool = False
-    durable: bool = False
-    copies: bool = False
-    reserve: float = 0.0
-    io_threads: int = 2
-    write_buffer: Union[int, str] = "256MB"  # noqa: UP007
-    lost: str = "count"
 
     @property
     def given(self) -> str:
         """Its settings that are not at their defaults, as on the command line."""
         return ", ".join(f"store.{one.name}" for one in fields(self) if getattr(self, one.name) != one.default)
-
-    @property
-    def write_bytes(self) -> int:
-        return size("store.write_buffer", self.write_buffer)
 
     @property
     def capacities(self) -> dict[str, int]:
@@ -82,28 +72,15 @@ class StoreSettings:
     def check(self) -> None:
         if not any(self.capacities.values()):
             raise SettingsError("history=store has no tier to store in: set store.host=8GB, or store.disk.")
-        if not self.capacities["disk"]:
-            for name in OF_DISK:
-                if getattr(self, name) != getattr(StoreSettings, name):
-                    raise SettingsError(
-                        f"store.{name} is about the disk tier, which has no bytes: set store.disk=100GB as well."
-                    )
-        if self.copies and 2 * self.capacities["disk"] <= sum(self.capacities.values()):
-            raise SettingsError("store.copies=true needs more bytes on disk than in memory: raise store.disk.")
-        if self.reserve and not self.capacities["host"]:
+        if self.folder is not None and not self.capacities["disk"]:
             raise SettingsError(
-                "store.reserve is a share of host memory, which has no bytes: set store.host=8GB as well."
+                "store.folder is about the disk tier, which has no bytes: set store.disk=100GB as well."
             )
         check_codec("store.codec", self.codec)
-        if self.codec is not None:
-            self._check_blocks(codecs.codec_of(self.codec).block)
-
-    def _check_blocks(self, together: int) -> None:
-        if self.block_tokens % together:
+        if self.codec is not None and BLOCK_TOKENS % (together := codecs.codec_of(self.codec).block):
             raise SettingsError(
-                f"store.codec={self.codec} writes {together} tokens together, and store.block_tokens="
-                f"{self.block_tokens} is no multiple of that: set store.block_tokens="
-                f"{-(-self.block_tokens // together) * together}."
+                f"store.codec={self.codec} writes {together} tokens together, and the {BLOCK_TOKENS} tokens of a block "
+                "are no multiple of that: choose a group that divides them."
             )
 
 
@@ -173,4 +150,3 @@ class Results:
 @dataclass
 class WandbSettings:
     project: str | None = None
-    entity: str | None = None

@@ -17,9 +17,23 @@ COMMANDS = {
     "plan": "use dry_run=true or `python -m harness.bench decode --batch 1 2 4 max` for the batch that fits",
     "explain": "use `python -m harness show RUN` and the report",
 }
+_ALWAYS = "leave it out"
 KEYS = {
     "disk_link": "leave it out; on a CPU what crosses no bus takes no time, and a GPU's bus is measured",
     "link": "leave it out; on a CPU what crosses no bus takes no time, and a GPU's bus is measured",
+    "disk": "set the environment variable TMPDIR to the folder for placement=disk",
+    "layer_budgets": "use a method with budgets of its own per layer, such as pyramidkv, or dense_layers",
+    "memory_check": f"{_ALWAYS}: what does not fit is always refused before it loads",
+    "progress": f"{_ALWAYS}: send stderr elsewhere, as with 2> log.txt",
+    "reuse_steps": "pass it to `attached` in Python",
+    "store.block_tokens": f"{_ALWAYS}: blocks have 256 tokens",
+    "store.copies": _ALWAYS,
+    "store.durable": _ALWAYS,
+    "store.io_threads": f"{_ALWAYS}: two threads read",
+    "store.lost": f"{_ALWAYS}: lost turns are counted, and the table names them",
+    "store.reserve": _ALWAYS,
+    "store.write_buffer": f"{_ALWAYS}: 256 MB may wait to be written",
+    "wandb.entity": "set the environment variable WANDB_ENTITY",
     "workers": "set hydra.launcher.n_jobs=N for joblib, hydra.launcher.array_parallelism=N for SLURM",
     "triage": "leave it out; `python -m harness show RUN` shows the outputs, fidelity=N what the steps miss",
 }

@@ -6,16 +6,14 @@ One key, one meaning, whatever the method. Imports neither torch nor hydra.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from operator import attrgetter
-from pathlib import Path
 from typing import Any, Union, get_type_hints
 
 from harness.config.backends import in_one_line
 from harness.config.catalogue import plain
 from harness.config.groups import (
-    LOST,
     OVERFLOWS,
     POLICIES,
     CommonWindows,
@@ -55,25 +53,20 @@ CHOICES = {
     "questions": ("separate", "shared"),
     "history": ("device_prefix", "store", "recompute"),
     "store.policy": POLICIES,
-    "store.lost": LOST,
     "overflow.by": (None, *OVERFLOWS),
     "chat": ("template", "none"),
     "baseline": ("run", "reuse", "off"),
     "dtype": ("auto", "fp32", "bf16", "fp16"),
     "trace": ("off", "on"),
-    "memory_check": ("on", "off"),
     "graphs": ("auto", "on", "off"),
     "likelihood": ("on", "off"),
 }
 RANGES = {
     **dict.fromkeys(("batch", "prefill_chunk", "threads", "budget_bytes", "budget_generated"), FROM_1),
-    **dict.fromkeys(("reuse_steps", "warmup", "fidelity", "windows.sinks", "generation.top_k"), FROM_0),
+    **dict.fromkeys(("warmup", "fidelity", "windows.sinks", "generation.top_k"), FROM_0),
     "seed": Range(least=0, most=MOST_SEED),
     "comm": Range(above=0, most=1, hint="a share of the key cache, like 0.0078125"),
     "windows.recent_ratio": Range(least=0, below=1),
-    "store.block_tokens": FROM_1,
-    "store.io_threads": FROM_0,
-    "store.reserve": Range(least=0, below=1),
     "store.ttl_s": Range(above=0, hint="or null for no end"),
     "overflow.window": FROM_1,
     "overflow.ratio": Range(above=0, below=1),
@@ -82,32 +75,29 @@ RANGES = {
     "generation.top_p": Range(above=0, most=1),
     "generation.max_new_tokens": FROM_1,
 }
-PATHS = ("data.root", "results.root", "store.folder", "disk")
+PATHS = ("data.root", "results.root", "store.folder")
 # what changes neither an output nor a measured cost, and so is no part of a run's identity
 WITHOUT_EFFECT = (
     "results",
     "data",
     "baseline",
-    "progress",
     "dry_run",
-    "memory_check",
     "wandb",
     "likelihood",
-    "disk",
     "store.folder",
 )
 # may differ among jobs that share a prefill
 OWN = {
-    "budget", "budget_bytes", "budget_rule", "align", "comm", "windows", "reuse_steps", "budget_generated",
+    "budget", "budget_bytes", "budget_rule", "align", "comm", "windows", "budget_generated",
     "placement", "codec", "overlap",
 }  # fmt: skip
 
 TUNING_SEED = 271_828  # of the examples that harness.tune chooses parameters by; no table is about them
 
 
-def _check_asked(budget: Any, per_layer: Sequence[Any] = ()) -> None:
+def _check_asked(budget: Any) -> None:
     try:
-        check_budgets(1.0 if budget is None else budget, per_layer)
+        check_budgets(1.0 if budget is None else budget, ())
     except BudgetError as error:
         raise SettingsError(str(error)) from error
 
@@ -123,12 +113,9 @@ class Settings:
     comm: float | None = None
     windows: CommonWindows = field(default_factory=CommonWindows)
     dense_layers: list[int] = field(default_factory=list)
-    layer_budgets: list[Any] = field(default_factory=list)
-    reuse_steps: int = 0
     budget_generated: int | None = None
     placement: str = DEVICE
     codec: str | None = None
-    disk: str | None = None
     overlap: str = "auto"
     protocol: str = "prompt"
     questions: str = "separate"
@@ -150,9 +137,7 @@ class Settings:
     trace: str = "off"
     graphs: str = "auto"
     backends: str | None = None
-    memory_check: str = "on"
     dry_run: bool = False
-    progress: bool = True
     generation: GenerationSettings = field(default_factory=GenerationSettings)
     data: Data = field(default_factory=Data)
     results: Results = field(default_factory=Results)
@@ -178,8 +163,6 @@ class Settings:
                 f"questions=shared seals a context before its questions, and protocol={self.protocol} seals them with "
                 "it: set protocol=context."
             )
-        if self.align != "tokens" and self.layer_budgets:
-            raise SettingsError(f"align={self.align} needs one budget for all layers: leave layer_budgets empty.")
         if self.align != "tokens" and self.budget_rule == "paper":
             raise SettingsError(
                 f"align={self.align} makes bytes equal, budget_rule=paper counts tokens as papers do: leave one out."
@@ -189,14 +172,12 @@ class Settings:
         elif given := self.store.given:
             raise SettingsError(f"history={self.history} has no store: set history=store, or leave {given} out.")
         self.overflow.check(self.history)
-        if self.wandb.entity is not None and self.wandb.project is None:
-            raise SettingsError("wandb.entity needs a project: set wandb.project as well, or leave it out.")
         self._check_generation(self.generation)
 
     @property
     def says_budget(self) -> bool:
         """Whether one of the settings limits what a method reads or keeps."""
-        return self.budget is not None or self.budget_bytes is not None or bool(self.layer_budgets)
+        return self.budget is not None or self.budget_bytes is not None
 
     @property
     def measures_likelihood(self) -> bool:
@@ -204,30 +185,22 @@ class Settings:
         about time, and measures none."""
         return self.likelihood == "on" and self.trace == "off" and not self.generation.force_length
 
-    def disk_folder(self) -> Path | None:
-        """Where placement=disk keeps its files; None for the system's own place."""
-        folder = Path(self.disk) if self.disk else None
-        if folder is not None and not folder.is_dir():
-            raise SettingsError(f"disk={self.disk} is not a folder: make it, or leave disk out for a temporary one.")
-        return folder
-
     @property
     def most_bytes(self) -> int | None:
         """Of `budget_bytes`."""
         return None if self.budget_bytes is None else size("budget_bytes", self.budget_bytes)
 
     def _check_budgets(self) -> None:
-        if self.budget_bytes is not None and (self.layer_budgets or self.dense_layers or self.budget_rule == "paper"):
+        if self.budget_bytes is not None and (self.dense_layers or self.budget_rule == "paper"):
             raise SettingsError(
-                f"budget_bytes={self.budget_bytes} limits the bytes of all layers together: leave layer_budgets, "
-                "dense_layers and budget_rule=paper out."
+                f"budget_bytes={self.budget_bytes} limits the bytes of all layers together: leave dense_layers and "
+                "budget_rule=paper out."
             )
         if self.budget_bytes is not None and self.align == "moved_bytes":
             raise SettingsError(
                 f"budget_bytes={self.budget_bytes} limits bytes on the device, and align=moved_bytes those that move: "
                 "leave one out."
             )
-        _check_asked(None, self.layer_budgets)
 
     def _check_generation(self, generation: GenerationSettings) -> None:
         if not generation.temperature and (generation.top_k, generation.top_p) != (0, 1):
@@ -254,9 +227,12 @@ def recorded_defaults(device: str = "cpu") -> dict[str, Any]:
 
 
 def settings_of(config: Mapping[str, Any]) -> Settings:
-    """Plain values of a composed configuration as checked `Settings`."""
-    values = {
-        field.name: config[field.name] for field in fields(Settings) if field.name in config
-    }  # old runs lack some
-    nested = {name: make(**values[name]) for name, make in NESTED.items() if name in values}
+    """Return a composed configuration, given as plain values, as checked `Settings`. Configurations of older versions
+    lack some settings, and have others that are gone, which are ignored."""
+    values = {one.name: config[one.name] for one in fields(Settings) if one.name in config}
+    nested = {
+        name: make(**{one.name: values[name][one.name] for one in fields(make) if one.name in values[name]})
+        for name, make in NESTED.items()
+        if name in values
+    }
     return Settings(**values | nested)

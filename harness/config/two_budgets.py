@@ -8,7 +8,7 @@ from hydra.core.override_parser.types import Override
 
 from harness.config.settings import SettingsError
 
-TAKES_PLACE = ("budget_bytes", "layer_budgets")  # of budget
+TAKES_PLACE = ("budget_bytes",)  # of budget
 
 
 def refuse_two_budgets(said: Sequence[Override], typed: Sequence[Override]) -> None:

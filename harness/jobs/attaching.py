@@ -20,8 +20,6 @@ def attach(loaded: LoadedModel, method: Method, budget: Budget | None, settings:
         budget,
         settings.placement,
         torch.tensor([calibration_text(loaded.tokenizer)]) if method.calibration_tokens else None,
-        settings.reuse_steps,
-        codec_of(settings),
-        settings.disk_folder(),
-        settings.overlap == "on",
+        codec=codec_of(settings),
+        overlap=settings.overlap == "on",
     )

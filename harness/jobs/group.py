@@ -198,7 +198,7 @@ def _generate(runs: Sequence[_Run]) -> None:
         label = first.label if len(runs) == 1 else f"{first.label.split()[0]}, {len(runs)} jobs"
         with routed(loaded.model):
             made = _records(runs, pending)
-            for _ in progress(made, label, tokens, first.settings.progress, size=lambda record: record.prompt_tokens):
+            for _ in progress(made, label, tokens, size=lambda record: record.prompt_tokens):
                 pass
 
 

@@ -183,8 +183,7 @@ class Job:
         """Removes what processes that were killed left where this job keeps its temporary files: one that is complete
         makes none any more, and would not come there."""
         store = self.settings.store.folder
-        named = self.settings.disk_folder(), Path(store) if store else None
-        for folder in {one or Path(gettempdir()) for one in named}:
+        for folder in {Path(gettempdir()), Path(store or gettempdir())}:
             remove_abandoned(folder)
 
     def pending(self, run: Run) -> list[Item]:
@@ -205,7 +204,7 @@ class Job:
         task, method = (named.get(kind, name) for kind, name in zip(("task", "method"), self.names, strict=True))
         budget, in_bytes = self.settings.budget, self.settings.most_bytes
         asked = f"{100 * budget:g}%" if isinstance(budget, float) else f"{budget} tokens" if budget else ""
-        asked = size(in_bytes) if in_bytes else "by layer" if self.settings.layer_budgets else asked
+        asked = size(in_bytes) if in_bytes else asked
         return " ".join(filter(None, (task, method, *plugins.changed(self.method), asked)))
 
     def announce(self, pending: Sequence[Item]) -> None:

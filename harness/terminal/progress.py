@@ -52,7 +52,6 @@ def progress(
     results: Iterator[T],
     label: str,
     sizes: Sequence[int],
-    shown: bool,
     *,
     size: Callable[[T], int],
     what: str = "examples",
@@ -61,8 +60,6 @@ def progress(
 ) -> Iterator[T]:
     """Yield `results` as they come and show progress. `sizes`: the sizes of all results to come, in whatever takes
     the time; `size`: gives the size of one result."""
-    if not shown:
-        return results
     if _alone.get() and sys.stderr.isatty():
         return _bar(results, label, sizes, size, what, unit)
     return _lines(results, label, len(sizes), what, clock)

@@ -23,7 +23,7 @@ class Copies:
     def open(self, jobs: Iterable[Settings]) -> None:
         """Find the projects that the jobs name, and report what is missing for them."""
         named = [job.wandb for job in jobs if not job.dry_run]
-        projects = dict.fromkeys(Wandb(one.project, one.entity) for one in named if one.project is not None)
+        projects = dict.fromkeys(Wandb(one.project) for one in named if one.project is not None)
         for project in projects:
             if reason := project.missing():
                 say_once(f"{reason}: nothing goes to wandb, the runs go on without it")

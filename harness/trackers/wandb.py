@@ -27,11 +27,9 @@ ARTIFACT = "run"  # type of the artifacts
 
 @dataclass(frozen=True)
 class Wandb:
-    """Name a project of Weights & Biases and its owner: `entity` is a user or a team, None the user who is logged
-    in."""
+    """Name a project of Weights & Biases, of the user or team that the login or WANDB_ENTITY names."""
 
     project: str
-    entity: str | None
 
     def missing(self) -> str | None:
         """Return why no run can be sent, or None. It is called before anything runs, and prints what will be done
@@ -52,7 +50,6 @@ class Wandb:
         )
         copy = wandb.init(
             project=self.project,
-            entity=self.entity,
             name=run.folder.name,
             id=run.folder.name,
             resume="allow",

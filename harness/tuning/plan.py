@@ -74,7 +74,7 @@ class SearchPlan:
         settings, model = self.start.wanted, self.start.model.describe().name
         bytes_too = "" if settings.align == "tokens" else f" (align={settings.align})"
         asked = f"budget={settings.budget}{bytes_too}"
-        for name in ("budget_bytes", "layer_budgets"):
+        for name in ("budget_bytes",):
             if value := getattr(settings, name):
                 asked = f"{name}={value}"
         return f"{self.names['task']}, {asked}, {model}"

@@ -261,7 +261,7 @@ def _writing(folder: Path | None) -> Iterator[None]:
     except OSError as error:
         raise PlaceError(
             f"placement=disk cannot keep its files in {folder or gettempdir()} ({error.strerror}): free some space "
-            "there, or name another folder with disk=FOLDER."
+            "there, or set TMPDIR to another folder."
         ) from error
 
 

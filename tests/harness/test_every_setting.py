@@ -50,12 +50,9 @@ OTHERS: dict[str, Other] = {
     "windows.sinks": Other(6),
     "windows.recent_ratio": Other(0.4),
     "dense_layers": Other([1]),
-    "layer_budgets": Other([0.6, 0.5]),
-    "reuse_steps": Other(2),
     "budget_generated": Other(8),
     "placement": Other("host"),
     "codec": Other("int8"),
-    "disk": Other(".", {"placement": "disk"}),
     "overlap": Other("on", {"placement": "host"}),
     "protocol": Other("context"),
     "questions": Other("shared", {"protocol": "context"}),
@@ -66,15 +63,8 @@ OTHERS: dict[str, Other] = {
     "store.folder": Other("kept", ON_DISK),
     "store.policy": Other("lru", STORE),
     "store.ttl_s": Other(60.0, STORE),
-    "store.block_tokens": Other(64, STORE),
     "store.codec": Other("int8", STORE),
     "store.share": Other(True, STORE),
-    "store.durable": Other(True, ON_DISK),
-    "store.copies": Other(True, ON_DISK),
-    "store.reserve": Other(0.25, ON_DISK),
-    "store.io_threads": Other(1, STORE),
-    "store.write_buffer": Other("1MB", STORE),
-    "store.lost": Other("fail", STORE),
     "overflow.window": Other(90),
     "overflow.by": Other("truncate_tokens", WINDOW),
     "overflow.ratio": Other(0.25, WINDOW),
@@ -94,9 +84,7 @@ OTHERS: dict[str, Other] = {
     "trace": Other("on"),
     "graphs": Other("on"),
     "backends": Other("segment_attention=torch"),
-    "memory_check": Other("off"),
     "dry_run": Other(True),
-    "progress": Other(False),
     "generation.temperature": Other(0.7),
     "generation.top_k": Other(5, {"generation.temperature": 0.7}),
     "generation.top_p": Other(0.5, {"generation.temperature": 0.7}),
@@ -106,7 +94,6 @@ OTHERS: dict[str, Other] = {
     "results.root": Other("elsewhere"),
     "results.save_prompts": Other(True),
     "wandb.project": Other("mine"),
-    "wandb.entity": Other("us", {"wandb.project": "mine"}),
 }
 
 
@@ -224,25 +211,10 @@ def _made(wanted: Settings, folder: Path, method: Method = STREAMING, task: Task
     return evaluate(method, task, MODEL, wanted)
 
 
-def _progress(wanted: Settings, folder: Path, capsys: pytest.CaptureFixture[str]) -> bool:
-    _made(replace(wanted, baseline="off"), folder)
-    return "examples" in capsys.readouterr().err
-
-
 def _stored(wanted: Settings, folder: Path, *_: Any) -> bool:
     named = wanted.store.folder and replace(wanted.store, folder=str(folder / "kept"))
     _made(replace(wanted, baseline="off", store=named or wanted.store), folder, task=TALKS)
     return (folder / "kept").exists()
-
-
-def _refused_memory(wanted: Settings, *_: Any) -> bool:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("harness.jobs.planning.free_memory.free_bytes", lambda device: 0)
-        try:
-            _job(wanted).refuse_memory()
-        except SettingsError:
-            return True
-    return False
 
 
 def _copied_to(wanted: Settings, *_: Any) -> list[Wandb]:
@@ -258,12 +230,8 @@ SEEN: dict[str, Seen] = {
     "results.save_prompts": Seen(lambda wanted, folder, _: bool(_made(wanted, folder).records[0].prompt_ids)),
     "data.root": Seen(lambda wanted, *_: _job(wanted, task=Rooted()).items[0].prompt.text),
     "baseline": Seen(lambda wanted, folder, _: _made(wanted, folder).full_folder),
-    "progress": Seen(_progress),
-    "memory_check": Seen(_refused_memory),
     "wandb.project": Seen(_copied_to),
-    "wandb.entity": Seen(_copied_to, {"wandb.project": "mine"}),
     "likelihood": Seen(lambda wanted, folder, _: _made(wanted, folder).records[0].measured["answer_nll"]),
-    "disk": Seen(lambda wanted, *_: _job(wanted).settings.disk_folder(), {"placement": "disk"}),
     "store.folder": Seen(_stored, ON_DISK),
 }
 OF_THE_COMMAND = ("dry_run",)  # below
@@ -297,7 +265,6 @@ BOTH = "budget=0.3 would be ignored beside "
     [
         (["budget=0.3", "budget_bytes=30000"], f"{BOTH}budget_bytes=30000: leave one of them out."),
         (["budget=0.2", "budget_bytes=30000"], "budget=0.2 would be ignored beside budget_bytes=30000"),  # the default
-        (["layer_budgets=[0.1,0.2]", "budget=0.3"], f"{BOTH}layer_budgets=[0.1,0.2]: leave one of them out."),
         (["method=full", "budget=0.3", "budget_bytes=30000"], BOTH),
         (["-m", "budget=0.3,0.4", "budget_bytes=null,30000"], "budget=0.3,0.4 would be ignored beside"),
         (
@@ -317,9 +284,8 @@ def test_null_says_that_there_is_no_second_one(words: list[str]) -> None:
 
 
 def test_two_budgets_are_refused_in_python_too(tmp_path: Path) -> None:
-    for more in ({"budget_bytes": 30_000}, {"layer_budgets": [0.1, 0.2]}):
-        with pytest.raises(SettingsError, match=r"budget=0\.3 would be ignored beside"):
-            run(tmp_path, PQ, NEEDLES, budget=0.3, **more)
+    with pytest.raises(SettingsError, match=r"budget=0\.3 would be ignored beside"):
+        run(tmp_path, PQ, NEEDLES, budget=0.3, budget_bytes=30_000)
 
 
 @pytest.mark.parametrize(
@@ -328,7 +294,6 @@ def test_two_budgets_are_refused_in_python_too(tmp_path: Path) -> None:
         ({"budget_generated": 8}, "budget_generated changes nothing for Full, which uses no budget"),
         ({"budget_bytes": 10**6}, "budget_bytes changes nothing for Full, which uses no budget"),
         ({"budget": 0.5}, "budget changes nothing for Full, which uses no budget"),
-        ({"budget": 0.5, "reuse_steps": 1}, "budget and reuse_steps change nothing for Full, which uses no budget"),
         ({"comm": 0.125, "windows.sinks": 4}, "comm and windows.sinks change nothing for Full, which uses no budget"),
         ({"placement": "host", "codec": "int8"}, "placement changes nothing for Full, which keeps nothing elsewhere"),
         ({"baseline": "off"}, "baseline changes nothing for Full, which is the baseline"),
@@ -348,9 +313,7 @@ def test_nothing_is_said_of_the_full_beside_a_method(tmp_path: Path, capsys: pyt
 @pytest.mark.parametrize(
     ("name", "task", "changes", "says"),
     [
-        ("snapkv", NEEDLES, {"reuse_steps": 2}, "reuse_steps changes nothing for SnapKV, whose steps choose nothing"),
         ("snapkv", NEEDLES, {"comm": 0.125}, "comm changes nothing for SnapKV, whose scoring moves nothing"),
-        ("pqcache", NEEDLES, {"disk": "."}, "disk changes nothing for PQCache, since placement=device"),
         ("infllm", NEEDLES, {"shared_prefill": True}, "shared_prefill changes nothing for InfLLM, whose prefill"),
         ("pqcache", NEEDLES, {"shared_prefill": True, "warmup": 2}, "warmup changes nothing under shared_prefill=true"),
         ("pqcache", GIVEN, {"generation.temperature": 0.7}, "generation.temperature changes nothing here: all that is"),
@@ -380,7 +343,7 @@ def test_prompts_cannot_be_saved_of_examples_that_are_there(tmp_path: Path, caps
     for asked, said in ((Results(root=str(tmp_path)), False), (saved, True)):
         say_once.cache_clear()
         capsys.readouterr()
-        evaluate(STREAMING, NEEDLES, MODEL, Settings(results=asked, progress=False, baseline="off", warmup=0))
+        evaluate(STREAMING, NEEDLES, MODEL, Settings(results=asked, baseline="off", warmup=0))
         assert ("results.save_prompts changes nothing for examples that are there" in capsys.readouterr().err) == said
 
 

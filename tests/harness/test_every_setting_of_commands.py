@@ -55,7 +55,7 @@ def test_tune_says_what_becomes_of_full(baseline: str, says: str, capsys: pytest
 def test_lint_says_what_is_about_runs(capsys: pytest.CaptureFixture[str]) -> None:
     lint.main([*MODEL_ARGS, *TASK_ARGS, "batch=2", "generation.temperature=0.5", "method=full", "budget_generated=8"])
     err = capsys.readouterr().err
-    assert "note: batch and generation.temperature and progress change nothing here: lint runs no model\n" in err
+    assert "note: batch and generation.temperature change nothing here: lint runs no model\n" in err
     assert "note: budget_generated changes nothing for Full, which uses no budget\n" in err
 
 

@@ -64,7 +64,7 @@ def test_a_method(tmp_path: Path, files: tuple[str, str]) -> None:
 @pytest.mark.parametrize("words", [["method=unlike"], ["method=blocks"], ["method=blocks", "placement=host"]])
 def test_a_method_that_scores_and_one_that_selects(cli: Cli, package: Path, words: list[str]) -> None:
     """They keep their budget to the token, and are Full where it covers the prompt."""
-    settings = ["progress=false", f"results.root={package / 'runs'}", f"--config-dir={package / 'conf'}"]
+    settings = [f"results.root={package / 'runs'}", f"--config-dir={package / 'conf'}"]
     for budget in ("0.25", "1.0"):
         code, _, err = cli(*words, f"budget={budget}", *MODEL_ARGS, *TASK_ARGS, *settings)
         assert code == 0, err
@@ -74,7 +74,7 @@ def test_a_method_that_scores_and_one_that_selects(cli: Cli, package: Path, word
 
 
 def test_a_task(cli: Cli, package: Path) -> None:
-    small = ["task.accounts=12", "task.samples=2", "budget=0.5", "progress=false"]
+    small = ["task.accounts=12", "task.samples=2", "budget=0.5"]
     code, out, err = cli(f"--config-dir={package / 'conf'}", "method=pqcache", "task=ledger", *small)
     assert code == 0, err
     assert "right balance" in out

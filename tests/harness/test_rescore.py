@@ -28,7 +28,7 @@ from tests.fast import MODEL, STREAMING, niah
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("results")
-    evaluate(STREAMING, niah(depths=2), MODEL, Settings(budget=0.2, results=Results(str(root)), progress=False))
+    evaluate(STREAMING, niah(depths=2), MODEL, Settings(budget=0.2, results=Results(str(root))))
     return root
 
 
@@ -116,7 +116,7 @@ def test_the_same_command_still_finds_its_run(results: Path, monkeypatch: pytest
     monkeypatch.setattr(Niah, "version", "1")  # as at the time of the run
     place = folder(results, "full")
     rescore.rescore(place)
-    again = evaluate(Full(), niah(depths=2), MODEL, Settings(results=Results(str(results)), progress=False))
+    again = evaluate(Full(), niah(depths=2), MODEL, Settings(results=Results(str(results))))
     assert again.folder == place
     assert again.summary["score"]["mean"] == 0.25
     assert run_json(place)["rescored"]["present"]["mean"] == 0.25
@@ -143,7 +143,7 @@ def test_later_scores_go_where_an_example_is_made_anew(results: Path) -> None:
     (place / "examples.jsonl").write_text(lines[0])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Niah, "version", "1")
-        again = evaluate(Full(), niah(depths=2), MODEL, Settings(results=Results(str(results)), progress=False))
+        again = evaluate(Full(), niah(depths=2), MODEL, Settings(results=Results(str(results))))
     assert (again.folder, len(again.records)) == (place, 2)
     assert "rescored" not in run_json(place)
     assert not (place / RESCORED).exists()

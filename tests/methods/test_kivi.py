@@ -136,7 +136,7 @@ def test_a_further_turn_has_the_last_values_exactly() -> None:
 @pytest.mark.slow
 def test_four_bits_give_fulls_distribution_on_needles(tmp_path: Path) -> None:
     """The paper's defaults. Two bits are another thing on a model of this size."""
-    settings = Settings(results=Results(root=str(tmp_path)), baseline="off", warmup=0, fidelity=2, progress=False)
+    settings = Settings(results=Results(root=str(tmp_path)), baseline="off", warmup=0, fidelity=2)
     made = {
         bits: evaluate(Kivi(bits=bits), Niah(lengths=(700,), depths=6), SmolLM2(), settings).summary["fidelity"]["kl"]
         for bits in (4, 2)

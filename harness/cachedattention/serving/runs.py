@@ -188,8 +188,7 @@ def served(plan: ServingPlan, folder: Path) -> ServedRow:
             )
             turns = [1 for one in plan.sessions for _ in one.item.turns]
             coming = loop.serve(plan.sessions)
-            shown = job.settings.progress
-            answers = list(progress(coming, plan.label, turns, shown, size=lambda _: 1, what="turns", unit="turn"))
+            answers = list(progress(coming, plan.label, turns, size=lambda _: 1, what="turns", unit="turn"))
             totals = figures(answers, clock.now(), clock.idle_s)
             stored = kept.store.statistics.plain() if isinstance(kept, StoredCaches) else None
     lines = list(_scored(plan, answers, runner))

@@ -54,10 +54,10 @@ CLOCKS: Mapping[str, Callable[[], Clock]] = {
 
 
 READ = (  # keys of a run that the loop reads
-    "budget", "budget_bytes", "budget_rule", "align", "comm", "windows", "dense_layers", "layer_budgets", "reuse_steps",
-    "budget_generated", "placement", "codec", "disk", "overlap", "chat",
-    "dtype", "device", "prefill_chunk", "seed", "threads", "warmup", "graphs", "backends", "memory_check", "generation",
-    "data", "history", "store", "progress",
+    "budget", "budget_bytes", "budget_rule", "align", "comm", "windows", "dense_layers",
+    "budget_generated", "placement", "codec", "overlap", "chat",
+    "dtype", "device", "prefill_chunk", "seed", "threads", "warmup", "graphs", "backends", "generation",
+    "data", "history", "store",
 )  # fmt: skip
 RANGES = {"rate": ABOVE_0, "think_s": FROM_0, "slots": FROM_1, "read_buffer": Range(least=0, hint="which is none")}
 INSTEAD = {

@@ -14,6 +14,7 @@ from harness.cachedattention.store.history_store import HistoryStore
 from harness.cachedattention.store.policies import POLICIES
 from harness.cachedattention.turns.caches import CachesBetweenTurns, DevicePrefix, NewCache
 from harness.cachedattention.turns.stored import StoredCaches
+from harness.config.groups import BLOCK_TOKENS, IO_THREADS, WRITE_BUFFER
 from harness.config.settings import Settings, StoreSettings
 from harness.engine.attach import Attachment
 from harness.engine.cache import KVCache
@@ -60,8 +61,7 @@ def opened_caches(
         return
     whose = fingerprint(attachment, loaded, protocol=settings.protocol)
     with opened(settings.store, whose, attachment, run) as store:
-        fails = settings.store.lost == "fail"
-        yield StoredCaches(_starting(attachment), attachment, store, read_buffer, fails_if_lost=fails)
+        yield StoredCaches(_starting(attachment), attachment, store, read_buffer)
 
 
 def in_memory(history: str, attachment: Attachment) -> CachesBetweenTurns:
@@ -88,18 +88,15 @@ def opened(settings: StoreSettings, whose: Fingerprint, attachment: Attachment, 
                 **sizes,
                 folder=folder,
                 policy=POLICIES[settings.policy](),
-                block_tokens=settings.block_tokens,
+                block_tokens=BLOCK_TOKENS,
                 ttl_s=settings.seconds_to_live,
-                durable=settings.durable,
-                copies=settings.copies,
-                reserve=settings.reserve,
                 on=str(attachment.model.device),
                 codec=codec,
                 dtype=attachment.model.dtype,
                 share=settings.share,
                 engine=attachment.engine,
-                io_threads=settings.io_threads,
-                write_buffer=settings.write_bytes,
+                io_threads=IO_THREADS,
+                write_buffer=WRITE_BUFFER,
             )
         with store:
             yield store

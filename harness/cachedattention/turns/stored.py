@@ -14,7 +14,6 @@ from harness.cachedattention.store.history_load import HistoryLoad
 from harness.cachedattention.store.history_store import NOTHING, HistoryStore
 from harness.cachedattention.store.upload import UploadToHost, as_given
 from harness.cachedattention.turns.caches import CachesBetweenTurns, NewCache, ResumedCache, both_ends
-from harness.cachedattention.turns.lost import refusal
 from harness.cachedattention.turns.rows import CacheContents, StoredForm
 from harness.engine.attach import Attachment
 from harness.engine.cache import KVCache
@@ -67,14 +66,11 @@ class StoredCaches(CachesBetweenTurns):
         attachment: Attachment,
         store: HistoryStore,
         read_buffer: int | None = None,
-        fails_if_lost: bool = False,
     ) -> None:
-        """`read_buffer`: layers that `ahead` loads; None: as many as the paper's formula says. `fails_if_lost`: a lost
-        turn raises `HistoryError`. Raises `ValueError` where `store` shares and rows are not what every conversation
-        would compute."""
+        """`read_buffer`: layers that `ahead` loads; None: as many as the paper's formula says. Raise `ValueError` where
+        `store` shares and rows are not what every conversation would compute."""
         super().__init__(start)
         self.store, self.cut, self.read_buffer = store, StoredForm(attachment), read_buffer
-        self.fails_if_lost = fails_if_lost
         if store.share and not self.cut.shareable:
             raise ValueError(
                 "share=True is for methods that keep all rows and read all of them, and this attachment's method does "
@@ -128,9 +124,6 @@ class StoredCaches(CachesBetweenTurns):
         if not held:
             return None
         loss = self.store.loss(session) or Loss.DAMAGED
-        if self.fails_if_lost:
-            disk = self.store.contents.disk
-            raise refusal(session, len(held), loss, disk.folder if disk else None)
         if not self.cut.repeatable:
             self._behind[cache] = computed_again(self._lineage(session), held)
         return loss

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from harness.config.groups import WRITE_BUFFER
 from harness.config.settings import Settings, SettingsError
 from harness.jobs.planning.cache_bytes import (
     CacheBytes,
@@ -228,7 +229,7 @@ def stored(info: ModelInfo, settings: Settings, items: Sequence[Item], *, host: 
     memory = {tier: room for tier, room in store.capacities.items() if not TIERS[tier].in_files}
     expected = of_conversations(info, settings, items)
     if host:
-        return pinned_bytes(expected, memory[HOST] + store.write_bytes)
+        return pinned_bytes(expected, memory[HOST] + WRITE_BUFFER)
     return min(expected, sum(room for tier, room in memory.items() if on_cpu or tier == DEVICE))
 
 
@@ -245,7 +246,7 @@ def refusal(need: Need, settings: Settings, free: int | None, free_host: int | N
         assert free is not None
         return (
             f"The run needs {need} in {settings.dtype} but only {size(free)} are free on {settings.device}: use "
-            f"{' or '.join(_advice(need, settings, free))}; memory_check=off tries anyway."
+            f"{' or '.join(_advice(need, settings, free))}."
         )
     if tier == HOST:
         assert free_host is not None
@@ -256,13 +257,13 @@ def refusal(need: Need, settings: Settings, free: int | None, free_host: int | N
         ]
         return (
             f"The run needs {size(need.host)} of host memory beside {settings.device} but only {size(free_host)} are "
-            f"free: use {' or '.join(helps)}; memory_check=off tries anyway."
+            f"free: use {' or '.join(helps)}."
         )
     return None
 
 
 def refuse(need: Need, settings: Settings) -> None:
-    if settings.memory_check == "on" and (reason := refusal(need, settings, *free_here(settings.device))):
+    if reason := refusal(need, settings, *free_here(settings.device)):
         raise SettingsError(reason)
 
 

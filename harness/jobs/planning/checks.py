@@ -40,22 +40,15 @@ def check_fit(settings: Settings, method: Method, info: ModelInfo) -> None:
         _check_stored_rows(settings, method, info)
     layers = info.num_whole_layers
     check_layers("dense_layers", settings.dense_layers, layers)
-    if settings.layer_budgets and len(settings.layer_budgets) != layers:
-        whole = "" if layers == info.num_layers else " that see the whole text"
-        raise SettingsError(
-            f"layer_budgets names {len(settings.layer_budgets)} layers and {info.name} has {layers}{whole}: give one "
-            "each."
-        )
 
 
 def _check_budget_is_said(settings: Settings, method: Method) -> None:
     """Once. A budget at its default was not asked for; where it was, on a command line, config/overrides.py knows."""
-    taking = {"budget_bytes": settings.budget_bytes, "layer_budgets": settings.layer_budgets}
-    for name, value in taking.items():
-        if value and settings.budget not in (None, Settings().budget):
-            raise SettingsError(
-                f"budget={settings.budget} would be ignored beside {name}={value}: leave one of them out."
-            )
+    if settings.budget_bytes and settings.budget not in (None, Settings().budget):
+        raise SettingsError(
+            f"budget={settings.budget} would be ignored beside budget_bytes={settings.budget_bytes}: leave one of them "
+            "out."
+        )
     if method.uses_budget and not settings.says_budget:
         raise SettingsError(
             f"budget=null leaves {type(method).__name__} without a budget: set budget or budget_bytes; budget=1.0 is "

@@ -26,8 +26,6 @@ NO_BUDGET: Mapping[str, Any] = {  # what a method without a budget has no use fo
     "budget_rule": "read",
     "align": "tokens",
     "dense_layers": [],
-    "layer_budgets": [],
-    "reuse_steps": 0,
     "budget_generated": None,
 }
 NOTHING_MOVES: Mapping[str, Any] = {"overlap": "auto"}
@@ -53,13 +51,10 @@ def _idle(settings: Settings, method: Method) -> Iterator[Idle]:
     else:
         if not method.paper_differs:
             yield Idle({"budget_rule": "read"}, "whose paper counts as we do")
-        if not method.selects:
-            yield Idle({"reuse_steps": 0}, "whose steps choose nothing")
     if not method.offloads:
-        yield Idle({"placement": DEVICE, "disk": None, **NOTHING_MOVES}, "which keeps nothing elsewhere")
+        yield Idle({"placement": DEVICE, **NOTHING_MOVES}, "which keeps nothing elsewhere")
     elif not TIERS[settings.placement].in_files:
-        unused = NOTHING_MOVES if settings.placement == DEVICE else {}
-        yield Idle({"disk": None, **unused}, f"since placement={settings.placement}")
+        yield Idle(NOTHING_MOVES if settings.placement == DEVICE else {}, f"since placement={settings.placement}")
     if not method.encodes:
         yield Idle({"codec": None}, "which has no tokens that it is meant for")
     if not method.dense_prefill:
@@ -123,8 +118,6 @@ def effective(settings: Settings, method: Method, info: ModelInfo) -> Settings:
     changes |= {"overflow": settings.overflow.resolved(settings.history)}
     if settings.budget_bytes is not None:
         changes |= {"budget": None, "align": "device_bytes"}
-    elif settings.layer_budgets:
-        changes |= {"budget": None}
     for neutral, _ in _idle(settings, method):
         changes |= neutral
     return replace(settings, **changes)
@@ -199,10 +192,8 @@ def budget_of(settings: Settings, method: Method, info: ModelInfo) -> Budget | N
     asked = settings.budget
     if settings.most_bytes is not None:  # as many tokens as would take so many bytes, for align=device_bytes
         asked = max(1, settings.most_bytes // per_token(info, settings.dtype))
-    elif asked is None:
-        asked = settings.layer_budgets[0]  # which nothing reads beside them
-    layers = tuple(settings.dense_layers), tuple(settings.layer_budgets)
-    budget = Budget(asked, *layers, settings.budget_generated)
+    assert asked is not None  # check_fit
+    budget = Budget(asked, tuple(settings.dense_layers), generated=settings.budget_generated)
     if settings.budget_rule == "paper":
         return PaperBudget(
             budget.asked, budget.dense_layers, budget.per_layer, budget.generated, count=method.paper_tokens

@@ -8,8 +8,6 @@ from pathlib import Path
 from harness.config.settings import Settings, SettingsError
 from harness.models.devices import check_device
 from harness.results.files import unwritable
-from kernels.temporary import TemporaryFolder
-from methods.tiers.tier import TIERS
 
 
 def check_machine(settings: Settings) -> None:
@@ -19,20 +17,8 @@ def check_machine(settings: Settings) -> None:
         raise SettingsError(
             f"threads={settings.threads} is too many: this machine has {cpus} CPUs, choose at most {cpus}."
         )
-    _check_disk(settings)
     if settings.device != "auto":
         check_device(settings.device)
-
-
-def _check_disk(settings: Settings) -> None:
-    folder = settings.disk_folder()
-    if folder is not None and TIERS[settings.placement].in_files:
-        try:
-            TemporaryFolder("kv-rows-", folder).remove()
-        except OSError as error:
-            raise SettingsError(
-                f"disk={folder} cannot be written ({error.strerror}): free some space there, or name another folder."
-            ) from error
 
 
 def check_results(settings: Settings) -> None:

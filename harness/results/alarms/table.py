@@ -85,8 +85,7 @@ def _lost_turns(rows: Sequence[AlarmRow]) -> Iterator[Alarm]:
     if found:
         text = (
             "stored histories were lost and computed again, which changes what these methods hold: answers may differ "
-            f"from those of a store that keeps all: {'; '.join(map(_losses, found))}. With store.lost=fail a run ends "
-            "where it loses one"
+            f"from those of a store that keeps all: {'; '.join(map(_losses, found))}"
         )
         yield Alarm("lost_turns", text, titles(found))
 

@@ -345,7 +345,7 @@ def test_scores_that_are_nan_are_refused_by_name(inside: bool, monkeypatch: pyte
 def test_a_press_that_fails_in_an_example_leaves_the_others_alone(
     mood: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = Settings(results=Results(root=str(tmp_path)), progress=False, baseline="off", warmup=0, budget=0.3)
+    settings = Settings(results=Results(root=str(tmp_path)), baseline="off", warmup=0, budget=0.3)
     prefill, prompts = Engine.prefill, list[int]()
 
     def third_in_a_mood(*arguments: Any, **keywords: Any) -> Any:

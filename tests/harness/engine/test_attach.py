@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,10 @@ import pytest
 import torch
 
 from harness.engine.attach import Attachment, attached
-from harness.jobs.job import Job
 from methods.base import BudgetError, CacheState, Request
 from methods.full import Full
 from methods.snapkv import SnapKV
-from tests.fast import MODEL, PQ, niah, run
-from tests.harness.jobs.test_alignment import settings
+from tests.fast import PQ, niah, run
 from tests.methods.test_contract import NAMES, small
 from tests.tiny import prompt, tiny
 
@@ -72,14 +69,3 @@ def test_a_run_without_a_budget_is_refused_before_weights_are_loaded(
     monkeypatch.setattr("harness.models.random.Random.build", lambda *_: pytest.fail("weights were loaded"))
     with pytest.raises(ValueError, match="budget=null leaves PQCache without a budget: set budget or budget_bytes"):
         run(tmp_path, PQ, niah(), budget=None)
-
-
-def test_budgets_by_layer_are_a_budget(tmp_path: Path) -> None:
-    """And limit what is read, with nothing else said."""
-    wanted = settings(tmp_path, budget=None, layer_budgets=[0.3, 0.5])
-    budget = Job.plan(PQ, niah(), MODEL, wanted).budget
-    assert budget is not None
-    assert [budget.tokens(100, layer) for layer in range(2)] == [30, 50]
-    beside = Job.plan(PQ, niah(), MODEL, replace(wanted, budget=0.2))
-    assert beside.budget is not None
-    assert [beside.budget.tokens(100, layer) for layer in range(2)] == [30, 50]

@@ -34,7 +34,7 @@ def bytes_read(record: Record) -> float:
 
 
 def run(folder: Path, **changes: Any) -> StoredRun:
-    settings = Settings(results=Results(root=str(folder)), progress=False, budget=0.2, placement="host")
+    settings = Settings(results=Results(root=str(folder)), budget=0.2, placement="host")
     return evaluate(PQ, niah(), MODEL, settings, **changes)
 
 

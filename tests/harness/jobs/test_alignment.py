@@ -30,7 +30,7 @@ LENGTH = 400
 
 
 def settings(folder: Path, **changes: Any) -> Settings:
-    return Settings(results=Results(root=str(folder)), progress=False, baseline="off", **changes)
+    return Settings(results=Results(root=str(folder)), baseline="off", **changes)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if small(name).uses_budget])
@@ -110,7 +110,7 @@ def test_bytes_take_the_place_of_the_budget(tmp_path: Path) -> None:
     assert Job.plan(Full(), niah(), MODEL, asked).config["budget_bytes"] is None
     with pytest.raises(BudgetError, match="PQCache holds on the device"):
         Job.plan(PQ, niah(), MODEL, asked)
-    for more in ({"layer_budgets": [0.1, 0.2]}, {"dense_layers": [0]}, {"budget_rule": "paper"}):
+    for more in ({"dense_layers": [0]}, {"budget_rule": "paper"}):
         with pytest.raises(SettingsError, match="limits the bytes of all layers together"):
             replace(asked, **more)  # type: ignore[arg-type]
     with pytest.raises(SettingsError, match="align=moved_bytes"):
@@ -138,8 +138,6 @@ def test_what_nothing_can_reach_is_refused_with_the_range(tmp_path: Path) -> Non
         Job.plan(STREAMING, niah(), MODEL, settings(tmp_path, align="moved_bytes"))
     with pytest.raises(BudgetError, match=r"PQCache moves the keys and values of 1 to 1\d\d .* budget asks for 3\d\d"):
         Job.plan(PQ, niah(), MODEL, settings(tmp_path, align="moved_bytes", placement="host", budget=0.9))
-    with pytest.raises(SettingsError, match="leave layer_budgets empty"):
-        settings(tmp_path, align="device_bytes", layer_budgets=[0.1, 0.2])
 
 
 def test_a_method_without_a_budget_is_one_run_whatever_is_aligned(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from tests.fast import MODEL, PQ, STREAMING, niah
 
 
 def settings(folder: Path, **changes: Any) -> Settings:
-    return Settings(results=Results(root=str(folder)), progress=False, baseline="off", **changes)
+    return Settings(results=Results(root=str(folder)), baseline="off", **changes)
 
 
 def test_sinks_come_on_top_and_a_table_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,12 +65,6 @@ def test_a_common_split_is_a_short_name_for_parameters(tmp_path: Path) -> None:
     assert short.identity == spelled.identity
     for kept in (Full(), Quest()):
         assert Job.plan(kept, niah(), MODEL, common).folder == Job.plan(kept, niah(), MODEL, settings(tmp_path)).folder
-
-
-def test_layer_budgets_are_counted_by_the_rule_too(tmp_path: Path) -> None:
-    job = Job.plan(PQ, niah(), MODEL, settings(tmp_path, budget_rule="paper", layer_budgets=[10, 20]))
-    assert job.budget is not None
-    assert [job.budget.tokens(400, layer) for layer in (0, 1)] == [14, 24]
 
 
 def test_wrong_values_are_named(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_each_choice_costs_what_it_costs_alone(
 
 
 def settings(folder: Path, **changes: Any) -> Settings:
-    usual: dict[str, Any] = {"progress": False, "baseline": "off", "warmup": 0}
+    usual: dict[str, Any] = {"baseline": "off", "warmup": 0}
     return Settings(results=Results(root=str(folder)), **usual | changes)
 
 

@@ -38,7 +38,6 @@ def row(cli: Cli, name: str, *words: str) -> list[str]:
         (["budget=0.2"], "a step reads 80 of 400 prompt tokens"),
         (["budget=100"], "a step reads 100 of 400 prompt tokens"),
         (["budget=0.5", "task.lengths=[300,400]"], "a step reads 150 to 200 of 300 to 400 prompt tokens"),
-        (["layer_budgets=[0.5,0.25]"], "a step reads 100 to 200 of 400 prompt tokens"),
         (["dense_layers=[1]"], "a step reads 80 of 400 prompt tokens; all in layers 1"),
         (["dense_layers=[0,1]"], "none: a step reads all of 400 prompt tokens"),
         (["method=full"], "none: a step reads all of 400 prompt tokens"),
@@ -70,7 +69,7 @@ def test_the_bytes_are_the_methods_and_fulls(cli: Cli) -> None:
 )
 def test_the_bytes_are_those_that_a_run_measures(tmp_path: Path, method: Method, changes: dict[str, Any]) -> None:
     done = run(tmp_path, method, niah(), **changes | {"batch": 1})
-    settings = replace(Settings(progress=False, results=Results(root=str(tmp_path))), **changes)
+    settings = replace(Settings(results=Results(root=str(tmp_path))), **changes)
     job = Job.plan(method, niah(), MODEL, settings)
     cost = sealed(job.holder, MODEL.describe(), job.items)
     for tier, count in cost.held.items():
@@ -88,7 +87,7 @@ def earlier(job: Job, lines: Sequence[Any] = (), **changes: Any) -> StoredRun:
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> Job:
     monkeypatch.setattr("harness.jobs.planning.speed._here", lambda device: MACHINE["provenance"]["machine"])
-    return Job.plan(PQ, niah(), MODEL, Settings(progress=False, device="cpu"))
+    return Job.plan(PQ, niah(), MODEL, Settings(device="cpu"))
 
 
 def test_a_time_has_its_prompts_and_its_answers(planned: Job) -> None:

@@ -40,7 +40,7 @@ both = pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
 def run(folder: Path, method: Any = PQ, **changes: Any) -> StoredRun:
     task = changes.pop("task", niah())
     results = Results(root=str(folder), save_prompts=changes.pop("save_prompts", False))
-    return evaluate(method, task, MODEL, Settings(results=results, progress=False), **changes)
+    return evaluate(method, task, MODEL, Settings(results=results), **changes)
 
 
 def without_times(evaluation: StoredRun) -> list[Any]:
@@ -96,7 +96,7 @@ def test_the_same_call_again_generates_nothing(tmp_path: Path, monkeypatch: pyte
 
 def test_what_does_not_apply_is_no_part_of_the_identity(tmp_path: Path) -> None:
     one = run(tmp_path, Full(), budget=0.1)
-    two = run(tmp_path, Full(), budget=300, placement="host", reuse_steps=3)
+    two = run(tmp_path, Full(), budget=300, placement="host")
     assert one.folder == two.folder
     assert yaml.safe_load((one.folder / "config.yaml").read_text())["budget"] is None
     other = run(tmp_path, budget=0.1, baseline="off")
@@ -300,7 +300,7 @@ def test_a_window_beyond_the_trained_one_is_a_caution_in_the_row(
     folder = tmp_path / "model"
     MODEL.build(torch.float32, "cpu").save_pretrained(folder)
     MODEL.tokenizer().save_pretrained(folder)
-    settings = Settings(results=Results(root=str(tmp_path)), progress=False, baseline="off", warmup=0)
+    settings = Settings(results=Results(root=str(tmp_path)), baseline="off", warmup=0)
     for window, cautions in ((None, 0), (2**20, 1)):
         model = HuggingFace(str(folder), window=window)
         trained = model.describe().trained_window

@@ -65,7 +65,7 @@ def _in_a_good_mood(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settings(root: Path, **changes: Any) -> Settings:
-    return Settings(**{"results": Results(root=str(root)), "progress": False, "baseline": "off", "warmup": 0} | changes)
+    return Settings(**{"results": Results(root=str(root)), "baseline": "off", "warmup": 0} | changes)
 
 
 def run(root: Path, method: Method | None = None, **changes: Any) -> StoredRun:

@@ -12,8 +12,8 @@ import pytest
 from torch import Tensor
 
 from harness.cachedattention.store import policies
-from harness.cachedattention.store.disk import HistoryError
 from harness.cachedattention.store.history_store import HistoryStore
+from harness.cachedattention.turns import opening
 from harness.cachedattention.turns.caches import CachesBetweenTurns
 from harness.config.groups import POLICIES
 from harness.config.settings import OverflowSettings, Settings, SettingsError, StoreSettings
@@ -23,7 +23,6 @@ from harness.reports.compare import comparisons
 from harness.reports.document import OTHER_TABLES, as_text
 from harness.reports.stamps import meanings, stamps
 from harness.reports.turns import turn_reuse
-from harness.results.files import read_json
 from harness.results.lock import FolderLock
 from harness.results.run_folder import StoredRun, load
 from harness.sweeps.jobs import JobConfig, with_own_settings
@@ -85,12 +84,15 @@ def test_memory_for_conversations_is_there_before_the_first_prompt(
 
 @pytest.mark.tokens
 @pytest.mark.parametrize("placement", ["host", "disk"])
-def test_rows_are_stored_from_layers_that_closed_in_the_prefill(tmp_path: Path, placement: str) -> None:
+def test_rows_are_stored_from_layers_that_closed_in_the_prefill(
+    tmp_path: Path, placement: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows begin to leave for the store behind the prefill, when layers have sealed and sent theirs away."""
     method = PQCache(b=3, iterations=3, sinks=4)
     stayed = talked(tmp_path, method, budget=0.4)
     elsewhere = {"budget": 0.4, "placement": placement, "prefill_chunk": 50}
-    for how in ({}, {"history": "store", "store": StoreSettings(host="1GB", block_tokens=16)}):
+    monkeypatch.setattr(opening, "BLOCK_TOKENS", 16)
+    for how in ({}, {"history": "store", "store": StoreSettings(host="1GB")}):
         assert tokens(talked(tmp_path, method, **elsewhere, **how)) == tokens(stayed)
 
 
@@ -204,7 +206,8 @@ def test_turns_that_a_full_disk_has_changed_are_counted_stamped_and_told(
     tmp_path: Path, method: Method, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full_disk(monkeypatch, after=2)
-    made = talked(tmp_path, method, history="store", store=replace(DISK, io_threads=0), budget=0.5)
+    monkeypatch.setattr(opening, "IO_THREADS", 0)
+    made = talked(tmp_path, method, history="store", store=DISK, budget=0.5)
     counts = [[turn.lost_turns for turn in record.turns or []] for record in made.records]
     [table] = comparisons([load(made.folder)])
     [entry] = table.entries
@@ -224,24 +227,6 @@ def test_turns_that_a_full_disk_has_changed_are_counted_stamped_and_told(
     assert "caution: stored histories were lost" in text
     assert f"{entry.title} in {lost} of 6 turns (the disk is full)" in text
     assert meanings()["X"] in text
-
-
-@pytest.mark.tokens
-@pytest.mark.filterwarnings("ignore::harness.cachedattention.store.disk.HistoryWarning")
-def test_a_full_disk_ends_a_run_that_may_lose_no_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Examples that were complete stay, and the same command goes on when there is room."""
-    store = replace(DISK, io_threads=0, lost="fail", folder=str(tmp_path / "store"))
-    said = r"is lost, for the disk is full, .* Free some space in .*store"
-    with monkeypatch.context() as patch:
-        full_disk(patch, after=14)
-        with pytest.raises(HistoryError, match=said):
-            talked(tmp_path / "runs", SnapKV(), history="store", store=store, budget=0.5)
-        assert talked(tmp_path / "runs", Full(), history="store", store=store).records
-    made = talked(tmp_path / "runs", SnapKV(), history="store", store=store, budget=0.5)
-    assert read_json(made.folder / "run.json")["earlier"]
-    whole = talked(tmp_path / "runs", SnapKV(), budget=0.5)
-    assert tokens(made) == tokens(whole)
-    assert made.summary["lost_turns"] == 0
 
 
 def test_a_run_leaves_its_conversations_in_a_folder_of_its_own(tmp_path: Path) -> None:
@@ -288,8 +273,9 @@ def test_a_folder_that_no_store_can_use_is_refused_before_a_run_begins(tmp_path:
     assert not list((tmp_path / "runs").glob("*"))
 
 
-def test_rows_are_stored_in_few_bits_where_rows_are_stored(tmp_path: Path) -> None:
-    store = StoreSettings(host="1GB", codec="int8g8", block_tokens=8)
+def test_rows_are_stored_in_few_bits_where_rows_are_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opening, "BLOCK_TOKENS", 8)
+    store = StoreSettings(host="1GB", codec="int8g8")
     made = talked(tmp_path, Full(), history="store", store=store)
     assert [turn.hit_tier for record in made.records for turn in record.replies[1:]].count("host") == 3 * len(
         made.records
@@ -301,9 +287,12 @@ def test_rows_are_stored_in_few_bits_where_rows_are_stored(tmp_path: Path) -> No
             talked(tmp_path, H2O(), history="store", store=refused, budget=0.5)
 
 
-def test_codes_of_a_pool_are_stored_under_their_own_codec_alone(tmp_path: Path) -> None:
+def test_codes_of_a_pool_are_stored_under_their_own_codec_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As they are; another one would have to decode them first."""
-    store = StoreSettings(host="1GB", codec="int8g8", block_tokens=8)
+    monkeypatch.setattr(opening, "BLOCK_TOKENS", 8)
+    store = StoreSettings(host="1GB", codec="int8g8")
     how = {"history": "store", "store": store, "budget": 0.5}
     made = talked(tmp_path, PQCache(), codec="int8g8", **how)
     assert {turn.hit_tier for record in made.records for turn in record.replies[1:]} == {"host"}
@@ -339,15 +328,10 @@ def test_a_store_is_for_the_points_of_a_sweep_that_have_one() -> None:
         ({"history": "store", "store": StoreSettings(host=0)}, "store.host=8GB"),
         ({"history": "store", "store": StoreSettings(host="8 gigs")}, "store.host=8 gigs is no size"),
         ({"history": "store", "store": StoreSettings(folder="x")}, "set store.disk"),
-        ({"history": "store", "store": StoreSettings(durable=True)}, "set store.disk"),
-        ({"history": "store", "store": StoreSettings(copies=True)}, "set store.disk"),
-        ({"history": "store", "store": StoreSettings(disk="8GB", copies=True)}, "raise store.disk"),
         ({"history": "store", "store": StoreSettings(policy="lur")}, "lru"),
         ({"history": "store", "store": StoreSettings(ttl_s=0)}, "above 0"),
-        ({"history": "store", "store": StoreSettings(block_tokens=0)}, "store.block_tokens=0 must be at least 1"),
         ({"history": "store", "store": StoreSettings(codec="int9")}, "int4g64"),
         ({"history": "store", "store": StoreSettings(codec="int8g48")}, "multiple"),
-        ({"history": "store", "store": StoreSettings(io_threads=-1)}, "store.io_threads=-1 must be at least 0"),
         ({"history": "stores"}, "device_prefix, store, recompute"),
     ],
     ids=str,

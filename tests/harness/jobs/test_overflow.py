@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from evals.multiturn.overflow import NeedlesBehindOverflow
+from harness.cachedattention.turns import opening
 from harness.cachedattention.turns.conversation import Overflow
 from harness.config.settings import OverflowSettings, Settings, SettingsError, StoreSettings
 from harness.results.records import Reply
@@ -41,9 +42,12 @@ def turns(made: StoredRun) -> list[list[Reply]]:
 
 @pytest.mark.tokens
 @pytest.mark.parametrize("sinks", [0, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_stored_history_is_cut_as_one_on_the_device(tmp_path: Path, sinks: int) -> None:
+def test_a_stored_history_is_cut_as_one_on_the_device(
+    tmp_path: Path, sinks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stayed = talked(tmp_path, sinks=sinks)
-    for changes in ({"store": DISK, "batch": 2}, {"store": StoreSettings(block_tokens=64)}):
+    for changes in ({"store": DISK, "batch": 2}, {"store": StoreSettings()}):
+        monkeypatch.setattr(opening, "BLOCK_TOKENS", 64 if changes["store"] == StoreSettings() else 256)
         made = talked(tmp_path, sinks=sinks, history="store", **changes)
         assert said(made) == said(stayed)
         assert [one.dropped_tokens for one in turns(made)[0]] == [one.dropped_tokens for one in turns(stayed)[0]]

@@ -31,7 +31,7 @@ both = pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
 
 
 def settings(root: Path, **changes: object) -> Settings:
-    return Settings(results=Results(root=str(root)), progress=False, **changes)  # type: ignore[arg-type]
+    return Settings(results=Results(root=str(root)), **changes)  # type: ignore[arg-type]
 
 
 @pytest.mark.tokens

@@ -61,7 +61,7 @@ class ByLength(Random):
 
 
 def run(root: Path, model: Random, task: Task, method: Method | None = None, **changes: Any) -> StoredRun:
-    settings = Settings(results=Results(root=str(root)), progress=False, baseline="off", warmup=0)
+    settings = Settings(results=Results(root=str(root)), baseline="off", warmup=0)
     return evaluate(method or Full(), task, model, settings, **changes)
 
 

@@ -39,7 +39,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def run(root: Path, method: Any, **changes: Any) -> StoredRun:
-    settings = Settings(data=Data(str(root)), results=Results(str(root / "runs")), progress=False, baseline="off")
+    settings = Settings(data=Data(str(root)), results=Results(str(root / "runs")), baseline="off")
     return evaluate(method, TASK, MODEL, settings, **changes)
 
 
@@ -119,7 +119,7 @@ class Line(Task):
 
 @pytest.mark.tokens
 def test_a_run_never_picks_an_end_before_the_least_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = Settings(results=Results(str(tmp_path)), progress=False, baseline="off")
+    settings = Settings(results=Results(str(tmp_path)), baseline="off")
     (free,) = evaluate(Full(), Line(0), MODEL, replace(settings, seed=1)).records
     loaded = replace(MODEL.load("fp32", "cpu"), eos_ids=(free.tokens[0],))
     monkeypatch.setattr(job, "load", lambda *_: loaded)

@@ -19,7 +19,7 @@ WORDS = [
     ["method=snapkv_kernel15", "budget=512", "task=ruler", "task.lengths=[512,1024]", "model=random", "seed=7"],
     ["method=full", "task=niah", "task.template='a {context} \"b\" {question}, c: \\\\ d'", "dtype=bf16", "batch=4"],
     ["method=quest", "method.page_size=32", "windows.sinks=8", "dense_layers=[0,1]", "data.root='my data/x=1'"],
-    ["method=infinigen_alpha99", "task=longbench", "generation.temperature=0.5", "trace=on", "reuse_steps=2"],
+    ["method=infinigen_alpha99", "task=longbench", "generation.temperature=0.5", "trace=on"],
 ]
 
 
@@ -63,7 +63,7 @@ def test_full_has_no_budget_to_name() -> None:
 
 
 def test_where_a_run_lies_and_how_it_was_watched_is_no_part_of_it() -> None:
-    said = command(stored(["method=pqcache", "results.root=/elsewhere", "progress=false", "baseline=off"]))
+    said = command(stored(["method=pqcache", "results.root=/elsewhere", "baseline=off"]))
     assert said == "python -m harness method=pqcache task=niah model=smollm2"
 
 

@@ -52,9 +52,9 @@ def test_rows_of_one_preset_name_every_parameter_in_which_they_differ(tmp_path: 
 
 def test_settings_that_are_no_default_are_named_where_rows_differ_in_them(tmp_path: Path) -> None:
     write_run(tmp_path, records([1.0, 1.0]))
-    quest(tmp_path, reuse_steps=3, dense_layers=[0, 1])
+    quest(tmp_path, fidelity=3, dense_layers=[0, 1])
     write_run(tmp_path, records([0.0, 1.0]), "h2o", dense_layers=[], batch=1)
-    assert rows(tmp_path) == ["full", "h2o 10%", "quest dense_layers=[0,1] reuse_steps=3 10%"]
+    assert rows(tmp_path) == ["full", "h2o 10%", "quest dense_layers=[0,1] fidelity=3 10%"]
 
 
 def test_a_setting_is_named_only_among_methods_that_have_it(tmp_path: Path) -> None:
@@ -73,15 +73,6 @@ def test_where_files_lay_is_no_part_of_a_label(tmp_path: Path) -> None:
         store = {"host": 0, "disk": "1GB", "folder": place}
         quest(tmp_path, history="store", store=store, facts={"presets": {"method": place}})
     assert not any("folder" in label for label in rows(tmp_path))
-
-
-def test_layer_budgets_take_the_place_of_the_budget(tmp_path: Path) -> None:
-    quest(tmp_path, layer_budgets=[0.1, 0.1, 0.4], budget=0.2)
-    quest(tmp_path, layer_budgets=[0.4, 0.1, 0.1], budget=0.2)
-    assert set(rows(tmp_path)) == {
-        "quest layer_budgets=[2x0.1,0.4] 10%-40% by layer",
-        "quest layer_budgets=[0.4,2x0.1] 10%-40% by layer",
-    }
 
 
 def used_other_kernels(*folders: Path) -> None:

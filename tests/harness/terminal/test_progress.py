@@ -63,9 +63,7 @@ def test_a_log_gets_a_line_now_and_then(capfd: pytest.CaptureFixture[str]) -> No
             yield SimpleNamespace(prompt_tokens=5)
 
     with numbered(3, 12):
-        made = progress(
-            records(), "niah full", [5] * 10, True, size=lambda one: one.prompt_tokens, clock=lambda: now[0]
-        )
+        made = progress(records(), "niah full", [5] * 10, size=lambda one: one.prompt_tokens, clock=lambda: now[0])
         assert len(list(made)) == 10
     lines = capfd.readouterr().err.split("\n")
     assert EVERY_S == 30
@@ -73,7 +71,7 @@ def test_a_log_gets_a_line_now_and_then(capfd: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_log_has_no_carriage_returns(cli: Cli) -> None:
-    code, out, err = cli("method=streaming", "progress=true", "baseline=off")
+    code, out, err = cli("method=streaming", "baseline=off")
     assert code == 0
     assert "\r" not in out + err
     assert "niah streaming 20%: 4/4 examples" in err
@@ -143,7 +141,7 @@ def test_a_run_is_complete_whoever_reads_along(
     with monkeypatch.context() as patched:
         for name in ("stdout", "stderr"):
             patched.setattr(sys, name, _Gone(error, lines))
-        code, *_ = cli("-m", "method=streaming,snapkv", "progress=true", "task.depths=1")
+        code, *_ = cli("-m", "method=streaming,snapkv", "task.depths=1")
     assert code == 0
     status = [json.loads(file.read_text())["status"] for file in (tmp_path / "runs").glob("*/run.json")]
     assert status == ["complete"] * 3
@@ -153,7 +151,7 @@ def test_a_command_without_streams_runs(cli: Cli, tmp_path: Path, monkeypatch: p
     with monkeypatch.context() as patched:
         for name in ("stdout", "stderr"):
             patched.setattr(sys, name, None)
-        code, *_ = cli("method=streaming", "progress=true", "task.depths=1", "baseline=off")
+        code, *_ = cli("method=streaming", "task.depths=1", "baseline=off")
     assert code == 0
 
 

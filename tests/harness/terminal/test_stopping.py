@@ -21,7 +21,7 @@ from tests.talks import configured
 
 WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "stopped by SIGTERM", signal.SIGHUP: "stopped by SIGHUP"}
 APPEND, CLOSE = signals.APPEND, "harness.results.run_folder:Run.close"
-OF_RUNS = (*MODEL_ARGS, "baseline=off", "warmup=0", "progress=false")
+OF_RUNS = (*MODEL_ARGS, "baseline=off", "warmup=0")
 STREAMING = ("method=streaming", *OF_RUNS, *TASK_ARGS)
 ROWS = ("method=pqcache", "placement=disk", *TASK_ARGS)
 STORE = ("method=full", "task=talks", "history=store", "store.disk=1GB")
@@ -243,7 +243,7 @@ def test_a_terminal_that_is_closed_ends_the_command_in_good_order(tmp_path: Path
     """The kernel's own SIGHUP; nothing can be printed any more."""
     master, slave = os.openpty()
     name = os.ttyname(slave)
-    words = (*STREAMING[:-1], "progress=true", f"results.root={tmp_path}")
+    words = (*STREAMING[:-1], f"results.root={tmp_path}")
     closed = started(HANGING_UP, name, APPEND, *words)
     told = b""
     while b"here" not in told:

@@ -64,9 +64,9 @@ def online(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("harness.trackers.wandb.reachable", lambda server: True)
 
 
-def opened(project: str = "kv", entity: str | None = None, **changes: Any) -> Copies:
+def opened(project: str = "kv", **changes: Any) -> Copies:
     copies = Copies()
-    copies.open([Settings(wandb=WandbSettings(project, entity), **changes)])
+    copies.open([Settings(wandb=WandbSettings(project), **changes)])
     return copies
 
 
@@ -74,8 +74,6 @@ def opened(project: str = "kv", entity: str | None = None, **changes: Any) -> Co
 
 
 def test_wrong_settings_are_refused() -> None:
-    with pytest.raises(SettingsError, match=r"wandb\.entity needs a project: set wandb\.project as well"):
-        Settings(wandb=WandbSettings(entity="us"))
     with pytest.raises(SettingsError, match=r"wandb\.project is empty"):
         Settings(wandb=WandbSettings(""))
 
@@ -110,9 +108,12 @@ def offline_records(folder: Path) -> Iterator[Any]:
 
 
 @pytest.mark.usefixtures("online")
-def test_the_real_client_keeps_a_run_offline(runs: list[Path], capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_real_client_keeps_a_run_offline(
+    runs: list[Path], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("wandb")
-    copies = opened("kv", "team")
+    monkeypatch.setenv("WANDB_ENTITY", "team")
+    copies = opened("kv")
     assert "there is no login (`wandb login` or WANDB_API_KEY)" in capfd.readouterr().err
     copies.publish(runs[:1])
     assert capfd.readouterr().err == ""
@@ -142,13 +143,13 @@ def test_what_is_missing_is_said_before_anything_runs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password key\n")
-    assert Wandb("kv", None).missing() is None
+    assert Wandb("kv").missing() is None
     assert capsys.readouterr().err == ""
     monkeypatch.setattr("harness.trackers.wandb.reachable", lambda server: False)
-    assert Wandb("kv", None).missing() is None
+    assert Wandb("kv").missing() is None
     assert "https://api.wandb.ai cannot be reached: wandb keeps copies" in capsys.readouterr().err
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    assert Wandb("kv", None).missing() is None
+    assert Wandb("kv").missing() is None
     assert capsys.readouterr().err == ""
     monkeypatch.setattr("harness.trackers.wandb.find_spec", lambda package: None)
     opened()

@@ -26,7 +26,7 @@ Tune = Callable[..., tuple[int, str, str]]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """yaml files, and the answers of the best parameter."""
     folder = tmp_path_factory.mktemp("planted")
-    settings = Settings(seed=TUNING_SEED, progress=False, baseline="off", results=Results(str(folder / "answers")))
+    settings = Settings(seed=TUNING_SEED, baseline="off", results=Results(str(folder / "answers")))
     made = evaluate(Planted(gain=1.0), Echo(**SMALL), MODEL, settings)
     (folder / "answers.json").write_text(json.dumps({record.id: record.output for record in made.records}))
     for group, name, values in (
@@ -47,7 +47,7 @@ def run(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Iter
     """Runs the command; exit code, stdout, stderr."""
 
     def run(*words: str) -> tuple[int, str, str]:
-        given = ["--config-dir", str(folder / "conf"), "method=planted", "task=echo", "progress=false", *MODEL_ARGS]
+        given = ["--config-dir", str(folder / "conf"), "method=planted", "task=echo", *MODEL_ARGS]
         code = tune.main([*given, f"results.root={tmp_path / 'runs'}", *words])
         return (code, *capfd.readouterr())
 
@@ -82,7 +82,7 @@ def test_the_planted_value_is_found_and_reported_on_examples_that_had_no_say(
     assert method == Planted(gain=1.0)
     assert settings.seed != TUNING_SEED
     # a report marks the runs of a search
-    assert report.main([str(tmp_path / "runs")]) == 0
+    assert report.main([str(tmp_path / "runs"), "--details"]) == 0
     assert f"caution: seed={TUNING_SEED}" in capfd.readouterr().out
 
 

@@ -54,7 +54,6 @@ def talked(root: Path, data: Path, method: Method, **changes: Any) -> StoredRun:
     settings = Settings(
         results=Results(root=str(root)),
         generation=GenerationSettings(force_length=True),
-        progress=False,
         baseline="off",
         warmup=0,
         dtype="fp32",

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from harness.cachedattention.store.block import Loss
-from harness.cachedattention.store.disk import HistoryError
 from harness.cachedattention.store.history_store import HistoryStore
 from harness.cachedattention.turns.caches import DevicePrefix
 from harness.cachedattention.turns.rows import StoredForm
@@ -31,9 +30,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::harness.cachedattention.store.d
 EXACT_ON_A_MISS = {"full", "full_offloaded"}
 
 
-def losing(kv: Attachment, folder: Path, turn: int, **how: Any) -> Talk:
+def losing(kv: Attachment, folder: Path, turn: int) -> Talk:
     """A conversation whose save behind turn number `turn` finds the disk full."""
-    talk = Talk(kv, stored(kv, folder, disk=9 * MB, io_threads=0) if not how else failing(kv, folder, **how))
+    talk = Talk(kv, stored(kv, folder, disk=9 * MB, io_threads=0))
     for number in range(len(LENGTHS)):
         with pytest.MonkeyPatch.context() as patch:
             if number == turn:
@@ -43,9 +42,9 @@ def losing(kv: Attachment, folder: Path, turn: int, **how: Any) -> Talk:
     return talk
 
 
-def failing(kv: Attachment, folder: Path, **how: Any) -> StoredCaches:
+def small_blocks(kv: Attachment, folder: Path) -> StoredCaches:
     store = HistoryStore(PRINT, folder=folder, disk=9 * MB, io_threads=0, block_tokens=8)
-    return StoredCaches(lambda capacity: kv.start(KVCache, capacity=capacity), kv, store, **how)
+    return StoredCaches(lambda capacity: kv.start(KVCache, capacity=capacity), kv, store)
 
 
 @pytest.mark.tokens
@@ -72,7 +71,10 @@ def test_a_recomputation_is_another_selection(method: Method, tmp_path: Path) ->
     """So it is not for nothing that a turn says it: its logits are others."""
     with attach(method, 0.2) as kv:
         logits = []
-        for histories in (failing(kv, tmp_path / "lost"), DevicePrefix(lambda room: kv.start(KVCache, capacity=room))):
+        for histories in (
+            small_blocks(kv, tmp_path / "lost"),
+            DevicePrefix(lambda room: kv.start(KVCache, capacity=room)),
+        ):
             talk = Talk(kv, histories, new=20)
             with pytest.MonkeyPatch.context() as patch:
                 full_disk(patch)
@@ -103,17 +105,6 @@ def test_what_makes_a_recomputation_give_the_same(how: dict[str, Any], repeatabl
         assert not StoredForm(kv).repeatable
 
 
-@pytest.mark.tokens
-def test_a_lost_turn_ends_the_run_where_that_was_asked_for(tmp_path: Path) -> None:
-    with attach(small("pqcache"), 0.4) as kv:
-        lost = rf"alice \({LENGTHS[0] + NEW - 1} tokens\) is lost, for the disk is full"
-        advice = rf"Free some space in {tmp_path}, .* run the same command again; store\.lost=count"
-        with pytest.raises(HistoryError, match=f"{lost}, .* {advice}"):
-            losing(kv, tmp_path, turn=0, fails_if_lost=True)
-    with attach(Full(), None) as kv:
-        assert losing(kv, tmp_path / "full", turn=0, fails_if_lost=True).said == lasting(kv).said
-
-
 def damaged(store: HistoryStore) -> None:
     """The last tensor of a file, which is read in the midst of the turn."""
     assert store.contents.disk
@@ -136,19 +127,12 @@ def test_what_is_found_out_in_the_midst_of_a_turn(
     name: str, fault: Callable[[HistoryStore], None], tmp_path: Path
 ) -> None:
     with attach(small(name), 0.4) as kv:
-        said = []
-        for fails in (False, True):
-            talk = Talk(kv, failing(kv, tmp_path / str(fails), fails_if_lost=fails)).turns(LENGTHS[:2])
-            assert isinstance(talk.caches, StoredCaches)
-            fault(talk.caches.store)
-            if fails and name != "full":
-                with pytest.raises(HistoryError, match="See what damages files in"):
-                    talk.turns(LENGTHS[2:])
-            else:
-                talk.turns(LENGTHS[2:])
-                assert talk.found[2].lost == (None if name == "full" else Loss.DAMAGED)
-                said.append(talk.said)
-        assert name != "full" or said == [lasting(kv).said] * 2
+        talk = Talk(kv, small_blocks(kv, tmp_path)).turns(LENGTHS[:2])
+        assert isinstance(talk.caches, StoredCaches)
+        fault(talk.caches.store)
+        talk.turns(LENGTHS[2:])
+        assert talk.found[2].lost == (None if name == "full" else Loss.DAMAGED)
+        assert name != "full" or talk.said == lasting(kv).said
 
 
 @pytest.mark.parametrize(
