@@ -24,10 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.bench.common import arguments, limits, methods, models, output
+from harness.bench.common import arguments, limits, methods, output
 from harness.bench.common.all_layers import AttentionClock, Clocked, WholeModel, weights
-from harness.bench.common.load import LoadWatch, MarkedSeconds
-from harness.bench.common.measure import estimate, marks, ratios, rounds_of
+from harness.bench.common.measure import LoadWatch, MarkedSeconds, estimate, marks, ratios, rounds_of
 from harness.bench.common.output import Cell
 from harness.bench.common.synthetic import LayerShape
 from harness.config.settings import Settings
@@ -56,7 +55,8 @@ WARM_UP = 256  # tokens of a prompt before the one that is timed
 
 
 class Decoding:
-    """`batch` sequences over `prompt` [1 S] that decode turn after turn together; the model is routed meanwhile."""
+    """Runs `batch` sequences over `prompt` [1 S], which decode turn after turn together; the model is routed
+    meanwhile."""
 
     def __init__(self, kv: Attachment, prompt: Tensor, options: argparse.Namespace, batch: int = 1) -> None:
         self.engine = Engine(kv, graphs=usual_graphs(kv.model.device))
@@ -91,7 +91,7 @@ class Decoding:
         return [slot.out for slot in slots]
 
     def _filled(self, cache: KVCache, prompt: Tensor) -> Tensor:
-        """Random keys and values, layer by layer, as a prompt comes."""
+        """Fill a cache with random keys and values, layer by layer, as a prompt comes; return logits."""
         kv = self.engine.attachment
         for index, layer in enumerate(cache.layers):
             _shape(kv).fill([layer], prompt.shape[1], attending=not kv.method.dense_prefill)
@@ -101,7 +101,8 @@ class Decoding:
         return torch.zeros(1, kv.model.config.vocab_size, device=kv.model.device)
 
     def turn(self) -> list[Generation]:
-        """`new` tokens for each, the first of which is not computed; each turn begins with the prompt's next token."""
+        """Decode `new` tokens for each, the first of which is not computed: each turn begins with the prompt's next
+        token."""
         running = RunningBatch(self.engine)
         slots = [
             running.join(cache, logits, self.question, began=perf_counter(), max_new_tokens=self.new)
@@ -123,7 +124,7 @@ class Decoding:
         return MarkedSeconds((times[-1] - times[1]) / (len(times) - 2), disturbed)
 
     def clocked(self, times: Sequence[float]) -> list[Clocked]:
-        """Give each turn's time with its attention: their difference is what a step takes beside."""
+        """Give each turn's time with its attention: their difference is all else in a step."""
         method = self.engine.attachment.method
         return [Clocked(method, *turn) for turn in zip(times, self.attention_s, strict=True)]
 
@@ -331,7 +332,7 @@ def main(options: argparse.Namespace) -> None:
         raise ValueError(f"--new {options.new} leaves no step to time behind the second token: use at least 3.")
     options.synthetic |= options.shape is not None
     methods.chosen(options.methods, options.config_dir)  # a wrong name is found now
-    source = models.source(options.shape, options.layers)
+    source = arguments.source(options.shape, options.layers)
     known = limits.told(options.device)
     loaded = source.load(options.dtype, options.device)
     text = calibration_text(

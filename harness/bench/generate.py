@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
-from harness.bench.common import arguments, models, output
-from harness.bench.common.load import LoadWatch, MarkedSeconds
-from harness.bench.common.measure import Call, estimate, marks, ratios, rounds_of, why
+from harness.bench.common import arguments, output
+from harness.bench.common.measure import Call, LoadWatch, MarkedSeconds, estimate, marks, ratios, rounds_of, why
 from harness.bench.common.output import Cell
 from harness.engine.attach import attached
 from harness.engine.engine import Engine
@@ -57,7 +56,7 @@ class _Clock(BaseStreamer):
         self.prompt_seen = True
 
     def end(self) -> None:
-        """Nothing to flush."""
+        """Do nothing: every token has been noted."""
 
 
 def timed(tokens: list[int], token_s: Sequence[float], disturbed: bool) -> TimedRun:
@@ -67,7 +66,7 @@ def timed(tokens: list[int], token_s: Sequence[float], disturbed: bool) -> Timed
 
 @torch.inference_mode()
 def theirs(loaded: LoadedModel, prompt: Tensor, new: int) -> TimedRun:
-    """transformers' own loop, as a user calls it."""
+    """Run transformers' own loop, as a user calls it."""
     clock = _Clock()
     model: Any = loaded.model
     out = model.generate(
@@ -82,7 +81,7 @@ def theirs(loaded: LoadedModel, prompt: Tensor, new: int) -> TimedRun:
 
 
 def ours(loaded: LoadedModel, prompt: Tensor, new: int) -> TimedRun:
-    """Our engine as a run has it, which captures its steps on a GPU."""
+    """Run our engine as a run does, which captures its steps on a GPU."""
     with attached(loaded.model, Full()) as kv:
         engine, watch = Engine(kv, graphs=usual_graphs(kv.model.device)), LoadWatch()
         made = engine.generate(prompt, max_new_tokens=new)
@@ -133,7 +132,7 @@ def _best(runs: RunsBySide, whose: str, dtypes: Sequence[str], key: str) -> str:
 
 
 def _until(tokens: list[int], eos: set[int]) -> list[int]:
-    """Up to the first EOS: `generate` forbids it while our engine runs over it."""
+    """Return the tokens up to the first EOS: `generate` forbids it while our engine runs over it."""
     return tokens[: next((i for i, token in enumerate(tokens) if token in eos), len(tokens))]
 
 
@@ -151,7 +150,8 @@ class _Argmax(Forced):
 
 @torch.inference_mode()
 def agreement(exact: LoadedModel, loaded: LoadedModel, text: Tensor) -> float:
-    """Share of the last FOLLOWED tokens of `text` [1 S] on which our decode steps and `exact`'s forward agree."""
+    """Return the share of the last FOLLOWED tokens of `text` [1 S] on which our decode steps and `exact`'s forward
+    agree."""
     model: Any = exact.model
     start = text.shape[1] - FOLLOWED
     wanted = model(text[:, :-1]).logits[0, start - 1 :].argmax(-1).tolist()
@@ -181,10 +181,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(options: argparse.Namespace) -> None:
-    source = models.source(options.shape)
+    source = arguments.source(options.shape)
     loaded_as = {dtype: source.load(dtype, options.device) for dtype in options.dtypes}
     some = next(iter(loaded_as.values()))
-    models.check_window(some, max(options.tokens), options.new)
+    arguments.check_window(some, max(options.tokens), options.new)
     text = torch.tensor([calibration_text(source.tokenizer(), max(options.tokens) + TEXT)], device=some.model.device)
     agree: dict[str, float | None] = dict.fromkeys(loaded_as)
     try:

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from harness.bench.common import arguments, limits, methods, output
-from harness.bench.common.load import MarkedSeconds
-from harness.bench.common.measure import estimate, marks, own_seconds, ratios, rounds_of, seconds
+from harness.bench.common.measure import MarkedSeconds, estimate, marks, own_seconds, ratios, rounds_of, seconds
 from harness.bench.common.operations import bytes_read
 from harness.bench.common.output import Cell
 from harness.bench.common.synthetic import LayerShape
@@ -35,12 +34,12 @@ TRACED = 5  # steps with a clock in each operation
 
 
 class LayerDecoding:
-    """A sealed layer of a method that takes one new random token per step."""
+    """Runs a sealed layer of a method, which takes one new random token per step."""
 
     def __init__(
         self, method: Method, shape: LayerShape, tokens: int, options: argparse.Namespace, steps: int = 0
     ) -> None:
-        """`steps`: how many there is room for; as many as rounds take where it is left out."""
+        """Make a layer with room for `steps` steps, by default as many as the rounds take."""
         specs = shape.specs()
         request = Request(
             batch=1,
@@ -67,7 +66,7 @@ class LayerDecoding:
             self.layer.decode(self.next)
 
     def rewind(self, tokens: int) -> None:
-        """Full forgets what it generated."""
+        """Let Full forget what it generated."""
         assert isinstance(self.layer, Layer)
         self.position, self.layer.store.length = tokens - 1, tokens
 
@@ -105,7 +104,7 @@ def measure(method: Method, full: LayerDecoding, tokens: int, options: argparse.
 
 
 def trace(decoding: LayerDecoding) -> tuple[dict[str, float], float]:
-    """MarkedSeconds of each phase and bytes that its operations read, medians over steps."""
+    """Return the seconds of each phase and the bytes that its operations read, medians over steps."""
     phases: dict[str, list[float]] = defaultdict(list)
     read = []
     for _ in range(TRACED):
@@ -119,7 +118,7 @@ def trace(decoding: LayerDecoding) -> tuple[dict[str, float], float]:
 
 
 def _traced_step(decoding: LayerDecoding) -> tuple[float, dict[str, float], int]:
-    """MarkedSeconds of the step, and of each phase in it; bytes read."""
+    """Return the seconds of a step and of each phase in it, and the bytes read."""
     watch, read = Stopwatch(decoding.shape.device), list[int]()
     with clocked(watch, lambda name, arguments, _: read.append(bytes_read(name, arguments))):
         whole = own_seconds(decoding.step, decoding.shape.device)

@@ -48,7 +48,7 @@ class OpCase(NamedTuple):
 
 @dataclass(frozen=True)
 class Inputs:
-    """Random inputs; views as stores hand them out."""
+    """Makes random inputs, as views like those that stores hand out."""
 
     shape: LayerShape
     tokens: int
@@ -74,7 +74,7 @@ class Inputs:
         return torch.randn(size, device=self.shape.device).to(dtype or self.shape.dtype)
 
     def rows(self, heads: int, among: int, count: int) -> Tensor:
-        """Different ones of each head, as a choice by scores gives them. [1 heads count]"""
+        """Return rows that differ by head, as a choice by scores gives them. [1 heads count]"""
         scores = torch.rand(1, heads, among, device=self.shape.device)
         return scores.topk(min(count, among), sorted=False).indices
 
@@ -92,7 +92,7 @@ class Inputs:
 
     @cached_property
     def kv(self) -> tuple[Tensor, Tensor]:
-        """K and V of the prompt [1 G S D]"""
+        """Return K and V of the prompt [1 G S D]."""
         k, v = (self.random(1, self.shape.kv_heads, self.tokens + ROOM, self.shape.head_dim) for _ in range(2))
         return k[:, :, : self.tokens], v[:, :, : self.tokens]
 
@@ -104,7 +104,7 @@ class Inputs:
         return self.random(1, self.shape.kv_heads, self.group, width)
 
     def coded(self, bits: int) -> Coded:
-        """K and V as codes, whole blocks of them."""
+        """Return K and V as codes, in whole blocks."""
         codec = IntCodec(bits=bits)
         whole = self.tokens // codec.block * codec.block
         parts = [codec.encode(*(x[:, :, part] for x in self.kv)) for part in pieces(whole, codec.block)]
@@ -112,7 +112,7 @@ class Inputs:
         return codec.segment(Encoded(tuple(tokens), tuple(blocks)), self.shape.dtype)
 
     def segments(self, heads: int) -> list[Segment]:
-        """Sinks, what is chosen between, and the most recent tokens: `budget` in all."""
+        """Return the sinks, tokens chosen between, and the most recent ones: `budget` tokens in all."""
         (k, v), recent = self.kv, self.budget // 2
         middle, tail = slice(SINKS, self.tokens - recent), slice(self.tokens - recent, None)
         rows = self.rows(heads, self.tokens - recent - SINKS, self.budget - recent - SINKS)

@@ -115,7 +115,7 @@ def _told(row: output.BenchRow) -> str:
 
 
 def wanted(options: argparse.Namespace) -> Iterator[Inputs]:
-    """Raises `ValueError` for sizes that do not go together."""
+    """Yield the inputs of each length. Raises `ValueError` for sizes that do not go together."""
     shape = arguments.shape(options)
     for tokens in options.tokens:
         yield Inputs(shape, tokens, options.budget, options.prefill, options.inner)

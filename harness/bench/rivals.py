@@ -44,14 +44,14 @@ def _attention(q: Tensor, segments: Sequence[Segment], scale: float) -> Rival:
 
 
 def _over_codes(q: Tensor, coded: Coded, scale: float) -> Rival:
-    """Full's own step over what the codes stand for, in the dtype of the cache."""
+    """Return Full's own step over what the codes stand for, in the dtype of the cache."""
     blocks = torch.arange(coded.k.shape[2], device=q.device) // coded.block
     k, v = ops.decode_rows(coded, None, blocks.expand(coded.k.shape[:3]), q.dtype)
     return Rival("Full, not coded", lambda: ops.segment_attention_with_lse(q, [Segment(k, v)], scale))
 
 
 def _taken(x: Tensor, rows: Tensor | None, segments: Sequence[Segment]) -> Tensor:
-    """[B G|H K D], as many heads for every segment."""
+    """Return the rows of a segment [B G|H K D], with as many heads for every segment."""
     heads = max(x.shape[1] if s.rows is None else s.rows.shape[1] for s in segments)
     if rows is None:
         return x.repeat_interleave(heads // x.shape[1], 1)
@@ -74,7 +74,7 @@ def scattered(x: Tensor, rows: Tensor, values: Tensor) -> Tensor:
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """-> [B T H D]"""
+    """Return transformers' attention [B T H D] by torch's own kernel."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     groups: Any = SimpleNamespace(num_key_value_groups=q.shape[1] // k.shape[1], is_causal=True)
@@ -83,7 +83,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """-> [B T H D], weights [B H T S]"""
+    """Return transformers' attention [B T H D] in plain torch, and its weights [B H T S]."""
     from transformers.models.llama.modeling_llama import eager_attention_forward
 
     new, stored = q.shape[2], k.shape[2]

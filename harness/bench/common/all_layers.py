@@ -31,7 +31,7 @@ class AttentionClock:
             vars(layer)["decode"] = partial(_clocked, ref(layer), noted)
 
     def taken(self) -> list[float] | None:
-        """Return the mean of each layer's calls behind the first, and forget them; None where no layer is clocked, or
+        """Return the mean of each layer's calls after the first, and forget them; None where no layer is clocked, or
         steps make no calls."""
         means = [fmean(noted[1:]) if len(noted) > 1 else None for noted in self.seconds]
         for noted in self.seconds:
@@ -60,7 +60,8 @@ class WeightBytes(NamedTuple):
 
 
 def weights(model: PreTrainedModel) -> WeightBytes:
-    """Of the embedding a row is read, but where it is the head as well."""
+    """Return the bytes of weights that a step reads; of the embedding it reads a row, unless that is the head as
+    well."""
     total = sum(x.nbytes for x in model.parameters())
     table, head = (next(m.parameters()) for m in (model.get_input_embeddings(), model.get_output_embeddings()))
     in_layers = sum(x.nbytes for x in model.get_decoder().layers.parameters())

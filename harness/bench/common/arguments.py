@@ -1,4 +1,4 @@
-"""The options of benchmarks: each is told once, and a benchmark says which of them it has, with their defaults."""
+"""The options of benchmarks, each described once: a benchmark says which of them it has, with their defaults."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 
 from harness.bench.common import measure
 from harness.bench.common.synthetic import LayerShape
-from harness.models.base import DTYPES
+from harness.models.base import DTYPES, LoadedModel
 from harness.models.devices import DeviceError, check_device
-from harness.models.random import SHAPES
+from harness.models.embedded import SmolLM2
+from harness.models.random import SHAPES, Random
 from harness.terminal.numbers import budget, count, length, natural, positive
 from harness.terminal.paths import typed
 from methods.tiers.tier import DEVICE, TIERS
@@ -23,7 +24,7 @@ def batch(text: str) -> int | str:
 
 
 def device(text: str) -> str:
-    """A device that this machine has."""
+    """Return the device of that name, which this machine must have."""
     try:
         return check_device(text)
     except DeviceError as error:
@@ -72,7 +73,8 @@ METHODS: dict[str, Any] = {"methods": [], "config_dir": [], "placement": DEVICE,
 
 
 def parser(kind: str, about: str | None, **options: Any) -> ArgumentParser:
-    """Of the benchmark `kind`. `options`: the default of each, or what is another here than in OPTIONS."""
+    """Return the parser of the benchmark `kind`. `options`: the default of each option, or its entries in place of
+    those of OPTIONS."""
     made = ArgumentParser(allow_abbrev=False, prog=f"python -m harness.bench {kind}", description=about)
     for name, given in options.items():
         facts = given if isinstance(given, dict) else {"default": given}
@@ -81,7 +83,7 @@ def parser(kind: str, about: str | None, **options: Any) -> ArgumentParser:
 
 
 def current(name: str) -> torch.device:
-    """That device, made the current one where it is a numbered GPU: kernels are launched on no other."""
+    """Return that device; a numbered GPU is made the current one, since kernels are launched on no other."""
     chosen = torch.device(name)
     if chosen.index is not None:  # torch refuses a plain "cuda", which is the current one anyway
         torch.cuda.set_device(chosen)
@@ -89,7 +91,7 @@ def current(name: str) -> torch.device:
 
 
 def shape(options: Namespace) -> LayerShape:
-    """The attention layer that LAYER's options ask for."""
+    """Return the attention layer that LAYER's options ask for."""
     heads, kv_heads, dim = options.heads, options.kv_heads, options.head_dim
     if heads % kv_heads:
         raise ValueError(
@@ -103,3 +105,17 @@ def shape(options: Namespace) -> LayerShape:
     return LayerShape(
         heads, kv_heads, dim, measure.DTYPES[options.dtype], torch.device(vars(options).get("device", "cpu"))
     )
+
+
+def source(shape: str | None, layers: int | None = None) -> Random | SmolLM2:
+    """Return the model of a benchmark: `layers` layers of a named shape with random weights (None: all of them), or the
+    embedded model where no shape is given."""
+    return Random(shape, layers, 0, "auto") if shape else SmolLM2()
+
+
+def check_window(loaded: LoadedModel, tokens: int, new: int) -> None:
+    """Raise `ValueError` where --tokens and --new are more than the model takes."""
+    if tokens + new > loaded.window:
+        raise ValueError(
+            f"--tokens and --new make {tokens + new}, and {loaded.name} has a window of {loaded.window}: use fewer."
+        )

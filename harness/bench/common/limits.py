@@ -18,7 +18,7 @@ SIDE = {"cpu": 2048, "cuda": 8192}  # of the matrices
 
 
 class Limits(TypedDict):
-    """The most that was measured: gigabytes per second and by what, and 10^9 operations per second by dtype."""
+    """Holds the most that was measured: gigabytes per second and by what, and 10^9 operations per second by dtype."""
 
     read_gb_s: float
     read_by: str

@@ -1,18 +1,22 @@
-"""Clocks, interleaved rounds, medians with an interval, ratios pair by pair."""
+"""Clocks that know whether other processes held a call up, rounds in turn, medians with an interval, ratios pair by
+pair."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from math import sqrt
+from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 from statistics import median
 from textwrap import shorten
+from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from harness.bench.common.load import LoadWatch, MarkedSeconds
 from harness.engine.wait import wait_for
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -22,10 +26,70 @@ Result = TypeVar("Result")
 Failures = dict[CallKey, str]  # why calls could not be measured
 CACHE_BYTES = {"cpu": 1 << 29, "cuda": 1 << 28}  # more than any last-level cache: 260 MiB on some Xeons
 PAUSE_CYCLES = 10_000_000  # about 5 ms: no operation and no step of a layer takes as long to launch
+TOLERATED = 0.02  # share of a measured time that its threads may wait for a CPU
+SLICE_S = 0.004  # a thread that was put off waits about that long, where the system does not count it
+
+
+class MarkedSeconds(float):
+    """Is a measured time that knows whether other processes had our CPU meanwhile and, on a GPU, whether it holds
+    launches."""
+
+    disturbed: bool
+    launches: bool
+
+    def __new__(cls, value: float, disturbed: bool = False, launches: bool = False) -> MarkedSeconds:
+        made = super().__new__(cls, value)
+        made.disturbed, made.launches = disturbed, launches
+        return made
+
+
+class LoadCounts(NamedTuple):
+    """Counts what happened to all threads of a process so far."""
+
+    switches: int  # involuntary: a thread could go on, and somebody else got its CPU
+    waited_s: float  # ready to run, without a CPU
+
+
+class LoadWatch:
+    """Watches this process, or another one of this machine, from its making on."""
+
+    def __init__(self, process: int | None = None) -> None:
+        self.process = process
+        self._before, self._began = counts(process), perf_counter()
+
+    def seconds(self) -> MarkedSeconds:
+        return MarkedSeconds(perf_counter() - self._began, self.disturbed())
+
+    def disturbed(self) -> bool:
+        """Return whether a thread lost its CPU to somebody, and all together waited a noticeable share of the time.
+
+        Lost alone says little of a long time, for the system itself takes a CPU now and then; waited alone says little
+        of a short one, for every thread that wakes up waits a little.
+        """
+        passed, now = perf_counter() - self._began, counts(self.process)
+        switches, waited_s = (after - before for after, before in zip(now, self._before, strict=True))
+        return switches > 0 and waited_s > TOLERATED * passed
+
+
+def counts(process: int | None) -> LoadCounts:
+    """Return the counts of a process. Linux counts by thread; elsewhere the waiting is estimated, and nothing is known
+    of other processes."""
+    threads = list(_threads(Path(f"/proc/{process or 'self'}/task")))
+    if threads:
+        return LoadCounts(*map(sum, zip(*threads, strict=True)))
+    switches = getrusage(RUSAGE_SELF).ru_nivcsw if process is None else 0
+    return LoadCounts(switches, switches * SLICE_S)
+
+
+def _threads(folder: Path) -> Iterator[LoadCounts]:
+    for task in folder.iterdir() if folder.is_dir() else ():
+        with suppress(OSError, IndexError, ValueError):  # it has just ended, or the system does not count
+            switches = int((task / "status").read_text().rpartition("nonvoluntary_ctxt_switches:")[2])
+            yield LoadCounts(switches, int((task / "schedstat").read_text().split()[1]) / 1e9)
 
 
 class Estimate(NamedTuple):
-    """The median and the interval that holds it in 95 of 100 cases (between order statistics, no distribution
+    """Holds a median and the interval that holds it in 95 of 100 cases (between order statistics, no distribution
     assumed); with fewer than 6 values the interval is their whole range."""
 
     median: float
@@ -40,12 +104,13 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def ratios(above: Sequence[float], below: Sequence[float]) -> Estimate:
-    """Of two calls that ran in turn: each quotient is of neighbours, so that a slow moment slows down both."""
+    """Return the ratio of two calls that ran in turn: each quotient is of neighbours, so that a slow moment slows
+    both."""
     return estimate([a / b for a, b in zip(above, below, strict=True)])
 
 
 def marks(*samples: Sequence[float]) -> dict[str, Any]:
-    """For a row: of how many samples other load disturbed some, and how many hold launches."""
+    """Return for a row how many samples there are, how many other load disturbed, and how many hold launches."""
     flat = [one for some in samples for one in some]
     return {
         "samples": len(flat),
@@ -55,7 +120,7 @@ def marks(*samples: Sequence[float]) -> dict[str, Any]:
 
 
 def seconds(call: Call, device: torch.device) -> MarkedSeconds:
-    """As a user waits for it: launches, and until the device is done."""
+    """Return the time that a user waits for a call: its launches, and until the device is done."""
     wait_for(device)
     watch = LoadWatch()
     call()
@@ -64,8 +129,8 @@ def seconds(call: Call, device: torch.device) -> MarkedSeconds:
 
 
 def own_seconds(call: Call, device: torch.device) -> MarkedSeconds:
-    """The device's own time. On a GPU by CUDA events, behind a pause of the device in which the host launches all of
-    `call`; a call that waits for the device, or takes longer to launch, is marked: its time holds launches."""
+    """Return the device's own time, on a GPU by CUDA events, after a pause of the device in which the host launches all
+    of `call`; a call that waits for the device, or takes longer to launch, is marked: its time holds launches."""
     if device.type != "cuda":
         return seconds(call, device)
     began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -82,8 +147,8 @@ def own_seconds(call: Call, device: torch.device) -> MarkedSeconds:
 
 
 class Cold:
-    """The device's own seconds of a call whose inputs no cache holds, as in a decode step that comes from all other
-    layers."""
+    """Measures the device's own seconds of a call whose inputs no cache holds, as in a decode step that comes from all
+    other layers."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -142,5 +207,5 @@ def release() -> None:
 
 
 def turned(keys: Collection[CallKey], place: int) -> list[CallKey]:
-    """Of round `place`: the order turns round from round to round, so that nothing always comes first."""
+    """Return the order of round `place`, which turns round from round to round, so that nothing always comes first."""
     return list(keys)[:: -1 if place % 2 else 1]

@@ -19,12 +19,12 @@ MeasureMethod = Callable[[Method], dict[str, Any]]  # -> a row's numbers
 
 
 def names() -> list[str]:
-    """Every method of ours; its presets, and what another project brings, are left to those who name them."""
+    """Return the names of all methods of ours, without presets and without those that another project brings."""
     return [entry.name for entry in entries("method") if entry.base is None and not entry.bridged]
 
 
 def load(name: str, folders: Sequence[Path] = (), **changes: Any) -> Method:
-    """`folders`: more of them with method/NAME.yaml. `changes`: parameters in place of the yaml's."""
+    """Return a method. `folders`: further ones with method/NAME.yaml. `changes`: parameters in place of the yaml's."""
     known = {entry.name: entry for entry in entries("method", (CONF, *folders))}
     if name not in known:
         raise ValueError(f"--methods {name} is unknown{suggestion(name, known)}")
@@ -33,7 +33,7 @@ def load(name: str, folders: Sequence[Path] = (), **changes: Any) -> Method:
 
 
 def parsed(spec: str, folders: Sequence[Path] = ()) -> tuple[str, Method]:
-    """`quest` or `quest:select_per=kv_head,page_size=32`."""
+    """Return the name and the method of words such as `quest` or `quest:select_per=kv_head,page_size=32`."""
     name, _, rest = spec.partition(":")
     words = [word.partition("=") for word in rest.split(",") if word]
     if not all(equals for _, equals, _ in words):
@@ -42,7 +42,7 @@ def parsed(spec: str, folders: Sequence[Path] = ()) -> tuple[str, Method]:
 
 
 def chosen(specs: Sequence[str], folders: Sequence[Path] = ()) -> dict[str, Method]:
-    """Those named, or every method of ours."""
+    """Return the methods that are named, or every method of ours."""
     if lacking := [folder for folder in folders if not folder.is_dir()]:
         raise ValueError(f"--config-dir {lacking[0]} is not a folder: name the one with method/NAME.yaml.")
     return dict(parsed(spec, folders) for spec in specs or names())

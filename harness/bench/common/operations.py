@@ -12,7 +12,8 @@ from kernels.block import Linear
 
 
 def _segments(q: Tensor, segments: Any, scale: float) -> int:
-    """Keys and values, each once; rows that several query heads choose for themselves count for each."""
+    """Return the bytes of keys and values, each once; rows that several query heads choose for themselves count for
+    each."""
     total = 0
     for k, v, rows, _ in segments:
         tokens = k.shape[0] * k.shape[1] * k.shape[2] if rows is None else rows.numel()

@@ -27,8 +27,8 @@ Picture = Callable[..., None]  # of a path and such rows, and a title
 
 
 class Report:
-    """A benchmark's folder. Every row is printed and written when it comes, and each file is replaced as a whole: one
-    that is killed leaves what it had measured, marked as partial."""
+    """Writes a benchmark's folder. Every row is printed and written when it comes, and each file is replaced as a
+    whole: a benchmark that is killed leaves what it had measured, marked as partial."""
 
     def __init__(self, kind: str, title: str, options: Namespace, table: Table, **facts: Any) -> None:
         self.title, self.table = title, table
@@ -46,11 +46,11 @@ class Report:
         say(f"{title}\nEach row goes to {self.folder} as it comes.")
 
     def add(self, row: BenchRow, line: str) -> None:
-        """`line`: the row as the screen shows it."""
+        """Add a row. `line`: the row as the screen shows it."""
         self.show([*self.rows, row], line)
 
     def show(self, rows: Sequence[BenchRow], line: str) -> None:
-        """In place of the rows so far, for those that grow with every round."""
+        """Put `rows` in place of the rows so far, where they grow with every round."""
         self.rows = list(rows)
         self._write("partial")
         mark = _marked("disturbed")(self.rows[-1]) if self.rows else None
@@ -73,15 +73,15 @@ class Report:
             self.show([*before, *rows, *failed], f"{what}, round {number}: {', '.join(words)}")
 
     def out_of_time(self, what: str) -> bool:
-        """Whether --minutes are over, so that `what` is left out."""
+        """Return whether --minutes are over; `what` is then noted as left out."""
         over = self.minutes is not None and perf_counter() - self._began > 60 * self.minutes
         if over:
             self.left_out.append(what)
         return over
 
     def finish(self, picture: Picture | None = None) -> list[BenchRow]:
-        """Prints the table and draws the rows without an error, where matplotlib is there and a picture is asked for;
-        returns them."""
+        """Print the table and draw the rows without an error, where matplotlib is there and a picture is asked for;
+        return these rows."""
         good = self._good()
         if not good:
             raise ValueError(f"Nothing could be measured: {self.rows[0]['error']}" if self.rows else self._warnings())
@@ -102,7 +102,7 @@ class Report:
         return [*self.table(good), *table(*marked)(good)]
 
     def _warnings(self) -> str:
-        """What a reader of the table must know, a sentence per line."""
+        """Return what a reader of the table must know, a sentence per line."""
         disturbed = sum(bool(row.get("disturbed")) for row in self._good())
         sentences = []
         if disturbed:
@@ -126,7 +126,8 @@ class Report:
 
 
 class Cell(NamedTuple):
-    """One column of a table. `of`: the key of a row, with a dot for a key within it, or what a row is told as."""
+    """Describes a column of a table. `of`: the key of a row, with a dot for a key within it, or a function of the
+    row."""
 
     head: str
     of: str | Callable[[BenchRow], Any]
@@ -135,7 +136,7 @@ class Cell(NamedTuple):
     left: bool = False
 
     def value(self, row: BenchRow) -> Any:
-        """None, and what a row lacks, is empty; of an estimate each of its three values is scaled."""
+        """Return the scaled value of a row, each of the three values of an estimate; None where the row lacks it."""
         value: Any = self.of(row) if callable(self.of) else row
         for key in [] if callable(self.of) else self.of.split("."):
             value = value.get(key)
@@ -151,7 +152,7 @@ def table(*cells: Cell) -> Table:
 
 
 def some(key: str) -> Callable[[BenchRow], Any]:
-    """A number of the row, empty where it is 0."""
+    """Return a function that gives a number of a row, and None for 0."""
     return lambda row: row[key] or None
 
 
@@ -165,14 +166,14 @@ def _named(key: object) -> str:
 
 
 def _marked(kind: str) -> Callable[[BenchRow], str | None]:
-    """How many of a row's samples have that mark; None where none has."""
+    """Return a function that says how many of a row's samples have that mark; None where none has."""
     return lambda row: f"{row[kind]} of {row['samples']}" if row.get(kind) else None
 
 
 def lines(
     path: Path, rows: Sequence[BenchRow], *, x: str, y: str, series: str, labels: tuple[str, str], title: str
 ) -> None:
-    """One line per series over x, both axes logarithmic, intervals as bands."""
+    """Draw one line per series over x, with logarithmic axes and intervals as bands."""
     figure, axes = _axes(5)
     names = list(dict.fromkeys(row[series] for row in rows))
     for place, name in enumerate(names):
@@ -192,7 +193,7 @@ def lines(
 
 
 def bars(path: Path, rows: Sequence[BenchRow], *, label: str, y: str, unit: str, title: str) -> None:
-    """One bar per row with its interval."""
+    """Draw one bar per row with its interval."""
     shown = [row for row in rows if row[y]]
     figure, axes = _axes(0.3 * len(shown) + 1.2)
     places, ends = range(len(shown)), [[abs(row[y][end] - row[y][0]) for row in shown] for end in (1, 2)]
@@ -207,7 +208,7 @@ def bars(path: Path, rows: Sequence[BenchRow], *, label: str, y: str, unit: str,
 
 
 def _axes(inches: float) -> tuple[Any, Any]:
-    """A figure of that height."""
+    """Return a figure of that height, and its axes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, inches), layout="constrained")
@@ -219,7 +220,7 @@ def _plain(value: float, _: float) -> str:
 
 
 def _text(value: Any) -> str:
-    """Three digits of a number, a count as it is, an estimate as "median low-high"."""
+    """Return a value as text: three digits of a number, a count as it is, an estimate as "median low-high"."""
     if value is None:
         return ""
     if isinstance(value, (tuple, list)):

@@ -19,7 +19,7 @@ Rope = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class LayerShape:
-    """One attention layer of a model."""
+    """Describes an attention layer of a model."""
 
     heads: int
     kv_heads: int
@@ -30,7 +30,7 @@ class LayerShape:
 
     @property
     def token_bytes(self) -> int:
-        """K and V of one token."""
+        """Return the bytes of K and V of one token."""
         return 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
 
     def specs(self) -> list[LayerSpec]:
@@ -46,14 +46,14 @@ class LayerShape:
         return LayerSpec(index, self.layers, self.heads, self.kv_heads, self.head_dim, scale, self.rope, project)
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions [P] -> cos, sin [1 P D]"""
+        """Return cos and sin [1 P D] of positions [P]."""
         channels = torch.arange(0, self.head_dim, 2, device=self.device, dtype=torch.float32)
         turns = positions.to(self.device).float()[:, None] * 500_000.0 ** (-channels / self.head_dim)
         both = torch.cat([turns, turns], -1).unsqueeze(0)
         return both.cos().to(self.dtype), both.sin().to(self.dtype)
 
     def token(self, seed: int, position: int) -> AttnInput:
-        """One new token, another one for each seed."""
+        """Return a new token at a position, another one for each seed."""
         return self._input(seed, position, 1, 1, self.rope)
 
     def _input(self, seed: int, start: int, count: int, queries: int, rope: Rope) -> AttnInput:
@@ -63,8 +63,8 @@ class LayerShape:
         return AttnInput(q, k, v, cos, sin, _random(seed + 2, (1, queries, WIDTH), self), start)
 
     def fill(self, layers: Sequence[KVLayer], tokens: int, attending: bool = False) -> None:
-        """Each takes in the same `tokens` random tokens; without attention, or `attending` where a method's own prefill
-        is needed."""
+        """Let each layer take in the same `tokens` random tokens; without attention, or `attending` where a method's
+        own prefill is needed."""
         for start in range(0, tokens, CHUNK):
             count = min(CHUNK, tokens - start)
             x = self._input(start, start, count, count if attending else min(count, QUERIES), layers[0].spec.rope)
@@ -72,7 +72,7 @@ class LayerShape:
                 layer.prefill(x) if attending else layer.absorb(x)
 
     def observe(self) -> Callable[[int], Iterator[AttnInput]]:
-        """What `prepare` of a method may see of the model."""
+        """Return what `prepare` of a method may see of the model."""
         return lambda tokens: (self._input(7 * index, 0, tokens, tokens, self.rope) for index in range(self.layers))
 
 

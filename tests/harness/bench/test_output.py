@@ -17,9 +17,8 @@ import pytest
 import torch
 
 from harness.bench import __main__ as bench
-from harness.bench.common import limits, load, measure, output
-from harness.bench.common.load import LoadCounts, LoadWatch, MarkedSeconds
-from harness.bench.common.measure import marks, own_seconds
+from harness.bench.common import limits, measure, output
+from harness.bench.common.measure import LoadCounts, LoadWatch, MarkedSeconds, marks, own_seconds
 from tests.abandoned import abandoned
 
 ROOT = Path(__file__).parents[3]
@@ -150,8 +149,8 @@ def test_a_sample_is_disturbed_where_threads_lost_their_cpu_for_long(
     switches: int, waited_s: float, disturbed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, found = iter([10.0, 11.0]), iter([LoadCounts(5, 2.0), LoadCounts(5 + switches, 2.0 + waited_s)])
-    monkeypatch.setattr(load, "perf_counter", lambda: next(clock))
-    monkeypatch.setattr(load, "counts", lambda process: next(found))
+    monkeypatch.setattr(measure, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(measure, "counts", lambda process: next(found))
     assert LoadWatch().disturbed() == disturbed
 
 
