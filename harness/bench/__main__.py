@@ -1,4 +1,4 @@
-"""`python -m harness.bench KIND`: one benchmark; `--help` behind its KIND explains it."""
+"""`python -m harness.bench KIND`: one benchmark; `--help` after its KIND explains it."""
 
 from __future__ import annotations
 

@@ -262,7 +262,7 @@ def run(
     """Add the rows of every batch, one after the other."""
     attach = partial(attachment, loaded=loaded, text=text[-CALIBRATION:], options=options)
 
-    def behind(tokens: int, batch: int | str) -> methods.MeasureMethod:
+    def after(tokens: int, batch: int | str) -> methods.MeasureMethod:
         ids = torch.tensor([_prompt(text, tokens, loaded, options)], device=loaded.model.device)
 
         def measured(method: Method) -> dict[str, Any]:
@@ -273,7 +273,7 @@ def run(
         return measured
 
     for batch in options.batch:
-        methods.measured(options, report, partial(behind, batch=batch), _told, batch=batch)
+        methods.measured(options, report, partial(after, batch=batch), _told, batch=batch)
 
 
 def _told(row: dict[str, Any]) -> str:
@@ -329,7 +329,7 @@ def parser() -> argparse.ArgumentParser:
 def main(options: argparse.Namespace) -> None:
     """Measure, print and write a table, its figures and a picture."""
     if options.new < 3:
-        raise ValueError(f"--new {options.new} leaves no step to time behind the second token: use at least 3.")
+        raise ValueError(f"--new {options.new} leaves no step to time after the second token: use at least 3.")
     options.synthetic |= options.shape is not None
     methods.chosen(options.methods, options.config_dir)  # a wrong name is found now
     source = arguments.source(options.shape, options.layers)

@@ -128,14 +128,14 @@ def _traced_step(decoding: LayerDecoding) -> tuple[float, dict[str, float], int]
 def run(options: argparse.Namespace, report: output.Report) -> None:
     shape = arguments.shape(options)
 
-    def behind(tokens: int) -> methods.MeasureMethod:
+    def after(tokens: int) -> methods.MeasureMethod:
         full = LayerDecoding(Full(), shape, tokens, options)
         return lambda method: measure(method, full, tokens, options)
 
     def told(row: dict[str, Any]) -> str:
         return f"{row['step_s'].median * 1e3:.3f} ms, {row['speedup'].median:.2f} x Full"
 
-    methods.measured(options, report, behind, told)
+    methods.measured(options, report, after, told)
 
 
 def table(limit_gb_s: float) -> output.Table:

@@ -22,7 +22,7 @@ from methods.base.pieces import pieces
 from methods.tiers.codec import Encoded
 from methods.tiers.integers import IntCodec
 
-ROOM = 64  # rows that a store keeps free behind the prompt
+ROOM = 64  # rows that a store keeps free after the prompt
 SINKS = 32
 PAGE, CHUNK = 16, 8  # tokens: Quest's page, ShadowKV's chunk
 CHANNELS = 16  # SparQ's
@@ -250,8 +250,8 @@ def _prompt(x: Inputs, block: DecoderBlock, prompt: Tensor) -> Iterator[OpCase]:
     angles = x.shape.rope(torch.arange(x.prefill))
     yield OpCase("attention_inputs", what, (prompt, block, *angles), flops(block.q, block.k, block.v))
     attended = x.random(1, x.prefill, x.shape.heads, x.shape.head_dim).transpose(1, 2)
-    behind = flops(block.o, block.gate, block.up, block.down)
-    yield OpCase("block_output", what, (prompt, attended, block), behind)
+    products = flops(block.o, block.gate, block.up, block.down)
+    yield OpCase("block_output", what, (prompt, attended, block), products)
 
 
 GROUPS = (_attention, _scores, _quantised, _rows, _prefill, _model)

@@ -51,17 +51,18 @@ def chosen(specs: Sequence[str], folders: Sequence[Path] = ()) -> dict[str, Meth
 def measured(
     options: Namespace,
     report: Report,
-    behind: Callable[[int], MeasureMethod],
+    after: Callable[[int], MeasureMethod],
     told: Callable[[dict[str, Any]], str],
     **facts: Any,
 ) -> None:
-    """Add a row for every method after a prompt of every length. `behind`: that length -> what measures a method there.
-    What ends in an error, as a lack of memory or a budget that is too small, is a row that says so, and the others go
-    on. `ValueError`s of `behind` are raised: nothing can be measured at such a length. `facts`: what else a row has."""
+    """Add a row for every method after a prompt of every length. `after`: gives what measures a method after a prompt
+    of that length. What ends in an error, as a lack of memory or a budget that is too small, is a row that says so, and
+    the others go on. `ValueError`s of `after` are raised: nothing can be measured at such a length. `facts`: what else
+    a row has."""
     also = "".join(f", {name} {value}" for name, value in facts.items())
     for tokens in options.tokens:
         try:
-            measure = behind(tokens)
+            measure = after(tokens)
         except ValueError:
             raise
         except Exception as error:

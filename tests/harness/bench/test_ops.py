@@ -163,7 +163,7 @@ WRONG = [
     (["ops", "--prefill", "-1"], "argument --prefill: -1 should be"),
     (["ops", "--inner", "0"], "argument --inner: 0 should be"),
     (["decode", "--new", "0"], "argument --new: 0 should be"),
-    (["decode", "--new", "2"], "error: --new 2 leaves no step to time behind the second token: use at least 3."),
+    (["decode", "--new", "2"], "error: --new 2 leaves no step to time after the second token: use at least 3."),
     (["decode", "--shape", "gpt5"], "argument --shape: invalid choice: 'gpt5' (choose from"),
     (["decode", "--shape", "tiny", "--layers", "9"], "error: model.layers=9 does not suit tiny: choose 1 to"),
     (["generate", "--rounds", "0"], "argument --rounds: 0 should be"),
