@@ -1,9 +1,10 @@
 """Defines the budget: how many sealed prompt tokens one selecting head may read in a decode step.
 
-That is a KV head, or a query head where a method lets each choose for itself (Quest, SnapKV's `select_per`); a KV head
-then reads the union of its group. Sinks and prompt-local windows are inside the budget. The current token and the
-generated ones come on top and are reported. `PaperBudget` counts as a method's own paper does. It imports no torch,
-so that a budget on a command line is refused before that is there.
+A selecting head is a KV head, or a query head if a method lets each choose for itself (Quest, SnapKV's
+`select_per`); a KV head then reads the union of its group. Sinks and windows at the prompt's end are inside the
+budget. The current token and the generated ones are read in addition and are reported. `PaperBudget` counts as a
+method's own paper does. This module imports no torch, so that a budget on a command line can be refused without
+loading it.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from typing import NamedTuple
 
 
 class BudgetError(ValueError):
-    """Says that a budget makes no sense, or is too small for a method."""
+    """Report a budget that makes no sense, or is too small for a method."""
 
 
 def is_budget(asked: object) -> bool:
-    """Return whether a budget can be this: a share above 0 and up to 1, or a number of tokens from 1."""
+    """Return whether `asked` can be a budget: a share above 0 and up to 1, or a number of tokens from 1."""
     if isinstance(asked, bool):
         return False
     return (isinstance(asked, int) and asked >= 1) or (isinstance(asked, float) and 0 < asked <= 1)
 
 
 def check_budgets(asked: object, per_layer: Sequence[object]) -> None:
-    """Raise `BudgetError` for one that is none."""
+    """Raise `BudgetError` if `asked` or one of the layers' values is no budget."""
     for name, value in [("budget", asked), *((f"layer_budgets[{i}]", value) for i, value in enumerate(per_layer))]:
         if not is_budget(value):
             raise BudgetError(
@@ -51,11 +52,11 @@ def check_layers(name: str, layers: Sequence[int], num_layers: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Holds a share of the prompt as a float in (0, 1], or a number of tokens as an int >= 1 (all, from the prompt's
+    """Hold a share of the prompt as a float in (0, 1], or a number of tokens as an int >= 1 (all, from the prompt's
     length on).
 
-    `dense_layers` read everything. `per_layer` gives each layer its own budget in place of `asked`. `generated` limits
-    the generated tokens that each KV head keeps, the current one included; None keeps all.
+    `dense_layers` read everything. `per_layer` gives each layer its own budget instead of `asked`. `generated`
+    limits the generated tokens that each KV head keeps, the current one included; None keeps all.
     """
 
     asked: int | float
@@ -72,12 +73,11 @@ class Budget:
             )
 
     def most_generated(self, layer: int) -> int | None:
-        """Return how many generated tokens a KV head of `layer` keeps at most; None for all."""
+        """Return the most generated tokens that a KV head of `layer` keeps; None for all."""
         return None if layer in self.dense_layers else self.generated
 
     def tokens(self, sealed: int, layer: int) -> int:
-        """Return how many of `sealed` prompt tokens a KV head of `layer` may read: at least one, never more than there
-        are."""
+        """Return how many of `sealed` prompt tokens a KV head of `layer` may read: at least one, at most all."""
         if layer in self.dense_layers:
             return sealed
         return _tokens(self.per_layer[layer] if self.per_layer else self.asked, sealed)
@@ -100,7 +100,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class PaperBudget(Budget):
-    """Counts a budget as the method's own paper does: `count` is the method's `paper_tokens`."""
+    """Count a budget as the method's own paper does: `count` is the method's `paper_tokens`."""
 
     count: Callable[[Callable[[int], int], int], int] = field(kw_only=True)
 
@@ -109,8 +109,8 @@ class PaperBudget(Budget):
 
 
 class Plan(NamedTuple):
-    """Says how a budget is spent: on the first `sinks` and the last `local` prompt tokens always, on `top` between them
-    by choice."""
+    """Say how a budget is spent: on the first `sinks` and the last `local` prompt tokens always, and on `top`
+    chosen ones between them."""
 
     sinks: int
     local: int

@@ -1,4 +1,8 @@
-"""Full: every step reads every token of the cache. All other methods are compared with it."""
+"""Full: every step reads every token of the cache. All other methods are compared with it.
+
+Storage: `offload` sends the prompt to where `placement` says at the seal, and each step brings all of it back,
+layer by layer: while one layer attends, the prompt of the next one is on its way (FlexGen, arXiv 2303.06865).
+"""
 
 from __future__ import annotations
 
@@ -18,10 +22,10 @@ from methods.tiers.transfer.engine import Arrival
 
 @dataclass(frozen=True, kw_only=True)
 class Full(Method):
-    """Keeps everything and reads it in each step. offload: the prompt lies where `placement` says, and each step brings
-    all of it to the device, layer by layer.
+    """Keep everything and read it in each step. `offload`: the prompt lies where `placement` says, and each step
+    brings all of it to the device, layer by layer.
 
-    On the device the store is preallocated, so a step copies nothing but its own token.
+    On the device the store is preallocated, so a step copies only its own token.
     """
 
     uses_budget: ClassVar[bool] = False
@@ -50,8 +54,8 @@ class Full(Method):
 
 
 class OffloadedLayer(Layer, capturable=True):
-    """Sends the prompt away at the seal; generated tokens stay on the device. While a layer attends, the prompt of the
-    next one comes, and behind the last layer that of the first, for the next step (FlexGen, arXiv 2303.06865)."""
+    """Send the prompt away at the seal; generated tokens stay on the device. While a layer attends, the prompt of
+    the next one is on its way, and during the last layer that of the first, for the next step."""
 
     following: ref[OffloadedLayer]
     arrival: Arrival[Segment] | None = None
@@ -64,13 +68,13 @@ class OffloadedLayer(Layer, capturable=True):
     def decode(self, x: AttnInput) -> Tensor:
         self.send_for()
         following = self.following()
-        # of a captured step nothing is left under way: the first layer's prompt comes in the step that reads it
+        # a captured step leaves nothing on its way: the first layer's prompt comes in the step that reads it
         if following is not None and not (self.cache.counters.running and following.spec.index <= self.spec.index):
             following.send_for()
         return super().decode(x)
 
     def joined(self, layers: Sequence[Layer], dead: int | None) -> None:
-        """Forget what is under way: each step of several sequences asks for its own."""
+        """Drop what is on its way: each joint step of several sequences asks for its own."""
         for layer in (self, *cast(Sequence[OffloadedLayer], layers)):
             layer.arrival = None
 

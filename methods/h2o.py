@@ -1,13 +1,15 @@
 """H2O: keeps the heavy hitters, the tokens that received most attention, and the recent ones (arXiv 2306.14048).
 
-A token's score is its column sum: the softmax weights it received from every query so far, summed over the query heads
-of a KV head, as PQCache's comparison extends H2O to grouped heads. Kept keys stay at their positions.
+The rule: a token's score is its column sum, the softmax weights that it received from every query so far, summed
+over the query heads of a KV head (PQCache's comparison extends H2O to grouped heads so). The tokens with the
+largest sums and the most recent ones stay. Kept keys stay at their positions.
 
-Our budget counts prompt tokens and generated ones come on top, so nothing competes with a generated token and the
-prompt is evicted once, at its seal, where the paper evicts with each token. Counting goes on while decoding: a further
-turn evicts by all queries so far. Sums run in fp32; the released code's fp16 sums overflow at sinks. `compensation` is
-PQCache's H2O(C), which may keep more than the budget because it moves nothing: s/128 tokens more (`literal`, the text's
-share of the cache) or s/256 (`bytes`, since the others' extra transfer is 1/128 of the keys alone).
+The budget counts prompt tokens and generated ones come on top, so nothing competes with a generated token and the
+prompt is evicted once, at its seal, while the paper evicts with each token. Counting goes on while decoding: a
+further turn evicts by all queries so far. `compensation` is PQCache's H2O(C), which may keep more than the budget
+because it moves nothing: s/128 tokens more (`literal`, the text's share of the cache) or s/256 (`bytes`, since the
+others' extra transfer is 1/128 of the keys alone). Sums are computed in fp32; the released code's fp16 sums
+overflow at sinks.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ EXTRA = {"none": 0.0, "literal": 1 / 128, "bytes": 1 / 256}
 
 @dataclass(frozen=True, kw_only=True)
 class H2O(Windowed):
-    """Holds the parameters. sinks, recent_ratio: how the budget is split, see `Windowed`. compensation: what is kept
-    beyond it, as the module says."""
+    """Hold the parameters. `sinks`, `recent_ratio`: how the budget is split, see `Windowed`. `compensation`: what
+    is kept beyond it, as the module says."""
 
     selects: ClassVar[bool] = False
 
@@ -55,8 +57,7 @@ class H2O(Windowed):
         return costs.evict(case, kept) + Cost(costs.FP32 * case.spec.num_kv_heads * (kept + case.reserve))
 
     def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
-        """Count what the tokens have received so far, and what they receive from a chunk by query head and by KV
-        head."""
+        """Return the memory of the sums so far, and of the sums of a chunk by query head and by KV head."""
         received = costs.FP32 * case.spec.num_kv_heads * case.capacity
         sums = costs.FP32 * (case.spec.num_heads + case.spec.num_kv_heads) * case.sealed
         return PeakExtra(received, sums, received + costs.evicting(case, self.kept(case)))
@@ -72,7 +73,8 @@ class H2O(Windowed):
 
 
 class H2OKeep(Keep, capturable=True, of_each={"received": Padded(2)}):
-    """Counts in every phase; the scores of evicted tokens go with them."""
+    """Add up the attention that every stored token receives, in all phases; the sums of evicted tokens are dropped
+    with them."""
 
     by_room: ClassVar[Mapping[str, int]] = {"received": 2}
     method: H2O
@@ -81,30 +83,6 @@ class H2OKeep(Keep, capturable=True, of_each={"received": Padded(2)}):
         super().bind(layer)
         shape = (self.request.batch, self.spec.num_kv_heads, self.request.capacity)
         self.received = torch.zeros(shape, device=self.request.device)  # [B G C], attention per stored token
-
-    def state(self) -> dict[str, Tensor]:
-        return {"received": self.received[..., : self.layer.stored]}
-
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        self.received[..., : self.layer.stored] = state["received"]
-
-    def truncate(self, state: Mapping[str, Tensor], first: int, last: int) -> dict[str, Tensor]:
-        return {"received": ends(state["received"], first, last)}
-
-    def keep_generated(self, count: int, size: int) -> Tensor:
-        """Keep the latest tokens, and of the others those with the largest sums."""
-        plan = Plan(0, int(size * self.method.recent_ratio), 0)
-        received = self.received[..., self.store.length - count : self.store.length - plan.local]
-        return between_ends(ops.top_k(received, size - plan.local), plan, count)
-
-    def forget(self, count: int, rows: Tensor) -> None:
-        start = self.store.length - count
-        kept = self.received[..., start:].gather(2, rows)
-        self.received[..., start:] = 0
-        self.received[..., start : start + rows.shape[2]] = kept
-
-    def size(self, budget: int) -> int:
-        return budget + int(EXTRA[self.method.compensation] * self.layer.seen)
 
     def observe(self, x: AttnInput) -> None:
         self._count(sink_logits.column_sums(x.q, self.store.k, self.spec.scale, self.spec.sink_logits))
@@ -122,6 +100,14 @@ class H2OKeep(Keep, capturable=True, of_each={"received": Padded(2)}):
         self._count(self.layer.weights(x.q, stored, lse))
         return out
 
+    def _count(self, sums: Tensor) -> None:
+        """Add what the stored tokens received. sums [B H S]"""
+        grouped = sums.unflatten(1, (self.spec.num_kv_heads, -1)).sum(2)
+        self.received[..., : grouped.shape[-1]].add_(grouped)
+
+    def size(self, budget: int) -> int:
+        return budget + int(EXTRA[self.method.compensation] * self.layer.seen)
+
     def keep(self, size: int) -> Tensor:
         plan = self.method.windows.split(size)
         middle = self.received[..., plan.sinks : self.store.length - plan.local]
@@ -131,7 +117,23 @@ class H2OKeep(Keep, capturable=True, of_each={"received": Padded(2)}):
         self.received[..., :size] = kept
         return rows
 
-    def _count(self, sums: Tensor) -> None:
-        """Add what the stored tokens received. sums [B H S]"""
-        grouped = sums.unflatten(1, (self.spec.num_kv_heads, -1)).sum(2)
-        self.received[..., : grouped.shape[-1]].add_(grouped)
+    def keep_generated(self, count: int, size: int) -> Tensor:
+        """Keep the latest tokens, and of the others those with the largest sums."""
+        plan = Plan(0, int(size * self.method.recent_ratio), 0)
+        received = self.received[..., self.store.length - count : self.store.length - plan.local]
+        return between_ends(ops.top_k(received, size - plan.local), plan, count)
+
+    def forget(self, count: int, rows: Tensor) -> None:
+        start = self.store.length - count
+        kept = self.received[..., start:].gather(2, rows)
+        self.received[..., start:] = 0
+        self.received[..., start : start + rows.shape[2]] = kept
+
+    def state(self) -> dict[str, Tensor]:
+        return {"received": self.received[..., : self.layer.stored]}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        self.received[..., : self.layer.stored] = state["received"]
+
+    def truncate(self, state: Mapping[str, Tensor], first: int, last: int) -> dict[str, Tensor]:
+        return {"received": ends(state["received"], first, last)}

@@ -1,25 +1,26 @@
 """InfiniGen: guesses a layer's tokens from the attention input of the layer before it (OSDI'24, arXiv 2406.19707).
 
-Once per model, an orthogonal matrix A per KV head turns the rotated queries of a calibration text so that few columns
-hold most of them. A prompt keeps its skewed keys on the device, in the columns in which its own queries or keys are
-largest. (The released code for RoPE takes this union too, from one fixed prompt; its OPT runtime takes the queries'
-columns alone, from each prompt.) At each step layer l's query projection is applied to the input of layer l-1; the
-guessed query against the partial keys tells which tokens come within `alpha` of the largest logit of a query head.
-Their mean count over the KV heads, limited by the budget, is how many tokens every KV head fetches, for each sequence
-of a batch (the released code takes one mean for all). That mean is of counts per KV head, which the query heads of a
-group enlarge: the rule for each query head alone would fetch fewer.
+The rule: once per model, an orthogonal matrix A per KV head turns the rotated queries of a calibration text so that
+few columns hold most of them. A prompt keeps its skewed keys on the device, in the columns in which its own queries
+or keys are largest. At each step layer l's query projection is applied to the input of layer l-1; the guessed query
+times the partial keys tells which tokens come within `alpha` of the largest logit of a query head. Their mean count
+over the KV heads, limited by the budget, is how many tokens every KV head fetches, for each sequence of a batch.
 
-Paper, OPT runtime and Llama code of the authors differ. The Llama code takes the largest logit of the first head for
-all heads, so that other heads fetch other tokens than the paper's rule says. Here the paper's rule holds.
+Against the released code: its Llama code takes the columns of both from one fixed prompt, its OPT runtime takes the
+queries' columns alone, from each prompt; it takes one mean count for all sequences; and its Llama code takes the
+largest logit of the first head for all heads, so that other heads fetch other tokens than the paper's rule says.
+Here the paper's rule holds. The mean is over counts per KV head, which the query heads of a group enlarge: the rule
+for each query head alone would fetch fewer.
 
-With rotary positions A must act after the rotation, on queries and keys alike; folded into the weights, as for OPT, it
-would destroy the logits. With grouped heads a token's score is its best margin in the group; the paper has no groups.
+With rotary positions A must act after the rotation, on queries and keys alike; folded into the weights, as for OPT,
+it would destroy the logits. With grouped heads a token's score is its best margin in the group; the paper has no
+groups.
 
-The budget takes the place of the paper's cap on fetched tokens, so only the prompt is guessed from. Generated tokens
-count for the largest logit and are always read.
+The budget replaces the paper's cap on fetched tokens, so only the prompt is guessed from. Generated tokens count
+for the largest logit and are always read.
 
-A limited host pool (`pool_capacity`) loses a token of each KV head for every one that comes in. As in the paper, each
-prompt token fetches before it enters; the seal replays that. Generated tokens take slots and never leave.
+A limited host pool (`pool_capacity`) loses a token of each KV head for every one that comes in. As in the paper,
+each prompt token fetches before it enters; the seal replays that. Generated tokens take slots and never leave.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ from methods.tiers.tier import DISK
 
 @dataclass(frozen=True, kw_only=True)
 class InfiniGen(Method):
-    """Holds the parameters, which the yaml explains."""
+    """Hold the parameters, which the yaml explains."""
 
     offloads: ClassVar[bool] = True
     asks_ahead: ClassVar[bool] = True
@@ -112,15 +113,15 @@ class InfiniGen(Method):
         return costs.select(case, Plan(0, 0, case.budget), index_bytes=0) + index + tables
 
     def partial_bytes(self, case: LayerWorkload, rows: int) -> int:
-        """Return the bytes of so many rows of partial keys and of their basis, at most. Those that are held have one
-        more than tokens (`GrowingRows`)."""
+        """Return the most bytes of `rows` rows of partial keys and of their basis. One more row is held than there
+        are tokens (`GrowingRows`)."""
         dim, width = case.spec.head_dim, int(self.partial_ratio * case.spec.head_dim)
         if self.column_rule == "union":
             width = min(2 * width, dim)
         return case.spec.num_kv_heads * width * (rows + dim) * case.element_bytes
 
     def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
-        """Count the partial keys twice, and for a limited pool the queries that fill it."""
+        """Return the memory of the partial keys twice, and for a limited pool that of the queries that fill it."""
         if self.reads_whole(case) or case.spec.index in self.dense_layers:
             return PeakExtra()
         filling = limited_pool.filling(self.pool_capacity, self.pool_policy, case)
@@ -155,7 +156,7 @@ OF_EACH = {"basis": Padded(3, changes=False, most="widest"), "partial": None}
 
 
 class Follower(NamedTuple):
-    """Names a policy of the next layer, for which this layer guesses, and which `rows` of those that step here are its;
+    """Name a policy of the next layer, for which this layer guesses, and its `rows` among those that step here;
     None: all."""
 
     read: InfiniGenRead
@@ -168,20 +169,21 @@ class Follower(NamedTuple):
 
 
 class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
-    """Reads what the layer before has chosen. There are no sinks and no window: the whole budget limits that choice.
+    """Read what the layer before has chosen. There are no sinks and no window: the whole budget limits that choice.
 
     On a GPU, and while steps are captured, counts stay on the device: as many rows as the limit are chosen, and the
-    first n' read, or moved. With placement=disk they are read in each step, since only n' rows are to be moved.
+    first n' of them are read or moved. With placement=disk the counts are read in each step, since only n' rows
+    should move.
     """
 
     method: InfiniGen
-    followers: tuple[Follower, ...] = ()  # the next layer's: of several sequences, one for all or one for each
+    followers: tuple[Follower, ...] = ()  # policies of the next layer: for several sequences, one for all or one each
     basis: Tensor  # [B G D d'], the chosen columns of A
     partial: GrowingRows  # [B G C d'], skewed keys of all tokens, those of the prompt first
-    guessed: Fetched | None = None  # rows and counts for the step that is under way
+    guessed: Fetched | None = None  # rows and counts for the current step
     diagnostics = (*Pooled.diagnostics, "counts", "read_in_steps")
-    read_in_steps: Tensor | None = None  # [B], what steps that several sequences took together have read of the prompt
-    counts: Counts  # n' of each sequence; `rows` [B G max n'] come best first where they differ
+    read_in_steps: Tensor | None = None  # [B], prompt tokens read in joint steps of several sequences
+    counts: Counts  # n' of each sequence; if they differ, `rows` [B G max n'] are sorted, best first
 
     def bind(self, layer: Storage) -> None:
         super().bind(layer)
@@ -197,21 +199,6 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
         if self.guesses:
             self.query_mass += column_mass(x.q, self.spec.num_kv_heads, self._skew)
 
-    def forget(self, count: int, rows: Tensor) -> None:
-        if self.plan is not None:
-            self.partial.keep_of_last(count, rows)
-
-    def grow(self, more: int) -> None:
-        super().grow(more)
-        if self.plan is not None:
-            self.partial.grow(more)
-
-    def state(self) -> dict[str, Tensor]:
-        return super().state() | {"query_mass": self.query_mass}
-
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        self.query_mass.copy_(state["query_mass"])
-
     def split(self, budget: int) -> Plan:
         return Plan(sinks=0, local=0, top=budget)
 
@@ -224,8 +211,8 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
         self.basis = narrowed(columns, chosen).to(keys.dtype)
         self.partial = GrowingRows(self.cache, keys @ self.basis, self.request.capacity)
         if self.slots is not None:
-            found = ops.gather_rows(self.partial.filled, self.fill())
-            self.partial = GrowingRows(self.cache, found, self.store.k_rows.shape[2])
+            kept = ops.gather_rows(self.partial.filled, self.fill())
+            self.partial = GrowingRows(self.cache, kept, self.store.k_rows.shape[2])
 
     def decode(self, x: AttnInput) -> Tensor:
         for follower in self.followers:
@@ -235,67 +222,12 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
             self.partial.append(x.k @ self.basis)
         return out
 
-    def attend(self, q: Tensor, *segments: Segment) -> Tensor:
-        """Attend for one sequence after the other where they read different numbers of tokens."""
-        counts = self.counts if self.plan is not None else []
-        fetched = self.layer.far is not None
-        if isinstance(counts, Tensor):
-            return super().attend(q, *limited(segments, counts, fetched=fetched))
-        if len(set(counts)) > 1:
-            return one_by_one(super().attend, q, segments, counts, fetched=fetched)
-        return super().attend(q, *segments)
-
-    @property
-    def widest(self) -> int:
-        """Return how many columns partial keys have at most, which is no more than twice what they have at least."""
-        dim, width = self.spec.head_dim, int(self.method.partial_ratio * self.spec.head_dim)
-        return min(2 * width, dim) if self.method.column_rule == "union" else width
-
-    def joined(self) -> dict[str, Tensor]:
-        read = self.read_in_steps
-        return super().joined() | ({} if read is None else {"read_in_steps": read})
-
-    def link(self, members: Sequence[Policy], joint: Mapping[int, Policy]) -> None:
-        """Guess for those of the next layer: it takes its step for all, or for one after the other."""
-        if self.plan is not None:
-            self.read_in_steps = torch.zeros(self.request.batch, dtype=torch.int64, device=self.request.device)
-        reads = [follower.read for member in members for follower in cast(InfiniGenRead, member).followers]
-        places = {id(joint.get(id(read), read)): joint.get(id(read), read) for read in reads}
-        if len(places) < 2:
-            self.followers = tuple(Follower(cast(InfiniGenRead, read)) for read in places.values())
-            return
-        ends = list(accumulate(read.request.batch for read in reads))
-        rows = [slice(end - read.request.batch, end) for read, end in zip(reads, ends, strict=True)]
-        self.followers = tuple(map(Follower, reads, rows))
-
-    def hand_back(self, member: Policy, own: slice) -> None:
-        super().hand_back(member, own)
-        if self.read_in_steps is not None:
-            assert isinstance(member, InfiniGenRead)
-            assert isinstance(self.counts, Tensor)
-            if self.rows is not None and member.plan is not None:
-                member.rows = self.rows[own, ..., : member.plan.top]
-            member.counts, member.read_in_steps = self.counts[own].clone(), self.read_in_steps[own].clone()
-            self.read_in_steps[own] = 0
-
     def guess(self, before: AttnInput) -> None:
         """Choose this step's tokens from the attention input of the layer before, which runs at the same position."""
         if self.plan is not None and self.selects_next:
             self.guessed = self.fetches(self.guessed_query(before))
             if self.layer.far is not None:
-                self._send_for(*self.guessed)  # they come while the layer before computes
-
-    def fetch(self, rows: Tensor) -> Segment:
-        if self.arrival is None:
-            self._send_for(rows, self.counts)
-        return super().fetch(rows)
-
-    def _send_for(self, rows: Tensor, counts: Counts) -> None:
-        slots = None
-        if isinstance(counts, Tensor):
-            read = torch.arange(rows.shape[2], device=rows.device) < counts.view(-1, 1, 1)
-            slots = torch.where(read, -1, 0).expand(rows.shape)
-        self.send_for(rows, slots)
+                self._send_for(*self.guessed)  # they arrive while the layer before computes
 
     def guessed_query(self, before: AttnInput) -> Tensor:
         hidden, cos, sin = (x.to(self.request.device) for x in (before.hidden, before.cos, before.sin))
@@ -308,7 +240,7 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
         return self.choose(self.logits(q), self.plan.top)
 
     def logits(self, q: Tensor) -> Tensor:
-        """Guess the logits of the past tokens. q [B H 1 D], rotated -> [B G g n]"""
+        """Return the guessed logits [B G g n] of the past tokens, for rotated q [B H 1 D]."""
         grouped = q.view(len(q), self.spec.num_kv_heads, self.spec.group, -1).float()
         grouped = (grouped @ self.basis.float() * self.spec.scale).to(q.dtype)
         if not self.cache.counters.running:
@@ -332,7 +264,7 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
         return rows, counts
 
     def select(self, q: Tensor, top: int) -> Tensor:
-        """Return what the layer before has chosen: the true query comes too late to fetch for it."""
+        """Return what the layer before has chosen: the true query is known too late to fetch for it."""
         assert self.guessed is not None
         (rows, self.counts), self.guessed = self.guessed, None
         if self.pool is not None:
@@ -340,6 +272,83 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
         if self.read_in_steps is not None:
             self.read_in_steps += cast(Tensor, self.counts)
         return rows
+
+    def fetch(self, rows: Tensor) -> Segment:
+        if self.arrival is None:
+            self._send_for(rows, self.counts)
+        return super().fetch(rows)
+
+    def _send_for(self, rows: Tensor, counts: Counts) -> None:
+        slots = None
+        if isinstance(counts, Tensor):
+            read = torch.arange(rows.shape[2], device=rows.device) < counts.view(-1, 1, 1)
+            slots = torch.where(read, -1, 0).expand(rows.shape)
+        self.send_for(rows, slots)
+
+    def attend(self, q: Tensor, *segments: Segment) -> Tensor:
+        """Attend; one sequence after the other if they read different numbers of tokens."""
+        counts = self.counts if self.plan is not None else []
+        fetched = self.layer.far is not None
+        if isinstance(counts, Tensor):
+            return super().attend(q, *limited(segments, counts, fetched=fetched))
+        if len(set(counts)) > 1:
+            return one_by_one(super().attend, q, segments, counts, fetched=fetched)
+        return super().attend(q, *segments)
+
+    @property
+    def _skew(self) -> Tensor | None:
+        """Return A [G D D], or None without a skew."""
+        matrices = self.request.prepared if self.method.skew else None
+        return matrices[self.spec.index] if isinstance(matrices, tuple) else None
+
+    @property
+    def widest(self) -> int:
+        """Return the most columns of partial keys, which is at most twice the fewest."""
+        dim, width = self.spec.head_dim, int(self.method.partial_ratio * self.spec.head_dim)
+        return min(2 * width, dim) if self.method.column_rule == "union" else width
+
+    def forget(self, count: int, rows: Tensor) -> None:
+        if self.plan is not None:
+            self.partial.keep_of_last(count, rows)
+
+    def grow(self, more: int) -> None:
+        super().grow(more)
+        if self.plan is not None:
+            self.partial.grow(more)
+
+    def state(self) -> dict[str, Tensor]:
+        return super().state() | {"query_mass": self.query_mass}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        self.query_mass.copy_(state["query_mass"])
+
+    def joined(self) -> dict[str, Tensor]:
+        read = self.read_in_steps
+        return super().joined() | ({} if read is None else {"read_in_steps": read})
+
+    def link(self, members: Sequence[Policy], joint: Mapping[int, Policy]) -> None:
+        """Guess for the next layer's policies: the next layer takes its step for all sequences, or for one after
+        the other."""
+        if self.plan is not None:
+            self.read_in_steps = torch.zeros(self.request.batch, dtype=torch.int64, device=self.request.device)
+        reads = [follower.read for member in members for follower in cast(InfiniGenRead, member).followers]
+        places = {id(joint.get(id(read), read)): joint.get(id(read), read) for read in reads}
+        if len(places) < 2:
+            self.followers = tuple(Follower(cast(InfiniGenRead, read)) for read in places.values())
+            return
+        ends = list(accumulate(read.request.batch for read in reads))
+        rows = [slice(end - read.request.batch, end) for read, end in zip(reads, ends, strict=True)]
+        self.followers = tuple(map(Follower, reads, rows))
+
+    def hand_back(self, member: Policy, own: slice) -> None:
+        super().hand_back(member, own)
+        if self.read_in_steps is not None:
+            assert isinstance(member, InfiniGenRead)
+            assert isinstance(self.counts, Tensor)
+            if self.rows is not None and member.plan is not None:
+                member.rows = self.rows[own, ..., : member.plan.top]
+            member.counts, member.read_in_steps = self.counts[own].clone(), self.read_in_steps[own].clone()
+            self.read_in_steps[own] = 0
 
     @property
     def attended(self) -> Attended:
@@ -361,8 +370,8 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
         return prompt if read is None else read, generated
 
     def check_choice(self, rows: Tensor, top: int | None) -> None:
-        """Raise `ReturnedError` unless what each sequence reads are different tokens of the prompt. The other rows are
-        behind them."""
+        """Raise `ReturnedError` unless each sequence reads different tokens of the prompt. Rows after its count are
+        not read."""
         given, choosing = f"{type(self).__name__}.select returned", (self.spec.num_kv_heads, self.spec.num_heads)
         self.layer.check_rows(given, self.selected_rows(), self.sealed, heads=choosing, gaps=True)
 
@@ -377,9 +386,3 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
         super().count_replayed(steps)
         if self.plan is not None:
             self.partial.length += steps
-
-    @property
-    def _skew(self) -> Tensor | None:
-        """Return A [G D D], or None without a skew."""
-        matrices = self.request.prepared if self.method.skew else None
-        return matrices[self.spec.index] if isinstance(matrices, tuple) else None

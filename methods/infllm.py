@@ -1,14 +1,17 @@
 """InfLLM: reads a local window and retrieved blocks of the far context, at prefill too (arXiv 2402.04617).
 
-Tokens that leave the window fill blocks. A block's representative is, per query head, the mean key of the tokens that
-drew the most attention while they were in the window. An execution block of queries (a single one when decoding) reads
-the best blocks, the same for all heads, by the summed product with its mean query. Tokens at a distance of `n_local` or
-more are read as if they all stood n_local - 1 before the query, so no distance exceeds the window.
+The rule: tokens that leave the window fill blocks. A block's representative is, per query head, the mean key of the
+tokens that drew the most attention while they were in the window. An execution block of queries (a single one when
+decoding) reads the best blocks, the same for all heads, by the summed product with its mean query. Tokens at a
+distance of `n_local` or more are read as if they all stood n_local - 1 before the query, so no distance exceeds the
+window. So the prompt's outputs differ from Full's, and a prefill cannot be shared with this method.
 
-The prompt's outputs are therefore not Full's, and no shared prefill serves. The budget fixes the window and the number
-of blocks: first tokens, window, the tokens between window and last block, and the blocks read are within it. A prefill
-in several chunks spends the budget of what has come so far. Window and block of queries shrink with the budget, the
-released ones do not; the released mask reads keys at the window's border twice, ours once.
+The budget fixes the window and the number of blocks: first tokens, window, the tokens between window and last
+block, and the blocks read are within it. A prefill in several chunks spends the budget of the tokens so far. Window
+and block of queries shrink with the budget, the released ones do not; the released mask reads keys at the window's
+border twice, ours once.
+
+Storage: keys of blocks are stored as if they stood at position 0; all other keys are truly rotated.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from methods.parts.rope_table import RopeTable
 
 @dataclass(frozen=True, kw_only=True)
 class InfLLM(Method):
-    """Holds the parameters, which the yaml explains."""
+    """Hold the parameters, which the yaml explains."""
 
     offloads: ClassVar[bool] = True
     encodes: ClassVar[bool] = True
@@ -71,7 +74,7 @@ class InfLLM(Method):
         return spare - blocks * self.block, blocks
 
     def paper_tokens(self, budget: Callable[[int], int], sealed: int) -> int:
-        """Count first tokens and an unfinished block on top; the released code also rounds the blocks up."""
+        """Count first tokens and an unfinished block in addition; the released code also rounds the blocks up."""
         return self.n_init + self.block - 1 + budget(sealed - self.n_init)
 
     def cost(self, case: LayerWorkload) -> Cost:
@@ -88,8 +91,8 @@ class InfLLM(Method):
         return (chosen + shared).reading(chosen.read_bytes_per_step - far * case.row_bytes // 2)
 
     def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
-        """Count an execution block of queries, eleven times in fp32 when its parts are merged, and the blocks that it
-        reads, once gathered and once beside the first tokens."""
+        """Return the memory of an execution block of queries, eleven times in fp32 while its parts are merged, and
+        of the blocks that it reads, once gathered and once joined with the first tokens."""
         shared = costs.rope_table(case).device_bytes
         if self.reads_whole(case):
             return PeakExtra(kept=shared)
@@ -101,7 +104,7 @@ class InfLLM(Method):
         return PeakExtra(shared + drawn * case.capacity + represented, prefill)
 
     def at_communication(self, share: float, head_dim: int) -> InfLLM:
-        """Represent a block by a `share` of its tokens."""
+        """Return this method with a block represented by a `share` of its tokens."""
         tokens = int(share * self.block)
         if not 1 <= tokens <= self.block:
             raise CostError(
@@ -116,14 +119,15 @@ class InfLLM(Method):
 
 
 class InfLLMRead(Select, capturable=True):
-    """Reads blocks as its middle. Their keys are stored as if they stood at position 0, all others truly rotated."""
+    """Read blocks as the middle tokens. Their keys are stored as if they stood at position 0, all others truly
+    rotated."""
 
     by_room: ClassVar[Mapping[str, int]] = {"mass": 2, "far_k": 2}
     method: InfLLM
-    blocks = 0  # blocks that are filled so far
+    blocks = 0  # blocks filled so far
     n_local = 0  # length of the window
-    far_k: Tensor  # [B G F D], as at position 0: of first tokens, then of those behind the blocks that left the window
-    far_end = 0  # position of the first token that has not left the window; room behind is for the others
+    far_k: Tensor  # [B G F D], rotated to position 0: first tokens, then tokens after the blocks that left the window
+    far_end = 0  # position of the first token that has not left the window; the room after it is for the others
 
     def __init__(self, rope_table: RopeTable) -> None:
         self.rope_table = rope_table
@@ -133,20 +137,9 @@ class InfLLMRead(Select, capturable=True):
         spec, request = self.spec, self.request
         shape = (request.batch, spec.num_heads)
         self.sparse = not request.covers_all(spec.index)
-        self.mass = torch.zeros(*shape, request.capacity if self.sparse else 0, device=request.device)  # what each drew
+        room = request.capacity if self.sparse else 0
+        self.mass = torch.zeros(*shape, room, device=request.device)  # attention that each token drew
         self.representatives = torch.empty(*shape, 0, spec.head_dim, dtype=request.dtype, device=request.device)
-
-    def state(self) -> dict[str, Tensor]:
-        rotated = rotated_to(self._positions(0, self.layer.seen), self.method.n_init, self._after)
-        return {"mass": self.mass[..., : self.layer.seen], "representatives": self.representatives, "rotated": rotated}
-
-    def truncate(self, state: Mapping[str, Tensor], first: int, last: int) -> dict[str, Tensor]:
-        return {"mass": ends(state["mass"], first, last), "representatives": state["representatives"][:, :, :0]}
-
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        self.rope_table.note_past(self.spec, self.layer.seen)
-        self.mass[..., : state["mass"].shape[2]] = state["mass"]
-        self.representatives, self.blocks = state["representatives"], state["representatives"].shape[2]
 
     def prefill(self, x: AttnInput) -> Tensor:
         self.rope_table.note(x)
@@ -177,7 +170,12 @@ class InfLLMRead(Select, capturable=True):
         return Plan(n_init, local, min((budget - n_init - local) // size, self.blocks) * size)
 
     def index(self, keys: Tensor) -> None:
-        """Do nothing, since the representatives have been there since the blocks were filled."""
+        """Do nothing: the representatives exist since the blocks were filled."""
+
+    def select(self, q: Tensor, top: int) -> Tensor:
+        """Select blocks of `top` tokens in all, the same for all heads, for far queries q [B H T D]. Return [B G
+        top]."""
+        return tokens_of_best(q, self.representatives, self.spec.num_kv_heads, self.method.block, top)
 
     def decode(self, x: AttnInput) -> Tensor:
         self.rope_table.note(x)
@@ -189,7 +187,7 @@ class InfLLMRead(Select, capturable=True):
         window = x.start - self.n_local + 1
         self._leave(window)
         if self.layer.far is not None:
-            self.send_for(rows)  # they come while the window is attended to
+            self.send_for(rows)  # they arrive while the window is attended to
         near = self._near(window)
         near_out, near_lse = ops.segment_attention_with_lse(x.q, [near], self.spec.scale)
         far_out, far_lse = ops.segment_attention_with_lse(far_q, self._far(rows), self.spec.scale)
@@ -198,67 +196,26 @@ class InfLLMRead(Select, capturable=True):
         self.mass.index_add_(2, self._positions(window, x.start + 1), drawn)
         return with_sink(ops.merge_attention([far_out, near_out], [far_lse, near_lse]), lse, sinks)
 
-    def select(self, q: Tensor, top: int) -> Tensor:
-        """Select blocks of `top` tokens in all, the same for all heads. q [B H T D], far -> [B G top]"""
-        return tokens_of_best(q, self.representatives, self.spec.num_kv_heads, self.method.block, top)
-
-    @property
-    def _after(self) -> int:
-        """Return the position of the first token behind the blocks."""
-        return self.method.n_init + self.blocks * self.method.block
-
-    def _leave(self, window: int) -> None:
-        """Count the tokens before position `window` as far from now on."""
-        if self.far_end < window:
-            place = self.far_end - self._after + self.method.n_init
-            self.cache.counters.write(self._moved(self.far_end, window), self.far_k, 2, place)
-            self.far_end = window
-
-    def _far(self, rows: Tensor) -> list[Segment]:
-        first, after, counters, v = self.method.n_init, self._after - self.layer.away, self.cache.counters, self.store.v
-        blocks = self.middle()._replace(rows=rows) if self.layer.far is None else self.fetch(rows)
-        left = self.far_end - self._after
-        if counters.running:
-            room = self.far_k.shape[2] - first
-            live = counters.tensor(left, self.far_k.device)
-            others = Segment(self.far_k[:, :, first:], self.store.v_rows[:, :, after : after + room], live=live)
-        else:
-            others = Segment(self.far_k[:, :, first : first + left], v[:, :, after : after + left])
-        return [Segment(self.far_k[:, :, :first], v[:, :, :first]), blocks, others]
-
-    def _near(self, window: int) -> Segment:
-        """Return the n_local tokens from position `window` on."""
-        first = window - self.layer.away
-        if not self.cache.counters.running:
-            return self.store.since(first)
-        rows = self._positions(first, first + self.n_local)
-        return Segment(self.store.k_rows.index_select(2, rows), self.store.v_rows.index_select(2, rows))
-
-    def count_replayed(self, steps: int) -> None:
-        super().count_replayed(steps)
-        self.far_end += steps
-
-    def _moved(self, start: int, end: int) -> Tensor:
-        """Return keys of tokens outside the host's blocks, as if they stood at position 0."""
-        positions = self._positions(start, end)
-        keys = self.store.k_rows.index_select(2, positions - self.layer.away if start else positions)
-        return self.rope_table.move(keys, positions, 0)
-
     def _spend_so_far(self) -> tuple[int, int]:
-        """Return n_local and the number of blocks to read at prefill; everything is local while that is little."""
+        """Return n_local and the number of blocks to read at prefill; everything is local while the text is short."""
         budget, seen = self.request.budget, self.layer.seen
         assert budget is not None
         return (seen, 0) if self.layer.reads_whole() else self.method.spend(budget.tokens(seen, self.spec.index))
 
-    def _far_query(self, q: Tensor, first: int) -> Tensor:
-        """Turn the queries at positions from `first` on as if they stood n_local - 1 after all far keys."""
-        return self.rope_table.move(q, self._positions(first, first + q.shape[2]), self.n_local - 1)
-
-    def _positions(self, start: int, end: int) -> Tensor:
-        return self.cache.counters.positions(start, end - start, self.request.device)
+    def _fill_blocks(self, seen: int) -> None:
+        """Put tokens that have left the window into blocks as soon as they fill one."""
+        size, filled = self.method.block, (seen - self.n_local - self.method.n_init) // self.method.block
+        if filled <= self.blocks:
+            return
+        start, end = (self.method.n_init + count * size for count in (self.blocks, filled))
+        self.store.k[:, :, start:end] = keys = self._moved(start, end)
+        means = representatives(keys, self.mass[:, :, start:end], size, self.method.repr_topk)
+        self.representatives = torch.cat([self.representatives, means], 2)
+        self.blocks = filled
 
     def _execute(self, q: Tensor, far_q: Tensor, first: int) -> Tensor:
-        """Attend under one softmax to blocks read, first tokens, window. q, far_q [B H T D] at places from `first`"""
+        """Attend under one softmax to the blocks read, the first tokens and the window. q, far_q [B H T D] at
+        positions from `first` on."""
         end, scale = first + q.shape[2], self.spec.scale
         outside = self._after if self.blocks else 0  # from there on, tokens are in no block and are no first tokens
         far_end = end - self.n_local  # tokens before it are far, at least from the last query
@@ -286,13 +243,63 @@ class InfLLMRead(Select, capturable=True):
         blocks = [ops.gather_rows(x[:, :, n_init:], self.rows) for x in (self.store.k, v)]
         return torch.cat([keys, blocks[0]], 2), torch.cat([values, blocks[1]], 2)
 
-    def _fill_blocks(self, seen: int) -> None:
-        """Put tokens that have left the window into blocks as soon as they fill one."""
-        size, filled = self.method.block, (seen - self.n_local - self.method.n_init) // self.method.block
-        if filled <= self.blocks:
-            return
-        start, end = (self.method.n_init + count * size for count in (self.blocks, filled))
-        self.store.k[:, :, start:end] = keys = self._moved(start, end)
-        means = representatives(keys, self.mass[:, :, start:end], size, self.method.repr_topk)
-        self.representatives = torch.cat([self.representatives, means], 2)
-        self.blocks = filled
+    def _far_query(self, q: Tensor, first: int) -> Tensor:
+        """Rotate the queries at positions from `first` on as if they stood n_local - 1 after all far keys."""
+        return self.rope_table.move(q, self._positions(first, first + q.shape[2]), self.n_local - 1)
+
+    @property
+    def _after(self) -> int:
+        """Return the position of the first token after the blocks."""
+        return self.method.n_init + self.blocks * self.method.block
+
+    def _leave(self, window: int) -> None:
+        """Treat the tokens before position `window` as far from now on."""
+        if self.far_end < window:
+            place = self.far_end - self._after + self.method.n_init
+            self.cache.counters.write(self._moved(self.far_end, window), self.far_k, 2, place)
+            self.far_end = window
+
+    def _far(self, rows: Tensor) -> list[Segment]:
+        first, after, counters, v = self.method.n_init, self._after - self.layer.away, self.cache.counters, self.store.v
+        blocks = self.middle()._replace(rows=rows) if self.layer.far is None else self.fetch(rows)
+        left = self.far_end - self._after
+        if counters.running:
+            room = self.far_k.shape[2] - first
+            live = counters.tensor(left, self.far_k.device)
+            others = Segment(self.far_k[:, :, first:], self.store.v_rows[:, :, after : after + room], live=live)
+        else:
+            others = Segment(self.far_k[:, :, first : first + left], v[:, :, after : after + left])
+        return [Segment(self.far_k[:, :, :first], v[:, :, :first]), blocks, others]
+
+    def _near(self, window: int) -> Segment:
+        """Return the n_local tokens from position `window` on."""
+        first = window - self.layer.away
+        if not self.cache.counters.running:
+            return self.store.since(first)
+        rows = self._positions(first, first + self.n_local)
+        return Segment(self.store.k_rows.index_select(2, rows), self.store.v_rows.index_select(2, rows))
+
+    def _moved(self, start: int, end: int) -> Tensor:
+        """Return keys of tokens outside the host's blocks, as if they stood at position 0."""
+        positions = self._positions(start, end)
+        keys = self.store.k_rows.index_select(2, positions - self.layer.away if start else positions)
+        return self.rope_table.move(keys, positions, 0)
+
+    def _positions(self, start: int, end: int) -> Tensor:
+        return self.cache.counters.positions(start, end - start, self.request.device)
+
+    def state(self) -> dict[str, Tensor]:
+        rotated = rotated_to(self._positions(0, self.layer.seen), self.method.n_init, self._after)
+        return {"mass": self.mass[..., : self.layer.seen], "representatives": self.representatives, "rotated": rotated}
+
+    def truncate(self, state: Mapping[str, Tensor], first: int, last: int) -> dict[str, Tensor]:
+        return {"mass": ends(state["mass"], first, last), "representatives": state["representatives"][:, :, :0]}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        self.rope_table.note_past(self.spec, self.layer.seen)
+        self.mass[..., : state["mass"].shape[2]] = state["mass"]
+        self.representatives, self.blocks = state["representatives"], state["representatives"].shape[2]
+
+    def count_replayed(self, steps: int) -> None:
+        super().count_replayed(steps)
+        self.far_end += steps

@@ -1,9 +1,13 @@
 """KIVI: keeps and reads every token, all but the last in few bits (arXiv 2402.02750, ICML'24).
 
-Keys have channels that are large throughout, so each channel has a range of its own for every `group` tokens. Values
-have no such channels, so each token has a range for every `group` channels. Keys are quantised `residual` tokens at a
-time, prompt and generated ones alike, and those that do not fill such a block wait in full precision. A value is read
-as codes once `residual` newer ones are there: the last `residual` are always exact, as in the released code.
+The rule: keys have channels that are large throughout, so each channel has a range of its own for every `group`
+tokens. Values have no such channels, so each token has a range for every `group` channels. Keys are quantised
+`residual` tokens at a time, prompt and generated ones alike, and those that do not fill such a block wait in full
+precision. A value is read as codes once `residual` newer ones are there: the last `residual` are always exact, as
+in the released code.
+
+Storage: codes are a pool of the layer, waiting tokens its store; the exact values of the last block of codes are
+kept besides both.
 """
 
 from __future__ import annotations
@@ -29,8 +33,8 @@ from methods.tiers.tier import DEVICE
 
 @dataclass(frozen=True, kw_only=True)
 class Kivi(Method):
-    """Holds the parameters. bits: 2, 4 or 8. group: how many numbers share a range. residual: how many tokens' keys are
-    quantised together, and how many values are never codes yet."""
+    """Hold the parameters. `bits`: 2, 4 or 8. `group`: how many numbers share a range. `residual`: how many tokens'
+    keys are quantised together, and how many of the last values are exact."""
 
     uses_budget: ClassVar[bool] = False
     offloads: ClassVar[bool] = True
@@ -73,10 +77,10 @@ class Kivi(Method):
 
 
 class KiviLayer(Layer, capturable=True):
-    """Holds the tokens that wait in its store, and the values of the block before them."""
+    """Hold the tokens that wait in the store, and the exact values of the block before them."""
 
     method: Kivi
-    parts: tuple[list[Coded], Coded] | None = None  # of the codes of several sequences, which stay as they are
+    parts: tuple[list[Coded], Coded] | None = None  # codes of several sequences, which do not change
     recent: Tensor | None = None  # [B G residual D], the values of the last block of codes, exact
 
     def seal(self) -> None:
@@ -88,11 +92,51 @@ class KiviLayer(Layer, capturable=True):
         self._quantise()
         return out
 
+    def _quantise(self) -> None:
+        waiting, each = self.store, self.method.residual
+        if self.cache.counters.running:  # such a step fills no block (`capture_refusal`)
+            return
+        if not (count := self.method.whole_blocks(waiting.length)):
+            return
+        if self.far is None:
+            self.far = self.new_pool(self.request.capacity)
+        self.far.append(waiting.k[:, :, :count], waiting.v[:, :, :count])
+        self.recent = waiting.v[:, :, count - each : count].clone()
+        self.store = KVStore(self.spec, self.cache, each)
+        self.store.append(waiting.k[:, :, count:], waiting.v[:, :, count:])
+
     def attend_all(self, q: Tensor) -> Tensor:
         if self.far is None:
             return super().attend_all(q)
         older, last = self.parts or self._parts(self.far)
         return self.attend(q, *older, self._last_block(last), self.store.since(0))
+
+    def _parts(self, far: Pool) -> tuple[list[Coded], Coded]:
+        """Return the codes of all blocks but the last, and those of the last."""
+        (codes,) = far.segments().wait()
+        assert isinstance(codes, Coded)
+        count = far.length - self.method.residual
+        return ([codes.tokens(0, count)] if count else []), codes.tokens(count, far.length)
+
+    def _last_block(self, codes: Coded) -> Segment:
+        """Return the block of codes whose values may still be exact, decoded."""
+        blocks = torch.arange(self.method.residual, device=codes.k.device) // codes.block
+        k, v = ops.decode_rows(codes, None, blocks.expand(*codes.k.shape[:2], -1), self.request.dtype)
+        return Segment(k, self._with_recent(v, self.store.count(-1)))
+
+    def _with_recent(self, v: Tensor, newer: Tensor) -> Tensor:
+        """Replace values in v [B G S D], decoded, by exact ones for the tokens that are followed by fewer than
+        `residual` others, and return it. `newer`: the number of later tokens that are not codes; it lies on the
+        device, as a step may be captured."""
+        assert self.recent is not None
+        count = self.method.residual
+        at = torch.arange(count, device=v.device).view(-1, 1)
+        old = at < newer.view(-1, 1, 1, 1)
+        v[:, :, -count:] = torch.where(old, v[:, :, -count:], record_input("recent", self.recent))
+        return v
+
+    def new_pool(self, room: int) -> Pool:
+        return Pool(self.spec, self.cache, self.method.whole_blocks(room), self.method.codec)
 
     def joined(self, layers: Sequence[Layer], dead: int | None) -> None:
         exact = [layer.recent for layer in cast(Sequence[KiviLayer], layers) if layer.recent is not None]
@@ -129,7 +173,7 @@ class KiviLayer(Layer, capturable=True):
     def grow(self, more: int) -> None:
         super().grow(more)
         if (quantised := self.far) is not None:
-            self.store.resize(self.method.residual - self.store.length)  # no more than these wait
+            self.store.resize(self.method.residual - self.store.length)  # no more tokens wait
             self.far = self.new_pool(self.request.capacity)
             self.far.take(quantised.held())
 
@@ -138,42 +182,3 @@ class KiviLayer(Layer, capturable=True):
         if after >= self.method.residual:
             return f"{after} tokens will wait, and {self.method.residual} are quantised in between"
         return super().capture_refusal()
-
-    def new_pool(self, room: int) -> Pool:
-        return Pool(self.spec, self.cache, self.method.whole_blocks(room), self.method.codec)
-
-    def _last_block(self, codes: Coded) -> Segment:
-        """Return the block of codes whose values may still be exact, decoded."""
-        blocks = torch.arange(self.method.residual, device=codes.k.device) // codes.block
-        k, v = ops.decode_rows(codes, None, blocks.expand(*codes.k.shape[:2], -1), self.request.dtype)
-        return Segment(k, self._with_recent(v, self.store.count(-1)))
-
-    def _parts(self, far: Pool) -> tuple[list[Coded], Coded]:
-        """Return the codes, those of the last block apart."""
-        (codes,) = far.segments().wait()
-        assert isinstance(codes, Coded)
-        count = far.length - self.method.residual
-        return ([codes.tokens(0, count)] if count else []), codes.tokens(count, far.length)
-
-    def _with_recent(self, v: Tensor, newer: Tensor) -> Tensor:
-        """Put exact values into v [B G S D], decoded, for the tokens that fewer than `residual` came after, and return
-        it; `newer` are not codes. A step may be captured: which values stay as they were is told on the device."""
-        assert self.recent is not None
-        count = self.method.residual
-        at = torch.arange(count, device=v.device).view(-1, 1)
-        old = at < newer.view(-1, 1, 1, 1)
-        v[:, :, -count:] = torch.where(old, v[:, :, -count:], record_input("recent", self.recent))
-        return v
-
-    def _quantise(self) -> None:
-        waiting, each = self.store, self.method.residual
-        if self.cache.counters.running:  # such a step fills no block (`capture_refusal`)
-            return
-        if not (count := self.method.whole_blocks(waiting.length)):
-            return
-        if self.far is None:
-            self.far = self.new_pool(self.request.capacity)
-        self.far.append(waiting.k[:, :, :count], waiting.v[:, :, :count])
-        self.recent = waiting.v[:, :, count - each : count].clone()
-        self.store = KVStore(self.spec, self.cache, each)
-        self.store.append(waiting.k[:, :, count:], waiting.v[:, :, count:])

@@ -1,12 +1,14 @@
 """LM-Infinite: reads a window of near tokens and the first ones, no distance beyond the window (arXiv 2308.16137).
 
-Every query, those of the prompt as well, reads the n_local tokens before it at their true distances and the first
-`n_init` tokens; where these lie further back than the window, they are read as if they stood exactly n_local before the
-query. So the prompt's outputs are not Full's, and this method cannot take over a shared prefill.
+The rule: every query, those of the prompt as well, reads the n_local tokens before it at their true distances, and
+the first `n_init` tokens; if these lie further back than the window, they are read as if they stood exactly n_local
+before the query. So the prompt's outputs differ from Full's, and a prefill cannot be shared with this method.
 
-The paper sets n_local to the length that the model was trained on. Here the budget sets it: n_init and n_local together
-are the budget, after the seal the window is that of the prompt's end, and generated tokens come on top. A prefill in
-several chunks spends the budget of what has come so far.
+The budget: the paper sets n_local to the length that the model was trained on. Here the budget sets it: n_init and
+n_local together are the budget, after the seal the window is that of the prompt's end, and generated tokens come on
+top. A prefill in several chunks spends the budget of the tokens so far.
+
+How it is done: keys are stored in their true rotation, and the first ones are rotated again in each step.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ from methods.parts.rope_table import RopeTable
 
 @dataclass(frozen=True, kw_only=True)
 class LMInfinite(Method):
-    """Holds the parameter n_init: how many first tokens are always read; 10 and 100 gave the paper's authors the
-    same."""
+    """Hold the parameter `n_init`: how many first tokens are always read; with 10 and 100 the paper's authors got
+    the same results."""
 
     selects: ClassVar[bool] = False
     dense_prefill: ClassVar[bool] = False
@@ -50,7 +52,7 @@ class LMInfinite(Method):
         return self.n_init + 1
 
     def paper_tokens(self, budget: Callable[[int], int], sealed: int) -> int:
-        """Count the first tokens on top, since the paper sets the window's length."""
+        """Count the first tokens in addition, since the paper sets the window's length."""
         return self.n_init + budget(sealed - self.n_init)
 
     def cost(self, case: LayerWorkload) -> Cost:
@@ -60,8 +62,8 @@ class LMInfinite(Method):
         return costs.evict(case, case.budget) + costs.rope_table(case) + Cost(first)
 
     def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
-        """Count attention to the first tokens, and the queries turned for it, of some tokens at once: six times in
-        fp32 when it is merged with that to the window."""
+        """Return the memory of attention to the first tokens and of the queries rotated for it, for some tokens at
+        a time: six times in fp32 while it is merged with attention to the window."""
         kept = PeakExtra(kept=costs.rope_table(case).device_bytes)
         if self.reads_whole(case):
             return kept
@@ -75,7 +77,7 @@ class LMInfinite(Method):
 
 
 class LMInfiniteKeep(Keep, capturable=True):
-    """Stores keys in their true rotation, and turns the first ones anew for each query far from them."""
+    """Store keys in their true rotation, and rotate the first ones again for each query far from them."""
 
     method: LMInfinite
     n_local: int | None = None  # length of the window; None: everything is read
@@ -83,9 +85,6 @@ class LMInfiniteKeep(Keep, capturable=True):
 
     def __init__(self, rope_table: RopeTable) -> None:
         self.rope_table = rope_table
-
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        self.rope_table.note_past(self.spec, self.layer.seen)
 
     def prefill(self, x: AttnInput) -> Tensor:
         self.rope_table.note(x)
@@ -123,14 +122,14 @@ class LMInfiniteKeep(Keep, capturable=True):
         self.first_keys = self.rope_table.unrotate(self.store.k[:, :, :count], self._first_places(count))
 
     def _first_places(self, count: int) -> Tensor:
-        """Return the positions of the first stored tokens, which are those of the text until a history is truncated."""
+        """Return the positions of the first stored tokens: the first of the text, unless a history was truncated."""
         return self.layer.stored_positions()[0, 0, :count]
 
     def _windowed(self, q: Tensor, start: int, n_local: int) -> Tensor:
-        """Attend from queries at positions from `start` on. -> [B H T D]"""
+        """Attend from queries at positions from `start` on. Return [B H T D]."""
         count = self.first_keys.shape[2]
         k, v = self.store.k, self.store.v
-        place = k.shape[2] - count - q.shape[2]  # what follows the first tokens is without a gap, up to the last query
+        place = k.shape[2] - count - q.shape[2]  # the tokens after the first ones have no gap up to the last query
         out: Tensor
         out, lse = ops.windowed_attention(q, k[:, :, count:], v[:, :, count:], self.spec.scale, place, n_local)
         for part in pieces(q.shape[2]):
@@ -141,7 +140,8 @@ class LMInfiniteKeep(Keep, capturable=True):
         return out
 
     def _first(self, q: Tensor, start: int, n_local: int) -> tuple[Tensor, Tensor]:
-        """Return attention to the first tokens, true or turned, and its log-sum-exp. [B H T D], [B H T]"""
+        """Return attention to the first tokens, in their true or their shifted rotation, and its log-sum-exp. [B H
+        T D], [B H T]"""
         count = self.first_keys.shape[2]
         places = torch.arange(start, start + q.shape[2], device=q.device)
         distance = places.unsqueeze(1) - self._first_places(count)
@@ -153,6 +153,9 @@ class LMInfiniteKeep(Keep, capturable=True):
         return (weights @ self.store.v[:, :, :count]).view_as(q), logits.logsumexp(-1).flatten(1, 2)
 
     def _logits(self, q: Tensor, k: Tensor) -> Tensor:
-        """Multiply queries and keys, times the scale. q [B H T D], k [B G S D] -> [B G g T S]"""
+        """Return the scaled products of queries and keys, q [B H T D], k [B G S D] -> [B G g T S]."""
         folded = q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1]) @ k.transpose(-1, -2)
         return folded.view(*k.shape[:2], self.spec.group, q.shape[2], -1).float() * self.spec.scale
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        self.rope_table.note_past(self.spec, self.layer.seen)

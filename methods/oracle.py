@@ -1,8 +1,10 @@
-"""Oracle: reads the exact top-k tokens of each step, chosen by the true attention weights (PQCache, arXiv 2407.12820).
+"""Oracle: reads the exact top-k tokens of each step, chosen by the true attention weights (PQCache, arXiv
+2407.12820).
 
-The top-k is exact, per KV head: nothing is approximated but the number of tokens. Choosing reads every key, so it is
-real but never fast. It is no upper bound: the largest weights of one step are not the best tokens for the answer, and
-other rules, or other sinks and windows, score above it.
+The rule: all stored keys are ranked by their softmax weights, summed over the query heads of a KV head, and the
+best tokens between sinks and window are read. Nothing is approximated but the number of tokens. Choosing reads
+every key, so it is real but never fast. It is no upper bound: the largest weights of one step are not the best
+tokens for the answer, and other rules, or other sinks and windows, score above it.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from methods.parts.windows import Windowed
 
 @dataclass(frozen=True, kw_only=True)
 class Oracle(Windowed):
-    """Holds the parameters sinks and recent_ratio, which split the budget (see `Windowed`)."""
+    """Hold the parameters `sinks` and `recent_ratio`, which split the budget (see `Windowed`)."""
 
     rows_stay: ClassVar[bool] = True
 
@@ -43,7 +45,7 @@ class Oracle(Windowed):
 
 
 class OracleRead(Select, capturable=True, of_each={}):
-    """Ranks tokens by softmax over all stored tokens, summed over the query heads of a group."""
+    """Rank tokens by softmax over all stored tokens, summed over the query heads of a group."""
 
     method: Oracle
 
@@ -51,7 +53,7 @@ class OracleRead(Select, capturable=True, of_each={}):
         return self.method.windows.split(budget)
 
     def index(self, keys: Tensor) -> None:
-        """Prepare nothing: the keys themselves are the index."""
+        """Do nothing: the keys themselves are the index."""
 
     def select(self, q: Tensor, top: int) -> Tensor:
         stored = self.store.since(0)

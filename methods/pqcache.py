@@ -1,11 +1,16 @@
 """PQCache: finds each step's tokens by product quantisation of the keys (arXiv 2407.12820, SIGMOD'25).
 
-At the seal, the rotated keys between sinks and local window are split into m sub-vectors, each clustered per KV head
-into 2^b centroids. A step scores all of them from a small table of query-centroid products, takes the softmax over
-these candidates, sums over the query heads of a group, and reads the best tokens exactly.
+The rule: at the seal, the rotated keys between sinks and local window are split into m sub-vectors, each clustered
+per KV head into 2^b centroids. A step scores all of them from a small table of query-centroid products, takes the
+softmax over these candidates, sums over the query heads of a group, and reads the best tokens exactly. With fewer
+candidates than centroids, every candidate is its own centroid.
 
-None of the released code's defects is reproduced: k-means sees exactly the keys that are searched, codes are one byte
-up to b=8, and nothing is stale between prompts.
+Storage: keys and values of the middle may lie on the host; `cache_tokens` keeps blocks that were read often on the
+device (methods/parts/block_cache.py). With overlap=on a CPU clusters the keys while later layers compute, as in the
+paper.
+
+None of the released code's defects is reproduced: k-means sees exactly the keys that are searched, codes are one
+byte up to b=8, and nothing of one prompt is left in the next.
 """
 
 from __future__ import annotations
@@ -34,7 +39,7 @@ from methods.tiers.transfer.engine import Arrival
 
 @dataclass(frozen=True, kw_only=True)
 class PQCache(Windowed):
-    """Holds m sub-vectors of 2^b centroids, the k-means, and the split of the budget (see `Windowed`)."""
+    """Hold m sub-vectors of 2^b centroids, the k-means, and the split of the budget (see `Windowed`)."""
 
     offloads: ClassVar[bool] = True
     encodes: ClassVar[bool] = True
@@ -95,7 +100,7 @@ class PQCache(Windowed):
         return prepared.iterations(tokens)
 
     def prepare(self, specs: Sequence[LayerSpec], observe: Callable[[int], Iterator[AttnInput]]) -> Fit | None:
-        """Return the fit behind `iterations=auto`, or None for a fixed number."""
+        """Return the fit for `iterations=auto`, or None for a fixed number."""
         if isinstance(self.iterations, int):
             return None
         if self.iterations == "auto":
@@ -103,7 +108,7 @@ class PQCache(Windowed):
         return Fit(*self.iterations)
 
     def cluster(self, keys: Tensor, rounds: int, tolerance: float) -> tuple[Tensor, Tensor]:
-        """Cluster the sub-vectors of keys. keys [B G M D] -> centroids [B G m C d'] in fp32, codes [B G m M]"""
+        """Cluster the sub-vectors of keys [B G M D]. Return centroids [B G m C d'] in fp32 and codes [B G m M]."""
         batch, groups, count, dim = keys.shape
         clusters = min(2**self.b, count)
         points = torch.empty(batch * groups * self.m, count, dim // self.m, device=keys.device)  # one copy in fp32
@@ -114,8 +119,8 @@ class PQCache(Windowed):
         return centroids.view(batch, groups, self.m, clusters, -1), codes.view(batch, groups, self.m, count)
 
     def coded(self, keys: Tensor, rounds: int) -> tuple[Tensor, Tensor]:
-        """Cluster keys [B G M D]. -> centroids [B G m C d'] in their dtype, codes [B G M m] of one byte where that is
-        enough"""
+        """Cluster keys [B G M D]. Return centroids [B G m C d'] in their dtype and codes [B G M m], of one byte if
+        that is enough."""
         centroids, codes = self.cluster(keys, rounds, self.tolerance)
         code_type = torch.uint8 if centroids.shape[3] <= 256 else torch.int32
         return centroids.to(keys.dtype), codes.transpose(2, 3).to(code_type).contiguous()
@@ -137,8 +142,8 @@ class PQCache(Windowed):
         return chosen + block_cache.cost(case, middle, plan.top, self.cache_block, self.slots, self.cache_offered)
 
     def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
-        """Count the clustered keys in fp32, and their codes before they are made small; and the keys themselves while
-        they wait to be clustered."""
+        """Return the memory of the clustered keys in fp32, of their codes before they are converted to small
+        integers, and of the keys themselves while they wait to be clustered."""
         if self.reads_whole(case):
             return PeakExtra()
         plan, spec = self.windows.split(case.budget), case.spec
@@ -152,7 +157,8 @@ class PQCache(Windowed):
         return self.cache_tokens // self.cache_block
 
     def at_communication(self, share: float, head_dim: int) -> PQCache:
-        """Move m bytes of codes for 2 * head_dim bytes of a key; up to 1/128 the paper takes 6 bits in place of 8."""
+        """Return this method moving m bytes of codes per key of 2 * head_dim bytes; up to 1/128 the paper takes 6
+        bits instead of 8."""
         asked = 2 * share * head_dim
         m = round(asked)
         if m < 1 or head_dim % m or not isclose(m, asked, rel_tol=1e-3):
@@ -173,13 +179,12 @@ class PQCache(Windowed):
 
 
 class PQRead(Select, capturable=True, of_each={"centroids": 3, "codes": 2}):
-    """Selects by the softmax of coded keys. With fewer candidates than centroids, every candidate is its own
-    centroid."""
+    """Select by the softmax of coded keys."""
 
     method: PQCache
     centroids: Tensor  # [B G m C d'], in the cache's dtype
     codes: Tensor  # [B G M m]
-    clustered: Arrival[tuple[Tensor, Tensor]] | None = None  # both, while they are made beside later layers
+    clustered: Arrival[tuple[Tensor, Tensor]] | None = None  # both, while they are computed during later layers
     blocks: BlockCache | None = None
 
     def split(self, budget: int) -> Plan:
@@ -191,25 +196,25 @@ class PQRead(Select, capturable=True, of_each={"centroids": 3, "codes": 2}):
             self.centroids, self.codes = self.method.coded(keys, rounds)
             return
         copied = keys.to("cpu", non_blocking=True, copy=True)  # the keys themselves leave the store
-        # As in the paper a CPU clusters them, so that the device has all its time for later layers
+        # as in the paper, a CPU clusters them, and the device has all its time for later layers
         self.clustered = self.cache.work(partial(self.method.coded, copied, rounds))
-
-    def settle(self) -> None:
-        if self.clustered is not None:
-            coded, self.clustered = self.clustered.wait(), None
-            self.centroids, self.codes = (x.to(self.request.device) for x in coded)
 
     def select(self, q: Tensor, top: int) -> Tensor:
         self.settle()
         rows: Tensor = ops.top_k(ops.pq_weights(q, self.centroids, self.codes, self.spec.scale), top)
         return rows
 
+    def settle(self) -> None:
+        if self.clustered is not None:
+            coded, self.clustered = self.clustered.wait(), None
+            self.centroids, self.codes = (x.to(self.request.device) for x in coded)
+
     def fetch(self, rows: Tensor) -> Segment:
         return super().fetch(rows) if self.blocks is None else self.blocks.read(rows)
 
     @property
     def fetches_alone(self) -> bool:
-        """Return whether blocks are kept, each sequence's by itself."""
+        """Return whether blocks are kept, which belong to one sequence."""
         return self.blocks is not None
 
     def sent_away(self, tokens: Segment) -> None:
@@ -220,7 +225,7 @@ class PQRead(Select, capturable=True, of_each={"centroids": 3, "codes": 2}):
     def decode(self, x: AttnInput) -> Tensor:
         out = super().decode(x)
         if self.blocks is not None and self.cache.counters.running:
-            self.blocks.take_in()  # of a captured step nothing is left under way
+            self.blocks.take_in()  # a captured step leaves nothing on its way
         return out
 
     def count_replayed(self, steps: int) -> None:

@@ -1,14 +1,14 @@
 """PyramidKV: evicts as SnapKV does, with more of the budget in the lower layers (arXiv 2406.02069).
 
-As in the authors' scripts, the window is kept in every layer, and what the budget holds beyond it forms the pyramid:
-these amounts fall in a straight line from the first layer to the last, which gets 1/beta of their mean. Together the
-layers keep exactly num_layers times the budget. The released code rounds the last layer's amount and the steps of the
-line down, and keeps more the higher a layer is: in 30 layers 18 % more than a budget of 65 tokens and 4 % more than one
-of 263, of which the last layer then has 42 in place of 21. `rounding=released` does the same and is beyond its budget
-by that much. Where more than half of the prompt would be voted for, all layers get the same, in the released code and
-here.
+The rule: as in the authors' scripts, the window is kept in every layer, and what the budget holds beyond it forms
+the pyramid: these amounts fall in a straight line from the first layer to the last, which gets 1/beta of their
+mean. Together the layers keep exactly num_layers times the budget. Where more than half of the prompt would be
+voted for, all layers get the same, in the released code and here. Votes come from 8 queries, as in the authors'
+scripts, while SnapKV takes 32: the two methods differ in more than the pyramid.
 
-Votes come from 8 queries, as in the authors' scripts, where SnapKV takes 32: the two differ in more than the pyramid.
+The released code rounds down the last layer's amount and the steps of the line, and so keeps more the higher a
+layer is: in 30 layers 18 % more than a budget of 65 tokens and 4 % more than one of 263, of which the last layer
+then has 42 instead of 21. `rounding=released` does the same and exceeds its budget by that much.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from methods.snapkv import SnapKeep, SnapKV
 
 @dataclass(frozen=True, kw_only=True)
 class PyramidKV(SnapKV):
-    """Takes SnapKV's parameters and two more. beta: how many times smaller than the mean the last layer's voted share
-    is. rounding: whether the layers' amounts add up to the budget (exact) or are the authors' whole numbers."""
+    """Hold SnapKV's parameters and two more. `beta`: how many times smaller than the mean the last layer's voted
+    share is. `rounding`: whether the layers' amounts add up to the budget (exact) or are the authors' whole
+    numbers."""
 
     tunable: ClassVar[Grids] = {**SnapKV.tunable, "beta": (5, 10, 20, 40)}
 
@@ -53,8 +54,8 @@ class PyramidKV(SnapKV):
         return None
 
     def layer_budgets(self, tokens: int, sealed: int, layers: int) -> list[int]:
-        """Return what each layer keeps of `sealed` prompt tokens, first to last: together layers * tokens, or more with
-        released rounding."""
+        """Return what each layer keeps of `sealed` prompt tokens, first to last: together layers * tokens, or more
+        with released rounding."""
         if self.uniform(tokens, sealed, layers):
             return [tokens] * layers
         line = pyramid if self.rounding == "exact" else released_pyramid
@@ -66,7 +67,7 @@ class PyramidKV(SnapKV):
 
 
 class PyramidKeep(SnapKeep, capturable=True, of_each={}):
-    """Keeps the layer's own share of all layers' budgets."""
+    """Keep the layer's own share of all layers' budgets."""
 
     method: PyramidKV
 
@@ -77,8 +78,8 @@ class PyramidKeep(SnapKeep, capturable=True, of_each={}):
 
 
 def pyramid(mean: int, most: int, layers: int, beta: float) -> list[int]:
-    """Return amounts on a falling line that add up to layers * mean; the first is at most `most`, which is at least
-    mean."""
+    """Return amounts on a falling line that add up to layers * mean; the first is at most `most`, and mean is at
+    most `most`."""
     last = mean / Fraction(beta)
     first = min(2 * mean - last, Fraction(most))
     step = 2 * (first - mean) / (layers - 1)

@@ -1,15 +1,17 @@
 """Quest: reads the pages whose keys could reach the largest logits (arXiv 2406.10774).
 
-Per page of 16 tokens, counted from the prompt's first, the smallest and largest key per channel are kept. No key of a
-page can have a larger product with q than sum_c max(q_c * max_c, q_c * min_c); the pages with the largest bounds are
-read exactly. The first layers read everything.
+The rule: per page of 16 tokens, counted from the prompt's first, the smallest and largest key per channel are kept.
+No key of a page can have a larger product with q than sum_c max(q_c * max_c, q_c * min_c); the pages with the
+largest bounds are read exactly. The first layers read everything.
 
-The released evaluation chooses for each query head, even where heads share keys: `select_per=query_head`. The budget is
-then one query head's, and `read_positions` is the group's union, each row of which moves once. `kv_head` ranks by the
-largest bound of the group. `last_page`: the prompt's last page takes one place without asking, as the page of the
-current token does in the CUDA code; `false` lets it compete, as in the evaluation code. Generated tokens are always
-read, where the paper pages them too. The evaluation code reads no less than 3 pages whatever the budget; here a budget
-below `min_pages` pages is an error.
+Heads: the released evaluation chooses for each query head, even where heads share keys (`select_per=query_head`).
+The budget is then one query head's, and `read_positions` is the group's union, each row of which moves once.
+`kv_head` ranks by the largest bound of the group.
+
+The ends: `last_page` gives the prompt's last page one place without a comparison, as the CUDA code does with the
+page of the current token; `false` lets it compete, as in the evaluation code. Generated tokens are always read; the
+paper pages them too. The evaluation code reads no less than 3 pages whatever the budget; here a budget below
+`min_pages` pages is an error.
 """
 
 from __future__ import annotations
@@ -44,8 +46,8 @@ from methods.parts import costs
 
 @dataclass(frozen=True, kw_only=True)
 class Quest(Method):
-    """Holds the parameters. page_size: tokens of a page. min_pages: how many pages a budget must hold. dense_layers:
-    those that read everything. select_per and last_page: as the module says."""
+    """Hold the parameters. `page_size`: tokens of a page. `min_pages`: how many pages a budget must hold.
+    `dense_layers`: layers that read everything. `select_per` and `last_page`: as the module says."""
 
     offloads: ClassVar[bool] = True
     encodes: ClassVar[bool] = True
@@ -71,10 +73,10 @@ class Quest(Method):
         return self.min_pages * self.page_size
 
     def cost(self, case: LayerWorkload) -> Cost:
-        """Return the bytes that `case` takes. What moves is an expectation where query heads choose: g of them read
-        together what 1 + (g-1)/4 would that chose independently. On SmolLM2 135M (g=3, 1K of an essay) that is 0.95 to
-        1.02 times what moves, at budgets of 5 to 50 %. Heads that agree less move more than that, at most g times one
-        head's."""
+        """Return the bytes that `case` takes. If query heads choose, the moved bytes are an expectation: g heads of
+        a group read together what 1 + (g-1)/4 heads that chose independently would. On SmolLM2 135M (g=3, 1K of an
+        essay) that is 0.95 to 1.02 times what moves, at budgets of 5 to 50 %. Heads that agree less move more, at
+        most g times one head's bytes."""
         if self.reads_whole(case) or case.spec.index in self.dense_layers:
             return costs.dense(case)
         pages = ceil(case.sealed / self.page_size)
@@ -94,8 +96,8 @@ class Quest(Method):
 
 
 class QuestRead(Read[int], capturable=True, of_each={"bounds": 2}):
-    """Reads pages, as many as its plan says; the prompt's last one may be shorter. A selecting head is a query or a KV
-    head."""
+    """Read as many pages as the plan says; the prompt's last page may be shorter. A selecting head is a query or a
+    KV head."""
 
     method: Quest
     bounds: Tensor  # [B G P 2D], the largest and the smallest key of each page
@@ -108,8 +110,17 @@ class QuestRead(Read[int], capturable=True, of_each={"bounds": 2}):
         self.bounds = page_bounds(self.store.k, self.method.page_size)
         self.uneven = not self.method.last_page and self.sealed % self.method.page_size != 0
 
-    def away(self, plan: int) -> tuple[int, int]:
-        return 0, self.sealed
+    def select(self, q: Tensor, top: int) -> Tensor:
+        """Return the tokens of the `top` best pages, q [B H 1 D] -> [B H|G K]; numbers from `sealed` on stand for
+        missing tokens."""
+        groups = q.view(q.shape[0], self.spec.num_kv_heads, self.spec.group, -1)
+        scores = ops.page_scores(groups, self.bounds)  # [B G g P]
+        whole, size, last = filled(scores), self.method.page_size, (self.sealed - 1) // self.method.page_size
+        whole = whole.amax(2) if self.method.select_per == "kv_head" else whole.flatten(1, 2)
+        if not self.method.last_page:
+            return leading(ops.token_rows(ops.top_k(leading(whole, last + 1), top), size), top * size)
+        pages = ops.top_k(leading(whole, last), top - 1)
+        return leading(ops.token_rows(pages, size, last), self._tokens(top))
 
     def read(self, x: AttnInput, plan: int) -> Tensor:
         rows = self.chosen(x.q, plan)
@@ -117,8 +128,32 @@ class QuestRead(Read[int], capturable=True, of_each={"bounds": 2}):
             return self._attend_uneven(x.q, rows)
         return self.attend(x.q, self._pages(rows), self._since())
 
+    def rows_of(self, rows: Tensor, plan: int) -> Tensor:
+        return rows.masked_fill(rows >= self.sealed, -1)
+
+    def _tokens(self, pages: int) -> int:
+        """Return how many tokens `pages` pages hold, including the prompt's last one, if it is always read, which
+        may be shorter."""
+        size = self.method.page_size
+        return (
+            (pages - 1) * size + self.sealed - (self.sealed - 1) // size * size
+            if self.method.last_page
+            else pages * size
+        )
+
+    def _pages(self, rows: Tensor) -> Segment:
+        """Return chosen tokens of the prompt. rows [B H|G K]"""
+        if self.layer.far is not None:
+            return self.fetch(rows)
+        return self.store.between(0, self.sealed)._replace(rows=rows)
+
+    def _since(self) -> Segment:
+        """Return what came after the seal."""
+        return self.store.since(0 if self.layer.far is not None else self.sealed)
+
     def _attend_uneven(self, q: Tensor, rows: Tensor) -> Tensor:
-        """Attend where each head has a number of rows of its own, as sequences have. Rows that are none come last."""
+        """Attend where each head reads a number of rows of its own, as different sequences do. Missing rows come
+        last."""
         rows = rows.sort(-1).values
         pages = self._pages(rows.clamp(max=self.sealed - 1))
         chosen = (x if pages.rows is None else gather_per_head(x, pages.rows) for x in pages[:2])
@@ -131,16 +166,6 @@ class QuestRead(Read[int], capturable=True, of_each={"bounds": 2}):
         out, lse = out.view_as(q), lse.view_as(late_lse)
         merged = ops.merge_attention([out, late_out], [lse, late_lse])
         return with_sink(merged, torch.logaddexp(lse, late_lse), self.spec.sink_logits)
-
-    def _pages(self, rows: Tensor) -> Segment:
-        """Return chosen tokens of the prompt. rows [B H|G K]"""
-        if self.layer.far is not None:
-            return self.fetch(rows)
-        return self.store.between(0, self.sealed)._replace(rows=rows)
-
-    def _since(self) -> Segment:
-        """Return what came after the seal."""
-        return self.store.since(0 if self.layer.far is not None else self.sealed)
 
     def attended_under(self, plan: int) -> Attended:
         read, generated = self._reading(plan)
@@ -156,35 +181,13 @@ class QuestRead(Read[int], capturable=True, of_each={"bounds": 2}):
             return (self.rows < self.sealed).sum(-1).double().mean(1), generated
         return self._tokens(plan), generated
 
-    def rows_of(self, rows: Tensor, plan: int) -> Tensor:
-        return rows.masked_fill(rows >= self.sealed, -1)
+    def away(self, plan: int) -> tuple[int, int]:
+        return 0, self.sealed
 
     def together_refusal(self) -> str | None:
         if self.plan is not None and self.uneven:
             return "last_page=false lets heads read different numbers of tokens"
         return super().together_refusal()
-
-    def select(self, q: Tensor, top: int) -> Tensor:
-        """Return the tokens of the `top` best pages; numbers from `sealed` on stand for none. q [B H 1 D] -> [B H|G
-        K]"""
-        groups = q.view(q.shape[0], self.spec.num_kv_heads, self.spec.group, -1)
-        scores = ops.page_scores(groups, self.bounds)  # [B G g P]
-        whole, size, last = filled(scores), self.method.page_size, (self.sealed - 1) // self.method.page_size
-        whole = whole.amax(2) if self.method.select_per == "kv_head" else whole.flatten(1, 2)
-        if not self.method.last_page:
-            return leading(ops.token_rows(ops.top_k(leading(whole, last + 1), top), size), top * size)
-        pages = ops.top_k(leading(whole, last), top - 1)
-        return leading(ops.token_rows(pages, size, last), self._tokens(top))
-
-    def _tokens(self, pages: int) -> int:
-        """Return how many tokens so many pages hold; where the prompt's last one is always among them, that may be
-        shorter."""
-        size = self.method.page_size
-        return (
-            (pages - 1) * size + self.sealed - (self.sealed - 1) // size * size
-            if self.method.last_page
-            else pages * size
-        )
 
 
 def page_bounds(keys: Tensor, size: int) -> Tensor:
@@ -192,6 +195,6 @@ def page_bounds(keys: Tensor, size: int) -> Tensor:
     whole = keys.shape[2] // size * size
     pages, rest = keys[:, :, :whole].unflatten(2, (-1, size)), keys[:, :, whole:]
     parts = [torch.cat([pages.amax(3), pages.amin(3)], -1)]
-    if rest.shape[2]:  # what would fill the page up must not raise its bound
+    if rest.shape[2]:  # padding the last page would raise its bound
         parts.append(torch.cat([rest.amax(2, keepdim=True), rest.amin(2, keepdim=True)], -1))
     return torch.cat(parts, 2)

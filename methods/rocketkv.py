@@ -1,24 +1,23 @@
 """RocketKV: evicts a part of the prompt for good, then selects among the rest in each step (arXiv 2502.14051).
 
-The first stage, at the seal, is SnapKV with votes pooled over far more tokens, and one choice per KV head. The second
-stage, in each step, is hybrid sparse attention. Each page of kept tokens has the largest and smallest key of each
-channel (as in Quest), of which only the channels where the group's query heads are largest are read (as in SparQ).
-Softmax weights of these products are summed over the group; the tokens of the best pages are read exactly.
+The rule: the first stage, at the seal, is SnapKV with votes pooled over far more tokens, and one choice per KV
+head. The second stage, in each step, is hybrid sparse attention. Each page of kept tokens has the largest and
+smallest key of each channel (as in Quest), of which only the channels where the group's query heads are largest are
+read (as in SparQ). Softmax weights of these products are summed over the group; the tokens of the best pages are
+read exactly. The window's tokens count towards what the first stage keeps.
 
-The paper's budget counts, in tokens, all that a step reads: half of it to find tokens, half to attend to them. Ours
-counts the latter alone, so a budget of b is the paper's t = 2b, and c = S/t is what it calls the compression ratio.
-`budget_rule=paper` gives t, of which half is selected.
+The budget: the paper's counts, in tokens, all that a step reads: half of it to find tokens, half to attend to them.
+Ours counts only the latter, so a budget of b is the paper's t = 2b, and c = S/t is what it calls the compression
+ratio. `budget_rule=paper` gives t, of which half is selected.
 
-`split`: the first stage keeps S/c**split tokens; null is the paper's min(0.2 + 0.06 log2 c, 0.8). What remains of c is
-split evenly between pages and channels: null for `page_size` and `r`. A page may be read in part, by its first tokens.
-A large budget leaves parts of the method without work: from 19 % of the prompt on, a page has one token, and from 50 %
-on neither stage leaves anything out. A layer's `fallback` says so.
+The split: the first stage keeps S/c**split tokens; null is the paper's min(0.2 + 0.06 log2 c, 0.8). What remains of
+c is split evenly between pages and channels: null for `page_size` and `r`. A page may be read in part, by its first
+tokens. A large budget leaves parts of the method without work: from 19 % of the prompt on, a page has one token,
+and from 50 % on neither stage leaves anything out. A layer's `fallback` says so.
 
-The window's tokens count towards what the first stage keeps.
-
-Left out is the variant for several turns (RocketKV-MT), which evicts nothing and votes anew in each turn. Here a
-further turn continues with what is left of the earlier ones, as in SnapKV. Generated tokens are always read, where the
-paper pages them too.
+The variant for several turns (RocketKV-MT), which evicts nothing and votes again in each turn, is not implemented.
+Here a further turn continues with what is left of the earlier ones, as in SnapKV. Generated tokens are always read;
+the paper pages them too.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ from methods.snapkv import SnapKeep, SnapKV
 
 @dataclass(frozen=True, kw_only=True)
 class RocketKV(SnapKV):
-    """Takes SnapKV's parameters and three more. split: from 0 (evict nothing) to 1 (evict all that is not needed).
-    page_size: tokens of a page. r: channels of a bound that are read."""
+    """Hold SnapKV's parameters and three more. `split`: from 0 (evict nothing) to 1 (evict all that is not needed).
+    `page_size`: tokens of a page. `r`: channels of a bound that are read."""
 
     selects: ClassVar[bool] = True
     offloads: ClassVar[bool] = True
@@ -66,11 +65,11 @@ class RocketKV(SnapKV):
 
     @property
     def smallest_budget(self) -> int:
-        """Return half of what must be kept, the window and one token, since twice the budget is kept at least."""
+        """Return half of what must be kept, the window and one token, since at least twice the budget is kept."""
         return self.window // 2 + 1
 
     def paper_tokens(self, budget: Callable[[int], int], sealed: int) -> int:
-        """Halve the paper's budget, since finding tokens takes as much of it as attending to them."""
+        """Return half of the paper's budget, since finding tokens takes as much of it as attending to them."""
         tokens = budget(sealed)
         return tokens if tokens >= sealed else tokens // 2
 
@@ -87,8 +86,8 @@ class RocketKV(SnapKV):
         return size, self.r or min(head_dim, max(1, round(head_dim * size / ratio)))
 
     def left_out(self, budget: int, kept: int, seen: int, head_dim: int) -> str | None:
-        """Return what of the method the budget, and no parameter, leaves without effect on `seen` tokens; None for
-        nothing."""
+        """Return which parts of the method have no effect on `seen` tokens because of the budget, and not of a
+        parameter; None if all have."""
         size, r = self.pages(budget, kept, head_dim)
         eviction, pages = kept == seen and self.split != 0, size == 1 and self.page_size != 1
         if not (eviction or pages):
@@ -125,7 +124,7 @@ class RocketKV(SnapKV):
 
 
 class RocketKeep(SnapKeep, capturable=True, of_each={}):
-    """Carries out the first stage."""
+    """Evict as the first stage does."""
 
     method: RocketKV
 
@@ -134,7 +133,7 @@ class RocketKeep(SnapKeep, capturable=True, of_each={}):
 
 
 class RocketRead(Select, capturable=True, of_each={"bounds": 3, "channels": None}):
-    """Carries out the second stage. It has neither sinks nor window: all kept tokens compete."""
+    """Select as the second stage does, without sinks and window: all kept tokens compete."""
 
     method: RocketKV
     bounds: Tensor  # [B G 2D P], the largest key of each page, then the smallest; [B G D P] for pages of one token
@@ -154,7 +153,7 @@ class RocketRead(Select, capturable=True, of_each={"bounds": 3, "channels": None
 
     def select(self, q: Tensor, top: int) -> Tensor:
         groups = q.view(q.shape[0], self.spec.num_kv_heads, self.spec.group, -1)
-        # of a page the largest key where the group's q is positive, else the smallest, which lies behind the largest
+        # per page the largest key where the group's q is positive, else the smallest, which is stored after the largest
         channels, picked, _ = ops.pick_channels(groups, self.channels, self.spec.scale, False, self.size > 1)
         logits = ops.channel_scores(picked, self.bounds, channels)
         weights = ops.group_weights(logits, 1.0, "sum")  # [B G P]
@@ -162,5 +161,6 @@ class RocketRead(Select, capturable=True, of_each={"bounds": 3, "channels": None
         return rows
 
     def form(self) -> int | None:
-        """Return the tokens of a page: by them pages become tokens, and one token has no largest and smallest key."""
+        """Return the tokens of a page, by which pages become tokens; a page of one token has a single key instead
+        of two bounds."""
         return None if self.plan is None else self.size

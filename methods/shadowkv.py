@@ -1,15 +1,17 @@
 """ShadowKV: keeps keys as low-rank factors and values on the host, and chooses chunks by their mean key (arXiv
 2410.21465).
 
-At the seal the keys before their rotation, all KV heads of a layer side by side, become one factorisation of rank r.
-Each chunk of c rotated keys is represented by its mean, the landmark. Per KV head the chunks with the lowest cosine
-between landmark and any of their keys are outliers, and stay exact on the device with the last chunks. A step takes the
-softmax over the other landmarks, then the maximum over a group's query heads, fetches the best chunks' values, and
-rebuilds their keys and rotates them at their true positions.
+The rule: at the seal the keys before their rotation, all KV heads of a layer as one matrix, become one
+factorisation of rank r. Each chunk of c rotated keys is represented by its mean, the landmark. Per KV head the
+chunks with the lowest cosine between landmark and any of their keys are outliers, and stay exact on the device with
+the last chunks. A step takes the softmax over the other landmarks, then the maximum over a group's query heads,
+fetches the best chunks' values, and rebuilds their keys and rotates them at their true positions.
 
-The paper's budget counts retrieved tokens alone (`budget_rule=paper`); ours holds local chunks, outliers and retrieved
-ones together. At budget=2464 the defaults give the paper's 2048 retrieved tokens. Generated tokens are kept and never
-dropped. A further turn sees the rebuilt keys, since the exact ones are gone.
+The paper's budget counts only retrieved tokens (`budget_rule=paper`); ours includes local chunks and outliers. At
+budget=2464 the defaults give the paper's 2048 retrieved tokens. Generated tokens are kept and never dropped. A
+further turn sees the rebuilt keys, since the exact ones are gone.
+
+Storage: values lie where `placement` says, and chunks that a step chose again stay on the device (`hit_cache`).
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from methods.tiers.rows import Rows
 
 
 class ChunkPlan(NamedTuple):
-    """Says how a budget is spent: on the last `local` tokens, and on `outliers` and `top` of the `candidates`, the
+    """Say how a budget is spent: on the last `local` tokens, and on `outliers` and `top` of the `candidates`, the
     chunks before."""
 
     candidates: int
@@ -54,7 +56,8 @@ class ChunkPlan(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ShadowKV(Method):
-    """Holds sizes in chunks, except for rank: a whole number, or a share of a layer's key channels."""
+    """Hold the parameters. Sizes are in chunks, except for `rank`: a whole number, or a share of a layer's key
+    channels."""
 
     offloads: ClassVar[bool] = True
     tunable: ClassVar[Grids] = {
@@ -98,7 +101,7 @@ class ShadowKV(Method):
         return ChunkPlan(candidates, local, outliers, spare - outliers)
 
     def paper_tokens(self, budget: Callable[[int], int], sealed: int) -> int:
-        """Count outliers and local tokens on top, since the paper's budget is that of the retrieved chunks."""
+        """Count outliers and local tokens in addition, since the paper's budget is that of the retrieved chunks."""
         whole = self.plan(sealed, sealed)
         wanted = max(1, budget(sealed) // self.chunk)
         spent = range(whole.candidates + 1)  # chunks, outliers and retrieved together
@@ -110,7 +113,8 @@ class ShadowKV(Method):
         return min(rank, tokens, channels)
 
     def cost(self, case: LayerWorkload) -> Cost:
-        """Return the bytes that `case` takes if no chunk is found on the device: a step fetches all it chooses."""
+        """Return the bytes that `case` takes if no chunk is found on the device, so that a step fetches all it
+        chooses."""
         if self.reads_whole(case):
             return costs.dense(case) + costs.rope_table(case)
         plan, spec, size = self.plan(case.budget, case.sealed), case.spec, case.element_bytes
@@ -126,7 +130,8 @@ class ShadowKV(Method):
         return device.reading(read) + costs.offload(case, plan.candidates * values, plan.top * values)
 
     def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
-        """Count all keys in fp32, and beside them their factor, in fp32 and as it stays, or some of them in fp64."""
+        """Return the memory of all keys in fp32 and of their factor, in fp32 and as it is kept, or of some of the
+        keys in fp64."""
         kept = PeakExtra(kept=costs.rope_table(case).device_bytes)
         if self.reads_whole(case):
             return kept
@@ -156,7 +161,7 @@ OF_EACH = {
 
 
 class ShadowRead(Read[ChunkPlan], capturable=True, of_each=OF_EACH):
-    """Chooses chunks. Under a budget `store` holds outliers, local chunks and generated tokens, in this order."""
+    """Choose chunks. Under a budget `store` holds outliers, local chunks and generated tokens, in this order."""
 
     method: ShadowKV
     u: Tensor  # [B N*c r], one row per candidate token, shared by the KV heads
@@ -171,8 +176,111 @@ class ShadowRead(Read[ChunkPlan], capturable=True, of_each=OF_EACH):
     def __init__(self, rope_table: RopeTable) -> None:
         self.rope_table = rope_table
 
+    def observe(self, x: AttnInput) -> None:
+        self.rope_table.note(x)
+
+    def split(self, budget: int) -> ChunkPlan:
+        return self.method.plan(budget, self.sealed)
+
+    def prepare(self, plan: ChunkPlan) -> None:
+        self._compress(plan)
+        self.hits = HitCache(self.method.chunk, plan.candidates) if self.method.hit_cache else None
+
+    def _compress(self, plan: ChunkPlan) -> None:
+        whole, count = self.store, plan.candidates
+        self._factorise(whole.k, count)
+        keys, values = (chunked(x, count, self.method.chunk) for x in (whole.k, whole.v))
+        self.values = rows_for(values, self.cache, self.spec.index)
+        self._index(keys.unflatten(3, (self.method.chunk, -1)), plan.outliers)
+        resident = self.request.capacity - (count - plan.outliers) * self.method.chunk
+        self.layer.store = KVStore(self.spec, self.cache, resident)
+        shape = (*keys.shape[:2], plan.outliers * self.method.chunk, self.spec.head_dim)
+        self.store.append(*(ops.gather_rows(x, self.outliers).view(shape) for x in (keys, values)))
+        first_local = self.sealed - plan.local
+        self.store.append(whole.k[:, :, first_local:], whole.v[:, :, first_local:])
+
+    def _factorise(self, keys: Tensor, count: int) -> None:
+        """Factorise all keys [B G S D] of the prompt, and keep only the candidates' rows of u."""
+        batch, groups, tokens, dim = keys.shape
+        joint = torch.empty(batch, tokens, groups * dim, device=keys.device)
+        by_head = joint.unflatten(2, (groups, dim)).transpose(1, 2)
+        for part in pieces(tokens):
+            positions = torch.arange(part.start, part.stop, device=keys.device)
+            by_head[:, :, part] = self.rope_table.unrotate(keys[:, :, part], positions)
+        rank = self.method.rank_of(tokens, groups * dim)
+        u, basis = low_rank(joint, rank, self.method.solver)
+        self.u = u[:, : count * self.method.chunk].to(keys.dtype).contiguous()
+        self.basis = basis.unflatten(2, (self.spec.num_kv_heads, -1)).transpose(1, 2).to(keys.dtype).contiguous()
+
+    def _index(self, keys: Tensor, outliers: int) -> None:
+        """Compute the landmarks, and find the outliers, which have none. keys [B G N c D]"""
+        at_once = keys.split(max(1, TOKENS_AT_ONCE // self.method.chunk), 2)
+        means, lowest = (torch.cat(parts, 2) for parts in zip(*map(landmarks, at_once), strict=True))
+        self.outliers = ops.top_k(-lowest, outliers)
+        others = torch.ones_like(lowest, dtype=torch.bool).scatter(2, self.outliers, False)
+        numbers = torch.arange(lowest.shape[2], device=lowest.device).expand(lowest.shape)
+        self.chunks = numbers[others].view(*lowest.shape[:2], -1)
+        self.landmarks = ops.gather_rows(means, self.chunks).to(self.request.dtype)
+        self.chunks = self.chunks.unsqueeze(-1)
+
+    def select(self, q: Tensor, top: int) -> Tensor:
+        """Return the `top` chunks to read, q [B H 1 D] -> [B G top]."""
+        logits = ops.row_scores(q.view(*self.landmarks.shape[:2], self.spec.group, -1), self.landmarks)
+        weights = ops.group_weights(logits, self.spec.scale, "largest")
+        return leading(filled(ops.gather_rows(self.chunks, ops.top_k(weights, top))).squeeze(-1), top)
+
+    def read(self, x: AttnInput, plan: ChunkPlan) -> Tensor:
+        rows = self.chosen(x.q, plan.top)
+        self.settle()
+        if self.hits is None:
+            read = self._rebuild(rows)
+        else:
+            may_wait = not (self.cache.counters.running or queues(self.request.device))
+            read = self.hits.read(rows, self._rebuild, self.cache.traffic, may_wait=may_wait)
+        return self.attend(x.q, self.store.since(0), read)
+
+    def _rebuild(self, chunks: Tensor | Ragged, slots: Tensor | None = None) -> Segment:
+        """Return the K*c tokens of chunks [B G K]: keys from their factors, and values from their rows, which
+        arrive meanwhile, or from their `slots` in the hit cache."""
+        coming, size = self._values(chunks, slots), self.method.chunk
+        sizes = chunks.sizes if isinstance(chunks, Ragged) else chunks.shape[2]
+        positions: Tensor | Ragged = leading(ops.token_rows(chunks, size), sizes * size)
+        keys = ops.rebuild_keys(self.u, self.basis, positions, self.rope_table.cos, self.rope_table.sin)
+        live = positions.counts if isinstance(positions, Ragged) else None
+        values = coming().view(*keys.shape[:2], -1, keys.shape[3])[:, :, : keys.shape[2]]
+        return Segment(filled(keys), values, live=live)
+
+    def _values(self, chunks: Tensor | Ragged, slots: Tensor | None) -> Callable[[], Tensor]:
+        """Ask for the values of chunks, and return a function that waits for them. Those of several sequences on
+        the device are there already."""
+        if not isinstance(held := self.values, Rows | BatchedHostRows):
+            here = filled(ops.gather_rows(held, chunks))
+            return lambda: here
+        hits, near = self.hits, None
+        if slots is not None and hits is not None:
+            near = hits.v
+        return self.cache.fetch(lambda traffic: held.gather(cast(Tensor, chunks), traffic, slots, near)).wait
+
+    def decode(self, x: AttnInput) -> Tensor:
+        self.rope_table.note(x)
+        return super().decode(x)
+
+    def rows_of(self, rows: Tensor, plan: ChunkPlan) -> Tensor:
+        local = torch.arange(self.sealed - plan.local, self.sealed, device=rows.device)
+        found = ops.token_rows(torch.cat([self.outliers, rows], 2), self.method.chunk)
+        return torch.cat([found, local.expand(*found.shape[:2], -1)], 2)
+
+    def attended_under(self, plan: ChunkPlan) -> Attended:
+        exact = plan.outliers * self.method.chunk + plan.local
+        return Attended(exact + plan.top * self.method.chunk, self.store.length - exact)
+
+    def settle(self) -> None:
+        """Allocate the hit cache with the first step, when the memory of the seal is free again."""
+        if self.hits is not None and self.plan is not None and not self.hits.begun:
+            self.hits.begin(self.plan.top, self.store.k)
+
     def state(self) -> dict[str, Tensor]:
-        """Return the candidates as they were compressed, with their values where these lie."""
+        """Return the compressed candidates, with their values where these lie."""
         if self.plan is None:
             return {}
         values = cast(Rows, self.values).held(self.plan.candidates)
@@ -190,50 +298,6 @@ class ShadowRead(Read[ChunkPlan], capturable=True, of_each=OF_EACH):
         self.layer.sealed += rebuilt
         self.layer.evicted -= rebuilt
 
-    def observe(self, x: AttnInput) -> None:
-        self.rope_table.note(x)
-
-    def split(self, budget: int) -> ChunkPlan:
-        return self.method.plan(budget, self.sealed)
-
-    def prepare(self, plan: ChunkPlan) -> None:
-        self._compress(plan)
-        self.hits = HitCache(self.method.chunk, plan.candidates) if self.method.hit_cache else None
-
-    def decode(self, x: AttnInput) -> Tensor:
-        self.rope_table.note(x)
-        return super().decode(x)
-
-    def read(self, x: AttnInput, plan: ChunkPlan) -> Tensor:
-        rows = self.chosen(x.q, plan.top)
-        self.settle()
-        if self.hits is None:
-            read = self._rebuild(rows)
-        else:
-            may_wait = not (self.cache.counters.running or queues(self.request.device))
-            read = self.hits.read(rows, self._rebuild, self.cache.traffic, may_wait=may_wait)
-        return self.attend(x.q, self.store.since(0), read)
-
-    def select(self, q: Tensor, top: int) -> Tensor:
-        """Return the `top` chunks to read. q [B H 1 D] -> [B G top]"""
-        logits = ops.row_scores(q.view(*self.landmarks.shape[:2], self.spec.group, -1), self.landmarks)
-        weights = ops.group_weights(logits, self.spec.scale, "largest")
-        return leading(filled(ops.gather_rows(self.chunks, ops.top_k(weights, top))).squeeze(-1), top)
-
-    def attended_under(self, plan: ChunkPlan) -> Attended:
-        exact = plan.outliers * self.method.chunk + plan.local
-        return Attended(exact + plan.top * self.method.chunk, self.store.length - exact)
-
-    def rows_of(self, rows: Tensor, plan: ChunkPlan) -> Tensor:
-        local = torch.arange(self.sealed - plan.local, self.sealed, device=rows.device)
-        found = ops.token_rows(torch.cat([self.outliers, rows], 2), self.method.chunk)
-        return torch.cat([found, local.expand(*found.shape[:2], -1)], 2)
-
-    def settle(self) -> None:
-        """Take memory for the hit cache with the first step, when that of the seal is free again."""
-        if self.hits is not None and self.plan is not None and not self.hits.begun:
-            self.hits.begin(self.plan.top, self.store.k)
-
     def joined(self) -> dict[str, Tensor]:
         held = {"held": self.held, "held_k": self.held_k, "held_v": self.held_v}
         return super().joined() | {name: x for name, x in held.items() if x is not None}
@@ -242,67 +306,9 @@ class ShadowRead(Read[ChunkPlan], capturable=True, of_each=OF_EACH):
         """Return the rank of the keys' factors, which a short prompt limits."""
         return None if self.plan is None else self.basis.shape[2]
 
-    def _compress(self, plan: ChunkPlan) -> None:
-        whole, count = self.store, plan.candidates
-        self._factorise(whole.k, count)
-        keys, values = (chunked(x, count, self.method.chunk) for x in (whole.k, whole.v))
-        self.values = rows_for(values, self.cache, self.spec.index)
-        self._index(keys.unflatten(3, (self.method.chunk, -1)), plan.outliers)
-        resident = self.request.capacity - (count - plan.outliers) * self.method.chunk
-        self.layer.store = KVStore(self.spec, self.cache, resident)
-        shape = (*keys.shape[:2], plan.outliers * self.method.chunk, self.spec.head_dim)
-        self.store.append(*(ops.gather_rows(x, self.outliers).view(shape) for x in (keys, values)))
-        first_local = self.sealed - plan.local
-        self.store.append(whole.k[:, :, first_local:], whole.v[:, :, first_local:])
-
-    def _factorise(self, keys: Tensor, count: int) -> None:
-        """Factorise all keys of the prompt, and keep only the candidates' rows of u. keys [B G S D]"""
-        batch, groups, tokens, dim = keys.shape
-        joint = torch.empty(batch, tokens, groups * dim, device=keys.device)
-        by_head = joint.unflatten(2, (groups, dim)).transpose(1, 2)
-        for part in pieces(tokens):
-            positions = torch.arange(part.start, part.stop, device=keys.device)
-            by_head[:, :, part] = self.rope_table.unrotate(keys[:, :, part], positions)
-        rank = self.method.rank_of(tokens, groups * dim)
-        u, basis = low_rank(joint, rank, self.method.solver)
-        self.u = u[:, : count * self.method.chunk].to(keys.dtype).contiguous()
-        self.basis = basis.unflatten(2, (self.spec.num_kv_heads, -1)).transpose(1, 2).to(keys.dtype).contiguous()
-
-    def _index(self, keys: Tensor, outliers: int) -> None:
-        """Make the landmarks, and find the outliers, which have none. keys [B G N c D]"""
-        at_once = keys.split(max(1, TOKENS_AT_ONCE // self.method.chunk), 2)
-        means, lowest = (torch.cat(parts, 2) for parts in zip(*map(landmarks, at_once), strict=True))
-        self.outliers = ops.top_k(-lowest, outliers)
-        others = torch.ones_like(lowest, dtype=torch.bool).scatter(2, self.outliers, False)
-        numbers = torch.arange(lowest.shape[2], device=lowest.device).expand(lowest.shape)
-        self.chunks = numbers[others].view(*lowest.shape[:2], -1)
-        self.landmarks = ops.gather_rows(means, self.chunks).to(self.request.dtype)
-        self.chunks = self.chunks.unsqueeze(-1)
-
-    def _rebuild(self, chunks: Tensor | Ragged, slots: Tensor | None = None) -> Segment:
-        """Return keys from their factors, and values from their rows, which come meanwhile, or from their slots of what
-        is held. [B G K] -> K*c tokens"""
-        coming, size = self._values(chunks, slots), self.method.chunk
-        sizes = chunks.sizes if isinstance(chunks, Ragged) else chunks.shape[2]
-        positions: Tensor | Ragged = leading(ops.token_rows(chunks, size), sizes * size)
-        keys = ops.rebuild_keys(self.u, self.basis, positions, self.rope_table.cos, self.rope_table.sin)
-        live = positions.counts if isinstance(positions, Ragged) else None
-        values = coming().view(*keys.shape[:2], -1, keys.shape[3])[:, :, : keys.shape[2]]
-        return Segment(filled(keys), values, live=live)
-
-    def _values(self, chunks: Tensor | Ragged, slots: Tensor | None) -> Callable[[], Tensor]:
-        """Ask for the values of chunks, which the result waits for; those of several sequences on the device are
-        there."""
-        if not isinstance(held := self.values, Rows | BatchedHostRows):
-            here = filled(ops.gather_rows(held, chunks))
-            return lambda: here
-        hits, near = self.hits, None
-        if slots is not None and hits is not None:
-            near = hits.v
-        return self.cache.fetch(lambda traffic: held.gather(cast(Tensor, chunks), traffic, slots, near)).wait
-
     def reopen(self) -> None:
-        """Rebuild the candidates, with the outliers' exact keys among them: a further turn attends to everything."""
+        """Rebuild the candidates, with the outliers' exact keys among them, before a further turn, which attends to
+        everything."""
         if self.plan is None:
             return
         resident, self.layer.store = self.store, KVStore(self.spec, self.cache, self.request.capacity)

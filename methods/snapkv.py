@@ -1,14 +1,14 @@
 """SnapKV: lets the prompt's last queries vote for what is kept (arXiv 2404.14469).
 
-The weights of the last `window` queries are summed per key and pooled over neighbouring tokens. The best keys and the
-window itself are kept, exactly the budget. This happens once, at the seal: the prompt's own outputs are dense, later
-tokens are kept whole, and keys stay at their positions.
+The rule: the softmax weights of the last `window` queries are summed per key and pooled over neighbouring tokens.
+The keys with the largest pooled sums and the window itself are kept, together exactly the budget. This happens
+once, at the seal: the prompt's own outputs are dense, later tokens are kept whole, and keys stay at their
+positions. A further turn shorter than the window votes with the queries it has. 32 queries vote, as in the released
+code's configurations.
 
-The released code repeats keys to all query heads first, so each keeps its own tokens at g times the memory:
-`select_per=query_head`. With `kv_head` the votes are averaged over a group before they are pooled, which differs from
-pooling first only for `max`. A further turn shorter than the window votes with the queries it has.
-
-32 queries vote, as in the released code's configurations; PyramidKV's scripts take 8.
+Grouped heads: the released code repeats keys to all query heads first, so each keeps its own tokens at g times the
+memory (`select_per=query_head`). With `kv_head` the votes are averaged over a group before they are pooled, which
+differs from pooling first only for `max`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from methods.pools import KVStore
 
 @dataclass(frozen=True, kw_only=True)
 class SnapKV(Method):
-    """Holds the parameters. window: how many last queries vote, whose tokens are kept too. kernel: over how many tokens
-    votes are pooled, an odd number (1: none)."""
+    """Hold the parameters. `window`: how many last queries vote, whose tokens are kept too. `kernel`: over how many
+    tokens votes are pooled, an odd number (1: none)."""
 
     selects: ClassVar[bool] = False
     tunable: ClassVar[Grids] = {
@@ -71,7 +71,7 @@ class SnapKV(Method):
         return costs.evict(case, self.kept(case), case.spec.group if self.select_per == "query_head" else 1)
 
     def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
-        """Count the queries that will vote, and the votes by query head, then twice by KV head."""
+        """Return the memory of the queries that will vote, and of the votes by query head, then twice by KV head."""
         kept = PeakExtra(kept=self.window * case.query_bytes)
         if self.reads_whole(case):
             return kept
@@ -84,7 +84,7 @@ class SnapKV(Method):
 
 
 class SnapKeep(Keep, capturable=True, of_each={}):
-    """Holds the last `window` queries of the turn until the seal."""
+    """Hold the last `window` queries of the turn until the seal."""
 
     method: SnapKV
     queries: Tensor | None = None  # [B H <=window D]
@@ -102,12 +102,12 @@ class SnapKeep(Keep, capturable=True, of_each={}):
         self.queries = None
 
     def _votes(self) -> Tensor:
-        """Return pooled votes for every stored token but the window. -> [B G S] or [B H S]"""
+        """Return pooled votes for every stored token except the window, [B G S] or [B H S]."""
         assert self.queries is not None
         return self.pooled_votes(self.queries, self.store)
 
     def pooled_votes(self, queries: Tensor, store: KVStore, head: int | None = None) -> Tensor:
-        """Let queries [B H w D] vote, for all KV heads, or those of `head` for the store that it has to itself. -> [B
+        """Return the votes of queries [B H w D] for all KV heads, or for `head`, which has this store to itself. [B
         G|H S]"""
         sums = column_sums(queries, store.k, self.spec.scale, self.spec.sinks_of(head))  # [B H S]
         sums = sums[..., : store.length - self.method.window]  # before pooling, which would spread the window's votes

@@ -1,16 +1,18 @@
 """SparQ: finds each step's tokens by approximate logits from a few channels of the keys (arXiv 2312.04985).
 
-Per KV head, the r channels are taken in which the query heads are largest (sum of |q| over the group); q and k are
-multiplied in these alone. Dividing by the root of the share of |q| that they cover makes the logits of different query
-heads comparable; they are summed over the group without a softmax. `mean_value` mixes the mean of all values into the
-output, in the part that the approximate softmax gives to tokens that are not read.
+The rule: per KV head, the r channels are taken in which the query heads are largest (sum of |q| over the group); q
+and k are multiplied in these alone. Dividing by the root of the share of |q| that they cover makes the logits of
+different query heads comparable; they are summed over the group without a softmax, and the best tokens are read
+exactly. `mean_value` mixes the mean of all values into the output, in the part that the approximate softmax gives
+to tokens that are not read.
 
-`channel_copy` keeps the searched keys a second time, one channel per row, so that scoring reads r/D of them instead of
-picking from all, for 1.5 times the memory. With placement=host, keys, values and that
-copy lie on the host; each step moves r channels of the keys and the selected rows. Without the copy a GPU reads the
-numbers of these channels one by one over the bus, 32 bytes for each. The paper's local window moves on with generation;
-ours is the prompt's end, inside the budget, and all that is generated is read on top. While a selection is reused
-(`reuse_steps`), so is its share of unread tokens.
+Storage: `channel_copy` keeps the searched keys a second time, one channel per row, so that scoring reads r/D of
+them instead of picking from all, for 1.5 times the memory. With placement=host, keys, values and that copy lie on
+the host; each step moves r channels of the keys and the selected rows. Without the copy a GPU reads the numbers of
+these channels one by one over the bus, 32 bytes for each.
+
+The paper's local window moves on with generation; here it is the prompt's end, inside the budget, and all generated
+tokens are read in addition. While a selection is reused (`reuse_steps`), so is its share of unread tokens.
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ from methods.tiers.rows import Rows
 
 @dataclass(frozen=True, kw_only=True)
 class SparQ(Windowed):
-    """Holds the parameters. r: channels of a key that are read. mean_value, channel_copy: as the module says. The
-    budget is split as in `Windowed`."""
+    """Hold the parameters. `r`: channels of a key that are read. `mean_value`, `channel_copy`: as the module says.
+    The budget is split as in `Windowed`."""
 
     offloads: ClassVar[bool] = True
     rows_stay: ClassVar[bool] = True
@@ -74,11 +76,12 @@ class SparQ(Windowed):
         return costs.select(case, plan, means) + channels + costs.offload(case, copy, self.r * column)
 
     def paper_tokens(self, budget: Callable[[int], int], sealed: int) -> int:
-        """Return k, which is a share of the whole prompt and holds the window; PQCache's comparison adds its sinks."""
+        """Return k, which is a share of the whole prompt and includes the window; PQCache's comparison adds its
+        sinks."""
         return self.sinks + budget(sealed)
 
     def at_communication(self, share: float, head_dim: int) -> SparQ:
-        """Read r of the head_dim channels."""
+        """Return this method reading r of the head_dim channels."""
         r = int(share * head_dim)
         if not 1 <= r <= head_dim:
             raise CostError(
@@ -95,15 +98,15 @@ class SparQ(Windowed):
 
 
 class Approximate(NamedTuple):
-    """Holds queries in the picked channels alone, and what all middle tokens together get of them."""
+    """Hold queries in the picked channels alone, and the log-sum-exp that all middle tokens together get from them."""
 
-    query: Tensor  # [B G g D], without the scale
-    middle: Tensor  # [B G g] fp32, the log of the sum of exponentials
+    query: Tensor  # [B G g D], not scaled
+    middle: Tensor  # [B G g] fp32, the log-sum-exp over the middle tokens
 
 
 class SparQRead(Select, capturable=True, of_each={"by_channel": 3, "value_sum": None, "covered": None}):
-    """Selects by approximate logits. The sum of values and the share of unread tokens are kept for `mean_value`
-    only."""
+    """Select by approximate logits. The sum of values and the share of unread tokens are kept only for
+    `mean_value`."""
 
     method: SparQ
     by_channel: Rows | BatchedHostRows | Tensor | None = None  # the middle keys [B G D M]
@@ -120,16 +123,6 @@ class SparQRead(Select, capturable=True, of_each={"by_channel": 3, "value_sum": 
         if self.method.mean_value:
             self.value_sum = self.store.v.sum(2, keepdim=True, dtype=torch.float32)
 
-    def reopen(self) -> None:
-        self.by_channel = None  # the next seal copies the keys of a longer prompt
-
-    def forget(self, count: int, rows: Tensor) -> None:
-        """Take the tokens that go out of the mean value."""
-        if self.plan is not None and self.method.mean_value:
-            last = self.store.v[:, :, -count:]
-            self.value_sum += ops.gather_rows(last, rows).sum(2, keepdim=True, dtype=torch.float32)
-            self.value_sum -= last.sum(2, keepdim=True, dtype=torch.float32)
-
     def select(self, q: Tensor, top: int) -> Tensor:
         groups = q.view(q.shape[0], self.spec.num_kv_heads, self.spec.group, -1)
         channels, picked, query = ops.pick_channels(
@@ -142,8 +135,8 @@ class SparQRead(Select, capturable=True, of_each={"by_channel": 3, "value_sum": 
         return rows
 
     def attend(self, q: Tensor, *segments: Segment) -> Tensor:
-        """Attend, and after a selection let the approximate queries go over the same rows in the same pass, for what
-        they cover."""
+        """Attend. After a selection, let the approximate queries attend to the same rows in the same pass, to
+        measure the share of their softmax on the rows read."""
         if self.approximate is None:
             return super().attend(q, *segments)
         (query, middle), self.approximate = self.approximate, None
@@ -156,7 +149,7 @@ class SparQRead(Select, capturable=True, of_each={"by_channel": 3, "value_sum": 
         out = outs.view(batch, groups, -1, dim)[:, :, :group].reshape(q.shape)
         if (sinks := self.spec.sink_logits) is not None:  # each is a token without a value that is always read
             own = lse[..., :group].flatten(1)
-            read, every = (lse_with_sink(one.flatten(1), sinks).view_as(one) for one in (read, every))
+            read, every = (lse_with_sink(part.flatten(1), sinks).view_as(part) for part in (read, every))
             out = with_sink(out, own, sinks)
         self.covered = (read - every).exp().unsqueeze(-1)
         return out
@@ -170,13 +163,8 @@ class SparQRead(Select, capturable=True, of_each={"by_channel": 3, "value_sum": 
         read = out.view(*self.covered.shape[:3], -1)
         return torch.lerp(mean, read.float(), self.covered).to(out.dtype).view_as(out)
 
-    @property
-    def fetches_alone(self) -> bool:
-        """Return whether channels are picked from keys that have left the store."""
-        return not self.method.channel_copy
-
     def _scores(self, picked: Tensor, channels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `channel_sums` of picked [B G g r] in channels [B G r] over the middle, from where its keys lie."""
+        """Return `channel_sums` of picked [B G g r] in channels [B G r] over the middle keys, wherever these lie."""
         copy = self.by_channel
         if isinstance(copy, BatchedHostRows):
             copy = self.cache.fetch(partial(copy.in_place, channels.shape[2])).wait()
@@ -194,7 +182,22 @@ class SparQRead(Select, capturable=True, of_each={"by_channel": 3, "value_sum": 
             return self.cache.fetch(partial(self.by_channel.gather, channels)).wait()
         return middle.channels(channels)
 
+    def forget(self, count: int, rows: Tensor) -> None:
+        """Subtract the dropped tokens from the sum of values."""
+        if self.plan is not None and self.method.mean_value:
+            last = self.store.v[:, :, -count:]
+            self.value_sum += ops.gather_rows(last, rows).sum(2, keepdim=True, dtype=torch.float32)
+            self.value_sum -= last.sum(2, keepdim=True, dtype=torch.float32)
+
+    def reopen(self) -> None:
+        self.by_channel = None  # the next seal copies the keys of a longer prompt
+
+    @property
+    def fetches_alone(self) -> bool:
+        """Return whether channels are picked from keys that have left the store."""
+        return not self.method.channel_copy
+
 
 def _sums(picked: Tensor, by_channel: Tensor, channels: Tensor) -> tuple[Tensor, Tensor]:
-    made: tuple[Tensor, Tensor] = ops.channel_sums(picked, by_channel, channels)
-    return made
+    sums: tuple[Tensor, Tensor] = ops.channel_sums(picked, by_channel, channels)
+    return sums

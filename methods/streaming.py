@@ -1,9 +1,12 @@
 """StreamingLLM: keeps the first tokens and the most recent ones (arXiv 2309.17453).
 
-The paper gives the kept keys the positions of their places in the cache. Only distances matter to RoPE, so instead of
-rotating every kept key back by the number of evicted tokens, the few sinks are rotated forward by it. The query and the
-generated tokens keep their true positions, and the distances are the paper's. Our budget counts prompt tokens, so the
-window is that of the prompt's end, and generated tokens come on top.
+The rule: of the prompt, the first `sinks` tokens and the last ones stay, as many as the budget holds together. The
+kept keys are rotated as if they stood side by side, that is, by their places in the cache.
+
+How it is done: only distances matter to RoPE, so instead of rotating every kept key back by the number of evicted
+tokens, the few sinks are rotated forward by it. The query and the generated tokens keep their true positions, and
+the distances are the paper's. Our budget counts prompt tokens, so the window is that of the prompt's end, and
+generated tokens come on top.
 """
 
 from __future__ import annotations
@@ -23,8 +26,8 @@ from methods.parts import costs
 
 @dataclass(frozen=True, kw_only=True)
 class Streaming(Method):
-    """Holds the parameters. sinks: how many first tokens are kept. positions: `cache` (the paper: places in the cache)
-    or `original` (true positions)."""
+    """Hold the parameters. `sinks`: how many first tokens are kept. `positions`: `cache` (the paper: places in the
+    cache) or `original` (true positions)."""
 
     selects: ClassVar[bool] = False
     window_names: ClassVar[Mapping[str, str]] = {"sinks": "sinks"}
@@ -59,17 +62,23 @@ class Streaming(Method):
 
 
 class StreamingKeep(Keep, capturable=True, of_each={}):
-    """Keeps sinks and recent tokens, and turns the sinks forward by what was evicted."""
+    """Keep sinks and recent tokens, and rotate the sinks forward by the number of evicted tokens."""
 
     method: Streaming
-    turned = 0  # positions by which the sinks were turned forward
+    turned = 0  # positions by which the sinks were rotated forward
 
     def keep(self, size: int) -> Tensor:
         groups, device = self.spec.num_kv_heads, self.request.device
         return sinks_and_recent(self.request.batch, groups, self.method.sinks, size, self.store.length, device)
 
+    def close(self, evicted: int) -> None:
+        if self.method.positions == "cache" and evicted:
+            sinks = self.store.k[:, :, : self.method.sinks]
+            sinks.copy_(rotate_by(sinks, evicted, self.spec.rope, self.cache.counters.text_tokens))
+            self.turned += evicted
+
     def state(self) -> dict[str, Tensor]:
-        """Return where keys are rotated to, once the sinks' rotation is no longer that of where they stood."""
+        """Return the positions by which keys are rotated, once the sinks are no longer rotated by their own."""
         if not self.turned:
             return {}
         rotated = self.layer.stored_positions().clone()
@@ -82,9 +91,3 @@ class StreamingKeep(Keep, capturable=True, of_each={}):
 
     def truncate(self, state: Mapping[str, Tensor], first: int, last: int) -> dict[str, Tensor]:
         return {}
-
-    def close(self, evicted: int) -> None:
-        if self.method.positions == "cache" and evicted:
-            sinks = self.store.k[:, :, : self.method.sinks]
-            sinks.copy_(rotate_by(sinks, evicted, self.spec.rope, self.cache.counters.text_tokens))
-            self.turned += evicted
