@@ -58,11 +58,3 @@ def test_without_a_sink_it_is_the_plain_operation() -> None:
         lambda sinks: sink_logits.softmax(q.view(1, 2, 2, 7, 16), sinks),
     ):
         assert_close(one(None), one(far_below))
-
-
-def test_weights_and_their_sum() -> None:
-    logits = random(5, 3, GROUPS, GROUP, 11)
-    weights = sink_logits.softmax(logits, SINKS)
-    lse = sink_logits.lse_with_sink(logits.flatten(1, 2).logsumexp(-1), SINKS)
-    assert_close(weights.flatten(1, 2), (logits.flatten(1, 2) - lse.unsqueeze(-1)).exp())
-    assert (weights.sum(-1)[:, 1, 1] < 1e-6).all()

@@ -39,11 +39,6 @@ def test_a_thread_that_lost_its_core_is_left_out_and_tried_again(team) -> None:
     assert team.kv_team_size(1021 * MS) == 2
 
 
-def test_an_interrupt_is_no_neighbour(team) -> None:
-    team.kv_team_report(2, MS // 10, 1000 * MS)
-    assert team.kv_team_size(1001 * MS) == 2
-
-
 def test_while_it_goes_on_the_others_are_tried_less_often(team) -> None:
     now, pauses = 1000 * MS, []
     for _ in range(8):

@@ -32,12 +32,6 @@ def test_a_compiler_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert toolchain.unfit() == f"the C compiler {broken} fails: ld: cannot find -lc"
 
 
-def test_missing_headers_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(toolchain, "headers", lambda: tmp_path / "Python.h")
-    monkeypatch.setattr(toolchain, "compiler", lambda: sys.executable)
-    assert "Python's headers" in (toolchain.unfit() or "")
-
-
 @pytest.mark.slow
 def test_triton_falls_back_with_that_reason(tmp_path: Path) -> None:
     code = (

@@ -139,3 +139,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, positions: list[list[list[int]]],
             weights = (k[b, h // group, at] @ q[b, h, 0] * scale).softmax(0)
             out[b, h, 0] = weights @ v[b, h // group, at]
     return out
+
+
+def assert_best(chosen: Tensor, scores: Tensor, count: int) -> None:
+    """`chosen` [... K] are the `count` best of `scores` [... S], as a set; any of those equal up to rounding."""
+    assert chosen.shape[-1] == count
+    taken = torch.zeros(scores.shape).scatter_(-1, chosen, 1.0).bool()
+    assert bool((taken.sum(-1) == count).all()), "a token was chosen twice"
+    least = scores.topk(count).values[..., -1:]
+    slack = 1e-5 * scores.abs().amax(-1, keepdim=True)
+    assert bool((scores[taken] >= (least - slack).expand_as(scores)[taken]).all())
+    assert bool(taken[scores > least + slack].all())

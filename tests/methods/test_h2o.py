@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -10,9 +9,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from methods.base import PaperBudget
 from methods.h2o import H2O
-from tests.methods import parity
 from tests.methods.synthetic import SHAPES, Sequences, Shape, attention
 
 METHOD = H2O(sinks=0, recent_ratio=0.5, compensation="none")
@@ -101,26 +98,3 @@ def test_a_further_turn_evicts_by_all_queries_so_far() -> None:
         positions = layers[0].read_positions()
         assert positions is not None
         assert positions[0, h].tolist() == sorted(heavy) + list(range(second - 6, second))
-
-
-@parity.sources
-@pytest.mark.parametrize("sinks", [0, 32], ids=["original", "pqcache"])
-def test_what_is_kept_is_what_the_released_code_keeps(source: Callable[..., Sequences], sinks: int) -> None:
-    """A half for recent tokens, a half for the largest column sums of the causal softmax before them. The original
-    has a KV head per query head and no sinks; PQCache's comparison sums over a group and has 32, on top."""
-    prompt = parity.PROMPT - 32 + sinks
-    s, method = source(prompt + 1, repeated=sinks == 0), replace(METHOD, sinks=sinks)
-    layers = s.start(method, PaperBudget(parity.RHO, count=method.paper_tokens))
-    s.seal(layers, 0, prompt)
-    for index, layer in enumerate(layers):
-        q, k = s.q(index)[:, :, :prompt], s.k(index)[:, :, :prompt]
-        q = q.unflatten(1, (s.shape.groups, -1))
-        future = torch.ones(prompt, prompt, dtype=torch.bool).triu(1)
-        weights = (q @ k.unsqueeze(2).mT * s.shape.dim**-0.5).masked_fill(future, -torch.inf).softmax(-1)
-        sums = weights.sum((2, 3), dtype=torch.float64)
-        kept = layer.read_positions()
-        assert kept is not None
-        heavy = kept[..., sinks : kept.shape[2] - parity.HALF] - sinks
-        parity.assert_best(heavy, sums[..., sinks : prompt - parity.HALF], parity.HALF)
-        always = [*range(sinks), *range(prompt - parity.HALF, prompt)]
-        assert all(set(always) <= set(head) for head in kept.flatten(0, 1).tolist())

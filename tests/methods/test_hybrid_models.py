@@ -24,14 +24,12 @@ from methods.lm_infinite import LMInfinite
 from methods.sparq import SparQ
 from tests.harness.engine.test_hf import generated
 from tests.methods.synthetic import Sequences, Shape
-from tests.methods.test_contract import NAMES, small, walked
+from tests.methods.test_contract import small, walked
 from tests.tiny import HYBRID, WINDOW, prompt, tiny
 
 LENGTH, BUDGET, NEW = 80, 0.4, 9
 CALIBRATION = prompt(64, seed=9)
 hybrid = pytest.mark.parametrize("architecture", HYBRID)
-OWN_POSITIONS = {"streaming", "lm_infinite", "infllm"}  # what they read stands elsewhere for them
-APPROXIMATE = {"shadowkv", "sparq"}  # keys of low rank; a mean value in the place of what is not read
 
 
 @cache
@@ -82,17 +80,6 @@ def test_a_small_budget_rules_the_layers_that_see_everything(name: str, architec
         assert made.measured["attended_prompt"] == LENGTH
     sliding = [layer for layer in cache.layers if layer not in cache.method_layers]
     assert footprint(sliding)["device"] == len(sliding) * WINDOW * 2 * 2 * 16 * 4
-
-
-@pytest.mark.tokens
-@hybrid
-@pytest.mark.parametrize("name", [name for name in NAMES if small(name).offloads])
-def test_tokens_on_the_host_are_those_on_the_device(name: str, architecture: str) -> None:
-    made = []
-    for placement in ("device", "host"):
-        with attach(small(name), architecture, placement=placement) as kv:
-            made.append(answer(kv).tokens)
-    assert made[0] == made[1]
 
 
 SINKS = torch.tensor([2.0, -1.0, 0.5, 3.0, 0.0, 1.0])
@@ -184,12 +171,3 @@ def test_a_turn_may_be_stored_and_go_on_in_another_cache(architecture: str) -> N
             caches[1].refill([{name: x.clone() for name, x in held.items()} for held in caches[0].contents()])
             caches[0].open_turn()
             assert_close(*(engine.prefill(cache, more) for cache in caches))
-
-
-@pytest.mark.tokens
-@hybrid
-def test_sequences_of_a_batch_get_what_they_get_alone(architecture: str) -> None:
-    with attach(small("pqcache"), architecture) as kv:
-        both = Engine(kv).generate(torch.cat([prompt(LENGTH), prompt(LENGTH, seed=4)]), max_new_tokens=NEW).tokens
-        alone = [Engine(kv).generate(prompt(LENGTH, seed=seed), max_new_tokens=NEW).tokens[0] for seed in (0, 4)]
-    assert both == alone

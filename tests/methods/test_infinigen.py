@@ -14,7 +14,6 @@ from kernels.rope import rotate
 from methods.base import CacheState
 from methods.infinigen import InfiniGen, InfiniGenRead
 from methods.parts.growing import GrowingRows
-from tests.methods.recorded import Recorded
 from tests.methods.synthetic import SHAPES, Sequences, Shape, attention
 from tests.tiny import prompt, tiny
 
@@ -113,29 +112,6 @@ def test_every_step_is_the_recipe(shape: Shape, change: dict[str, object]) -> No
             torch.testing.assert_close(outs[i], out, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.model
-@pytest.mark.parametrize("change", [{}, {"alpha": 99.0}, {"column_rule": "query"}])
-def test_on_a_models_keys_the_choice_is_the_released_codes(change: dict[str, object]) -> None:
-    """It knows no grouped heads, so keys are repeated to the query heads: each has its own columns (the union of its
-    queries' and its keys'), margin and maximum, and all fetch the mean of what they ask for."""
-    prompt, limit = 650, 130
-    text, method = Recorded(prompt + STEPS, layers=[12, 13, 14, 15], repeated=True), replace(InfiniGen(), **change)
-    skews = method.prepare(text.specs, lambda _: (text.at(i, 0, prompt) for i in range(4)))
-    layers = text.start(method, limit, prepared=skews)
-    text.seal(layers, 0, prompt)
-    counts = []
-    for t in range(prompt, prompt + STEPS):
-        text.decode(layers, t)
-        for i in (2, 3):  # 0 and 1 are dense
-            (expected,) = reference_choice(text, method, i, t, limit, skews[i], prompt)
-            read = layers[i].read_positions()
-            assert read is not None
-            assert torch.equal(read[0].sort().values, expected.sort().values)
-            counts.append(expected.shape[1])
-    assert (set(counts) == {limit}) == ("alpha" in change)  # else the margin ends before the budget does
-
-
 @pytest.mark.parametrize("group_rank", ["margin_max", "prob_sum"])
 def test_counts_that_stay_on_the_device_choose_the_same(
     group_rank: Literal["margin_max", "prob_sum"], monkeypatch: pytest.MonkeyPatch
@@ -157,16 +133,6 @@ def test_counts_that_stay_on_the_device_choose_the_same(
         assert got is not None
         width = wanted.shape[2]
         assert torch.equal(got.sort(-1, descending=True).values[..., :width], wanted.sort(-1, descending=True).values)
-
-
-def test_a_selection_serves_further_steps_where_that_is_allowed() -> None:
-    text = Sequences(SHAPES[1], PROMPT + STEPS, LAYERS)
-    layers, seen = sealed(text, reuse_steps=1), []
-    for t in range(PROMPT, PROMPT + STEPS):
-        text.decode(layers, t)
-        assert layers[2].reads.rows is not None
-        seen.append(layers[2].reads.rows.tolist())
-    assert seen[0] == seen[1] != seen[2] == seen[3]
 
 
 def test_in_a_model_the_guess_is_layer_ls_query_of_the_normed_input_before_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,12 +11,8 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from evals.niah import Niah
-from harness.config.settings import Results, Settings
 from harness.engine.allocations import Allocations
 from harness.engine.footprint import footprint
-from harness.jobs.evaluate import evaluate
-from harness.models.embedded import SmolLM2
 from kernels import ops
 from kernels.coded import Coded
 from kernels.dispatch import watched
@@ -130,19 +125,6 @@ def test_a_further_turn_has_the_last_values_exactly() -> None:
     exact = (layer.store.v == s.v[0][:, :, :41]).all(-1).all(1).all(0)
     assert exact.tolist() == [False] * 25 + [True] * 16
     assert layer.recent is None
-
-
-@pytest.mark.model
-@pytest.mark.slow
-def test_four_bits_give_fulls_distribution_on_needles(tmp_path: Path) -> None:
-    """The paper's defaults. Two bits are another thing on a model of this size."""
-    settings = Settings(results=Results(root=str(tmp_path)), baseline="off", warmup=0, fidelity=2)
-    made = {
-        bits: evaluate(Kivi(bits=bits), Niah(lengths=(700,), depths=6), SmolLM2(), settings).summary["fidelity"]["kl"]
-        for bits in (4, 2)
-    }
-    assert 0 < made[4] <= 0.01
-    assert made[4] < made[2] / 5
 
 
 def test_a_short_prompt_is_no_codes_until_a_block_is_full() -> None:

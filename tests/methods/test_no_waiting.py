@@ -225,9 +225,3 @@ def test_all_others_can_be_captured(name: str, placement: str) -> None:
         cache = kv.cache(capacity=100)
         turn(kv, cache, prompt(80), steps=1)
         assert capture_refusal(Engine(kv).forward, cache) is None
-
-
-def test_rows_in_files_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the mode which forbids waits is seen to find one."""
-    with pytest.raises(WaitError):
-        steps(replace(small("pqcache"), cache_tokens=16, cache_block=4), "disk", "cpu", monkeypatch)  # type: ignore[call-arg]

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch.testing import assert_close
 
-from methods.base import PaperBudget
-from methods.oracle import Oracle, OracleRead
-from tests.methods import parity
+from methods.oracle import Oracle
 from tests.methods.synthetic import SHAPES, Sequences, Shape, attention
 
 METHOD = Oracle(sinks=3, recent_ratio=0.25)
@@ -54,19 +50,3 @@ def test_step_equals_loops(shape: Shape) -> None:
         whole = [[[*head, *range(PROMPT, position + 1)] for head in sequence] for sequence in read]
         wanted = attention(s.q(0)[:, :, position : position + 1], s.k(0), s.v[0], whole, shape.dim**-0.5)
         assert_close(out, wanted, atol=1e-5, rtol=1e-5)
-
-
-@parity.sources
-def test_the_choice_is_the_released_codes(source: Callable[[int], Sequences]) -> None:
-    """Softmax over all cached tokens, summed over a group, ranks those between sinks and window."""
-    s, method = source(parity.PROMPT + 1), Oracle()
-    layers = s.start(method, PaperBudget(parity.RHO, count=method.paper_tokens))
-    s.seal(layers, 0, parity.PROMPT)
-    for index, (layer, out) in enumerate(zip(layers, s.decode(layers, parity.PROMPT), strict=True)):
-        assert isinstance(layer.reads, OracleRead)
-        q, k, _ = parity.step(s, index)
-        weights = (q @ k.mT * s.shape.dim**-0.5).softmax(-1).sum(2)
-        parity.assert_best(layer.reads.rows, weights[..., 32 : parity.PROMPT - parity.HALF], parity.HALF)
-        positions = layer.read_positions()
-        assert {*range(32), *range(parity.PROMPT - parity.HALF, parity.PROMPT)} <= set(positions[0, 0].tolist())
-        parity.assert_reads(out, s, index, positions)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -10,11 +9,9 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from methods.base import PaperBudget
 from methods.layers import Layer
-from methods.pqcache import PQCache, PQRead
+from methods.pqcache import PQRead
 from tests.fast import PQ
-from tests.methods import parity
 from tests.methods.synthetic import SHAPES, Sequences, Shape, attention
 
 METHOD = replace(PQ, m=4, b=5, iterations=4, tolerance=0.0, seed=5, sinks=3, recent_ratio=0.25)
@@ -97,39 +94,3 @@ def test_codes_take_a_byte_up_to_256_centroids() -> None:
         kinds[b] = layer.reads.codes.dtype
         assert int(layer.reads.codes.max()) < layer.reads.centroids.shape[3] == min(2**b, 390 - 3 - 9)
     assert kinds == {8: torch.uint8, 9: torch.int32}
-
-
-@parity.sources
-@pytest.mark.parametrize("repeated", [False, True], ids=["gqa", "mha"])
-def test_scores_are_the_released_codes_over_the_same_centroids(
-    source: Callable[..., Sequences], repeated: bool
-) -> None:
-    """A table of query parts times centroids, looked up by code and added up; the softmax over the candidates, summed
-    over a group. The paper ranks before the softmax, which is the same where every query head has its own keys."""
-    s, method = source(parity.PROMPT + 1, repeated=repeated), PQCache()
-    layers = s.start(method, PaperBudget(parity.RHO, count=method.paper_tokens))
-    s.seal(layers, 0, parity.PROMPT)
-    for index, (layer, out) in enumerate(zip(layers, s.decode(layers, parity.PROMPT), strict=True)):
-        assert isinstance(layer.reads, PQRead)
-        q, k, _ = parity.step(s, index)
-        centroids, codes = layer.reads.centroids.double(), layer.reads.codes.long()  # [B G m C d'], [B G M m]
-        table = torch.einsum("bghid,bgicd->bghic", q.unflatten(3, (method.m, -1)), centroids)
-        found = codes.mT.unsqueeze(2).expand(-1, -1, q.shape[2], -1, -1)
-        logits = table.gather(4, found).sum(3)  # [B G g M]
-        rebuilt = centroids.gather(3, codes.mT.unsqueeze(4).expand(-1, -1, -1, -1, centroids.shape[4]))
-        keys = rebuilt.transpose(2, 3).flatten(3)  # [B G M D]
-        assert_close(logits, q @ keys.mT)
-        weights = (logits * s.shape.dim**-0.5).softmax(-1).sum(2)
-        parity.assert_best(layer.reads.rows, weights, parity.HALF)
-        if repeated:
-            parity.assert_best(layer.reads.rows, logits.squeeze(2), parity.HALF)
-        parity.assert_reads(out, s, index, layer.read_positions())
-        _assert_nearest(k[:, :, 32 : parity.PROMPT - parity.HALF], centroids, codes)
-
-
-def _assert_nearest(keys: Tensor, centroids: Tensor, codes: Tensor) -> None:
-    """Every key's code names its nearest centroid, by the Euclidean distance, in each sub-vector."""
-    parts = keys.unflatten(3, (centroids.shape[2], -1)).transpose(2, 3)  # [B G m M d']
-    distances = torch.cdist(parts, centroids)
-    coded = distances.gather(4, codes.mT.unsqueeze(4)).squeeze(4)
-    assert bool((coded <= distances.amin(4) * (1 + 1e-5) + 1e-6).all())

@@ -12,7 +12,6 @@ from torch.nn.functional import max_pool1d
 
 from methods.layers import Layer
 from methods.pyramidkv import PyramidKV
-from tests.methods.recorded import Recorded
 from tests.methods.synthetic import Sequences, Shape
 
 METHOD = PyramidKV(window=8, kernel=7, pooling="max", select_per="kv_head", beta=20)
@@ -82,12 +81,6 @@ def test_where_no_pyramid_can_be_it_says_so(budget: int, layers: int, why: str) 
 
 def test_each_layer_keeps_its_best_votes_and_the_window() -> None:
     check_kept(Sequences(Shape(6, 2, 64), 203, layers=3), budget=30)
-
-
-@pytest.mark.model
-@pytest.mark.slow
-def test_on_a_models_keys_each_layer_keeps_what_the_released_code_keeps() -> None:
-    check_kept(Recorded(650, layers=[0, 6, 14, 22, 29]), budget=130)
 
 
 def check_kept(text: Sequences, budget: int) -> None:

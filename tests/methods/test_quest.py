@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 
@@ -11,8 +10,7 @@ import torch
 from torch.testing import assert_close
 
 from methods.base import Budget, LayerWorkload
-from methods.quest import Quest, QuestRead
-from tests.methods import parity
+from methods.quest import Quest
 from tests.methods.recorded import Recorded
 from tests.methods.synthetic import SHAPES, Sequences, Shape, attention
 
@@ -118,32 +116,3 @@ def test_its_cost_expects_what_a_models_heads_share(budget: float) -> None:
     cases = [LayerWorkload(layer.spec, prompt, int(budget * prompt), "host", 4) for layer in layers]
     expected = sum(method.cost(case).moved_bytes_per_step for case in cases)
     assert traffic.to_device_bytes - before == pytest.approx(expected, rel=0.1)
-
-
-@parity.sources
-def test_the_choice_is_the_released_codes(source: Callable[[int], Sequences]) -> None:
-    """Per query head, by |q| times the page's largest key in the direction of q's sign. The CUDA code reads the current
-    token's page unasked; the evaluation code scores it, and then chooses the same wherever it takes that page."""
-    s, prompt, size = source(parity.PROMPT + 1), parity.PROMPT, 16
-    places, taken = int(parity.RHO * prompt) // size, 0
-    layers = s.start(Quest(dense_layers=()), parity.RHO)
-    s.seal(layers, 0, prompt)
-    for index, (layer, out) in enumerate(zip(layers, s.decode(layers, prompt), strict=True)):
-        assert isinstance(layer.reads, QuestRead)
-        q, k, _ = parity.step(s, index)
-        signed = torch.where(q > 0, 1, -1).unsqueeze(3) * k.unsqueeze(2)  # [B G g N D]
-        missing = -(prompt + 1) % size
-        padded = torch.nn.functional.pad(signed, (0, 0, 0, missing), value=torch.finfo(torch.float32).min)
-        largest = padded.unflatten(3, (-1, size)).amax(4)  # [B G g P D]
-        scores = (q.abs().unsqueeze(3) * largest).sum(-1).flatten(1, 2)
-        pages = layer.reads.rows[..., : (places - 1) * size : size] // size
-        parity.assert_best(pages, scores[..., :-1], places - 1)
-        last = range((scores.shape[-1] - 1) * size, prompt)
-        assert layer.reads.rows[..., (places - 1) * size :].tolist() == [[list(last)] * 9] * s.shape.batch
-        evaluated = scores.topk(places).indices
-        for head, chosen in zip(evaluated.flatten(0, 1).tolist(), pages.flatten(0, 1).tolist(), strict=True):
-            if scores.shape[-1] - 1 in head:
-                taken += 1
-                assert set(head) == {*chosen, scores.shape[-1] - 1}
-        parity.assert_reads(out, s, index, layer.reads.rows)
-    assert taken or source is parity.random  # a model's last page is often taken

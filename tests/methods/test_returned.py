@@ -18,9 +18,7 @@ from methods.base import Budget, CacheState, KVLayer, LayerSpec, Method, Plan
 from methods.layers import Keep, Layer, Policy, Read, Select
 from methods.layers.returned import ReturnedError, RowNumbers
 from methods.tiers.integers import IntCodec
-from tests.fast import MODEL, niah, run
 from tests.methods.test_contract import NAMES, small, turn
-from tests.talks import Talks
 from tests.tiny import prompt, tiny
 
 LENGTH, SIZE = 80, 16  # of the prompt, and what a budget of a fifth is
@@ -212,30 +210,6 @@ def test_transformers_own_loop_is_checked_too() -> None:
         model.generate(prompt(LENGTH), past_key_values=kv.cache(capacity=100), max_new_tokens=4)
 
 
-class TwiceKeep(MyKeep):
-    def __init__(self) -> None:
-        super().__init__(at(5, 4))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Twice(Method):
-    of_turns: tuple[int, ...] = (1,)
-
-    def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
-        return [Layer(spec, cache, self, TwiceKeep()) for spec in specs]
-
-
-@pytest.mark.parametrize("warmup", [0, 1])
-def test_a_run_says_it_and_records_nothing(tmp_path: Path, warmup: int) -> None:
-    with pytest.raises(ReturnedError, match=r"TwiceKeep\.keep returned 4"):
-        run(tmp_path, Twice(), niah(), budget=0.2, warmup=warmup)
-    with pytest.raises(ReturnedError, match=r"TwiceKeep\.keep returned 4"):
-        run(tmp_path, Twice(of_turns=(2,)), Talks(), budget=0.5, warmup=warmup)
-    [first, second] = [folder / "examples.jsonl" for folder in tmp_path.iterdir()]
-    recorded = first.read_text() + second.read_text()
-    assert recorded.count("\n") == (1 if warmup == 0 else 0)  # a talk of a single turn, which was right
-
-
 def test_a_further_turn_is_checked_as_well() -> None:
     method = Own(policy=MyKeep, wrong=at(5, 4), of_turns=(2,))
     with attached(tiny("llama"), method, budget=0.2) as kv:
@@ -274,33 +248,6 @@ def test_only_the_first_example_pays(looks: list[str]) -> None:
     assert len(looks) == first
 
 
-@pytest.mark.parametrize("history", ["device_prefix", "store", "recompute"])
-def test_examples_that_are_timed_do_not_pay(
-    tmp_path: Path, looks: list[str], monkeypatch: pytest.MonkeyPatch, history: str
-) -> None:
-    """The warm-up does, with two turns where there are any."""
-    before: list[int] = []
-    monkeypatch.setattr("harness.jobs.runner.Runner.record", _noting(looks, before))
-    made = run(tmp_path, small("snapkv"), Talks(max_new_tokens=5), budget=0.5, warmup=1, history=history)
-    assert [len(record.turns or [0]) for record in made.records] == [1, 2, 3, 1]
-    assert before
-    assert set(before) == {len(looks)}
-    kinds = 1 if history == "recompute" else 2  # there, every turn is a first one
-    assert sum("SnapKeep.keep" in one for one in looks) == kinds * MODEL.layers
-
-
-def _noting(looks: list[str], before: list[int]) -> Any:
-    from harness.jobs.runner import Runner
-
-    record = Runner.record
-
-    def noting(self: Runner, answer: Any) -> Any:
-        before.append(len(looks))
-        return record(self, answer)
-
-    return noting
-
-
 def places(method: Method) -> Iterator[tuple[str, IntCodec | None]]:
     for placement in ("device", "host", "disk") if method.offloads else ("device",):
         yield placement, None
@@ -335,11 +282,3 @@ def test_every_built_in_method_returns_what_it_should(name: str, looks: list[str
                     turn(kv, cache, prompt(length, batch=2, seed=length), steps=2 if number else 6)
             if method.uses_budget:
                 assert {int(one.split()[2].rstrip(",")) for one in looks} >= {1, 2}  # the layers that are never dense
-
-
-def test_built_in_methods_do_so_with_a_limited_pool(looks: list[str]) -> None:
-    for policy in ("counter", "fifo", "lru"):
-        method = replace(small("infinigen"), pool_capacity=60, pool_policy=policy)  # type: ignore[call-arg]
-        with attached(tiny("llama"), method, budget=0.3, calibration=prompt(64, seed=9)) as kv:
-            turn(kv, kv.cache(capacity=88, batch=2), prompt(80, batch=2), steps=5)
-    assert any("layer.retain" in one for one in looks)

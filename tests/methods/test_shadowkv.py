@@ -12,7 +12,6 @@ from torch.nn.functional import cosine_similarity
 from kernels.rope import rotate
 from methods.layers import Layer
 from methods.shadowkv import ChunkPlan, ShadowKV, ShadowRead
-from tests.methods.recorded import Recorded
 from tests.methods.synthetic import SHAPES, Sequences, Shape, attention
 
 METHOD = ShadowKV(chunk=4, rank=0.25, local_chunks=2, outlier_share=0.3, solver="gram_fp64", hit_cache=True)
@@ -86,44 +85,6 @@ def test_every_step_is_the_formulas(shape: Shape) -> None:
         expected = attention(x.q, keys, text.v[0], positions, shape.dim**-0.5)
         torch.testing.assert_close(out, expected, atol=2e-5, rtol=1e-4)
         assert layer.attended == (11 + 4 + 20, t + 1 - PROMPT)
-
-
-@pytest.mark.slow
-@pytest.mark.model
-def test_on_a_models_keys_choice_and_keys_are_the_released_codes_but_for_its_fixed_width() -> None:
-    """It divides logits by the root of 128 whatever the head size. Softmax comes before the maximum over a group, so
-    for heads of 64 that changes which chunks are chosen; with one query head per KV head it cannot."""
-    prompt, steps = 653, 4
-    method, overlap = ShadowKV(), {True: 0, False: 0}
-    for repeated in (True, False):
-        text, chosen = Recorded(prompt + steps, [3, 14, 26], repeated), 0
-        layers = text.start(method, 0.2)
-        text.seal(layers, 0, prompt)
-        for index, layer in enumerate(layers):
-            assert isinstance(layer.reads, ShadowRead)
-            assert layer.reads.plan is not None
-            compare_keys(
-                layer, rebuilt_keys(text, method.rank_of(prompt, text.raw_k[0, 0, :, 0].numel()), prompt, index)
-            )
-            for t in range(prompt, prompt + steps):
-                x = text.at(index, t, t + 1)
-                layer.decode(x)
-                for g in range(text.shape.groups):
-                    asked = text, x.q, 0, g, layer.reads.plan, method.chunk, index
-                    outliers, selected = reference_sets(*asked)
-                    ours = set(layer.reads.rows[0, g].tolist())
-                    assert set(layer.reads.outliers[0, g].tolist()) == set(outliers)
-                    assert ours == set(selected)
-                    overlap[repeated] += len(ours & {*reference_sets(*asked, width=128)[1]})
-                    chosen += len(ours)
-        assert (overlap[repeated] == chosen) == repeated
-        assert overlap[repeated] > 0.8 * chosen
-
-
-def compare_keys(layer: Layer, expected: Tensor) -> None:
-    every = torch.arange(layer.reads.plan.candidates).expand(1, layer.spec.num_kv_heads, -1)
-    rebuilt = layer.reads._rebuild(every).k
-    torch.testing.assert_close(rebuilt, expected[:, :, : rebuilt.shape[2]], atol=2e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("solver", ["gram_fp32", "thin_svd"])

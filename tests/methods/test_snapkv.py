@@ -11,7 +11,6 @@ from torch.testing import assert_close
 
 from methods.base import Budget
 from methods.snapkv import SnapKV
-from tests.methods.recorded import Recorded
 from tests.methods.synthetic import SHAPES, Sequences, Shape, attention
 
 METHOD = SnapKV(window=7, kernel=5, pooling="avg", select_per="kv_head")
@@ -75,20 +74,6 @@ def test_keeps_the_best_votes_and_the_window(shape: Shape, pooling: str, select_
         read = [[[*head, *range(PROMPT, position + 1)] for head in sequence] for sequence in kept.tolist()]
         assert_close(out, attention(s.q(0)[:, :, position, None], k, v, read, shape.dim**-0.5))
     assert layers[0].attended == (BUDGET, STEPS)
-
-
-@pytest.mark.model
-@pytest.mark.slow
-@pytest.mark.parametrize("kernel", [7, 15])
-def test_on_a_models_keys_each_query_head_keeps_what_the_released_code_keeps(kernel: int) -> None:
-    """Its LongBench runs: window 32, max pooling, keys and values repeated to the query heads before anything else."""
-    prompt = 650
-    s = Recorded(prompt, layers=[0, 14, 29])
-    method = SnapKV(window=32, kernel=kernel, pooling="max", select_per="query_head")
-    layers = s.start(method, prompt // 5)
-    s.seal(layers, 0, prompt)
-    for index, layer in enumerate(layers):
-        _check_kept(layer.positions, _pooled(_votes(s, 32, prompt, index), kernel, "max"), 32, prompt)
 
 
 @pytest.mark.parametrize("select_per", ["kv_head", "query_head"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -10,9 +9,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from methods.base import PaperBudget
-from methods.sparq import SparQ, SparQRead
-from tests.methods import parity
+from methods.sparq import SparQ
 from tests.methods.synthetic import SHAPES, Sequences, Shape, attention
 
 METHOD = SparQ(r=9, sinks=3, recent_ratio=0.25, mean_value=False, channel_copy=True)
@@ -113,36 +110,3 @@ def test_a_query_of_zeros_reads_everything_evenly() -> None:
     rows = torch.cat([read, torch.full((1, 4, 1), PROMPT)], -1)
     chosen = s.v[0].gather(2, rows.unsqueeze(-1).expand(-1, -1, -1, 64)).mean(2)
     assert_close(out[:, :, 0], share * chosen + (1 - share) * s.v[0][:, :, : PROMPT + 1].mean(2))
-
-
-@parity.sources
-@pytest.mark.parametrize(
-    "method", [SparQ(r=16), SparQ(r=1, sinks=32, recent_ratio=0.5, mean_value=False)], ids=["released", "pqcache"]
-)
-def test_the_first_step_is_the_released_codes(source: Callable[[int], Sequences], method: SparQ) -> None:
-    """k tokens with local_k of them before the current one, which is free; PQCache's comparison adds 32 sinks. A later
-    step differs on purpose: our window stays at the prompt's end."""
-    s, prompt, dim = source(parity.PROMPT + 1), parity.PROMPT, 64
-    k_tokens = int(parity.RHO * prompt)
-    local = int(k_tokens * method.recent_ratio)
-    layers = s.start(method, PaperBudget(parity.RHO, count=method.paper_tokens))
-    s.seal(layers, 0, prompt)
-    for index, (layer, out) in enumerate(zip(layers, s.decode(layers, prompt), strict=True)):
-        assert isinstance(layer.reads, SparQRead)
-        q, k, v = parity.step(s, index)
-        channels = q.abs().sum(2, keepdim=True).topk(method.r).indices  # [B G 1 r]
-        few = q.gather(3, channels.expand(*q.shape[:3], -1))
-        scale = (dim * few.abs().sum(-1, keepdim=True) / q.abs().sum(-1, keepdim=True)).sqrt()
-        some = k.gather(3, channels.expand(*k.shape[:3], -1))
-        logits = (few / scale) @ some.mT  # [B G g N]
-        parity.assert_best(layer.reads.rows, logits.sum(2)[..., method.sinks : prompt - local], k_tokens - local)
-        read = layer.read_positions()
-        if not method.mean_value:
-            parity.assert_reads(out, s, index, read)
-            continue
-        kept = torch.zeros(*read.shape[:2], prompt + 1).scatter_(2, read, 1.0).bool().unsqueeze(2)
-        kept[..., prompt:] = True
-        exact = (q @ k.mT * dim**-0.5).masked_fill(~kept, -torch.inf).softmax(-1) @ v
-        alpha = logits.softmax(-1).where(kept, 0).sum(-1, keepdim=True)
-        wanted = alpha * exact + (1 - alpha) * v.mean(2, keepdim=True)
-        assert_close(out[:, :, 0].double(), wanted.flatten(1, 2), atol=2e-5, rtol=1e-4)

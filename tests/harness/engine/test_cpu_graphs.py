@@ -14,12 +14,9 @@ from torch import Tensor
 
 from harness.engine.batch.running import RunningBatch
 from harness.engine.engine import Engine
-from harness.engine.graph import CapturedStep
-from harness.engine.saved_state import Snapshot
 from kernels.dispatch import use_backend
-from tests.harness.engine.test_graph import offloading
 from tests.harness.engine.test_together import attach_compiled
-from tests.methods.test_contract import attach, fresh_memory_full_of_nan, small, walked
+from tests.methods.test_contract import attach, small
 from tests.tape import Tape
 from tests.tiny import prompt
 
@@ -50,44 +47,6 @@ def no_pass_for_cycles() -> Any:
         yield
     finally:
         gc.enable()
-
-
-@pytest.mark.tokens
-@walked
-def test_compiled_steps_are_the_same(name: str) -> None:
-    with attach(offloading(name), 0.5) as kv:
-        plain, captured = Engine(kv), Engine(kv, graphs=Tape())
-        for seed in range(3):
-            ids = prompt(80 + seed, seed=seed)
-            made, wanted = (engine.generate(ids, max_new_tokens=9) for engine in (captured, plain))
-            assert (made.tokens, made.measured, made.kv) == (wanted.tokens, wanted.measured, wanted.kv)
-            assert made.capture_s is not None
-    assert captured.plain_steps is None
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("name", THREE)
-def test_logits_are_those_of_plain_steps_to_the_last_bit(name: str) -> None:
-    """In fresh memory full of NaN, and again from a snapshot, which replays have written behind."""
-    ids, fed = prompt(70), prompt(5, seed=2).split(1, 1)
-    logits: list[list[Tensor]] = []
-    for captured in (False, True):
-        with attach_compiled(name) as kv, fresh_memory_full_of_nan():
-            engine = Engine(kv)
-            assert engine.forward is not None
-            cache = engine.cache(ids, 12)
-            engine.prefill(cache, ids)
-            cache.seal()
-            before = Snapshot(cache)
-            for _ in range(2):
-                step = CapturedStep(engine.forward, cache, Tape()) if captured else None
-                logits.append([(step(x) if step else engine.forward(x, cache)).clone() for x in fed])
-                assert step is None or step.failure is None
-                if step is not None:
-                    step.close()
-                before.restore()
-    first, *others = [torch.stack(steps) for steps in logits]
-    assert all(torch.equal(first, steps) for steps in others)
 
 
 @pytest.mark.tokens

@@ -77,19 +77,6 @@ def test_tracing_changes_no_token_and_is_another_run(tmp_path: Path) -> None:
     assert not (plain.folder / PROFILE).exists()
 
 
-@pytest.mark.tokens
-def test_a_traced_run_goes_on_and_keeps_its_profile(tmp_path: Path) -> None:
-    first = run(tmp_path, trace="on")
-    lines = (first.folder / "examples.jsonl").read_bytes().splitlines(keepends=True)
-    (first.folder / "examples.jsonl").write_bytes(b"".join(lines[:2]))
-    profile = (first.folder / PROFILE).read_bytes()
-    again = run(tmp_path, trace="on")
-    assert again.records[:2] == first.records[:2]
-    assert [record.tokens for record in again.records] == [record.tokens for record in first.records]
-    assert all(record.trace for record in again.records)
-    assert (again.folder / PROFILE).read_bytes() == profile
-
-
 def test_an_operation_within_another_is_a_part_of_it() -> None:
     watch, seen = Stopwatch(torch.device("cpu")), list[str]()
     with clocked(watch, lambda name, arguments, made: seen.append(name)):
