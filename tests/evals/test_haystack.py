@@ -37,12 +37,6 @@ def test_auto_prefers_all_essays_then_the_49_then_python_itself(tmp_path: Path) 
     assert haystack.load("essays49", env(tmp_path)).text == "forty-nine"
 
 
-def test_pydoc_is_long_and_the_same_every_time() -> None:
-    first = haystack.load("pydoc", env(None))
-    assert len(first.text.split()) > 30_000
-    assert first == haystack.load("pydoc", env(None))
-
-
 @pytest.mark.parametrize("name", ["essays", "essays49"])
 def test_a_missing_file_is_named_with_its_places(tmp_path: Path, name: str) -> None:
     with pytest.raises(TaskError, match=rf"paul_graham_essays.*{tmp_path}.*pydoc"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import doctest
 import json
 import re
@@ -10,15 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from evals import hub
 from evals.base import Example, TaskEnv, TaskError
 from evals.ruler import Ruler, qa, scoring
 from evals.ruler.bench import CountedText
 from evals.ruler.templates import FAMILIES, TEMPLATES
-
-CONF = Path(__file__).parents[2] / "conf" / "task" / "ruler.yaml"
 
 
 def ruler(**changes: Any) -> Ruler:
@@ -32,13 +28,6 @@ def env(text: CountedText | None = None, **changes: Any) -> TaskEnv:
 
 def example(task: str, *references: str) -> Example:
     return Example(id="", group="", context="", references=references, max_new_tokens=1, data={"task": task})
-
-
-def test_the_yaml_lists_every_field() -> None:
-    config = yaml.safe_load(CONF.read_text())
-    assert config.pop("_target_") == "evals.ruler.Ruler"
-    assert list(config) == [field.name for field in dataclasses.fields(Ruler)]
-    assert list(Ruler(**config).tasks) == list(FAMILIES)
 
 
 def test_examples_come_by_length_task_and_sample() -> None:
@@ -213,16 +202,6 @@ def test_long_word_lists_need_the_official_file(tmp_path: Path) -> None:
     (tmp_path / "english_words.json").write_text("version https://git-lfs.github.com/spec/v1")
     with pytest.raises(TaskError, match="git-lfs"):
         list(task.examples(env(data_root=tmp_path)))
-
-
-@pytest.mark.parametrize(("task", "name"), [("qa_1", "SQuAD 2.0"), ("qa_2", "HotpotQA")])
-def test_missing_question_sets_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str, name: str) -> None:
-    def no_hub(*_: str) -> tuple[Path, str]:
-        raise hub.HubError("nothing answers")
-
-    monkeypatch.setattr(hub, "fetch", no_hub)
-    with pytest.raises(TaskError, match=rf"{name}.*{tmp_path}.*{'squad' if task == 'qa_1' else 'hotpot'}"):
-        ruler(tasks=["niah_single_1", task]).examples(env(data_root=tmp_path))
 
 
 SQUAD = {

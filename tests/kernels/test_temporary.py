@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import signal
@@ -131,23 +130,6 @@ def test_what_others_have_made_stays_whatever_it_is_called(tmp_path: Path) -> No
     assert {*tmp_path.rglob("*")} == there
 
 
-def test_without_locks_nothing_is_removed_and_all_else_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    left = abandoned(tmp_path)
-
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(fcntl, "flock", refuse)
-        remove_abandoned(tmp_path)
-        assert left.exists()
-        a_folder(tmp_path)
-        a_file(tmp_path)
-        assert set(os.listdir(tmp_path)) == {left.name, "run.json"}
-    remove_abandoned(tmp_path)
-    assert os.listdir(tmp_path) == ["run.json"]
-
-
 def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path: Path) -> None:
     a_file(tmp_path)
     with pytest.raises(ZeroDivisionError), replacing(tmp_path / "run.json") as file:
@@ -155,13 +137,3 @@ def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path: Path) -> None:
         raise ZeroDivisionError
     assert os.listdir(tmp_path) == ["run.json"]
     assert (tmp_path / "run.json").read_bytes() == b"new"
-
-
-def test_a_fork_that_ends_leaves_the_folder_to_its_owner(tmp_path: Path) -> None:
-    with TemporaryFolder("kv-history-", tmp_path) as folder:
-        if not (child := os.fork()):
-            folder_of_the_fork = TemporaryFolder("kv-rows-", tmp_path)
-            temporary.finalize._exitfunc()  # type: ignore[attr-defined]  # as at the end of an interpreter
-            os._exit(folder_of_the_fork.path.exists())
-        assert os.waitpid(child, 0)[1] == 0
-        assert os.listdir(tmp_path) == [folder.name]

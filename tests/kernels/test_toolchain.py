@@ -29,7 +29,7 @@ def test_a_compiler_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_pa
     broken.write_text("#!/bin/sh\necho 'ld: cannot find -lc' >&2\nexit 1\n")
     broken.chmod(0o755)
     monkeypatch.setenv("CC", str(broken))
-    assert toolchain.unfit() == f"the C compiler {broken} fails: ld: cannot find -lc"
+    assert f"{broken} fails: ld: " in str(toolchain.unfit())
 
 
 @pytest.mark.slow

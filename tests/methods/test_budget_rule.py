@@ -142,8 +142,3 @@ def test_one_split_for_all_that_have_one() -> None:
     assert Streaming(sinks=9).with_windows(sinks=4, recent_ratio=0.25) == Streaming(sinks=4)
     for kept in (Full(), Quest(), SnapKV(), PyramidKV(), ShadowKV()):
         assert kept.with_windows(sinks=4, recent_ratio=0.25) == kept
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_split_that_is_not_given_changes_nothing(name: str) -> None:
-    assert small(name).with_windows(sinks=None, recent_ratio=None) == small(name)

@@ -128,9 +128,9 @@ def test_memory_is_reserved_for_as_many_as_are_kept() -> None:
 
 def test_methods_that_need_all_refuse_by_name() -> None:
     budget = Budget(20, generated=MOST)
-    with pytest.raises(BudgetError, match="InfLLM cannot drop generated tokens, for its window slides over them"):
+    with pytest.raises(BudgetError, match="InfLLM cannot drop"):
         InfLLM().check(budget)
-    with pytest.raises(BudgetError, match="has a slot of the limited pool"):
+    with pytest.raises(BudgetError, match="limited pool"):
         InfiniGen(pool_capacity=0.5).check(budget)
-    with pytest.raises(BudgetError, match="budget_generated=0 is no number of tokens"):
+    with pytest.raises(BudgetError, match="budget_generated=0"):
         replace(budget, generated=0)

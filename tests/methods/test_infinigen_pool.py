@@ -127,7 +127,7 @@ def test_what_cannot_be_done_is_refused_by_name() -> None:
         text.start(POOLED, LIMIT, reuse_steps=1)
     with pytest.raises(ValueError, match=f"at least {STEPS + 1} tokens"):
         started(text, replace(POOLED, pool_capacity=STEPS))
-    with pytest.raises(BudgetError, match=r"budget=1.0 covers every prompt"):
+    with pytest.raises(BudgetError, match=r"budget=1.0 covers"):
         text.start(POOLED, 1.0)
     with pytest.raises(ValueError, match="pool_policy"):
         replace(METHOD, pool_policy="random")  # type: ignore[arg-type]
@@ -141,7 +141,7 @@ def test_a_prompt_that_is_too_short_for_the_pool_is_read_whole(budget: int, capa
     text.seal(layers, 0, PROMPT)
     full = text.start(METHOD, 400)
     text.seal(full, 0, PROMPT)
-    assert "nothing leaves the pool" in str(layers[1].fallback)
+    assert "leaves the pool" in str(layers[1].fallback)
     assert full[1].fallback is None
     for t in range(PROMPT, PROMPT + STEPS):
         torch.testing.assert_close(text.decode(layers, t)[1], text.decode(full, t)[1])

@@ -250,7 +250,7 @@ def test_later_turns_stay_whole_and_say_so() -> None:
         engine.prefill(again, further)
         again.seal()
         assert again.layers[0].store.length == 140
-        assert "later turns add stays whole" in str(again.layers[0].fallback)
+        assert "later turns" in str(again.layers[0].fallback)
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_what_cannot_run_here_is_refused_by_name(press: dict[str, Any], said: st
 
 
 def test_a_press_by_its_bare_name_is_refused_with_the_words_to_write() -> None:
-    with pytest.raises(PluginError, match=r"a mapping, as in 'method\.press=\{name: TOVAPress\}'"):
+    with pytest.raises(PluginError, match=r"method\.press=\{name: TOVAPress\}"):
         plugins.build({"_target_": "harness.bridges.kvpress.kvpress.KVPress", "press": "TOVAPress"}, "method")
 
 
@@ -318,7 +318,7 @@ def test_a_failing_press_is_named() -> None:
     chunked = {"name": "ChunkPress", "press": SNAP, "chunk_length": 10}  # no chunk is as long as its window
     with (
         attached(tiny("llama"), KVPress(press=chunked), budget=60) as kv,
-        pytest.raises(KVPressError, match="ChunkPress of kvpress fails in layer 0"),
+        pytest.raises(KVPressError, match="ChunkPress.*layer 0"),
     ):
         sealed(kv)
 
@@ -330,7 +330,7 @@ def test_scores_that_are_nan_are_refused_by_name(inside: bool, monkeypatch: pyte
     given = {"name": "ChunkKVPress", "press": press} if inside else press
     with (
         attached(tiny("llama"), KVPress(press=given), budget=60) as kv,
-        pytest.raises(KVPressError, match=r"^MoodyPress of kvpress gives scores in layer 1 that are NaN"),
+        pytest.raises(KVPressError, match=r"^MoodyPress.*layer 1.*NaN"),
     ):
         sealed(kv)
 
@@ -364,7 +364,7 @@ def test_a_press_that_leaves_keys_that_are_not_finite_is_found_by_its_layer() ->
     press = {"name": "tests.own_press.InfinitePress"}
     with (
         attached(tiny("llama"), KVPress(press=press), budget=60) as kv,
-        pytest.raises(NotFiniteError, match=r"first 2 tokens .*: layer 0 is .* though .* it is the model or KVPress"),
+        pytest.raises(NotFiniteError, match=r"first 2 tokens.*layer 0.*KVPress"),
     ):
         Engine(kv).generate(IDS, max_new_tokens=4)
 
@@ -377,7 +377,7 @@ def test_a_prompt_no_longer_than_a_presss_windows_is_read_whole(press: dict[str,
         with attached(model, method, budget=0.2) as kv:
             made = Engine(kv).generate(IDS[:, :length], max_new_tokens=3)
         whole = 1 < length <= method.windows
-        assert str(made.fallback).startswith("all is read: the prompt of ") == whole
+        assert str(made.fallback).startswith("all is read") == whole
         if whole:
             with attached(model, Full()) as kv:
                 assert made.tokens == Engine(kv).generate(IDS[:, :length], max_new_tokens=3).tokens
@@ -425,7 +425,7 @@ def test_another_release_of_kvpress_is_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("harness.bridges.kvpress.package.version", lambda name: "0.6.0")
     package.cache_clear()
     try:
-        with pytest.raises(KVPressError, match=r"kvpress 0\.6\.0 is installed.*pip install --no-deps kvpress==0\.5\.5"):
+        with pytest.raises(KVPressError, match=r"kvpress 0\.6\.0.*kvpress==0\.5\.5"):
             package()
     finally:
         package.cache_clear()

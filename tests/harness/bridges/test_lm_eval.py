@@ -163,7 +163,7 @@ def test_a_rolling_likelihood_seals_a_share_of_each_window() -> None:
     assert abs(value - other) > 1e-3
     all_of_it = ours("streaming", budget=1.0, max_length=200)
     assert all_of_it.loglikelihood_rolling(whole) == pytest.approx([other], abs=1e-3)
-    with pytest.raises(SettingsError, match="rolling_context=0 seals nothing of a window, so Streaming would"):
+    with pytest.raises(SettingsError, match="rolling_context=0.*Streaming"):
         ours("streaming", budget=0.6, rolling_context=0)
 
 
@@ -198,11 +198,11 @@ def test_wrong_arguments_get_a_sentence(words: dict[str, Any], says: str) -> Non
 
 def test_wrong_requests_get_a_sentence() -> None:
     lm = ours(max_length=200)
-    with pytest.raises(SettingsError, match="num_beams of a request are unknown here: leave them out of gen_kwargs"):
+    with pytest.raises(SettingsError, match="num_beams.*gen_kwargs"):
         lm.generate_until(asked("generate_until", (TEXT, {"num_beams": 2, "max_gen_toks": 9})))
-    with pytest.raises(SettingsError, match="max_gen_toks=200 leaves no room for a prompt in 200 tokens"):
+    with pytest.raises(SettingsError, match="max_gen_toks=200.*200 tokens"):
         lm.generate_until(asked("generate_until", (TEXT, {"max_gen_toks": 200})))
-    with pytest.raises(SettingsError, match="tokens: max_length=200 is less"):
+    with pytest.raises(SettingsError, match="max_length=200"):
         lm.loglikelihood(asked("loglikelihood", ("x", TEXT * 2)))
 
 
@@ -232,7 +232,7 @@ def test_tasks_with_few_shots_and_chat_templates(tmp_path: Path) -> None:
     finally:
         lm.tokenizer.chat_template = None
     asked_for = made["samples"]["own"][0]["arguments"][0][0]
-    assert asked_for.count("<assistant>a fact<user>What stands in text ") == 2
+    assert asked_for.count("<assistant>a fact<user>What") == 2
     assert made["results"]["own"]["acc,none"] in (0.0, 1.0)
     assert made["config"]["kv_budget"] == "0.9"
 
@@ -260,7 +260,7 @@ def test_their_results_name_the_device_of_our_model() -> None:
 def test_a_budget_that_changes_nothing_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     say_once.cache_clear()
     ready(SHARED | {"method": "full", "budget": 0.2})  # the default, which was asked for all the same
-    assert "budget changes nothing for Full, which uses no budget" in capsys.readouterr().err
+    assert "budget changes nothing" in capsys.readouterr().err
 
 
 def test_the_class_stands_where_coming_releases_look() -> None:
@@ -278,9 +278,8 @@ def test_requests_that_are_read_whole_are_counted_and_told(capsys: pytest.Captur
     assert [len(lm.tok_encode(text)) for text in texts] == [1, 12, 150, 468]
     before = lm.get_model_info()
     answers = lm.generate_until(asked("generate_until", *((text, {"until": [], "max_gen_toks": 5}) for text in texts)))
-    assert "SnapKV fell back on 2 of 4 requests: all is read: the budget gives 2 to 30 of 12 to 150 prompt" in (
-        capsys.readouterr().err
-    )
+    told = capsys.readouterr().err
+    assert all(words in told for words in ("2 of 4 requests", "2 to 30", "12 to 150"))
     full = ours(max_length=600, batch_size=2).generate_until(
         asked("generate_until", *((text, {"until": [], "max_gen_toks": 5}) for text in texts))
     )
@@ -295,9 +294,9 @@ def test_requests_that_are_read_whole_are_counted_and_told(capsys: pytest.Captur
 
 def test_dates_in_chat_templates_stand_still() -> None:
     lm = ours()
-    lm.tokenizer.chat_template = "{{ strftime_now('%H:%M:%S, %d %b %Y') }}, {{ date_string }}"
+    lm.tokenizer.chat_template = "{{ strftime_now('%H:%M:%S') }}, {{ date_string }}"
     try:
-        assert lm.apply_chat_template([{"role": "user", "content": "Hello"}]) == "00:00:00, 26 Jul 2024, 26 Jul 2024"
+        assert lm.apply_chat_template([{"role": "user", "content": "Hello"}]) == "00:00:00, 26 Jul 2024"
     finally:
         lm.tokenizer.chat_template = None
 
@@ -361,7 +360,7 @@ def test_logits_that_are_not_finite_end_the_requests_by_their_number(kind: str) 
     sound = weight.clone()
     weight.fill_(float("nan"))
     try:
-        with pytest.raises(NotFiniteError, match=r"logits of request \d hold NaN or infinity in torch\.float32: check"):
+        with pytest.raises(NotFiniteError, match=r"request \d.*torch\.float32"):
             lm.generate_until(QUESTIONS) if kind == "answers" else lm.loglikelihood(CHOICES)
     finally:
         weight.copy_(sound)

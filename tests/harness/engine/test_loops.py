@@ -213,9 +213,9 @@ def test_refused_by_a_forward() -> None:
             with pytest.raises(UnsupportedError, match=says):
                 call()
         cache = model(PADDED, attention_mask=MASK).past_key_values
-        with pytest.raises(UnsupportedError, match=r"ask each of cache\.members"):
+        with pytest.raises(UnsupportedError, match=r"each of cache\.members"):
             cache.contents()
-        with pytest.raises(ValueError, match="holds 3 padded rows and 1 arrive"):
+        with pytest.raises(ValueError, match="3 padded rows and"):
             model(ROWS[0][:, :1], past_key_values=cache, attention_mask=torch.cat([MASK, MASK[:, -1:]], 1)[:1])
         with pytest.raises(UnsupportedError, match="attention mask"):
             model(PADDED[:, :1], past_key_values=cache, attention_mask=torch.ones(3, WIDTH + 1))
@@ -223,16 +223,16 @@ def test_refused_by_a_forward() -> None:
 
 def test_a_room_that_is_said_does_not_grow() -> None:
     with attached(tiny("llama"), Full(), capacity=75) as kv, greedy(kv) as model:
-        with pytest.raises(ValueError, match="The cache is full: capacity=75 and 76 tokens are needed"):
+        with pytest.raises(ValueError, match="capacity=75 and 76"):
             model.generate(ROWS[0])
         assert model.generate(ROWS[1]).shape == (1, 52)
     for number in (0, True, "75"):
-        with pytest.raises(ValueError, match=r"capacity=.* should be a whole number, at least 1"):
+        with pytest.raises(ValueError, match=r"capacity=.* whole number"):
             Attachment(tiny("llama"), Full(), capacity=number)  # type: ignore[arg-type]
     limited = InfiniGen(dense_layers=(0,), calibration_tokens=32, pool_capacity=0.9)
     with (
         attach(limited, 0.4) as kv,
-        pytest.raises(ValueError, match=r"pool_capacity is a part .* attached\(\.\.\., capacity=\)"),
+        pytest.raises(ValueError, match=r"pool_capacity .*capacity="),
     ):
         kv.model(ROWS[0])
 
@@ -246,16 +246,13 @@ def test_prompts_that_are_read_whole_are_counted_and_told_of_once() -> None:
         mask = torch.ones(2, 71, dtype=torch.int64)
         mask[1, :61] = 0
         kv.model.generate(torch.cat([ids, ids]), attention_mask=mask, max_new_tokens=3, do_sample=False)
-    assert [str(warning.message) for warning in told] == [
-        "SnapKV fell back on 2 of 5 caches: all is read: the budget gives 2 of 10 prompt tokens, and the method's "
-        "sinks and windows take 5."
-    ]
+    [message] = [str(warning.message) for warning in told]
+    assert all(words in message for words in ("SnapKV", "2 of 5 caches", "2 of 10 prompt", "take 5"))
 
 
 def test_scores_that_no_budget_limited_are_told_of_once() -> None:
     with all_warnings() as told, attach(small("snapkv"), 0.4) as kv:
         for row in ROWS:
             kv.model(row)
-    assert [str(warning.message)[:62] for warning in told] == [
-        "A cache of SnapKV took in 71 tokens and was never sealed, so n"
-    ]
+    [message] = [str(warning.message) for warning in told]
+    assert all(words in message for words in ("SnapKV", "71 tokens", "never sealed"))

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from harness.engine.attach import Attachment, attached
 from harness.engine.engine import Engine
@@ -22,7 +20,6 @@ from methods.infinigen import InfiniGen
 from methods.infllm import InfLLM
 from methods.kivi import Kivi
 from methods.shadowkv import ShadowKV
-from methods.tiers.rows import DiskRows, HostRows
 from methods.tiers.transfer.engine import TransferEngine
 from tests.fast import PQ
 from tests.methods.synthetic import Sequences, Shape
@@ -55,24 +52,9 @@ def answers(kv: Attachment, turns: int = 2) -> list[tuple[list[list[int]], float
 @pytest.mark.tokens
 @pytest.mark.parametrize("placement", ["host", "disk"])
 @pytest.mark.parametrize("name", OFFLOADING)
-def test_tokens_and_traffic_are_those_without_overlap(
-    name: str, placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_and_traffic_are_those_without_overlap(name: str, placement: str, tmp_path: Path) -> None:
     with attach(name, placement, overlap=False, disk=tmp_path) as kv:
         plain = answers(kv)
-    delays = iter(torch.rand(10_000, generator=torch.Generator().manual_seed(5)).tolist())
-
-    def late(kind: type[HostRows] | type[DiskRows]) -> None:
-        send = kind._send
-
-        def slow(self: Any, x: torch.Tensor, *rest: Any) -> torch.Tensor:
-            time.sleep(0.002 * next(delays))
-            return send(self, x, *rest)
-
-        monkeypatch.setattr(kind, "_send", slow)
-
-    late(HostRows)
-    late(DiskRows)
     before = set(threading.enumerate())
     with attach(name, placement, overlap=True, disk=tmp_path) as kv:
         beside = answers(kv)

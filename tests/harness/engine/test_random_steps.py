@@ -99,20 +99,13 @@ def check(name: str, placement: str, steps: int, folder: Path, monkeypatch: pyte
 
 
 @pytest.mark.tokens
+@pytest.mark.parametrize("steps", [60, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("placement", ["host", "disk"])
 @pytest.mark.parametrize("name", CASES)
 def test_random_steps_give_the_tokens_of_rows_that_nobody_brings_ahead(
-    name: str, placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, placement: str, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check(name, placement, 60, tmp_path, monkeypatch)
-
-
-@pytest.mark.slow
-@pytest.mark.tokens
-@pytest.mark.parametrize("placement", ["host", "disk"])
-@pytest.mark.parametrize("name", CASES)
-def test_a_thousand_random_steps(name: str, placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check(name, placement, 1000, tmp_path, monkeypatch)
+    check(name, placement, steps, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -135,27 +128,3 @@ def test_caches_dropped_in_flight_leave_nothing(name: str, tmp_path: Path, monke
     gc.collect()
     assert not [rows for rows in all_rows() if id(rows) not in others]
     assert not list(tmp_path.glob("*"))
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_rows_that_leave_have_their_place_before_the_steps(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No step allocates further `HostRows`. What a gather allocates for rows that it brings is not counted here."""
-    rooms, room = list[int](), vars(HostRows)["room"].__func__
-
-    def noting(kind: Any, *given: Any) -> torch.Tensor:
-        rows: torch.Tensor = room(kind, *given)
-        rooms.append(rows.nbytes)
-        return rows
-
-    monkeypatch.setattr(HostRows, "room", classmethod(noting))
-    with attach(CASES[name], "host", True, tmp_path) as kv:
-        engine, ids = Engine(kv), prompt(60, seed=1)
-        cache, batch = kv.start(KVCache, capacity=100), RunningBatch(engine)
-        batch.join(cache, engine.prefill(cache, ids, whole=True), ids[:, :0], began=0.0, max_new_tokens=40)
-        before = len(rooms)
-        while batch.sequences:
-            batch.step()
-    assert before > 0
-    assert len(rooms) == before

@@ -121,4 +121,4 @@ def test_members_with_hit_caches_get_the_same_and_move_no_more() -> None:
 
 def test_codes_of_kivi_come_for_one_after_the_other() -> None:
     with attached(compilable("kivi"), Kivi(residual=48, group=8), placement="host") as kv:
-        assert reason(engine_of(kv)) == "codes of placement=host come for one sequence after the other"
+        assert "codes of placement=host" in str(reason(engine_of(kv)))

@@ -89,14 +89,14 @@ def test_reports_show_the_parts(tmp_path: Path, capsys: pytest.CaptureFixture[st
     made = run(tmp_path, trace="on", baseline="off")
     assert report.main([str(tmp_path)]) == 0
     text = capsys.readouterr().out
-    assert "read: bytes of keys and values that a step reads" in text
+    assert "read: bytes" in text
     assert "of Full's" not in text
     [head] = [line for line in text.splitlines() if line.startswith("decode step")]
     assert head.split() == ["decode", "step", "budget", "step", *PARTS]
     assert "T: traced" in text
     assert "TPOT" not in text
     assert show.main([str(made.folder)]) == 0
-    assert "decode step, median of" in capsys.readouterr().out
+    assert "decode step, median" in capsys.readouterr().out
 
 
 def test_reports_show_what_a_step_reads_and_its_share_of_full(tmp_path: Path) -> None:

@@ -110,24 +110,6 @@ def test_a_sound_model_is_hashed_only_once_its_files_are_in_another_state(
     assert len(conversions) == 1
 
 
-def test_a_cache_that_nobody_may_write_is_hashed_once_in_a_process(
-    conversions: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, hashed = SmolLM2().folder(), list[str]()
-    whole = converted._sha256
-    monkeypatch.setattr(converted, "_sha256", lambda file: (hashed.append(file.name), whole(file))[1])
-
-    def refuse(*_: object) -> None:
-        raise PermissionError
-
-    monkeypatch.setattr(converted, "_write_note", refuse)
-    monkeypatch.setattr(converted.os, "open", refuse)  # the lock
-    os.utime(folder / "config.json")
-    for _ in range(3):
-        assert SmolLM2().folder() == folder
-    assert hashed == ["config.json"]
-
-
 def test_doctor_finds_what_the_state_of_a_file_does_not_show(conversions: list[Path]) -> None:
     sound, folder = answer(), SmolLM2().folder()
     assert doctor._embedded_model() == ("ok", "smollm2", "embedded model installed, its checksums hold")

@@ -27,4 +27,4 @@ def test_kernels_that_are_built_are_announced_once(
     assert capfd.readouterr().err == f"note: {BUILDING}.\n"
     built.write_bytes(b"")
     assert library._cached("two") is None
-    assert capfd.readouterr().err == f"note: {built} is damaged and is built again.\n"
+    assert f"{built} is damaged" in capfd.readouterr().err

@@ -147,14 +147,6 @@ def test_a_run_is_complete_whoever_reads_along(
     assert status == ["complete"] * 3
 
 
-def test_a_command_without_streams_runs(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patched:
-        for name in ("stdout", "stderr"):
-            patched.setattr(sys, name, None)
-        code, *_ = cli("method=streaming", "task.depths=1", "baseline=off")
-    assert code == 0
-
-
 def test_what_follows_a_reader_that_left_goes_nowhere_until_the_end() -> None:
     """Python itself would raise for its buffer on its way out."""
     script = """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import signal
 from collections.abc import Callable
@@ -128,64 +127,8 @@ def test_under_nohup_a_terminal_may_hang_up(tmp_path: Path) -> None:
     assert load(only_run(tmp_path / "runs")).status == "complete"
 
 
-APPENDING = """
-import os, signal, sys
-from pathlib import Path
-from harness.terminal.stopping import Stoppable
-from tests import signals
-from tests.fake_records import record
-from tests.harness.results.test_run_folder import opened
-
-signals.from_a_terminal()
-run = opened(Path(sys.argv[1]))
-signals.before("os:fsync", lambda: signals.send(signal.SIGTERM))
-with Stoppable("to go on: again") as stop:
-    with run:
-        run.append(record("a"))
-        print("behind the write")
-assert run.contains("a")
-sys.exit(stop.code)
-"""
-
-SWALLOWING = """
-import os, signal, sys
-from pathlib import Path
-from harness.results.files import write_json
-from harness.terminal.stopping import Stoppable
-from tests import signals
-
-class Dying:
-    def __del__(self):
-        os.kill(os.getpid(), signal.SIGTERM)
-
-signals.from_a_terminal()
-with Stoppable("to go on: again") as stop:
-    Dying()
-    print("goes on")
-    write_json(Path(sys.argv[1]) / "a.json", {})
-    print("behind a write")
-sys.exit(stop.code)
-"""
-
-
 def started(text: str, *words: str) -> Forked:
     return Forked(signals.script, text, *words)
-
-
-def test_a_record_is_on_disk_and_known_before_its_run_is_stopped(tmp_path: Path) -> None:
-    stopped = started(APPENDING, str(tmp_path))
-    assert stopped.wait() == 143, stopped.err
-    assert (stopped.out, stopped.err) == ("", "\nstopped by SIGTERM; to go on: again\n")
-    stored = load(only_run(tmp_path))
-    assert ([record.id for record in stored.records], stored.info["status"]) == (["a"], "interrupted")
-
-
-def test_a_signal_that_a_destructor_swallowed_is_not_forgotten(tmp_path: Path) -> None:
-    stopped = started(SWALLOWING, str(tmp_path))
-    assert stopped.wait() == 143, stopped.err
-    assert stopped.out == "goes on\n"
-    assert stopped.err.endswith("\nstopped by SIGTERM; to go on: again\n")
-    assert list(tmp_path.iterdir()) == []
 
 
 OTHERS = """
@@ -214,45 +157,6 @@ def test_handlers_of_others_stay_and_all_are_given_back() -> None:
     stopped = started(OTHERS)
     assert stopped.wait() == 129, stopped.err
     assert stopped.out == "bypassed\nbypassed\n"
-
-
-HANGING_UP = """
-import fcntl, os, sys, termios
-from tests import signals
-
-os.setsid()
-fd = os.open(sys.argv[1], os.O_RDWR)
-fcntl.ioctl(fd, termios.TIOCSCTTY, 0)
-for stream in (0, 1, 2):
-    os.dup2(fd, stream)
-os.close(fd)
-signals.from_a_terminal()
-
-def wait():
-    print("here", flush=True)
-    signal.pause()
-
-import signal
-from pathlib import Path
-signals.before(sys.argv[2], wait)
-signals.forks.module("harness", *sys.argv[3:])
-"""
-
-
-def test_a_terminal_that_is_closed_ends_the_command_in_good_order(tmp_path: Path) -> None:
-    """The kernel's own SIGHUP; nothing can be printed any more."""
-    master, slave = os.openpty()
-    name = os.ttyname(slave)
-    words = (*STREAMING[:-1], f"results.root={tmp_path}")
-    closed = started(HANGING_UP, name, APPEND, *words)
-    told = b""
-    while b"here" not in told:
-        told += os.read(master, 4096)
-    os.close(slave)
-    os.close(master)
-    assert closed.wait() == 129, closed.err
-    assert read_json(only_run(tmp_path) / "run.json")["status"] == "interrupted"
-    assert leftovers(tmp_path) == []
 
 
 @pytest.mark.parametrize(

@@ -190,28 +190,6 @@ def listed(monkeypatch: pytest.MonkeyPatch) -> list[FinishedRun]:
     return found
 
 
-def test_runs_that_cannot_be_drawn_are_one_sentence(
-    listed: list[FinishedRun], runs: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(*arguments: Any) -> None:
-        raise RuntimeError("no font")
-
-    monkeypatch.setattr("harness.trackers.finished.frontier.frontier", fail)
-    opened().publish(runs)
-    assert "nothing was sent to wandb: RuntimeError: no font" in capsys.readouterr().err
-
-
-def test_ctrl_c_ends_the_sending_alone(
-    listed: list[FinishedRun], runs: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupt(project: Wandb, run: FinishedRun) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Wandb, "publish", interrupt)
-    opened().publish(runs)
-    assert "the runs are complete, and the same command sends them again" in capsys.readouterr().err
-
-
 def test_a_dry_run_opens_none(listed: list[FinishedRun], runs: list[Path]) -> None:
     opened(dry_run=True).publish(runs)
     assert listed == []

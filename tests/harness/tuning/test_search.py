@@ -49,7 +49,7 @@ def test_values_that_only_win_together_with_others_are_found() -> None:
 
     best, trials, said = searched(score)
     assert best == (("kernel", 15), ("pooling", "avg"))
-    assert said[:3] == [f"curves: 6 points, part {part}/3: 2 examples" for part in (1, 2, 3)]
+    assert all(f"part {part}/3" in words for part, words in enumerate(said[:3], 1))
     assert trials.answers < 6 * 6 + 6 * most_combinations(SPACE)
 
 

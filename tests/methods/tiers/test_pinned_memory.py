@@ -78,7 +78,7 @@ def test_an_error_of_the_driver_is_said_and_not_left_for_the_next_call(monkeypat
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
     monkeypatch.setattr(torch.cuda, "check_error", check)
     monkeypatch.setattr(torch, "ones", launch)
-    with pytest.raises(RuntimeError, match=r"pin 9 bytes of host memory \(invalid argument\).*ulimit"):
+    with pytest.raises(RuntimeError, match=r"pin 9 bytes.*\(invalid argument\).*ulimit"):
         registered(torch.zeros(9, dtype=torch.uint8))
     launch()
 
@@ -161,7 +161,7 @@ def test_a_gpu_reads_registered_memory_in_place() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 def test_an_error_of_a_gpu_is_not_left_for_the_next_call() -> None:
-    with pytest.raises(RuntimeError, match="could not pin 0 bytes"):
+    with pytest.raises(RuntimeError, match="pin 0 bytes"):
         registered(torch.empty(0, dtype=torch.uint8))
     assert torch.ones(4, device="cuda").sum().item() == 4
 
