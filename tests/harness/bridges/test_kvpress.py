@@ -318,7 +318,7 @@ def test_a_failing_press_is_named() -> None:
     chunked = {"name": "ChunkPress", "press": SNAP, "chunk_length": 10}  # no chunk is as long as its window
     with (
         attached(tiny("llama"), KVPress(press=chunked), budget=60) as kv,
-        pytest.raises(KVPressError, match="ChunkPress.*layer 0"),
+        pytest.raises(KVPressError, match=r"ChunkPress.*layer 0"),
     ):
         sealed(kv)
 

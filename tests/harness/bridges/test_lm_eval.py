@@ -163,7 +163,7 @@ def test_a_rolling_likelihood_seals_a_share_of_each_window() -> None:
     assert abs(value - other) > 1e-3
     all_of_it = ours("streaming", budget=1.0, max_length=200)
     assert all_of_it.loglikelihood_rolling(whole) == pytest.approx([other], abs=1e-3)
-    with pytest.raises(SettingsError, match="rolling_context=0.*Streaming"):
+    with pytest.raises(SettingsError, match=r"rolling_context=0.*Streaming"):
         ours("streaming", budget=0.6, rolling_context=0)
 
 
@@ -198,9 +198,9 @@ def test_wrong_arguments_get_a_sentence(words: dict[str, Any], says: str) -> Non
 
 def test_wrong_requests_get_a_sentence() -> None:
     lm = ours(max_length=200)
-    with pytest.raises(SettingsError, match="num_beams.*gen_kwargs"):
+    with pytest.raises(SettingsError, match=r"num_beams.*gen_kwargs"):
         lm.generate_until(asked("generate_until", (TEXT, {"num_beams": 2, "max_gen_toks": 9})))
-    with pytest.raises(SettingsError, match="max_gen_toks=200.*200 tokens"):
+    with pytest.raises(SettingsError, match=r"max_gen_toks=200.*200 tokens"):
         lm.generate_until(asked("generate_until", (TEXT, {"max_gen_toks": 200})))
     with pytest.raises(SettingsError, match="max_length=200"):
         lm.loglikelihood(asked("loglikelihood", ("x", TEXT * 2)))

@@ -67,5 +67,5 @@ def test_a_run_without_a_budget_is_refused_before_weights_are_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("harness.models.random.Random.build", lambda *_: pytest.fail("weights were loaded"))
-    with pytest.raises(ValueError, match="budget=null.*budget_bytes"):
+    with pytest.raises(ValueError, match=r"budget=null.*budget_bytes"):
         run(tmp_path, PQ, niah(), budget=None)

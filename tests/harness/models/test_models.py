@@ -510,7 +510,7 @@ def test_remote_code_and_empty_names_are_refused(saved: Callable[[str], Path]) -
         local("")
     with pytest.raises(ModelError, match="window=0"):
         local("owner/name", window=0)
-    with pytest.raises(ModelError, match="revision=main.*local folder"):
+    with pytest.raises(ModelError, match=r"revision=main.*local folder"):
         local(saved("llama"), revision="main").describe()
 
 
