@@ -143,7 +143,6 @@ def test_the_ends_are_where_p_says(sizes: list[int]) -> None:
     for draw, _ in SCORES.values():
         values = draw(rng, (len(groups),))
         got = stats.interval(list(values), groups)
-        assert got is not None
         inside, outside = (float(bounded.upper_p(values, weights, got.high + d, 1.0)) for d in (-1e-6, 1e-6))
         assert outside <= 0.025 <= inside or got.high == 1
         inside, outside = (float(bounded.upper_p(-values, weights, -got.low + d, 0.0)) for d in (-1e-6, 1e-6))
@@ -158,7 +157,6 @@ def test_an_interval_without_a_common_score_holds_the_truth() -> None:
         theirs = perplexity(rng, (stats.DENSE,))
         worse = theirs * rng.uniform(0.7, 1.0, stats.DENSE)
         score, pair = stats.interval(list(theirs), groups), stats.paired(list(worse), list(theirs), groups)
-        assert score is not None
         held += score.low <= truth <= score.high, pair.ci.low <= -0.15 * truth <= pair.ci.high
         assert pair.ci.high - pair.ci.low < 0.05
     assert min(held) >= samples * LEAST

@@ -168,7 +168,6 @@ def test_needles_are_there_and_asked_for(task: str, length: int) -> None:
     kind = KINDS[task]
     for prompt in generator(task, length).prompts(4):
         query = re.search(r" for (.+) mentioned", prompt.question)
-        assert query is not None
         assert query[1] in prompt.prefix
         asked = re.split(r", and |, ", query[1])
         assert len(asked) == kind.queries
@@ -183,7 +182,6 @@ def test_needles_are_there_and_asked_for(task: str, length: int) -> None:
 def test_chain_is_in_order_and_the_example_is_another() -> None:
     for prompt in generator("vt", 700).prompts(3):
         value = re.search(r"value (\d+) in", prompt.question)
-        assert value is not None
         places = [prompt.context.index(f"VAR {prompt.references[0]} = {value[1]}")]
         places += [prompt.context.index(f"VAR {name} = VAR {source} ") for source, name in pairwise(prompt.references)]
         assert places == sorted(places)

@@ -42,7 +42,6 @@ class TestInterval:
     def test_right_and_wrong_are_clopper_and_pearson(self, right: int, n: int) -> None:
         ours = stats.interval([1.0] * right + [0.0] * (n - right), ONE * n)
         theirs = scipy_stats.binomtest(right, n).proportion_ci()
-        assert ours is not None
         assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high), abs=1e-8)
 
     def test_partial_scores_are_gaffkes(self) -> None:
@@ -50,7 +49,6 @@ class TestInterval:
         scores = [0.0, 0.25, 0.25, 0.5, 1.0, 0.75]
         shares = np.random.default_rng(0).dirichlet(np.ones(7), size=400_000)
         got = stats.interval(scores, ONE * 6)
-        assert got is not None
         assert got.high == pytest.approx(np.quantile(shares @ np.array([*scores, 1.0]), 0.975), abs=0.002)
         assert got.low == pytest.approx(np.quantile(shares @ np.array([*scores, 0.0]), 0.025), abs=0.002)
 
@@ -58,21 +56,16 @@ class TestInterval:
         scores = [1.0, 0.0, 1.0, 1.0, 0.0, 1.0]
         assert stats.interval(scores, list("aaabbb")) == stats.interval(scores, ONE * 6)
         pooled, uneven = (stats.interval([1.0, 0.0] * 20, groups) for groups in (ONE * 40, ["a"] * 4 + ["b"] * 36))
-        assert pooled is not None
-        assert uneven is not None
         assert uneven.high - uneven.low > 1.3 * (pooled.high - pooled.low)
 
     def test_many_scores_have_the_width_of_the_normal_theory(self) -> None:
         scores = np.random.default_rng(3).choice(5, 3000) / 4
         got = stats.interval(list(scores), ONE * 3000)
-        assert got is not None
         assert got.high - got.low == pytest.approx(2 * 1.96 * scores.std() / math.sqrt(3000), rel=0.02)
 
     def test_scores_of_which_no_two_are_alike_need_no_room_up_to_1(self) -> None:
         scores = list(np.exp(-np.random.default_rng(0).normal(2.5, 0.3, 40)))
         dense, alike = stats.interval(scores, ONE * 40), stats.interval([*scores[1:], scores[1]], ONE * 40)
-        assert dense is not None
-        assert alike is not None
         assert dense.high < np.mean(scores) + 0.02
         assert alike.high > np.mean(scores) + 0.04
 
@@ -80,7 +73,6 @@ class TestInterval:
         assert stats.interval([], []) is None
         for score in (0.0, 0.5, 1.0):
             one = stats.interval([score], ["a"])
-            assert one is not None
             assert one.low <= score <= one.high
             assert one.high - one.low >= 0.95
 
@@ -93,7 +85,6 @@ class TestInterval:
     def test_bounded_and_around_the_mean(self, pairs: list[tuple[float, str]]) -> None:
         scores, groups = [score for score, _ in pairs], [group for _, group in pairs]
         got = stats.interval(scores, groups)
-        assert got is not None
         mean = np.mean([np.mean([s for s, g in pairs if g == group]) for group in set(groups)])
         assert 0 <= got.low <= mean + 1e-12
         assert mean - 1e-12 <= got.high <= 1 + 1e-12
@@ -184,9 +175,6 @@ def test_scores_of_a_unit_count_as_one() -> None:
     assert stats.p_value(said[0], said[1], said[3]) == stats.p_value(scores, other)  # type: ignore[arg-type]
     apart, together = (stats.interval([1, 1, 0, 0], ["a"] * 4, units=units) for units in (None, ["x", "x", "y", "y"]))
     assert together == stats.interval([1, 0], ["a"] * 2)
-    assert apart is not None
-    assert together is not None
     assert together.low < apart.low < apart.high < together.high
     mixed = stats.interval([1, 0, 0, 0], ["a"] * 4, units=["x", "x", "y", "z"])
-    assert mixed is not None
     assert mixed.low < 0.25 < mixed.high

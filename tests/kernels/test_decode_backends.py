@@ -64,7 +64,6 @@ def varlen_attn(
         lengths = [len(key)] if seqused_k is None else seqused_k.tolist()
         parts = [attend(query[0], key, value, lengths[0], scale)]
     else:
-        assert seqused_k is not None
         assert seqused_k.dtype == block_table.dtype == torch.int32
         assert key.shape[1] % 256 == 0
         assert max_k == key.shape[1]

@@ -77,7 +77,6 @@ def measured(method: Method, budget: Budget, placement: Any, codec: Codec | None
         moved = traffic.total_bytes - before
         device_bytes = held.pop("device")
         read = tracer.bytes_read(cache)
-        assert read is not None
         read += untraced(method, kv.specs, budget)
         generated = sum(layer.attended.generated * 2 * layer.heads * 16 * 4 for layer in cache.layers)  # type: ignore[attr-defined]
         real = Cost(device_bytes, moved, held, round(read - generated))
@@ -106,7 +105,6 @@ def test_the_formula_is_what_is_held_and_moved(name: str, placement: str, budget
 def test_rebuilding_keys_reads_the_rows_that_were_chosen() -> None:
     """In the first step, in which no chunk is found; cos and sin of every position beside."""
     method, ids = method_of("shadowkv"), prompt(LENGTH)
-    assert isinstance(method, ShadowKV)
     with attached(tiny("llama"), method, budget=Budget(0.3)) as kv:
         engine = Engine(kv)
         cache = engine.cache(ids, RESERVE)

@@ -67,7 +67,6 @@ def test_h2o_keeps_the_generated_tokens_that_drew_most_attention() -> None:
                 mine.append(position)
         before = layer.read_positions()
         (out,) = s.decode([layer], position)
-        assert before is not None
         read = [
             [[*head, *mine] for head, mine in zip(*pair, strict=True)]
             for pair in zip(before.tolist(), kept, strict=True)

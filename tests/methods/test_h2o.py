@@ -53,7 +53,6 @@ def test_keeps_heavy_hitters_and_recent_tokens_and_reads_them_exactly(shape: Sha
         read = [[[*head, *range(PROMPT, position + 1)] for head in sequence] for sequence in kept]
         assert_close(out, attention(s.q(0)[:, :, position, None], s.k(0), s.v[0], read, shape.dim**-0.5))
     positions = layers[0].read_positions()
-    assert positions is not None
     assert positions.tolist() == kept
     assert layers[0].attended == (budget, STEPS)
 
@@ -82,7 +81,6 @@ def test_a_further_turn_evicts_by_all_queries_so_far() -> None:
     layers = s.start(METHOD, 12)
     s.seal(layers, 0, first)
     kept = layers[0].read_positions()
-    assert kept is not None
     sums = _column_sums(s, range(first))
     for t in range(first, second):
         if t < first + 3:
@@ -96,5 +94,4 @@ def test_a_further_turn_evicts_by_all_queries_so_far() -> None:
         candidates = [j for j in [*kept[0, h].tolist(), *range(first, second)] if j < second - 6]
         heavy = sorted(candidates, key=lambda j: -sums[0, h, j])[:6]
         positions = layers[0].read_positions()
-        assert positions is not None
         assert positions[0, h].tolist() == sorted(heavy) + list(range(second - 6, second))

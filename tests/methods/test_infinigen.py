@@ -70,7 +70,6 @@ def reference_choice(
         for i in range(shape.groups):
             heads = range(i * group, (i + 1) * group)
             mass = sum((queries[b, h] @ skew[i]).abs().sum(0) for h in heads)
-            assert isinstance(mass, Tensor)
             columns = mass.topk(width).indices.tolist()
             if method.column_rule == "union":
                 key_mass = (keys[b, i, :prompt] @ skew[i]).abs().sum(0)
@@ -101,7 +100,6 @@ def test_every_step_is_the_recipe(shape: Shape, change: dict[str, object]) -> No
             skew = random_turns(shape)[i] if method.skew else identity
             expected = reference_choice(text, method, i, t, int(0.4 * PROMPT), skew)
             read = layers[i].read_positions()
-            assert read is not None
             for rows, wanted in zip(read, expected, strict=True):
                 assert torch.equal(rows[rows >= 0].view(shape.groups, -1).sort().values, wanted.sort().values)
             mean = sum(wanted.shape[1] for wanted in expected) / shape.batch
@@ -126,11 +124,8 @@ def test_counts_that_stay_on_the_device_choose_the_same(
     for one, other in zip(listed[1:], on_device[1:], strict=True):
         assert one.attended == other.attended
         counts, generated = other.reading
-        assert isinstance(counts, Tensor)
         assert (counts.tolist(), generated) == (one.reads.counts, STEPS)
         wanted, got = one.read_positions(), other.read_positions()
-        assert wanted is not None
-        assert got is not None
         width = wanted.shape[2]
         assert torch.equal(got.sort(-1, descending=True).values[..., :width], wanted.sort(-1, descending=True).values)
 
@@ -162,7 +157,6 @@ def test_in_a_model_the_guess_is_layer_ls_query_of_the_normed_input_before_it(mo
 def test_prepare_stacks_the_rotated_queries_of_a_group() -> None:
     text = Sequences(Shape(6, 2, 64), 40, LAYERS)
     skews = METHOD.prepare(text.specs, lambda tokens: (text.at(i, 0, tokens) for i in range(LAYERS)))
-    assert skews is not None
     stacked = text.q(1)[0, 3:6].reshape(-1, 64)
     expected = torch.linalg.svd(stacked, full_matrices=False).Vh.T
     assert ((skews[1][1].T @ expected).abs() - torch.eye(64)).abs().max() < 1e-3  # equal up to signs

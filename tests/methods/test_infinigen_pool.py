@@ -83,7 +83,6 @@ def test_every_step_is_the_papers_simulation(shape: Shape, policy: Eviction) -> 
         out = text.decode(layers, t)[1]
         fetched = [steps[step] for steps in expected]
         read = layers[1].read_positions()
-        assert read is not None
         assert [[sorted(p for p in head if p >= 0) for head in heads] for heads in read.tolist()] == [
             [sorted(head) for head in heads] for heads in fetched
         ]

@@ -45,7 +45,6 @@ def test_step_equals_loops(shape: Shape) -> None:
     for position in range(PROMPT, s.length):
         (out,) = s.decode(layers, position)
         positions, read = layers[0].read_positions(), choice(s, position)
-        assert positions is not None
         assert positions.sort(-1).values.tolist() == read
         whole = [[[*head, *range(PROMPT, position + 1)] for head in sequence] for sequence in read]
         wanted = attention(s.q(0)[:, :, position : position + 1], s.k(0), s.v[0], whole, shape.dim**-0.5)

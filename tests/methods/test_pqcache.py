@@ -65,7 +65,6 @@ def assert_steps(s: Sequences, keys: Tensor, layer: Layer, steps: int = STEPS) -
         (out,) = s.decode([layer], position)
         read = choice(s, keys, position)
         positions = layer.read_positions()
-        assert positions is not None
         assert positions.sort(-1).values.tolist() == read
         whole = [[[*head, *range(PROMPT, position + 1)] for head in sequence] for sequence in read]
         wanted = attention(s.q(0)[:, :, position : position + 1], s.k(0), s.v[0], whole, s.shape.dim**-0.5)
@@ -89,7 +88,6 @@ def test_codes_take_a_byte_up_to_256_centroids() -> None:
     kinds = {}
     for b in (8, 9):
         (layer,) = s.start(replace(METHOD, b=b), 40)
-        assert isinstance(layer.reads, PQRead)
         s.seal([layer], 0, 390)
         kinds[b] = layer.reads.codes.dtype
         assert int(layer.reads.codes.max()) < layer.reads.centroids.shape[3] == min(2**b, 390 - 3 - 9)

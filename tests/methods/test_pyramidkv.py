@@ -88,8 +88,6 @@ def check_kept(text: Sequences, budget: int) -> None:
     layers, prompt = text.start(replace(METHOD, select_per="query_head"), budget), text.length
     text.seal(layers, 0, prompt)
     for index, layer in enumerate(layers):
-        assert isinstance(layer, Layer)
-        assert layer.positions is not None
         amount = released(index, len(layers), budget, prompt)
         assert amount - index - 2 < layer.positions.shape[2] < amount + 2
         for head, rows in enumerate(layer.positions[0]):

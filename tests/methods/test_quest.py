@@ -68,7 +68,6 @@ def test_step_equals_loops(shape: Shape, prompt: int, select_per: str, last_page
         assert max(counts) <= BUDGET
         assert layers[0].attended.prompt == pytest.approx(sum(counts) / len(counts))
         positions = layers[0].read_positions()
-        assert positions is not None
         for b, i in product(range(shape.batch), range(shape.groups)):
             union = {j for head in chosen[b][i * group : i * group + group] for j in head}
             assert sorted(j for j in positions[b, i].tolist() if j >= 0) == sorted(union)

@@ -80,7 +80,6 @@ def test_every_step_is_the_formulas(shape: Shape) -> None:
                 exact = [4 * n + i for n in outliers for i in range(4)]
                 positions[b].append([*exact, *chosen, *range(60, t + 1)])
                 read = layer.read_positions()
-                assert read is not None
                 assert sorted(read[b, g].tolist()) == sorted(p for p in positions[b][g] if p < PROMPT)
         expected = attention(x.q, keys, text.v[0], positions, shape.dim**-0.5)
         torch.testing.assert_close(out, expected, atol=2e-5, rtol=1e-4)
@@ -119,8 +118,6 @@ def test_the_hit_cache_counts_the_chunks_that_it_had() -> None:
     had, before = 0, None
     for t in range(PROMPT, PROMPT + STEPS):
         layer.decode(text.at(0, t, t + 1))
-        assert layer.reads is not None
-        assert layer.reads.rows is not None
         chosen = [set(chunks) for chunks in layer.reads.rows.flatten(0, 1).tolist()]
         had += sum(len(now & last) for now, last in zip(chosen, before or [], strict=before is not None))
         before = chosen
@@ -146,7 +143,6 @@ def test_stretched_rotations_are_undone() -> None:
     layer = sealed(text, replace(METHOD, rank=1.0))
     out = layer.decode(text.at(0, PROMPT, PROMPT + 1))
     read = layer.read_positions()
-    assert read is not None
     positions = [[[*head, PROMPT] for head in sequence] for sequence in read.tolist()]
     expected = attention(text.at(0, PROMPT, PROMPT + 1).q, text.k(0), text.v[0], positions, text.shape.dim**-0.5)
     torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-3)

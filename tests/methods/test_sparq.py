@@ -68,7 +68,6 @@ def test_step_equals_loops(shape: Shape, mean_value: bool, channel_copy: bool, p
         wanted, read = _expected(s, position, METHOD.r, mean_value)
         assert_close(out.double(), wanted, atol=1e-5, rtol=1e-5)
         positions = layers[0].read_positions()
-        assert positions is not None
         assert positions.sort(-1).values.tolist() == read
     assert layers[0].attended == (BUDGET, STEPS)
 

@@ -36,7 +36,6 @@ def test_a_step_is_the_papers(shape: Shape, positions: str) -> None:
         (out,) = s.decode(layers, position)
         assert_close(out, expected(s, position, positions), atol=2e-5, rtol=2e-5)
         read = layers[0].read_positions()
-        assert read is not None
         assert read.tolist() == [[KEPT] * shape.groups] * shape.batch
     assert layers[0].attended == (BUDGET, STEPS)
 

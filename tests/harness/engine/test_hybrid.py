@@ -58,7 +58,6 @@ def generates(architecture: str, length: int) -> list[list[int]]:
 def test_they_run_their_own_forward_and_say_why(architecture: str) -> None:
     with attached(tiny(architecture), Full()) as kv:
         reason = Engine(kv).plain_reason
-    assert reason is not None
     assert ("GELU" if architecture == "gemma3_text" else "experts") in reason
 
 
@@ -111,9 +110,7 @@ def test_fidelity_measures_the_layers_of_the_method(architecture: str, budget: f
     with attached(tiny(architecture), Oracle(sinks=0, recent_ratio=0), budget=budget) as kv:
         made = Engine(kv, fidelity=1).generate(prompt(90), max_new_tokens=NEW)
         assert made.tokens == Engine(kv).generate(prompt(90), max_new_tokens=NEW).tokens
-        assert made.fidelity is not None
         found = made.fidelity[0]
-        assert found is not None
         assert len(found["mass_per_head"]) == len(kv.specs)
     if budget == 1:
         assert found["error"] < 1e-5
@@ -164,7 +161,6 @@ def test_where_every_layer_slides_a_method_needs_a_text_within_the_window() -> N
             answer(kv, 20, new=5)
     with attached(model, Full()) as kv:
         made = answer(kv, 50)
-    assert made.measured["attended_prompt"] is not None
     assert made.measured["attended_prompt"] < WINDOW  # of those that are in the window, fewer with every step
     assert made.measured["attended_total"] == WINDOW
 

@@ -57,7 +57,6 @@ def test_steps_of_interpreted_kernels_give_the_same_tokens(name: str) -> None:
     def tokens(backend: str) -> list[list[list[int]]]:
         with attached_to(name) as kv:
             engine = Engine(kv)
-            assert engine.forward is not None
             engine.generate(prompt(60), max_new_tokens=2)  # the first answer is checked
             engine.forward.stores = True
             batch = RunningBatch(engine)

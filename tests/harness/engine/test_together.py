@@ -28,8 +28,6 @@ from harness.engine.trace import Tracer
 from methods.base import AttnInput
 from methods.full import Full
 from methods.kivi import Kivi
-from methods.layers import Layer
-from methods.sparq import SparQ
 from methods.tiers.integers import IntCodec
 from tests import fast
 from tests.dispatched import operations
@@ -203,7 +201,6 @@ def test_members_of_different_forms_get_what_each_gets_alone(name: str) -> None:
 
 def assert_together_as_alone(kv: Attachment, prompts: Sequence[Tensor], graphs: Tape | None) -> None:
     plain, engine = engine_of(kv), engine_of(kv, graphs=graphs)
-    assert engine.forward is not None
     engine.forward.stores = graphs is not None  # as on a GPU
     batch = RunningBatch(engine)
     slots = [engine.join(batch, ids, max_new_tokens=6) for ids in prompts]
@@ -266,7 +263,6 @@ def test_members_under_kivi_attend_together_while_none_quantises(residual: int, 
 def test_members_of_different_methods_get_what_each_gets_alone() -> None:
     """Caches of several attachments may run together."""
     few, ids = small("sparq"), prompt(90, seed=7)
-    assert isinstance(few, SparQ)
     with attach(replace(few, r=2), 0.3) as kv:
         others = replace(few, r=16), small("pqcache"), small("snapkv"), Full()
         engines = [engine_of(kv), *(engine_of(Attachment(kv.model, method, 0.3)) for method in others)]
@@ -282,7 +278,6 @@ def held(cache: KVCache) -> list[dict[str, Any]]:
     """What steps change of a cache, by layer."""
     seen = []
     for layer in cache.layers:
-        assert isinstance(layer, Layer)
         changed = {
             name: getattr(policy, name, None)
             for policy in layer.policies
