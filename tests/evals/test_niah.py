@@ -1,20 +1,24 @@
-"""Needle in a haystack: where the needle stands, how long the prompt is, when it counts as found."""
+"""Needle in a haystack: where it stands, how long the prompt is, when it is found, and which text fills it."""
 
 from __future__ import annotations
 
 import doctest
+import hashlib
+import json
 import re
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from evals import needles
+from evals import haystack, needles
 from evals.base import TaskEnv, TaskError
 from evals.needles import SANDWICH
 from evals.niah import Niah
+from evals.ruler.bench import CountedText
 from harness.config.catalogue import CONF
 from tests.fast import niah
 
@@ -139,3 +143,47 @@ def test_shadowkvs_prompt_and_grid_are_the_papers() -> None:
         assert example.max_new_tokens == 10
     lengths = preset("niah_shadowkv").lengths
     assert (len(lengths), lengths[0], lengths[-1], {b - a for a, b in pairwise(lengths)}) == (15, 16384, 131072, {8192})
+
+
+def files_env(root: Path | None) -> TaskEnv:
+    return TaskEnv(text=CountedText(), seed=1, data_root=root)
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({"text": text}))
+
+
+def test_doctests_of_haystacks() -> None:
+    assert doctest.testmod(haystack) == (0, 1)
+
+
+def test_auto_prefers_all_essays_then_the_49_then_python_itself(tmp_path: Path) -> None:
+    assert haystack.load("auto", files_env(None)).name == "pydoc"
+    write(tmp_path / "paul_graham_essays_repo49.json", "forty-nine")
+    assert haystack.load("auto", files_env(tmp_path)).text == "forty-nine"
+    write(tmp_path / "essays" / "PaulGrahamEssays.json", "all")
+    found = haystack.load("auto", files_env(tmp_path))
+    assert (found.name, found.text, found.sha256) == ("essays", "all", hashlib.sha256(b"all").hexdigest())
+    assert haystack.load("essays49", files_env(tmp_path)).text == "forty-nine"
+
+
+@pytest.mark.parametrize("name", ["essays", "essays49"])
+def test_a_missing_file_is_named_with_its_places(tmp_path: Path, name: str) -> None:
+    with pytest.raises(TaskError, match=rf"paul_graham_essays.*{tmp_path}.*pydoc"):
+        haystack.load(name, files_env(tmp_path))
+    with pytest.raises(TaskError, match="none is set"):
+        haystack.load(name, files_env(None))
+
+
+def test_other_bad_input(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match="essays, essays49, pydoc"):
+        haystack.load("novel", files_env(None))
+    (tmp_path / "PaulGrahamEssays.json").write_text('{"text": "cut sho')
+    with pytest.raises(TaskError, match=r"PaulGrahamEssays\.json.*fetch"):
+        haystack.load("essays", files_env(tmp_path))
+
+
+def test_shared_essays(shared_data: Path) -> None:
+    assert haystack.load("auto", files_env(shared_data)).text.count(" ") > 500_000
+    assert haystack.load("essays49", files_env(shared_data)).text.startswith("July 2010What hard liquor")
