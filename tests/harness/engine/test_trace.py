@@ -85,7 +85,7 @@ def test_an_operation_within_another_is_a_part_of_it() -> None:
 
 def test_reports_show_the_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = run(tmp_path, trace="on", baseline="off")
-    assert report.main([str(tmp_path)]) == 0
+    assert report.main([str(tmp_path), "--details"]) == 0
     text = capsys.readouterr().out
     assert "read: bytes" in text
     assert "of Full's" not in text
