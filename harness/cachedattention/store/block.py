@@ -2,7 +2,7 @@
 
 A block is never changed, only made anew under another name. Its file is a safetensors file whose tensors can be read
 and checked one by one: its head holds the SHA-256 of each tensor and of the token ids, and the index that of the head.
-DiskAccount are read, not mapped: one that is cut off meanwhile is an error, not a crash.
+Files are read, not mapped: one that is cut off meanwhile is an error, not a crash.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from harness.cachedattention.store.fingerprint import EXACT, behind_cut
 from kernels.temporary import replacing
 from methods.tiers.block import Format, Tensors
 from methods.tiers.rows import HostRows, Place, copied_into
@@ -33,22 +32,22 @@ from methods.tiers.tier import HOST
 
 
 class DamagedBlock(ValueError):
-    """A block's file is missing, or is not what was written."""
+    """Raised where a block's file is missing, or is not what was written."""
 
 
 class NotSaved(RuntimeError):
-    """Rows could not be brought to host memory."""
+    """Raised where rows could not be brought to host memory."""
 
 
 class HistoryLost(RuntimeError):
-    """The rows that were found cannot be read: compute their tokens again, in a fresh cache."""
+    """Raised where rows that were found cannot be read: compute their tokens again, in a fresh cache."""
 
 
 LOST = (OSError, sqlite3.Error, DamagedBlock, NotSaved)  # what a session does not outlive
 
 
 class Loss(StrEnum):
-    """The words in which records say it."""
+    """Why a session that was stored is not there any more, in the words of the records."""
 
     DISK_FULL = "the disk is full"
     NO_ROOM = "the tiers are full"
@@ -59,7 +58,7 @@ class Loss(StrEnum):
 
 
 def loss_by(error: Exception) -> Loss:
-    """error: one of `LOST`"""
+    """Return the loss that `error`, one of `LOST`, means."""
     if isinstance(error, DamagedBlock):
         return Loss.DAMAGED
     if isinstance(error, NotSaved):
@@ -71,7 +70,7 @@ def loss_by(error: Exception) -> Loss:
 
 @dataclass(frozen=True, slots=True)
 class WrittenFile:
-    """`sha256`: of its head, which holds those of the tensors."""
+    """What is known of a block's file. `sha256`: of its head, which holds those of the tensors."""
 
     sha256: str
     bytes: int
@@ -79,9 +78,9 @@ class WrittenFile:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """`rows` is None where they lie on disk alone, else they are in memory of `tier`; some may still be on their way
-    (leaving.py). Without tokens: what belongs to all of a session's together. `file`: how they were written, if they
-    were."""
+    """Consecutive tokens of a session with their rows. `rows` is None where these lie on disk alone, else they are in
+    memory of `tier`; some may still be on their way (upload.py). A block without tokens holds what belongs to all
+    tokens of a session together. `file`: how the rows were written, if they were."""
 
     name: str
     tokens: tuple[int, ...]
@@ -91,21 +90,21 @@ class Block:
     tier: str = HOST
 
     def laid_in(self, tier: str, place: Place) -> Block:
-        """With its rows in memory of that tier; as it is where they lie on disk alone."""
+        """Return the block with its rows in memory of `tier`, or as it is where they lie on disk alone."""
         if self.rows is None or self.tier == tier:
             return self
         rows = {name: copied_into(tier, x, place) for name, x in self.rows.items()}
         return replace(self, rows=rows, tier=tier)
 
     def tail(self, drop: int, format_: Format, place: Place) -> Block:
-        """Without its first `drop` tokens, under a name of its own."""
+        """Return a block of its own name without the first `drop` tokens."""
         rows = {name: rows[..., drop:, :] for name, rows in format_.decode(dict(self.rows or {})).items()}
         copies = {name: copied_into(HOST, x, place) for name, x in format_.encode(rows).items()}
         return Block(uuid4().hex, self.tokens[drop:], sum(x.nbytes for x in copies.values()), copies)
 
 
 def by_layer(names: Iterable[str]) -> dict[int, list[str]]:
-    """Names without a layer's number come with layer 0."""
+    """Return the names by the layer with which they begin; names without a number come with layer 0."""
     found: dict[int, list[str]] = {}
     for name in names:
         number = name.partition(".")[0]
@@ -114,17 +113,17 @@ def by_layer(names: Iterable[str]) -> dict[int, list[str]]:
 
 
 def joined(parts: Sequence[Tensors]) -> Tensors:
-    """The rows of blocks of tokens, copied into one tensor per name."""
+    """Return the rows of blocks of tokens, copied into one tensor per name."""
     return {name: torch.cat([rows[name] for rows in parts], dim=-2) for name in parts[0]} if parts else {}
 
 
 def has_rest(parts: Sequence[Block]) -> bool:
-    """Whether something belongs to all of the blocks together."""
+    """Return whether the last block belongs to all tokens together."""
     return bool(parts) and not parts[-1].tokens
 
 
 def covered(parts: Sequence[Block], tokens: Sequence[int]) -> int:
-    """How many of the blocks, from the first on, hold just what `tokens` begin with."""
+    """Return how many of the blocks, from the first on, hold just what `tokens` begin with."""
     start = 0
     for count, part in enumerate(parts):
         end = start + len(part.tokens)
@@ -135,14 +134,14 @@ def covered(parts: Sequence[Block], tokens: Sequence[int]) -> int:
 
 
 def length(parts: Sequence[Block]) -> int:
-    """In tokens."""
+    """Return the number of tokens of the blocks."""
     return sum(len(part.tokens) for part in parts)
 
 
 def without_first(
     parts: Sequence[Block], drop: int, read: Callable[[Sequence[Block]], list[Block]], format_: Format, place: Place
 ) -> list[Block]:
-    """Those that hold what is behind the first `drop` tokens; `read` brings the rows of a block that is cut."""
+    """Return the blocks of what comes after the first `drop` tokens; `read` brings the rows of a block that is cut."""
     for at, part in enumerate(parts):
         if drop < len(part.tokens):
             first = read([part])[0].tail(drop, format_, place) if drop else part
@@ -153,64 +152,12 @@ def without_first(
 
 @dataclass(frozen=True, slots=True)
 class FoundHistory:
-    """The first `tokens` of those asked for are in `layers`; `tier` is None on a miss."""
+    """What a store has of the tokens asked for: the first `tokens` of them, in `layers`; `tier` is None on a miss."""
 
     tokens: int = 0
     tier: str | None = None
     layers: Tensors = field(default_factory=dict)
     rest: Tensors = field(default_factory=dict)
-
-
-class Sessions:
-    """The blocks of sessions by key, the lineages of their rows, and why those that are gone are."""
-
-    def __init__(self) -> None:
-        self.sessions: dict[str, list[Block]] = {}
-        self.lineages: dict[str, str] = {}
-        self.losses: dict[str, Loss] = {}
-
-    def of(self, key: str, lineage: str) -> list[Block]:
-        """The session's blocks, if they are of that lineage."""
-        return self.sessions.get(key, []) if self.lineages.get(key) == lineage else []
-
-    def until(self, key: str, end: int, lineage: str) -> list[Block] | None:
-        """Those that hold the first `end` tokens; None where no block ends there."""
-        known = self.of(key, lineage)
-        return next((known[:count] for count in range(len(known) + 1) if length(known[:count]) == end), None)
-
-    def covered(self, key: str, tokens: Sequence[int], lineage: str) -> int:
-        """How many blocks of the session, from the first on, are of use to what begins with `tokens`."""
-        parts = self.of(key, lineage)
-        count = covered(parts, tokens)
-        return 0 if has_rest(parts) and count < len(parts) else count
-
-    def known(self, key: str, tokens: Sequence[int], lineage: str) -> int:
-        """How many tokens these blocks hold."""
-        return length(self.of(key, lineage)[: self.covered(key, tokens, lineage)])
-
-    def longest(self, own: str, tokens: Sequence[int]) -> str:
-        """The session that knows most of what `tokens` begin with; `own` where no other one knows more."""
-        best, most = own, self.known(own, tokens, EXACT)
-        for key, parts in self.sessions.items():
-            if not has_rest(parts) and (known := self.known(key, tokens, EXACT)) > most:
-                best, most = key, known
-        return best
-
-    def cut(self, key: str, kept: list[Block], dropped: int) -> None:
-        """The first `dropped` tokens have left the session."""
-        if dropped:
-            text = [token for block in self.sessions[key] for token in block.tokens]
-            self.lineages[key] = behind_cut(self.lineages[key], text, dropped)
-        self.sessions[key] = kept
-
-    def filed(self, key: str, written: Mapping[str, Block], leaves: bool) -> None:
-        """The files of `written` are there; with `leaves` the rows in memory go."""
-        self.sessions[key] = [
-            replace(block, rows=None if leaves else block.rows, file=written[block.name].file)
-            if block.name in written
-            else block
-            for block in self.sessions[key]
-        ]
 
 
 TOKENS, SUM = "tokens", "sha256."
@@ -222,7 +169,7 @@ DTYPES = {
 
 
 def write(path: Path, block: Block) -> WrittenFile:
-    """Readers see the whole file or none; it has reached the disk when its name has."""
+    """Write a block's file. Readers see the whole file or none; it has reached the disk when its name has."""
     assert block.rows is not None
     tensors = {name: rows.cpu() for name, rows in block.rows.items()}
     sums = {f"{SUM}{name}": _sum(rows) for name, rows in tensors.items()}
@@ -233,7 +180,8 @@ def write(path: Path, block: Block) -> WrittenFile:
 
 
 class BlockFile:
-    """Its head is read and checked; rows are when they are asked for. Both raise `DamagedBlock`."""
+    """A block's file, whose head is read and checked at once, and whose rows are when they are asked for. Both raise
+    `DamagedBlock`."""
 
     def __init__(self, path: Path, block: Block) -> None:
         assert block.file is not None
@@ -252,11 +200,11 @@ class BlockFile:
 
     @property
     def names(self) -> list[str]:
-        """Of the rows."""
+        """Return the names of the rows."""
         return list(self._tensors)
 
     def read(self, names: Iterable[str], place: Place) -> Tensors:
-        """Into host memory of that place."""
+        """Read the named rows into host memory of `place`."""
         with _damage(self.path), open(self.path, "rb") as file:
             return {name: self._tensor(file, name, place) for name in names}
 
@@ -280,12 +228,12 @@ def _damage(path: Path) -> Iterator[None]:
 
 
 def _length(data: bytes) -> int:
-    """Of the head, behind the 8 bytes that say it."""
+    """Return the length of a file's head, which its first 8 bytes give."""
     return int.from_bytes(data[:8], "little")
 
 
 def _bytes(tensor: Tensor) -> Any:
-    """Of a contiguous tensor, not copied."""
+    """Return the bytes of a contiguous tensor, not copied."""
     return tensor.flatten().view(torch.uint8).numpy()
 
 

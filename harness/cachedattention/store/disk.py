@@ -1,9 +1,9 @@
 """The disk tier: a folder of block files and their index, of one process at a time.
 
-It is opened by one thread. Afterwards another one makes all changes, in their order, and any may read files whose
-blocks it was given: so the folder is always what it would have been a moment ago without threads.
+One thread opens it. Afterwards another one makes all changes, in their order, and any may read files whose blocks it
+was given, so the folder is always what it would have been a moment ago without threads.
 
-The spare copies that sessions leave when they move into memory (`Files`) outlive a crash too.
+The spare copies that sessions leave when they move into memory (`DiskAccount`) outlive a crash too.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ Wall = Callable[[], float]
 
 
 class HistoryWarning(UserWarning):
-    """A session is lost, and its tokens will be computed again."""
+    """The warning that a session is lost, and that its tokens will be computed again."""
 
 
 class HistoryError(ValueError):
-    """The store cannot be opened or used like this; the message says what to do."""
+    """Raised where a store cannot be opened or used like this; the message says what to do."""
 
 
 def check_arguments(
     capacities: Mapping[str, object], *, folder: Path | None, policy: object, ttl_s: float, **numbers: object
 ) -> None:
-    """Raises `HistoryError` where a store cannot be made of these. `capacities`: bytes by tier."""
+    """Raise `HistoryError` where a store cannot be made of these arguments. `capacities`: bytes by tier."""
     tiers = [name for name, tier in TIERS.items() if name == DISK or not tier.in_files]
     for name in capacities:
         if name not in tiers:
@@ -61,7 +61,7 @@ def check_arguments(
 
 @contextmanager
 def named_in_settings() -> Iterator[None]:
-    """What a store says of its folder, as an error of the setting that names the folder."""
+    """Turn an error about a store's folder into one of the setting that names the folder."""
     try:
         yield
     except HistoryError as error:
@@ -69,7 +69,7 @@ def named_in_settings() -> Iterator[None]:
 
 
 def check_folder(folder: Path) -> None:
-    """Raises `HistoryError` where it cannot be made or written to."""
+    """Raise `HistoryError` where `folder` cannot be made or written to."""
     if why := unwritable(folder):
         raise HistoryError(f"the store cannot use {folder}: {why}; name another folder")
 
@@ -83,7 +83,8 @@ def _usable(folder: Path) -> Iterator[None]:
 
 
 class Disk:
-    """`capacity` counts bytes of rows; a file's header and its tokens come on top. `wait` for another owner to end."""
+    """A folder with room for `capacity` bytes of rows; a file's header and its tokens come on top. `wait` for another
+    owner to end."""
 
     def __init__(self, folder: Path, capacity: int, *, wait: bool = False, wall: Wall = time.time) -> None:
         self.folder, self.files, self._wall = folder, DiskAccount[str](capacity), wall
@@ -120,7 +121,7 @@ class Disk:
         return opened, entries
 
     def _sweep(self) -> None:
-        """Removes what a crash left: files that no session names, sessions that lack a file."""
+        """Remove what a crash left: files that no session names, and sessions that lack a file."""
         found = {path: path.lstat().st_size for path in self._files()}
         for key, entry in list(self.entries.items()):
             if any(found.get(self.path(block)) != block.file.bytes for block in entry.blocks if block.file):
@@ -133,8 +134,8 @@ class Disk:
             _unlink(path)
 
     def restored(self, now: float, wall: float) -> list[tuple[str, StoredSession, float]]:
-        """What an earlier process left, the least recently used first, each with when that was on the clock that says
-        `now`. Nothing counts as used after what was used later, wherever the wall's clock stood."""
+        """Return the sessions that an earlier process left, the least recently used first, each with the time of its
+        last use on the clock that says `now`. Their order holds wherever the wall's clock stood."""
         found, youngest = [], now
         for key, entry in reversed(self.entries.items()):
             youngest = min(youngest, now - max(0.0, wall - entry.used_at))
@@ -143,8 +144,8 @@ class Disk:
 
     @whole()
     def write(self, key: str, blocks: Sequence[Block], lineage: str) -> tuple[int, list[Block]]:
-        """Makes `blocks` of `lineage` the session. -> bytes written, which are those of blocks that it had not yet;
-        all blocks, as they lie on disk"""
+        """Make `blocks` of `lineage` the session. Return the bytes written, which are those of blocks that it had not
+        yet, and all blocks as they lie on disk."""
         entry = self.entries.get(key, StoredSession([], 0, 0.0))
         known = {block.name: block for block in entry.blocks}
         new = [block for block in blocks if block.name not in known]
@@ -164,7 +165,7 @@ class Disk:
         return self.files.hold(key, _sizes(blocks)), list(made.blocks)
 
     def touch(self, key: str) -> None:
-        """It was used, wherever it was found. A disk too full to say so forgets it."""
+        """Note that the session was used, wherever it was found. A disk that is too full for this forgets it."""
         if key in self.entries:
             self._used += 1
             with suppress(sqlite3.Error):
@@ -172,7 +173,8 @@ class Disk:
 
     @whole()
     def drop(self, key: str) -> None:
-        """Also where the disk is too full to say so in the index: a session without files is dropped on opening."""
+        """Drop the session, even where the disk is too full to note it in the index: a session without files is dropped
+        when the folder is opened."""
         entry = self.entries.pop(key, None)
         if entry:
             with suppress(sqlite3.Error):
@@ -210,7 +212,7 @@ class Disk:
 
 
 def _unlink(path: Path) -> None:
-    """What cannot be removed now is named by no session, and goes when the folder is opened again."""
+    """Remove a file. What cannot be removed now is named by no session, and goes when the folder is opened again."""
     with suppress(OSError):
         path.unlink()
 
@@ -220,7 +222,7 @@ def _sizes(blocks: Sequence[Block]) -> dict[str, int]:
 
 
 def _sync(folder: Path) -> None:
-    """The names in it reach the disk."""
+    """Make the names in a folder reach the disk."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -5,11 +5,11 @@
         store.extend("alice", found.tokens, new_tokens, new_rows) or store.put("alice", tokens, rows)
 
 Rows are tensors [..., tokens, width] by name, keys before rotation, so that a truncated history stays valid. What is no
-row of a token goes into `rest`, tensors of any shape: they come back with all tokens of the session or not at all. A
+row of a token goes into `rest`, tensors of any shape, which come back with all tokens of the session or not at all. A
 name begins with the number of its layer: `open` hands them over layer by layer. What is stored is found under its
-`lineage` alone: EXACT, or which cut its rows lie behind.
+`lineage` alone: EXACT, or which cut its rows come after.
 
-A store, and what it opens, belong to one thread. Threads of the store read files and write them behind its back.
+A store, and what it opens, belong to one thread. Threads of the store read files and write them meanwhile.
 """
 
 from __future__ import annotations
@@ -49,21 +49,19 @@ NOTHING: Tensors = {}
 
 
 def has_rows(method: Method, codec: object, generated: int | None) -> bool:
-    """Whether all rows are in the cache of a run with this `codec` and this limit of `generated` tokens, as the model
-    made them: else what the method has kept is stored whole."""
+    """Return whether the cache of a run with this `codec` and this limit of `generated` tokens holds all rows as the
+    model made them; otherwise what the method has kept is stored whole."""
     return method.rows_stay and codec is None and generated is None
 
 
 class HistoryStore:
-    """`capacities`: bytes by tier, as `host=10**9`. `durable`: what lies in memory is also written to disk, as a
-    spare copy, where there is room. `copies`: there is room for those of all that comes up from disk. `reserve`:
-    share of host memory that is kept free, by moving sessions to disk ahead of need. `ttl_s`: seconds since the
-    last use. `wait` for another owner of the folder to end. `on`: the device of the first tier, and of rows that
-    are handed out. `io_threads` read for jobs that wait; with 0 the caller does all. `write_buffer`: bytes that may
-    wait to be written, on top of the tiers. `codec`: how rows are written smaller, to be read back in `dtype`; the
-    fingerprint must name it. `share`: a text may begin with what another session has stored. `engine`: the one that
-    moves all rows of the device, and lends pinned memory (`expect`); None: one of the store's own, which lends none.
-    `clock` never jumps; `wall`, which dates files, may."""
+    """A store of sessions in tiers. `capacities`: bytes by tier, as `host=10**9`. `ttl_s`: seconds since its last use
+    after which a session is dropped. `wait` for another owner of the folder to end. `on`: the device of the first tier,
+    and of rows that are handed out. `io_threads` read for jobs that wait; with 0 the caller does everything.
+    `write_buffer`: bytes that may wait to be written, on top of the tiers. `codec`: how rows are written smaller, to be
+    read back in `dtype`; the fingerprint must name it. `share`: a text may begin with what another session has stored.
+    `engine`: moves all rows of the device, and lends pinned memory (`expect`); by default the store has one of its own,
+    which lends none. `clock` never jumps; `wall`, which dates files, may."""
 
     def __init__(
         self,
@@ -73,9 +71,6 @@ class HistoryStore:
         policy: EvictionPolicy | None = None,
         block_tokens: int = 256,
         ttl_s: float = inf,
-        durable: bool = False,
-        copies: bool = False,
-        reserve: float = 0.0,
         wait: bool = False,
         on: str = "cpu",
         io_threads: int = 2,
@@ -92,14 +87,13 @@ class HistoryStore:
         check_arguments(capacities, folder=folder, policy=policy, ttl_s=ttl_s, **numbers)
         self.fingerprint, self.block_tokens, self.share = fingerprint, block_tokens, share
         self.format, self.engine = Format(codec, dtype), engine or TransferEngine()
-        self.placement = Placement(capacities, policy or SchedulerAware(), ttl_s, copies, reserve)
+        self.placement = Placement(capacities, policy or SchedulerAware(), ttl_s)
         self.pinned_pool = PinnedPool(self.engine.pinned_memory, capacities.get(HOST, 0) + write_buffer)
         files = Disk(folder, capacities[DISK], wait=wait, wall=wall) if folder else None
         self.contents = StoredSessions(
             self.placement,
             files,
             StoreLanes(self.engine, io_threads),
-            durable=durable,
             place=Place(torch.device(on), region=self.pinned_pool),
             write_buffer=write_buffer,
             clock=clock,
@@ -110,7 +104,7 @@ class HistoryStore:
             self._restore(files, wall())
 
     def expect(self, size: int) -> None:
-        """So many bytes more of rows will come: beside a GPU, host memory for them is pinned now, up to the room of the
+        """Prepare for `size` more bytes of rows: with a GPU, host memory for them is pinned now, up to the room of the
         host tier and the write buffer. No later call pins any."""
         try:
             self.pinned_pool.expect(size)
@@ -125,18 +119,19 @@ class HistoryStore:
         prepare: Prepare = as_it_is,
         lineage: str = EXACT,
     ) -> HistoryLoad | None:
-        """The longest stored prefix of `tokens`, in whole blocks, layer by layer; None on a miss. With a rest: all of
-        the session, or a miss. `read_buffer`: layers that come before the job begins, by default as many as the paper's
-        formula says (`Speeds`). `prepare`: what the thread that copies a layer does with it next.
+        """Return the longest stored prefix of `tokens`, in whole blocks, layer by layer, or None on a miss. A session
+        with a rest is found as a whole or not at all. `read_buffer`: layers that come before the job begins, by default
+        as many as the paper's formula says (`MeasuredSpeeds`). `prepare`: what the thread that copies a layer does with
+        it next.
 
-        The session counts as used, and moves into a faster tier, when the job begins (`Loading.begin`)."""
+        The session counts as used, and moves into a faster tier, when the job begins (`HistoryLoad.begin`)."""
         key = self._fresh(session)
         self.statistics.asked(len(tokens))
         own, key = key, self.contents.longest(key, tokens) if self.share and lineage == EXACT else key
         tier, count = self.contents.found_in(key), self.contents.covered(key, tokens, lineage)
         if not (tier and count):
             return None
-        parts = self.contents.sessions[key][:count]
+        parts = self.contents.blocks[key][:count]
         new, shared = len(tokens) - length(parts), key != own
         loading = HistoryLoad(self.contents, key, parts, tier, new, prepare=prepare, format_=self.format, shared=shared)
         try:
@@ -146,7 +141,7 @@ class HistoryStore:
         return loading
 
     def get(self, session: str, tokens: Sequence[int], lineage: str = EXACT) -> FoundHistory:
-        """The same, whole; rows are copies."""
+        """Return what `open` finds, with copies of all rows."""
         loading = self.open(session, tokens, lineage=lineage)
         if loading is None:
             return FoundHistory()
@@ -158,15 +153,15 @@ class HistoryStore:
         return FoundHistory(loading.tokens, loading.tier, layers, rest)
 
     def known(self, session: str, tokens: Sequence[int], lineage: str = EXACT) -> int:
-        """How many of the first `tokens` `get` would find: what `extend` may leave alone."""
+        """Return how many of the first `tokens` `get` would find, which `extend` may leave alone."""
         return self.contents.known(self._fresh(session), tokens, lineage)
 
     def loss(self, session: str) -> Loss | None:
-        """Why it is not there any more; None where it is, or never was."""
+        """Return why the session is not there any more, or None where it is, or never was."""
         return self.contents.losses.get(self._key(session))
 
     def lineage(self, session: str) -> str | None:
-        """Of its rows; None where there are none."""
+        """Return the lineage of the session's rows, or None where there are none."""
         return self.contents.lineages.get(self._key(session))
 
     def put(
@@ -177,42 +172,44 @@ class HistoryStore:
         rest: Rest = NOTHING,
         lineage: str = EXACT,
     ) -> None:
-        """All that the session is now. It replaces what was stored."""
+        """Store all that the session is now, in place of what was stored."""
         self.extend(session, 0, tokens, layers, rest, lineage)
 
     def extend(
         self, session: str, start: int, tokens: Sequence[int], layers: Given, rest: Rest = NOTHING, lineage: str = EXACT
     ) -> bool:
-        """Appends `tokens` behind the first `start`, of which no row is touched; `rest` replaces that of before. False
-        where these are not stored (any more): `put` the whole session then. What is given has been copied."""
+        """Append `tokens` after the first `start`, of which no row is touched; `rest` replaces that of before. Return
+        False where these are not stored (any more): `put` the whole session then. What is given has been copied when
+        this returns."""
         return self.hold(session, start, [self._blocks(tokens, layers, rest)], lineage)
 
     def leave(
         self, tokens: Sequence[int], layers: Given, rest: Rest = NOTHING, stored: MakeStored = as_given
     ) -> UploadToHost:
-        """Blocks for `hold`. What is given must stay as it is: a thread copies it by layer, as `stored` makes it."""
+        """Return blocks for `hold`. What is given must stay as it is: a thread copies it by layer, as `stored` makes
+        it."""
         return self._blocks(tokens, layers, rest, stored=stored, lane=self.contents.lanes.leaving)
 
-    def hold(self, session: str, start: int, leaving: Sequence[UploadToHost], lineage: str = EXACT) -> bool:
-        """`extend` with blocks on their way; waits for what is more than the write buffer."""
+    def hold(self, session: str, start: int, uploads: Sequence[UploadToHost], lineage: str = EXACT) -> bool:
+        """Do as `extend` with blocks on their way; wait for what is more than the write buffer."""
         began, key = perf_counter(), self._fresh(session)
         known = self.contents.until(key, start, lineage)
         if known is None:
             return False
-        parts = [*known, *(block for one in leaving for block in one.taken())]
+        parts = [*known, *(block for upload in uploads for block in upload.taken())]
         moves = self.placement.save(key, sum(block.size for block in parts), self.contents.clock())
         self.contents.hold(key, parts, lineage, moves)
         del parts
-        self.contents.follow(key, leaving, began)
+        self.contents.follow(key, uploads, began)
         return True
 
     def truncate(self, session: str, keep: float = 0.5) -> int:
-        """Drops the oldest tokens down to a share; returns how many. With a rest all of them go. Rows that stay were
-        computed in sight of those that went: they are found under their new `lineage` alone."""
+        """Drop the oldest tokens down to a share; return how many. With a rest all of them go. Rows that stay were
+        computed in sight of those that went, so they are found under their new `lineage` alone."""
         if not 0 <= keep <= 1:
             raise ValueError(f"keep={keep} should be a share, from 0 to 1")
         key = self._fresh(session)
-        known = self.contents.sessions.get(key, [])
+        known = self.contents.blocks.get(key, [])
         keep = 0.0 if has_rest(known) else keep
         drop = length(known) - int(length(known) * keep)
         try:
@@ -222,22 +219,20 @@ class HistoryStore:
             return length(known)
         if kept:
             self.contents.cut(key, kept, drop)
-            self.placement.shrink(key, sum(block.size for block in kept))
-            self.contents.settle(key)
         elif key in self.placement.items:
             self.contents.carry_out(self.placement.drop(key))
         return drop
 
     def enqueue(self, session: str) -> None:
-        """A job of the session waits: the policy looks ahead at the jobs in this order."""
+        """Note that a job of the session waits: the policy looks ahead at the jobs in this order."""
         self.placement.queue.join(self._key(session))
 
     def dequeue(self, session: str) -> None:
-        """Its job starts, or is given up."""
+        """Note that the session's first job starts, or is given up."""
         self.placement.queue.leave(self._key(session))
 
     def prefetch(self) -> None:
-        """Brings the sessions of the next jobs into host memory, as far as the policy looks ahead."""
+        """Bring the sessions of the next jobs into host memory, as far as the policy looks ahead."""
         for moves in self.placement.prefetch():
             self.contents.carry_out(moves, self.contents.lanes.ahead)
 
@@ -252,11 +247,11 @@ class HistoryStore:
         return {tier.name: tier.bytes for tier in self.placement.levels}
 
     def flush(self) -> None:
-        """Waits until all is on disk that is on its way there: then it outlives the process, however that ends."""
+        """Wait until all is on disk that is on its way there; then it outlives the process, however that ends."""
         self.contents.flush()
 
     def close(self) -> None:
-        """Leaves on disk what has room there, the most recently used first, and waits for it."""
+        """Leave on disk what has room there, the most recently used first, and wait for it."""
         self._closed = True
         self.contents.close()
         self.pinned_pool.close()
@@ -271,7 +266,7 @@ class HistoryStore:
         return f"{self.fingerprint.digest}/{session}"
 
     def _fresh(self, session: str) -> str:
-        """Its key, after what is too old was dropped."""
+        """Return the session's key, after what is too old was dropped."""
         if self._closed:
             raise HistoryError("the store is closed: open another one on its folder")
         self.contents.collect()
@@ -279,7 +274,7 @@ class HistoryStore:
         return self._key(session)
 
     def _restore(self, disk: Disk, wall: float) -> None:
-        """What an earlier process left."""
+        """Take over what an earlier process left."""
         now = self.contents.clock()
         for key, entry, used_s in disk.restored(now, wall):
             self.contents.restore(key, list(entry.blocks), entry.lineage)

@@ -15,9 +15,10 @@ from methods.tiers.transfer.lanes import TransferLane
 
 
 class StoreLanes:
-    """`reading` reads what a job waits for, in `count` threads, and `ahead` what the next jobs will; `copying` brings
-    rows to the device, with those that the engine moves for caches, and `leaving` away from it; `writing` makes all
-    changes on disk, in their order. With no threads the caller does everything itself, at once."""
+    """The lanes in which a store's rows travel. `reading` reads what a job waits for, in `count` threads, and `ahead`
+    what the next jobs will; `copying` brings rows to the device, with those that the engine moves for caches, and
+    `leaving` away from it; `writing` makes all changes on disk, in their order. With no threads the caller does
+    everything itself, at once."""
 
     def __init__(self, engine: TransferEngine, count: int) -> None:
         self.engine, self.count, self.beside = engine, max(1, count), count > 0
@@ -39,8 +40,8 @@ T = TypeVar("T")
 
 
 class WriteBuffer:
-    """A write buffer: `capacity` bytes of rows may wait for `worker`, and what comes on top makes the caller wait.
-    What became of them is told to the caller's own thread, when it asks."""
+    """A buffer in which `capacity` bytes of rows may wait for `worker`; what comes on top makes the caller wait. The
+    caller's own thread learns what became of them when it asks."""
 
     def __init__(self, worker: TransferLane, capacity: int, statistics: Statistics) -> None:
         self._worker, self.capacity, self._statistics = worker, capacity, statistics
@@ -48,11 +49,11 @@ class WriteBuffer:
         self.held = 0
 
     def submit(self, action: Callable[[], T], finished: Callable[[Future[T]], None], size: int = 0) -> None:
-        """`action` runs after all that were submitted before. `size`: bytes that wait for it in memory."""
+        """Run `action` after all that were submitted before. `size`: bytes that wait for it in memory."""
         self.follow(self._worker.submit(partial(self._timed, action)), finished, size)
 
     def follow(self, future: Future[T], finished: Callable[[Future[T]], None], size: int) -> None:
-        """Of what runs already."""
+        """Track a future that was submitted elsewhere."""
         self._changes.append((future, size, finished))
         self.held += size
         self.collect()
@@ -60,24 +61,24 @@ class WriteBuffer:
             self._wait()
 
     def collect(self) -> None:
-        """Tell what has been done by now."""
+        """Call `finished` of everything that is done by now."""
         while self._changes and self._changes[0][0].done():
-            self._tell()
+            self._finish_oldest()
 
     def drain(self) -> None:
-        """Wait for all."""
+        """Wait for everything."""
         while self._changes:
-            self._tell()
+            self._finish_oldest()
 
     def _wait(self) -> None:
         began = perf_counter()
         while self._changes and self.held > self.capacity:
-            self._tell()
+            self._finish_oldest()
         self._statistics.write_waits += 1
         self._statistics.write_wait_s += perf_counter() - began
 
-    def _tell(self) -> None:
-        """Of the oldest; `finished` may submit more."""
+    def _finish_oldest(self) -> None:
+        """Wait for the oldest and call its `finished`, which may submit more."""
         future, size, finished = self._changes.popleft()
         future.exception()  # waits
         self.held -= size

@@ -81,7 +81,7 @@ def test_sessions_lie_in_every_tier_of_memory_that_the_table_has(
         assert [store.tier(name) for name in "abcd"] == ["disk", "shared", "host", "host"]
         assert store.bytes_by_tier() == {"host": 2 * size, "shared": size, "disk": size}
         for name, shared in (("b", True), ("c", False)):
-            parts = store.contents.sessions[store._key(name)]
+            parts = store.contents.blocks[store._key(name)]
             assert {x.is_shared() for part in parts for x in (part.rows or {}).values()} == {shared}
         for name, tier in (("b", "shared"), ("a", "disk")):
             found = store.get(name, TOKENS)

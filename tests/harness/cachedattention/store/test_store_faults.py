@@ -38,7 +38,7 @@ def filled(folder: Path, **settings: object) -> HistoryStore:
 
 def files_of(store: HistoryStore, name: str) -> list[Path]:
     assert store.contents.disk
-    return [store.contents.disk.path(block) for block in store.contents.sessions[store._key(name)]]
+    return [store.contents.disk.path(block) for block in store.contents.blocks[store._key(name)]]
 
 
 def found(store: HistoryStore) -> list[str]:
@@ -283,8 +283,8 @@ def test_many_sessions_through_a_tiny_store_leave_nothing_behind(sessions: int, 
         assert sessions * 0.5 < hits < sessions
         store.flush()
         assert store.contents.disk
-        blocks = sum(map(len, store.contents.sessions.values()))
-        assert len(store.contents.sessions) == len(store.placement.items) < 60
+        blocks = sum(map(len, store.contents.blocks.values()))
+        assert len(store.contents.blocks) == len(store.placement.items) < 60
         assert tensors() - others < 4 * blocks + 200
         assert (
             len(list(tmp_path.rglob("*.safetensors")))

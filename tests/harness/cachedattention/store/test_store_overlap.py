@@ -71,7 +71,7 @@ def held_back(monkeypatch: pytest.MonkeyPatch, where: Any, name: str) -> Iterato
 
 
 def in_memory(store: HistoryStore, name: str) -> bool:
-    return any(block.rows is not None for block in store.contents.sessions[store._key(name)])
+    return any(block.rows is not None for block in store.contents.blocks[store._key(name)])
 
 
 def test_what_waits_to_be_written_is_read_from_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +207,7 @@ def test_what_is_fetched_may_be_evicted_extended_and_dropped(tmp_path: Path) -> 
         assert store.contents.disk
         assert store.contents.disk.files.bytes <= store.contents.disk.files.capacity
         assert not store.contents.fetches
-        for key, parts in store.contents.sessions.items():  # memory holds what lies in memory, and nothing else
+        for key, parts in store.contents.blocks.items():  # memory holds what lies in memory, and nothing else
             assert {block.rows is None for block in parts} == {store.placement.tier(key) == "disk"}
     assert set(threading.enumerate()) <= before
 
@@ -309,10 +309,10 @@ def test_a_session_that_is_dropped_is_read_no_further(tmp_path: Path) -> None:
     with opened(tmp_path, host=0) as store:
         put(store, "a")
         store.flush()
-        (key,) = store.contents.sessions
+        (key,) = store.contents.blocks
         fetch = store.contents.fetch(key, layers=1)
         store.contents.placement.drop(key)
-        store.contents.forget(key, Loss.NO_ROOM)
+        store.contents._forget(key, Loss.NO_ROOM)
         assert len(fetch.rows(0).result()) == 3
         assert isinstance(fetch.rows(1).exception(), CancelledError)
 
@@ -393,7 +393,7 @@ def test_damage_that_is_found_in_the_midst_of_a_job_ends_its_loading(
         put(store, "a", "b")
         store.flush()
         assert store.contents.disk
-        path = store.contents.disk.path(store.contents.sessions[store._key("a")][1])
+        path = store.contents.disk.path(store.contents.blocks[store._key("a")][1])
         flip(path, path.stat().st_size - 1)  # of the last layer
         loading = store.open("a", TOKENS)
         assert loading is not None
@@ -415,7 +415,7 @@ def test_missing_and_foreign_files_are_found_before_anything_is_promised(tmp_pat
         put(store, "a", "b")
         store.flush()
         assert store.contents.disk
-        paths = {name: store.contents.disk.path(store.contents.sessions[store._key(name)][0]) for name in "ab"}
+        paths = {name: store.contents.disk.path(store.contents.blocks[store._key(name)][0]) for name in "ab"}
         paths["a"].unlink()
         flip(paths["b"], 12)  # in its head
         for name in "ab":

@@ -212,10 +212,10 @@ def test_a_turn_writes_its_own_rows_alone() -> None:
     with attach(Full(), None) as kv:
         histories = stored(kv, host=9 * MB)
         talk = Talk(kv, histories).turns(LENGTHS[:2])
-        [parts] = histories.store.contents.sessions.values()
+        [parts] = histories.store.contents.blocks.values()
         before = [block.name for block in parts]
         talk.turns(LENGTHS[2:])
-        [parts] = histories.store.contents.sessions.values()
+        [parts] = histories.store.contents.blocks.values()
         assert [block.name for block in parts][: len(before)] == before
         assert len(parts) > len(before)
 

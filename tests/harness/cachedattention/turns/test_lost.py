@@ -108,7 +108,7 @@ def test_what_makes_a_recomputation_give_the_same(how: dict[str, Any], repeatabl
 def damaged(store: HistoryStore) -> None:
     """The last tensor of a file, which is read in the midst of the turn."""
     assert store.contents.disk
-    [parts] = store.contents.sessions.values()
+    [parts] = store.contents.blocks.values()
     path = store.contents.disk.path(parts[0])
     data = bytearray(path.read_bytes())
     data[-1] ^= 1

@@ -29,7 +29,7 @@ def watched(kv: Attachment, monkeypatch: pytest.MonkeyPatch) -> Watched:
 
 
 def in_memory(histories: StoredCaches) -> list[Tensor]:
-    blocks = [block for parts in histories.store.contents.sessions.values() for block in parts]
+    blocks = [block for parts in histories.store.contents.blocks.values() for block in parts]
     return [x for block in blocks for x in (block.rows or {}).values()]
 
 

@@ -89,7 +89,7 @@ def contents(histories: StoredCaches) -> list[tuple[str, tuple[int, ...], int, d
     histories.store.flush()
     return [
         (key, block.tokens, block.size, {name: x.tolist() for name, x in (block.rows or {}).items()})
-        for key, parts in histories.store.contents.sessions.items()
+        for key, parts in histories.store.contents.blocks.items()
         for block in parts
     ]
 
@@ -368,7 +368,7 @@ def test_decoded_rows_leave_in_blocks_and_are_those_that_leave_behind_the_turn(
             said.append(spoken(kv, histories, beside))
             sizes = [
                 (key, block.tokens, block.size)
-                for key, parts in histories.store.contents.sessions.items()
+                for key, parts in histories.store.contents.blocks.items()
                 for block in parts
             ]
             left.append((sorted(sizes), sorted(contents(histories), key=str)))
