@@ -21,20 +21,20 @@ from typing import Any
 import torch
 
 from harness.cachedattention.store.history_store import HistoryStore
-from tests.histories import TOKEN_BYTES, opened, right, rows
+from tests.histories import opened, right, rows
 
 SESSIONS, STEPS = 6, 8
 CODE = f"{os.sep}cachedattention{os.sep}store{os.sep}"
 
 
-def store(folder: Path, host_tokens: int, threads: int) -> HistoryStore:
-    return opened(folder / "store", host=host_tokens * TOKEN_BYTES, durable=True, io_threads=threads)
+def store(folder: Path, threads: int) -> HistoryStore:
+    return opened(folder / "store", host=0, io_threads=threads)
 
 
-def work(folder: Path, seed: int, host_tokens: int, threads: int, journal: int) -> None:
+def work(folder: Path, seed: int, threads: int, journal: int) -> None:
     """Says what it begins, and when all is saved that was begun; the last lines may be of something half done."""
     rng = random.Random(seed)
-    with store(folder, host_tokens, threads) as history:
+    with store(folder, threads) as history:
         for _ in range(STEPS):
             session = f"s{rng.randrange(SESSIONS)}"
             known = last_of(folder).get(session, [[]])[-1]
@@ -87,7 +87,7 @@ class Killer:
         return self
 
 
-def forked(folder: Path, seed: int, host_tokens: int, threads: int, last: int) -> int:
+def forked(folder: Path, seed: int, threads: int, last: int) -> int:
     """The lines that ran; -1 if it was killed."""
     reader, writer = os.pipe()
     child = os.fork()
@@ -97,7 +97,7 @@ def forked(folder: Path, seed: int, host_tokens: int, threads: int, last: int) -
         threading.settrace(killer)
         sys.settrace(killer)
         try:
-            work(folder, seed, host_tokens, threads, journal)
+            work(folder, seed, threads, journal)
         except BaseException as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
             os._exit(1)
@@ -112,11 +112,11 @@ def forked(folder: Path, seed: int, host_tokens: int, threads: int, last: int) -
     return int(lines) if lines else -1
 
 
-def settled(folder: Path, host_tokens: int) -> dict[str, int]:
+def settled(folder: Path) -> dict[str, int]:
     """Looks at what a kill left, and writes the journal anew with what is there."""
     told = {"saved": 0, "found": 0, "wrong": 0, "files": 0, "left": 0}
     lines: list[str] = []
-    with store(folder, host_tokens, 0) as history:
+    with store(folder, 0) as history:
         for session, states in last_of(folder).items():
             found = [history.get(session, tokens) for tokens in states]
             whole = [tokens for tokens, one in zip(states, found, strict=True) if tokens and one.tokens == len(tokens)]
@@ -131,18 +131,18 @@ def settled(folder: Path, host_tokens: int) -> dict[str, int]:
     return told
 
 
-def kill_again_and_again(folder: Path, seed: int, kills: int, host_tokens: int, threads: int) -> None:
+def kill_again_and_again(folder: Path, seed: int, kills: int, threads: int) -> None:
     """In a process of its own, for torch must not have run in it."""
     torch.set_num_threads(1)
     warnings.simplefilter("error")  # a kill damages nothing
     rng = random.Random(seed)
     (folder / "journal").touch()
-    lines = forked(folder, seed, host_tokens, threads, 0)
+    lines = forked(folder, seed, threads, 0)
     total = {"kills": 0, "saved": 0, "found": 0, "wrong": 0, "orphans": 0}
     files = len(os.listdir("/proc/self/fd"))
     while total["kills"] < kills:
-        total["kills"] += forked(folder, rng.randrange(10**9), host_tokens, threads, rng.randrange(1, lines)) < 0
-        told = settled(folder, host_tokens)
+        total["kills"] += forked(folder, rng.randrange(10**9), threads, rng.randrange(1, lines)) < 0
+        told = settled(folder)
         for name in ("saved", "found", "wrong"):
             total[name] += told[name]
         total["orphans"] += told["left"] - told["files"]

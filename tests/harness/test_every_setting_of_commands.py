@@ -75,7 +75,6 @@ SIMULATED: dict[str, Other] = {
     "write_buffer": Other("10MB"),
     "block_tokens": Other(4096),
     "copies": Other(False, {"disk": "6GB"}),
-    "reserve": Other(0.5),
     "ttl_s": Other(20),
     "positions": Other("coupled"),
     "truncation_ratio": Other(0.9),
@@ -92,8 +91,8 @@ SIMULATED: dict[str, Other] = {
 }
 UNUSED = {
     "policy=recompute": ("device=1GB", "host=1GB", "disk=20TB", "write_buffer=1MB", "block_tokens=64", "copies=false",
-                         "reserve=0.5", "ttl_s=9", "positions=coupled", "preload=off"),
-    "disk=0": ("write_buffer=1MB", "block_tokens=64", "copies=false", "reserve=0.5"),
+                         "ttl_s=9", "positions=coupled", "preload=off"),
+    "disk=0": ("write_buffer=1MB", "block_tokens=64", "copies=false"),
     "arrivals=anytime": ("think_s=9",),
     "data=x.json": ("question_share=0.5", "correlation=0.1"),
 }  # fmt: skip

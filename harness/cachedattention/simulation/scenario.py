@@ -20,12 +20,12 @@ from methods.tiers.tier import DISK, HOST, TIERS
 
 RECOMPUTE = "recompute"
 RANGES = {
-    **dict.fromkeys(("truncation_ratio", "question_share", "reserve"), Range(least=0, below=1)),
+    **dict.fromkeys(("truncation_ratio", "question_share"), Range(least=0, below=1)),
     "correlation": Range(least=-1, below=1),
     **dict.fromkeys(("sessions", "rate", "block_tokens", "ttl_s"), ABOVE_0),
     **dict.fromkeys(("think_s", "warmup", "seed"), FROM_0),
 }
-OF_STORE = (*TIERS, "write_buffer", "block_tokens", "copies", "reserve", "ttl_s", "positions", "preload")
+OF_STORE = (*TIERS, "write_buffer", "block_tokens", "copies", "ttl_s", "positions", "preload")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,6 @@ class Scenario:
     write_buffer: str | int | None = "10GB"  # bytes that may wait to be written, on top of the tiers; null: all that do
     block_tokens: int = 256  # of a session, in a file of its own
     copies: bool = True  # room on disk for a copy of all that comes up from it
-    reserve: float = 0.0  # share of host memory kept free: sessions without a waiting job move to disk ahead of need
     ttl_s: float | None = None  # since the last use; null: for ever
     positions: Literal["decoupled", "coupled"] = (
         "decoupled"  # coupled: an overflow of the window makes the store's copy void
@@ -94,11 +93,9 @@ class Scenario:
         if self.policy == RECOMPUTE:
             found |= dict.fromkeys(OF_STORE, f"policy={RECOMPUTE} stores nothing")
         elif not self.capacities[DISK]:
-            found |= dict.fromkeys(("write_buffer", "block_tokens", "copies", "reserve"), "disk=0 has no files")
+            found |= dict.fromkeys(("write_buffer", "block_tokens", "copies"), "disk=0 has no files")
             if not self.capacities[HOST]:
                 found["preload"] = "what lies on the device is not loaded"
-        if self.policy != RECOMPUTE and self.capacities[DISK] and not self.capacities[HOST]:
-            found["reserve"] = "host=0 has no memory to keep free"
         if self.data:
             found |= dict.fromkeys(("question_share", "correlation"), "data has conversations of its own")
         if self.arrivals == "anytime":

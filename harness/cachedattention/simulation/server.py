@@ -106,7 +106,6 @@ class Server:
                 POLICIES[scenario.policy](),
                 scenario.ttl_s or inf,
                 scenario.copies,
-                scenario.reserve,
             )
         self.disk = SimulatedDisk(scenario.capacities[DISK], costs.hardware, scenario.write_buffer_bytes)
         self.queue = self.store.queue if self.store else JobQueue()

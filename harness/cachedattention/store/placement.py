@@ -1,6 +1,6 @@
-"""Which session lies in which tier, as its policy wants it: the bookkeeping, without a single tensor.
+"""The bookkeeping of which session lies in which tier, as its policy wants it, without a single tensor.
 
-A session lies in one tier, whole. What leaves a tier goes to the next slower one, out of the last one it is gone. The
+A session lies in one tier, whole. What leaves a tier goes to the next slower one; what leaves the last one is gone. The
 store carries the moves out; the simulator counts and times them.
 """
 
@@ -24,7 +24,7 @@ Name = TypeVar("Name", bound=Hashable)
 
 
 class TierContents:
-    """What lies in the tier `name`. A rank may rise without notice; where it falls, `push` says so."""
+    """The sessions in the tier `name`. A rank may rise without notice; where it falls, `push` must be called."""
 
     def __init__(self, name: str, capacity: int) -> None:
         self.name, self.capacity = name, capacity
@@ -65,8 +65,8 @@ class TierContents:
 
 
 class DiskAccount(Generic[Name]):
-    """Which blocks of which sessions lie in files of a disk of `capacity` bytes: names and sizes, the store's and the
-    simulator's.
+    """The account of a disk of `capacity` bytes: names and sizes of the blocks in files, by session. The store and the
+    simulator keep it.
 
     A session that moved into memory leaves its files as a spare copy: it costs nothing while there is room, and saves
     the writing when the session comes back. Spare copies go first where room is needed, the oldest one before all.
@@ -78,7 +78,7 @@ class DiskAccount(Generic[Name]):
         self._spare: OrderedDict[str, None] = OrderedDict()  # the first became one first
 
     def make_room(self, session: str, blocks: Mapping[Name, int], drop: Callable[[str], None]) -> None:
-        """Has spare copies of others dropped until `blocks` fit, as all that the session has. OSError: none is left."""
+        """Drop spare copies of others until `blocks`, all that the session has, fit. Raise OSError if none is left."""
         more = sum(blocks.values()) - sum(self._blocks.get(session, {}).values())
         while self.bytes + more > self.capacity:
             spare = next((other for other in self._spare if other != session), None)
@@ -87,7 +87,7 @@ class DiskAccount(Generic[Name]):
             drop(spare)
 
     def hold(self, session: str, blocks: Mapping[Name, int]) -> int:
-        """`blocks` are all that the session has now. -> bytes of those that it had not yet"""
+        """Note that `blocks` are all that the session has now; return the bytes of those that it had not yet."""
         before = self._blocks.get(session, {})
         self._blocks[session] = blocks
         self.bytes += sum(blocks.values()) - sum(before.values())
@@ -95,7 +95,7 @@ class DiskAccount(Generic[Name]):
         return sum(size for name, size in blocks.items() if name not in before)
 
     def spare(self, session: str) -> None:
-        """It lies in memory now."""
+        """Note that the session lies in memory now, so that its files are a spare copy."""
         if session in self._blocks:
             self._spare[session] = None
 
@@ -105,8 +105,8 @@ class DiskAccount(Generic[Name]):
 
 
 class JobQueue:
-    """A ticket is a job's number in order of arrival; a session may have several. Jobs may leave out of turn, so the
-    tickets of those that wait have gaps."""
+    """The jobs that wait. A ticket is a job's number in order of arrival; a session may have several. Jobs may leave
+    out of turn, so the tickets of those that wait have gaps."""
 
     def __init__(self) -> None:
         self._jobs: dict[int, str] = {}
@@ -118,7 +118,7 @@ class JobQueue:
         return len(self._jobs)
 
     def __iter__(self) -> Iterator[str]:
-        """The session of each job."""
+        """Iterate over the sessions of the jobs."""
         return iter(self._jobs.values())
 
     def join(self, session: str) -> None:
@@ -128,7 +128,7 @@ class JobQueue:
         self._next += 1
 
     def leave(self, session: str) -> None:
-        """Its first job starts, or is given up."""
+        """Remove the session's first job, which starts or is given up."""
         tickets = self._tickets[session]
         ticket = tickets.popleft()
         del self._jobs[ticket], self._order[bisect_left(self._order, ticket)]
@@ -136,23 +136,23 @@ class JobQueue:
             del self._tickets[session]
 
     def ticket(self, session: str) -> int | None:
-        """Of its first job."""
+        """Return the ticket of the session's first job."""
         tickets = self._tickets.get(session)
         return tickets[0] if tickets else None
 
     def horizon(self, count: int) -> int:
-        """The tickets of the next `count` jobs lie below it, and no other's that waits."""
+        """Return the number below which lie the tickets of the next `count` jobs, and of no others that wait."""
         return self._order[count] if count < len(self._order) else self._next
 
     def between(self, start: int, end: int) -> list[str]:
-        """The sessions of the jobs whose tickets lie from `start` to below `end`."""
+        """Return the sessions of the jobs whose tickets lie from `start` to below `end`."""
         places = (bisect_left(self._order, ticket) for ticket in (start, end))
         return [self._jobs[ticket] for ticket in self._order[slice(*places)]]
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """`source` None: it comes from outside. `target` None: it leaves the store."""
+    """A session's way from tier to tier. `source` None: it comes from outside. `target` None: it leaves the store."""
 
     session: str
     source: str | None
@@ -161,12 +161,12 @@ class Move:
 
 
 def in_order(moves: Sequence[Move]) -> list[Move]:
-    """As they are to be carried out: what comes from disk first, for its files may make room for what goes there."""
+    """Return the moves as they are to be carried out: first what comes from disk, whose files may make room there."""
     return sorted(moves, key=lambda move: move.source != DISK or move.target is None)
 
 
 def without_copies(capacities: Mapping[str, int]) -> int:
-    """Bytes of the disk that are left beside copies of all that faster tiers hold. ValueError: none."""
+    """Return the bytes of the disk that copies of all that faster tiers hold leave free. Raise ValueError if none."""
     left = 2 * capacities[DISK] - sum(capacities.values())
     if left <= 0:
         raise ValueError("copies=true needs a disk larger than the memory whose copies it is to hold")
@@ -174,10 +174,9 @@ def without_copies(capacities: Mapping[str, int]) -> int:
 
 
 class Placement:
-    """`capacities`: bytes by tier; a tier of 0 bytes does not exist. `ttl_s`: seconds since the last use after which a
-    session is dropped. `copies`: what lies on disk leaves as many bytes free there as the tiers above hold, for spare
-    copies of their sessions. `reserve`: share of host memory that is to be free; below it, sessions go to disk ahead
-    of need. Moves are to be carried out as `in_order` says."""
+    """Which session lies in which tier. `capacities`: bytes by tier; a tier of 0 bytes does not exist. `ttl_s`: seconds
+    since the last use after which a session is dropped. `copies`: what lies on disk leaves as many bytes free there as
+    the tiers above hold, for spare copies of their sessions. Moves are to be carried out as `in_order` says."""
 
     def __init__(
         self,
@@ -185,14 +184,13 @@ class Placement:
         policy: EvictionPolicy,
         ttl_s: float = inf,
         copies: bool = False,
-        reserve: float = 0.0,
     ) -> None:
         given = {name: capacities[name] for name in TIERS if capacities.get(name)}
         if copies and DISK in given:
             given[DISK] = without_copies(given)
         self.levels = [TierContents(name, size) for name, size in given.items()]  # the fastest tier first
         self.names = list(given)
-        self.policy, self.ttl_s, self.reserve = policy, ttl_s, reserve
+        self.policy, self.ttl_s = policy, ttl_s
         self.queue = JobQueue()
         self.items: OrderedDict[str, PlacedSession] = OrderedDict()  # least recently used first
         self._waiting_capacity = sum(size for name, size in given.items() if name != DEVICE)
@@ -208,7 +206,7 @@ class Placement:
         return self._bytes / len(self.items) if self.items else 0.0
 
     def save(self, session: str, size: int, now_s: float, fastest: str | None = None) -> list[Move]:
-        """The session is `size` bytes now, and goes into the fastest tier that can hold it, `fastest` at best."""
+        """Put the session, of `size` bytes now, into the fastest tier that can hold it, `fastest` at best."""
         moves: list[Move] = []
         item = self.items.get(session)
         if item:
@@ -222,22 +220,18 @@ class Placement:
             self._bytes += size
         self._touch(item, now_s)
         self._place(item, self.names.index(fastest) if fastest in self.names else 0, source, moves)
-        self._relieve(item, moves)
         return moves
 
     def use(self, session: str, now_s: float) -> list[Move]:
-        """A job starts with it: it comes into the fastest tier that can hold it."""
+        """Bring the session, with which a job starts, into the fastest tier that can hold it."""
         item = self.items[session]
         self._touch(item, now_s)
         self.levels[item.level].push(item, self.rank(item))
-        moves = self._raise(item, 0)
-        self._relieve(item, moves)
-        return moves
+        return self._raise(item, 0)
 
     def prefetch(self) -> Iterator[list[Move]]:
-        """Brings the sessions of the next jobs from disk into host memory, where nothing more valuable has to give way.
-
-        Moves are those of one session at a time, to be carried out before the next is asked for."""
+        """Bring the sessions of the next jobs from disk into host memory, where nothing more valuable has to give way.
+        Yield the moves of one session at a time, to be carried out before the next is asked for."""
         if HOST not in self.names or DISK not in self.names:
             return
         level = self.names.index(HOST)
@@ -250,14 +244,14 @@ class Placement:
                 yield moves
 
     def expire(self, now_s: float) -> list[Move]:
-        """Drops what was not used for `ttl_s`."""
+        """Drop what was not used for `ttl_s`."""
         moves: list[Move] = []
         while self.items and now_s - (oldest := next(iter(self.items.values()))).used_s > self.ttl_s:
             moves += self.drop(oldest.session)
         return moves
 
     def shrink(self, session: str, size: int) -> None:
-        """Fewer bytes, in the tier where it lies."""
+        """Note that the session has fewer bytes now, in the tier where it lies."""
         item = self.items[session]
         tier = self.levels[item.level]
         tier.remove(item)
@@ -280,7 +274,7 @@ class Placement:
         return self.queue.horizon(self.policy.window(self._waiting_capacity, self.mean_size))
 
     def _note_fallen(self) -> None:
-        """Sessions that have grown shrink the window: those whose jobs it has lost rank lower than their tiers know."""
+        """Tell the tiers of ranks that fell: sessions that have grown shrink the window, which then loses jobs."""
         horizon = self._horizon()
         for session in self.queue.between(horizon, self._farthest):
             if item := self.items.get(session):
@@ -293,7 +287,7 @@ class Placement:
         self.items.move_to_end(item.session)
 
     def _raise(self, item: PlacedSession, level: int) -> list[Move]:
-        """Into a tier from `level` on that is faster than its own; no moves where none takes it."""
+        """Move the session into a tier from `level` on that is faster than its own, if one takes it."""
         moves: list[Move] = []
         tier = self.levels[item.level]
         tier.remove(item)  # so that what makes way may have its place
@@ -301,7 +295,7 @@ class Placement:
         return moves
 
     def _place(self, item: PlacedSession, level: int, source: str | None, moves: list[Move]) -> None:
-        """Into the first tier from `level` on that takes it, else out."""
+        """Move the session into the first tier from `level` on that takes it, or else out."""
         for slower in range(level, len(self.levels)):
             if self._make_room(slower, item, moves):
                 self._settle(item, slower, source, moves)
@@ -309,7 +303,7 @@ class Placement:
         moves.append(self._out(item, source))
 
     def _make_room(self, level: int, item: PlacedSession, moves: list[Move]) -> bool:
-        """Nothing of a higher rank makes way."""
+        """Move lower ranks out of a tier until the session fits; return False where only higher ranks are left."""
         tier = self.levels[level]
         if item.size > tier.capacity:
             return False
@@ -322,29 +316,14 @@ class Placement:
             victim = tier.lowest(self.rank)
             if self.rank(victim) > self.rank(item):
                 item.entered = before
-                for one in victims:
-                    tier.add(one, self.rank(one))
+                for victim in victims:
+                    tier.add(victim, self.rank(victim))
                 return False
             tier.remove(victim)
             victims.append(victim)
         for victim in victims:
             self._place(victim, level + 1, tier.name, moves)
         return True
-
-    def _relieve(self, stays: PlacedSession, moves: list[Move]) -> None:
-        """From host memory to disk until the reserve is free, but for `stays`, which has just come, and for what a job
-        in the window waits for. Nothing leaves the disk for this."""
-        if not self.reserve or HOST not in self.names or DISK not in self.names:
-            return
-        level = self.names.index(HOST)
-        tier, disk = self.levels[level], self.levels[level + 1]
-        self._note_fallen()
-        while tier.items and tier.free < self.reserve * tier.capacity:
-            victim = tier.lowest(self.rank)
-            if victim is stays or self.rank(victim)[0] or victim.size > disk.free:
-                return
-            tier.remove(victim)
-            self._settle(victim, level + 1, HOST, moves)
 
     def _settle(self, item: PlacedSession, level: int, source: str | None, moves: list[Move]) -> None:
         item.level = level

@@ -356,17 +356,3 @@ def test_table_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert [row["policy"] for row in rows] == ["lru", "recompute"]
     assert [float(row["hit_rate"]) for row in rows] == [run["figures"]["hit_rate"] for run in runs]
     assert runs[0]["figures"]["hit_rate"] > 0
-
-
-def test_what_left_ahead_of_need_is_not_waited_for() -> None:
-    """Host memory of 20 GB holds a and b, of 7 GB each; c, of 14, needs the place of both, and 7 GB may wait to be
-    written, which takes 3.5 s. With a reserve a was written while nothing else happened."""
-    trace = [talk("a", 0.0, (3, 4)), talk("b", 20.0, (3, 4)), talk("c", 60.0, (10, 4))]
-    ended = {}
-    for reserve, buffer in ((0.0, None), (0.0, "7GB"), (0.5, "7GB")):
-        settings = {"host": "20GB", "disk": "1TB", "copies": False, "reserve": reserve, "write_buffer": buffer}
-        server = Server(Scenario(model="toy", **settings), priced())  # type: ignore[arg-type]
-        server.serve(trace)
-        ended[reserve, buffer] = server.now_s
-    assert ended[0.0, "7GB"] == pytest.approx(ended[0.0, None] + 3.5)
-    assert ended[0.5, "7GB"] == pytest.approx(ended[0.0, None])

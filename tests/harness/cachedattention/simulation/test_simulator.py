@@ -68,7 +68,7 @@ class Knowing(Server):
             super()._save(state, store)
 
 
-def simulated(policy: str, host: int, disk: int, copies: bool) -> tuple[list[Told], list[Move], int]:
+def simulated(policy: str, host: int, disk: int) -> tuple[list[Told], list[Move], int]:
     """Loading takes no time, as on the loop's clock. -> turns, moves, bytes written to disk"""
     model = Served(
         kv_bytes_per_token=TOKEN_BYTES, window=4096, gpus=1, batch=SLOTS, prefill_s_per_token=TOKEN_S,
@@ -77,7 +77,7 @@ def simulated(policy: str, host: int, disk: int, copies: bool) -> tuple[list[Tol
     prices = Prices(gpu_usd_per_hour=1, dram_usd_per_gb_hour=1, ssd_usd_per_gb_hour=1)
     costs = Costs(Hardware(pcie_bytes_per_s=1e30, disk_bytes_per_s=1e30), prices, {"tiny": model})
     scenario = Scenario(
-        model="tiny", policy=policy, host=host, disk=disk, copies=copies, block_tokens=BLOCK, preload="off"
+        model="tiny", policy=policy, host=host, disk=disk, copies=False, block_tokens=BLOCK, preload="off"
     )
     server = Knowing(scenario, costs)
     jobs = server.serve([conversation(one) for one in SESSIONS])
@@ -106,7 +106,7 @@ class Logged(Placement):
         return moves
 
 
-def served(policy: str, host: int, disk: int, copies: bool, folder: Path) -> tuple[list[Told], list[Move], int]:
+def served(policy: str, host: int, disk: int, folder: Path) -> tuple[list[Told], list[Move], int]:
     time = Time()
     who = Fingerprint(model="tiny", weights="7", tokenizer="ids", rotary="default", dtype="fp32")
     with attached(tiny("llama"), Full()) as kv:
@@ -116,7 +116,6 @@ def served(policy: str, host: int, disk: int, copies: bool, folder: Path) -> tup
             disk=disk,
             folder=folder,
             policy=POLICIES[policy](),
-            copies=copies,
             block_tokens=BLOCK,
             clock=time,
             io_threads=0,  # the simulated disk takes no time
@@ -133,13 +132,12 @@ def served(policy: str, host: int, disk: int, copies: bool, folder: Path) -> tup
     return told, store.placement.moves, written
 
 
-@pytest.mark.parametrize("copies", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_simulator_and_store_agree(policy: str, copies: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Room for 60 tokens in memory, 150 on disk besides copies: sessions are evicted there, dropped from there, and
+def test_simulator_and_store_agree(policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room for 60 tokens in memory, 150 on disk: sessions are evicted there, dropped from there, and
     fetched ahead."""
     monkeypatch.setattr("harness.cachedattention.store.history_store.Placement", Logged)
-    given = policy, 60 * TOKEN_BYTES, (150 + 60 * copies) * TOKEN_BYTES, copies
+    given = policy, 60 * TOKEN_BYTES, 150 * TOKEN_BYTES
     jobs, moves, written = simulated(*given)
     assert served(*given, tmp_path) == (jobs, moves, written)
     assert {None, "host"} <= {job.tier for job in jobs}
@@ -150,5 +148,5 @@ def test_simulator_and_store_agree(policy: str, copies: bool, tmp_path: Path, mo
 def test_questions_of_the_same_moment_have_the_same_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With so little memory two questions come at 72.75 s, of which the one that was known later has the first name."""
     monkeypatch.setattr("harness.cachedattention.store.history_store.Placement", Logged)
-    given = "scheduler_aware", 10 * TOKEN_BYTES, 150 * TOKEN_BYTES, False
+    given = "scheduler_aware", 10 * TOKEN_BYTES, 150 * TOKEN_BYTES
     assert served(*given, tmp_path) == simulated(*given)

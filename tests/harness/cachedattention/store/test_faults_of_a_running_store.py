@@ -115,17 +115,14 @@ def is_sound(folder: Path, done: Work) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::harness.cachedattention.store.disk.HistoryWarning")
-@pytest.mark.parametrize("durable", [False, True])
 @pytest.mark.parametrize("lasting", [False, True], ids=["for a moment", "from then on"])
 @pytest.mark.parametrize("every", [31, pytest.param(1, marks=pytest.mark.slow)])
-def test_each_write_may_find_the_disk_full(every: int, lasting: bool, durable: bool, tmp_path: Path) -> None:
+def test_each_write_may_find_the_disk_full(every: int, lasting: bool, tmp_path: Path) -> None:
     def writes(folder: Path, fails: Fault) -> tuple[int, Work]:
         """From the first step on, how many there are."""
         with pytest.MonkeyPatch.context() as patch:
             made: list[Writes] = []
-            done = work(
-                folder, 1, 25, lambda step: made.append(Writes(patch, fails)) if not made else None, durable=durable
-            )
+            done = work(folder, 1, 25, lambda step: made.append(Writes(patch, fails)) if not made else None)
             return made[0].count, done
 
     count, _ = writes(tmp_path / "whole", lambda number: False)

@@ -246,23 +246,3 @@ def test_who_makes_way_has_the_smallest_rank(
             placement.save(session, rng.choice((1, 2, 3, 30)), now)
     assert len(asked) > 500
     assert all(asked)
-
-
-def test_a_reserve_of_host_memory_is_freed_ahead_of_need_but_not_at_the_cost_of_waiting_jobs() -> None:
-    placement = Placement({HOST: 4, DISK: 9}, SchedulerAware(), reserve=0.5)
-    placement.queue.join("b")
-    assert [placement.save(session, 1, 0) for session in "abc"] == [
-        [Move("a", None, HOST, 1)],
-        [Move("b", None, HOST, 1)],
-        [Move("c", None, HOST, 1), Move("a", HOST, DISK, 1)],
-    ]
-    placement.queue.join("c")
-    assert placement.save("d", 1, 1) == [Move("d", None, HOST, 1)]  # b and c are waited for, and d has just come
-    assert placement.use("b", 2) == [Move("d", HOST, DISK, 1)]
-
-
-def test_nothing_leaves_a_full_disk_for_the_reserve() -> None:
-    placement = Placement({HOST: 4, DISK: 1}, LRU(), reserve=0.9)
-    for session in "abc":
-        placement.save(session, 1, 0)
-    assert placed(placement) == {"a": DISK, "b": HOST, "c": HOST}

@@ -116,22 +116,17 @@ def test_a_full_write_buffer_makes_save_wait(buffer: int, tmp_path: Path, monkey
         go.set()
 
 
-@pytest.mark.parametrize("durable", [False, True])
-def test_close_writes_all_that_waits(durable: bool, tmp_path: Path) -> None:
+def test_close_writes_all_that_waits(tmp_path: Path) -> None:
     names = [f"s{number}" for number in range(20)]
-    with opened(tmp_path, host=5 * SIZE, durable=durable, **THREADS) as store:
+    with opened(tmp_path, host=5 * SIZE, **THREADS) as store:
         put(store, *names)
     with opened(tmp_path, host=0) as store:
         assert all(right(store.get(name, TOKENS), name, TOKENS) for name in names)
         assert store.statistics.reused_tokens == 20 * 11
 
 
-@pytest.mark.parametrize("durable", [False, True])
-def test_a_disk_that_fills_up_behind_the_caller_costs_hits(
-    durable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    host = 10_000 * TOKEN_BYTES if durable else 0
-    with opened(tmp_path, host=host, durable=durable, **THREADS) as store:
+def test_a_disk_that_fills_up_behind_the_caller_costs_hits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(tmp_path, host=0, **THREADS) as store:
         put(store, "a")
         store.flush()
 
@@ -143,7 +138,7 @@ def test_a_disk_that_fills_up_behind_the_caller_costs_hits(
             put(store, "b")
             with pytest.warns(HistoryWarning, match="'b'.*No space left"):
                 store.flush()
-        assert bool(store.get("b", TOKENS).tokens) == durable
+        assert not store.get("b", TOKENS).tokens
         assert right(store.get("a", TOKENS), "a", TOKENS)
         assert len(list(tmp_path.rglob("*.safetensors*"))) == 3
         put(store, "b")
@@ -179,7 +174,7 @@ def test_what_is_fetched_may_be_evicted_extended_and_dropped(tmp_path: Path) -> 
     rng = random.Random(0)
     known: dict[str, list[int]] = {}
     before = set(threading.enumerate())
-    sizes = {"host": 40 * TOKEN_BYTES, "disk": 150 * TOKEN_BYTES, "policy": LRU(), "durable": True}
+    sizes = {"host": 40 * TOKEN_BYTES, "disk": 150 * TOKEN_BYTES, "policy": LRU()}
     with opened(tmp_path, **sizes, write_buffer=30 * TOKEN_BYTES, **THREADS) as store:
         for number in range(300):
             name = f"s{rng.randrange(12)}"
