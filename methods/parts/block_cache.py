@@ -1,9 +1,9 @@
 """Keeps blocks of offloaded tokens on the device while many of their tokens are chosen (PQCache, arXiv 2407.12820).
 
-All KV heads of a layer share the blocks. A chosen token whose block is held is read there; the others are moved one by
-one. Then the blocks with the most chosen tokens over all KV heads are offered: one that is held counts a use more, one
-that is not is moved whole and takes the place of the least used (LFU; of equals the least recent leaves). Such a block
-comes behind the rest of the step, and is there for the next one.
+All KV heads of a layer share the blocks. A chosen token whose block is held is read there; the others are moved one
+by one. Then the blocks with the most chosen tokens over all KV heads are offered: for a held one a further use is
+counted, another one is moved whole and replaces the least used (LFU; among equals the least recently used). Such a
+block arrives after the rest of the step, and can be read in the next one.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from methods.tiers.transfer.engine import Arrival
 
 
 class Incoming(NamedTuple):
-    """Names `offered` blocks per sequence that places will hold. Where fewer are new, the others are held there
-    already."""
+    """Name `offered` blocks per sequence and the places that will hold them. If fewer are new, the others are held
+    there already."""
 
     places: Tensor  # [B N]
     blocks: Tensor  # [B N]
@@ -33,11 +33,11 @@ class Incoming(NamedTuple):
 
 
 class BlockCache:
-    """Holds `slots` blocks of `size` tokens of `store`; each step may bring in up to `offered` of them. Nobody waits
-    for how many these are, unless they come from files."""
+    """Hold `slots` blocks of `size` tokens of `store`; each step may bring in up to `offered` of them. Nothing
+    waits for their number, unless they come from files."""
 
     def __init__(self, store: Pool, tokens: Segment, *, size: int, slots: int, offered: int) -> None:
-        """Keep the last blocks from the start. tokens [B G M D]: those of `store`, still on the device."""
+        """Hold the last blocks from the start. tokens [B G M D]: those of `store`, still on the device."""
         self.store, self.size = store, size
         count, device = -(-store.length // size), tokens.k.device
         self.slots = min(slots, count)
@@ -64,7 +64,7 @@ class BlockCache:
         return Segment(k, v)
 
     def take_in(self) -> None:
-        """Hold from now on what the last step has asked for; in a step that is captured, before it ends."""
+        """Hold from now on what the last step has asked for; in a captured step, before it ends."""
         if self.coming is None:
             return
         ((places, blocks, new), arrival), self.coming = self.coming, None
@@ -83,14 +83,14 @@ class BlockCache:
         return (torch.where(held.unsqueeze(-1), *both) for both in zip(kept, moved, strict=True))
 
     def _read_from_files(self, rows: Tensor, slots: Tensor, held: Tensor) -> Iterator[Tensor]:
-        """Read no more of the files than is missing, which waits for what that is."""
+        """Read from files only what is missing, which waits for its numbers."""
         missing = (~held).flatten().nonzero().squeeze(1)
         fresh = self.store.pick(missing // rows.shape[2], rows.flatten()[missing]).wait()[:2]
         kept = [ops.gather_rows(x, slots.clamp(min=0)) for x in self.kv[:2]]
         return (x.flatten(0, 2).index_copy_(0, missing, new).view_as(x) for x, new in zip(kept, fresh, strict=True))
 
     def _offer(self, blocks: Tensor) -> None:
-        """Offer the blocks with the most chosen tokens. blocks [B G K]: those of the chosen tokens"""
+        """Offer the blocks with the most chosen tokens. blocks [B G K]: those of the chosen tokens."""
         self.step += 1
         chosen = torch.zeros_like(self.uses).scatter_add_(1, blocks.flatten(1), torch.ones_like(blocks).flatten(1))
         most = chosen.topk(self.offered)
@@ -108,7 +108,7 @@ class BlockCache:
             self._ask_for(kept & ~held, held & ~kept)
 
     def _ask_for(self, new: Tensor, leaving: Tensor) -> None:
-        """Ask for blocks, as many as leave, and at most `offered`. new, leaving: bool [B blocks]"""
+        """Ask for as many blocks as leave, and at most `offered`. new, leaving: bool [B blocks]"""
         count = self.offered if self.store.tier != DISK else int(new.sum(1).max())
         if not count:
             return
@@ -121,20 +121,20 @@ class BlockCache:
         self.coming = Incoming(places, blocks, fresh), self.store.gather(rows, slots)
 
     def _places(self) -> Tensor:
-        """Return where blocks are held, -1 for nowhere. -> [B blocks]"""
+        """Return the place that holds each block, -1 for none, [B blocks]."""
         order = torch.arange(self.slots, device=self.order.device).expand_as(self.blocks)
         return torch.full_like(self.uses, -1).scatter(1, self.blocks, order)
 
     def _rows(self, blocks: Tensor) -> Tensor:
-        """Return the rows of blocks, or of places, [B N], the same for every KV head. -> [B G N*size]"""
+        """Return the rows of blocks, or of places, [B N], the same for every KV head, as [B G N*size]."""
         groups = self.store.spec.num_kv_heads
         rows: Tensor = ops.token_rows(blocks.unsqueeze(1).expand(-1, groups, -1), self.size)
         return rows
 
 
 def cost(case: LayerWorkload, length: int, top: int, size: int, slots: int, offered: int) -> Cost:
-    """Return what the cache adds, over `length` offloaded tokens of which `top` are chosen; it is the most that a step
-    can move."""
+    """Return the cost of the cache, over `length` offloaded tokens of which `top` are chosen; moved bytes are the
+    most that a step can move."""
     blocks = -(-length // size)
     slots = min(slots, blocks)
     asked = min(offered, slots) if slots < blocks else 0  # blocks, by the numbers of their tokens, and where these go

@@ -12,13 +12,13 @@ FP32, INT64 = 4, 8  # bytes of an element
 
 
 def dense(case: LayerWorkload) -> Cost:
-    """Return the cost of having everything on the device and reading all of it, where nothing moves."""
+    """Return the cost of having everything on the device and reading all of it; nothing moves."""
     return Cost(case.dense_bytes).reading(case.sealed * case.row_bytes)
 
 
 def evict(case: LayerWorkload, kept: int, copies: int = 1) -> Cost:
-    """Return the cost of `kept` prompt tokens, in `copies` per KV head, with room for the generated tokens beside: all
-    of them are read."""
+    """Return the cost of `kept` prompt tokens, in `copies` per KV head, with room for the generated tokens: all of
+    them are read."""
     if kept >= case.sealed:
         return dense(case)
     row_bytes = copies * case.row_bytes
@@ -26,8 +26,8 @@ def evict(case: LayerWorkload, kept: int, copies: int = 1) -> Cost:
 
 
 def evicting(case: LayerWorkload, kept: int, copies: int = 1) -> int:
-    """Return the bytes that an eviction takes beside the whole prompt: what is kept, once gathered and once in its
-    store, and where it stood."""
+    """Return the bytes that an eviction takes besides the whole prompt: the kept rows, once gathered and once in
+    their store, and their positions."""
     if kept >= case.sealed:
         return 0
     places = INT64 * case.spec.num_kv_heads * (2 * case.sealed + 3 * kept * copies)
@@ -43,7 +43,8 @@ def select(case: LayerWorkload, plan: Plan, index_bytes: int) -> Cost:
 
 
 def sent_away(case: LayerWorkload, tokens: int, read: int) -> Cost:
-    """Return what changes where `tokens` of the prompt leave the store for a pool, and a step reads `read` of them."""
+    """Return the difference in cost if `tokens` of the prompt leave the store for a pool, and a step reads `read`
+    of them."""
     if case.placement == DEVICE and case.codec is None:
         return Cost(0)
     left = Cost(-tokens * case.row_bytes).reading(-read * case.row_bytes)
@@ -64,13 +65,13 @@ def pool(case: LayerWorkload, codec: Codec, tokens: int, read: int) -> Cost:
 
 
 def offload(case: LayerWorkload, stored: int, moved: int) -> Cost:
-    """Return what another placement changes: `stored` bytes change sides, and `moved` of them come back each step."""
+    """Return the difference in cost of another placement: `stored` bytes move there, and `moved` of them come back
+    in each step."""
     return Cost(-stored) + Cost.placed(case.placement, stored, moved)
 
 
 def rebuilding(case: LayerWorkload, rank: int, tokens: int) -> int:
-    """Return the bytes that rebuilding keys of each KV head from factors of a rank reads: a row for each, and the
-    basis."""
+    """Return the bytes read to rebuild keys of each KV head from factors of a rank: a row for each, and the basis."""
     return case.spec.num_kv_heads * rank * (tokens + case.spec.head_dim) * case.element_bytes
 
 

@@ -15,14 +15,14 @@ from methods.base import CacheState
 
 
 class GrowingRows:
-    """Holds rows in memory that is allocated beforehand, so that a step that appends can be captured.
+    """Hold rows in memory that is allocated beforehand, so that a step that appends can be captured.
 
-    Zeros stand behind each head's last row: of several sequences some may have shorter rows than others, and are read
-    and written as far as the longest row (`row_scores`).
+    Zeros follow each head's last row: some of several sequences may have shorter rows than others, and are read and
+    written up to the longest row (`row_scores`).
     """
 
     def __init__(self, cache: CacheState, rows: Tensor, room: int) -> None:
-        """Begin with rows [B G T W]; `room` counts all that there will be."""
+        """Begin with rows [B G T W]; `room`: the most rows there will be."""
         self.cache, self.length = cache, 0
         self.stored = rows.new_zeros(*rows.shape[:2], room + 1, rows.shape[3])[:, :, :room]
         self.append(rows)
@@ -39,7 +39,7 @@ class GrowingRows:
         return self.stored[:, :, : self.length]
 
     def count(self) -> Tensor:
-        """Return how many rows there are, as [1] int64, or [B] where sequences differ."""
+        """Return the number of rows, as [1] int64, or [B] if sequences differ."""
         return self.cache.counters.tensor(self.length, self.stored.device)
 
     def append(self, rows: Tensor) -> None:
@@ -47,11 +47,11 @@ class GrowingRows:
         self.length += rows.shape[2]
 
     def grow(self, more: int) -> None:
-        """Make room for `more` rows. The tensor moves, so no step that was captured may go on."""
+        """Make room for `more` rows. The tensor moves, so captured steps must not be replayed any more."""
         self.stored = pad(self.stored, (0, 0, 0, more + 1))[:, :, :-1]
 
     def keep_of_last(self, count: int, rows: Tensor) -> None:
-        """Let all of the last `count` rows go except `rows` [B G K]."""
+        """Drop all of the last `count` rows except `rows` [B G K]."""
         start = self.length - count
         kept = ops.gather_rows(self.filled[:, :, start:], rows)
         self.length = start + rows.shape[2]
@@ -59,8 +59,8 @@ class GrowingRows:
 
 
 class BatchedRows(GrowingRows):
-    """Writes to, and reads from, the memory of several indices, whose rows may differ in length. Their own lengths stay
-    behind until `count_replayed`."""
+    """Write to, and read from, the memory of several indices, whose rows may differ in length. Their own lengths
+    are updated later, by `count_replayed`."""
 
     def __init__(self, indices: Sequence[GrowingRows], cache: CacheState, dead: int | None) -> None:
         parts = [(part, rows.length) for rows in indices for part in rows.stored.split(1)]
@@ -72,6 +72,6 @@ class BatchedRows(GrowingRows):
         return self.cache.counters.first(self._lengths, self._rows.device)
 
     def append(self, rows: Tensor) -> None:
-        """Store one row of each sequence [B G 1 W], with zeros behind those that are shorter."""
+        """Store one row of each sequence [B G 1 W], followed by zeros where it is shorter."""
         at = self.count().view(-1, 1, 1).expand(*rows.shape[:3])
         ops.put_rows(self._rows, at, rows)

@@ -1,4 +1,5 @@
-"""Keeps what the last step fetched: what the next one chooses again is neither moved nor rebuilt (ShadowKV)."""
+"""Keeps what the last step fetched, so that what the next step chooses again is neither moved nor rebuilt
+(ShadowKV)."""
 
 from __future__ import annotations
 
@@ -21,18 +22,18 @@ Load = Callable[[Tensor | Ragged, Tensor | None], Segment]  # chunks [B G K], an
 
 
 class Lacking(NamedTuple):
-    """Names chunks that are to be held, and where. Places None: all of them, in any order."""
+    """Name chunks to load, and the places to put them. Places None: all places, in any order."""
 
     places: Tensor | None  # [B G N]
     chunks: Tensor  # [B G N]
 
 
 class HitCache:
-    """Holds keys and values of K chunks per KV head, `size` tokens each.
+    """Hold keys and values of K chunks per KV head, `size` tokens each.
 
-    New chunks take the places of those that left. Heads with fewer new ones than others load some of theirs again, so
-    that one rectangular block is moved and counted. Where nobody may wait for how many are new, `slots` says what is
-    held, and `exchange` takes all in: exactly the new ones are moved and counted.
+    New chunks replace those that left. Heads with fewer new ones than others load some of theirs again, so that one
+    rectangular block is moved and counted. Where nothing may wait for the number of new chunks, `slots` says what
+    is held, and `exchange` stores all: exactly the new ones are moved and counted.
     """
 
     held: Tensor  # [B G K], `total` where nothing is held
@@ -40,7 +41,7 @@ class HitCache:
     v: Tensor  # [B G K size*D]
 
     def __init__(self, size: int, total: int) -> None:
-        """Hold what `begin` says, or what is set. total: how many chunks there are to choose from."""
+        """`size`: tokens of a chunk. `total`: how many chunks there are to choose from."""
         self.size, self.total = size, total
         self.missed = 0  # how many of the chunks last read, over all heads, were not held
 
@@ -57,14 +58,14 @@ class HitCache:
     def batched(
         self, caches: Sequence[HitCache], cache: CacheState, seen: int | PerSequence, dead: int | None
     ) -> HitCache:
-        """Return one for the sequences of `caches`, whose tensors its policy sets (see `Policy`)."""
+        """Return a cache for the sequences of `caches`, whose tensors its policy sets (see `Policy`)."""
         return HitCache(
             self.size, PerSequence([one.total for one in caches], dead).most
         )  # of a step of a size: that of the size
 
     def read(self, chunks: Tensor | Ragged, load: Load, traffic: Traffic, *, may_wait: bool) -> Segment:
-        """Return the tokens of chunks [B G K], in any order, and count in `traffic` how many were held. `load` makes
-        the others; all where nobody may wait to know how many these are, but only they move."""
+        """Return the tokens of chunks [B G K], in any order, and count in `traffic` how many were held. `load`
+        loads the others, or all if nothing may wait for their number; even then only missing ones move."""
         if may_wait and not isinstance(chunks, Ragged):
             if (lacking := self.lacking(chunks)) is not None:
                 self.take_in(lacking, load(lacking.chunks, None))
@@ -82,8 +83,8 @@ class HitCache:
         return self.exchange(chunks, Segment(*(_as_wide(x, tokens, 2) for x in made[:2])))
 
     def slots(self, chunks: Tensor | Ragged) -> Tensor:
-        """Return where chunks [B G K] are held, -1 for nowhere; 0 for those that a sequence has not. Waits for nothing,
-        as `exchange` does."""
+        """Return the places of chunks [B G K], -1 for those not held; 0 for chunks that a sequence does not have.
+        Waits for nothing, as `exchange` does."""
         chosen, held, there = filled(chunks), self.held, present(chunks)
         if there is not None:
             chosen, held = (torch.where(there, x, self.total) for x in (chosen, held))
@@ -94,14 +95,14 @@ class HitCache:
         return slots if there is None else slots.masked_fill(~there, 0)
 
     def exchange(self, chunks: Tensor | Ragged, tokens: Segment) -> Segment:
-        """Hold all of chunks [B G K] from now on, in their order, in the memory of what was held. tokens [B G K*size
-        D]"""
+        """Hold all of chunks [B G K] from now on, in their order, in the memory of what was held. tokens [B G
+        K*size D]"""
         for mine, new in ((self.held, filled(chunks)), (self.k, tokens.k), (self.v, tokens.v)):
             mine.copy_(new.reshape(mine.shape))
         return self._tokens(chunks)
 
     def lacking(self, chunks: Tensor) -> Lacking | None:
-        """Return what of chunks [B G K] must be loaded, None for nothing."""
+        """Return which of chunks [B G K] must be loaded, None for none."""
         none = torch.zeros(*chunks.shape[:2], self.total + 1, dtype=torch.bool, device=chunks.device)
         new = ~none.scatter(2, self.held, True).gather(2, chunks)
         free = ~none.scatter(2, chunks, True).gather(2, self.held)
@@ -116,7 +117,7 @@ class HitCache:
         return Lacking(places, torch.where(free.gather(2, places), incoming, self.held.gather(2, places)))
 
     def take_in(self, lacking: Lacking, loaded: Segment) -> None:
-        """Hold what was lacking from now on. loaded [B G N*size D]"""
+        """Hold the loaded chunks from now on. loaded [B G N*size D]"""
         places, chunks = lacking
         if places is None:
             self.exchange(chunks, loaded)
@@ -126,7 +127,7 @@ class HitCache:
             ops.put_rows(kept, places, fresh.view(*chunks.shape, -1))
 
     def _tokens(self, chunks: Tensor | Ragged) -> Segment:
-        """Return all tokens that are held, and how many those of `chunks` are."""
+        """Return all tokens that are held, and how many of them belong to `chunks`."""
         live = (chunks.sizes * self.size).on(self.held.device) if isinstance(chunks, Ragged) else None
         dim = self.k.shape[3] // self.size
         k, v = (x.view(*x.shape[:2], -1, dim) for x in (self.k, self.v))
@@ -134,7 +135,7 @@ class HitCache:
 
 
 class OfHits:
-    """Names a tensor of a policy's `hits` as its own, so that it can be in `of_each`."""
+    """Make a tensor of a policy's `hits` an attribute of the policy, so that it can be in `of_each`."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -147,18 +148,19 @@ class OfHits:
 
 
 def present(chunks: Tensor | Ragged) -> Tensor | None:
-    """Return which of chunks [B G K] a sequence has, bool [B 1 K], or None where each has all."""
+    """Return which of chunks [B G K] a sequence has, bool [B 1 K], or None if each has all."""
     if not isinstance(chunks, Ragged):
         return None
     return torch.arange(chunks.whole.shape[2], device=chunks.device) < chunks.counts.view(-1, 1, 1)
 
 
 def held_bytes(case: LayerWorkload, chunks: int, size: int) -> int:
-    """Return what a cache takes from the first step on: `chunks` of `size` tokens per KV head, and their numbers."""
+    """Return the bytes that a cache takes from the first step on: `chunks` of `size` tokens per KV head, and their
+    numbers."""
     return chunks * (size * case.row_bytes + costs.INT64 * case.spec.num_kv_heads)
 
 
 def _as_wide(x: Tensor, size: int, dim: int) -> Tensor:
-    """Return x with as many entries in a dimension, zeros behind its own or fewer of them."""
+    """Return x with `size` entries in a dimension, filled up with zeros or with some of its zeros cut."""
     kept = x.narrow(dim, 0, min(size, x.shape[dim]))
     return pad(kept, (0, 0) * (x.dim() - 1 - dim) + (0, size - kept.shape[dim]))

@@ -1,9 +1,8 @@
-"""Defines a pool with room for some of a head's tokens: once it is full, each new token takes the place of one that
-leaves.
+"""Defines a pool with room for some of a head's tokens: once it is full, each new token replaces one that leaves.
 
-It is InfiniGen's host pool (arXiv 2406.19707). Under `fifo` the oldest token leaves; under `counter` the one fetched
-least often, and under `lru` the one whose last fetch lies furthest back, both among the older half of the pool.
-Entering counts as a fetch for `lru`, not for `counter`. Of equals the oldest leaves. Every KV head has its own victims.
+It is InfiniGen's host pool (arXiv 2406.19707). With `fifo` the oldest token leaves; with `counter` the one fetched
+least often, and with `lru` the one fetched least recently, both among the older half of the pool. Entering counts
+as a fetch for `lru`, not for `counter`. Among equals the oldest leaves. Every KV head has its own victims.
 
 The released code leaves what it evicted among the candidates, and so evicts the same token again; here it is gone.
 """
@@ -30,14 +29,14 @@ NEVER = torch.iinfo(torch.int32).max
 
 
 class LimitedPool:
-    """Gives `slots` tokens of each KV head room. The tables have a column per prompt token; generated tokens take slots
-    alone."""
+    """Give `slots` tokens of each KV head room. The tables have a column per prompt token; generated tokens only
+    take slots."""
 
     def __init__(
         self, policy: Eviction, slots: int, shape: tuple[int, int, int], device: torch.device, counters: StepCounters
     ) -> None:
-        """Begin empty. shape: sequences, KV heads, tokens of the prompt. Of steps that are captured `counters` counts
-        tokens and fetches, of which each has one."""
+        """Begin empty. shape: sequences, KV heads, tokens of the prompt. `counters` counts tokens and fetches of
+        captured steps, one of each per step."""
         self.policy, self.slots, self.counters = policy, slots, counters
         self.uses = torch.zeros(shape, dtype=torch.int32, device=device)  # how often, or when last; 0 under fifo
         self.live = torch.zeros(shape, dtype=torch.bool, device=device)
@@ -48,8 +47,8 @@ class LimitedPool:
         return self.live.shape[2]
 
     def take(self, fetches: Iterable[Fetched]) -> None:
-        """Let the prompt enter token by token. `fetches` holds what each token but the first fetches before that, where
-        the policy looks at it; they may be made one by one from what the pool then holds."""
+        """Let the prompt enter token by token. `fetches`: what each token but the first fetches before it enters,
+        if the policy uses it; they may be computed one by one from what the pool then holds."""
         remaining = iter(fetches)
         for column in range(self.columns):
             if column and self.policy != "fifo":
@@ -57,7 +56,7 @@ class LimitedPool:
             self.enter(column)
 
     def fetched(self, rows: Tensor, counts: Counts) -> None:
-        """Count a fetch. rows [B G K], of which the first `counts` [B] differ; those behind them may be any."""
+        """Count a fetch. rows [B G K], of which the first `counts` [B] are different tokens; the others may be any."""
         self.step += 1
         if self.policy == "fifo":
             return
@@ -77,18 +76,18 @@ class LimitedPool:
         self.uses[:, :, column] = self.step if self.policy == "lru" else 0
 
     def enter_generated(self) -> None:
-        """Let a token in that has no column, in a step that may be captured."""
+        """Let a token without a column in, in a step that may be captured."""
         full, victims = self.counters.tensor(self.entered, self.live.device) >= self.slots, self._victims()
         self.live.scatter_(2, victims, self.live.gather(2, victims) & ~full)
         self.entered += 1
 
     def count_replayed(self, steps: int) -> None:
-        """Bring up to date what is counted in Python, after steps that were replayed."""
+        """Update what is counted in Python, after steps that were replayed."""
         self.entered += steps
         self.step += steps
 
     def _victims(self) -> Tensor:
-        """Return who would leave next, of each head. -> [B G 1]"""
+        """Return the token of each head that leaves next, [B G 1]."""
         older = self.live & (self.live.cumsum(2) <= max(1, self.slots // 2))
         return self.uses.masked_fill(~older, NEVER).argmin(2, keepdim=True)
 
@@ -99,7 +98,7 @@ class LimitedPool:
         return kept
 
     def hide(self, x: Tensor) -> Tensor:
-        """Set to -inf, in place, what belongs to evicted tokens. x [B G S] or [B G g S], prompt tokens first"""
+        """Set the entries of evicted tokens to -inf, in place. x [B G S] or [B G g S], prompt tokens first"""
         evicted = ~self.live if x.dim() == 3 else ~self.live.unsqueeze(2)
         x[..., : self.columns].masked_fill_(evicted, float("-inf"))
         return x
@@ -119,14 +118,14 @@ def check(asked: float | None, policy: str) -> None:
 
 
 def size(asked: float | None, tokens: int) -> int | None:
-    """Return the slots of a pool that may come to see `tokens`; None if it has room for all."""
+    """Return the slots of a pool that may see up to `tokens` tokens; None if it has room for all."""
     slots = tokens if asked is None else asked if isinstance(asked, int) else int(asked * tokens)
     return slots if slots < tokens else None
 
 
 def kept(asked: float | None, case: LayerWorkload) -> tuple[LayerWorkload, Cost]:
-    """Return `case` with what the pool keeps of its prompt, and the cost of its tables, of which a step reads who is
-    there."""
+    """Return `case` with what the pool keeps of its prompt, and the cost of its tables, of which a step reads which
+    tokens are there."""
     slots = size(asked, case.capacity)
     if slots is None:
         return case, Cost()
@@ -137,7 +136,7 @@ def kept(asked: float | None, case: LayerWorkload) -> tuple[LayerWorkload, Cost]
 
 
 def filling(asked: float | None, policy: Eviction, case: LayerWorkload) -> PeakExtra:
-    """Return what the prompt takes while it passes through the pool, and until then: the queries by which its tokens
+    """Return the memory of the prompt while it passes through the pool, and before: the queries by which its tokens
     fetch."""
     slots = size(asked, case.capacity)
     if slots is None:
@@ -153,8 +152,8 @@ def has_room(asked: float | None, case: LayerWorkload) -> bool:
 
 
 def check_budget(budget: Budget | None, sealed: int, layer: int) -> None:
-    """Raise `BudgetError` if a limited pool would have to be read whole, of a long prompt of `sealed` tokens too, or to
-    drop generated tokens."""
+    """Raise `BudgetError` if a limited pool would have to be read whole even for a long prompt of `sealed` tokens,
+    or would have to drop generated tokens."""
     if budget is not None and budget.generated is not None:
         raise BudgetError(
             "Every generated token has a slot of the limited pool: leave out budget_generated or pool_capacity."
@@ -167,6 +166,6 @@ def check_budget(budget: Budget | None, sealed: int, layer: int) -> None:
 
 
 def leading_columns(rows: Tensor, counts: Counts) -> Tensor:
-    """Return which of rows [B G K] are among the first `counts` [B] of their sequence. -> bool [B 1 K]"""
+    """Return which of rows [B G K] are among the first `counts` [B] of their sequence, bool [B 1 K]."""
     first = counts if isinstance(counts, Tensor) else torch.tensor(counts, device=rows.device)
     return torch.arange(rows.shape[2], device=rows.device) < first.view(-1, 1, 1)

@@ -9,7 +9,7 @@ from kernels import ops
 
 
 def representatives(keys: Tensor, drawn: Tensor, block: int, top: int) -> Tensor:
-    """Return per query head the mean key of the `top` tokens of each block.
+    """Return per query head the mean key of the `top` tokens of each block that drew the most attention.
 
     keys [B G N*block D], drawn [B H N*block] -> [B H N D]
     """
@@ -28,5 +28,6 @@ def tokens_of_best(q: Tensor, means: Tensor, groups: int, block: int, tokens: in
 
 
 def rotated_to(seen: Tensor, first: int, after: int) -> Tensor:
-    """Return where keys at positions `seen` [S] are rotated to: those of blocks, from `first` up to `after`, to 0."""
+    """Return the positions by which keys of the tokens `seen` [S] are rotated: 0 in blocks, from `first` up to
+    `after`, their own elsewhere."""
     return torch.where((seen >= first) & (seen < after), 0, seen)

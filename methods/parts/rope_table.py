@@ -1,4 +1,4 @@
-"""Remembers the rotations that the model gave its positions, so that keys can be turned back and forth exactly."""
+"""Remembers the rotations that the model gave its positions, so that keys can be rotated back and forth exactly."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from methods.base import AttnInput, CacheState, LayerSpec
 
 
 class RopeTable:
-    """Holds cos and sin of every position so far [C R], in one table for all layers of a batch.
+    """Hold cos and sin of every position so far [C R], in one table for all layers of a batch.
 
-    They are kept as the model made them: with LongRoPE and dynamic scaling they depend on the length of the call, so
-    the rotary module might answer otherwise if asked again. The sequences of a batch share their positions. Turns run
-    in fp32: in bf16 they would add noise of full rank to the keys.
+    They are kept as the model computed them: with LongRoPE and dynamic scaling they depend on the length of the
+    call, so the rotary module might return others later. The sequences of a batch share their positions. Rotations
+    are computed in fp32: in bf16 they would add noise of full rank to the keys.
     """
 
     def __init__(self, cache: CacheState) -> None:
@@ -29,11 +29,11 @@ class RopeTable:
         self.length = 0
 
     def note(self, x: AttnInput) -> None:
-        """Remember the positions of new tokens; the first layer to see them does it for all."""
+        """Remember the positions of new tokens; the first layer that sees them does it for all."""
         self._write(x.cos, x.sin, x.start)
 
     def note_past(self, spec: LayerSpec, tokens: int) -> None:
-        """Remember the first `tokens` positions, as the model makes them now, for a cache that was stored."""
+        """Remember the first `tokens` positions, as the model computes them now, for a cache that was stored."""
         dtype = self.cache.request.dtype
         cos, sin = spec.rope(torch.arange(tokens, device=self.cache.request.device))
         self._write(cos.to(dtype), sin.to(dtype), 0)
@@ -51,7 +51,7 @@ class RopeTable:
         self.cache.counters.write(sin[0], self.sin, 0, start)
 
     def make_room(self) -> None:
-        """Make room for as many positions as the cache may come to hold, in case it has grown."""
+        """Make room for as many positions as the cache may hold, in case it has grown."""
         more = max(self.cache.request.capacity, self.length) - len(self.cos)
         if more > 0:
             self.cos, self.sin = (pad(part, (0, 0, 0, more)) for part in (self.cos, self.sin))
@@ -63,19 +63,19 @@ class RopeTable:
         return RopeTables(tables, cache, seen, dead)
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotate rows [B G K D] to `positions`, [K] or, where the KV heads differ, [B G K]. -> fp32"""
+        """Rotate rows [B G K D] to `positions`, [K], or [B G K] if the KV heads differ. Return fp32."""
         return self._apply(ops.rotate, x, positions)
 
     def unrotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Return rows as before their rotation. -> fp32"""
+        """Return rows before their rotation, in fp32."""
         return self._apply(rope.unrotate, x, positions)
 
     def move(self, x: Tensor, positions: Tensor, target: int) -> Tensor:
-        """Turn rows at `positions` as if they all stood at `target`, in their dtype."""
+        """Rotate rows at `positions` as if they all stood at `target`, in their dtype."""
         there_cos, there_sin = self.cos[target].float(), self.sin[target].float()
 
         def both(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-            """Turn back by one angle and on by the other, in one turn."""
+            """Rotate back by one angle and forward by the other, in one rotation."""
             norm = cos.square() + sin.square()
             turn, tilt = cos * there_cos + sin * there_sin, cos * there_sin - sin * there_cos
             turned: Tensor = ops.rotate(x, turn / norm, tilt / norm)
@@ -93,7 +93,7 @@ class RopeTable:
 
 
 class RopeTables(RopeTable):
-    """Holds the tables of several sequences where they are, cos and sin [C R] of each."""
+    """Hold the tables of several sequences in place, cos and sin [C R] of each."""
 
     def __init__(
         self, tables: Sequence[RopeTable], cache: CacheState, seen: int | PerSequence, dead: int | None

@@ -1,4 +1,4 @@
-"""Holds keys and values of KV heads that hold different numbers of tokens."""
+"""Holds keys and values of KV heads that keep different numbers of tokens."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from methods.pools.device_store import KVStore
 
 
 class PerHeadStore(KVStore):
-    """Gives every KV head of every sequence a store of its own: what a head does not keep takes no room.
+    """Give every KV head of every sequence a store of its own, so that what a head does not keep takes no memory.
 
-    `length` is the mean over the heads, a whole number because the tokens given out to them are a multiple of the
-    heads.
+    `length` is the mean over the heads, a whole number because the tokens of all heads are a multiple of the heads.
     """
 
     def __init__(self, spec: LayerSpec, cache: CacheState, k: Sequence[Tensor], v: Sequence[Tensor], room: int) -> None:
-        """Fill the stores. k, v: [S D] of every head, one sequence after the other. `room`: tokens that may follow in
-        each."""
+        """Fill the stores. k, v: [S D] of every head, one sequence after the other. `room`: tokens that may follow
+        in each."""
         self.cache, self._heads = cache, spec.num_kv_heads
         alone = CacheState(replace(cache.request, batch=1), counters=cache.counters)
         self.stores = [KVStore(replace(spec, num_kv_heads=1), alone, len(keys) + room) for keys in k]
@@ -51,7 +50,7 @@ class PerHeadStore(KVStore):
         self.length += k.shape[2]
 
     def next_row(self) -> None:
-        """Say that there is no one row: heads may hold different numbers of tokens."""
+        """Return None: heads may hold different numbers of tokens, so there is no common row."""
 
     def keep_of_last(self, count: int, rows: Tensor) -> None:
         for store, kept in zip(self.stores, rows.flatten(0, 1), strict=True):

@@ -22,17 +22,17 @@ from methods.tiers.transfer.engine import Arrival
 
 
 class Pool:
-    """Holds tokens, the oldest first. What a codec writes per token lies in `tier`. On the device lie what it writes
-    per block and, in full precision, the last tokens that do not fill one.
+    """Hold tokens, the oldest first. What a codec writes per token lies in `tier`. What it writes per block lies on
+    the device, as do, in full precision, the last tokens that do not fill a block.
 
-    What moves is counted in `cache.traffic`. A pool may outlive its cache: give it another as `cache`.
+    What moves is counted in `cache.traffic`. A pool may outlive its cache: assign another to `cache`.
     """
 
     steady: ClassVar[tuple[str, ...]] = ("_tokens", "_blocks")  # as in KVStore
 
     def __init__(self, spec: LayerSpec, cache: CacheState, capacity: int, codec: Codec | None = None) -> None:
-        """Make room for `capacity` tokens of spec.num_kv_heads heads, in the tier that the request names, and in its
-        codec unless another is given."""
+        """Make room for `capacity` tokens of spec.num_kv_heads heads, in the tier that the request names, and in
+        its codec unless another is given."""
         request = cache.request
         codec = codec or request.codec or PLAIN
         self.spec, self.cache, self.capacity, self.codec = spec, cache, capacity, codec
@@ -54,12 +54,12 @@ class Pool:
 
     @property
     def token_bytes(self) -> float:
-        """Return the bytes of an encoded token of one head, with its part of what is written per block."""
+        """Return the bytes of an encoded token of one head, including its part of what is written per block."""
         return self.layout.token_bytes + self.layout.block_bytes / self.codec.block
 
     def append(self, k: Tensor, v: Tensor) -> None:
-        """Store tokens that lie on the device. k, v [B G T D]. Tokens that do not fill a block are the last that a pool
-        is given."""
+        """Store tokens that lie on the device. k, v [B G T D]. After tokens that do not fill a block, no more can
+        be stored."""
         start = self.length
         assert start == self.encoded
         self._extend(start + k.shape[2])
@@ -73,8 +73,8 @@ class Pool:
             self._put(self._tail, (k[:, :, whole:], v[:, :, whole:]), 0)
 
     def gather(self, rows: Tensor, slots: Tensor | None = None) -> Arrival[Segment]:
-        """Ask for chosen tokens, decoded, on the device. rows [B G K], or [B H K] of query heads -> k, v [B G|H K D].
-        Nobody reads those whose slot, of the same shape, is 0 or more: they need not move."""
+        """Ask for chosen tokens, decoded, on the device. rows [B G K], or [B H K] of query heads -> k, v [B G|H K
+        D]. Tokens whose slot, of the same shape, is 0 or more are not read: they need not move."""
         groups = self._tokens[0].shape[:2]
         by_group = rows.reshape(*groups, -1)
         unread = None if slots is None else slots.reshape(*groups, -1)
@@ -94,7 +94,7 @@ class Pool:
         return self.cache.fetch(self._whole)
 
     def segments(self) -> Arrival[list[Segment | Codes]]:
-        """Ask for all tokens, on the device, for a step that attends to them: codes where kernels read codes."""
+        """Ask for all tokens on the device, for a step that attends to them: as codes if kernels read codes."""
         return self.cache.fetch(self._segments)
 
     def _whole(self, traffic: Traffic) -> Segment:
@@ -109,15 +109,14 @@ class Pool:
         return written if self.length == self.encoded else [*written, self._last(traffic)]
 
     def channels(self, channels: Tensor) -> Tensor:
-        """Return channels of all keys, each with its tokens side by side, as the kernels take them. channels [B G r] ->
-        [B G r S]"""
+        """Return channels [B G r] of all keys on the device, each with its tokens in a row. [B G r S]"""
         if self.codec == PLAIN:
             tokens, length = self._tokens[0], self.length
             return self.cache.fetch(lambda traffic: tokens.columns(channels, length, traffic)).wait()
         return self.whole().wait().k.mT.gather(2, channels.unsqueeze(3).expand(-1, -1, -1, self.length))
 
     def held(self) -> Tensors:
-        """Return everything by name, as it is written and where it lies: nothing moves, and nothing is decoded."""
+        """Return everything by name, as it is encoded and where it lies: nothing moves, and nothing is decoded."""
         blocks = self.encoded // self.codec.block
         tokens = tuple(rows.held(self.encoded) for rows in self._tokens)
         stored = Encoded(tokens, tuple(rows.held(blocks) for rows in self._blocks)) if blocks else Encoded(())
@@ -125,18 +124,17 @@ class Pool:
         return named(self.codec, stored, [rows.held(self.length - self.encoded) for rows in tail])
 
     def rooms(self) -> Iterator[list[Tensor]]:
-        """Yield for each sequence all rows there is room for, where they lie: of the codec's tensors, then of K and V
-        behind the last block."""
+        """Yield for each sequence all rows with their room, where they lie: of the codec's tensors, then of K and V
+        after the last block."""
         rows = [*self._tokens, *self._blocks, *self._tail]
         rooms = [x.held(x.shape[2]) for x in rows]
         if not self._tail:
             shape = (self.cache.request.batch, self.spec.num_kv_heads, 0, self.spec.head_dim)
             rooms += [torch.empty(shape, dtype=self.cache.request.dtype, device=self.cache.request.device)] * 2
-        return (list(of_one) for of_one in zip(*(room.split(1) for room in rooms), strict=True))
+        return (list(sequence) for sequence in zip(*(room.split(1) for room in rooms), strict=True))
 
     def take(self, held: Mapping[str, Tensor]) -> None:
-        """Take into this empty pool, and into its own tier, what another pool's `held` returned, wherever that lies
-        now."""
+        """Store in this empty pool, in its own tier, what another pool's `held` returned, wherever that lies now."""
         stored, tail = unnamed(self.codec, held)
         self._extend(tokens_in(held))
         if tail:
@@ -176,7 +174,7 @@ class Pool:
     def _read(
         held: Sequence[Rows], rows: Tensor, traffic: Traffic, heads: Tensor | None, slots: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """Take the same rows out of tensors that lie in one tier: their numbers go there once."""
+        """Read the same rows of tensors that lie in one tier; the row numbers are sent there once."""
         if not held:
             return ()
         rows = rows.to(held[0].home)
@@ -205,7 +203,7 @@ class Pool:
         return torch.where(late, k, decoded[0]), torch.where(late, v, decoded[1])
 
     def _decoded_rows(self, rows: Tensor, traffic: Traffic, slots: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return encoded tokens of each head [B G K], decoded. On the device they are read where they lie."""
+        """Return encoded tokens of each head [B G K], decoded. On the device they are read in place."""
         blocks, of_block = rows // self.codec.block, tuple(x.held(x.shape[2]) for x in self._blocks)
         dtype = self.cache.request.dtype
         if self.tier == DEVICE:
@@ -215,7 +213,7 @@ class Pool:
         return self.codec.decode_rows(Encoded(moved, of_block), None, blocks, dtype)
 
     def _decoded_singly(self, rows: Tensor, heads: Tensor, traffic: Traffic) -> tuple[Tensor, Tensor]:
-        """Return encoded tokens, each of a head of its own, decoded. rows, heads [N] -> k, v [N D]"""
+        """Return encoded tokens, each of a given head, decoded. rows, heads [N] -> k, v [N D]"""
         tokens = tuple(x[None, None] for x in self._read(self._tokens, rows, traffic, heads))
         of_block = tuple(x.held(x.shape[2]).flatten(0, 2)[None, None] for x in self._blocks)
         blocks = rows // self.codec.block + heads * (self.capacity // self.codec.block)

@@ -1,4 +1,4 @@
-"""Holds rows of several sequences, each in the host memory of its own cache, for steps that they take together."""
+"""Holds rows of several sequences that step together, each in the host memory of its own cache."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from methods.tiers.traffic import Traffic
 
 
 class BatchedHostRows:
-    """Reads rows [B G C W] where they lie, as `HostRows` do. What moves is counted for each sequence by itself."""
+    """Read rows [B G C W] in place, as `HostRows` do. What moves is counted for each sequence by itself."""
 
     def __init__(self, rooms: Sequence[Tensor], device: torch.device, dim: int = 2, dead: int | None = None) -> None:
-        """rooms [1 G C W]: of each sequence. They differ in dimension `dim`; `device` reads them, and `dead` slots are
-        free (kernels/ragged.py)."""
+        """rooms [1 G C W]: one per sequence. They differ in dimension `dim`; `device` reads them, and `dead` slots
+        are free (kernels/ragged.py)."""
         self.rows = with_free_slots(rooms, dim, dead, reader=device)
 
     def gather(
         self, rows: Tensor | Ragged, traffic: Traffic, slots: Tensor | None = None, held: Tensor | None = None
     ) -> Tensor:
-        """Return chosen rows on the device, as `HostRows.gather` does. rows [B G K] -> [B G K W], with anything behind
-        those of a sequence that has fewer. With `slots`, all have as many; a row of none must have a slot."""
+        """Return chosen rows on the device, as `HostRows.gather` does, rows [B G K] -> [B G K W]. After the rows of
+        a sequence that has fewer, values are arbitrary. With `slots`, all have equally many; a missing row must
+        have a slot."""
         row_bytes, chosen = self.rows.shape[3] * self.rows.dtype.itemsize, filled(rows)
         if slots is not None and held is None:
             nothing = (*chosen.shape[:2], 1, self.rows.shape[3])
@@ -40,10 +41,10 @@ class BatchedHostRows:
             count = torch.full((len(chosen),), chosen[0].numel(), device=chosen.device)
         traffic.tally("to_device_bytes", count * row_bytes)
         whole, lacking = filled(moved), chosen.shape[2] - filled(moved).shape[2]
-        return pad(whole, (0, 0, 0, lacking)) if lacking else whole  # plain torch gives no more than are there
+        return pad(whole, (0, 0, 0, lacking)) if lacking else whole  # plain torch returns only existing rows
 
     def in_place(self, count: int, traffic: Traffic) -> Tensor:
-        """Return all rows, of which an operation reads `count` for each head where they lie, and count these."""
+        """Return all rows, of which an operation reads `count` per head in place, and count these."""
         entry_bytes = count * self.rows.shape[1] * self.rows.dtype.itemsize
         traffic.tally("to_device_bytes", self.rows.counts * entry_bytes)
         return cast(Tensor, self.rows)

@@ -1,7 +1,8 @@
-"""Names keys and values of consecutive tokens as they are written: what a pool hands over and what a store keeps.
+"""Names keys and values of consecutive tokens as they are encoded: what a pool returns and what a store keeps.
 
-In one layer `k` and `v` are rows as they are; `codes0`, `codes1`, ... have a row per token and `ranges0`, ... a row per
-group of tokens that a codec wrote together. The tokens that fill no group stay in `k` and `v`, behind the others.
+In one layer `k` and `v` are rows as they are; `codes0`, `codes1`, ... have a row per token and `ranges0`, ... a row
+per group of tokens that a codec encoded together. The tokens that fill no group stay in `k` and `v`, after the
+others.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Tensors = dict[str, Tensor]
 
 
 class SplitRows:
-    """Holds rows [..., tokens, width] of consecutive tokens, parts of which may lie in different tiers."""
+    """Hold rows [..., tokens, width] of consecutive tokens, parts of which may lie in different tiers."""
 
     def __init__(self, *parts: Tensor) -> None:
         self.parts = [part for part in parts if part.shape[-2]] or list(parts[:1])
@@ -37,7 +38,7 @@ class SplitRows:
         return SplitRows(*(part[..., max(0, start - at) : max(0, end - at), :] for at, part in self._placed()))
 
     def each(self, change: Callable[[Tensor, int], Tensor]) -> SplitRows:
-        """Return what `change` makes of every part where it lies, given the part and the number of tokens before it."""
+        """Apply `change` to every part where it lies, with the number of tokens before it. Return the result."""
         return SplitRows(*(change(part, at) for at, part in self._placed()))
 
     def joined(self) -> Tensor:
@@ -58,26 +59,26 @@ class SplitRows:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """Says how blocks of tokens are written: rows named `LAYER.k` and `LAYER.v` [B G T D] by a codec; without one any
-    rows as they are. `dtype` is that of what is read back. Tokens of different blocks are never encoded together."""
+    """Say how blocks of tokens are encoded: rows named `LAYER.k` and `LAYER.v` [B G T D] by a codec; without one
+    any rows as they are. `dtype`: the dtype after decoding. Tokens of different blocks are never encoded together."""
 
     codec: Codec = PLAIN
     dtype: torch.dtype = torch.float32
 
     def like(self, rows: Tensors) -> Tensors:
-        """Return names, shapes and dtypes of what `encode` gives for such rows, as tensors of the meta device."""
+        """Return names, shapes and dtypes of the result of `encode` for such rows, as tensors of the meta device."""
         if self.codec == PLAIN:
             return {name: torch.empty_like(x, device="meta") for name, x in rows.items()}
         return {name: x for layer in _layers(rows) for name, x in self._like(layer, rows[f"{layer}.{K}"])}
 
     def encode(self, rows: Tensors) -> Tensors:
-        """Write rows by the codec, under their new names."""
+        """Encode rows by the codec, under their new names."""
         if self.codec == PLAIN:
             return rows
         return {name: x for layer in _layers(rows) for name, x in self._encoded(layer, rows)}
 
     def decode(self, rows: Tensors) -> Tensors:
-        """Return what `encode` was given, or near it."""
+        """Return the rows that `encode` was given, up to the codec's error."""
         if self.codec == PLAIN:
             return rows
         return {name: x for layer in _layers(rows) for name, x in self._decoded(layer, rows)}
@@ -108,7 +109,7 @@ class Format:
 
 
 def named(codec: Codec, encoded: Encoded, tail: Sequence[Tensor] = ()) -> Tensors:
-    """Return what a codec wrote, and K and V of the tokens behind it that fill no group, by name."""
+    """Return what a codec wrote, and K and V of later tokens that fill no group, by name."""
     if codec == PLAIN:
         return dict(zip((K, V), encoded.tokens, strict=True))
     kinds = ((CODES, encoded.tokens), (RANGES, encoded.blocks))
@@ -117,7 +118,7 @@ def named(codec: Codec, encoded: Encoded, tail: Sequence[Tensor] = ()) -> Tensor
 
 
 def unnamed(codec: Codec, held: Mapping[str, Tensor]) -> tuple[Encoded, Sequence[Tensor]]:
-    """Return what `named` was given, without tensors where there was nothing."""
+    """Return what `named` was given, without tensors if there was nothing."""
     tail = [held[name] for name in (K, V) if name in held]
     if codec == PLAIN:
         return Encoded(tuple(tail)), []

@@ -1,4 +1,4 @@
-"""Holds the one table of codecs that settings can name. It imports no torch: a class is loaded when it is asked for."""
+"""Lists the codecs that settings can name. It imports no torch: a class is loaded when it is asked for."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spelling:
-    """Says how a codec is named. `pattern`: what its names look like; its groups are arguments, whole numbers, of the
-    class `codec`, which is given with its module. `choices`: these names in an error's words."""
+    """Say how a codec is named. `pattern`: a regular expression for its names, whose groups are arguments, whole
+    numbers, of the class `codec`, given with its module. `choices`: these names in the words of an error."""
 
     pattern: str
     codec: str
@@ -32,7 +32,7 @@ CODECS = [
 
 
 def is_codec(name: str) -> bool:
-    """Return whether a line of the table has such names."""
+    """Return whether the table has a codec of this name."""
     return any(re.fullmatch(line.pattern, name) for line in CODECS)
 
 
@@ -42,7 +42,7 @@ def choices() -> str:
 
 
 def codec_of(name: str) -> Codec:
-    """Return the codec of that name. Raises `ValueError` if none has it."""
+    """Return the codec of this name. Raises `ValueError` if there is none."""
     for line in CODECS:
         if named := re.fullmatch(line.pattern, name):
             module, _, kind = line.codec.rpartition(".")

@@ -15,8 +15,8 @@ from methods.tiers.codec import Codec, Encoded, Layout
 
 @dataclass(frozen=True, kw_only=True)
 class FloatCodec(Codec):
-    """Writes `float8_e4m3fn`, times an fp16 scale for each token's key and for its value in each head. Per token: 2 * D
-    bytes of codes and 4 of scales."""
+    """Write `float8_e4m3fn`, times an fp16 scale for each token's key and for its value in each head. Per token: 2
+    * D bytes of codes and 4 of scales."""
 
     @property
     def block(self) -> int:

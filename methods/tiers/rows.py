@@ -30,8 +30,8 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Names where rows may lie. `device`: the one that computes. `folder`: for rows in files; None: in the system's
-    temporary one. `region`: of host memory that is there already; None: it is taken when rows come."""
+    """Name where rows may lie. `device`: the device that computes. `folder`: for rows in files; None: the system's
+    temporary one. `region`: host memory that is pinned already; None: it is taken when rows arrive."""
 
     device: torch.device
     folder: Path | None = None
@@ -39,21 +39,21 @@ class Place:
 
 
 class PlaceError(ValueError):
-    """Says that a folder does not take the rows that are to be kept in files, and why."""
+    """Say why a folder cannot hold rows in files."""
 
 
 class Rows(ABC):
-    """Holds rows [B G C W]. What is `put` there comes from the device, and what is read goes there."""
+    """Hold rows [B G C W]. What is `put` there comes from the device, and what is read goes there."""
 
     tier: ClassVar[str]
-    steady: ClassVar[tuple[str, ...]] = ("stored",)  # a step appends to them, and changes no row that is there
+    steady: ClassVar[tuple[str, ...]] = ("stored",)  # a step appends to them, and changes no existing row
 
     def __init__(self, shape: Shape, dtype: torch.dtype, place: Place) -> None:
         self.shape, self.dtype, self.device = shape, dtype, place.device
 
     @property
     def home(self) -> torch.device:
-        """Return the device on which the numbers of rows must lie that are read."""
+        """Return the device on which the numbers of rows to read must lie."""
         return torch.device("cpu")
 
     @abstractmethod
@@ -78,22 +78,23 @@ class Rows(ABC):
         return self._all()[:, :, :count]
 
     def gather(self, rows: Tensor, traffic: Traffic, slots: Tensor | None = None, held: Tensor | None = None) -> Tensor:
-        """Return chosen rows on the device. rows [B G K] -> [B G K W]
+        """Return chosen rows on the device, rows [B G K] -> [B G K W].
 
-        Rows whose slot [B G K] is 0 or more do not move: they are copied from there in `held` [B G C W], or hold
-        anything without it. A tier on the device, or in files, may take its own in their place."""
+        Rows whose slot [B G K] is 0 or more do not move: they are copied from that place of `held` [B G C W], or
+        are arbitrary without it. A tier on the device, or in files, may read its own rows instead.
+        """
         stored = self._all()
         return self._send(ops.gather_rows(stored, rows.to(stored.device)), traffic)
 
     def pick(self, heads: Tensor, rows: Tensor, traffic: Traffic) -> Tensor:
-        """Return single rows on the device. heads [N], counted through the batch, rows [N] -> [N W]"""
+        """Return single rows on the device, heads [N], counted through the batch, rows [N] -> [N W]."""
         stored = self._all()
         at = (heads * self.shape[2] + rows).to(stored.device)
         picked: Tensor = ops.gather_rows(stored.flatten(0, 2)[None, None], at[None, None])
         return self._send(picked[0, 0], traffic)
 
     def columns(self, columns: Tensor, count: int, traffic: Traffic) -> Tensor:
-        """Return columns of the first `count` rows on the device. columns [B G N] -> [B G N count]"""
+        """Return columns of the first `count` rows on the device, columns [B G N] -> [B G N count]."""
         stored = self._all()
         at = columns.to(stored.device).unsqueeze(3).expand(-1, -1, -1, count)
         return self._send(stored[:, :, :count].mT.gather(2, at), traffic)
@@ -123,7 +124,7 @@ class MemoryRows(Rows):
 
 
 class DeviceRows(MemoryRows):
-    """Holds rows beside the model: nothing that is put there or read moves."""
+    """Hold rows on the device of the model: nothing moves when they are put there or read."""
 
     tier: ClassVar[str] = DEVICE
 
@@ -143,13 +144,13 @@ class DeviceRows(MemoryRows):
 
 
 class HostRows(MemoryRows):
-    """Holds rows in host memory, pinned beside a CUDA device."""
+    """Hold rows in host memory, pinned if the device is a CUDA device."""
 
     tier: ClassVar[str] = HOST
 
     def take(self, x: Tensor, start: int) -> None:
-        """Copy head by head: between a GPU and the host torch would first put rows with gaps between them into a
-        further tensor on either side."""
+        """Copy head by head: between a GPU and the host torch would first copy rows with gaps between them to
+        another tensor on either side."""
         for stored, rows in zip(self.stored.flatten(0, 1), x.flatten(0, 1), strict=True):
             stored[start : start + x.shape[2]] = rows
 
@@ -163,7 +164,7 @@ class HostRows(MemoryRows):
         return self.device
 
     def gather(self, rows: Tensor, traffic: Traffic, slots: Tensor | None = None, held: Tensor | None = None) -> Tensor:
-        """Let the device read the rows in place, so that nobody waits for their numbers."""
+        """Let the device read the rows in place, so that nothing waits for their numbers."""
         if slots is not None and held is None:
             nothing = (*self.shape[:2], 1, self.shape[3])
             held, slots = self.stored.new_zeros(nothing, device=self.device), slots.clamp(max=0)
@@ -175,8 +176,8 @@ class HostRows(MemoryRows):
         return moved
 
     def first(self, count: int, traffic: Traffic) -> Tensor:
-        """Let whole heads travel by themselves, if they are large enough; torch would first collect those with gaps
-        between them, in memory that is not pinned."""
+        """Copy whole heads one by one, if they are large enough; torch would first collect those with gaps between
+        them, in memory that is not pinned."""
         rows = self.held(count)
         if self.device.type == "cpu" or rows.is_contiguous():
             return self._send(rows, traffic)
@@ -199,8 +200,8 @@ class HostRows(MemoryRows):
         return picked
 
     def columns(self, columns: Tensor, count: int, traffic: Traffic) -> Tensor:
-        """Let the device read single numbers in place, so that nobody waits for those of the columns. A real bus moves
-        32 bytes for each."""
+        """Let the device read single numbers in place, so that nothing waits for the columns. A real bus moves 32
+        bytes for each."""
         every = torch.arange(count, device=columns.device) * self.shape[3]
         at = (columns.unsqueeze(3) + every).flatten(2)
         numbers = self.stored.view(*self.shape[:2], -1, 1)
@@ -214,9 +215,9 @@ class HostRows(MemoryRows):
 
 
 class DiskRows(Rows):
-    """Holds rows in a file of their own, which is deleted with this object, in a folder of this process below the
-    place's. The file is mapped to be read and at once unmapped, so nothing of it stays in the memory of this process
-    and it does not stay open; the system may still cache it."""
+    """Hold rows in a file of their own, which is deleted with this object, in a folder of this process below the
+    place's. The file is mapped for reading and unmapped at once, so it neither stays in the memory of this process
+    nor open; the system may still cache it."""
 
     tier: ClassVar[str] = DISK
 

@@ -1,5 +1,4 @@
-"""Holds the one table of tiers. Whatever holds, counts, stores or shows bytes by tier reads it, and it imports no
-torch."""
+"""Lists the tiers. Whatever holds, counts, stores or shows bytes by tier reads this table, and it imports no torch."""
 
 from __future__ import annotations
 
@@ -10,11 +9,11 @@ DEVICE, HOST, DISK = "device", "host", "disk"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tier:
-    """Describes a place where keys and values may lie.
+    """Describe a place where keys and values may lie.
 
-    `rows`: the class that holds rows there, with its module. `in_files`: its bytes are those of files, not of tensors.
-    `head`: the heading of the column of its bytes in a table; `meaning`: what that column says. `stamp`: the letter of
-    a table row that had bytes there while the device is a CPU, and what it then says.
+    `rows`: the class that holds rows there, with its module. `in_files`: its bytes are those of files, not of
+    tensors. `head`: the heading of the column of its bytes in a table; `meaning`: what that column shows. `stamp`:
+    the letter that marks a table row with bytes there while the device is a CPU, and its meaning.
     """
 
     rows: str
@@ -50,7 +49,7 @@ TIERS: dict[str, Tier] = {  # name -> tier, the fastest first
 
 
 def tier_of(name: str) -> Tier:
-    """Return a tier's line of the table. Raises `ValueError` for a tier that has none."""
+    """Return a tier of the table. Raises `ValueError` for a tier that is not in it."""
     if name not in TIERS:
         raise ValueError(
             f"{name!r} is no tier: choose one of {', '.join(TIERS)}, or add its line to methods/tiers/tier.py."
@@ -59,5 +58,5 @@ def tier_of(name: str) -> Tier:
 
 
 def bytes_key(name: str) -> str:
-    """Return the key under which records and summaries hold the bytes of a tier."""
+    """Return the key of a tier's bytes in records and summaries."""
     return f"kv_{name}_bytes"

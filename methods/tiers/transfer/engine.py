@@ -1,9 +1,10 @@
-"""Brings rows to the device beside the model's work, in the order in which they were asked for.
+"""Brings rows to the device while the model works, in the order in which they were asked for.
 
-A method asks for rows as soon as it knows which (`begin`), goes on computing, and waits (`Arrival.wait`) where it needs
-them. Until then nothing happens, or, `ahead`, rows move: in the caller's thread, or in one of the engine's own, on a
-CUDA device on a stream beside the model's. A cache whose rows move ahead may also give away work on a prompt that later
-layers hide, such as clustering its keys (`work`): an engine does one piece after the other.
+A method asks for rows as soon as it knows which (`begin`), goes on computing, and waits (`Arrival.wait`) when it
+needs them. Until then nothing happens, or, with `ahead`, rows move: in the caller's thread, or in one of the
+engine's own, on a CUDA device on a stream parallel to the model's. A cache whose rows move ahead may also pass on
+work on a prompt that later layers hide, such as clustering its keys (`work`): an engine does one piece after the
+other.
 
 A device has one engine, whoever moves its rows (`shared_engine`).
 """
@@ -31,7 +32,8 @@ T = TypeVar("T")
 
 
 class TransferEngine:
-    """Moves rows, and works beside the model, for all caches of one device and for the store of what they leave."""
+    """Move rows, and work in parallel to the model, for all caches of one device and for the store of
+    conversations."""
 
     def __init__(
         self,
@@ -40,14 +42,14 @@ class TransferEngine:
         works: bool = False,
         pinned_memory: PinnedMemory | None = None,
     ) -> None:
-        """`threads`: so many move rows that are asked for ahead; 0: the caller does. `works`: a thread does what is
-        given to `work`. `pinned_memory`: host memory that is pinned before a clock starts."""
+        """`threads`: how many threads move rows that are asked for ahead; 0: the caller does. `works`: a thread
+        does what `work` gets. `pinned_memory`: host memory that is pinned before a clock starts."""
         self._lanes: WeakSet[TransferLane] = WeakSet()
         self.copy_lane, self.work_lane = self.lane("move", threads), self.lane("work", int(works))
         self.beside, self.pinned_memory = threads > 0, pinned_memory
 
     def lane(self, name: str, threads: int) -> TransferLane:
-        """Return a lane of its own for somebody who moves rows of this device as well, which `close` drains too."""
+        """Return another lane for rows of this device, which `close` drains too."""
         lane = TransferLane(name, threads) if threads else INLINE
         self._lanes.add(lane)
         return lane
@@ -55,21 +57,21 @@ class TransferEngine:
     def begin(
         self, read: Callable[[Traffic], T], into: Traffic, on: torch.device, *, ahead: bool = False
     ) -> Arrival[T]:
-        """Begin to bring to the device `on` what `read` returns, which counts the bytes that it moves. What is waited
-        for counts in `into` as well. `ahead`: rows move from now on."""
+        """Begin to bring to the device `on` what `read` returns; `read` counts the bytes that it moves. If the rows
+        are waited for, they count in `into` as well. `ahead`: rows move from now on."""
         return Arrival(self.copy_lane if ahead else INLINE, read, into, on, ahead)
 
     def branch(
         self, read: Callable[[Traffic], T], into: Traffic, on: torch.device, *, ahead: bool = False
     ) -> Arrival[T]:
-        """Begin the same in a step that may be captured: no thread takes part, and whoever asks waits for the rows in
+        """Begin like `begin`, in a step that may be captured: no thread takes part, and the rows are waited for in
         this step."""
         kind: type[Arrival[T]] = Branch if ahead else Arrival
         return kind(INLINE, read, into, on, ahead)
 
     def work(self, compute: Callable[[], T], on: torch.device) -> Arrival[T]:
-        """Begin to compute something on the CPU beside the model, once all that the device `on` has been given is
-        done."""
+        """Begin to compute something on the CPU in parallel to the model, once the device `on` has done all its
+        present work."""
 
         def read(moved: Traffic) -> T:
             reach(on)
@@ -78,14 +80,14 @@ class TransferEngine:
         return Arrival(self.work_lane, read, Traffic(), on, ahead=True)
 
     def send(self, write: Callable[[Traffic], None], into: Traffic) -> None:
-        """Let `write` put rows away from the device, which counts the bytes."""
+        """Let `write` move rows away from the device and count the bytes."""
         moved = Traffic()
         write(moved)
         into.add(moved)
 
     def close(self) -> None:
-        """Wait for all that is under way in any lane, end the threads, and unpin what nobody has. Whoever goes on, as
-        another user of the device may, starts new ones."""
+        """Wait for everything in all lanes, end the threads, and unpin unused memory. Another user of the device
+        starts new ones."""
         for lane in list(self._lanes):
             lane.close()
         if self.pinned_memory is not None:
@@ -96,7 +98,7 @@ _shared: WeakValueDictionary[object, TransferEngine] = WeakValueDictionary()
 
 
 def shared_engine(device: torch.device) -> TransferEngine:
-    """Return the engine of a device, which all have who move rows there."""
+    """Return the engine of a device, which everything shares that moves rows there."""
     if (engine := _shared.get(device)) is None:
         pinned_memory = PinnedMemory() if device.type == "cuda" else None
         engine = _shared[device] = TransferEngine(threads=1, works=True, pinned_memory=pinned_memory)
@@ -104,8 +106,8 @@ def shared_engine(device: torch.device) -> TransferEngine:
 
 
 class Arrival(Generic[T]):
-    """Stands for rows that are on their way, or for a result of work. Rows that nobody waits for count nowhere, and do
-    not move if nobody can wait for them any more before they have begun to."""
+    """Represent rows that are on their way, or a result of work. Rows that nobody waits for are not counted, and do
+    not move if the arrival is dropped before they begin to."""
 
     def __init__(
         self,
@@ -115,13 +117,13 @@ class Arrival(Generic[T]):
         on: torch.device,
         ahead: bool,
     ) -> None:
-        """`by`: who reads. `ahead`: it begins now."""
+        """`by`: the lane that reads. `ahead`: it begins now."""
         self._by, self._into = by, into
         self._read: Callable[[Traffic], T] | None = read
         self._on = on
         self._moved = Traffic()
         self._future: Future[T] | None = None
-        self._exposed_s = 0.0  # for which a caller has stood still
+        self._exposed_s = 0.0  # seconds for which a caller has waited
         if ahead:
             self._start()
 
@@ -173,8 +175,8 @@ class Arrival(Generic[T]):
 
 
 class Branch(Arrival[T]):
-    """Stands for rows that come within a step: on a CUDA device, on a stream that leaves the model's where they are
-    asked for, and joins it again where they are waited for."""
+    """Represent rows that arrive within a step: on a CUDA device, on a stream that forks from the model's where
+    they are asked for, and joins it again where they are waited for."""
 
     def _reach(self, rows: T) -> None:
         join(self._on)

@@ -1,4 +1,4 @@
-"""Does beside the model what its thread need not wait for: each lane in its order, or at once in the caller's own."""
+"""Runs actions in parallel to the model: each lane in its order, or at once in the caller's own thread."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ T = TypeVar("T")
 
 
 class TransferLane:
-    """Does one thing after the other, or as many side by side as it has threads. With none the caller does it, at
+    """Run one action after the other, or as many at a time as it has threads. With none the caller runs them at
     once."""
 
     def __init__(self, name: str = "", threads: int = 0) -> None:
-        """`name`: that of the threads, behind `transfer`."""
+        """`name`: name of the threads, after `transfer`."""
         self.beside = threads > 0
         self._name, self._count = f"transfer-{name}", threads
         self._threads: ThreadPoolExecutor | None = None  # from the first thing on
-        self._held, self._changed = 0, Condition()  # how many are neither done nor cancelled
+        self._held, self._changed = 0, Condition()  # how many actions are neither done nor cancelled
 
     def submit(self, action: Callable[[], T], after: Iterable[Future[Any]] = ()) -> Future[T]:
-        """Do `action` once all of `after` have ended, well or not: until then it keeps nobody in this lane waiting.
-        What has not begun can be cancelled."""
+        """Run `action` once all of `after` have ended, whether or not they failed; until then it blocks nothing in
+        this lane. An action that has not begun can be cancelled."""
         handle: Future[T] = Future()
         others = [other for other in after if not other.done()]
         if self.beside:
@@ -33,8 +33,8 @@ class TransferLane:
         return handle
 
     def close(self) -> None:
-        """Wait until all that was submitted is done, also what waits for something else, and end the threads. What is
-        submitted later starts new ones."""
+        """Wait until all submitted actions are done, also those that wait for others, and end the threads. Later
+        actions start new ones."""
         with self._changed:
             self._changed.wait_for(lambda: not self._held)
             threads, self._threads = self._threads, None

@@ -1,10 +1,10 @@
-"""Records when something ran beside something else, in seconds of one clock."""
+"""Records when something ran in parallel to something else, in seconds of one clock."""
 
 from __future__ import annotations
 
 
 class Spans:
-    """Holds spans of time as pairs of start and end. Any thread may add one."""
+    """Hold spans of time as pairs of start and end. Any thread may add one."""
 
     def __init__(self, *spans: tuple[float, float]) -> None:
         self._spans = list(spans)

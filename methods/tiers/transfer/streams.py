@@ -1,4 +1,4 @@
-"""Runs work beside the model's own, on a stream of its own where there are streams."""
+"""Runs work in parallel to the model, on a stream of its own if the device has streams."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @contextmanager
 def beside_the_model(on: torch.device, behind: torch.cuda.Event | None = None) -> Iterator[None]:
-    """Run what is begun within behind the event `behind`; it is complete at the end of the block."""
+    """Run the work of this block after the event `behind`; it is complete at the end of the block."""
     if on.type != "cuda":
         yield
         return
@@ -30,8 +30,8 @@ def _side(on: torch.device) -> torch.cuda.Stream:
 
 @contextmanager
 def forked(on: torch.device) -> Iterator[None]:
-    """Run what is begun within behind all that the caller's stream was given, and beside what it is given from now on.
-    A step that is captured has both as branches."""
+    """Run the work of this block after all present work of the caller's stream, and in parallel to its later work.
+    A captured step has both as branches."""
     if on.type != "cuda":
         yield
         return
@@ -42,19 +42,19 @@ def forked(on: torch.device) -> Iterator[None]:
 
 
 def join(on: torch.device) -> None:
-    """Let the caller's stream go on behind all that was `forked`, without waiting on the host."""
+    """Let the caller's stream continue after all that was `forked`, without waiting on the host."""
     if on.type == "cuda":
         torch.cuda.current_stream(on).wait_stream(_side(on))
 
 
 def reach(on: torch.device) -> None:
-    """Wait until all that this thread's stream was given is done."""
+    """Wait until all present work of this thread's stream is done."""
     if on.type == "cuda":
         torch.cuda.current_stream(on).synchronize()
 
 
 def reached(on: torch.device) -> torch.cuda.Event | None:
-    """Return an event behind all that the caller's stream was given; None where there are no streams."""
+    """Return an event after all present work of the caller's stream; None if the device has no streams."""
     if on.type != "cuda":
         return None
     event = torch.cuda.Event()
