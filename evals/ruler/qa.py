@@ -82,9 +82,9 @@ def load(task: str, env: TaskEnv) -> Corpus:
 def _articles(rows: Sequence[Row]) -> dict[str, Any]:
     """Arrange the hub's rows as the original file has them."""
     articles: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    for row in rows:
+    for number, row in enumerate(rows, 1):
         texts = [{"text": text} for text in row["answers"]["text"]]
-        entry = {"question": row["question"], "is_impossible": not texts, "answers": texts}
+        entry = {"question": row["question"], "is_impossible": not texts, "answers": texts, "place": f"row {number}"}
         articles.setdefault(row["title"], {}).setdefault(row["context"], []).append(entry)
     return {
         "data": [
@@ -111,7 +111,8 @@ def _read_squad(content: Content, name: str) -> tuple[list[Question], list[str]]
             for entry in paragraph["qas"]:
                 answers = tuple(answer["text"] for answer in entry["answers"])
                 if not entry["is_impossible"] and not any(map(str.strip, answers)):
-                    raise no_answer(f"{name}: the question {entry['question'][:60]!r} of {content.origin}")
+                    place = entry.get("place", f"the question {entry['question'][:60]!r}")
+                    raise no_answer(f"{name}: {place} of {content.origin}")
                 if not entry["is_impossible"]:
                     questions.append(Question(entry["question"], answers, (own,), (own,), related))
     return questions, documents

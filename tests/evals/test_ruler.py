@@ -280,6 +280,39 @@ def test_a_question_file_of_another_layout_is_named(tmp_path: Path) -> None:
         ruler(tasks=["qa_1"]).examples(env(data_root=tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("task", "file", "row", "message"),
+    [
+        (
+            "qa_1",
+            "squad.json",
+            {"paragraphs": [{"context": "C", "qas": [{"question": "why?", "is_impossible": False, "answers": []}]}]},
+            "SQuAD 2.0 dev .*the question 'why\\?' of local:squad.json has no right answer",
+        ),
+        (
+            "qa_1",
+            "squad/squad_v2/validation-0.parquet",
+            {"title": "T", "context": "C", "question": "why?", "answers": {"text": [" "]}},
+            "SQuAD 2.0 dev .*row 2 of local:squad/.*parquet has no right answer",
+        ),
+        ("qa_2", "hotpotqa.json", HOTPOT[0] | {"answer": " "}, "row 2 of local:hotpotqa.json has \" \" as 'answer'"),
+    ],
+)
+def test_a_question_without_a_right_answer_is_named(
+    tmp_path: Path, task: str, file: str, row: dict[str, Any], message: str
+) -> None:
+    path = tmp_path / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        rows = [row | {"question": "answered?", "answers": {"text": ["yes"]}}, row]
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_text(json.dumps({"data": [*SQUAD["data"], row]} if task == "qa_1" else [HOTPOT[1], row]))
+    with pytest.raises(TaskError, match=message):
+        qa.load(task, env(data_root=tmp_path))
+
+
 NIAH = [task for task, family in FAMILIES.items() if family == "niah"]
 
 

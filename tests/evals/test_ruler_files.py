@@ -107,6 +107,8 @@ def test_a_single_file_says_itself_what_it_is(tmp_path: Path) -> None:
         (json.dumps(NIAH)[:-30], "cut short"),
         ("[]", "should be an object"),
         (json.dumps({**NIAH, "outputs": "1234567"}), "'outputs', which should be a list"),
+        (json.dumps({**NIAH, "outputs": []}), r"has \[\] as 'outputs'"),
+        (json.dumps({**NIAH, "outputs": ["1234567", " "]}), r"has \" \" as 'outputs\[1\]'"),
         (json.dumps({**NIAH, "answer_prefix": 3}), "has 3 as 'answer_prefix', which should be text"),
         (json.dumps({"input": NIAH["input"], "outputs": ["1"]}), "does not end with the answer prefix"),
         (json.dumps({**NIAH, "input": f"[INST] {NIAH['input']} [/INST]"}), "chat template"),

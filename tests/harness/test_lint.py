@@ -42,6 +42,15 @@ def test_each_kind_of_finding_is_told_once_with_its_first_example(
     assert text.count("were cut from the middle") == 1
 
 
+def test_prompts_that_a_method_reads_whole_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    short = ["task=niah", "task.lengths=[400,2000]", "task.depths=1", "method=snapkv", "method.window=100"]
+    text = printed(capsys, *short, "budget=0.2", *MODEL_ARGS)
+    assert "warning: 1 of 2 prompts, first magic_city/400/" in text
+    assert "all is read: the budget gives 80 of 400 prompt tokens" in text
+    assert "nothing found" not in text
+    assert "nothing found" in printed(capsys, *short, "budget=0.5", *MODEL_ARGS)
+
+
 def test_wrong_data_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, *NEWS, f"data.root={tmp_path / 'absent'}", code=2)
     assert text.startswith("error: data.root=")
