@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from harness.config.catalogue import entries
-from harness.config.nested import flatten
+from harness.config.catalogue import entries, flatten
 from harness.config.plugins import build
 from harness.config.settings import WITHOUT_EFFECT, recorded_defaults
 from harness.engine.attach import attached

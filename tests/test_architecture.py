@@ -42,7 +42,7 @@ ROOMS: dict[str, set[str] | None] = {
     "jobs": {
         "terminal", "config", "models", "prompts", "engine", "results", "cachedattention",
     },
-    "sweeps": {"terminal", "config", "results", "jobs"},
+    "sweeps": {"terminal", "config", "models", "results", "jobs"},
     "reports": {"terminal", "config", "engine", "results"},
     "trackers": {"terminal", "config", "models", "results", "reports"},
     "attention_statistics": {"config", "engine", "jobs", "models", "reports", "results"},
@@ -71,9 +71,7 @@ HYDRA = {
             "compose",
             "experiments",
             "grids",
-            "hydra_errors",
             "overrides",
-            "two_budgets",
             "words",
         )
     ),

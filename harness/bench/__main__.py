@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-from harness.config import removed
+from harness.config.catalogue import REMOVED_COMMANDS
 from harness.config.errors import as_command
 from harness.terminal.lasting_output import lasting_output
 from harness.terminal.notices import say
@@ -17,7 +17,7 @@ KINDS = ("ops", "layer", "decode", "generate")
 @as_command("the rows so far are written, and marked as partial; the same command measures all anew")
 def main(arguments: list[str]) -> int:
     if not arguments or arguments[0] not in KINDS:
-        instead = removed.COMMANDS.get(f"bench {arguments[0]}") if arguments else None
+        instead = REMOVED_COMMANDS.get(f"bench {arguments[0]}") if arguments else None
         gone = f"There is no bench {arguments[0]} any more: {instead}. See CHANGELOG.md.\n" if instead else ""
         say(f"{gone}{__doc__}\nChoose one of {', '.join(KINDS)}.")
         return 0 if arguments[:1] in ([], ["-h"], ["--help"]) else 2

@@ -39,8 +39,8 @@ from harness.engine.graph import usual_graphs
 from harness.engine.hf import routed
 from harness.jobs.planning.cache_bytes import Holder
 from harness.jobs.planning.capacity import Need, lacking, largest_batch, needed_by
-from harness.jobs.planning.free_memory import free_here
 from harness.jobs.planning.items import blank
+from harness.jobs.planning.machine import free_here
 from harness.models.base import LoadedModel, ModelInfo
 from harness.models.devices import usual_chunk
 from harness.models.random import SHAPES

@@ -78,7 +78,7 @@ def _embedded_model() -> Check:
 
 
 def _machine() -> Iterator[Check]:
-    from harness.jobs.planning.free_memory import free_bytes
+    from harness.jobs.planning.machine import free_bytes
 
     with suppress(ImportError):  # torch may be missing, which the versions above say
         import_module("torch")  # the count of threads is asked only of a torch that is loaded

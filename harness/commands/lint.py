@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from harness.config.catalogue import flatten
 from harness.config.compose import built, composed
 from harness.config.errors import as_command
-from harness.config.nested import flatten
 from harness.config.settings import Settings
 from harness.jobs.planning.checks import check_budget, check_fit, check_overflow, check_turns
 from harness.jobs.planning.effective import (

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from harness.config.catalogue import flatten
 from harness.config.errors import as_command
-from harness.config.nested import flatten
 from harness.reports.against import Contrasts, as_plain, contrasts
 from harness.reports.bibliography import bibtex
 from harness.reports.by_task import by_task

@@ -22,15 +22,13 @@ from omegaconf import DictConfig, OmegaConf
 from yaml import MarkedYAMLError
 
 from harness.config.catalogue import CONF, GROUPS, ConfigError, config_dirs
-from harness.config.compose import tell_hydra_the_schema
+from harness.config.compose import explain, tell_hydra_the_schema
 from harness.config.errors import sentence
-from harness.config.hydra_errors import explain
 from harness.config.keys import WITHOUT_WORDS, help_text
 from harness.config.overrides import read
 from harness.config.settings import Settings, settings_of
 from harness.config.words import asks_hydra
-from harness.jobs.planning.planner import Planner
-from harness.sweeps.group import run_jobs
+from harness.sweeps.group import Planner, run_jobs
 from harness.sweeps.jobs import JobConfig, groups, labels, with_own_settings
 from harness.terminal.lasting_output import lasting_output
 from harness.terminal.notices import complain, complain_once, say, say_once, tell_of_builds, warn

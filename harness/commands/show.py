@@ -13,9 +13,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from harness.config.catalogue import GROUPS, plain
+from harness.config.catalogue import GROUPS, Flat, flatten, plain
 from harness.config.errors import as_command
-from harness.config.nested import Flat, flatten
 from harness.config.plugins import TARGET
 from harness.config.settings import WITHOUT_EFFECT, recorded_defaults
 from harness.reports.command import command

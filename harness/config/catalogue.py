@@ -1,4 +1,7 @@
-"""Lists the yaml files of conf/ and of `--config-dir`. Imports no plug-in."""
+"""Lists what can be named: the yaml files of conf/ and of `--config-dir`, commands, and names that are gone.
+
+Imports neither a plug-in nor hydra.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,45 @@ CARD = (
     "later_turns",  # what a further turn finds changed from its own prompt; left out: nothing
 )
 
+Flat = dict[str, Any]  # dotted key -> value
 SENTENCE_END = re.compile(r"(?<=\.) (?=[A-Z])")
+
+# What earlier versions had, each with what to do instead; CHANGELOG.md lists them, too.
+REMOVED_COMMANDS = {
+    "bands": "compare Full with the tables in results/published",
+    "bench calibrate": "every benchmark measures the machine's limits first",
+    "bench fit": "measure with `python -m harness.bench decode` on the machine",
+    "bench history": "see results/published/cachedattention/history.json, or time turns of a run with history=store",
+    "bench kvpress": "use `make test-official KVPRESS=python`",
+    "bench latency": "use `python -m harness.bench decode --batch 1 4`, which has TTFT and TT2T",
+    "bench overflow": "see results/published/cachedattention/overflow.json",
+    "bench overlap": "see results/published/cachedattention/overlap.json",
+    "bench replay": "measure with `python -m harness.bench decode` on the machine",
+    "bench throughput": "use `python -m harness.bench decode --batch 1 2 4 max`",
+    "canonical": "use `python -m harness doctor --model`",
+    "plan": "use dry_run=true or `python -m harness.bench decode --batch 1 2 4 max` for the batch that fits",
+    "explain": "use `python -m harness show RUN` and the report",
+}
+_ALWAYS = "leave it out"
+REMOVED_KEYS = {
+    "disk_link": "leave it out; on a CPU what crosses no bus takes no time, and a GPU's bus is measured",
+    "link": "leave it out; on a CPU what crosses no bus takes no time, and a GPU's bus is measured",
+    "disk": "set the environment variable TMPDIR to the folder for placement=disk",
+    "layer_budgets": "use a method with budgets of its own per layer, such as pyramidkv, or dense_layers",
+    "memory_check": f"{_ALWAYS}: what does not fit is always refused before it loads",
+    "progress": f"{_ALWAYS}: send stderr elsewhere, as with 2> log.txt",
+    "reuse_steps": "pass it to `attached` in Python",
+    "store.block_tokens": f"{_ALWAYS}: blocks have 256 tokens",
+    "store.copies": _ALWAYS,
+    "store.durable": _ALWAYS,
+    "store.io_threads": f"{_ALWAYS}: two threads read",
+    "store.lost": f"{_ALWAYS}: lost turns are counted, and the table names them",
+    "store.reserve": _ALWAYS,
+    "store.write_buffer": f"{_ALWAYS}: 256 MB may wait to be written",
+    "wandb.entity": "set the environment variable WANDB_ENTITY",
+    "workers": "set hydra.launcher.n_jobs=N for joblib, hydra.launcher.array_parallelism=N for SLURM",
+    "triage": "leave it out; `python -m harness show RUN` shows the outputs, fidelity=N what the steps miss",
+}
 
 
 class ConfigError(ValueError):
@@ -232,6 +273,14 @@ def plain(value: object) -> str:
         return f"{{{', '.join(f'{name}: {plain(inner)}' for name, inner in value.items())}}}"
     words = {None: "null", True: "true", False: "false"}
     return words[value] if value is None or isinstance(value, bool) else str(value).replace("\n", "\\n")
+
+
+def flatten(nested: Mapping[str, Any], prefix: str = "") -> Flat:
+    """Return nested values with dotted keys: {"a": {"b": 1}} -> {"a.b": 1}; lists stay as they are."""
+    found: Flat = {}
+    for key, value in nested.items():
+        found |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return found
 
 
 def _comment(line: str) -> str:

@@ -1,23 +1,26 @@
-"""The composed configuration outside `python -m harness`: for other commands, and notebooks."""
+"""Composes a configuration with Hydra for other commands and notebooks, and turns what Hydra says into a sentence."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
-from hydra.errors import HydraException
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
 from omegaconf import OmegaConf
 
 from harness.config import plugins
 from harness.config.catalogue import CONF, GROUPS
-from harness.config.hydra_errors import explain
+from harness.config.errors import sentence
 from harness.config.overrides import Partial, checked
-from harness.config.settings import RunConfig, Settings, SettingsError, settings_of
+from harness.config.plugins import suggestion, wrong_type
+from harness.config.settings import NESTED, RunConfig, Settings, SettingsError, settings_of
 
 
 @cache
@@ -58,3 +61,25 @@ def built(config: Mapping[str, Any], partial: Partial | None = None) -> tuple[An
     """Method, task, model and settings of a composed configuration."""
     method, task, model = (plugins.build(config[kind], kind, (partial or {}).get(kind, ())) for kind in GROUPS)
     return method, task, model, settings_of(config)
+
+
+def explain(error: HydraException) -> str:
+    """Return what Hydra says of an override as a sentence: the nearest name that there is, or the type that is
+    wanted."""
+    if isinstance(error, MissingConfigException):
+        return f"Cannot find {error.missing_cfg_file}{suggestion(str(error.missing_cfg_file), error.options or [])}"
+    merging = re.search(r"Error merging override (\S+)", str(error))
+    if isinstance(error, ConfigCompositionException) and merging:
+        key, _, value = merging[1].lstrip("+").partition("=")
+        section, _, name = key.rpartition(".")
+        hints = get_type_hints(NESTED.get(section, Settings))
+        if not value and key not in NESTED:
+            return f"{key} is empty: give it a value, or leave it out."
+        return (
+            wrong_type(key, yaml.safe_load(value) if value else "", hints[name]) if name in hints else sentence(error)
+        )
+    if unknown := re.match(r"Could not override '([^']+)'", str(error)):
+        beside = map(str, getattr(error.__cause__, "parent_node", None) or ())
+        near = suggestion(unknown[1].rpartition(".")[2], [name for name in beside if not name.startswith("_")])
+        return f"There is no setting {unknown[1]}{near}"
+    return sentence(error)

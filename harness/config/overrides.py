@@ -16,12 +16,10 @@ from typing import Any
 
 from hydra.core.override_parser.types import Glob, Override
 
-from harness.config import removed
-from harness.config.catalogue import CONF, GROUPS, Entry, config_dirs, entries, load
+from harness.config.catalogue import CONF, GROUPS, REMOVED_KEYS, Entry, config_dirs, entries, load
 from harness.config.experiments import GROUP, Experiment, experiments
 from harness.config.plugins import suggestion
 from harness.config.settings import SettingsError
-from harness.config.two_budgets import refuse_two_budgets
 from harness.config.words import SWEEP, VALUED, parse, refuse_flags
 
 LAUNCHER = "hydra/launcher"
@@ -70,7 +68,7 @@ def checked(overrides: Sequence[str], config_dirs: Sequence[Path] = (), sweep: b
     files = list(_checked_files(experiment, groups)) if experiment else []
     grid = {key.lstrip("+"): key for key in experiment.grid} if experiment else {}
     said = [*files, *typed]
-    refuse_two_budgets(said, typed)
+    _refuse_two_budgets(said, typed)
     chosen = {group: _chosen(group, said, known) for group, known in groups.items()}
     words = [_checked(override, chosen, groups, folders, grid) for override in typed]
     if experiment:
@@ -79,6 +77,16 @@ def checked(overrides: Sequence[str], config_dirs: Sequence[Path] = (), sweep: b
     swept = {(word.key_or_group, bool(_dicts(word))): _points(word, groups) for word in said}
     partial = {group: _partial(group, said, chosen) for group in GROUPS}
     return Overrides(words, prod(swept.values()), partial, launcher, chosen, experiment)
+
+
+def _refuse_two_budgets(said: Sequence[Override], typed: Sequence[Override]) -> None:
+    """Raise `SettingsError` where `budget` would be ignored beside `budget_bytes`, also at its default. `said`: the
+    words of an experiment and those `typed`; the last of two for one key counts."""
+    last = {override.key_or_group.lstrip("+"): override for override in said}
+    pair = [last[key] for key in ("budget", "budget_bytes") if key in last]
+    if len(pair) == 2 and all(set(_values(override, [])) != {""} for override in pair):
+        way_out = "leave one of them out" if pair[0] in typed else "set budget=null as well"
+        raise SettingsError(f"{pair[0].input_line} would be ignored beside {pair[1].input_line}: {way_out}.")
 
 
 def _without_launcher(parsed: Sequence[Override], sweep: bool) -> tuple[list[Override], list[str]]:
@@ -238,8 +246,8 @@ def _require(override: Override, chosen: Chosen, groups: Known) -> None:
         return
     if key in settings():
         return
-    if key in removed.KEYS:
-        raise SettingsError(f"There is no setting {key} any more: {removed.KEYS[key]}. See CHANGELOG.md.")
+    if key in REMOVED_KEYS:
+        raise SettingsError(f"There is no setting {key} any more: {REMOVED_KEYS[key]}. See CHANGELOG.md.")
     owners = [f"{kind}.{key}" for kind in GROUPS if any(key in entry.settable for entry in groups[kind].values())]
     near = owners or get_close_matches(key, [*settings(), *GROUPS, GROUP], n=1, cutoff=0.5)
     end = f"did you mean {near[0]}?" if near else "`python -m harness --help` shows them all."

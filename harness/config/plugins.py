@@ -46,8 +46,7 @@ def build(config: Mapping[str, Any], kind: str, partial: Collection[str] = ()) -
             raise PluginError(f"{kind}.{name} has no default: set it, as in {kind}.{name}=VALUE.")
     for name, value in values.items():
         if not fits(value, known[name]):
-            key = f"{kind}.{name}"
-            raise PluginError(f"{key}={plain(value)} should be {spell(known[name])}{_listed(key, value, known[name])}.")
+            raise PluginError(wrong_type(f"{kind}.{name}", value, known[name]))
     with naming(kind, known):
         return cls(**values)
 
@@ -140,12 +139,20 @@ def is_size(hint: Any) -> bool:
     return {int, str} <= set(get_args(hint))
 
 
-def _listed(key: str, value: Any, hint: Any) -> str:
-    """How to write a single value where a list is wanted, or a mapping that names it."""
-    if get_origin(hint) is dict:
-        named = plain(value) if isinstance(value, str) else "VALUE"
-        return f", as in '{key}={{name: {named}}}'"
-    return f", as in {key}=[{plain(value)}]" if fits([value], hint) else ""
+def wrong_type(key: str, value: Any, hint: Any, shown: str | None = None) -> str:
+    """Return a sentence on a value that is not of the annotated type, with the way to write a share in percent, a
+    single value where a list is wanted, and a mapping. `shown`: the value as the sentence has it."""
+    if dataclasses.is_dataclass(hint):
+        return f"{key} holds settings, to be named one by one, as {key}.{fields(hint)[0].name}=VALUE."
+    end, percent = "", re.fullmatch(r"(\d+(?:\.\d+)?) ?%", plain(value))
+    if percent and float in (hint, *get_args(hint)):  # with its point, because a whole 1 is one token
+        share = float(f"{float(percent[1]) / 100:g}")
+        end = f": write {share} for {percent[1]} %" if share <= 1 else ": a share is at most 1.0"
+    elif get_origin(hint) is dict:
+        end = f", as in '{key}={{name: {plain(value) if isinstance(value, str) else 'VALUE'}}}'"
+    elif fits([value], hint):
+        end = f", as in {key}=[{plain(value)}]"
+    return f"{key}={plain(value) if shown is None else shown} should be {spell(hint)}{end}."
 
 
 def spell(hint: Any) -> str:

@@ -7,43 +7,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from math import ceil, inf
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, Union, get_type_hints
 
 from harness.config.backends import in_one_line
 from harness.config.catalogue import plain
-from harness.config.groups import (
-    OVERFLOWS,
-    POLICIES,
-    CommonWindows,
-    Data,
-    GenerationSettings,
-    OverflowSettings,
-    Results,
-    StoreSettings,
-    WandbSettings,
-    check_codec,
-)
-from harness.config.values import FROM_0, FROM_1, MOST_SEED, Range, SettingsError, check_values, expand_paths, size
+from harness.config.values import FROM_0, FROM_1, MOST_SEED, Range, check_values, expand_paths, size
+from harness.config.values import SettingsError as SettingsError
 from harness.models.devices import usual_chunk
-from methods.budget import BudgetError, check_budgets
+from methods.budget import Budget, BudgetError
+from methods.tiers import codecs
 from methods.tiers.tier import DEVICE, TIERS
 
-__all__ = [
-    "CommonWindows",
-    "Data",
-    "GenerationSettings",
-    "OverflowSettings",
-    "Results",
-    "RunConfig",
-    "Settings",
-    "SettingsError",
-    "StoreSettings",
-    "WandbSettings",
-    "recorded_defaults",
-    "settings_of",
-]
+OVERFLOWS = ("truncate_cache", "truncate_tokens", "truncate_rotated")
+BLOCK_TOKENS = 256  # of a block of the store, of which a prefix is found whole
+IO_THREADS = 2  # that read for turns that wait, while these compute
+WRITE_BUFFER = 256 * 10**6  # bytes that may wait on the device after a turn, and as many for the disk
+POLICIES = ("scheduler_aware", "lru", "fifo")
 CHOICES = {
     "budget_rule": ("read", "paper"),
     "align": ("tokens", "moved_bytes", "device_bytes"),
@@ -95,11 +78,138 @@ OWN = {
 TUNING_SEED = 271_828  # of the examples that harness.tune chooses parameters by; no table is about them
 
 
-def _check_asked(budget: Any) -> None:
-    try:
-        check_budgets(1.0 if budget is None else budget, ())
-    except BudgetError as error:
-        raise SettingsError(str(error)) from error
+def check_codec(key: str, codec: str | None) -> None:
+    if codec is not None and not codecs.is_codec(codec):
+        raise SettingsError(f"{key}={codec} is unknown: choose null, {codecs.choices()}.")
+
+
+@dataclass
+class GenerationSettings:
+    """How tokens are picked. temperature 0 is greedy."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    max_new_tokens: int | None = None  # in place of the task's
+    force_length: bool = False  # ignore EOS and stop strings: for speed claims
+
+
+@dataclass
+class CommonWindows:
+    """In place of the methods' own; null leaves them."""
+
+    sinks: int | None = None
+    recent_ratio: float | None = None  # of the budget behind the sinks
+
+
+@dataclass
+class StoreSettings:
+    """Of history=store. Sizes by tier; one of 0 bytes does not exist."""
+
+    device: Union[int, str] = 0  # noqa: UP007 (OmegaConf reads this form)
+    host: Union[int, str] = "8GB"  # noqa: UP007
+    disk: Union[int, str] = 0  # noqa: UP007
+    folder: str | None = None
+    policy: str = "scheduler_aware"
+    ttl_s: float | None = None
+    codec: str | None = None
+    share: bool = False
+
+    @property
+    def given(self) -> str:
+        """Its settings that are not at their defaults, as on the command line."""
+        return ", ".join(f"store.{one.name}" for one in fields(self) if getattr(self, one.name) != one.default)
+
+    @property
+    def capacities(self) -> dict[str, int]:
+        """Bytes by tier."""
+        return {tier: size(f"store.{tier}", getattr(self, tier)) for tier in TIERS if hasattr(self, tier)}
+
+    @property
+    def seconds_to_live(self) -> float:
+        return inf if self.ttl_s is None else self.ttl_s
+
+    def check(self) -> None:
+        if not any(self.capacities.values()):
+            raise SettingsError("history=store has no tier to store in: set store.host=8GB, or store.disk.")
+        if self.folder is not None and not self.capacities["disk"]:
+            raise SettingsError(
+                "store.folder is about the disk tier, which has no bytes: set store.disk=100GB as well."
+            )
+        check_codec("store.codec", self.codec)
+        if self.codec is not None and BLOCK_TOKENS % (together := codecs.codec_of(self.codec).block):
+            raise SettingsError(
+                f"store.codec={self.codec} writes {together} tokens together, and the {BLOCK_TOKENS} tokens of a block "
+                "are no multiple of that: choose a group that divides them."
+            )
+
+
+@dataclass
+class OverflowSettings:
+    """Of conversations that outgrow the window."""
+
+    window: int | None = None
+    by: str | None = None
+    ratio: float = 0.5
+    sinks: int = 0
+
+    def check(self, history: str) -> None:
+        if self.window is None:
+            if given := [one.name for one in fields(self) if getattr(self, one.name) != one.default]:
+                raise SettingsError(
+                    f"overflow.{given[0]} needs a window: set overflow.window=2048 as well, or leave it out."
+                )
+            return
+        if history == "recompute" and self.by not in (None, "truncate_tokens"):
+            raise SettingsError(
+                f"history=recompute has no cache for overflow.by={self.by}: set overflow.by=truncate_tokens."
+            )
+        if history == "store" and self.by == "truncate_rotated":
+            raise SettingsError(
+                "history=store has keys before their rotation, and overflow.by=truncate_rotated is about rotated ones: "
+                "set overflow.by=truncate_cache, or history=device_prefix without settings of the store."
+            )
+        self._check_share(self.window)
+
+    def _check_share(self, window: int) -> None:
+        stays = int(self.ratio * window)
+        if stays < 1:
+            raise SettingsError(
+                f"overflow.window={window} is too small: no token would stay of it; set {ceil(1 / self.ratio)} or more."
+            )
+        if self.sinks >= stays:
+            raise SettingsError(
+                f"overflow.sinks={self.sinks} must be fewer than the {stays} tokens that stay of "
+                f"overflow.window={window}."
+            )
+
+    def resolved(self, history: str) -> OverflowSettings:
+        """With `by` said."""
+        if self.window is None or self.by is not None:
+            return self
+        return replace(self, by="truncate_tokens" if history == "recompute" else "truncate_cache")
+
+
+@dataclass
+class Data:
+    root: str | None = None
+
+    def folder(self) -> Path | None:
+        root = Path(self.root) if self.root else None
+        if root is not None and not root.is_dir():
+            raise SettingsError(f"data.root={self.root} is not a folder: give the folder that holds the data sets.")
+        return root
+
+
+@dataclass
+class Results:
+    root: str = "results/runs"
+    save_prompts: bool = False
+
+
+@dataclass
+class WandbSettings:
+    project: str | None = None
 
 
 @dataclass
@@ -147,11 +257,25 @@ class Settings:
         for name, choices in CHOICES.items():
             if (value := attrgetter(name)(self)) not in choices:
                 raise SettingsError(f"{name}={value} is unknown: choose one of {', '.join(map(plain, choices))}.")
-        _check_asked(self.budget)
+        try:
+            Budget(1.0 if self.budget is None else self.budget)
+        except BudgetError as error:
+            raise SettingsError(str(error)) from error
         check_values(self, RANGES)
         expand_paths(self, PATHS)
         self.budget_bytes = self.most_bytes  # however it is written, the run is the same
-        self._check_budgets()
+        if self.budget_bytes is not None:
+            limit = f"budget_bytes={self.budget_bytes}"
+            if self.budget not in (None, Settings.budget):
+                raise SettingsError(f"budget={self.budget} would be ignored beside {limit}: leave one of them out.")
+            if self.dense_layers or self.budget_rule == "paper":
+                raise SettingsError(
+                    f"{limit} limits the bytes of all layers together: leave dense_layers and budget_rule=paper out."
+                )
+            if self.align == "moved_bytes":
+                raise SettingsError(
+                    f"{limit} limits bytes on the device, and align=moved_bytes those that move: leave one out."
+                )
         if self.budget_generated is not None and not self.says_budget:
             raise SettingsError("budget_generated goes with a budget: set one; budget=1.0 leaves the prompt whole.")
         check_codec("codec", self.codec)
@@ -172,7 +296,8 @@ class Settings:
         elif given := self.store.given:
             raise SettingsError(f"history={self.history} has no store: set history=store, or leave {given} out.")
         self.overflow.check(self.history)
-        self._check_generation(self.generation)
+        if not self.generation.temperature and (self.generation.top_k, self.generation.top_p) != (0, 1):
+            raise SettingsError("Greedy decoding ignores top_k and top_p: set generation.temperature above 0 as well.")
 
     @property
     def says_budget(self) -> bool:
@@ -189,22 +314,6 @@ class Settings:
     def most_bytes(self) -> int | None:
         """Of `budget_bytes`."""
         return None if self.budget_bytes is None else size("budget_bytes", self.budget_bytes)
-
-    def _check_budgets(self) -> None:
-        if self.budget_bytes is not None and (self.dense_layers or self.budget_rule == "paper"):
-            raise SettingsError(
-                f"budget_bytes={self.budget_bytes} limits the bytes of all layers together: leave dense_layers and "
-                "budget_rule=paper out."
-            )
-        if self.budget_bytes is not None and self.align == "moved_bytes":
-            raise SettingsError(
-                f"budget_bytes={self.budget_bytes} limits bytes on the device, and align=moved_bytes those that move: "
-                "leave one out."
-            )
-
-    def _check_generation(self, generation: GenerationSettings) -> None:
-        if not generation.temperature and (generation.top_k, generation.top_p) != (0, 1):
-            raise SettingsError("Greedy decoding ignores top_k and top_p: set generation.temperature above 0 as well.")
 
 
 NESTED: Mapping[str, Any] = {name: kind for name, kind in get_type_hints(Settings).items() if is_dataclass(kind)}

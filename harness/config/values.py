@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any, get_type_hints
 
 from harness.config.catalogue import plain
-from harness.config.plugins import fits, is_size, spell
+from harness.config.plugins import fits, is_size, wrong_type
 from harness.terminal.paths import typed
 
 UNITS = {"": 1, **{f"{unit}B": 1000**power for power, unit in enumerate("KMGT", 1)}}
@@ -63,8 +63,7 @@ def check_values(section: Any, ranges: Ranges, prefix: str = "") -> None:
         if isinstance(value, str) and not value.strip():  # a slip, as when a shell variable was not set
             raise SettingsError(f"{key} is empty: give it a value, or leave it out.")
         if not fits(value, hint):
-            shown = repr(value) if isinstance(value, str) else plain(value)
-            raise SettingsError(f"{key}={shown} should be {spell(hint)}.")
+            raise SettingsError(wrong_type(key, value, hint, repr(value) if isinstance(value, str) else None))
         number = size(key, value) if is_size(hint) and value is not None else value
         if number is not None and key in ranges and not ranges[key].holds(number):
             raise SettingsError(f"{key}={plain(value)} must be {ranges[key]}.")

@@ -9,8 +9,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
-from harness.config import removed
-from harness.config.catalogue import commands
+from harness.config.catalogue import REMOVED_COMMANDS, commands
 from harness.config.settings import SettingsError
 from harness.terminal.paths import typed
 
@@ -57,8 +56,8 @@ def _from_home(word: str) -> str:
 def _unread(word: str) -> str:
     if word in commands():
         return f"{word} is a command and no setting: put it first, as in `python -m harness {word}`."
-    if word in removed.COMMANDS:
-        return f"There is no command {word} any more: {removed.COMMANDS[word]}. See CHANGELOG.md."
+    if word in REMOVED_COMMANDS:
+        return f"There is no command {word} any more: {REMOVED_COMMANDS[word]}. See CHANGELOG.md."
     if near := get_close_matches(word, commands(), n=1):
         return f"There is no command {word!r}; did you mean {near[0]}?"
     return f"Cannot read {word!r}: {HOW}."

@@ -1,18 +1,14 @@
-"""`dry_run=true`: prompts, lengths, bytes, time and folder of a run, without loading weights."""
+"""`dry_run=true`: prompts, lengths, bytes and folder of a run, without loading weights."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from harness.jobs.job import Job
 from harness.jobs.planning.capacity import largest_batch, refusal, sealed, side_by_side, size
-from harness.jobs.planning.free_memory import free_here
 from harness.jobs.planning.items import by_context
-from harness.jobs.planning.planner import Planner
-from harness.jobs.planning.speed import Speed, earlier_runs, measured
+from harness.jobs.planning.machine import free_here
 from harness.terminal.notices import alike, say
-from harness.terminal.tables import digits
 from methods.base import CostError
 from methods.full import Full
 
@@ -20,10 +16,9 @@ SHOWN = 2  # prompts printed
 HEAD, TAIL = 300, 300  # characters of each
 
 
-def show(job: Job, planner: Planner) -> None:
-    """Print the plan."""
-    full = job.full
-    settings = job.settings
+def show(job: Job) -> None:
+    """Print what a job would do."""
+    full, settings = job.full, job.settings
     for item in job.items[:SHOWN]:
         text = item.prompt.text
         cut = text if len(text) <= HEAD + TAIL else f"{text[:HEAD]} [...] {text[-TAIL:]}"
@@ -41,7 +36,6 @@ def show(job: Job, planner: Planner) -> None:
         ("KV cache", _bytes(job)),
         ("memory", _memory(job)),
         *([("batch", _batch(job))] if not settings.shared_prefill and settings.history != "store" else ()),
-        ("time", _time(job, full, planner)),
         ("folder", str(job.folder)),
         *([("Full", _beside(full))] if full else ()),
         *(("lint", f"{count} of {len(lengths)} examples: {note}") for note, count in notes),
@@ -104,49 +98,3 @@ def _beside(full: Job) -> str:
     if full.is_done():
         return f"{full.folder}, finished already"
     return f"{full.folder}, " + ("runs too" if full.settings.baseline == "run" else "not run with baseline=reuse")
-
-
-def _time(job: Job, full: Job | None, planner: Planner) -> str:
-    """Of the job and of the Full that runs with it, each counted once in a command."""
-    runs = [job, *([full] if full and full.settings.baseline == "run" else [])]
-    waiting = [run for run in runs if not run.is_done()]
-    if not waiting:
-        return "none: finished already"
-    ours = [run for run in waiting if run.folder not in planner.counted]
-    planner.counted |= {run.folder for run in ours}
-    if not ours:
-        return "none: counted with a job before"
-    return _expected(ours, ", Full's run included" if any(run is full for run in ours) else "", planner)
-
-
-def _expected(jobs: Sequence[Job], more: str, planner: Planner) -> str:
-    """Under shared_prefill=true the first of `jobs` feeds the prompts for all. `more`: what is said of them."""
-    root = Path(jobs[0].settings.results.root)
-    if root not in planner.earlier:
-        planner.earlier[root] = earlier_runs(root)
-    found = [measured(job, planner.earlier[root]) for job in jobs]
-    if unknown := [lacking for lacking in found if isinstance(lacking, str)]:
-        return f"unknown: {unknown[0]}"
-    seconds = 0.0
-    for place, (job, speed) in enumerate(zip(jobs, found, strict=True)):
-        assert isinstance(speed, Speed)
-        seconds += speed.seconds(job, 0 if place and job.settings.shared_prefill else _prefilled(job))
-    of = " and ".join(dict.fromkeys(speed.run for speed in found if isinstance(speed, Speed)))
-    return f"about {_duration(seconds)} at the speed of {of}{more}"
-
-
-def _duration(seconds: float) -> str:
-    return (
-        f"{seconds:.0f} s"
-        if seconds >= 10
-        else f"{digits(seconds)} s"
-        if seconds < 90
-        else f"{seconds / 60:.1f} minutes"
-    )
-
-
-def _prefilled(job: Job) -> int:
-    """Prompt tokens that it feeds."""
-    if job.settings.questions == "shared":
-        return sum(len(group[0].prompt.ids) for group in by_context(job.items))
-    return sum(len(turn.prompt.ids) for item in job.items for turn in item.turns)

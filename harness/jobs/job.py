@@ -1,5 +1,5 @@
 """A job: one method on one task and model, checked before any weights are loaded. It knows its folder and its summary;
-harness/jobs/group.py runs it."""
+harness/jobs/evaluate.py runs it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ from harness.config import plugins
 from harness.config.backends import orders
 from harness.config.settings import Settings
 from harness.engine.attach import Attachment
-from harness.jobs.attaching import attach
-from harness.jobs.loading import is_loaded, load
 from harness.jobs.planning.cache_bytes import Holder
 from harness.jobs.planning.capacity import Need, needed, refuse, size
 from harness.jobs.planning.checks import check_budget, check_fit, check_overflow, check_store, check_turns
 from harness.jobs.planning.effective import (
     budget_of,
+    codec_of,
     effective,
     method_of,
     with_contexts,
@@ -34,7 +33,8 @@ from harness.jobs.planning.effective import (
 )
 from harness.jobs.planning.items import Item, prepare
 from harness.jobs.planning.machine import check_machine
-from harness.models.base import LoadedModel, ModelError, ModelSource
+from harness.models.base import LoadedModel, ModelError, ModelSource, is_loaded, load
+from harness.prompts.calibration import calibration_text
 from harness.results.files import writing
 from harness.results.identity import identity, not_continued
 from harness.results.likelihood import KEY as LIKELIHOOD
@@ -266,3 +266,16 @@ def _budget_use(method: Method) -> dict[str, Any]:
 def _name(config: dict[str, Any]) -> str:
     """The short name of a plug-in: its module's."""
     return str(config[plugins.TARGET]).split(".")[-2]
+
+
+def attach(loaded: LoadedModel, method: Method, budget: Budget | None, settings: Settings) -> Attachment:
+    """`settings`: as they apply to `method` (harness/jobs/planning/effective.py)."""
+    return Attachment(
+        loaded.model,
+        method,
+        budget,
+        settings.placement,
+        torch.tensor([calibration_text(loaded.tokenizer)]) if method.calibration_tokens else None,
+        codec=codec_of(settings),
+        overlap=settings.overlap == "on",
+    )

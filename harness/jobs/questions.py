@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import json
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from math import isfinite
+from statistics import fmean
 from time import perf_counter
 from typing import Any
 
@@ -19,16 +21,17 @@ from harness.config.errors import is_memory
 from harness.engine.batch.generation import Generation
 from harness.engine.batch.running import RunningBatch
 from harness.engine.batch.running_sequence import RunningSequence, seal
+from harness.engine.batch.stepper import Stepper
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
 from harness.engine.finite import NotFiniteError
 from harness.engine.graph import CaptureBroke
 from harness.engine.saved_state import Snapshot
 from harness.engine.wait import wait_for
-from harness.jobs.likelihood import Likelihood
 from harness.jobs.planning.items import Item
-from harness.jobs.shared_prefill import Prefilled
-from harness.jobs.usage import Usage, larger
+from harness.jobs.prefill import Prefilled, Usage, larger
+from harness.prompts.prompt import Tokenizer
+from harness.prompts.teacher import answer_ids
 from harness.results.records import PEAKS, StoreError
 from kernels.dispatch import BackendError
 
@@ -94,6 +97,36 @@ def refuse_to_go_on(error: Exception) -> None:
     )  # fmt: skip
     if isinstance(error, kinds) or is_memory(error) or "CUDA error" in str(error):
         raise error
+
+
+@dataclass(frozen=True, slots=True)
+class Likelihood:
+    """Feeds references to the caches of one engine, in plain steps, one cache at a time."""
+
+    stepper: Stepper
+    tokenizer: Tokenizer
+
+    def references(self, item: Item) -> list[tuple[int, ...]]:
+        """Return the tokens of each right answer to `item`, cut to as many as the model may answer. Of a text that is
+        fed by force there is none, because the run itself measures that."""
+        if item.forced:
+            return []
+        found = dict.fromkeys(filter(None, item.example.references))
+        return [answer_ids(reference, item.prompt, self.tokenizer)[: item.new_tokens] for reference in found]
+
+    def measure(self, cache: KVCache, question: Sequence[int], reference: Sequence[int]) -> float | None:
+        """Return the mean cost of the tokens of `reference` whose probabilities decode steps gave, in nats; None where
+        there is none.
+
+        cache: sealed, and left with the tokens fed. question: what is fed before the answer (protocol=context); without
+        one, the first token's probability is the prefill's, the same under every method, and does not count.
+        """
+        fed, costs = [*question, *reference], list[float]()
+        for place, token in enumerate(fed[:-1]):
+            logits = self.stepper.decode(torch.tensor([[token]], device=self.stepper.model.device), cache, None)
+            if place + 1 >= len(question):
+                costs.append(-logits[0].float().log_softmax(-1)[fed[place + 1]].item())
+        return fmean(costs) if costs else None
 
 
 class SealedContext:
@@ -287,3 +320,47 @@ class ContextSession:
 
     def _tensor(self, ids: Sequence[int]) -> Tensor:
         return torch.tensor([ids], dtype=torch.long, device=self.engine.model.device)
+
+
+def whole_examples(items: Iterable[Item], transcripts: Iterable[Transcript | Failed]) -> Iterator[Transcript | Failed]:
+    """`transcripts` of the parts of `items`, as they end; a part that is a choice waits for the others of its item. An
+    item fails with the first of its parts that does."""
+    asked = {part.example.id: item for item in items for part in item.parts}
+    answered, failed = defaultdict[str, list[Transcript]](list), set[str]()
+    for transcript in transcripts:
+        item = asked[transcript.item.example.id]
+        if item.example.id in failed:
+            continue
+        if isinstance(transcript, Failed):
+            failed.add(item.example.id)
+            yield replace(transcript, item=item)
+            continue
+        if not item.choices:
+            yield transcript
+            continue
+        parts = answered[item.example.id]
+        parts.append(transcript)
+        if len(parts) == len(item.choices):
+            yield _joined(item, answered.pop(item.example.id))
+
+
+def _joined(item: Item, parts: Sequence[Transcript]) -> Transcript:
+    """The transcripts of `item.parts` as that of `item`. Times and counts are the first choice's, whose clock began
+    with the prefill; shares of the machine's time are those of all."""
+    first, *others = parts
+    generations = [part.turns[0] for part in parts]
+    for other in others:
+        first.decode.add(other.decode)
+    summed = {name: sum(getattr(made, name) for made in generations) for name in ("share_s", "decode_share_s")}
+    return replace(first, item=item, turns=[replace(generations[0], **summed)], choices=generations)
+
+
+def choices_output(choices: Sequence[Generation]) -> str:
+    """What a task is handed as the output (`evals.base.read_choices`)."""
+    return json.dumps([_weighed(made) for made in choices])
+
+
+def _weighed(made: Generation) -> tuple[float, bool]:
+    assert made.nll is not None
+    assert made.likeliest is not None
+    return -made.nll[0] * len(made.tokens[0]), made.likeliest[0]

@@ -29,12 +29,17 @@ from harness.engine.graph import CudaGraphs
 from harness.engine.sampling import Greedy, MinLength, Sampled, Sampler
 from harness.engine.trace import Tracer, profile_file
 from harness.engine.wait import wait_for
-from harness.jobs import choices
-from harness.jobs.likelihood import Likelihood
 from harness.jobs.planning.items import Item, by_context, room
-from harness.jobs.questions import ContextSession, Failed, Transcript, refuse_to_go_on
-from harness.jobs.shared_prefill import Prefilled
-from harness.jobs.usage import Usage
+from harness.jobs.prefill import Prefilled, Usage
+from harness.jobs.questions import (
+    ContextSession,
+    Failed,
+    Likelihood,
+    Transcript,
+    choices_output,
+    refuse_to_go_on,
+    whole_examples,
+)
 from harness.models.base import LoadedModel
 from harness.prompts.stops import StopRule
 from harness.prompts.teacher import Forced
@@ -133,7 +138,7 @@ class Runner:
         `kept`: where conversations are between their turns, in place of the run's own."""
         items = list(items)
         kept = kept or self.kept  # opened before a clock runs
-        return choices.together(items, self._transcripts(items, prefilled, kept))
+        return whole_examples(items, self._transcripts(items, prefilled, kept))
 
     def _transcripts(
         self, items: Sequence[Item], prefilled: dict[str, Prefilled] | None, kept: CachesBetweenTurns
@@ -326,7 +331,7 @@ class Runner:
             [tokens], [stop] = made.tokens, made.stops
             output = repr(made.nll[0]) if made.nll else self.output(turn, tokens)
             if transcript.choices:
-                output = choices.output(transcript.choices)
+                output = choices_output(transcript.choices)
             score = self.task.score(example, output)
             history -= reuse.get("dropped_tokens", 0)
             yield {

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
-from harness.config.catalogue import GROUPS, entries
-from harness.config.nested import flatten
+from harness.config.catalogue import GROUPS, entries, flatten
 from harness.config.plugins import TARGET
 from harness.config.settings import WITHOUT_EFFECT, recorded_defaults
 from harness.results.run_folder import StoredRun

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from harness.config.nested import flatten
+from harness.config.catalogue import flatten
 from harness.config.settings import recorded_defaults
 from harness.reports.compare import Comparison, ReportRow
 from harness.reports.labels import NOT_NAMED, name, spelled_out

@@ -8,8 +8,7 @@ from itertools import chain, groupby
 from os.path import commonpath, relpath
 from typing import Any
 
-from harness.config.catalogue import entries
-from harness.config.nested import Flat, flatten
+from harness.config.catalogue import Flat, entries, flatten
 from harness.config.plugins import TARGET
 from harness.config.settings import WITHOUT_EFFECT, recorded_defaults
 from harness.results.compared import given

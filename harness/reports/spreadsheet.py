@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from harness.config.nested import flatten
+from harness.config.catalogue import flatten
 from harness.config.plugins import TARGET
 from harness.reports.command import command
 from harness.reports.compare import Comparison, ReportRow

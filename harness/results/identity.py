@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.config import plugins
-from harness.config.catalogue import GROUPS
-from harness.config.nested import flatten
+from harness.config.catalogue import GROUPS, flatten
 from harness.config.settings import NESTED, WITHOUT_EFFECT, recorded_defaults
 from harness.results.files import canonical
 

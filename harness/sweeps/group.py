@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import traceback
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,15 +13,39 @@ from harness.config import plugins
 from harness.config.compose import built, refuse_unknown
 from harness.config.errors import is_memory, one_sentence
 from harness.config.overrides import Partial
-from harness.config.settings import Settings, settings_of
+from harness.config.settings import OWN, Settings, settings_of
 from harness.jobs.planning.machine import check_machine, check_results
-from harness.jobs.planning.planner import Planner
 from harness.sweeps.jobs import JobConfig
 from harness.terminal.notices import complain_once
 from harness.terminal.progress import numbered
 
 if TYPE_CHECKING:
-    from harness.jobs.job import Job
+    from evals.base import Task
+    from harness.jobs.job import Job, Presets
+    from harness.jobs.planning.items import Item
+    from harness.models.base import ModelSource
+    from methods.base import Method
+
+
+class Planner:
+    """Plans the jobs of one command, and makes prompts once for jobs that follow one another and ask the same of the
+    same model: those of a large task take minutes."""
+
+    def __init__(self) -> None:
+        self._latest: tuple[str, list[Item]] = "", []  # what was asked last, and its prompts
+
+    def plan(
+        self, method: Method, task: Task, model: ModelSource, wanted: Settings, presets: Presets | None = None
+    ) -> Job:
+        """Return the job; raise the errors of `Job.plan`."""
+        from harness.jobs.job import Job  # and torch, which a wrong word on the command line does not wait for
+
+        key = str((task, model, {name: value for name, value in asdict(wanted).items() if name not in OWN}))
+        items = self._latest[1] if self._latest[0] == key else None
+        self._latest = "", []  # two sets of prompts are never there at once
+        job = Job.plan(method, task, model, wanted, items, presets)
+        self._latest = key, job.items
+        return job
 
 
 class GroupOutcome(NamedTuple):
@@ -54,7 +79,7 @@ def run_jobs(
                 if settings.dry_run:
                     from harness.jobs.dry_run import show
 
-                    show(job, planner)
+                    show(job)
                     continue
                 _ = job.full  # which is refused before anything runs, too
                 planned[number] = job

@@ -32,8 +32,7 @@ from harness.config.compose import with_folders
 from harness.config.overrides import LAUNCHER, Partial
 from harness.config.plugins import suggestion
 from harness.config.settings import SettingsError
-from harness.jobs.planning.planner import Planner
-from harness.sweeps.group import GroupOutcome, run_jobs
+from harness.sweeps.group import GroupOutcome, Planner, run_jobs
 from harness.sweeps.jobs import JobConfig
 from harness.terminal.lasting_output import lasting_output
 from harness.terminal.notices import say_once

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.config.nested import flatten
+from harness.config.catalogue import flatten
 from harness.config.settings import WITHOUT_EFFECT
 from harness.reports import needles
 from harness.reports.compare import Comparison, ReportRow, comparisons

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 
-from harness.jobs.evaluate import evaluate_together
-from harness.jobs.group import reporting
+from harness.jobs.evaluate import evaluate_together, reporting
 from harness.jobs.job import Job
-from harness.jobs.planning.free_memory import free_bytes
 from harness.jobs.planning.items import Item
+from harness.jobs.planning.machine import free_bytes
 from harness.results.measures import over_known
 from harness.results.records import Record
 from harness.results.run_folder import load

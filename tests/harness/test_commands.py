@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.config import removed
-from harness.config.catalogue import commands
+from harness.config.catalogue import REMOVED_COMMANDS, REMOVED_KEYS, commands
 from harness.config.overrides import checked
 from harness.config.settings import SettingsError
 from tests import forks
@@ -44,8 +43,8 @@ def test_doctor_says_how_many_threads_torch_uses() -> None:
 def test_what_has_gone_says_what_replaces_it() -> None:
     with pytest.raises(SettingsError, match="doctor --model"):
         checked(["canonical"])
-    for key, instead in removed.KEYS.items():
+    for key, instead in REMOVED_KEYS.items():
         with pytest.raises(SettingsError, match=re.escape(instead)):
             checked([f"{key}=on"])
     changelog = (Path(__file__).parents[2] / "CHANGELOG.md").read_text(encoding="utf-8")
-    assert [name for name in (*removed.COMMANDS, *removed.KEYS) if f"`{name}" not in changelog] == []
+    assert [name for name in (*REMOVED_COMMANDS, *REMOVED_KEYS) if f"`{name}" not in changelog] == []

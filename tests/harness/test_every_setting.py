@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from evals.base import Example, Task, TaskEnv
+from harness.config.catalogue import flatten
 from harness.config.compose import composed
-from harness.config.nested import flatten
 from harness.config.settings import NESTED, WITHOUT_EFFECT, Results, Settings, SettingsError
 from harness.engine.attach import attached
 from harness.jobs.evaluate import evaluate

@@ -14,12 +14,11 @@ from harness.config.compose import built, composed
 from harness.config.settings import SettingsError
 from harness.engine.engine import Engine
 from harness.engine.graph import CudaGraphs
-from harness.jobs.attaching import attach
-from harness.jobs.loading import load
+from harness.jobs.job import attach
 from harness.jobs.planning.checks import check_fit
 from harness.jobs.planning.effective import budget_of, effective, method_of, without_effect
 from harness.jobs.planning.machine import check_machine
-from harness.models.base import LoadedModel
+from harness.models.base import LoadedModel, load
 from harness.terminal.notices import say_once
 from kernels import ops
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from harness.cachedattention.turns.caches import CachesBetweenTurns, Prefill, ResumedCache, Saved, both_ends
-from harness.config.groups import OverflowSettings
+from harness.config.settings import OverflowSettings
 from harness.engine.cache import KVCache
 
 

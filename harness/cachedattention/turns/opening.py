@@ -14,8 +14,7 @@ from harness.cachedattention.store.history_store import HistoryStore
 from harness.cachedattention.store.policies import POLICIES
 from harness.cachedattention.turns.caches import CachesBetweenTurns, DevicePrefix, NewCache
 from harness.cachedattention.turns.stored import StoredCaches
-from harness.config.groups import BLOCK_TOKENS, IO_THREADS, WRITE_BUFFER
-from harness.config.settings import Settings, StoreSettings
+from harness.config.settings import BLOCK_TOKENS, IO_THREADS, WRITE_BUFFER, Settings, StoreSettings
 from harness.engine.attach import Attachment
 from harness.engine.cache import KVCache
 from harness.models.base import LoadedModel

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from harness.config.groups import WRITE_BUFFER
-from harness.config.settings import Settings, SettingsError
+from harness.config.settings import WRITE_BUFFER, Settings, SettingsError
 from harness.jobs.planning.cache_bytes import (
     CacheBytes,
     Holder,
@@ -26,8 +25,8 @@ from harness.jobs.planning.cache_bytes import (
     steps_captured,
     steps_together,
 )
-from harness.jobs.planning.free_memory import free_here
 from harness.jobs.planning.items import Item
+from harness.jobs.planning.machine import free_here
 from harness.models.base import DTYPE_BYTES, ModelInfo, torch_dtype
 from harness.terminal.tables import BYTES, scaled
 from kernels.block import TOKENS_AT_ONCE, fits_compiled

@@ -26,7 +26,11 @@ from methods.tiers.codec import Codec
 
 def check_fit(settings: Settings, method: Method, info: ModelInfo) -> None:
     """Refuse what suits method or model ill, before any weights are loaded."""
-    _check_budget_is_said(settings, method)
+    if method.uses_budget and not settings.says_budget:
+        raise SettingsError(
+            f"budget=null leaves {type(method).__name__} without a budget: set budget or budget_bytes; budget=1.0 is "
+            "the whole prompt."
+        )
     if method.calibration_tokens > MOST:
         raise SettingsError(
             f"method.calibration_tokens={method.calibration_tokens} is more than the {MOST} tokens of text to "
@@ -40,20 +44,6 @@ def check_fit(settings: Settings, method: Method, info: ModelInfo) -> None:
         _check_stored_rows(settings, method, info)
     layers = info.num_whole_layers
     check_layers("dense_layers", settings.dense_layers, layers)
-
-
-def _check_budget_is_said(settings: Settings, method: Method) -> None:
-    """Once. A budget at its default was not asked for; where it was, on a command line, config/overrides.py knows."""
-    if settings.budget_bytes and settings.budget not in (None, Settings().budget):
-        raise SettingsError(
-            f"budget={settings.budget} would be ignored beside budget_bytes={settings.budget_bytes}: leave one of them "
-            "out."
-        )
-    if method.uses_budget and not settings.says_budget:
-        raise SettingsError(
-            f"budget=null leaves {type(method).__name__} without a budget: set budget or budget_bytes; budget=1.0 is "
-            "the whole prompt."
-        )
 
 
 def _check_stored_rows(settings: Settings, method: Method, info: ModelInfo) -> None:

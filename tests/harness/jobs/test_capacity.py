@@ -12,7 +12,7 @@ import pytest
 from harness.config.settings import Results, Settings, SettingsError, StoreSettings
 from harness.jobs.evaluate import evaluate, evaluate_together
 from harness.jobs.job import Job
-from harness.jobs.planning import free_memory
+from harness.jobs.planning import machine
 from harness.jobs.planning.cache_bytes import Holder
 from harness.jobs.planning.capacity import Need, needed, refusal
 from methods.full import Full
@@ -29,7 +29,7 @@ both = pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine of the report: 21.6 GiB."""
-    monkeypatch.setattr("harness.jobs.planning.free_memory.free_bytes", lambda device: int(21.6 * GIB))
+    monkeypatch.setattr("harness.jobs.planning.machine.free_bytes", lambda device: int(21.6 * GIB))
     monkeypatch.setattr("harness.jobs.dry_run.free_here", lambda device: (int(21.6 * GIB), None))
 
 
@@ -68,7 +68,7 @@ def test_the_dry_run_says_the_same(cli: Cli) -> None:
 def test_a_finished_run_needs_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = Settings(results=Results(root=str(tmp_path)), device="cpu")
     first = evaluate(Full(), niah(), MODEL, settings)
-    monkeypatch.setattr("harness.jobs.planning.free_memory.free_bytes", lambda device: 0)
+    monkeypatch.setattr("harness.jobs.planning.machine.free_bytes", lambda device: 0)
     assert evaluate(Full(), niah(), MODEL, settings) == first
     with pytest.raises(SettingsError, match="a smaller model"):
         evaluate(Full(), niah(depths=2), MODEL, replace(settings, dtype="bf16"))
@@ -201,7 +201,7 @@ def test_jobs_that_run_at_once_must_fit_at_once(tmp_path: Path, monkeypatch: pyt
     settings = Settings(results=Results(root=str(tmp_path)), device="cpu", shared_prefill=shared)
     wanted = [Job.plan(method, niah(depths=2), MODEL, settings) for method in (PQ, STREAMING)]
     need = Job.plan(PQ, niah(depths=2), MODEL, replace(settings, shared_prefill=False)).need()
-    monkeypatch.setattr("harness.jobs.planning.free_memory.free_bytes", lambda device: need.total + need.kv)
+    monkeypatch.setattr("harness.jobs.planning.machine.free_bytes", lambda device: need.total + need.kv)
     if shared:
         with pytest.raises(SettingsError, match="shared_prefill=false, which holds one cache at a time"):
             evaluate_together(wanted)
@@ -226,11 +226,11 @@ def test_the_smallest_limit_above_this_process_counts(
         (folder / "memory.stat").write_text(f"anon 7\n{names[2]} 100\n")
     (tmp_path / "own").write_text(f"5:{controller}:/outer/inner\n")
     (tmp_path / "meminfo").write_text("MemTotal: 99 kB\nMemAvailable:   50 kB\n")
-    monkeypatch.setattr(free_memory, "CGROUPS", root)
-    monkeypatch.setattr(free_memory, "OWN_CGROUP", tmp_path / "own")
-    monkeypatch.setattr(free_memory, "MEMINFO", tmp_path / "meminfo")
-    assert free_memory.free_bytes("cpu") == 600
+    monkeypatch.setattr(machine, "CGROUPS", root)
+    monkeypatch.setattr(machine, "OWN_CGROUP", tmp_path / "own")
+    monkeypatch.setattr(machine, "MEMINFO", tmp_path / "meminfo")
+    assert machine.free_bytes("cpu") == 600
     (inner.parent / names[0]).write_text("max")
-    assert free_memory.free_bytes("cpu") == 50 * 1024
+    assert machine.free_bytes("cpu") == 50 * 1024
     (tmp_path / "meminfo").unlink()
-    assert free_memory.free_bytes("cpu") is None
+    assert machine.free_bytes("cpu") is None

@@ -347,7 +347,7 @@ def test_numbers_that_only_fp16_cannot_hold_bring_the_advice_to_take_another() -
         model.model.layers[1].mlp.down_proj.weight *= 3e4
     with (
         attached(model, Full()) as kv,
-        pytest.raises(NotFiniteError, match=r"layer 1 .* in fp16, .* try dtype=bf16 or"),
+        pytest.raises(NotFiniteError, match=r"layer 1 .* fp16.* dtype=bf16"),
     ):
         Engine(kv).generate(prompt(40), max_new_tokens=4)
 
@@ -369,7 +369,7 @@ def test_a_cache_that_stops_being_finite_in_a_later_step_is_found(monkeypatch: p
 
     with (
         attached(tiny("llama"), Overflows(), budget=0.5) as kv,
-        pytest.raises(NotFiniteError, match=r"first 4 tokens .*: layer 1 is .* though .* run method=full.*Overflows"),
+        pytest.raises(NotFiniteError, match=r"4 tokens .*layer 1 .*method=full.*Overflows"),
     ):
         Engine(kv).generate(prompt(40), max_new_tokens=8)
 

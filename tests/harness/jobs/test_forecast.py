@@ -23,7 +23,7 @@ from harness.engine.hf import routed
 from harness.jobs.planning.cache_bytes import Holder
 from harness.jobs.planning.capacity import Need, needed, refusal
 from harness.jobs.planning.items import Item, prepare
-from harness.jobs.shared_prefill import SharedPrefill
+from harness.jobs.prefill import SharedPrefill
 from harness.models.base import ModelInfo
 from kernels import ops
 from methods.base import Budget, Method

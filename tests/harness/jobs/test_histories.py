@@ -15,8 +15,7 @@ from harness.cachedattention.store import policies
 from harness.cachedattention.store.history_store import HistoryStore
 from harness.cachedattention.turns import opening
 from harness.cachedattention.turns.caches import CachesBetweenTurns
-from harness.config.groups import POLICIES
-from harness.config.settings import OverflowSettings, Settings, SettingsError, StoreSettings
+from harness.config.settings import POLICIES, OverflowSettings, Settings, SettingsError, StoreSettings
 from harness.jobs.planning.items import Item, prepare
 from harness.jobs.runner import Runner
 from harness.reports.compare import comparisons

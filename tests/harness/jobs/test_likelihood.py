@@ -13,8 +13,8 @@ import torch
 from evals.base import Example, Task, TaskEnv
 from evals.niah import Niah
 from harness.config.settings import GenerationSettings, Settings
-from harness.jobs.loading import load
 from harness.jobs.planning.items import Item, prepare
+from harness.models.base import load
 from harness.prompts.teacher import answer_ids
 from harness.results.measures import MEASURES
 from harness.results.records import Record, Reply

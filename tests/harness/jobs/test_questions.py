@@ -26,9 +26,9 @@ from harness.engine.batch.generation import Generation
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
 from harness.engine.footprint import footprint
-from harness.jobs.loading import load
 from harness.jobs.planning.items import Item, by_context, prepare
 from harness.jobs.questions import SealedContext
+from harness.models.base import load
 from harness.reports.compare import comparisons
 from harness.reports.document import as_text
 from harness.reports.turns import turn_scores, turn_times

@@ -19,8 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from evals.base import Example
-from harness.jobs import loading
-from harness.models import embedded, file_hashes, snapshots
+from harness.models import base, embedded, file_hashes, snapshots
 from harness.models.base import ModelError
 from harness.models.embedded import SmolLM2
 from harness.models.hub import HuggingFace, fingerprint
@@ -300,12 +299,12 @@ def test_large_files_are_read_once_until_they_change(folder_of_files: Path, monk
 
 def test_weights_that_changed_are_loaded_anew(saved: Callable[[str], Path]) -> None:
     folder = saved("llama")
-    before = loading.load(local(folder), "fp32", "cpu")
-    assert loading.load(local(folder), "fp32", "cpu") is before
+    before = base.load(local(folder), "fp32", "cpu")
+    assert base.load(local(folder), "fp32", "cpu") is before
     changed = tiny("llama")
     changed.lm_head.weight.data.zero_()
     changed.save_pretrained(folder)
-    after = loading.load(local(folder), "fp32", "cpu")
+    after = base.load(local(folder), "fp32", "cpu")
     assert after.revision != before.revision
     assert not after.model.lm_head.weight.any()
 

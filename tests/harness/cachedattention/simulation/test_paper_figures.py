@@ -22,7 +22,7 @@ from harness.cachedattention.simulation.paper import (
 )
 from harness.cachedattention.simulation.scenario import Scenario
 from harness.commands.simulate import main
-from harness.config.groups import StoreSettings
+from harness.config.settings import StoreSettings
 from harness.results.files import read_yaml
 
 REFERENCE = Path(__file__).parents[4] / "results" / "paper" / "paper_reference.csv"
