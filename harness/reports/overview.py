@@ -19,20 +19,6 @@ WIDTH = 120  # characters
 LINE = WIDTH - 2  # of a line below the table, which is indented
 ALARM = "ALARM: "  # begins a line on what must be wrong
 LEAST_NAMED = 1  # names of a list that are written out even where they do not fit
-SURE = {  # what a kind of alarm means for the rows that it names, the most important first
-    "above_full": "score above Full, so look for a bug",
-    "same_as_full": "answered as Full though only a part was read: did the method run?",
-    "same_outputs": "different methods gave the same outputs: were all of them applied?",
-    "made_twice": "the same run gave different answers",
-    "at_chance": "Full itself is near guessing, so no loss can show",
-    "simulated": "",  # its own text says what is simulated
-    "unaligned": "budgets do not mean the same in all rows",
-    "off_budget": "read more or less than the budget says",
-    "shared_machine": "others used the machine, so times mean little",
-    "launches": "steps were not captured, so times hold the launch of every operation",
-    "lost_turns": "stored histories were lost and computed again",
-    "tuning_seed": "these are the examples on which parameters are tuned: do not report them",
-}
 
 
 def overview(table: Comparison) -> list[Column]:
@@ -120,8 +106,8 @@ def _told_apart(row: ReportRow, by_score: bool, by_cost: bool, table: Comparison
 
 
 def _unsure(table: Comparison, rest: str) -> str:
-    """Say what the numbers do not mean: alarms of what must be wrong, unfinished runs, then the alarms in the order of
-    `SURE`."""
+    """Say what the numbers do not mean: alarms of what must be wrong, unfinished runs, then the alarms in their
+    order."""
     told = [
         f"{entry.title}: {entry.summary['status']} after {entry.summary['num_examples']} examples"
         for entry in table.entries
@@ -135,12 +121,8 @@ def _unsure(table: Comparison, rest: str) -> str:
     for caution in dict.fromkeys(text for entry in table.entries for text in entry.run.info.get("cautions", ())):
         titles = [entry.title for entry in table.entries if caution in entry.run.info.get("cautions", ())]
         told.append(f"{', '.join(titles) if len(titles) < len(table.entries) else 'all rows'}: {caution}")
-    order = list(SURE)
-    for alarm in sorted(table.alarms, key=lambda one: order.index(one.kind) if one.kind in order else len(order)):
-        rows = "all rows" if len(alarm.rows) == len(table.entries) > 1 else ", ".join(alarm.rows)
-        meaning = SURE.get(alarm.kind)
-        said = f"{rows}: {meaning}" if meaning else alarm.text
-        told.insert(0, f"{ALARM}{said}") if alarm.red else told.append(said)
+    told = [f"{ALARM}{alarm.text}" for alarm in table.alarms if alarm.red] + told
+    told += [alarm.text for alarm in table.alarms if not alarm.red]
     if not told:
         return ""
     start = "" if told[0].startswith(ALARM) else "Not sure: "

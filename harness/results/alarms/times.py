@@ -1,5 +1,4 @@
-"""Cautions about times: others used the processor meanwhile, a GPU's steps were not captured, or Full's times come from
-another machine or other hours.
+"""Rows whose times are doubtful: others used the processor meanwhile, or Full ran on another machine or in other hours.
 
 A run's own threads make a load, too. What they leave unexplained is others' work. So is a run of another process that
 went on at the same time on the same processor, whatever the load says.
@@ -7,15 +6,13 @@ went on at the same time on the same processor, whatever the load says.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from itertools import chain
 from typing import Any
 
-from harness.results.alarms.alarm import Alarm, AlarmRow, named, titles
+from harness.results.alarms.alarm import AlarmRow
 from harness.results.run_folder import StoredRun
-from harness.terminal.tables import digits
 from methods.tiers.tier import DEVICE, TIERS
 
 SHARED = "shared_machine"
@@ -23,73 +20,33 @@ Info = Mapping[str, Any]
 HARDWARE = ("cpu", "device_name", "cpus_usable", "memory_bytes")
 
 
-def shared(rows: Sequence[AlarmRow]) -> Iterator[Alarm]:
-    """Of rows that show times: others' load, or another row that ran in a process beside."""
-    found = [sessions(row.run) for row in rows]
-    timed = [i for i, row in enumerate(rows) if shows_times(row.summary)]
-    crowded = [i for i in timed if any(one.crowded for one in found[i])]
-    beside = [i for i in timed if any(one.beside(other) for one in found[i] for other in chain(*found))]
-    told = []
-    if crowded:
-        told.append(f"{_load([one for i in crowded for one in found[i]])}: {named([rows[i] for i in crowded], rows)}")
-    if beside:
-        told.append(f"processes ran side by side on one processor: {named([rows[i] for i in beside], rows)}")
-    if told:
-        text = f"others used the machine, so times mean little: {'; '.join(told)}"
-        yield Alarm(SHARED, text, titles(rows[i] for i in sorted({*crowded, *beside})))
+def shared(rows: Sequence[AlarmRow]) -> list[AlarmRow]:
+    """Return the rows that show times and were disturbed: by others' load, or by another row that ran in a process
+    beside."""
+    ran = [one for row in rows for one in sessions(row.run)]
+    timed = [row for row in rows if shows_times(row.summary)]
+    return [row for row in timed if any(one.crowded or any(map(one.beside, ran)) for one in sessions(row.run))]
 
 
-def full_elsewhere(rows: Sequence[AlarmRow]) -> Iterator[Alarm]:
-    """Of rows that show times in a table that shows their Full's: those that ran on another machine than it, or more
+def full_elsewhere(rows: Sequence[AlarmRow]) -> list[AlarmRow]:
+    """Return the rows that show times, in a table that shows their Full's, and ran on another machine than it, or more
     than `SAME_HOURS` from it, because one machine's speed changes from hour to hour."""
     timed = {row.run.folder: row for row in rows if shows_times(row.summary)}
-    held = [(row, timed.get(row.full.folder)) for row in timed.values() if row.full]
-    apart = [(row, reason) for row, full in held if full and (reason := _apart(row.run, full.run))]
-    if apart:
-        told = ", ".join(f"{row.title} ({reason})" for row, reason in apart)
-        text = (
-            "Full ran on another machine than these rows, or more than an hour from them, so their times are not to be "
-            f"compared with Full's: {told}; run Full again together with them, in another results.root"
-        )
-        yield Alarm("full_elsewhere", text, titles([row for row, _ in apart]))
+    return [row for row in timed.values() if row.full and row.full.folder in timed and _apart(row.run, row.full)]
 
 
-def _apart(run: StoredRun, full: StoredRun) -> str | None:
-    """Return why the times of two runs are not alike, as far as both say where and when they ran."""
+def _apart(run: StoredRun, full: StoredRun) -> bool:
+    """Return whether the times of two runs are not alike, as far as both say where and when they ran."""
     ours, theirs = sessions(run), sessions(full)
-    if any(a.place[key] != b.place[key] for a in ours for b in theirs for key in a.place.keys() & b.place.keys()):
-        return "another machine"
-    gap = max(a.gap(b) for a in ours for b in theirs)
-    return f"{gap / timedelta(hours=1):.1f} hours apart" if gap > SAME_HOURS else None
-
-
-def launched(rows: Sequence[AlarmRow]) -> Iterator[Alarm]:
-    """Of rows that show times of a GPU: those whose decode steps were launched operation by operation."""
-    plain = [row for row in rows if row.run.info.get("plain_steps") and shows_times(row.summary)]
-    if plain:
-        reasons = dict.fromkeys(str(row.run.info["plain_steps"]) for row in plain)
-        text = (
-            "decode steps were not captured, so their times hold the launch of every operation: "
-            f"{named(plain, rows)} ({'; '.join(reasons)})"
-        )
-        yield Alarm("launches", text, titles(plain))
+    elsewhere = any(
+        a.place[key] != b.place[key] for a in ours for b in theirs for key in a.place.keys() & b.place.keys()
+    )
+    return elsewhere or max(a.gap(b) for a in ours for b in theirs) > SAME_HOURS
 
 
 def shows_times(summary: Mapping[str, Any]) -> bool:
     """Whether a table has a time of this row; under a shared prefill, of its traced steps alone."""
     return not summary["simulated"] or bool(summary.get("trace"))
-
-
-def _load(ran: Sequence[RunSession]) -> str:
-    crowded = [one for one in ran if one.crowded]
-    loads = _span([max(one.loads) for one in crowded])
-    cpus, own = _span([one.cpus or 0 for one in crowded]), _span([one.own for one in crowded])
-    return f"load {loads} on {cpus} CPUs, of which a run's own work accounts for {own}"
-
-
-def _span(numbers: Collection[float]) -> str:
-    ends = (min(numbers), max(numbers))
-    return " to ".join(dict.fromkeys(str(end) if isinstance(end, int) else digits(end) for end in ends))
 
 
 SAME_HOURS = timedelta(hours=1)  # from the end of one session to the start of the other

@@ -12,7 +12,7 @@ from harness.reports.document import shows_colour
 from tests.fake_records import records, write_run
 
 SPARSE = {"attended_prompt": 10.0, "attended_total": 12.0}
-TOLD = "significantly above Full: quest 10% (p = 0.00012); look for a bug in either before you believe it"
+TOLD = "quest 10%: score above Full, so look for a bug"
 
 
 class Terminal(io.StringIO):

@@ -98,7 +98,7 @@ def test_pictures_and_page_show_nats_and_more_is_better(tmp_path: Path) -> None:
 
 def test_a_method_better_than_full_raises_the_alarm(tmp_path: Path) -> None:
     def above(alarms: list[Alarm]) -> bool:
-        return any("above" in alarm.text for alarm in alarms)
+        return any(alarm.kind == "above_full" for alarm in alarms)
 
     assert above(table_of(tmp_path / "better", loss=-0.1).alarms)
     assert not above(table_of(tmp_path / "worse", loss=0.1).alarms)

@@ -60,7 +60,7 @@ def test_no_command_prints_them(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_alarms_have_their_own_colour_and_no_other() -> None:
-    table = SimpleNamespace(alarms=[Alarm("outputs", f"identical outputs of {NASTY}", (), red=True)])
+    table = SimpleNamespace(alarms=[Alarm("same_as_full", 1, 2, (NASTY,))])
     [told] = banner(table, 100, colour=True)  # type: ignore[arg-type]
     assert controls(told) == {"\x1b"}
     assert told.count("\x1b") == 2
