@@ -94,7 +94,7 @@ def _machine() -> Iterator[Check]:
 
 
 def _gpus() -> Iterator[Check]:
-    """Whether torch can use the GPUs of this machine, and Triton compile for them."""
+    """Say whether torch can use the GPUs of this machine, and Triton compile for them."""
     import torch
 
     if not torch.cuda.is_available():

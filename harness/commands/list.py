@@ -86,7 +86,7 @@ def _card(group: str, entry: Entry) -> str:
 
 
 def experiment_card(one: Experiment) -> str:
-    """What it reproduces and costs, what the paper says, what it runs."""
+    """Return the card of an experiment: what it reproduces and costs, what the paper says, what it runs."""
     numbers = [f"  {row.said}" for row in expected(one)]
     grid = aligned((key.lstrip("+"), values) for key, values in one.grid.items())
     parts = [
@@ -104,7 +104,7 @@ def experiment_card(one: Experiment) -> str:
 
 
 def expected(one: Experiment) -> list[Published]:
-    """What is published for it, or for the experiment that it is a variant of."""
+    """Return the numbers that are published for an experiment, or for the one that it is a variant of."""
     return published(one.name) or [row for base in one.bases for row in expected(base)]
 
 

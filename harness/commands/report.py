@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _places(found: Sequence[Path], folders: Sequence[Path]) -> str | None:
-    """Where the runs lie, if that is deeper than in a folder that was named."""
+    """Name the folders of the runs, if these lie deeper than in a folder that was named."""
     places = Counter(run.parent for run in found if run not in folders)
     if places.keys() <= set(folders):
         return None

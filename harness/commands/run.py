@@ -48,7 +48,7 @@ class Failure(NamedTuple):
 
 @dataclass
 class Command:
-    """What was typed and what came of it."""
+    """Holds what was typed and what came of it."""
 
     arguments: list[str]
     jobs: int = 1
@@ -135,7 +135,8 @@ def compose(words: Sequence[str]) -> list[JobConfig]:
 
 
 def _settings(job: JobConfig) -> Settings | None:
-    """None where they are wrong: the job says so once it runs, and the others go on."""
+    """Return the settings of a job; None where they are wrong, which the job says once it runs, and the others go
+    on."""
     try:
         return settings_of(job.config)
     except ValueError:

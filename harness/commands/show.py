@@ -170,7 +170,7 @@ def _details(details: Mapping[str, Any]) -> str:
 
 
 def _breakdown(trace: Mapping[str, Any]) -> str:
-    """Where the time of a decode step went."""
+    """Say where the time of a decode step went."""
     parts = ", ".join(f"{part} {digits(1e3 * seconds)}" for part, seconds in trace["parts_s"].items())
     return f"decode step, median of {trace['steps']}: {digits(1e3 * trace['step_s'])} ms ({parts})"
 

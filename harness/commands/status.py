@@ -28,7 +28,7 @@ NOT_FINISHED = 3
 
 
 class RunState(NamedTuple):
-    """One run at a glance. `done`: its examples that have an answer."""
+    """Shows one run at a glance. `done`: its examples that have an answer."""
 
     folder: Path
     state: str  # one of STATES

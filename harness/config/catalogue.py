@@ -90,7 +90,7 @@ class NameTaken(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One yaml file of a group."""
+    """A yaml file of a group."""
 
     name: str
     file: Path
@@ -102,7 +102,8 @@ class Entry:
 
     @property
     def base(self) -> Entry | None:
-        """What a preset changes: the yaml its `defaults` name, beside it or in conf/. None for all other files."""
+        """The yaml file that a preset changes, which its `defaults` name: in the same folder or in conf/. None for all
+        other files."""
         named = [name for name in self._own().get("defaults", []) if isinstance(name, str) and name != "_self_"]
         places = [folder / f"{name}.yaml" for name in named for folder in (self.file.parent, CONF / self._group)]
         return next((Entry(place.stem, place) for place in places if place.is_file()), None)
@@ -113,7 +114,8 @@ class Entry:
         return own if self.base is None else self.base.values() | own
 
     def parameters(self) -> list[tuple[str, Any, str]]:
-        """Name, default, and the comment behind it, in the file's order; a preset says its base's where it has none."""
+        """Return name, default and comment of each, in the order of the file; a preset takes the comments of its base
+        where it has none."""
         text = self.file.read_text(encoding="utf-8")
         lines = {line.partition(":")[0]: line for line in text.splitlines() if line[:1].isidentifier()}
         comments = {name: comment for name, _, comment in self.base.parameters()} if self.base else {}
@@ -127,14 +129,15 @@ class Entry:
 
     @property
     def settable(self) -> frozenset[str]:
-        """What the command line can set: the yaml's keys, and what the class's own body declares beside them."""
+        """The parameters that the command line can set: the yaml's keys, and what the class's own body declares as
+        well."""
         own = [node for node in self._annotated() if not ast.unparse(node.annotation).startswith("ClassVar")]
         declared = [name for node in own if not (name := ast.unparse(node.target)).startswith("_")]
         return frozenset(self.values()).union(declared)
 
     @property
     def bridged(self) -> bool:
-        """Whether the plug-in runs another project's code, which must be installed."""
+        """Says whether the plug-in runs another project's code, which must be installed."""
         return str(self.target).startswith("harness.bridges.")
 
     def card(self) -> str:
@@ -203,7 +206,7 @@ def facts_in(comment: Iterable[str], names: Sequence[str]) -> dict[str, str]:
 
 
 def load(file: Path) -> Any:
-    """What a yaml file holds, read once while it stays as it is: do not change it."""
+    """Return what a yaml file holds, which is read once while the file stays as it is: do not change it."""
     try:
         return _content(file, *_stamp(file))
     except yaml.MarkedYAMLError as error:
@@ -233,8 +236,8 @@ def not_yaml(error: yaml.MarkedYAMLError) -> str:
 
 
 def entries(group: str, folders: Sequence[Path] = (CONF,)) -> list[Entry]:
-    """Raises `NameTaken` where two folders hold a file of the same name: Hydra would read the first alone. A file in a
-    folder of its own is named with it, as in small/pqcache_fig9b."""
+    """List the yaml files of a group; raise `NameTaken` where two folders hold a file of the same name: Hydra would
+    read the first alone. A file in a folder of its own is named with it, as in small/pqcache_fig9b."""
     found: dict[str, Entry] = {}
     for file in (file for folder in folders for file in sorted((folder / group).rglob("*.yaml"))):
         name = file.as_posix().rpartition(f"/{group}/")[2].removesuffix(".yaml")
@@ -256,7 +259,7 @@ def commands() -> frozenset[str]:
 
 
 def config_dirs(arguments: Sequence[str]) -> list[Path]:
-    """Values of --config-dir, in any of argparse's spellings."""
+    """Return the values of --config-dir, in any of argparse's spellings."""
     found = []
     for place, argument in enumerate(arguments):
         flag, equals, value = argument.partition("=")
@@ -266,7 +269,7 @@ def config_dirs(arguments: Sequence[str]) -> list[Path]:
 
 
 def plain(value: object) -> str:
-    """A value as it is written on the command line."""
+    """Return a value as it is written on the command line."""
     if isinstance(value, (list, tuple)):
         return f"[{','.join(map(plain, value))}]"
     if isinstance(value, Mapping):

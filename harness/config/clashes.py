@@ -21,7 +21,7 @@ class NameClashError(ImportError):
 
 
 def clashes() -> list[str]:
-    """What is wrong, one sentence each; empty where all is well."""
+    """List what is wrong, one sentence each; nothing where all is well."""
     found = []
     for name in OURS:
         spec = find_spec(name)
@@ -35,7 +35,7 @@ def clashes() -> list[str]:
 
 
 def settle_clashes() -> None:
-    """Makes our packages the ones that are found, and transformers blind for PyPI's `kernels`."""
+    """Make our packages the ones that are found, and transformers blind for PyPI's `kernels`."""
     if clashes():
         sys.path.insert(0, str(ROOT))
     if found := clashes():  # one was imported already

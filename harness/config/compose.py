@@ -25,12 +25,13 @@ from harness.config.settings import NESTED, RunConfig, Settings, SettingsError, 
 
 @cache
 def tell_hydra_the_schema() -> None:
-    """Once a process: Hydra checks every configuration against it."""
+    """Register the schema, once a process: Hydra checks every configuration against it."""
     ConfigStore.instance().store("schema", RunConfig)
 
 
 def composed(overrides: Sequence[str], config_dirs: Sequence[Path] = ()) -> dict[str, Any]:
-    """What `python -m harness OVERRIDES` would run, as plain values; raises `SettingsError` on a wrong override."""
+    """Return what `python -m harness OVERRIDES` would run, as plain values; raise `SettingsError` on a wrong
+    override."""
     tell_hydra_the_schema()
     read = checked(overrides, config_dirs)
     try:
@@ -52,13 +53,13 @@ def refuse_unknown(config: Mapping[str, Any]) -> None:
 
 
 def with_folders(words: Sequence[str], config_dirs: Sequence[Path]) -> list[str]:
-    """`words` for Hydra, which looks for yaml files in these folders too."""
+    """Return `words` for Hydra, which looks for yaml files in these folders too."""
     path = ",".join(f"file://{folder.resolve()}" for folder in config_dirs)
     return [f"hydra.searchpath=[{path}]", *words] if path else list(words)
 
 
 def built(config: Mapping[str, Any], partial: Partial | None = None) -> tuple[Any, Any, Any, Settings]:
-    """Method, task, model and settings of a composed configuration."""
+    """Build method, task, model and settings of a composed configuration."""
     method, task, model = (plugins.build(config[kind], kind, (partial or {}).get(kind, ())) for kind in GROUPS)
     return method, task, model, settings_of(config)
 

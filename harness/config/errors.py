@@ -27,7 +27,7 @@ Main = Callable[..., int | None]
 
 
 def is_known(error: BaseException) -> bool:
-    """Whether the message was written for the user. ValueError and its kind are ours by convention, down to the
+    """Say whether the message was written for the user. ValueError and its kind are ours by convention, down to the
     libraries below us; memory and disk are the machine's."""
     kinds = (ValueError, NotImplementedError, OSError, MemoryError, yaml.MarkedYAMLError)
     is_hydras = type(error).__module__ == "hydra.errors"  # which takes long to import
@@ -35,7 +35,7 @@ def is_known(error: BaseException) -> bool:
 
 
 def sentence(error: BaseException, data_root: str = "data.root=FOLDER") -> str:
-    """What to print in place of a traceback. `data_root`: how the command names the folder of the data."""
+    """Return what to print in place of a traceback. `data_root`: how the command names the folder of the data."""
     return visible(_sentence(error, data_root))
 
 
@@ -59,8 +59,8 @@ def _sentence(error: BaseException, data_root: str) -> str:
 
 
 def one_sentence(error: BaseException) -> str:
-    """One sentence for any error; of one that nobody foresaw, its kind, the user's own line, and where the traceback
-    lies."""
+    """Return one sentence for any error; of one that nobody foresaw, its kind, the user's own line, and where the
+    traceback lies."""
     notes: list[str] = getattr(error, "__notes__", [])  # a run that failed keeps the traceback in its folder
     line = own_line(error)
     if is_known(error):
@@ -71,7 +71,7 @@ def one_sentence(error: BaseException) -> str:
 
 
 def explained(work: Callable[P, int | None]) -> Callable[P, int]:
-    """What a command does, with its exit code: that of `work`, 0 where this gives none. An error is said in one
+    """Wrap a command so that it returns its exit code: that of `work`, 0 where this gives none. An error is said in one
     sentence; it gives 2 where it is the user's to fix, else 1."""
 
     @wraps(work)
@@ -103,7 +103,8 @@ def as_command(go_on: str = "the same command begins anew") -> Callable[[Main], 
 
 
 def own_line(error: BaseException) -> str | None:
-    """The last line of the user's own code that was under way: of a plug-in from outside this project."""
+    """Return the last line of the user's own code that was under way, as of a plug-in from outside this project; None
+    where there is none."""
     others = [*(ROOT / name for name in PACKAGES), *map(Path, {*sysconfig.get_paths().values(), sys.prefix})]
     found = None
     for frame in traceback.extract_tb(error.__traceback__):
@@ -120,6 +121,6 @@ def _kept(error: BaseException) -> str:
 
 
 def is_memory(error: BaseException) -> bool:
-    """Whether memory ran out: Python's, torch's on a CPU, or a GPU's."""
+    """Say whether memory ran out: Python's, torch's on a CPU, or a GPU's."""
     text = str(error)
     return isinstance(error, MemoryError) or "out of memory" in text.lower() or "can't allocate memory" in text

@@ -38,7 +38,7 @@ _PACKAGE = "# @package _global_"
 
 @dataclass(frozen=True)
 class ExperimentFile:
-    """One file: what it chooses, what it sets, what it sweeps. Keys are dotted, as on the command line."""
+    """Holds what one file chooses, sets and sweeps. Keys are dotted, as on the command line."""
 
     path: Path
     chosen: Mapping[str, str]  # group -> name, from `override /method: ...`
@@ -54,7 +54,7 @@ class Experiment:
 
     @cached_property
     def files(self) -> list[ExperimentFile]:
-        """This file behind those it builds on."""
+        """The files of an experiment: those it builds on, then its own."""
         return [*(file for base in self.bases for file in base.files), _parsed(self.file, self._content)]
 
     @property
@@ -62,7 +62,8 @@ class Experiment:
         return {key: values for file in self.files for key, values in file.grid.items()}
 
     def words(self) -> Iterator[tuple[Path, Override]]:
-        """What the files say, in the order in which the last of two words for one key holds, with the file of each."""
+        """Yield what the files say, each with its file, in the order in which the last of two words for one key
+        holds."""
         for file in self.files:
             for key, value in (*file.chosen.items(), *file.values.items()):
                 said = f"{key}={plain(value)}"
@@ -73,7 +74,7 @@ class Experiment:
 
     @cached_property
     def bases(self) -> list[Experiment]:
-        """What its `defaults` name; the last says most, in Hydra as here."""
+        """The experiments that its `defaults` name; the last says most, in Hydra as here."""
         named = [line for line in self._content.get("defaults", []) if isinstance(line, str) and line != "_self_"]
         known = _files(self.folders)
         for name in named:
@@ -95,7 +96,7 @@ class Experiment:
 
     @property
     def command(self) -> str:
-        """How it is run."""
+        """The command line that runs it."""
         sweep = "-m " if self.grid else ""
         return f"{self.facts.get('run') or 'python -m harness'} {sweep}+{GROUP}={self.name}"
 
@@ -110,17 +111,17 @@ class Experiment:
 
     @property
     def _comment(self) -> list[str]:
-        """The card stands behind the line that names the package."""
+        """The lines of its card, which follows the line that names the package."""
         return leading_comment(self.file)[1:]
 
 
 def experiments(folders: Sequence[Path] = (CONF,)) -> dict[str, Experiment]:
-    """By name; raises `NameTaken` where two folders hold one of the same name."""
+    """Return the experiments by name; raise `NameTaken` where two folders hold one of the same name."""
     return {name: file for name, file in _files(folders).items() if not name.rpartition("/")[2].startswith("_")}
 
 
 def _files(folders: Sequence[Path]) -> dict[str, Experiment]:
-    """All of `experiments`, and the parts that they share."""
+    """Return all experiments by name, and the parts that they share."""
     return {entry.name: Experiment(entry.name, entry.file, tuple(folders)) for entry in entries(GROUP, folders)}
 
 
@@ -138,7 +139,8 @@ def _parsed(file: Path, content: Mapping[str, Any]) -> ExperimentFile:
 
 
 def _dotted(body: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """One level deep: what method, task, model and the nested settings hold are values of their own."""
+    """Yield dotted keys with their values, one level deep: what method, task, model and the nested settings hold are
+    values of their own."""
     for key, value in body.items():
         if isinstance(value, Mapping) and key in (*GROUPS, *NESTED):
             yield from ((f"{key}.{name}", inner) for name, inner in value.items())

@@ -35,7 +35,8 @@ class Asked:
 
 
 def read(overrides: Sequence[str], config_dirs: Sequence[Path] = ()) -> Asked:
-    """Raises `SettingsError` on a word that sets nothing, or names several values of anything but a parameter."""
+    """Read the words of a search; raise `SettingsError` on a word that sets nothing, or names several values of
+    anything but a parameter."""
     words, values = [], dict[str, tuple[Any, ...]]()
     for override in parse(overrides):
         word, key = str(override.input_line), override.key_or_group
@@ -57,14 +58,15 @@ def read(overrides: Sequence[str], config_dirs: Sequence[Path] = ()) -> Asked:
 
 
 class Word(NamedTuple):
-    """One value of a key."""
+    """A single value of a key."""
 
     text: str  # key=value, as a command line for one run says it
     value: Any
 
 
 def combinations(words: Sequence[str], slowest: str) -> Iterator[dict[str, Word]]:
-    """Of all values, by key; those of `slowest` vary slowest. The last of two words for one key wins."""
+    """Yield every combination of the values, by key; those of `slowest` vary slowest. The last of two words for one key
+    wins."""
     given = {override.key_or_group: override for override in parse(words)}
     keys = sorted(given, key=lambda key: key != slowest)
     for point in product(*(_words(given[key]) for key in keys)):
@@ -93,7 +95,7 @@ def _values(override: Override) -> tuple[Any, ...]:
 
 
 def _frozen(value: Any) -> Any:
-    """As a method's fields hold it."""
+    """Return a value as a method's fields hold it."""
     if isinstance(value, list):
         return tuple(map(_frozen, value))
     return value.text if isinstance(value, QuotedString) else value

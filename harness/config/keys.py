@@ -52,7 +52,7 @@ class Setting(NamedTuple):
 
     @property
     def given(self) -> str:
-        """As the command line writes it."""
+        """The setting as the command line writes it."""
         return f"{self.key}={self.default}" if self.values else self.key
 
     @property
@@ -95,7 +95,8 @@ def parameters_of(entry: Entry) -> list[tuple[str, str]]:
 
 
 def help_text(words: Sequence[str] = (), config_dirs: Sequence[Path] = ()) -> str:
-    """What `--help` prints: the settings, and the parameters of the methods, tasks and models that `words` name."""
+    """Return what `--help` prints: the settings, and the parameters of the methods, tasks and models that `words`
+    name."""
     found = {group: entries(group, (CONF, *config_dirs)) for group in GROUPS}
     parts = [_USAGE, "\n".join(_names(group, found[group]) for group in GROUPS), settings_text(leave_out=RARE_SECTIONS)]
     for group, name in _named(words):

@@ -44,7 +44,7 @@ class Overrides:
 
 
 def read(arguments: Sequence[str]) -> Overrides:
-    """The words behind `python -m harness`: flags may stand anywhere, Hydra gets them first."""
+    """Check the words after `python -m harness`: flags may stand anywhere, Hydra gets them first."""
     flags = [place for place, word in enumerate(arguments) if word.startswith("-")]
     behind = [place + 1 for place in flags if arguments[place] in VALUED]
     first = sorted({*flags, *behind} & set(range(len(arguments))))
@@ -57,7 +57,7 @@ def read(arguments: Sequence[str]) -> Overrides:
 
 
 def checked(overrides: Sequence[str], config_dirs: Sequence[Path] = (), sweep: bool = False) -> Overrides:
-    """`overrides`, in their order; raises `SettingsError` where one would set nothing."""
+    """Check `overrides` in their order; raise `SettingsError` where one would set nothing."""
     parsed, launcher = _without_launcher(list(parse(overrides)), sweep)
     _refuse_folders(config_dirs)
     folders = (CONF, *config_dirs)
@@ -114,7 +114,7 @@ def _refuse_folders(config_dirs: Sequence[Path]) -> None:
 
 
 def _experiment(parsed: Sequence[Override], folders: Sequence[Path]) -> tuple[Experiment | None, list[Override]]:
-    """The experiment that is asked for, the last if there are several words, and all other words."""
+    """Return the experiment that is asked for, the last if there are several words, and all other words."""
     asked = [override for override in parsed if override.key_or_group == GROUP]
     others = [override for override in parsed if override.key_or_group != GROUP]
     if not asked:
@@ -128,8 +128,8 @@ def _experiment(parsed: Sequence[Override], folders: Sequence[Path]) -> tuple[Ex
 
 
 def _checked_files(experiment: Experiment, groups: Known) -> Iterator[Override]:
-    """The words of its files. A parameter must be one of what its own file chose; where another choice was made later,
-    it does not apply."""
+    """Yield the words of its files. A parameter must be one of what its own file chose; where another choice was made
+    later, it does not apply."""
     for base in experiment.bases:
         yield from _checked_files(base, groups)
     words = list(experiment.words())
@@ -144,7 +144,7 @@ def _checked_files(experiment: Experiment, groups: Known) -> Iterator[Override]:
 
 
 def _refuse_partial_grid(experiment: Experiment, chosen: Chosen) -> None:
-    """Hydra wants ++ before a swept parameter that some of the chosen lack."""
+    """Raise where a swept parameter that some of the chosen lack has no ++, which Hydra wants."""
     for key in experiment.grid:
         group, _, name = key.partition(".")
         if group in GROUPS and name and not all(name in entry.settable for entry in chosen[group]):
@@ -186,7 +186,7 @@ def _elsewhere(group: str, name: str, known: Mapping[str, Entry]) -> str:
 
 
 def _dicts(override: Override) -> list[dict[str, Any]]:
-    """Parameters that are set together, as in method={m:1,b:12},{m:2,b:6}."""
+    """Return parameters that are set together, as in method={m:1,b:12},{m:2,b:6}."""
     chosen = override.is_choice_sweep() and not isinstance(override.value(), Glob)
     values = list(override.sweep_iterator()) if chosen else [override.value()]
     return [{str(key): value for key, value in item.items()} for item in values if isinstance(item, dict)]
@@ -202,7 +202,7 @@ def _values(override: Override, known: list[str]) -> list[str]:
 
 
 def _points(override: Override, groups: Known) -> int:
-    """Jobs that one word stands for."""
+    """Return how many jobs one word stands for."""
     if not override.is_sweep_override():
         return 1
     value: Any = override.value()
@@ -216,8 +216,8 @@ def _points(override: Override, groups: Known) -> int:
 def _checked(
     override: Override, chosen: Chosen, groups: Known, folders: Sequence[Path], grid: Mapping[str, str]
 ) -> str:
-    """The override as Hydra takes it; parameters with `++`, for not every one of the chosen may have them. `grid`: how
-    an experiment spells its swept keys, for Hydra knows two spellings as two keys."""
+    """Return the override as Hydra takes it; parameters with `++`, for not every one of the chosen may have them.
+    `grid`: how an experiment spells its swept keys, for Hydra knows two spellings as two keys."""
     key, line = override.key_or_group, str(override.input_line)
     if key.startswith("hydra.sweep."):
         raise SettingsError(f"{key} would set nothing: what launchers print lies in results.root/sweeps.")
@@ -268,7 +268,8 @@ def _require_parameter(group: str, name: str, chosen: Sequence[Entry], known: Ma
 
 
 def _instead(name: str, own: Sequence[str], others: Sequence[str]) -> str:
-    """A name that others have is no slip of the keys: what is spelled like it means something else."""
+    """Return how an error goes on about a parameter that is not there. A name that others have is no slip of the keys:
+    what is spelled like it means something else."""
     if name in COUNTS and (count := next((word for word in COUNTS if word in own), None)):
         return f"; did you mean {count}?"
     return f"; there is {', '.join(own) or 'none'}." if others else suggestion(name, own)
@@ -283,7 +284,7 @@ def _partial(group: str, said: Sequence[Override], chosen: Chosen) -> frozenset[
 
 @cache
 def settings() -> tuple[str, ...]:
-    """Every setting beside method, task and model, dotted, and the groups they stand in."""
+    """Return every setting but method, task and model, dotted, and the groups they stand in."""
     config = load(CONF / "config.yaml")
     own = {key: value for key, value in config.items() if key not in ("defaults", "hydra")}
     nested = [f"{key}.{name}" for key, value in own.items() if isinstance(value, dict) for name in value]
@@ -291,6 +292,6 @@ def settings() -> tuple[str, ...]:
 
 
 def _defaults() -> dict[str, str]:
-    """The method, task and model of conf/config.yaml."""
+    """Return the method, task and model of conf/config.yaml."""
     listed = load(CONF / "config.yaml")["defaults"]
     return {group: str(line[group]) for line in listed if isinstance(line, dict) for group in GROUPS if group in line}

@@ -65,7 +65,7 @@ def naming(kind: str, parameters: Iterable[str]) -> Iterator[None]:
 
 
 def required(cls: Any) -> list[str]:
-    """Fields without a default."""
+    """Return the names of fields without a default."""
     bare = dataclasses.MISSING
     return [f.name for f in fields(cls) if f.init and f.default is bare and f.default_factory is bare]
 
@@ -78,7 +78,7 @@ def describe(plugin: Any) -> dict[str, Any]:
 
 
 def defaults(plugin: Any) -> dict[str, Any]:
-    """Of the parameters that have one."""
+    """Return the defaults of the parameters that have one."""
     bare = set(required(plugin))
     own = [field for field in fields(plugin) if field.init and field.name not in bare]
     return {f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory() for f in own}
@@ -92,7 +92,7 @@ def changed(plugin: Any) -> list[str]:
 
 
 def suggestion(name: str, known: Any) -> str:
-    """How an error about an unknown name goes on: the nearest one, or all there are."""
+    """Return how an error about an unknown name goes on: with the nearest one, or all there are."""
     near = get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"; did you mean {near[0]}?" if near else f"; there is {', '.join(sorted(known)) or 'none'}."
 
@@ -115,7 +115,7 @@ def _find(target: Any, kind: str) -> type:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether `value`, as yaml gives it, is of the annotated type; a whole number passes for a float."""
+    """Say whether `value`, as yaml gives it, is of the annotated type; a whole number passes for a float."""
     origin, inner = get_origin(hint), get_args(hint)
     if hint is Any:
         return True
@@ -135,7 +135,7 @@ def fits(value: Any, hint: Any) -> bool:
 
 
 def is_size(hint: Any) -> bool:
-    """Whether a setting of this type is a number of bytes, or a size in words."""
+    """Say whether a setting of this type is a number of bytes, or a size in words."""
     return {int, str} <= set(get_args(hint))
 
 

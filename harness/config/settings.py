@@ -85,7 +85,7 @@ def check_codec(key: str, codec: str | None) -> None:
 
 @dataclass
 class GenerationSettings:
-    """How tokens are picked. temperature 0 is greedy."""
+    """Says how tokens are picked. temperature 0 is greedy."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -96,7 +96,7 @@ class GenerationSettings:
 
 @dataclass
 class CommonWindows:
-    """In place of the methods' own; null leaves them."""
+    """Overrides every method's sinks and window; null keeps the method's values."""
 
     sinks: int | None = None
     recent_ratio: float | None = None  # of the budget behind the sinks
@@ -104,7 +104,7 @@ class CommonWindows:
 
 @dataclass
 class StoreSettings:
-    """Of history=store. Sizes by tier; one of 0 bytes does not exist."""
+    """Sets up the store of history=store. Sizes are by tier; a tier of 0 bytes does not exist."""
 
     device: Union[int, str] = 0  # noqa: UP007 (OmegaConf reads this form)
     host: Union[int, str] = "8GB"  # noqa: UP007
@@ -146,7 +146,7 @@ class StoreSettings:
 
 @dataclass
 class OverflowSettings:
-    """Of conversations that outgrow the window."""
+    """Says what happens to conversations that outgrow the window."""
 
     window: int | None = None
     by: str | None = None
@@ -184,7 +184,7 @@ class OverflowSettings:
             )
 
     def resolved(self, history: str) -> OverflowSettings:
-        """With `by` said."""
+        """Return these settings with `by` said."""
         if self.window is None or self.by is not None:
             return self
         return replace(self, by="truncate_tokens" if history == "recompute" else "truncate_cache")
@@ -301,18 +301,18 @@ class Settings:
 
     @property
     def says_budget(self) -> bool:
-        """Whether one of the settings limits what a method reads or keeps."""
+        """Says whether one of the settings limits what a method reads or keeps."""
         return self.budget is not None or self.budget_bytes is not None
 
     @property
     def measures_likelihood(self) -> bool:
-        """Whether right answers are fed before each answer. A run that forces lengths or clocks the parts of a step is
-        about time, and measures none."""
+        """Says whether right answers are fed before each answer. A run that forces lengths or clocks the parts of a
+        step is about time, and measures none."""
         return self.likelihood == "on" and self.trace == "off" and not self.generation.force_length
 
     @property
     def most_bytes(self) -> int | None:
-        """Of `budget_bytes`."""
+        """The value of `budget_bytes` as a number."""
         return None if self.budget_bytes is None else size("budget_bytes", self.budget_bytes)
 
 
@@ -329,8 +329,8 @@ class RunConfig(Settings):
 
 
 def recorded_defaults(device: str = "cpu") -> dict[str, Any]:
-    """What the folder of a run on `device` holds of settings that nobody set: the defaults, nested, with `graphs` and
-    `prefill_chunk` resolved."""
+    """Return what the folder of a run on `device` holds of settings that nobody set: the defaults, nested, with
+    `graphs` and `prefill_chunk` resolved."""
     resolved = {"graphs": "on" if device.startswith("cuda") else "off", "prefill_chunk": usual_chunk(device)}
     return asdict(Settings()) | resolved
 

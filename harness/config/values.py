@@ -24,7 +24,7 @@ class SettingsError(ValueError):
 
 @dataclass(frozen=True)
 class Range:
-    """Of a number; null is in every range. `hint`: what the ends mean, in words."""
+    """Bounds a number; null is in every range. `hint`: what the ends mean, in words."""
 
     least: float | None = None
     above: float | None = None
@@ -84,7 +84,7 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def size(key: str, value: str | int) -> int:
-    """Bytes: 128GB and 10TB are decimal, 128GiB is binary."""
+    """Read a size in bytes: 128GB and 10TB are decimal, 128GiB is binary."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|)", str(value))
     if not found:
         raise SettingsError(f"{key}={value} is no size: write bytes, or 128GB, 10TB, 64GiB.")

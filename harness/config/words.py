@@ -22,7 +22,7 @@ FLAGS = (*SWEEP, *VALUED, "--info", "-i", "--resolve", "--run", "-r", "--hydra-h
 
 
 def asks_hydra(arguments: Sequence[str]) -> bool:
-    """Whether the command line is about Hydra itself, so that its words are no settings."""
+    """Say whether the command line is about Hydra itself, so that its words are no settings."""
     return any(flag in arguments for flag in ("-sc", "--shell-completion"))
 
 
@@ -36,7 +36,7 @@ def refuse_flags(arguments: Sequence[str], places: Sequence[int]) -> None:
 
 
 def parse(overrides: Sequence[str]) -> Iterator[Override]:
-    """One by one; raises `SettingsError` on a word that is no `key=value`."""
+    """Parse the words one by one; raise `SettingsError` on a word that is no `key=value`."""
     for word in map(_from_home, overrides):
         try:
             override = OverridesParser.create().parse_override(word)
@@ -48,7 +48,7 @@ def parse(overrides: Sequence[str]) -> Iterator[Override]:
 
 
 def _from_home(word: str) -> str:
-    """With the home of a path spelled out: Hydra knows no ~ in a value."""
+    """Spell out the home of a path, because Hydra knows no ~ in a value."""
     key, _, value = word.partition("=")
     return f"{key}={typed(value, f'{key}=')}" if value.startswith("~") else word
 

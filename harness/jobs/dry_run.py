@@ -44,7 +44,8 @@ def show(job: Job) -> None:
 
 
 def _budget(job: Job) -> str:
-    """In tokens, over the layers that it rules; a prompt that is no longer than sinks and windows is read whole."""
+    """Return the budget in tokens, over the layers that it rules; a prompt that is no longer than sinks and windows is
+    read whole."""
     budget, layers = job.budget, range(job.model.describe().num_whole_layers)
     prompts = [tokens for item in job.items for tokens in item.sealed(job.settings.protocol)]
     ruled = [layer for layer in layers if budget is not None and layer not in budget.dense_layers]
@@ -57,7 +58,7 @@ def _budget(job: Job) -> str:
 
 
 def _bytes(job: Job) -> str:
-    """Of the method behind its longest prompts, and of Full, whose cache a prefill holds."""
+    """Return the bytes of the method after its longest prompts, and of Full, whose cache a prefill holds."""
     info = job.model.describe()
     full = f"{size(side_by_side(info, job.settings, job.items))} for Full at its longest"
     if isinstance(job.method, Full):
@@ -77,7 +78,7 @@ def _range(counts: Sequence[int]) -> str:
 
 
 def _memory(job: Job) -> str:
-    """What the run itself would be refused with, or that it fits."""
+    """Return the error that the run would be refused with, or that it fits."""
     need, (free, free_host) = job.need(), free_here(job.settings.device)
     fits = f"needs {need}; {size(free) if free is not None else 'unknown'} free on {job.settings.device}"
     return refusal(need, job.settings, free, free_host) or fits
@@ -94,7 +95,7 @@ def _batch(job: Job) -> str:
 
 
 def _beside(full: Job) -> str:
-    """Full's folder, and whether this command runs it."""
+    """Return Full's folder, and whether this command runs it."""
     if full.is_done():
         return f"{full.folder}, finished already"
     return f"{full.folder}, " + ("runs too" if full.settings.baseline == "run" else "not run with baseline=reuse")

@@ -53,7 +53,7 @@ def evaluate(
     presets: Presets | None = None,
     **changes: Any,
 ) -> StoredRun:
-    """Run `task` with `model` under `method`, beside Full unless `baseline=off`. `changes` are fields of `Settings`.
+    """Run `task` with `model` under `method`, and Full unless `baseline=off`. `changes` are fields of `Settings`.
     `presets`: what tables call method, task and model, in place of the names of their modules.
 
     The same call again finds the finished run; an interrupted one goes on where it stopped.
@@ -68,7 +68,7 @@ def evaluate(
 
 @lasting_output()
 def evaluate_together(jobs: Sequence[Job], on_error: OnError | None = None) -> list[StoredRun]:
-    """Runs jobs, and the Full beside them unless that was there, and reads what they left. Under `shared_prefill=true`
+    """Run jobs, and their Full unless that was there, and read what they left. Under `shared_prefill=true`
     they must have the same prompts.
 
     A job that fails, Full too, leaves nothing here and all others alone. Its error goes to `on_error`; without one, the
@@ -88,8 +88,8 @@ def evaluate_together(jobs: Sequence[Job], on_error: OnError | None = None) -> l
 
 
 def _groups(jobs: Sequence[Job]) -> Iterable[list[Job]]:
-    """Jobs that run together, each folder once: those with a shared prefill, with `baseline=run` Full among them, and
-    each of the others alone."""
+    """Return the jobs that run together, each folder once: those with a shared prefill, with `baseline=run` Full among
+    them, and each of the others alone."""
     found: dict[str, dict[Path, Job]] = {}
     for job in jobs:
         full = [job.full] if job.full and job.settings.baseline == "run" else []
@@ -108,8 +108,8 @@ def reporting(report: OnError) -> Iterator[None]:
 
 
 def run_group(jobs: Sequence[Job], on_error: OnError) -> list[Job]:
-    """Generates what is not there yet; the jobs that are complete then. Ctrl-C and errors leave folders that the same
-    command continues."""
+    """Generate what is not there yet, and return the jobs that are complete then. Ctrl-C and errors leave folders that
+    the same command continues."""
     assert len({job.identity["prompts"] for job in jobs}) == 1
     if unfinished := [job for job in jobs if not job.is_done()]:
         unfinished[0].refuse_memory(unfinished[1:])
@@ -129,8 +129,8 @@ def run_group(jobs: Sequence[Job], on_error: OnError) -> list[Job]:
 
 
 def _opened(jobs: Sequence[Job], stack: ExitStack, on_error: OnError) -> Iterator[_Run]:
-    """Waits for other processes that are at the same runs; what they finish need not be run again. In the order of
-    their folders, so that two that wait for each other's do not lock up."""
+    """Open the folders. Wait for other processes that are at the same runs; what they finish need not be run again. In
+    the order of their folders, so that two that wait for each other's do not lock up."""
     for job in sorted(jobs, key=lambda job: job.folder):
         with reporting(on_error):
             job.remove_leftovers()
@@ -165,11 +165,11 @@ class _Run(Run):
         return self.job.pending(self)
 
     def lacks(self, item: Item) -> bool:
-        """Whether it is still to be tried in this session."""
+        """Say whether the example is still to be tried in this session."""
         return not (self.failed or self.contains(item.example.id) or item.example.id in self.tried)
 
     def start(self, loaded: LoadedModel, stack: ExitStack) -> None:
-        """The runner is closed with `stack`, whatever goes wrong behind it."""
+        """Attach the method. The runner is closed with `stack`, whatever goes wrong after it."""
         job = self.job
         self.note(provenance=provenance(job.settings.device), **job.facts())
         with Usage(loaded.model.device) as usage:
@@ -196,7 +196,7 @@ class _Run(Run):
     def answers(
         self, items: Iterable[Item], prefilled: dict[str, Prefilled] | None = None
     ) -> Iterator[Record | FailedExample]:
-        """As they end, each once it is on disk."""
+        """Yield the answers as they end, each once it is on disk."""
         for answer in self.runner.answers(items, prefilled):
             if isinstance(answer, Failed):
                 yield self.give_up(answer)
@@ -226,7 +226,7 @@ class _Run(Run):
         return record
 
     def end(self) -> None:
-        """All examples have been tried."""
+        """Close the run, whose examples have all been tried."""
         if self.last_error is not None and not self.records():
             warn(f"{self.job.label}: every example failed.")
             self.fail(self.last_error)
@@ -237,7 +237,7 @@ class _Run(Run):
 
 @contextmanager
 def _attempt(*runs: _Run) -> Iterator[None]:
-    """What goes wrong inside fails these jobs, and no other."""
+    """Let what goes wrong inside fail these jobs, and no other."""
     try:
         yield
     except Exception as error:
@@ -248,7 +248,7 @@ def _attempt(*runs: _Run) -> Iterator[None]:
 
 
 def _generate(runs: Sequence[_Run]) -> None:
-    """What the runs lack."""
+    """Generate what the runs lack."""
     if not runs:
         return
     first = runs[0].job
@@ -267,7 +267,7 @@ def _generate(runs: Sequence[_Run]) -> None:
 
 
 def _records(runs: Sequence[_Run], pending: Items) -> Iterator[Record | FailedExample]:
-    """Yields one record per item of `pending`, whoever made it, for the bar."""
+    """Yield one record per item of `pending`, whoever made it, for the bar."""
     settings = runs[0].job.settings
     if settings.shared_prefill:
         started = [run.runner for run in runs if not run.failed]
@@ -286,7 +286,8 @@ def _records(runs: Sequence[_Run], pending: Items) -> Iterator[Record | FailedEx
 
 
 def _answers(runs: Sequence[_Run], batch: Sequence[Items]) -> dict[str, Record | FailedExample]:
-    """By the id of the item. batch: examples by context, each with one prefill for all runs that lack some."""
+    """Return the records by the id of the example. batch: examples by context, each with one prefill for all runs that
+    lack some."""
     waiting = _prefilled(runs, batch)
     made: dict[str, Record | FailedExample] = {}
     while waiting:  # caches are freed behind their answers
@@ -298,7 +299,8 @@ def _answers(runs: Sequence[_Run], batch: Sequence[Items]) -> dict[str, Record |
 
 
 def _prefilled(runs: Sequence[_Run], batch: Sequence[Items]) -> list[tuple[_Run, dict[str, Prefilled]]]:
-    """By the first example on a context that each run lacks, but for runs that have failed meanwhile."""
+    """Return the prefills of each run by the first example on a context that it lacks, but for runs that have failed
+    meanwhile."""
     found: dict[_Run, dict[str, Prefilled]] = {run: {} for run in runs}
     for group in batch:
         asking = [run for run in runs if any(map(run.lacks, group))]
@@ -309,7 +311,8 @@ def _prefilled(runs: Sequence[_Run], batch: Sequence[Items]) -> list[tuple[_Run,
 
 
 def _prefill(asking: Sequence[_Run], items: Items) -> Iterator[tuple[_Run, Prefilled]]:
-    """One for all of them. A run that cannot take it in fails in `items`, and all do where the prefill itself fails."""
+    """Prefill a context once for all of these runs. One that cannot take it in fails in `items`, and all do where the
+    prefill itself fails."""
     if not asking:
         return
     first, caches = asking[0].runner, dict[_Run, KVCache]()

@@ -79,7 +79,7 @@ class Job:
         *,
         beside: bool = False,
     ) -> Job:
-        """Checks all that can be checked, and says which of the settings change nothing. `beside`: it is the Full of
+        """Check all that can be checked, and say which of the settings change nothing. `beside`: it is the Full of
         another job, whose settings these are."""
         check_machine(wanted)
         task.require(wanted.data.folder())
@@ -158,7 +158,7 @@ class Job:
         return Holder(self.settings, self.method, self.budget)
 
     def load(self) -> LoadedModel:
-        """The model, which computes with the job's threads and backends from now on."""
+        """Load the model, which computes with the job's threads and backends from now on."""
         if self.settings.threads is not None:
             torch.set_num_threads(self.settings.threads)
         ops.prefer(orders(self.settings.backends))
@@ -172,7 +172,7 @@ class Job:
 
     @property
     def names(self) -> tuple[str, str]:
-        """Of task and method, as their modules are called."""
+        """The names of task and method, as their modules are called."""
         return _name(self.config["task"]), _name(self.config["method"])
 
     @property
@@ -180,7 +180,7 @@ class Job:
         return Run.place(Path(self.settings.results.root), self.identity, *self.names)
 
     def remove_leftovers(self) -> None:
-        """Removes what processes that were killed left where this job keeps its temporary files: one that is complete
+        """Remove what processes that were killed left where this job keeps its temporary files: one that is complete
         makes none any more, and would not come there."""
         store = self.settings.store.folder
         for folder in {Path(gettempdir()), Path(store or gettempdir())}:
@@ -190,7 +190,7 @@ class Job:
         return [item for item in self.items if not run.contains(item.example.id)]
 
     def stored(self, full: StoredRun | None = None) -> StoredRun:
-        """What the run's folder holds now, with its summary brought up to date."""
+        """Return what the run's folder holds now, with its summary brought up to date."""
         stored, beside = load_run(self.folder), load_run(full.folder) if full else None
         summary = summary_of(stored, beside)
         with writing(self.folder):
@@ -208,7 +208,7 @@ class Job:
         return " ".join(filter(None, (task, method, *plugins.changed(self.method), asked)))
 
     def announce(self, pending: Sequence[Item]) -> None:
-        """Says where the run is and what of it was there."""
+        """Say where the run is and what of it was there."""
         announce(self.label, self.folder, len(self.items) - len(pending), len(self.items))
         known = len(self.items) - len(pending)
         if (
@@ -234,7 +234,7 @@ class Job:
         )
 
     def facts(self) -> dict[str, Any]:
-        """What run.json says of this run beside its configuration, whoever runs it."""
+        """Return what run.json says of this run besides its configuration, whoever runs it."""
         return {
             "task_info": {"version": self.task.version, "metric": self.task.metric, "chance": self.task.chance}
             | self.task.provenance(),
@@ -255,7 +255,8 @@ class Job:
 
 
 def _budget_use(method: Method) -> dict[str, Any]:
-    """What tells apart rows that ask for the same budget and mean another: see harness/results/alarms/table.py."""
+    """Return what tells apart rows that ask for the same budget and mean another: see
+    harness/results/alarms/table.py."""
     usual = plugins.defaults(method)
     windows = {name: getattr(method, own) for name, own in method.window_names.items()}
     typed = any(windows[name] != usual.get(own) for name, own in method.window_names.items())
@@ -264,12 +265,12 @@ def _budget_use(method: Method) -> dict[str, Any]:
 
 
 def _name(config: dict[str, Any]) -> str:
-    """The short name of a plug-in: its module's."""
+    """Return the short name of a plug-in: its module's."""
     return str(config[plugins.TARGET]).split(".")[-2]
 
 
 def attach(loaded: LoadedModel, method: Method, budget: Budget | None, settings: Settings) -> Attachment:
-    """`settings`: as they apply to `method` (harness/jobs/planning/effective.py)."""
+    """Attach a method to a loaded model. `settings`: as they apply to it (harness/jobs/planning/effective.py)."""
     return Attachment(
         loaded.model,
         method,

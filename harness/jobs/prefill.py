@@ -27,7 +27,8 @@ _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class Usage:
-    """Of what runs inside `with`, or of several such stretches (`add`). A peak is null where the system keeps none."""
+    """Measures what runs inside `with`, or several such stretches (`add`): backends of operations and peak memory. A
+    peak is null where the system keeps none."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -49,7 +50,7 @@ class Usage:
             self.device_bytes = torch.cuda.max_memory_allocated(self.device)
 
     def add(self, other: Usage) -> None:
-        """Counts that stretch as well."""
+        """Count that stretch as well."""
         for name, found in other.backends.items():
             self.backends[name] = sorted({*self.backends.get(name, ()), *found})
         self.host_bytes = larger(self.host_bytes, other.host_bytes)
@@ -57,12 +58,12 @@ class Usage:
 
 
 def larger(one: int | None, other: int | None) -> int | None:
-    """Of those that are known."""
+    """Return the larger of those that are known."""
     return max((value for value in (one, other) if value is not None), default=None)
 
 
 def _reset_host() -> bool:
-    """Without a reset, the peak would be that of something earlier."""
+    """Say whether the peak begins anew here; otherwise it would be that of something earlier."""
     try:
         _RESET.write_text("5")
     except OSError:
@@ -116,7 +117,7 @@ class SharedPrefill:
         self.followers: list[tuple[KVCache, Absorb]] = []
 
     def cache(self, engine: Engine, absorb: Absorb) -> KVCache:
-        """A cache of `engine`'s method, to be filled by `run`. `absorb` hands a layer its input."""
+        """Return a cache of `engine`'s method, to be filled by `run`. `absorb` hands a layer its input."""
         cache = engine.cache(self.prompts, self.new_tokens, self.layers)
         self.followers.append((cache, absorb))
         return cache

@@ -40,7 +40,8 @@ Ending = Callable[[Item], dict[str, Any]]  # how tokens are picked for a turn, a
 
 @dataclass
 class Transcript:
-    """What an example gave, turn by turn, and what ran meanwhile used: its prefills, and the steps that it was in."""
+    """Holds what an example gave, turn by turn, and what ran meanwhile used: its prefills, and the steps that it was
+    in."""
 
     item: Item
     prefill: Usage
@@ -132,7 +133,7 @@ class Likelihood:
 class SealedContext:
     """A context that is prefilled and sealed once, for several questions.
 
-    After each answer the cache goes back to what it was behind the seal, so a question sees nothing of those before it
+    After each answer the cache goes back to what it was after the seal, so a question sees nothing of those before it
     and gets the answer that it would get alone under protocol=context. The first question's clock began with the
     prefill, a later one's begins with itself; keeping and putting back the cache is in no clock.
     """
@@ -148,7 +149,7 @@ class SealedContext:
         self._began: float | None = began + perf_counter() - before
 
     def begin(self) -> float:
-        """For the next question, from where its clock runs."""
+        """Make the cache ready for the next question, and return when its clock began."""
         if self._began is not None:
             began, self._began = self._began, None
             return began
@@ -189,7 +190,7 @@ class ContextSession:
 
     @property
     def answered(self) -> bool:
-        """Whether the example that is asked has had all its turns."""
+        """Says whether the example that is asked has had all its turns."""
         return self.talk.over
 
     @property
@@ -198,7 +199,7 @@ class ContextSession:
         return list(self._waiting)
 
     def next(self, batch: RunningBatch) -> RunningSequence | None:
-        """None where nothing is left to ask."""
+        """Let the next turn run; None where nothing is left to ask."""
         if self._turns:
             return self._turn(batch, self._turns.popleft())
         if not self._waiting:
@@ -207,13 +208,13 @@ class ContextSession:
         return self._question(batch, self.asked)
 
     def give_up(self) -> None:
-        """The example that is asked gets no answer: nothing of its conversation is kept."""
+        """Drop what is kept of the conversation of the example that is asked, which gets no answer."""
         self.caches.forget(self.asked.example.id)
 
     @torch.inference_mode()
     def ended(self, made: Generation) -> None:
-        """An answer that a given reply replaces leaves no trace. Raise `NotFiniteError` for one that came from logits
-        that are not finite."""
+        """Take in the answer of a turn; one that a given reply replaces leaves no trace. Raise `NotFiniteError` for one
+        that came from logits that are not finite."""
         if made.not_finite is not None:
             raise self._not_finite(made.tokens[0], made.not_finite)
         self.transcript.turns.append(made)
@@ -229,7 +230,7 @@ class ContextSession:
             self.transcript.reuse[-1]["save_s"] = self._saved.save_s
 
     def _question(self, batch: RunningBatch, item: Item) -> RunningSequence:
-        """The first turn of an example."""
+        """Begin the first turn of an example."""
         ready, later = self._prefilled, self._first if item.example.id != self._first else None
         assert ready is not None
         if not self._waiting:
@@ -259,8 +260,8 @@ class ContextSession:
         return self._before_the_answer(slot, item)
 
     def _turn(self, batch: RunningBatch, turn: Item) -> RunningSequence:
-        """A further turn: prefilled and sealed with all before it; under protocol=context read token by token behind
-        what was fed before, which is sealed anew where the cache did not stay."""
+        """Begin a further turn: prefilled and sealed with all before it; under protocol=context read token by token
+        behind what was fed before, which is sealed anew where the cache did not stay."""
         began, talk = perf_counter(), self.talk
         with Usage(self.engine.model.device) as usage:
             talk.ask(turn.prompt.ids, turn.new_tokens)
@@ -281,7 +282,7 @@ class ContextSession:
         return batch.join(cache, logits, unread, began=began, decoded=self.talk.decoded, **self.ending(turn))
 
     def _counts(self) -> dict[str, Any]:
-        """Of a conversation's turn, whichever."""
+        """Return the token counts of the current turn."""
         talk = self.talk
         ahead = {} if talk.over else {"save_ahead_s": talk.save_ahead_s}
         return {"reused_tokens": talk.found.reused, "new_tokens": talk.new_tokens, **ahead}
@@ -323,7 +324,7 @@ class ContextSession:
 
 
 def whole_examples(items: Iterable[Item], transcripts: Iterable[Transcript | Failed]) -> Iterator[Transcript | Failed]:
-    """`transcripts` of the parts of `items`, as they end; a part that is a choice waits for the others of its item. An
+    """Yield the transcripts of `items` as their parts end; a part that is a choice waits for the others of its item. An
     item fails with the first of its parts that does."""
     asked = {part.example.id: item for item in items for part in item.parts}
     answered, failed = defaultdict[str, list[Transcript]](list), set[str]()
@@ -345,8 +346,8 @@ def whole_examples(items: Iterable[Item], transcripts: Iterable[Transcript | Fai
 
 
 def _joined(item: Item, parts: Sequence[Transcript]) -> Transcript:
-    """The transcripts of `item.parts` as that of `item`. Times and counts are the first choice's, whose clock began
-    with the prefill; shares of the machine's time are those of all."""
+    """Return the transcripts of `item.parts` as that of `item`. Times and counts are the first choice's, whose clock
+    began with the prefill; shares of the machine's time are those of all."""
     first, *others = parts
     generations = [part.turns[0] for part in parts]
     for other in others:
@@ -356,7 +357,7 @@ def _joined(item: Item, parts: Sequence[Transcript]) -> Transcript:
 
 
 def choices_output(choices: Sequence[Generation]) -> str:
-    """What a task is handed as the output (`evals.base.read_choices`)."""
+    """Return what a task is handed as the output (`evals.base.read_choices`)."""
     return json.dumps([_weighed(made) for made in choices])
 
 

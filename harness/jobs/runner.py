@@ -55,7 +55,7 @@ OF_A_GENERATION = (  # fields of a Generation, and of a Reply as well
 
 @dataclass
 class SideBySide:
-    """What is asked at one time, and what waits for that: examples that share a context, or one by itself."""
+    """Holds what is asked at one time, and what waits for that: examples that share a context, or one by itself."""
 
     batch: RunningBatch
     waiting: deque[list[Item]]
@@ -69,7 +69,7 @@ class SideBySide:
             self.running.pop(slot, None)
 
     def give_up(self, asking: ContextSession, error: Exception) -> Failed:
-        """The example that is asked fails; what waits for its context has it computed anew."""
+        """Let the example that is asked fail; what waits for its context has it computed anew."""
         failed = Failed(asking.asked, error)
         asking.give_up()
         if asking.waiting:
@@ -116,8 +116,9 @@ class Runner:
         self._closing.close()
 
     def warm_up(self, pending: Sequence[Item]) -> None:
-        """The first forwards pay for allocations, lazy imports and a look at what the method returns; the shortest
-        examples, with a further turn where there are any, take that off the clock. A store sees none of it."""
+        """Run the shortest examples first: the first forwards pay for allocations, lazy imports and a look at what the
+        method returns; the shortest examples, with a further turn where there are any, take that off the clock. A store
+        sees none of it."""
         tracer, self.engine.tracer = self.engine.tracer, None
         by_length = sorted(pending, key=lambda item: (not item.further, len(item.prompt.ids)))
         kept = in_memory(self.settings.history, self.engine.attachment)
@@ -131,11 +132,10 @@ class Runner:
         prefilled: dict[str, Prefilled] | None = None,
         kept: CachesBetweenTurns | None = None,
     ) -> Iterator[Transcript | Failed]:
-        """To all `items`, as they end: `batch` of them run side by side, and where one leaves the next joins. An error
-        that is one example's own ends that example alone; where several were in a step that fails, each is asked again
-        by itself.
-        `prefilled`: by the id of the first example on a context; it is emptied, so that nothing outlives its answer.
-        `kept`: where conversations are between their turns, in place of the run's own."""
+        """Yield the answers to all `items` as they end: `batch` of them run side by side, and where one leaves the next
+        joins. An error that is one example's own ends that example alone; where several were in a step that fails, each
+        is asked again by itself. `prefilled`: by the id of the first example on a context; it is emptied, so that
+        nothing outlives its answer. `kept`: where conversations are between their turns, in place of the run's own."""
         items = list(items)
         kept = kept or self.kept  # opened before a clock runs
         return whole_examples(items, self._transcripts(items, prefilled, kept))
@@ -143,7 +143,7 @@ class Runner:
     def _transcripts(
         self, items: Sequence[Item], prefilled: dict[str, Prefilled] | None, kept: CachesBetweenTurns
     ) -> Iterator[Transcript | Failed]:
-        """Of each of `Item.parts` its own."""
+        """Yield a transcript of each of `Item.parts`."""
         shared = self.settings.questions == "shared"
         groups = by_context(items, self.engine.attachment.stage) if shared else ([item] for item in items)
         side = SideBySide(
@@ -168,7 +168,8 @@ class Runner:
             yield from self._go_on(asking, side)
 
     def _answered(self, side: SideBySide) -> Iterator[Transcript | Failed]:
-        """A generator of its own, so that nothing here holds a cache that has been asked everything."""
+        """Step until turns end, and yield what they gave. A generator of its own, so that nothing here holds a cache
+        that has been asked everything."""
         try:
             ended = self._ended(side)
         except Exception as error:
@@ -195,7 +196,7 @@ class Runner:
     def _asking(
         self, items: Sequence[Item], prefilled: dict[str, Prefilled], kept: CachesBetweenTurns
     ) -> ContextSession:
-        """With a prefill of its own unless it is one of `prefilled`."""
+        """Begin a context, with a prefill of its own unless it is one of `prefilled`."""
         ready = prefilled.pop(items[0].example.id, None) or self._prefill(items)
         context = self._context(items[0])
         return ContextSession(self.engine, kept, items, ready, context, self.ending, self.overflow, self.likelihood)
@@ -236,13 +237,13 @@ class Runner:
         return over
 
     def used(self, backends: Mapping[str, Sequence[str]]) -> None:
-        """Backends of operations that ran for this job."""
+        """Note backends of operations that ran for this job."""
         for name, found in backends.items():
             self._backends.setdefault(name, set()).update(found)
 
     @property
     def notes(self) -> dict[str, Any]:
-        """What run.json says of how the engine ran, as far as is known by now."""
+        """The entries of run.json on how the engine ran, as far as is known by now."""
         return {
             "own_forward": self.engine.plain_reason,
             "plain_steps": self.engine.plain_steps or self._uncaptured,
@@ -253,17 +254,17 @@ class Runner:
 
     @property
     def _uncaptured(self) -> str | None:
-        """On a GPU, the setting by which no step was to be captured."""
+        """The setting by which no step was to be captured on a GPU."""
         return "graphs=off" if self.device.type == "cuda" and self.settings.graphs == "off" else None
 
     def prompt(self, item: Item) -> tuple[Tensor, int]:
-        """Token ids [1 S], and how many of S are prefilled."""
+        """Return the token ids [1 S], and how many of S are prefilled."""
         ids = torch.tensor([item.prompt.ids], device=self.device)
         context = self._context(item)
         return ids, ids.shape[1] if context is None else context
 
     def _context(self, item: Item) -> int | None:
-        """Tokens that are sealed before the question is read; None where it is sealed with them."""
+        """Return how many tokens are sealed before the question is read; None where it is sealed with them."""
         whole = len(item.prompt.ids)
         context = item.prompt.split if self.settings.protocol == "context" else whole
         if item.by_steps:
@@ -271,7 +272,7 @@ class Runner:
         return context if self.settings.protocol == "context" else None
 
     def ending(self, item: Item) -> dict[str, Any]:
-        """How the engine picks tokens for `item`, and when it stops."""
+        """Return how the engine picks tokens for `item`, and when it stops."""
         return {"max_new_tokens": item.new_tokens, "stops": [self._stop(item)], "sampler": self._sampler(item)}
 
     def _stop(self, item: Item) -> Stop:
@@ -286,18 +287,20 @@ class Runner:
         return StopRule(self.loaded.tokenizer, self.loaded.eos_ids, example.stop, example.min_new_tokens)
 
     def output(self, item: Item, tokens: Sequence[int]) -> str:
-        """The text of an answer."""
+        """Return the text of an answer."""
         return self._rule(item).text(tokens)
 
     def _sampler(self, item: Item) -> Sampler:
-        """As asked; where the example has a least length, nothing ends before it; where a text is given, that."""
+        """Return the sampler that is asked for; where the example has a least length, nothing ends before it; where a
+        text is given, that is fed."""
         if item.forced:
             return Forced(torch.tensor([item.forced]))
         sampler, least = self._free_sampler(item), item.example.min_new_tokens
         return MinLength(sampler, [self._rule(item).ends], least) if least else sampler
 
     def _free_sampler(self, item: Item) -> Sampler:
-        """Sampling starts from the example's own seed, so that a resumed run draws the same."""
+        """Return the sampler of a free answer. Sampling starts from the example's own seed, so that a resumed run draws
+        the same."""
         wanted = self.settings.generation
         if not wanted.temperature:
             return Greedy()
@@ -324,7 +327,7 @@ class Runner:
         )
 
     def _replies(self, transcript: Transcript) -> Iterator[dict[str, Any]]:
-        """Fields of `Reply`, turn by turn."""
+        """Yield the fields of `Reply`, turn by turn."""
         item, history = transcript.item, 0
         turns = item.turns, item.example.turns, transcript.turns, (*item.further, None), transcript.reuse or [{}]
         for turn, example, made, later, reuse in zip(*turns, strict=True):
@@ -355,7 +358,7 @@ class Runner:
 
 
 def _shortened(item: Item) -> Item:
-    """Two turns of it at most, and a few tokens of each answer."""
+    """Return two turns of it at most, and a few tokens of each answer."""
     turns = [replace(turn, new_tokens=min(turn.new_tokens, WARMUP_TOKENS)) for turn in item.turns[:2]]
     choices = tuple(choice[:WARMUP_TOKENS] for choice in item.choices)
     return replace(item, new_tokens=turns[0].new_tokens, further=tuple(turns[1:]), choices=choices)

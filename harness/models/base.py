@@ -255,14 +255,15 @@ _loaded: dict[_Key, LoadedModel] = {}  # the model of the last run, which stays 
 
 
 def is_loaded(model: ModelSource, dtype: str, device: str) -> bool:
-    """Whether it is there from the last run; another model is let go of, so that its memory counts as free."""
+    """Say whether the model is there from the last run; another model is let go of, so that its memory counts as
+    free."""
     if _key(model, dtype, device) not in _loaded:
         _loaded.clear()
     return bool(_loaded)
 
 
 def load(model: ModelSource, dtype: str, device: str) -> LoadedModel:
-    """The model of the last run stays loaded for the next one of a sweep; never two at once."""
+    """Load a model, which stays loaded for the next run of a sweep; there are never two at once."""
     key = _key(model, dtype, device)
     if key not in _loaded:
         _loaded.clear()

@@ -49,7 +49,7 @@ class Planner:
 
 
 class GroupOutcome(NamedTuple):
-    """What became of a group of jobs."""
+    """Says what became of a group of jobs."""
 
     folders: list[Path]  # of finished runs, Full before what is held against it
     failures: list[tuple[int, str]]  # the number of a job, and a sentence on what went wrong

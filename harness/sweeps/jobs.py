@@ -18,7 +18,7 @@ OF_A_BUDGET = (
 
 @dataclass(frozen=True, slots=True)
 class JobConfig:
-    """One job. `words`: its overrides; `presets`: the yaml files they chose, by group."""
+    """Holds one job. `words`: its overrides; `presets`: the yaml files they chose, by group."""
 
     config: dict[str, Any]
     presets: dict[str, str]

@@ -26,7 +26,7 @@ AlignedBytes = Literal["moved_bytes", "device_bytes"]
 
 
 class Alignment(NamedTuple):
-    """What is made equal, for which method, over which layers."""
+    """Says what is made equal, for which method, over which layers."""
 
     measure: AlignedBytes
     method: Method
@@ -37,7 +37,7 @@ class Alignment(NamedTuple):
     most_bytes: int | None = None  # as budget_bytes says it, in place of tokens
 
     def paid(self, sealed: int, tokens: int) -> int:
-        """Bytes of all layers when the method reads `tokens` of `sealed`."""
+        """Return the bytes of all layers when the method reads `tokens` of `sealed`."""
         cases = (
             LayerWorkload(spec, sealed, tokens, self.placement, self.element_bytes, codec=self.codec)
             for spec in self.specs
@@ -45,18 +45,19 @@ class Alignment(NamedTuple):
         return sum(int(getattr(self.method.cost(case), FIELDS[self.measure])) for case in cases)
 
     def target(self, tokens: int) -> int:
-        """Bytes of the keys and values of `tokens`, all layers."""
+        """Return the bytes of the keys and values of `tokens`, all layers."""
         rows = (LayerWorkload(spec, 1, 1, self.placement, self.element_bytes).row_bytes for spec in self.specs)
         return tokens * sum(rows)
 
     def solve(self, sealed: int, asked: int) -> int:
-        """Tokens to read of `sealed` for the bytes of `asked`; the nearest end of the range where none will do."""
+        """Return the tokens to read of `sealed` for the bytes of `asked`; the nearest end of the range where none will
+        do."""
         least = self.method.smallest_budget
         more = range(least + 1, sealed)
         return least + bisect_right(more, self.target(asked), key=lambda tokens: self.paid(sealed, tokens))
 
     def is_fixed(self, sealed: int, asked: int) -> bool:
-        """Whether there is nothing to solve: all is read, or all but one in any case."""
+        """Say whether there is nothing to solve: all is read, or all but one in any case."""
         return asked >= sealed or sealed <= self.method.smallest_budget + 1
 
     def refuse(self, sealed: int, asked: int) -> None:
@@ -80,7 +81,8 @@ class Alignment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AlignedBudget(Budget):
-    """`asked` tokens' worth of bytes. Lengths that a run is not about, as within a chunked prefill, are not refused."""
+    """Counts a budget in bytes: those of `asked` tokens. Lengths that a run is not about, as within a chunked prefill,
+    are not refused."""
 
     alignment: Alignment = field(kw_only=True)
     solve: Callable[[int, int], int] = field(kw_only=True, compare=False)
@@ -104,7 +106,7 @@ def aligned(
     codec: Codec | None = None,
     most_bytes: int | None = None,
 ) -> Budget:
-    """`budget` in bytes in place of tokens, over the layers that it rules. `most_bytes`: what it was made of."""
+    """Return `budget` in bytes in place of tokens, over the layers that it rules. `most_bytes`: what it was made of."""
     specs = tuple(spec for spec in shapes(info) if spec.index not in budget.dense_layers)
     alignment = Alignment(measure, method, specs, placement, DTYPE_BYTES[dtype], codec, most_bytes)
     return AlignedBudget(
@@ -117,7 +119,7 @@ def aligned(
 
 
 def _bytes_of(least: int, most: int, token: int) -> str:
-    """What can be had in bytes, of which a budget counts whole tokens, and the way out."""
+    """Return what can be had in bytes, of which a budget counts whole tokens, and the way out."""
     low, high = -(-least // token) * token, (most // token + 1) * token - 1
     if low > high:
         return f"{least} bytes whatever it reads: set budget in place of budget_bytes."
@@ -125,12 +127,12 @@ def _bytes_of(least: int, most: int, token: int) -> str:
 
 
 def per_token(info: ModelInfo, dtype: str) -> int:
-    """Bytes of a token's keys and values, over the layers that a budget rules."""
+    """Return the bytes of a token's keys and values, over the layers that a budget rules."""
     return sum(LayerWorkload(spec, 1, 1, "device", DTYPE_BYTES[dtype]).row_bytes for spec in shapes(info))
 
 
 def _range_of(least: float, most: float, asked: int) -> str:
-    """What can be had, in tokens' keys and values, and the way out."""
+    """Return what can be had, in tokens' keys and values, and the way out."""
     if ceil(least) >= int(most):
         return f"as much as {most:.4g} tokens' keys and values whatever it reads: use align=tokens."
     legal = f"the keys and values of {ceil(least)} to {int(most)} tokens"
@@ -138,7 +140,8 @@ def _range_of(least: float, most: float, asked: int) -> str:
 
 
 def shapes(info: ModelInfo) -> list[LayerSpec]:
-    """What a method is told of the layers of a model that is not loaded: enough for a cost, nothing that runs."""
+    """Return what a method is told of the layers of a model that is not loaded: enough for a cost, nothing that
+    runs."""
     count = info.num_whole_layers
     heads = (count, info.num_heads, info.num_kv_heads, info.head_dim, info.head_dim**-0.5)
     sinks = torch.zeros(info.num_heads) if info.sink_logits else None

@@ -3,7 +3,7 @@ methods/base/method.py); where it has none, Full's keys and values are counted.
 
 A prompt goes layer by layer, and a layer takes memory when the prompt reaches it. Where rows leave the device, a layer
 seals as soon as the prompt is through it, and the prompt's hidden states lie beside; where they stay, all layers seal
-behind the prefill.
+after the prefill.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from methods.tiers.tier import DEVICE, HOST, TIERS
 
 
 class Holder(NamedTuple):
-    """What decides which bytes the caches of a job take."""
+    """Says what decides which bytes the caches of a job take."""
 
     settings: Settings
     method: Method
@@ -73,7 +73,7 @@ class Staging(NamedTuple):
 
     @staticmethod
     def of(holder: Holder, layers: Iterable[tuple[LayerWorkload, Cost]]) -> Staging:
-        """What one sequence takes for the largest of its layers."""
+        """Return what one sequence takes for the largest of its layers."""
         settings, on_cpu = holder.settings, holder.settings.device == "cpu"
         if on_cpu and not TIERS[settings.placement].in_files and not steps_together(settings):
             return Staging(0, 0, 0)
@@ -87,23 +87,24 @@ class Staging(NamedTuple):
 
 
 def steps_together(settings: Settings) -> bool:
-    """Whether a layer's step is of all sequences of a batch at once, where their method lets it; a captured one is also
-    where there is one sequence."""
+    """Say whether a layer's step is of all sequences of a batch at once, where their method lets it; a captured one is
+    also where there is one sequence."""
     return (settings.batch > 1 or settings.graphs == "on") and not TIERS[settings.placement].in_files
 
 
 def steps_captured(settings: Settings) -> bool:
-    """Whether a step may be captured, which then has room for powers of two of sequences and of the rows of each."""
+    """Say whether a step may be captured, which then has room for powers of two of sequences and of the rows of
+    each."""
     return settings.graphs == "on" and steps_together(settings)
 
 
 def slots_of(settings: Settings, sequences: int) -> int:
-    """For how many sequences a step of so many that take it together has room."""
+    """Return for how many sequences a step has room that so many take together."""
     return _power_of_two(sequences) if steps_captured(settings) else sequences
 
 
 def _in_step(settings: Settings, case: LayerWorkload, nbytes: int) -> int:
-    """Bytes of rows as a step holds them for one sequence."""
+    """Return the bytes of rows as a step holds them for one sequence."""
     rows = -(-nbytes // case.row_bytes)
     return nbytes * _power_of_two(rows) // rows if rows and steps_captured(settings) else nbytes
 
@@ -113,13 +114,13 @@ def _power_of_two(count: int) -> int:
 
 
 def by_blocks(info: ModelInfo) -> bool:
-    """Whether the model runs by harness/engine/forward.py, and so layer by layer."""
+    """Say whether the model runs by harness/engine/forward.py, and so layer by layer."""
     known = ARCHITECTURES.get(info.architecture)
     return known is not None and known.by_blocks
 
 
 def cache_bytes(holder: Holder, info: ModelInfo, item: Item, states: States) -> CacheBytes:
-    """Those of one example, with the layers that slide, which hold their windows and a chunk."""
+    """Return the bytes of one example, with the layers that slide, which hold their windows and a chunk."""
     settings = holder.settings
     slides = info.kv_bytes(settings.dtype, item.room, slide=True) * (info.num_whole_layers < info.num_layers)
     layers = list(_layers(holder, info, item))
@@ -137,8 +138,8 @@ def cache_bytes(holder: Holder, info: ModelInfo, item: Item, states: States) -> 
 
 
 def host_bytes(holder: Holder, info: ModelInfo, item: Item) -> int:
-    """Bytes of host memory that are pinned for one example before its prompt begins: as many as a prompt takes that
-    fills its cache."""
+    """Return the bytes of host memory that are pinned for one example before its prompt begins: as many as a prompt
+    takes that fills its cache."""
     if holder.settings.placement != HOST:
         return 0
     try:
@@ -179,7 +180,8 @@ def _layers(holder: Holder, info: ModelInfo, item: Item) -> Iterator[_Layer]:
 
 
 def _closing_late(layers: Sequence[_Layer], states: States) -> tuple[Moment, Moment]:
-    """All layers are whole when the first one seals, and no hidden states are left."""
+    """Return the peaks where layers seal after the prefill: all are whole when the first one seals, and no hidden
+    states are left."""
     kv, kept = sum(layer.dense for layer in layers), sum(layer.transient.kept for layer in layers)
     prefill = max(layer.transient.prefill for layer in layers)
     whole = [layer.dense + layer.transient.kept for layer in layers]
@@ -190,7 +192,8 @@ def _closing_late(layers: Sequence[_Layer], states: States) -> tuple[Moment, Mom
 
 
 def _closing_early(layers: Sequence[_Layer], states: States, further: bool) -> tuple[Moment, Moment]:
-    """One layer is whole at a time. What is noted for the next one while a chunk passes through it lies beside.
+    """Return the peaks where each layer seals once the prompt is through it: one layer is whole at a time, with what is
+    noted for the next one.
     `further`: layers that the prompt of a further turn has not reached are sealed as in the turn before."""
     prefills, seals, last = [], [], len(layers) - 1
     for at, layer in enumerate(layers):
@@ -205,12 +208,12 @@ def _closing_early(layers: Sequence[_Layer], states: States, further: bool) -> t
 
 
 def counted(cost: Cost, host: bool) -> int:
-    """Bytes on the device, with those in other memory if that is the same."""
+    """Return the bytes on the device, with those in other memory if that is the same."""
     return sum(count for tier, count in cost.held.items() if tier == DEVICE or (host and not TIERS[tier].in_files))
 
 
 def cases(holder: Holder, info: ModelInfo, item: Item, sealed: int | None = None) -> list[LayerWorkload]:
-    """What a cost is asked for, layer by layer, once the last turn is sealed, or so many tokens of it."""
+    """Return what a cost is asked for, layer by layer, once the last turn is sealed, or so many tokens of it."""
     settings, budget = holder.settings, holder.budget
     codec = None if settings.codec is None else codecs.codec_of(settings.codec)
     prompt = item.sealed(settings.protocol)[-1] if sealed is None else sealed

@@ -70,7 +70,8 @@ def size(count: int) -> str:
 def needed(
     info: ModelInfo, holder: Holder, items: Sequence[Item], *, loaded: bool = False, beside: Sequence[Holder] = ()
 ) -> Need:
-    """`loaded`: the weights are there already. `beside`: the jobs that share the prefill."""
+    """Forecast the bytes of a run. `loaded`: the weights are there already. `beside`: the jobs that share the
+    prefill."""
     settings, holders = holder.settings, [holder, *beside]
     running, states = _longest(items, settings.batch), states_of(info, settings, _prompt(items))
     of_jobs = []
@@ -118,8 +119,8 @@ def lacking(need: Need, free: int | None, free_host: int | None = None) -> str |
 
 
 def _alone(caches: Sequence[CacheBytes], settings: Settings) -> list[Moment]:
-    """The last of these caches is filled beside the others, which are sealed and have taken a step together; or all
-    take one, in each layer together or one after the other."""
+    """Return the peaks of a run by itself: the last of these caches is filled with the others there, which are sealed
+    and have taken a step together; or all take one, in each layer together or one after the other."""
     *others, longest = caches
     sealed = sum(cache.sealed for cache in others)
     before = _stepping(others, settings, whole=steps_captured(settings)) if others else 0
@@ -131,8 +132,9 @@ def _alone(caches: Sequence[CacheBytes], settings: Settings) -> list[Moment]:
 
 
 def _stepping(caches: Sequence[CacheBytes], settings: Settings, *, whole: bool) -> int:
-    """Bytes that a step of these sequences takes; without `whole` those that stay behind it. Who steps together has as
-    much room as the longest each. Captured steps of half as many sequences, of a quarter, and so on, stay beside."""
+    """Return the bytes that a step of these sequences takes; without `whole` those that stay after it. Who steps
+    together has as much room as the longest each. Captured steps of half as many sequences, of a quarter, and so on,
+    stay beside."""
     *_, longest = caches
     on_cpu, free = settings.device == "cpu", slots_of(settings, len(caches)) - len(caches)
     joint = sum(cache.joint for cache in caches) + free * longest.joint
@@ -146,7 +148,7 @@ def _stepping(caches: Sequence[CacheBytes], settings: Settings, *, whole: bool) 
 
 
 def _shared(of_jobs: Sequence[Sequence[CacheBytes]]) -> list[Moment]:
-    """Nothing is sealed before all is prefilled."""
+    """Return the peaks of jobs that share a prefill: nothing is sealed before all is prefilled."""
     caches = [cache for of_job in of_jobs for cache in of_job]
     kv, kept = (sum(getattr(cache.prefill, name) for cache in caches) for name in ("kv", "kept"))
     return [
@@ -156,8 +158,8 @@ def _shared(of_jobs: Sequence[Sequence[CacheBytes]]) -> list[Moment]:
 
 
 def states_of(info: ModelInfo, settings: Settings, prompt: int) -> States:
-    """Hidden states of a prompt of so many tokens. Layer by layer, those of all its chunks are there, and their angles;
-    a model that runs its own forward has those of one chunk."""
+    """Return the hidden states of a prompt of so many tokens. Layer by layer, those of all its chunks are there, and
+    their angles; a model that runs its own forward has those of one chunk."""
     rows = min(prompt, settings.prefill_chunk or prompt)
     waiting = prompt - rows if by_blocks(info) else 0
     angles, size = 2 * info.head_dim * (rows + waiting), DTYPE_BYTES[settings.dtype]
@@ -166,15 +168,16 @@ def states_of(info: ModelInfo, settings: Settings, prompt: int) -> States:
 
 
 def _in_layer(info: ModelInfo, settings: Settings, rows: int) -> int:
-    """Numbers while so many tokens pass through a layer: in attention the residual, its norm, queries, keys, values and
-    what they attend to live together; around the MLP two residuals and what was attended to."""
+    """Return how many numbers there are while so many tokens pass through a layer: in attention the residual, its norm,
+    queries, keys, values and what they attend to live together; around the MLP two residuals and what was attended
+    to."""
     hidden, heads, groups = info.hidden_size, info.num_heads * info.head_dim, info.num_kv_heads * info.head_dim
     return max(rows * 2 * (hidden + heads + groups), rows * (2 * hidden + heads) + _in_mlp(info, settings, rows))
 
 
 def _in_mlp(info: ModelInfo, settings: Settings, rows: int) -> int:
-    """Numbers that an MLP holds between its products: of some tokens at once, or of all where the model runs its own
-    forward, which an expert of GPT-OSS takes in nine steps."""
+    """Return how many numbers an MLP holds between its products: of some tokens at once, or of all where the model runs
+    its own forward, which an expert of GPT-OSS takes in nine steps."""
     hidden, inner = info.hidden_size, info.inner_size
     if not by_blocks(info):
         return rows * (info.chosen_experts * (hidden + 9 * inner) or hidden + 3 * inner)
@@ -203,13 +206,13 @@ def _prompt(items: Sequence[Item]) -> int:
 
 
 def side_by_side(info: ModelInfo, settings: Settings, items: Sequence[Item]) -> int:
-    """Bytes of keys and values that `batch` examples hold together, at most, under Full."""
+    """Return the bytes of keys and values that `batch` examples hold together, at most, under Full."""
     return sum(info.kv_bytes(settings.dtype, item.room) for item in _longest(items, settings.batch))
 
 
 def sealed(holder: Holder, info: ModelInfo, items: Sequence[Item]) -> Cost:
-    """Bytes that `batch` examples hold in each tier once they are sealed, at most, by the formula of the method; raises
-    `CostError` where it declares none. The layers that slide hold their windows beside."""
+    """Return the bytes that `batch` examples hold in each tier once they are sealed, at most, by the formula of the
+    method; raises `CostError` where it declares none. The layers that slide hold their windows beside."""
     settings, total = holder.settings, Cost(0)
     whole = info.num_whole_layers == info.num_layers
     for item in _longest(items, settings.batch):
@@ -220,8 +223,8 @@ def sealed(holder: Holder, info: ModelInfo, items: Sequence[Item]) -> Cost:
 
 
 def stored(info: ModelInfo, settings: Settings, items: Sequence[Item], *, host: bool = False) -> int:
-    """Bytes that a store of conversations holds on the device at most, or pins in host memory beside a GPU; other
-    memory counts as the device's where that is the CPU."""
+    """Return the bytes that a store of conversations holds on the device at most, or pins in host memory beside a GPU;
+    other memory counts as the device's where that is the CPU."""
     on_cpu, store = settings.device == "cpu", settings.store
     if settings.history != "store" or (on_cpu and host):
         return 0
@@ -233,13 +236,13 @@ def stored(info: ModelInfo, settings: Settings, items: Sequence[Item], *, host: 
 
 
 def of_conversations(info: ModelInfo, settings: Settings, items: Iterable[Item]) -> int:
-    """Bytes of all keys and values of those that are kept between turns."""
+    """Return the bytes of all keys and values of those that are kept between turns."""
     return sum(info.kv_bytes(settings.dtype, item.room) for item in items if item.further)
 
 
 def refusal(need: Need, settings: Settings, free: int | None, free_host: int | None = None) -> str | None:
-    """Why `need` does not fit into `free` bytes of the device, and `free_host` of the host, and what helps; None where
-    it fits, or where nobody knows."""
+    """Return why `need` does not fit into `free` bytes of the device, and `free_host` of the host, and what helps; None
+    where it fits, or where nobody knows."""
     tier = lacking(need, free, free_host)
     if tier == DEVICE:
         assert free is not None

@@ -131,7 +131,7 @@ def check_store(items: Sequence[Item], settings: Settings, method: Method, info:
 
 
 def _least_stored(items: Sequence[Item], settings: Settings, method: Method, info: ModelInfo) -> int:
-    """Bytes of a conversation behind its first turn, at least. What a method keeps is its own affair."""
+    """Return the bytes of a conversation after its first turn, at least. What a method keeps is its own affair."""
     shortest = min(len(item.prompt.ids) for item in items if item.further)
     tokens = shortest if has_rows(method, settings.codec, settings.budget_generated) else 1
     codec, dense = settings.store.codec or settings.codec, info.kv_bytes(settings.dtype, tokens)

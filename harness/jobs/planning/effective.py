@@ -32,20 +32,20 @@ NOTHING_MOVES: Mapping[str, Any] = {"overlap": "auto"}
 
 
 def method_of(settings: Settings, method: Method, info: ModelInfo) -> Method:
-    """`method` with the parameters that `comm` and `windows` stand for."""
+    """Return `method` with the parameters that `comm` and `windows` stand for."""
     method = method.with_windows(**vars(settings.windows))
     return method if settings.comm is None else method.at_communication(settings.comm, info.head_dim)
 
 
 class Idle(NamedTuple):
-    """Settings that change nothing for a method: the values that say so, and why."""
+    """Lists settings that change nothing for a method: the values that say so, and why."""
 
     neutral: Mapping[str, Any]
     why: str
 
 
 def _idle(settings: Settings, method: Method) -> Iterator[Idle]:
-    """What the method has no use for."""
+    """Yield the settings that the method has no use for."""
     if not method.uses_budget:
         yield Idle(NO_BUDGET, "which uses no budget")
     else:
@@ -62,8 +62,8 @@ def _idle(settings: Settings, method: Method) -> Iterator[Idle]:
 
 
 def without_effect(settings: Settings, method: Method, given: Set[str] = frozenset()) -> Iterator[str]:
-    """What changes nothing for `method`, in words. Settings at their defaults were not asked for, but for those whose
-    names are `given`."""
+    """Yield what changes nothing for `method`, in words. Settings at their defaults were not asked for, but for those
+    whose names are `given`."""
     usual = Settings()
     for neutral, why in _idle(settings, method):
         asked = {
@@ -101,8 +101,8 @@ def refuse_graphs(settings: Settings, device: str) -> None:
 
 
 def effective(settings: Settings, method: Method, info: ModelInfo) -> Settings:
-    """The settings as they apply: `auto` resolved, and at its neutral value what `method` does not use, so that equal
-    runs have one identity."""
+    """Return the settings as they apply: `auto` resolved, and at its neutral value what `method` does not use, so that
+    equal runs have one identity."""
     device = choose_device(settings.device)
     own = "fp32" if device == "cpu" else info.dtype
     changes: dict[str, Any] = {"device": device, "dtype": own if settings.dtype == "auto" else settings.dtype}
@@ -124,7 +124,7 @@ def effective(settings: Settings, method: Method, info: ModelInfo) -> Settings:
 
 
 def without_effect_here(settings: Settings, task: Task, items: Sequence[Item]) -> Iterator[str]:
-    """What changes nothing for these examples, in words."""
+    """Yield what changes nothing for these examples, in words."""
     usual, wanted = Settings(), settings.generation
     turns = [turn for item in items for turn in item.turns]
     forced = all(turn.given for turn in turns)
@@ -140,7 +140,7 @@ def without_effect_here(settings: Settings, task: Task, items: Sequence[Item]) -
 
 
 def with_own_limit(settings: Settings, items: Sequence[Item]) -> Settings:
-    """generation.max_new_tokens is left out where it says what every turn has of itself, so that the run is the same.
+    """Leave generation.max_new_tokens out where it says what every turn has of itself, so that the run is the same.
     A text that is given in place of answers has no limit but that one."""
     asked = settings.generation.max_new_tokens
     turns = [turn for item in items for turn in item.example.turns]
@@ -152,7 +152,7 @@ def with_own_limit(settings: Settings, items: Sequence[Item]) -> Settings:
 
 
 def with_contexts(settings: Settings, items: Sequence[Item]) -> Settings:
-    """questions=shared is left out where no context has two questions, and said to be."""
+    """Leave questions=shared out where no context has two questions, and say so."""
     if settings.questions == "separate" or any(len(group) > 1 for group in by_context(items)):
         return settings
     say_once("questions=shared changes nothing here: no two examples have the same context")
@@ -160,7 +160,7 @@ def with_contexts(settings: Settings, items: Sequence[Item]) -> Settings:
 
 
 def with_turns(settings: Settings, items: Sequence[Item]) -> Settings:
-    """history and overflow are left out where no example has a second turn, and overflow where every conversation fits;
+    """Leave history and overflow out where no example has a second turn, and overflow where every conversation fits;
     that is said, and so is what protocol=context means under another history."""
     window = settings.overflow.window
     if any(item.further for item in items):
@@ -181,12 +181,12 @@ def with_turns(settings: Settings, items: Sequence[Item]) -> Settings:
 
 
 def codec_of(settings: Settings) -> Codec | None:
-    """The codec as the engine takes it."""
+    """Return the codec as the engine takes it."""
     return None if settings.codec is None else codecs.codec_of(settings.codec)
 
 
 def budget_of(settings: Settings, method: Method, info: ModelInfo) -> Budget | None:
-    """The budget as the engine takes it; None where the method reads everything."""
+    """Return the budget as the engine takes it; None where the method reads everything."""
     if not method.uses_budget:
         return None
     asked = settings.budget

@@ -20,7 +20,7 @@ from harness.results.files import canonical
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One example, ready to run."""
+    """An example as token ids, ready to run."""
 
     example: Example
     prompt: Prompt
@@ -38,12 +38,13 @@ class Item:
 
     @property
     def given(self) -> bool:
-        """Whether all that is answered is given."""
+        """Says whether all that is answered is given."""
         return bool(self.forced or self.choices)
 
     @property
     def parts(self) -> tuple[Item, ...]:
-        """What is asked of it on one cache, one after the other: itself, or its choices as texts that are forced."""
+        """The examples that are asked on one cache, one after the other: itself, or its choices as texts that are
+        forced."""
         return tuple(
             replace(
                 self,
@@ -58,17 +59,18 @@ class Item:
 
     @property
     def tokens(self) -> int:
-        """Of this turn's prompt and answer, at most."""
+        """The tokens of this turn's prompt and answer, at most."""
         return len(self.prompt.ids) + self.new_tokens
 
     @property
     def room(self) -> int:
-        """Tokens of all turns, prompts and answers, at most; a last token that is fed with the next turn is one."""
+        """The tokens of all turns, prompts and answers, at most; a last token that is fed with the next turn is one."""
         needed = sum(turn.tokens for turn in self.turns)
         return needed if self.most is None else min(needed, self.most)
 
     def sealed(self, protocol: str) -> list[int]:
-        """Tokens behind which each turn is sealed, at most; under protocol=context those of the context alone."""
+        """Return how many tokens are sealed with each turn, at most; under protocol=context those of the context
+        alone."""
         if protocol == "context":
             return [self.prompt.split]
         before = accumulate((turn.tokens for turn in self.turns), initial=0)
@@ -77,7 +79,7 @@ class Item:
 
     @property
     def sha256(self) -> str:
-        """Of all that is fed."""
+        """The hash of all that is fed."""
         ids = ",".join(map(str, self.prompt.ids))
         given = [self.forced] if self.forced else self.choices
         forced = "".join(f":{','.join(map(str, text))}" for text in given)
@@ -92,7 +94,7 @@ class Item:
 
 
 def blank(tokens: int, new_tokens: int) -> Item:
-    """An example of which nothing but its lengths is known."""
+    """Return an example of which nothing but its lengths is known."""
     example = Example(id="blank", group="blank", context="", references=(), max_new_tokens=new_tokens)
     return Item(example, Prompt((0,) * tokens, tokens, 0, 0, template=False, text=""), new_tokens, ())
 
@@ -109,7 +111,7 @@ def by_context(items: Iterable[Item], stage: Callable[[int], int] = lambda token
 
 
 def room(items: Sequence[Item]) -> int:
-    """Tokens that a cache must hold on which all of `items` are asked, one after the other."""
+    """Return the tokens that a cache must hold on which all of `items` are asked, one after the other."""
     return max(item.room for item in items)
 
 
@@ -124,7 +126,8 @@ def _task_env(settings: Settings, tokenizer: Tokenizer, window: int) -> TaskEnv:
 
 
 def prepare(task: Task, source: ModelSource, settings: Settings, *, strict: bool = True) -> list[Item]:
-    """All examples of `task` as prompts of `source`; stops at the first that lint finds an error in, if `strict`."""
+    """Return all examples of `task` as prompts of `source`; stop at the first that lint finds an error in, if
+    `strict`."""
     info, tokenizer = source.describe(), source.tokenizer()
     with plugins.naming("task", plugins.describe(task)):
         examples = task.examples(_task_env(settings, tokenizer, info.limit))
@@ -134,7 +137,7 @@ def prepare(task: Task, source: ModelSource, settings: Settings, *, strict: bool
 def itemised(
     examples: Iterable[Example], tokenizer: Tokenizer, settings: Settings, window: int, *, strict: bool = True
 ) -> list[Item]:
-    """`examples` as prompts of a model that takes `window` tokens."""
+    """Return `examples` as prompts of a model that takes `window` tokens."""
     items = []
     for example in examples:
         items.append(_item(example, tokenizer, settings, window))
@@ -147,8 +150,8 @@ def itemised(
 
 
 def _item(example: Example, tokenizer: Tokenizer, settings: Settings, window: int) -> Item:
-    """Each turn is seen through by itself, and has what the ones before it leave of the window: all of it, where these
-    are let go of."""
+    """Render an example. Each turn is seen through by itself, and has what the ones before it leave of the window: all
+    of it, where these are let go of."""
     made: list[Item] = []
     most = settings.overflow.window
     for turn in example.turns:

@@ -14,7 +14,7 @@ MEMINFO, CGROUPS, OWN_CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup"), Pa
 
 
 def check_machine(settings: Settings) -> None:
-    """Raises `SettingsError` or `DeviceError` for threads, a device or a folder that this machine has not."""
+    """Raise `SettingsError` or `DeviceError` for threads, a device or a folder that this machine has not."""
     cpus = os.cpu_count() or 1
     if settings.threads is not None and settings.threads > cpus:
         raise SettingsError(
@@ -25,7 +25,7 @@ def check_machine(settings: Settings) -> None:
 
 
 def check_results(settings: Settings) -> None:
-    """Raises `SettingsError` where no run could be written."""
+    """Raise `SettingsError` where no run could be written."""
     if why := unwritable(Path(settings.results.root)):
         raise SettingsError(
             f"results.root={settings.results.root} cannot be written, for {why}: choose another folder."
@@ -33,12 +33,13 @@ def check_results(settings: Settings) -> None:
 
 
 def free_here(device: str) -> tuple[int | None, int | None]:
-    """What can be allocated on `device` now, and in host memory beside it; None: unknown."""
+    """Return what can be allocated on `device` now, and in host memory where that is another; None: unknown."""
     return free_bytes(device), free_bytes("cpu") if device != "cpu" else None
 
 
 def free_bytes(device: str) -> int | None:
-    """What can be allocated on `device` now, by the system and the limits of our control groups; None: unknown."""
+    """Return what can be allocated on `device` now, by the system and the limits of our control groups; None:
+    unknown."""
     if device == "cpu":
         known = [_available(), *_room_in_groups()]
         return min((found for found in known if found is not None), default=None)
@@ -57,7 +58,8 @@ def _available() -> int | None:
 
 
 def _room_in_groups() -> Iterator[int]:
-    """Version 2 has one tree; under version 1 memory is a tree of its own. Pages of files can be given back."""
+    """Yield what is left in each of our control groups. Version 2 has one tree; under version 1 memory is a tree of its
+    own. Pages of files can be given back."""
     for line in _text(OWN_CGROUP).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers in ("", "memory"):
