@@ -18,15 +18,15 @@ NO_DATA_ROOT = "(none is set)"  # stands in errors where no data root is set; ca
 
 
 class TaskError(ValueError):
-    """Says that a task cannot do what the user asked of it, and what to do instead."""
+    """Say what a task cannot do of what the user asked, and what to do instead."""
 
 
 class MissingData(TaskError):
-    """Says which files of a data set cannot be found, and what brings them."""
+    """Say which files of a data set cannot be found, and how to get them."""
 
 
 class TextTools(Protocol):
-    """Lists what a task may know of the model's tokenizer and chat template."""
+    """List what a task may know of the model's tokenizer and chat template."""
 
     @property
     def fingerprint(self) -> str:
@@ -45,7 +45,7 @@ class TextTools(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskEnv:
-    """Holds what a run lends to a task while the task makes its examples."""
+    """Hold what a run provides to a task that makes its examples."""
 
     text: TextTools
     seed: int
@@ -56,25 +56,25 @@ class TaskEnv:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Holds what the user says once there is an answer to the turn before. The conversation so far keeps the model's
-    own words unless a `reply` takes their place."""
+    """Hold what the user says after the answer to the turn before. The conversation contains the model's own
+    answer, unless a `reply` replaces it."""
 
     question: str
     references: tuple[str, ...]
     prefix: str = ""  # the first words of the answer
-    reply: str | None = None  # what stands in place of the answer before this turn; None: the model's own words
+    reply: str | None = None  # replaces the answer before this turn; None: the model's own words
     max_new_tokens: int | None = None  # None: as many as the example has
     data: Mapping[str, Any] = field(default_factory=dict)  # added to the example's own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """Holds one prompt and what a right answer contains. The user turn is `context + question`, with nothing in
+    """Hold one prompt and what a right answer contains. The user turn is `context + question`, with nothing in
     between.
 
-    `protocol=context` seals the KV cache after `context`, `protocol=prompt` after everything. Examples with the same
-    context are several questions about it, and `questions=shared` prefills it once. With `further` turns an example is
-    a conversation, and its score is the mean over its turns.
+    `protocol=context` seals the KV cache after `context`, `protocol=prompt` after everything. Examples with the
+    same context are several questions about it, and `questions=shared` prefills it once. With `further` turns an
+    example is a conversation, and its score is the mean over its turns.
     """
 
     id: str  # unique within the task, and the same in every run
@@ -82,13 +82,13 @@ class Example:
     context: str  # the long part
     question: str = ""  # what follows it in the same turn
     prefix: str = ""  # the first words of the answer, put after the assistant header
-    reply: str | None = None  # what stands in place of the answer before this turn, as in `Turn`
+    reply: str | None = None  # replaces the answer before this turn, as in `Turn`
     system: str = ""
     references: tuple[str, ...]
     max_new_tokens: int
     min_new_tokens: int = 0  # until so many are there, no token that ends an answer is picked
     teacher_forced: bool = False  # feed the one reference, whatever the model says; the output is its mean NLL in nats
-    choices: tuple[str, ...] = ()  # fed one by one behind the same prompt; the output is what `read_choices` reads
+    choices: tuple[str, ...] = ()  # fed one by one after the same prompt; the output is what `read_choices` reads
     chat: bool = True  # whether the chat template goes around it (in LongBench not around few-shot and code)
     stop: tuple[str, ...] = ()
     max_prompt_tokens: int | None = None  # a longer prompt is cut in the middle, before wrapping (LongBench)
@@ -121,21 +121,22 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Holds the task's main number as `value`, from 0 to 1, and further readings of the same output as `details`."""
+    """Hold the task's main number as `value`, from 0 to 1, and further measures of the same output as `details`."""
 
     value: float
     details: Mapping[str, float | str] = field(default_factory=dict)
 
 
 class Choice(NamedTuple):
-    """Holds what a model makes of one of `Example.choices`."""
+    """Hold the likelihood of one of `Example.choices` under the model."""
 
     log_likelihood: float  # of all its tokens, in nats
     greedy: bool  # whether the model would have said it by itself
 
 
 def read_choices(output: str) -> list[Choice]:
-    """Return what the harness hands to `score` as the output of an example with choices, in their order."""
+    """Return the choices in the output that the harness passes to `score` for an example with choices, in their
+    order."""
     return [Choice(*choice) for choice in json.loads(output)]
 
 
@@ -152,7 +153,7 @@ AVERAGES = {
 
 
 class Task(ABC):
-    """Makes examples and scores outputs. Subclasses are frozen dataclasses, and their yaml lists every field with its
+    """Make examples and score outputs. Subclasses are frozen dataclasses, and their yaml lists every field with its
     default."""
 
     version: ClassVar[str]  # raised when prompts or scores change, so that old runs are not resumed
@@ -161,17 +162,17 @@ class Task(ABC):
     chance: ClassVar[float | None] = 0.0  # what guessing scores; None where scores are small by nature
 
     def require(self, data_root: Path | None) -> None:  # noqa: B027 (most tasks make their own text)
-        """Raise `TaskError` if data are missing. The caller asks before it looks at a model, which takes longer."""
+        """Raise `TaskError` if data are missing. It is called before a model is looked at, which takes longer."""
 
     @property
     def fills(self) -> int | None:
-        """Return how many tokens of the window the conversations are made to outgrow (`overflow.window`); None: they
-        are not made for that."""
+        """Return the window, in tokens, that the conversations are meant to outgrow (`overflow.window`); None if
+        they are not."""
         return None
 
     @abstractmethod
     def examples(self, env: TaskEnv) -> Iterator[Example]:
-        """Yield all examples in a fixed order. Raises `TaskError` where data or arguments cannot serve."""
+        """Yield all examples in a fixed order. Raises `TaskError` if data or arguments are unusable."""
 
     @abstractmethod
     def score(self, example: Example, output: str) -> Score:
@@ -179,13 +180,14 @@ class Task(ABC):
         turn by turn (`Example.turns`)."""
 
     def averages(self, groups: Mapping[str, float], details: Mapping[str, float] | None = None) -> dict[str, float]:
-        """Return averages by name. `mean`, the plain mean over `groups` (group -> mean score), is always among them.
+        """Return averages by name. `mean`, the plain mean over `groups` (group -> mean score), is always among
+        them.
 
-        details: the means over examples of the numbers in `Score.details`.
+        `details`: the means over examples of the numbers in `Score.details`.
         """
         return {"mean": sum(groups.values()) / len(groups)} if groups else {}
 
     def provenance(self) -> dict[str, Any]:
-        """Return what a run records of the data: source, revision, content hash. It is complete once `examples` has
-        run."""
+        """Return what a run records about the data: source, revision, content hash. It is complete once `examples`
+        has run."""
         return {}

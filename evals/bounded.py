@@ -34,12 +34,12 @@ def upper_p(values: Floats, weights: Floats, mean: float | Floats, top: float) -
 
 
 def upper_end(values: Floats, weights: Floats, top: float, level: float, between: tuple[float, float]) -> float:
-    """Return the mean in the range `between` at which `upper_p` falls to `level`, or the nearer end of the range where
+    """Return the mean in the range `between` at which `upper_p` falls to `level`, or the nearer end of the range if
     there is none.
 
-    The secant method, with the root held between two ends, works on the scale of normal deviates: `upper_p` is almost a
-    line there, and five steps suffice where its own scale takes fifteen. Results are remembered, because one process
-    shows the same rows in a table, on a page and to a tracker.
+    The secant method, with the root kept between two ends, works on the scale of normal deviates, on which
+    `upper_p` is almost a line: five steps suffice where its own scale takes fifteen. Results are cached, because
+    one process shows the same rows in a table, on a page and to a tracker.
     """
     return _upper_end(values.tobytes(), weights.tobytes(), top, level, between)
 

@@ -27,8 +27,8 @@ def key_hash(key: Mapping[str, Any]) -> str:
 
 
 def load_or_make(folder: Path | None, name: str, key: Mapping[str, Any], make: Callable[[], list[Row]]) -> list[Row]:
-    """Return the rows of `key` from `folder`. Where they are missing or damaged, make them and keep them; `folder=None`
-    keeps nothing."""
+    """Return the rows of `key` from `folder`. If they are missing or damaged, make them and keep them; with
+    `folder=None` nothing is kept."""
     if folder is None:
         return make()
     path = folder / f"{name}-{key_hash(key)[:16]}.jsonl"

@@ -1,8 +1,8 @@
 """Finds the data of evaluations: first in a folder of files, then as plain files of a data set on the hub.
 
 There are no loading scripts. A file is read whole or not at all: every line must parse, a zip member must match its
-checksum, a hub file the hash under which the hub keeps it (`evals/hub.py`). The fields that a reader uses must have the
-types that it names (`misfit`), since a number in place of a text would become a prompt.
+checksum, a hub file the hash under which the hub keeps it (`evals/hub.py`). The fields that a reader uses must have
+the types that it names (`misfit`), because a number where text is expected would become a prompt.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from evals.base import MissingData, TaskEnv, TaskError
 from evals.shapes import ANY, Shape, misfit
 
 Row = dict[str, Any]
-NAMED_FILES = 3  # of those that are missing, in an error
+NAMED_FILES = 3  # how many missing files an error names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Describes one file and the places where it may lie."""
+    """Describe one file and the places where it may lie."""
 
     name: str  # what messages and records call it: "longbench/qasper"
     local: tuple[str, ...]  # glob patterns below the data root; the first match is taken
@@ -51,7 +51,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Holds the bytes of one file, or of one inside a zip, with where they came from and their SHA-256."""
+    """Hold the bytes of one file, or of one inside a zip, with where they came from and their SHA-256."""
 
     data: bytes
     origin: str  # "local:longbench/qasper.jsonl" or "hub:REPO@COMMIT:FILE"
@@ -64,7 +64,7 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Holds all rows of one file, and where they came from."""
+    """Hold all rows of one file, and where they came from."""
 
     rows: list[Row]
     origin: str
@@ -160,7 +160,7 @@ def too_few(place: str, what: str, count: int, samples: int) -> TaskError:
 
 
 def open_content(source: Source, env: TaskEnv) -> Content:
-    """Read the file from the first place that has it: the data root, the hub's cache, the hub."""
+    """Read the file from the first of these that has it: the data root, the hub's cache, the hub."""
     path, origin = _locate(source, env.data_root)
     if path.suffix == ".zip":
         data = _read_member(source, path)
@@ -216,8 +216,8 @@ def _find(source: Source, root: Path | None) -> tuple[Path, str] | None:
 
 
 def _from_hub(source: Source) -> tuple[Path, str]:
-    """Return the file in the hub's cache, fetched if need be, and its origin. Raises `HubError` where it cannot be
-    had."""
+    """Return the file in the hub's cache, fetched if necessary, and its origin. Raises `HubError` if it cannot be
+    fetched."""
     if source.hub_repo is None:
         raise hub.HubError("the hub has no such file")
     path, commit = hub.fetch(source.hub_repo, source.hub_file, source.hub_revision)

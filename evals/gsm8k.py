@@ -21,7 +21,7 @@ PQCACHE_SHA256 = "840c910d893478051921f2cc46461522157930646af523c97c350746046f09
 
 
 class Form(NamedTuple):
-    """Says how a question follows the worked examples, and where an output ends."""
+    """Say how a question follows the worked examples, and where an output ends."""
 
     question: str
     stop: tuple[str, ...]
@@ -35,7 +35,7 @@ FORMS = {
 
 @dataclass(frozen=True)
 class Gsm8k(Task):
-    """Records four readings of every output; `extraction` names the one that counts."""
+    """Record four readings of every output; `extraction` names the one that counts."""
 
     version: ClassVar[str] = "1"
     seeded: ClassVar[bool] = False

@@ -13,7 +13,7 @@ _CUT = "\nQuestion: "
 
 
 class Reader(NamedTuple):
-    """Extracts an answer from an output, and says whether it equals the solution's."""
+    """Extract an answer from an output, and say whether it equals the solution's."""
 
     extract: Callable[[str], str | None]
     equal: Callable[[str, str], bool]  # takes the extracted answer and the solution's final number

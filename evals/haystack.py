@@ -24,7 +24,7 @@ SPLITTER = r"(?<=[.!?])\s+"  # stands in for NLTK's punkt, whose data no package
 
 @dataclass(frozen=True, slots=True)
 class Haystack:
-    """Holds one long text and the SHA-256 of its UTF-8 bytes."""
+    """Hold one long text and the SHA-256 of its UTF-8 bytes."""
 
     name: str
     text: str

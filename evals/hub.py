@@ -21,7 +21,7 @@ _DIGESTS = {40: "sha1", 64: "sha256"}  # hex digits of a blob's name in the cach
 
 
 class HubError(ValueError):
-    """Says why a file cannot be had from the hub, as half a sentence that the caller completes."""
+    """Say why a file cannot be fetched from the hub, as half a sentence that the caller completes."""
 
 
 def fetch(repo: str, file: str, revision: str) -> tuple[Path, str]:
@@ -33,7 +33,7 @@ def fetch(repo: str, file: str, revision: str) -> tuple[Path, str]:
 
 
 def command(repo: str, files: Sequence[str], revision: str, folder: str) -> str:
-    """Return the command that puts the files below DATA, a folder of the user's choice."""
+    """Return the shell command that downloads the files to DATA, a folder of the user's choice."""
     place = "/".join(filter(None, ("DATA", folder)))
     return f"hf download {repo} {' '.join(files)} --repo-type dataset --revision {revision} --local-dir {place}"
 
@@ -75,8 +75,8 @@ def _download(repo: str, file: str, revision: str) -> Path:
 
 
 def reachable(endpoint: str, within_s: float = PROBE_S) -> bool:
-    """Return whether anything answers at `endpoint` in time. A thread asks, since looking up a name has no time limit
-    of its own."""
+    """Return whether anything answers at `endpoint` in time. A thread asks, because looking up a name has no time
+    limit."""
     answer: Queue[bool] = Queue()
     Thread(target=lambda: answer.put(_answers(endpoint, within_s)), daemon=True).start()
     try:

@@ -1,9 +1,9 @@
-"""Runs a task of EleutherAI's lm-evaluation-harness (0.4.13), or a yaml in its form: its documents are the examples,
-its filters and metrics the scores.
+"""Runs a task of EleutherAI's lm-evaluation-harness (0.4.13), or a yaml in its form: its documents are the
+examples, its filters and metrics the scores.
 
-A task that generates gives prompts with its stop strings; one with choices gives texts that are fed behind one prompt,
-and its metrics see their likelihoods (`Example.choices`). Prompts are those of its own command without a chat template;
-few shots are drawn with its seed.
+A task that generates gives prompts with its stop strings; one with choices gives texts that are fed after one
+prompt, and its metrics get their likelihoods (`Example.choices`). Prompts are those of lm-eval's own command
+without a chat template; few shots are drawn with its seed.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from typing import Any, ClassVar, NamedTuple
 from evals.base import Example, Score, Task, TaskEnv, TaskError, read_choices
 from evals.data import data_errors_in_a_sentence, no_answer
 
-SHOTS_SEED = 1234  # by which its command draws few shots
+SHOTS_SEED = 1234  # the seed with which lm-eval's command draws few shots
 SCORING = ("metric_list", "filter_list", "process_results", "doc_to_target", "doc_to_choice", "target_delimiter")
 ELSEWHERE = "ask it by `kv-harness lm-eval run` instead"
 
 
 class Leaf(NamedTuple):
-    """Holds one task of its, with the documents that it asks about."""
+    """Hold one task of lm-eval with its documents."""
 
     name: str
     task: Any
@@ -38,7 +38,7 @@ class Leaf(NamedTuple):
 
 @dataclass(frozen=True)
 class LmEval(Task):
-    """Asks every document of a task, or of all tasks of a group, and scores with the first of its metrics that grows
+    """Ask every document of a task, or of all tasks of a group, and score with the first of its metrics that grows
     with quality, unless `score_by` names another."""
 
     seeded: ClassVar[bool] = False
@@ -63,7 +63,7 @@ class LmEval(Task):
 
     @property
     def version(self) -> str:  # type: ignore[override]
-        """Return our version, that of lm-eval, and a hash of what scores in the tasks' own yaml files."""
+        """Return our version, that of lm-eval, and a hash of the scoring parts of the tasks' yaml files."""
         own = {leaf.name: {key: leaf.task.dump_config().get(key) for key in SCORING} for leaf in self._leaves()}
         scoring = sha256(json.dumps(own, sort_keys=True, default=str).encode()).hexdigest()
         return f"1, lm-eval {installed('lm_eval')}, {scoring[:12]}"
@@ -124,15 +124,15 @@ class LmEval(Task):
         )
 
     def _choices(self, task: Any, requests: Sequence[Any], text: str) -> tuple[tuple[str, ...], str]:
-        """Return the texts that are fed, and the prompt; white space at its end goes to the choices, as in lm-eval. In
+        """Return the texts to feed, and the prompt; white space at its end moves to the choices, as in lm-eval. In
         a chat nothing stands between the assistant's header and a choice."""
         if requests[0].request_type != "loglikelihood":
             return (), text
-        told = [request.args[1] for request in requests]
+        choices = [request.args[1] for request in requests]
         if self.chat:
-            return tuple(choice.removeprefix(task.config.target_delimiter) for choice in told), text
+            return tuple(choice.removeprefix(task.config.target_delimiter) for choice in choices), text
         stripped = text.rstrip()
-        return tuple(text[len(stripped) :] + choice for choice in told), stripped
+        return tuple(text[len(stripped) :] + choice for choice in choices), stripped
 
     def _main(self, leaf: Leaf, numbers: Mapping[str, float]) -> float:
         grows = leaf.task.higher_is_better()
@@ -149,8 +149,8 @@ class LmEval(Task):
 
 @cache
 def _leaves(name: str, include_path: str | None, num_fewshot: int | None, metadata: str) -> tuple[Leaf, ...]:
-    """Return what `name` stands for. Its own tasks are listed, which takes long, only where the folder has none of that
-    name."""
+    """Return the tasks that `name` stands for. lm-eval's own tasks are listed, which takes long, only if the folder
+    has none of that name."""
     from lm_eval.tasks import TaskManager
 
     for own in (True, False) if include_path is None else (False, True):
@@ -202,7 +202,7 @@ def _refuse(leaf: Leaf, requests: Sequence[Any], text: object) -> None:
 
 
 def _ending(leaf: Leaf, keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what ends an answer."""
+    """Return how an answer ends."""
     from lm_eval.models.utils import normalize_gen_kwargs
 
     wanted: Any = normalize_gen_kwargs(dict(keywords))
@@ -212,8 +212,8 @@ def _ending(leaf: Leaf, keywords: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _split(text: str, asked: object, prefix: str) -> tuple[str, str, str]:
-    """Return context, question and the answer's first words: what a document asks is the question where something
-    stands before it, as few shots or a description."""
+    """Return context, question and the answer's first words. If something precedes a document's text, such as few
+    shots or a description, the text is the question."""
     prefix = prefix if text.endswith(prefix) else ""
     body = text.removesuffix(prefix)
     if isinstance(asked, str) and asked and len(body) > len(asked) and body.endswith(asked):
@@ -227,20 +227,20 @@ def _content(doc: Any) -> str:
 
 
 def _references(leaf: Leaf, number: int, doc: Any) -> tuple[str, ...]:
-    """Return the right answers as texts. Raises `TaskError` where a document has none and the task scores by them."""
+    """Return the right answers as texts. Raises `TaskError` if a document has none and the task scores by them."""
     config = leaf.task.config
     target = leaf.task.doc_to_target(doc)
     if isinstance(target, int) and config.doc_to_choice is not None:
         choices = leaf.task.doc_to_choice(doc)
         target = choices[target] if 0 <= target < len(choices) else None  # a label of -1 stands for none
-    told = tuple(target) if isinstance(target, (list, tuple)) else (target,)
-    if config.process_results is None and config.doc_to_target not in (None, "") and not any(_is_told(doc, told)):
+    answers = tuple(target) if isinstance(target, (list, tuple)) else (target,)
+    if config.process_results is None and config.doc_to_target not in (None, "") and not any(_has_answer(doc, answers)):
         raise no_answer(f"{leaf.name}: row {number + 1} of {_data_of(config)}")
-    return tuple(map(str, told))
+    return tuple(map(str, answers))
 
 
-def _is_told(doc: Mapping[str, Any], answers: Sequence[Any]) -> Iterator[bool]:
-    """Say of each answer whether it is one: a template writes None for a field that a row lacks."""
+def _has_answer(doc: Mapping[str, Any], answers: Sequence[Any]) -> Iterator[bool]:
+    """Return for each answer whether the row has it: a template writes None for a field that a row lacks."""
     lacks = any(value is None for value in doc.values())
     for answer in answers:
         yield answer is not None and bool(str(answer).strip()) and not (lacks and str(answer).strip() == "None")
@@ -254,7 +254,7 @@ def _data_of(config: Any) -> str:
 
 
 def _metrics(leaf: Leaf, doc: Any, resps: Sequence[Any]) -> Iterator[tuple[str, float]]:
-    """Yield the numbers that the task makes of what its requests for one document were answered."""
+    """Yield the task's metrics, computed from the responses to its requests for one document."""
     from lm_eval.api.instance import Instance
 
     kind = leaf.task.config.output_type

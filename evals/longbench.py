@@ -22,12 +22,12 @@ PLACES = {  # subset -> glob patterns below the data root
     "longbench_e": ("longbench/{}_e.jsonl", "LongBench/data/{}_e.jsonl", "LongBench/data.zip", "longbench/data.zip"),
     "minilongbench": ("minilongbench/{}.jsonl",),
 }
-_SPARE_TOKENS = 16  # for a BOS, and for what the two halves of a cut prompt may grow by when they are tokenised anew
+_SPARE_TOKENS = 16  # for a BOS, and for what the two halves of a cut prompt may grow by when they are tokenised again
 
 
 @dataclass(frozen=True)
 class LongBench(Task):
-    """Scores an output by its data set's own metric, as the best over the references."""
+    """Score an output by its data set's own metric, as the best over the references."""
 
     version: ClassVar[str] = "1"
     seeded: ClassVar[bool] = False
@@ -149,8 +149,7 @@ class LongBench(Task):
         return {**rows.provenance, **complete}
 
     def _limit(self, data_set: DataSet, env: TaskEnv) -> int | None:
-        """Return the tokens that a bare prompt may have. What the chat template adds comes on top, as in the official
-        runner."""
+        """Return the most tokens of a bare prompt. The chat template is added to that, as in the official runner."""
         if self.max_prompt_tokens is not None or env.window is None:
             return self.max_prompt_tokens
         template = env.text.count("", chat=not data_set.plain)

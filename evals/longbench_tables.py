@@ -1,5 +1,5 @@
-"""Lists LongBench v1's 21 data sets as published (arXiv:2308.14508, table 1). Their prompts are in a JSON file
-beside."""
+"""Lists LongBench v1's 21 data sets as published (arXiv:2308.14508, table 1). Their prompts are in a JSON file in
+the same folder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CATEGORIES = ("single_doc_qa", "multi_doc_qa", "summarization", "few_shot", "syn
 
 
 class DataSet(NamedTuple):
-    """Describes one data set: how it is asked and how it is scored."""
+    """Describe one data set: how it is asked and how it is scored."""
 
     category: str
     metric: str

@@ -21,7 +21,7 @@ SANDWICH = "eat a sandwich and sit in Dolores Park on a sunny day."
 
 
 class Planted(NamedTuple):
-    """Holds one needle with its values drawn."""
+    """Hold one needle with its values drawn."""
 
     text: str
     question: str
@@ -31,7 +31,7 @@ class Planted(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Needle:
-    """Draws a needle with `plant`, and scores an output against its answers with `score`."""
+    """Draw a needle with `plant`, and score an output against its answers with `score`."""
 
     plant: Callable[[random.Random], Planted]
     score: Callable[[Sequence[str], str], Score]
@@ -47,11 +47,11 @@ def contains(answers: Sequence[str], output: str) -> Score:
 
 
 def leading_digits(answers: Sequence[str], output: str) -> dict[str, float]:
-    """Measure how much of a number came out before it went wrong: as many of its first digits as any number in the
-    output has.
+    """Measure how much of a number came out before it went wrong: the most of its first digits that any number in
+    the output has.
 
-    Returns means over the answers, as a count and as a share of their digits, or nothing where an answer is no number.
-    It tells a cache that kept half of a needle from one that lost it, which both score 0.
+    Returns means over the answers, as a count and as a share of their digits, or nothing if an answer is no number.
+    It distinguishes a cache that kept half of a needle from one that lost it; both score 0.
 
     >>> leading_digits(["1234567"], "It is 12349, or 99.")
     {'leading_digits': 4.0, 'leading_digits_share': 0.5714285714285714}

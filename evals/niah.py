@@ -1,7 +1,7 @@
 """Hides a needle in a haystack: one fact at a given depth of a long text, over lengths x depths (Kamradt's protocol,
 2023).
 
-The haystack is cut to length in tokens, and the needle goes in behind the last sentence end before the depth.
+The haystack is cut to length in tokens, and the needle goes in after the last sentence end before the depth.
 `niah_pqcache` and `niah_shadowkv` in conf/task are the same task in the words of those papers.
 """
 
@@ -21,7 +21,7 @@ PUNCTUATION = (".", "!", "?")
 
 @dataclass(frozen=True)
 class Niah(Task):
-    """Hides one needle at each length and depth. `depths` is their number, evenly from 0 to 100 %, or a list of
+    """Hide one needle at each length and depth. `depths` is their number, evenly from 0 to 100 %, or a list of
     percents; `rounds` says how often, each time with a new needle and text."""
 
     version: ClassVar[str] = "1"
@@ -125,7 +125,7 @@ class Niah(Task):
         return env.text.decode(hay[:at] + needle + hay[at:]), at
 
     def _frame(self, env: TaskEnv, planted: Planted) -> int:
-        """Return the tokens that are kept free for everything but the haystack: `buffer`, or as many as that needs."""
+        """Return the tokens that are kept free for everything but the haystack: `buffer`, or the number needed."""
         if self.buffer is not None:
             return self.buffer
         user = self.template.replace("{context}", "").replace("{question}", planted.question)
@@ -155,13 +155,13 @@ def _is_end(token: int, env: TaskEnv) -> bool:
 
 
 def _sentence_ends(tokens: Sequence[int], env: TaskEnv) -> list[int]:
-    """Return the positions behind the tokens that end a sentence, or [0] where there are none."""
+    """Return the positions after the tokens that end a sentence, or [0] if there are none."""
     kinds = {token: _is_end(token, env) for token in set(tokens)}
     return [i + 1 for i, token in enumerate(tokens) if kinds[token]] or [0]
 
 
 def boundary(hay: Sequence[int], index: int, env: TaskEnv) -> int:
-    """Return the last sentence end at or before `index`, or 0 where there is none, as in the original."""
+    """Return the last sentence end at or before `index`, or 0 if there is none, as in the original."""
     while index > 0 and not _is_end(hay[index - 1], env):
         index -= 1
     return index

@@ -21,7 +21,7 @@ _UNDECODED = "\ufffd"
 
 @dataclass(frozen=True)
 class WikiText2(Task):
-    """Measures the perplexity of windows of WikiText-2's test split (arXiv:1609.07843), raw.
+    """Measure the perplexity of windows of WikiText-2's test split (arXiv:1609.07843), raw.
 
     The last `scored` of a window's `window` tokens are predicted. Windows lie end to end, so that statistics may count
     each as one; with a shorter `stride` they overlap, and those that begin within one window's length count as one. A

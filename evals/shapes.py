@@ -1,4 +1,4 @@
-"""What values of a JSON file should look like, and a sentence on one that does not."""
+"""Checks the form of values of a JSON file, and describes in a sentence what does not fit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_time(value: Any) -> bool:
-    """ISO 8601, as JSON has it."""
+    """Return whether a text is a time in ISO 8601, as JSON has it."""
     try:
         return isinstance(value, str) and datetime.fromisoformat(value).tzinfo is not None
     except ValueError:

@@ -28,7 +28,7 @@ DENSE = 20
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Holds the two ends of an interval."""
+    """Hold the two ends of an interval."""
 
     low: float
     high: float
@@ -89,7 +89,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """Holds the values of one mean; none of them can lie beyond `low` and `high`."""
+    """Hold the values of one mean; none of them can lie beyond `low` and `high`."""
 
     values: Floats
     weights: Floats

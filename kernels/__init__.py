@@ -1,4 +1,4 @@
-"""Holds operations on tensors: no models, no configs, no state. Import the modules; this file must stay empty of
+"""Contains operations on tensors: no models, no configs, no state. Import the modules; this file must stay empty of
 imports.
 
 transformers may import a top-level package named `kernels` while it is itself being imported (it looks for the PyPI

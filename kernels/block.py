@@ -19,18 +19,18 @@ from kernels.rope import rotate
 
 TOKENS_AT_ONCE = {"cpu": 4096, "cuda": 8192}  # tokens of a prompt: bounds the memory between torch's products
 MOST_INNER = {torch.float32: 9216, torch.bfloat16: 4096}  # channels of the MLP; docs/kernels.md has the command
-_PANEL = 32  # outputs; sums, too, go over multiples of it
+_PANEL = 32  # outputs computed together; sums also go over multiples of it
 
 
 def fits_compiled(widths: Sequence[int], inner: int, dtype: torch.dtype) -> bool:
-    """Return whether compiled products of a prompt pay on the CPU, which take no memory between them: for a block of
-    such widths, and such an MLP."""
+    """Return whether compiled products pay off for a prompt on the CPU, with a block of such widths and such an
+    MLP. They need no memory between them."""
     return inner <= MOST_INNER.get(dtype, 0) and not any(width % _PANEL for width in (*widths, inner))
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Linear:
-    """Multiplies the last dimension by a weight, and adds a bias if there is one."""
+    """Multiply the last dimension by a weight, and add a bias if there is one."""
 
     weight: Tensor  # [out in]
     bias: Tensor | None = None  # [out]
@@ -41,7 +41,7 @@ class Linear:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class DecoderBlock:
-    """Holds the weights of one decoder layer: E channels, H query heads and G KV heads of D channels each, F channels
+    """Hold the weights of one decoder layer: E channels, H query heads and G KV heads of D channels each, F channels
     in the MLP."""
 
     head_dim: int
@@ -63,7 +63,7 @@ class DecoderBlock:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Head:
-    """Holds the final norm and the projection to the vocabulary."""
+    """Hold the final norm and the projection to the vocabulary."""
 
     eps: float
     norm: Tensor  # [E]
@@ -98,8 +98,9 @@ def attention_inputs_stored(
     values: Tensor | Ragged,
     row: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute `attention_inputs` of x + `added`, one token of each sequence, and write its k and v to a cache too: to
-    `row` ([1] for all sequences, or [B], int64) of keys and values [B G S D]. -> x + `added`, and what that returns"""
+    """Compute `attention_inputs` of x + `added`, one token of each sequence, and also write its k and v to a cache:
+    to `row` ([1] for all sequences, or [B], int64) of keys and values [B G S D]. Return x + `added` and the results
+    of `attention_inputs`."""
     x = x if added is None else x + added
     normed, q, k, v = ops.attention_inputs(x, block, cos, sin)
     rows = row.view(-1, 1, 1).expand(k.shape[:3])

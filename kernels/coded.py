@@ -1,8 +1,9 @@
 """Defines the operations that read keys and values as codes of few bits: attention, and rows that are decoded.
 
-Codes are as KIVI writes them (kernels/quantise.py): keys share a range per channel over a block of tokens, values over
-neighbouring channels of a token. Or they are floats of 8 bits, with a scale for each token's key and value. Compiled
-backends decode in registers what they read, so that memory gives the codes alone. Products and sums run in fp32.
+Integer codes are written as in KIVI (kernels/quantise.py): keys share a range per channel over a block of tokens,
+values over neighbouring channels of a token. Other codes are floats of 8 bits, with a scale for each token's key
+and value. Compiled backends decode in registers, so that only codes are read from memory. Products and sums run in
+fp32.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from kernels.reference import Segment, gather_rows, segment_attention_with_lse
 
 
 class Coded(NamedTuple):
-    """Names keys and values that are written as integers of `bits`, whole blocks of `block` tokens.
+    """Name keys and values that are written as integers of `bits`, whole blocks of `block` tokens.
 
     A number is least + code * step. Its range holds the least numbers of all groups, then their steps. Sequences of
-    different lengths have `Ragged` in place of tensors (kernels/ragged.py).
+    different lengths have `Ragged` instead of tensors (kernels/ragged.py).
     """
 
     k: Tensor  # [B G S D*bits/8] uint8
@@ -56,8 +57,8 @@ class Coded(NamedTuple):
 
 
 class CodedFloats(NamedTuple):
-    """Names keys and values that are written as floats of 8 bits (`float8_e4m3fn`), scaled for each token and head.
-    Sequences of different lengths have `Ragged` in place of tensors."""
+    """Name keys and values that are written as floats of 8 bits (`float8_e4m3fn`), scaled for each token and head.
+    Sequences of different lengths have `Ragged` instead of tensors."""
 
     k: Tensor  # [B G S D] uint8
     v: Tensor  # [B G S D] uint8
@@ -70,13 +71,12 @@ class CodedFloats(NamedTuple):
 
     @property
     def all_four(self) -> tuple[Tensor, ...]:
-        """Return codes of keys and of values, then what scales both, as kernels take those of `Coded`."""
+        """Return codes of keys and of values, then the scales of both, in the form of `Coded.all_four`."""
         return (*self, self.scales)
 
     @property
     def kind(self) -> tuple[int, int, int]:
-        """Return what kernels take for the groups of a value's channels, for the bits of an integer, and for the tokens
-        that share a range of keys: here 0 bits."""
+        """Return the numbers of `Coded.kind` that mark floats for the kernels: 0 bits."""
         return 1, 0, 1
 
     def decoded(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -110,11 +110,11 @@ def coded_attention(q: Tensor, coded: Codes, scale: float) -> tuple[Tensor, Tens
 
 @by_sequence
 def decode_rows(coded: Codes, rows: Tensor | None, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Decode tokens of each KV head. rows [B G K], those of `k`, `v` and `v_range`, or None for all of them; blocks [B
-    G K], the rows of `k_range` that belong to them -> k, v [B G K D]
+    """Return decoded tokens k, v [B G K D] of each KV head. rows [B G K]: those of `k`, `v` and `v_range`, or None
+    for all; blocks [B G K]: the rows of `k_range` that belong to them.
 
-    They are two, since rows that were moved stand in an order of their own, while `k_range` stays where it is. Floats
-    have no use for `blocks`.
+    There are two indices because moved rows have an order of their own, while `k_range` stays where it is. Floats
+    do not use `blocks`.
     """
     if isinstance(coded, CodedFloats):
         return CodedFloats(*(x if rows is None else gather_rows(x, rows) for x in coded)).decoded(dtype)

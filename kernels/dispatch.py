@@ -1,10 +1,11 @@
-"""Runs an operation on the first of its backends that can: the best stands first, the plain-torch reference last.
+"""Runs an operation on the first of its backends that can: the best is listed first, the plain-torch reference
+last.
 
-A backend is a module with a function of the operation's name, imported on first use. Beside it may stand
-`<name>_refuses`, which takes the same arguments and returns the reason why it cannot run (or None). Automatic choice
-takes the first backend that does not refuse; `use_backend` insists on one and fails with that reason. A package whose
-kernels may turn out not to fit on the card once they are compiled names that error in `TOO_LARGE`: the next backend
-then takes over.
+A backend is a module with a function of the operation's name, imported on first use. It may also have a function
+`<name>_refuses`, which takes the same arguments and returns the reason why it cannot run, or None. Automatic choice
+takes the first backend that does not refuse; `use_backend` insists on one and fails with that reason. A package
+whose kernels may turn out not to fit on the card once they are compiled names that error in `TOO_LARGE`; the next
+backend then takes over.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ _around: ContextVar[Around | None] = ContextVar("around_operations", default=Non
 
 
 class BackendError(RuntimeError):
-    """Says that the requested backend cannot run, and why."""
+    """Report that the requested backend cannot run, and why."""
 
 
 class Backend(NamedTuple):
-    """Runs an operation, or says why it refuses a call."""
+    """Run an operation, or return why it refuses a call."""
 
     run: Callable[..., Any]
     refuses: Callable[..., str | None] | None  # None: it serves every call
@@ -37,7 +38,7 @@ class Backend(NamedTuple):
 
 
 class Op:
-    """Runs one operation on its backends, which are listed in order of preference."""
+    """Run one operation on its backends, which are listed in order of preference."""
 
     def __init__(self, name: str, **targets: str) -> None:
         assert list(targets)[-1] == REFERENCE
@@ -67,7 +68,7 @@ class Op:
         raise BackendError(f"{self.name}: {forced}: {reason}")
 
     def refusal(self, backend: str, *args: Any, **kwargs: Any) -> str | None:
-        """Return why `backend` cannot serve this call, or None where it can."""
+        """Return why `backend` cannot serve this call, or None."""
         refuses = self.backend(backend).refuses
         return None if refuses is None else refuses(*args, **kwargs)
 
@@ -98,7 +99,7 @@ def _missing(reason: str) -> Backend:
 
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Insist on one backend for every operation that has it."""
+    """Insist on one backend for every operation that has it, inside this block."""
     token = _forced.set(name)
     try:
         yield

@@ -19,7 +19,8 @@ def gram(x: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def directions(gram_matrix: Tensor) -> Tensor:
-    """Return the orthonormal right singular vectors behind a Gram matrix, as columns, the strongest first. [... C C]"""
+    """Return the orthonormal right singular vectors of a matrix from its Gram matrix, as columns, the strongest
+    first. [... C C]"""
     return torch.linalg.eigh(gram_matrix).eigenvectors.flip(-1)
 
 

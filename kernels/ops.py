@@ -15,7 +15,7 @@ prefill_attention = Op(
     sdpa="kernels.sdpa",
     torch="kernels.reference",
 )
-DECODE = {  # on no GPU have the first three been compared; Triton's takes every call
+DECODE = {  # the first three have not been compared on a GPU; Triton's takes every call
     "triton": "kernels.gpu.decode",
     "flash": "kernels.flash_decode",
     "varlen": "kernels.varlen",
@@ -68,8 +68,8 @@ ALL = tuple(value for value in list(globals().values()) if isinstance(value, Op)
 
 
 def prefer(orders: Mapping[str, Sequence[str]]) -> None:
-    """Let the backends that are named for an operation be tried first, in their order, from now on in this process; all
-    others follow as they stand above, which is also the order of an operation that is not named."""
+    """Try the named backends of an operation first, in their order, from now on in this process; all others follow
+    in the order of this file, which is also that of operations that are not named."""
     for op in ALL:
         op.order = (*(first := orders.get(op.name, ())), *(name for name in op.targets if name not in first))
 
@@ -81,5 +81,5 @@ def forget_used() -> None:
 
 
 def used_backends() -> dict[str, list[str]]:
-    """Return which backend has run for which operation since `forget_used`, for the record of a run."""
+    """Return which backends have run for which operation since `forget_used`, for the record of a run."""
     return {op.name: sorted(op.used) for op in ALL if op.used}

@@ -1,5 +1,5 @@
-"""Defines in plain torch what is done with pages, chunks and blocks of tokens: bound what they may hold, and name their
-tokens."""
+"""Defines in plain torch the operations on pages, chunks and blocks of tokens: bounds of their logits, and the
+names of their tokens."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ def page_scores(q: Tensor, bounds: Tensor) -> Tensor:
 
 
 def by_sign(q: Tensor) -> Tensor:
-    """Put what is negative behind what is positive, since a positive q_c meets the largest key. [... D] -> [... 2D]"""
+    """Return the positive parts of the channels, followed by the negative ones, since a positive q_c is multiplied
+    with the largest key. [... D] -> [... 2D]"""
     return torch.cat([q.clamp(min=0), q.clamp(max=0)], -1)
 
 
 def token_rows(chunks: Tensor | Ragged, size: int, last: int | PerSequence | None = None) -> Tensor:
-    """Name the tokens of chunks of `size` tokens, and those of the `last` one of each sequence behind them if there is
-    one. chunks [B heads K] -> [B heads K * size], or [B heads (K + 1) * size]
+    """Return the tokens of chunks of `size` tokens, followed by those of the `last` chunk of each sequence if it is
+    given. chunks [B heads K] -> [B heads K * size], or [B heads (K + 1) * size]
 
-    Of several sequences, what is behind the tokens of a shorter one names anything that is there.
+    For several sequences, entries after the tokens of a shorter one are any existing tokens.
     """
     whole = filled(chunks) if last is None else appended(chunks, last)
     return (whole.unsqueeze(-1) * size + torch.arange(size, device=whole.device)).flatten(2)

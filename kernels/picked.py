@@ -16,12 +16,14 @@ LEAST = 1e-20  # of what is divided by
 def pick_channels(
     q: Tensor, r: int | PerSequence, scale: float, spread: bool, facing: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Find the r channels with the largest sum of |q| over the group, and divide q in them alone so that the logits of
-    different query heads can be compared. q [B G g D] -> channels [B G r], q in them times `scale` [B G g r]
+    """Find the r channels with the largest sum of |q| over the group, and divide q in these channels so that the
+    logits of different query heads are comparable. q [B G g D] -> channels [B G r], q in them times `scale` [B G g
+    r]
 
-    `spread`, where all want as many: return the same without the scale as [B G g D] too, zero in the other channels.
-    `facing`: number a channel in which the group's sum of q is not positive D higher. Where a sequence wants fewer
-    channels than another, others stand behind its own, in which its queries are zero. SparQ (arXiv 2312.04985)
+    `spread`, if all sequences want equally many: also return these queries unscaled as [B G g D], zero in the other
+    channels. `facing`: add D to the number of a channel in which the group's sum of q is not positive. If a
+    sequence wants fewer channels than another, further ones follow its own, in which its queries are zero. SparQ
+    (arXiv 2312.04985)
     """
     mass = q.float().abs()
     best = ops.top_k(mass.sum(2), r)

@@ -1,8 +1,8 @@
-"""Names tensors of several sequences that differ in one size, so that one launch serves all of them.
+"""Combines tensors of several sequences that differ in one size, so that one launch serves all of them.
 
 Each sequence keeps its memory, and kernels read from a table where it begins. A page table (PagedAttention, arXiv
-2309.06180) does the same for pages of one length; with one page per sequence its rows lie side by side, so that reading
-them takes no further step, and nothing is copied when a sequence comes or goes.
+2309.06180) does the same for pages of one length; with one page per sequence its rows are consecutive, so reading
+them takes no further step, and nothing is copied when a sequence joins or leaves.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from torch.nn.functional import pad
 from kernels.per_sequence import CountedOnDevice, PerSequence, values_per_sequence
 from kernels.step_inputs import note_memory_read, record_input
 
-RAGGED = "takes sequences of one length"  # why a backend leaves unequal ones to another
+RAGGED = "takes sequences of one length"  # why a backend refuses unequal ones
 
 
 class Ragged:
-    """Holds a tensor [1 ...] of every sequence; they differ in dimension `dim` alone.
+    """Hold a tensor [1 ...] of every sequence; they differ only in dimension `dim`.
 
-    `parts` are these tensors, `sizes` how long they are, and `table` [B 3] (int64) their addresses and the bytes from
-    one entry of the second and of the third dimension to the next. `whole` [B ...] holds all of them, filled up behind
-    the shorter ones with what nobody may read.
+    `parts` are these tensors, `sizes` their lengths, and `table` [B 3] (int64) their addresses and the bytes from
+    one entry of the second and of the third dimension to the next. `whole` [B ...] holds all of them; entries after
+    the shorter ones must not be read.
     """
 
     def __init__(
         self, parts: Sequence[Tensor], dim: int = 2, dead: int | None = None, reader: torch.device | None = None
     ) -> None:
-        """Name tensors that stay where they are as long as this object lives. The last `dead` ones are of free slots
-        (`PerSequence`): what is written there is lost. `reader`: the device whose kernels read them, where that is
-        not their own, as for pinned host memory."""
+        """Combine tensors, which must stay where they are as long as this object lives. The last `dead` ones are
+        free slots (`PerSequence`): what is written there is lost. `reader`: the device whose kernels read them, if
+        it is not their own, as for pinned host memory."""
         self.parts, self.dim = parts, dim
         self.device = parts[0].device if reader is None else reader
         self.sizes = PerSequence([part.shape[dim] for part in parts[: len(parts) - (dead or 0)]], dead)
 
     @classmethod
     def filled_up(cls, whole: Tensor, sizes: PerSequence, dim: int = 2) -> Ragged:
-        """Name the first `sizes` entries of each sequence in a tensor [B ...]."""
+        """Combine the first `sizes` entries of each sequence in a tensor [B ...]."""
         ragged = cls.__new__(cls)
         ragged.whole, ragged.sizes, ragged.dim, ragged.device = whole, sizes, dim, whole.device
         return ragged
@@ -67,13 +67,14 @@ class Ragged:
 
     @cached_property
     def _kind(self) -> Hashable:
-        """Return what a kernel takes as given beside the table."""
+        """Return the properties that a kernel assumes besides the table."""
         return self.dtype, self.dim, self.sizes.most, self.first.stride(-1), self.alignment, self.dense
 
     @cached_property
     def alignment(self) -> int:
-        """Return how many bytes, 16 at most, everything in `table` is a multiple of. In a step of a size that is 16 or
-        what every sequence's tensors are, and the latter where rows are as long as a sequence."""
+        """Return a number of bytes, at most 16, of which all numbers in `table` are multiples. In a step of a size
+        it is 16 if the sequences allow it, else the size of one number, and always the latter if rows are as long
+        as a sequence."""
         bytes_ = gcd(16, *(number for place in self._places for number in place))
         if self.sizes.dead is None or (bytes_ == 16 and self.dim < self.first.dim() - 1):
             return bytes_
@@ -81,7 +82,7 @@ class Ragged:
 
     @cached_property
     def row_alignment(self) -> int:
-        """Return the same of where tensors begin and of the second dimension's steps, for rows that lie in that."""
+        """Return such a number for the addresses and the second dimension's steps only, for rows in that dimension."""
         return gcd(16, *(number for place in self._places for number in place[:2]))
 
     @cached_property
@@ -109,7 +110,7 @@ class Ragged:
 
     @property
     def counts(self) -> Tensor:
-        """Return `sizes` as [B] int64, where they are read."""
+        """Return `sizes` as [B] int64, on the device that reads them."""
         return self.sizes.on(self.device)
 
     @cached_property
@@ -118,7 +119,7 @@ class Ragged:
 
     @cached_property
     def mT(self) -> Ragged:
-        """Return views whose last two dimensions have changed places."""
+        """Return views with the last two dimensions swapped."""
         last = self.first.dim() - 1
         swapped = {last: last - 1, last - 1: last}
         parts = [part.mT for part in self.parts]
@@ -137,7 +138,7 @@ class Ragged:
 def with_free_slots(
     parts: Sequence[Tensor], dim: int = 2, dead: int | None = None, wider: int = 0, reader: torch.device | None = None
 ) -> Ragged:
-    """Name tensors, and behind them, for each free slot, memory of one entry that anybody may write over, and as much
+    """Combine tensors, followed for each free slot by memory of one entry that may be overwritten, and as much
     again where rows may be written `wider` than they are. `reader`: as in `Ragged`; free slots lie there."""
     shape = [*parts[0].shape[:dim], 1 + wider, *parts[0].shape[dim + 1 :]]
     free = (parts[0].new_zeros(shape, device=reader).narrow(dim, 0, 1) for _ in range(dead or 0))
@@ -145,18 +146,18 @@ def with_free_slots(
 
 
 def first_of(x: Tensor | Ragged) -> Tensor:
-    """Return a tensor that has the dtype, the place and the strides of x, of several sequences those of the first."""
+    """Return a tensor with the dtype, device and strides of x: for several sequences that of the first."""
     return x.first if isinstance(x, Ragged) else x
 
 
 def filled(x: Tensor | Ragged) -> Tensor:
-    """Return x [B ...] with what is behind the shorter sequences, which nobody may read."""
+    """Return x [B ...], including entries after the shorter sequences, which must not be read."""
     return x.whole if isinstance(x, Ragged) else x
 
 
 def leading(x: Tensor | Ragged, count: int | PerSequence) -> Tensor:
-    """Return the first entries [B ... count] of each sequence, which has as many: `Ragged` where the counts differ,
-    which the policies' code takes for a tensor."""
+    """Return the first `count` entries of each sequence, [B ... count], as `Ragged` if the counts differ; the
+    policies' code treats it as a tensor."""
     whole = filled(x)
     if isinstance(count, PerSequence):
         return cast(Tensor, Ragged.filled_up(whole, count, whole.dim() - 1))
@@ -164,19 +165,19 @@ def leading(x: Tensor | Ragged, count: int | PerSequence) -> Tensor:
 
 
 def spanned(x: Tensor | Ragged, start: int, end: int | PerSequence) -> Tensor:
-    """Return the entries `start` to `end` of each sequence's rows [B ... S]: `Ragged` where the ends differ."""
+    """Return the entries `start` to `end` of each sequence's rows [B ... S], as `Ragged` if the ends differ."""
     return leading(filled(x)[..., start:], end - start)
 
 
 def repeated(x: Tensor | Ragged, times: int) -> Tensor | Ragged:
-    """Repeat each entry of rows [B ... S] so many times. -> [B ... S * times]"""
+    """Repeat each entry of rows [B ... S] `times` times. Return [B ... S * times]."""
     entries = filled(x).repeat_interleave(times, -1)
     return Ragged.filled_up(entries, x.sizes * times, entries.dim() - 1) if isinstance(x, Ragged) else entries
 
 
 def too_few(x: Tensor | Ragged, count: int | PerSequence) -> bool:
-    """Return whether some sequence's rows [B ... S] have fewer entries than `count`; of numbers that only the device
-    knows nobody can say."""
+    """Return whether some sequence's rows [B ... S] have fewer entries than `count`; False if only the device knows
+    the count."""
     if isinstance(count, CountedOnDevice):
         return False
     left = (x.sizes if isinstance(x, Ragged) else x.shape[-1]) - count
@@ -184,7 +185,7 @@ def too_few(x: Tensor | Ragged, count: int | PerSequence) -> bool:
 
 
 def appended(x: Tensor | Ragged, entry: int | PerSequence) -> Tensor:
-    """Put an entry behind those of each sequence. x [B ... S] -> [B ... S + 1], filled up as `filled` is"""
+    """Append an entry to each sequence's rows. x [B ... S] -> [B ... S + 1], filled up as `filled` is"""
     whole = filled(x)
     ones = [1] * (whole.dim() - 1)
     entries = (
@@ -197,9 +198,9 @@ def appended(x: Tensor | Ragged, entry: int | PerSequence) -> Tensor:
 
 
 def by_sequence(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Let an operation of the plain-torch backend take `Ragged` and `PerSequence`: it is then called for one sequence
-    after the other, on the backend that is best for one. Tensors among the arguments are [B ...], or the same for
-    all."""
+    """Let an operation of the plain-torch backend take `Ragged` and `PerSequence`: it is then called for one
+    sequence after the other, on the best backend for one sequence. Tensors among the arguments are [B ...], or the
+    same for all."""
 
     @wraps(run)
     def served(*arguments: Any) -> Any:
@@ -209,14 +210,14 @@ def by_sequence(run: Callable[..., Any]) -> Callable[..., Any]:
 
         note_memory_read()
         op = getattr(ops, run.__name__)
-        return _joined([op(*of_one) for of_one in sequence_by_sequence(arguments)], _numbers(arguments))
+        return _joined([op(*own) for own in sequence_by_sequence(arguments)], _numbers(arguments))
 
     return served
 
 
 def sequence_by_sequence(arguments: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-    """Return the arguments of a call for each of unequal sequences, free slots left out; those of the call itself where
-    all are equal."""
+    """Return the arguments of one call per sequence if sequences are unequal, without free slots; else those of the
+    call itself."""
     batch = _sequences(arguments)
     if batch is None:
         return [arguments]
@@ -225,7 +226,7 @@ def sequence_by_sequence(arguments: tuple[Any, ...]) -> list[tuple[Any, ...]]:
 
 
 def _sequences(arguments: Any) -> int | None:
-    """Return how many sequences unequal arguments are of, or None where there are none."""
+    """Return the number of sequences in unequal arguments, or None if there are none."""
     for argument in arguments:
         if isinstance(argument, Ragged | PerSequence):
             return len(argument.sizes if isinstance(argument, Ragged) else argument)
@@ -249,7 +250,7 @@ def _of(argument: Any, i: int, batch: int) -> Any:
 
 
 def _numbers(arguments: Any) -> list[PerSequence]:
-    """Return what the sequences that arguments are of are counted by."""
+    """Return the `PerSequence` numbers among the arguments, including the sizes of `Ragged` tensors."""
     numbers: list[PerSequence] = []
     for argument in arguments:
         if isinstance(argument, Ragged | PerSequence):
@@ -260,8 +261,8 @@ def _numbers(arguments: Any) -> list[PerSequence]:
 
 
 def _joined(results: list[Any], numbers: Sequence[PerSequence]) -> Any:
-    """Join what the sequences gave; free slots get zeros. Sizes that the arguments have too are the same object, which
-    may be on the device already."""
+    """Join the results of the sequences; free slots get zeros. Sizes that equal those of an argument become the
+    same object, which may be on the device already."""
     if isinstance(results[0], tuple):
         return tuple(_joined(list(same), numbers) for same in zip(*results, strict=True))
     if results[0] is None:

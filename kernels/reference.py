@@ -1,6 +1,6 @@
 """Defines every operation in plain torch; the other backends are tested against it.
 
-Letters are those of methods/base/. Softmax and its sums run in fp32, whatever the dtype of the inputs.
+Letters in shapes are those of methods/base/. Softmax and its sums run in fp32, whatever the dtype of the inputs.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from kernels.rope import rotate
 
 
 class Segment(NamedTuple):
-    """Names keys and values to attend to: all of them, or `rows` of each KV head, or of each query head.
+    """Name keys and values to attend to: all of them, or `rows` of each KV head, or of each query head.
 
-    `live`: only the first so many of S (or of `rows`) are there, and nothing behind them is read. It lies on the
-    device, so that a captured step can be replayed while the tokens become more (methods/base/counters.py).
+    `live`: only the first `live` of S (or of `rows`) exist, and nothing after them is read. It lies on the device,
+    so that a captured step can be replayed while the number of tokens grows (methods/base/counters.py).
 
-    Sequences of different lengths have `Ragged` in place of tensors (kernels/ragged.py).
+    Sequences of different lengths have `Ragged` instead of tensors (kernels/ragged.py).
     """
 
     k: Tensor  # [B G S D]
@@ -33,7 +33,7 @@ class Segment(NamedTuple):
     live: Tensor | None = None  # [1] or [B], int64
 
     def without_missing(self, scores: Tensor, value: float) -> Tensor:
-        """Return scores [B ... S], with `value` in place of those of missing tokens."""
+        """Return scores [B ... S], with `value` instead of those of missing tokens."""
         return scores if self.live is None else without_missing(scores, self.live, value)
 
 
@@ -87,8 +87,8 @@ def segment_attention_with_lse(q: Tensor, segments: Sequence[Segment], scale: fl
 def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> Tensor:
     """Merge attention over separate parts, each perhaps with its own queries, into one softmax over all of them.
 
-    outs [B H T D], lses [B H T], or [B H] of one token -> [B H T D]; every query must have seen a key in at least one
-    part
+    outs [B H T D], lses [B H T], or [B H] of one token -> [B H T D]; every query must have seen a key in at least
+    one part
     """
     shares = torch.stack(tuple(lses)).softmax(0).view(len(lses), *outs[0].shape[:3], 1)
     return (torch.stack(tuple(outs)).float() * shares).sum(0).to(outs[0].dtype)
@@ -130,11 +130,11 @@ def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
 
 @by_sequence
 def gather_tiers(far: Tensor, rows: Tensor, held: Tensor | None, slots: Tensor | None) -> Tensor:
-    """Copy rows of each KV head out of two tiers, to where their numbers lie. far [B G S D], on the device or in host
-    memory, held [B G C D], rows and slots [B G K] -> [B G K D]
+    """Copy rows of each KV head out of two tiers, to the device of the row numbers. far [B G S D], on the device or
+    in host memory, held [B G C D], rows and slots [B G K] -> [B G K D]
 
-    A row whose slot is 0 or more is read from there in `held`, any other one from `far`; without `slots`, all are.
-    Kernels of a GPU read pinned host memory in place, so that no row's number goes to the host.
+    A row whose slot is 0 or more is read from that place of `held`, any other one from `far`; without `slots`, all
+    are read from `far`. Kernels of a GPU read pinned host memory in place, so that no row number moves to the host.
     """
     fetched = gather_rows(far, rows.to(far.device)).to(rows.device)
     if held is None or slots is None:
@@ -144,11 +144,11 @@ def gather_tiers(far: Tensor, rows: Tensor, held: Tensor | None, slots: Tensor |
 
 @by_sequence
 def put_rows(x: Tensor, rows: Tensor, values: Tensor) -> None:
-    """Write rows of each KV head into x. x [B G S D], rows [B G K], values [B G K D]. Of a row that comes twice, either
+    """Write rows of each KV head into x. x [B G S D], rows [B G K], values [B G K D]. If a row occurs twice, either
     value may stay.
 
-    Of several sequences, the rows of one may be shorter than D: its values are then zero in the channels that are
-    missing, and backends may write these zeros behind its rows.
+    For several sequences, the rows of one may be shorter than D: its values are then zero in the channels that are
+    missing, and backends may write these zeros after its rows.
     """
     values = values[..., : x.shape[3]]
     if (flat := _flat_rows(x)) is None:
@@ -175,7 +175,7 @@ def _flat_index(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def _or_of_counted(run: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, int], Tensor]:
-    """Let `top_k` take numbers that only the device knows: as many as there may be are chosen, the best first."""
+    """Let `top_k` take numbers that only the device knows: the greatest possible number is chosen, the best first."""
 
     @wraps(run)
     def served(scores: Tensor | Ragged, count: int | PerSequence) -> Tensor:
@@ -195,8 +195,8 @@ def _or_of_counted(run: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, in
 def top_k(scores: Tensor, count: int) -> Tensor:
     """Find the indices of the `count` largest scores, unsorted. [... S] -> [... count]
 
-    Of equal scores the compiled backends take the first, torch any. Where sequences have different counts, zeros stand
-    behind the smaller ones.
+    Among equal scores the compiled backends take the first, torch any. If sequences have different counts, zeros
+    follow the smaller ones.
     """
     return scores.topk(count, dim=-1, sorted=False).indices
 
@@ -205,8 +205,8 @@ def top_k(scores: Tensor, count: int) -> Tensor:
 def row_scores(q: Tensor, x: Tensor) -> Tensor:
     """Multiply every query of a group with every row of an index. q [B G g C], x [B G S C] -> [B G g S] (fp32)
 
-    Of several sequences, the rows of one may be shorter than C: its queries are then zero in the channels that are
-    missing, and what lies behind its rows in memory must be finite numbers, for backends read it.
+    For several sequences, the rows of one may be shorter than C: its queries are then zero in the channels that are
+    missing, and the memory after its rows must contain finite numbers, because backends read it.
     """
     return (q[..., : x.shape[3]] @ x.transpose(-1, -2)).float()
 
@@ -219,8 +219,8 @@ def live_scores(q: Tensor, x: Tensor | Ragged, live: Tensor) -> Tensor:
 
 @by_sequence
 def channel_scores(q: Tensor, x: Tensor, channels: Tensor) -> Tensor:
-    """Multiply queries and keys in the chosen channels alone. q [B G g r], x [B G D S], channels [B G r] -> [B G g S]
-    (fp32)
+    """Multiply queries and keys in the chosen channels alone. q [B G g r], x [B G D S], channels [B G r] -> [B G g
+    S] (fp32)
 
     SparQ (arXiv 2312.04985): x holds the keys one channel per row, so that only r of its D rows are read.
     """

@@ -26,16 +26,16 @@ def with_sink(out: Tensor, lse: Tensor, sink_logits: Tensor | None) -> Tensor:
 
 
 def lse_with_sink(lse: Tensor, sink_logits: Tensor | None) -> Tensor:
-    """Return the log of the sum that a softmax divides by, with the sink in it. lse [B H] or [B H T], sink_logits [H]
-    or None"""
+    """Return the log of the denominator of a softmax, including the sink. lse [B H] or [B H T], sink_logits [H] or
+    None"""
     if sink_logits is None:
         return lse
     return torch.logaddexp(lse, sink_logits.view(-1, *[1] * (lse.dim() - 2)))
 
 
 def softmax(logits: Tensor, sink_logits: Tensor | None) -> Tensor:
-    """Return what the tokens weigh beside the sink. logits [B G g ... S], sink_logits [H] -> the same shape, with sums
-    below 1"""
+    """Return the weights of the tokens in a softmax with a sink, logits [B G g ... S], sink_logits [H] -> the same
+    shape, with sums below 1."""
     if sink_logits is None:
         return logits.softmax(-1)
     sink = sink_logits.view(*logits.shape[1:3], *[1] * (logits.dim() - 3)).expand(*logits.shape[:-1], 1)

@@ -1,6 +1,6 @@
 """Makes temporary files and folders that do not outlive their process, however it ends.
 
-Their owner holds a lock on each (`flock`), which the system drops with the process. Whoever makes the next one beside
+Their owner holds a lock on each (`flock`), which the system drops with the process. The next process to make one beside
 it removes those that nobody holds, and nothing else: names end in a checksum of the rest, and a folder holds a file
 that says whose it is. Where a file system knows no locks, as some that several machines share, what is left stays.
 """
@@ -27,7 +27,7 @@ _seen: set[Path] = set()  # folders that this process has searched
 
 
 class TemporaryFolder:
-    """Makes a folder in `parent`, by default in the system's place, that goes with this object, with the block that it
+    """Make a folder in `parent`, by default in the system's place, that goes with this object, with the block that it
     opens, or with the process. Its name begins with `start`, which ends in a hyphen."""
 
     def __init__(self, start: str, parent: Path | None = None) -> None:

@@ -38,7 +38,7 @@ def unfit() -> str | None:
 
 
 def compiler() -> str | None:
-    """Return the C compiler that Triton takes: CC, else gcc, else clang; None where there is none."""
+    """Return the C compiler that Triton takes: CC, else gcc, else clang; None if there is none."""
     return shutil.which(os.environ.get("CC") or "gcc") or (None if os.environ.get("CC") else shutil.which("clang"))
 
 

@@ -1,8 +1,4 @@
-"""Computes attention of queries that see some of the keys behind them, for prompts that no token reads whole.
-
-Query t stands at place `first` + t among the keys and sees the last `window` of them up to that place. `first` may be
-negative or beyond the last key: the first queries then see none, or the last ones all.
-"""
+"""Computes attention of queries that see some of the keys before them, for prompts that no token reads whole."""
 
 from __future__ import annotations
 

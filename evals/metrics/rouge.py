@@ -1,8 +1,9 @@
-"""Computes ROUGE-L as LongBench does: the F of PyPI's `rouge` 1.0.1 at summary level, and 0 where that package fails.
+"""Computes ROUGE-L as LongBench does: the F of PyPI's `rouge` 1.0.1 at summary level, and 0 where that package
+fails.
 
-It is written anew because the package keeps one dictionary entry for every pair of words (gigabytes for two long
-sentences without a full stop), and follows the common subsequence by recursion, so that its score depends on how deep
-the caller's stack is. Here that depth is always the one of LongBench's own script.
+The package itself is not used, because it keeps one dictionary entry for every pair of words (gigabytes for two
+long sentences without a full stop), and follows the common subsequence by recursion, so that its score depends on
+how deep the caller's stack is. Here that depth is always the one of LongBench's own script.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Turns the text of a conversation into its turns: which facts are told where, what is asked, what fits."""
+"""Turns the text of a conversation into its turns: which facts are stated where, what is asked, what fits."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from evals.needles import CITIES, Planted, magic_number
 
 REPLIES = ("own", "given", "forced")
 GAP = "\n\n"  # separates turns where no chat template does
-CLOSING_TOKENS = 4  # tokens that a template puts behind an answer, at most
+CLOSING_TOKENS = 4  # tokens that a template puts after an answer, at most
 
 
 class Fact(NamedTuple):
-    """Holds what one turn asks, and in which turn that was told."""
+    """Hold what one turn asks, and in which turn that was stated."""
 
     planted: Planted
-    told: int  # the number of that turn, from 0
+    stated_in: int  # the number of that turn, from 0
 
 
 class Said(NamedTuple):
-    """Holds one turn with the tokens that it takes."""
+    """Hold one turn and the tokens that it takes."""
 
     user: tuple[str, str]  # the text, and the question about it
     references: tuple[str, ...]
     room: int  # tokens kept free for the answer
-    reply: str | None  # what stands in the conversation in place of the answer
+    reply: str | None  # what stands in the conversation instead of the answer
     tokens: tuple[int, int]  # tokens of the user's part in the prompt, and of the reply
     data: dict[str, Any]
 
 
 @dataclass
 class Builder:
-    """Builds conversations of at most `limit` tokens; the fields up to `max_new_tokens` are the task's. `lengths`
-    collects the tokens of each turn made so far, `excess` how many tokens the longest conversation that cannot be
-    shortened has too many."""
+    """Build conversations of at most `limit` tokens; the fields up to `max_new_tokens` are the task's. `lengths`
+    collects the tokens of each turn made so far; `excess` is by how many tokens the longest unshortenable
+    conversation is too long."""
 
     env: TaskEnv
     limit: int
@@ -62,8 +62,7 @@ class Builder:
         self._between = self._count(self._gap) + closing  # tokens before a later turn
 
     def conversation(self, script: Script, seed: str) -> Example | None:
-        """Build one conversation, or return None where the script has fewer than `turns` turns that fit, or none at
-        all."""
+        """Build one conversation, or return None if fewer than `turns` turns of the script fit, or none at all."""
         count = min(len(script), self.turns or MOST_TURNS)
         if count < (self.turns or 1):
             return None
@@ -98,10 +97,10 @@ class Builder:
         """Draw a fact for each turn to ask about, with no city twice. Those of the first turns are the same for any
         `count`."""
         cities = rng.sample(CITIES, MOST_TURNS)
-        told = ((rng.randrange(turn + 1), turn, rng.randrange(1_000_000, 10_000_000)) for turn in range(count))
+        drawn = ((rng.randrange(turn + 1), turn, rng.randrange(1_000_000, 10_000_000)) for turn in range(count))
         return [
             Fact(magic_number(cities[turn], number), 0 if self.about == "first" else where)
-            for where, turn, number in told
+            for where, turn, number in drawn
         ]
 
     def _forced(self, script: Script, turn: int) -> Said:
@@ -112,9 +111,9 @@ class Builder:
         return Said((text, ""), (reply,), tokens[1], None, tokens, {"turn": turn + 1})
 
     def _asked(self, script: Script, turn: int, facts: Sequence[Fact]) -> Said:
-        """Make a turn that tells its facts and asks about one told here or before."""
-        here = [_sentence(fact.planted) for fact in facts if fact.told == turn]
-        (asked, told), frame = facts[turn], self._frames[turn > 0]
+        """Make a turn that states its facts and asks about one stated here or before."""
+        here = [_sentence(fact.planted) for fact in facts if fact.stated_in == turn]
+        (asked, stated_in), frame = facts[turn], self._frames[turn > 0]
         before, _, after = self.template.partition("{text}")
         after = after.replace("{question}", asked.question)
         spent = frame + self._count(before + " ".join(here) + after)
@@ -123,11 +122,11 @@ class Builder:
         reply = None if own or turn + 1 == len(facts) else self._given(script, turn, _sentence(asked))
         room = max(self.max_new_tokens, script.reply_tokens(turn)) if own else self.max_new_tokens
         tokens = frame + self._count(text + after), room if reply is None else self._count(reply)
-        data = {"turn": turn + 1, "told_in": told + 1, "turns_ago": turn - told}
+        data = {"turn": turn + 1, "told_in": stated_in + 1, "turns_ago": turn - stated_in}
         return Said((text, after), asked.answers, room, reply, tokens, data)
 
     def _given(self, script: Script, turn: int, answer: str = "") -> str:
-        """Return the text's own reply, put behind the right answer."""
+        """Return the text's own reply, put after the right answer."""
         return " ".join(filter(None, (answer, script.reply(turn, self._count(answer)))))
 
     def _count(self, text: str) -> int:

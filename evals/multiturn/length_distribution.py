@@ -1,7 +1,8 @@
-"""Draws how long conversations are: the law behind stand-ins for ShareGPT, and the numbers to judge a set of them by.
+"""Draws the lengths of conversations like those of ShareGPT, and computes the statistics by which such a set is
+judged.
 
-CachedAttention (arXiv:2403.19708, sections 2.3, 2.4 and 4.2) publishes that 27 % of the conversations have one turn,
-that they have 5.75 turns on average and 40 at most, that 47 % hold more than 2K tokens and 30 % more than 4K.
+CachedAttention (arXiv:2403.19708, sections 2.3, 2.4 and 4.2) publishes that 27 % of the conversations have one
+turn, that they have 5.75 turns on average and 40 at most, that 47 % hold more than 2K tokens and 30 % more than 4K.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ def drawn(
 ) -> list[list[int]]:
     """Draw the tokens of each turn of each session, question and answer together.
 
-    correlation: between the normal variables behind turns and tokens, as sessions of more turns have more tokens.
-    scale: multiplies all tokens. turns: of every session, in place of the law's.
+    `correlation`: between the normal variables for turns and for tokens, as sessions with more turns have more
+    tokens. `scale`: multiplies all tokens. `turns`: of every session, instead of drawn numbers.
     """
     first = rng.standard_normal(sessions)
     second = correlation * first + np.sqrt(1 - correlation**2) * rng.standard_normal(sessions)
@@ -61,10 +62,10 @@ def opened(parts: Sequence[tuple[int, int]], least: int) -> list[tuple[int, int]
 
 
 def statistics(sessions: Sequence[Sequence[tuple[int, int]]], scale: float = 1.0) -> dict[str, float]:
-    """Return the numbers that a stand-in is judged by.
+    """Return the numbers by which a set of sessions is judged.
 
-    sessions: tokens of the question and of the answer of each turn. scale: divides the tokens for the shares of long
-    sessions.
+    `sessions`: tokens of the question and of the answer of each turn. `scale`: divides the tokens for the shares of
+    long sessions.
     """
     counts = np.array([len(session) for session in sessions])
     totals = np.array([sum(map(sum, session)) for session in sessions])
@@ -95,8 +96,8 @@ def exchanges(said: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
 
 
 def _turns(u: Floats) -> NDArray[np.intp]:
-    """Return the numbers of turns at the quantiles `u`: one turn, or two and more by a geometric law that is cut off at
-    the most."""
+    """Return the numbers of turns at the quantiles `u`: one turn, or two and more by a geometric distribution that
+    is cut off at the most."""
     extra = np.arange(MOST_TURNS - 1)
     wanted = (MEAN_TURNS - ONE_TURN) / (1 - ONE_TURN) - 2
     ratio = brentq(lambda r: float((extra * r**extra).sum() / (r**extra).sum()) - wanted, 0.01, 1.5)

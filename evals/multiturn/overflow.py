@@ -1,8 +1,8 @@
-"""Asks questions behind an overflow: the first turn of a conversation fills the window, and the second overflows it.
+"""Asks questions after an overflow: the first turn of a conversation fills the window, and the second overflows it.
 
-CachedAttention (ATC 2024, section 4.3.5) feeds a long text to force a truncation, then asks a benchmark's questions.
-Here they are about facts (ShadowKV's needles) at the end of that text, in the part that stays. The first question still
-fits, so a score by turn tells it from those behind the overflow.
+CachedAttention (ATC 2024, section 4.3.5) feeds a long text to force a truncation, then asks a benchmark's
+questions. Here they are about facts (ShadowKV's needles) at the end of that text, in the part that stays. The first
+question still fits, so scores by turn separate it from the questions after the overflow.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SPARE = 4  # by which pieces may grow when they are tokenised apart
 
 @dataclass(frozen=True, kw_only=True)
 class NeedlesBehindOverflow(Task):
-    """Fills `window` tokens with text, the first question and its answer; the run's `overflow.window` should be the
+    """Fill `window` tokens with text, the first question and its answer; the run's `overflow.window` should be the
     same. The needles stand among the last `facts` tokens of the text."""
 
     version: ClassVar[str] = "1"
@@ -87,7 +87,7 @@ class NeedlesBehindOverflow(Task):
         )
 
     def _with_needles(self, env: TaskEnv, hay: list[int], needles: Sequence[Sequence[int]]) -> list[int]:
-        """Insert the needles evenly over the last `facts` tokens, each behind a sentence."""
+        """Insert the needles evenly over the last `facts` tokens, each after a sentence."""
         first, share = len(hay) - self.facts, self.facts / len(needles)
         places = [max(first, boundary(hay, first + int(share * (one + 0.5)), env)) for one in range(len(needles))]
         for place, needle in reversed(list(zip(places, needles, strict=True))):

@@ -1,4 +1,4 @@
-"""Supplies what is talked about: real text cut to lengths that the law draws, or the conversations of a file."""
+"""Supplies the text of conversations: real text cut to drawn lengths, or the conversations of a file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SKIPS = 3  # sentences passed over as too long for the rest of a passage
 
 
 class Script(Protocol):
-    """Supplies the text of one conversation. After `begin`, turns are read in order: first the user's, then the
+    """Supply the text of one conversation. After `begin`, turns are read in order: first the user's, then the
     reply."""
 
     name: str
@@ -30,21 +30,21 @@ class Script(Protocol):
         """Return the number of turns."""
 
     def user(self, turn: int, facts: Sequence[str], spent: int) -> str:
-        """Return what the user says in `turn`, counted from 0, with `facts` in it. spent: tokens of all else in the
-        turn."""
+        """Return what the user says in `turn`, counted from 0, including `facts`. `spent`: tokens of all else in
+        the turn."""
 
     def reply(self, turn: int, spent: int = 0) -> str:
-        """Return the text's own reply in `turn`. Raises `TaskError` where a file has none."""
+        """Return the text's own reply in `turn`. Raises `TaskError` if a file has none."""
 
     def reply_tokens(self, turn: int) -> int:
-        """Return how many tokens a reply is meant to have; 0 where nobody knows."""
+        """Return how many tokens a reply is meant to have; 0 if that is unknown."""
 
     def shortened(self, tokens: int) -> Script | None:
-        """Return a script about `tokens` shorter, or None where it cannot be shorter."""
+        """Return a script that is about `tokens` shorter, or None if it cannot be."""
 
 
 class Reader:
-    """Reads a text sentence by sentence, over and over."""
+    """Read a text sentence by sentence, over and over."""
 
     def __init__(self, text: Haystack, env: TaskEnv) -> None:
         self._sentences, self._env = [one for one in split_sentences(text.text) if one.strip()], env
@@ -61,9 +61,10 @@ class Reader:
 
 
 class Passages:
-    """Makes a conversation of consecutive passages of a text, in whole sentences.
+    """Make a conversation of consecutive passages of a text, in whole sentences.
 
-    parts: tokens of the question and of the answer of each turn. opening: tokens that the first question has at least.
+    `parts`: tokens of the question and of the answer of each turn. `opening`: the least tokens of the first
+    question.
     """
 
     def __init__(self, name: str, reader: Reader, start: int, parts: Sequence[tuple[int, int]], opening: int) -> None:
@@ -96,8 +97,8 @@ class Passages:
         return None if shorter._parts == self._parts else shorter
 
     def _passage(self, tokens: int, least: bool) -> list[str]:
-        """Take sentences until they come nearest to `tokens`, passing over a few that are too long; with `least`, at
-        least one."""
+        """Take sentences until they come nearest to `tokens`, passing over a few that are too long; with `least`,
+        at least one."""
         taken, skipped = list[str](), 0
         while skipped < SKIPS:
             sentence, count = next(self._rest)
@@ -110,14 +111,14 @@ class Passages:
 
 
 class Told:
-    """Tells a conversation that a file holds."""
+    """Supply a conversation from a file."""
 
     def __init__(self, name: str, turns: Sequence[tuple[str, str | None]], env: TaskEnv, origin: str) -> None:
         """Keep the turns of a conversation; `origin` names the file in errors."""
         self.name, self._turns, self._env, self._origin = name, turns, env, origin
 
     def begin(self) -> None:
-        """Do nothing, since the conversation is here as a whole."""
+        """Do nothing: the conversation is complete already."""
 
     def __len__(self) -> int:
         return len(self._turns)
@@ -139,8 +140,8 @@ class Told:
 
 
 def located(path: str, root: Path | None) -> tuple[Source, Path | None]:
-    """Return a file of conversations as a source, and the folder to look for it in. It is named as it is or from the
-    data root."""
+    """Return a file of conversations as a source, and the folder to look for it in. Its path is absolute or
+    relative to the data root."""
     name, file = f"task.source={path}", Path(path).expanduser()
     if file.is_file():
         return Source(name=name, local=(file.name,)), file.resolve().parent

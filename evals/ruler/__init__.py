@@ -26,7 +26,7 @@ Group = tuple[str, int, Callable[[], list[FilledTemplate]]]  # task, length, and
 
 @dataclass(frozen=True, kw_only=True)
 class Ruler(Task):
-    """Makes prompts that equal those of the official scripts from 1024 tokens on; shorter ones come from a finer
+    """Make prompts that equal those of the official scripts from 1024 tokens on; shorter ones come from a finer
     generator.
 
     A length counts chat template, prompt, answer prefix and the tokens kept free for the answer. The context of an

@@ -25,7 +25,7 @@ ZETA = math.pi**2 / 6  # zeta(ALPHA)
 
 
 class CommonWords(Generator):
-    """Lists ten common words ten times as often as the others (six times below 4096 tokens), after one worked example.
+    """List ten common words ten times as often as the others (six times below 4096 tokens), after one worked example.
 
     Where a chat template is used, the official script wraps the example in it too, so that the template stands twice in
     a prompt. Here the example is plain and inside the user turn, since a task knows no template; without a template the
@@ -86,7 +86,7 @@ def _numbered(words: Sequence[str]) -> str:
 
 
 class FrequentWords(Generator):
-    """Makes up words whose frequencies fall with the square of their rank. The first rank is dots; the next three are
+    """Make up words whose frequencies fall with the square of their rank. The first rank is dots; the next three are
     asked for.
 
     The official script searches another way here: with one vocabulary for the whole search, then a new one for each

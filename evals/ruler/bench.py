@@ -15,7 +15,7 @@ from evals.ruler.templates import FAMILIES
 
 
 class CountedText:
-    """Counts how often a tokenizer without chat template is asked; without a file it splits at white space."""
+    """Count how often a tokenizer without chat template is asked; without a file it splits at white space."""
 
     def __init__(self, tokenizer: Path | None = None) -> None:
         self.fingerprint = str(tokenizer or "whitespace")

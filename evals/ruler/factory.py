@@ -26,14 +26,14 @@ GENERATOR = f"{OFFICIAL}-1 {FINE}"  # raised when any prompt changes: cached one
 
 
 class DoesNotFit(TaskError):
-    """Says that a prompt of `task` is longer than `length`, and from how many tokens on, `works`, none is."""
+    """Report that a prompt of `task` is longer than `length`, and `works`, the length from which on all fit."""
 
     def __init__(self, task: str, length: int, works: int) -> None:
         super().__init__(f"{task} does not fit {length} tokens (from {works} on it is sure to)")
 
 
 class Factory:
-    """Makes the prompts of one run. It reads data sets at once, and only those that the run's tasks need."""
+    """Make the prompts of one run. It reads data sets at once, and only those that the run's tasks need."""
 
     def __init__(self, env: TaskEnv, tasks: Sequence[str], haystack_name: str, questions: int = 1) -> None:
         self._env, self._questions = env, questions

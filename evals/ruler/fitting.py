@@ -20,11 +20,11 @@ REDRAWS = 20  # draws at the smallest size, where the official scripts draw for 
 
 
 class TooShort(TaskError):
-    """Says that not even the smallest haystack fits the length."""
+    """Report that not even the smallest haystack fits the length."""
 
 
 class Generator(ABC):
-    """Draws the prompts of one task at one length. The size of a haystack counts words, lines or documents.
+    """Draw the prompts of one task at one length. The size of a haystack counts words, lines or documents.
 
     Below `OFFICIAL_FROM` tokens the unit is one, and every sample has a size of its own. From there on, units, random
     draws and their order are those of the official scripts.
@@ -110,7 +110,7 @@ class Generator(ABC):
         return low, best
 
     def noted(self, prompt: FilledTemplate) -> FilledTemplate | None:
-        """Return the prompt with its tokens written down, or None where it is too long."""
+        """Return the prompt with its token count noted, or None if it is too long."""
         tokens = self.count(prompt) + self.new_tokens
         return replace(prompt, data={**prompt.data, "tokens": tokens}) if tokens <= self.length else None
 
@@ -124,7 +124,7 @@ class Generator(ABC):
         return max(SMALLEST, math.ceil(needed * 1.03 / 32) * 32)
 
     def stepping_down(self, size: int, index: int) -> FilledTemplate:
-        """Draw anew until the prompt fits, each time one unit smaller where that is possible."""
+        """Draw again until the prompt fits, each time one unit smaller if possible."""
         attempts = size // self.unit + REDRAWS
         for _ in range(attempts):
             prompt = self.noted(self.sample(size, index))

@@ -21,7 +21,7 @@ DEPTHS = tuple(int(depth) for depth in np.round(np.linspace(0, 100, num=40)))  #
 
 @dataclass(frozen=True, slots=True)
 class Needles:
-    """Says what is hidden where: `keys` needles of `values` values each, of which `queries` keys are asked for."""
+    """Say what is hidden where: `keys` needles of `values` values each, of which `queries` keys are asked for."""
 
     haystack: Literal["noise", "essay", "needle"]
     key_type: Literal["words", "uuids"] = "words"
@@ -54,7 +54,7 @@ def essay_words(text: str) -> list[str]:
 
 
 class Niah(Generator):
-    """Hides needles of one kind. `essay` is the haystack in words, for the kinds that hide their needles in essays."""
+    """Hide needles of one kind. `essay` is the haystack in words, for the kinds that hide their needles in essays."""
 
     new_tokens = NEW_TOKENS["niah"]
 

@@ -23,7 +23,7 @@ RECORD = {
 
 @dataclass(frozen=True, slots=True)
 class OfficialFile:
-    """Names one file with its task and length."""
+    """Name one file with its task and length."""
 
     path: Path
     task: str

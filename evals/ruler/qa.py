@@ -40,7 +40,7 @@ TRIED = 40  # documents that the finer generator tries to add
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Holds a question with the numbers of its documents: `gold` contain the answer, `own` are always shown, `related`
+    """Hold a question with the numbers of its documents: `gold` contain the answer, `own` are always shown, `related`
     come next."""
 
     query: str
@@ -52,7 +52,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Holds questions in file order over sorted distinct documents. `origin` and `sha256` say where they are from."""
+    """Hold questions in file order over sorted distinct documents. `origin` and `sha256` say where they are from."""
 
     questions: tuple[Question, ...]
     documents: tuple[str, ...]
@@ -134,7 +134,7 @@ def _read_hotpotqa(content: Content, name: str) -> tuple[list[Question], list[st
 
 
 class QuestionAnswering(Generator):
-    """Shows `size` documents, those of the question among them, in an order that is the same for all samples of a size.
+    """Show `size` documents, those of the question among them, in an order that is the same for all samples of a size.
 
     The finer generator starts from the gold documents, adds others as long as one fits, and passes over questions whose
     gold documents do not.

@@ -1,4 +1,4 @@
-"""Searches a size with few calls of the tokenizer, and with the outcome that counting every prompt would have."""
+"""Searches a size with few calls of the tokenizer, and with the result that counting every prompt would have."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DOUBT = 0.15  # share of the tokens between a prompt and the nearest one counted
 
 
 class FitCheck:
-    """Says whether prompts hold at most `limit` tokens, and counts only those near it.
+    """Say whether prompts hold at most `limit` tokens, and count only those near it.
 
     Prompts far off are judged by the nearest one that was counted. Every prompt draws from the random stream, so a
     wrong guess would change all that follows. `guesses_hold` therefore checks afterwards that each guess rests on a
@@ -44,7 +44,7 @@ class FitCheck:
         return guess
 
     def guesses_hold(self) -> bool:
-        """Return whether counted prompts bear out every guess."""
+        """Return whether counted prompts confirm every guess."""
         shortest_over = min((size for size, tokens in self._counted if tokens > self._limit), default=float("inf"))
         longest_fit = max((size for size, tokens in self._counted if tokens <= self._limit), default=0)
         spread = 1 + self._margin
@@ -53,7 +53,7 @@ class FitCheck:
         )
 
     def _verdict(self, size: int) -> bool | None:
-        """Return what the nearest counted prompt implies, or None where that is in doubt."""
+        """Return what the nearest counted prompt implies, or None if that is in doubt."""
         near_size, near_tokens = min(self._counted, key=lambda known: abs(known[0] - size))
         expected = near_tokens * size / near_size
         doubt = self._margin * self._limit + DOUBT * abs(expected - near_tokens)

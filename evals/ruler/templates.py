@@ -14,7 +14,7 @@ DOCUMENT = "Document {i}:\n{document}"
 
 @dataclass(frozen=True, slots=True)
 class FilledTemplate:
-    """Holds a filled template. `context` ends where the template's {context} does; `prefix` begins the answer."""
+    """Hold a filled template. `context` ends where the template's {context} does; `prefix` begins the answer."""
 
     context: str
     question: str
@@ -53,7 +53,7 @@ class FilledTemplate:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """Holds the user turn as `text`, and what goes behind the assistant header as `prefix`, which starts with a
+    """Hold the user turn as `text`, and what goes after the assistant header as `prefix`, which starts with a
     space."""
 
     text: str

@@ -16,7 +16,7 @@ EXAMPLE_VALUE = "12345"
 
 
 class _Chain(Generator):
-    """Hides one chain in `size` lines of noise."""
+    """Hide one chain in `size` lines of noise."""
 
     letters: int
 
@@ -42,7 +42,7 @@ class _Chain(Generator):
         return self.streams.value()
 
     def _names(self) -> list[str]:
-        """Draw distinct names; where some are equal, more are drawn behind. The official script breaks off here (once
+        """Draw distinct names; where some are equal, more are drawn after. The official script breaks off here (once
         in 10^6 draws)."""
         names = [self.streams.letters(ascii_uppercase, self.letters) for _ in range(HOPS + 1)]
         while len(set(names)) <= HOPS:
@@ -51,7 +51,7 @@ class _Chain(Generator):
 
 
 class _Example(_Chain):
-    """Draws the worked example: short names, a fixed value, never in a chat template of its own."""
+    """Draw the worked example: short names, a fixed value, never in a chat template of its own."""
 
     new_tokens = 0
     letters = 3
@@ -76,7 +76,7 @@ class _Example(_Chain):
 
 
 class Tracing(_Chain):
-    """Puts the example in front, inside the user turn, with new names and a new value in every sample."""
+    """Put the example in front, inside the user turn, with new names and a new value in every sample."""
 
     new_tokens = NEW_TOKENS["vt"]
     letters = 5

@@ -16,7 +16,7 @@ import numpy as np
 
 
 class Streams:
-    """Draws from the same streams as the official scripts, which seed Python's and NumPy's global generators once per
+    """Draw from the same streams as the official scripts, which seed Python's and NumPy's global generators once per
     process.
 
     Every draw below happens in the order of the scripts: one call more or less changes all later prompts.
@@ -54,10 +54,10 @@ class Streams:
 
 
 class PairIndex(Sequence[str]):
-    """Lists the distinct strings `adjective-noun` in order, and makes each when it is asked for.
+    """List the distinct strings `adjective-noun` in order, and make each when it is asked for.
 
     The whole list has 6.17 million entries and takes seconds to build. An adjective's strings stand together in it,
-    except where one adjective continues another behind a hyphen (`old`, `old-fashioned`): those interleave and are kept
+    except where one adjective continues another after a hyphen (`old`, `old-fashioned`): those interleave and are kept
     as one block.
     """
 

@@ -23,8 +23,8 @@ PLAIN_GAP = "\n\n"  # follows a given answer where there is no chat template
 
 @dataclass(frozen=True)
 class SCBench(Task):
-    """Makes conversations or requests from rows. With `golden` the right answers stand in the conversation, as
-    officially, in place of the model's own."""
+    """Make conversations or requests from rows. With `golden` the right answers stand in the conversation, as
+    officially, instead of the model's own."""
 
     version: ClassVar[str] = "1"
     seeded: ClassVar[bool] = False
@@ -156,7 +156,7 @@ class SCBench(Task):
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """Holds one of a row's questions: what fills the templates, and what a right answer is."""
+    """Hold one of a row's questions: what fills the templates, and what a right answer is."""
 
     fields: Mapping[str, str]
     references: tuple[str, ...]
@@ -192,7 +192,7 @@ def _common(example_id: str, name: str, turn: _Asked, **data: Any) -> dict[str, 
 
 
 def _split(template: str, known: Mapping[str, str]) -> tuple[str, str]:
-    """Fill a template, and split it behind its context."""
+    """Fill a template, and split it after its context."""
     head, tail = template.split("{context}")
     return head.format_map(known) + known["context"], tail.format_map(known)
 

@@ -213,7 +213,7 @@ class KVCache(Cache):
 
     @property
     def fallback(self) -> str | None:
-        """Return what a layer did at the last seal in place of its method's rule, and why; None where none did."""
+        """Return what a layer did at the last seal instead of its method's rule, and why; None where none did."""
         return next((layer.fallback for layer in self.method_layers if layer.fallback), None)
 
     @property

@@ -138,7 +138,7 @@ class Fidelity:
             record[f"{name}_per_head"] = [[round(one, 4) for one in layer] for layer in heads.tolist()]
         if compare:
             kl, choices = self.against_full(model)
-            tokens = tokens[-len(self.fed) - 1 :]  # a text that was computed anew is watched from there on
+            tokens = tokens[-len(self.fed) - 1 :]  # a text that was computed again is watched from there on
             asked = len(self.fed) - (len(tokens) - 1)  # forwards of the question, whose outputs were no tokens
             mine, theirs = list(tokens)[1:], choices[place, asked:].tolist()
             differ = [i for i, (a, b) in enumerate(zip(mine, theirs, strict=False), 1) if a != b]
@@ -160,5 +160,5 @@ def _of_the_prompt(weights: Tensor, read: Tensor | None) -> tuple[Tensor, Tensor
 
 def _marked(places: Tensor, like: Tensor) -> Tensor:
     """1 at `places` [B heads K], -1 for none, and 0 elsewhere. like [B heads N]"""
-    spare = like.new_zeros(*like.shape[:2], like.shape[2] + 1)  # one behind the last, for the padding of uneven reads
+    spare = like.new_zeros(*like.shape[:2], like.shape[2] + 1)  # one after the last, for the padding of uneven reads
     return spare.scatter_(-1, places % spare.shape[2], 1.0)[..., :-1]

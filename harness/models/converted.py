@@ -150,7 +150,7 @@ def _known_sha256(file: Path, *state: int) -> str:
 
 @contextmanager
 def _alone(lock: Path) -> Iterator[None]:
-    """Keeps other processes waiting, as far as the file system can: one that is read-only or far away may not."""
+    """Keep other processes waiting, as far as the file system can: one that is read-only or far away may not."""
     descriptor = None
     try:
         with suppress(OSError):

@@ -136,7 +136,7 @@ class HuggingFace(ModelSource):
 
 @contextmanager
 def _said_of(place: Path) -> Iterator[None]:
-    """Names what transformers, or a library below it, cannot read: each has kinds of errors of its own."""
+    """Name what transformers, or a library below it, cannot read: each has kinds of errors of its own."""
     try:
         yield
     except (ModelError, OSError, MemoryError):

@@ -17,5 +17,5 @@ _library = load("bandwidth", Function("read_all", ReadAll, returns="int64_t"))
 
 
 def read(x: Tensor) -> int:
-    """Read all of x, which lies in one piece. The sum returned keeps the compiler from leaving reads out."""
+    """Read all of x, which must be contiguous. The returned sum keeps the compiler from omitting reads."""
     return int(_library.read_all(x=x, bytes=x.nbytes))

@@ -13,16 +13,16 @@ from kernels.ragged import Ragged
 
 
 class ChannelSums(Struct):
-    """Describes a call for sums or scores: queries `q` in `num_channels` chosen channels of the keys `x`."""
+    """Describe a call for sums or scores: queries `q` in `num_channels` chosen channels of the keys `x`."""
 
     q = floats("batch * groups * heads * num_channels")
     x = elements(strides="batch group channel")  # [B G D S]
-    table = int64s("batch * 3", optional=True)  # of `Ragged`, in place of the address and the strides above
-    counts = int64s("batch", optional=True)  # of each sequence, in place of `count`
+    table = int64s("batch * 3", optional=True)  # of `Ragged`, instead of the address and the strides above
+    counts = int64s("batch", optional=True)  # of each sequence, instead of `count`
     channels = int64s("batch * groups * num_channels")
     out = floats("batch * groups * count", written=True, optional=True)
     lse = floats("batch * groups * heads", written=True, optional=True)
-    scores = floats("batch * groups * heads * count", written=True, optional=True)  # in place of the two
+    scores = floats("batch * groups * heads * count", written=True, optional=True)  # instead of the two
     batch = groups = heads = count = num_channels = integer()
 
 

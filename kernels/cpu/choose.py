@@ -12,33 +12,33 @@ from kernels.ragged import RAGGED, Ragged, too_few
 
 
 class GroupWeights(Struct):
-    """Describes a call that turns the logits of each pair of sequence and KV head into weights."""
+    """Describe a call that turns the logits of each pair of sequence and KV head into weights."""
 
     logits = floats("pairs * heads * count")
     out = floats("pairs * count", written=True)
-    counts = int64s("pairs // groups", optional=True)  # of each sequence, in place of `count`
+    counts = int64s("pairs // groups", optional=True)  # of each sequence, instead of `count`
     pairs = groups = heads = count = integer()
     largest = integer(0)  # 1 for the largest weight of a group's heads, 0 for their sum
     scale = real()
 
 
 class GroupMargins(Struct):
-    """Describes a call that measures how far candidates lie below a head's largest logit."""
+    """Describe a call that measures how far candidates lie below a head's largest logit."""
 
     logits = floats("pairs * heads * count")
     out = floats("pairs * candidates", written=True)
     counts = int64s("pairs", written=True)
-    of_each = int64s("pairs // groups", optional=True)  # candidates of each sequence, in place of `candidates`
+    of_each = int64s("pairs // groups", optional=True)  # candidates of each sequence, instead of `candidates`
     pairs = groups = heads = count = candidates = integer()
     reach = real()
 
 
 class TopK(Struct):
-    """Describes a call that finds the k largest of each row."""
+    """Describe a call that finds the k largest of each row."""
 
     scores = floats()  # `rows` of `count`, `stride` entries apart
     out = int64s("rows * k", written=True)
-    counts = ks = int64s("rows // lists", optional=True)  # of each sequence, in place of `count` and `k`
+    counts = ks = int64s("rows // lists", optional=True)  # of each sequence, instead of `count` and `k`
     rows = count = k = integer()
     lists = integer()  # rows of a sequence
     stride = integer(0)

@@ -16,7 +16,7 @@ _MOST_CHANNELS, _MOST_RANGES = 256, 16
 
 
 class CodedAttention(Struct):
-    """Describes a call of attention over codes."""
+    """Describe a call of attention over codes."""
 
     q = elements("batch * groups * heads * dim")
     out = elements("batch * groups * heads * dim", written=True)
@@ -34,7 +34,7 @@ class CodedAttention(Struct):
 
 
 class DecodeRows(Struct):
-    """Describes a call that decodes rows."""
+    """Describe a call that decodes rows."""
 
     k_out = elements("pairs * count * dim", written=True)
     v_out = elements("pairs * count * dim", written=True)

@@ -11,10 +11,10 @@ from kernels.ragged import Ragged, filled, first_of
 
 
 class CopyRows(Struct):
-    """Describes a call in which x and a block exchange rows of `width` bytes."""
+    """Describe a call in which x and a block exchange rows of `width` bytes."""
 
     x = anything(strides="batch group row", written=True)  # [B G S D]
-    table = int64s("pairs // groups * 3", optional=True)  # of `Ragged`, in place of the address and the strides above
+    table = int64s("pairs // groups * 3", optional=True)  # of `Ragged`, instead of the address and the strides above
     rows = int64s("pairs * count")
     counts = int64s("pairs // groups", optional=True)  # how many rows of each sequence are there; None: all
     block = anything("pairs * count * channels", written=True)
@@ -22,10 +22,10 @@ class CopyRows(Struct):
 
 
 class CopyTiers(Struct):
-    """Describes a call that copies rows of `width` bytes out of two tensors."""
+    """Describe a call that copies rows of `width` bytes out of two tensors."""
 
     far = anything(strides="batch group row")  # [B G S D]
-    table = int64s("pairs // groups * 3", optional=True)  # of `Ragged`, in place of its address and strides
+    table = int64s("pairs // groups * 3", optional=True)  # of `Ragged`, instead of its address and strides
     held = anything(strides="batch group row")  # [B G C D]
     rows = int64s("pairs * count")
     slots = int64s("pairs * count")  # 0 or more: the row is there in `held`

@@ -15,19 +15,19 @@ from kernels.reference import Segment
 
 
 class PackedSegment(bindings.Struct):
-    """Describes one segment of keys and values."""
+    """Describe one segment of keys and values."""
 
     k = elements(strides="batch group token")
     v = elements(strides="batch group token")
     rows = int64s(optional=True)  # None: all rows
-    k_table = v_table = int64s(optional=True)  # [B 3] of `Ragged`, in place of the address and the strides above
+    k_table = v_table = int64s(optional=True)  # [B 3] of `Ragged`, instead of the address and the strides above
     live = int64s(optional=True)  # [B], how many rows are there; None: `count`
     count = integer()
     k_share = rows_share = integer()  # how many neighbouring groups share their keys, and their rows
 
 
 class SegmentAttention(bindings.Struct):
-    """Describes a call of attention over segments, which are packed before it, one behind the other."""
+    """Describe a call of attention over segments, which are packed before it, one after the other."""
 
     q = elements("batch * groups * heads * dim")
     out = elements("batch * groups * heads * dim", written=True)
@@ -76,7 +76,7 @@ def segment_attention_with_lse(q: Tensor, segments: Sequence[Segment], scale: fl
 def _attend(q: Tensor, segments: Sequence[Segment], scale: float, lse: Tensor | None) -> Tensor:
     batch, heads, _, dim = q.shape
     groups = max([(k if rows is None else rows).shape[1] for k, _, rows, _ in segments])
-    packed, kept = [], []  # kept: what must live until the call is over
+    packed, kept = [], []  # kept: tensors that must live until the call is over
     for k, v, rows, live in segments:
         listed = k if rows is None else rows
         lists, count = listed.shape[1:3]

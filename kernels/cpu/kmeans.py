@@ -10,7 +10,7 @@ from kernels.cpu.ffi.library import load
 
 
 class KMeans(Struct):
-    """Describes a call that clusters the points of each problem."""
+    """Describe a call that clusters the points of each problem."""
 
     x = floats("problems * points * dim")
     centroids = floats("problems * clusters * dim", written=True)  # the initial ones, then the final ones
@@ -22,7 +22,7 @@ class KMeans(Struct):
 
 _library = load("kmeans", Function("kmeans", KMeans))
 
-_MOST_CLUSTERS = 4096  # since each 4096 points need a table of sums
+_MOST_CLUSTERS = 4096  # because each 4096 points need a table of sums
 
 
 def kmeans(x: Tensor, initial: Tensor, iterations: int, tolerance: float = 1e-4) -> tuple[Tensor, Tensor]:

@@ -11,13 +11,13 @@ from kernels.ragged import Ragged, first_of
 
 
 class PQWeights(Struct):
-    """Describes a call that weighs coded keys by their centroids' products with the queries."""
+    """Describe a call that weighs coded keys by their centroids' products with the queries."""
 
     q = elements("pairs * heads * parts * width")
     centroids = elements()  # [G m C d'] of each sequence
     codes = anything()  # [G S m] of each sequence, of `code_bytes` bytes each
-    of_centroids = of_codes = int64s(optional=True)  # [B 3], tables of `Ragged`, in place of the addresses above
-    sizes = counts = int64s(optional=True)  # [B], C and S of each sequence, in place of `clusters` and `count`
+    of_centroids = of_codes = int64s(optional=True)  # [B 3], tables of `Ragged`, instead of the addresses above
+    sizes = counts = int64s(optional=True)  # [B], C and S of each sequence, instead of `clusters` and `count`
     out = floats("pairs * count", written=True)
     code_bytes = pairs = groups = heads = parts = clusters = width = count = integer()
     scale = real()

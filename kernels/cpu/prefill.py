@@ -13,7 +13,7 @@ from kernels.reference import Segment
 
 
 class PrefillAttention(Struct):
-    """Describes a call of attention over a prompt, and of what each key receives."""
+    """Describe a call of attention over a prompt, and of what each key receives."""
 
     q = elements(strides="batch head token")  # [B H T D]
     k = elements(strides="batch group token")
@@ -21,7 +21,7 @@ class PrefillAttention(Struct):
     out = elements(strides="batch head token", optional=True, written=True)
     sums = floats("batch * groups * heads * stored", optional=True, written=True)
     lse = floats("batch * groups * heads * fresh", optional=True, written=True)  # log-sum-exp of each query
-    given = floats("batch * groups * heads * fresh", optional=True)  # divides the weights in place of `lse`
+    given = floats("batch * groups * heads * fresh", optional=True)  # divides the weights instead of `lse`
     batch = groups = heads = fresh = stored = dim = integer()  # heads: query heads of a KV head; fresh: queries
     first = integer(None)
     window = integer()  # query t sees the last `window` keys up to place first + t
@@ -37,8 +37,8 @@ _WIDE = bool(_library.has_wide_vectors())
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Compute causal attention, as kernels/reference.py defines it. The result lies in memory as [B T H D], which the
-    output projection wants."""
+    """Compute causal attention, as kernels/reference.py defines it. The result lies in memory as [B T H D], as the
+    output projection needs it."""
     if q.shape[2] == 1:
         return decode.segment_attention(q, [Segment(k, v)], scale)
     out = q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3])).transpose(1, 2)
@@ -134,8 +134,8 @@ def _run(
     given: Tensor | None = None,
     seen: tuple[int, int] | None = None,
 ) -> None:
-    """Write what is wanted into out, sums and lse. seen: the first query's place and the window; None: the whole
-    past."""
+    """Write the results into out, sums and lse, those that are given. `seen`: the first query's position and the
+    window; None: the whole past."""
     batch, heads, fresh, dim = q.shape
     groups, stored = k.shape[1:3]
     first, window = seen or (stored - fresh, stored)

@@ -15,7 +15,7 @@ from kernels.cpu.weights import BlockInputs, BlockOutput, BlockWeights
 
 
 class NormRows(Struct):
-    """Describes a call that norms rows."""
+    """Describe a call that norms rows."""
 
     x = elements("rows * width")
     weight = elements("width")
@@ -25,7 +25,7 @@ class NormRows(Struct):
 
 
 class TurnRows(Struct):
-    """Describes a call that norms and rotates heads and puts them in order: x [B T n D] -> out [B n T D]."""
+    """Describe a call that norms and rotates heads and puts them in order: x [B T n D] -> out [B n T D]."""
 
     x = elements("batch * tokens * heads * dim")
     norm = elements("dim", optional=True)
@@ -38,7 +38,7 @@ class TurnRows(Struct):
 
 
 class GateRows(Struct):
-    """Describes a call that computes gate = silu(gate) * up."""
+    """Describe a call that computes gate = silu(gate) * up."""
 
     gate = elements("count", written=True)
     up = elements("count")
@@ -64,7 +64,7 @@ FAST = {
 
 
 def multiplies(x: Tensor, block: DecoderBlock) -> bool:
-    """Return whether the products are compiled too, which pays for blocks of this size and so many tokens."""
+    """Return whether the products are compiled too, which pays off for blocks of this size and so many tokens."""
     fits = fits_compiled((*block.q.weight.shape, block.k.weight.shape[0]), block.gate.weight.shape[0], x.dtype)
     return FAST[x.dtype] and fits and x.shape[0] * x.shape[1] >= LEAST_TOKENS
 
@@ -108,8 +108,8 @@ def inputs_by_torch(x: Tensor, block: DecoderBlock, cos: Tensor, sin: Tensor) ->
 
 
 def output_by_torch(x: Tensor, attended: Tensor, block: DecoderBlock) -> Tensor:
-    """Apply output projection and MLP by torch's matrix products, to some tokens at a time, so that what lies between
-    the products takes bounded memory."""
+    """Apply output projection and MLP by torch's matrix products, to some tokens at a time, so that the memory
+    between the products is bounded."""
     rows, heads = x.flatten(0, 1), attended.transpose(1, 2).flatten(2).flatten(0, 1)
     out = torch.empty_like(rows)
     for begin in range(0, len(rows), TOKENS_AT_ONCE["cpu"]):

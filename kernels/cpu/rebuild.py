@@ -11,7 +11,7 @@ from kernels.ragged import Ragged, filled, first_of
 
 
 class RebuildKeys(Struct):
-    """Describes a call that rebuilds and rotates keys. A position is a row of u, of cos and of sin."""
+    """Describe a call that rebuilds and rotates keys. A position is a row of u, of cos and of sin."""
 
     u = elements(strides="batch row")
     basis = elements()  # [G r D] of each sequence

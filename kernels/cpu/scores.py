@@ -13,12 +13,12 @@ from kernels.ragged import Ragged, first_of
 
 
 class RowScores(Struct):
-    """Describes a call that multiplies each query with each row of an index."""
+    """Describe a call that multiplies each query with each row of an index."""
 
     q = elements("batch * groups * heads * width")  # width: channels, filled up to whole cache lines with zeros
     x = elements(strides="batch group row")  # [B G S C]
-    table = int64s("batch * 3", optional=True)  # of `Ragged`, in place of the address and the strides above
-    counts = int64s("batch", optional=True)  # of each sequence, in place of `count`
+    table = int64s("batch * 3", optional=True)  # of `Ragged`, instead of the address and the strides above
+    counts = int64s("batch", optional=True)  # of each sequence, instead of `count`
     out = floats("batch * groups * heads * count", written=True)
     batch = groups = heads = width = count = row_bytes = integer()
 

@@ -14,7 +14,7 @@ def _linear(outs: str, ins: str) -> FieldGroup:
 
 
 class BlockWeights(Struct):
-    """Describes the weights of a decoder block (DecoderBlock in kernels/block.py)."""
+    """Describe the weights of a decoder block (DecoderBlock in kernels/block.py)."""
 
     norm = elements("channels")
     q_norm = elements("head_dim", optional=True)
@@ -32,7 +32,7 @@ class BlockWeights(Struct):
 
 
 class HeadWeights(Struct):
-    """Describes the final norm and the projection to the vocabulary."""
+    """Describe the final norm and the projection to the vocabulary."""
 
     norm = elements("channels")
     weights = _linear("rows", "channels")
@@ -41,7 +41,7 @@ class HeadWeights(Struct):
 
 
 class BlockInputs(Struct):
-    """Describes a call for what stands before attention, of a decode step or of a prompt."""
+    """Describe a call for the part of a block before attention, of a decode step or of a prompt."""
 
     x = elements("batch * tokens * channels")
     cos = elements("angles * tokens * turned")
@@ -55,7 +55,7 @@ class BlockInputs(Struct):
 
 
 class BlockOutput(Struct):
-    """Describes a call for what stands behind attention."""
+    """Describe a call for the part of a block after attention."""
 
     x = elements("rows * channels")
     attended = elements("rows * q_channels")

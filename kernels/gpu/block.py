@@ -1,4 +1,5 @@
-"""Computes a decoder block without its attention: torch does the products, and one kernel each what lies between two.
+"""Computes a decoder block without its attention: torch computes the products, and one kernel each what lies
+between two.
 
 Results are rounded where kernels/block.py rounds.
 """
@@ -74,7 +75,7 @@ def attention_inputs_stored_refuses(
 def _inputs(
     x: Tensor, normed: Tensor, block: DecoderBlock, cos: Tensor, sin: Tensor, store: NewRows | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Project what is normed [B*T E] and rotate the heads; write k and v to `store` if there is one."""
+    """Project the normed states [B*T E] and rotate the heads; write k and v to `store` if there is one."""
     whole = joint(block)[0]
     q, k, v = _products(normed, whole, block.q, block.k, block.v)
     q, k = turned(q, k, v, block, cos, sin, x.shape[0], store)
@@ -110,7 +111,7 @@ def block_output_apart_refuses(x: Tensor, attended: Tensor, block: DecoderBlock)
 
 
 def _parts(x: Tensor, attended: Tensor, block: DecoderBlock) -> tuple[Tensor, Tensor]:
-    """Return what a block gives of tokens [N E] before its last sum. attended [N H*D]"""
+    """Return the two terms of a block's last sum for tokens [N E]. attended [N H*D]"""
     middle, normed = _added_and_normed(x, block.o(attended), block.mlp_norm, block.eps)
     gate, up = _products(normed, joint(block)[1], block.gate, block.up)
     return middle, block.down(_gated(gate, up))

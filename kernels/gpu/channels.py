@@ -77,7 +77,7 @@ def _channels(
 ):  # fmt: skip
     """Compute scores of a block of tokens, and store them, or their sum over the heads and each head's log-sum-exp.
 
-    Of several sequences, `counts` says how many tokens each has; a block behind them has one of minus infinity.
+    Of several sequences, `counts` says how many tokens each has; a block after them has one of minus infinity.
     """
     block, this = tl.program_id(0), tl.program_id(1).to(tl.int64)
     keys, step = head_rows(x, places, this // GROUPS, this % GROUPS, xb, xg, xc, ALIGNED)

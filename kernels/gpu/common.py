@@ -1,4 +1,4 @@
-"""Holds what all Triton kernels share: refusals, block sizes, the product of two tiles."""
+"""Contains what all Triton kernels share: refusals, block sizes, the product of two tiles."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def unfit_group(heads: int) -> str | None:
 
 
 def located(x: Tensor | Ragged) -> tuple[Tensor, Tensor | None, int]:
-    """Return what `head_rows` takes: a tensor of x's dtype and strides and, of several sequences, where each of them
-    lies and the bytes that all of this is a multiple of."""
+    """Return the arguments of `head_rows`: a tensor of x's dtype and strides and, for several sequences, the table
+    of their addresses and the bytes of which all addresses and steps are multiples."""
     return (x.first, x.table, x.alignment) if isinstance(x, Ragged) else (x, None, 1)
 
 
@@ -89,8 +89,8 @@ def padded(size: int, least: int = 16) -> int:
 
 
 def split(count: int, programs: int, block: int) -> tuple[int, int]:
-    """Return how many pieces to cut `count` tokens into, and how long, so that with `programs` programs each they
-    fill the device."""
+    """Return how many pieces to cut `count` tokens into, and how long they are, so that they fill the device with
+    `programs` programs each."""
     wanted = max(1, _programs_wanted() // programs)
     length = triton.cdiv(triton.cdiv(count, wanted), block) * block
     return triton.cdiv(count, length), length
@@ -114,8 +114,9 @@ def _programs_wanted() -> int:
 
 @triton.jit
 def head_rows(x, places, sequence, group, xb, xg, xt, ALIGNED: tl.constexpr):
-    """Return where the rows of a KV head begin, and how far apart they are: by x and its strides, or by the `table` of
-    `Ragged`, whose numbers are multiples of ALIGNED bytes. Without that hint rows would be read entry by entry."""
+    """Return the address of the rows of a KV head, and the step between rows: by x and its strides, or by the
+    `table` of `Ragged`, whose numbers are multiples of ALIGNED bytes. Without that hint rows would be read entry by
+    entry."""
     if places is None:
         rows, step = x + sequence * xb + group * xg, xt
     else:
@@ -130,7 +131,7 @@ def head_rows(x, places, sequence, group, xb, xg, xt, ALIGNED: tl.constexpr):
 
 @triton.jit
 def row_places(x, places, sequence, xb, xt):
-    """Return where the rows of a sequence begin, and how many entries they are apart: by x and its strides, or by the
+    """Return the address of the rows of a sequence, and the entries between rows: by x and its strides, or by the
     `table` of `Ragged` whose tensors have rows in their second dimension."""
     if places is None:
         rows, step = x + sequence * xb, xt

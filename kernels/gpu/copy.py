@@ -31,8 +31,8 @@ def gather_rows_refuses(x: Tensor | Ragged, rows: Tensor | Ragged) -> str | None
 def gather_tiers(
     far: Tensor | Ragged, rows: Tensor | Ragged, held: Tensor | None, slots: Tensor | None
 ) -> Tensor | Ragged:
-    """Copy rows of each KV head out of two tiers, as kernels/reference.py defines it. Those of pinned host memory come
-    over the bus while the kernel runs."""
+    """Copy rows of each KV head out of two tiers, as kernels/reference.py defines it. Rows of pinned host memory
+    are read over the bus while the kernel runs."""
     (first, places, aligned), chosen = located(far), filled(rows)
     (batch, groups, count), dim, word = chosen.shape, first.shape[3], _WORDS[first.element_size()]
     out = torch.empty((*chosen.shape, dim), dtype=first.dtype, device=chosen.device)
@@ -134,8 +134,8 @@ def _from_tiers(
     ht: tl.int64, count, GROUPS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Copy a tile of one head. What a slot holds is not asked of `far`. Of several sequences, `counts` may say how many
-    rows are there."""
+    """Copy a tile of one head. A row that a slot holds is not read from `far`. For several sequences, `counts` may
+    say how many rows each has."""
     this = tl.program_id(1).to(tl.int64)
     place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     channel = tl.program_id(2) * WIDE + tl.arange(0, WIDE)

@@ -128,7 +128,7 @@ def _arguments(heads: int, segment: Segment, pieces: int, length: int) -> tuple[
 
 
 def _listed(segment: Segment) -> tuple[Tensor | None, Tensor | None]:
-    """Return a segment's rows, filled up where sequences have different numbers of them, and how many are there."""
+    """Return a segment's rows, filled up where sequences have different numbers of them, and how many each has."""
     k, _, rows, live = segment
     listed: Tensor | Ragged = k if rows is None else rows
     if not isinstance(listed, Ragged):

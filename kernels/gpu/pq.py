@@ -113,7 +113,7 @@ def _look_up(
 ):  # fmt: skip
     """Compute each head's log-sum-exp of a block of tokens or, given that of whole rows, the weights.
 
-    Of several sequences, `counts` says how many tokens each has; a block behind them has one of minus infinity.
+    Of several sequences, `counts` says how many tokens each has; a block after them has one of minus infinity.
     """
     block, this = tl.program_id(0), tl.program_id(1).to(tl.int64)
     token, head = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, FOLD)

@@ -1,4 +1,5 @@
-"""Rotates heads by position in one kernel: those of a block, whose keys it may write to a cache too, or any others."""
+"""Rotates heads by position in one kernel: those of a block, whose keys it may also write to a cache, or any
+others."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ _TURNED = 16  # tokens of a head that one program rotates
 
 
 class NewRows(NamedTuple):
-    """Says where k and v of new tokens are written too."""
+    """Say where k and v of new tokens are written in addition."""
 
     keys: Tensor | Ragged  # [B G S D]
     values: Tensor | Ragged
@@ -26,7 +27,7 @@ class NewRows(NamedTuple):
 def turned(
     q: Tensor, k: Tensor, v: Tensor, block: DecoderBlock, cos: Tensor, sin: Tensor, batch: int, store: NewRows | None
 ) -> tuple[Tensor, Tensor]:
-    """Norm heads where the model does, rotate them and put them in order; write k and v to `store` if there is one. q
+    """Norm heads if the model does, rotate them and put them in order; write k and v to `store` if there is one. q
     [B*T H*D], k, v [B*T G*D] -> [B H T D], [B G T D]"""
     tokens, turning, dim = q.shape[0] // batch, cos.shape[2], block.head_dim
     heads, groups = q.shape[1] // dim, k.shape[1] // dim

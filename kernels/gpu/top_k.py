@@ -1,10 +1,10 @@
 """Finds the largest of each row: one kernel holds a whole row and finds the k-th largest bit by bit.
 
-torch.topk launches some twenty kernels for a long row. A row longer than a program holds is cut, and a further launch
-chooses among the best of its pieces, which are cut again as long as that leaves fewer; a k of which every piece is full
-is left to torch.
+torch.topk launches some twenty kernels for a long row. A row longer than a program can hold is cut, and a further
+launch chooses among the best of its pieces, which are cut again as long as that leaves fewer; if k fills every
+piece, torch does it.
 
-Of sequences that differ, the longest row and the largest k say how many pieces there are, and how much room each has.
+If sequences differ, the longest row and the largest k decide how many pieces there are, and how much room each has.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def top_k_refuses(scores: Tensor | Ragged, count: int | PerSequence) -> str | No
 
 
 def _cuts(size: int, count: int) -> list[int]:
-    """Return into how many pieces each launch cuts what the one before it left; none where that would not end."""
+    """Return into how many pieces each launch cuts the results of the one before; none if that would not end."""
     cuts = [triton.cdiv(size, _HELD)]
     while cuts[-1] > 1:
         left = cuts[-1] * count
@@ -69,10 +69,10 @@ def _select(
     x: Tensor, names: Tensor | None, count: int, pieces: int, lists: int, sizes: Tensor | None, counts: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return the indices, or the `names` [N S], of the best of each piece of rows x [N S], and with several pieces
-    their keys; with one nobody reads those, and the tensor is empty.
+    their keys; with one piece the keys are not needed, and their tensor is empty.
 
-    A sequence has `lists` rows; of several, `sizes` [B] may say how long they are, and `counts` [B] how many are asked
-    for. Behind these there are zeros, which nobody may take for anything but rows, and the least of keys.
+    A sequence has `lists` rows; for several sequences, `sizes` [B] may say how long they are, and `counts` [B] how
+    many are wanted. After these there are zeros, which are valid rows but no results, and the least of keys.
     """
     rows, size = x.shape
     out = torch.empty((rows, pieces * count), dtype=torch.int64, device=x.device)
@@ -111,8 +111,7 @@ def _best(
     x, names, out, keys, sizes, counts, xt: tl.int64, size, count, LISTS: tl.constexpr, BLOCK: tl.constexpr,
     STEP: tl.constexpr,
 ):  # fmt: skip
-    """Find the `count` best of a piece of a row, or as many as the sequence's count says. Behind these there are
-    zeros."""
+    """Find the `count` best of a piece of a row, or as many as the sequence's count says, followed by zeros."""
     row, piece, pieces = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     room = count
     if sizes is not None:

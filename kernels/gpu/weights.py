@@ -1,4 +1,4 @@
-"""Finds facts about a model's weights once: whether kernels can read them, and which are contiguous."""
+"""Determines facts about a model's weights once: whether kernels can read them, and which are contiguous."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def unfit_weights(weights: DecoderBlock | Head) -> str | None:
 
 
 def joint(block: DecoderBlock) -> tuple[Linear | None, Linear | None]:
-    """Return one matrix for q, k and v, and one for gate and up, where they are slices of it (as in Phi-3). Nothing is
+    """Return one matrix for q, k and v, and one for gate and up, if they are slices of it (as in Phi-3). Nothing is
     copied."""
     if block not in _joint:
         _joint[block] = _joined((block.q, block.k, block.v)), _joined((block.gate, block.up))
@@ -38,7 +38,7 @@ def _check(tensors: Sequence[Tensor]) -> str | None:
 
 
 def _unfit_sides(weights: DecoderBlock | Head) -> str | None:
-    """Return which weights do not fit to each other, or return None: no kernel broadcasts one of them."""
+    """Return which weights do not fit together, or None: kernels broadcast none of them."""
     if isinstance(weights, Head):
         return None
     width, inner = len(weights.norm), len(weights.gate.weight)

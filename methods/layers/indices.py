@@ -41,7 +41,7 @@ def side_by_side(x: Tensor, places: Tensor) -> Tensor:
 def read_together(rows: Tensor, groups: int, stored: int) -> Tensor:
     """Return which of `stored` tokens the query heads of a KV head read, rows [B H K], -1 for none -> bool [B G
     stored]."""
-    together = rows.reshape(rows.shape[0], groups, -1) % (stored + 1)  # -1 becomes the place behind the last
+    together = rows.reshape(rows.shape[0], groups, -1) % (stored + 1)  # -1 becomes the place after the last
     read = torch.zeros(*together.shape[:2], stored + 1, dtype=torch.bool, device=rows.device)
     return read.scatter_(2, together, True)[..., :stored]
 

@@ -105,7 +105,7 @@ class Rows(ABC):
 
 
 class MemoryRows(Rows):
-    """Holds rows as one tensor."""
+    """Hold rows as one tensor."""
 
     def __init__(self, shape: Shape, dtype: torch.dtype, place: Place) -> None:
         super().__init__(shape, dtype, place)

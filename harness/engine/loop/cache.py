@@ -17,7 +17,7 @@ class LoopUsage:
 
     tokens: int = 0
     sealed: bool = False  # in some turn
-    fallback: str | None = None  # what the method did in place of its rule in some turn, and why
+    fallback: str | None = None  # what the method did instead of its rule in some turn, and why
 
 
 class LoopCache(KVCache):

@@ -1,4 +1,4 @@
-"""Describes once, here in Python, what a compiled function takes; both sides are made from the description.
+"""Describes in Python, in one place, what a compiled function takes; both sides are generated from the description.
 
     class RowScores(Struct):
         q = elements("batch * groups * heads * width")
@@ -29,7 +29,7 @@ _ELEMENTS = (torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Field:
-    """Describes a number or a tensor. Each takes eight bytes, so no compiler puts gaps between them."""
+    """Describe a number or a tensor. Each takes eight bytes, so no compiler puts gaps between them."""
 
     type: str  # its type in C++
     dtypes: tuple[torch.dtype, ...] = ()  # of a tensor; () is any; two: all such tensors share one
@@ -41,7 +41,7 @@ class Field:
 
 @dataclass(frozen=True)
 class FieldGroup:
-    """Describes fields that are a struct of their own in C++, and `<group>_<field>` in Python."""
+    """Describe fields that are a struct of their own in C++, and `<group>_<field>` in Python."""
 
     type: str
     fields: dict[str, Field]
@@ -49,7 +49,7 @@ class FieldGroup:
 
 def integer(least: int | None = 1) -> Field:
     """Describe a size, or any number of at least `least` (None: any). C++ divides by sizes, and a division by zero
-    would end the process without a word."""
+    would end the process without an error message."""
     return Field("int64_t", least=least)
 
 
@@ -87,13 +87,13 @@ def _tensor(
     written: bool = False,
     optional: bool = False,
 ) -> Field:
-    """Describe a tensor that is contiguous with `size` entries, or has `strides`. With neither, the caller vouches for
-    the layout."""
+    """Describe a tensor that is contiguous with `size` entries, or has `strides`. With neither, the caller is
+    responsible for the layout."""
     return Field(f"{'' if written else 'const '}{entry}*", dtypes, size, tuple(strides.split()), optional)
 
 
 class Struct:
-    """Describes a struct of C++. Subclasses list its fields; `pack` takes them by name and returns the bytes of the
+    """Describe a struct of C++. Subclasses list its fields; `pack` takes them by name and returns the bytes of the
     struct."""
 
     fields: ClassVar[dict[str, Field]]
@@ -108,7 +108,7 @@ class Struct:
 
 
 class Function:
-    """Describes an `extern "C"` function that takes structs, or nothing. Callers pass the last struct's fields by name,
+    """Describe an `extern "C"` function that takes structs, or nothing. Callers pass the last struct's fields by name,
     and the others packed."""
 
     def __init__(self, name: str, *structs: type[Struct], returns: str = "void") -> None:
@@ -184,7 +184,7 @@ def _flat(fields: dict[str, Any]) -> Iterator[tuple[str, Field]]:
 
 def _checked(struct: type[Struct], entry: Any = None, before: int = 0) -> Callable[..., Any]:
     """Write a function that takes the fields by name, checks them and packs them; a step makes hundreds of calls. It
-    passes the bytes to `entry`, behind `before` packed structs, or returns them if there is no `entry`."""
+    passes the bytes to `entry`, after `before` packed structs, or returns them if there is no `entry`."""
     fields = struct.fields
     typed = next((part for part, field in fields.items() if field.dtypes == _ELEMENTS and not field.optional), None)
     structs = [f"struct{i}" for i in range(before)]
