@@ -16,7 +16,7 @@ from evals.base import Example, TaskEnv, TaskError
 from evals.lm_eval import LmEval, _leaves
 from evals.ruler.bench import CountedText
 from tests.evals.local_hub import COMMIT, REPO, environment, served
-from tests.evals.test_scores import NASTY
+from tests.evals.test_metrics import NASTY
 
 ENV = TaskEnv(text=CountedText(), seed=42)
 REPOSITORY = Path(__file__).parents[2]

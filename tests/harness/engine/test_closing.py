@@ -1,10 +1,9 @@
-"""Where rows leave the device, each layer seals as soon as a prompt is through it: same answers, and fewer layers whole
-on the device at once."""
+"""A prompt goes layer by layer, and each layer seals as soon as it is through where rows leave the device."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache as once
 from itertools import pairwise
 from typing import Any
@@ -14,22 +13,26 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from harness.config.settings import Settings, recorded_defaults
 from harness.engine.attach import Attachment, attached
 from harness.engine.cache import KVCache, UnsupportedError
 from harness.engine.engine import Engine
 from harness.engine.footprint import footprint
-from methods.base import KVLayer
+from harness.jobs.planning.effective import effective
+from harness.models.random import Random
+from methods.base import AttnInput, KVLayer, Method
+from methods.full import Full
 from methods.tiers.tier import DEVICE
-from tests.methods.test_contract import NAMES, attach, small
+from tests.methods.test_contract import NAMES, attach, in_each_place, small
 from tests.quick import slow_if
-from tests.tiny import SHAPE, prompt
+from tests.tiny import SHAPE, prompt, tiny
 
 CHUNK, CAPACITY = 23, 160
 OFFLOADING = [name for name in NAMES if small(name).offloads]
 SHRINKING = {"full_offloaded", "infinigen", "infllm", "pqcache", "quest", "rocketkv", "shadowkv", "sparq"}
 PLACES = [(name, place) for name in OFFLOADING for place in ("host", "disk")]
 offloading = pytest.mark.parametrize("name", OFFLOADING)
-in_each_place = pytest.mark.parametrize(
+off_the_device = pytest.mark.parametrize(
     "place", slow_if(lambda place: place[1] == "disk" and place[0] != "pqcache", PLACES), ids="-".join
 )
 
@@ -53,7 +56,7 @@ def answered(kv: Attachment, whole: bool, chunk: int | None = CHUNK) -> list[Ten
     return logits
 
 
-@in_each_place
+@off_the_device
 def test_closing_early_changes_no_bit(place: tuple[str, str]) -> None:
     with attach_small(*place) as kv:
         assert all(map(torch.equal, answered(kv, whole=True), answered(kv, whole=False)))
@@ -121,7 +124,7 @@ def held(layers: Sequence[KVLayer]) -> list[int]:
     return [one - other for one, other in pairwise(behind)]
 
 
-@in_each_place
+@off_the_device
 @pytest.mark.parametrize("turns", [1, 2])
 @torch.inference_mode()
 def test_at_most_two_layers_hold_more_than_sealed_ones_do(
@@ -150,3 +153,88 @@ def test_at_most_two_layers_hold_more_than_sealed_ones_do(
     assert max(more) <= 2
     if place[0] in SHRINKING:
         assert max(more) >= 1
+
+
+def by_layer(engine: Engine, cache: KVCache, ids: Tensor) -> Tensor:
+    return engine.prefill(cache, ids)
+
+
+@torch.inference_mode()
+def by_chunk(engine: Engine, cache: KVCache, ids: Tensor) -> Tensor:
+    """All layers for one chunk, then all for the next: the order in which a foreign loop runs."""
+    for chunk in ids.split(CHUNK, dim=1):
+        logits = engine.run(chunk, cache)
+    return logits
+
+
+@torch.inference_mode()
+def order_answered(kv: Attachment, prefill: Any, batch: int = 1) -> list[Tensor]:
+    """Logits of a prompt, its seal, a question token by token, a further turn and its steps."""
+    engine, cache = Engine(kv, prefill_chunk=CHUNK), kv.start(KVCache, capacity=CAPACITY, batch=batch)
+    logits = []
+    for seed, length in enumerate((70, 41)):
+        cache.open_turn()
+        logits.append(prefill(engine, cache, prompt(length, batch, seed)))
+        cache.seal()
+        logits += [engine.run(token, cache) for token in prompt(4, batch, seed + 2).split(1, dim=1)]
+    return logits
+
+
+@in_each_place
+def test_logits_are_those_of_chunk_after_chunk(name: str, placement: str) -> None:
+    method = small(name)
+    with attach(method, 0.5 if method.uses_budget else None, placement=placement) as kv:
+        ways = [order_answered(kv, prefill, batch=2) for prefill in (by_layer, by_chunk)]
+    assert all(map(torch.equal, *ways))
+
+
+def order_of(kv: Attachment, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """(layer, first position) of every attention call, while 70 tokens are prefilled."""
+    engine, cache = Engine(kv, prefill_chunk=30), kv.start(KVCache, capacity=CAPACITY)
+    seen, attend = [], cache.attend
+
+    def noting(layer: int, x: AttnInput) -> Tensor:
+        seen.append((layer, x.start))
+        return attend(layer, x)
+
+    monkeypatch.setattr(cache, "attend", noting)
+    engine.prefill(cache, prompt(70))
+    return seen
+
+
+def test_only_a_model_that_runs_its_own_forward_keeps_the_order_of_its_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    starts = (0, 30, 60)
+    with attached(tiny("llama"), Full()) as kv:
+        assert order_of(kv, monkeypatch) == [(layer, start) for layer in range(3) for start in starts]
+    with attached(tiny("gpt_oss"), Full()) as kv:
+        assert order_of(kv, monkeypatch) == [(layer, start) for start in starts for layer in range(4)]
+
+
+def test_others_are_let_in_once_between_two_chunks_worth_of_work() -> None:
+    for architecture in ("llama", "gpt_oss"):
+        with attached(tiny(architecture), Full()) as kv:
+            engine, let_in = Engine(kv, prefill_chunk=30), []
+            cache = kv.start(KVCache, capacity=CAPACITY)
+            engine.prefill(cache, prompt(70), between=lambda: let_in.append(1))  # noqa: B023
+            assert len(let_in) == 2
+
+
+def test_a_prompt_that_finds_no_room_is_refused_before_it_is_computed() -> None:
+    with attached(tiny("llama"), Full()) as kv:
+        cache = kv.start(KVCache, capacity=60)
+        with pytest.raises(ValueError, match="capacity=60 and 70"):
+            Engine(kv, prefill_chunk=30).prefill(cache, prompt(70))
+        assert cache.num_tokens == 0
+
+
+def test_prompts_come_in_chunks_on_a_gpu_unless_that_changes_what_is_read() -> None:
+    info = Random(shape="tiny").describe()
+
+    def chunk(device: str, method: Method, asked: int | None = None) -> int | None:
+        return effective(Settings(device=device, prefill_chunk=asked), method, info).prefill_chunk
+
+    assert [chunk(device, Full()) for device in ("cpu", "cuda", "cuda:1")] == [None, 8192, 8192]
+    assert (chunk("cuda", small("infllm")), chunk("cuda", small("infllm"), 512)) == (None, 512)
+    assert (chunk("cpu", Full(), 512), chunk("cuda", Full(), 100_000)) == (512, 100_000)
+    unasked = recorded_defaults("cuda")
+    assert asdict(effective(Settings(device="cuda"), Full(), info))["prefill_chunk"] == unasked["prefill_chunk"]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
+from torch import Tensor
 
 from harness.engine.attach import Attachment, attached
 from harness.engine.batch.cache import SlotsCache
@@ -15,10 +20,26 @@ from harness.engine.batch.generation import Generation
 from harness.engine.batch.running import RunningBatch
 from harness.engine.batch.running_sequence import RunningSequence
 from harness.engine.engine import Engine
+from kernels.dispatch import use_backend
 from kernels.ragged import Ragged
 from kernels.step_inputs import StepInputs, record_input, recording_inputs
+from methods.base import Method
 from methods.full import Full
-from tests.harness.engine.test_together import TOGETHER, attach_compiled, engine_of
+from methods.kivi import Kivi
+from methods.shadowkv import ShadowKV
+from methods.tiers.codec import Codec
+from methods.tiers.floats import FloatCodec
+from methods.tiers.integers import IntCodec
+from methods.tiers.transfer.engine import TransferEngine
+from tests.harness.engine.test_together import (
+    TOGETHER,
+    assert_together_as_alone,
+    attach_compiled,
+    compilable,
+    engine_of,
+    launched,
+    reason,
+)
 from tests.methods.test_contract import attach, small
 from tests.tape import Tape
 from tests.tiny import prompt, tiny
@@ -195,3 +216,179 @@ def test_the_memory_of_several_is_read_through_its_table() -> None:
         assert Ragged(parts).whole.shape == (2, 2, 7, 16)
     assert inputs.read_memory
     assert len(inputs.tensors) == 1
+
+
+THREE = ("full", "snapkv", "pqcache")
+
+
+class Remembered(Tape):
+    """Knows which of its graphs are still alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.graphs: list[ref[Any]] = []
+
+    def capture(self, step: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
+        replay, result = super().capture(step)
+        self.graphs.append(ref(replay.__self__))  # type: ignore[attr-defined]
+        return replay, result
+
+    @property
+    def alive(self) -> int:
+        return sum(graph() is not None for graph in self.graphs)
+
+
+@contextmanager
+def no_pass_for_cycles() -> Any:
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@pytest.mark.tokens
+@torch.inference_mode()
+@pytest.mark.parametrize("name", THREE)
+def test_a_kept_step_reads_nothing_of_the_sequence_it_was_captured_for(name: str) -> None:
+    with attach_compiled(name) as kv:
+        plain, engine = Engine(kv), Engine(kv, graphs=(graphs := Remembered()))
+        engine.generate(prompt(110), max_new_tokens=2)  # whose layers are checked, so that its step is not kept
+        assert not graphs.alive
+        for length in (119, 118, 117):  # the same size
+            ids = prompt(length, seed=length)
+            batch = RunningBatch(engine)
+            slot = engine.join(batch, ids, max_new_tokens=8)
+            layers = slot.cache.layers
+            while batch.sequences:
+                batch.step()
+            assert slot.out.tokens == plain.generate(ids, max_new_tokens=8).tokens
+            for layer in layers:
+                for held in (layer.store, *layer.policies):  # type: ignore[attr-defined]
+                    for x in vars(held).values():
+                        if isinstance(x, Tensor):
+                            x.fill_(torch.nan if x.is_floating_point() else 0)
+    assert len(graphs.graphs) == 2
+
+
+def test_memory_is_returned_when_sequences_and_engines_go() -> None:
+    """A kept step holds its own alone, and one that is not kept goes with its sequence."""
+    with attach(small("snapkv"), 0.5) as kv, no_pass_for_cycles():
+        graphs = Remembered()
+        engine = Engine(kv, graphs=graphs)
+        engine.generate(prompt(60), max_new_tokens=4)
+        batch = RunningBatch(engine)
+        slot = engine.join(batch, prompt(80), max_new_tokens=4)
+        layers = [ref(layer) for layer in slot.cache.layers]
+        while batch.sequences:
+            batch.step()
+        del slot
+        assert [layer() for layer in layers] == [None] * len(layers)
+        kept = graphs.alive
+        assert kept
+        with use_backend("torch"):
+            engine.generate(prompt(81), max_new_tokens=4)
+        assert len(graphs.graphs) > kept == graphs.alive
+        del engine, batch
+        assert not graphs.alive
+
+
+ON_HOST = ("full_offloaded", "pqcache", "quest", "sparq", "rocketkv", "infinigen", "shadowkv")
+CAPTURED = {"sparq": 2, "rocketkv": 2}  # as in test_kept_steps.py
+on_host = pytest.mark.parametrize("name", ON_HOST)
+UNEQUAL = [prompt(30), prompt(61, batch=2), prompt(90), prompt(33)]  # a budget of 40 covers two of them
+
+
+def attach_on_host(name: str, budget: float | int = 40, **how: Any) -> Any:
+    asked = {"budget": None if name.startswith("full") else budget, "calibration": prompt(64, seed=9)}
+    return attached(compilable(name), method_of(name), placement="host", **asked, **how)
+
+
+def method_of(name: str) -> Method:
+    """A small method. Of several heads ShadowKV's hit cache moves as many chunks for each, alone and where it may wait:
+    here it moves what it reads."""
+    method = small(name)
+    return replace(method, hit_cache=False) if isinstance(method, ShadowKV) else method
+
+
+@pytest.mark.tokens
+@on_host
+def test_members_get_and_move_what_each_does_alone(name: str) -> None:
+    with attach_on_host(name) as kv:
+        assert_together_as_alone(kv, UNEQUAL, None)
+
+
+@pytest.mark.tokens
+@pytest.mark.parametrize("codec", [IntCodec(bits=4, group=16), FloatCodec()], ids=["int4", "fp8"])
+@pytest.mark.parametrize("name", ["pqcache", "quest", "sparq"])
+def test_so_do_members_whose_tokens_are_codes(name: str, codec: Codec) -> None:
+    alike = [prompt(length) for length in (100, 119, 97)]
+    for prompts, budget, graphs in ((UNEQUAL, 20, None), (alike, 0.5, Tape())):
+        with attach_on_host(name, budget, codec=codec) as kv:
+            assert_together_as_alone(kv, prompts, graphs)
+
+
+@pytest.mark.tokens
+@on_host
+def test_examples_that_come_and_go_are_captured_once_for_each_size(name: str) -> None:
+    with attach_on_host(name, 0.5) as kv:
+        plain, engine, tape = engines(kv)
+        made = in_a_batch(engine, 4, few=6)
+        alone = in_a_batch(plain, 1, few=6)
+    assert engine.plain_steps is None
+    assert [seen(one) for one in made] == [seen(one) for one in alone]
+    assert made[0].measured["moved_bytes_per_step"] > 0
+    assert tape.captured <= 3 * CAPTURED.get(name, 1)
+    assert not tape.dropped
+
+
+@on_host
+@torch.inference_mode()
+def test_a_step_launches_no_more_for_more_members(name: str) -> None:
+    with attach_on_host(name, 0.5) as kv:
+        engine = engine_of(kv)
+        two, four = (launched(engine, count) for count in (2, 4))
+    assert two == four
+    assert sum(two.values())
+
+
+@pytest.mark.tokens
+def test_a_turn_goes_on_where_prompts_are_clustered_beside_later_layers() -> None:
+    """Whoever joins others waits for its clusters first."""
+    with attach_on_host("pqcache") as kv:
+        wanted = [engine_of(kv).generate(ids, max_new_tokens=5).tokens for ids in UNEQUAL]
+        kv.engine, kv.ahead = TransferEngine(works=True), True
+        engine = engine_of(kv)
+        batch = RunningBatch(engine)
+        slots = [engine.join(batch, ids, max_new_tokens=5) for ids in UNEQUAL]
+        while batch.sequences:
+            batch.step()
+    assert engine.one_by_one is None
+    assert [slot.out.tokens for slot in slots] == wanted
+
+
+@pytest.mark.tokens
+def test_members_with_hit_caches_get_the_same_and_move_no_more() -> None:
+    prompts, made = [prompt(length, seed=length) for length in (61, 90, 74)], []
+    how: dict[str, Any] = {"budget": 0.5, "placement": "host"}
+    with attached(compilable("shadowkv"), small("shadowkv"), **how) as kv:
+        plain = engine_of(kv)
+        alone = [plain.generate(ids, max_new_tokens=6) for ids in prompts]
+        for engine in (plain, engine_of(kv, graphs=Tape())):
+            batch = RunningBatch(engine)
+            slots = [engine.join(batch, ids, max_new_tokens=6) for ids in prompts]
+            while batch.sequences:
+                batch.step()
+            assert (engine.one_by_one, engine.plain_steps) == (None, None)
+            made.append([slot.out for slot in slots])
+    for one, *together in zip(alone, *made, strict=True):
+        before = one.measured.pop("moved_bytes_per_step")
+        for other in together:
+            assert 0 < other.measured.pop("moved_bytes_per_step") <= before
+            assert (other.tokens, other.measured) == (one.tokens, one.measured)
+            assert 0 < other.measured["hit_rate"] < 1
+
+
+def test_codes_of_kivi_come_for_one_after_the_other() -> None:
+    with attached(compilable("kivi"), Kivi(residual=48, group=8), placement="host") as kv:
+        assert "codes of placement=host" in str(reason(engine_of(kv)))
