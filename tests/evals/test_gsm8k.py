@@ -123,18 +123,3 @@ class TestReadings:
     )
     def test_adversarial_outputs(self, output: str) -> None:
         assert task().score(example("3"), output).value == 0.0
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"prompt": "zero"}, "choose one of pqcache, lm_eval"),
-        ({"extraction": "last"}, "choose one of pqcache, strict, flexible, openai"),
-        ({"prompt": "pqcache", "extraction": "strict"}, "choose prompt=lm_eval"),
-        ({"samples": 0}, "samples=0"),
-        ({"max_new_tokens": 0}, "max_new_tokens=0"),
-    ],
-)
-def test_wrong_settings_say_what_is_right(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(TaskError, match=message):
-        task(**changes)

@@ -30,19 +30,6 @@ def test_without_it_one_sentence_says_how_to_get_it(monkeypatch: pytest.MonkeyPa
         next(LmEval().examples(ENV))
 
 
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        ({"samples": 0}, "samples=0 makes no sense: give 1 or more"),
-        ({"num_fewshot": -1}, "num_fewshot=-1 makes no sense: give 0 or more"),
-        ({"include_path": "/nowhere/at/all"}, "include_path=/nowhere/at/all is no folder"),
-    ],
-)
-def test_wrong_parameters_get_a_sentence(wrong: dict[str, Any], says: str) -> None:
-    with pytest.raises(TaskError, match=says):
-        LmEval(**wrong)
-
-
 ROWS = [
     {"q": "2 + 3?", "options": ["5", "6 apples", "7"], "right": 0, "a": "Two and three.\n#### 5"},
     {"q": "4 + 4?", "options": ["7", "8", "9"], "right": 1, "a": "Twice four.\n#### 8"},

@@ -143,23 +143,6 @@ class TestExamples:
             list(task(datasets="trec").examples(env(root)))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"datasets": "qaspr"}, "datasets='qaspr' is not what longbench offers: choose english, pqcache14"),
-        ({"datasets": []}, "choose english"),
-        ({"datasets": ["musique"], "subset": "longbench_e"}, "is not what longbench_e offers"),
-        ({"subset": "v2"}, "subset='v2' is unknown"),
-        ({"samples": 0}, "samples=0"),
-        ({"max_prompt_tokens": 1}, "max_prompt_tokens=1"),
-        ({"code_sim": "jaro"}, "choose one of levenshtein, difflib"),
-    ],
-)
-def test_wrong_settings_say_what_is_right(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(TaskError, match=message):
-        task(**changes)
-
-
 class TestScore:
     def example(self, name: str, *references: str) -> Example:
         data = {"dataset": name, "all_classes": ["Date", "City"]}

@@ -18,9 +18,14 @@ from hypothesis import strategies as st
 
 from evals import metrics
 from evals.base import Example, Task, TaskError
+from evals.gsm8k import Gsm8k
+from evals.lm_eval import LmEval
+from evals.longbench import LongBench
 from evals.longbench_tables import DATASETS
 from evals.metrics import answers, code, rouge
-from evals.scbench import LISTS
+from evals.perplexity import WikiText2
+from evals.ruler import Ruler
+from evals.scbench import LISTS, SCBench
 from evals.scbench.scoring import SCORERS
 from harness.config import plugins
 from harness.config.catalogue import entries
@@ -188,3 +193,46 @@ def test_any_output_has_one_score_within_bounds(task: Task, example: Example) ->
     for output in NASTY:
         check(output)
     given(st.text())(settings(max_examples=25, deadline=None, database=None)(check))()
+
+
+WRONG: list[tuple[type[Task], dict[str, Any]]] = [
+    (Gsm8k, {"prompt": "zero"}),
+    (Gsm8k, {"extraction": "last"}),
+    (Gsm8k, {"extraction": "strict", "prompt": "pqcache"}),
+    (Gsm8k, {"samples": 0}),
+    (Gsm8k, {"max_new_tokens": 0}),
+    (LongBench, {"datasets": "qaspr"}),
+    (LongBench, {"datasets": []}),
+    (LongBench, {"datasets": ["musique"], "subset": "longbench_e"}),
+    (LongBench, {"subset": "v2"}),
+    (LongBench, {"samples": 0}),
+    (LongBench, {"max_prompt_tokens": 1}),
+    (LongBench, {"code_sim": "jaro"}),
+    (LmEval, {"samples": 0}),
+    (LmEval, {"num_fewshot": -1}),
+    (LmEval, {"include_path": "/nowhere/at/all"}),
+    (Ruler, {"tasks": ["niah"]}),
+    (Ruler, {"tasks": "vt"}),
+    (Ruler, {"tasks": []}),
+    (Ruler, {"lengths": 4096}),
+    (Ruler, {"lengths": [4096, 4096]}),
+    (Ruler, {"lengths": [0]}),
+    (Ruler, {"samples": 0}),
+    (Ruler, {"haystack": "novel"}),
+    (SCBench, {"tasks": "scbench_repoqa"}),
+    (SCBench, {"tasks": ["scbench_kv", "scbench_summary_with_needles"]}),
+    (SCBench, {"tasks": []}),
+    (SCBench, {"mode": "scdq"}),
+    (SCBench, {"golden": False, "mode": "multi_request"}),
+    (SCBench, {"turns": 0}),
+    (SCBench, {"max_prompt_tokens": 1}),
+    (WikiText2, {"scored": 0}),
+    (WikiText2, {"scored": 2048, "window": 2048}),
+    (WikiText2, {"stride": 7, "scored": 8, "window": 20}),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes"), WRONG, ids=str)
+def test_a_setting_that_cannot_be_is_named(kind: type[Task], changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=rf"{next(iter(changes))}|part of a window|scores tokens twice"):
+        kind(**changes)

@@ -82,11 +82,3 @@ def test_windows_lie_end_to_end_unless_a_stride_is_given(tmp_path: Path) -> None
     apart, overlapping = (list(task(stride=stride).examples(env(tmp_path))) for stride in (None, 8))
     assert [(one.data["start"], one.unit) for one in apart] == [(20 * i, f"wikitext2-{i}") for i in range(3)]
     assert [one.unit for one in overlapping] == [f"wikitext2-{i}" for i in (0, 0, 0, 1, 1, 2, 2)]
-
-
-@pytest.mark.parametrize("scored", [20, 0])
-def test_what_is_scored_is_part_of_a_window(scored: int) -> None:
-    with pytest.raises(TaskError, match="part of a window"):
-        task(scored=scored)
-    with pytest.raises(TaskError, match="scores tokens twice"):
-        task(stride=7)

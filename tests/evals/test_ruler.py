@@ -145,24 +145,6 @@ def test_published_weighted_averages_of_llama_3_1_8b() -> None:
     assert scoring.effective_length(scores, 85.6) == 32768
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"tasks": ["niah"]}, "niah unknown; RULER has niah_single_1"),
-        ({"tasks": "vt"}, r"task\.tasks=\["),
-        ({"tasks": []}, "list of distinct"),
-        ({"lengths": 4096}, r"task\.lengths=\["),
-        ({"lengths": [4096, 4096]}, "distinct"),
-        ({"lengths": [0]}, "positive"),
-        ({"samples": 0}, "samples=0"),
-        ({"haystack": "novel"}, "essays, essays49, pydoc"),
-    ],
-)
-def test_bad_fields_are_refused(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ruler(**change)
-
-
 def test_lengths_that_cannot_be_are_refused_before_anything_is_made() -> None:
     text = CountedText()
     with pytest.raises(TaskError, match="starts at 512"):

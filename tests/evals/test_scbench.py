@@ -191,25 +191,6 @@ def test_the_file_of_a_hub_cache_is_read_at_its_commit(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"tasks": "scbench_repoqa"}, "scbench_repoqa is scored with tree-sitter's parsers, which is not offered"),
-        ({"tasks": ["scbench_kv", "scbench_summary_with_needles"]}, "mixes two scores"),
-        ({"tasks": "kv"}, "task.tasks='kv': choose english, all, or of scbench_kv, "),
-        ({"tasks": []}, "choose english"),
-        ({"mode": "scdq"}, "task.mode='scdq' is unknown: choose one of multi_turn, multi_request"),
-        ({"mode": "multi_request", "golden": False}, "requests do not see one another's answers"),
-        ({"turns": 0}, "task.turns=0 must be at least 1"),
-        ({"max_prompt_tokens": 1}, "must be at least 2"),
-    ],
-    ids=str,
-)
-def test_what_cannot_be_is_one_sentence(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(TaskError, match=message):
-        SCBench(**changes)
-
-
-@pytest.mark.parametrize(
     ("name", "change"),
     [
         ("scbench_choice_eng", {"multi_turns": [{"input": "x", "answer": "E", "options": ["A", "B", "C", "D"]}]}),

@@ -128,3 +128,9 @@ def test_triton_falls_back_with_that_reason(tmp_path: Path) -> None:
     environment = {"PATH": str(tmp_path), "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert "install gcc" in done.stdout, done.stderr
+
+
+def test_missing_headers_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(toolchain, "headers", lambda: tmp_path / "Python.h")
+    monkeypatch.setattr(toolchain, "compiler", lambda: sys.executable)
+    assert "Python's headers are missing" in (toolchain.unfit() or "")

@@ -73,3 +73,8 @@ def test_the_number_of_threads_changes_no_bit(team, tokens: int) -> None:
 
     assert torch.equal(attended(1), attended(2))
     assert torch.equal(attended(1), attended(3))
+
+
+def test_an_interrupt_is_no_neighbour(team) -> None:
+    team.kv_team_report(2, MS // 10, 1000 * MS)
+    assert team.kv_team_size(1001 * MS) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import signal
@@ -137,3 +138,27 @@ def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path: Path) -> None:
         raise ZeroDivisionError
     assert os.listdir(tmp_path) == ["run.json"]
     assert (tmp_path / "run.json").read_bytes() == b"new"
+
+
+def test_without_locks_nothing_is_removed_and_all_else_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = abandoned(tmp_path)
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fcntl, "flock", refuse)
+        remove_abandoned(tmp_path)
+        assert left.exists()
+        a_folder(tmp_path)
+        a_file(tmp_path)
+        assert set(os.listdir(tmp_path)) == {left.name, "run.json"}
+    remove_abandoned(tmp_path)
+    assert os.listdir(tmp_path) == ["run.json"]
+
+
+def test_what_another_user_left_is_theirs_to_remove(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = abandoned(tmp_path)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    remove_abandoned(tmp_path)
+    assert left.exists()

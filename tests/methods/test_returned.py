@@ -18,7 +18,9 @@ from methods.base import Budget, CacheState, KVLayer, LayerSpec, Method, Plan
 from methods.layers import Keep, Layer, Policy, Read, Select
 from methods.layers.returned import ReturnedError, RowNumbers
 from methods.tiers.integers import IntCodec
+from tests.fast import niah, run
 from tests.methods.test_contract import NAMES, small, turn
+from tests.talks import Talks
 from tests.tiny import prompt, tiny
 
 LENGTH, SIZE = 80, 16  # of the prompt, and what a budget of a fifth is
@@ -272,3 +274,27 @@ def test_every_built_in_method_returns_what_it_should(name: str, looks: list[str
                     turn(kv, cache, prompt(length, batch=2, seed=length), steps=2 if number else 6)
             if method.uses_budget:
                 assert {int(one.split()[2].rstrip(",")) for one in looks} >= {1, 2}  # the layers that are never dense
+
+
+class TwiceKeep(MyKeep):
+    def __init__(self) -> None:
+        super().__init__(at(5, 4))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Twice(Method):
+    of_turns: tuple[int, ...] = (1,)
+
+    def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
+        return [Layer(spec, cache, self, TwiceKeep()) for spec in specs]
+
+
+@pytest.mark.parametrize("warmup", [0, 1])
+def test_a_run_says_it_and_records_nothing(tmp_path: Path, warmup: int) -> None:
+    with pytest.raises(ReturnedError, match=r"^In layer 0 of Twice, TwiceKeep\.keep returned 4 twice"):
+        run(tmp_path, Twice(), niah(), budget=0.2, warmup=warmup)
+    with pytest.raises(ReturnedError, match=r"^In layer 0 of Twice, TwiceKeep\.keep returned 4 twice"):
+        run(tmp_path, Twice(of_turns=(2,)), Talks(), budget=0.5, warmup=warmup)
+    [first, second] = [folder / "examples.jsonl" for folder in tmp_path.iterdir()]
+    recorded = first.read_text() + second.read_text()
+    assert recorded.count("\n") == (1 if warmup == 0 else 0)  # a talk of a single turn, which was right

@@ -21,6 +21,7 @@ from harness.engine.saved_state import Snapshot
 from harness.prompts.stops import StopRule
 from harness.terminal.notices import say_once
 from methods.full import Full
+from methods.streaming import Streaming
 from tests.forks import Forked, module
 from tests.tiny import BORDER, by_length, prompt, tiny
 
@@ -364,3 +365,10 @@ def test_logits_that_are_not_finite_end_the_requests_by_their_number(kind: str) 
             lm.generate_until(QUESTIONS) if kind == "answers" else lm.loglikelihood(CHOICES)
     finally:
         weight.copy_(sound)
+
+
+def test_a_method_of_ones_own_comes_from_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "method").mkdir()
+    (tmp_path / "method" / "mine.yaml").write_text("_target_: methods.streaming.Streaming\nsinks: 3\n")
+    lm = KVHarnessLM(**SHARED, method="mine", budget=0.5, config_dir=str(tmp_path))
+    assert lm.engine.attachment.method == Streaming(sinks=3)

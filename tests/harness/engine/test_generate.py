@@ -168,3 +168,12 @@ def test_assisted_generation_is_refused_by_name(how: str) -> None:
             cache.crop(1)
         more = {"assistant_model": tiny("mistral")} if how == "assistant" else {"prompt_lookup_num_tokens": 2}
         generate(model, ids, cache, **more)
+
+
+@pytest.mark.tokens
+@pytest.mark.parametrize("chunk", [9, 24])
+def test_a_prefill_in_chunks_is_one_turn(chunk: int) -> None:
+    with attach(small("snapkv"), 0.4) as kv:
+        caches = [kv.cache(capacity=CAPACITY) for _ in range(2)]
+        wanted = conversation(kv.model, caches[0])
+        assert conversation(kv.model, caches[1], prefill_chunk_size=chunk) == wanted

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from harness.engine.attach import Attachment, attached
-from harness.engine.cache import UnsupportedError
+from harness.engine.cache import KVCache, UnsupportedError
 from harness.engine.engine import Engine, Generation
 from harness.engine.footprint import footprint
 from harness.engine.saved_state import Snapshot
@@ -184,3 +184,12 @@ def test_what_a_config_does_not_say_is_refused() -> None:
         kv.model_specs = [replace(spec, sink_logits=None) for spec in plain]
         with pytest.raises(UnsupportedError, match="passes s_aux"):
             answer(kv, 50)
+
+
+@hybrid
+def test_a_short_text_reserves_no_more_than_its_own_room(architecture: str) -> None:
+    with attached(tiny(architecture), Full()) as kv:
+        short = kv.start(KVCache, capacity=9)
+        Engine(kv).prefill(short, prompt(5))
+    layers = short.layers
+    assert footprint(layers)["device"] == len(layers) * 9 * ROW

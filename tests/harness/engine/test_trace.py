@@ -17,7 +17,8 @@ from harness.engine.attach import attached
 from harness.engine.engine import Engine
 from harness.engine.step_parts import PARTS
 from harness.engine.trace import PROFILE, Stopwatch, Tracer, clocked
-from harness.jobs.evaluate import evaluate
+from harness.jobs.evaluate import evaluate, evaluate_together
+from harness.jobs.job import Job
 from harness.reports.columns import score_table
 from harness.reports.compare import comparisons
 from harness.results.records import Record
@@ -141,3 +142,10 @@ def test_spans_on_a_gpu_are_the_device_s_time() -> None:
             torch.mm(x, x)
     spent = watch.totals()
     assert spent["large"] > 5 * spent["small"] > 0
+
+
+def test_jobs_that_share_a_prefill_are_traced_each(tmp_path: Path) -> None:
+    settings = Settings(results=Results(root=str(tmp_path)), progress=False, trace="on", shared_prefill=True)
+    for made in evaluate_together([Job.plan(PQ, niah(), MODEL, settings)]):
+        assert all(record.trace and record.trace["parts_s"]["attend"] > 0 for record in made.records)
+        assert (made.folder / PROFILE).exists()

@@ -680,3 +680,9 @@ def test_the_regex_of_an_old_mistral_tokenizer_is_corrected_and_said(
     assert "incorrect regex" not in caplog.text
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
     assert lint(example, prompt, HuggingFace(str(tmp_path)).tokenizer(), 10, 1) == []
+
+
+def test_identity_names_everything_that_shapes_the_weights() -> None:
+    changes: list[dict[str, Any]] = [{}, {"seed": 1}, {"layers": 2}, {"shape": "smollm2"}]
+    assert len({random(**change).identity().revision for change in changes}) == 4
+    assert random(tokenizer_name="auto").identity() == random().identity()  # 512 tokens are too few for smollm2

@@ -180,3 +180,11 @@ def test_kernels_that_are_built_are_announced_once(
     built.write_bytes(b"")
     assert library._cached("two") is None
     assert f"{built} is damaged" in capfd.readouterr().err
+
+
+def test_a_command_without_streams_runs(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        for name in ("stdout", "stderr"):
+            patched.setattr(sys, name, None)
+        code, *_ = cli("method=streaming", "progress=true", "task.depths=1", "baseline=off")
+    assert code == 0

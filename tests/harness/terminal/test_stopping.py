@@ -185,3 +185,32 @@ def test_the_next_start_removes_what_a_killed_run_left(
     again = Forked(signals.at, APPEND, 100, (), tmp_path / "temporary", "harness", *words)
     assert again.wait() == 0, again.err
     assert leftovers(tmp_path) == []
+
+
+SWALLOWING = """
+import os, signal, sys
+from pathlib import Path
+from harness.results.files import write_json
+from harness.terminal.stopping import Stoppable
+from tests import signals
+
+class Dying:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+signals.from_a_terminal()
+with Stoppable("to go on: again") as stop:
+    Dying()
+    print("goes on")
+    write_json(Path(sys.argv[1]) / "a.json", {})
+    print("behind a write")
+sys.exit(stop.code)
+"""
+
+
+def test_a_signal_that_a_destructor_swallowed_is_not_forgotten(tmp_path: Path) -> None:
+    stopped = started(SWALLOWING, str(tmp_path))
+    assert stopped.wait() == 143, stopped.err
+    assert stopped.out == "goes on\n"
+    assert stopped.err.endswith("\nstopped by SIGTERM; to go on: again\n")
+    assert list(tmp_path.iterdir()) == []

@@ -199,3 +199,22 @@ def test_a_command_sends_its_runs_and_their_full(listed: list[FinishedRun], cli:
     code, _, err = cli("method=streaming", "task.depths=1", "budget=0.5", "wandb.project=kv")
     assert code == 0, err
     assert [run.words["method"] for run in listed] == ["full", "streaming"]
+
+
+@pytest.mark.slow
+def test_one_that_fails_leaves_the_others_alone(
+    listed: list[FinishedRun], runs: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    copies = Copies()
+    copies.open([Settings(wandb=WandbSettings(project)) for project in ("refusing", "kv")])
+    copies.publish(runs)
+    assert [run.folder for run in listed] == runs
+    assert capsys.readouterr().err.count("was not sent to wandb: The disk is full") == 3
+    full, quest, _ = listed
+    assert list(full.pictures) == list(quest.pictures) == ["frontier", "heatmap/needle"]
+    assert [path.name for path in full.files] == ["summary.json", "run.json", "config.yaml", "table.md"]
+    assert quest.words["label"] == "quest 10%"
+    assert quest.config["budget"] == 0.1
+    assert "full.p" not in full.numbers
+    assert quest.numbers["full.diff"] == -0.5
+    assert not any(key.startswith(("results", "wandb")) for key in quest.config)

@@ -10,7 +10,7 @@ import pytest
 from harness.config.catalogue import entries
 from harness.config.plugins import build
 from harness.tuning.examples import Examples
-from harness.tuning.search import ParameterSearch, most_combinations
+from harness.tuning.search import ParameterSearch, curve_points, most_combinations
 from harness.tuning.space import START, Point, Space, SpaceError, grids_of, space_of
 from harness.tuning.trials import Trials
 from methods.base import Method
@@ -100,3 +100,10 @@ def test_every_method_declares_values_that_it_takes(entry: object) -> None:
     space = space_of(method, grids_of(method, {}), no_refusal, strict=True)
     assert not space.left_out
     assert "dense_layers" not in space.grids
+
+
+def test_the_worse_half_of_the_combinations_gets_no_more_examples() -> None:
+    _, trials, said = searched(lambda v: 0.1 + v["kernel"] / 100 - v["window"] / 1000)
+    fields = [int(words.split()[1]) for words in said if words.startswith("together")]
+    assert fields == [4, 2, 1]
+    assert trials.answers == 6 * len(curve_points(SPACE)) + 2 * sum(fields)
