@@ -120,7 +120,7 @@ class TestExamples:
     def test_all_files_are_looked_for_before_the_first_example(self, write: Callable[..., Path]) -> None:
         root = write("minilongbench")
         (root / "minilongbench" / "lcc.jsonl").unlink()
-        with pytest.raises(TaskError, match=r"minilongbench/lcc is not on the hub .* minilongbench/lcc\.jsonl"):
+        with pytest.raises(TaskError, match=r"minilongbench/lcc cannot .* DATA/minilongbench/lcc\.jsonl"):
             next(task(subset="minilongbench").examples(env(root)))
 
     def test_chinese_needs_jieba_before_the_first_example(
