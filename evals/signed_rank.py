@@ -28,7 +28,7 @@ EXACT = 200  # units up to which the test's distribution is counted; beyond, the
 
 @dataclass(frozen=True, slots=True)
 class Shift:
-    """Says by how much a method's costs exceed a baseline's on the same units."""
+    """Say by how much a method's costs exceed a baseline's on the same units."""
 
     n: int  # units
     mean: float  # of the differences

@@ -36,7 +36,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Paired:
-    """Compares a method with a baseline on the same examples."""
+    """Compare a method with a baseline on the same examples."""
 
     diff: float  # method - baseline
     ci: Interval

@@ -286,7 +286,7 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
         self.send_for(rows, slots)
 
     def attend(self, q: Tensor, *segments: Segment) -> Tensor:
-        """Attend; one sequence after the other if they read different numbers of tokens."""
+        """Attend, for one sequence after the other if they read different numbers of tokens."""
         counts = self.counts if self.plan is not None else []
         fetched = self.layer.far is not None
         if isinstance(counts, Tensor):

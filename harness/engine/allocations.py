@@ -1,4 +1,5 @@
-"""Counts the bytes of tensors that are alive, by a hook on every operation: on the CPU nothing else tells the peak."""
+"""Counts the bytes of tensors that are alive, by a hook on every operation; on the CPU nothing else reports the
+peak."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ from methods.tiers.tier import DEVICE, HOST
 
 
 class Allocations(TorchDispatchMode):
-    """`with Allocations() as counted:` what operations inside the block allocate; `counted.peak` bytes at most at once,
-    and `counted.peaks` of each tier: rows of the host tier are the host's, all else is the device's.
+    """Count what operations allocate inside `with Allocations() as counted:`. `counted.peak`: the most bytes at a
+    time; `counted.peaks`: the same per tier. Rows of the host tier count for the host, all else for the device.
 
-    What compiled kernels take for themselves is not seen; the tensors that they write are. Files that are mapped to be
-    read take no memory.
+    Memory that compiled kernels allocate for themselves is not seen, but the tensors that they write are. Files
+    that are mapped for reading take no memory.
     """
 
     def __init__(self) -> None:

@@ -159,6 +159,6 @@ def _of_the_prompt(weights: Tensor, read: Tensor | None) -> tuple[Tensor, Tensor
 
 
 def _marked(places: Tensor, like: Tensor) -> Tensor:
-    """1 at `places` [B heads K], -1 for none, and 0 elsewhere. like [B heads N]"""
+    """Return a tensor with 1 at `places` [B heads K], where -1 is no place, and 0 elsewhere. like [B heads N]"""
     spare = like.new_zeros(*like.shape[:2], like.shape[2] + 1)  # one after the last, for the padding of uneven reads
     return spare.scatter_(-1, places % spare.shape[2], 1.0)[..., :-1]

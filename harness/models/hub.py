@@ -156,7 +156,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def check_config(config: dict[str, Any], name: str) -> None:
-    """Refuses by name what the engine would compute wrongly."""
+    """Raise `ModelError`, which names the cause, if the engine would compute the model wrongly."""
     architecture = (config.get("architectures") or ["no architecture"])[0]
     if architecture not in ARCHITECTURES:
         raise ModelError(f"{name} is {architecture}, which is not supported: choose one of {', '.join(ARCHITECTURES)}.")

@@ -12,7 +12,7 @@ UNCLOCKED = "a captured step runs as a whole and cannot be clocked inside; graph
 
 
 def never(tokens: list[int]) -> str | None:
-    """Never stop: the answer runs to its length limit."""
+    """Return None for any tokens: the answer runs to its length limit."""
     return None
 
 
