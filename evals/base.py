@@ -1,9 +1,9 @@
 """Defines what a task is: examples made of text, and a pure score.
 
-A task is one frozen dataclass with two methods; its fields are its parameters, and `conf/task/NAME.yaml` lists all of
-them. It never sees a tokenizer object, a tensor or a model. A `TaskEnv` hands it what it needs: a `TextTools` to ask
-for lengths, and a data root to look for files in.
-"""
+A task is one frozen dataclass with two methods; its fields are its parameters, and
+`conf/task/NAME.yaml` lists all of them. It never sees a tokenizer object, a tensor or a model. A
+`TaskEnv` hands it what it needs: a `TextTools` to ask for lengths, and a data root to look for
+files in."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class TextTools(Protocol):
         """Return the text of `ids`, without special tokens."""
 
     def count(self, user: str, prefix: str = "", *, system: str = "", chat: bool = True) -> int:
-        """Count the tokens of the whole prompt: the chat template around `user`, then `prefix`. A BOS that the
-        tokenizer adds does not count."""
+        """Count the tokens of the whole prompt: the chat template around `user`, then `prefix`. A
+        BOS that the tokenizer adds does not count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +56,8 @@ class TaskEnv:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Hold what the user says after the answer to the turn before. The conversation contains the model's own
-    answer, unless a `reply` replaces it."""
+    """Hold what the user says after the answer to the turn before. The conversation contains the
+    model's own answer, unless a `reply` replaces it."""
 
     question: str
     references: tuple[str, ...]
@@ -69,13 +69,13 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """Hold one prompt and what a right answer contains. The user turn is `context + question`, with nothing in
-    between.
+    """Hold one prompt and what a right answer contains. The user turn is `context + question`, with
+    nothing in between.
 
-    `protocol=context` seals the KV cache after `context`, `protocol=prompt` after everything. Examples with the
-    same context are several questions about it, and `questions=shared` prefills it once. With `further` turns an
-    example is a conversation, and its score is the mean over its turns.
-    """
+    `protocol=context` seals the KV cache after `context`, `protocol=prompt` after everything.
+    Examples with the same context are several questions about it, and `questions=shared` prefills
+    it once. With `further` turns an example is a conversation, and its score is the mean over its
+    turns."""
 
     id: str  # unique within the task, and the same in every run
     group: str  # scores are averaged within a group first: "niah_single_1/4096", "qasper"
@@ -121,7 +121,8 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Hold the task's main number as `value`, from 0 to 1, and further measures of the same output as `details`."""
+    """Hold the task's main number as `value`, from 0 to 1, and further measures of the same output
+    as `details`."""
 
     value: float
     details: Mapping[str, float | str] = field(default_factory=dict)
@@ -135,8 +136,8 @@ class Choice(NamedTuple):
 
 
 def read_choices(output: str) -> list[Choice]:
-    """Return the choices in the output that the harness passes to `score` for an example with choices, in their
-    order."""
+    """Return the choices in the output that the harness passes to `score` for an example with
+    choices, in their order."""
     return [Choice(*choice) for choice in json.loads(output)]
 
 
@@ -153,8 +154,8 @@ AVERAGES = {
 
 
 class Task(ABC):
-    """Make examples and score outputs. Subclasses are frozen dataclasses, and their yaml lists every field with its
-    default."""
+    """Make examples and score outputs. Subclasses are frozen dataclasses, and their yaml lists
+    every field with its default."""
 
     version: ClassVar[str]  # raised when prompts or scores change, so that old runs are not resumed
     metric: ClassVar[str]  # what the field calls the main number
@@ -162,32 +163,34 @@ class Task(ABC):
     chance: ClassVar[float | None] = 0.0  # what guessing scores; None where scores are small by nature
 
     def require(self, data_root: Path | None) -> None:  # noqa: B027 (most tasks make their own text)
-        """Raise `TaskError` if data are missing. It is called before a model is looked at, which takes longer."""
+        """Raise `TaskError` if data are missing. It is called before a model is looked at, which
+        takes longer."""
 
     @property
     def fills(self) -> int | None:
-        """Return the window, in tokens, that the conversations are meant to outgrow (`overflow.window`); None if
-        they are not."""
+        """Return the window, in tokens, that the conversations are meant to outgrow
+        (`overflow.window`); None if they are not."""
         return None
 
     @abstractmethod
     def examples(self, env: TaskEnv) -> Iterator[Example]:
-        """Yield all examples in a fixed order. Raises `TaskError` if data or arguments are unusable."""
+        """Yield all examples in a fixed order. Raises `TaskError` if data or arguments are
+        unusable."""
 
     @abstractmethod
     def score(self, example: Example, output: str) -> Score:
-        """Score one output. It is a pure function: the same arguments give the same score. A conversation is scored
-        turn by turn (`Example.turns`)."""
+        """Score one output. It is a pure function: the same arguments give the same score. A
+        conversation is scored turn by turn (`Example.turns`)."""
 
     def averages(self, groups: Mapping[str, float], details: Mapping[str, float] | None = None) -> dict[str, float]:
-        """Return averages by name. `mean`, the plain mean over `groups` (group -> mean score), is always among
-        them.
+        """Return averages by name. `mean`, the plain mean over `groups` (group -> mean score), is
+        always among them.
 
         `details`: the means over examples of the numbers in `Score.details`.
         """
         return {"mean": sum(groups.values()) / len(groups)} if groups else {}
 
     def provenance(self) -> dict[str, Any]:
-        """Return what a run records about the data: source, revision, content hash. It is complete once `examples`
-        has run."""
+        """Return what a run records about the data: source, revision, content hash. It is complete
+        once `examples` has run."""
         return {}

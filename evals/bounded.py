@@ -1,8 +1,9 @@
 """Bounds the mean of bounded values from a sample, whatever their distribution (Gaffke's bound).
 
-A sample stands for every mixture of its values and one more value at `top`, with shares drawn evenly (Dirichlet); the
-bound is a quantile of the mixtures' means. For values of 0 and 1 it is Clopper and Pearson's interval, and testing
-whether a mean difference of such values is 0 is McNemar's exact test.
+A sample stands for every mixture of its values and one more value at `top`, with shares drawn
+evenly (Dirichlet); the bound is a quantile of the mixtures' means. For values of 0 and 1 it is
+Clopper and Pearson's interval, and testing whether a mean difference of such values is 0 is
+McNemar's exact test.
 
 Gaffke 2005; Learned-Miller and Thomas 2019 (arXiv:1905.06208); weights as in Fay and Feuer 1997.
 """
@@ -34,13 +35,13 @@ def upper_p(values: Floats, weights: Floats, mean: float | Floats, top: float) -
 
 
 def upper_end(values: Floats, weights: Floats, top: float, level: float, between: tuple[float, float]) -> float:
-    """Return the mean in the range `between` at which `upper_p` falls to `level`, or the nearer end of the range if
-    there is none.
+    """Return the mean in the range `between` at which `upper_p` falls to `level`, or the nearer end
+    of the range if there is none.
 
-    The secant method, with the root kept between two ends, works on the scale of normal deviates, on which
-    `upper_p` is almost a line: five steps suffice where its own scale takes fifteen. Results are cached, because
-    one process shows the same rows in a table, on a page and to a tracker.
-    """
+    The secant method, with the root kept between two ends, works on the scale of normal deviates,
+    on which `upper_p` is almost a line: five steps suffice where its own scale takes fifteen.
+    Results are cached, because one process shows the same rows in a table, on a page and to a
+    tracker."""
     return _upper_end(values.tobytes(), weights.tobytes(), top, level, between)
 
 
@@ -77,11 +78,11 @@ def _upper_end(
 
 
 def tail(values: Floats, shapes: Floats) -> Floats:
-    """Return P(sum of values x gammas >= 0) over the last axis, where the gammas are independent variables of the given
-    shapes.
+    """Return P(sum of values x gammas >= 0) over the last axis, where the gammas are independent
+    variables of the given shapes.
 
-    It integrates the moment generating function along a line through its saddle point, to about 7 digits.
-    """
+    It integrates the moment generating function along a line through its saddle point, to about 7
+    digits."""
     from scipy import special  # here, because a bare GPU machine, whose tests import this module, has none
 
     if values.ndim == shapes.ndim == 1:  # equal values share one gamma, of their shapes added up
@@ -104,8 +105,8 @@ def tail(values: Floats, shapes: Floats) -> Floats:
 
 
 def _integral(values: Floats, shapes: Floats) -> Floats:
-    """Compute `tail` for values [R N] whose largest is 1, along a hyperbola that leaves the saddle point by steepest
-    descent."""
+    """Compute `tail` for values [R N] whose largest is 1, along a hyperbola that leaves the saddle
+    point by steepest descent."""
     saddle = _saddle(values, shapes)
     ratios = values / (1 - saddle[:, None] * values)
     scale = 1 / np.sqrt((shapes * ratios**2).sum(-1) + saddle**-2)
@@ -123,8 +124,8 @@ def _integral(values: Floats, shapes: Floats) -> Floats:
 
 
 def _saddle(values: Floats, shapes: Floats) -> Floats:
-    """Find where the real integrand is smallest, between 0 and the branch point of the largest value at 1. Newton's
-    method steps; where a step leaves the bracket, halving takes its place."""
+    """Find where the real integrand is smallest, between 0 and the branch point of the largest
+    value at 1. Newton's method steps; where a step leaves the bracket, halving takes its place."""
     low, high = np.zeros(len(values)), np.ones(len(values))
     saddle = np.full(len(values), 0.5)
     for _ in range(60):
@@ -139,8 +140,8 @@ def _saddle(values: Floats, shapes: Floats) -> Floats:
 
 
 def _size(push: Floats, weights: Floats) -> Floats:
-    """Return how many equally weighted examples these are worth. With equal weights that is all of them; with unequal
-    ones only those that push the mean count."""
+    """Return how many equally weighted examples these are worth. With equal weights that is all of
+    them; with unequal ones only those that push the mean count."""
     largest = push.max(-1, keepdims=True)
     push = np.where(largest > 0, push / np.where(largest > 0, largest, 1.0), 1.0)
     return (push * weights).sum(-1) / (push * weights**2).sum(-1)

@@ -1,8 +1,8 @@
 """Keeps generated data on disk, under a hash of everything that shapes them.
 
-A file is JSON lines: a head with the key and the SHA-256 of what follows, then the rows. It is written under another
-name and renamed, so a reader sees a whole file or none. Processes that make the same rows write the same bytes, so one
-can continue a file that another left when it was killed.
+A file is JSON lines: a head with the key and the SHA-256 of what follows, then the rows. It is
+written under another name and renamed, so a reader sees a whole file or none. Processes that make
+the same rows write the same bytes, so one can continue a file that another left when it was killed.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def key_hash(key: Mapping[str, Any]) -> str:
 
 
 def load_or_make(folder: Path | None, name: str, key: Mapping[str, Any], make: Callable[[], list[Row]]) -> list[Row]:
-    """Return the rows of `key` from `folder`. If they are missing or damaged, make them and keep them; with
-    `folder=None` nothing is kept."""
+    """Return the rows of `key` from `folder`. If they are missing or damaged, make them and keep
+    them; with `folder=None` nothing is kept."""
     if folder is None:
         return make()
     path = folder / f"{name}-{key_hash(key)[:16]}.jsonl"

@@ -1,9 +1,10 @@
-"""Finds the data of evaluations: first in a folder of files, then as plain files of a data set on the hub.
+"""Finds the data of evaluations: first in a folder of files, then as plain files of a data set on
+the hub.
 
-There are no loading scripts. A file is read whole or not at all: every line must parse, a zip member must match its
-checksum, a hub file the hash under which the hub keeps it (`evals/hub.py`). The fields that a reader uses must have
-the types that it names (`misfit`), because a number where text is expected would become a prompt.
-"""
+There are no loading scripts. A file is read whole or not at all: every line must parse, a zip
+member must match its checksum, a hub file the hash under which the hub keeps it (`evals/hub.py`).
+The fields that a reader uses must have the types that it names (`misfit`), because a number where
+text is expected would become a prompt."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ class Source:
 
     @property
     def folder(self) -> str:
-        """Return the folder below the data root where the hub's file is found under its own name, "" for the root."""
+        """Return the folder below the data root where the hub's file is found under its own name,
+        "" for the root."""
         places = [pattern.split("/") for pattern in self.local]
         parts = self.hub_file.split("/")
         fitting = [place for place in places if fnmatch(self.hub_file, "/".join(place[-len(parts) :]))]
@@ -51,7 +53,8 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Hold the bytes of one file, or of one inside a zip, with where they came from and their SHA-256."""
+    """Hold the bytes of one file, or of one inside a zip, with where they came from and their
+    SHA-256."""
 
     data: bytes
     origin: str  # "local:longbench/qasper.jsonl" or "hub:REPO@COMMIT:FILE"
@@ -76,7 +79,8 @@ class Rows:
 
 
 def require(sources: Iterable[Source], root: Path | None) -> None:
-    """Raise one `TaskError` that names every source that no place has. The hub is asked only until it fails once."""
+    """Raise one `TaskError` that names every source that no place has. The hub is asked only until
+    it fails once."""
     absent = [source for source in sources if _find(source, root) is None]
     for place, source in enumerate(absent):
         try:
@@ -87,8 +91,8 @@ def require(sources: Iterable[Source], root: Path | None) -> None:
 
 
 def _missing(sources: Sequence[Source], root: Path | None, reason: str) -> MissingData:
-    """Return the error for files that no place has: what is missing, why, and what brings it. Only the first files are
-    named where there are many."""
+    """Return the error for files that no place has: what is missing, why, and what brings it. Only
+    the first files are named where there are many."""
     named = [source.name for source in sources[:NAMED_FILES]]
     more = [f"{len(sources) - NAMED_FILES} more"] * (len(sources) > NAMED_FILES)
     of_hub: dict[tuple[str, str, str], list[str]] = {}
@@ -112,7 +116,8 @@ def _is_cached(source: Source) -> bool:
 
 
 def open_rows(source: Source, env: TaskEnv, shape: Shape = ANY) -> Rows:
-    """Read the rows of a .jsonl, .json (one list) or .parquet file; a row that does not fit `shape` is refused."""
+    """Read the rows of a .jsonl, .json (one list) or .parquet file; a row that does not fit `shape`
+    is refused."""
     return rows_of(open_content(source, env), source.name, shape)
 
 
@@ -143,7 +148,8 @@ def text_of(data: bytes, place: str) -> str:
 
 
 def check(value: Any, shape: Shape, place: str) -> None:
-    """Raise `TaskError` if a value of a file does not fit `shape`. `place` names the file and the spot in it."""
+    """Raise `TaskError` if a value of a file does not fit `shape`. `place` names the file and the
+    spot in it."""
     if wrong := misfit(value, shape):
         raise TaskError(f"{place} {wrong}: correct the file, or fetch it again")
 
@@ -160,7 +166,8 @@ def too_few(place: str, what: str, count: int, samples: int) -> TaskError:
 
 
 def open_content(source: Source, env: TaskEnv) -> Content:
-    """Read the file from the first of these that has it: the data root, the hub's cache, the hub."""
+    """Read the file from the first of these that has it: the data root, the hub's cache, the
+    hub."""
     path, origin = _locate(source, env.data_root)
     if path.suffix == ".zip":
         data = _read_member(source, path)
@@ -216,8 +223,8 @@ def _find(source: Source, root: Path | None) -> tuple[Path, str] | None:
 
 
 def _from_hub(source: Source) -> tuple[Path, str]:
-    """Return the file in the hub's cache, fetched if necessary, and its origin. Raises `HubError` if it cannot be
-    fetched."""
+    """Return the file in the hub's cache, fetched if necessary, and its origin. Raises `HubError`
+    if it cannot be fetched."""
     if source.hub_repo is None:
         raise hub.HubError("the hub has no such file")
     path, commit = hub.fetch(source.hub_repo, source.hub_file, source.hub_revision)
@@ -238,7 +245,8 @@ def _read_member(source: Source, path: Path) -> bytes:
 
 @contextmanager
 def data_errors_in_a_sentence() -> Iterator[None]:
-    """Turn the error that `datasets` raises for a file it cannot read into a `TaskError` that names file and row."""
+    """Turn the error that `datasets` raises for a file it cannot read into a `TaskError` that names
+    file and row."""
     try:
         yield
     except Exception as error:
@@ -255,7 +263,8 @@ def data_errors_in_a_sentence() -> Iterator[None]:
 
 
 def _file_that_was_read(error: BaseException | None) -> Path | None:
-    """Return the file at which a reader of `datasets`, each of which calls it `file`, has stopped."""
+    """Return the file at which a reader of `datasets`, each of which calls it `file`, has
+    stopped."""
     while error is not None:
         for frame, _ in walk_tb(error.__traceback__):
             if "packaged_modules" in frame.f_code.co_filename and isinstance(frame.f_locals.get("file"), (str, Path)):

@@ -1,4 +1,5 @@
-"""Asks GSM8K (arXiv:2110.14168): grade-school arithmetic after worked examples, a long prompt of short parts."""
+"""Asks GSM8K (arXiv:2110.14168): grade-school arithmetic after worked examples, a long prompt of
+short parts."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ class Reader(NamedTuple):
 
 
 def strict(output: str) -> str | None:
-    """Take the first number after `The answer is ` and the one character, whatever it is, that must follow (lm-eval
-    gsm8k_cot, strict-match).
+    """Take the first number after `The answer is ` and the one character, whatever it is, that must
+    follow (lm-eval gsm8k_cot, strict-match).
 
     >>> strict("The answer is 18."), strict("The answer is 18")
     ('18', '1')
@@ -41,8 +41,8 @@ def flexible(output: str) -> str | None:
 
 
 def pqcache(output: str) -> str | None:
-    """Take the last number before the model asks itself a new question; commas go first, and signs are not seen
-    (PQCache).
+    """Take the last number before the model asks itself a new question; commas go first, and signs
+    are not seen (PQCache).
 
     >>> pqcache("It is -1,000.5\\nQuestion: 7?")
     '1000.5'
@@ -67,8 +67,8 @@ def final_number(solution: str) -> str:
 
 
 def _same_text(answer: str, final: str) -> bool:
-    """Compare as lm-eval's exact match does: without commas, dollar signs, what precedes `#### `, and one full stop at
-    the end."""
+    """Compare as lm-eval's exact match does: without commas, dollar signs, what precedes `#### `,
+    and one full stop at the end."""
     return _bare(answer) == _bare(final)
 
 

@@ -1,4 +1,5 @@
-"""Loads the filler text of needle tasks: Paul Graham's essays from the data root, or text that every Python carries."""
+"""Loads the filler text of needle tasks: Paul Graham's essays from the data root, or text that
+every Python carries."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ class Haystack:
 
 
 def load(name: str, env: TaskEnv) -> Haystack:
-    """Load the text of that name. `auto` takes the first of essays, essays49 and pydoc that is there. Raises
-    `TaskError` where files are missing."""
+    """Load the text of that name. `auto` takes the first of essays, essays49 and pydoc that is
+    there. Raises `TaskError` where files are missing."""
     if name not in NAMES:
         raise TaskError(f"haystack={name!r} is unknown: choose one of {', '.join(NAMES)}")
     for wanted, files in ESSAY_FILES.items():
@@ -72,6 +73,7 @@ def _places(root: Path | None) -> str:
 
 
 def _pydoc_text() -> str:
-    """Return Python's own help topics, 65,501 words in 3.11. They differ between versions of Python, hence the hash."""
+    """Return Python's own help topics, 65,501 words in 3.11. They differ between versions of
+    Python, hence the hash."""
     topics: dict[str, str] = import_module("pydoc_data.topics").topics
     return "\n\n".join(topics[name].strip() for name in sorted(topics))

@@ -1,8 +1,8 @@
-"""Fetches single files of data sets from the hub: from the local cache, or else by one download, and checked either
-way.
+"""Fetches single files of data sets from the hub: from the local cache, or else by one download,
+and checked either way.
 
-The client is Hugging Face's own, so HF_ENDPOINT, HF_HOME, HF_TOKEN and HF_HUB_OFFLINE mean what they mean everywhere.
-"""
+The client is Hugging Face's own, so HF_ENDPOINT, HF_HOME, HF_TOKEN and HF_HUB_OFFLINE mean what
+they mean everywhere."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ _DIGESTS = {40: "sha1", 64: "sha256"}  # hex digits of a blob's name in the cach
 
 
 class HubError(ValueError):
-    """Say why a file cannot be fetched from the hub, as half a sentence that the caller completes."""
+    """Say why a file cannot be fetched from the hub, as half a sentence that the caller
+    completes."""
 
 
 def fetch(repo: str, file: str, revision: str) -> tuple[Path, str]:
-    """Return the file's path in the cache and the commit that it belongs to. A cached file costs no network."""
+    """Return the file's path in the cache and the commit that it belongs to. A cached file costs no
+    network."""
     path = cached(repo, file, revision) or _download(repo, file, revision)
     if not _is_whole(path):
         raise HubError(f"its download {path.resolve()} is damaged (delete that file first)")
@@ -75,8 +77,8 @@ def _download(repo: str, file: str, revision: str) -> Path:
 
 
 def reachable(endpoint: str, within_s: float = PROBE_S) -> bool:
-    """Return whether anything answers at `endpoint` in time. A thread asks, because looking up a name has no time
-    limit."""
+    """Return whether anything answers at `endpoint` in time. A thread asks, because looking up a
+    name has no time limit."""
     answer: Queue[bool] = Queue()
     Thread(target=lambda: answer.put(_answers(endpoint, within_s)), daemon=True).start()
     try:
@@ -86,8 +88,8 @@ def reachable(endpoint: str, within_s: float = PROBE_S) -> bool:
 
 
 def _answers(endpoint: str, within_s: float) -> bool:
-    """Return whether a server answers; an HTTP error or an unknown certificate is an answer too. Proxies of the
-    environment are used."""
+    """Return whether a server answers; an HTTP error or an unknown certificate is an answer too.
+    Proxies of the environment are used."""
     try:
         urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=within_s).close()
     except urllib.error.HTTPError:
@@ -100,8 +102,8 @@ def _answers(endpoint: str, within_s: float) -> bool:
 
 
 def _is_whole(path: Path) -> bool:
-    """Return whether a cached file is undamaged. A cache with symbolic links names a blob after its hash; other caches
-    have nothing to compare with, and pass."""
+    """Return whether a cached file is undamaged. A cache with symbolic links names a blob after its
+    hash; other caches have nothing to compare with, and pass."""
     blob = path.resolve()
     algorithm = _DIGESTS.get(len(blob.name))
     if blob.parent.name != "blobs" or algorithm is None:

@@ -1,10 +1,9 @@
-"""Runs a task of EleutherAI's lm-evaluation-harness (0.4.13), or a yaml in its form: its documents are the
-examples, its filters and metrics the scores.
+"""Runs a task of EleutherAI's lm-evaluation-harness (0.4.13), or a yaml in its form: its documents
+are the examples, its filters and metrics the scores.
 
-A task that generates gives prompts with its stop strings; one with choices gives texts that are fed after one
-prompt, and its metrics get their likelihoods (`Example.choices`). Prompts are those of lm-eval's own command
-without a chat template; few shots are drawn with its seed.
-"""
+A task that generates gives prompts with its stop strings; one with choices gives texts that are fed
+after one prompt, and its metrics get their likelihoods (`Example.choices`). Prompts are those of
+lm-eval's own command without a chat template; few shots are drawn with its seed."""
 
 from __future__ import annotations
 
@@ -38,8 +37,8 @@ class Leaf(NamedTuple):
 
 @dataclass(frozen=True)
 class LmEval(Task):
-    """Ask every document of a task, or of all tasks of a group, and score with the first of its metrics that grows
-    with quality, unless `score_by` names another."""
+    """Ask every document of a task, or of all tasks of a group, and score with the first of its
+    metrics that grows with quality, unless `score_by` names another."""
 
     seeded: ClassVar[bool] = False
     metric: ClassVar[str] = "lm-eval's metric"
@@ -63,7 +62,8 @@ class LmEval(Task):
 
     @property
     def version(self) -> str:  # type: ignore[override]
-        """Return our version, that of lm-eval, and a hash of the scoring parts of the tasks' yaml files."""
+        """Return our version, that of lm-eval, and a hash of the scoring parts of the tasks' yaml
+        files."""
         own = {leaf.name: {key: leaf.task.dump_config().get(key) for key in SCORING} for leaf in self._leaves()}
         scoring = sha256(json.dumps(own, sort_keys=True, default=str).encode()).hexdigest()
         return f"1, lm-eval {installed('lm_eval')}, {scoring[:12]}"
@@ -124,8 +124,8 @@ class LmEval(Task):
         )
 
     def _choices(self, task: Any, requests: Sequence[Any], text: str) -> tuple[tuple[str, ...], str]:
-        """Return the texts to feed, and the prompt; white space at its end moves to the choices, as in lm-eval. In
-        a chat nothing stands between the assistant's header and a choice."""
+        """Return the texts to feed, and the prompt; white space at its end moves to the choices, as
+        in lm-eval. In a chat nothing stands between the assistant's header and a choice."""
         if requests[0].request_type != "loglikelihood":
             return (), text
         choices = [request.args[1] for request in requests]
@@ -149,8 +149,8 @@ class LmEval(Task):
 
 @cache
 def _leaves(name: str, include_path: str | None, num_fewshot: int | None, metadata: str) -> tuple[Leaf, ...]:
-    """Return the tasks that `name` stands for. lm-eval's own tasks are listed, which takes long, only if the folder
-    has none of that name."""
+    """Return the tasks that `name` stands for. lm-eval's own tasks are listed, which takes long,
+    only if the folder has none of that name."""
     from lm_eval.tasks import TaskManager
 
     for own in (True, False) if include_path is None else (False, True):
@@ -189,7 +189,8 @@ def _leaf(name: str, task: Any, num_fewshot: int | None) -> Leaf:
 
 
 def _revision(docs: Any) -> str | None:
-    """Return the hub's commit, or a hash of local files: `datasets` keeps the rows in a folder of that name."""
+    """Return the hub's commit, or a hash of local files: `datasets` keeps the rows in a folder of
+    that name."""
     files = getattr(docs, "cache_files", None)
     return Path(files[0]["filename"]).parent.name if files else None
 
@@ -212,8 +213,8 @@ def _ending(leaf: Leaf, keywords: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _split(text: str, asked: object, prefix: str) -> tuple[str, str, str]:
-    """Return context, question and the answer's first words. If something precedes a document's text, such as few
-    shots or a description, the text is the question."""
+    """Return context, question and the answer's first words. If something precedes a document's
+    text, such as few shots or a description, the text is the question."""
     prefix = prefix if text.endswith(prefix) else ""
     body = text.removesuffix(prefix)
     if isinstance(asked, str) and asked and len(body) > len(asked) and body.endswith(asked):
@@ -222,12 +223,14 @@ def _split(text: str, asked: object, prefix: str) -> tuple[str, str, str]:
 
 
 def _content(doc: Any) -> str:
-    """Return the hash of all of a document, because a task's own scoring may read any field of it."""
+    """Return the hash of all of a document, because a task's own scoring may read any field of
+    it."""
     return sha256(json.dumps(doc, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _references(leaf: Leaf, number: int, doc: Any) -> tuple[str, ...]:
-    """Return the right answers as texts. Raises `TaskError` if a document has none and the task scores by them."""
+    """Return the right answers as texts. Raises `TaskError` if a document has none and the task
+    scores by them."""
     config = leaf.task.config
     target = leaf.task.doc_to_target(doc)
     if isinstance(target, int) and config.doc_to_choice is not None:
@@ -240,7 +243,8 @@ def _references(leaf: Leaf, number: int, doc: Any) -> tuple[str, ...]:
 
 
 def _has_answer(doc: Mapping[str, Any], answers: Sequence[Any]) -> Iterator[bool]:
-    """Return for each answer whether the row has it: a template writes None for a field that a row lacks."""
+    """Return for each answer whether the row has it: a template writes None for a field that a row
+    lacks."""
     lacks = any(value is None for value in doc.values())
     for answer in answers:
         yield answer is not None and bool(str(answer).strip()) and not (lacks and str(answer).strip() == "None")

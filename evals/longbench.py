@@ -1,4 +1,5 @@
-"""Asks LongBench v1 (arXiv:2308.14508): 21 data sets of long documents, with the official prompts, cuts and scores."""
+"""Asks LongBench v1 (arXiv:2308.14508): 21 data sets of long documents, with the official prompts,
+cuts and scores."""
 
 from __future__ import annotations
 
@@ -108,8 +109,8 @@ class LongBench(Task):
         return Score(max(values, default=0.0))
 
     def averages(self, groups: Mapping[str, float], details: Mapping[str, float] | None = None) -> dict[str, float]:
-        """Return `mean` over data sets, as most papers do, and the mean of each category, `avg_leaderboard` over the
-        six categories, and both readings of code_sim, over rows.
+        """Return `mean` over data sets, as most papers do, and the mean of each category,
+        `avg_leaderboard` over the six categories, and both readings of code_sim, over rows.
 
         An average over a fixed list of data sets appears only where all of them were run.
         """
@@ -149,7 +150,8 @@ class LongBench(Task):
         return {**rows.provenance, **complete}
 
     def _limit(self, data_set: DataSet, env: TaskEnv) -> int | None:
-        """Return the most tokens of a bare prompt. The chat template is added to that, as in the official runner."""
+        """Return the most tokens of a bare prompt. The chat template is added to that, as in the
+        official runner."""
         if self.max_prompt_tokens is not None or env.window is None:
             return self.max_prompt_tokens
         template = env.text.count("", chat=not data_set.plain)

@@ -1,5 +1,5 @@
-"""Lists LongBench v1's 21 data sets as published (arXiv:2308.14508, table 1). Their prompts are in a JSON file in
-the same folder."""
+"""Lists LongBench v1's 21 data sets as published (arXiv:2308.14508, table 1). Their prompts are in
+a JSON file in the same folder."""
 
 from __future__ import annotations
 

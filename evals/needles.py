@@ -47,11 +47,12 @@ def contains(answers: Sequence[str], output: str) -> Score:
 
 
 def leading_digits(answers: Sequence[str], output: str) -> dict[str, float]:
-    """Measure how much of a number came out before it went wrong: the most of its first digits that any number in
-    the output has.
+    """Measure how much of a number came out before it went wrong: the most of its first digits that
+    any number in the output has.
 
-    Returns means over the answers, as a count and as a share of their digits, or nothing if an answer is no number.
-    It distinguishes a cache that kept half of a needle from one that lost it; both score 0.
+    Returns means over the answers, as a count and as a share of their digits, or nothing if an
+    answer is no number. It distinguishes a cache that kept half of a needle from one that lost it;
+    both score 0.
 
     >>> leading_digits(["1234567"], "It is 12349, or 99.")
     {'leading_digits': 4.0, 'leading_digits_share': 0.5714285714285714}
@@ -69,13 +70,14 @@ def _shared_start(a: str, b: str) -> int:
 
 
 def scored_digits(details: Mapping[str, float] | None) -> dict[str, float]:
-    """Return the share of leading digits for a task's averages, or nothing where answers are not numbers."""
+    """Return the share of leading digits for a task's averages, or nothing where answers are not
+    numbers."""
     return {name: value for name, value in (details or {}).items() if name == "leading_digits_share"}
 
 
 def word_overlap(answers: Sequence[str], output: str) -> Score:
-    """Return the share of the answer's distinct words in the output (KVCache-Factory's heat map). `exact` says that the
-    whole answer is there.
+    """Return the share of the answer's distinct words in the output (KVCache-Factory's heat map).
+    `exact` says that the whole answer is there.
 
     >>> word_overlap([SANDWICH], "You should eat a sandwich today.").value
     0.2727272727272727

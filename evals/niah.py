@@ -1,9 +1,9 @@
-"""Hides a needle in a haystack: one fact at a given depth of a long text, over lengths x depths (Kamradt's protocol,
-2023).
+"""Hides a needle in a haystack: one fact at a given depth of a long text, over lengths x depths
+(Kamradt's protocol, 2023).
 
-The haystack is cut to length in tokens, and the needle goes in after the last sentence end before the depth.
-`niah_pqcache` and `niah_shadowkv` in conf/task are the same task in the words of those papers.
-"""
+The haystack is cut to length in tokens, and the needle goes in after the last sentence end before
+the depth. `niah_pqcache` and `niah_shadowkv` in conf/task are the same task in the words of those
+papers."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ PUNCTUATION = (".", "!", "?")
 
 @dataclass(frozen=True)
 class Niah(Task):
-    """Hide one needle at each length and depth. `depths` is their number, evenly from 0 to 100 %, or a list of
-    percents; `rounds` says how often, each time with a new needle and text."""
+    """Hide one needle at each length and depth. `depths` is their number, evenly from 0 to 100 %,
+    or a list of percents; `rounds` says how often, each time with a new needle and text."""
 
     version: ClassVar[str] = "1"
     metric: ClassVar[str] = "needle found"
@@ -111,8 +111,8 @@ class Niah(Task):
     def _context(
         self, env: TaskEnv, tokens: Sequence[int], planted: Planted, length: int, depth: float
     ) -> tuple[str, int]:
-        """Return the haystack with its needle, and the token before which the needle went in. Raises `TaskError` where
-        there is too little room."""
+        """Return the haystack with its needle, and the token before which the needle went in.
+        Raises `TaskError` where there is too little room."""
         needle = env.text.encode(planted.text)
         room = length - self._frame(env, planted) - len(needle)
         if room < 16:
@@ -125,7 +125,8 @@ class Niah(Task):
         return env.text.decode(hay[:at] + needle + hay[at:]), at
 
     def _frame(self, env: TaskEnv, planted: Planted) -> int:
-        """Return the tokens that are kept free for everything but the haystack: `buffer`, or the number needed."""
+        """Return the tokens that are kept free for everything but the haystack: `buffer`, or the
+        number needed."""
         if self.buffer is not None:
             return self.buffer
         user = self.template.replace("{context}", "").replace("{question}", planted.question)
@@ -161,7 +162,8 @@ def _sentence_ends(tokens: Sequence[int], env: TaskEnv) -> list[int]:
 
 
 def boundary(hay: Sequence[int], index: int, env: TaskEnv) -> int:
-    """Return the last sentence end at or before `index`, or 0 if there is none, as in the original."""
+    """Return the last sentence end at or before `index`, or 0 if there is none, as in the
+    original."""
     while index > 0 and not _is_end(hay[index - 1], env):
         index -= 1
     return index

@@ -1,9 +1,9 @@
-"""Measures the perplexity of a text under a compressed cache: the model reads the first part of a window and predicts
-the rest.
+"""Measures the perplexity of a text under a compressed cache: the model reads the first part of a
+window and predicts the rest.
 
-Only the text side is here. The harness feeds the continuation token by token, whatever the model would have said
-(`Example.teacher_forced`), and hands `score` the mean negative log-likelihood of its tokens in nats as the output.
-"""
+Only the text side is here. The harness feeds the continuation token by token, whatever the model
+would have said (`Example.teacher_forced`), and hands `score` the mean negative log-likelihood of
+its tokens in nats as the output."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _UNDECODED = "\ufffd"
 class WikiText2(Task):
     """Measure the perplexity of windows of WikiText-2's test split (arXiv:1609.07843), raw.
 
-    The last `scored` of a window's `window` tokens are predicted. Windows lie end to end, so that statistics may count
-    each as one; with a shorter `stride` they overlap, and those that begin within one window's length count as one. A
-    rest that fills no window is left out. A score must lie between 0 and 1, and is exp(-nll); tables show perplexity.
-    """
+    The last `scored` of a window's `window` tokens are predicted. Windows lie end to end, so that
+    statistics may count each as one; with a shorter `stride` they overlap, and those that begin
+    within one window's length count as one. A rest that fills no window is left out. A score must
+    lie between 0 and 1, and is exp(-nll); tables show perplexity."""
 
     version: ClassVar[str] = "2"
     seeded: ClassVar[bool] = False
@@ -91,7 +91,8 @@ class WikiText2(Task):
         return Score(math.exp(-nll), {"nll": nll})
 
     def averages(self, groups: Mapping[str, float], details: Mapping[str, float] | None = None) -> dict[str, float]:
-        """Return `mean` over windows, and the `perplexity` of all windows together, as papers state it."""
+        """Return `mean` over windows, and the `perplexity` of all windows together, as papers state
+        it."""
         return super().averages(groups) | ({"perplexity": math.exp(details["nll"])} if details else {})
 
     def provenance(self) -> dict[str, Any]:

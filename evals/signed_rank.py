@@ -1,13 +1,14 @@
-"""Tests whether paired costs differ, and by how much, without an assumption about how far apart they may lie.
+"""Tests whether paired costs differ, and by how much, without an assumption about how far apart
+they may lie.
 
-Costs of right answers have tails: one prompt that a method fails may cost more than all others together, and a test of
-means then sees nothing. Wilcoxon's signed-rank test (Biometrics Bulletin 1, 1945) counts instead which of two signs the
-larger differences have. Its estimate is the median of the means of all pairs of differences (Hodges and Lehmann, Annals
-of Mathematical Statistics 34, 1963), and its interval holds the differences that the test does not refute.
+Costs of right answers have tails: one prompt that a method fails may cost more than all others
+together, and a test of means then sees nothing. Wilcoxon's signed-rank test (Biometrics Bulletin 1,
+1945) counts instead which of two signs the larger differences have. Its estimate is the median of
+the means of all pairs of differences (Hodges and Lehmann, Annals of Mathematical Statistics 34,
+1963), and its interval holds the differences that the test does not refute.
 
-scipy.stats.wilcoxon gives the same p where no difference is 0 and no two are equal. It has no interval, and its p for
-zeros and ties would not agree with one.
-"""
+scipy.stats.wilcoxon gives the same p where no difference is 0 and no two are equal. It has no
+interval, and its p for zeros and ties would not agree with one."""
 
 from __future__ import annotations
 
@@ -38,8 +39,8 @@ class Shift:
 
 
 def shift(costs: Sequence[float], baseline: Sequence[float], units: Units = None) -> Shift:
-    """Compare paired costs; those of one unit count as one, their mean. p is below 0.05 exactly where the interval
-    leaves out 0.
+    """Compare paired costs; those of one unit count as one, their mean. p is below 0.05 exactly
+    where the interval leaves out 0.
 
     >>> shift([1.5, 2.25, 3.5, 4.75, 5.5, 6.25], [1, 2, 3, 4, 5, 6])
     Shift(n=6, mean=0.4583..., diff=0.5, ci=Interval(low=0.25, high=0.75), p=0.03125)
@@ -64,14 +65,15 @@ def _by_unit(values: Floats, units: Units) -> Floats:
 
 
 def _pair_means(values: Floats) -> Floats:
-    """Return the means of all pairs, a value with itself among them, in order. As many of them lie above a number as
-    the signed-rank statistic of the differences to it says."""
+    """Return the means of all pairs, a value with itself among them, in order. As many of them lie
+    above a number as the signed-rank statistic of the differences to it says."""
     first, second = np.triu_indices(len(values))
     return np.sort((values[first] + values[second]) / 2)
 
 
 def _interval(means: Floats, size: int) -> Interval | None:
-    """Return the numbers that the test does not refute. Its statistic steps at the means of pairs."""
+    """Return the numbers that the test does not refute. Its statistic steps at the means of
+    pairs."""
     from scipy import special  # here, because a bare GPU machine, whose tests import this module, has none
 
     if size <= EXACT:
@@ -83,7 +85,8 @@ def _interval(means: Floats, size: int) -> Interval | None:
 
 
 def _at_most(count: int, size: int) -> float:
-    """Return the probability of a signed-rank statistic of at most `count` where signs fall by chance."""
+    """Return the probability of a signed-rank statistic of at most `count` where signs fall by
+    chance."""
     from scipy import special  # here, because a bare GPU machine, whose tests import this module, has none
 
     if size <= EXACT:
@@ -99,7 +102,8 @@ def _moments(size: int) -> tuple[float, float]:
 
 @lru_cache(maxsize=64)
 def _distribution(size: int) -> Floats:
-    """Return P(statistic <= w) for each w: every rank from 1 to `size` has either sign with probability 1/2."""
+    """Return P(statistic <= w) for each w: every rank from 1 to `size` has either sign with
+    probability 1/2."""
     shares = np.ones(1)
     for rank in range(1, size + 1):
         apart = np.zeros(rank)

@@ -1,9 +1,9 @@
 """Computes statistics of scores: intervals, paired tests and Holm's correction.
 
-The statistic is always the mean of group means. Scores of one unit, such as questions on one text, are not independent
-and count as one, their mean. Interval and test of a difference agree: p is below 0.05 exactly where the 95 % interval
-leaves out 0. Both hold for any number of examples (tests/evals/test_coverage.py).
-"""
+The statistic is always the mean of group means. Scores of one unit, such as questions on one text,
+are not independent and count as one, their mean. Interval and test of a difference agree: p is
+below 0.05 exactly where the 95 % interval leaves out 0. Both hold for any number of examples
+(tests/evals/test_coverage.py)."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Paired:
 def interval(
     scores: Sequence[float], groups: Sequence[str], *, units: Units = None, level: float = 1 - ALPHA
 ) -> Interval | None:
-    """Return the interval of the mean of group means, or None without a score. Where all scores are 0 or 1 it is
-    Clopper and Pearson's.
+    """Return the interval of the mean of group means, or None without a score. Where all scores are
+    0 or 1 it is Clopper and Pearson's.
 
     >>> interval([1, 1, 1, 0], ["a"] * 4)
     Interval(low=0.194120..., high=0.993690...)
@@ -61,7 +61,8 @@ def interval(
 
 
 def paired(scores: Sequence[float], baseline: Sequence[float], groups: Sequence[str], units: Units = None) -> Paired:
-    """Test on two sides whether a mean difference is 0, and return the 95 % interval that inverts the test.
+    """Test on two sides whether a mean difference is 0, and return the 95 % interval that inverts
+    the test.
 
     Where all scores are 0 or 1 and all groups equally large it is McNemar's exact test.
     """
@@ -123,8 +124,8 @@ class _Sample:
         return float(bounded.upper_p(self.values, self.weights, mean, self.high))
 
     def interval(self, level: float, pivot: float | None = None) -> Interval:
-        """Return an interval that leaves out `level` on either side. It leaves out `pivot` exactly where the p of
-        `pivot` says so."""
+        """Return an interval that leaves out `level` on either side. It leaves out `pivot` exactly
+        where the p of `pivot` says so."""
         return Interval(-self.mirrored._upper(level, pivot), self._upper(level, pivot))
 
     def _upper(self, level: float, pivot: float | None) -> float:
@@ -165,7 +166,8 @@ def _weights(groups: Sequence[str], size: int) -> Floats:
 
 
 def _is_dense(values: Floats) -> bool:
-    """Return whether the values show no point, be it 0, 1 or any other, on which many more might lie."""
+    """Return whether the values show no point, be it 0, 1 or any other, on which many more might
+    lie."""
     return len(values) >= DENSE and len(np.unique(values)) == len(values) and not np.isin(values, (0, 1)).any()
 
 

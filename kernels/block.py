@@ -1,8 +1,7 @@
 """Computes a decoder block around its attention, in plain torch.
 
-The blocks are pre-norm, with RMSNorm, rotary embedding and a gated SiLU MLP: Llama, Mistral, Qwen2, Qwen3, Phi-3.
-Results are rounded where transformers' modules round.
-"""
+The blocks are pre-norm, with RMSNorm, rotary embedding and a gated SiLU MLP: Llama, Mistral, Qwen2,
+Qwen3, Phi-3. Results are rounded where transformers' modules round."""
 
 from __future__ import annotations
 
@@ -23,8 +22,8 @@ _PANEL = 32  # outputs computed together; sums also go over multiples of it
 
 
 def fits_compiled(widths: Sequence[int], inner: int, dtype: torch.dtype) -> bool:
-    """Return whether compiled products pay off for a prompt on the CPU, with a block of such widths and such an
-    MLP. They need no memory between them."""
+    """Return whether compiled products pay off for a prompt on the CPU, with a block of such widths
+    and such an MLP. They need no memory between them."""
     return inner <= MOST_INNER.get(dtype, 0) and not any(width % _PANEL for width in (*widths, inner))
 
 
@@ -41,8 +40,8 @@ class Linear:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class DecoderBlock:
-    """Hold the weights of one decoder layer: E channels, H query heads and G KV heads of D channels each, F channels
-    in the MLP."""
+    """Hold the weights of one decoder layer: E channels, H query heads and G KV heads of D channels
+    each, F channels in the MLP."""
 
     head_dim: int
     eps: float
@@ -79,8 +78,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def attention_inputs(x: Tensor, block: DecoderBlock, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Norm x, project it and rotate the heads. x [B T E], cos, sin [1|B T R] -> normed [B T E], q [B H T D], k, v [B G
-    T D]"""
+    """Norm x, project it and rotate the heads. x [B T E], cos, sin [1|B T R] -> normed [B T E], q
+    [B H T D], k, v [B G T D]"""
     normed = rms_norm(x, block.norm, block.eps)
     q, k, v = (part(normed).unflatten(-1, (-1, block.head_dim)).transpose(1, 2) for part in (block.q, block.k, block.v))
     if block.q_norm is not None and block.k_norm is not None:
@@ -98,9 +97,9 @@ def attention_inputs_stored(
     values: Tensor | Ragged,
     row: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute `attention_inputs` of x + `added`, one token of each sequence, and also write its k and v to a cache:
-    to `row` ([1] for all sequences, or [B], int64) of keys and values [B G S D]. Return x + `added` and the results
-    of `attention_inputs`."""
+    """Compute `attention_inputs` of x + `added`, one token of each sequence, and also write its k
+    and v to a cache: to `row` ([1] for all sequences, or [B], int64) of keys and values [B G S D].
+    Return x + `added` and the results of `attention_inputs`."""
     x = x if added is None else x + added
     normed, q, k, v = ops.attention_inputs(x, block, cos, sin)
     rows = row.view(-1, 1, 1).expand(k.shape[:3])
@@ -110,13 +109,15 @@ def attention_inputs_stored(
 
 
 def block_output(x: Tensor, attended: Tensor, block: DecoderBlock) -> Tensor:
-    """Apply the output projection and the MLP, each with its residual. x [B T E], attended [B H T D] -> [B T E]"""
+    """Apply the output projection and the MLP, each with its residual. x [B T E], attended [B H T
+    D] -> [B T E]"""
     x, added = block_output_apart(x, attended, block)
     return x + added
 
 
 def block_output_apart(x: Tensor, attended: Tensor, block: DecoderBlock) -> tuple[Tensor, Tensor]:
-    """Compute the two parts whose sum `block_output` is, for `attention_inputs_stored` of the next block."""
+    """Compute the two parts whose sum `block_output` is, for `attention_inputs_stored` of the next
+    block."""
     x = x + block.o(attended.transpose(1, 2).flatten(2))
     normed = rms_norm(x, block.mlp_norm, block.eps)
     return x, block.down(silu(block.gate(normed)) * block.up(normed))

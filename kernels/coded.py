@@ -1,10 +1,10 @@
-"""Defines the operations that read keys and values as codes of few bits: attention, and rows that are decoded.
+"""Defines the operations that read keys and values as codes of few bits: attention, and rows that
+are decoded.
 
-Integer codes are written as in KIVI (kernels/quantise.py): keys share a range per channel over a block of tokens,
-values over neighbouring channels of a token. Other codes are floats of 8 bits, with a scale for each token's key
-and value. Compiled backends decode in registers, so that only codes are read from memory. Products and sums run in
-fp32.
-"""
+Integer codes are written as in KIVI (kernels/quantise.py): keys share a range per channel over a
+block of tokens, values over neighbouring channels of a token. Other codes are floats of 8 bits,
+with a scale for each token's key and value. Compiled backends decode in registers, so that only
+codes are read from memory. Products and sums run in fp32."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ from kernels.reference import Segment, gather_rows, segment_attention_with_lse
 class Coded(NamedTuple):
     """Name keys and values that are written as integers of `bits`, whole blocks of `block` tokens.
 
-    A number is least + code * step. Its range holds the least numbers of all groups, then their steps. Sequences of
-    different lengths have `Ragged` instead of tensors (kernels/ragged.py).
-    """
+    A number is least + code * step. Its range holds the least numbers of all groups, then their
+    steps. Sequences of different lengths have `Ragged` instead of tensors (kernels/ragged.py)."""
 
     k: Tensor  # [B G S D*bits/8] uint8
     v: Tensor  # [B G S D*bits/8] uint8
@@ -45,8 +44,8 @@ class Coded(NamedTuple):
 
     @property
     def kind(self) -> tuple[int, int, int]:
-        """Return the groups of a value's channels, the bits of an integer, and the tokens that share a range of
-        keys."""
+        """Return the groups of a value's channels, the bits of an integer, and the tokens that
+        share a range of keys."""
         return self.v_range.shape[3] // 2, self.bits, self.block
 
     def tokens(self, first: int | PerSequence, end: int | PerSequence) -> Coded:
@@ -57,8 +56,8 @@ class Coded(NamedTuple):
 
 
 class CodedFloats(NamedTuple):
-    """Name keys and values that are written as floats of 8 bits (`float8_e4m3fn`), scaled for each token and head.
-    Sequences of different lengths have `Ragged` instead of tensors."""
+    """Name keys and values that are written as floats of 8 bits (`float8_e4m3fn`), scaled for each
+    token and head. Sequences of different lengths have `Ragged` instead of tensors."""
 
     k: Tensor  # [B G S D] uint8
     v: Tensor  # [B G S D] uint8
@@ -71,7 +70,8 @@ class CodedFloats(NamedTuple):
 
     @property
     def all_four(self) -> tuple[Tensor, ...]:
-        """Return codes of keys and of values, then the scales of both, in the form of `Coded.all_four`."""
+        """Return codes of keys and of values, then the scales of both, in the form of
+        `Coded.all_four`."""
         return (*self, self.scales)
 
     @property
@@ -94,8 +94,8 @@ def _between(x: Tensor, first: int | PerSequence, end: int | PerSequence) -> Ten
 
 @by_sequence
 def coded_attention(q: Tensor, coded: Codes, scale: float) -> tuple[Tensor, Tensor]:
-    """Attend from one token to all that are coded, and return the log-sum-exp of the softmax too. q [B H 1 D] -> [B H 1
-    D], [B H] (fp32)"""
+    """Attend from one token to all that are coded, and return the log-sum-exp of the softmax too. q
+    [B H 1 D] -> [B H 1 D], [B H] (fp32)"""
     attended: tuple[Tensor, Tensor]
     if isinstance(coded, CodedFloats):
         attended = segment_attention_with_lse(q, [Segment(*coded.decoded(q.dtype))], scale)
@@ -110,12 +110,11 @@ def coded_attention(q: Tensor, coded: Codes, scale: float) -> tuple[Tensor, Tens
 
 @by_sequence
 def decode_rows(coded: Codes, rows: Tensor | None, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return decoded tokens k, v [B G K D] of each KV head. rows [B G K]: those of `k`, `v` and `v_range`, or None
-    for all; blocks [B G K]: the rows of `k_range` that belong to them.
+    """Return decoded tokens k, v [B G K D] of each KV head. rows [B G K]: those of `k`, `v` and
+    `v_range`, or None for all; blocks [B G K]: the rows of `k_range` that belong to them.
 
-    There are two indices because moved rows have an order of their own, while `k_range` stays where it is. Floats
-    do not use `blocks`.
-    """
+    There are two indices because moved rows have an order of their own, while `k_range` stays where
+    it is. Floats do not use `blocks`."""
     if isinstance(coded, CodedFloats):
         return CodedFloats(*(x if rows is None else gather_rows(x, rows) for x in coded)).decoded(dtype)
     k, v, v_range = (x if rows is None else gather_rows(x, rows) for x in (coded.k, coded.v, coded.v_range))

@@ -26,8 +26,8 @@ def column_sums(q: Tensor, k: Tensor, scale: float) -> Tensor:
 
 
 def prefill_attention_with_column_sums(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Compute causal attention of the last T of S tokens together with its column sums, so that the logits are computed
-    once.
+    """Compute causal attention of the last T of S tokens together with its column sums, so that the
+    logits are computed once.
 
     q [B H T D], k, v [B G S D] -> [B H T D], [B H S] (fp32)
     """
@@ -43,7 +43,8 @@ def prefill_attention_with_column_sums(q: Tensor, k: Tensor, v: Tensor, scale: f
 
 
 def _weights(q: Tensor, k: Tensor, scale: float) -> Iterator[Tensor]:
-    """Yield the attention weights of blocks of queries [B H t s] (fp32), where s ends at the block's last query.
+    """Yield the attention weights of blocks of queries [B H t s] (fp32), where s ends at the
+    block's last query.
 
     The query heads of a group are folded into the token axis, so no key is repeated.
     """

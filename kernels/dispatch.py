@@ -1,12 +1,11 @@
-"""Runs an operation on the first of its backends that can: the best is listed first, the plain-torch reference
-last.
+"""Runs an operation on the first of its backends that can: the best is listed first, the
+plain-torch reference last.
 
-A backend is a module with a function of the operation's name, imported on first use. It may also have a function
-`<name>_refuses`, which takes the same arguments and returns the reason why it cannot run, or None. Automatic choice
-takes the first backend that does not refuse; `use_backend` insists on one and fails with that reason. A package
-whose kernels may turn out not to fit on the card once they are compiled names that error in `TOO_LARGE`; the next
-backend then takes over.
-"""
+A backend is a module with a function of the operation's name, imported on first use. It may also
+have a function `<name>_refuses`, which takes the same arguments and returns the reason why it
+cannot run, or None. Automatic choice takes the first backend that does not refuse; `use_backend`
+insists on one and fails with that reason. A package whose kernels may turn out not to fit on the
+card once they are compiled names that error in `TOO_LARGE`; the next backend then takes over."""
 
 from __future__ import annotations
 
@@ -108,7 +107,8 @@ def use_backend(name: str) -> Iterator[None]:
 
 
 def forced_backend() -> str | None:
-    """Return the backend that `use_backend` insists on, if any. Backends that run only on request ask for it."""
+    """Return the backend that `use_backend` insists on, if any. Backends that run only on request
+    ask for it."""
     return _forced.get()
 
 

@@ -1,7 +1,8 @@
-"""Computes prefill attention by flash-attn, where it is installed (`pip install 'kv-harness[flash]'`).
+"""Computes prefill attention by flash-attn, where it is installed (`pip install
+'kv-harness[flash]'`).
 
-From version 2.1 on its causal mask is aligned at the bottom right, so that later chunks need no mask either.
-"""
+From version 2.1 on its causal mask is aligned at the bottom right, so that later chunks need no
+mask either."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Compute causal attention of the last T of S tokens. q [B H T D], k, v [B G S D] -> [B H T D]"""
+    """Compute causal attention of the last T of S tokens. q [B H T D], k, v [B G S D] -> [B H T
+    D]"""
     by_token = (x.transpose(1, 2) for x in (q, k, v))
     out: Tensor = flash_attn_func(*by_token, softmax_scale=scale, causal=True)
     return out.transpose(1, 2)

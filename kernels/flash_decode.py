@@ -24,7 +24,8 @@ def segment_attention(q: Tensor, segments: Sequence[Segment], scale: float) -> T
 
 
 def segment_attention_with_lse(q: Tensor, segments: Sequence[Segment], scale: float) -> tuple[Tensor, Tensor]:
-    """Attend from one token to segments and return the log-sum-exp too, as kernels/reference.py defines it."""
+    """Attend from one token to segments and return the log-sum-exp too, as kernels/reference.py
+    defines it."""
     return attend(_read, q, segments, scale)
 
 

@@ -9,7 +9,8 @@ _POINTS_AT_ONCE = 1 << 15  # bounds the [N points C] distance block
 
 
 def assign(x: Tensor, centroids: Tensor) -> Tensor:
-    """Find the nearest centroid (squared L2) of each point. x [N P d], centroids [N C d] -> [N P]"""
+    """Find the nearest centroid (squared L2) of each point. x [N P d], centroids [N C d] -> [N
+    P]"""
     half_norms = centroids.square().sum(-1).unsqueeze(1).mul_(0.5)
     blocks = x.split(_POINTS_AT_ONCE, dim=1)
     return torch.cat([(block @ centroids.transpose(1, 2)).sub_(half_norms).argmax(-1) for block in blocks], dim=1)
@@ -20,10 +21,9 @@ def kmeans(x: Tensor, initial: Tensor, iterations: int, tolerance: float = 1e-4)
 
     x [N P d] (fp32), initial [C] -> centroids [N C d], codes [N P]
 
-    It stops after `iterations` rounds, or once the summed squared movement of the centroids is below `tolerance` times
-    the mean variance of the data in every problem (scikit-learn's rule). A cluster without points keeps its centroid.
-    The codes belong to the centroids returned.
-    """
+    It stops after `iterations` rounds, or once the summed squared movement of the centroids is
+    below `tolerance` times the mean variance of the data in every problem (scikit-learn's rule). A
+    cluster without points keeps its centroid. The codes belong to the centroids returned."""
     problems, points, dim = x.shape
     centroids = x[:, initial].clone()
     bound = tolerance * x.var(dim=1, correction=0).mean(-1)  # [N]

@@ -1,4 +1,5 @@
-"""Computes low-rank factors and principal directions of tall matrices, by way of their small Gram matrix."""
+"""Computes low-rank factors and principal directions of tall matrices, by way of their small Gram
+matrix."""
 
 from __future__ import annotations
 
@@ -19,17 +20,18 @@ def gram(x: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def directions(gram_matrix: Tensor) -> Tensor:
-    """Return the orthonormal right singular vectors of a matrix from its Gram matrix, as columns, the strongest
-    first. [... C C]"""
+    """Return the orthonormal right singular vectors of a matrix from its Gram matrix, as columns,
+    the strongest first. [... C C]"""
     return torch.linalg.eigh(gram_matrix).eigenvectors.flip(-1)
 
 
 def low_rank(x: Tensor, rank: int, solver: str) -> tuple[Tensor, Tensor]:
-    """Factor x so that u @ basis is its best rank-r approximation. x [... N C] in fp32 -> u [... N r], basis [... r C]
+    """Factor x so that u @ basis is its best rank-r approximation. x [... N C] in fp32 -> u [... N
+    r], basis [... r C]
 
-    Only the product is defined. The Gram matrix costs N C^2 and no copy of x; in fp32 it loses the directions whose
-    singular values are below about 3e-4 of the largest, in fp64 none that fp32 data hold.
-    """
+    Only the product is defined. The Gram matrix costs N C^2 and no copy of x; in fp32 it loses the
+    directions whose singular values are below about 3e-4 of the largest, in fp64 none that fp32
+    data hold."""
     if solver == "thin_svd":
         left, values, right = torch.linalg.svd(x, full_matrices=False)
         return left[..., :rank] * values[..., None, :rank], right[..., :rank, :]

@@ -1,5 +1,5 @@
-"""Lists the operations, each with its backends in order of preference. The torch backend's file has shapes and
-formulas."""
+"""Lists the operations, each with its backends in order of preference. The torch backend's file has
+shapes and formulas."""
 
 from __future__ import annotations
 
@@ -68,8 +68,9 @@ ALL = tuple(value for value in list(globals().values()) if isinstance(value, Op)
 
 
 def prefer(orders: Mapping[str, Sequence[str]]) -> None:
-    """Try the named backends of an operation first, in their order, from now on in this process; all others follow
-    in the order of this file, which is also that of operations that are not named."""
+    """Try the named backends of an operation first, in their order, from now on in this process;
+    all others follow in the order of this file, which is also that of operations that are not
+    named."""
     for op in ALL:
         op.order = (*(first := orders.get(op.name, ())), *(name for name in op.targets if name not in first))
 
@@ -81,5 +82,6 @@ def forget_used() -> None:
 
 
 def used_backends() -> dict[str, list[str]]:
-    """Return which backends have run for which operation since `forget_used`, for the record of a run."""
+    """Return which backends have run for which operation since `forget_used`, for the record of a
+    run."""
     return {op.name: sorted(op.used) for op in ALL if op.used}

@@ -1,5 +1,5 @@
-"""Defines in plain torch the operations on pages, chunks and blocks of tokens: bounds of their logits, and the
-names of their tokens."""
+"""Defines in plain torch the operations on pages, chunks and blocks of tokens: bounds of their
+logits, and the names of their tokens."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from kernels.reference import row_scores
 
 @by_sequence
 def page_scores(q: Tensor, bounds: Tensor) -> Tensor:
-    """Bound the product of each query with the keys of each page: sum_c max(q_c * largest_c, q_c * smallest_c). q [B G
-    g D], bounds [B G P 2D], the largest and then the smallest value of each channel -> [B G g P] (fp32)
+    """Bound the product of each query with the keys of each page: sum_c max(q_c * largest_c, q_c *
+    smallest_c). q [B G g D], bounds [B G P 2D], the largest and then the smallest value of each
+    channel -> [B G g P] (fp32)
 
     Quest (arXiv 2406.10774).
     """
@@ -22,14 +23,14 @@ def page_scores(q: Tensor, bounds: Tensor) -> Tensor:
 
 
 def by_sign(q: Tensor) -> Tensor:
-    """Return the positive parts of the channels, followed by the negative ones, since a positive q_c is multiplied
-    with the largest key. [... D] -> [... 2D]"""
+    """Return the positive parts of the channels, followed by the negative ones, since a positive
+    q_c is multiplied with the largest key. [... D] -> [... 2D]"""
     return torch.cat([q.clamp(min=0), q.clamp(max=0)], -1)
 
 
 def token_rows(chunks: Tensor | Ragged, size: int, last: int | PerSequence | None = None) -> Tensor:
-    """Return the tokens of chunks of `size` tokens, followed by those of the `last` chunk of each sequence if it is
-    given. chunks [B heads K] -> [B heads K * size], or [B heads (K + 1) * size]
+    """Return the tokens of chunks of `size` tokens, followed by those of the `last` chunk of each
+    sequence if it is given. chunks [B heads K] -> [B heads K * size], or [B heads (K + 1) * size]
 
     For several sequences, entries after the tokens of a shorter one are any existing tokens.
     """

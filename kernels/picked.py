@@ -1,4 +1,5 @@
-"""Defines in plain torch what a query picks: the channels in which it is largest, and how many tokens it reads."""
+"""Defines in plain torch what a query picks: the channels in which it is largest, and how many
+tokens it reads."""
 
 from __future__ import annotations
 
@@ -16,15 +17,14 @@ LEAST = 1e-20  # of what is divided by
 def pick_channels(
     q: Tensor, r: int | PerSequence, scale: float, spread: bool, facing: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Find the r channels with the largest sum of |q| over the group, and divide q in these channels so that the
-    logits of different query heads are comparable. q [B G g D] -> channels [B G r], q in them times `scale` [B G g
-    r]
+    """Find the r channels with the largest sum of |q| over the group, and divide q in these
+    channels so that the logits of different query heads are comparable. q [B G g D] -> channels [B
+    G r], q in them times `scale` [B G g r]
 
-    `spread`, if all sequences want equally many: also return these queries unscaled as [B G g D], zero in the other
-    channels. `facing`: add D to the number of a channel in which the group's sum of q is not positive. If a
-    sequence wants fewer channels than another, further ones follow its own, in which its queries are zero. SparQ
-    (arXiv 2312.04985)
-    """
+    `spread`, if all sequences want equally many: also return these queries unscaled as [B G g D],
+    zero in the other channels. `facing`: add D to the number of a channel in which the group's sum
+    of q is not positive. If a sequence wants fewer channels than another, further ones follow its
+    own, in which its queries are zero. SparQ (arXiv 2312.04985)"""
     mass = q.float().abs()
     best = ops.top_k(mass.sum(2), r)
     channels = filled(best)
@@ -41,7 +41,7 @@ def pick_channels(
 
 
 def mean_counts(counts: Tensor, most: int | PerSequence) -> Tensor:
-    """Return the mean count of each sequence over its heads, rounded down, from 1 to `most`. counts [B G] (int64) ->
-    [B]. InfiniGen (arXiv 2406.19707)"""
+    """Return the mean count of each sequence over its heads, rounded down, from 1 to `most`. counts
+    [B G] (int64) -> [B]. InfiniGen (arXiv 2406.19707)"""
     limit = most.on(counts.device) if isinstance(most, PerSequence) else torch.full_like(counts[:, 0], most)
     return counts.double().mean(1).long().clamp(min=1).minimum(limit)

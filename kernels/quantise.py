@@ -1,12 +1,12 @@
-"""Writes numbers as codes of few bits, each group between its own least and largest number (asymmetric, as KIVI, arXiv
-2402.02750).
+"""Writes numbers as codes of few bits, each group between its own least and largest number
+(asymmetric, as KIVI, arXiv 2402.02750).
 
-A number is `least + code * step`, with `least` and `step` in fp16. Both are rounded outwards, so that the codes span
-the whole group and no number is off by more than half a step.
+A number is `least + code * step`, with `least` and `step` in fp16. Both are rounded outwards, so
+that the codes span the whole group and no number is off by more than half a step.
 
-Floats of 8 bits (`float8_e4m3fn`: 4 bits of exponent, 3 of mantissa) share a scale instead, and a number is `code *
-scale`: none is off by more than a sixteenth of itself, or where it is small by less than the group's largest / 2**18.
-"""
+Floats of 8 bits (`float8_e4m3fn`: 4 bits of exponent, 3 of mantissa) share a scale instead, and a
+number is `code * scale`: none is off by more than a sixteenth of itself, or where it is small by
+less than the group's largest / 2**18."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ _LARGEST_FLOAT8 = 448.0
 
 
 def quantise(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantise each group along the last dimension. x [... n] -> codes [... n] in uint8, least and step [...] in fp16
+    """Quantise each group along the last dimension. x [... n] -> codes [... n] in uint8, least and
+    step [...] in fp16
 
     Raises ValueError for numbers that are not finite or beyond fp16.
     """
@@ -41,8 +42,8 @@ def rounded_down(x: Tensor) -> Tensor:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes into bytes: the lowest bits of all bytes hold the first codes, and so on. uint8 [... n] -> uint8 [...
-    n * bits / 8]"""
+    """Pack codes into bytes: the lowest bits of all bytes hold the first codes, and so on. uint8
+    [... n] -> uint8 [... n * bits / 8]"""
     parts = codes.unflatten(-1, (8 // bits, -1)).unbind(-2)
     packed = parts[0].clone()
     for place, part in enumerate(parts[1:], 1):
@@ -60,8 +61,8 @@ def unpack(packed: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
 
 
 def dequantise(packed: Tensor, least: Tensor, step: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
-    """Turn packed codes back into numbers. packed [... n * bits / 8]; least and step [... c], each for n/c numbers side
-    by side -> [... n]
+    """Turn packed codes back into numbers. packed [... n * bits / 8]; least and step [... c], each
+    for n/c numbers side by side -> [... n]
 
     Leading dimensions broadcast: many rows may share one `least` and `step`.
     """
@@ -71,7 +72,8 @@ def dequantise(packed: Tensor, least: Tensor, step: Tensor, bits: int, dtype: to
 
 
 def to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Write each row as floats of 8 bits. x [... n] -> codes [... n] in uint8, scale [... 1] in fp16, rounded upwards
+    """Write each row as floats of 8 bits. x [... n] -> codes [... n] in uint8, scale [... 1] in
+    fp16, rounded upwards
 
     Raises ValueError for numbers that are not finite or beyond fp16.
     """
@@ -84,5 +86,6 @@ def to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def from_float8(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Turn floats of 8 bits back into numbers of `dtype`. codes [... n] in uint8, scale [... 1] -> [... n]"""
+    """Turn floats of 8 bits back into numbers of `dtype`. codes [... n] in uint8, scale [... 1] ->
+    [... n]"""
     return (codes.view(torch.float8_e4m3fn).float() * scale.float()).to(dtype)

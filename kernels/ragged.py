@@ -1,9 +1,10 @@
-"""Combines tensors of several sequences that differ in one size, so that one launch serves all of them.
+"""Combines tensors of several sequences that differ in one size, so that one launch serves all of
+them.
 
-Each sequence keeps its memory, and kernels read from a table where it begins. A page table (PagedAttention, arXiv
-2309.06180) does the same for pages of one length; with one page per sequence its rows are consecutive, so reading
-them takes no further step, and nothing is copied when a sequence joins or leaves.
-"""
+Each sequence keeps its memory, and kernels read from a table where it begins. A page table
+(PagedAttention, arXiv 2309.06180) does the same for pages of one length; with one page per sequence
+its rows are consecutive, so reading them takes no further step, and nothing is copied when a
+sequence joins or leaves."""
 
 from __future__ import annotations
 
@@ -25,17 +26,16 @@ RAGGED = "takes sequences of one length"  # why a backend refuses unequal ones
 class Ragged:
     """Hold a tensor [1 ...] of every sequence; they differ only in dimension `dim`.
 
-    `parts` are these tensors, `sizes` their lengths, and `table` [B 3] (int64) their addresses and the bytes from
-    one entry of the second and of the third dimension to the next. `whole` [B ...] holds all of them; entries after
-    the shorter ones must not be read.
-    """
+    `parts` are these tensors, `sizes` their lengths, and `table` [B 3] (int64) their addresses and
+    the bytes from one entry of the second and of the third dimension to the next. `whole` [B ...]
+    holds all of them; entries after the shorter ones must not be read."""
 
     def __init__(
         self, parts: Sequence[Tensor], dim: int = 2, dead: int | None = None, reader: torch.device | None = None
     ) -> None:
-        """Combine tensors, which must stay where they are as long as this object lives. The last `dead` ones are
-        free slots (`PerSequence`): what is written there is lost. `reader`: the device whose kernels read them, if
-        it is not their own, as for pinned host memory."""
+        """Combine tensors, which must stay where they are as long as this object lives. The last
+        `dead` ones are free slots (`PerSequence`): what is written there is lost. `reader`: the
+        device whose kernels read them, if it is not their own, as for pinned host memory."""
         self.parts, self.dim = parts, dim
         self.device = parts[0].device if reader is None else reader
         self.sizes = PerSequence([part.shape[dim] for part in parts[: len(parts) - (dead or 0)]], dead)
@@ -72,9 +72,9 @@ class Ragged:
 
     @cached_property
     def alignment(self) -> int:
-        """Return a number of bytes, at most 16, of which all numbers in `table` are multiples. In a step of a size
-        it is 16 if the sequences allow it, else the size of one number, and always the latter if rows are as long
-        as a sequence."""
+        """Return a number of bytes, at most 16, of which all numbers in `table` are multiples. In a
+        step of a size it is 16 if the sequences allow it, else the size of one number, and always
+        the latter if rows are as long as a sequence."""
         bytes_ = gcd(16, *(number for place in self._places for number in place))
         if self.sizes.dead is None or (bytes_ == 16 and self.dim < self.first.dim() - 1):
             return bytes_
@@ -82,7 +82,8 @@ class Ragged:
 
     @cached_property
     def row_alignment(self) -> int:
-        """Return such a number for the addresses and the second dimension's steps only, for rows in that dimension."""
+        """Return such a number for the addresses and the second dimension's steps only, for rows in
+        that dimension."""
         return gcd(16, *(number for place in self._places for number in place[:2]))
 
     @cached_property
@@ -138,15 +139,17 @@ class Ragged:
 def with_free_slots(
     parts: Sequence[Tensor], dim: int = 2, dead: int | None = None, wider: int = 0, reader: torch.device | None = None
 ) -> Ragged:
-    """Combine tensors, followed for each free slot by memory of one entry that may be overwritten, and as much
-    again where rows may be written `wider` than they are. `reader`: as in `Ragged`; free slots lie there."""
+    """Combine tensors, followed for each free slot by memory of one entry that may be overwritten,
+    and as much again where rows may be written `wider` than they are. `reader`: as in `Ragged`;
+    free slots lie there."""
     shape = [*parts[0].shape[:dim], 1 + wider, *parts[0].shape[dim + 1 :]]
     free = (parts[0].new_zeros(shape, device=reader).narrow(dim, 0, 1) for _ in range(dead or 0))
     return Ragged([*parts, *free], dim, dead, reader)
 
 
 def first_of(x: Tensor | Ragged) -> Tensor:
-    """Return a tensor with the dtype, device and strides of x: for several sequences that of the first."""
+    """Return a tensor with the dtype, device and strides of x: for several sequences that of the
+    first."""
     return x.first if isinstance(x, Ragged) else x
 
 
@@ -156,8 +159,8 @@ def filled(x: Tensor | Ragged) -> Tensor:
 
 
 def leading(x: Tensor | Ragged, count: int | PerSequence) -> Tensor:
-    """Return the first `count` entries of each sequence, [B ... count], as `Ragged` if the counts differ; the
-    policies' code treats it as a tensor."""
+    """Return the first `count` entries of each sequence, [B ... count], as `Ragged` if the counts
+    differ; the policies' code treats it as a tensor."""
     whole = filled(x)
     if isinstance(count, PerSequence):
         return cast(Tensor, Ragged.filled_up(whole, count, whole.dim() - 1))
@@ -165,7 +168,8 @@ def leading(x: Tensor | Ragged, count: int | PerSequence) -> Tensor:
 
 
 def spanned(x: Tensor | Ragged, start: int, end: int | PerSequence) -> Tensor:
-    """Return the entries `start` to `end` of each sequence's rows [B ... S], as `Ragged` if the ends differ."""
+    """Return the entries `start` to `end` of each sequence's rows [B ... S], as `Ragged` if the
+    ends differ."""
     return leading(filled(x)[..., start:], end - start)
 
 
@@ -176,8 +180,8 @@ def repeated(x: Tensor | Ragged, times: int) -> Tensor | Ragged:
 
 
 def too_few(x: Tensor | Ragged, count: int | PerSequence) -> bool:
-    """Return whether some sequence's rows [B ... S] have fewer entries than `count`; False if only the device knows
-    the count."""
+    """Return whether some sequence's rows [B ... S] have fewer entries than `count`; False if only
+    the device knows the count."""
     if isinstance(count, CountedOnDevice):
         return False
     left = (x.sizes if isinstance(x, Ragged) else x.shape[-1]) - count
@@ -185,7 +189,8 @@ def too_few(x: Tensor | Ragged, count: int | PerSequence) -> bool:
 
 
 def appended(x: Tensor | Ragged, entry: int | PerSequence) -> Tensor:
-    """Append an entry to each sequence's rows. x [B ... S] -> [B ... S + 1], filled up as `filled` is"""
+    """Append an entry to each sequence's rows. x [B ... S] -> [B ... S + 1], filled up as `filled`
+    is"""
     whole = filled(x)
     ones = [1] * (whole.dim() - 1)
     entries = (
@@ -198,9 +203,9 @@ def appended(x: Tensor | Ragged, entry: int | PerSequence) -> Tensor:
 
 
 def by_sequence(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Let an operation of the plain-torch backend take `Ragged` and `PerSequence`: it is then called for one
-    sequence after the other, on the best backend for one sequence. Tensors among the arguments are [B ...], or the
-    same for all."""
+    """Let an operation of the plain-torch backend take `Ragged` and `PerSequence`: it is then
+    called for one sequence after the other, on the best backend for one sequence. Tensors among the
+    arguments are [B ...], or the same for all."""
 
     @wraps(run)
     def served(*arguments: Any) -> Any:
@@ -216,8 +221,8 @@ def by_sequence(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def sequence_by_sequence(arguments: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-    """Return the arguments of one call per sequence if sequences are unequal, without free slots; else those of the
-    call itself."""
+    """Return the arguments of one call per sequence if sequences are unequal, without free slots;
+    else those of the call itself."""
     batch = _sequences(arguments)
     if batch is None:
         return [arguments]
@@ -250,7 +255,8 @@ def _of(argument: Any, i: int, batch: int) -> Any:
 
 
 def _numbers(arguments: Any) -> list[PerSequence]:
-    """Return the `PerSequence` numbers among the arguments, including the sizes of `Ragged` tensors."""
+    """Return the `PerSequence` numbers among the arguments, including the sizes of `Ragged`
+    tensors."""
     numbers: list[PerSequence] = []
     for argument in arguments:
         if isinstance(argument, Ragged | PerSequence):
@@ -261,8 +267,8 @@ def _numbers(arguments: Any) -> list[PerSequence]:
 
 
 def _joined(results: list[Any], numbers: Sequence[PerSequence]) -> Any:
-    """Join the results of the sequences; free slots get zeros. Sizes that equal those of an argument become the
-    same object, which may be on the device already."""
+    """Join the results of the sequences; free slots get zeros. Sizes that equal those of an
+    argument become the same object, which may be on the device already."""
     if isinstance(results[0], tuple):
         return tuple(_joined(list(same), numbers) for same in zip(*results, strict=True))
     if results[0] is None:

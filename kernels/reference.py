@@ -1,7 +1,7 @@
 """Defines every operation in plain torch; the other backends are tested against it.
 
-Letters in shapes are those of methods/base/. Softmax and its sums run in fp32, whatever the dtype of the inputs.
-"""
+Letters in shapes are those of methods/base/. Softmax and its sums run in fp32, whatever the dtype
+of the inputs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ from kernels.rope import rotate
 
 
 class Segment(NamedTuple):
-    """Name keys and values to attend to: all of them, or `rows` of each KV head, or of each query head.
+    """Name keys and values to attend to: all of them, or `rows` of each KV head, or of each query
+    head.
 
-    `live`: only the first `live` of S (or of `rows`) exist, and nothing after them is read. It lies on the device,
-    so that a captured step can be replayed while the number of tokens grows (methods/base/counters.py).
+    `live`: only the first `live` of S (or of `rows`) exist, and nothing after them is read. It lies
+    on the device, so that a captured step can be replayed while the number of tokens grows
+    (methods/base/counters.py).
 
     Sequences of different lengths have `Ragged` instead of tensors (kernels/ragged.py).
     """
@@ -44,7 +46,8 @@ def without_missing(scores: Tensor, live: Tensor, value: float) -> Tensor:
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Compute causal attention of the last T of S tokens. q [B H T D], k, v [B G S D] -> [B H T D]"""
+    """Compute causal attention of the last T of S tokens. q [B H T D], k, v [B G S D] -> [B H T
+    D]"""
     batch, heads, new, dim = q.shape
     groups, stored = k.shape[1:3]
     logits = q.view(batch, groups, -1, new, dim) @ k.unsqueeze(2).transpose(-1, -2)
@@ -57,8 +60,8 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 def segment_attention(q: Tensor, segments: Sequence[Segment], scale: float) -> Tensor:
     """Attend from one token to the union of segments under one softmax. q [B H 1 D] -> [B H 1 D]
 
-    The query heads that read the same rows are folded into the token axis, so no key or value is repeated for them.
-    """
+    The query heads that read the same rows are folded into the token axis, so no key or value is
+    repeated for them."""
     batch, heads, _, dim = q.shape
     groups = max((s.k if s.rows is None else s.rows).shape[1] for s in segments)
     folded = q.view(batch * groups, heads // groups, dim)
@@ -74,8 +77,8 @@ def segment_attention(q: Tensor, segments: Sequence[Segment], scale: float) -> T
 
 @by_sequence
 def segment_attention_with_lse(q: Tensor, segments: Sequence[Segment], scale: float) -> tuple[Tensor, Tensor]:
-    """Attend as `segment_attention` does, and return the log-sum-exp of the softmax too, for `merge_attention`. -> [B H
-    1 D], [B H] (fp32)"""
+    """Attend as `segment_attention` does, and return the log-sum-exp of the softmax too, for
+    `merge_attention`. -> [B H 1 D], [B H] (fp32)"""
     batch, heads, _, dim = q.shape
     groups = max((s.k if s.rows is None else s.rows).shape[1] for s in segments)
     folded = q.view(batch, groups, heads // groups, dim)
@@ -85,31 +88,32 @@ def segment_attention_with_lse(q: Tensor, segments: Sequence[Segment], scale: fl
 
 
 def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> Tensor:
-    """Merge attention over separate parts, each perhaps with its own queries, into one softmax over all of them.
+    """Merge attention over separate parts, each perhaps with its own queries, into one softmax over
+    all of them.
 
-    outs [B H T D], lses [B H T], or [B H] of one token -> [B H T D]; every query must have seen a key in at least
-    one part
-    """
+    outs [B H T D], lses [B H T], or [B H] of one token -> [B H T D]; every query must have seen a
+    key in at least one part"""
     shares = torch.stack(tuple(lses)).softmax(0).view(len(lses), *outs[0].shape[:3], 1)
     return (torch.stack(tuple(outs)).float() * shares).sum(0).to(outs[0].dtype)
 
 
 def _products(folded: Tensor, segment: Segment, k: Tensor) -> Tensor:
-    """Multiply the queries with a segment's keys. folded [B*groups g D], k [B groups K D] -> [B*groups g K]"""
+    """Multiply the queries with a segment's keys. folded [B*groups g D], k [B groups K D] ->
+    [B*groups g K]"""
     logits = torch.bmm(folded, k.flatten(0, 1).transpose(1, 2))
     return segment.without_missing(logits.unflatten(0, k.shape[:2]), float("-inf")).flatten(0, 1)
 
 
 def _parts(segment: Segment, groups: int) -> tuple[Tensor, Tensor]:
-    """Return keys and values of a segment's tokens, [B groups K D] each. Values of missing tokens are zero, since zero
-    weight times NaN is NaN."""
+    """Return keys and values of a segment's tokens, [B groups K D] each. Values of missing tokens
+    are zero, since zero weight times NaN is NaN."""
     k, v = (_rows_of(x, segment.rows, groups) for x in (segment.k, segment.v))
     return k, segment.without_missing(v.transpose(2, 3), 0).transpose(2, 3)
 
 
 def _rows_of(x: Tensor, rows: Tensor | None, groups: int) -> Tensor:
-    """Select rows, and repeat KV heads for as many groups. x [B G S D], rows [B G|H K] or None for all -> [B groups K
-    D]"""
+    """Select rows, and repeat KV heads for as many groups. x [B G S D], rows [B G|H K] or None for
+    all -> [B groups K D]"""
     if rows is not None:
         per_group = rows.shape[1] // x.shape[1] * rows.shape[2]
         x = gather_rows(x, rows.reshape(*x.shape[:2], per_group)).view(*rows.shape, x.shape[3])
@@ -120,9 +124,8 @@ def _rows_of(x: Tensor, rows: Tensor | None, groups: int) -> Tensor:
 def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
     """Copy rows of each KV head. x [B G S D], rows [B G K] -> [B G K D]
 
-    They are read by one flat index_select over all heads' rows: ten times faster on a CPU than `gather` with an
-    expanded index.
-    """
+    They are read by one flat index_select over all heads' rows: ten times faster on a CPU than
+    `gather` with an expanded index."""
     if (flat := _flat_rows(x)) is None:
         return x.gather(2, rows.unsqueeze(-1).expand(-1, -1, -1, x.shape[3]))
     return flat.index_select(0, _flat_index(x, rows)).view(*rows.shape, x.shape[3])
@@ -130,12 +133,12 @@ def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
 
 @by_sequence
 def gather_tiers(far: Tensor, rows: Tensor, held: Tensor | None, slots: Tensor | None) -> Tensor:
-    """Copy rows of each KV head out of two tiers, to the device of the row numbers. far [B G S D], on the device or
-    in host memory, held [B G C D], rows and slots [B G K] -> [B G K D]
+    """Copy rows of each KV head out of two tiers, to the device of the row numbers. far [B G S D],
+    on the device or in host memory, held [B G C D], rows and slots [B G K] -> [B G K D]
 
-    A row whose slot is 0 or more is read from that place of `held`, any other one from `far`; without `slots`, all
-    are read from `far`. Kernels of a GPU read pinned host memory in place, so that no row number moves to the host.
-    """
+    A row whose slot is 0 or more is read from that place of `held`, any other one from `far`;
+    without `slots`, all are read from `far`. Kernels of a GPU read pinned host memory in place, so
+    that no row number moves to the host."""
     fetched = gather_rows(far, rows.to(far.device)).to(rows.device)
     if held is None or slots is None:
         return fetched
@@ -144,12 +147,11 @@ def gather_tiers(far: Tensor, rows: Tensor, held: Tensor | None, slots: Tensor |
 
 @by_sequence
 def put_rows(x: Tensor, rows: Tensor, values: Tensor) -> None:
-    """Write rows of each KV head into x. x [B G S D], rows [B G K], values [B G K D]. If a row occurs twice, either
-    value may stay.
+    """Write rows of each KV head into x. x [B G S D], rows [B G K], values [B G K D]. If a row
+    occurs twice, either value may stay.
 
-    For several sequences, the rows of one may be shorter than D: its values are then zero in the channels that are
-    missing, and backends may write these zeros after its rows.
-    """
+    For several sequences, the rows of one may be shorter than D: its values are then zero in the
+    channels that are missing, and backends may write these zeros after its rows."""
     values = values[..., : x.shape[3]]
     if (flat := _flat_rows(x)) is None:
         x.scatter_(2, rows.unsqueeze(-1).expand(values.shape), values)
@@ -158,8 +160,8 @@ def put_rows(x: Tensor, rows: Tensor, values: Tensor) -> None:
 
 
 def _flat_rows(x: Tensor) -> Tensor | None:
-    """View all heads' rows as one matrix, with any rows between heads, or return None if the strides do not allow
-    it."""
+    """View all heads' rows as one matrix, with any rows between heads, or return None if the
+    strides do not allow it."""
     (batch, groups, stored, dim), (over, step, row, channel) = x.shape, x.stride()
     if channel != 1 or row != dim or step % dim or (batch > 1 and over != groups * step):
         return None
@@ -175,7 +177,8 @@ def _flat_index(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def _or_of_counted(run: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, int], Tensor]:
-    """Let `top_k` take numbers that only the device knows: the greatest possible number is chosen, the best first."""
+    """Let `top_k` take numbers that only the device knows: the greatest possible number is chosen,
+    the best first."""
 
     @wraps(run)
     def served(scores: Tensor | Ragged, count: int | PerSequence) -> Tensor:
@@ -195,49 +198,50 @@ def _or_of_counted(run: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, in
 def top_k(scores: Tensor, count: int) -> Tensor:
     """Find the indices of the `count` largest scores, unsorted. [... S] -> [... count]
 
-    Among equal scores the compiled backends take the first, torch any. If sequences have different counts, zeros
-    follow the smaller ones.
-    """
+    Among equal scores the compiled backends take the first, torch any. If sequences have different
+    counts, zeros follow the smaller ones."""
     return scores.topk(count, dim=-1, sorted=False).indices
 
 
 @by_sequence
 def row_scores(q: Tensor, x: Tensor) -> Tensor:
-    """Multiply every query of a group with every row of an index. q [B G g C], x [B G S C] -> [B G g S] (fp32)
+    """Multiply every query of a group with every row of an index. q [B G g C], x [B G S C] -> [B G
+    g S] (fp32)
 
-    For several sequences, the rows of one may be shorter than C: its queries are then zero in the channels that are
-    missing, and the memory after its rows must contain finite numbers, because backends read it.
-    """
+    For several sequences, the rows of one may be shorter than C: its queries are then zero in the
+    channels that are missing, and the memory after its rows must contain finite numbers, because
+    backends read it."""
     return (q[..., : x.shape[3]] @ x.transpose(-1, -2)).float()
 
 
 def live_scores(q: Tensor, x: Tensor | Ragged, live: Tensor) -> Tensor:
-    """Compute `row_scores` of the first `live` rows of each sequence ([1] or [B], int64), with minus infinity for all
-    others. -> [B G g S] (fp32)"""
+    """Compute `row_scores` of the first `live` rows of each sequence ([1] or [B], int64), with
+    minus infinity for all others. -> [B G g S] (fp32)"""
     return without_missing(filled(ops.row_scores(q, x)), live, float("-inf"))
 
 
 @by_sequence
 def channel_scores(q: Tensor, x: Tensor, channels: Tensor) -> Tensor:
-    """Multiply queries and keys in the chosen channels alone. q [B G g r], x [B G D S], channels [B G r] -> [B G g
-    S] (fp32)
+    """Multiply queries and keys in the chosen channels alone. q [B G g r], x [B G D S], channels [B
+    G r] -> [B G g S] (fp32)
 
-    SparQ (arXiv 2312.04985): x holds the keys one channel per row, so that only r of its D rows are read.
-    """
+    SparQ (arXiv 2312.04985): x holds the keys one channel per row, so that only r of its D rows are
+    read."""
     return (q.to(x.dtype) @ gather_rows(x, channels)).float()
 
 
 @by_sequence
 def channel_sums(q: Tensor, x: Tensor, channels: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum the `channel_scores` over the group, [B G S], and return each head's log of the sum of their exponentials, [B
-    G g]."""
+    """Sum the `channel_scores` over the group, [B G S], and return each head's log of the sum of
+    their exponentials, [B G g]."""
     scores = channel_scores(q, x, channels)
     return scores.sum(2), scores.logsumexp(-1)
 
 
 @by_sequence
 def group_weights(logits: Tensor, scale: float, reduce: str) -> Tensor:
-    """Take the softmax over the candidates, then the `sum` over the query heads of a group or the `largest` of them.
+    """Take the softmax over the candidates, then the `sum` over the query heads of a group or the
+    `largest` of them.
 
     logits [B G g S], before the scale -> [B G S] (fp32)
     """
@@ -247,23 +251,21 @@ def group_weights(logits: Tensor, scale: float, reduce: str) -> Tensor:
 
 @by_sequence
 def group_margins(logits: Tensor, candidates: int, reach: float) -> tuple[Tensor, Tensor]:
-    """Measure how far the first `candidates` lie below a query head's largest logit, at the head of the group where it
-    is least.
+    """Measure how far the first `candidates` lie below a query head's largest logit, at the head of
+    the group where it is least.
 
-    logits [B G g S] -> [B G candidates] (fp32, up to 0), and how many come within `reach`: [B G]. InfiniGen (arXiv
-    2406.19707)
-    """
+    logits [B G g S] -> [B G candidates] (fp32, up to 0), and how many come within `reach`: [B G].
+    InfiniGen (arXiv 2406.19707)"""
     margins = (logits.float() - logits.float().amax(-1, keepdim=True))[..., :candidates].amax(2)
     return margins, (margins >= -reach).sum(-1)
 
 
 def pq_scores(q: Tensor, centroids: Tensor, codes: Tensor) -> Tensor:
-    """Approximate the logits, unscaled, of product-quantised keys. q [B H 1 D], centroids [B G m C d'], codes [B G S m]
-    -> [B G g S] (fp32)
+    """Approximate the logits, unscaled, of product-quantised keys. q [B H 1 D], centroids [B G m C
+    d'], codes [B G S m] -> [B G g S] (fp32)
 
-    PQCache (arXiv 2407.12820): each sub-vector has a table of q . centroid; codes look it up, and the results are
-    summed.
-    """
+    PQCache (arXiv 2407.12820): each sub-vector has a table of q . centroid; codes look it up, and
+    the results are summed."""
     batch, groups, parts, clusters, width = centroids.shape
     split = q.reshape(batch, groups, -1, parts, width).permute(0, 1, 3, 4, 2)  # [B G m d' g]
     table = (centroids @ split).float().view(batch * groups * parts * clusters, -1)  # a row per centroid, g wide
@@ -274,7 +276,8 @@ def pq_scores(q: Tensor, centroids: Tensor, codes: Tensor) -> Tensor:
 
 @by_sequence
 def pq_weights(q: Tensor, centroids: Tensor, codes: Tensor, scale: float) -> Tensor:
-    """Take the softmax of `pq_scores`, and sum it over the query heads of a group. -> [B G S] (fp32)"""
+    """Take the softmax of `pq_scores`, and sum it over the query heads of a group. -> [B G S]
+    (fp32)"""
     return group_weights(pq_scores(q, centroids, codes), scale, "sum")
 
 
@@ -282,9 +285,9 @@ def pq_weights(q: Tensor, centroids: Tensor, codes: Tensor, scale: float) -> Ten
 def rebuild_keys(u: Tensor, basis: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rebuild keys from low-rank factors and rotate them.
 
-    u [B S r], basis [B G r D], positions [B G K], cos, sin [P R] -> [B G K D]. ShadowKV (arXiv 2410.21465): a position
-    is a row of u, of cos and of sin; both halves of cos and sin are alike. Sequences that differ have cos, sin [1 P R].
-    """
+    u [B S r], basis [B G r D], positions [B G K], cos, sin [P R] -> [B G K D]. ShadowKV (arXiv
+    2410.21465): a position is a row of u, of cos and of sin; both halves of cos and sin are alike.
+    Sequences that differ have cos, sin [1 P R]."""
     batch, groups, count = positions.shape
     cos, sin = cos.flatten(0, -2), sin.flatten(0, -2)
     rows = gather_rows(u.unsqueeze(1), positions.reshape(batch, 1, groups * count)).unflatten(2, (groups, count))

@@ -1,5 +1,5 @@
-"""Rotates keys and queries by position, in the half-split layout of transformers: channel i is rotated with channel
-i + D/2."""
+"""Rotates keys and queries by position, in the half-split layout of transformers: channel i is
+rotated with channel i + D/2."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ def _half_turn(x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [B G T D] by cos and sin [1|B T R] with R <= D: only the first R channels are rotated."""
+    """Rotate x [B G T D] by cos and sin [1|B T R] with R <= D: only the first R channels are
+    rotated."""
     width = cos.shape[-1]
     turning, still = x[..., :width], x[..., width:]
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
@@ -23,17 +24,19 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def unrotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Undo `rotate`. It divides by cos^2 + sin^2, which is not one if RoPE scaling (YaRN) stretches both."""
+    """Undo `rotate`. It divides by cos^2 + sin^2, which is not one if RoPE scaling (YaRN) stretches
+    both."""
     norm = cos.square() + sin.square()
     return rotate(x, cos / norm, -sin / norm)
 
 
 def rotate_by(x: Tensor, distance: int, rope: Callable[[Tensor], tuple[Tensor, Tensor]], text: int = 0) -> Tensor:
-    """Rotate already rotated rows [B G T D] further by `distance` positions; `rope` maps positions [P] to cos, sin.
-    `text`: the length of text by which they are rotated, if angles depend on it (dynamic NTK, LongRoPE), else 0.
+    """Rotate already rotated rows [B G T D] further by `distance` positions; `rope` maps positions
+    [P] to cos, sin. `text`: the length of text by which they are rotated, if angles depend on it
+    (dynamic NTK, LongRoPE), else 0.
 
-    This is a pure rotation: the stretch that RoPE scaling puts into cos and sin is in the rows already.
-    """
+    This is a pure rotation: the stretch that RoPE scaling puts into cos and sin is in the rows
+    already."""
     last = max(distance, text - 1)  # `rope` takes the last position for the end of the text
     cos, sin = (part[:, :1] for part in rope(torch.tensor([distance, last], device=x.device)))
     stretch = (cos.float().square() + sin.float().square()).sqrt()

@@ -1,8 +1,7 @@
 """Computes prefill attention by torch's scaled_dot_product_attention.
 
-Its is_causal aligns at the top left, and a later chunk of a prompt needs the bottom right. Flash attention has that;
-other kernels want a mask, which is made for some queries at a time.
-"""
+Its is_causal aligns at the top left, and a later chunk of a prompt needs the bottom right. Flash
+attention has that; other kernels want a mask, which is made for some queries at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +16,8 @@ _LEAST_QUERIES = 32
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Compute causal attention of the last T of S tokens. q [B H T D], k, v [B G S D] -> [B H T D]"""
+    """Compute causal attention of the last T of S tokens. q [B H T D], k, v [B G S D] -> [B H T
+    D]"""
     new, stored = q.shape[2], k.shape[2]
     if new == stored:
         return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)

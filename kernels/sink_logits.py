@@ -1,8 +1,9 @@
-"""Computes attention with a sink logit: one more term in a query head's softmax, which takes weight and adds no value.
+"""Computes attention with a sink logit: one more term in a query head's softmax, which takes weight
+and adds no value.
 
-GPT-OSS learns such a logit s per query head (arXiv 2508.10925). With it a token weighs exp(l) / (sum exp(l) + exp(s)),
-so attention with it is attention without it times sigmoid(lse - s), where lse is the log-sum-exp of the tokens' logits.
-"""
+GPT-OSS learns such a logit s per query head (arXiv 2508.10925). With it a token weighs exp(l) /
+(sum exp(l) + exp(s)), so attention with it is attention without it times sigmoid(lse - s), where
+lse is the log-sum-exp of the tokens' logits."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from kernels.reference import Segment
 
 
 def with_sink(out: Tensor, lse: Tensor, sink_logits: Tensor | None) -> Tensor:
-    """Turn attention without a sink into attention with it. out [B H T D], lse [B H T] or [B H], sink_logits [H] or
-    None"""
+    """Turn attention without a sink into attention with it. out [B H T D], lse [B H T] or [B H],
+    sink_logits [H] or None"""
     if sink_logits is None:
         return out
     share = torch.sigmoid(lse.view(*out.shape[:3], 1) - sink_logits.view(-1, 1, 1))
@@ -26,16 +27,16 @@ def with_sink(out: Tensor, lse: Tensor, sink_logits: Tensor | None) -> Tensor:
 
 
 def lse_with_sink(lse: Tensor, sink_logits: Tensor | None) -> Tensor:
-    """Return the log of the denominator of a softmax, including the sink. lse [B H] or [B H T], sink_logits [H] or
-    None"""
+    """Return the log of the denominator of a softmax, including the sink. lse [B H] or [B H T],
+    sink_logits [H] or None"""
     if sink_logits is None:
         return lse
     return torch.logaddexp(lse, sink_logits.view(-1, *[1] * (lse.dim() - 2)))
 
 
 def softmax(logits: Tensor, sink_logits: Tensor | None) -> Tensor:
-    """Return the weights of the tokens in a softmax with a sink, logits [B G g ... S], sink_logits [H] -> the same
-    shape, with sums below 1."""
+    """Return the weights of the tokens in a softmax with a sink, logits [B G g ... S], sink_logits
+    [H] -> the same shape, with sums below 1."""
     if sink_logits is None:
         return logits.softmax(-1)
     sink = sink_logits.view(*logits.shape[1:3], *[1] * (logits.dim() - 3)).expand(*logits.shape[:-1], 1)
@@ -43,8 +44,8 @@ def softmax(logits: Tensor, sink_logits: Tensor | None) -> Tensor:
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, sink_logits: Tensor | None) -> Tensor:
-    """Attend from the last T of S tokens to all before. q [B H T D], k, v [B G S D], sink_logits [H] or None -> [B H T
-    D]"""
+    """Attend from the last T of S tokens to all before. q [B H T D], k, v [B G S D], sink_logits
+    [H] or None -> [B H T D]"""
     if sink_logits is None:
         plain: Tensor = ops.prefill_attention(q, k, v, scale)
         return plain
@@ -62,7 +63,8 @@ def windowed_attention(
 def segment_attention(
     q: Tensor, segments: Sequence[Segment | Codes], scale: float, sink_logits: Tensor | None
 ) -> Tensor:
-    """Attend from one token to the union of segments. q [B H 1 D], sink_logits [H] or None -> [B H 1 D]"""
+    """Attend from one token to the union of segments. q [B H 1 D], sink_logits [H] or None -> [B H
+    1 D]"""
     if sink_logits is None and all(isinstance(segment, Segment) for segment in segments):
         plain: Tensor = ops.segment_attention(q, segments, scale)
         return plain
@@ -72,14 +74,15 @@ def segment_attention(
 def segment_attention_with_lse(
     q: Tensor, segments: Sequence[Segment | Codes], scale: float, sink_logits: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Attend as `segment_attention` does, and return the log of the sum that the softmax divides by too. -> [B H 1 D],
-    [B H] (fp32)"""
+    """Attend as `segment_attention` does, and return the log of the sum that the softmax divides by
+    too. -> [B H 1 D], [B H] (fp32)"""
     out, lse = _attended(q, segments, scale)
     return with_sink(out, lse, sink_logits), lse_with_sink(lse, sink_logits)
 
 
 def _attended(q: Tensor, segments: Sequence[Segment | Codes], scale: float) -> tuple[Tensor, Tensor]:
-    """Attend without a sink. Codes are read by an operation of their own, and merged with the rest."""
+    """Attend without a sink. Codes are read by an operation of their own, and merged with the
+    rest."""
     parts = [ops.coded_attention(q, segment, scale) for segment in segments if not isinstance(segment, Segment)]
     if rest := [segment for segment in segments if isinstance(segment, Segment)]:
         parts.append(ops.segment_attention_with_lse(q, rest, scale))
@@ -91,7 +94,8 @@ def _attended(q: Tensor, segments: Sequence[Segment | Codes], scale: float) -> t
 
 
 def column_sums(q: Tensor, k: Tensor, scale: float, sink_logits: Tensor | None) -> Tensor:
-    """Sum what each key receives from the last T of S tokens. q [B H T D], k [B G S D] -> [B H S] (fp32)"""
+    """Sum what each key receives from the last T of S tokens. q [B H T D], k [B G S D] -> [B H S]
+    (fp32)"""
     if sink_logits is None:
         plain: Tensor = ops.column_sums(q, k, scale)
         return plain

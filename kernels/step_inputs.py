@@ -1,9 +1,10 @@
-"""Records the small tensors by which the host describes a step's sequences, so that a captured step can serve others.
+"""Records the small tensors by which the host describes a step's sequences, so that a captured step
+can serve others.
 
-Where sequences lie in memory, how many tokens they have and what else differs between them reaches a step as small
-tensors (`Ragged`, `PerSequence`); everything else is the same for all sequences of one size. A captured step serves
-other sequences once these tensors, in the order in which the step asks for them, hold the others' values.
-"""
+Where sequences lie in memory, how many tokens they have and what else differs between them reaches
+a step as small tensors (`Ragged`, `PerSequence`); everything else is the same for all sequences of
+one size. A captured step serves other sequences once these tensors, in the order in which the step
+asks for them, hold the others' values."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ class CaptureError(RuntimeError):
 
 
 class StepInputs:
-    """Hold the recorded tensors of one step, each with its kind. Steps whose kinds differ cannot replace each other."""
+    """Hold the recorded tensors of one step, each with its kind. Steps whose kinds differ cannot
+    replace each other."""
 
     def __init__(self) -> None:
         self.kinds: list[Hashable] = []
@@ -34,8 +36,9 @@ class StepInputs:
         self.tensors.append(tensor)
 
     def take_over(self, other: StepInputs) -> bool:
-        """Copy the tensors of another step of the same kinds into the tensors of this one; return whether that was
-        possible. It is not where this step uses one tensor twice and the other step uses two different ones."""
+        """Copy the tensors of another step of the same kinds into the tensors of this one; return
+        whether that was possible. It is not where this step uses one tensor twice and the other
+        step uses two different ones."""
         sources: dict[int, tuple[Tensor, Tensor]] = {}
         for target, source in zip(self.tensors, other.tensors, strict=True):
             if sources.setdefault(id(target), (target, source))[1] is not source:
@@ -66,6 +69,7 @@ def record_input(kind: Hashable, tensor: Tensor) -> Tensor:
 
 
 def note_memory_read() -> None:
-    """Note that an operation reads a sequence's memory directly, so that its step cannot serve other sequences."""
+    """Note that an operation reads a sequence's memory directly, so that its step cannot serve
+    other sequences."""
     if (inputs := _recording.get()) is not None:
         inputs.read_memory = True

@@ -1,9 +1,9 @@
 """Makes temporary files and folders that do not outlive their process, however it ends.
 
-Their owner holds a lock on each (`flock`), which the system drops with the process. The next process to make one beside
-it removes those that nobody holds, and nothing else: names end in a checksum of the rest, and a folder holds a file
-that says whose it is. Where a file system knows no locks, as some that several machines share, what is left stays.
-"""
+Their owner holds a lock on each (`flock`), which the system drops with the process. The next
+process to make one beside it removes those that nobody holds, and nothing else: names end in a
+checksum of the rest, and a folder holds a file that says whose it is. Where a file system knows no
+locks, as some that several machines share, what is left stays."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ _seen: set[Path] = set()  # folders that this process has searched
 
 
 class TemporaryFolder:
-    """Make a folder in `parent`, by default in the system's place, that goes with this object, with the block that it
-    opens, or with the process. Its name begins with `start`, which ends in a hyphen."""
+    """Make a folder in `parent`, by default in the system's place, that goes with this object, with
+    the block that it opens, or with the process. Its name begins with `start`, which ends in a
+    hyphen."""
 
     def __init__(self, start: str, parent: Path | None = None) -> None:
         parent = parent or Path(tempfile.gettempdir())
@@ -45,7 +46,8 @@ class TemporaryFolder:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for writing that is at `path` when the block ends, so that readers see the old one or the new one."""
+    """Open a file for writing that is at `path` when the block ends, so that readers see the old
+    one or the new one."""
     _look_once(path.parent)
     beside, file = _opened(path)
     try:
@@ -60,7 +62,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def remove_abandoned(parent: Path) -> None:
-    """Remove from a folder what processes that are gone have left there. What cannot be read or removed stays."""
+    """Remove from a folder what processes that are gone have left there. What cannot be read or
+    removed stays."""
     _seen.add(parent)
     with suppress(OSError):
         for entry in list(os.scandir(parent)):
@@ -156,15 +159,16 @@ def _hold(descriptor: int) -> bool | None:
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
-    """Return whether the name still leads to the open file, which another process may have removed in between."""
+    """Return whether the name still leads to the open file, which another process may have removed
+    in between."""
     with suppress(FileNotFoundError):
         return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))
     return False
 
 
 def _is_marked(descriptor: int) -> bool:
-    """Return whether the file holds our mark, or a part of it, which a process that was killed in between has
-    written."""
+    """Return whether the file holds our mark, or a part of it, which a process that was killed in
+    between has written."""
     return MARK.startswith(os.pread(descriptor, len(MARK) + 1, 0))
 
 
@@ -178,7 +182,8 @@ def _close(path: Path, descriptor: int | None, process: int) -> None:
 
 
 def _empty(path: Path) -> bool:
-    """Remove a folder, its owner's file last, so that the next process removes what one that is killed here leaves."""
+    """Remove a folder, its owner's file last, so that the next process removes what one that is
+    killed here leaves."""
     for entry in list(os.scandir(path)):
         if entry.is_dir(follow_symlinks=False):
             shutil.rmtree(entry.path, ignore_errors=True)

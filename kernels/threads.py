@@ -1,4 +1,5 @@
-"""Says how many CPU threads a decode step uses: fewer while another process keeps one of the cores."""
+"""Says how many CPU threads a decode step uses: fewer while another process keeps one of the
+cores."""
 
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ import torch
 
 @contextmanager
 def step_threads(device: torch.device) -> Iterator[None]:
-    """Limit torch's operations on a CPU to the threads that the compiled ones use (kernels/cpu/team.cpp). A parallel
-    region ends with its last thread, and a thread that lost its core needs milliseconds to get it back."""
+    """Limit torch's operations on a CPU to the threads that the compiled ones use
+    (kernels/cpu/team.cpp). A parallel region ends with its last thread, and a thread that lost its
+    core needs milliseconds to get it back."""
     if device.type != "cpu":
         yield
         return

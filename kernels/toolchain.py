@@ -1,5 +1,5 @@
-"""Finds what Triton needs beside a GPU: a C compiler and Python's headers, with which it builds the launcher of a
-kernel."""
+"""Finds what Triton needs beside a GPU: a C compiler and Python's headers, with which it builds the
+launcher of a kernel."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _SOURCE = "#include <Python.h>\nint probe(void) { return PY_VERSION_HEX != 0; }\
 
 @cache
 def unfit() -> str | None:
-    """Return why Triton cannot build a launcher here, or None. It is tried once in a process, by building a file as
-    Triton would."""
+    """Return why Triton cannot build a launcher here, or None. It is tried once in a process, by
+    building a file as Triton would."""
     path = compiler()
     if path is None:
         return "there is no C compiler: install gcc or clang, or name one in CC"

@@ -1,8 +1,8 @@
-"""Computes decode attention by torch's own `varlen_attn` (torch.nn.attention.varlen), from torch 2.13 on.
+"""Computes decode attention by torch's own `varlen_attn` (torch.nn.attention.varlen), from torch
+2.13 on.
 
-Its keys are a pool of pages [pages, page, G, D] and a table of the pages of each sequence. A sequence here is one page,
-of which `seqused_k` tokens are there, so that nothing is copied.
-"""
+Its keys are a pool of pages [pages, page, G, D] and a table of the pages of each sequence. A
+sequence here is one page, of which `seqused_k` tokens are there, so that nothing is copied."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def segment_attention(q: Tensor, segments: Sequence[Segment], scale: float) -> T
 
 
 def segment_attention_with_lse(q: Tensor, segments: Sequence[Segment], scale: float) -> tuple[Tensor, Tensor]:
-    """Attend from one token to segments and return the log-sum-exp too, as kernels/reference.py defines it."""
+    """Attend from one token to segments and return the log-sum-exp too, as kernels/reference.py
+    defines it."""
     return attend(_read, q, segments, scale)
 
 

@@ -1,4 +1,5 @@
-"""Helps backends whose kernel reads one whole segment: they attend to one after the other and merge the results."""
+"""Helps backends whose kernel reads one whole segment: they attend to one after the other and merge
+the results."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ ReadSegment = Callable[[Tensor, Segment, Tensor | None, float], tuple[Tensor, Te
 def attend(read: ReadSegment, q: Tensor, segments: Sequence[Segment], scale: float) -> tuple[Tensor, Tensor]:
     """Attend to the union of segments. q [B H 1 D] -> [B H 1 D], log-sum-exp [B H]
 
-    read: takes q, a segment and how many of its tokens are there ([B] int32, None: all) and returns the same of it.
-    """
+    read: takes q, a segment and how many of its tokens are there ([B] int32, None: all) and returns
+    the same of it."""
     outs, lses = [], []
     for segment in segments:
         if not segment.k.shape[2]:

@@ -1,4 +1,5 @@
-"""Computes attention of queries that see some of the keys before them, for prompts that no token reads whole."""
+"""Computes attention of queries that see some of the keys before them, for prompts that no token
+reads whole."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ _WEIGHTS_AT_ONCE, _LEAST_QUERIES = 1 << 22, 16
 
 
 def windowed_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, first: int, window: int) -> tuple[Tensor, Tensor]:
-    """Attend within the window, and return the log of the sum that each softmax divides by, for `merge_attention`. A
-    query that sees no key gets 0 and minus infinity.
+    """Attend within the window, and return the log of the sum that each softmax divides by, for
+    `merge_attention`. A query that sees no key gets 0 and minus infinity.
 
     q [B H T D], k, v [B G S D] -> [B H T D], [B H T] (fp32)
     """
@@ -28,7 +29,8 @@ def windowed_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, first: int
 
 
 def windowed_sums(q: Tensor, k: Tensor, lse: Tensor, scale: float, first: int, window: int) -> Tensor:
-    """Sum what each key receives from softmaxes that divide by exp(lse), over these keys and any others.
+    """Sum what each key receives from softmaxes that divide by exp(lse), over these keys and any
+    others.
 
     q [B H T D], k [B G S D], lse [B H T] -> [B H S] (fp32)
     """
@@ -39,8 +41,9 @@ def windowed_sums(q: Tensor, k: Tensor, lse: Tensor, scale: float, first: int, w
 
 
 def _blocks(q: Tensor, k: Tensor, scale: float, first: int, window: int) -> Iterator[tuple[Tensor, slice, slice]]:
-    """Yield logits [B H t s] (fp32) of blocks of queries with the keys that some of them see, minus infinity where a
-    query does not see a key. The query heads of a group are folded into the token axis, so no key is repeated."""
+    """Yield logits [B H t s] (fp32) of blocks of queries with the keys that some of them see, minus
+    infinity where a query does not see a key. The query heads of a group are folded into the token
+    axis, so no key is repeated."""
     (batch, heads, new, dim), (groups, stored) = q.shape, k.shape[1:3]
     keys_at_most = max(1, min(window + _QUERIES_AT_ONCE, stored))
     at_once = min(_QUERIES_AT_ONCE, max(_LEAST_QUERIES, _WEIGHTS_AT_ONCE // (batch * heads * keys_at_most)))

@@ -1,16 +1,16 @@
-"""Ada-KV: evicts as SnapKV does, under one budget that the KV heads of a layer share by their votes (arXiv
-2407.11550).
+"""Ada-KV: evicts as SnapKV does, under one budget that the KV heads of a layer share by their votes
+(arXiv 2407.11550).
 
-The rule: the votes of all heads of a layer are ranked together, and the best are kept, as many as all heads may
-keep: a head's share is the number of its tokens among them. A floor gives every head a part of the even share,
-since a head with low votes would otherwise keep only the window. The mean over the heads is the budget, to the last
-token; the released code rounds each head's share by itself. `normalize`, an option of the released code, first
-scales a head's votes by how much of them its best tokens hold.
+The rule: the votes of all heads of a layer are ranked together, and the best are kept, as many as
+all heads may keep: a head's share is the number of its tokens among them. A floor gives every head
+a part of the even share, since a head with low votes would otherwise keep only the window. The mean
+over the heads is the budget, to the last token; the released code rounds each head's share by
+itself. `normalize`, an option of the released code, first scales a head's votes by how much of them
+its best tokens hold.
 
-The paper has no groups; its released code shares among all query heads by default, each with a copy of its group's
-keys and values. Here the heads that share are KV heads. What a head does not keep takes no memory: every head has a
-store of its own.
-"""
+The paper has no groups; its released code shares among all query heads by default, each with a copy
+of its group's keys and values. Here the heads that share are KV heads. What a head does not keep
+takes no memory: every head has a store of its own."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from methods.snapkv import SnapKeep, SnapKV
 
 @dataclass(frozen=True, kw_only=True)
 class AdaKV(SnapKV):
-    """Hold SnapKV's parameters and two more. `floor`: the part of the even share that every head gets. `normalize`:
-    whether a head's votes are scaled first, as the module says."""
+    """Hold SnapKV's parameters and two more. `floor`: the part of the even share that every head
+    gets. `normalize`: whether a head's votes are scaled first, as the module says."""
 
     tunable: ClassVar[Grids] = {**SnapKV.tunable, "floor": (0.0, 0.05, 0.2, 0.5)}
 
@@ -58,7 +58,8 @@ class AdaKV(SnapKV):
 
 
 class AdaKeep(SnapKeep, capturable=True):
-    """Divide the tokens of all heads, `size` per head on average, among the heads of each sequence."""
+    """Divide the tokens of all heads, `size` per head on average, among the heads of each
+    sequence."""
 
     method: AdaKV
 
@@ -75,8 +76,8 @@ class AdaKeep(SnapKeep, capturable=True):
         self.layer.retain_per_head(rows)
 
     def shares(self, votes: Sequence[Tensor], each: int) -> list[int]:
-        """Return how many of its voted tokens every head keeps, from the votes [M] of each head; the numbers add up
-        to each * heads."""
+        """Return how many of its voted tokens every head keeps, from the votes [M] of each head;
+        the numbers add up to each * heads."""
         best = [vote.sort(descending=True).values for vote in votes]
         if self.method.normalize:
             best = [vote * (vote[:each].sum() / vote.sum()) for vote in best]
@@ -86,8 +87,8 @@ class AdaKeep(SnapKeep, capturable=True):
         return whole_shares([n * (1 - floor) + each * floor for n in won.tolist()], [len(vote) for vote in votes])
 
     def _votes_per_head(self) -> list[Tensor]:
-        """Return pooled votes for every stored token except the window: [M] of each head, one sequence after the
-        other."""
+        """Return pooled votes for every stored token except the window: [M] of each head, one
+        sequence after the other."""
         store = self.store
         if not isinstance(store, PerHeadStore):
             return [*self._votes().flatten(0, 1)]
@@ -98,8 +99,8 @@ class AdaKeep(SnapKeep, capturable=True):
 
 
 def whole_shares(asked: Sequence[float], most: Sequence[int]) -> list[int]:
-    """Return whole numbers near `asked`, none above `most`, that add up to the sum of `asked` (a whole number, which
-    `most` allows)."""
+    """Return whole numbers near `asked`, none above `most`, that add up to the sum of `asked` (a
+    whole number, which `most` allows)."""
     given = [min(int(wish), limit) for wish, limit in zip(asked, most, strict=True)]
     for _ in range(round(sum(asked)) - sum(given)):
         open_heads = [head for head, limit in enumerate(most) if given[head] < limit]

@@ -1,11 +1,10 @@
 """Defines the budget: how many sealed prompt tokens one selecting head may read in a decode step.
 
-A selecting head is a KV head, or a query head if a method lets each choose for itself (Quest, SnapKV's
-`select_per`); a KV head then reads the union of its group. Sinks and windows at the prompt's end are inside the
-budget. The current token and the generated ones are read in addition and are reported. `PaperBudget` counts as a
-method's own paper does. This module imports no torch, so that a budget on a command line can be refused without
-loading it.
-"""
+A selecting head is a KV head, or a query head if a method lets each choose for itself (Quest,
+SnapKV's `select_per`); a KV head then reads the union of its group. Sinks and windows at the
+prompt's end are inside the budget. The current token and the generated ones are read in addition
+and are reported. `PaperBudget` counts as a method's own paper does. This module imports no torch,
+so that a budget on a command line can be refused without loading it."""
 
 from __future__ import annotations
 
@@ -20,7 +19,8 @@ class BudgetError(ValueError):
 
 
 def is_budget(asked: object) -> bool:
-    """Return whether `asked` can be a budget: a share above 0 and up to 1, or a number of tokens from 1."""
+    """Return whether `asked` can be a budget: a share above 0 and up to 1, or a number of tokens
+    from 1."""
     if isinstance(asked, bool):
         return False
     return (isinstance(asked, int) and asked >= 1) or (isinstance(asked, float) and 0 < asked <= 1)
@@ -41,7 +41,8 @@ def _tokens(asked: int | float, sealed: int) -> int:
 
 
 def check_layers(name: str, layers: Sequence[int], num_layers: int) -> None:
-    """Raise `BudgetError` if `layers`, the value of `name`, names one that the model does not have."""
+    """Raise `BudgetError` if `layers`, the value of `name`, names one that the model does not
+    have."""
     for layer in layers:
         if not 0 <= layer < num_layers:
             raise BudgetError(
@@ -52,12 +53,12 @@ def check_layers(name: str, layers: Sequence[int], num_layers: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Hold a share of the prompt as a float in (0, 1], or a number of tokens as an int >= 1 (all, from the prompt's
-    length on).
+    """Hold a share of the prompt as a float in (0, 1], or a number of tokens as an int >= 1 (all,
+    from the prompt's length on).
 
-    `dense_layers` read everything. `per_layer` gives each layer its own budget instead of `asked`. `generated`
-    limits the generated tokens that each KV head keeps, the current one included; None keeps all.
-    """
+    `dense_layers` read everything. `per_layer` gives each layer its own budget instead of `asked`.
+    `generated` limits the generated tokens that each KV head keeps, the current one included; None
+    keeps all."""
 
     asked: int | float
     dense_layers: tuple[int, ...] = ()
@@ -77,7 +78,8 @@ class Budget:
         return None if layer in self.dense_layers else self.generated
 
     def tokens(self, sealed: int, layer: int) -> int:
-        """Return how many of `sealed` prompt tokens a KV head of `layer` may read: at least one, at most all."""
+        """Return how many of `sealed` prompt tokens a KV head of `layer` may read: at least one, at
+        most all."""
         if layer in self.dense_layers:
             return sealed
         return _tokens(self.per_layer[layer] if self.per_layer else self.asked, sealed)
@@ -87,7 +89,8 @@ class Budget:
         return self.tokens(sealed, layer) >= sealed
 
     def least(self, needed: int, sealed: int, layer: int) -> int:
-        """Return the smallest number of tokens that, as a budget, lets a KV head read `needed` of `sealed` tokens."""
+        """Return the smallest number of tokens that, as a budget, lets a KV head read `needed` of
+        `sealed` tokens."""
 
         def read(asked: int) -> int:
             return replace(self, asked=asked, per_layer=()).tokens(sealed, layer)
@@ -109,8 +112,8 @@ class PaperBudget(Budget):
 
 
 class Plan(NamedTuple):
-    """Say how a budget is spent: on the first `sinks` and the last `local` prompt tokens always, and on `top`
-    chosen ones between them."""
+    """Say how a budget is spent: on the first `sinks` and the last `local` prompt tokens always,
+    and on `top` chosen ones between them."""
 
     sinks: int
     local: int

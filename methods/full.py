@@ -1,8 +1,8 @@
 """Full: every step reads every token of the cache. All other methods are compared with it.
 
-Storage: `offload` sends the prompt to where `placement` says at the seal, and each step brings all of it back,
-layer by layer: while one layer attends, the prompt of the next one is on its way (FlexGen, arXiv 2303.06865).
-"""
+Storage: `offload` sends the prompt to where `placement` says at the seal, and each step brings all
+of it back, layer by layer: while one layer attends, the prompt of the next one is on its way
+(FlexGen, arXiv 2303.06865)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from methods.tiers.transfer.engine import Arrival
 
 @dataclass(frozen=True, kw_only=True)
 class Full(Method):
-    """Keep everything and read it in each step. `offload`: the prompt lies where `placement` says, and each step
-    brings all of it to the device, layer by layer.
+    """Keep everything and read it in each step. `offload`: the prompt lies where `placement` says,
+    and each step brings all of it to the device, layer by layer.
 
     On the device the store is preallocated, so a step copies only its own token.
     """
@@ -54,8 +54,9 @@ class Full(Method):
 
 
 class OffloadedLayer(Layer, capturable=True):
-    """Send the prompt away at the seal; generated tokens stay on the device. While a layer attends, the prompt of
-    the next one is on its way, and during the last layer that of the first, for the next step."""
+    """Send the prompt away at the seal; generated tokens stay on the device. While a layer attends,
+    the prompt of the next one is on its way, and during the last layer that of the first, for the
+    next step."""
 
     following: ref[OffloadedLayer]
     arrival: Arrival[Segment] | None = None

@@ -1,16 +1,17 @@
-"""H2O: keeps the heavy hitters, the tokens that received most attention, and the recent ones (arXiv 2306.14048).
+"""H2O: keeps the heavy hitters, the tokens that received most attention, and the recent ones (arXiv
+2306.14048).
 
-The rule: a token's score is its column sum, the softmax weights that it received from every query so far, summed
-over the query heads of a KV head (PQCache's comparison extends H2O to grouped heads so). The tokens with the
-largest sums and the most recent ones stay. Kept keys stay at their positions.
+The rule: a token's score is its column sum, the softmax weights that it received from every query
+so far, summed over the query heads of a KV head (PQCache's comparison extends H2O to grouped heads
+so). The tokens with the largest sums and the most recent ones stay. Kept keys stay at their
+positions.
 
-The budget counts prompt tokens and generated ones come on top, so nothing competes with a generated token and the
-prompt is evicted once, at its seal, while the paper evicts with each token. Counting goes on while decoding: a
-further turn evicts by all queries so far. `compensation` is PQCache's H2O(C), which may keep more than the budget
-because it moves nothing: s/128 tokens more (`literal`, the text's share of the cache) or s/256 (`bytes`, since the
-others' extra transfer is 1/128 of the keys alone). Sums are computed in fp32; the released code's fp16 sums
-overflow at sinks.
-"""
+The budget counts prompt tokens and generated ones come on top, so nothing competes with a generated
+token and the prompt is evicted once, at its seal, while the paper evicts with each token. Counting
+goes on while decoding: a further turn evicts by all queries so far. `compensation` is PQCache's
+H2O(C), which may keep more than the budget because it moves nothing: s/128 tokens more (`literal`,
+the text's share of the cache) or s/256 (`bytes`, since the others' extra transfer is 1/128 of the
+keys alone). Sums are computed in fp32; the released code's fp16 sums overflow at sinks."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ EXTRA = {"none": 0.0, "literal": 1 / 128, "bytes": 1 / 256}
 
 @dataclass(frozen=True, kw_only=True)
 class H2O(Windowed):
-    """Hold the parameters. `sinks`, `recent_ratio`: how the budget is split, see `Windowed`. `compensation`: what
-    is kept beyond it, as the module says."""
+    """Hold the parameters. `sinks`, `recent_ratio`: how the budget is split, see `Windowed`.
+    `compensation`: what is kept beyond it, as the module says."""
 
     selects: ClassVar[bool] = False
 
@@ -57,7 +58,8 @@ class H2O(Windowed):
         return costs.evict(case, kept) + Cost(costs.FP32 * case.spec.num_kv_heads * (kept + case.reserve))
 
     def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
-        """Return the memory of the sums so far, and of the sums of a chunk by query head and by KV head."""
+        """Return the memory of the sums so far, and of the sums of a chunk by query head and by KV
+        head."""
         received = costs.FP32 * case.spec.num_kv_heads * case.capacity
         sums = costs.FP32 * (case.spec.num_heads + case.spec.num_kv_heads) * case.sealed
         return PeakExtra(received, sums, received + costs.evicting(case, self.kept(case)))
@@ -73,8 +75,8 @@ class H2O(Windowed):
 
 
 class H2OKeep(Keep, capturable=True, of_each={"received": Padded(2)}):
-    """Add up the attention that every stored token receives, in all phases; the sums of evicted tokens are dropped
-    with them."""
+    """Add up the attention that every stored token receives, in all phases; the sums of evicted
+    tokens are dropped with them."""
 
     by_room: ClassVar[Mapping[str, int]] = {"received": 2}
     method: H2O

@@ -1,27 +1,31 @@
-"""InfiniGen: guesses a layer's tokens from the attention input of the layer before it (OSDI'24, arXiv 2406.19707).
+"""InfiniGen: guesses a layer's tokens from the attention input of the layer before it (OSDI'24,
+arXiv 2406.19707).
 
-The rule: once per model, an orthogonal matrix A per KV head turns the rotated queries of a calibration text so that
-few columns hold most of them. A prompt keeps its skewed keys on the device, in the columns in which its own queries
-or keys are largest. At each step layer l's query projection is applied to the input of layer l-1; the guessed query
-times the partial keys tells which tokens come within `alpha` of the largest logit of a query head. Their mean count
-over the KV heads, limited by the budget, is how many tokens every KV head fetches, for each sequence of a batch.
+The rule: once per model, an orthogonal matrix A per KV head turns the rotated queries of a
+calibration text so that few columns hold most of them. A prompt keeps its skewed keys on the
+device, in the columns in which its own queries or keys are largest. At each step layer l's query
+projection is applied to the input of layer l-1; the guessed query times the partial keys tells
+which tokens come within `alpha` of the largest logit of a query head. Their mean count over the KV
+heads, limited by the budget, is how many tokens every KV head fetches, for each sequence of a
+batch.
 
-Against the released code: its Llama code takes the columns of both from one fixed prompt, its OPT runtime takes the
-queries' columns alone, from each prompt; it takes one mean count for all sequences; and its Llama code takes the
-largest logit of the first head for all heads, so that other heads fetch other tokens than the paper's rule says.
-Here the paper's rule holds. The mean is over counts per KV head, which the query heads of a group enlarge: the rule
-for each query head alone would fetch fewer.
+Against the released code: its Llama code takes the columns of both from one fixed prompt, its OPT
+runtime takes the queries' columns alone, from each prompt; it takes one mean count for all
+sequences; and its Llama code takes the largest logit of the first head for all heads, so that other
+heads fetch other tokens than the paper's rule says. Here the paper's rule holds. The mean is over
+counts per KV head, which the query heads of a group enlarge: the rule for each query head alone
+would fetch fewer.
 
-With rotary positions A must act after the rotation, on queries and keys alike; folded into the weights, as for OPT,
-it would destroy the logits. With grouped heads a token's score is its best margin in the group; the paper has no
-groups.
+With rotary positions A must act after the rotation, on queries and keys alike; folded into the
+weights, as for OPT, it would destroy the logits. With grouped heads a token's score is its best
+margin in the group; the paper has no groups.
 
-The budget replaces the paper's cap on fetched tokens, so only the prompt is guessed from. Generated tokens count
-for the largest logit and are always read.
+The budget replaces the paper's cap on fetched tokens, so only the prompt is guessed from. Generated
+tokens count for the largest logit and are always read.
 
-A limited host pool (`pool_capacity`) loses a token of each KV head for every one that comes in. As in the paper,
-each prompt token fetches before it enters; the seal replays that. Generated tokens take slots and never leave.
-"""
+A limited host pool (`pool_capacity`) loses a token of each KV head for every one that comes in. As
+in the paper, each prompt token fetches before it enters; the seal replays that. Generated tokens
+take slots and never leave."""
 
 from __future__ import annotations
 
@@ -113,15 +117,16 @@ class InfiniGen(Method):
         return costs.select(case, Plan(0, 0, case.budget), index_bytes=0) + index + tables
 
     def partial_bytes(self, case: LayerWorkload, rows: int) -> int:
-        """Return the most bytes of `rows` rows of partial keys and of their basis. One more row is held than there
-        are tokens (`GrowingRows`)."""
+        """Return the most bytes of `rows` rows of partial keys and of their basis. One more row is
+        held than there are tokens (`GrowingRows`)."""
         dim, width = case.spec.head_dim, int(self.partial_ratio * case.spec.head_dim)
         if self.column_rule == "union":
             width = min(2 * width, dim)
         return case.spec.num_kv_heads * width * (rows + dim) * case.element_bytes
 
     def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
-        """Return the memory of the partial keys twice, and for a limited pool that of the queries that fill it."""
+        """Return the memory of the partial keys twice, and for a limited pool that of the queries
+        that fill it."""
         if self.reads_whole(case) or case.spec.index in self.dense_layers:
             return PeakExtra()
         filling = limited_pool.filling(self.pool_capacity, self.pool_policy, case)
@@ -130,7 +135,8 @@ class InfiniGen(Method):
     def prepare(
         self, specs: Sequence[LayerSpec], observe: Callable[[int], Iterator[AttnInput]]
     ) -> tuple[Tensor, ...] | None:
-        """Return A of every layer, [G D D]: the principal directions of the queries of a group's heads, stacked."""
+        """Return A of every layer, [G D D]: the principal directions of the queries of a group's
+        heads, stacked."""
         if not self.skew:
             return None
         inputs = zip(specs, observe(self.calibration_tokens), strict=True)
@@ -156,8 +162,8 @@ OF_EACH = {"basis": Padded(3, changes=False, most="widest"), "partial": None}
 
 
 class Follower(NamedTuple):
-    """Name a policy of the next layer, for which this layer guesses, and its `rows` among those that step here;
-    None: all."""
+    """Name a policy of the next layer, for which this layer guesses, and its `rows` among those
+    that step here; None: all."""
 
     read: InfiniGenRead
     rows: slice | None = None
@@ -169,12 +175,12 @@ class Follower(NamedTuple):
 
 
 class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
-    """Read what the layer before has chosen. There are no sinks and no window: the whole budget limits that choice.
+    """Read what the layer before has chosen. There are no sinks and no window: the whole budget
+    limits that choice.
 
-    On a GPU, and while steps are captured, counts stay on the device: as many rows as the limit are chosen, and the
-    first n' of them are read or moved. With placement=disk the counts are read in each step, since only n' rows
-    should move.
-    """
+    On a GPU, and while steps are captured, counts stay on the device: as many rows as the limit are
+    chosen, and the first n' of them are read or moved. With placement=disk the counts are read in
+    each step, since only n' rows should move."""
 
     method: InfiniGen
     followers: tuple[Follower, ...] = ()  # policies of the next layer: for several sequences, one for all or one each
@@ -223,7 +229,8 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
         return out
 
     def guess(self, before: AttnInput) -> None:
-        """Choose this step's tokens from the attention input of the layer before, which runs at the same position."""
+        """Choose this step's tokens from the attention input of the layer before, which runs at the
+        same position."""
         if self.plan is not None and self.selects_next:
             self.guessed = self.fetches(self.guessed_query(before))
             if self.layer.far is not None:
@@ -235,7 +242,8 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
         return turned
 
     def fetches(self, q: Tensor) -> Fetched:
-        """Return the rows that a token with query q would fetch, and how many of them; nothing is fetched here."""
+        """Return the rows that a token with query q would fetch, and how many of them; nothing is
+        fetched here."""
         assert self.plan is not None
         return self.choose(self.logits(q), self.plan.top)
 
@@ -248,7 +256,8 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
         return self.present(ops.live_scores(grouped, self.partial.stored, self.partial.count()))
 
     def choose(self, logits: Tensor, limit: int | PerSequence) -> Fetched:
-        """Choose as many prompt tokens as the margins ask for, 1 to `limit`. [B G g n] -> rows [B G max n'], n' [B]"""
+        """Choose as many prompt tokens as the margins ask for, 1 to `limit`. [B G g n] -> rows [B G
+        max n'], n' [B]"""
         ranks, near = ops.group_margins(logits, self.sealed, self.method.alpha)
         asked = ops.mean_counts(near, limit)
         if self.method.group_rank == "prob_sum":
@@ -264,7 +273,8 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
         return rows, counts
 
     def select(self, q: Tensor, top: int) -> Tensor:
-        """Return what the layer before has chosen: the true query is known too late to fetch for it."""
+        """Return what the layer before has chosen: the true query is known too late to fetch for
+        it."""
         assert self.guessed is not None
         (rows, self.counts), self.guessed = self.guessed, None
         if self.pool is not None:
@@ -327,8 +337,8 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
         return super().joined() | ({} if read is None else {"read_in_steps": read})
 
     def link(self, members: Sequence[Policy], joint: Mapping[int, Policy]) -> None:
-        """Guess for the next layer's policies: the next layer takes its step for all sequences, or for one after
-        the other."""
+        """Guess for the next layer's policies: the next layer takes its step for all sequences, or
+        for one after the other."""
         if self.plan is not None:
             self.read_in_steps = torch.zeros(self.request.batch, dtype=torch.int64, device=self.request.device)
         reads = [follower.read for member in members for follower in cast(InfiniGenRead, member).followers]
@@ -370,8 +380,8 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
         return prompt if read is None else read, generated
 
     def check_choice(self, rows: Tensor, top: int | None) -> None:
-        """Raise `ReturnedError` unless each sequence reads different tokens of the prompt. Rows after its count are
-        not read."""
+        """Raise `ReturnedError` unless each sequence reads different tokens of the prompt. Rows
+        after its count are not read."""
         given, choosing = f"{type(self).__name__}.select returned", (self.spec.num_kv_heads, self.spec.num_heads)
         self.layer.check_rows(given, self.selected_rows(), self.sealed, heads=choosing, gaps=True)
 

@@ -1,15 +1,17 @@
-"""InfLLM: reads a local window and retrieved blocks of the far context, at prefill too (arXiv 2402.04617).
+"""InfLLM: reads a local window and retrieved blocks of the far context, at prefill too (arXiv
+2402.04617).
 
-The rule: tokens that leave the window fill blocks. A block's representative is, per query head, the mean key of the
-tokens that drew the most attention while they were in the window. An execution block of queries (a single one when
-decoding) reads the best blocks, the same for all heads, by the summed product with its mean query. Tokens at a
-distance of `n_local` or more are read as if they all stood n_local - 1 before the query, so no distance exceeds the
-window. So the prompt's outputs differ from Full's, and a prefill cannot be shared with this method.
+The rule: tokens that leave the window fill blocks. A block's representative is, per query head, the
+mean key of the tokens that drew the most attention while they were in the window. An execution
+block of queries (a single one when decoding) reads the best blocks, the same for all heads, by the
+summed product with its mean query. Tokens at a distance of `n_local` or more are read as if they
+all stood n_local - 1 before the query, so no distance exceeds the window. So the prompt's outputs
+differ from Full's, and a prefill cannot be shared with this method.
 
-The budget fixes the window and the number of blocks: first tokens, window, the tokens between window and last
-block, and the blocks read are within it. A prefill in several chunks spends the budget of the tokens so far. Window
-and block of queries shrink with the budget, the released ones do not; the released mask reads keys at the window's
-border twice, ours once.
+The budget fixes the window and the number of blocks: first tokens, window, the tokens between
+window and last block, and the blocks read are within it. A prefill in several chunks spends the
+budget of the tokens so far. Window and block of queries shrink with the budget, the released ones
+do not; the released mask reads keys at the window's border twice, ours once.
 
 Storage: keys of blocks are stored as if they stood at position 0; all other keys are truly rotated.
 """
@@ -64,7 +66,8 @@ class InfLLM(Method):
 
     @property
     def smallest_budget(self) -> int:
-        """Return room for the first tokens, one local token, an almost full block, and one block to select."""
+        """Return room for the first tokens, one local token, an almost full block, and one block to
+        select."""
         return self.n_init + 2 * self.block
 
     def spend(self, budget: int) -> tuple[int, int]:
@@ -74,7 +77,8 @@ class InfLLM(Method):
         return spare - blocks * self.block, blocks
 
     def paper_tokens(self, budget: Callable[[int], int], sealed: int) -> int:
-        """Count first tokens and an unfinished block in addition; the released code also rounds the blocks up."""
+        """Count first tokens and an unfinished block in addition; the released code also rounds the
+        blocks up."""
         return self.n_init + self.block - 1 + budget(sealed - self.n_init)
 
     def cost(self, case: LayerWorkload) -> Cost:
@@ -91,8 +95,9 @@ class InfLLM(Method):
         return (chosen + shared).reading(chosen.read_bytes_per_step - far * case.row_bytes // 2)
 
     def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
-        """Return the memory of an execution block of queries, eleven times in fp32 while its parts are merged, and
-        of the blocks that it reads, once gathered and once joined with the first tokens."""
+        """Return the memory of an execution block of queries, eleven times in fp32 while its parts
+        are merged, and of the blocks that it reads, once gathered and once joined with the first
+        tokens."""
         shared = costs.rope_table(case).device_bytes
         if self.reads_whole(case):
             return PeakExtra(kept=shared)
@@ -119,8 +124,8 @@ class InfLLM(Method):
 
 
 class InfLLMRead(Select, capturable=True):
-    """Read blocks as the middle tokens. Their keys are stored as if they stood at position 0, all others truly
-    rotated."""
+    """Read blocks as the middle tokens. Their keys are stored as if they stood at position 0, all
+    others truly rotated."""
 
     by_room: ClassVar[Mapping[str, int]] = {"mass": 2, "far_k": 2}
     method: InfLLM
@@ -158,7 +163,8 @@ class InfLLMRead(Select, capturable=True):
         return out
 
     def split(self, budget: int) -> Plan:
-        """Return a plan whose window at the end of the prompt includes the tokens that have not filled a block yet."""
+        """Return a plan whose window at the end of the prompt includes the tokens that have not
+        filled a block yet."""
         self.n_local, _ = self.method.spend(budget)
         self._fill_blocks(self.sealed)
         size, n_init, self.far_end = self.method.block, self.method.n_init, self._after
@@ -173,8 +179,8 @@ class InfLLMRead(Select, capturable=True):
         """Do nothing: the representatives exist since the blocks were filled."""
 
     def select(self, q: Tensor, top: int) -> Tensor:
-        """Select blocks of `top` tokens in all, the same for all heads, for far queries q [B H T D]. Return [B G
-        top]."""
+        """Select blocks of `top` tokens in all, the same for all heads, for far queries q [B H T
+        D]. Return [B G top]."""
         return tokens_of_best(q, self.representatives, self.spec.num_kv_heads, self.method.block, top)
 
     def decode(self, x: AttnInput) -> Tensor:
@@ -197,7 +203,8 @@ class InfLLMRead(Select, capturable=True):
         return with_sink(ops.merge_attention([far_out, near_out], [far_lse, near_lse]), lse, sinks)
 
     def _spend_so_far(self) -> tuple[int, int]:
-        """Return n_local and the number of blocks to read at prefill; everything is local while the text is short."""
+        """Return n_local and the number of blocks to read at prefill; everything is local while the
+        text is short."""
         budget, seen = self.request.budget, self.layer.seen
         assert budget is not None
         return (seen, 0) if self.layer.reads_whole() else self.method.spend(budget.tokens(seen, self.spec.index))
@@ -214,8 +221,8 @@ class InfLLMRead(Select, capturable=True):
         self.blocks = filled
 
     def _execute(self, q: Tensor, far_q: Tensor, first: int) -> Tensor:
-        """Attend under one softmax to the blocks read, the first tokens and the window. q, far_q [B H T D] at
-        positions from `first` on."""
+        """Attend under one softmax to the blocks read, the first tokens and the window. q, far_q [B
+        H T D] at positions from `first` on."""
         end, scale = first + q.shape[2], self.spec.scale
         outside = self._after if self.blocks else 0  # from there on, tokens are in no block and are no first tokens
         far_end = end - self.n_local  # tokens before it are far, at least from the last query
@@ -235,7 +242,8 @@ class InfLLMRead(Select, capturable=True):
         return with_sink(ops.merge_attention(outs, lses) if len(parts) > 1 else outs[0], lse, sinks)
 
     def _always(self) -> tuple[Tensor, Tensor]:
-        """Return keys and values that all of these queries read as far: the first tokens and the chosen blocks."""
+        """Return keys and values that all of these queries read as far: the first tokens and the
+        chosen blocks."""
         n_init, v = self.method.n_init, self.store.v
         keys, values = self._moved(0, n_init), v[:, :, :n_init]
         if self.rows is None:
@@ -244,7 +252,8 @@ class InfLLMRead(Select, capturable=True):
         return torch.cat([keys, blocks[0]], 2), torch.cat([values, blocks[1]], 2)
 
     def _far_query(self, q: Tensor, first: int) -> Tensor:
-        """Rotate the queries at positions from `first` on as if they stood n_local - 1 after all far keys."""
+        """Rotate the queries at positions from `first` on as if they stood n_local - 1 after all
+        far keys."""
         return self.rope_table.move(q, self._positions(first, first + q.shape[2]), self.n_local - 1)
 
     @property

@@ -1,14 +1,13 @@
 """KIVI: keeps and reads every token, all but the last in few bits (arXiv 2402.02750, ICML'24).
 
-The rule: keys have channels that are large throughout, so each channel has a range of its own for every `group`
-tokens. Values have no such channels, so each token has a range for every `group` channels. Keys are quantised
-`residual` tokens at a time, prompt and generated ones alike, and those that do not fill such a block wait in full
-precision. A value is read as codes once `residual` newer ones are there: the last `residual` are always exact, as
-in the released code.
+The rule: keys have channels that are large throughout, so each channel has a range of its own for
+every `group` tokens. Values have no such channels, so each token has a range for every `group`
+channels. Keys are quantised `residual` tokens at a time, prompt and generated ones alike, and those
+that do not fill such a block wait in full precision. A value is read as codes once `residual` newer
+ones are there: the last `residual` are always exact, as in the released code.
 
-Storage: codes are a pool of the layer, waiting tokens its store; the exact values of the last block of codes are
-kept besides both.
-"""
+Storage: codes are a pool of the layer, waiting tokens its store; the exact values of the last block
+of codes are kept besides both."""
 
 from __future__ import annotations
 
@@ -33,8 +32,8 @@ from methods.tiers.tier import DEVICE
 
 @dataclass(frozen=True, kw_only=True)
 class Kivi(Method):
-    """Hold the parameters. `bits`: 2, 4 or 8. `group`: how many numbers share a range. `residual`: how many tokens'
-    keys are quantised together, and how many of the last values are exact."""
+    """Hold the parameters. `bits`: 2, 4 or 8. `group`: how many numbers share a range. `residual`:
+    how many tokens' keys are quantised together, and how many of the last values are exact."""
 
     uses_budget: ClassVar[bool] = False
     offloads: ClassVar[bool] = True
@@ -125,9 +124,9 @@ class KiviLayer(Layer, capturable=True):
         return Segment(k, self._with_recent(v, self.store.count(-1)))
 
     def _with_recent(self, v: Tensor, newer: Tensor) -> Tensor:
-        """Replace values in v [B G S D], decoded, by exact ones for the tokens that are followed by fewer than
-        `residual` others, and return it. `newer`: the number of later tokens that are not codes; it lies on the
-        device, as a step may be captured."""
+        """Replace values in v [B G S D], decoded, by exact ones for the tokens that are followed by
+        fewer than `residual` others, and return it. `newer`: the number of later tokens that are
+        not codes; it lies on the device, as a step may be captured."""
         assert self.recent is not None
         count = self.method.residual
         at = torch.arange(count, device=v.device).view(-1, 1)

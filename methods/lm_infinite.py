@@ -1,15 +1,18 @@
-"""LM-Infinite: reads a window of near tokens and the first ones, no distance beyond the window (arXiv 2308.16137).
+"""LM-Infinite: reads a window of near tokens and the first ones, no distance beyond the window
+(arXiv 2308.16137).
 
-The rule: every query, those of the prompt as well, reads the n_local tokens before it at their true distances, and
-the first `n_init` tokens; if these lie further back than the window, they are read as if they stood exactly n_local
-before the query. So the prompt's outputs differ from Full's, and a prefill cannot be shared with this method.
+The rule: every query, those of the prompt as well, reads the n_local tokens before it at their true
+distances, and the first `n_init` tokens; if these lie further back than the window, they are read
+as if they stood exactly n_local before the query. So the prompt's outputs differ from Full's, and a
+prefill cannot be shared with this method.
 
-The budget: the paper sets n_local to the length that the model was trained on. Here the budget sets it: n_init and
-n_local together are the budget, after the seal the window is that of the prompt's end, and generated tokens come on
-top. A prefill in several chunks spends the budget of the tokens so far.
+The budget: the paper sets n_local to the length that the model was trained on. Here the budget sets
+it: n_init and n_local together are the budget, after the seal the window is that of the prompt's
+end, and generated tokens come on top. A prefill in several chunks spends the budget of the tokens
+so far.
 
-How it is done: keys are stored in their true rotation, and the first ones are rotated again in each step.
-"""
+How it is done: keys are stored in their true rotation, and the first ones are rotated again in each
+step."""
 
 from __future__ import annotations
 
@@ -33,8 +36,8 @@ from methods.parts.rope_table import RopeTable
 
 @dataclass(frozen=True, kw_only=True)
 class LMInfinite(Method):
-    """Hold the parameter `n_init`: how many first tokens are always read; with 10 and 100 the paper's authors got
-    the same results."""
+    """Hold the parameter `n_init`: how many first tokens are always read; with 10 and 100 the
+    paper's authors got the same results."""
 
     selects: ClassVar[bool] = False
     dense_prefill: ClassVar[bool] = False
@@ -62,8 +65,8 @@ class LMInfinite(Method):
         return costs.evict(case, case.budget) + costs.rope_table(case) + Cost(first)
 
     def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
-        """Return the memory of attention to the first tokens and of the queries rotated for it, for some tokens at
-        a time: six times in fp32 while it is merged with attention to the window."""
+        """Return the memory of attention to the first tokens and of the queries rotated for it, for
+        some tokens at a time: six times in fp32 while it is merged with attention to the window."""
         kept = PeakExtra(kept=costs.rope_table(case).device_bytes)
         if self.reads_whole(case):
             return kept
@@ -77,7 +80,8 @@ class LMInfinite(Method):
 
 
 class LMInfiniteKeep(Keep, capturable=True):
-    """Store keys in their true rotation, and rotate the first ones again for each query far from them."""
+    """Store keys in their true rotation, and rotate the first ones again for each query far from
+    them."""
 
     method: LMInfinite
     n_local: int | None = None  # length of the window; None: everything is read
@@ -122,7 +126,8 @@ class LMInfiniteKeep(Keep, capturable=True):
         self.first_keys = self.rope_table.unrotate(self.store.k[:, :, :count], self._first_places(count))
 
     def _first_places(self, count: int) -> Tensor:
-        """Return the positions of the first stored tokens: the first of the text, unless a history was truncated."""
+        """Return the positions of the first stored tokens: the first of the text, unless a history
+        was truncated."""
         return self.layer.stored_positions()[0, 0, :count]
 
     def _windowed(self, q: Tensor, start: int, n_local: int) -> Tensor:
@@ -140,8 +145,8 @@ class LMInfiniteKeep(Keep, capturable=True):
         return out
 
     def _first(self, q: Tensor, start: int, n_local: int) -> tuple[Tensor, Tensor]:
-        """Return attention to the first tokens, in their true or their shifted rotation, and its log-sum-exp. [B H
-        T D], [B H T]"""
+        """Return attention to the first tokens, in their true or their shifted rotation, and its
+        log-sum-exp. [B H T D], [B H T]"""
         count = self.first_keys.shape[2]
         places = torch.arange(start, start + q.shape[2], device=q.device)
         distance = places.unsqueeze(1) - self._first_places(count)
@@ -153,7 +158,8 @@ class LMInfiniteKeep(Keep, capturable=True):
         return (weights @ self.store.v[:, :, :count]).view_as(q), logits.logsumexp(-1).flatten(1, 2)
 
     def _logits(self, q: Tensor, k: Tensor) -> Tensor:
-        """Return the scaled products of queries and keys, q [B H T D], k [B G S D] -> [B G g T S]."""
+        """Return the scaled products of queries and keys, q [B H T D], k [B G S D] -> [B G g T
+        S]."""
         folded = q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1]) @ k.transpose(-1, -2)
         return folded.view(*k.shape[:2], self.spec.group, q.shape[2], -1).float() * self.spec.scale
 

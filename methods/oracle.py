@@ -1,11 +1,11 @@
-"""Oracle: reads the exact top-k tokens of each step, chosen by the true attention weights (PQCache, arXiv
-2407.12820).
+"""Oracle: reads the exact top-k tokens of each step, chosen by the true attention weights (PQCache,
+arXiv 2407.12820).
 
-The rule: all stored keys are ranked by their softmax weights, summed over the query heads of a KV head, and the
-best tokens between sinks and window are read. Nothing is approximated but the number of tokens. Choosing reads
-every key, so it is real but never fast. It is no upper bound: the largest weights of one step are not the best
-tokens for the answer, and other rules, or other sinks and windows, score above it.
-"""
+The rule: all stored keys are ranked by their softmax weights, summed over the query heads of a KV
+head, and the best tokens between sinks and window are read. Nothing is approximated but the number
+of tokens. Choosing reads every key, so it is real but never fast. It is no upper bound: the largest
+weights of one step are not the best tokens for the answer, and other rules, or other sinks and
+windows, score above it."""
 
 from __future__ import annotations
 

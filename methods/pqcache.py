@@ -1,17 +1,18 @@
-"""PQCache: finds each step's tokens by product quantisation of the keys (arXiv 2407.12820, SIGMOD'25).
+"""PQCache: finds each step's tokens by product quantisation of the keys (arXiv 2407.12820,
+SIGMOD'25).
 
-The rule: at the seal, the rotated keys between sinks and local window are split into m sub-vectors, each clustered
-per KV head into 2^b centroids. A step scores all of them from a small table of query-centroid products, takes the
-softmax over these candidates, sums over the query heads of a group, and reads the best tokens exactly. With fewer
-candidates than centroids, every candidate is its own centroid.
+The rule: at the seal, the rotated keys between sinks and local window are split into m sub-vectors,
+each clustered per KV head into 2^b centroids. A step scores all of them from a small table of
+query-centroid products, takes the softmax over these candidates, sums over the query heads of a
+group, and reads the best tokens exactly. With fewer candidates than centroids, every candidate is
+its own centroid.
 
-Storage: keys and values of the middle may lie on the host; `cache_tokens` keeps blocks that were read often on the
-device (methods/parts/block_cache.py). With overlap=on a CPU clusters the keys while later layers compute, as in the
-paper.
+Storage: keys and values of the middle may lie on the host; `cache_tokens` keeps blocks that were
+read often on the device (methods/parts/block_cache.py). With overlap=on a CPU clusters the keys
+while later layers compute, as in the paper.
 
-None of the released code's defects is reproduced: k-means sees exactly the keys that are searched, codes are one
-byte up to b=8, and nothing of one prompt is left in the next.
-"""
+None of the released code's defects is reproduced: k-means sees exactly the keys that are searched,
+codes are one byte up to b=8, and nothing of one prompt is left in the next."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ from methods.tiers.transfer.engine import Arrival
 
 @dataclass(frozen=True, kw_only=True)
 class PQCache(Windowed):
-    """Hold m sub-vectors of 2^b centroids, the k-means, and the split of the budget (see `Windowed`)."""
+    """Hold m sub-vectors of 2^b centroids, the k-means, and the split of the budget (see
+    `Windowed`)."""
 
     offloads: ClassVar[bool] = True
     encodes: ClassVar[bool] = True
@@ -93,7 +95,8 @@ class PQCache(Windowed):
         return max(LENGTHS) if self.iterations == "auto" else 0
 
     def rounds(self, tokens: int, prepared: object) -> int:
-        """Return the most rounds of k-means for `tokens` clustered tokens; `prepared` is what `prepare` returned."""
+        """Return the most rounds of k-means for `tokens` clustered tokens; `prepared` is what
+        `prepare` returned."""
         if isinstance(self.iterations, int):
             return self.iterations
         assert isinstance(prepared, Fit)
@@ -108,7 +111,8 @@ class PQCache(Windowed):
         return Fit(*self.iterations)
 
     def cluster(self, keys: Tensor, rounds: int, tolerance: float) -> tuple[Tensor, Tensor]:
-        """Cluster the sub-vectors of keys [B G M D]. Return centroids [B G m C d'] in fp32 and codes [B G m M]."""
+        """Cluster the sub-vectors of keys [B G M D]. Return centroids [B G m C d'] in fp32 and
+        codes [B G m M]."""
         batch, groups, count, dim = keys.shape
         clusters = min(2**self.b, count)
         points = torch.empty(batch * groups * self.m, count, dim // self.m, device=keys.device)  # one copy in fp32
@@ -119,8 +123,8 @@ class PQCache(Windowed):
         return centroids.view(batch, groups, self.m, clusters, -1), codes.view(batch, groups, self.m, count)
 
     def coded(self, keys: Tensor, rounds: int) -> tuple[Tensor, Tensor]:
-        """Cluster keys [B G M D]. Return centroids [B G m C d'] in their dtype and codes [B G M m], of one byte if
-        that is enough."""
+        """Cluster keys [B G M D]. Return centroids [B G m C d'] in their dtype and codes [B G M m],
+        of one byte if that is enough."""
         centroids, codes = self.cluster(keys, rounds, self.tolerance)
         code_type = torch.uint8 if centroids.shape[3] <= 256 else torch.int32
         return centroids.to(keys.dtype), codes.transpose(2, 3).to(code_type).contiguous()
@@ -142,8 +146,8 @@ class PQCache(Windowed):
         return chosen + block_cache.cost(case, middle, plan.top, self.cache_block, self.slots, self.cache_offered)
 
     def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
-        """Return the memory of the clustered keys in fp32, of their codes before they are converted to small
-        integers, and of the keys themselves while they wait to be clustered."""
+        """Return the memory of the clustered keys in fp32, of their codes before they are converted
+        to small integers, and of the keys themselves while they wait to be clustered."""
         if self.reads_whole(case):
             return PeakExtra()
         plan, spec = self.windows.split(case.budget), case.spec
@@ -157,8 +161,8 @@ class PQCache(Windowed):
         return self.cache_tokens // self.cache_block
 
     def at_communication(self, share: float, head_dim: int) -> PQCache:
-        """Return this method moving m bytes of codes per key of 2 * head_dim bytes; up to 1/128 the paper takes 6
-        bits instead of 8."""
+        """Return this method moving m bytes of codes per key of 2 * head_dim bytes; up to 1/128 the
+        paper takes 6 bits instead of 8."""
         asked = 2 * share * head_dim
         m = round(asked)
         if m < 1 or head_dim % m or not isclose(m, asked, rel_tol=1e-3):

@@ -1,15 +1,16 @@
 """PyramidKV: evicts as SnapKV does, with more of the budget in the lower layers (arXiv 2406.02069).
 
-The rule: as in the authors' scripts, the window is kept in every layer, and what the budget holds beyond it forms
-the pyramid: these amounts fall in a straight line from the first layer to the last, which gets 1/beta of their
-mean. Together the layers keep exactly num_layers times the budget. Where more than half of the prompt would be
-voted for, all layers get the same, in the released code and here. Votes come from 8 queries, as in the authors'
-scripts, while SnapKV takes 32: the two methods differ in more than the pyramid.
+The rule: as in the authors' scripts, the window is kept in every layer, and what the budget holds
+beyond it forms the pyramid: these amounts fall in a straight line from the first layer to the last,
+which gets 1/beta of their mean. Together the layers keep exactly num_layers times the budget. Where
+more than half of the prompt would be voted for, all layers get the same, in the released code and
+here. Votes come from 8 queries, as in the authors' scripts, while SnapKV takes 32: the two methods
+differ in more than the pyramid.
 
-The released code rounds down the last layer's amount and the steps of the line, and so keeps more the higher a
-layer is: in 30 layers 18 % more than a budget of 65 tokens and 4 % more than one of 263, of which the last layer
-then has 42 instead of 21. `rounding=released` does the same and exceeds its budget by that much.
-"""
+The released code rounds down the last layer's amount and the steps of the line, and so keeps more
+the higher a layer is: in 30 layers 18 % more than a budget of 65 tokens and 4 % more than one of
+263, of which the last layer then has 42 instead of 21. `rounding=released` does the same and
+exceeds its budget by that much."""
 
 from __future__ import annotations
 
@@ -27,9 +28,9 @@ from methods.snapkv import SnapKeep, SnapKV
 
 @dataclass(frozen=True, kw_only=True)
 class PyramidKV(SnapKV):
-    """Hold SnapKV's parameters and two more. `beta`: how many times smaller than the mean the last layer's voted
-    share is. `rounding`: whether the layers' amounts add up to the budget (exact) or are the authors' whole
-    numbers."""
+    """Hold SnapKV's parameters and two more. `beta`: how many times smaller than the mean the last
+    layer's voted share is. `rounding`: whether the layers' amounts add up to the budget (exact) or
+    are the authors' whole numbers."""
 
     tunable: ClassVar[Grids] = {**SnapKV.tunable, "beta": (5, 10, 20, 40)}
 
@@ -54,8 +55,8 @@ class PyramidKV(SnapKV):
         return None
 
     def layer_budgets(self, tokens: int, sealed: int, layers: int) -> list[int]:
-        """Return what each layer keeps of `sealed` prompt tokens, first to last: together layers * tokens, or more
-        with released rounding."""
+        """Return what each layer keeps of `sealed` prompt tokens, first to last: together layers *
+        tokens, or more with released rounding."""
         if self.uniform(tokens, sealed, layers):
             return [tokens] * layers
         line = pyramid if self.rounding == "exact" else released_pyramid
@@ -78,8 +79,8 @@ class PyramidKeep(SnapKeep, capturable=True, of_each={}):
 
 
 def pyramid(mean: int, most: int, layers: int, beta: float) -> list[int]:
-    """Return amounts on a falling line that add up to layers * mean; the first is at most `most`, and mean is at
-    most `most`."""
+    """Return amounts on a falling line that add up to layers * mean; the first is at most `most`,
+    and mean is at most `most`."""
     last = mean / Fraction(beta)
     first = min(2 * mean - last, Fraction(most))
     step = 2 * (first - mean) / (layers - 1)
@@ -89,7 +90,8 @@ def pyramid(mean: int, most: int, layers: int, beta: float) -> list[int]:
 
 
 def released_pyramid(mean: int, most: int, layers: int, beta: float) -> list[int]:
-    """Return the authors' whole numbers for the same line: its end and its step are rounded down."""
+    """Return the authors' whole numbers for the same line: its end and its step are rounded
+    down."""
     last = int(mean // beta)
     first = min(2 * mean - last, most)
     step = (first - (2 * mean - first)) // (layers - 1)

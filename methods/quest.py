@@ -1,18 +1,17 @@
 """Quest: reads the pages whose keys could reach the largest logits (arXiv 2406.10774).
 
-The rule: per page of 16 tokens, counted from the prompt's first, the smallest and largest key per channel are kept.
-No key of a page can have a larger product with q than sum_c max(q_c * max_c, q_c * min_c); the pages with the
-largest bounds are read exactly. The first layers read everything.
+The rule: per page of 16 tokens, counted from the prompt's first, the smallest and largest key per
+channel are kept. No key of a page can have a larger product with q than sum_c max(q_c * max_c, q_c
+* min_c); the pages with the largest bounds are read exactly. The first layers read everything.
 
-Heads: the released evaluation chooses for each query head, even where heads share keys (`select_per=query_head`).
-The budget is then one query head's, and `read_positions` is the group's union, each row of which moves once.
-`kv_head` ranks by the largest bound of the group.
+Heads: the released evaluation chooses for each query head, even where heads share keys
+(`select_per=query_head`). The budget is then one query head's, and `read_positions` is the group's
+union, each row of which moves once. `kv_head` ranks by the largest bound of the group.
 
-The ends: `last_page` gives the prompt's last page one place without a comparison, as the CUDA code does with the
-page of the current token; `false` lets it compete, as in the evaluation code. Generated tokens are always read; the
-paper pages them too. The evaluation code reads no less than 3 pages whatever the budget; here a budget below
-`min_pages` pages is an error.
-"""
+The ends: `last_page` gives the prompt's last page one place without a comparison, as the CUDA code
+does with the page of the current token; `false` lets it compete, as in the evaluation code.
+Generated tokens are always read; the paper pages them too. The evaluation code reads no less than 3
+pages whatever the budget; here a budget below `min_pages` pages is an error."""
 
 from __future__ import annotations
 
@@ -46,8 +45,9 @@ from methods.parts import costs
 
 @dataclass(frozen=True, kw_only=True)
 class Quest(Method):
-    """Hold the parameters. `page_size`: tokens of a page. `min_pages`: how many pages a budget must hold.
-    `dense_layers`: layers that read everything. `select_per` and `last_page`: as the module says."""
+    """Hold the parameters. `page_size`: tokens of a page. `min_pages`: how many pages a budget must
+    hold. `dense_layers`: layers that read everything. `select_per` and `last_page`: as the module
+    says."""
 
     offloads: ClassVar[bool] = True
     encodes: ClassVar[bool] = True
@@ -73,10 +73,11 @@ class Quest(Method):
         return self.min_pages * self.page_size
 
     def cost(self, case: LayerWorkload) -> Cost:
-        """Return the bytes that `case` takes. If query heads choose, the moved bytes are an expectation: g heads of
-        a group read together what 1 + (g-1)/4 heads that chose independently would. On SmolLM2 135M (g=3, 1K of an
-        essay) that is 0.95 to 1.02 times what moves, at budgets of 5 to 50 %. Heads that agree less move more, at
-        most g times one head's bytes."""
+        """Return the bytes that `case` takes. If query heads choose, the moved bytes are an
+        expectation: g heads of a group read together what 1 + (g-1)/4 heads that chose
+        independently would. On SmolLM2 135M (g=3, 1K of an essay) that is 0.95 to 1.02 times what
+        moves, at budgets of 5 to 50 %. Heads that agree less move more, at most g times one head's
+        bytes."""
         if self.reads_whole(case) or case.spec.index in self.dense_layers:
             return costs.dense(case)
         pages = ceil(case.sealed / self.page_size)
@@ -96,8 +97,8 @@ class Quest(Method):
 
 
 class QuestRead(Read[int], capturable=True, of_each={"bounds": 2}):
-    """Read as many pages as the plan says; the prompt's last page may be shorter. A selecting head is a query or a
-    KV head."""
+    """Read as many pages as the plan says; the prompt's last page may be shorter. A selecting head
+    is a query or a KV head."""
 
     method: Quest
     bounds: Tensor  # [B G P 2D], the largest and the smallest key of each page
@@ -111,8 +112,8 @@ class QuestRead(Read[int], capturable=True, of_each={"bounds": 2}):
         self.uneven = not self.method.last_page and self.sealed % self.method.page_size != 0
 
     def select(self, q: Tensor, top: int) -> Tensor:
-        """Return the tokens of the `top` best pages, q [B H 1 D] -> [B H|G K]; numbers from `sealed` on stand for
-        missing tokens."""
+        """Return the tokens of the `top` best pages, q [B H 1 D] -> [B H|G K]; numbers from
+        `sealed` on stand for missing tokens."""
         groups = q.view(q.shape[0], self.spec.num_kv_heads, self.spec.group, -1)
         scores = ops.page_scores(groups, self.bounds)  # [B G g P]
         whole, size, last = filled(scores), self.method.page_size, (self.sealed - 1) // self.method.page_size
@@ -132,8 +133,8 @@ class QuestRead(Read[int], capturable=True, of_each={"bounds": 2}):
         return rows.masked_fill(rows >= self.sealed, -1)
 
     def _tokens(self, pages: int) -> int:
-        """Return how many tokens `pages` pages hold, including the prompt's last one, if it is always read, which
-        may be shorter."""
+        """Return how many tokens `pages` pages hold, including the prompt's last one, if it is
+        always read, which may be shorter."""
         size = self.method.page_size
         return (
             (pages - 1) * size + self.sealed - (self.sealed - 1) // size * size
@@ -152,8 +153,8 @@ class QuestRead(Read[int], capturable=True, of_each={"bounds": 2}):
         return self.store.since(0 if self.layer.far is not None else self.sealed)
 
     def _attend_uneven(self, q: Tensor, rows: Tensor) -> Tensor:
-        """Attend where each head reads a number of rows of its own, as different sequences do. Missing rows come
-        last."""
+        """Attend where each head reads a number of rows of its own, as different sequences do.
+        Missing rows come last."""
         rows = rows.sort(-1).values
         pages = self._pages(rows.clamp(max=self.sealed - 1))
         chosen = (x if pages.rows is None else gather_per_head(x, pages.rows) for x in pages[:2])
@@ -191,7 +192,8 @@ class QuestRead(Read[int], capturable=True, of_each={"bounds": 2}):
 
 
 def page_bounds(keys: Tensor, size: int) -> Tensor:
-    """Return the largest and the smallest value of each channel in each page. keys [B G S D] -> [B G P 2D]"""
+    """Return the largest and the smallest value of each channel in each page. keys [B G S D] -> [B
+    G P 2D]"""
     whole = keys.shape[2] // size * size
     pages, rest = keys[:, :, :whole].unflatten(2, (-1, size)), keys[:, :, whole:]
     parts = [torch.cat([pages.amax(3), pages.amin(3)], -1)]

@@ -1,24 +1,26 @@
-"""RocketKV: evicts a part of the prompt for good, then selects among the rest in each step (arXiv 2502.14051).
+"""RocketKV: evicts a part of the prompt for good, then selects among the rest in each step (arXiv
+2502.14051).
 
-The rule: the first stage, at the seal, is SnapKV with votes pooled over far more tokens, and one choice per KV
-head. The second stage, in each step, is hybrid sparse attention. Each page of kept tokens has the largest and
-smallest key of each channel (as in Quest), of which only the channels where the group's query heads are largest are
-read (as in SparQ). Softmax weights of these products are summed over the group; the tokens of the best pages are
-read exactly. The window's tokens count towards what the first stage keeps.
+The rule: the first stage, at the seal, is SnapKV with votes pooled over far more tokens, and one
+choice per KV head. The second stage, in each step, is hybrid sparse attention. Each page of kept
+tokens has the largest and smallest key of each channel (as in Quest), of which only the channels
+where the group's query heads are largest are read (as in SparQ). Softmax weights of these products
+are summed over the group; the tokens of the best pages are read exactly. The window's tokens count
+towards what the first stage keeps.
 
-The budget: the paper's counts, in tokens, all that a step reads: half of it to find tokens, half to attend to them.
-Ours counts only the latter, so a budget of b is the paper's t = 2b, and c = S/t is what it calls the compression
-ratio. `budget_rule=paper` gives t, of which half is selected.
+The budget: the paper's counts, in tokens, all that a step reads: half of it to find tokens, half to
+attend to them. Ours counts only the latter, so a budget of b is the paper's t = 2b, and c = S/t is
+what it calls the compression ratio. `budget_rule=paper` gives t, of which half is selected.
 
-The split: the first stage keeps S/c**split tokens; null is the paper's min(0.2 + 0.06 log2 c, 0.8). What remains of
-c is split evenly between pages and channels: null for `page_size` and `r`. A page may be read in part, by its first
-tokens. A large budget leaves parts of the method without work: from 19 % of the prompt on, a page has one token,
-and from 50 % on neither stage leaves anything out. A layer's `fallback` says so.
+The split: the first stage keeps S/c**split tokens; null is the paper's min(0.2 + 0.06 log2 c, 0.8).
+What remains of c is split evenly between pages and channels: null for `page_size` and `r`. A page
+may be read in part, by its first tokens. A large budget leaves parts of the method without work:
+from 19 % of the prompt on, a page has one token, and from 50 % on neither stage leaves anything
+out. A layer's `fallback` says so.
 
-The variant for several turns (RocketKV-MT), which evicts nothing and votes again in each turn, is not implemented.
-Here a further turn continues with what is left of the earlier ones, as in SnapKV. Generated tokens are always read;
-the paper pages them too.
-"""
+The variant for several turns (RocketKV-MT), which evicts nothing and votes again in each turn, is
+not implemented. Here a further turn continues with what is left of the earlier ones, as in SnapKV.
+Generated tokens are always read; the paper pages them too."""
 
 from __future__ import annotations
 
@@ -40,8 +42,8 @@ from methods.snapkv import SnapKeep, SnapKV
 
 @dataclass(frozen=True, kw_only=True)
 class RocketKV(SnapKV):
-    """Hold SnapKV's parameters and three more. `split`: from 0 (evict nothing) to 1 (evict all that is not needed).
-    `page_size`: tokens of a page. `r`: channels of a bound that are read."""
+    """Hold SnapKV's parameters and three more. `split`: from 0 (evict nothing) to 1 (evict all that
+    is not needed). `page_size`: tokens of a page. `r`: channels of a bound that are read."""
 
     selects: ClassVar[bool] = True
     offloads: ClassVar[bool] = True
@@ -65,29 +67,33 @@ class RocketKV(SnapKV):
 
     @property
     def smallest_budget(self) -> int:
-        """Return half of what must be kept, the window and one token, since at least twice the budget is kept."""
+        """Return half of what must be kept, the window and one token, since at least twice the
+        budget is kept."""
         return self.window // 2 + 1
 
     def paper_tokens(self, budget: Callable[[int], int], sealed: int) -> int:
-        """Return half of the paper's budget, since finding tokens takes as much of it as attending to them."""
+        """Return half of the paper's budget, since finding tokens takes as much of it as attending
+        to them."""
         tokens = budget(sealed)
         return tokens if tokens >= sealed else tokens // 2
 
     def keeps(self, budget: int, seen: int) -> int:
-        """Return how many of `seen` tokens the first stage keeps, so that the second can select `budget` of them."""
+        """Return how many of `seen` tokens the first stage keeps, so that the second can select
+        `budget` of them."""
         ratio = max(1.0, seen / (2 * budget))
         split = min(0.2 + 0.06 * log2(ratio), 0.8) if self.split is None else self.split
         return min(seen, max(2 * budget, int(seen / ratio**split)))
 
     def pages(self, budget: int, kept: int, head_dim: int) -> tuple[int, int]:
-        """Return the tokens of a page, and the channels read of it, for selecting `budget` tokens of `kept`."""
+        """Return the tokens of a page, and the channels read of it, for selecting `budget` tokens
+        of `kept`."""
         ratio = max(1.0, kept / (2 * budget))
         size = self.page_size or min(floor(ratio), ceil(sqrt(ratio)))
         return size, self.r or min(head_dim, max(1, round(head_dim * size / ratio)))
 
     def left_out(self, budget: int, kept: int, seen: int, head_dim: int) -> str | None:
-        """Return which parts of the method have no effect on `seen` tokens because of the budget, and not of a
-        parameter; None if all have."""
+        """Return which parts of the method have no effect on `seen` tokens because of the budget,
+        and not of a parameter; None if all have."""
         size, r = self.pages(budget, kept, head_dim)
         eviction, pages = kept == seen and self.split != 0, size == 1 and self.page_size != 1
         if not (eviction or pages):
@@ -161,6 +167,6 @@ class RocketRead(Select, capturable=True, of_each={"bounds": 3, "channels": None
         return rows
 
     def form(self) -> int | None:
-        """Return the tokens of a page, by which pages become tokens; a page of one token has a single key instead
-        of two bounds."""
+        """Return the tokens of a page, by which pages become tokens; a page of one token has a
+        single key instead of two bounds."""
         return None if self.plan is None else self.size

@@ -1,18 +1,19 @@
-"""ShadowKV: keeps keys as low-rank factors and values on the host, and chooses chunks by their mean key (arXiv
-2410.21465).
+"""ShadowKV: keeps keys as low-rank factors and values on the host, and chooses chunks by their mean
+key (arXiv 2410.21465).
 
-The rule: at the seal the keys before their rotation, all KV heads of a layer as one matrix, become one
-factorisation of rank r. Each chunk of c rotated keys is represented by its mean, the landmark. Per KV head the
-chunks with the lowest cosine between landmark and any of their keys are outliers, and stay exact on the device with
-the last chunks. A step takes the softmax over the other landmarks, then the maximum over a group's query heads,
-fetches the best chunks' values, and rebuilds their keys and rotates them at their true positions.
+The rule: at the seal the keys before their rotation, all KV heads of a layer as one matrix, become
+one factorisation of rank r. Each chunk of c rotated keys is represented by its mean, the landmark.
+Per KV head the chunks with the lowest cosine between landmark and any of their keys are outliers,
+and stay exact on the device with the last chunks. A step takes the softmax over the other
+landmarks, then the maximum over a group's query heads, fetches the best chunks' values, and
+rebuilds their keys and rotates them at their true positions.
 
-The paper's budget counts only retrieved tokens (`budget_rule=paper`); ours includes local chunks and outliers. At
-budget=2464 the defaults give the paper's 2048 retrieved tokens. Generated tokens are kept and never dropped. A
-further turn sees the rebuilt keys, since the exact ones are gone.
+The paper's budget counts only retrieved tokens (`budget_rule=paper`); ours includes local chunks
+and outliers. At budget=2464 the defaults give the paper's 2048 retrieved tokens. Generated tokens
+are kept and never dropped. A further turn sees the rebuilt keys, since the exact ones are gone.
 
-Storage: values lie where `placement` says, and chunks that a step chose again stay on the device (`hit_cache`).
-"""
+Storage: values lie where `placement` says, and chunks that a step chose again stay on the device
+(`hit_cache`)."""
 
 from __future__ import annotations
 
@@ -45,8 +46,8 @@ from methods.tiers.rows import Rows
 
 
 class ChunkPlan(NamedTuple):
-    """Say how a budget is spent: on the last `local` tokens, and on `outliers` and `top` of the `candidates`, the
-    chunks before."""
+    """Say how a budget is spent: on the last `local` tokens, and on `outliers` and `top` of the
+    `candidates`, the chunks before."""
 
     candidates: int
     local: int
@@ -56,8 +57,8 @@ class ChunkPlan(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ShadowKV(Method):
-    """Hold the parameters. Sizes are in chunks, except for `rank`: a whole number, or a share of a layer's key
-    channels."""
+    """Hold the parameters. Sizes are in chunks, except for `rank`: a whole number, or a share of a
+    layer's key channels."""
 
     offloads: ClassVar[bool] = True
     tunable: ClassVar[Grids] = {
@@ -101,7 +102,8 @@ class ShadowKV(Method):
         return ChunkPlan(candidates, local, outliers, spare - outliers)
 
     def paper_tokens(self, budget: Callable[[int], int], sealed: int) -> int:
-        """Count outliers and local tokens in addition, since the paper's budget is that of the retrieved chunks."""
+        """Count outliers and local tokens in addition, since the paper's budget is that of the
+        retrieved chunks."""
         whole = self.plan(sealed, sealed)
         wanted = max(1, budget(sealed) // self.chunk)
         spent = range(whole.candidates + 1)  # chunks, outliers and retrieved together
@@ -113,8 +115,8 @@ class ShadowKV(Method):
         return min(rank, tokens, channels)
 
     def cost(self, case: LayerWorkload) -> Cost:
-        """Return the bytes that `case` takes if no chunk is found on the device, so that a step fetches all it
-        chooses."""
+        """Return the bytes that `case` takes if no chunk is found on the device, so that a step
+        fetches all it chooses."""
         if self.reads_whole(case):
             return costs.dense(case) + costs.rope_table(case)
         plan, spec, size = self.plan(case.budget, case.sealed), case.spec, case.element_bytes
@@ -130,8 +132,8 @@ class ShadowKV(Method):
         return device.reading(read) + costs.offload(case, plan.candidates * values, plan.top * values)
 
     def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
-        """Return the memory of all keys in fp32 and of their factor, in fp32 and as it is kept, or of some of the
-        keys in fp64."""
+        """Return the memory of all keys in fp32 and of their factor, in fp32 and as it is kept, or
+        of some of the keys in fp64."""
         kept = PeakExtra(kept=costs.rope_table(case).device_bytes)
         if self.reads_whole(case):
             return kept
@@ -161,7 +163,8 @@ OF_EACH = {
 
 
 class ShadowRead(Read[ChunkPlan], capturable=True, of_each=OF_EACH):
-    """Choose chunks. Under a budget `store` holds outliers, local chunks and generated tokens, in this order."""
+    """Choose chunks. Under a budget `store` holds outliers, local chunks and generated tokens, in
+    this order."""
 
     method: ShadowKV
     u: Tensor  # [B N*c r], one row per candidate token, shared by the KV heads
@@ -240,8 +243,8 @@ class ShadowRead(Read[ChunkPlan], capturable=True, of_each=OF_EACH):
         return self.attend(x.q, self.store.since(0), read)
 
     def _rebuild(self, chunks: Tensor | Ragged, slots: Tensor | None = None) -> Segment:
-        """Return the K*c tokens of chunks [B G K]: keys from their factors, and values from their rows, which
-        arrive meanwhile, or from their `slots` in the hit cache."""
+        """Return the K*c tokens of chunks [B G K]: keys from their factors, and values from their
+        rows, which arrive meanwhile, or from their `slots` in the hit cache."""
         coming, size = self._values(chunks, slots), self.method.chunk
         sizes = chunks.sizes if isinstance(chunks, Ragged) else chunks.shape[2]
         positions: Tensor | Ragged = leading(ops.token_rows(chunks, size), sizes * size)
@@ -251,8 +254,8 @@ class ShadowRead(Read[ChunkPlan], capturable=True, of_each=OF_EACH):
         return Segment(filled(keys), values, live=live)
 
     def _values(self, chunks: Tensor | Ragged, slots: Tensor | None) -> Callable[[], Tensor]:
-        """Ask for the values of chunks, and return a function that waits for them. Those of several sequences on
-        the device are there already."""
+        """Ask for the values of chunks, and return a function that waits for them. Those of several
+        sequences on the device are there already."""
         if not isinstance(held := self.values, Rows | BatchedHostRows):
             here = filled(ops.gather_rows(held, chunks))
             return lambda: here
@@ -307,8 +310,8 @@ class ShadowRead(Read[ChunkPlan], capturable=True, of_each=OF_EACH):
         return None if self.plan is None else self.basis.shape[2]
 
     def reopen(self) -> None:
-        """Rebuild the candidates, with the outliers' exact keys among them, before a further turn, which attends to
-        everything."""
+        """Rebuild the candidates, with the outliers' exact keys among them, before a further turn,
+        which attends to everything."""
         if self.plan is None:
             return
         resident, self.layer.store = self.store, KVStore(self.spec, self.cache, self.request.capacity)

@@ -1,15 +1,14 @@
 """SnapKV: lets the prompt's last queries vote for what is kept (arXiv 2404.14469).
 
-The rule: the softmax weights of the last `window` queries are summed per key and pooled over neighbouring tokens.
-The keys with the largest pooled sums and the window itself are kept, together exactly the budget. This happens
-once, at the seal: the prompt's own outputs are dense, later tokens are kept whole, and keys stay at their
-positions. A further turn shorter than the window votes with the queries it has. 32 queries vote, as in the released
-code's configurations.
+The rule: the softmax weights of the last `window` queries are summed per key and pooled over
+neighbouring tokens. The keys with the largest pooled sums and the window itself are kept, together
+exactly the budget. This happens once, at the seal: the prompt's own outputs are dense, later tokens
+are kept whole, and keys stay at their positions. A further turn shorter than the window votes with
+the queries it has. 32 queries vote, as in the released code's configurations.
 
-Grouped heads: the released code repeats keys to all query heads first, so each keeps its own tokens at g times the
-memory (`select_per=query_head`). With `kv_head` the votes are averaged over a group before they are pooled, which
-differs from pooling first only for `max`.
-"""
+Grouped heads: the released code repeats keys to all query heads first, so each keeps its own tokens
+at g times the memory (`select_per=query_head`). With `kv_head` the votes are averaged over a group
+before they are pooled, which differs from pooling first only for `max`."""
 
 from __future__ import annotations
 
@@ -32,8 +31,8 @@ from methods.pools import KVStore
 
 @dataclass(frozen=True, kw_only=True)
 class SnapKV(Method):
-    """Hold the parameters. `window`: how many last queries vote, whose tokens are kept too. `kernel`: over how many
-    tokens votes are pooled, an odd number (1: none)."""
+    """Hold the parameters. `window`: how many last queries vote, whose tokens are kept too.
+    `kernel`: over how many tokens votes are pooled, an odd number (1: none)."""
 
     selects: ClassVar[bool] = False
     tunable: ClassVar[Grids] = {
@@ -71,7 +70,8 @@ class SnapKV(Method):
         return costs.evict(case, self.kept(case), case.spec.group if self.select_per == "query_head" else 1)
 
     def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
-        """Return the memory of the queries that will vote, and of the votes by query head, then twice by KV head."""
+        """Return the memory of the queries that will vote, and of the votes by query head, then
+        twice by KV head."""
         kept = PeakExtra(kept=self.window * case.query_bytes)
         if self.reads_whole(case):
             return kept
@@ -107,8 +107,8 @@ class SnapKeep(Keep, capturable=True, of_each={}):
         return self.pooled_votes(self.queries, self.store)
 
     def pooled_votes(self, queries: Tensor, store: KVStore, head: int | None = None) -> Tensor:
-        """Return the votes of queries [B H w D] for all KV heads, or for `head`, which has this store to itself. [B
-        G|H S]"""
+        """Return the votes of queries [B H w D] for all KV heads, or for `head`, which has this
+        store to itself. [B G|H S]"""
         sums = column_sums(queries, store.k, self.spec.scale, self.spec.sinks_of(head))  # [B H S]
         sums = sums[..., : store.length - self.method.window]  # before pooling, which would spread the window's votes
         if self.method.select_per == "kv_head":

@@ -1,19 +1,21 @@
-"""SparQ: finds each step's tokens by approximate logits from a few channels of the keys (arXiv 2312.04985).
+"""SparQ: finds each step's tokens by approximate logits from a few channels of the keys (arXiv
+2312.04985).
 
-The rule: per KV head, the r channels are taken in which the query heads are largest (sum of |q| over the group); q
-and k are multiplied in these alone. Dividing by the root of the share of |q| that they cover makes the logits of
-different query heads comparable; they are summed over the group without a softmax, and the best tokens are read
-exactly. `mean_value` mixes the mean of all values into the output, in the part that the approximate softmax gives
-to tokens that are not read.
+The rule: per KV head, the r channels are taken in which the query heads are largest (sum of |q|
+over the group); q and k are multiplied in these alone. Dividing by the root of the share of |q|
+that they cover makes the logits of different query heads comparable; they are summed over the group
+without a softmax, and the best tokens are read exactly. `mean_value` mixes the mean of all values
+into the output, in the part that the approximate softmax gives to tokens that are not read.
 
-Storage: `channel_copy` keeps the searched keys a second time, one channel per row, so that scoring reads r/D of
-them instead of picking from all, for 1.5 times the memory. With placement=host, keys, values and that copy lie on
-the host; each step moves r channels of the keys and the selected rows. Without the copy a GPU reads the numbers of
-these channels one by one over the bus, 32 bytes for each.
+Storage: `channel_copy` keeps the searched keys a second time, one channel per row, so that scoring
+reads r/D of them instead of picking from all, for 1.5 times the memory. With placement=host, keys,
+values and that copy lie on the host; each step moves r channels of the keys and the selected rows.
+Without the copy a GPU reads the numbers of these channels one by one over the bus, 32 bytes for
+each.
 
-The paper's local window moves on with generation; here it is the prompt's end, inside the budget, and all generated
-tokens are read in addition. While a selection is reused (`reuse_steps`), so is its share of unread tokens.
-"""
+The paper's local window moves on with generation; here it is the prompt's end, inside the budget,
+and all generated tokens are read in addition. While a selection is reused (`reuse_steps`), so is
+its share of unread tokens."""
 
 from __future__ import annotations
 
@@ -39,8 +41,8 @@ from methods.tiers.rows import Rows
 
 @dataclass(frozen=True, kw_only=True)
 class SparQ(Windowed):
-    """Hold the parameters. `r`: channels of a key that are read. `mean_value`, `channel_copy`: as the module says.
-    The budget is split as in `Windowed`."""
+    """Hold the parameters. `r`: channels of a key that are read. `mean_value`, `channel_copy`: as
+    the module says. The budget is split as in `Windowed`."""
 
     offloads: ClassVar[bool] = True
     rows_stay: ClassVar[bool] = True
@@ -76,8 +78,8 @@ class SparQ(Windowed):
         return costs.select(case, plan, means) + channels + costs.offload(case, copy, self.r * column)
 
     def paper_tokens(self, budget: Callable[[int], int], sealed: int) -> int:
-        """Return k, which is a share of the whole prompt and includes the window; PQCache's comparison adds its
-        sinks."""
+        """Return k, which is a share of the whole prompt and includes the window; PQCache's
+        comparison adds its sinks."""
         return self.sinks + budget(sealed)
 
     def at_communication(self, share: float, head_dim: int) -> SparQ:
@@ -98,15 +100,16 @@ class SparQ(Windowed):
 
 
 class Approximate(NamedTuple):
-    """Hold queries in the picked channels alone, and the log-sum-exp that all middle tokens together get from them."""
+    """Hold queries in the picked channels alone, and the log-sum-exp that all middle tokens
+    together get from them."""
 
     query: Tensor  # [B G g D], not scaled
     middle: Tensor  # [B G g] fp32, the log-sum-exp over the middle tokens
 
 
 class SparQRead(Select, capturable=True, of_each={"by_channel": 3, "value_sum": None, "covered": None}):
-    """Select by approximate logits. The sum of values and the share of unread tokens are kept only for
-    `mean_value`."""
+    """Select by approximate logits. The sum of values and the share of unread tokens are kept only
+    for `mean_value`."""
 
     method: SparQ
     by_channel: Rows | BatchedHostRows | Tensor | None = None  # the middle keys [B G D M]
@@ -135,8 +138,8 @@ class SparQRead(Select, capturable=True, of_each={"by_channel": 3, "value_sum": 
         return rows
 
     def attend(self, q: Tensor, *segments: Segment) -> Tensor:
-        """Attend. After a selection, let the approximate queries attend to the same rows in the same pass, to
-        measure the share of their softmax on the rows read."""
+        """Attend. After a selection, let the approximate queries attend to the same rows in the
+        same pass, to measure the share of their softmax on the rows read."""
         if self.approximate is None:
             return super().attend(q, *segments)
         (query, middle), self.approximate = self.approximate, None
@@ -164,7 +167,8 @@ class SparQRead(Select, capturable=True, of_each={"by_channel": 3, "value_sum": 
         return torch.lerp(mean, read.float(), self.covered).to(out.dtype).view_as(out)
 
     def _scores(self, picked: Tensor, channels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `channel_sums` of picked [B G g r] in channels [B G r] over the middle keys, wherever these lie."""
+        """Return `channel_sums` of picked [B G g r] in channels [B G r] over the middle keys,
+        wherever these lie."""
         copy = self.by_channel
         if isinstance(copy, BatchedHostRows):
             copy = self.cache.fetch(partial(copy.in_place, channels.shape[2])).wait()

@@ -1,13 +1,13 @@
 """StreamingLLM: keeps the first tokens and the most recent ones (arXiv 2309.17453).
 
-The rule: of the prompt, the first `sinks` tokens and the last ones stay, as many as the budget holds together. The
-kept keys are rotated as if they stood side by side, that is, by their places in the cache.
+The rule: of the prompt, the first `sinks` tokens and the last ones stay, as many as the budget
+holds together. The kept keys are rotated as if they stood side by side, that is, by their places in
+the cache.
 
-How it is done: only distances matter to RoPE, so instead of rotating every kept key back by the number of evicted
-tokens, the few sinks are rotated forward by it. The query and the generated tokens keep their true positions, and
-the distances are the paper's. Our budget counts prompt tokens, so the window is that of the prompt's end, and
-generated tokens come on top.
-"""
+How it is done: only distances matter to RoPE, so instead of rotating every kept key back by the
+number of evicted tokens, the few sinks are rotated forward by it. The query and the generated
+tokens keep their true positions, and the distances are the paper's. Our budget counts prompt
+tokens, so the window is that of the prompt's end, and generated tokens come on top."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from methods.parts import costs
 
 @dataclass(frozen=True, kw_only=True)
 class Streaming(Method):
-    """Hold the parameters. `sinks`: how many first tokens are kept. `positions`: `cache` (the paper: places in the
-    cache) or `original` (true positions)."""
+    """Hold the parameters. `sinks`: how many first tokens are kept. `positions`: `cache` (the
+    paper: places in the cache) or `original` (true positions)."""
 
     selects: ClassVar[bool] = False
     window_names: ClassVar[Mapping[str, str]] = {"sinks": "sinks"}
@@ -62,7 +62,8 @@ class Streaming(Method):
 
 
 class StreamingKeep(Keep, capturable=True, of_each={}):
-    """Keep sinks and recent tokens, and rotate the sinks forward by the number of evicted tokens."""
+    """Keep sinks and recent tokens, and rotate the sinks forward by the number of evicted
+    tokens."""
 
     method: Streaming
     turned = 0  # positions by which the sinks were rotated forward
@@ -78,7 +79,8 @@ class StreamingKeep(Keep, capturable=True, of_each={}):
             self.turned += evicted
 
     def state(self) -> dict[str, Tensor]:
-        """Return the positions by which keys are rotated, once the sinks are no longer rotated by their own."""
+        """Return the positions by which keys are rotated, once the sinks are no longer rotated by
+        their own."""
         if not self.turned:
             return {}
         rotated = self.layer.stored_positions().clone()

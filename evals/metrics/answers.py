@@ -32,10 +32,11 @@ def qa_f1_zh(prediction: str, reference: str) -> float:
 
 
 def classification(prediction: str, reference: str, all_classes: Sequence[str]) -> float:
-    """Return 1 / number of class names found in the prediction, or 0 if the right one is not among them.
+    """Return 1 / number of class names found in the prediction, or 0 if the right one is not among
+    them.
 
-    Names inside the right name do not count. But the official code drops them from the list that it walks over, so that
-    the neighbour of a dropped name stays; that is kept here.
+    Names inside the right name do not count. But the official code drops them from the list that it
+    walks over, so that the neighbour of a dropped name stays; that is kept here.
 
     >>> classification("ABCD", "ABCD", ["A", "AB", "ABC", "ABCD"])
     0.5
@@ -58,7 +59,8 @@ def count(prediction: str, reference: str) -> float:
 
 
 def retrieval(prediction: str, reference: str) -> float:
-    """Return the share of the numbers in the prediction that equal N of the reference `Paragraph N`."""
+    """Return the share of the numbers in the prediction that equal N of the reference `Paragraph
+    N`."""
     return count(prediction, _number(r"Paragraph (\d+)", reference))
 
 

@@ -10,10 +10,11 @@ CODE_SIM_BACKENDS = ("levenshtein", "difflib")
 
 
 def code_sim(prediction: str, reference: str, backend: str = "levenshtein") -> float:
-    """Return fuzz.ratio of the prediction's first line without `` ` ``, `#` and `//`, in whole percents.
+    """Return fuzz.ratio of the prediction's first line without `` ` ``, `#` and `//`, in whole
+    percents.
 
-    fuzzywuzzy takes Levenshtein's ratio where python-Levenshtein is installed and difflib's where it is not; the two
-    differ by 1.4 points on repobench-p. Papers on KV caches use Levenshtein's.
+    fuzzywuzzy takes Levenshtein's ratio where python-Levenshtein is installed and difflib's where
+    it is not; the two differ by 1.4 points on repobench-p. Papers on KV caches use Levenshtein's.
 
     >>> code_sim("```python\\nreturn x", "return x")
     1.0

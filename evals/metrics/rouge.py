@@ -1,10 +1,10 @@
-"""Computes ROUGE-L as LongBench does: the F of PyPI's `rouge` 1.0.1 at summary level, and 0 where that package
-fails.
+"""Computes ROUGE-L as LongBench does: the F of PyPI's `rouge` 1.0.1 at summary level, and 0 where
+that package fails.
 
-The package itself is not used, because it keeps one dictionary entry for every pair of words (gigabytes for two
-long sentences without a full stop), and follows the common subsequence by recursion, so that its score depends on
-how deep the caller's stack is. Here that depth is always the one of LongBench's own script.
-"""
+The package itself is not used, because it keeps one dictionary entry for every pair of words
+(gigabytes for two long sentences without a full stop), and follows the common subsequence by
+recursion, so that its score depends on how deep the caller's stack is. Here that depth is always
+the one of LongBench's own script."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _CALLS = 991
 
 
 def rouge_l(prediction: str, reference: str) -> float:
-    """Return the F of distinct words in the union of the longest common subsequences of all pairs of sentences.
+    """Return the F of distinct words in the union of the longest common subsequences of all pairs
+    of sentences.
 
     >>> rouge_l("The cat sat", "the cat sat")
     0.6666666616666668
@@ -49,13 +50,14 @@ def _score(prediction: str, reference: str, calls: int) -> float:
 
 
 def _sentences(text: str) -> list[tuple[str, ...]]:
-    """Split a text at full stops into sentences of words, each sentence once. White space alone is one empty word, as
-    in the package."""
+    """Split a text at full stops into sentences of words, each sentence once. White space alone is
+    one empty word, as in the package."""
     return list(dict.fromkeys(tuple(piece.split()) or ("",) for piece in text.split(".") if piece))
 
 
 def places_of(sentence: Sequence[str]) -> dict[str, int]:
-    """Return a number for each word, whose bit j is set where the sentence has the word at position j."""
+    """Return a number for each word, whose bit j is set where the sentence has the word at position
+    j."""
     places: dict[str, int] = {}
     for j, word in enumerate(sentence):
         places[word] = places.get(word, 0) | 1 << j
@@ -63,12 +65,11 @@ def places_of(sentence: Sequence[str]) -> dict[str, int]:
 
 
 def _common_words(x: tuple[str, ...], y: tuple[str, ...], places: dict[str, int], calls: int) -> set[str] | None:
-    """Return the words of the common subsequence that the package's walk finds, or None where it takes more than
-    `calls` calls.
+    """Return the words of the common subsequence that the package's walk finds, or None where it
+    takes more than `calls` calls.
 
-    The walk starts at the ends of x and y. Where the words differ, it shortens x if that keeps a longer common
-    subsequence than shortening y would: exactly where y's last word adds to it.
-    """
+    The walk starts at the ends of x and y. Where the words differ, it shortens x if that keeps a
+    longer common subsequence than shortening y would: exactly where y's last word adds to it."""
     if min(len(x), len(y)) >= calls:
         return None  # one call shortens either side by one word at most
     flat = flat_places(x, y, places)
@@ -88,11 +89,11 @@ def _common_words(x: tuple[str, ...], y: tuple[str, ...], places: dict[str, int]
 
 
 def flat_places(x: Sequence[str], y: Sequence[str], places: dict[str, int]) -> list[int]:
-    """Return a number for each word of x, where bit j of number i says that y[j] adds nothing to the longest common
-    subsequence of x[: i + 1] and y[: j + 1].
+    """Return a number for each word of x, where bit j of number i says that y[j] adds nothing to
+    the longest common subsequence of x[: i + 1] and y[: j + 1].
 
-    places: where y has each word (`places_of`). One addition makes a whole row of the usual table (Hyyrö 2004).
-    """
+    places: where y has each word (`places_of`). One addition makes a whole row of the usual table
+    (Hyyrö 2004)."""
     whole = row = (1 << len(y)) - 1
     rows = []
     for word in x:

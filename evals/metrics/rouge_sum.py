@@ -1,5 +1,5 @@
-"""Computes ROUGE-Lsum as Google's package `rouge_score` 0.1.2 does without a stemmer, which is what `evaluate`
-calls."""
+"""Computes ROUGE-Lsum as Google's package `rouge_score` 0.1.2 does without a stemmer, which is what
+`evaluate` calls."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ Words = Sequence[str]
 
 
 def rouge_lsum(prediction: str, reference: str) -> float:
-    """Return the F1 of words in the union of longest common subsequences, where each line is a sentence. No word counts
-    more often than either text has it.
+    """Return the F1 of words in the union of longest common subsequences, where each line is a
+    sentence. No word counts more often than either text has it.
 
     >>> rouge_lsum("The cat sat.", "A cat sat down")
     0.5714285714285715
@@ -39,7 +39,8 @@ def _sentences(text: str) -> list[list[str]]:
 
 
 def _common(x: Words, y: Words) -> set[int]:
-    """Return the places in `x` of a longest common subsequence; of several, the one that the package walks to."""
+    """Return the places in `x` of a longest common subsequence; of several, the one that the
+    package walks to."""
     flat = flat_places(y, x, places_of(x))
     found, i, j = set[int](), len(x), len(y)
     while i and j:

@@ -1,9 +1,9 @@
-"""Asks about facts in conversations of several turns: a fact is stated in one turn, and asked for in a later one.
+"""Asks about facts in conversations of several turns: a fact is stated in one turn, and asked for
+in a later one.
 
-Lengths are those of ShareGPT as CachedAttention publishes them (arXiv:2403.19708), scaled to the model's window,
-and texts are cut from essays; or both come from a file. When turns arrive is no concern of a task: see
-harness/cachedattention/serving/.
-"""
+Lengths are those of ShareGPT as CachedAttention publishes them (arXiv:2403.19708), scaled to the
+model's window, and texts are cut from essays; or both come from a file. When turns arrive is no
+concern of a task: see harness/cachedattention/serving/."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ SPARE_TOKENS = 8  # for a BOS, and for what pieces may grow by when they are tok
 
 @dataclass(frozen=True, kw_only=True)
 class Multiturn(Task):
-    """Make conversations from the settings below. `replies=own` leaves the model's words in the conversation.
-    `given` replaces them by the text's own once an answer is scored. `forced` feeds the text's own words token by
-    token: nothing is asked, and their likelihood is scored."""
+    """Make conversations from the settings below. `replies=own` leaves the model's words in the
+    conversation. `given` replaces them by the text's own once an answer is scored. `forced` feeds
+    the text's own words token by token: nothing is asked, and their likelihood is scored."""
 
     version: ClassVar[str] = "1"
 
@@ -72,8 +72,8 @@ class Multiturn(Task):
             self._refuse(OF_QUESTIONS, "is of questions about facts", "task.replies=forced")
 
     def _refuse(self, names: Sequence[str], what: str, beside: str) -> None:
-        """Raise `TaskError` if any of the parameters `names` is set although it has no effect with the setting
-        `beside`."""
+        """Raise `TaskError` if any of the parameters `names` is set although it has no effect with
+        the setting `beside`."""
         defaults = {field.name: field.default for field in fields(self)}
         for name in names:
             if getattr(self, name) != defaults[name]:
@@ -110,7 +110,8 @@ class Multiturn(Task):
             raise self._too_few(made, builder, longest)
 
     def _too_few(self, made: int, builder: Builder, turns: int) -> TaskError:
-        """Return the error for too few conversations. `turns`: how many the longest conversation has."""
+        """Return the error for too few conversations. `turns`: how many the longest conversation
+        has."""
         origin = str(self._made["origin"]).removeprefix("local:")
         kind = "" if self.turns is None else f" of {self.turns} turns"
         return TaskError(
@@ -119,8 +120,8 @@ class Multiturn(Task):
         )
 
     def _remedy(self, made: int, turns: int, excess: int) -> str:
-        """Return the advice what to set. Drawing fewer conversations draws others, which may not fit either; a
-        lower opening saves at most its own tokens."""
+        """Return the advice what to set. Drawing fewer conversations draws others, which may not
+        fit either; a lower opening saves at most its own tokens."""
         if self.source is not None and made:
             return f"set task.conversations={made}"
         if self.turns is not None and turns < self.turns:
@@ -137,14 +138,14 @@ class Multiturn(Task):
         return Score(math.exp(-nll), {"nll": nll})
 
     def averages(self, groups: Mapping[str, float], details: Mapping[str, float] | None = None) -> dict[str, float]:
-        """Return `mean`; with forced replies also `perplexity`, from the mean over conversations of their means over
-        turns."""
+        """Return `mean`; with forced replies also `perplexity`, from the mean over conversations of
+        their means over turns."""
         perplexity = {"perplexity": math.exp(details["nll"])} if details and "nll" in details else {}
         return super().averages(groups) | scored_digits(details) | perplexity
 
     def provenance(self) -> dict[str, Any]:
-        """Return where the text is from, and `statistics` of the conversations. A reply in the model's own words
-        counts with the most tokens that it may have."""
+        """Return where the text is from, and `statistics` of the conversations. A reply in the
+        model's own words counts with the most tokens that it may have."""
         return dict(self._made)
 
     def _limit(self, env: TaskEnv) -> int:

@@ -1,4 +1,5 @@
-"""Turns the text of a conversation into its turns: which facts are stated where, what is asked, what fits."""
+"""Turns the text of a conversation into its turns: which facts are stated where, what is asked,
+what fits."""
 
 from __future__ import annotations
 
@@ -39,9 +40,9 @@ class Said(NamedTuple):
 
 @dataclass
 class Builder:
-    """Build conversations of at most `limit` tokens; the fields up to `max_new_tokens` are the task's. `lengths`
-    collects the tokens of each turn made so far; `excess` is by how many tokens the longest unshortenable
-    conversation is too long."""
+    """Build conversations of at most `limit` tokens; the fields up to `max_new_tokens` are the
+    task's. `lengths` collects the tokens of each turn made so far; `excess` is by how many tokens
+    the longest unshortenable conversation is too long."""
 
     env: TaskEnv
     limit: int
@@ -62,7 +63,8 @@ class Builder:
         self._between = self._count(self._gap) + closing  # tokens before a later turn
 
     def conversation(self, script: Script, seed: str) -> Example | None:
-        """Build one conversation, or return None if fewer than `turns` turns of the script fit, or none at all."""
+        """Build one conversation, or return None if fewer than `turns` turns of the script fit, or
+        none at all."""
         count = min(len(script), self.turns or MOST_TURNS)
         if count < (self.turns or 1):
             return None
@@ -94,8 +96,8 @@ class Builder:
         return [self._asked(script, turn, facts) for turn in range(count)]
 
     def _facts(self, count: int, rng: random.Random) -> list[Fact]:
-        """Draw a fact for each turn to ask about, with no city twice. Those of the first turns are the same for any
-        `count`."""
+        """Draw a fact for each turn to ask about, with no city twice. Those of the first turns are
+        the same for any `count`."""
         cities = rng.sample(CITIES, MOST_TURNS)
         drawn = ((rng.randrange(turn + 1), turn, rng.randrange(1_000_000, 10_000_000)) for turn in range(count))
         return [

@@ -1,9 +1,9 @@
-"""Draws the lengths of conversations like those of ShareGPT, and computes the statistics by which such a set is
-judged.
+"""Draws the lengths of conversations like those of ShareGPT, and computes the statistics by which
+such a set is judged.
 
-CachedAttention (arXiv:2403.19708, sections 2.3, 2.4 and 4.2) publishes that 27 % of the conversations have one
-turn, that they have 5.75 turns on average and 40 at most, that 47 % hold more than 2K tokens and 30 % more than 4K.
-"""
+CachedAttention (arXiv:2403.19708, sections 2.3, 2.4 and 4.2) publishes that 27 % of the
+conversations have one turn, that they have 5.75 turns on average and 40 at most, that 47 % hold
+more than 2K tokens and 30 % more than 4K."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def drawn(
 ) -> list[list[int]]:
     """Draw the tokens of each turn of each session, question and answer together.
 
-    `correlation`: between the normal variables for turns and for tokens, as sessions with more turns have more
-    tokens. `scale`: multiplies all tokens. `turns`: of every session, instead of drawn numbers.
-    """
+    `correlation`: between the normal variables for turns and for tokens, as sessions with more
+    turns have more tokens. `scale`: multiplies all tokens. `turns`: of every session, instead of
+    drawn numbers."""
     first = rng.standard_normal(sessions)
     second = correlation * first + np.sqrt(1 - correlation**2) * rng.standard_normal(sessions)
     counts = _turns(norm.cdf(first)) if turns is None else np.full(sessions, turns)
@@ -47,7 +47,8 @@ def parted(tokens: int, question_share: float) -> tuple[int, int]:
 
 
 def opened(parts: Sequence[tuple[int, int]], least: int) -> list[tuple[int, int]]:
-    """Lengthen the first question of a session to `least` tokens, which all that follows gives up as far as it can.
+    """Lengthen the first question of a session to `least` tokens, which all that follows gives up
+    as far as it can.
 
     >>> opened([(10, 20), (30, 40)], 55)
     [(55, 10), (15, 20)]
@@ -64,9 +65,8 @@ def opened(parts: Sequence[tuple[int, int]], least: int) -> list[tuple[int, int]
 def statistics(sessions: Sequence[Sequence[tuple[int, int]]], scale: float = 1.0) -> dict[str, float]:
     """Return the numbers by which a set of sessions is judged.
 
-    `sessions`: tokens of the question and of the answer of each turn. `scale`: divides the tokens for the shares of
-    long sessions.
-    """
+    `sessions`: tokens of the question and of the answer of each turn. `scale`: divides the tokens
+    for the shares of long sessions."""
     counts = np.array([len(session) for session in sessions])
     totals = np.array([sum(map(sum, session)) for session in sessions])
     questions = sum(question for session in sessions for question, _ in session)
@@ -86,7 +86,8 @@ SHAREGPT = {"conversations": [{"from": "text", "value": "text"}], "id?": "text o
 
 
 def exchanges(said: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Return the questions of a conversation in ShareGPT's layout, each with the answer right behind it.
+    """Return the questions of a conversation in ShareGPT's layout, each with the answer right
+    behind it.
 
     >>> exchanges([{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}])
     [('Hi', 'Hello')]
@@ -96,8 +97,8 @@ def exchanges(said: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
 
 
 def _turns(u: Floats) -> NDArray[np.intp]:
-    """Return the numbers of turns at the quantiles `u`: one turn, or two and more by a geometric distribution that
-    is cut off at the most."""
+    """Return the numbers of turns at the quantiles `u`: one turn, or two and more by a geometric
+    distribution that is cut off at the most."""
     extra = np.arange(MOST_TURNS - 1)
     wanted = (MEAN_TURNS - ONE_TURN) / (1 - ONE_TURN) - 2
     ratio = brentq(lambda r: float((extra * r**extra).sum() / (r**extra).sum()) - wanted, 0.01, 1.5)
@@ -106,7 +107,8 @@ def _turns(u: Floats) -> NDArray[np.intp]:
 
 
 def _tokens(z: Floats) -> Floats:
-    """Return the tokens of sessions at the normal deviates `z`: log-normal, through the two published shares."""
+    """Return the tokens of sessions at the normal deviates `z`: log-normal, through the two
+    published shares."""
     (low, p_low), (high, p_high) = OVER.items()
     sigma = np.log(high / low) / (norm.isf(p_high) - norm.isf(p_low))
     mean = np.log(low) - sigma * norm.isf(p_low)

@@ -1,9 +1,10 @@
-"""Asks questions after an overflow: the first turn of a conversation fills the window, and the second overflows it.
+"""Asks questions after an overflow: the first turn of a conversation fills the window, and the
+second overflows it.
 
-CachedAttention (ATC 2024, section 4.3.5) feeds a long text to force a truncation, then asks a benchmark's
-questions. Here they are about facts (ShadowKV's needles) at the end of that text, in the part that stays. The first
-question still fits, so scores by turn separate it from the questions after the overflow.
-"""
+CachedAttention (ATC 2024, section 4.3.5) feeds a long text to force a truncation, then asks a
+benchmark's questions. Here they are about facts (ShadowKV's needles) at the end of that text, in
+the part that stays. The first question still fits, so scores by turn separate it from the questions
+after the overflow."""
 
 from __future__ import annotations
 
@@ -22,8 +23,9 @@ SPARE = 4  # by which pieces may grow when they are tokenised apart
 
 @dataclass(frozen=True, kw_only=True)
 class NeedlesBehindOverflow(Task):
-    """Fill `window` tokens with text, the first question and its answer; the run's `overflow.window` should be the
-    same. The needles stand among the last `facts` tokens of the text."""
+    """Fill `window` tokens with text, the first question and its answer; the run's
+    `overflow.window` should be the same. The needles stand among the last `facts` tokens of the
+    text."""
 
     version: ClassVar[str] = "1"
     metric: ClassVar[str] = "needle found"

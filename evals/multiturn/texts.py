@@ -1,4 +1,5 @@
-"""Supplies the text of conversations: real text cut to drawn lengths, or the conversations of a file."""
+"""Supplies the text of conversations: real text cut to drawn lengths, or the conversations of a
+file."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ SKIPS = 3  # sentences passed over as too long for the rest of a passage
 
 
 class Script(Protocol):
-    """Supply the text of one conversation. After `begin`, turns are read in order: first the user's, then the
-    reply."""
+    """Supply the text of one conversation. After `begin`, turns are read in order: first the
+    user's, then the reply."""
 
     name: str
 
@@ -30,8 +31,8 @@ class Script(Protocol):
         """Return the number of turns."""
 
     def user(self, turn: int, facts: Sequence[str], spent: int) -> str:
-        """Return what the user says in `turn`, counted from 0, including `facts`. `spent`: tokens of all else in
-        the turn."""
+        """Return what the user says in `turn`, counted from 0, including `facts`. `spent`: tokens
+        of all else in the turn."""
 
     def reply(self, turn: int, spent: int = 0) -> str:
         """Return the text's own reply in `turn`. Raises `TaskError` if a file has none."""
@@ -63,9 +64,8 @@ class Reader:
 class Passages:
     """Make a conversation of consecutive passages of a text, in whole sentences.
 
-    `parts`: tokens of the question and of the answer of each turn. `opening`: the least tokens of the first
-    question.
-    """
+    `parts`: tokens of the question and of the answer of each turn. `opening`: the least tokens of
+    the first question."""
 
     def __init__(self, name: str, reader: Reader, start: int, parts: Sequence[tuple[int, int]], opening: int) -> None:
         self.name, self._reader, self._start = name, reader, start
@@ -97,8 +97,8 @@ class Passages:
         return None if shorter._parts == self._parts else shorter
 
     def _passage(self, tokens: int, least: bool) -> list[str]:
-        """Take sentences until they come nearest to `tokens`, passing over a few that are too long; with `least`,
-        at least one."""
+        """Take sentences until they come nearest to `tokens`, passing over a few that are too long;
+        with `least`, at least one."""
         taken, skipped = list[str](), 0
         while skipped < SKIPS:
             sentence, count = next(self._rest)
@@ -140,8 +140,8 @@ class Told:
 
 
 def located(path: str, root: Path | None) -> tuple[Source, Path | None]:
-    """Return a file of conversations as a source, and the folder to look for it in. Its path is absolute or
-    relative to the data root."""
+    """Return a file of conversations as a source, and the folder to look for it in. Its path is
+    absolute or relative to the data root."""
     name, file = f"task.source={path}", Path(path).expanduser()
     if file.is_file():
         return Source(name=name, local=(file.name,)), file.resolve().parent
@@ -157,8 +157,8 @@ def opened(path: str, env: TaskEnv) -> Content:
 
 
 def told(content: Content, env: TaskEnv) -> Iterator[Told]:
-    """Yield the conversations of a file that have a question, in the file's order. Raises `TaskError` on a row of
-    another layout."""
+    """Yield the conversations of a file that have a question, in the file's order. Raises
+    `TaskError` on a row of another layout."""
     file = content.origin.removeprefix("local:")
     rows = rows_of(content, "task.source").rows
     for number, row in enumerate(rows, 1):

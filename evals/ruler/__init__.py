@@ -26,13 +26,12 @@ Group = tuple[str, int, Callable[[], list[FilledTemplate]]]  # task, length, and
 
 @dataclass(frozen=True, kw_only=True)
 class Ruler(Task):
-    """Make prompts that equal those of the official scripts from 1024 tokens on; shorter ones come from a finer
-    generator.
+    """Make prompts that equal those of the official scripts from 1024 tokens on; shorter ones come
+    from a finer generator.
 
-    A length counts chat template, prompt, answer prefix and the tokens kept free for the answer. The context of an
-    example ends where the template's {context} ends. With a chat template, cwe's worked example stays plain here, where
-    the official script wraps it too.
-    """
+    A length counts chat template, prompt, answer prefix and the tokens kept free for the answer.
+    The context of an example ends where the template's {context} ends. With a chat template, cwe's
+    worked example stays plain here, where the official script wraps it too."""
 
     version: ClassVar[str] = "1"
     metric: ClassVar[str] = "string_match"
@@ -89,8 +88,8 @@ class Ruler(Task):
             require([qa.SOURCES[task] for task in self.tasks if FAMILIES[task] == "qa"], data_root)
 
     def examples(self, env: TaskEnv) -> Iterator[Example]:
-        """Yield examples by length, then by task, then by sample. Missing data and lengths too short are refused before
-        the first one."""
+        """Yield examples by length, then by task, then by sample. Missing data and lengths too
+        short are refused before the first one."""
         if self.source is not None:
             files = official.find(Path(self.source).expanduser(), self.tasks, self.lengths)
             return self._examples([(file.task, file.length, partial(file.prompts, self.samples)) for file in files])
@@ -118,8 +117,8 @@ class Ruler(Task):
         return Score(match(output, example.references), {"null": float(not scoring.clean(output)), **digits})
 
     def averages(self, groups: Mapping[str, float], details: Mapping[str, float] | None = None) -> dict[str, float]:
-        """Return `mean`, the means of lengths and of tasks, RULER's summaries where they are defined, and the digits of
-        needles."""
+        """Return `mean`, the means of lengths and of tasks, RULER's summaries where they are
+        defined, and the digits of needles."""
         averages = super().averages(groups) | scoring.means(groups, part=1) | scoring.means(groups, part=0)
         by_length = {int(length): score for length, score in scoring.means(groups, part=1).items()}
         if len(by_length) > 1:
@@ -154,7 +153,8 @@ class Ruler(Task):
             self._provenance.setdefault("sha256", {})[f"{task}/{length}"] = digest.hexdigest()
 
     def _asked(self, questions: Sequence[Example]) -> Iterator[Example]:
-        """Yield the questions on one haystack, each as an example or all as the turns of one conversation."""
+        """Yield the questions on one haystack, each as an example or all as the turns of one
+        conversation."""
         first, *rest = questions
         if self.conversation:
             said = tuple(Turn(one.question, one.references, one.prefix, data=one.data) for one in rest)

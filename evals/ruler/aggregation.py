@@ -1,5 +1,5 @@
-"""Asks for common and frequent words, cwe and fwe (RULER, arXiv:2404.06654): which words of a long list come up
-most."""
+"""Asks for common and frequent words, cwe and fwe (RULER, arXiv:2404.06654): which words of a long
+list come up most."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ ZETA = math.pi**2 / 6  # zeta(ALPHA)
 
 
 class CommonWords(Generator):
-    """List ten common words ten times as often as the others (six times below 4096 tokens), after one worked example.
+    """List ten common words ten times as often as the others (six times below 4096 tokens), after
+    one worked example.
 
-    Where a chat template is used, the official script wraps the example in it too, so that the template stands twice in
-    a prompt. Here the example is plain and inside the user turn, since a task knows no template; without a template the
-    two are equal. `english` is the official repository's list, for lists longer than wonderwords' 8166 words.
-    """
+    Where a chat template is used, the official script wraps the example in it too, so that the
+    template stands twice in a prompt. Here the example is plain and inside the user turn, since a
+    task knows no template; without a template the two are equal. `english` is the official
+    repository's list, for lists longer than wonderwords' 8166 words."""
 
     new_tokens = NEW_TOKENS["cwe"]
 
@@ -86,12 +87,11 @@ def _numbered(words: Sequence[str]) -> str:
 
 
 class FrequentWords(Generator):
-    """Make up words whose frequencies fall with the square of their rank. The first rank is dots; the next three are
-    asked for.
+    """Make up words whose frequencies fall with the square of their rank. The first rank is dots;
+    the next three are asked for.
 
-    The official script searches another way here: with one vocabulary for the whole search, then a new one for each
-    sample.
-    """
+    The official script searches another way here: with one vocabulary for the whole search, then a
+    new one for each sample."""
 
     new_tokens = NEW_TOKENS["fwe"]
 
@@ -118,7 +118,8 @@ class FrequentWords(Generator):
         return prompts
 
     def _search(self) -> int:
-        """Return the last size before the prompt takes all the tokens there are. No random draw depends on it."""
+        """Return the last size before the prompt takes all the tokens there are. No random draw
+        depends on it."""
         vocabulary = self._vocabulary()
         check = FitCheck(self.count, self._room - 1)
         size = self._first_over(vocabulary, check)

@@ -1,5 +1,5 @@
-"""Measures what making RULER prompts costs: `python -m evals.ruler.bench --length 131072 --tokenizer
-tokenizer.json`."""
+"""Measures what making RULER prompts costs: `python -m evals.ruler.bench --length 131072
+--tokenizer tokenizer.json`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from evals.ruler.templates import FAMILIES
 
 
 class CountedText:
-    """Count how often a tokenizer without chat template is asked; without a file it splits at white space."""
+    """Count how often a tokenizer without chat template is asked; without a file it splits at white
+    space."""
 
     def __init__(self, tokenizer: Path | None = None) -> None:
         self.fingerprint = str(tokenizer or "whitespace")

@@ -1,4 +1,5 @@
-"""Makes the prompts of a task and a length: chooses the generator and its data, and names what shapes the outcome."""
+"""Makes the prompts of a task and a length: chooses the generator and its data, and names what
+shapes the outcome."""
 
 from __future__ import annotations
 
@@ -26,14 +27,16 @@ GENERATOR = f"{OFFICIAL}-1 {FINE}"  # raised when any prompt changes: cached one
 
 
 class DoesNotFit(TaskError):
-    """Report that a prompt of `task` is longer than `length`, and `works`, the length from which on all fit."""
+    """Report that a prompt of `task` is longer than `length`, and `works`, the length from which on
+    all fit."""
 
     def __init__(self, task: str, length: int, works: int) -> None:
         super().__init__(f"{task} does not fit {length} tokens (from {works} on it is sure to)")
 
 
 class Factory:
-    """Make the prompts of one run. It reads data sets at once, and only those that the run's tasks need."""
+    """Make the prompts of one run. It reads data sets at once, and only those that the run's tasks
+    need."""
 
     def __init__(self, env: TaskEnv, tasks: Sequence[str], haystack_name: str, questions: int = 1) -> None:
         self._env, self._questions = env, questions
@@ -103,8 +106,8 @@ class Factory:
                 return qa.QuestionAnswering(text, streams, length, corpus=self._corpora[task])
 
     def _works(self, task: str, length: int, samples: int) -> int:
-        """Return the smallest length that is sure to work. From `OFFICIAL_FROM` tokens on a task may need more, since
-        the official units are coarser."""
+        """Return the smallest length that is sure to work. From `OFFICIAL_FROM` tokens on a task
+        may need more, since the official units are coarser."""
         works = self._generator(task, length).smallest_length(samples)
         if length < OFFICIAL_FROM <= works:
             works = max(works, self._generator(task, OFFICIAL_FROM).smallest_length(samples))

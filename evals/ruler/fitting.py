@@ -1,4 +1,5 @@
-"""Searches how large a haystack fits a length: RULER's own search, and a finer one for lengths that it cannot fill."""
+"""Searches how large a haystack fits a length: RULER's own search, and a finer one for lengths that
+it cannot fill."""
 
 from __future__ import annotations
 
@@ -24,11 +25,11 @@ class TooShort(TaskError):
 
 
 class Generator(ABC):
-    """Draw the prompts of one task at one length. The size of a haystack counts words, lines or documents.
+    """Draw the prompts of one task at one length. The size of a haystack counts words, lines or
+    documents.
 
-    Below `OFFICIAL_FROM` tokens the unit is one, and every sample has a size of its own. From there on, units, random
-    draws and their order are those of the official scripts.
-    """
+    Below `OFFICIAL_FROM` tokens the unit is one, and every sample has a size of its own. From there
+    on, units, random draws and their order are those of the official scripts."""
 
     new_tokens: ClassVar[int]
     chat: ClassVar[bool] = True  # whether prompts are counted inside the chat template
@@ -65,7 +66,8 @@ class Generator(ABC):
         return max(int(self.length / tokens_per_unit * 3), self.unit * 2)
 
     def official(self, samples: int) -> list[FilledTemplate]:
-        """Draw prompts as the official scripts do: search one size, then step down where a sample does not fit it."""
+        """Draw prompts as the official scripts do: search one size, then step down where a sample
+        does not fit it."""
         size = self.official_size(self.unit, reserved=self.new_tokens)
         return [self.stepping_down(size, index) for index in range(samples)]
 
@@ -90,8 +92,8 @@ class Generator(ABC):
         return prompts
 
     def largest_prompt(self, start: int, draw: Callable[[int], FilledTemplate]) -> tuple[int, FilledTemplate]:
-        """Return the largest size that fits and the prompt drawn with it. The search gallops from `start`, then
-        bisects."""
+        """Return the largest size that fits and the prompt drawn with it. The search gallops from
+        `start`, then bisects."""
         low, high = self.minimum(0) - 1, self.length + 1  # a unit has at least one token
         best, size, step = None, start, 1
         while high - low > 1:
@@ -119,7 +121,8 @@ class Generator(ABC):
         return self.sample(max(self.unit, self.minimum(index)), index)
 
     def smallest_length(self, samples: int) -> int:
-        """Return the tokens at which the smallest prompts fit, with 3 % to spare for other random draws."""
+        """Return the tokens at which the smallest prompts fit, with 3 % to spare for other random
+        draws."""
         needed = max(self.count(self.smallest(index)) for index in range(samples)) + self.new_tokens
         return max(SMALLEST, math.ceil(needed * 1.03 / 32) * 32)
 

@@ -21,7 +21,8 @@ DEPTHS = tuple(int(depth) for depth in np.round(np.linspace(0, 100, num=40)))  #
 
 @dataclass(frozen=True, slots=True)
 class Needles:
-    """Say what is hidden where: `keys` needles of `values` values each, of which `queries` keys are asked for."""
+    """Say what is hidden where: `keys` needles of `values` values each, of which `queries` keys are
+    asked for."""
 
     haystack: Literal["noise", "essay", "needle"]
     key_type: Literal["words", "uuids"] = "words"
@@ -44,7 +45,8 @@ KINDS = {
 
 
 def asked(kind: Needles, questions: int) -> Needles:
-    """Return the kind with enough keys for so many questions on a haystack, none of them asked for twice."""
+    """Return the kind with enough keys for so many questions on a haystack, none of them asked for
+    twice."""
     return replace(kind, keys=max(kind.keys, questions * kind.queries))
 
 
@@ -54,7 +56,8 @@ def essay_words(text: str) -> list[str]:
 
 
 class Niah(Generator):
-    """Hide needles of one kind. `essay` is the haystack in words, for the kinds that hide their needles in essays."""
+    """Hide needles of one kind. `essay` is the haystack in words, for the kinds that hide their
+    needles in essays."""
 
     new_tokens = NEW_TOKENS["niah"]
 
@@ -112,7 +115,8 @@ class Niah(Generator):
         return names, values, needles
 
     def _in_essay(self, size: int, needles: list[str]) -> str:
-        """Put the needles between sentences at distinct depths. Text that is too short is repeated."""
+        """Put the needles between sentences at distinct depths. Text that is too short is
+        repeated."""
         words = self.essay if size <= len(self.essay) else list(self.essay) * -(-size // len(self.essay))
         sentences = split_sentences(" ".join(words[:size]).strip())
         depths = self.streams.python.sample(DEPTHS, len(needles))

@@ -1,5 +1,5 @@
-"""Reads files that RULER's own scripts wrote, in the current layout (`answer_prefix` apart) and in the older one
-(inside)."""
+"""Reads files that RULER's own scripts wrote, in the current layout (`answer_prefix` apart) and in
+the older one (inside)."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class OfficialFile:
 
 
 def find(source: Path, tasks: Sequence[str], lengths: Sequence[int]) -> Iterator[OfficialFile]:
-    """Yield one file for each length and task. A source that is one file serves the task and length it was written
-    for."""
+    """Yield one file for each length and task. A source that is one file serves the task and length
+    it was written for."""
     if source.is_file():
         yield _single(source, tasks, lengths)
         return
@@ -79,8 +79,8 @@ def find(source: Path, tasks: Sequence[str], lengths: Sequence[int]) -> Iterator
 
 
 def _in_folder(source: Path, task: str, length: int, *, only_length: bool) -> Path:
-    """Find the file of a task and length. Files outside a folder of their length are taken for the one length that is
-    asked for."""
+    """Find the file of a task and length. Files outside a folder of their length are taken for the
+    one length that is asked for."""
     places = [source / str(length) / task / "validation.jsonl", source / str(length) / f"{task}.jsonl"]
     if only_length:
         places += [source / task / "validation.jsonl", source / f"{task}.jsonl"]

@@ -1,4 +1,5 @@
-"""Asks questions among many documents, qa_1 (SQuAD 2.0) and qa_2 (HotpotQA) (RULER, arXiv:2404.06654)."""
+"""Asks questions among many documents, qa_1 (SQuAD 2.0) and qa_2 (HotpotQA) (RULER,
+arXiv:2404.06654)."""
 
 from __future__ import annotations
 
@@ -40,8 +41,8 @@ TRIED = 40  # documents that the finer generator tries to add
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Hold a question with the numbers of its documents: `gold` contain the answer, `own` are always shown, `related`
-    come next."""
+    """Hold a question with the numbers of its documents: `gold` contain the answer, `own` are
+    always shown, `related` come next."""
 
     query: str
     answers: tuple[str, ...]
@@ -52,7 +53,8 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Hold questions in file order over sorted distinct documents. `origin` and `sha256` say where they are from."""
+    """Hold questions in file order over sorted distinct documents. `origin` and `sha256` say where
+    they are from."""
 
     questions: tuple[Question, ...]
     documents: tuple[str, ...]
@@ -95,7 +97,8 @@ def _articles(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _read_squad(content: Content, name: str) -> tuple[list[Question], list[str]]:
-    """Return the answerable questions and all documents; the other paragraphs of an article are related."""
+    """Return the answerable questions and all documents; the other paragraphs of an article are
+    related."""
     if content.origin.endswith(".parquet"):
         data = _articles(rows_of(content, name, SQUAD_ROW).rows)
     else:
@@ -134,11 +137,11 @@ def _read_hotpotqa(content: Content, name: str) -> tuple[list[Question], list[st
 
 
 class QuestionAnswering(Generator):
-    """Show `size` documents, those of the question among them, in an order that is the same for all samples of a size.
+    """Show `size` documents, those of the question among them, in an order that is the same for all
+    samples of a size.
 
-    The finer generator starts from the gold documents, adds others as long as one fits, and passes over questions whose
-    gold documents do not.
-    """
+    The finer generator starts from the gold documents, adds others as long as one fits, and passes
+    over questions whose gold documents do not."""
 
     new_tokens = NEW_TOKENS["qa"]
 
@@ -188,8 +191,8 @@ class QuestionAnswering(Generator):
         return own + related + self.streams.python.sample(others, size - len(own) - len(related))
 
     def _filled(self, index: int) -> FilledTemplate | None:
-        """Return a prompt of the gold documents and as many of `TRIED` others, in random order, as there is room
-        for."""
+        """Return a prompt of the gold documents and as many of `TRIED` others, in random order, as
+        there is room for."""
         question = self.corpus.questions[index]
         chosen, best = list(question.gold), self.noted(self._ask(index, question.gold))
         if best is None:

@@ -18,7 +18,8 @@ def clean(output: str) -> str:
 
 
 def string_match_all(output: str, references: Sequence[str]) -> float:
-    """Return the share of the references that occur, whatever their case and without regard to word boundaries.
+    """Return the share of the references that occur, whatever their case and without regard to word
+    boundaries.
 
     >>> string_match_all("It is 12345678.", ["1234567", "89"])
     0.5
@@ -38,7 +39,8 @@ def string_match_part(output: str, references: Sequence[str]) -> float:
 
 
 def means(groups: Mapping[str, float], part: int) -> dict[str, float]:
-    """Average the groups "task/length" that share a task (`part=0`) or a length (`part=1`), in order of appearance.
+    """Average the groups "task/length" that share a task (`part=0`) or a length (`part=1`), in
+    order of appearance.
 
     >>> means({"vt/4096": 1.0, "cwe/4096": 0.5, "vt/8192": 0.25}, part=1)
     {'4096': 0.75, '8192': 0.25}
@@ -59,7 +61,8 @@ def effective_length(by_length: Mapping[int, float], threshold: float = THRESHOL
 
 
 def weighted_averages(by_length: Mapping[int, float]) -> tuple[float, float]:
-    """Average over lengths with weights 1, 2, ... from the shortest to the longest, and the other way round.
+    """Average over lengths with weights 1, 2, ... from the shortest to the longest, and the other
+    way round.
 
     >>> weighted_averages({4096: 0.75, 8192: 0.0})
     (0.25, 0.5)

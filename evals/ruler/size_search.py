@@ -1,4 +1,5 @@
-"""Searches a size with few calls of the tokenizer, and with the result that counting every prompt would have."""
+"""Searches a size with few calls of the tokenizer, and with the result that counting every prompt
+would have."""
 
 from __future__ import annotations
 
@@ -14,11 +15,11 @@ DOUBT = 0.15  # share of the tokens between a prompt and the nearest one counted
 class FitCheck:
     """Say whether prompts hold at most `limit` tokens, and count only those near it.
 
-    Prompts far off are judged by the nearest one that was counted. Every prompt draws from the random stream, so a
-    wrong guess would change all that follows. `guesses_hold` therefore checks afterwards that each guess rests on a
-    counted prompt: one that is shorter and yet too long, or longer and yet short enough. Prompts of a search differ in
-    the size of their haystack alone, so that settles it. Where it fails, the caller restores the stream and searches
-    with `guess=False`.
+    Prompts far off are judged by the nearest one that was counted. Every prompt draws from the
+    random stream, so a wrong guess would change all that follows. `guesses_hold` therefore checks
+    afterwards that each guess rests on a counted prompt: one that is shorter and yet too long, or
+    longer and yet short enough. Prompts of a search differ in the size of their haystack alone, so
+    that settles it. Where it fails, the caller restores the stream and searches with `guess=False`.
     """
 
     def __init__(self, count: Callable[[FilledTemplate], int], limit: int, *, guess: bool = True) -> None:

@@ -1,4 +1,5 @@
-"""Holds RULER's prompt templates (arXiv:2404.06654), split where the context ends, and the table of its 13 tasks."""
+"""Holds RULER's prompt templates (arXiv:2404.06654), split where the context ends, and the table of
+its 13 tasks."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ DOCUMENT = "Document {i}:\n{document}"
 
 @dataclass(frozen=True, slots=True)
 class FilledTemplate:
-    """Hold a filled template. `context` ends where the template's {context} does; `prefix` begins the answer."""
+    """Hold a filled template. `context` ends where the template's {context} does; `prefix` begins
+    the answer."""
 
     context: str
     question: str
@@ -53,8 +55,8 @@ class FilledTemplate:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """Hold the user turn as `text`, and what goes after the assistant header as `prefix`, which starts with a
-    space."""
+    """Hold the user turn as `text`, and what goes after the assistant header as `prefix`, which
+    starts with a space."""
 
     text: str
     prefix: str
@@ -68,8 +70,8 @@ class Template:
         return self.text.partition("{context}")[2]
 
     def singular(self) -> Template:
-        """Return the wording for one value of one key. It edits the task's own text, before a chat template surrounds
-        it."""
+        """Return the wording for one value of one key. It edits the task's own text, before a chat
+        template surrounds it."""
 
         def edit(text: str) -> str:
             for old, new in (("Some", "A"), ("are all", "is"), ("are", "is"), ("answers", "answer")):
@@ -87,13 +89,14 @@ class Template:
         data: Mapping[str, Any] | None = None,
         **fields: str,
     ) -> FilledTemplate:
-        """Fill the template. `before` is a worked example that goes in front, inside the user turn."""
+        """Fill the template. `before` is a worked example that goes in front, inside the user
+        turn."""
         head, tail, prefix = (part.format(**fields) for part in (self.head, self.tail, self.prefix))
         return FilledTemplate(before + head + context, tail, prefix, references, data or {})
 
     def opens(self, text: str) -> bool:
-        """Return whether `text` starts with this template, in singular or plural: then no chat template is in front of
-        it."""
+        """Return whether `text` starts with this template, in singular or plural: then no chat
+        template is in front of it."""
         starts = (self.head[:18], self.singular().head[:15])
         return text.lstrip().startswith(starts)
 
@@ -103,16 +106,16 @@ class Template:
         return text.rfind(marker)
 
     def prefix_start(self, text: str) -> int:
-        """Return where the answer prefix begins at the end of `text`, in its old spelling too, or -1 if there is
-        none."""
+        """Return where the answer prefix begins at the end of `text`, in its old spelling too, or
+        -1 if there is none."""
         start = text.rfind(self.prefix[:10])
         forms = (_prefix_pattern(template.prefix) for template in (self, self.singular()))
         return start if start >= 0 and any(re.fullmatch(form, text[start:]) for form in forms) else -1
 
 
 def _prefix_pattern(prefix: str) -> str:
-    """Return a pattern in which `{field}` stands for any text. The old generator writes `assgined`, and trailing spaces
-    may be lost."""
+    """Return a pattern in which `{field}` stands for any text. The old generator writes `assgined`,
+    and trailing spaces may be lost."""
     pattern = re.sub(r"\\\{\w+\\\}", ".+?", re.escape(prefix.rstrip()))
     return pattern.replace("assigned", "ass(?:igned|gined)") + r"\s*"
 

@@ -1,4 +1,5 @@
-"""Asks to track variables, vt (RULER, arXiv:2404.06654): a chain of five assignments between lines of noise."""
+"""Asks to track variables, vt (RULER, arXiv:2404.06654): a chain of five assignments between lines
+of noise."""
 
 from __future__ import annotations
 
@@ -42,8 +43,8 @@ class _Chain(Generator):
         return self.streams.value()
 
     def _names(self) -> list[str]:
-        """Draw distinct names; where some are equal, more are drawn after. The official script breaks off here (once
-        in 10^6 draws)."""
+        """Draw distinct names; where some are equal, more are drawn after. The official script
+        breaks off here (once in 10^6 draws)."""
         names = [self.streams.letters(ascii_uppercase, self.letters) for _ in range(HOPS + 1)]
         while len(set(names)) <= HOPS:
             names.append(self.streams.letters(ascii_uppercase, self.letters))
@@ -62,8 +63,8 @@ class _Example(_Chain):
         self.is_fine, self.unit = False, 5
 
     def draw(self, *, smallest: bool) -> FilledTemplate:
-        """Draw the example. A tokenizer that needs more than the limit for five lines gets those; the official script
-        never ends there."""
+        """Draw the example. A tokenizer that needs more than the limit for five lines gets those;
+        the official script never ends there."""
         if not smallest:
             try:
                 return self.official(1)[0]
@@ -76,7 +77,8 @@ class _Example(_Chain):
 
 
 class Tracing(_Chain):
-    """Put the example in front, inside the user turn, with new names and a new value in every sample."""
+    """Put the example in front, inside the user turn, with new names and a new value in every
+    sample."""
 
     new_tokens = NEW_TOKENS["vt"]
     letters = 5

@@ -1,4 +1,5 @@
-"""Supplies what RULER prompts are made of: random streams, adjective-noun keys, numbers, uuids, word lists."""
+"""Supplies what RULER prompts are made of: random streams, adjective-noun keys, numbers, uuids,
+word lists."""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ import numpy as np
 
 
 class Streams:
-    """Draw from the same streams as the official scripts, which seed Python's and NumPy's global generators once per
-    process.
+    """Draw from the same streams as the official scripts, which seed Python's and NumPy's global
+    generators once per process.
 
-    Every draw below happens in the order of the scripts: one call more or less changes all later prompts.
-    """
+    Every draw below happens in the order of the scripts: one call more or less changes all later
+    prompts."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -28,7 +29,8 @@ class Streams:
         self.numpy = np.random.RandomState(seed)
 
     def shuffle(self, items: list[Any]) -> None:
-        """Shuffle in place with a fresh generator, so with the same permutation for every sample of a length."""
+        """Shuffle in place with a fresh generator, so with the same permutation for every sample of
+        a length."""
         random.Random(self.seed).shuffle(items)
 
     def state(self) -> tuple[Any, Any]:
@@ -56,10 +58,9 @@ class Streams:
 class PairIndex(Sequence[str]):
     """List the distinct strings `adjective-noun` in order, and make each when it is asked for.
 
-    The whole list has 6.17 million entries and takes seconds to build. An adjective's strings stand together in it,
-    except where one adjective continues another after a hyphen (`old`, `old-fashioned`): those interleave and are kept
-    as one block.
-    """
+    The whole list has 6.17 million entries and takes seconds to build. An adjective's strings stand
+    together in it, except where one adjective continues another after a hyphen (`old`,
+    `old-fashioned`): those interleave and are kept as one block."""
 
     def __init__(self, adjectives: Sequence[str], nouns: Sequence[str]) -> None:
         self._nouns = sorted(set(nouns))

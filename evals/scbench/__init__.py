@@ -1,5 +1,5 @@
-"""Asks SCBench (arXiv:2412.10319): several questions on one long context, with the official prompts and scores. They
-are turns of a conversation, or requests that share the context."""
+"""Asks SCBench (arXiv:2412.10319): several questions on one long context, with the official prompts
+and scores. They are turns of a conversation, or requests that share the context."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ PLAIN_GAP = "\n\n"  # follows a given answer where there is no chat template
 
 @dataclass(frozen=True)
 class SCBench(Task):
-    """Make conversations or requests from rows. With `golden` the right answers stand in the conversation, as
-    officially, instead of the model's own."""
+    """Make conversations or requests from rows. With `golden` the right answers stand in the
+    conversation, as officially, instead of the model's own."""
 
     version: ClassVar[str] = "1"
     seeded: ClassVar[bool] = False
@@ -79,8 +79,8 @@ class SCBench(Task):
         return Score(value)
 
     def averages(self, groups: Mapping[str, float], details: Mapping[str, float] | None = None) -> dict[str, float]:
-        """Return `mean` over tasks, the paper's skills of which all tasks ran, and scores by whole answers where the
-        official ones go by characters."""
+        """Return `mean` over tasks, the paper's skills of which all tasks ran, and scores by whole
+        answers where the official ones go by characters."""
         skills = {
             skill: fmean(groups[task] for task in tasks)
             for skill, tasks in SKILLS.items()
@@ -107,8 +107,8 @@ class SCBench(Task):
         )
 
     def _conversation(self, row_id: str, name: str, turns: Sequence[_Asked], env: TaskEnv) -> Iterator[Example]:
-        """Yield one row as a conversation. In a chat template, later turns of math_find ask in front what the last turn
-        asks, as officially."""
+        """Yield one row as a conversation. In a chat template, later turns of math_find ask in
+        front what the last turn asks, as officially."""
         plain = env.text.count("") == 0
         gap = PLAIN_GAP if plain and self.golden else ""
         template = PROMPTS[name].later_plain if plain else PROMPTS[name].later
@@ -145,7 +145,8 @@ class SCBench(Task):
             yield Example(**common, context=context, question=question, unit=row_id)
 
     def _limit(self, env: TaskEnv, rest: int) -> int | None:
-        """Return the tokens that the bare first prompt may have. rest: tokens of all that follows it."""
+        """Return the tokens that the bare first prompt may have. rest: tokens of all that follows
+        it."""
         if self.max_prompt_tokens is not None or env.window is None:
             return self.max_prompt_tokens
         limit = env.window - rest - env.text.count("") - SPARE_TOKENS
@@ -198,7 +199,8 @@ def _split(template: str, known: Mapping[str, str]) -> tuple[str, str]:
 
 
 def _cut(text: str, limit: int | None, env: TaskEnv) -> tuple[str, int]:
-    """Keep the first and the last half of a text that has more than `limit` tokens; also return how many are gone."""
+    """Keep the first and the last half of a text that has more than `limit` tokens; also return how
+    many are gone."""
     ids = env.text.encode(text)
     if limit is None or len(ids) <= limit:
         return text, 0

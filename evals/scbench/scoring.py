@@ -1,7 +1,8 @@
-"""Computes SCBench's scores, equal to the official functions to the last digit, also where those do the unexpected.
+"""Computes SCBench's scores, equal to the official functions to the last digit, also where those do
+the unexpected.
 
-All are pure functions of an output and a row's answer, as the file has it, that return a number from 0 to 1.
-"""
+All are pure functions of an output and a row's answer, as the file has it, that return a number
+from 0 to 1."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ def contains(output: str, answer: str) -> float:
 
 
 def contains_any(output: str, answers: Sequence[str]) -> float:
-    """Score 1 if one of the answers stands in the output, whatever its case. The official code hands over many_shot's
-    answer, a text, as the list of its characters, any of which will do.
+    """Score 1 if one of the answers stands in the output, whatever its case. The official code
+    hands over many_shot's answer, a text, as the list of its characters, any of which will do.
 
     >>> contains_any("b", "(B)"), contains_any("(C)", "(B)"), contains_any("C", "(B)")
     (1.0, 1.0, 0.0)
@@ -33,7 +34,8 @@ def contains_any(output: str, answers: Sequence[str]) -> float:
 
 
 def share_contained(output: str, answers: Sequence[str]) -> float:
-    """Return the share of the answers that stand in the output, whatever their case, to two places as officially.
+    """Return the share of the answers that stand in the output, whatever their case, to two places
+    as officially.
 
     >>> share_contained("A1, b2", ["A1", "B2", "C3"])
     0.67
@@ -42,7 +44,8 @@ def share_contained(output: str, answers: Sequence[str]) -> float:
 
 
 def first_number(output: str, answer: float) -> float:
-    """Score 1 if the output's first number is the answer. For a whole answer, what follows the point does not count.
+    """Score 1 if the output's first number is the answer. For a whole answer, what follows the
+    point does not count.
 
     >>> first_number("It is 7.9", 7), first_number("-7", -7)
     (1.0, 0.0)
@@ -56,15 +59,15 @@ def first_number(output: str, answer: float) -> float:
 
 
 def characters_f1(output: str, answers: Sequence[str]) -> float:
-    """Return the best F1 of bags of characters. The official code hands over qa_chn's answer, a text, as the list of
-    its characters, and so takes the best F1 with one of them."""
+    """Return the best F1 of bags of characters. The official code hands over qa_chn's answer, a
+    text, as the list of its characters, and so takes the best F1 with one of them."""
     return max((f1(_characters(output), _characters(answer)) for answer in answers), default=0.0)
 
 
 def choice(output: str, answers: Sequence[str]) -> float:
-    """Score a choice among four options; answers: the right option's text and letter. A first letter A to D is the
-    choice, whatever follows. Else it is the whole output, or what follows the first of some phrases, or the first word
-    in ABCD."""
+    """Score a choice among four options; answers: the right option's text and letter. A first
+    letter A to D is the choice, whatever follows. Else it is the whole output, or what follows the
+    first of some phrases, or the first word in ABCD."""
     said = output.strip()
     if not said:
         return 0.0

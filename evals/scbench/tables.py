@@ -1,4 +1,5 @@
-"""Lists SCBench's tasks as published. Their prompts are in a JSON file in the same folder, word for word."""
+"""Lists SCBench's tasks as published. Their prompts are in a JSON file in the same folder, word for
+word."""
 
 from __future__ import annotations
 
@@ -41,8 +42,9 @@ OPENING = {"scbench_summary": "This paper"}  # begins answers after the first, i
 
 
 class Prompts(NamedTuple):
-    """Hold a task's templates: `first` opens a conversation; `context` is what several requests share; `later` is a
-    request on it, or a later turn; `later_plain` is a later turn without a chat template."""
+    """Hold a task's templates: `first` opens a conversation; `context` is what several requests
+    share; `later` is a request on it, or a later turn; `later_plain` is a later turn without a chat
+    template."""
 
     first: str
     context: str
@@ -72,8 +74,8 @@ def shape(name: str) -> Shape:
 
 
 def fields(name: str, row: Mapping[str, Any], turn: Mapping[str, Any]) -> dict[str, str]:
-    """Return what fills the braces of the templates. Raises ValueError if a right answer is not among the options,
-    or the question of a math_find input cannot be recognised."""
+    """Return what fills the braces of the templates. Raises ValueError if a right answer is not
+    among the options, or the question of a math_find input cannot be recognised."""
     known = {"context": str(row["context"]), "input": turn["input"]}
     if name == "scbench_choice_eng":
         known |= zip(OPTIONS, turn["options"], strict=True)

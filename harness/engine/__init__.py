@@ -1,1 +1,2 @@
-"""Runs one model with one KV method: prefill, seal and decode, and the measurements taken on the way."""
+"""Runs one model with one KV method: prefill, seal and decode, and the measurements taken on the
+way."""

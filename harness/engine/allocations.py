@@ -1,5 +1,5 @@
-"""Counts the bytes of tensors that are alive, by a hook on every operation; on the CPU nothing else reports the
-peak."""
+"""Counts the bytes of tensors that are alive, by a hook on every operation; on the CPU nothing else
+reports the peak."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from methods.tiers.tier import DEVICE, HOST
 
 
 class Allocations(TorchDispatchMode):
-    """Count what operations allocate inside `with Allocations() as counted:`. `counted.peak`: the most bytes at a
-    time; `counted.peaks`: the same per tier. Rows of the host tier count for the host, all else for the device.
+    """Count what operations allocate inside `with Allocations() as counted:`. `counted.peak`: the
+    most bytes at a time; `counted.peaks`: the same per tier. Rows of the host tier count for the
+    host, all else for the device.
 
-    Memory that compiled kernels allocate for themselves is not seen, but the tensors that they write are. Files
-    that are mapped for reading take no memory.
-    """
+    Memory that compiled kernels allocate for themselves is not seen, but the tensors that they
+    write are. Files that are mapped for reading take no memory."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,12 +1,12 @@
-"""Attaches a KV method to a model: within `with attached(model, method, budget=0.2) as kv:` its attention uses the
-method.
+"""Attaches a KV method to a model: within `with attached(model, method, budget=0.2) as kv:` its
+attention uses the method.
 
 with attached(model, PQCache(...), budget=0.2):
     model.generate(prompt, max_new_tokens=64)
 
-For a further turn, give `generate` the whole conversation and the same cache, as transformers asks for: the one that
-it has returned (`return_dict_in_generate=True`), or one made beforehand by `kv.cache(capacity=...)`.
-"""
+For a further turn, give `generate` the whole conversation and the same cache, as transformers asks
+for: the one that it has returned (`return_dict_in_generate=True`), or one made beforehand by
+`kv.cache(capacity=...)`."""
 
 from __future__ import annotations
 
@@ -84,7 +84,8 @@ class Attachment:
         self._handed_out: list[LoopUsage] = []
 
     def stage(self, tokens: int) -> int:
-        """Return how a text of `tokens` tokens is rotated (`TextRotary.stage`); 0 if all texts are rotated alike."""
+        """Return how a text of `tokens` tokens is rotated (`TextRotary.stage`); 0 if all texts are
+        rotated alike."""
         return 0 if self.rotary is None else self.rotary.stage(tokens)
 
     def request(self, *, capacity: int, batch: int = 1, grows: bool = False) -> Request:
@@ -103,8 +104,8 @@ class Attachment:
         )
 
     def start(self, kind: type[AnyCache], *, capacity: int, batch: int = 1, grows: bool = False) -> AnyCache:
-        """Return a fresh cache of class `kind` for `batch` sequences of at most `capacity` tokens (prompts and
-        answers of all turns)."""
+        """Return a fresh cache of class `kind` for `batch` sequences of at most `capacity` tokens
+        (prompts and answers of all turns)."""
         for key, number in {"capacity": capacity, "batch": batch}.items():
             _refuse_number(key, number, least=1)
         check_length(self.method, self.model_specs, capacity)
@@ -117,8 +118,9 @@ class Attachment:
         return cache
 
     def _reservation(self, request: Request) -> PinnedReservation | None:
-        """Return pinned host memory for all rows that a cache may send there, so that none is pinned later. Return
-        None for a cache that grows, and for a method without a cost formula: they take memory when rows arrive."""
+        """Return pinned host memory for all rows that a cache may send there, so that none is
+        pinned later. Return None for a cache that grows, and for a method without a cost formula:
+        they take memory when rows arrive."""
         if self.engine.pinned_memory is None or request.placement != HOST or request.grows:
             return None
         try:
@@ -128,7 +130,8 @@ class Attachment:
         return self.engine.pinned_memory.reserve([request.batch * rows for rows in layers])
 
     def _full_cases(self, request: Request) -> Iterator[LayerWorkload]:
-        """Yield the workload of each layer with a prompt that fills the cache, since no other sends more rows away."""
+        """Yield the workload of each layer with a prompt that fills the cache, since no other sends
+        more rows away."""
         for spec in self.specs:
             budget = request.capacity if self.budget is None else self.budget.tokens(request.capacity, spec.index)
             size = request.dtype.itemsize
@@ -145,8 +148,8 @@ class Attachment:
         self.engine.close()
 
     def cache_of_call(self, *, batch: int, tokens: int) -> LoopCache:
-        """Return a fresh cache for a loop that brings none, and whose first forward brings `tokens` tokens. It grows
-        unless the attachment has a `capacity`."""
+        """Return a fresh cache for a loop that brings none, and whose first forward brings `tokens`
+        tokens. It grows unless the attachment has a `capacity`."""
         if self.capacity is not None:
             return self.cache(capacity=self.capacity, batch=batch)
         cache = self.start(LoopCache, capacity=tokens + STEP, batch=batch, grows=True)
@@ -155,13 +158,14 @@ class Attachment:
         return cache
 
     def _check_growth(self, before: int, after: int) -> None:
-        """Raise `ValueError` if layers that were made for `before` tokens cannot serve `after` tokens."""
+        """Raise `ValueError` if layers that were made for `before` tokens cannot serve `after`
+        tokens."""
         check_length(self.method, self.model_specs, after)
         check_growth(self.model_specs, before, after)
 
     def warn_of_unsealed(self) -> None:
-        """Warn of a cache that saw only prompt tokens: it has left nothing out, so a score from it is not the
-        method's."""
+        """Warn of a cache that saw only prompt tokens: it has left nothing out, so a score from it
+        is not the method's."""
         tokens = max((usage.tokens for usage in self._handed_out if not usage.sealed), default=0)
         if self._limits(tokens):
             warnings.warn(
@@ -171,7 +175,8 @@ class Attachment:
             )
 
     def warn_of_fallbacks(self) -> None:
-        """Count the caches whose method did something else than its rule, as where a prompt is too short for it."""
+        """Count the caches whose method did something else than its rule, as where a prompt is too
+        short for it."""
         fell_back = [usage.fallback for usage in self._handed_out if usage.fallback]
         if fell_back:
             warnings.warn(
@@ -186,7 +191,8 @@ class Attachment:
         return budget is not None and not all(budget.covers(tokens, spec.index) for spec in self.specs)
 
     def _prepare(self, calibration: Tensor | None) -> tuple[object, float]:
-        """Return what the method prepared for this model, and the seconds that took when it was prepared."""
+        """Return what the method prepared for this model, and the seconds that took when it was
+        prepared."""
         known = _prepared.setdefault(self.model, {})
         if self.method not in known:
             before = perf_counter()
@@ -228,16 +234,16 @@ def attached(
     overlap: bool = False,
     capacity: int | None = None,
 ) -> Iterator[Attachment]:
-    """Attach `method` to `model` for the length of the block; the model is restored on leaving, whatever happens.
+    """Attach `method` to `model` for the length of the block; the model is restored on leaving,
+    whatever happens.
 
-    `budget`: a share of the prompt or a number of its tokens, for methods that use one; 1.0 is all of it.
-    `calibration`: token ids [1 S] of ordinary text, for methods that prepare themselves on some (InfiniGen).
-    `codec`: how a method that reads a choice of its tokens holds those (methods/tiers/codec.py). `disk`: the folder
-    for a placement in files; None: the system's temporary one. `overlap`: rows that lie elsewhere come while the model
-    computes, where the method knows early enough which.
-    `capacity`: tokens, prompts and answers of all turns together, that a cache has room for where the loop brings none;
-    None: the prompt and 1,024, growing.
-    """
+    `budget`: a share of the prompt or a number of its tokens, for methods that use one; 1.0 is all
+    of it. `calibration`: token ids [1 S] of ordinary text, for methods that prepare themselves on
+    some (InfiniGen). `codec`: how a method that reads a choice of its tokens holds those
+    (methods/tiers/codec.py). `disk`: the folder for a placement in files; None: the system's
+    temporary one. `overlap`: rows that lie elsewhere come while the model computes, where the
+    method knows early enough which. `capacity`: tokens, prompts and answers of all turns together,
+    that a cache has room for where the loop brings none; None: the prompt and 1,024, growing."""
     attachment = Attachment(model, method, budget, placement, calibration, reuse_steps, codec, disk, overlap, capacity)
     with routed(model, LoopCalls(attachment.cache_of_call)), closing(attachment):
         yield attachment

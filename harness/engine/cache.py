@@ -1,8 +1,9 @@
-"""Defines the cache object that a model is given: it counts tokens and knows the phase; the layers own the storage.
+"""Defines the cache object that a model is given: it counts tokens and knows the phase; the layers
+own the storage.
 
-Our own engine sets the phase itself, and its cache is a `KVCache`. A loop that does not, such as `model.generate`,
-gets a `LoopCache` (engine/loop/cache.py), which infers the phase from the number of tokens in a forward.
-"""
+Our own engine sets the phase itself, and its cache is a `KVCache`. A loop that does not, such as
+`model.generate`, gets a `LoopCache` (engine/loop/cache.py), which infers the phase from the number
+of tokens in a forward."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class RoomError(ValueError):
 
 
 class KVCache(Cache):
-    """Serve as the model's `past_key_values`. Call `seal` after the prompt, and `open_turn` before a further turn."""
+    """Serve as the model's `past_key_values`. Call `seal` after the prompt, and `open_turn` before
+    a further turn."""
 
     layers: list[KVLayer]  # type: ignore[assignment]
     step_inputs: StepInputs | None = None  # of a step that other sequences can use (kernels/step_inputs.py)
@@ -90,20 +92,22 @@ class KVCache(Cache):
         self.closed_s = 0.0
 
     def contents(self) -> list[dict[str, Tensor]]:
-        """End the turn and return what each layer needs for a further one (`KVLayer.state`). The tensors are views:
-        copy what should last."""
+        """End the turn and return what each layer needs for a further one (`KVLayer.state`). The
+        tensors are views: copy what should last."""
         self.await_layers()
         return [layer.state() for layer in self.layers]
 
     def whole_contents(self) -> list[dict[str, Tensor]]:
-        """End the turn and return its contents with all keys and values on the device, none elsewhere or in codes."""
+        """End the turn and return its contents with all keys and values on the device, none
+        elsewhere or in codes."""
         self.await_layers()
         for layer in self.layers:
             layer.reopen()
         return self.contents()
 
     def refill(self, contents: Sequence[Mapping[str, Tensor]]) -> None:
-        """Continue, in a fresh cache of the same model and method, where `contents` was taken, with a further turn."""
+        """Continue, in a fresh cache of the same model and method, where `contents` was taken, with
+        a further turn."""
         for layer, state in zip(self.layers, contents, strict=True):
             layer.restore(state)
         self.num_tokens = int(contents[0]["seen"])
@@ -111,8 +115,9 @@ class KVCache(Cache):
         self.open_turn()
 
     def refill_by_layer(self, tokens: int, state: State) -> None:
-        """Continue after `tokens` tokens while the layers' states are still arriving: `state(layer)` waits for the
-        state of one layer, and is called just before the layer is used."""
+        """Continue after `tokens` tokens while the layers' states are still arriving:
+        `state(layer)` waits for the state of one layer, and is called just before the layer is
+        used."""
         self._awaited = dict.fromkeys(range(len(self.layers)), state)
         self.num_tokens = tokens
         self._further = True
@@ -135,7 +140,8 @@ class KVCache(Cache):
         self.num_tokens += self._arriving
 
     def expect_text(self, ids: Tensor) -> None:
-        """Set the whole text up to the answer, ids [B S]: it is rotated as one text, in whatever pieces it is fed."""
+        """Set the whole text up to the answer, ids [B S]: it is rotated as one text, in whatever
+        pieces it is fed."""
         self.prompt_tokens, self._text = ids.shape[1], [ids]
 
     def take_text(self, other: KVCache) -> None:
@@ -143,8 +149,8 @@ class KVCache(Cache):
         self.prompt_tokens, self._text = other.prompt_tokens, list(other._text)
 
     def note_text(self, ids: Tensor, *, prompt: bool = False) -> None:
-        """Remember the token ids [B T] that are fed next, unless they belong to a text set by `expect_text`.
-        `prompt`: they belong to no answer."""
+        """Remember the token ids [B T] that are fed next, unless they belong to a text set by
+        `expect_text`. `prompt`: they belong to no answer."""
         if self.known_text == self.num_tokens:
             self._text.append(ids)
         if prompt:
@@ -156,7 +162,8 @@ class KVCache(Cache):
         return sum(part.shape[1] for part in self._text)
 
     def expect_columns(self, columns: int) -> None:
-        """Set how many columns, padding included, a loop will have fed when the prompt is complete."""
+        """Set how many columns, padding included, a loop will have fed when the prompt is
+        complete."""
         self.prompt_tokens = max(self.prompt_tokens, columns)
 
     def text(self, ids: Tensor) -> Tensor:
@@ -174,12 +181,13 @@ class KVCache(Cache):
         return self._sealed_tokens
 
     def text_lengths(self, arriving: int) -> list[int]:
-        """Return the lengths of the texts to which the next tokens belong: one number for all rows, or one per row."""
+        """Return the lengths of the texts to which the next tokens belong: one number for all rows,
+        or one per row."""
         return [self.note_length(self.num_tokens + arriving)]
 
     def note_length(self, tokens: int) -> int:
-        """Note that the next forward ends with token number `tokens`. Return the length of the text to which it
-        belongs."""
+        """Note that the next forward ends with token number `tokens`. Return the length of the text
+        to which it belongs."""
         length = max(self.prompt_tokens, tokens)
         if self.rotary is not None:
             self.stages.add(self.rotary.stage(length))
@@ -207,13 +215,14 @@ class KVCache(Cache):
 
     @property
     def method_layers(self) -> list[KVLayer]:
-        """Return the layers that the method serves: all but those with a sliding window, which the model handles
-        itself (methods/layers/hybrid.py). If all layers slide, return all."""
+        """Return the layers that the method serves: all but those with a sliding window, which the
+        model handles itself (methods/layers/hybrid.py). If all layers slide, return all."""
         return [layer for layer in self.layers if layer.spec.window is None] or self.layers
 
     @property
     def fallback(self) -> str | None:
-        """Return what a layer did at the last seal instead of its method's rule, and why; None where none did."""
+        """Return what a layer did at the last seal instead of its method's rule, and why; None
+        where none did."""
         return next((layer.fallback for layer in self.method_layers if layer.fallback), None)
 
     @property
@@ -238,12 +247,13 @@ class KVCache(Cache):
             layer.count_replayed(steps)
 
     def next_row(self, layer: int) -> NextRow | None:
-        """Return where a layer stores the next token of each sequence, if the code that computes its k and v may
-        write them there."""
+        """Return where a layer stores the next token of each sequence, if the code that computes
+        its k and v may write them there."""
         return self.layers[layer].next_row() if self.sealed else None
 
     def note_step(self, fed: Tensor, logits: Tensor) -> None:
-        """Report a step that took `fed` [B 1] and gave `logits` [B V] to the observer, if there is one."""
+        """Report a step that took `fed` [B 1] and gave `logits` [B V] to the observer, if there is
+        one."""
         if self.watch is not None:
             text = self.counters.text_tokens
             self.watch.note(fed, logits, 0 if self.rotary is None else self.rotary.stage(text))
@@ -293,8 +303,8 @@ class KVCache(Cache):
                 wanted.check(positions, f"In layer {spec.index}, {type(layer).__name__}.{name} returned")
 
     def expect(self, sequences: int, tokens: int) -> None:
-        """Begin a forward that brings `tokens` tokens. Raises `RoomError` if more arrives than the cache was made
-        for."""
+        """Begin a forward that brings `tokens` tokens. Raises `RoomError` if more arrives than the
+        cache was made for."""
         self._check_room(sequences, tokens)
         self._arrive(tokens)
 

@@ -1,4 +1,5 @@
-"""Shows a method's `prepare` each layer's attention input on calibration text, computed with full attention."""
+"""Shows a method's `prepare` each layer's attention input on calibration text, computed with full
+attention."""
 
 from __future__ import annotations
 
@@ -29,9 +30,9 @@ class _Watch(Policy):
 def observer(
     model: PreTrainedModel, specs: Sequence[LayerSpec], text: Tensor | None
 ) -> Callable[[int], Iterator[AttnInput]]:
-    """Return `observe(tokens)`, which runs the first tokens of `text` [1 S] once and yields the attention input of
-    each layer that a method serves (methods/layers/hybrid.py), in order. `specs`: those of all layers of the model,
-    which may be attached already."""
+    """Return `observe(tokens)`, which runs the first tokens of `text` [1 S] once and yields the
+    attention input of each layer that a method serves (methods/layers/hybrid.py), in order.
+    `specs`: those of all layers of the model, which may be attached already."""
 
     @torch.inference_mode()
     def observe(tokens: int) -> Iterator[AttnInput]:

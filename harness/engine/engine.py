@@ -1,10 +1,11 @@
-"""Generates under a clock: prefill, seal and decode. One generation gives the answer and all its times.
+"""Generates under a clock: prefill, seal and decode. One generation gives the answer and all its
+times.
 
-The clock starts with the prefill; a token's time is when it is on the host. The seal runs between the first and the
-second token (protocol=prompt), so the time to the second token includes all that a method does to digest a prompt.
-Under protocol=context it runs before the question, which is then decoded token by token. Where rows leave the device
-(placement=host or disk), each layer seals during the prefill, as soon as the prompt is through it.
-"""
+The clock starts with the prefill; a token's time is when it is on the host. The seal runs between
+the first and the second token (protocol=prompt), so the time to the second token includes all that
+a method does to digest a prompt. Under protocol=context it runs before the question, which is then
+decoded token by token. Where rows leave the device (placement=host or disk), each layer seals
+during the prefill, as soon as the prompt is through it."""
 
 from __future__ import annotations
 
@@ -34,9 +35,9 @@ from methods.base import KVLayer
 
 
 class Engine(Stepper):
-    """Run an attached model. `prefill_chunk`: tokens of a prompt that pass through a layer at once; None for the
-    usual number on the model's device (harness/models/devices.py). `fidelity`: compare every n-th step with exact
-    attention (engine/fidelity.py); 0 for never."""
+    """Run an attached model. `prefill_chunk`: tokens of a prompt that pass through a layer at once;
+    None for the usual number on the model's device (harness/models/devices.py). `fidelity`: compare
+    every n-th step with exact attention (engine/fidelity.py); 0 for never."""
 
     def __init__(
         self,
@@ -60,8 +61,8 @@ class Engine(Stepper):
         sampler: Sampler | None = None,
     ) -> Generation:
         """Answer `prompt` [B S]. `context_tokens`: seal after that many tokens and decode the rest
-        (protocol=context). Raises `ValueError` if `prompt` is no prompt, and `NotFiniteError` if logits are NaN or
-        infinite."""
+        (protocol=context). Raises `ValueError` if `prompt` is no prompt, and `NotFiniteError` if
+        logits are NaN or infinite."""
         batch = RunningBatch(self)
         slot = self.join(
             batch,
@@ -79,8 +80,9 @@ class Engine(Stepper):
     def not_finite(
         self, prompt: Tensor, answers: Sequence[Sequence[int]], token: int, context_tokens: int | None
     ) -> NotFiniteError:
-        """Return the error for prompts [B S] in whose `answers` the logits of `token`, counted from 0, are the first
-        that are not finite. The attached model reads everything up to there again, by its own modules."""
+        """Return the error for prompts [B S] in whose `answers` the logits of `token`, counted from
+        0, are the first that are not finite. The attached model reads everything up to there again,
+        by its own modules."""
         by_modules = copy(self)
         by_modules.forward = by_modules.graphs = by_modules.tracer = None
         by_modules.fidelity, tokens = 0, token + 1
@@ -106,7 +108,8 @@ class Engine(Stepper):
         context_tokens: int | None = None,
         sampler: Sampler | None = None,
     ) -> RunningSequence:
-        """Prefill `prompt` [1 S] and add it to `batch`, which this engine steps. Arguments as in `generate`."""
+        """Prefill `prompt` [1 S] and add it to `batch`, which this engine steps. Arguments as in
+        `generate`."""
         _check(prompt, max_new_tokens, context_tokens)
         prompt = prompt.to(self.model.device)
         context, question = prompt.tensor_split([prompt.shape[1] if context_tokens is None else context_tokens], dim=1)
@@ -119,8 +122,8 @@ class Engine(Stepper):
         )
 
     def cache(self, prompt: Tensor, max_new_tokens: int, shared: Sequence[KVLayer] | None = None) -> KVCache:
-        """Return a fresh cache for `prompt` [B S] and its answer. `shared`: layers that already hold the prompt for
-        fidelity."""
+        """Return a fresh cache for `prompt` [B S] and its answer. `shared`: layers that already
+        hold the prompt for fidelity."""
         batch, capacity = prompt.shape[0], prompt.shape[1] + max_new_tokens
         cache = self.attachment.start(KVCache, capacity=capacity, batch=batch)
         cache.expect_text(prompt)
@@ -134,11 +137,10 @@ class Engine(Stepper):
     ) -> Tensor:
         """Compute the prompt [B S]. Return the logits of its last token [B V].
 
-        `whole`: the turn's prompt ends here. Where rows leave the device or the method wants it, each layer then
-        closes as soon as it is complete, and `seal` does the rest. `between` is called once between two chunks' worth
-        of work: after a whole chunk if the model runs its own forward, else after as many layers' parts of chunks as
-        the model has layers.
-        """
+        `whole`: the turn's prompt ends here. Where rows leave the device or the method wants it,
+        each layer then closes as soon as it is complete, and `seal` does the rest. `between` is
+        called once between two chunks' worth of work: after a whole chunk if the model runs its own
+        forward, else after as many layers' parts of chunks as the model has layers."""
         if cache.rotary is not None:
             cache.note_text(prompt, prompt=True)
         chunks = prompt.split(self.prefill_chunk or prompt.shape[1], dim=1)
@@ -153,12 +155,12 @@ class Engine(Stepper):
 
     @torch.inference_mode()
     def recompute(self, ids: Tensor, cache: KVCache) -> Tensor:
-        """Compute the text of `cache` again, as `model.generate` does when a text outgrows LongRoPE's original
-        length.
+        """Compute the text of `cache` again, as `model.generate` does when a text outgrows
+        LongRoPE's original length.
 
-        What was sealed before a question was read is sealed without it again, and the rest of the text is fed token
-        by token. `cache` stays the same object, with fresh layers; bytes that move meanwhile count in no step.
-        """
+        What was sealed before a question was read is sealed without it again, and the rest of the
+        text is fed token by token. `cache` stays the same object, with fresh layers; bytes that
+        move meanwhile count in no step."""
         text, sealed = cache.text(ids), cache.sealed_tokens
         asked = sealed < cache.prompt_tokens
         recomputed = cache.recomputed + 1
@@ -196,8 +198,9 @@ class Engine(Stepper):
         sampler: Sampler | None = None,
         decoded: Decoded | None = None,
     ) -> Generation:
-        """Finish a prefilled cache: decode the question [B Q] (protocol=context, else Q = 0), seal unless that is
-        done, and decode the answer. The prefill's `logits` [B V] are not needed if there is a question."""
+        """Finish a prefilled cache: decode the question [B Q] (protocol=context, else Q = 0), seal
+        unless that is done, and decode the answer. The prefill's `logits` [B V] are not needed if
+        there is a question."""
         batch = RunningBatch(self)
         slot = batch.join(
             cache, logits, question, began=began, max_new_tokens=max_new_tokens, stops=stops, sampler=sampler,

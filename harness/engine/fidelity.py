@@ -1,14 +1,14 @@
-"""Measures how close a method's steps come to exact attention, on the steps that produced the answer.
+"""Measures how close a method's steps come to exact attention, on the steps that produced the
+answer.
 
-Per layer and KV head, on every n-th step, with the method's own queries: `recall` (the share that the method read of
-the k tokens with the largest weights, where k is the number of tokens it read), `mass` (the share of the exact
-attention weight, on prompt and generated tokens, that was read), `error` (relative, of the attention output).
-Compared with Full on the same text: `kl` of the next-token distributions, and the first token that Full would not
-have chosen.
+Per layer and KV head, on every n-th step, with the method's own queries: `recall` (the share that
+the method read of the k tokens with the largest weights, where k is the number of tokens it read),
+`mass` (the share of the exact attention weight, on prompt and generated tokens, that was read),
+`error` (relative, of the attention output). Compared with Full on the same text: `kl` of the
+next-token distributions, and the first token that Full would not have chosen.
 
-The reference keeps all K and V besides the method's own, which costs memory and time: times of such a run mean
-little.
-"""
+The reference keeps all K and V besides the method's own, which costs memory and time: times of such
+a run mean little."""
 
 from __future__ import annotations
 
@@ -33,14 +33,15 @@ MEASURES = ("recall", "mass", "error")
 
 
 def reference_layers(specs: Sequence[LayerSpec], state: CacheState) -> list[KVLayer]:
-    """Return layers that hold a whole prompt, for one `Fidelity` or several. `specs`: those of all layers of the
-    model."""
+    """Return layers that hold a whole prompt, for one `Fidelity` or several. `specs`: those of all
+    layers of the model."""
     return start_layers(specs, state, lambda whole, cache: [Layer(spec, cache, Full()) for spec in whole])
 
 
 class Fidelity:
-    """Observe a generation (`Watch` in engine/watch.py) and measure the method's layers; layers with a sliding window
-    are exact. `prompt`: layers that hold the prompt already, where it is shared."""
+    """Observe a generation (`Watch` in engine/watch.py) and measure the method's layers; layers
+    with a sliding window are exact. `prompt`: layers that hold the prompt already, where it is
+    shared."""
 
     def __init__(
         self, specs: Sequence[LayerSpec], request: Request, every: int, prompt: Sequence[KVLayer] | None = None
@@ -77,14 +78,15 @@ class Fidelity:
             self.sums[name][index] += value.cpu()
 
     def note(self, fed: Tensor, logits: Tensor, text: int = 0) -> None:
-        """Note that a decode forward took `fed` [B 1], rotated for a text of `text` tokens, and gave `logits` [B V]."""
+        """Note that a decode forward took `fed` [B 1], rotated for a text of `text` tokens, and
+        gave `logits` [B V]."""
         self.fed.append(fed)
         self.logits.append(logits)
         self.lengths.append(text)
 
     def _measure(self, layer: KVLayer, x: AttnInput, out: Tensor) -> dict[str, Tensor]:
-        """Return recall, mass and error, each [B G]: of the heads that select, by their own weights. Where query
-        heads choose for themselves, it is the mean over those of a KV head."""
+        """Return recall, mass and error, each [B G]: of the heads that select, by their own
+        weights. Where query heads choose for themselves, it is the mean over those of a KV head."""
         prompt, since, spec = self.whole[layer.spec.index].store, self.since[layer.spec.index], layer.spec
         k, v = torch.cat([prompt.k, since.k], 2), torch.cat([prompt.v, since.v], 2)
         q = x.q.view(*k.shape[:2], spec.group, -1)
@@ -106,8 +108,8 @@ class Fidelity:
         return {"recall": recall, "mass": mass, "error": error}
 
     def against_full(self, model: nn.Module) -> tuple[Tensor, Tensor]:
-        """Run Full on the same text, in one forward for each length by which the model rotates (mostly one). Return
-        KL(Full, method) in nats [B n] and Full's choices [B n]."""
+        """Run Full on the same text, in one forward for each length by which the model rotates
+        (mostly one). Return KL(Full, method) in nats [B n] and Full's choices [B n]."""
         sealed = self.whole[0].store.length
         layers = [layer if isinstance(layer, Layer) else copy(layer) for layer in self.prompt]
         cache = KVCache(layers, self.state)
@@ -127,8 +129,8 @@ class Fidelity:
         return (exact.exp() * (exact - ours)).sum(-1), full.argmax(-1)
 
     def report(self, model: nn.Module, place: int, tokens: Sequence[int], compare: bool) -> dict[str, Any] | None:
-        """Return the record's `fidelity` for sequence `place`, None if no step was measured. `compare`: Full's prompt
-        equals the method's, so compare with Full."""
+        """Return the record's `fidelity` for sequence `place`, None if no step was measured.
+        `compare`: Full's prompt equals the method's, so compare with Full."""
         if not self.measured:
             return None
         record: dict[str, Any] = {"every": self.every, "steps": self.measured}
@@ -148,8 +150,8 @@ class Fidelity:
 
 
 def _of_the_prompt(weights: Tensor, read: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return recall and the mass that was read. weights [B G|H N] of the prompt's tokens; read [B G|H K], or None for
-    all."""
+    """Return recall and the mass that was read. weights [B G|H N] of the prompt's tokens; read [B
+    G|H K], or None for all."""
     if read is None:
         return torch.ones_like(weights[..., 0]), weights.sum(-1)
     is_read, count = _marked(read, weights), (read >= 0).sum(-1, keepdim=True)
@@ -159,6 +161,7 @@ def _of_the_prompt(weights: Tensor, read: Tensor | None) -> tuple[Tensor, Tensor
 
 
 def _marked(places: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor with 1 at `places` [B heads K], where -1 is no place, and 0 elsewhere. like [B heads N]"""
+    """Return a tensor with 1 at `places` [B heads K], where -1 is no place, and 0 elsewhere. like
+    [B heads N]"""
     spare = like.new_zeros(*like.shape[:2], like.shape[2] + 1)  # one after the last, for the padding of uneven reads
     return spare.scatter_(-1, places % spare.shape[2], 1.0)[..., :-1]

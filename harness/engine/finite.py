@@ -14,7 +14,8 @@ from harness.models.base import DTYPES
 
 
 class NotFiniteError(ValueError):
-    """Report logits that hold NaN or infinity: which part of the model gives them first, and what to try."""
+    """Report logits that hold NaN or infinity: which part of the model gives them first, and what
+    to try."""
 
 
 class _NotFinite(Exception):
@@ -24,12 +25,11 @@ class _NotFinite(Exception):
 
 
 def not_finite(model: Any, method: str, token: int, read: Callable[[], None]) -> NotFiniteError:
-    """Return the error for an answer in which the logits of `token`, counted from 0, are the first that are not
-    finite.
+    """Return the error for an answer in which the logits of `token`, counted from 0, are the first
+    that are not finite.
 
-    `read` makes the model's own modules read everything up to there again. `method`: the name of the attached
-    method.
-    """
+    `read` makes the model's own modules read everything up to there again. `method`: the name of
+    the attached method."""
     first_place = _first_place(model, read)
     what = f"The logits of the answer's first {token + 1} tokens are not all finite"
     if first_place is None:
@@ -52,7 +52,8 @@ def not_finite(model: Any, method: str, token: int, read: Callable[[], None]) ->
 
 
 def _first_place(model: Any, read: Callable[[], None]) -> _NotFinite | None:
-    """Return the first module, in the order in which they run, whose output holds NaN or infinity."""
+    """Return the first module, in the order in which they run, whose output holds NaN or
+    infinity."""
     with ExitStack() as hooks:
         for place, module in _places(model):
             hooks.callback(module.register_forward_hook(partial(_look, place)).remove)

@@ -1,4 +1,5 @@
-"""Measures the bytes of a method's state from outside: all tensors and files that its layers hold, by tier."""
+"""Measures the bytes of a method's state from outside: all tensors and files that its layers hold,
+by tier."""
 
 from __future__ import annotations
 
@@ -30,11 +31,10 @@ _PLAIN = (str, bytes, int, float, type, ModuleType)
 def footprint(layers: Sequence[KVLayer]) -> dict[str, int]:
     """Return the bytes that layers hold, for every tier of the table (methods/tiers/tier.py).
 
-    Whole storages are counted once, however many views there are, in the slowest tier that holds one: on a CPU,
-    rows that came from the host are views of host memory. Reserved but unused rows count too, and so do pinned host
-    memory for rows that are still to come, and files of a layer whose tier lies in files. Raises `ValueError` for a
-    tier that has no line in the table.
-    """
+    Whole storages are counted once, however many views there are, in the slowest tier that holds
+    one: on a CPU, rows that came from the host are views of host memory. Reserved but unused rows
+    count too, and so do pinned host memory for rows that are still to come, and files of a layer
+    whose tier lies in files. Raises `ValueError` for a tier that has no line in the table."""
     sizes: dict[int | Path, tuple[str, int]] = {}
     for layer in layers:
         for held, tier in _held(layer, DEVICE, set()):
@@ -57,8 +57,8 @@ def footprint(layers: Sequence[KVLayer]) -> dict[str, int]:
 
 
 def _held(value: Any, tier: str, visited: set[int]) -> Iterator[tuple[Tensor | Path, str]]:
-    """Yield the tensors and files reachable from `value`, each with its tier; an object with a `tier` decides for
-    what it holds."""
+    """Yield the tensors and files reachable from `value`, each with its tier; an object with a
+    `tier` decides for what it holds."""
     if isinstance(value, Tensor) or (isinstance(value, Path) and tier_of(tier).in_files):
         yield value, tier
         return
@@ -72,8 +72,8 @@ def _held(value: Any, tier: str, visited: set[int]) -> Iterator[tuple[Tensor | P
 
 
 def changing(value: Any, visited: set[int]) -> Iterator[Tensor]:
-    """Yield the tensors reachable from `value` that a decode step may write to: all but those that a store names in
-    `steady`."""
+    """Yield the tensors reachable from `value` that a decode step may write to: all but those that
+    a store names in `steady`."""
     if isinstance(value, Tensor):
         yield value
     elif not isinstance(value, (*_PLAIN, *_SHARED)) and id(value) not in visited:
@@ -98,7 +98,8 @@ def _held_by(value: Any, left_out: Collection[str]) -> Iterable[Any]:
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield an object's attributes: those in `__dict__` and those in the slots of its class and base classes."""
+    """Yield an object's attributes: those in `__dict__` and those in the slots of its class and
+    base classes."""
     yield from getattr(value, "__dict__", {}).items()
     for cls in type(value).__mro__:
         for name in [name for name, member in vars(cls).items() if isinstance(member, MemberDescriptorType)]:

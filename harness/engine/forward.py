@@ -1,12 +1,14 @@
-"""Runs a model's forward as a few operations per layer around the KV method, instead of the modules' own forwards.
+"""Runs a model's forward as a few operations per layer around the KV method, instead of the
+modules' own forwards.
 
-transformers spends more of a decode step between its operations than in them, and reads a prompt's activations a
-dozen times where two suffice. Weights and roundings are the same, and therefore the tokens. A model that is not
-built as kernels/block.py describes runs its own forward, and the reason is reported.
+transformers spends more of a decode step between its operations than in them, and reads a prompt's
+activations a dozen times where two suffice. Weights and roundings are the same, and therefore the
+tokens. A model that is not built as kernels/block.py describes runs its own forward, and the reason
+is reported.
 
-A prompt is computed layer by layer: all its chunks pass through one layer, then through the next. A layer has thus
-seen the whole prompt before the next one begins, and can move what need not stay on the device.
-"""
+A prompt is computed layer by layer: all its chunks pass through one layer, then through the next. A
+layer has thus seen the whole prompt before the next one begins, and can move what need not stay on
+the device."""
 
 from __future__ import annotations
 
@@ -41,7 +43,8 @@ def nothing(*_: int) -> None:
 
 
 class BlockForward:
-    """Run a model by blocks: `forward(ids, cache)` takes ids [B T] and returns the logits of the last token [B V]."""
+    """Run a model by blocks: `forward(ids, cache)` takes ids [B T] and returns the logits of the
+    last token [B V]."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.decoder: Any = model.get_decoder()
@@ -68,8 +71,8 @@ class BlockForward:
     ) -> Tensor:
         """Compute consecutive chunks [B T] of a prompt. Return the logits of the last token [B V].
 
-        `complete(layer)` is called when the last chunk has passed that layer. `between()` is called whenever as
-        much has been computed as all layers compute for one chunk, and more is to come.
+        `complete(layer)` is called when the last chunk has passed that layer. `between()` is called
+        whenever as much has been computed as all layers compute for one chunk, and more is to come.
         """
         if self.decoder.embed_tokens.weight.data_ptr() != self.embedding.data_ptr():
             raise UnsupportedError("The model was moved or converted after this engine was made: make a new Engine.")
@@ -92,7 +95,8 @@ class BlockForward:
         return logits[:, -1]
 
     def _rotations(self, states: Sequence[Tensor], cache: KVCache) -> list[tuple[int, Tensor, Tensor]]:
-        """Return, for each chunk, the position of its first token, and cos and sin of all its tokens."""
+        """Return, for each chunk, the position of its first token, and cos and sin of all its
+        tokens."""
         sizes = [x.shape[1] for x in states]
         places = cache.positions(sum(sizes), states[0].device).split(sizes, dim=1)
         starts = accumulate(sizes[:-1], initial=cache.num_tokens)
@@ -103,8 +107,8 @@ class BlockForward:
         return [(start, *self.rotary.of_texts(x, at, lengths)) for start, x, at in chunks]
 
     def _layer(self, index: int, x: Stream, cos: Tensor, sin: Tensor, cache: KVCache, start: int) -> Stream:
-        """Compute one layer, x [B T hidden] -> [B T hidden]. The last layer returns [B 1 hidden], as only the last
-        token's logits are needed."""
+        """Compute one layer, x [B T hidden] -> [B T hidden]. The last layer returns [B 1 hidden],
+        as only the last token's logits are needed."""
         next_row = cache.next_row(index) if self.stores and cos.shape[1] == 1 else None
         if next_row is not None:
             return self._stored_layer(index, x, cos, sin, cache, start, next_row)
@@ -116,16 +120,16 @@ class BlockForward:
         return output
 
     def _attended(self, index: int, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, start: int) -> Tensor:
-        """Return attention [B H T D]. It is a function of its own so that only its result is alive while the MLP
-        runs."""
+        """Return attention [B H T D]. It is a function of its own so that only its result is alive
+        while the MLP runs."""
         normed, q, k, v = ops.attention_inputs(x, self.blocks[index], cos, sin)
         return cache.attend(index, AttnInput(q, k, v, cos, sin, normed, start))
 
     def _stored_layer(
         self, index: int, x: Stream, cos: Tensor, sin: Tensor, cache: KVCache, start: int, next_row: NextRow
     ) -> Stream:
-        """Compute one layer for one token, whose k and v are stored where they are made. Its last sum is left to
-        the next layer."""
+        """Compute one layer for one token, whose k and v are stored where they are made. Its last
+        sum is left to the next layer."""
         block, parts = self.blocks[index], x if isinstance(x, tuple) else (x, None)
         total, normed, q, k, v = ops.attention_inputs_stored(*parts, block, cos, sin, *next_row)
         attended = cache.attend(index, AttnInput(q, k, v, cos, sin, normed, start, stored=True))

@@ -1,15 +1,15 @@
 """Captures one decode step as a CUDA graph and replays it for every further token.
 
-The first step after a seal runs as always, but already in the form that is captured: counts lie on the device
-(methods/base/counters.py), and tokens are written and read through them. Then the step is captured, which runs
-nothing on the device, and its changes to Python objects are undone. Both count in the time to the second token, as
-the seal does; the time per output token is that of replays alone. If the capture fails, steps run uncaptured and the
-reason is kept.
+The first step after a seal runs as always, but already in the form that is captured: counts lie on
+the device (methods/base/counters.py), and tokens are written and read through them. Then the step
+is captured, which runs nothing on the device, and its changes to Python objects are undone. Both
+count in the time to the second token, as the seal does; the time per output token is that of
+replays alone. If the capture fails, steps run uncaptured and the reason is kept.
 
-A step of a size (`SlotsCache`) is kept when its sequences leave it, and serves other sequences of this size: their
-first step runs as always, and the inputs it records are copied to where the captured step reads them
-(kernels/step_inputs.py). Other steps are captured again after each seal, and whenever sequences join or leave.
-"""
+A step of a size (`SlotsCache`) is kept when its sequences leave it, and serves other sequences of
+this size: their first step runs as always, and the inputs it records are copied to where the
+captured step reads them (kernels/step_inputs.py). Other steps are captured again after each seal,
+and whenever sequences join or leave."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class StepCapture(Protocol):
     """Capture steps of one engine."""
 
     def capture(self, step: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
-        """Record what `step` does without doing it. Return a function that does it again, and the tensor that will
-        hold its result."""
+        """Record what `step` does without doing it. Return a function that does it again, and the
+        tensor that will hold its result."""
 
     def drop(self, replay: Callable[[], Any]) -> None:
         """Free a captured step; it is not replayed again."""
@@ -51,13 +51,12 @@ class CaptureBroke(RuntimeError):
 
 
 class CudaGraphs:
-    """Capture CUDA graphs for one engine, all in one memory pool: one graph may overwrite the temporary tensors of
-    another.
+    """Capture CUDA graphs for one engine, all in one memory pool: one graph may overwrite the
+    temporary tensors of another.
 
-    Torch frees a pool with its last graph, and fails if a capture reopens it while blocks of it are still in use,
-    such as a cuBLAS workspace that was made during a capture. An empty graph, the anchor, keeps the pool open as long
-    as this object lives.
-    """
+    Torch frees a pool with its last graph, and fails if a capture reopens it while blocks of it are
+    still in use, such as a cuBLAS workspace that was made during a capture. An empty graph, the
+    anchor, keeps the pool open as long as this object lives."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -77,8 +76,8 @@ class CudaGraphs:
         replay.__self__.reset()  # not during a capture, since torch drops the stream's cuBLAS workspace with a graph
 
     def _captured(self, step: Callable[[], Tensor]) -> tuple[Any, Tensor]:
-        """Capture `step`, but not by `torch.cuda.graph`, which empties the caches of device and pinned host memory
-        each time."""
+        """Capture `step`, but not by `torch.cuda.graph`, which empties the caches of device and
+        pinned host memory each time."""
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         torch.cuda.synchronize()
         try:
@@ -102,16 +101,17 @@ class CudaGraphs:
 
 
 def usual_graphs(device: torch.device) -> StepCapture | None:
-    """Return what captures the steps of an engine under graphs=auto: CUDA graphs on a GPU, None on a CPU."""
+    """Return what captures the steps of an engine under graphs=auto: CUDA graphs on a GPU, None on
+    a CPU."""
     return None if device.type == "cpu" else CudaGraphs(device)
 
 
 class CapturedStep:
-    """Capture and replay the decode step of one sealed cache: `step(token)` takes tokens [B 1] and returns logits [B
-    V], which the next call overwrites.
+    """Capture and replay the decode step of one sealed cache: `step(token)` takes tokens [B 1] and
+    returns logits [B V], which the next call overwrites.
 
-    `failure`: why the step could not be captured; steps then run uncaptured, from the state before the capture.
-    """
+    `failure`: why the step could not be captured; steps then run uncaptured, from the state before
+    the capture."""
 
     def __init__(
         self, forward: BlockForward, cache: KVCache, graphs: StepCapture, kept: KeptSteps | None = None
@@ -147,13 +147,14 @@ class CapturedStep:
         return self._logits[:rows]
 
     def take_capture_s(self) -> float | None:
-        """Return the seconds of the capture after the step in which it happened; None after all other steps."""
+        """Return the seconds of the capture after the step in which it happened; None after all
+        other steps."""
         taken, self._capture_s = self._capture_s, None
         return taken
 
     def close(self) -> None:
-        """Stop replaying. The cache goes on without this step: a further turn may follow, or other sequences may
-        join."""
+        """Stop replaying. The cache goes on without this step: a further turn may follow, or other
+        sequences may join."""
         for counters in self._counters:
             counters.stop()
         if self.kept is not None and self._kept is not None:
@@ -177,7 +178,8 @@ class CapturedStep:
         return logits
 
     def _serve_by_kept(self) -> bool:
-        """Use a captured step that other sequences have left, if one fits. Return whether one did."""
+        """Use a captured step that other sequences have left, if one fits. Return whether one
+        did."""
         cache = self.cache
         if not isinstance(cache, SlotsCache) or cache.step_inputs is None or self.kept is None:
             return False
@@ -216,8 +218,9 @@ class CapturedStep:
             self.close()
 
     def _for_others(self, replay: Callable[[], Any], before: Sequence[Mapping[str, Any]]) -> KeptStep | None:
-        """Return the step for others to use, if it reaches all memory of its sequences through recorded inputs; else
-        None. `before`: attributes of its policies before the capture, some of which the capture has replaced."""
+        """Return the step for others to use, if it reaches all memory of its sequences through
+        recorded inputs; else None. `before`: attributes of its policies before the capture, some of
+        which the capture has replaced."""
         cache = self.cache
         if (
             not isinstance(cache, SlotsCache)
@@ -255,7 +258,8 @@ def _results(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, T
 
 
 def _first_cause(error: BaseException) -> str:
-    """Return the first error in one line. The end of a capture fails because something inside it failed."""
+    """Return the first error in one line. The end of a capture fails because something inside it
+    failed."""
     while error.__context__ is not None:
         error = error.__context__
     return f"{type(error).__name__}: {error}".splitlines()[0]

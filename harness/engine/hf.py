@@ -1,9 +1,10 @@
-"""Contains all that depends on transformers' attention and masks: one context manager (the cache is in cache.py).
+"""Contains all that depends on transformers' attention and masks: one context manager (the cache is
+in cache.py).
 
-`routed(model)` sends every layer's attention to the KV layers of the cache that a call brings, and restores the
-model afterwards, also after an exception. What would be computed wrongly is refused by name: padding, soft caps,
-windows and sink logits that a layer's spec does not contain, unknown keywords.
-"""
+`routed(model)` sends every layer's attention to the KV layers of the cache that a call brings, and
+restores the model afterwards, also after an exception. What would be computed wrongly is refused by
+name: padding, soft caps, windows and sink logits that a layer's spec does not contain, unknown
+keywords."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ FREQUENCIES_ONCE = ("gpt_oss",)  # models whose cos and sin are half as wide, no
 
 
 class _Call(NamedTuple):
-    """Hold what the pre-hook passes on to the attention function, which receives neither the cache nor the hidden
-    states."""
+    """Hold what the pre-hook passes on to the attention function, which receives neither the cache
+    nor the hidden states."""
 
     cache: KVCache
     hidden: Tensor
@@ -72,7 +73,8 @@ def _attention(
 def _check_spec(
     module: nn.Module, spec: LayerSpec, tokens: int, window: int | None, sink_logits: Tensor | None
 ) -> None:
-    """Raise `UnsupportedError` if the module wants something that the layer's spec does not contain."""
+    """Raise `UnsupportedError` if the module wants something that the layer's spec does not
+    contain."""
     if window is not None and window < tokens and window != spec.window:
         raise UnsupportedError(
             f"{type(module).__name__} slides over {window} tokens, which its config does not say of this layer: this "
@@ -83,8 +85,8 @@ def _check_spec(
 
 
 def _mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> None:
-    """Return no mask, as transformers' mask function, since the layers are causal by themselves. Raise
-    `UnsupportedError` for padding."""
+    """Return no mask, as transformers' mask function, since the layers are causal by themselves.
+    Raise `UnsupportedError` for padding."""
     if attention_mask is not None and not bool(attention_mask.all()):
         raise UnsupportedError(
             "This cache takes no padding: inside `with attached(...)`, leave past_key_values and cache_implementation "
@@ -106,8 +108,8 @@ def _before_attention(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
 
 
 class _Forwards:
-    """Hook into each forward of a model. Gradients are off inside: attention has none here, and those of the rest
-    would be silently wrong."""
+    """Hook into each forward of a model. Gradients are off inside: attention has none here, and
+    those of the rest would be silently wrong."""
 
     def __init__(self, prepare: PrepareCall | None, rotary: TextRotary | None) -> None:
         self.prepare, self.rotary = prepare, rotary
@@ -154,7 +156,8 @@ def is_routed(model: PreTrainedModel) -> bool:
 
 @contextmanager
 def routed(model: PreTrainedModel, prepare: PrepareCall | None = None) -> Iterator[None]:
-    """Route attention to the cache of each call, until the block is left. A model cannot be routed twice at a time.
+    """Route attention to the cache of each call, until the block is left. A model cannot be routed
+    twice at a time.
 
     `prepare`: maps each call of the model to the keywords to use, for example to add a cache.
     """
@@ -209,9 +212,8 @@ def _sink_logits(module: Any) -> Tensor | None:
 class Rotary:
     """Compute cos and sin [1 P D] in fp32 of one attention module, for positions [P].
 
-    `rotary` is a copy, so nothing of the model changes. Where angles depend on the length of the text, the text is
-    taken to end with the last of `positions`.
-    """
+    `rotary` is a copy, so nothing of the model changes. Where angles depend on the length of the
+    text, the text is taken to end with the last of `positions`."""
 
     def __init__(self, rotary: nn.Module, module: Any, device: torch.device) -> None:
         self.rotary, self.device, self.module = rotary, device, module
@@ -223,8 +225,8 @@ class Rotary:
         return _rotation(self.module, self._ask(positions))
 
     def of_text(self, tokens: int) -> Rotary:
-        """Return the rotation for a text of `tokens` tokens at all positions; 0: for a text that ends with the last
-        of them."""
+        """Return the rotation for a text of `tokens` tokens at all positions; 0: for a text that
+        ends with the last of them."""
         if not tokens or not isinstance(self.rotary, TextRotary):
             return self
         rotary = copy(self.rotary)
@@ -257,8 +259,8 @@ def _rotation(module: Any, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor
 
 
 class QueryProjection:
-    """Compute queries before their rotation, [B T E] -> [B H T D]: projection, bias and query norm of an attention
-    module."""
+    """Compute queries before their rotation, [B T E] -> [B H T D]: projection, bias and query norm
+    of an attention module."""
 
     def __init__(self, module: nn.Module, model: PreTrainedModel) -> None:
         self.module: Any = module

@@ -1,9 +1,9 @@
-"""Joins the weights of products that share an input in memory, so that a GPU computes them as one product.
+"""Joins the weights of products that share an input in memory, so that a GPU computes them as one
+product.
 
-The modules' parameters stay the same objects with the same values, as views of the joint tensor: `state_dict()` and
-a model's own forward see no difference. They stay joined, because other engines of the model use them too; moving
-or converting the model separates them again.
-"""
+The modules' parameters stay the same objects with the same values, as views of the joint tensor:
+`state_dict()` and a model's own forward see no difference. They stay joined, because other engines
+of the model use them too; moving or converting the model separates them again."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 @torch.inference_mode(mode=False)  # inference tensors could not be used outside of inference mode
 def join_weights(layers: Iterable[Any]) -> None:
-    """Join q, k and v of each decoder layer, and gate and up. Phi-3 has them joined already. At most one layer's
-    weights are in memory twice at a time."""
+    """Join q, k and v of each decoder layer, and gate and up. Phi-3 has them joined already. At
+    most one layer's weights are in memory twice at a time."""
     for layer in layers:
         attention, mlp = layer.self_attn, layer.mlp
         if hasattr(attention, "qkv_proj"):
@@ -32,8 +32,8 @@ def join_weights(layers: Iterable[Any]) -> None:
 
 
 def _join(parts: Sequence[nn.Parameter | None]) -> bool:
-    """Join tensors if possible, and return whether they were moved. A parameter that is a view already stays where
-    it is, because its memory would not be freed."""
+    """Join tensors if possible, and return whether they were moved. A parameter that is a view
+    already stays where it is, because its memory would not be freed."""
     whole: list[Tensor] = [part.data for part in parts if part is not None]
     kinds = {(type(x), x.dtype, x.device, x.shape[1:]) for x in whole}
     alone = all(x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes and not x.is_inference() for x in whole)

@@ -14,8 +14,8 @@ MOST = 64
 
 
 class Sized(Protocol):
-    """Describe a cache whose steps other caches of its form can take (`SlotsCache`). `step_inputs`: the tensors that
-    its first step recorded."""
+    """Describe a cache whose steps other caches of its form can take (`SlotsCache`). `step_inputs`:
+    the tensors that its first step recorded."""
 
     step_inputs: StepInputs | None
 
@@ -24,10 +24,10 @@ class Sized(Protocol):
 
 
 class KeptStep(NamedTuple):
-    """Hold a captured step: its input `token`, its output `logits`, and `step_inputs`, the tensors that describe its
-    sequences, into which the values of others may be written. `form` is the form of their caches. `joined` are tensors
-    that policies joined for these sequences, as hit caches; `results` are those in which a step leaves what it
-    chose."""
+    """Hold a captured step: its input `token`, its output `logits`, and `step_inputs`, the tensors
+    that describe its sequences, into which the values of others may be written. `form` is the form
+    of their caches. `joined` are tensors that policies joined for these sequences, as hit caches;
+    `results` are those in which a step leaves what it chose."""
 
     token: Tensor
     logits: Tensor
@@ -43,15 +43,17 @@ class KeptStep(NamedTuple):
 
 
 class KeptSteps:
-    """Keep captured steps of one engine that no sequences use at present, for sequences of the same size: as many
-    slots, the same methods and kinds of layers, and the same powers of two of lengths and budgets. At most MOST steps
-    and MOST_KEPT_BYTES are kept, those used last; the very last one stays however large it is."""
+    """Keep captured steps of one engine that no sequences use at present, for sequences of the same
+    size: as many slots, the same methods and kinds of layers, and the same powers of two of lengths
+    and budgets. At most MOST steps and MOST_KEPT_BYTES are kept, those used last; the very last one
+    stays however large it is."""
 
     def __init__(self) -> None:
         self._steps: list[KeptStep] = []  # in order of their last use
 
     def take(self, cache: Sized) -> KeptStep | None:
-        """Return a captured step for the sequences of `cache`, which have taken their first step; None if none fits."""
+        """Return a captured step for the sequences of `cache`, which have taken their first step;
+        None if none fits."""
         form, inputs = cache.form, cache.step_inputs
         assert inputs is not None
         for at, step in enumerate(self._steps):

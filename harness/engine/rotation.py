@@ -1,11 +1,11 @@
 """Rotates texts by angles that depend on their length: dynamic NTK and LongRoPE.
 
-transformers' rotary modules decide by the last position of the current forward, and those of dynamic scaling also
-by earlier calls. A chunk of a prompt, a row of a batch and a question that is fed token by token would then be
-rotated as if each were a text of its own. Here the angles follow from the length of the whole text: a prompt's
-tokens take those of the whole prompt, and each further token those of the text that ends with it. This is what
-`model.generate` gives a prompt that is fed in one piece to a model that has seen no other.
-"""
+transformers' rotary modules decide by the last position of the current forward, and those of
+dynamic scaling also by earlier calls. A chunk of a prompt, a row of a batch and a question that is
+fed token by token would then be rotated as if each were a text of its own. Here the angles follow
+from the length of the whole text: a prompt's tokens take those of the whole prompt, and each
+further token those of the text that ends with it. This is what `model.generate` gives a prompt that
+is fed in one piece to a model that has seen no other."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ REMEMBERED = 64  # lengths whose frequencies are kept at a time
 
 
 class TextRotary(nn.Module):
-    """Replace a model's rotary module while it is attached. It holds a copy of that module, whose own state never
-    changes.
+    """Replace a model's rotary module while it is attached. It holds a copy of that module, whose
+    own state never changes.
 
-    Texts of one `stage` are rotated alike. `drops_at`: the length up to which `model.generate` keeps the cache of a
-    text; beyond it, the whole text is computed again (LongRoPE in Phi-3). None: cached keys stay as they are.
-    """
+    Texts of one `stage` are rotated alike. `drops_at`: the length up to which `model.generate`
+    keeps the cache of a text; beyond it, the whole text is computed again (LongRoPE in Phi-3).
+    None: cached keys stay as they are."""
 
     def __init__(self, rotary: nn.Module, drops_at: int | None = None) -> None:
         super().__init__()
@@ -51,8 +51,8 @@ class TextRotary(nn.Module):
         return ", ".join(sorted({kind for kind in found if _depends(kind)}))
 
     def stage(self, tokens: int) -> int:
-        """Return the length by which a text of `tokens` tokens is rotated; it is equal for all texts that are
-        rotated alike."""
+        """Return the length by which a text of `tokens` tokens is rotated; it is equal for all
+        texts that are rotated alike."""
         reached = 0
         parameters: dict[str, Any] = self.own.config.rope_parameters
         for kind, own in [(self.rope_type, parameters)] if isinstance(self.rope_type, str) else self._by_layer_type():
@@ -69,7 +69,8 @@ class TextRotary(nn.Module):
         return self.of_texts(x, position_ids, self.lengths or [int(position_ids.max()) + 1], *kind)
 
     def of_texts(self, x: Tensor, position_ids: Tensor, lengths: Sequence[int], *kind: str) -> tuple[Tensor, Tensor]:
-        """Return cos and sin for texts of `lengths` tokens: one number for all rows, or one per row."""
+        """Return cos and sin for texts of `lengths` tokens: one number for all rows, or one per
+        row."""
         stages = [self.stage(length) for length in lengths]
         if len(set(stages)) == 1:
             return self._turned(x, position_ids, stages[0], *kind)
@@ -90,8 +91,8 @@ class TextRotary(nn.Module):
 
     @torch.no_grad()
     def frequencies(self, device: torch.device, stage: int, *kind: str) -> Tensor:
-        """Return the frequencies [R / 2] of a stage. Position 0 is asked for first, because that resets the
-        module's state."""
+        """Return the frequencies [R / 2] of a stage. Position 0 is asked for first, because that
+        resets the module's state."""
         if (stage, kind) not in self._frequencies:
             if len(self._frequencies) >= REMEMBERED:
                 self._frequencies.clear()
@@ -113,8 +114,8 @@ def _depends(kind: str) -> bool:
 
 
 def text_rotary(model: PreTrainedModel) -> TextRotary | None:
-    """Return the module that rotates the texts of `model` by their length, or None if its rotation is the same for
-    all lengths."""
+    """Return the module that rotates the texts of `model` by their length, or None if its rotation
+    is the same for all lengths."""
     rotary: Any = model.get_decoder().rotary_emb
     if isinstance(rotary, TextRotary):
         return rotary
@@ -127,7 +128,8 @@ def text_rotary(model: PreTrainedModel) -> TextRotary | None:
 
 
 def _prefill_as_whole(prefill: Callable[..., Any], rotary: TextRotary) -> Callable[..., Any]:
-    """Return transformers' `model._prefill` with chunks that are rotated as parts of the whole prompt."""
+    """Return transformers' `model._prefill` with chunks that are rotated as parts of the whole
+    prompt."""
 
     def prefilled(input_ids: Tensor, config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         mask = model_kwargs.get("attention_mask")
@@ -141,8 +143,8 @@ def _prefill_as_whole(prefill: Callable[..., Any], rotary: TextRotary) -> Callab
 
 
 def _keeping_rows(model: PreTrainedModel, prepare: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `model.prepare_inputs_for_generation` so changed that it drops no cache that computes its rows again
-    by itself."""
+    """Return `model.prepare_inputs_for_generation` so changed that it drops no cache that computes
+    its rows again by itself."""
 
     plain: Any = GenerationMixin.prepare_inputs_for_generation
 

@@ -26,8 +26,8 @@ class Greedy:
 
 @dataclass(slots=True)
 class Sampled:
-    """Draw a token: divide by the temperature, keep the `top_k` best (0: all), then the smallest set of probability
-    `top_p`."""
+    """Draw a token: divide by the temperature, keep the `top_k` best (0: all), then the smallest
+    set of probability `top_p`."""
 
     temperature: float
     top_k: int
@@ -50,11 +50,11 @@ class Sampled:
 
 @dataclass(slots=True)
 class MinLength:
-    """Pick by `sampler`, but none of the token ids `barred[i]` among the first `count` tokens of sequence i.
+    """Pick by `sampler`, but none of the token ids `barred[i]` among the first `count` tokens of
+    sequence i.
 
-    Tokens that would end the answer thus have no probability (generate's `min_length`), which differs from picking an
-    end and going on after it.
-    """
+    Tokens that would end the answer thus have no probability (generate's `min_length`), which
+    differs from picking an end and going on after it."""
 
     sampler: Sampler
     barred: Sequence[Sequence[int]]

@@ -1,8 +1,8 @@
 """Saves the state of a cache and restores it.
 
-`SavedState` saves the part in Python: capturing a step runs Python once, but nothing on the device. `Snapshot`
-saves everything: a sealed cache answers one question, is restored, and answers the next as if it were the first.
-"""
+`SavedState` saves the part in Python: capturing a step runs Python once, but nothing on the device.
+`Snapshot` saves everything: a sealed cache answers one question, is restored, and answers the next
+as if it were the first."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _LEAVES = {*_CONSTANT, bool, type(None)}  # the types of nearly all values; look
 
 
 class SavedState:
-    """Save the attributes and containers of every object reachable from `cache`, with tensors by reference: their
-    contents belong to the device."""
+    """Save the attributes and containers of every object reachable from `cache`, with tensors by
+    reference: their contents belong to the device."""
 
     def __init__(self, cache: KVCache) -> None:
         self._held: dict[int, tuple[Any, Any]] = {}  # a dict, list or set, and its copy
@@ -43,7 +43,8 @@ class SavedState:
                 container.update(content)
 
     def since(self, before: SavedState) -> SavedState:
-        """Drop what is equal to the state `before`, so that restoring leaves it alone. Return this object."""
+        """Drop what is equal to the state `before`, so that restoring leaves it alone. Return this
+        object."""
         held = self._held.items()
         self._held = {at: kept for at, kept in held if not _same(kept[1], before._held.get(at, (None, None))[1])}
         return self
@@ -72,9 +73,9 @@ def _same(content: Any, before: Any) -> bool:
 
 
 class Snapshot:
-    """Save a sealed cache as it is now. Whatever decode steps may write to is copied: counts, pools, caches,
-    indices. Stores of keys and values name the tensors that steps only append to (`steady`), and return to their
-    length."""
+    """Save a sealed cache as it is now. Whatever decode steps may write to is copied: counts,
+    pools, caches, indices. Stores of keys and values name the tensors that steps only append to
+    (`steady`), and return to their length."""
 
     def __init__(self, cache: KVCache) -> None:
         cache.traffic.settle()

@@ -1,4 +1,5 @@
-"""Measures where the time of a decode step goes: operations by phase, the rest of the method, the model around it.
+"""Measures where the time of a decode step goes: operations by phase, the rest of the method, the
+model around it.
 
 Marks are CUDA events on a GPU, so that nothing waits while a step runs, and clock reads on a CPU.
 """
@@ -49,7 +50,8 @@ def profile_file(folder: Path) -> Path | None:
 
 
 class Stopwatch:
-    """Clock named spans on `device`. `labelled`: also name them in the trace of a torch.profiler."""
+    """Clock named spans on `device`. `labelled`: also name them in the trace of a
+    torch.profiler."""
 
     def __init__(self, device: torch.device, labelled: bool = False) -> None:
         self.device, self.labelled = device, labelled
@@ -63,7 +65,8 @@ class Stopwatch:
             self._spans.append((name, began, self._mark()))
 
     def totals(self) -> dict[str, float]:
-        """Return the seconds of each name, 0 for names without a span. This waits for the device."""
+        """Return the seconds of each name, 0 for names without a span. This waits for the
+        device."""
         spent: dict[str, float] = defaultdict(float)
         wait_for(self.device)
         for name, began, ended in self._spans:
@@ -80,8 +83,8 @@ class Stopwatch:
 
 @contextmanager
 def clocked(watch: Stopwatch, seen: Seen | None = None) -> Iterator[None]:
-    """Clock every operation that runs inside as a span of its phase, and pass it to `seen`. An operation that
-    another one calls belongs to the caller's span."""
+    """Clock every operation that runs inside as a span of its phase, and pass it to `seen`. An
+    operation that another one calls belongs to the caller's span."""
     within = False
 
     def around(name: str, arguments: tuple[Any, ...], call: Callable[[], Any]) -> Any:
@@ -103,8 +106,8 @@ def clocked(watch: Stopwatch, seen: Seen | None = None) -> Iterator[None]:
 
 
 class IndexBytes:
-    """Add up the index bytes that the operations of one layer's step read. Keys that were attended to are read
-    already: a method that asks for their weights (H2O, InfLLM) reads no index there."""
+    """Add up the index bytes that the operations of one layer's step read. Keys that were attended
+    to are read already: a method that asks for their weights (H2O, InfLLM) reads no index there."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -118,8 +121,8 @@ class IndexBytes:
 
 
 class Tracer:
-    """Clock decode steps, and profile a few of the first ones into the file `profiled` (None: do not profile). The
-    steps must run the layers' own `decode`, one call each."""
+    """Clock decode steps, and profile a few of the first ones into the file `profiled` (None: do
+    not profile). The steps must run the layers' own `decode`, one call each."""
 
     last: dict[str, float] | None = None  # seconds of the last step's parts; None if it was profiled
 
@@ -144,14 +147,15 @@ class Tracer:
             self._stop()
 
     def bytes_read(self, cache: KVCache) -> float | None:
-        """Return the bytes of keys, values and indices that the last step of `cache` read, or None if a layer does
-        not know."""
+        """Return the bytes of keys, values and indices that the last step of `cache` read, or None
+        if a layer does not know."""
         read = [layer.bytes_read for layer in cache.method_layers]
         known = [count for count in read if count is not None]
         return sum(known) + sum(self._indices[id(layer)] for layer in cache.method_layers) if known == read else None
 
     def medians(self, steps: Sequence[Mapping[str, float]]) -> dict[str, Any] | None:
-        """Return the medians over the steps of a finished generation, in seconds; None without steps."""
+        """Return the medians over the steps of a finished generation, in seconds; None without
+        steps."""
         self._stop()
         if not steps:
             return None
@@ -184,8 +188,9 @@ def _parts(spent: dict[str, float]) -> dict[str, float]:
 
 @contextmanager
 def _clocked_layers(cache: KVCache, watch: Stopwatch, indices: dict[int, int]) -> Iterator[None]:
-    """Clock operations inside the layers' `decode` only: comparisons with exact attention have a cost of their own,
-    and layers with a sliding window are part of the model. `indices` gets the index bytes that each layer has read."""
+    """Clock operations inside the layers' `decode` only: comparisons with exact attention have a
+    cost of their own, and layers with a sliding window are part of the model. `indices` gets the
+    index bytes that each layer has read."""
 
     def decode(layer: int, plain: Callable[[AttnInput], Tensor], x: AttnInput) -> Tensor:
         index_bytes = IndexBytes()

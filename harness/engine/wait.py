@@ -1,4 +1,5 @@
-"""Waits for a GPU before a clock is read: its operations are launched, but not done, when a call returns."""
+"""Waits for a GPU before a clock is read: its operations are launched, but not done, when a call
+returns."""
 
 from __future__ import annotations
 

@@ -64,7 +64,8 @@ class ModelInfo:
 
     @property
     def caution(self) -> str | None:
-        """Return the warning for results of a model that reads further than it was trained to, or None."""
+        """Return the warning for results of a model that reads further than it was trained to, or
+        None."""
         if self.window <= self.trained_window:
             return None
         return (
@@ -74,15 +75,16 @@ class ModelInfo:
 
     @property
     def num_whole_layers(self) -> int:
-        """Return how many layers a method serves: those that see the whole text (methods/layers/hybrid.py)."""
+        """Return how many layers a method serves: those that see the whole text
+        (methods/layers/hybrid.py)."""
         return self.layer_windows.count(None) or self.num_layers
 
     def weight_bytes(self, dtype: str) -> int:
         return self.num_parameters * DTYPE_BYTES[dtype]
 
     def kv_bytes(self, dtype: str, tokens: int, *, slide: bool = False) -> int:
-        """Return the bytes of keys and values of `tokens` tokens in all layers. `slide`: only in layers with a
-        sliding window, which keep no more than their window."""
+        """Return the bytes of keys and values of `tokens` tokens in all layers. `slide`: only in
+        layers with a sliding window, which keep no more than their window."""
         windows = [window for window in self.layer_windows if window or not slide]
         rows = sum(min(tokens, window or tokens) for window in windows)
         return 2 * rows * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]
@@ -100,8 +102,8 @@ class LoadedModel:
 
 
 class ModelSource(ABC):
-    """Describe and load one model. Subclasses are frozen dataclasses; their defaults are the values of their yaml,
-    which lists every field."""
+    """Describe and load one model. Subclasses are frozen dataclasses; their defaults are the values
+    of their yaml, which lists every field."""
 
     @abstractmethod
     def identity(self) -> Identity:
@@ -122,8 +124,8 @@ class ModelSource(ABC):
         return int(self.config().max_position_embeddings)
 
     def describe(self) -> ModelInfo:
-        """Return the description of the model. It is computed once, because that takes seconds, and again if the
-        files of a local folder have changed."""
+        """Return the description of the model. It is computed once, because that takes seconds, and
+        again if the files of a local folder have changed."""
         return _described(self, self.identity())
 
     def load(self, dtype: str, device: str) -> LoadedModel:
@@ -163,8 +165,8 @@ def _described(source: ModelSource, identity: Identity) -> ModelInfo:
 
 
 def _make_current(device: str) -> None:
-    """Make `device` the current one: kernels are launched and graphs captured on the current device, by default the
-    first."""
+    """Make `device` the current one: kernels are launched and graphs captured on the current
+    device, by default the first."""
     import torch
 
     if ":" in device:
@@ -172,8 +174,8 @@ def _make_current(device: str) -> None:
 
 
 def _align(model: PreTrainedModel) -> None:
-    """Move weights to the start of a cache line, where they are read faster; those mapped from a file begin
-    anywhere."""
+    """Move weights to the start of a cache line, where they are read faster; those mapped from a
+    file begin anywhere."""
     for weight in model.parameters():
         if weight.device.type == "cpu" and weight.data_ptr() % 64:
             weight.data = weight.data.clone()
@@ -198,15 +200,16 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def own_dtype(config: PreTrainedConfig) -> str:
-    """Return the dtype in which the checkpoint was saved; fp32, transformers' default, if its config names no known
-    dtype."""
+    """Return the dtype in which the checkpoint was saved; fp32, transformers' default, if its
+    config names no known dtype."""
     saved = str(config.dtype).removeprefix("torch.")
     return next((name for name, full in DTYPES.items() if full == saved), "fp32")
 
 
 def limit(window: int, layer_windows: Sequence[int | None]) -> int:
-    """Return the most tokens, prompt and answer: the model's window. If every layer slides, it is the smallest
-    window of a layer: beyond it a method would have no layer that sees the whole text."""
+    """Return the most tokens, prompt and answer: the model's window. If every layer slides, it is
+    the smallest window of a layer: beyond it a method would have no layer that sees the whole
+    text."""
     return min(window, *(window if seen is None else seen for seen in layer_windows)) if all(layer_windows) else window
 
 
@@ -230,15 +233,16 @@ def count_parameters(config: PreTrainedConfig) -> int:
 
 
 def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return every token id that ends an answer. In many repositories the sources disagree, and a missing id lowers
-    all scores."""
+    """Return every token id that ends an answer. In many repositories the sources disagree, and a
+    missing id lowers all scores."""
     stated = [getattr(model.generation_config, "eos_token_id", None), model.config.eos_token_id, tokenizer.eos_token_id]
     ids = {i for entry in stated for i in (entry if isinstance(entry, list) else [entry]) if i is not None}
     return tuple(sorted(ids | _end_of_turn(tokenizer)))
 
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Return the special token with which the chat template closes the assistant's turn, if there is one."""
+    """Return the special token with which the chat template closes the assistant's turn, if there
+    is one."""
     if not tokenizer.chat_template:
         return set()
     turns = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}]
@@ -255,8 +259,8 @@ _loaded: dict[_Key, LoadedModel] = {}  # the model of the last run, which stays 
 
 
 def is_loaded(model: ModelSource, dtype: str, device: str) -> bool:
-    """Say whether the model is there from the last run; another model is let go of, so that its memory counts as
-    free."""
+    """Say whether the model is there from the last run; another model is let go of, so that its
+    memory counts as free."""
     if _key(model, dtype, device) not in _loaded:
         _loaded.clear()
     return bool(_loaded)
@@ -272,5 +276,6 @@ def load(model: ModelSource, dtype: str, device: str) -> LoadedModel:
 
 
 def _key(model: ModelSource, dtype: str, device: str) -> _Key:
-    """Return what tells loaded models apart: a local folder whose files were changed is another model."""
+    """Return what tells loaded models apart: a local folder whose files were changed is another
+    model."""
     return model, model.identity().revision, dtype, device

@@ -1,8 +1,8 @@
-"""Keeps a converted model in the cache: complete or not at all, and checked against checksums from its conversion.
+"""Keeps a converted model in the cache: complete or not at all, and checked against checksums from
+its conversion.
 
-A file whose size, time and inode are as noted is taken as unchanged, since hashing 540 MB takes a second; any other
-is hashed. A folder that differs from what was written is converted again.
-"""
+A file whose size, time and inode are as noted is taken as unchanged, since hashing 540 MB takes a
+second; any other is hashed. A folder that differs from what was written is converted again."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ NOTE = "checksums.json"  # in the same folder: {name: {"sha256": ..., "size": ..
 
 
 def ensure(folder: Path, make: Callable[[Path], None], *, thorough: bool = False) -> str | None:
-    """Convert the model by `make`, which gets a path to create, unless `folder` holds it completely.
+    """Convert the model by `make`, which gets a path to create, unless `folder` holds it
+    completely.
 
     `thorough` hashes every file. Return what was wrong with an existing folder, or None.
     """
@@ -66,8 +67,8 @@ def _replace(folder: Path, make: Callable[[Path], None]) -> None:
 
 @contextmanager
 def _errors_of_the_system() -> Iterator[None]:
-    """Turn errors of libraries in Rust, which report a full disk only in words (Exception("No space left on device
-    (os error 28)")), into `OSError`."""
+    """Turn errors of libraries in Rust, which report a full disk only in words (Exception("No space
+    left on device (os error 28)")), into `OSError`."""
     try:
         yield
     except Exception as error:
@@ -77,8 +78,8 @@ def _errors_of_the_system() -> Iterator[None]:
 
 
 def _fault(folder: Path, thorough: bool) -> str | None:
-    """Return what differs from what was written, or None. Note the new state of files that are intact but were
-    touched."""
+    """Return what differs from what was written, or None. Note the new state of files that are
+    intact but were touched."""
     notes, files = _notes(folder), {file.name: file for file in _files(folder)}
     if not notes:
         return "it has no checksums that can be read"
@@ -125,8 +126,8 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _noted(file: Path) -> dict[str, Any]:
-    """Return the note of a file that was just written, after syncing it to disk: a power failure may leave zeros in
-    it."""
+    """Return the note of a file that was just written, after syncing it to disk: a power failure
+    may leave zeros in it."""
     with open(file, "rb") as stream:
         os.fsync(stream.fileno())
     return {"sha256": _sha256(file), **_state(file)}
@@ -150,7 +151,8 @@ def _known_sha256(file: Path, *state: int) -> str:
 
 @contextmanager
 def _alone(lock: Path) -> Iterator[None]:
-    """Keep other processes waiting, as far as the file system can: one that is read-only or far away may not."""
+    """Keep other processes waiting, as far as the file system can: one that is read-only or far
+    away may not."""
     descriptor = None
     try:
         with suppress(OSError):

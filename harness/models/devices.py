@@ -1,4 +1,5 @@
-"""Chooses the device of a model: what `auto` means on this machine, and why a device cannot be used."""
+"""Chooses the device of a model: what `auto` means on this machine, and why a device cannot be
+used."""
 
 from __future__ import annotations
 
@@ -19,9 +20,8 @@ class DeviceError(ValueError):
 def choose_device(asked: str) -> str:
     """Return the device that `asked` stands for; `auto` is the GPU if there is one.
 
-    Raises `DeviceError` for `auto` if there is an NVIDIA GPU that torch cannot use: a run that silently took the
-    CPU would also take another dtype, and hours.
-    """
+    Raises `DeviceError` for `auto` if there is an NVIDIA GPU that torch cannot use: a run that
+    silently took the CPU would also take another dtype, and hours."""
     import torch
 
     if asked != "auto":
@@ -39,9 +39,9 @@ def choose_device(asked: str) -> str:
 def usual_chunk(device: str, dense_prefill: bool = True) -> int | None:
     """Return how many tokens of a prompt pass through a layer at once by default; None: all.
 
-    On a GPU a chunk bounds the memory between two operations. A method whose prefill is not dense (`dense_prefill`)
-    reads something else when its prompt is split, so its prompt is split only on request.
-    """
+    On a GPU a chunk bounds the memory between two operations. A method whose prefill is not dense
+    (`dense_prefill`) reads something else when its prompt is split, so its prompt is split only on
+    request."""
     return PREFILL_CHUNK if device.startswith("cuda") and dense_prefill else None
 
 

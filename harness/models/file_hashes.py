@@ -1,9 +1,9 @@
 """Hashes files (SHA-256) and remembers the hash until the file changes.
 
-A large file is read again only if its size, times of change, inode or device differ from those at the last reading:
-hashing the weights of a 70B model takes minutes, and every process of a sweep needs the hash. The time of the last
-change of the inode (`st_ctime_ns`) is among them, because a program can reset the other times, but not this one.
-"""
+A large file is read again only if its size, times of change, inode or device differ from those at
+the last reading: hashing the weights of a 70B model takes minutes, and every process of a sweep
+needs the hash. The time of the last change of the inode (`st_ctime_ns`) is among them, because a
+program can reset the other times, but not this one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ _known: dict[Path, dict[str, Any]] = {}
 
 
 def file_sha256(file: Path) -> str:
-    """Return the SHA-256 of all bytes of `file` as they are now. Raises `OSError` where they cannot be read."""
+    """Return the SHA-256 of all bytes of `file` as they are now. Raises `OSError` where they cannot
+    be read."""
     state, began = _state(file), time_ns()
     if state["size"] <= SMALL:
         return _sha256(file)
@@ -60,8 +61,8 @@ def _state(file: Path) -> dict[str, int]:
 
 
 def _note(place: Path) -> Path:
-    """Return the file in which the hash of `place` is noted for other processes. Each file has a note of its own,
-    so that nothing has to be locked."""
+    """Return the file in which the hash of `place` is noted for other processes. Each file has a
+    note of its own, so that nothing has to be locked."""
     return cache_root() / "hashes" / f"{hashlib.sha256(str(place).encode()).hexdigest()[:32]}.json"
 
 

@@ -1,8 +1,7 @@
 """Converts a Llama in a GGUF file (llama.cpp's format) to the Hugging Face layout, in fp32.
 
-Every value of the config and the whole tokenizer come from the file's metadata; quantised weights are expanded
-exactly.
-"""
+Every value of the config and the whole tokenizer come from the file's metadata; quantised weights
+are expanded exactly."""
 
 from __future__ import annotations
 
@@ -74,9 +73,9 @@ def _config(reader: GGUFReader) -> PreTrainedConfig:
 def _tokenizer(reader: GGUFReader) -> PreTrainedTokenizerBase:
     """Return the byte-level BPE tokenizer, which takes every digit by itself.
 
-    Digits are split off first, as in the published tokenizer and in llama.cpp (`tokenizer.ggml.pre` = smollm);
-    transformers' own GGUF reader omits this, and then splits the white space before a digit differently.
-    """
+    Digits are split off first, as in the published tokenizer and in llama.cpp (`tokenizer.ggml.pre`
+    = smollm); transformers' own GGUF reader omits this, and then splits the white space before a
+    digit differently."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -118,7 +117,8 @@ def _tensors(reader: GGUFReader, config: PreTrainedConfig) -> dict[str, np.ndarr
 
 
 def unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Undo llama.cpp's interleaving of the two halves of every head of q and k, which transformers does not use."""
+    """Undo llama.cpp's interleaving of the two halves of every head of q and k, which transformers
+    does not use."""
     import numpy as np
 
     halves = rows.reshape(heads, -1, 2, rows.shape[-1])

@@ -1,5 +1,5 @@
-"""Loads models in the Hugging Face layout, from a local folder or the hub: resolved to one folder, loaded from
-there."""
+"""Loads models in the Hugging Face layout, from a local folder or the hub: resolved to one folder,
+loaded from there."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ NAMED = 3  # names of tensors in an error
 
 @dataclass(frozen=True)
 class HuggingFace(ModelSource):
-    """Load a model in the Hugging Face layout. `name`: hub id or folder. `revision`: branch, tag or commit.
-    `window`: the most tokens, None for the config's own."""
+    """Load a model in the Hugging Face layout. `name`: hub id or folder. `revision`: branch, tag or
+    commit. `window`: the most tokens, None for the config's own."""
 
     name: str
     revision: str | None = None
@@ -114,8 +114,8 @@ class HuggingFace(ModelSource):
         return model.to(device)  # type: ignore[arg-type]
 
     def folder(self, *, weights: bool = False) -> Path:
-        """Return the folder with the files of one commit; download what is missing. `weights`: including the large
-        files."""
+        """Return the folder with the files of one commit; download what is missing. `weights`:
+        including the large files."""
         local = Path(self.name).expanduser()
         if not self._is_local():
             small = snapshot(self.name, self.revision, weights=False)
@@ -136,7 +136,8 @@ class HuggingFace(ModelSource):
 
 @contextmanager
 def _said_of(place: Path) -> Iterator[None]:
-    """Name what transformers, or a library below it, cannot read: each has kinds of errors of its own."""
+    """Name what transformers, or a library below it, cannot read: each has kinds of errors of its
+    own."""
     try:
         yield
     except (ModelError, OSError, MemoryError):
@@ -193,8 +194,8 @@ def _check_rope_types(rope: Mapping[str, Any], name: str) -> None:
 
 
 def _has_rope_theta(config: Mapping[str, Any], rope: Mapping[str, Any]) -> bool:
-    """Return whether the base of the rotation is known: `config` says it for all layers or for each kind of them, or
-    was written for Llama before there was a choice, when it was 10,000."""
+    """Return whether the base of the rotation is known: `config` says it for all layers or for each
+    kind of them, or was written for Llama before there was a choice, when it was 10,000."""
     by_kind = [kind for kind in rope.values() if isinstance(kind, Mapping)]
     if any(place.get("rope_theta") is not None for place in (config, rope)):
         return True
@@ -206,8 +207,9 @@ def _has_rope_theta(config: Mapping[str, Any], rope: Mapping[str, Any]) -> bool:
 
 
 def check_tensors(folder: Path, model: PreTrainedModel, loading: Mapping[str, Collection[Any]]) -> None:
-    """Raise `ModelError` unless every weight of `model` comes from the files in `folder`, and every tensor there is one
-    of its weights. `loading`: what transformers says of that; it leaves tied weights and computed buffers out."""
+    """Raise `ModelError` unless every weight of `model` comes from the files in `folder`, and every
+    tensor there is one of its weights. `loading`: what transformers says of that; it leaves tied
+    weights and computed buffers out."""
     if missing := loading["missing_keys"]:
         raise ModelError(
             f"{folder} lacks {_named(missing)}, in whose place the model would have random numbers: fetch the model "
@@ -231,7 +233,8 @@ def check_tensors(folder: Path, model: PreTrainedModel, loading: Mapping[str, Co
 
 
 def _coded(folder: Path) -> Iterator[str]:
-    """Yield the name and type of every tensor that is not stored in 16 bits or more of floating point."""
+    """Yield the name and type of every tensor that is not stored in 16 bits or more of floating
+    point."""
     from safetensors import safe_open
 
     for file in (file for file in files_of(folder) if file.suffix == ".safetensors"):
@@ -242,7 +245,8 @@ def _coded(folder: Path) -> Iterator[str]:
 
 
 def _weight(model: PreTrainedModel, name: str) -> bool:
-    """Return whether a tensor of this name in a checkpoint, which may leave the prefix out, is a weight of `model`."""
+    """Return whether a tensor of this name in a checkpoint, which may leave the prefix out, is a
+    weight of `model`."""
     weights = dict(model.named_parameters(remove_duplicate=False))
     return name in weights or f"{model.base_model_prefix}.{name}" in weights
 
@@ -255,7 +259,8 @@ def _named(names: Collection[str]) -> str:
 
 @contextmanager
 def _without_load_report() -> Iterator[None]:
-    """Keep transformers' table of missing and unexpected tensors off the terminal: `check_tensors` says the same."""
+    """Keep transformers' table of missing and unexpected tensors off the terminal: `check_tensors`
+    says the same."""
     loggers = [logging.getLogger(f"transformers.{name}") for name in ("modeling_utils", "utils.loading_report")]
     for logger in loggers:
         logger.addFilter(_no_report)
@@ -271,7 +276,8 @@ def _no_report(record: logging.LogRecord) -> bool:
 
 
 def fingerprint(folder: Path) -> str:
-    """Return the identity of a local folder: the hash of every byte that a model or tokenizer may be read from."""
+    """Return the identity of a local folder: the hash of every byte that a model or tokenizer may
+    be read from."""
     files = files_of(folder)
     with ThreadPoolExecutor() as threads:
         hashes = list(threads.map(file_sha256, files))

@@ -1,5 +1,5 @@
-"""Provides random weights in the shape of a public model, for speed, memory and traffic without a download, and
-quick tests.
+"""Provides random weights in the shape of a public model, for speed, memory and traffic without a
+download, and quick tests.
 
 Scores mean nothing here. Weights depend only on shape, layers, seed, dtype and kind of device.
 """
@@ -34,8 +34,8 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Random(ModelSource):
-    """Make a model with random weights. `shape`: a name in shapes.yaml. `layers`: how many, None for all.
-    `tokenizer_name`: one of TOKENIZERS."""
+    """Make a model with random weights. `shape`: a name in shapes.yaml. `layers`: how many, None
+    for all. `tokenizer_name`: one of TOKENIZERS."""
 
     shape: str = "smollm2"
     layers: int | None = None
@@ -77,8 +77,8 @@ class Random(ModelSource):
         return embedded.SmolLM2().tokenizer() if self._tokenizer_name() == "smollm2" else byte_tokenizer()
 
     def build(self, dtype: torch.dtype, device: str) -> PreTrainedModel:
-        """Return the model, whose weights are allocated once, with their dtype and on their device: the usual
-        initialisation takes minutes for 8B on a CPU."""
+        """Return the model, whose weights are allocated once, with their dtype and on their device:
+        the usual initialisation takes minutes for 8B on a CPU."""
         import torch
         from transformers import AutoModelForCausalLM
 
@@ -112,8 +112,8 @@ class Random(ModelSource):
 
 
 def fill(model: nn.Module, generator: torch.Generator) -> None:
-    """Draw matrices that keep the variance of their inputs; norms are 1, biases 0. Uniform numbers are drawn faster
-    than normal ones."""
+    """Draw matrices that keep the variance of their inputs; norms are 1, biases 0. Uniform numbers
+    are drawn faster than normal ones."""
     import torch
 
     with torch.no_grad():
@@ -129,7 +129,8 @@ def fill(model: nn.Module, generator: torch.Generator) -> None:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerBase:
-    """Return a tokenizer that takes every byte as a token and has ChatML as template: 259 tokens."""
+    """Return a tokenizer that takes every byte as a token and has ChatML as template: 259
+    tokens."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,7 +1,7 @@
 """Finds the files of one commit of a hub repository: in the local cache, else on the hub.
 
-The hub is probed once before it is asked: its library retries an unreachable one for 15 to 23 seconds per file.
-"""
+The hub is probed once before it is asked: its library retries an unreachable one for 15 to 23
+seconds per file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ ADVICE = "point model.name at a local folder, or use model=smollm2, which needs 
 
 
 def snapshot(name: str, revision: str | None, *, weights: bool) -> Path:
-    """Return the snapshot folder in the hub cache, named after its commit; download what is missing."""
+    """Return the snapshot folder in the hub cache, named after its commit; download what is
+    missing."""
     from huggingface_hub import constants as hub
 
     if folder := _cached(name, revision, weights=weights):
@@ -79,13 +80,15 @@ def has_weights(folder: Path) -> bool:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Return all files of a local folder that a model or its tokenizer may be read from, sorted by name."""
+    """Return all files of a local folder that a model or its tokenizer may be read from, sorted by
+    name."""
     matches = {file for pattern in SMALL_FILES + WEIGHT_FILES + LOCAL_FILES for file in folder.glob(pattern)}
     return sorted(file for file in matches | _parts(folder) if file.is_file())
 
 
 def _parts(folder: Path) -> set[Path]:
-    """Return the weight files that the index names, whatever they are called; none if there is no index."""
+    """Return the weight files that the index names, whatever they are called; none if there is no
+    index."""
     index = folder / INDEX
     if not index.is_file():
         return set()

@@ -1,7 +1,7 @@
 """Turns an example into token ids: chat template, BOS, middle cut, and where the context ends.
 
-The text is put together first and tokenised once, so that both protocols and every method see the same ids.
-"""
+The text is put together first and tokenised once, so that both protocols and every method see the
+same ids."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ class Prompt:
 
 
 class Shell(NamedTuple):
-    """Hold the text around the user's text: `head` contains the system text, `tail` opens the assistant's turn."""
+    """Hold the text around the user's text: `head` contains the system text, `tail` opens the
+    assistant's turn."""
 
     head: str
     tail: str
@@ -72,8 +73,8 @@ class Tools:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Return the hash of the tokenizer and chat setting; computed on demand, because serialising a tokenizer is
-        slow."""
+        """Return the hash of the tokenizer and chat setting; computed on demand, because
+        serialising a tokenizer is slow."""
         return _fingerprint(self.tokenizer, self.chat)
 
     def encode(self, text: str) -> list[int]:
@@ -83,14 +84,15 @@ class Tools:
         return decode(self.tokenizer, ids)
 
     def count(self, user: str, prefix: str = "", *, system: str = "", chat: bool = True) -> int:
-        """Return the number of tokens of the whole prompt, without a BOS that the tokenizer adds."""
+        """Return the number of tokens of the whole prompt, without a BOS that the tokenizer
+        adds."""
         template = chat and self.chat == "template"
         return len(self.encode(wrap(self.tokenizer, user, system, template=template) + prefix))
 
 
 def render(example: Example, tokenizer: Tokenizer, *, chat: Chat) -> Prompt:
-    """Return the prompt of `example`. With `chat=none` nothing is wrapped in the chat template, with
-    `chat=template` what the example wants wrapped."""
+    """Return the prompt of `example`. With `chat=none` nothing is wrapped in the chat template,
+    with `chat=template` what the example wants wrapped."""
     template = chat == "template" and example.chat
     context, question, cut_tokens = cut_middle(example, tokenizer)
     wrapped = wrap(tokenizer, context + question, example.system, template=template)
@@ -104,9 +106,9 @@ def render(example: Example, tokenizer: Tokenizer, *, chat: Chat) -> Prompt:
 
 
 def render_turn(example: Example, tokenizer: Tokenizer, *, chat: Chat) -> Prompt:
-    """Return the tokens between the answer before `example`, a further turn, and the answer to it: the end of the
-    earlier answer, the user's text and the opening of the next answer. They follow the given reply if the example
-    has one. All of them belong to the question."""
+    """Return the tokens between the answer before `example`, a further turn, and the answer to it:
+    the end of the earlier answer, the user's text and the opening of the next answer. They follow
+    the given reply if the example has one. All of them belong to the question."""
     template = chat == "template" and example.chat
     text = example.question
     if template:
@@ -119,8 +121,8 @@ def render_turn(example: Example, tokenizer: Tokenizer, *, chat: Chat) -> Prompt
 
 
 def wrap(tokenizer: Tokenizer, user: str, system: str, *, template: bool, opens_answer: bool = True) -> str:
-    """Return the user's turn and, if it `opens_answer`, the opening of the assistant's turn. Without a template,
-    the system text and a blank line precede the user's text."""
+    """Return the user's turn and, if it `opens_answer`, the opening of the assistant's turn.
+    Without a template, the system text and a blank line precede the user's text."""
     if not template:
         return f"{system}\n\n{user}" if system else user
     turns = [("system", system)] * bool(system) + [("user", user)]
@@ -154,8 +156,8 @@ class _TemplateDay(datetime):
 
 @contextmanager
 def _on_template_day() -> Iterator[None]:
-    """Make `strftime_now` of a template write the fixed day. transformers passes no function of ours to a template,
-    and its own reads the clock by the module's `datetime`."""
+    """Make `strftime_now` of a template write the fixed day. transformers passes no function of
+    ours to a template, and its own reads the clock by the module's `datetime`."""
     from transformers.utils import chat_template_utils
 
     clock: Any = chat_template_utils
@@ -169,8 +171,8 @@ def _on_template_day() -> Iterator[None]:
 
 
 def shell(tokenizer: Tokenizer, system: str = "", *, template: bool = True) -> Shell:
-    """Return the text that `wrap` puts around the user's text, including a system text that some templates add by
-    themselves."""
+    """Return the text that `wrap` puts around the user's text, including a system text that some
+    templates add by themselves."""
     head, probe, tail = wrap(tokenizer, PROBE, system, template=template).rpartition(PROBE)
     if not probe:
         raise PromptError("The chat template changes the user's text: set chat=none, or use another model.")
@@ -178,8 +180,8 @@ def shell(tokenizer: Tokenizer, system: str = "", *, template: bool = True) -> S
 
 
 def before_answer(tokenizer: Tokenizer, system: str = "") -> str | None:
-    """Return what the template puts between a user's text and the assistant's existing answer to it; None if it
-    takes no answers."""
+    """Return what the template puts between a user's text and the assistant's existing answer to
+    it; None if it takes no answers."""
     talk = [("system", system)] * bool(system) + [("user", PROBE), ("assistant", ANSWER_PROBE)]
     try:
         text = _templated(tokenizer, talk, opens_answer=False)
@@ -190,8 +192,8 @@ def before_answer(tokenizer: Tokenizer, system: str = "") -> str | None:
 
 
 def _end_of_context(wrapped: str, context: str, question: str, around: Shell) -> int:
-    """Return the position in `wrapped` just after the context, also if the template strips the user's text (Llama
-    3)."""
+    """Return the position in `wrapped` just after the context, also if the template strips the
+    user's text (Llama 3)."""
     user = context + question
     inside = wrapped[len(around.head) : len(wrapped) - len(around.tail)]
     if inside == user:
@@ -207,7 +209,8 @@ def _indent(text: str) -> int:
 
 
 def cut_middle(example: Example, tokenizer: Tokenizer) -> tuple[str, str, int]:
-    """Return context, question and the number of tokens cut, by LongBench's rule: the first and the last half stay.
+    """Return context, question and the number of tokens cut, by LongBench's rule: the first and the
+    last half stay.
 
     If the question was cut, what is left of it counts as context.
     """
@@ -231,7 +234,8 @@ class Tokens(NamedTuple):
 
 
 def tokenize(tokenizer: Tokenizer, text: str) -> Tokens:
-    """Return the tokens of `text`. No special tokens are added; those spelled out in `text` are recognised."""
+    """Return the tokens of `text`. No special tokens are added; those spelled out in `text` are
+    recognised."""
     options = {"return_offsets_mapping": True, "return_attention_mask": False, "verbose": False}
     encoded = tokenizer(text, add_special_tokens=False, **options)
     return Tokens(list(encoded["input_ids"]), [end for _, end in encoded["offset_mapping"]])

@@ -1,4 +1,5 @@
-"""Finds what is wrong with a prompt before a model sees it; each finding is one sentence with its remedy."""
+"""Finds what is wrong with a prompt before a model sees it; each finding is one sentence with its
+remedy."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ class Finding:
 def lint(
     example: Example, prompt: Prompt, tokenizer: Tokenizer, window: int, new_tokens: int, before: int = 0
 ) -> list[Finding]:
-    """Return the findings for a prompt. Errors make the run meaningless; warnings are to be mentioned with the
-    score. `before`: tokens of earlier turns."""
+    """Return the findings for a prompt. Errors make the run meaningless; warnings are to be
+    mentioned with the score. `before`: tokens of earlier turns."""
     return [
         *_empty(example, prompt),
         *_too_long(prompt, window, new_tokens, before),
@@ -79,8 +80,8 @@ def _prefix(example: Example, prompt: Prompt, tokenizer: Tokenizer) -> Iterator[
 
 
 def _opening(example: Example, prompt: Prompt, tokenizer: Tokenizer) -> Iterator[Finding]:
-    """Compare the end of the prompt with what the template puts before an existing answer: some templates open the
-    assistant's turn by ending the user's."""
+    """Compare the end of the prompt with what the template puts before an existing answer: some
+    templates open the assistant's turn by ending the user's."""
     if not prompt.template:
         return
     eos, tail = tokenizer.eos_token, shell(tokenizer, example.system).tail.rstrip()

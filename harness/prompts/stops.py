@@ -12,8 +12,8 @@ MARGIN = 4  # tokens decoded beyond the longest stop string, for pieces of a cha
 
 
 class StopRule:
-    """Decide after each new token whether the answer ends; call it with all new tokens. The first `min_new_tokens`
-    tokens can neither stop the answer nor be cut."""
+    """Decide after each new token whether the answer ends; call it with all new tokens. The first
+    `min_new_tokens` tokens can neither stop the answer nor be cut."""
 
     def __init__(
         self, tokenizer: Tokenizer, eos_ids: Iterable[int], stop_strings: Sequence[str], min_new_tokens: int
@@ -29,7 +29,8 @@ class StopRule:
 
     @property
     def ends(self) -> list[int]:
-        """Return the tokens that end an answer by themselves: EOS, and the last token of each stop string."""
+        """Return the tokens that end an answer by themselves: EOS, and the last token of each stop
+        string."""
         return sorted(self.eos_ids | {tokenize(self.tokenizer, stop).ids[-1] for stop in self.stop_strings})
 
     def __call__(self, tokens: list[int]) -> Reason | None:
@@ -48,7 +49,8 @@ class StopRule:
         return text[:stop]
 
     def _find_stop(self, tokens: Sequence[int], start: int) -> tuple[str, int | None]:
-        """Return the text from token `start` on, and the position in it where the first stop string begins."""
+        """Return the text from token `start` on, and the position in it where the first stop string
+        begins."""
         text = decode(self.tokenizer, tokens[start:])
         spared = len(decode(self.tokenizer, tokens[start : self.min_new_tokens])) if self.min_new_tokens > start else 0
         positions = [text.find(stop, max(0, spared - len(stop) + 1)) for stop in self.stop_strings]

@@ -1,8 +1,8 @@
-"""Feeds a given text through the method's decode steps (teacher forcing) and measures its likelihood.
+"""Feeds a given text through the method's decode steps (teacher forcing) and measures its
+likelihood.
 
-The likelihood of the first token comes from the prefill, that of every other token from a decode step after the
-seal; thus it measures what the method keeps of the context.
-"""
+The likelihood of the first token comes from the prefill, that of every other token from a decode
+step after the seal; thus it measures what the method keeps of the context."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ class Forced:
         return ids
 
     def mean_nll(self) -> list[float]:
-        """Return the mean negative log-likelihood of each sequence over the tokens fed so far, in nats."""
+        """Return the mean negative log-likelihood of each sequence over the tokens fed so far, in
+        nats."""
         return [sum(costs) / len(costs) for costs in zip(*(cost.tolist() for cost in self.costs), strict=True)]
 
 
 def forced_ids(example: Example, prompt: Prompt, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the tokens of the reference as they follow the prompt in one text; none if the example is not
-    teacher-forced."""
+    """Return the tokens of the reference as they follow the prompt in one text; none if the example
+    is not teacher-forced."""
     if not example.teacher_forced:
         return ()
     if len(example.references) != 1 or not example.references[0]:
@@ -54,8 +55,8 @@ def choices_ids(example: Example, prompt: Prompt, tokenizer: Tokenizer) -> tuple
 
 
 def answer_ids(reference: str, prompt: Prompt, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the tokens of a right answer as a model would write it after `prompt`: after a space, unless the
-    prompt ends in white space or the answer begins with it."""
+    """Return the tokens of a right answer as a model would write it after `prompt`: after a space,
+    unless the prompt ends in white space or the answer begins with it."""
     end = prompt.text[-TAIL:]
     space = "" if end[-1:].isspace() or reference[:1].isspace() else " "
     return _following(end, tokenize(tokenizer, end).ids, space + reference, tokenizer)
@@ -67,8 +68,8 @@ def _after(prompt: Prompt, text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def _following(text: str, ids: Sequence[int], added: str, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the tokens of `added` as they follow `text`, whose tokens are `ids`. If the two would join into other
-    tokens, it is tokenised alone."""
+    """Return the tokens of `added` as they follow `text`, whose tokens are `ids`. If the two would
+    join into other tokens, it is tokenised alone."""
     joined, ends = tokenize(tokenizer, text + added)
     start = next((i for i, end in enumerate(ends) if end > len(text)), len(joined))
     if joined[:start] == list(ids):

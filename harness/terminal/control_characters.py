@@ -1,4 +1,5 @@
-"""Escapes control characters in text of a model, a data set or a run's folder, because a terminal obeys them."""
+"""Escapes control characters in text of a model, a data set or a run's folder, because a terminal
+obeys them."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ KEPT = "\n\t\u200c\u200d"  # line ends, tabs, and the joiners used by scripts an
 
 
 def visible(text: str) -> str:
-    r"""Return `text` with control characters, and those that change the direction of writing, as escapes: ESC
-    becomes the four characters \x1b."""
+    r"""Return `text` with control characters, and those that change the direction of writing, as
+    escapes: ESC becomes the four characters \x1b."""
     return text if text.isprintable() else "".join(map(_shown, text))
 
 

@@ -1,5 +1,5 @@
-"""Lets a command outlive the reader of its output: `| head` has seen enough, an ssh session drops, and the runs go
-on."""
+"""Lets a command outlive the reader of its output: `| head` has seen enough, an ssh session drops,
+and the runs go on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from harness.terminal.notices import warn
 
 @contextmanager
 def lasting_output() -> Iterator[None]:
-    """Drop what cannot be printed inside this block, whoever prints it: output decides nothing about a run."""
+    """Drop what cannot be printed inside this block, whoever prints it: output decides nothing
+    about a run."""
     before: tuple[TextIO | None, TextIO | None] = sys.stdout, sys.stderr
     with ExitStack() as opened:
         sys.stdout, sys.stderr = (_lasting(stream, opened) for stream in before)
@@ -55,8 +56,8 @@ class _Lasting:
         return getattr(self._below, name)
 
     def _discard(self, error: Exception) -> None:
-        """Redirect the stream to nothing, including what is still in its buffer: Python would raise for that when
-        it exits."""
+        """Redirect the stream to nothing, including what is still in its buffer: Python would raise
+        for that when it exits."""
         with suppress(OSError, ValueError), open(os.devnull, "w") as nothing:
             os.dup2(nothing.fileno(), self._below.fileno())
         if self is sys.stdout and isinstance(error, OSError) and error.errno != errno.EPIPE:
@@ -64,8 +65,8 @@ class _Lasting:
 
 
 def _lasting(stream: TextIO | None, opened: ExitStack) -> TextIO:
-    """Return `stream` wrapped. It is None in Python if it was closed from the start; it is then replaced, because
-    the next opened file, maybe a run's, would get its number."""
+    """Return `stream` wrapped. It is None in Python if it was closed from the start; it is then
+    replaced, because the next opened file, maybe a run's, would get its number."""
     if isinstance(stream, _Lasting):
         return cast(TextIO, stream)
     return cast(TextIO, _Lasting(stream or opened.enter_context(open(os.devnull, "w"))))

@@ -22,13 +22,14 @@ def say(text: str) -> None:
 
 
 def show(page: str) -> None:
-    """Print a page with colours of ours on stdout, at once; what it quotes went through `visible` before."""
+    """Print a page with colours of ours on stdout, at once; what it quotes went through `visible`
+    before."""
     print(page, flush=True)
 
 
 def warn(text: str) -> None:
-    """Print on stderr, at once, how far a command is, or what is left out or done differently than asked. The
-    command goes on."""
+    """Print on stderr, at once, how far a command is, or what is left out or done differently than
+    asked. The command goes on."""
     print(visible(text), file=sys.stderr, flush=True)
 
 
@@ -63,8 +64,8 @@ def tell_of_builds() -> None:
 
 
 def alike(warnings: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """Merge warnings that differ only in their numbers. Yield each with the span of every number, and how many were
-    merged."""
+    """Merge warnings that differ only in their numbers. Yield each with the span of every number,
+    and how many were merged."""
     kinds: dict[tuple[str, ...], list[list[int]]] = defaultdict(list)
     for warning in warnings:
         words = tuple(re.split(r"\d+", warning))

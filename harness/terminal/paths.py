@@ -11,8 +11,8 @@ class PathError(ValueError, ArgumentTypeError):
 
 
 def typed(text: str, key: str = "") -> Path:
-    """Return the path with the user's home instead of ~, which a shell leaves alone after an equals sign. `key`:
-    the text before it on the command line, for errors."""
+    """Return the path with the user's home instead of ~, which a shell leaves alone after an equals
+    sign. `key`: the text before it on the command line, for errors."""
     if not text.strip():
         raise PathError(f"{key} is empty: name a file or a folder, or leave it out".lstrip())
     try:

@@ -1,5 +1,5 @@
-"""Shows progress on stderr: a line per run, and how far it is, as a bar on a terminal or a line now and then in a
-log."""
+"""Shows progress on stderr: a line per run, and how far it is, as a bar on a terminal or a line now
+and then in a log."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _named: set[Path] = set()  # folders that this command has announced; several ru
 
 @contextmanager
 def numbered(job: int, jobs: int, alone: bool = True) -> Iterator[None]:
-    """Put the number of the job before all progress inside, if there are several jobs. A terminal that other
-    processes write to as well (not `alone`) gets lines instead of a bar."""
+    """Put the number of the job before all progress inside, if there are several jobs. A terminal
+    that other processes write to as well (not `alone`) gets lines instead of a bar."""
     counter, before = _counter.set(f"job {job}/{jobs} " if jobs > 1 else ""), _alone.set(alone)
     try:
         yield
@@ -40,7 +40,8 @@ def forget() -> None:
 
 
 def announce(label: str, folder: Path, found: int, wanted: int) -> None:
-    """Print one line per folder and command: where the run is, and how much of it was there already."""
+    """Print one line per folder and command: where the run is, and how much of it was there
+    already."""
     if folder in _named:
         return
     _named.add(folder)
@@ -58,8 +59,8 @@ def progress(
     unit: str = "tok",
     clock: Callable[[], float] = monotonic,
 ) -> Iterator[T]:
-    """Yield `results` as they come and show progress. `sizes`: the sizes of all results to come, in whatever takes
-    the time; `size`: gives the size of one result."""
+    """Yield `results` as they come and show progress. `sizes`: the sizes of all results to come, in
+    whatever takes the time; `size`: gives the size of one result."""
     if _alone.get() and sys.stderr.isatty():
         return _bar(results, label, sizes, size, what, unit)
     return _lines(results, label, len(sizes), what, clock)

@@ -1,9 +1,9 @@
-"""Lets signals end a command as Ctrl-C does: a scheduler's SIGTERM, and the SIGHUP of a closed terminal.
+"""Lets signals end a command as Ctrl-C does: a scheduler's SIGTERM, and the SIGHUP of a closed
+terminal.
 
-Inside `Stoppable` the first signal raises `Stopped`, a KeyboardInterrupt: folders are closed and temporary files
-are removed on the way out. It waits for the end of a write (`whole`). A second signal ends the process at once, but
-never within a write.
-"""
+Inside `Stoppable` the first signal raises `Stopped`, a KeyboardInterrupt: folders are closed and
+temporary files are removed on the way out. It waits for the end of a write (`whole`). A second
+signal ends the process at once, but never within a write."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ _process = _Process()
 class Stoppable:
     """Let signals end what runs inside. On leaving, print that and how to `go_on`.
 
-    `code` is the exit code, and 0 if no signal came: not even one that a destructor or a library swallowed.
-    """
+    `code` is the exit code, and 0 if no signal came: not even one that a destructor or a library
+    swallowed."""
 
     code = 0
 
@@ -110,7 +110,8 @@ class Stoppable:
 
 
 class whole(ContextDecorator):
-    """Protect a write from signals: one that comes meanwhile takes effect at the end. The write should be short."""
+    """Protect a write from signals: one that comes meanwhile takes effect at the end. The write
+    should be short."""
 
     def __enter__(self) -> None:
         if _is_main():

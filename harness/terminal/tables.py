@@ -1,4 +1,5 @@
-"""Formats tables: aligned for a terminal, as Markdown, or as LaTeX with booktabs and every character escaped.
+"""Formats tables: aligned for a terminal, as Markdown, or as LaTeX with booktabs and every
+character escaped.
 
 Cells are strings; a column names its unit in its header.
 """
@@ -23,8 +24,8 @@ BYTES = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"),
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Hold one column of a table. `head`, which may have several lines, and `unit` stand above each other in a
-    terminal. `values`: the numbers of the cells, for sorting."""
+    """Hold one column of a table. `head`, which may have several lines, and `unit` stand above each
+    other in a terminal. `values`: the numbers of the cells, for sorting."""
 
     head: str
     unit: str
@@ -45,8 +46,8 @@ class Column:
 
 
 def text_table(columns: Sequence[Column], width: int = WIDTH) -> str:
-    """Return a table for a terminal. Columns without any value are left out; if a line is too long, the first
-    column wraps. Nothing is cut."""
+    """Return a table for a terminal. Columns without any value are left out; if a line is too long,
+    the first column wraps. Nothing is cut."""
     kept = [_visible(column) for column in columns if not column.empty]
     excess = sum(column.width + 2 for column in kept) - 2 - width
     if kept and excess > 0:
@@ -75,8 +76,8 @@ def markdown_table(columns: Sequence[Column]) -> str:
 
 
 def scaled(values: Sequence[float | None], units: Scale) -> tuple[list[str], str]:
-    """Return values with three significant digits and their common unit, the largest in which the largest value is
-    at least 1."""
+    """Return values with three significant digits and their common unit, the largest in which the
+    largest value is at least 1."""
     largest = max((abs(value) for value in values if value is not None), default=0.0)
     factor, unit = next((pair for pair in units if largest >= pair[0]), units[-1])
     return ["" if value is None else digits(value / factor) for value in values], unit
@@ -95,8 +96,8 @@ def quantity(
     per: str = "",
     hide_zeros: bool = False,
 ) -> Column:
-    """Return a column of values in one unit. `hide_zeros`: leave all cells empty if there are only zeros, which
-    drops the column from the table."""
+    """Return a column of values in one unit. `hide_zeros`: leave all cells empty if there are only
+    zeros, which drops the column from the table."""
     cells, unit = scaled(values, units)
     return Column(head, unit + per, cells if any(values) or not hide_zeros else [""] * len(values), values=values)
 
@@ -145,13 +146,15 @@ def with_ci(value: float | None, ci: Sequence[float] | None, sign: bool = False)
 
 
 def _interval(ci: Sequence[float], sign: bool) -> str:
-    """Return an interval without decimals, unless an end of a difference would be rounded to 0 that is not 0."""
+    """Return an interval without decimals, unless an end of a difference would be rounded to 0 that
+    is not 0."""
     places = next((n for n in range(3) if not sign or all(round(100 * end, n) for end in ci if end)), 3)
     return f"[{percent(ci[0], places, sign)}, {percent(ci[1], places, sign)}]"
 
 
 def probability(p: float | None) -> str:
-    """Return three decimals, or four where three would not show on which side of 0.05 the value lies."""
+    """Return three decimals, or four where three would not show on which side of 0.05 the value
+    lies."""
     if p is None:
         return ""
     return "<.001" if p < 0.001 else f"{p:.4f}" if f"{p:.3f}" == "0.050" else f"{p:.3f}"
@@ -175,8 +178,8 @@ SPECIAL = {
 
 
 def latex_table(columns: Sequence[Column], caption: str, label: str, below: Sequence[str] = ()) -> list[str]:
-    """Return the lines of a float no wider than the text. Columns without any value are left out; without any
-    column there is no table. `below`: paragraphs in small print under the table."""
+    """Return the lines of a float no wider than the text. Columns without any value are left out;
+    without any column there is no table. `below`: paragraphs in small print under the table."""
     kept = [column for column in columns if not column.empty]
     if not kept:
         return []
@@ -224,7 +227,8 @@ def _latex_row(cells: Sequence[str]) -> str:
 
 
 def aligned(rows: Iterable[tuple[str, str]], most: int = 60) -> list[str]:
-    """Return two columns, indented by two. A left cell wider than `most` shifts only its own right cell."""
+    """Return two columns, indented by two. A left cell wider than `most` shifts only its own right
+    cell."""
     rows = list(rows)
     width = min(most, max((len(left) for left, _ in rows), default=0))
     return [f"  {left:<{width}}  {right}".rstrip() for left, right in rows]

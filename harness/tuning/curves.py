@@ -1,4 +1,5 @@
-"""Draws the curves of a search: the score against each parameter, with all others at their start."""
+"""Draws the curves of a search: the score against each parameter, with all others at their
+start."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ def draw(curves: Mapping[str, Curve], full: float | None, path: Path, title: str
 
 
 def _panel(axes: Axes, name: str, curve: Curve, full: float | None) -> None:
-    """Draw one curve. Values are spaced evenly, because a grid is seldom even; values that are words are not joined
-    by a line."""
+    """Draw one curve. Values are spaced evenly, because a grid is seldom even; values that are
+    words are not joined by a line."""
     values, rows = list(curve.rows), list(curve.rows.values())
     means = [100 * row.mean for row in rows]
     ends = [row.interval for row in rows]

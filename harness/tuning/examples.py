@@ -1,8 +1,8 @@
-"""Splits the examples of a search, those of the tuning seed: one half to choose by, one half to report on.
+"""Splits the examples of a search, those of the tuning seed: one half to choose by, one half to
+report on.
 
-A point that was chosen because it scored best scores too well on the examples it was chosen by (the winner's
-curse), so its reported score comes from the other half.
-"""
+A point that was chosen because it scored best scores too well on the examples it was chosen by (the
+winner's curse), so its reported score comes from the other half."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ SAME_EXAMPLES = (
 
 @dataclass(frozen=True)
 class Examples:
-    """Hold the examples of a search. `rounds`: disjoint parts of the examples to choose by. Every group has
-    examples in each part, and in `held_out`."""
+    """Hold the examples of a search. `rounds`: disjoint parts of the examples to choose by. Every
+    group has examples in each part, and in `held_out`."""
 
     rounds: tuple[list[Item], ...]
     held_out: list[Item]
@@ -41,15 +41,15 @@ class Examples:
 
 
 def refuse_unseeded(task: Task) -> None:
-    """Raise `SettingsError` if the task's examples do not depend on the seed, before its data are looked for. A
-    task of a user's own is recognised only by its examples."""
+    """Raise `SettingsError` if the task's examples do not depend on the seed, before its data are
+    looked for. A task of a user's own is recognised only by its examples."""
     if not task.seeded:
         raise SettingsError(SAME_EXAMPLES)
 
 
 def examples_of(task: Task, model: ModelSource, settings: Settings) -> Examples:
-    """Return the examples of a search. Raises `SettingsError` if they do not depend on the seed, or are too few to
-    halve."""
+    """Return the examples of a search. Raises `SettingsError` if they do not depend on the seed, or
+    are too few to halve."""
     items = prepare(task, model, settings)
     usual = {item.sha256 for item in prepare(task, model, replace(settings, seed=Settings().seed))}
     if usual & {item.sha256 for item in items}:

@@ -36,7 +36,8 @@ def search(plan: SearchPlan, say: Say) -> Findings:
 
 @dataclass(frozen=True)
 class Findings:
-    """Hold a finished search, and `held_out`, the runs of its `best` point and the start on the other examples."""
+    """Hold a finished search, and `held_out`, the runs of its `best` point and the start on the
+    other examples."""
 
     plan: SearchPlan
     search: ParameterSearch
@@ -51,7 +52,8 @@ class Findings:
 
     @cached_property
     def reported(self) -> list[Outcome]:
-        """Return the start, the chosen point and Full on the examples that had no part in the choice."""
+        """Return the start, the chosen point and Full on the examples that had no part in the
+        choice."""
         trials = self.held_out
         rows = [self._row(trials, START)]
         rows += [] if self.best == START else [self._row(trials, self.best)]
@@ -151,7 +153,8 @@ class Findings:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Hold the records of one candidate, and those of the start; `beside` compares both on the same examples."""
+    """Hold the records of one candidate, and those of the start; `beside` compares both on the same
+    examples."""
 
     label: str
     records: Sequence[Record]

@@ -28,7 +28,8 @@ FULL = {  # baseline -> what becomes of Full
 
 @dataclass(frozen=True)
 class SearchPlan:
-    """Hold what a search will run. `start`: the job of the start on all examples, with the tuning seed."""
+    """Hold what a search will run. `start`: the job of the start on all examples, with the tuning
+    seed."""
 
     space: Space
     examples: Examples
@@ -44,8 +45,8 @@ class SearchPlan:
         names: Presets,
         asked: Mapping[str, tuple[Any, ...]],
     ) -> SearchPlan:
-        """Plan a search whose start is configured like one run, with the reserved seed. `names`: what the command
-        line calls method, task and model; `asked`: its grids."""
+        """Plan a search whose start is configured like one run, with the reserved seed. `names`:
+        what the command line calls method, task and model; `asked`: its grids."""
         for words in without_effect(wanted, method):
             say_once(words)
         method = method_of(wanted, method, model.describe())

@@ -1,4 +1,5 @@
-"""Writes the yaml of a search: the start's preset with the chosen parameters, and where they come from."""
+"""Writes the yaml of a search: the start's preset with the chosen parameters, and where they come
+from."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ DOCUMENT_END = "\n..."  # what yaml writes after a single word
 
 
 def place(folder: Path, name: str) -> Path:
-    """Return the file of a preset. Raises `SettingsError` if `name` is no plain word, or would lead to another
-    folder."""
+    """Return the file of a preset. Raises `SettingsError` if `name` is no plain word, or would lead
+    to another folder."""
     if not NAME.fullmatch(name):
         raise SettingsError(
             f"--name {name!r} is no name for a preset, which method=NAME is to find: give letters, digits, - and _, "
@@ -33,7 +34,8 @@ def place(folder: Path, name: str) -> Path:
 
 
 def write(path: Path, base: Entry, method: Method, comments: Sequence[str]) -> None:
-    """Write `method` as a preset based on `base`. `comments`: its headline, the command, and what was found."""
+    """Write `method` as a preset based on `base`. `comments`: its headline, the command, and what
+    was found."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [f"# {line}" for line in [*comments[:2], *_wrapped(comments[2:])]]
     write_atomically(path, "\n".join([*lines, *_body(path, base, method)]) + "\n")

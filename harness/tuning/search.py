@@ -1,9 +1,9 @@
-"""Searches the best parameters: one curve per parameter around the start, then the best few values of all together.
+"""Searches the best parameters: one curve per parameter around the start, then the best few values
+of all together.
 
-The curves run on all examples to choose by. The combinations are halved: each round adds examples and keeps the
-better half, so that most of the work goes to what may win. Nothing is random, so the same command finds the same
-point.
-"""
+The curves run on all examples to choose by. The combinations are halved: each round adds examples
+and keeps the better half, so that most of the work goes to what may win. Nothing is random, so the
+same command finds the same point."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class ParameterSearch:
             field = field[: max(1, round(len(field) * KEPT))]
 
     def combinations(self) -> list[Point]:
-        """Return points that combine the best values of two or more parameters, in the order of the gain they
-        promise if the gains of single parameters add up."""
+        """Return points that combine the best values of two or more parameters, in the order of the
+        gain they promise if the gains of single parameters add up."""
         best = {name: self._best_values(name) for name in self.space.grids}
         new = [point for point in self.space.combinations(best) if len(point) > 1]
         return sorted(new, key=lambda point: (-self._promise(point), *self.space.distance(point)))[:COMBINATIONS]
@@ -69,8 +69,8 @@ class ParameterSearch:
         return [point for point in self.trials.left(list(ran)) if len(ran[point]) == self.examples.choosing]
 
     def ranked(self, points: Sequence[Point]) -> list[Point]:
-        """Return points, best first. Among equal scores the start comes first, then what reads least (in whole
-        percents), then the point nearest to the start."""
+        """Return points, best first. Among equal scores the start comes first, then what reads
+        least (in whole percents), then the point nearest to the start."""
         return sorted(points, key=self._rank)
 
     def _round(self, points: Sequence[Point], number: int, what: str) -> None:

@@ -23,8 +23,8 @@ class SpaceError(ValueError):
 
 @dataclass(frozen=True)
 class Space:
-    """Hold the values to try. `grids`: per parameter at least two values in order, the start's among them.
-    `left_out`: values that are not tried, and why."""
+    """Hold the values to try. `grids`: per parameter at least two values in order, the start's
+    among them. `left_out`: values that are not tried, and why."""
 
     start: Method
     grids: Mapping[str, tuple[Any, ...]]
@@ -44,7 +44,8 @@ class Space:
         return [self._point(dict(zip(values, chosen, strict=True))) for chosen in product(*values.values())]
 
     def distance(self, point: Point) -> tuple[int, int]:
-        """Return how many parameters differ from the start's, and by how many steps on their grids."""
+        """Return how many parameters differ from the start's, and by how many steps on their
+        grids."""
         steps = [abs(self._place(name, value) - self._place(name, self.value(START, name))) for name, value in point]
         return len(point), sum(steps)
 
@@ -60,7 +61,8 @@ class Space:
 
 
 def grids_of(start: Method, asked: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
-    """Return the values to try: those of the command line; without any, what the method declares in `tunable`."""
+    """Return the values to try: those of the command line; without any, what the method declares in
+    `tunable`."""
     grids = {name: tuple(_typed(start, name, values)) for name, values in (asked or start.tunable).items()}
     if not grids:
         raise SpaceError(_nothing(start))
@@ -68,8 +70,8 @@ def grids_of(start: Method, asked: Mapping[str, tuple[Any, ...]]) -> dict[str, t
 
 
 def space_of(start: Method, grids: Mapping[str, tuple[Any, ...]], refusal: Refusal, strict: bool) -> Space:
-    """Return the space of the values that can run. `refusal`: gives the reason why a method cannot run here, or
-    None. Such a value is left out; if `strict`, it is an error."""
+    """Return the space of the values that can run. `refusal`: gives the reason why a method cannot
+    run here, or None. Such a value is left out; if `strict`, it is an error."""
     left_out = list[str]()
     legal: dict[str, list[Any]] = {name: [getattr(start, name)] for name in grids}
     for name, values in grids.items():
@@ -88,8 +90,8 @@ def space_of(start: Method, grids: Mapping[str, tuple[Any, ...]], refusal: Refus
 
 
 def _typed(method: Method, name: str, values: Sequence[Any]) -> Iterator[Any]:
-    """Yield the values with their types checked as on the command line of a run; 8 becomes 8.0 where a field is a
-    float."""
+    """Yield the values with their types checked as on the command line of a run; 8 becomes 8.0
+    where a field is a float."""
     hint = get_type_hints(type(method))[name]
     for value in values:
         if not fits(value, hint):

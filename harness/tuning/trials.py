@@ -1,5 +1,5 @@
-"""Runs candidates on a part of the examples: all with one prefill, and Full too, in folders that the same command
-finds."""
+"""Runs candidates on a part of the examples: all with one prefill, and Full too, in folders that
+the same command finds."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ TOLERANCE = 0.02  # share by which the read tokens may exceed the budget
 
 @dataclass
 class Trials:
-    """Run candidates, keep their records, and discard those that fail or read more than the budget allows. `start`:
-    the job of the start, with the tuning seed."""
+    """Run candidates, keep their records, and discard those that fail or read more than the budget
+    allows. `start`: the job of the start, with the tuning seed."""
 
     space: Space
     start: Job
@@ -35,8 +35,8 @@ class Trials:
     _allowed: float = 1.0  # multiple of the budget that the start reads, if that is more
 
     def run(self, points: Sequence[Point], part: str, items: Sequence[Item]) -> None:
-        """Run `points` on `items` and add the results to their records; finished runs are read. Each part has a
-        folder of its own, so that no run is taken for the rest of another."""
+        """Run `points` on `items` and add the results to their records; finished runs are read.
+        Each part has a folder of its own, so that no run is taken for the rest of another."""
         start, results = self.start, self.start.wanted.results
         here = replace(start.wanted, results=replace(results, root=f"{results.root}/{part}"))
 
@@ -102,8 +102,8 @@ def _read(records: Sequence[Record]) -> float | None:
 
 
 def _allowed(job: Job, start: Method, records: Sequence[Record]) -> float | None:
-    """Return the prompt tokens that the budget lets a head read, mean over layers and examples; the dense layers of
-    the start read all."""
+    """Return the prompt tokens that the budget lets a head read, mean over layers and examples; the
+    dense layers of the start read all."""
     if job.budget is None:
         return None
     dense, layers = set(getattr(start, "dense_layers", ())), range(job.model.describe().num_whole_layers)

@@ -17,5 +17,6 @@ _library = load("bandwidth", Function("read_all", ReadAll, returns="int64_t"))
 
 
 def read(x: Tensor) -> int:
-    """Read all of x, which must be contiguous. The returned sum keeps the compiler from omitting reads."""
+    """Read all of x, which must be contiguous. The returned sum keeps the compiler from omitting
+    reads."""
     return int(_library.read_all(x=x, bytes=x.nbytes))

@@ -14,7 +14,8 @@ MOST_SEQUENCES = 8  # sequences of one token each; beyond that, torch's matrix p
 
 
 class TokenLogits(Struct):
-    """Describe a call that norms the last token of each sequence and projects it to the vocabulary."""
+    """Describe a call that norms the last token of each sequence and projects it to the
+    vocabulary."""
 
     x = elements("batch * channels")
     out = elements("batch * rows", written=True)

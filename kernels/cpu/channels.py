@@ -13,7 +13,8 @@ from kernels.ragged import Ragged
 
 
 class ChannelSums(Struct):
-    """Describe a call for sums or scores: queries `q` in `num_channels` chosen channels of the keys `x`."""
+    """Describe a call for sums or scores: queries `q` in `num_channels` chosen channels of the keys
+    `x`."""
 
     q = floats("batch * groups * heads * num_channels")
     x = elements(strides="batch group channel")  # [B G D S]

@@ -94,7 +94,8 @@ def decode_rows_refuses(coded: Codes, rows: Tensor | None, blocks: Tensor, dtype
 
 
 def _places(coded: Codes) -> dict[str, Tensor | None]:
-    """Return the tensors of codes and, of several sequences, the tables of where each of them lies."""
+    """Return the tensors of codes and, of several sequences, the tables of where each of them
+    lies."""
     tensors: dict[str, Tensor] = dict(zip(("k", "v", "k_range", "v_range"), coded.all_four, strict=True))
     tables = {f"{name}_table": x.table if isinstance(x, Ragged) else None for name, x in tensors.items()}
     return {name: first_of(x) for name, x in tensors.items()} | tables

@@ -27,7 +27,8 @@ class PackedSegment(bindings.Struct):
 
 
 class SegmentAttention(bindings.Struct):
-    """Describe a call of attention over segments, which are packed before it, one after the other."""
+    """Describe a call of attention over segments, which are packed before it, one after the
+    other."""
 
     q = elements("batch * groups * heads * dim")
     out = elements("batch * groups * heads * dim", written=True)
@@ -44,7 +45,8 @@ _BYTES = {torch.float32: 4, torch.bfloat16: 2}
 
 
 def segment_attention(q: Tensor, segments: Sequence[Segment], scale: float) -> Tensor:
-    """Attend from one token to segments, as kernels/reference.py defines it. Neither rows nor heads are copied."""
+    """Attend from one token to segments, as kernels/reference.py defines it. Neither rows nor heads
+    are copied."""
     return _attend(q, segments, scale, None)
 
 

@@ -27,7 +27,8 @@ _library = load("pq", Function("pq_weights", PQWeights))
 
 
 def pq_weights(q: Tensor, centroids: Tensor | Ragged, codes: Tensor | Ragged, scale: float) -> Tensor | Ragged:
-    """Compute the softmax weights of coded keys, summed over a group, as kernels/reference.py defines it."""
+    """Compute the softmax weights of coded keys, summed over a group, as kernels/reference.py
+    defines it."""
     batch, groups, parts, clusters, width = centroids.shape
     count = codes.shape[2]
     out = q.new_empty((batch, groups, count), dtype=torch.float32)

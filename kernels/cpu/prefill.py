@@ -1,4 +1,5 @@
-"""Computes prefill attention, whole or within a window, and its column sums, compiled (prefill.cpp)."""
+"""Computes prefill attention, whole or within a window, and its column sums, compiled
+(prefill.cpp)."""
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ _WIDE = bool(_library.has_wide_vectors())
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Compute causal attention, as kernels/reference.py defines it. The result lies in memory as [B T H D], as the
-    output projection needs it."""
+    """Compute causal attention, as kernels/reference.py defines it. The result lies in memory as [B
+    T H D], as the output projection needs it."""
     if q.shape[2] == 1:
         return decode.segment_attention(q, [Segment(k, v)], scale)
     out = q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3])).transpose(1, 2)
@@ -100,7 +101,8 @@ def _one_query(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, T
 
 
 def windowed_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, first: int, window: int) -> tuple[Tensor, Tensor]:
-    """Compute attention within a window, as kernels/windowed.py defines it. The result lies in memory as [B T H D]."""
+    """Compute attention within a window, as kernels/windowed.py defines it. The result lies in
+    memory as [B T H D]."""
     out = q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3])).transpose(1, 2)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     _run(q, k, v, out, None, scale, lse=lse, seen=(first, window))
@@ -112,7 +114,8 @@ def windowed_attention_refuses(q: Tensor, k: Tensor, v: Tensor, scale: float, fi
 
 
 def windowed_sums(q: Tensor, k: Tensor, lse: Tensor, scale: float, first: int, window: int) -> Tensor:
-    """Sum the attention that each key receives within a window, as kernels/windowed.py defines it."""
+    """Sum the attention that each key receives within a window, as kernels/windowed.py defines
+    it."""
     sums = q.new_zeros((*q.shape[:2], k.shape[2]), dtype=torch.float32)
     _run(q, k, None, None, sums, scale, given=lse.float().contiguous(), seen=(first, window))
     return sums
@@ -134,8 +137,8 @@ def _run(
     given: Tensor | None = None,
     seen: tuple[int, int] | None = None,
 ) -> None:
-    """Write the results into out, sums and lse, those that are given. `seen`: the first query's position and the
-    window; None: the whole past."""
+    """Write the results into out, sums and lse, those that are given. `seen`: the first query's
+    position and the window; None: the whole past."""
     batch, heads, fresh, dim = q.shape
     groups, stored = k.shape[1:3]
     first, window = seen or (stored - fresh, stored)

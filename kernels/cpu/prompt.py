@@ -25,7 +25,8 @@ class NormRows(Struct):
 
 
 class TurnRows(Struct):
-    """Describe a call that norms and rotates heads and puts them in order: x [B T n D] -> out [B n T D]."""
+    """Describe a call that norms and rotates heads and puts them in order: x [B T n D] -> out [B n
+    T D]."""
 
     x = elements("batch * tokens * heads * dim")
     norm = elements("dim", optional=True)
@@ -64,7 +65,8 @@ FAST = {
 
 
 def multiplies(x: Tensor, block: DecoderBlock) -> bool:
-    """Return whether the products are compiled too, which pays off for blocks of this size and so many tokens."""
+    """Return whether the products are compiled too, which pays off for blocks of this size and so
+    many tokens."""
     fits = fits_compiled((*block.q.weight.shape, block.k.weight.shape[0]), block.gate.weight.shape[0], x.dtype)
     return FAST[x.dtype] and fits and x.shape[0] * x.shape[1] >= LEAST_TOKENS
 
@@ -72,7 +74,8 @@ def multiplies(x: Tensor, block: DecoderBlock) -> bool:
 def inputs(
     x: Tensor, block: DecoderBlock, cos: Tensor, sin: Tensor, run: Callable[..., None] = _library.prompt_inputs
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Norm x, project it and rotate the heads, as attention_inputs of kernels/block.py defines it."""
+    """Norm x, project it and rotate the heads, as attention_inputs of kernels/block.py defines
+    it."""
     (batch, tokens, channels), dim = x.shape, block.head_dim
     heads, kv_heads = block.q.weight.shape[0] // dim, block.k.weight.shape[0] // dim
     normed, q = torch.empty_like(x), x.new_empty((batch, heads, tokens, dim))
@@ -108,8 +111,8 @@ def inputs_by_torch(x: Tensor, block: DecoderBlock, cos: Tensor, sin: Tensor) ->
 
 
 def output_by_torch(x: Tensor, attended: Tensor, block: DecoderBlock) -> Tensor:
-    """Apply output projection and MLP by torch's matrix products, to some tokens at a time, so that the memory
-    between the products is bounded."""
+    """Apply output projection and MLP by torch's matrix products, to some tokens at a time, so that
+    the memory between the products is bounded."""
     rows, heads = x.flatten(0, 1), attended.transpose(1, 2).flatten(2).flatten(0, 1)
     out = torch.empty_like(rows)
     for begin in range(0, len(rows), TOKENS_AT_ONCE["cpu"]):

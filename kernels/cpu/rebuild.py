@@ -11,7 +11,8 @@ from kernels.ragged import Ragged, filled, first_of
 
 
 class RebuildKeys(Struct):
-    """Describe a call that rebuilds and rotates keys. A position is a row of u, of cos and of sin."""
+    """Describe a call that rebuilds and rotates keys. A position is a row of u, of cos and of
+    sin."""
 
     u = elements(strides="batch row")
     basis = elements()  # [G r D] of each sequence
@@ -30,7 +31,8 @@ _library = load("rebuild", Function("rebuild_keys", RebuildKeys))
 def rebuild_keys(
     u: Tensor | Ragged, basis: Tensor | Ragged, positions: Tensor | Ragged, cos: Tensor | Ragged, sin: Tensor | Ragged
 ) -> Tensor | Ragged:
-    """Rebuild keys from their low-rank factors and rotate them, as kernels/reference.py defines it."""
+    """Rebuild keys from their low-rank factors and rotate them, as kernels/reference.py defines
+    it."""
     groups, rank, dim = first_of(basis).shape[1:]
     sizes, places = positions.sizes if isinstance(positions, Ragged) else None, filled(positions).long().contiguous()
     out = places.new_empty((*places.shape, dim), dtype=u.dtype)

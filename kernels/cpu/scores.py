@@ -30,7 +30,8 @@ _BYTES = {torch.float32: 4, torch.bfloat16: 2}
 
 
 def row_scores(q: Tensor, x: Tensor | Ragged) -> Tensor | Ragged:
-    """Multiply every query of a group with every row of an index, as kernels/reference.py defines it."""
+    """Multiply every query of a group with every row of an index, as kernels/reference.py defines
+    it."""
     batch, groups, heads, width = q.shape
     count, size = x.shape[2], x.dtype.itemsize
     first, table, counts = (x.first, x.table, x.counts) if isinstance(x, Ragged) else (x, None, None)
@@ -49,7 +50,8 @@ def row_scores_refuses(q: Tensor, x: Tensor | Ragged) -> str | None:
 
 
 def page_scores(q: Tensor, bounds: Tensor | Ragged) -> Tensor | Ragged:
-    """Bound the product of each query with the keys of each page, as kernels/pages.py defines it."""
+    """Bound the product of each query with the keys of each page, as kernels/pages.py defines
+    it."""
     return row_scores(by_sign(q), bounds)
 
 

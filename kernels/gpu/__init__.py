@@ -1,9 +1,8 @@
 """Contains the Triton backend: one file per group of operations, compiled by Triton on first use.
 
-Without a CUDA device, or without what Triton needs to build its launchers, the import fails; another backend then
-runs the operations, with that as the reason. Tests let Triton interpret the kernels on the CPU: TRITON_INTERPRET=1
-and `use_backend("triton")`.
-"""
+Without a CUDA device, or without what Triton needs to build its launchers, the import fails;
+another backend then runs the operations, with that as the reason. Tests let Triton interpret the
+kernels on the CPU: TRITON_INTERPRET=1 and `use_backend("triton")`."""
 
 import os
 

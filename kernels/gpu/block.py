@@ -1,5 +1,5 @@
-"""Computes a decoder block without its attention: torch computes the products, and one kernel each what lies
-between two.
+"""Computes a decoder block without its attention: torch computes the products, and one kernel each
+what lies between two.
 
 Results are rounded where kernels/block.py rounds.
 """
@@ -75,7 +75,8 @@ def attention_inputs_stored_refuses(
 def _inputs(
     x: Tensor, normed: Tensor, block: DecoderBlock, cos: Tensor, sin: Tensor, store: NewRows | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Project the normed states [B*T E] and rotate the heads; write k and v to `store` if there is one."""
+    """Project the normed states [B*T E] and rotate the heads; write k and v to `store` if there is
+    one."""
     whole = joint(block)[0]
     q, k, v = _products(normed, whole, block.q, block.k, block.v)
     q, k = turned(q, k, v, block, cos, sin, x.shape[0], store)

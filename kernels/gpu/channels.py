@@ -17,8 +17,8 @@ _MOST_CHANNELS = 64  # channels that are taken at once
 
 
 def channel_sums(q: Tensor, x: Tensor | Ragged, channels: Tensor) -> tuple[Tensor | Ragged, Tensor]:
-    """Sum the scores of a few channels over the group, as kernels/reference.py defines it, without copying channels or
-    storing scores."""
+    """Sum the scores of a few channels over the group, as kernels/reference.py defines it, without
+    copying channels or storing scores."""
     (batch, groups, heads, _), count = q.shape, x.shape[3]
     sums = q.new_empty((batch, groups, count), dtype=torch.float32)
     lses = q.new_empty((batch, groups, heads, triton.cdiv(count, _BLOCK)), dtype=torch.float32)
@@ -75,10 +75,11 @@ def _channels(
     GROUPS: tl.constexpr, HEADS: tl.constexpr, FOLD: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
     BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Compute scores of a block of tokens, and store them, or their sum over the heads and each head's log-sum-exp.
+    """Compute scores of a block of tokens, and store them, or their sum over the heads and each
+    head's log-sum-exp.
 
-    Of several sequences, `counts` says how many tokens each has; a block after them has one of minus infinity.
-    """
+    Of several sequences, `counts` says how many tokens each has; a block after them has one of
+    minus infinity."""
     block, this = tl.program_id(0), tl.program_id(1).to(tl.int64)
     keys, step = head_rows(x, places, this // GROUPS, this % GROUPS, xb, xg, xc, ALIGNED)
     room = count

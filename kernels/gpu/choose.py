@@ -1,4 +1,5 @@
-"""Turns logits into weights: log-sum-exp of each row, then the weights of a group; and margins to the largest logit."""
+"""Turns logits into weights: log-sum-exp of each row, then the weights of a group; and margins to
+the largest logit."""
 
 from __future__ import annotations
 
@@ -48,8 +49,8 @@ def group_weights_refuses(logits: Tensor | Ragged, scale: float, reduce: str) ->
 
 
 def group_margins(logits: Tensor, candidates: int | PerSequence, reach: float) -> tuple[Tensor | Ragged, Tensor]:
-    """Measure how far candidates lie below the largest logit, as kernels/reference.py defines it. A first kernel finds
-    the largest logit of each piece of a row, a second the margins."""
+    """Measure how far candidates lie below the largest logit, as kernels/reference.py defines it. A
+    first kernel finds the largest logit of each piece of a row, a second the margins."""
     batch, groups, heads, count = logits.shape
     most, of_each = (
         (candidates.most, candidates.on(logits.device)) if isinstance(candidates, PerSequence) else (candidates, None)
@@ -82,8 +83,8 @@ def _unfit(logits: Tensor) -> str | None:
 
 @triton.jit(do_not_specialize=["count"])
 def _log_sum_exp(x, counts, out, scale, count, ROWS: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute the log-sum-exp of a piece of a row. Of several sequences, with ROWS each, `counts` may say how many
-    entries are there."""
+    """Compute the log-sum-exp of a piece of a row. Of several sequences, with ROWS each, `counts`
+    may say how many entries are there."""
     row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     room = count
     if counts is not None:
@@ -144,8 +145,9 @@ def _margins(
     x, tops, of_each, out, near, reach, count, candidates, pieces, GROUPS: tl.constexpr, HEADS: tl.constexpr,
     PIECES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute the margins of a block of candidates, and count those within reach. The count is an integer, so order
-    does not matter. Of several sequences, `of_each` may say how many candidates each has."""
+    """Compute the margins of a block of candidates, and count those within reach. The count is an
+    integer, so order does not matter. Of several sequences, `of_each` may say how many candidates
+    each has."""
     this, piece = tl.program_id(1).to(tl.int64), tl.arange(0, PIECES)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = at < candidates

@@ -35,7 +35,8 @@ _TILE = 2048  # numbers that a program decodes
 
 
 def coded_attention(q: Tensor, coded: Codes, scale: float) -> tuple[Tensor, Tensor]:
-    """Attend from one token to codes, as kernels/coded.py defines it; cut and merged as in decode.py."""
+    """Attend from one token to codes, as kernels/coded.py defines it; cut and merged as in
+    decode.py."""
     (batch, heads, _, dim), (_, groups, count, _) = q.shape, coded.k.shape
     q, block = q.contiguous(), _tokens_of_a_tile(coded)
     pieces, length = split(max(count, 1), batch * groups, block)
@@ -95,8 +96,8 @@ def _tokens_of_a_tile(coded: Codes) -> int:
 
 
 def _located(coded: Codes) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...], tuple[int, int]]:
-    """Return all four tensors, the tables of where they lie, if they are those of several sequences, and the bytes that
-    places of codes, and those of ranges, are multiples of."""
+    """Return all four tensors, the tables of where they lie, if they are those of several
+    sequences, and the bytes that places of codes, and those of ranges, are multiples of."""
     tensors, tables, aligned = zip(*map(located, coded.all_four), strict=True)
     return tensors, tables, (min(aligned[:2]), min(aligned[2:]))
 
@@ -127,10 +128,11 @@ def _unfit_blocks(coded: Codes) -> str | None:
 
 @triton.jit
 def _floats(row, scale, dim, there):
-    """Return the numbers of rows at the pointers `row` [n 1], times what stands at `scale` [n 1], in fp32.
+    """Return the numbers of rows at the pointers `row` [n 1], times what stands at `scale` [n 1],
+    in fp32.
 
-    With its bits in their places in fp16, a float of 8 bits is 256 times too small: no hardware need know the type.
-    """
+    With its bits in their places in fp16, a float of 8 bits is 256 times too small: no hardware
+    need know the type."""
     codes = tl.load(row + dim, mask=there, other=0).to(tl.int16)
     halves = ((codes & 0x80) << 8) | ((codes & 0x7F) << 7)
     scales = tl.load(scale, mask=tl.max(there.to(tl.int32), 1, keep_dims=True) > 0, other=0.0).to(tl.float32)
@@ -139,8 +141,8 @@ def _floats(row, scale, dim, there):
 
 @triton.jit
 def _numbers(row, range_row, dim, there, DIM: tl.constexpr, GROUPS: tl.constexpr, BITS: tl.constexpr):
-    """Return the numbers of rows at the pointers `row` [n 1] in fp32; ranges are those of GROUPS groups of channels at
-    `range_row`, [n 1] or [1 1]."""
+    """Return the numbers of rows at the pointers `row` [n 1] in fp32; ranges are those of GROUPS
+    groups of channels at `range_row`, [n 1] or [1 1]."""
     width: tl.constexpr = DIM * BITS // 8
     codes = tl.load(row + dim % width, mask=there, other=0).to(tl.int32)
     codes = (codes >> (dim // width * BITS)) & ((1 << BITS) - 1)
@@ -158,10 +160,11 @@ def _attend_codes(
     GROUP: tl.constexpr, FOLD: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, RANGES: tl.constexpr,
     BITS: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, RANGE_ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Attend from the GROUP query heads of a KV head to one piece of its codes. SHARED tokens share a range of keys.
+    """Attend from the GROUP query heads of a KV head to one piece of its codes. SHARED tokens share
+    a range of keys.
 
-    counts: how many tokens each sequence has, else `count`. A piece without any has an lse of minus infinity.
-    """
+    counts: how many tokens each sequence has, else `count`. A piece without any has an lse of minus
+    infinity."""
     this, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     batch, group = this // HEADS, this % HEADS
     head, dim = tl.arange(0, FOLD), tl.arange(0, WIDE)[None, :]

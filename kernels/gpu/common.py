@@ -50,8 +50,8 @@ def unfit_heads(*tensors: Tensor) -> str | None:
 
 
 def unfit_shape(x: Tensor | Ragged, *sizes: int | None) -> str | None:
-    """Return why no kernel can run on a tensor that does not have these sizes, or None: kernels broadcast nothing.
-    A size of None may be any."""
+    """Return why no kernel can run on a tensor that does not have these sizes, or None: kernels
+    broadcast nothing. A size of None may be any."""
     shape = tuple(x.shape)
     if len(shape) == len(sizes) and all(want in (None, have) for want, have in zip(sizes, shape, strict=True)):
         return None
@@ -78,19 +78,21 @@ def unfit_group(heads: int) -> str | None:
 
 
 def located(x: Tensor | Ragged) -> tuple[Tensor, Tensor | None, int]:
-    """Return the arguments of `head_rows`: a tensor of x's dtype and strides and, for several sequences, the table
-    of their addresses and the bytes of which all addresses and steps are multiples."""
+    """Return the arguments of `head_rows`: a tensor of x's dtype and strides and, for several
+    sequences, the table of their addresses and the bytes of which all addresses and steps are
+    multiples."""
     return (x.first, x.table, x.alignment) if isinstance(x, Ragged) else (x, None, 1)
 
 
 def padded(size: int, least: int = 16) -> int:
-    """Return the side of a tile that holds `size`: a power of two, and at least what the tensor cores take."""
+    """Return the side of a tile that holds `size`: a power of two, and at least what the tensor
+    cores take."""
     return max(least, triton.next_power_of_2(size))
 
 
 def split(count: int, programs: int, block: int) -> tuple[int, int]:
-    """Return how many pieces to cut `count` tokens into, and how long they are, so that they fill the device with
-    `programs` programs each."""
+    """Return how many pieces to cut `count` tokens into, and how long they are, so that they fill
+    the device with `programs` programs each."""
     wanted = max(1, _programs_wanted() // programs)
     length = triton.cdiv(triton.cdiv(count, wanted), block) * block
     return triton.cdiv(count, length), length
@@ -107,16 +109,16 @@ def _device() -> Any:
 
 
 def _programs_wanted() -> int:
-    """Return how many programs to aim for: four per multiprocessor; few under the interpreter, but enough to cut even
-    small inputs."""
+    """Return how many programs to aim for: four per multiprocessor; few under the interpreter, but
+    enough to cut even small inputs."""
     return 6 if INTERPRETED else 4 * _device().multi_processor_count
 
 
 @triton.jit
 def head_rows(x, places, sequence, group, xb, xg, xt, ALIGNED: tl.constexpr):
-    """Return the address of the rows of a KV head, and the step between rows: by x and its strides, or by the
-    `table` of `Ragged`, whose numbers are multiples of ALIGNED bytes. Without that hint rows would be read entry by
-    entry."""
+    """Return the address of the rows of a KV head, and the step between rows: by x and its strides,
+    or by the `table` of `Ragged`, whose numbers are multiples of ALIGNED bytes. Without that hint
+    rows would be read entry by entry."""
     if places is None:
         rows, step = x + sequence * xb + group * xg, xt
     else:
@@ -131,8 +133,8 @@ def head_rows(x, places, sequence, group, xb, xg, xt, ALIGNED: tl.constexpr):
 
 @triton.jit
 def row_places(x, places, sequence, xb, xt):
-    """Return the address of the rows of a sequence, and the entries between rows: by x and its strides, or by the
-    `table` of `Ragged` whose tensors have rows in their second dimension."""
+    """Return the address of the rows of a sequence, and the entries between rows: by x and its
+    strides, or by the `table` of `Ragged` whose tensors have rows in their second dimension."""
     if places is None:
         rows, step = x + sequence * xb, xt
     else:
@@ -144,7 +146,8 @@ def row_places(x, places, sequence, xb, xt):
 
 @triton.jit
 def product(a, b):
-    """Return a @ b in fp32. The interpreter has no bfloat16 arithmetic, so there the inputs become fp32 first."""
+    """Return a @ b in fp32. The interpreter has no bfloat16 arithmetic, so there the inputs become
+    fp32 first."""
     if _interpreted:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, input_precision="tf32x3")

@@ -31,8 +31,8 @@ def gather_rows_refuses(x: Tensor | Ragged, rows: Tensor | Ragged) -> str | None
 def gather_tiers(
     far: Tensor | Ragged, rows: Tensor | Ragged, held: Tensor | None, slots: Tensor | None
 ) -> Tensor | Ragged:
-    """Copy rows of each KV head out of two tiers, as kernels/reference.py defines it. Rows of pinned host memory
-    are read over the bus while the kernel runs."""
+    """Copy rows of each KV head out of two tiers, as kernels/reference.py defines it. Rows of
+    pinned host memory are read over the bus while the kernel runs."""
     (first, places, aligned), chosen = located(far), filled(rows)
     (batch, groups, count), dim, word = chosen.shape, first.shape[3], _WORDS[first.element_size()]
     out = torch.empty((*chosen.shape, dim), dtype=first.dtype, device=chosen.device)
@@ -65,8 +65,8 @@ def gather_tiers_refuses(
 
 
 def _unfit(whole: Tensor | Ragged, rows: Tensor, *near: Tensor) -> str | None:
-    """Return why rows of a tensor cannot be copied, or None. `near`: what else must lie beside the rows'
-    numbers."""
+    """Return why rows of a tensor cannot be copied, or None. `near`: what else must lie beside the
+    rows' numbers."""
     x = first_of(whole)
     if reason := unfit_shape(whole, *rows.shape[:2], None, None):
         return reason
@@ -108,8 +108,8 @@ def _copy(
     bb: tl.int64, bg: tl.int64, bk: tl.int64, count, GROUPS: tl.constexpr, DIM: tl.constexpr, PUT: tl.constexpr,
     WIDE: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Copy a tile of one head: some rows, some channels. Of several sequences, `counts` may say how many rows are
-    there."""
+    """Copy a tile of one head: some rows, some channels. Of several sequences, `counts` may say how
+    many rows are there."""
     this = tl.program_id(1).to(tl.int64)
     place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     channel = tl.program_id(2) * WIDE + tl.arange(0, WIDE)
@@ -134,8 +134,8 @@ def _from_tiers(
     ht: tl.int64, count, GROUPS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Copy a tile of one head. A row that a slot holds is not read from `far`. For several sequences, `counts` may
-    say how many rows each has."""
+    """Copy a tile of one head. A row that a slot holds is not read from `far`. For several
+    sequences, `counts` may say how many rows each has."""
     this = tl.program_id(1).to(tl.int64)
     place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     channel = tl.program_id(2) * WIDE + tl.arange(0, WIDE)

@@ -1,8 +1,8 @@
-"""Computes decode attention: segments are cut into pieces, attended to in parallel and merged by log-sum-exp.
+"""Computes decode attention: segments are cut into pieces, attended to in parallel and merged by
+log-sum-exp.
 
-This is flash-decoding (https://pytorch.org/blog/flash-decoding/) over any number of segments, with or without chosen
-rows.
-"""
+This is flash-decoding (https://pytorch.org/blog/flash-decoding/) over any number of segments, with
+or without chosen rows."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ _AT_ONCE = 3  # segments that one launch reads
 
 
 def segment_attention(q: Tensor, segments: Sequence[Segment], scale: float) -> Tensor:
-    """Attend from one token to segments, as kernels/reference.py defines it, without copying rows or heads."""
+    """Attend from one token to segments, as kernels/reference.py defines it, without copying rows
+    or heads."""
     return segment_attention_with_lse(q, segments, scale)[0]
 
 
@@ -103,8 +104,8 @@ def _cut(batch: int, segment: Segment) -> tuple[int, int]:
 def _read(
     q: Tensor, segments: Sequence[tuple[Segment, int, int]], scale: float, outs: Tensor, lses: Tensor, first: int
 ) -> None:
-    """Attend to each piece of a few segments, which come with the number and the length of theirs, and write outs and
-    lses from `first` on."""
+    """Attend to each piece of a few segments, which come with the number and the length of theirs,
+    and write outs and lses from `first` on."""
     batch, heads, _, dim = q.shape
     given, numbers, shapes = zip(*(_arguments(heads, *segment) for segment in segments), strict=True)
     lists = lcm(*(shape[1] for shape in shapes))
@@ -117,7 +118,8 @@ def _read(
 
 
 def _arguments(heads: int, segment: Segment, pieces: int, length: int) -> tuple[Any, tuple[int, ...], tuple[int, ...]]:
-    """Return what `_attend` takes for a segment: tensors and strides, numbers that change, and those that do not."""
+    """Return what `_attend` takes for a segment: tensors and strides, numbers that change, and
+    those that do not."""
     rows, live = _listed(segment)
     (k, k_places, k_aligned), (v, v_places, v_aligned) = map(located, segment[:2])
     lists, count = (k if rows is None else rows).shape[1], (segment.k if rows is None else rows).shape[2]
@@ -128,7 +130,8 @@ def _arguments(heads: int, segment: Segment, pieces: int, length: int) -> tuple[
 
 
 def _listed(segment: Segment) -> tuple[Tensor | None, Tensor | None]:
-    """Return a segment's rows, filled up where sequences have different numbers of them, and how many each has."""
+    """Return a segment's rows, filled up where sequences have different numbers of them, and how
+    many each has."""
     k, _, rows, live = segment
     listed: Tensor | Ragged = k if rows is None else rows
     if not isinstance(listed, Ragged):
@@ -137,8 +140,8 @@ def _listed(segment: Segment) -> tuple[Tensor | None, Tensor | None]:
 
 
 def merged(outs: Tensor, lses: Tensor, out: Tensor, head_step: int, part_step: int) -> tuple[Tensor, Tensor]:
-    """Merge the parts of each head. outs [... D] and lses [...] hold part p of head h at h * head_step + p *
-    part_step."""
+    """Merge the parts of each head. outs [... D] and lses [...] hold part p of head h at h *
+    head_step + p * part_step."""
     batch, heads, tokens, dim = out.shape
     lse = out.new_empty((batch, heads * tokens), dtype=torch.float32)
     parts = lses.numel() // lse.numel()
@@ -151,10 +154,11 @@ def _attend_to(
     q, segments, outs, lses, scale, this, piece, count, length, first, parts, INDEX: tl.constexpr,
     SHAPES: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Attend from the GROUP query heads that read one list of rows to one piece of it. A KV head has SHARE lists.
+    """Attend from the GROUP query heads that read one list of rows to one piece of it. A KV head
+    has SHARE lists.
 
-    live: how many rows of the list count, of EACH sequence or of all. A piece without any has an lse of minus infinity.
-    """
+    live: how many rows of the list count, of EACH sequence or of all. A piece without any has an
+    lse of minus infinity."""
     k, v, k_places, v_places, rows, live, kb, kg, kt, vb, vg, vt = segments[INDEX]
     EACH: tl.constexpr = SHAPES[INDEX][0]
     LISTS: tl.constexpr = SHAPES[INDEX][1]
@@ -202,8 +206,9 @@ def _attend(
     q, segments, outs, lses, scale, first, parts, c0, l0, p0, c1, l1, p1, c2, l2, p2, SEGMENTS: tl.constexpr,
     LISTS: tl.constexpr, SHAPES: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Attend to one piece of one of up to three segments. Of segment i there are ci rows, cut into pi pieces of li.
-    LISTS: a multiple of the lists of all; a segment with fewer leaves some programs without work."""
+    """Attend to one piece of one of up to three segments. Of segment i there are ci rows, cut into
+    pi pieces of li. LISTS: a multiple of the lists of all; a segment with fewer leaves some
+    programs without work."""
     program, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     counts, lengths, pieces = (c0, c1, c2), (l0, l1, l2), (p0, p1, p2)
     for index in tl.static_range(SEGMENTS):

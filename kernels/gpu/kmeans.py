@@ -1,5 +1,5 @@
-"""Runs k-means on many problems at once: two kernels per Lloyd round, with sums in a fixed order, so that runs repeat
-exactly."""
+"""Runs k-means on many problems at once: two kernels per Lloyd round, with sums in a fixed order,
+so that runs repeat exactly."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ MOST_CHANNELS = 128
 
 
 def kmeans(x: Tensor, initial: Tensor, iterations: int, tolerance: float = 1e-4) -> tuple[Tensor, Tensor]:
-    """Cluster the points of each problem, as kernels/kmeans.py defines it; codes are int32. After each round the host
-    reads whether all problems have converged."""
+    """Cluster the points of each problem, as kernels/kmeans.py defines it; codes are int32. After
+    each round the host reads whether all problems have converged."""
     x = x.contiguous()
     centroids = x[:, initial].contiguous()
     bound = tolerance * x.var(dim=1, correction=0).mean(-1)

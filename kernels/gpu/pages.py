@@ -40,7 +40,8 @@ def _token_rows(
     chunks, counts, of_each, out, cb: tl.int64, ch: tl.int64, ck: tl.int64, room, number: tl.int64, LAST: tl.constexpr,
     HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Name some tokens of one head's chunks. LAST: after them stands a chunk of that `number`, or one `of_each`."""
+    """Name some tokens of one head's chunks. LAST: after them stands a chunk of that `number`, or
+    one `of_each`."""
     this = tl.program_id(1).to(tl.int64)
     sequence = this // HEADS
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -15,7 +15,8 @@ from kernels.picked import LEAST
 def pick_channels(
     q: Tensor, r: int | PerSequence, scale: float, spread: bool, facing: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Find the channels in which q is largest, as kernels/picked.py defines it; of equal ones the first."""
+    """Find the channels in which q is largest, as kernels/picked.py defines it; of equal ones the
+    first."""
     batch, groups, heads, dim = q.shape
     counts, most = (r.on(q.device), r.most) if isinstance(r, PerSequence) else (None, r)
     channels = torch.empty((batch, groups, most), dtype=torch.int64, device=q.device)
@@ -64,7 +65,8 @@ def _pick(
     q, counts, channels, picked, whole, scale, most, GROUPS: tl.constexpr, HEADS: tl.constexpr, FOLD: tl.constexpr,
     DIM: tl.constexpr, WIDE: tl.constexpr, LEAST: tl.constexpr, FACING: tl.constexpr,
 ):  # fmt: skip
-    """Pick the channels of one group. Of several sequences, `counts` may say how many each wants, of `most`."""
+    """Pick the channels of one group. Of several sequences, `counts` may say how many each wants,
+    of `most`."""
     this = tl.program_id(0).to(tl.int64)
     head, channel = tl.arange(0, FOLD)[:, None], tl.arange(0, WIDE)
     there = (head < HEADS) & (channel < DIM)

@@ -1,4 +1,5 @@
-"""Weighs product-quantised keys: one kernel makes a table of q . centroid, a second looks it up by code."""
+"""Weighs product-quantised keys: one kernel makes a table of q . centroid, a second looks it up by
+code."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ _MOST_CHANNELS = 128  # channels of a sub-vector that are taken at once
 
 
 def pq_weights(q: Tensor, centroids: Tensor | Ragged, codes: Tensor | Ragged, scale: float) -> Tensor | Ragged:
-    """Compute the softmax weights of coded keys, as kernels/reference.py defines it. Scores are never written: codes
-    are small, so looking them up twice is cheaper."""
+    """Compute the softmax weights of coded keys, as kernels/reference.py defines it. Scores are
+    never written: codes are small, so looking them up twice is cheaper."""
     (batch, groups), count = centroids.shape[:2], codes.shape[2]
     heads = q.shape[1] // groups
     out = q.new_empty((batch, groups, count), dtype=torch.float32)
@@ -48,7 +49,8 @@ def pq_weights_refuses(q: Tensor, centroids: Tensor | Ragged, codes: Tensor | Ra
 
 
 def _table_of(q: Tensor, centroids: Tensor | Ragged) -> Tensor:
-    """Return the table [B G m C g] in fp32, with g padded to a power of two so that a lookup is one aligned read."""
+    """Return the table [B G m C g] in fp32, with g padded to a power of two so that a lookup is one
+    aligned read."""
     batch, groups, parts, clusters, width = centroids.shape
     heads = q.shape[1] // groups
     block = min(_CLUSTERS, padded(clusters))
@@ -81,7 +83,8 @@ def _table(
     WIDTH: tl.constexpr, STEP: tl.constexpr, HEADS: tl.constexpr, FOLD: tl.constexpr, KEPT: tl.constexpr,
     BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Multiply a block of one sub-vector's centroids with the group's query heads; store KEPT columns.
+    """Multiply a block of one sub-vector's centroids with the group's query heads; store KEPT
+    columns.
 
     Of several sequences, `sizes` says how many centroids each has for a sub-vector.
     """
@@ -111,10 +114,11 @@ def _look_up(
     count, GROUPS: tl.constexpr, PARTS: tl.constexpr, CLUSTERS: tl.constexpr, HEADS: tl.constexpr, FOLD: tl.constexpr,
     BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Compute each head's log-sum-exp of a block of tokens or, given that of whole rows, the weights.
+    """Compute each head's log-sum-exp of a block of tokens or, given that of whole rows, the
+    weights.
 
-    Of several sequences, `counts` says how many tokens each has; a block after them has one of minus infinity.
-    """
+    Of several sequences, `counts` says how many tokens each has; a block after them has one of
+    minus infinity."""
     block, this = tl.program_id(0), tl.program_id(1).to(tl.int64)
     token, head = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, FOLD)
     mine, live = head < HEADS, token < count

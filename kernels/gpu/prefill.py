@@ -1,8 +1,8 @@
-"""Computes prefill attention, whole or within a window, and its column sums: a pass over rows, then one over columns.
+"""Computes prefill attention, whole or within a window, and its column sums: a pass over rows, then
+one over columns.
 
-The first pass stores each query's log-sum-exp. Weights are not stored, so memory is linear in the tokens; logits are
-computed twice, as in FlashAttention's backward pass (arXiv 2205.14135).
-"""
+The first pass stores each query's log-sum-exp. Weights are not stored, so memory is linear in the
+tokens; logits are computed twice, as in FlashAttention's backward pass (arXiv 2205.14135)."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _FEW = 256  # so few queries do not fill a device, so the keys are cut as well
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Compute causal attention, as kernels/reference.py defines it. The result is laid out as [B T H D], which the
-    output projection wants."""
+    """Compute causal attention, as kernels/reference.py defines it. The result is laid out as [B T
+    H D], which the output projection wants."""
     if q.shape[2] == 1:
         return decode.segment_attention(q, [Segment(k, v)], scale)
     return _attention(q, k, v, scale)[0]
@@ -65,7 +65,8 @@ def prefill_attention_with_column_sums_refuses(q: Tensor, k: Tensor, v: Tensor, 
 
 
 def windowed_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, first: int, window: int) -> tuple[Tensor, Tensor]:
-    """Compute attention within a window, as kernels/windowed.py defines it. The result is laid out as [B T H D]."""
+    """Compute attention within a window, as kernels/windowed.py defines it. The result is laid out
+    as [B T H D]."""
     out = q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3])).transpose(1, 2)
     lse = q.new_empty((*q.shape[:3], 1), dtype=torch.float32)
     _run_rows(q, k, v, out, lse, scale, first, window)
@@ -131,8 +132,8 @@ def _run_rows(
     window: int = EVERY,
     length: int | None = None,
 ) -> None:
-    """Write each query's log-sum-exp into lse [B H T pieces], for pieces of `length` keys, and with v its attention
-    into out. Query t sees the last `window` keys up to place `first` + t."""
+    """Write each query's log-sum-exp into lse [B H T pieces], for pieces of `length` keys, and with
+    v its attention into out. Query t sees the last `window` keys up to place `first` + t."""
     batch, heads, new, dim = q.shape
     rows, narrow = _rows_at_once(q), q.element_size() == 2
     (vb, vg, vt), (ob, oh, ot) = ((0, 0, 0) if x is None else x.stride()[:3] for x in (v, out))
@@ -147,7 +148,8 @@ def _run_rows(
 def _run_columns(
     q: Tensor, k: Tensor, lse: Tensor, scale: float, first: int | None = None, window: int = EVERY
 ) -> Tensor:
-    """Return the attention that each key receives, given lse, the log-sum-exp of each query. [B H S]"""
+    """Return the attention that each key receives, given lse, the log-sum-exp of each query. [B H
+    S]"""
     batch, heads, new, dim = q.shape
     stored, narrow = k.shape[2], q.element_size() == 2
     keys = 128 if narrow else 64
@@ -167,8 +169,8 @@ def _rows(
     length, pieces, HEADS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Take a block of queries over one piece of the keys before them: compute their log-sum-exp, and with v their
-    attention."""
+    """Take a block of queries over one piece of the keys before them: compute their log-sum-exp,
+    and with v their attention."""
     block, this, piece = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     batch, head = this // HEADS, this % HEADS
     row, dim = block * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDE)

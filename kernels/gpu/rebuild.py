@@ -26,8 +26,8 @@ _RANKS = 32  # ranks that are taken at once
 def rebuild_keys(
     u: Tensor | Ragged, basis: Tensor | Ragged, positions: Tensor | Ragged, cos: Tensor | Ragged, sin: Tensor | Ragged
 ) -> Tensor | Ragged:
-    """Rebuild keys from their low-rank factors and rotate them, as kernels/reference.py defines it, without copying
-    rows of u."""
+    """Rebuild keys from their low-rank factors and rotate them, as kernels/reference.py defines it,
+    without copying rows of u."""
     (groups, rank, dim), places = first_of(basis).shape[1:], filled(positions).contiguous()
     batch = len(places)
     count, half = places.shape[2], cos.shape[-1] // 2
@@ -82,11 +82,11 @@ def _rebuild(
     cs: tl.int64, ss: tl.int64, count, GROUPS: tl.constexpr, RANK: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
     WIDE: tl.constexpr, REST_WIDE: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Rebuild a block of keys and rotate channel i with i + HALF; channels from 2 * HALF on stay as they are.
+    """Rebuild a block of keys and rotate channel i with i + HALF; channels from 2 * HALF on stay as
+    they are.
 
-    Of several sequences, `of_u` and the like say where each one's factors and angles lie, and `counts` how many keys
-    are wanted.
-    """
+    Of several sequences, `of_u` and the like say where each one's factors and angles lie, and
+    `counts` how many keys are wanted."""
     this = tl.program_id(1).to(tl.int64)
     sequence = this // GROUPS
     place, channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDE)

@@ -1,5 +1,5 @@
-"""Rotates heads by position in one kernel: those of a block, whose keys it may also write to a cache, or any
-others."""
+"""Rotates heads by position in one kernel: those of a block, whose keys it may also write to a
+cache, or any others."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class NewRows(NamedTuple):
 def turned(
     q: Tensor, k: Tensor, v: Tensor, block: DecoderBlock, cos: Tensor, sin: Tensor, batch: int, store: NewRows | None
 ) -> tuple[Tensor, Tensor]:
-    """Norm heads if the model does, rotate them and put them in order; write k and v to `store` if there is one. q
-    [B*T H*D], k, v [B*T G*D] -> [B H T D], [B G T D]"""
+    """Norm heads if the model does, rotate them and put them in order; write k and v to `store` if
+    there is one. q [B*T H*D], k, v [B*T G*D] -> [B H T D], [B G T D]"""
     tokens, turning, dim = q.shape[0] // batch, cos.shape[2], block.head_dim
     heads, groups = q.shape[1] // dim, k.shape[1] // dim
     new_q, new_k = (q.new_empty((batch, count, tokens, dim)) for count in (heads, groups))
@@ -50,7 +50,8 @@ def turned(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [B G T D], as kernels/rope.py defines it: as the queries of a block that norms no heads."""
+    """Rotate x [B G T D], as kernels/rope.py defines it: as the queries of a block that norms no
+    heads."""
     (batch, heads, tokens, dim), half = x.shape, cos.shape[-1] // 2
     rows, out = x.transpose(1, 2).reshape(batch * tokens, heads * dim), x.new_empty(x.shape)
     at_once = min(_TURNED, triton.next_power_of_2(tokens))
@@ -69,7 +70,8 @@ def rotate_refuses(x: Tensor, cos: Tensor, sin: Tensor) -> str | None:
 
 
 def unfit_angles(batch: int, tokens: int, dim: int, cos: Tensor, sin: Tensor) -> str | None:
-    """Return why no kernel can rotate heads of `dim` channels by cos and sin [1|B 1|T R], or None."""
+    """Return why no kernel can rotate heads of `dim` channels by cos and sin [1|B 1|T R], or
+    None."""
     if cos.shape[-1] % 2 or cos.shape[-1] > dim:
         return f"turns pairs of up to {dim} channels, got {cos.shape[-1]}"
     for angle in (cos, sin):
@@ -80,8 +82,8 @@ def unfit_angles(batch: int, tokens: int, dim: int, cos: Tensor, sin: Tensor) ->
 
 
 def _angle_steps(cos: Tensor, sin: Tensor) -> tuple[int, ...]:
-    """Return what lies between the sequences of cos and of sin, and between their tokens: nothing where all share
-    one."""
+    """Return what lies between the sequences of cos and of sin, and between their tokens: nothing
+    where all share one."""
     return tuple(angle.stride(dim) if angle.shape[dim] > 1 else 0 for dim in (0, 1) for angle in (cos, sin))
 
 
@@ -97,8 +99,8 @@ def _turn_head(
     x, out, stored, norm, cos, sin, eps, xt, ct, st, live, DIM: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr,
     REST_WIDE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Rotate channel i with i + HALF; channels from 2 * HALF on stay as they are. A single token may also go to a row
-    `stored`."""
+    """Rotate channel i with i + HALF; channels from 2 * HALF on stay as they are. A single token
+    may also go to a row `stored`."""
     token = tl.arange(0, ROWS).to(tl.int64)[:, None]
     channel = tl.arange(0, WIDE)
     still = 2 * HALF + tl.arange(0, REST_WIDE)
@@ -142,8 +144,9 @@ def _turn(
     EACH: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
     WIDE: tl.constexpr, REST_WIDE: tl.constexpr, DIM_WIDE: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Norm and rotate some tokens of one query head or of one KV head. Where `keys` and `values` are given there is one
-    token, and its keys go there too, and those of further programs its values: to `row`, of EACH sequence or of all."""
+    """Norm and rotate some tokens of one query head or of one KV head. Where `keys` and `values`
+    are given there is one token, and its keys go there too, and those of further programs its
+    values: to `row`, of EACH sequence or of all."""
     first, head, batch = tl.program_id(0) * ROWS, tl.program_id(1), tl.program_id(2).to(tl.int64)
     live = first + tl.arange(0, ROWS) < tokens
     cos, sin = cos + batch * cb + first * ct, sin + batch * sb + first * st

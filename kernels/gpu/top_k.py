@@ -1,11 +1,12 @@
-"""Finds the largest of each row: one kernel holds a whole row and finds the k-th largest bit by bit.
+"""Finds the largest of each row: one kernel holds a whole row and finds the k-th largest bit by
+bit.
 
-torch.topk launches some twenty kernels for a long row. A row longer than a program can hold is cut, and a further
-launch chooses among the best of its pieces, which are cut again as long as that leaves fewer; if k fills every
-piece, torch does it.
+torch.topk launches some twenty kernels for a long row. A row longer than a program can hold is cut,
+and a further launch chooses among the best of its pieces, which are cut again as long as that
+leaves fewer; if k fills every piece, torch does it.
 
-If sequences differ, the longest row and the largest k decide how many pieces there are, and how much room each has.
-"""
+If sequences differ, the longest row and the largest k decide how many pieces there are, and how
+much room each has."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ _LEAST = tl.constexpr(-(2**31))
 
 
 def top_k(scores: Tensor | Ragged, count: int | PerSequence) -> Tensor | Ragged:
-    """Find the indices of the largest scores, as kernels/reference.py defines it; of equal ones the first in the
-    row."""
+    """Find the indices of the largest scores, as kernels/reference.py defines it; of equal ones the
+    first in the row."""
     whole, sizes = (scores.whole, scores.counts) if isinstance(scores, Ragged) else (scores, None)
     counts, most = (count.on(whole.device), count.most) if isinstance(count, PerSequence) else (None, count)
     rows = (whole if whole.stride(-1) == 1 else whole.contiguous()).flatten(0, -2)
@@ -54,7 +55,8 @@ def top_k_refuses(scores: Tensor | Ragged, count: int | PerSequence) -> str | No
 
 
 def _cuts(size: int, count: int) -> list[int]:
-    """Return into how many pieces each launch cuts the results of the one before; none if that would not end."""
+    """Return into how many pieces each launch cuts the results of the one before; none if that
+    would not end."""
     cuts = [triton.cdiv(size, _HELD)]
     while cuts[-1] > 1:
         left = cuts[-1] * count
@@ -68,12 +70,12 @@ def _cuts(size: int, count: int) -> list[int]:
 def _select(
     x: Tensor, names: Tensor | None, count: int, pieces: int, lists: int, sizes: Tensor | None, counts: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the indices, or the `names` [N S], of the best of each piece of rows x [N S], and with several pieces
-    their keys; with one piece the keys are not needed, and their tensor is empty.
+    """Return the indices, or the `names` [N S], of the best of each piece of rows x [N S], and with
+    several pieces their keys; with one piece the keys are not needed, and their tensor is empty.
 
-    A sequence has `lists` rows; for several sequences, `sizes` [B] may say how long they are, and `counts` [B] how
-    many are wanted. After these there are zeros, which are valid rows but no results, and the least of keys.
-    """
+    A sequence has `lists` rows; for several sequences, `sizes` [B] may say how long they are, and
+    `counts` [B] how many are wanted. After these there are zeros, which are valid rows but no
+    results, and the least of keys."""
     rows, size = x.shape
     out = torch.empty((rows, pieces * count), dtype=torch.int64, device=x.device)
     keys = torch.empty((rows, pieces * count if pieces > 1 else 0), dtype=torch.int32, device=x.device)
@@ -98,7 +100,8 @@ def _select(
 
 @triton.jit
 def _keys(x, at, live):
-    """Return integers in the order of the numbers; those of an earlier launch are integers already."""
+    """Return integers in the order of the numbers; those of an earlier launch are integers
+    already."""
     value = tl.load(x + at, mask=live, other=0)
     if value.dtype != tl.int32:
         bits = value.to(tl.float32).to(tl.int32, bitcast=True)
@@ -111,7 +114,8 @@ def _best(
     x, names, out, keys, sizes, counts, xt: tl.int64, size, count, LISTS: tl.constexpr, BLOCK: tl.constexpr,
     STEP: tl.constexpr,
 ):  # fmt: skip
-    """Find the `count` best of a piece of a row, or as many as the sequence's count says, followed by zeros."""
+    """Find the `count` best of a piece of a row, or as many as the sequence's count says, followed
+    by zeros."""
     row, piece, pieces = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     room = count
     if sizes is not None:

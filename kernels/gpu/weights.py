@@ -1,4 +1,5 @@
-"""Determines facts about a model's weights once: whether kernels can read them, and which are contiguous."""
+"""Determines facts about a model's weights once: whether kernels can read them, and which are
+contiguous."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ def unfit_weights(weights: DecoderBlock | Head) -> str | None:
 
 
 def joint(block: DecoderBlock) -> tuple[Linear | None, Linear | None]:
-    """Return one matrix for q, k and v, and one for gate and up, if they are slices of it (as in Phi-3). Nothing is
-    copied."""
+    """Return one matrix for q, k and v, and one for gate and up, if they are slices of it (as in
+    Phi-3). Nothing is copied."""
     if block not in _joint:
         _joint[block] = _joined((block.q, block.k, block.v)), _joined((block.gate, block.up))
     return _joint[block]

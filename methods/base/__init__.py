@@ -1,7 +1,8 @@
-"""Defines the contract of a KV-cache method: what a plug-in imports. docs/method_contract.md gives the reasons.
+"""Defines the contract of a KV-cache method: what a plug-in imports. docs/method_contract.md gives
+the reasons.
 
-Letters in shapes: B batch, H query heads, G key/value heads, g = H/G, T new tokens, S stored tokens, K chosen tokens, D
-head size, E model width. KV head i serves query heads i*g ... i*g+g-1.
+Letters in shapes: B batch, H query heads, G key/value heads, g = H/G, T new tokens, S stored
+tokens, K chosen tokens, D head size, E model width. KV head i serves query heads i*g ... i*g+g-1.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Computes what a layer costs, by formula: the bytes it holds, and the bytes that a step moves and reads."""
+"""Computes what a layer costs, by formula: the bytes it holds, and the bytes that a step moves and
+reads."""
 
 from __future__ import annotations
 
@@ -44,13 +45,12 @@ class LayerWorkload:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Hold the cost of a layer: bytes on the device, bytes that a step moves between host and device, and bytes in
-    other tiers, keyed by the tiers' names. `+` adds costs up.
+    """Hold the cost of a layer: bytes on the device, bytes that a step moves between host and
+    device, and bytes in other tiers, keyed by the tiers' names. `+` adds costs up.
 
-    `read_bytes_per_step` are the bytes of the prompt's keys and values that a step attends to, and of the index by
-    which it chooses them, each once, wherever they lie and as they are encoded. Generated tokens are read in
-    addition.
-    """
+    `read_bytes_per_step` are the bytes of the prompt's keys and values that a step attends to, and
+    of the index by which it chooses them, each once, wherever they lie and as they are encoded.
+    Generated tokens are read in addition."""
 
     device_bytes: int = 0
     moved_bytes_per_step: int = 0
@@ -59,20 +59,22 @@ class Cost:
 
     @staticmethod
     def placed(tier: str, held: int, moved: int = 0) -> Cost:
-        """Return the cost of `held` bytes in a tier, of which a step moves `moved` to the device; on the device,
-        none move."""
+        """Return the cost of `held` bytes in a tier, of which a step moves `moved` to the device;
+        on the device, none move."""
         return Cost(held) if tier == DEVICE else Cost(0, moved, {tier: held})
 
     @property
     def held(self) -> dict[str, int]:
-        """Return the bytes in every tier of the table. Raises `ValueError` for a tier that is not in the table."""
+        """Return the bytes in every tier of the table. Raises `ValueError` for a tier that is not
+        in the table."""
         for tier in self.away:
             tier_of(tier)
         return {tier: self.device_bytes if tier == DEVICE else self.away.get(tier, 0) for tier in TIERS}
 
     def beside(self, case: LayerWorkload) -> int:
-        """Return the bytes on the device that the seal adds while the prompt's keys and values are still there: all
-        that is held afterwards, or the rest if keys and values stay as they are."""
+        """Return the bytes on the device that the seal adds while the prompt's keys and values are
+        still there: all that is held afterwards, or the rest if keys and values stay as they
+        are."""
         stays = not any(self.away.values()) and self.device_bytes >= case.dense_bytes
         return self.device_bytes - (case.dense_bytes if stays else 0)
 
@@ -89,15 +91,14 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class PeakExtra:
-    """Hold the bytes that a layer takes temporarily on the device, in addition to keys and values of the prompt and
-    to what a layer of Full takes. `+` adds them up.
+    """Hold the bytes that a layer takes temporarily on the device, in addition to keys and values
+    of the prompt and to what a layer of Full takes. `+` adds them up.
 
-    `kept`: from the first chunk of the prompt to the seal. `prefill`: while a chunk passes through the layer.
-    `seal`: the most during the seal, if that is more than what the layer holds afterwards. `stepping` counts the
-    other way: bytes of the layer's cost that it takes only with its first step, so that they are not there while
-    other layers seal. `beside`: in host memory with `overlap=on`, until work on the layer ends that later layers
-    hide.
-    """
+    `kept`: from the first chunk of the prompt to the seal. `prefill`: while a chunk passes through
+    the layer. `seal`: the most during the seal, if that is more than what the layer holds
+    afterwards. `stepping` counts the other way: bytes of the layer's cost that it takes only with
+    its first step, so that they are not there while other layers seal. `beside`: in host memory
+    with `overlap=on`, until work on the layer ends that later layers hide."""
 
     kept: int = 0
     prefill: int = 0
@@ -116,4 +117,5 @@ class PeakExtra:
 
 
 class CostError(ValueError):
-    """Say why a cost cannot be computed: there is no formula, or no parameter value that meets it."""
+    """Say why a cost cannot be computed: there is no formula, or no parameter value that meets
+    it."""

@@ -1,9 +1,10 @@
-"""Keeps numbers that grow by one with every decode step on the device, so that a step can be captured and replayed.
+"""Keeps numbers that grow by one with every decode step on the device, so that a step can be
+captured and replayed.
 
-A CUDA graph replays the same work on the same memory, so no number that grows from step to step may be a Python
-number: not the row to which a token is written, not the count of tokens to read, not the position. While steps are
-captured or replayed (`running`), a layer takes such numbers from here, otherwise from Python.
-"""
+A CUDA graph replays the same work on the same memory, so no number that grows from step to step may
+be a Python number: not the row to which a token is written, not the count of tokens to read, not
+the position. While steps are captured or replayed (`running`), a layer takes such numbers from
+here, otherwise from Python."""
 
 from __future__ import annotations
 
@@ -17,12 +18,14 @@ from kernels.step_inputs import CaptureError, record_input
 
 
 def queues(device: torch.device) -> bool:
-    """Return whether work is launched on `device` and done later, so that reading a value waits for all of it."""
+    """Return whether work is launched on `device` and done later, so that reading a value waits for
+    all of it."""
     return device.type != "cpu"
 
 
 def undeclared(cls: type) -> str:
-    """Return why a step of `cls`, which does not declare that it can be captured, is not captured."""
+    """Return why a step of `cls`, which does not declare that it can be captured, is not
+    captured."""
     name = cls.__name__
     return f"{name} does not say that its step can be captured: if it can, write `class {name}(..., capturable=True)`"
 
@@ -51,15 +54,15 @@ class StepCounters:
         self._growths.clear()
 
     def tensor(self, value: int, device: torch.device) -> Tensor:
-        """Return a tensor [1] int64 that holds `value`; while running, the same tensor holds one more in the next
-        step."""
+        """Return a tensor [1] int64 that holds `value`; while running, the same tensor holds one
+        more in the next step."""
         if not self.running:
             return torch.full((1,), value, device=device)
         return self.first(value - self.steps, device)
 
     def first(self, value: int | PerSequence, device: torch.device) -> Tensor:
-        """Return a counter [1], or [B] for the numbers of several sequences, that held `value` when counting
-        started."""
+        """Return a counter [1], or [B] for the numbers of several sequences, that held `value` when
+        counting started."""
         if (value, device) not in self._counters:
             if self.capturing:
                 raise CaptureError(f"asks for a count of {value + self.steps} that the step before had no use for")
@@ -82,8 +85,8 @@ class StepCounters:
         return self._growths[slots]
 
     def positions(self, start: int, count: int, device: torch.device) -> Tensor:
-        """Return `count` consecutive numbers [count] int64 from `start` on, as positions of tokens or rows of a
-        store."""
+        """Return `count` consecutive numbers [count] int64 from `start` on, as positions of tokens
+        or rows of a store."""
         if not self.running:
             return torch.arange(start, start + count, device=device)
         first = self.tensor(start, device)

@@ -1,4 +1,5 @@
-"""Defines a method: its hyper-parameters, its demands on a model and a budget, and how it starts."""
+"""Defines a method: its hyper-parameters, its demands on a model and a budget, and how it
+starts."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ LONG, SOME = 1 << 20, 1 << 10  # tokens of a prompt longer than all sinks and wi
 
 
 class _TupleForList(ABCMeta):
-    """Turn lists, which yaml and callers pass, into tuples: a method is a value and must have a hash."""
+    """Turn lists, which yaml and callers pass, into tuples: a method is a value and must have a
+    hash."""
 
     def __call__(cls, *args: Any, **fields: Any) -> Any:
         return super().__call__(*args, **{name: _frozen(value) for name, value in fields.items()})
@@ -29,12 +31,12 @@ def _frozen(value: Any) -> Any:
 
 
 class Method(metaclass=_TupleForList):
-    """Hold a method's hyper-parameters: a frozen dataclass whose defaults are the values of its yaml.
+    """Hold a method's hyper-parameters: a frozen dataclass whose defaults are the values of its
+    yaml.
 
-    The budget is not among them. The request brings it, and it limits the same thing for every method: how many
-    prompt tokens one selecting head may read. If query heads select, a KV head reads the union of its group, which
-    is counted too.
-    """
+    The budget is not among them. The request brings it, and it limits the same thing for every
+    method: how many prompt tokens one selecting head may read. If query heads select, a KV head
+    reads the union of its group, which is counted too."""
 
     uses_budget: ClassVar[bool] = True
     dense_prefill: ClassVar[bool] = True  # the prompt's outputs equal Full's, so prefills can be shared
@@ -52,67 +54,73 @@ class Method(metaclass=_TupleForList):
 
     @property
     def asks_ahead(self) -> bool:
-        """Return whether a step asks for a layer's rows while the layer before computes, which may hide their
-        transfer."""
+        """Return whether a step asks for a layer's rows while the layer before computes, which may
+        hide their transfer."""
         return False
 
     @property
     def encodes(self) -> bool:
-        """Return whether this method supports a codec: it has tokens that a step reads only if they are chosen."""
+        """Return whether this method supports a codec: it has tokens that a step reads only if they
+        are chosen."""
         return False
 
     @property
     def smallest_budget(self) -> int:
-        """Return the least number of prompt tokens that contains this method's sinks and windows."""
+        """Return the least number of prompt tokens that contains this method's sinks and
+        windows."""
         return 1
 
     @property
     def calibration_tokens(self) -> int:
-        """Return how many tokens of text `prepare` observes at most; if this is 0, a run passes none."""
+        """Return how many tokens of text `prepare` observes at most; if this is 0, a run passes
+        none."""
         return 0
 
     @property
     def paper_differs(self) -> bool:
-        """Return whether the paper counts its budget differently from the prompt tokens that a step reads: without
-        sinks, for example, or including an index."""
+        """Return whether the paper counts its budget differently from the prompt tokens that a step
+        reads: without sinks, for example, or including an index."""
         return self.paper_tokens(lambda tokens: SOME, LONG) != SOME
 
     def paper_tokens(self, budget: Callable[[int], int], sealed: int) -> int:
-        """Return how many of `sealed` prompt tokens a KV head reads when the budget is counted as in the paper.
+        """Return how many of `sealed` prompt tokens a KV head reads when the budget is counted as
+        in the paper.
 
         `budget(n)` is the budget of n tokens, n itself where it covers them.
         """
         return budget(sealed)
 
     def with_windows(self, **asked: int | float | None) -> Method:
-        """Return this method with `sinks` first tokens, and with `recent_ratio` of the rest for the window, if it
-        has such parameters; None keeps its own values."""
+        """Return this method with `sinks` first tokens, and with `recent_ratio` of the rest for the
+        window, if it has such parameters; None keeps its own values."""
         given = {own: asked[name] for name, own in self.window_names.items() if asked[name] is not None}
         return replace(self, **given) if given else self  # type: ignore[type-var]
 
     def prepare(self, specs: Sequence[LayerSpec], observe: Callable[[int], Iterator[AttnInput]]) -> object:
-        """Compute what is needed once per model. `observe(tokens)` runs calibration text and yields each layer's
-        input."""
+        """Compute what is needed once per model. `observe(tokens)` runs calibration text and yields
+        each layer's input."""
         return None
 
     def measured(self, prepared: object) -> Mapping[str, object]:
-        """Return the parts of `prepared` that were timed on this machine, as parameters with which the run can be
-        repeated elsewhere."""
+        """Return the parts of `prepared` that were timed on this machine, as parameters with which
+        the run can be repeated elsewhere."""
         return {}
 
     @abstractmethod
     def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
-        """Return fresh layers for one batch, one per spec. Layers may be linked with one another only here."""
+        """Return fresh layers for one batch, one per spec. Layers may be linked with one another
+        only here."""
 
     def reads_all(self, sealed: int, tokens: int) -> bool:
-        """Return whether a budget of `tokens` leaves out nothing of a prompt of `sealed` tokens: it covers the
-        prompt, or it cannot hold the sinks and windows, so that nothing could be chosen. The latter happens with a
-        share of a short prompt; such a prompt is read whole and counted (`whole_because`), and no length is
-        refused."""
+        """Return whether a budget of `tokens` leaves out nothing of a prompt of `sealed` tokens: it
+        covers the prompt, or it cannot hold the sinks and windows, so that nothing could be chosen.
+        The latter happens with a share of a short prompt; such a prompt is read whole and counted
+        (`whole_because`), and no length is refused."""
         return tokens >= sealed or tokens < self.smallest_budget
 
     def whole_because(self, sealed: int, tokens: int) -> str:
-        """Return why a prompt of `sealed` tokens is read whole under a budget of `tokens` that does not cover it."""
+        """Return why a prompt of `sealed` tokens is read whole under a budget of `tokens` that does
+        not cover it."""
         return (
             f"all is read: the budget gives {tokens} of {sealed} prompt tokens, and the method's sinks and windows "
             f"take {self.smallest_budget}"
@@ -123,28 +131,31 @@ class Method(metaclass=_TupleForList):
         return not self.uses_budget or self.reads_all(case.sealed, case.budget)
 
     def cost(self, case: LayerWorkload) -> Cost:
-        """Return the cost of `case` by formula. Where a step's traffic depends on the text, it is an upper bound."""
+        """Return the cost of `case` by formula. Where a step's traffic depends on the text, it is
+        an upper bound."""
         raise CostError(f"{type(self).__name__} declares no cost, so align=tokens is all it can do.")
 
     def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
-        """Return the bytes that `case` takes temporarily, by formula, when its prompt comes in chunks of `chunk`
-        tokens. They are not part of `cost`; a step is assumed to need less than a seal."""
+        """Return the bytes that `case` takes temporarily, by formula, when its prompt comes in
+        chunks of `chunk` tokens. They are not part of `cost`; a step is assumed to need less than a
+        seal."""
         return PeakExtra()
 
     def at_communication(self, share: float, head_dim: int) -> Method:
-        """Return this method with scoring that moves `share` of the 16-bit key cache per step, as in PQCache's
-        comparison.
+        """Return this method with scoring that moves `share` of the 16-bit key cache per step, as
+        in PQCache's comparison.
 
-        It is the method itself if scoring moves nothing and the comparison asks for no compensation.
-        """
+        It is the method itself if scoring moves nothing and the comparison asks for no
+        compensation."""
         return self
 
     def check_model(self, spec: LayerSpec) -> None:
-        """Raise `ValueError` if a parameter does not suit a model with such layers; no weights are needed."""
+        """Raise `ValueError` if a parameter does not suit a model with such layers; no weights are
+        needed."""
 
     def require_budget(self, budget: Budget | None) -> None:
-        """Raise `BudgetError` if this method uses a budget and has none: it would silently read everything, as Full
-        does."""
+        """Raise `BudgetError` if this method uses a budget and has none: it would silently read
+        everything, as Full does."""
         if self.uses_budget and budget is None:
             raise BudgetError(
                 f"{type(self).__name__} was given no budget: set budget=0.2 for a fifth of the prompt, budget=512 for "
@@ -152,8 +163,9 @@ class Method(metaclass=_TupleForList):
             )
 
     def check(self, budget: Budget | None, layer: int = 0) -> None:
-        """Raise `BudgetError` if `budget` cannot hold this method's sinks and windows even in a long prompt: so few
-        tokens are a mistake in the configuration. `reads_all` handles prompts that are too short for a share."""
+        """Raise `BudgetError` if `budget` cannot hold this method's sinks and windows even in a
+        long prompt: so few tokens are a mistake in the configuration. `reads_all` handles prompts
+        that are too short for a share."""
         if budget is not None and budget.generated is not None and self.generated_refusal is not None:
             name = type(self).__name__
             raise BudgetError(
@@ -171,7 +183,8 @@ class Method(metaclass=_TupleForList):
 
 
 def refuse_other_than_method(given: object) -> None:
-    """Raise `ValueError` if `given` is what is easily passed instead of a method: its name, or its class."""
+    """Raise `ValueError` if `given` is what is easily passed instead of a method: its name, or its
+    class."""
     if isinstance(given, Method):
         return
     what = f"{given.__name__} is a class" if isinstance(given, type) else f"{given!r} is no method"

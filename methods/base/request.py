@@ -1,4 +1,5 @@
-"""Defines what a method receives: a layer's shape, what a batch asks for, and what one attention call sees."""
+"""Defines what a method receives: a layer's shape, what a batch asks for, and what one attention
+call sees."""
 
 from __future__ import annotations
 
@@ -24,10 +25,9 @@ _ANY_LENGTH = 2**40  # tokens: more than any cache holds
 class LayerSpec:
     """Hold what a layer knows before it sees a token.
 
-    A method's layers are those that see the whole text, numbered among themselves: in a model whose other layers
-    have a sliding window, `index` 1 of `num_layers` 4 is the second of four layers without one. `rope` returns cos
-    1 and sin 0 if the layer does not rotate.
-    """
+    A method's layers are those that see the whole text, numbered among themselves: in a model whose
+    other layers have a sliding window, `index` 1 of `num_layers` 4 is the second of four layers
+    without one. `rope` returns cos 1 and sin 0 if the layer does not rotate."""
 
     index: int
     num_layers: int
@@ -46,7 +46,8 @@ class LayerSpec:
         return self.num_heads // self.num_kv_heads
 
     def sinks_of(self, head: int | None = None) -> Tensor | None:
-        """Return the sink logits of all query heads, or those of one KV head's group; None if there are none."""
+        """Return the sink logits of all query heads, or those of one KV head's group; None if there
+        are none."""
         if self.sink_logits is None or head is None:
             return self.sink_logits
         return self.sink_logits[head * self.group : (head + 1) * self.group]
@@ -54,8 +55,8 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """Hold what one batch of sequences of equal length asks of a method. `capacity` counts prompt and new tokens of
-    all turns."""
+    """Hold what one batch of sequences of equal length asks of a method. `capacity` counts prompt
+    and new tokens of all turns."""
 
     batch: int
     capacity: int
@@ -72,7 +73,8 @@ class Request:
 
     @property
     def pooled(self) -> bool:
-        """Return whether tokens that are read only if chosen leave the store: for another tier, or for fewer bits."""
+        """Return whether tokens that are read only if chosen leave the store: for another tier, or
+        for fewer bits."""
         return self.placement != DEVICE or self.codec is not None
 
     def place(self, layer: int) -> Place:
@@ -80,12 +82,13 @@ class Request:
         return Place(self.device, self.disk, None if self.reservation is None else self.reservation.regions[layer])
 
     def covers(self, tokens: int, layer: int) -> bool:
-        """Return whether the budget leaves out nothing of a prompt of `tokens` tokens, or there is no budget: it is
-        read whole."""
+        """Return whether the budget leaves out nothing of a prompt of `tokens` tokens, or there is
+        no budget: it is read whole."""
         return self.budget is None or self.budget.covers(tokens, layer)
 
     def covers_all(self, layer: int) -> bool:
-        """Return whether the budget leaves out nothing of the longest text that this cache may hold."""
+        """Return whether the budget leaves out nothing of the longest text that this cache may
+        hold."""
         return self.covers(_ANY_LENGTH if self.grows else self.capacity, layer)
 
 

@@ -18,24 +18,25 @@ T = TypeVar("T")
 
 @dataclass
 class Checks:
-    """Say whether return values of a method are checked: from the seal of a turn to its end, once for a first turn
-    and once for a further one. `pending` names the kinds of turns still to check, and is shared by all caches of a
-    run."""
+    """Say whether return values of a method are checked: from the seal of a turn to its end, once
+    for a first turn and once for a further one. `pending` names the kinds of turns still to check,
+    and is shared by all caches of a run."""
 
     pending: set[str] = field(default_factory=set)
     on: bool = False
 
     def begin(self, turn: str) -> None:
-        """Start checking if `turn`, whose prompt is about to be sealed, is of a kind still to check."""
+        """Start checking if `turn`, whose prompt is about to be sealed, is of a kind still to
+        check."""
         self.on = turn in self.pending
         self.pending.discard(turn)
 
 
 @dataclass
 class CacheState:
-    """Hold what all layers of a cache share: the `request`, what changes with every step (`traffic`, `counters`,
-    `checks`), and the `engine` that moves rows for all caches of the device. `ahead`: rows move as soon as they are
-    asked for, otherwise when they are waited for."""
+    """Hold what all layers of a cache share: the `request`, what changes with every step
+    (`traffic`, `counters`, `checks`), and the `engine` that moves rows for all caches of the
+    device. `ahead`: rows move as soon as they are asked for, otherwise when they are waited for."""
 
     request: Request
     traffic: Traffic = field(default_factory=Traffic)
@@ -45,14 +46,15 @@ class CacheState:
     ahead: bool = False
 
     def fetch(self, read: Callable[[Traffic], T]) -> Arrival[T]:
-        """Ask for the rows that `read` brings to the device and that are waited for later; in a captured step,
-        within the step."""
+        """Ask for the rows that `read` brings to the device and that are waited for later; in a
+        captured step, within the step."""
         begin = self.engine.branch if self.counters.running else self.engine.begin
         return begin(read, self.traffic, self.request.device, ahead=self.ahead)
 
     def work(self, compute: Callable[[], T]) -> Arrival[T]:
-        """Begin work on a prompt that later layers may hide, and whose result is waited for later; only for a cache
-        whose rows move `ahead`. It belongs to no step, and counts in no `traffic`."""
+        """Begin work on a prompt that later layers may hide, and whose result is waited for later;
+        only for a cache whose rows move `ahead`. It belongs to no step, and counts in no
+        `traffic`."""
         assert self.ahead
         return self.engine.work(compute, self.request.device)
 
@@ -62,8 +64,8 @@ class CacheState:
 
     @property
     def checking(self) -> bool:
-        """Return whether to check what a policy has just returned. While a step is captured, nothing is computed to
-        check."""
+        """Return whether to check what a policy has just returned. While a step is captured,
+        nothing is computed to check."""
         return self.checks.on and not self.counters.capturing
 
     def on(self, device: torch.device | None) -> CacheState:

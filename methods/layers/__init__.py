@@ -1,9 +1,9 @@
-"""Holds `Layer`, which every method uses, and its policies: most methods are one function of one policy.
+"""Holds `Layer`, which every method uses, and its policies: most methods are one function of one
+policy.
 
-`Layer` keeps and reads everything. A `Keep` says what stays of the prompt at the seal. A `Read` chooses what a step
-reads: `Select` is the usual kind (sinks, window and single tokens), `Pooled` one whose tokens compete for the room of a
-pool. A layer may have both.
-"""
+`Layer` keeps and reads everything. A `Keep` says what stays of the prompt at the seal. A `Read`
+chooses what a step reads: `Select` is the usual kind (sinks, window and single tokens), `Pooled`
+one whose tokens compete for the room of a pool. A layer may have both."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Lets several sequences take a step together, in a layer whose store and indices combine those of several layers.
+"""Lets several sequences take a step together, in a layer whose store and indices combine those of
+several layers.
 
-A policy writes its step once. For one sequence its attributes are tensors and whole numbers; for several they are
-`Ragged` and `PerSequence` (kernels/ragged.py), which the operations accept as well.
-"""
+A policy writes its step once. For one sequence its attributes are tensors and whole numbers; for
+several they are `Ragged` and `PerSequence` (kernels/ragged.py), which the operations accept as
+well."""
 
 from __future__ import annotations
 
@@ -55,8 +56,9 @@ def form(layer: Layer) -> Hashable:
 
 
 class Slots(NamedTuple):
-    """Hold the layers whose sequences take a step together, and `dead`, how many free slots follow them; None:
-    there are no slots. `shared` maps the objects that layers of one sequence share to those for several sequences."""
+    """Hold the layers whose sequences take a step together, and `dead`, how many free slots follow
+    them; None: there are no slots. `shared` maps the objects that layers of one sequence share to
+    those for several sequences."""
 
     layers: Sequence[Layer]
     dead: int | None
@@ -69,9 +71,9 @@ class Slots(NamedTuple):
 
 
 def together(slots: Slots, cache: CacheState) -> Layer:
-    """Return a layer whose `decode` takes one token of each sequence of `slots.layers`, which are of one form.
-    `cache`: the state of the joint step; its request counts all sequences and free slots. What the layers count in
-    Python is updated by `count_replayed`."""
+    """Return a layer whose `decode` takes one token of each sequence of `slots.layers`, which are
+    of one form. `cache`: the state of the joint step; its request counts all sequences and free
+    slots. What the layers count in Python is updated by `count_replayed`."""
     layers = slots.layers
     for policy in (policy for layer in layers for policy in layer.policies):
         policy.settle()
@@ -93,8 +95,9 @@ def together(slots: Slots, cache: CacheState) -> Layer:
 
 
 def link(steps: Sequence[tuple[Layer, Sequence[Layer]]]) -> None:
-    """Link the layers and policies of several sequences with each other, as those of one sequence are linked.
-    `steps`: the layers that `together` has returned, with those that each is made of."""
+    """Link the layers and policies of several sequences with each other, as those of one sequence
+    are linked. `steps`: the layers that `together` has returned, with those that each is made
+    of."""
     joint_layers = {id(layer): one for one, layers in steps for layer in layers}
     for one, layers in steps:
         one.link(layers, joint_layers)
@@ -109,8 +112,8 @@ def link(steps: Sequence[tuple[Layer, Sequence[Layer]]]) -> None:
 
 
 def hand_back(one: Layer, layer: Layer, first: int) -> None:
-    """Give `layer`, whose sequences are number `first` and following of those of `one`, what the last step chose
-    and changed."""
+    """Give `layer`, whose sequences are number `first` and following of those of `one`, what the
+    last step chose and changed."""
     for joined, policy in zip(one.policies, layer.policies, strict=True):
         joined.hand_back(policy, slice(first, first + layer.request.batch))
 
@@ -135,7 +138,8 @@ def _joined(policies: Sequence[Policy], one: Layer, slots: Slots) -> Policy:
 
 
 def _plan(plans: Sequence[Any], slots: Slots) -> Any:
-    """Return the joint plan of several sequences. Its sinks are the same for all, as part of their form."""
+    """Return the joint plan of several sequences. Its sinks are the same for all, as part of their
+    form."""
     if not isinstance(plans[0], tuple):
         return slots.of_rows(plans)
     numbers: Any = {name: [getattr(plan, name) for plan in plans] for name in plans[0]._fields}  # type: ignore[attr-defined]
@@ -170,7 +174,8 @@ def _several(
 
 
 def _widened(x: Tensor, dim: int, size: int) -> Tensor:
-    """Return x with `size` entries in dimension `dim`, filled up with zeros or with some of its zeros cut."""
+    """Return x with `size` entries in dimension `dim`, filled up with zeros or with some of its
+    zeros cut."""
     wide = x.new_zeros([*x.shape[:dim], size, *x.shape[dim + 1 :]])
     kept = min(size, x.shape[dim])
     wide.narrow(dim, 0, kept).copy_(x.narrow(dim, 0, kept))

@@ -16,17 +16,18 @@ class Evict(Policy, ABC, capturable=True):
     """
 
     def size(self, budget: int) -> int:
-        """Return how many tokens stay under a budget of `budget` tokens; if it is no less than the number stored,
-        all stay."""
+        """Return how many tokens stay under a budget of `budget` tokens; if it is no less than the
+        number stored, all stay."""
         return budget
 
     @abstractmethod
     def evict(self, size: int) -> None:
-        """Choose `size` tokens and drop the others, by `layer.retain`, or by `layer.retain_per_head` if heads keep
-        different numbers of them."""
+        """Choose `size` tokens and drop the others, by `layer.retain`, or by
+        `layer.retain_per_head` if heads keep different numbers of them."""
 
     def close(self, evicted: int) -> None:
-        """Finish the seal: `evicted` tokens have left by this choice, and the store holds the others."""
+        """Finish the seal: `evicted` tokens have left by this choice, and the store holds the
+        others."""
 
 
 class Keep(Evict, capturable=True):

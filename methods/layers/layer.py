@@ -16,11 +16,13 @@ from methods.tiers.tier import DEVICE, HOST
 
 
 class Layer(Storage, capturable=True):
-    """Store the prompt whole. At the seal a `Keep` decides what stays, then a `Read` splits the budget; tokens that
-    are read only if chosen may leave the store for another place. Without policies everything is kept and read."""
+    """Store the prompt whole. At the seal a `Keep` decides what stays, then a `Read` splits the
+    budget; tokens that are read only if chosen may leave the store for another place. Without
+    policies everything is kept and read."""
 
     def __init__(self, spec: LayerSpec, cache: CacheState, method: Method, *policies: Policy) -> None:
-        """Bind the policies: at most one `Evict` and one `Read`, and any number that only observe."""
+        """Bind the policies: at most one `Evict` and one `Read`, and any number that only
+        observe."""
         super().__init__(spec, cache, method)
         self.policies = policies or (Policy(),)
         self.keeps = next((policy for policy in policies if isinstance(policy, Evict)), None)
@@ -75,15 +77,17 @@ class Layer(Storage, capturable=True):
         return self.attends.decode(x)
 
     def joined(self, layers: Sequence[Layer], dead: int | None) -> None:
-        """Join what `layers` hold besides store, pool and policies, in the layer that takes steps for all of them
-        and `dead` free slots. A class with its own `decode` takes such steps only if it overrides this method too."""
+        """Join what `layers` hold besides store, pool and policies, in the layer that takes steps
+        for all of them and `dead` free slots. A class with its own `decode` takes such steps only
+        if it overrides this method too."""
 
     def link(self, layers: Sequence[Layer], joint: Mapping[int, Layer]) -> None:
-        """Find other layers, in a joint layer of several `layers`. `joint`: the id of a layer -> the joint layer
-        that steps instead of it."""
+        """Find other layers, in a joint layer of several `layers`. `joint`: the id of a layer ->
+        the joint layer that steps instead of it."""
 
     def together_refusal(self) -> str | None:
-        """Return why this layer, in its present state, takes its steps for one sequence after the other, or None."""
+        """Return why this layer, in its present state, takes its steps for one sequence after the
+        other, or None."""
         return None
 
     @property
@@ -117,8 +121,8 @@ class Layer(Storage, capturable=True):
 
     @property
     def bytes_read(self) -> float:
-        """Return the bytes read, as they are encoded, wherever they lie. What is rebuilt counts as the rows it
-        replaces."""
+        """Return the bytes read, as they are encoded, wherever they lie. What is rebuilt counts as
+        the rows it replaces."""
         rows, heads, (prompt, generated) = self.attends.read_rows(), self.request.batch * self.heads, self.attended
         if rows is None or self.heads != self.spec.num_kv_heads:  # then each head has copies of its own
             coded = 0 if self.far is None else self.far.encoded * heads
@@ -197,7 +201,8 @@ class Layer(Storage, capturable=True):
             policy.grow(more)
 
     def _make_room(self, most: int) -> None:
-        """If the generated tokens fill their budget, drop an eighth of them before a token is stored."""
+        """If the generated tokens fill their budget, drop an eighth of them before a token is
+        stored."""
         count = self.store.length - self.prompt_rows
         if count < most:
             return

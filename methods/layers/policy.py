@@ -1,4 +1,5 @@
-"""Defines what a method decides in a layer: the base class of all policies, which keeps and reads everything."""
+"""Defines what a method decides in a layer: the base class of all policies, which keeps and reads
+everything."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ from methods.pools import KVStore
 
 
 class Padded(NamedTuple):
-    """Mark tensors of several sequences that are joined with zeros after the shorter ones in dimension `dim`, and
-    say whether steps change them. `most`: the attribute with the greatest possible length."""
+    """Mark tensors of several sequences that are joined with zeros after the shorter ones in
+    dimension `dim`, and say whether steps change them. `most`: the attribute with the greatest
+    possible length."""
 
     dim: int
     changes: bool = True
@@ -29,21 +31,23 @@ OfEach = Mapping[str, int | Padded | None]
 
 
 class Policy:
-    """Observe every token of a layer, and attend: this base class to all that is stored, as Full does.
+    """Observe every token of a layer, and attend: this base class to all that is stored, as Full
+    does.
 
-    In a layer with several policies one attends, the `Read`, else the `Keep` (methods/layers/layer.py); the others
-    only `observe`. Before `bind` a policy knows no layer.
+    In a layer with several policies one attends, the `Read`, else the `Keep`
+    (methods/layers/layer.py); the others only `observe`. Before `bind` a policy knows no layer.
 
-    `class MyKeep(Keep, capturable=True)` declares that a decode step can be captured in a graph and replayed. A
-    subclass does not inherit this, because what it overrides may count in Python or wait for the device.
+    `class MyKeep(Keep, capturable=True)` declares that a decode step can be captured in a graph and
+    replayed. A subclass does not inherit this, because what it overrides may count in Python or
+    wait for the device.
 
-    `of_each={"codes": 2}`, not inherited either, declares that several sequences may take a step together
-    (methods/layers/batched.py), and names the attributes that a step uses besides the store, each with the
-    dimension in which sequences differ, with `Padded` if steps change such tensors, or with None for tensors of one
-    shape, which steps may change, and for numbers. An object that can combine itself for several sequences, as an
-    index that grows, has a method `batched`; it gets the objects of all caches, the state of the joint step, how
-    many tokens each sequence has seen, and how many slots are free.
-    """
+    `of_each={"codes": 2}`, not inherited either, declares that several sequences may take a step
+    together (methods/layers/batched.py), and names the attributes that a step uses besides the
+    store, each with the dimension in which sequences differ, with `Padded` if steps change such
+    tensors, or with None for tensors of one shape, which steps may change, and for numbers. An
+    object that can combine itself for several sequences, as an index that grows, has a method
+    `batched`; it gets the objects of all caches, the state of the joint step, how many tokens each
+    sequence has seen, and how many slots are free."""
 
     capturable: ClassVar[bool] = True  # declared by each class for itself, not inherited
     diagnostics: ClassVar[tuple[str, ...]] = ()  # attributes for the record that do not count as bytes of the cache
@@ -61,9 +65,9 @@ class Policy:
         cls.capturable, cls.of_each = capturable, of_each
 
     def bind(self, layer: Storage) -> None:
-        """Become a policy of `layer`, which has not seen a token yet and owns this policy. The policy only refers
-        to the layer weakly: otherwise keys and values of a dropped cache would stay in memory until the next
-        garbage collection."""
+        """Become a policy of `layer`, which has not seen a token yet and owns this policy. The
+        policy only refers to the layer weakly: otherwise keys and values of a dropped cache would
+        stay in memory until the next garbage collection."""
         self.layer, self.method = proxy(layer), layer.method
         self.spec, self.cache, self.request = layer.spec, layer.cache, layer.request
 
@@ -81,21 +85,23 @@ class Policy:
         """Undo what the seal moved, before a further turn, whose prompt attends to everything."""
 
     def state(self) -> dict[str, Tensor]:
-        """Return what must be stored between turns besides keys and values, because it cannot be computed from
-        them. By default that is nothing, and everything is computed again at the next seal."""
+        """Return what must be stored between turns besides keys and values, because it cannot be
+        computed from them. By default that is nothing, and everything is computed again at the next
+        seal."""
         return {}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Take over what `state` returned; the layer holds its keys and values again."""
 
     def truncate(self, state: Mapping[str, Tensor], first: int, last: int) -> dict[str, Tensor]:
-        """Return the parts of `state` that belong to the `first` and the `last` stored tokens, as if these were
-        stored one after the other, because a conversation's history was cut. By default that is all of it, as for a
-        state without entries per token."""
+        """Return the parts of `state` that belong to the `first` and the `last` stored tokens, as
+        if these were stored one after the other, because a conversation's history was cut. By
+        default that is all of it, as for a state without entries per token."""
         return dict(state)
 
     def observe(self, x: AttnInput) -> None:
-        """Note a prompt chunk that has been stored, while another policy, or a shared prefill, attends."""
+        """Note a prompt chunk that has been stored, while another policy, or a shared prefill,
+        attends."""
 
     def prefill(self, x: AttnInput) -> Tensor:
         """Attend causally, after a prompt chunk has been stored. Return [B H T D]."""
@@ -121,18 +127,19 @@ class Policy:
         return prompt * steps, generated * steps - steps * (steps - 1) // 2
 
     def read_rows(self) -> Tensor | None:
-        """Return the stored prompt tokens that the last step read, [B G K] without repeats, -1 where a head read
-        fewer; None for all."""
+        """Return the stored prompt tokens that the last step read, [B G K] without repeats, -1
+        where a head read fewer; None for all."""
         return None
 
     def selected_rows(self) -> Tensor | None:
-        """Return the stored prompt tokens that each selecting head read in the last step, [B H K] if query heads
-        choose for themselves."""
+        """Return the stored prompt tokens that each selecting head read in the last step, [B H K]
+        if query heads choose for themselves."""
         return self.read_rows()
 
     def keep_generated(self, count: int, size: int) -> Tensor:
-        """Return the `size` of `count` generated tokens that every KV head keeps when `budget_generated` has no
-        room for more, as [B G size], ascending. By default these are the last ones."""
+        """Return the `size` of `count` generated tokens that every KV head keeps when
+        `budget_generated` has no room for more, as [B G size], ascending. By default these are the
+        last ones."""
         shape = (self.request.batch, self.layer.heads, -1)
         return torch.arange(count - size, count, device=self.request.device).expand(shape)
 
@@ -140,28 +147,32 @@ class Policy:
         """Drop what belongs to the last `count` stored tokens, except to `rows` [B G K] of them."""
 
     def form(self) -> Hashable:
-        """Return what sequences must share to take steps together, besides the method and the shapes of a layer."""
+        """Return what sequences must share to take steps together, besides the method and the
+        shapes of a layer."""
         return None
 
     def link(self, members: Sequence[Policy], joint: Mapping[int, Policy]) -> None:
-        """Find the policies of other layers, in a joint policy of several `members`. `joint`: the id of a member's
-        policy -> the joint policy that steps instead of it."""
+        """Find the policies of other layers, in a joint policy of several `members`. `joint`: the
+        id of a member's policy -> the joint policy that steps instead of it."""
 
     def joined(self) -> dict[str, Tensor]:
-        """Return the tensors of all sequences that steps of this joint policy use, except those that stay where
-        they are."""
+        """Return the tensors of all sequences that steps of this joint policy use, except those
+        that stay where they are."""
         held = {name: vars(self).get(name) for name in type(self).of_each or {}}
         return {name: value for name, value in held.items() if isinstance(value, Tensor)}
 
     def settle(self) -> None:
-        """Wait for background work whose results steps use, before steps with other sequences begin."""
+        """Wait for background work whose results steps use, before steps with other sequences
+        begin."""
 
     def together_refusal(self) -> str | None:
-        """Return why this policy, in its present state, takes its steps for one sequence after the other, or None."""
+        """Return why this policy, in its present state, takes its steps for one sequence after the
+        other, or None."""
         return None
 
     def hand_back(self, member: Policy, own: slice) -> None:
-        """Give `member`, whose sequences are the `own` ones of this joint policy, what steps have changed."""
+        """Give `member`, whose sequences are the `own` ones of this joint policy, what steps have
+        changed."""
         for name, how in (type(self).of_each or {}).items():
             value = getattr(self, name, None)
             if isinstance(value, Tensor) and isinstance(how, Padded) and how.changes:
@@ -171,15 +182,18 @@ class Policy:
                 setattr(member, name, value[own].clone())
 
     def grow(self, more: int) -> None:
-        """Make room for `more` tokens in what is held besides the store, which has grown already."""
+        """Make room for `more` tokens in what is held besides the store, which has grown
+        already."""
         self.request = self.layer.request
         for name, dim in self.by_room.items():
             if (held := vars(self).get(name)) is not None and held.shape[dim]:
                 setattr(self, name, pad(held, (0, 0) * (held.dim() - 1 - dim) + (0, more)))
 
     def capture_refusal(self) -> str | None:
-        """Return why a decode step of the sealed layer cannot be captured (methods/base/counters.py), or None."""
+        """Return why a decode step of the sealed layer cannot be captured
+        (methods/base/counters.py), or None."""
         return None if self.capturable else undeclared(type(self))
 
     def count_replayed(self, steps: int) -> None:
-        """Update what is counted in Python after `steps` steps that were replayed without `decode`."""
+        """Update what is counted in Python after `steps` steps that were replayed without
+        `decode`."""

@@ -14,19 +14,18 @@ from methods.parts.limited_pool import Eviction, Fetched, LimitedPool, size
 
 
 class Pooled(Select, capturable=True):
-    """Let the prompt enter the pool at the seal (`fill`); then each new token takes a slot, and is itself always
-    read.
+    """Let the prompt enter the pool at the seal (`fill`); then each new token takes a slot, and is
+    itself always read.
 
-    A subclass calls `fill` in `index`, hides evicted tokens by `present`, and tells the pool what it fetched. While
-    `rehearses`, it puts the queries [B H T D] by which the prompt's tokens fetch into `rehearsed`. It has neither
-    sinks nor window.
-    """
+    A subclass calls `fill` in `index`, hides evicted tokens by `present`, and tells the pool what
+    it fetched. While `rehearses`, it puts the queries [B H T D] by which the prompt's tokens fetch
+    into `rehearsed`. It has neither sinks nor window."""
 
     pool: LimitedPool | None = None
 
     def __init__(self, capacity: float | None, eviction: Eviction) -> None:
-        """Limit the pool to `capacity`: a share of prompt and new tokens, or a number; None for all. Dense layers
-        keep all."""
+        """Limit the pool to `capacity`: a share of prompt and new tokens, or a number; None for
+        all. Dense layers keep all."""
         self.capacity, self.eviction = capacity, eviction
         self.rehearsed: list[Tensor] = []
 
@@ -44,7 +43,8 @@ class Pooled(Select, capturable=True):
 
     @abstractmethod
     def fetches(self, q: Tensor) -> Fetched:
-        """Return what a token with query q [B H 1 D] fetches of the earlier tokens that are still there."""
+        """Return what a token with query q [B H 1 D] fetches of the earlier tokens that are still
+        there."""
 
     @property
     def rehearses(self) -> bool:
@@ -59,8 +59,8 @@ class Pooled(Select, capturable=True):
         super().seal(limit)
 
     def _has_room(self, slots: int) -> bool:
-        """Return whether the pool has a slot for some of the prompt. Raise `ValueError` for a number of slots that
-        has none for any prompt."""
+        """Return whether the pool has a slot for some of the prompt. Raise `ValueError` for a
+        number of slots that has none for any prompt."""
         new = self.request.capacity - self.layer.seen
         if slots > new:
             return True
@@ -89,7 +89,8 @@ class Pooled(Select, capturable=True):
         return {}
 
     def fill(self) -> Tensor:
-        """Let the prompt pass through the pool and keep what it then holds. Return its rows [B G P], in order."""
+        """Let the prompt pass through the pool and keep what it then holds. Return its rows [B G
+        P], in order."""
         assert self.slots is not None
         assert self.plan is not None
         shape = (*self.store.k.shape[:2], self.sealed)

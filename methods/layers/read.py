@@ -23,9 +23,8 @@ PlanT = TypeVar("PlanT")  # says how a budget is spent
 class Read(Policy, ABC, Generic[PlanT], capturable=True):
     """Read in each step a part of the stored prompt that the step chooses.
 
-    If the budget covers what is stored, all of it is read, and the methods below are not called. A choice is used
-    again for `request.reuse_steps` further steps.
-    """
+    If the budget covers what is stored, all of it is read, and the methods below are not called. A
+    choice is used again for `request.reuse_steps` further steps."""
 
     diagnostics: ClassVar[tuple[str, ...]] = ("rows",)
     plan: PlanT | None = None  # None: everything is read
@@ -39,11 +38,13 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
 
     @abstractmethod
     def prepare(self, plan: PlanT) -> None:
-        """Index or compress the prompt, which is complete, and of which a step will read only a part."""
+        """Index or compress the prompt, which is complete, and of which a step will read only a
+        part."""
 
     @abstractmethod
     def select(self, q: Tensor, top: int) -> Tensor:
-        """Choose `top` tokens, pages or chunks for the query q [B H 1 D]. Return them in the form of `rows`."""
+        """Choose `top` tokens, pages or chunks for the query q [B H 1 D]. Return them in the form
+        of `rows`."""
 
     @abstractmethod
     def read(self, x: AttnInput, plan: PlanT) -> Tensor:
@@ -55,17 +56,18 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
 
     @abstractmethod
     def rows_of(self, rows: Tensor, plan: PlanT) -> Tensor:
-        """Return the stored prompt tokens that each selecting head reads with the choice `rows`, [B G K] or [B H K]
-        without repeats, -1 where a head reads fewer."""
+        """Return the stored prompt tokens that each selecting head reads with the choice `rows`, [B
+        G K] or [B H K] without repeats, -1 where a head reads fewer."""
 
     def away(self, plan: PlanT) -> tuple[int, int] | None:
-        """Return the first and the end of the stored tokens that are read only if chosen, by `fetch`: these may lie
-        on another tier or be quantised. None if the policy places its tokens itself."""
+        """Return the first and the end of the stored tokens that are read only if chosen, by
+        `fetch`: these may lie on another tier or be quantised. None if the policy places its tokens
+        itself."""
         return None
 
     def sent_away(self, tokens: Segment) -> None:
-        """Note that the tokens of `away` have left the store. `tokens` [B G M D] are those that left, still on the
-        device."""
+        """Note that the tokens of `away` have left the store. `tokens` [B G M D] are those that
+        left, still on the device."""
 
     def seal(self, limit: int | None) -> None:
         """Prepare for steps that may read `limit` of the stored tokens; None for all."""
@@ -78,14 +80,14 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
         return super().decode(x) if self.plan is None else self.read(x, self.plan)
 
     def send_for(self, rows: Tensor, slots: Tensor | None = None) -> None:
-        """Ask for chosen tokens [B G K] of those sent away, before the step that will `fetch` the same; tokens that
-        nobody will read are left out (`Pool.gather`)."""
+        """Ask for chosen tokens [B G K] of those sent away, before the step that will `fetch` the
+        same; tokens that nobody will read are left out (`Pool.gather`)."""
         assert self.layer.far is not None
         self.arrival = self.layer.far.gather(rows, slots)
 
     def fetch(self, rows: Tensor) -> Segment:
-        """Bring chosen tokens of those sent away to the device. rows [B G K] or [B H K] count from the first of
-        them. What several query heads of a group chose moves once."""
+        """Bring chosen tokens of those sent away to the device. rows [B G K] or [B H K] count from
+        the first of them. What several query heads of a group chose moves once."""
         far, groups, arrival = self.layer.far, self.spec.num_kv_heads, self.arrival
         assert far is not None
         self.arrival = None
@@ -124,8 +126,8 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
 
     @property
     def fetches_alone(self) -> bool:
-        """Return whether a step reads what was sent away by other means than `fetch`, so that it takes one sequence
-        at a time."""
+        """Return whether a step reads what was sent away by other means than `fetch`, so that it
+        takes one sequence at a time."""
         return False
 
     @property
@@ -134,7 +136,8 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
         return self.rows is None or self.age >= self.request.reuse_steps
 
     def chosen(self, q: Tensor, top: int) -> Tensor:
-        """Return the choice that this step reads: a new one, or the last one again. Call it once per step."""
+        """Return the choice that this step reads: a new one, or the last one again. Call it once
+        per step."""
         if self.rows is None or self.selects_next:
             self.rows, self.age = self.select(q, top), 0
             if self.cache.checking:
@@ -144,14 +147,16 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
         return self.rows
 
     def check_choice(self, rows: Tensor, top: int | None) -> None:
-        """Raise `ReturnedError` if `select` has returned tokens that do not exist, or one token twice for a head."""
+        """Raise `ReturnedError` if `select` has returned tokens that do not exist, or one token
+        twice for a head."""
         self._check_selected(rows, None, None)
         assert self.plan is not None
         given, choosing = f"{type(self).__name__}.rows_of returned", (self.spec.num_kv_heads, self.spec.num_heads)
         self.layer.check_rows(given, self.rows_of(rows, self.plan), self.sealed, heads=choosing, gaps=True)
 
     def _check_selected(self, rows: Tensor, among: int | None, count: int | None) -> None:
-        """Raise `ReturnedError` unless rows are numbers below `among`, `count` of them for each head; None: any."""
+        """Raise `ReturnedError` unless rows are numbers below `among`, `count` of them for each
+        head; None: any."""
         choosing = self.spec.num_kv_heads, self.spec.num_heads
         self.layer.check_rows(f"{type(self).__name__}.select returned", rows, among, heads=choosing, count=count)
 
@@ -168,7 +173,8 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
 
 
 def _without_missing(rows: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return rows [B heads K], with -1 where a sequence has fewer than another, and how many each has."""
+    """Return rows [B heads K], with -1 where a sequence has fewer than another, and how many each
+    has."""
     if not isinstance(rows, Ragged):
         return rows, None
     return without_missing(rows.whole, rows.counts, -1), rows.counts

@@ -1,8 +1,8 @@
-"""Checks what the policies of a method return, while its first example runs (`Checks` in methods/base/state.py).
+"""Checks what the policies of a method return, while its first example runs (`Checks` in
+methods/base/state.py).
 
-Nothing else would notice a row that is named twice, or one that no token has: the rows of all heads lie one after
-the other, so a number that is out of range for one head is a token of the next.
-"""
+Nothing else would notice a row that is named twice, or one that no token has: the rows of all heads
+lie one after the other, so a number that is out of range for one head is a token of the next."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from torch import Tensor
 
 
 class ReturnedError(ValueError):
-    """Report that a policy returned what its contract rules out: which policy, in which layer, and what it
-    returned."""
+    """Report that a policy returned what its contract rules out: which policy, in which layer, and
+    what it returned."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowNumbers:
-    """Describe the wanted rows: int64 [B heads K], for every head different numbers from 0 to below `tokens`; None:
-    any numbers. `heads`: how many heads there may be. `count`: K; None for any. `gaps`: -1 stands where a head has
-    fewer. `alone`: the rows are of a single head, [K]."""
+    """Describe the wanted rows: int64 [B heads K], for every head different numbers from 0 to below
+    `tokens`; None: any numbers. `heads`: how many heads there may be. `count`: K; None for any.
+    `gaps`: -1 stands where a head has fewer. `alone`: the rows are of a single head, [K]."""
 
     batch: int
     heads: Sequence[int]

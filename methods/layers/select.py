@@ -1,4 +1,5 @@
-"""Defines policies that read sinks, a window, and single tokens between them that are selected in each step."""
+"""Defines policies that read sinks, a window, and single tokens between them that are selected in
+each step."""
 
 from __future__ import annotations
 
@@ -14,12 +15,11 @@ from methods.layers.read import Read
 
 
 class Select(Read[Plan], capturable=True):
-    """Read in a step sinks, a window at the end of the prompt, `select`ed tokens between them, and all later
-    tokens.
+    """Read in a step sinks, a window at the end of the prompt, `select`ed tokens between them, and
+    all later tokens.
 
-    The tokens between sinks and window, the middle, may lie elsewhere (`placement`, `codec`): only the selected
-    ones are then fetched.
-    """
+    The tokens between sinks and window, the middle, may lie elsewhere (`placement`, `codec`): only
+    the selected ones are then fetched."""
 
     @abstractmethod
     def split(self, budget: int) -> Plan:
@@ -31,7 +31,8 @@ class Select(Read[Plan], capturable=True):
 
     @abstractmethod
     def select(self, q: Tensor, top: int) -> Tensor:
-        """Return the `top` middle tokens to read, [B G top], as indices into the middle. q [B H 1 D]"""
+        """Return the `top` middle tokens to read, [B G top], as indices into the middle. q [B H 1
+        D]"""
 
     def form(self) -> Hashable:
         """Return the number of sinks, after which the tokens to choose from begin."""
@@ -51,8 +52,8 @@ class Select(Read[Plan], capturable=True):
         return self.attend(x.q, sinks, self.middle()._replace(rows=rows), *rest)
 
     def always_read(self) -> list[Segment]:
-        """Return what every step reads: the sinks, the window at the end of the prompt, and all that came after the
-        seal."""
+        """Return what every step reads: the sinks, the window at the end of the prompt, and all
+        that came after the seal."""
         assert self.plan is not None
         layer, store = self.layer, self.layer.store
         if layer.far is not None:
@@ -65,7 +66,8 @@ class Select(Read[Plan], capturable=True):
         return self.store.between(self.plan.sinks, self.sealed - self.plan.local)
 
     def check_choice(self, rows: Tensor, top: int | None) -> None:
-        """Raise `ReturnedError` unless the rows are tokens of the middle: `top` of them, None for any number."""
+        """Raise `ReturnedError` unless the rows are tokens of the middle: `top` of them, None for
+        any number."""
         assert self.plan is not None
         self._check_selected(rows, self.sealed - self.plan.sinks - self.plan.local, top)
         super().check_choice(rows, top)

@@ -1,4 +1,5 @@
-"""Defines what a layer holds, the prompt and generated tokens, on the device or elsewhere, and attention over it."""
+"""Defines what a layer holds, the prompt and generated tokens, on the device or elsewhere, and
+attention over it."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ FIRST = f"{FAR}.first"  # name of the row in the store before which the tokens b
 
 
 class Storage(KVLayer):
-    """Hold keys and values of one layer. Stored tokens stand in `store`, in order, except for a range that is in
-    `far`."""
+    """Hold keys and values of one layer. Stored tokens stand in `store`, in order, except for a
+    range that is in `far`."""
 
     diagnostics: ClassVar[tuple[str, ...]] = ("positions", "later")
     far: Pool | None = None  # holds tokens of the sealed prompt from `first_far` on
@@ -59,8 +60,8 @@ class Storage(KVLayer):
 
     @property
     def heads(self) -> int:
-        """Return how many rows of K and V a token has: one per KV head, or one per query head once they keep
-        different tokens."""
+        """Return how many rows of K and V a token has: one per KV head, or one per query head once
+        they keep different tokens."""
         return self.store.heads
 
     def reads_whole(self) -> bool:
@@ -69,8 +70,8 @@ class Storage(KVLayer):
         return budget is None or self.method.reads_all(seen, budget.tokens(seen, self.spec.index))
 
     def limit(self) -> int | None:
-        """Return how many prompt tokens a step may read after this seal; None for all. If all are read though the
-        budget does not cover them, `fallback` says so."""
+        """Return how many prompt tokens a step may read after this seal; None for all. If all are
+        read though the budget does not cover them, `fallback` says so."""
         budget, seen, layer = self.request.budget, self.seen, self.spec.index
         self.fallback = None  # says nothing of an earlier turn
         if budget is None:
@@ -83,8 +84,9 @@ class Storage(KVLayer):
         return None
 
     def take_in(self, x: AttnInput) -> None:
-        """Store keys and values of new tokens, repeated if query heads have copies of their own. Memory is taken
-        when the first one comes: layers that a prompt has not reached yet hold none."""
+        """Store keys and values of new tokens, repeated if query heads have copies of their own.
+        Memory is taken when the first one comes: layers that a prompt has not reached yet hold
+        none."""
         if not self.seen:
             self.store = KVStore(self.spec, self.cache, self.request.capacity)
         self.seen += x.k.shape[2]
@@ -95,8 +97,8 @@ class Storage(KVLayer):
             self.store.append(*(side if copies == 1 else side.repeat_interleave(copies, 1) for side in (x.k, x.v)))
 
     def retain(self, rows: Tensor) -> None:
-        """Drop all stored tokens except `rows` [B G|H K], ascending; the store shrinks with them. With a row per
-        query head, each gets a copy of its own."""
+        """Drop all stored tokens except `rows` [B G|H K], ascending; the store shrinks with them.
+        With a row per query head, each gets a copy of its own."""
         self.check_rows("layer.retain was given", rows, self.store.length, ascending=True)
         whole, room, heads = self.store, self.request.capacity - self.seen, rows.shape[1]
         self.positions = self.stored_positions().repeat_interleave(heads // self.heads, 1).gather(2, rows)
@@ -106,8 +108,9 @@ class Storage(KVLayer):
         self.sealed = rows.shape[2]
 
     def retain_per_head(self, rows: Sequence[Tensor]) -> None:
-        """Drop stored tokens where KV heads keep different numbers of them: `rows` of every head stay, one sequence
-        after the other, ascending. Their total is a multiple of the number of heads."""
+        """Drop stored tokens where KV heads keep different numbers of them: `rows` of every head
+        stay, one sequence after the other, ascending. Their total is a multiple of the number of
+        heads."""
         whole, room = self.store, self.request.capacity - self.seen
         known = [places[places >= 0] for places in self.stored_positions().flatten(0, 1)]
         self._check_rows_per_head(rows, list(map(len, known)))
@@ -119,8 +122,8 @@ class Storage(KVLayer):
         self.sealed = self.store.length
 
     def rewrite(self, k: Tensor, v: Tensor) -> None:
-        """Replace all that is stored by rows [B G K D]. They keep the positions of the old rows if there are as
-        many, else they have none."""
+        """Replace all that is stored by rows [B G K D]. They keep the positions of the old rows if
+        there are as many, else they have none."""
         if k.shape[2] != self.store.length:
             self.positions = torch.full(k.shape[:3], -1, device=k.device)
         self.evicted += self.store.length - k.shape[2]
@@ -145,9 +148,9 @@ class Storage(KVLayer):
         ascending: bool = False,
         gaps: bool = False,
     ) -> None:
-        """Raise `ReturnedError` if `given` is not what `RowNumbers` describes; only in a run's first example.
-        `what`: which call returned it, such as "MyKeep.keep returned". `heads`: by default as many as K and V have,
-        or query heads."""
+        """Raise `ReturnedError` if `given` is not what `RowNumbers` describes; only in a run's
+        first example. `what`: which call returned it, such as "MyKeep.keep returned". `heads`: by
+        default as many as K and V have, or query heads."""
         if self.cache.checking:
             wanted = RowNumbers(
                 batch=self.request.batch,
@@ -161,8 +164,8 @@ class Storage(KVLayer):
             wanted.check(given, f"In layer {self.spec.index} of {type(self.method).__name__}, {what}")
 
     def _check_rows_per_head(self, rows: Sequence[Tensor], tokens: Sequence[int]) -> None:
-        """Raise `ReturnedError` if the rows are not those of the right number of heads, each of which has so many
-        `tokens`, one sequence after the other."""
+        """Raise `ReturnedError` if the rows are not those of the right number of heads, each of
+        which has so many `tokens`, one sequence after the other."""
         if not self.cache.checking:
             return
         whose = f"In layer {self.spec.index} of {type(self.method).__name__}, layer.retain_per_head was given"
@@ -177,7 +180,8 @@ class Storage(KVLayer):
             raise ReturnedError(f"{whose} {together} rows of {self.heads} heads. Wanted is a multiple of {self.heads}.")
 
     def send_away(self, first: int, end: int) -> Segment:
-        """Move stored tokens from `first` to `end` to `far`, and return them, still on the device."""
+        """Move stored tokens from `first` to `end` to `far`, and return them, still on the
+        device."""
         whole = self.store
         tokens = Segment(whole.k[:, :, first:end], whole.v[:, :, first:end])
         self.far, self.first_far = self.new_pool(end - first), first
@@ -233,13 +237,15 @@ class Storage(KVLayer):
         self.positions = contents.get("positions")
 
     def attend_prompt(self, q: Tensor) -> Tensor:
-        """Attend from the last queries, causally, to all that is stored, q [B H T D] -> [B H T D]."""
+        """Attend from the last queries, causally, to all that is stored, q [B H T D] -> [B H T
+        D]."""
         if isinstance(self.store, PerHeadStore):
             return self.store.each(q, self._prefill)
         return self._prefill(q, self.store)
 
     def attend_all(self, q: Tensor) -> Tensor:
-        """Attend from one query to all that is stored, wherever it lies, q [B H 1 D] -> [B H 1 D]."""
+        """Attend from one query to all that is stored, wherever it lies, q [B H 1 D] -> [B H 1
+        D]."""
         if isinstance(self.store, PerHeadStore):
             return self.store.each(q, self._attend_head)
         away = self.far.segments().wait() if self.far is not None else []
@@ -250,8 +256,8 @@ class Storage(KVLayer):
         return sink_logits.segment_attention(q, segments, self.spec.scale, self.spec.sink_logits)
 
     def weights(self, q: Tensor, segment: Segment, lse: Tensor) -> Tensor:
-        """Return the weights that one token gives each of a segment's tokens, [B H S] fp32, in the softmax that
-        `lse` [B H] belongs to; 0 for missing tokens. q [B H 1 D]"""
+        """Return the weights that one token gives each of a segment's tokens, [B H S] fp32, in the
+        softmax that `lse` [B H] belongs to; 0 for missing tokens. q [B H 1 D]"""
         logits = filled(ops.row_scores(q.view(*segment.k.shape[:2], -1, q.shape[3]), segment.k)).flatten(1, 2)
         return segment.without_missing((logits * self.spec.scale - lse.unsqueeze(-1)).exp(), 0)
 
@@ -263,7 +269,8 @@ class Storage(KVLayer):
         return sink_logits.segment_attention(q, [store.since(0)], self.spec.scale, self.spec.sinks_of(head))
 
     def stored_positions(self) -> Tensor:
-        """Return the position of every stored token in the sequence, [B heads S], -1 where a head has fewer."""
+        """Return the position of every stored token in the sequence, [B heads S], -1 where a head
+        has fewer."""
         prompt = self.positions if self.positions is not None else self._consecutive(0, self.sealed)
         return torch.cat([prompt, self.later_positions()], -1)
 
@@ -277,15 +284,16 @@ class Storage(KVLayer):
         return torch.arange(start, end, device=self.request.device).expand(self.request.batch, self.heads, -1)
 
     def positions_of(self, rows: Tensor) -> Tensor:
-        """Return the positions of stored prompt tokens, rows [B heads K], -1 for none -> the same shape."""
+        """Return the positions of stored prompt tokens, rows [B heads K], -1 for none -> the same
+        shape."""
         if self.positions is None:
             return rows
         per_head = self.positions.repeat_interleave(rows.shape[1] // self.positions.shape[1], 1)
         return per_head.gather(2, rows.clamp(min=0)).where(rows >= 0, -1)
 
     def kept_positions(self) -> Tensor | None:
-        """Return the positions of all stored prompt tokens, [B G K], -1 where a KV head has fewer; None before an
-        eviction."""
+        """Return the positions of all stored prompt tokens, [B G K], -1 where a KV head has fewer;
+        None before an eviction."""
         if self.positions is None or self.heads == self.spec.num_kv_heads:
             return self.positions
         return union_per_kv_head(self.positions, self.spec.num_kv_heads, self.evicted + self.sealed)

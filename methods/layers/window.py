@@ -1,5 +1,5 @@
-"""Defines the layer for a sliding window of the model: it keeps and reads the last `window` tokens, whatever the
-method."""
+"""Defines the layer for a sliding window of the model: it keeps and reads the last `window` tokens,
+whatever the method."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from methods.pools.device_store import misfit
 
 
 class WindowLayer(KVLayer, capturable=True):
-    """Keep rows of K and V in a ring, in which a decoded token replaces the oldest. A prompt chunk attends together
-    with the window before it, so a token sees the same however the prefill is split.
+    """Keep rows of K and V in a ring, in which a decoded token replaces the oldest. A prompt chunk
+    attends together with the window before it, so a token sees the same however the prefill is
+    split.
 
-    `prefill` replaces the tensors of the ring, so a shallow copy of the layer is a snapshot until it decodes.
-    """
+    `prefill` replaces the tensors of the ring, so a shallow copy of the layer is a snapshot until
+    it decodes."""
 
     def __init__(self, spec: LayerSpec, cache: CacheState) -> None:
         super().__init__(spec, cache)
@@ -83,7 +84,8 @@ class WindowLayer(KVLayer, capturable=True):
             self.size = size
 
     def _take(self, x: AttnInput) -> tuple[Tensor, Tensor]:
-        """Return keys and values of the window before the chunk and of the chunk; the last of them become the ring."""
+        """Return keys and values of the window before the chunk and of the chunk; the last of them
+        become the ring."""
         self._refuse_misfit(x)
         k, v = (torch.cat([*self._in_order(ring), new], 2) for ring, new in ((self.k, x.k), (self.v, x.v)))
         self.seen += x.k.shape[2]

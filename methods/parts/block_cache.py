@@ -1,10 +1,11 @@
-"""Keeps blocks of offloaded tokens on the device while many of their tokens are chosen (PQCache, arXiv 2407.12820).
+"""Keeps blocks of offloaded tokens on the device while many of their tokens are chosen (PQCache,
+arXiv 2407.12820).
 
-All KV heads of a layer share the blocks. A chosen token whose block is held is read there; the others are moved one
-by one. Then the blocks with the most chosen tokens over all KV heads are offered: for a held one a further use is
-counted, another one is moved whole and replaces the least used (LFU; among equals the least recently used). Such a
-block arrives after the rest of the step, and can be read in the next one.
-"""
+All KV heads of a layer share the blocks. A chosen token whose block is held is read there; the
+others are moved one by one. Then the blocks with the most chosen tokens over all KV heads are
+offered: for a held one a further use is counted, another one is moved whole and replaces the least
+used (LFU; among equals the least recently used). Such a block arrives after the rest of the step,
+and can be read in the next one."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ from methods.tiers.transfer.engine import Arrival
 
 
 class Incoming(NamedTuple):
-    """Name `offered` blocks per sequence and the places that will hold them. If fewer are new, the others are held
-    there already."""
+    """Name `offered` blocks per sequence and the places that will hold them. If fewer are new, the
+    others are held there already."""
 
     places: Tensor  # [B N]
     blocks: Tensor  # [B N]
@@ -33,11 +34,12 @@ class Incoming(NamedTuple):
 
 
 class BlockCache:
-    """Hold `slots` blocks of `size` tokens of `store`; each step may bring in up to `offered` of them. Nothing
-    waits for their number, unless they come from files."""
+    """Hold `slots` blocks of `size` tokens of `store`; each step may bring in up to `offered` of
+    them. Nothing waits for their number, unless they come from files."""
 
     def __init__(self, store: Pool, tokens: Segment, *, size: int, slots: int, offered: int) -> None:
-        """Hold the last blocks from the start. tokens [B G M D]: those of `store`, still on the device."""
+        """Hold the last blocks from the start. tokens [B G M D]: those of `store`, still on the
+        device."""
         self.store, self.size = store, size
         count, device = -(-store.length // size), tokens.k.device
         self.slots = min(slots, count)
@@ -51,7 +53,8 @@ class BlockCache:
         self.coming: tuple[Incoming, Arrival[Segment]] | None = None  # what the next step will hold
 
     def read(self, rows: Tensor) -> Segment:
-        """Return the keys and values of chosen tokens on the device, [B G K D] each. rows [B G K]"""
+        """Return the keys and values of chosen tokens on the device, [B G K D] each. rows [B G
+        K]"""
         self.take_in()
         blocks, traffic = rows // self.size, self.store.cache.traffic
         places = self._places().unsqueeze(1).expand(-1, rows.shape[1], -1).gather(2, blocks)
@@ -90,7 +93,8 @@ class BlockCache:
         return (x.flatten(0, 2).index_copy_(0, missing, new).view_as(x) for x, new in zip(kept, fresh, strict=True))
 
     def _offer(self, blocks: Tensor) -> None:
-        """Offer the blocks with the most chosen tokens. blocks [B G K]: those of the chosen tokens."""
+        """Offer the blocks with the most chosen tokens. blocks [B G K]: those of the chosen
+        tokens."""
         self.step += 1
         chosen = torch.zeros_like(self.uses).scatter_add_(1, blocks.flatten(1), torch.ones_like(blocks).flatten(1))
         most = chosen.topk(self.offered)
@@ -126,15 +130,16 @@ class BlockCache:
         return torch.full_like(self.uses, -1).scatter(1, self.blocks, order)
 
     def _rows(self, blocks: Tensor) -> Tensor:
-        """Return the rows of blocks, or of places, [B N], the same for every KV head, as [B G N*size]."""
+        """Return the rows of blocks, or of places, [B N], the same for every KV head, as [B G
+        N*size]."""
         groups = self.store.spec.num_kv_heads
         rows: Tensor = ops.token_rows(blocks.unsqueeze(1).expand(-1, groups, -1), self.size)
         return rows
 
 
 def cost(case: LayerWorkload, length: int, top: int, size: int, slots: int, offered: int) -> Cost:
-    """Return the cost of the cache, over `length` offloaded tokens of which `top` are chosen; moved bytes are the
-    most that a step can move."""
+    """Return the cost of the cache, over `length` offloaded tokens of which `top` are chosen; moved
+    bytes are the most that a step can move."""
     blocks = -(-length // size)
     slots = min(slots, blocks)
     asked = min(offered, slots) if slots < blocks else 0  # blocks, by the numbers of their tokens, and where these go

@@ -1,4 +1,5 @@
-"""Computes costs that several methods share. Each method adds its own terms, in its own file; a test measures them."""
+"""Computes costs that several methods share. Each method adds its own terms, in its own file; a
+test measures them."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ def dense(case: LayerWorkload) -> Cost:
 
 
 def evict(case: LayerWorkload, kept: int, copies: int = 1) -> Cost:
-    """Return the cost of `kept` prompt tokens, in `copies` per KV head, with room for the generated tokens: all of
-    them are read."""
+    """Return the cost of `kept` prompt tokens, in `copies` per KV head, with room for the generated
+    tokens: all of them are read."""
     if kept >= case.sealed:
         return dense(case)
     row_bytes = copies * case.row_bytes
@@ -26,8 +27,8 @@ def evict(case: LayerWorkload, kept: int, copies: int = 1) -> Cost:
 
 
 def evicting(case: LayerWorkload, kept: int, copies: int = 1) -> int:
-    """Return the bytes that an eviction takes besides the whole prompt: the kept rows, once gathered and once in
-    their store, and their positions."""
+    """Return the bytes that an eviction takes besides the whole prompt: the kept rows, once
+    gathered and once in their store, and their positions."""
     if kept >= case.sealed:
         return 0
     places = INT64 * case.spec.num_kv_heads * (2 * case.sealed + 3 * kept * copies)
@@ -35,16 +36,16 @@ def evicting(case: LayerWorkload, kept: int, copies: int = 1) -> int:
 
 
 def select(case: LayerWorkload, plan: Plan, index_bytes: int) -> Cost:
-    """Return the cost of all tokens, those between sinks and window where `placement` says, and of the index on the
-    device, which is read whole."""
+    """Return the cost of all tokens, those between sinks and window where `placement` says, and of
+    the index on the device, which is read whole."""
     middle = case.sealed - plan.sinks - plan.local
     held = Cost(case.dense_bytes + index_bytes).reading(sum(plan) * case.row_bytes + index_bytes)
     return held + sent_away(case, middle, plan.top)
 
 
 def sent_away(case: LayerWorkload, tokens: int, read: int) -> Cost:
-    """Return the difference in cost if `tokens` of the prompt leave the store for a pool, and a step reads `read`
-    of them."""
+    """Return the difference in cost if `tokens` of the prompt leave the store for a pool, and a
+    step reads `read` of them."""
     if case.placement == DEVICE and case.codec is None:
         return Cost(0)
     left = Cost(-tokens * case.row_bytes).reading(-read * case.row_bytes)
@@ -65,16 +66,18 @@ def pool(case: LayerWorkload, codec: Codec, tokens: int, read: int) -> Cost:
 
 
 def offload(case: LayerWorkload, stored: int, moved: int) -> Cost:
-    """Return the difference in cost of another placement: `stored` bytes move there, and `moved` of them come back
-    in each step."""
+    """Return the difference in cost of another placement: `stored` bytes move there, and `moved` of
+    them come back in each step."""
     return Cost(-stored) + Cost.placed(case.placement, stored, moved)
 
 
 def rebuilding(case: LayerWorkload, rank: int, tokens: int) -> int:
-    """Return the bytes read to rebuild keys of each KV head from factors of a rank: a row for each, and the basis."""
+    """Return the bytes read to rebuild keys of each KV head from factors of a rank: a row for each,
+    and the basis."""
     return case.spec.num_kv_heads * rank * (tokens + case.spec.head_dim) * case.element_bytes
 
 
 def rope_table(case: LayerWorkload) -> Cost:
-    """Return the cost of cos and sin of every position: one table for all layers, counted with the first."""
+    """Return the cost of cos and sin of every position: one table for all layers, counted with the
+    first."""
     return Cost(2 * case.capacity * case.spec.head_dim * case.element_bytes if case.spec.index == 0 else 0)

@@ -1,4 +1,5 @@
-"""Holds rows of one tensor that grow with the tokens of a layer, for an index that generated tokens enter too."""
+"""Holds rows of one tensor that grow with the tokens of a layer, for an index that generated tokens
+enter too."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ from methods.base import CacheState
 
 
 class GrowingRows:
-    """Hold rows in memory that is allocated beforehand, so that a step that appends can be captured.
+    """Hold rows in memory that is allocated beforehand, so that a step that appends can be
+    captured.
 
-    Zeros follow each head's last row: some of several sequences may have shorter rows than others, and are read and
-    written up to the longest row (`row_scores`).
-    """
+    Zeros follow each head's last row: some of several sequences may have shorter rows than others,
+    and are read and written up to the longest row (`row_scores`)."""
 
     def __init__(self, cache: CacheState, rows: Tensor, room: int) -> None:
         """Begin with rows [B G T W]; `room`: the most rows there will be."""
@@ -30,7 +31,8 @@ class GrowingRows:
     def batched(
         self, indices: Sequence[GrowingRows], cache: CacheState, seen: int | PerSequence, dead: int | None
     ) -> GrowingRows:
-        """Return the rows of the sequences of `indices`, for a step that they take together (see `Policy`)."""
+        """Return the rows of the sequences of `indices`, for a step that they take together (see
+        `Policy`)."""
         return BatchedRows(indices, cache, dead)
 
     @property
@@ -47,7 +49,8 @@ class GrowingRows:
         self.length += rows.shape[2]
 
     def grow(self, more: int) -> None:
-        """Make room for `more` rows. The tensor moves, so captured steps must not be replayed any more."""
+        """Make room for `more` rows. The tensor moves, so captured steps must not be replayed any
+        more."""
         self.stored = pad(self.stored, (0, 0, 0, more + 1))[:, :, :-1]
 
     def keep_of_last(self, count: int, rows: Tensor) -> None:
@@ -59,8 +62,8 @@ class GrowingRows:
 
 
 class BatchedRows(GrowingRows):
-    """Write to, and read from, the memory of several indices, whose rows may differ in length. Their own lengths
-    are updated later, by `count_replayed`."""
+    """Write to, and read from, the memory of several indices, whose rows may differ in length.
+    Their own lengths are updated later, by `count_replayed`."""
 
     def __init__(self, indices: Sequence[GrowingRows], cache: CacheState, dead: int | None) -> None:
         parts = [(part, rows.length) for rows in indices for part in rows.stored.split(1)]

@@ -1,5 +1,5 @@
-"""Keeps what the last step fetched, so that what the next step chooses again is neither moved nor rebuilt
-(ShadowKV)."""
+"""Keeps what the last step fetched, so that what the next step chooses again is neither moved nor
+rebuilt (ShadowKV)."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Lacking(NamedTuple):
 class HitCache:
     """Hold keys and values of K chunks per KV head, `size` tokens each.
 
-    New chunks replace those that left. Heads with fewer new ones than others load some of theirs again, so that one
-    rectangular block is moved and counted. Where nothing may wait for the number of new chunks, `slots` says what
-    is held, and `exchange` stores all: exactly the new ones are moved and counted.
-    """
+    New chunks replace those that left. Heads with fewer new ones than others load some of theirs
+    again, so that one rectangular block is moved and counted. Where nothing may wait for the number
+    of new chunks, `slots` says what is held, and `exchange` stores all: exactly the new ones are
+    moved and counted."""
 
     held: Tensor  # [B G K], `total` where nothing is held
     k: Tensor  # [B G K size*D]
@@ -46,7 +46,8 @@ class HitCache:
         self.missed = 0  # how many of the chunks last read, over all heads, were not held
 
     def begin(self, count: int, like: Tensor) -> None:
-        """Make room for `count` chunks of each KV head, and hold none. like [B G S D]: has their shape and dtype"""
+        """Make room for `count` chunks of each KV head, and hold none. like [B G S D]: has their
+        shape and dtype"""
         heads = like.shape[:2]
         self.held = torch.full((*heads, count), self.total, device=like.device)
         self.k, self.v = (like.new_zeros(*heads, count, self.size * like.shape[3]) for _ in range(2))
@@ -58,14 +59,16 @@ class HitCache:
     def batched(
         self, caches: Sequence[HitCache], cache: CacheState, seen: int | PerSequence, dead: int | None
     ) -> HitCache:
-        """Return a cache for the sequences of `caches`, whose tensors its policy sets (see `Policy`)."""
+        """Return a cache for the sequences of `caches`, whose tensors its policy sets (see
+        `Policy`)."""
         return HitCache(
             self.size, PerSequence([one.total for one in caches], dead).most
         )  # of a step of a size: that of the size
 
     def read(self, chunks: Tensor | Ragged, load: Load, traffic: Traffic, *, may_wait: bool) -> Segment:
-        """Return the tokens of chunks [B G K], in any order, and count in `traffic` how many were held. `load`
-        loads the others, or all if nothing may wait for their number; even then only missing ones move."""
+        """Return the tokens of chunks [B G K], in any order, and count in `traffic` how many were
+        held. `load` loads the others, or all if nothing may wait for their number; even then only
+        missing ones move."""
         if may_wait and not isinstance(chunks, Ragged):
             if (lacking := self.lacking(chunks)) is not None:
                 self.take_in(lacking, load(lacking.chunks, None))
@@ -83,8 +86,8 @@ class HitCache:
         return self.exchange(chunks, Segment(*(_as_wide(x, tokens, 2) for x in made[:2])))
 
     def slots(self, chunks: Tensor | Ragged) -> Tensor:
-        """Return the places of chunks [B G K], -1 for those not held; 0 for chunks that a sequence does not have.
-        Waits for nothing, as `exchange` does."""
+        """Return the places of chunks [B G K], -1 for those not held; 0 for chunks that a sequence
+        does not have. Waits for nothing, as `exchange` does."""
         chosen, held, there = filled(chunks), self.held, present(chunks)
         if there is not None:
             chosen, held = (torch.where(there, x, self.total) for x in (chosen, held))
@@ -95,8 +98,8 @@ class HitCache:
         return slots if there is None else slots.masked_fill(~there, 0)
 
     def exchange(self, chunks: Tensor | Ragged, tokens: Segment) -> Segment:
-        """Hold all of chunks [B G K] from now on, in their order, in the memory of what was held. tokens [B G
-        K*size D]"""
+        """Hold all of chunks [B G K] from now on, in their order, in the memory of what was held.
+        tokens [B G K*size D]"""
         for mine, new in ((self.held, filled(chunks)), (self.k, tokens.k), (self.v, tokens.v)):
             mine.copy_(new.reshape(mine.shape))
         return self._tokens(chunks)
@@ -135,7 +138,8 @@ class HitCache:
 
 
 class OfHits:
-    """Make a tensor of a policy's `hits` an attribute of the policy, so that it can be in `of_each`."""
+    """Make a tensor of a policy's `hits` an attribute of the policy, so that it can be in
+    `of_each`."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -155,12 +159,13 @@ def present(chunks: Tensor | Ragged) -> Tensor | None:
 
 
 def held_bytes(case: LayerWorkload, chunks: int, size: int) -> int:
-    """Return the bytes that a cache takes from the first step on: `chunks` of `size` tokens per KV head, and their
-    numbers."""
+    """Return the bytes that a cache takes from the first step on: `chunks` of `size` tokens per KV
+    head, and their numbers."""
     return chunks * (size * case.row_bytes + costs.INT64 * case.spec.num_kv_heads)
 
 
 def _as_wide(x: Tensor, size: int, dim: int) -> Tensor:
-    """Return x with `size` entries in a dimension, filled up with zeros or with some of its zeros cut."""
+    """Return x with `size` entries in a dimension, filled up with zeros or with some of its zeros
+    cut."""
     kept = x.narrow(dim, 0, min(size, x.shape[dim]))
     return pad(kept, (0, 0) * (x.dim() - 1 - dim) + (0, size - kept.shape[dim]))

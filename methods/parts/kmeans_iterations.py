@@ -1,11 +1,11 @@
-"""Measures how many k-means iterations a machine can hide behind the prefill (PQCache, arXiv 2407.12820, section
-3.3).
+"""Measures how many k-means iterations a machine can hide behind the prefill (PQCache, arXiv
+2407.12820, section 3.3).
 
-Once per model, at a few lengths s, it times a layer's share of a dense prefill, fitted as a quadratic of s, and the
-clustering of a layer's keys in 3 and in 9 iterations, fitted as lines of s. A prompt then gets the most iterations
-whose clustering takes no longer than one layer's prefill, 3 to 300. The CPU is timed wherever the model runs,
-because it clusters during a prefill; one fit thus serves both placements.
-"""
+Once per model, at a few lengths s, it times a layer's share of a dense prefill, fitted as a
+quadratic of s, and the clustering of a layer's keys in 3 and in 9 iterations, fitted as lines of s.
+A prompt then gets the most iterations whose clustering takes no longer than one layer's prefill, 3
+to 300. The CPU is timed wherever the model runs, because it clusters during a prefill; one fit thus
+serves both placements."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ Made = TypeVar("Made")
 
 
 class Fit(NamedTuple):
-    """Hold coefficients of the seconds of one layer, the highest power of s first. As plain numbers it is a value
-    of `method.iterations`."""
+    """Hold coefficients of the seconds of one layer, the highest power of s first. As plain numbers
+    it is a value of `method.iterations`."""
 
     prefill_2: float
     prefill_1: float
@@ -50,8 +50,8 @@ class Fit(NamedTuple):
 def measure(
     layers: int, observe: Callable[[int], Iterator[AttnInput]], cluster: Callable[[Tensor, int], object]
 ) -> Fit:
-    """Time this machine. `observe` is as in `Method.prepare`; `cluster(keys, iterations)` clusters keys [1 G S D]
-    on the CPU, in exactly that many iterations."""
+    """Time this machine. `observe` is as in `Method.prepare`; `cluster(keys, iterations)` clusters
+    keys [1 G S D] on the CPU, in exactly that many iterations."""
     prefill, few, more = [], [], []
     for tokens in LENGTHS:
         whole, x = _fastest(partial(lambda s: next(observe(s)), tokens))
@@ -64,8 +64,8 @@ def measure(
 
 
 def polynomial(lengths: Sequence[int], seconds: Sequence[float], degree: int) -> list[float]:
-    """Return coefficients, none negative, highest power first, 4 digits each: a least-squares fit of the seconds
-    per token.
+    """Return coefficients, none negative, highest power first, 4 digits each: a least-squares fit
+    of the seconds per token.
 
     The best such fit is an ordinary one with some powers left out.
     """

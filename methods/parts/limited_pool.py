@@ -1,11 +1,13 @@
-"""Defines a pool with room for some of a head's tokens: once it is full, each new token replaces one that leaves.
+"""Defines a pool with room for some of a head's tokens: once it is full, each new token replaces
+one that leaves.
 
-It is InfiniGen's host pool (arXiv 2406.19707). With `fifo` the oldest token leaves; with `counter` the one fetched
-least often, and with `lru` the one fetched least recently, both among the older half of the pool. Entering counts
-as a fetch for `lru`, not for `counter`. Among equals the oldest leaves. Every KV head has its own victims.
+It is InfiniGen's host pool (arXiv 2406.19707). With `fifo` the oldest token leaves; with `counter`
+the one fetched least often, and with `lru` the one fetched least recently, both among the older
+half of the pool. Entering counts as a fetch for `lru`, not for `counter`. Among equals the oldest
+leaves. Every KV head has its own victims.
 
-The released code leaves what it evicted among the candidates, and so evicts the same token again; here it is gone.
-"""
+The released code leaves what it evicted among the candidates, and so evicts the same token again;
+here it is gone."""
 
 from __future__ import annotations
 
@@ -29,14 +31,14 @@ NEVER = torch.iinfo(torch.int32).max
 
 
 class LimitedPool:
-    """Give `slots` tokens of each KV head room. The tables have a column per prompt token; generated tokens only
-    take slots."""
+    """Give `slots` tokens of each KV head room. The tables have a column per prompt token;
+    generated tokens only take slots."""
 
     def __init__(
         self, policy: Eviction, slots: int, shape: tuple[int, int, int], device: torch.device, counters: StepCounters
     ) -> None:
-        """Begin empty. shape: sequences, KV heads, tokens of the prompt. `counters` counts tokens and fetches of
-        captured steps, one of each per step."""
+        """Begin empty. shape: sequences, KV heads, tokens of the prompt. `counters` counts tokens
+        and fetches of captured steps, one of each per step."""
         self.policy, self.slots, self.counters = policy, slots, counters
         self.uses = torch.zeros(shape, dtype=torch.int32, device=device)  # how often, or when last; 0 under fifo
         self.live = torch.zeros(shape, dtype=torch.bool, device=device)
@@ -47,8 +49,9 @@ class LimitedPool:
         return self.live.shape[2]
 
     def take(self, fetches: Iterable[Fetched]) -> None:
-        """Let the prompt enter token by token. `fetches`: what each token but the first fetches before it enters,
-        if the policy uses it; they may be computed one by one from what the pool then holds."""
+        """Let the prompt enter token by token. `fetches`: what each token but the first fetches
+        before it enters, if the policy uses it; they may be computed one by one from what the pool
+        then holds."""
         remaining = iter(fetches)
         for column in range(self.columns):
             if column and self.policy != "fifo":
@@ -56,7 +59,8 @@ class LimitedPool:
             self.enter(column)
 
     def fetched(self, rows: Tensor, counts: Counts) -> None:
-        """Count a fetch. rows [B G K], of which the first `counts` [B] are different tokens; the others may be any."""
+        """Count a fetch. rows [B G K], of which the first `counts` [B] are different tokens; the
+        others may be any."""
         self.step += 1
         if self.policy == "fifo":
             return
@@ -98,7 +102,8 @@ class LimitedPool:
         return kept
 
     def hide(self, x: Tensor) -> Tensor:
-        """Set the entries of evicted tokens to -inf, in place. x [B G S] or [B G g S], prompt tokens first"""
+        """Set the entries of evicted tokens to -inf, in place. x [B G S] or [B G g S], prompt
+        tokens first"""
         evicted = ~self.live if x.dim() == 3 else ~self.live.unsqueeze(2)
         x[..., : self.columns].masked_fill_(evicted, float("-inf"))
         return x
@@ -118,14 +123,15 @@ def check(asked: float | None, policy: str) -> None:
 
 
 def size(asked: float | None, tokens: int) -> int | None:
-    """Return the slots of a pool that may see up to `tokens` tokens; None if it has room for all."""
+    """Return the slots of a pool that may see up to `tokens` tokens; None if it has room for
+    all."""
     slots = tokens if asked is None else asked if isinstance(asked, int) else int(asked * tokens)
     return slots if slots < tokens else None
 
 
 def kept(asked: float | None, case: LayerWorkload) -> tuple[LayerWorkload, Cost]:
-    """Return `case` with what the pool keeps of its prompt, and the cost of its tables, of which a step reads which
-    tokens are there."""
+    """Return `case` with what the pool keeps of its prompt, and the cost of its tables, of which a
+    step reads which tokens are there."""
     slots = size(asked, case.capacity)
     if slots is None:
         return case, Cost()
@@ -136,8 +142,8 @@ def kept(asked: float | None, case: LayerWorkload) -> tuple[LayerWorkload, Cost]
 
 
 def filling(asked: float | None, policy: Eviction, case: LayerWorkload) -> PeakExtra:
-    """Return the memory of the prompt while it passes through the pool, and before: the queries by which its tokens
-    fetch."""
+    """Return the memory of the prompt while it passes through the pool, and before: the queries by
+    which its tokens fetch."""
     slots = size(asked, case.capacity)
     if slots is None:
         return PeakExtra()
@@ -146,14 +152,15 @@ def filling(asked: float | None, policy: Eviction, case: LayerWorkload) -> PeakE
 
 
 def has_room(asked: float | None, case: LayerWorkload) -> bool:
-    """Return whether a pool has a slot for some of the prompt, once each of the generated tokens has one."""
+    """Return whether a pool has a slot for some of the prompt, once each of the generated tokens
+    has one."""
     slots = size(asked, case.capacity)
     return slots is None or slots > case.reserve
 
 
 def check_budget(budget: Budget | None, sealed: int, layer: int) -> None:
-    """Raise `BudgetError` if a limited pool would have to be read whole even for a long prompt of `sealed` tokens,
-    or would have to drop generated tokens."""
+    """Raise `BudgetError` if a limited pool would have to be read whole even for a long prompt of
+    `sealed` tokens, or would have to drop generated tokens."""
     if budget is not None and budget.generated is not None:
         raise BudgetError(
             "Every generated token has a slot of the limited pool: leave out budget_generated or pool_capacity."
@@ -166,6 +173,7 @@ def check_budget(budget: Budget | None, sealed: int, layer: int) -> None:
 
 
 def leading_columns(rows: Tensor, counts: Counts) -> Tensor:
-    """Return which of rows [B G K] are among the first `counts` [B] of their sequence, bool [B 1 K]."""
+    """Return which of rows [B G K] are among the first `counts` [B] of their sequence, bool [B 1
+    K]."""
     first = counts if isinstance(counts, Tensor) else torch.tensor(counts, device=rows.device)
     return torch.arange(rows.shape[2], device=rows.device) < first.view(-1, 1, 1)

@@ -1,4 +1,5 @@
-"""Remembers the rotations that the model gave its positions, so that keys can be rotated back and forth exactly."""
+"""Remembers the rotations that the model gave its positions, so that keys can be rotated back and
+forth exactly."""
 
 from __future__ import annotations
 
@@ -18,10 +19,10 @@ from methods.base import AttnInput, CacheState, LayerSpec
 class RopeTable:
     """Hold cos and sin of every position so far [C R], in one table for all layers of a batch.
 
-    They are kept as the model computed them: with LongRoPE and dynamic scaling they depend on the length of the
-    call, so the rotary module might return others later. The sequences of a batch share their positions. Rotations
-    are computed in fp32: in bf16 they would add noise of full rank to the keys.
-    """
+    They are kept as the model computed them: with LongRoPE and dynamic scaling they depend on the
+    length of the call, so the rotary module might return others later. The sequences of a batch
+    share their positions. Rotations are computed in fp32: in bf16 they would add noise of full rank
+    to the keys."""
 
     def __init__(self, cache: CacheState) -> None:
         self.cache = cache
@@ -33,7 +34,8 @@ class RopeTable:
         self._write(x.cos, x.sin, x.start)
 
     def note_past(self, spec: LayerSpec, tokens: int) -> None:
-        """Remember the first `tokens` positions, as the model computes them now, for a cache that was stored."""
+        """Remember the first `tokens` positions, as the model computes them now, for a cache that
+        was stored."""
         dtype = self.cache.request.dtype
         cos, sin = spec.rope(torch.arange(tokens, device=self.cache.request.device))
         self._write(cos.to(dtype), sin.to(dtype), 0)
@@ -59,11 +61,13 @@ class RopeTable:
     def batched(
         self, tables: Sequence[RopeTable], cache: CacheState, seen: int | PerSequence, dead: int | None
     ) -> RopeTable:
-        """Return the table of the sequences of `tables`, which are at the positions `seen` (see `Policy`)."""
+        """Return the table of the sequences of `tables`, which are at the positions `seen` (see
+        `Policy`)."""
         return RopeTables(tables, cache, seen, dead)
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotate rows [B G K D] to `positions`, [K], or [B G K] if the KV heads differ. Return fp32."""
+        """Rotate rows [B G K D] to `positions`, [K], or [B G K] if the KV heads differ. Return
+        fp32."""
         return self._apply(ops.rotate, x, positions)
 
     def unrotate(self, x: Tensor, positions: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""Computes InfiniGen's skew (arXiv 2406.19707), which turns queries and keys so that few columns hold most of a
-query."""
+"""Computes InfiniGen's skew (arXiv 2406.19707), which turns queries and keys so that few columns
+hold most of a query."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from methods.base.pieces import pieces
 
 
 def skewing(q: Tensor, groups: int) -> Tensor:
-    """Return the orthogonal A of each KV head, the strongest direction first. q [1 H T D], rotated -> [G D D] in
-    fp32"""
+    """Return the orthogonal A of each KV head, the strongest direction first. q [1 H T D], rotated
+    -> [G D D] in fp32"""
     stacked = q[0].unflatten(0, (groups, -1)).flatten(1, 2)
     return directions(gram(stacked)).float()
 
@@ -23,7 +23,8 @@ def skewed(x: Tensor, skew: Tensor | None) -> Tensor:
 
 
 def column_mass(x: Tensor, groups: int, skew: Tensor | None) -> Tensor:
-    """Sum |x A| over all rows of a KV head, or of its query heads. x [B G|H T D] -> [B G D] (fp32)"""
+    """Sum |x A| over all rows of a KV head, or of its query heads. x [B G|H T D] -> [B G D]
+    (fp32)"""
     mass = torch.zeros(x.shape[0], groups, x.shape[3], device=x.device)
     for part in pieces(x.shape[2]):
         grouped = x[:, :, part].float().unflatten(1, (groups, -1)).flatten(2, 3)  # [B G g*t D]

@@ -1,5 +1,5 @@
-"""Splits a budget into sinks, a window at the prompt's end and chosen tokens, as PQCache's comparison does (arXiv
-2407.12820)."""
+"""Splits a budget into sinks, a window at the prompt's end and chosen tokens, as PQCache's
+comparison does (arXiv 2407.12820)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from methods.base import Grids, Method, Plan
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """Split a budget into `sinks` first tokens, `recent_ratio` of the rest as the prompt's last tokens, and chosen
-    tokens."""
+    """Split a budget into `sinks` first tokens, `recent_ratio` of the rest as the prompt's last
+    tokens, and chosen tokens."""
 
     sinks: int
     recent_ratio: float
@@ -36,8 +36,8 @@ class Windows:
 
 
 class Windowed(Method):
-    """Define methods whose parameters `sinks` and `recent_ratio` split the budget. PQCache's comparison takes the
-    share of what follows the sinks, and reads the sinks in addition."""
+    """Define methods whose parameters `sinks` and `recent_ratio` split the budget. PQCache's
+    comparison takes the share of what follows the sinks, and reads the sinks in addition."""
 
     window_names: ClassVar[Mapping[str, str]] = {"sinks": "sinks", "recent_ratio": "recent_ratio"}
     tunable: ClassVar[Grids] = {

@@ -1,8 +1,7 @@
 """Holds keys and values: what is kept of them, and where.
 
-`KVStore` holds what steps write, as plain rows on the device; a `Pool` holds the rest, in the tier and the codec
-that the request names.
-"""
+`KVStore` holds what steps write, as plain rows on the device; a `Pool` holds the rest, in the tier
+and the codec that the request names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Holds keys and values of several sequences that step together, each in the store or the pool of its own cache."""
+"""Holds keys and values of several sequences that step together, each in the store or the pool of
+its own cache."""
 
 from __future__ import annotations
 
@@ -25,11 +26,13 @@ from methods.tiers.transfer.engine import Arrival
 
 
 class BatchedStore(KVStore):
-    """Write to, and read from, the memory of `stores`. Growing lengths are counted in `cache.counters`; the lengths
-    of the stores themselves are updated later, by `KVStore.advance`."""
+    """Write to, and read from, the memory of `stores`. Growing lengths are counted in
+    `cache.counters`; the lengths of the stores themselves are updated later, by
+    `KVStore.advance`."""
 
     def __init__(self, stores: Sequence[KVStore], cache: CacheState, dead: int | None) -> None:
-        """`dead`: how many free slots follow the sequences of the stores; None: there are no slots."""
+        """`dead`: how many free slots follow the sequences of the stores; None: there are no
+        slots."""
         rows = [(k, v) for store in stores for k, v in zip(store.k_rows.split(1), store.v_rows.split(1), strict=True)]
         self._keys, self._values = (with_free_slots(side, dead=dead) for side in zip(*rows, strict=True))
         self._lengths = per_sequence([store.length for store in stores for _ in store.k_rows], dead)
@@ -70,7 +73,8 @@ class BatchedStore(KVStore):
 
 
 class BatchedPool:
-    """Read tokens from `pools`, which lie in one tier, on the device or on the host, and have one codec."""
+    """Read tokens from `pools`, which lie in one tier, on the device or on the host, and have one
+    codec."""
 
     def __init__(self, pools: Sequence[Pool], cache: CacheState, dead: int | None) -> None:
         """`dead`: as in `BatchedStore`."""
@@ -88,7 +92,8 @@ class BatchedPool:
         self._tails, self._groups = tensors[-1].sizes, pools[0].spec.num_kv_heads
 
     def segments(self) -> Arrival[list[Segment | Codes]]:
-        """Ask for all codes on the device, as `Pool.segments` does if there are no tokens outside of blocks."""
+        """Ask for all codes on the device, as `Pool.segments` does if there are no tokens outside
+        of blocks."""
         return self.cache.fetch(lambda traffic: [self._coded])
 
     def whole(self) -> Arrival[Segment]:
@@ -106,14 +111,14 @@ class BatchedPool:
         return self.codec.segment(Encoded(tokens, blocks), self.cache.request.dtype)
 
     def gather(self, rows: Tensor | Ragged, slots: Tensor | None = None) -> Arrival[Segment]:
-        """Ask for chosen tokens as `Pool.gather` does. If sequences choose different numbers of them, the segment
-        is filled up, and its `live` holds the numbers. Tokens with a slot, equally many in all sequences, do not
-        move from the host."""
+        """Ask for chosen tokens as `Pool.gather` does. If sequences choose different numbers of
+        them, the segment is filled up, and its `live` holds the numbers. Tokens with a slot,
+        equally many in all sequences, do not move from the host."""
         return self.cache.fetch(lambda traffic: self._chosen(rows, slots, traffic))
 
     def _chosen(self, rows: Tensor | Ragged, slots: Tensor | None, traffic: Traffic) -> Segment:
-        """Read each row both as a code and as a row after the codes, each time one that exists, and take the right
-        one."""
+        """Read each row both as a code and as a row after the codes, each time one that exists, and
+        take the right one."""
         chosen = filled(rows)
         by_group = chosen.reshape(len(chosen), self._groups, -1)
         encoded, tails = (numbers.on(chosen.device).view(-1, 1, 1) for numbers in (self.encoded, self._tails))
@@ -135,5 +140,6 @@ class BatchedPool:
 
 
 def _readable(room: Tensor) -> Tensor:
-    """Return a tensor of at least one row, which may be read; a row that was missing is not used."""
+    """Return a tensor of at least one row, which may be read; a row that was missing is not
+    used."""
     return room if room.shape[2] else room.new_zeros((*room.shape[:2], 1, room.shape[3]))

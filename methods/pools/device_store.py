@@ -13,8 +13,8 @@ from methods.tiers.tier import DEVICE
 
 
 def misfit(given: tuple[int, int], held: tuple[int, int]) -> ValueError:
-    """Return the error for a wrong number of sequences, or for more tokens than a cache was made for. Both
-    arguments: sequences, tokens."""
+    """Return the error for a wrong number of sequences, or for more tokens than a cache was made
+    for. Both arguments: sequences, tokens."""
     if given[0] != held[0]:
         return ValueError(f"The KV cache is for {held[0]} sequences but was given {given[0]}.")
     return ValueError(
@@ -24,8 +24,8 @@ def misfit(given: tuple[int, int], held: tuple[int, int]) -> ValueError:
 
 
 class KVStore:
-    """Hold rows of K and V in token order, in memory that is allocated beforehand. The tensors do not move while
-    the store lives, so a decode step that reads them can be captured."""
+    """Hold rows of K and V in token order, in memory that is allocated beforehand. The tensors do
+    not move while the store lives, so a decode step that reads them can be captured."""
 
     tier: ClassVar[str] = DEVICE
     steady: ClassVar[tuple[str, ...]] = ("k_rows", "v_rows")  # a step appends to them, and changes no existing row
@@ -58,7 +58,8 @@ class KVStore:
         return list(zip(self.k.flatten(0, 1), self.v.flatten(0, 1), strict=True))
 
     def append(self, k: Tensor, v: Tensor) -> None:
-        """Store new tokens after the others. k, v [B G T D]. Raises `ValueError` if there is no room."""
+        """Store new tokens after the others. k, v [B G T D]. Raises `ValueError` if there is no
+        room."""
         end = self.length + k.shape[2]
         batch, room = self.cache.request.batch, self.k_rows.shape[2]
         if k.shape[0] != batch or end > room:
@@ -68,8 +69,8 @@ class KVStore:
         self.length = end
 
     def next_row(self) -> NextRow | None:
-        """Return where `append` would write one more token of each sequence; None if only Python knows, or if there
-        is no room."""
+        """Return where `append` would write one more token of each sequence; None if only Python
+        knows, or if there is no room."""
         counters = self.cache.counters
         if not counters.running or self.length == self.k_rows.shape[2]:
             return None
@@ -88,7 +89,8 @@ class KVStore:
             x[:, :, start : self.length] = x[:, :, start : start + count].gather(2, at)
 
     def resize(self, room: int) -> None:
-        """Make room for `room` more tokens. The tensors move, so captured steps must not be replayed any more."""
+        """Make room for `room` more tokens. The tensors move, so captured steps must not be
+        replayed any more."""
         for name in ("k_rows", "v_rows"):
             whole = getattr(self, name)
             shape = (*whole.shape[:2], self.length + room, whole.shape[3])
@@ -97,7 +99,8 @@ class KVStore:
             setattr(self, name, moved)
 
     def count(self, more: int) -> Tensor:
-        """Return the number of stored tokens plus `more`, as [1] int64, or [B] if sequences differ."""
+        """Return the number of stored tokens plus `more`, as [1] int64, or [B] if sequences
+        differ."""
         return self.cache.counters.tensor(self.length + more, self.cache.request.device)
 
     def advance(self, steps: int) -> None:
@@ -105,11 +108,13 @@ class KVStore:
         self.length += steps
 
     def between(self, start: int, end: int) -> Segment:
-        """Return the tokens from the `start`-th up to the `end`-th, which no step writes any more."""
+        """Return the tokens from the `start`-th up to the `end`-th, which no step writes any
+        more."""
         return Segment(self.k_rows[:, :, start:end], self.v_rows[:, :, start:end])
 
     def since(self, start: int) -> Segment:
-        """Return the tokens from the `start`-th on; while steps are captured, with all the room for later ones."""
+        """Return the tokens from the `start`-th on; while steps are captured, with all the room for
+        later ones."""
         if not self.cache.counters.running:
             stored = slice(start, self.length)
             return Segment(self.k_rows[:, :, stored], self.v_rows[:, :, stored])

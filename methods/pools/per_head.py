@@ -14,14 +14,15 @@ from methods.pools.device_store import KVStore
 
 
 class PerHeadStore(KVStore):
-    """Give every KV head of every sequence a store of its own, so that what a head does not keep takes no memory.
+    """Give every KV head of every sequence a store of its own, so that what a head does not keep
+    takes no memory.
 
-    `length` is the mean over the heads, a whole number because the tokens of all heads are a multiple of the heads.
-    """
+    `length` is the mean over the heads, a whole number because the tokens of all heads are a
+    multiple of the heads."""
 
     def __init__(self, spec: LayerSpec, cache: CacheState, k: Sequence[Tensor], v: Sequence[Tensor], room: int) -> None:
-        """Fill the stores. k, v: [S D] of every head, one sequence after the other. `room`: tokens that may follow
-        in each."""
+        """Fill the stores. k, v: [S D] of every head, one sequence after the other. `room`: tokens
+        that may follow in each."""
         self.cache, self._heads = cache, spec.num_kv_heads
         alone = CacheState(replace(cache.request, batch=1), counters=cache.counters)
         self.stores = [KVStore(replace(spec, num_kv_heads=1), alone, len(keys) + room) for keys in k]
@@ -67,8 +68,8 @@ class PerHeadStore(KVStore):
         self.length += steps
 
     def each(self, q: Tensor, attend: Callable[[Tensor, KVStore, int], Tensor]) -> Tensor:
-        """Call `attend` for every KV head, with its own queries [1 g T D], its store and its number. q [B H T D] -> [B
-        H T D]"""
+        """Call `attend` for every KV head, with its own queries [1 g T D], its store and its
+        number. q [B H T D] -> [B H T D]"""
         queries = q.unflatten(1, (self.heads, -1)).flatten(0, 1).split(1)
         heads = cycle(range(self.heads))
         return torch.cat([attend(*head) for head in zip(queries, self.stores, heads, strict=False)]).view(q.shape)

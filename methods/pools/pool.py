@@ -1,4 +1,5 @@
-"""Holds keys and values of one layer that a step reads in part or seldom: encoded, and in a tier of their own."""
+"""Holds keys and values of one layer that a step reads in part or seldom: encoded, and in a tier of
+their own."""
 
 from __future__ import annotations
 
@@ -22,17 +23,18 @@ from methods.tiers.transfer.engine import Arrival
 
 
 class Pool:
-    """Hold tokens, the oldest first. What a codec writes per token lies in `tier`. What it writes per block lies on
-    the device, as do, in full precision, the last tokens that do not fill a block.
+    """Hold tokens, the oldest first. What a codec writes per token lies in `tier`. What it writes
+    per block lies on the device, as do, in full precision, the last tokens that do not fill a
+    block.
 
-    What moves is counted in `cache.traffic`. A pool may outlive its cache: assign another to `cache`.
-    """
+    What moves is counted in `cache.traffic`. A pool may outlive its cache: assign another to
+    `cache`."""
 
     steady: ClassVar[tuple[str, ...]] = ("_tokens", "_blocks")  # as in KVStore
 
     def __init__(self, spec: LayerSpec, cache: CacheState, capacity: int, codec: Codec | None = None) -> None:
-        """Make room for `capacity` tokens of spec.num_kv_heads heads, in the tier that the request names, and in
-        its codec unless another is given."""
+        """Make room for `capacity` tokens of spec.num_kv_heads heads, in the tier that the request
+        names, and in its codec unless another is given."""
         request = cache.request
         codec = codec or request.codec or PLAIN
         self.spec, self.cache, self.capacity, self.codec = spec, cache, capacity, codec
@@ -54,12 +56,13 @@ class Pool:
 
     @property
     def token_bytes(self) -> float:
-        """Return the bytes of an encoded token of one head, including its part of what is written per block."""
+        """Return the bytes of an encoded token of one head, including its part of what is written
+        per block."""
         return self.layout.token_bytes + self.layout.block_bytes / self.codec.block
 
     def append(self, k: Tensor, v: Tensor) -> None:
-        """Store tokens that lie on the device. k, v [B G T D]. After tokens that do not fill a block, no more can
-        be stored."""
+        """Store tokens that lie on the device. k, v [B G T D]. After tokens that do not fill a
+        block, no more can be stored."""
         start = self.length
         assert start == self.encoded
         self._extend(start + k.shape[2])
@@ -73,8 +76,9 @@ class Pool:
             self._put(self._tail, (k[:, :, whole:], v[:, :, whole:]), 0)
 
     def gather(self, rows: Tensor, slots: Tensor | None = None) -> Arrival[Segment]:
-        """Ask for chosen tokens, decoded, on the device. rows [B G K], or [B H K] of query heads -> k, v [B G|H K
-        D]. Tokens whose slot, of the same shape, is 0 or more are not read: they need not move."""
+        """Ask for chosen tokens, decoded, on the device. rows [B G K], or [B H K] of query heads ->
+        k, v [B G|H K D]. Tokens whose slot, of the same shape, is 0 or more are not read: they need
+        not move."""
         groups = self._tokens[0].shape[:2]
         by_group = rows.reshape(*groups, -1)
         unread = None if slots is None else slots.reshape(*groups, -1)
@@ -86,7 +90,8 @@ class Pool:
         return self.cache.fetch(read)
 
     def pick(self, heads: Tensor, rows: Tensor) -> Arrival[Segment]:
-        """Ask for single rows, decoded, on the device. heads [N], counted through the batch, rows [N] -> k, v [N D]"""
+        """Ask for single rows, decoded, on the device. heads [N], counted through the batch, rows
+        [N] -> k, v [N D]"""
         return self.cache.fetch(lambda traffic: Segment(*self._decoded(rows, traffic, heads)))
 
     def whole(self) -> Arrival[Segment]:
@@ -94,7 +99,8 @@ class Pool:
         return self.cache.fetch(self._whole)
 
     def segments(self) -> Arrival[list[Segment | Codes]]:
-        """Ask for all tokens on the device, for a step that attends to them: as codes if kernels read codes."""
+        """Ask for all tokens on the device, for a step that attends to them: as codes if kernels
+        read codes."""
         return self.cache.fetch(self._segments)
 
     def _whole(self, traffic: Traffic) -> Segment:
@@ -109,14 +115,16 @@ class Pool:
         return written if self.length == self.encoded else [*written, self._last(traffic)]
 
     def channels(self, channels: Tensor) -> Tensor:
-        """Return channels [B G r] of all keys on the device, each with its tokens in a row. [B G r S]"""
+        """Return channels [B G r] of all keys on the device, each with its tokens in a row. [B G r
+        S]"""
         if self.codec == PLAIN:
             tokens, length = self._tokens[0], self.length
             return self.cache.fetch(lambda traffic: tokens.columns(channels, length, traffic)).wait()
         return self.whole().wait().k.mT.gather(2, channels.unsqueeze(3).expand(-1, -1, -1, self.length))
 
     def held(self) -> Tensors:
-        """Return everything by name, as it is encoded and where it lies: nothing moves, and nothing is decoded."""
+        """Return everything by name, as it is encoded and where it lies: nothing moves, and nothing
+        is decoded."""
         blocks = self.encoded // self.codec.block
         tokens = tuple(rows.held(self.encoded) for rows in self._tokens)
         stored = Encoded(tokens, tuple(rows.held(blocks) for rows in self._blocks)) if blocks else Encoded(())
@@ -124,8 +132,8 @@ class Pool:
         return named(self.codec, stored, [rows.held(self.length - self.encoded) for rows in tail])
 
     def rooms(self) -> Iterator[list[Tensor]]:
-        """Yield for each sequence all rows with their room, where they lie: of the codec's tensors, then of K and V
-        after the last block."""
+        """Yield for each sequence all rows with their room, where they lie: of the codec's tensors,
+        then of K and V after the last block."""
         rows = [*self._tokens, *self._blocks, *self._tail]
         rooms = [x.held(x.shape[2]) for x in rows]
         if not self._tail:
@@ -134,7 +142,8 @@ class Pool:
         return (list(sequence) for sequence in zip(*(room.split(1) for room in rooms), strict=True))
 
     def take(self, held: Mapping[str, Tensor]) -> None:
-        """Store in this empty pool, in its own tier, what another pool's `held` returned, wherever that lies now."""
+        """Store in this empty pool, in its own tier, what another pool's `held` returned, wherever
+        that lies now."""
         stored, tail = unnamed(self.codec, held)
         self._extend(tokens_in(held))
         if tail:
@@ -174,7 +183,8 @@ class Pool:
     def _read(
         held: Sequence[Rows], rows: Tensor, traffic: Traffic, heads: Tensor | None, slots: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """Read the same rows of tensors that lie in one tier; the row numbers are sent there once."""
+        """Read the same rows of tensors that lie in one tier; the row numbers are sent there
+        once."""
         if not held:
             return ()
         rows = rows.to(held[0].home)
@@ -203,7 +213,8 @@ class Pool:
         return torch.where(late, k, decoded[0]), torch.where(late, v, decoded[1])
 
     def _decoded_rows(self, rows: Tensor, traffic: Traffic, slots: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return encoded tokens of each head [B G K], decoded. On the device they are read in place."""
+        """Return encoded tokens of each head [B G K], decoded. On the device they are read in
+        place."""
         blocks, of_block = rows // self.codec.block, tuple(x.held(x.shape[2]) for x in self._blocks)
         dtype = self.cache.request.dtype
         if self.tier == DEVICE:
@@ -228,8 +239,8 @@ class Pool:
 
 
 def rows_for(x: Tensor, cache: CacheState, layer: int, *, away: bool = False) -> Rows:
-    """Put x [B G S W] of a layer into rows in the tier that the request names. `away`: x does not come from the
-    device."""
+    """Put x [B G S W] of a layer into rows in the tier that the request names. `away`: x does not
+    come from the device."""
     rows = rows_in(cache.request.placement)(x.shape, x.dtype, cache.request.place(layer))
     if away:
         rows.take(x, 0)

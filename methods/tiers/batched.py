@@ -15,19 +15,20 @@ from methods.tiers.traffic import Traffic
 
 
 class BatchedHostRows:
-    """Read rows [B G C W] in place, as `HostRows` do. What moves is counted for each sequence by itself."""
+    """Read rows [B G C W] in place, as `HostRows` do. What moves is counted for each sequence by
+    itself."""
 
     def __init__(self, rooms: Sequence[Tensor], device: torch.device, dim: int = 2, dead: int | None = None) -> None:
-        """rooms [1 G C W]: one per sequence. They differ in dimension `dim`; `device` reads them, and `dead` slots
-        are free (kernels/ragged.py)."""
+        """rooms [1 G C W]: one per sequence. They differ in dimension `dim`; `device` reads them,
+        and `dead` slots are free (kernels/ragged.py)."""
         self.rows = with_free_slots(rooms, dim, dead, reader=device)
 
     def gather(
         self, rows: Tensor | Ragged, traffic: Traffic, slots: Tensor | None = None, held: Tensor | None = None
     ) -> Tensor:
-        """Return chosen rows on the device, as `HostRows.gather` does, rows [B G K] -> [B G K W]. After the rows of
-        a sequence that has fewer, values are arbitrary. With `slots`, all have equally many; a missing row must
-        have a slot."""
+        """Return chosen rows on the device, as `HostRows.gather` does, rows [B G K] -> [B G K W].
+        After the rows of a sequence that has fewer, values are arbitrary. With `slots`, all have
+        equally many; a missing row must have a slot."""
         row_bytes, chosen = self.rows.shape[3] * self.rows.dtype.itemsize, filled(rows)
         if slots is not None and held is None:
             nothing = (*chosen.shape[:2], 1, self.rows.shape[3])
@@ -44,7 +45,8 @@ class BatchedHostRows:
         return pad(whole, (0, 0, 0, lacking)) if lacking else whole  # plain torch returns only existing rows
 
     def in_place(self, count: int, traffic: Traffic) -> Tensor:
-        """Return all rows, of which an operation reads `count` per head in place, and count these."""
+        """Return all rows, of which an operation reads `count` per head in place, and count
+        these."""
         entry_bytes = count * self.rows.shape[1] * self.rows.dtype.itemsize
         traffic.tally("to_device_bytes", self.rows.counts * entry_bytes)
         return cast(Tensor, self.rows)

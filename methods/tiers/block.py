@@ -1,9 +1,9 @@
-"""Names keys and values of consecutive tokens as they are encoded: what a pool returns and what a store keeps.
+"""Names keys and values of consecutive tokens as they are encoded: what a pool returns and what a
+store keeps.
 
-In one layer `k` and `v` are rows as they are; `codes0`, `codes1`, ... have a row per token and `ranges0`, ... a row
-per group of tokens that a codec encoded together. The tokens that fill no group stay in `k` and `v`, after the
-others.
-"""
+In one layer `k` and `v` are rows as they are; `codes0`, `codes1`, ... have a row per token and
+`ranges0`, ... a row per group of tokens that a codec encoded together. The tokens that fill no
+group stay in `k` and `v`, after the others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ Tensors = dict[str, Tensor]
 
 
 class SplitRows:
-    """Hold rows [..., tokens, width] of consecutive tokens, parts of which may lie in different tiers."""
+    """Hold rows [..., tokens, width] of consecutive tokens, parts of which may lie in different
+    tiers."""
 
     def __init__(self, *parts: Tensor) -> None:
         self.parts = [part for part in parts if part.shape[-2]] or list(parts[:1])
@@ -38,7 +39,8 @@ class SplitRows:
         return SplitRows(*(part[..., max(0, start - at) : max(0, end - at), :] for at, part in self._placed()))
 
     def each(self, change: Callable[[Tensor, int], Tensor]) -> SplitRows:
-        """Apply `change` to every part where it lies, with the number of tokens before it. Return the result."""
+        """Apply `change` to every part where it lies, with the number of tokens before it. Return
+        the result."""
         return SplitRows(*(change(part, at) for at, part in self._placed()))
 
     def joined(self) -> Tensor:
@@ -59,14 +61,16 @@ class SplitRows:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """Say how blocks of tokens are encoded: rows named `LAYER.k` and `LAYER.v` [B G T D] by a codec; without one
-    any rows as they are. `dtype`: the dtype after decoding. Tokens of different blocks are never encoded together."""
+    """Say how blocks of tokens are encoded: rows named `LAYER.k` and `LAYER.v` [B G T D] by a
+    codec; without one any rows as they are. `dtype`: the dtype after decoding. Tokens of different
+    blocks are never encoded together."""
 
     codec: Codec = PLAIN
     dtype: torch.dtype = torch.float32
 
     def like(self, rows: Tensors) -> Tensors:
-        """Return names, shapes and dtypes of the result of `encode` for such rows, as tensors of the meta device."""
+        """Return names, shapes and dtypes of the result of `encode` for such rows, as tensors of
+        the meta device."""
         if self.codec == PLAIN:
             return {name: torch.empty_like(x, device="meta") for name, x in rows.items()}
         return {name: x for layer in _layers(rows) for name, x in self._like(layer, rows[f"{layer}.{K}"])}

@@ -15,8 +15,8 @@ from kernels.reference import Segment
 
 
 class Encoded(NamedTuple):
-    """Hold keys and values as a codec writes them: tensors with a row per token, and tensors with a row per block
-    of tokens. Every tensor is [B G rows width]."""
+    """Hold keys and values as a codec writes them: tensors with a row per token, and tensors with a
+    row per block of tokens. Every tensor is [B G rows width]."""
 
     tokens: tuple[Tensor, ...]
     blocks: tuple[Tensor, ...] = ()
@@ -40,8 +40,8 @@ class Layout(NamedTuple):
 
 
 class Codec(ABC):
-    """Encode whole blocks of tokens, and decode them token by token. A codec is a value, as a method is: a frozen
-    dataclass."""
+    """Encode whole blocks of tokens, and decode them token by token. A codec is a value, as a
+    method is: a frozen dataclass."""
 
     @property
     @abstractmethod
@@ -62,14 +62,14 @@ class Codec(ABC):
 
     @abstractmethod
     def decode(self, stored: Encoded, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return decoded tokens k, v [... D]. Tensors have the same leading dimensions, or ones that broadcast:
-        those of `blocks` hold the row of each token's block."""
+        """Return decoded tokens k, v [... D]. Tensors have the same leading dimensions, or ones
+        that broadcast: those of `blocks` hold the row of each token's block."""
 
     def decode_rows(
         self, stored: Encoded, rows: Tensor | None, blocks: Tensor, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """Return chosen tokens of each head, decoded, k, v [B G K D]. rows [B G K], or None for all that `tokens`
-        holds; blocks [B G K]: the rows of `blocks` that belong to them."""
+        """Return chosen tokens of each head, decoded, k, v [B G K D]. rows [B G K], or None for all
+        that `tokens` holds; blocks [B G K]: the rows of `blocks` that belong to them."""
         tokens = stored.tokens if rows is None else tuple(ops.gather_rows(x, rows) for x in stored.tokens)
         return self.decode(Encoded(tokens, tuple(ops.gather_rows(x, blocks) for x in stored.blocks)), dtype)
 

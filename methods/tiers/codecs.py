@@ -1,4 +1,5 @@
-"""Lists the codecs that settings can name. It imports no torch: a class is loaded when it is asked for."""
+"""Lists the codecs that settings can name. It imports no torch: a class is loaded when it is asked
+for."""
 
 from __future__ import annotations
 
@@ -13,8 +14,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spelling:
-    """Say how a codec is named. `pattern`: a regular expression for its names, whose groups are arguments, whole
-    numbers, of the class `codec`, given with its module. `choices`: these names in the words of an error."""
+    """Say how a codec is named. `pattern`: a regular expression for its names, whose groups are
+    arguments, whole numbers, of the class `codec`, given with its module. `choices`: these names in
+    the words of an error."""
 
     pattern: str
     codec: str

@@ -15,13 +15,14 @@ from methods.tiers.codec import Codec, Encoded, Layout
 
 @dataclass(frozen=True, kw_only=True)
 class IntCodec(Codec):
-    """Write integers of `bits`, as KIVI does (arXiv 2402.02750): every `group` numbers share a range.
+    """Write integers of `bits`, as KIVI does (arXiv 2402.02750): every `group` numbers share a
+    range.
 
-    A key's channel shares its range with the same channel of `group` tokens in a row, since keys have channels that
-    are large throughout. A value's range covers `group` channels of one token (all its channels, if there are
-    fewer). A range is two fp16 numbers, whatever the dtype of the cache. Per token: D * bits / 8 bytes of codes for
-    K and as many for V, and 4 * D / group bytes for V's ranges; per block of `group` tokens: 4 * D bytes for K's.
-    """
+    A key's channel shares its range with the same channel of `group` tokens in a row, since keys
+    have channels that are large throughout. A value's range covers `group` channels of one token
+    (all its channels, if there are fewer). A range is two fp16 numbers, whatever the dtype of the
+    cache. Per token: D * bits / 8 bytes of codes for K and as many for V, and 4 * D / group bytes
+    for V's ranges; per block of `group` tokens: 4 * D bytes for K's."""
 
     bits: int
     group: int = 32

@@ -1,9 +1,9 @@
-"""Lends pinned host memory for rows that arrive later. It is pinned before any clock starts, and exactly as much as
-asked.
+"""Lends pinned host memory for rows that arrive later. It is pinned before any clock starts, and
+exactly as much as asked.
 
-Torch pins memory when it creates a tensor there, which stalls the device, and rounds its size up to a power of two
-(6.1 GB take 8.6). Memory that is registered with CUDA keeps its size and serves one cache after the other.
-"""
+Torch pins memory when it creates a tensor there, which stalls the device, and rounds its size up to
+a power of two (6.1 GB take 8.6). Memory that is registered with CUDA keeps its size and serves one
+cache after the other."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _PARTS = 8  # the most tensors of rows in a layer: those of a codec, and a copy 
 
 
 def registered(memory: Tensor) -> Callable[[], None]:
-    """Pin memory for CUDA. Return a function that unpins it once nothing moves any more. Raises `RuntimeError` if the
-    system does not lock as much memory."""
+    """Pin memory for CUDA. Return a function that unpins it once nothing moves any more. Raises
+    `RuntimeError` if the system does not lock as much memory."""
     cudart: Any = torch.cuda.cudart()
     address = memory.data_ptr()
     _check(cudart.cudaHostRegister(address, memory.nbytes, 0), f"pin {memory.nbytes} bytes of host memory")
@@ -37,8 +37,9 @@ def registered(memory: Tensor) -> Callable[[], None]:
 
 
 def _check(result: Any, what: str) -> None:
-    """Raise `RuntimeError` if CUDA could not do `what`. CUDA keeps its last error, and torch asks for it after each
-    launch: something is launched here at once, so that no later call is blamed for this error."""
+    """Raise `RuntimeError` if CUDA could not do `what`. CUDA keeps its last error, and torch asks
+    for it after each launch: something is launched here at once, so that no later call is blamed
+    for this error."""
     try:
         torch.cuda.check_error(result)
     except RuntimeError as error:
@@ -59,12 +60,13 @@ def _region_bytes(rows: int) -> int:
 
 
 class Lease:
-    """Keep memory from being lent to anybody else for as long as something refers to this object."""
+    """Keep memory from being lent to anybody else for as long as something refers to this
+    object."""
 
 
 class Region:
-    """Hold memory for the rows of one layer, whose tensors lie one after the other. It starts from its beginning
-    again once all its tensors are gone, as at the start of a further turn."""
+    """Hold memory for the rows of one layer, whose tensors lie one after the other. It starts from
+    its beginning again once all its tensors are gone, as at the start of a further turn."""
 
     def __init__(self, memory: Tensor, lease: Lease) -> None:
         self._memory: Any = memory.numpy()
@@ -96,7 +98,8 @@ class PinnedReservation(NamedTuple):
     memory: Tensor  # uint8, contains all regions
 
     def spare(self, taken: Mapping[int, int]) -> int:
-        """Return the bytes that no rows take. `taken`: the sizes of all rows, keyed by their addresses."""
+        """Return the bytes that no rows take. `taken`: the sizes of all rows, keyed by their
+        addresses."""
         place = range(self.memory.data_ptr(), self.memory.data_ptr() + self.memory.nbytes)
         return self.memory.nbytes - sum(size for address, size in taken.items() if address in place)
 
@@ -107,8 +110,9 @@ class _Pinned(NamedTuple):
 
 
 class PinnedMemory:
-    """Lend pinned memory to the caches of a device and to the store of conversations. Memory that a borrower has
-    released is lent again if it is large enough; otherwise it is unpinned before more is pinned."""
+    """Lend pinned memory to the caches of a device and to the store of conversations. Memory that a
+    borrower has released is lent again if it is large enough; otherwise it is unpinned before more
+    is pinned."""
 
     def __init__(self, pin: Pin = registered) -> None:
         self._pin, self._idle, self._closed = pin, list[_Pinned](), False
@@ -120,8 +124,8 @@ class PinnedMemory:
         return PinnedReservation([Region(part, lease) for part in memory[: sum(sizes)].split(sizes)], memory)
 
     def lend(self, size: int) -> tuple[Tensor, Lease]:
-        """Return memory [size] in bytes and its lease: it belongs to the caller as long as anything refers to the
-        lease. Raises `RuntimeError` if the system does not lock as much."""
+        """Return memory [size] in bytes and its lease: it belongs to the caller as long as anything
+        refers to the lease. Raises `RuntimeError` if the system does not lock as much."""
         if not size:  # CUDA refuses to pin nothing
             return torch.empty(0, dtype=torch.uint8), Lease()
         self._closed = False
@@ -138,8 +142,8 @@ class PinnedMemory:
         return pinned.memory[:size], lease
 
     def close(self) -> None:
-        """Unpin all memory that is not lent. The rest is unpinned when it is released, unless memory is lent again
-        before."""
+        """Unpin all memory that is not lent. The rest is unpinned when it is released, unless
+        memory is lent again before."""
         self._closed = True
         self._unpin()
 
@@ -159,8 +163,8 @@ class PinnedMemory:
             pinned.undo()
 
     def _pop_idle(self) -> Iterator[_Pinned]:
-        """Remove and yield idle memory, one piece after the other: any thread may meanwhile drop the last reference
-        to a lease and so add a piece."""
+        """Remove and yield idle memory, one piece after the other: any thread may meanwhile drop
+        the last reference to a lease and so add a piece."""
         while self._idle:
             with suppress(IndexError):
                 yield self._idle.pop()

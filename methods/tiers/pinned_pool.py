@@ -1,8 +1,9 @@
-"""Lends pinned host memory to tensors that come and go in any order, as blocks of conversations do between turns.
+"""Lends pinned host memory to tensors that come and go in any order, as blocks of conversations do
+between turns.
 
-As much as its owner expects to need is pinned before a clock starts, in a few large pieces. A tensor that finds no
-room there lies in ordinary memory, from which it moves more slowly; nothing is pinned when rows arrive.
-"""
+As much as its owner expects to need is pinned before a clock starts, in a few large pieces. A
+tensor that finds no room there lies in ordinary memory, from which it moves more slowly; nothing is
+pinned when rows arrive."""
 
 from __future__ import annotations
 
@@ -23,20 +24,23 @@ STEP_BYTES = 64 << 20  # pinned at a time, so that many small conversations do n
 
 
 def pinned_bytes(expected: int, limit: int) -> int:
-    """Return how many bytes a pool pins when `expected` bytes are needed and it may pin at most `limit`."""
+    """Return how many bytes a pool pins when `expected` bytes are needed and it may pin at most
+    `limit`."""
     return min(limit, -(-expected // STEP_BYTES) * STEP_BYTES)
 
 
 class PinnedPool:
-    """Cut tensors out of pinned memory, at most `limit` bytes of it. Any thread may cut and release them; a released
-    tensor makes room again. If `pinned_memory` is None, all tensors lie in ordinary memory."""
+    """Cut tensors out of pinned memory, at most `limit` bytes of it. Any thread may cut and release
+    them; a released tensor makes room again. If `pinned_memory` is None, all tensors lie in
+    ordinary memory."""
 
     def __init__(self, pinned_memory: PinnedMemory | None, limit: int) -> None:
         self._pinned_memory, self._limit, self._expected, self.bytes = pinned_memory, limit, 0, 0
         self._pieces, self._lock = list[_Piece](), Lock()
 
     def expect(self, size: int) -> None:
-        """Pin memory for `size` more bytes. Raises `RuntimeError` if the system does not lock as much."""
+        """Pin memory for `size` more bytes. Raises `RuntimeError` if the system does not lock as
+        much."""
         self._expected += size
         lacking = pinned_bytes(self._expected, self._limit) - self.bytes
         if self._pinned_memory is None or lacking <= 0:
@@ -54,8 +58,8 @@ class PinnedPool:
         return torch.frombuffer(part, dtype=dtype).view(tuple(shape))
 
     def close(self) -> None:
-        """Give the memory back, each piece once no tensor lies in it. Tensors that are cut from now on lie in
-        ordinary memory."""
+        """Give the memory back, each piece once no tensor lies in it. Tensors that are cut from now
+        on lie in ordinary memory."""
         with self._lock:
             self._pieces, self._limit, self.bytes = [], 0, 0
 
@@ -66,7 +70,8 @@ class PinnedPool:
 
 
 class _Piece:
-    """Hold one piece of lent memory and the list of its free stretches, in order; no two of them touch."""
+    """Hold one piece of lent memory and the list of its free stretches, in order; no two of them
+    touch."""
 
     def __init__(self, memory: Tensor, lease: Lease) -> None:
         self._memory: Any = memory.numpy()
@@ -75,7 +80,8 @@ class _Piece:
         self._freed = deque[tuple[int, int]]()
 
     def part(self, size: int) -> Any:
-        """Return `size` bytes, which keep this object alive; None if no free stretch is long enough."""
+        """Return `size` bytes, which keep this object alive; None if no free stretch is long
+        enough."""
         while self._freed:
             self._put_back(*self._freed.popleft())
         room = -(-size // ALIGNED) * ALIGNED

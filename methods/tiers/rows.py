@@ -1,4 +1,5 @@
-"""Holds rows of one tensor for each KV head, on the device, in host memory or on disk. Rows that move are counted."""
+"""Holds rows of one tensor for each KV head, on the device, in host memory or on disk. Rows that
+move are counted."""
 
 from __future__ import annotations
 
@@ -30,8 +31,9 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Name where rows may lie. `device`: the device that computes. `folder`: for rows in files; None: the system's
-    temporary one. `region`: host memory that is pinned already; None: it is taken when rows arrive."""
+    """Name where rows may lie. `device`: the device that computes. `folder`: for rows in files;
+    None: the system's temporary one. `region`: host memory that is pinned already; None: it is
+    taken when rows arrive."""
 
     device: torch.device
     folder: Path | None = None
@@ -43,7 +45,8 @@ class PlaceError(ValueError):
 
 
 class Rows(ABC):
-    """Hold rows [B G C W]. What is `put` there comes from the device, and what is read goes there."""
+    """Hold rows [B G C W]. What is `put` there comes from the device, and what is read goes
+    there."""
 
     tier: ClassVar[str]
     steady: ClassVar[tuple[str, ...]] = ("stored",)  # a step appends to them, and changes no existing row
@@ -69,7 +72,8 @@ class Rows(ABC):
         """Bring rows that were read to the device, and count them in `traffic`."""
 
     def put(self, x: Tensor, start: int, traffic: Traffic) -> None:
-        """Store x [B G T W] from the device as rows `start` and following, and count it in `traffic`."""
+        """Store x [B G T W] from the device as rows `start` and following, and count it in
+        `traffic`."""
         self.take(x, start)
         traffic.to_host_bytes += x.nbytes
 
@@ -80,21 +84,23 @@ class Rows(ABC):
     def gather(self, rows: Tensor, traffic: Traffic, slots: Tensor | None = None, held: Tensor | None = None) -> Tensor:
         """Return chosen rows on the device, rows [B G K] -> [B G K W].
 
-        Rows whose slot [B G K] is 0 or more do not move: they are copied from that place of `held` [B G C W], or
-        are arbitrary without it. A tier on the device, or in files, may read its own rows instead.
-        """
+        Rows whose slot [B G K] is 0 or more do not move: they are copied from that place of `held`
+        [B G C W], or are arbitrary without it. A tier on the device, or in files, may read its own
+        rows instead."""
         stored = self._all()
         return self._send(ops.gather_rows(stored, rows.to(stored.device)), traffic)
 
     def pick(self, heads: Tensor, rows: Tensor, traffic: Traffic) -> Tensor:
-        """Return single rows on the device, heads [N], counted through the batch, rows [N] -> [N W]."""
+        """Return single rows on the device, heads [N], counted through the batch, rows [N] -> [N
+        W]."""
         stored = self._all()
         at = (heads * self.shape[2] + rows).to(stored.device)
         picked: Tensor = ops.gather_rows(stored.flatten(0, 2)[None, None], at[None, None])
         return self._send(picked[0, 0], traffic)
 
     def columns(self, columns: Tensor, count: int, traffic: Traffic) -> Tensor:
-        """Return columns of the first `count` rows on the device, columns [B G N] -> [B G N count]."""
+        """Return columns of the first `count` rows on the device, columns [B G N] -> [B G N
+        count]."""
         stored = self._all()
         at = columns.to(stored.device).unsqueeze(3).expand(-1, -1, -1, count)
         return self._send(stored[:, :, :count].mT.gather(2, at), traffic)
@@ -149,8 +155,8 @@ class HostRows(MemoryRows):
     tier: ClassVar[str] = HOST
 
     def take(self, x: Tensor, start: int) -> None:
-        """Copy head by head: between a GPU and the host torch would first copy rows with gaps between them to
-        another tensor on either side."""
+        """Copy head by head: between a GPU and the host torch would first copy rows with gaps
+        between them to another tensor on either side."""
         for stored, rows in zip(self.stored.flatten(0, 1), x.flatten(0, 1), strict=True):
             stored[start : start + x.shape[2]] = rows
 
@@ -176,8 +182,8 @@ class HostRows(MemoryRows):
         return moved
 
     def first(self, count: int, traffic: Traffic) -> Tensor:
-        """Copy whole heads one by one, if they are large enough; torch would first collect those with gaps between
-        them, in memory that is not pinned."""
+        """Copy whole heads one by one, if they are large enough; torch would first collect those
+        with gaps between them, in memory that is not pinned."""
         rows = self.held(count)
         if self.device.type == "cpu" or rows.is_contiguous():
             return self._send(rows, traffic)
@@ -200,8 +206,8 @@ class HostRows(MemoryRows):
         return picked
 
     def columns(self, columns: Tensor, count: int, traffic: Traffic) -> Tensor:
-        """Let the device read single numbers in place, so that nothing waits for the columns. A real bus moves 32
-        bytes for each."""
+        """Let the device read single numbers in place, so that nothing waits for the columns. A
+        real bus moves 32 bytes for each."""
         every = torch.arange(count, device=columns.device) * self.shape[3]
         at = (columns.unsqueeze(3) + every).flatten(2)
         numbers = self.stored.view(*self.shape[:2], -1, 1)
@@ -215,9 +221,9 @@ class HostRows(MemoryRows):
 
 
 class DiskRows(Rows):
-    """Hold rows in a file of their own, which is deleted with this object, in a folder of this process below the
-    place's. The file is mapped for reading and unmapped at once, so it neither stays in the memory of this process
-    nor open; the system may still cache it."""
+    """Hold rows in a file of their own, which is deleted with this object, in a folder of this
+    process below the place's. The file is mapped for reading and unmapped at once, so it neither
+    stays in the memory of this process nor open; the system may still cache it."""
 
     tier: ClassVar[str] = DISK
 
@@ -267,8 +273,8 @@ def _writing(folder: Path | None) -> Iterator[None]:
 
 
 def _delete(file: Path, folder: TemporaryFolder) -> None:
-    """Delete the file. Its finalizer keeps `folder` until then: were that an attribute of the rows, its bytes would
-    count as theirs."""
+    """Delete the file. Its finalizer keeps `folder` until then: were that an attribute of the rows,
+    its bytes would count as theirs."""
     file.unlink(missing_ok=True)
 
 

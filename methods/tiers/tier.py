@@ -1,4 +1,5 @@
-"""Lists the tiers. Whatever holds, counts, stores or shows bytes by tier reads this table, and it imports no torch."""
+"""Lists the tiers. Whatever holds, counts, stores or shows bytes by tier reads this table, and it
+imports no torch."""
 
 from __future__ import annotations
 
@@ -11,10 +12,10 @@ DEVICE, HOST, DISK = "device", "host", "disk"
 class Tier:
     """Describe a place where keys and values may lie.
 
-    `rows`: the class that holds rows there, with its module. `in_files`: its bytes are those of files, not of
-    tensors. `head`: the heading of the column of its bytes in a table; `meaning`: what that column shows. `stamp`:
-    the letter that marks a table row with bytes there while the device is a CPU, and its meaning.
-    """
+    `rows`: the class that holds rows there, with its module. `in_files`: its bytes are those of
+    files, not of tensors. `head`: the heading of the column of its bytes in a table; `meaning`:
+    what that column shows. `stamp`: the letter that marks a table row with bytes there while the
+    device is a CPU, and its meaning."""
 
     rows: str
     head: str

@@ -13,8 +13,8 @@ COUNTED = ("to_device_bytes", "to_host_bytes", "from_disk_bytes", "looked_up", "
 
 @dataclass
 class Traffic:
-    """Count bytes that crossed between host and device. What goes to a disk and comes from it passes through the
-    host, and is counted there as well."""
+    """Count bytes that crossed between host and device. What goes to a disk and comes from it
+    passes through the host, and is counted there as well."""
 
     to_device_bytes: int = 0
     to_host_bytes: int = 0
@@ -38,13 +38,15 @@ class Traffic:
             self.tally(name, amount)
 
     def less(self, before: Traffic) -> Traffic:
-        """Return what was counted in Python since `before`, without times, which differ each time."""
+        """Return what was counted in Python since `before`, without times, which differ each
+        time."""
         counted = {name: getattr(self, name) - getattr(before, name) for name in COUNTED[:-2]}
         return Traffic(**counted)
 
     def tally(self, name: str, amount: Tensor) -> None:
-        """Count an `amount` that only the device knows, without waiting for it: [], or [B] for sequences that step
-        together. The tensor that holds the sum stays the same, so that captured steps count as well."""
+        """Count an `amount` that only the device knows, without waiting for it: [], or [B] for
+        sequences that step together. The tensor that holds the sum stays the same, so that captured
+        steps count as well."""
         if name in self.tallies:
             self.tallies[name] += amount
         else:

@@ -1,4 +1,5 @@
-"""Makes a press from nested mappings, as yaml and command line give them, and refuses by name what cannot run here."""
+"""Makes a press from nested mappings, as yaml and command line give them, and refuses by name what
+cannot run here."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ OWN_WEIGHTS = {"ExpectedAttentionStatsPress": "stats_folder"}  # class -> the fi
 
 
 def build(mapping: Mapping[str, Any], key: str = "press") -> Any:
-    """Return the press that `mapping` describes: `name`, a class of kvpress or the import path of one derived from
-    `BasePress`, and its parameters, of which any may be a press again, or a list of presses. `key`: where the
-    mapping stands, for errors."""
+    """Return the press that `mapping` describes: `name`, a class of kvpress or the import path of
+    one derived from `BasePress`, and its parameters, of which any may be a press again, or a list
+    of presses. `key`: where the mapping stands, for errors."""
     press_class, parameters = _class(mapping["name"], key), {k: v for k, v in mapping.items() if k != "name"}
     known = {name: field for name, field in signature(press_class).parameters.items() if name != RATIO}
     for name in parameters:
@@ -44,7 +45,8 @@ def build(mapping: Mapping[str, Any], key: str = "press") -> Any:
 
 
 def check_mapping(mapping: object, key: str = "press") -> None:
-    """Raise `KVPressError` unless `mapping` has the form that `build` takes; kvpress need not be installed."""
+    """Raise `KVPressError` unless `mapping` has the form that `build` takes; kvpress need not be
+    installed."""
     if not isinstance(mapping, Mapping) or not isinstance(mapping.get("name"), str):
         raise KVPressError(f"{key}={mapping} names no press: give one, as in {key}={{name: SnapKVPress}}.")
     for name, value in mapping.items():
@@ -54,8 +56,8 @@ def check_mapping(mapping: object, key: str = "press") -> None:
 
 
 def set_ratio(press: Any, ratio: float) -> bool:
-    """Let `press` remove the share `ratio` of the tokens; return whether its ratio can be set. In a sequence of
-    presses it is set for the one that has it."""
+    """Let `press` remove the share `ratio` of the tokens; return whether its ratio can be set. In a
+    sequence of presses it is set for the one that has it."""
     members = getattr(press, "presses", None)
     if members is not None:
         return any([set_ratio(member, ratio) for member in members])
@@ -76,8 +78,8 @@ def nested(press: Any) -> Iterator[Any]:
 
 
 def windows(press: Any) -> int:
-    """Return how many tokens the windows and sinks of `press`, and of all presses in it, take: a press fails on a
-    prompt that is no longer than they are."""
+    """Return how many tokens the windows and sinks of `press`, and of all presses in it, take: a
+    press fails on a prompt that is no longer than they are."""
     return max(sum(getattr(each, name, 0) for name in names) for each in nested(press) for names in WINDOWS)
 
 

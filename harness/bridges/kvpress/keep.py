@@ -1,4 +1,5 @@
-"""Calls a press when a layer's prompt is complete, and applies its changes to the stored keys and values."""
+"""Calls a press when a layer's prompt is complete, and applies its changes to the stored keys and
+values."""
 
 from __future__ import annotations
 
@@ -33,9 +34,8 @@ class Pressed(NamedTuple):
 class PressEvict(Evict, capturable=True, of_each={}):
     """Hold the layer's input until its first seal, and then let a press choose.
 
-    `presses`: one per sequence. The layers of a cache share it, because a press may remember what it did in earlier
-    layers.
-    """
+    `presses`: one per sequence. The layers of a cache share it, because a press may remember what
+    it did in earlier layers."""
 
     waiting = True  # the first seal is still to come
 
@@ -102,8 +102,8 @@ class PressEvict(Evict, capturable=True, of_each={}):
 
 @torch.no_grad()
 def press_one(press: Any, spec: LayerSpec, hidden: Tensor, given: Sequence[Tensor], size: int) -> Pressed:
-    """Let a press do to one sequence what it does after its attention module. hidden [1 S E], given: keys and
-    values [1 G S D]; `size` of the S tokens are to stay."""
+    """Let a press do to one sequence what it does after its attention module. hidden [1 S E],
+    given: keys and values [1 G S D]; `size` of the S tokens are to stay."""
     tokens, device = hidden.shape[1], hidden.device
     set_ratio(press, ratio_for(tokens, size))
     layer = SimpleNamespace(keys=given[0].clone(), values=given[1].clone())  # some presses write into them
@@ -133,8 +133,8 @@ def press_one(press: Any, spec: LayerSpec, hidden: Tensor, given: Sequence[Tenso
 
 
 class LentRotary(nn.Module):
-    """Compute the rotation of one layer as presses ask for it: for its kind of layer, and with all channels that
-    turn, which models provide in different forms."""
+    """Compute the rotation of one layer as presses ask for it: for its kind of layer, and with all
+    channels that turn, which models provide in different forms."""
 
     def __init__(self, rope: Rotary) -> None:
         super().__init__()
@@ -153,8 +153,8 @@ class LentRotary(nn.Module):
 
 @contextmanager
 def lent_module(spec: LayerSpec) -> Iterator[Any]:
-    """Yield the layer's attention module with the rotation that presses look for on it. Both the rotation and what
-    a press leaves there are removed afterwards."""
+    """Yield the layer's attention module with the rotation that presses look for on it. Both the
+    rotation and what a press leaves there are removed afterwards."""
     assert isinstance(spec.project_query, QueryProjection)
     assert isinstance(spec.rope, Rotary)
     module: nn.Module = spec.project_query.module
@@ -172,7 +172,8 @@ def lent_module(spec: LayerSpec) -> Iterator[Any]:
 
 @contextmanager
 def _with_scores_watched(press: Any, spec: LayerSpec) -> Iterator[None]:
-    """Refuse scores with NaN, from `press` and presses in it: they would choose at random what stays."""
+    """Refuse scores with NaN, from `press` and presses in it: they would choose at random what
+    stays."""
 
     def watched(score: Callable[..., Tensor], name: str) -> Callable[..., Tensor]:
         def call(*arguments: Any, **keywords: Any) -> Tensor:
@@ -212,8 +213,8 @@ def _naming(press: Any, spec: LayerSpec) -> Iterator[None]:
 
 
 def ratio_for(tokens: int, kept: int) -> float:
-    """Return the ratio with which a press keeps exactly `kept` of `tokens`. It computes int(tokens * (1 - ratio)),
-    so the next number below 1 - kept / tokens may be needed."""
+    """Return the ratio with which a press keeps exactly `kept` of `tokens`. It computes int(tokens
+    * (1 - ratio)), so the next number below 1 - kept / tokens may be needed."""
     ratio = 1 - kept / tokens
     while int(tokens * (1 - ratio)) < kept:
         ratio = nextafter(ratio, 0)

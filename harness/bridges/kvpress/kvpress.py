@@ -1,14 +1,17 @@
-"""kvpress: a press of NVIDIA's kvpress 0.5.5 chooses what stays of the prompt (github.com/NVIDIA/kvpress).
+"""kvpress: a press of NVIDIA's kvpress 0.5.5 chooses what stays of the prompt
+(github.com/NVIDIA/kvpress).
 
-`press` names a class of kvpress, or the import path of a user's own, and its parameters; presses that take another
-press take a mapping of the same form:
-`method=kvpress method.press='{name: AdaKVPress, press: {name: ExpectedAttentionPress}}'`. A fresh press is made for
-every cache. When a layer's prompt is complete, the press's own `forward_hook` runs on the model's attention module with
-all keys and values of the prompt, and what it leaves of them is stored. Its ratio is set so that it keeps the budget.
+`press` names a class of kvpress, or the import path of a user's own, and its parameters; presses
+that take another press take a mapping of the same form: `method=kvpress method.press='{name:
+AdaKVPress, press: {name: ExpectedAttentionPress}}'`. A fresh press is made for every cache. When a
+layer's prompt is complete, the press's own `forward_hook` runs on the model's attention module with
+all keys and values of the prompt, and what it leaves of them is stored. Its ratio is set so that it
+keeps the budget.
 
-Keys that a press masks (AdaKVPress) leave, and every head gets a store of its own. Rows that a press changes
-(ThinKPress, KeyRerotationPress, MergingPress) are stored as it leaves them. A press compresses the first prompt of a
-conversation; later turns stay whole. Random numbers are drawn from a seed of each layer's own.
+Keys that a press masks (AdaKVPress) leave, and every head gets a store of its own. Rows that a
+press changes (ThinKPress, KeyRerotationPress, MergingPress) are stored as it leaves them. A press
+compresses the first prompt of a conversation; later turns stay whole. Random numbers are drawn from
+a seed of each layer's own.
 
 kvpress is installed without its dependencies, for it asks for another transformers:
 `pip install --no-deps kvpress==0.5.5 'cachetools<6' fire termcolor`.
@@ -55,7 +58,8 @@ class KVPress(Method):
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Return the modules of a user's own presses, whose code belongs to the identity of a run."""
+        """Return the modules of a user's own presses, whose code belongs to the identity of a
+        run."""
         return tuple(dict.fromkeys(_modules(self.press)))
 
     @cached_property
@@ -64,7 +68,8 @@ class KVPress(Method):
         return windows(build(self.press))
 
     def reads_all(self, sealed: int, tokens: int) -> bool:
-        """Return whether nothing is left out: the budget covers the prompt, or the press needs a longer one."""
+        """Return whether nothing is left out: the budget covers the prompt, or the press needs a
+        longer one."""
         return tokens >= sealed or sealed <= self.windows
 
     def whole_because(self, sealed: int, tokens: int) -> str:
@@ -82,8 +87,9 @@ class KVPress(Method):
         return costs.evict(case, case.budget)
 
     def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
-        """Return the memory of the layer's input, taken to be as wide as the queries, until the seal. The seal adds
-        that input in one piece and the working memory of the press, which includes copies of keys and values."""
+        """Return the memory of the layer's input, taken to be as wide as the queries, until the
+        seal. The seal adds that input in one piece and the working memory of the press, which
+        includes copies of keys and values."""
         kept = PeakExtra(kept=case.sealed * case.query_bytes)
         if self.reads_whole(case):
             return kept

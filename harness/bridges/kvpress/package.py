@@ -24,7 +24,8 @@ class KVPressError(ValueError):
 
 @cache
 def package() -> Any:
-    """Return the module `kvpress`. Raises `KVPressError` if it is not installed, or in another release."""
+    """Return the module `kvpress`. Raises `KVPressError` if it is not installed, or in another
+    release."""
     try:
         if (release := version("kvpress")) != RELEASE:
             raise KVPressError(
@@ -41,9 +42,9 @@ def package() -> Any:
 
 @contextmanager
 def unpatched() -> Iterator[None]:
-    """Undo the change that the first import of kvpress makes to all attention functions of transformers: it wraps
-    each in one that hides masked keys. Here masked keys are removed instead. A program that has imported kvpress
-    before wants the wrappers and keeps them."""
+    """Undo the change that the first import of kvpress makes to all attention functions of
+    transformers: it wraps each in one that hides masked keys. Here masked keys are removed instead.
+    A program that has imported kvpress before wants the wrappers and keeps them."""
     wanted, before = "kvpress" in sys.modules, dict(ALL_ATTENTION_FUNCTIONS.items())
     yield
     for name, function in before.items() if not wanted else ():
@@ -55,8 +56,9 @@ def unpatched() -> Iterator[None]:
 
 @contextmanager
 def without_data_sets() -> Iterator[None]:
-    """Provide kvpress with an empty module `datasets` if there is none: it imports it for statistics that it would
-    compute from data sets of a hub, and presses that need those are refused here."""
+    """Provide kvpress with an empty module `datasets` if there is none: it imports it for
+    statistics that it would compute from data sets of a hub, and presses that need those are
+    refused here."""
     if find_spec("datasets") is not None:
         yield
         return

@@ -12,8 +12,8 @@ WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integ
 
 
 def places_of(given: Rows, kept: Rows) -> Tensor | None:
-    """Return where the rows of `kept` stand in `given`, int64 [B G K], or None if one of them is not there bit for
-    bit.
+    """Return where the rows of `kept` stand in `given`, int64 [B G K], or None if one of them is
+    not there bit for bit.
 
     Rows that are equal bit for bit are distinguished by their order.
     """

@@ -1,5 +1,5 @@
-"""Measures the working memory of a press, which kvpress does not state, on the first layer of a small model whose
-heads have the given shape."""
+"""Measures the working memory of a press, which kvpress does not state, on the first layer of a
+small model whose heads have the given shape."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
 
 def working_bytes(press: Any, case: LayerWorkload) -> int:
-    """Return the most bytes that `press`, a mapping with a hash, takes for one sequence besides the layer's input
-    and its keys and values. They are taken to grow linearly between two measured lengths, and with the number of KV
-    heads. A press that fails on the small model is assumed to copy keys and values, because all presses are given
-    copies."""
+    """Return the most bytes that `press`, a mapping with a hash, takes for one sequence besides the
+    layer's input and its keys and values. They are taken to grow linearly between two measured
+    lengths, and with the number of KV heads. A press that fails on the small model is assumed to
+    copy keys and values, because all presses are given copies."""
     spec, share = case.spec, round(case.budget / case.sealed, 2)
     shape = KV_HEADS * spec.num_heads // spec.num_kv_heads, spec.head_dim, case.element_bytes
     copies = case.sealed * case.row_bytes

@@ -31,8 +31,8 @@ DRAWN = ("do_sample", "temperature", "top_k", "top_p")  # keywords of a request 
 
 
 class KVHarnessLM(TemplateLM):
-    """Answer and score as our own loop does. A batch steps sequences together, each with a cache of its own, so an
-    answer does not depend on the batch."""
+    """Answer and score as our own loop does. A batch steps sequences together, each with a cache of
+    its own, so an answer does not depend on the batch."""
 
     backend = "causal"
 
@@ -49,9 +49,9 @@ class KVHarnessLM(TemplateLM):
         config_dir: str | None = None,
         **words: Any,
     ) -> None:
-        """`rolling_context`: the share of each window of a rolling likelihood that is the prompt. `add_bos_token`:
-        as in lm-eval's `hf`. `seed`: for drawn tokens. `config_dir`: a folder with a user's own methods. `words`:
-        keys of a run, such as model=, method=, budget=."""
+        """`rolling_context`: the share of each window of a rolling likelihood that is the prompt.
+        `add_bos_token`: as in lm-eval's `hf`. `seed`: for drawn tokens. `config_dir`: a folder with
+        a user's own methods. `words`: keys of a run, such as model=, method=, budget=."""
         super().__init__()
         self.batch_size = _whole("batch_size", batch_size)
         if max_batch_size is not None:
@@ -194,8 +194,8 @@ class KVHarnessLM(TemplateLM):
         return postprocess_generated_text(text, stop=self._until(keywords), think_end_token=None)
 
     def _questions(self, requests: Sequence[EncodedPair]) -> Iterator[ScoredQuestion]:
-        """Yield the questions of the requests, one per context. A context that is too long for its continuation is
-        cut on the left."""
+        """Yield the questions of the requests, one per context. A context that is too long for its
+        continuation is cut on the left."""
         by_context = defaultdict[tuple[int, ...], dict[int, list[int]]](dict)
         for number, (_, context, continuation) in enumerate(requests):
             room = self.max_length + 1 - len(continuation)

@@ -1,4 +1,5 @@
-"""Runs lm-evaluation-harness's requests as sequences of a running batch: answers, likelihoods, whole windows."""
+"""Runs lm-evaluation-harness's requests as sequences of a running batch: answers, likelihoods,
+whole windows."""
 
 from __future__ import annotations
 
@@ -55,8 +56,8 @@ class FreeAnswer:
     """Run a request for an answer that the model writes itself."""
 
     def __init__(self, engine: Engine, number: int, ids: Sequence[int], ending: Mapping[str, Any]) -> None:
-        """`number`: the number of the request. `ending`: arguments of `Engine.join` that say how tokens are picked
-        and when to stop."""
+        """`number`: the number of the request. `ending`: arguments of `Engine.join` that say how
+        tokens are picked and when to stop."""
         self.engine, self.number, self._ending = engine, number, ending
         self._ids: Sequence[int] | None = ids
 
@@ -66,7 +67,8 @@ class FreeAnswer:
 
 
 def log_likelihood(slot: RunningSequence, uncounted: int = 0) -> float:
-    """Return the log-likelihood, in nats, of the tokens that were fed to `slot`, without the first `uncounted`."""
+    """Return the log-likelihood, in nats, of the tokens that were fed to `slot`, without the first
+    `uncounted`."""
     assert isinstance(slot.sampler, Forced)
     return -sum(float(cost) for cost in slot.sampler.costs[uncounted:])
 
@@ -74,10 +76,9 @@ def log_likelihood(slot: RunningSequence, uncounted: int = 0) -> float:
 class ScoredQuestion:
     """Score the continuations of one context on one cache.
 
-    All of the context but its last token is the prompt that the method seals. That token and the continuations are
-    read by decode steps: otherwise the likelihood of a continuation's first token would come from the prefill, and
-    be Full's under every method.
-    """
+    All of the context but its last token is the prompt that the method seals. That token and the
+    continuations are read by decode steps: otherwise the likelihood of a continuation's first token
+    would come from the prefill, and be Full's under every method."""
 
     def __init__(self, engine: Engine, context: Sequence[int], continuations: Mapping[int, Sequence[int]]) -> None:
         """`continuations`: tokens, keyed by the numbers of their requests."""
@@ -101,8 +102,8 @@ class ScoredQuestion:
         return _forced(batch, self._cache, self._logits, continuation)
 
     def _read(self, whole: Sequence[int]) -> Tensor:
-        """Read the context and seal it. Return the logits [1 V] of its last token. `whole`: the text with the
-        continuation, whose length may decide how the model rotates the context."""
+        """Read the context and seal it. Return the logits [1 V] of its last token. `whole`: the
+        text with the continuation, whose length may decide how the model rotates the context."""
         device = self.engine.model.device
         ids = torch.tensor([self.context], device=device)
         self._cache = self.engine.cache(ids, self._room)
@@ -123,12 +124,12 @@ class ScoredQuestion:
 class ScoredWindow:
     """Score the last tokens of a text, each given all tokens before it.
 
-    Its first `sealed` tokens are the prompt, whose likelihoods come from the prefill; the method seals them and the
-    other tokens are read by decode steps.
-    """
+    Its first `sealed` tokens are the prompt, whose likelihoods come from the prefill; the method
+    seals them and the other tokens are read by decode steps."""
 
     def __init__(self, engine: Engine, number: int, tokens: Sequence[int], scored: int, sealed: int) -> None:
-        """`number`: the number of the request. The last `scored` of `tokens` count, and the very last is not fed."""
+        """`number`: the number of the request. The last `scored` of `tokens` count, and the very
+        last is not fed."""
         self.engine, self.number, self.scored, self.sealed = engine, number, scored, sealed
         self._tokens: Sequence[int] | None = tokens
         self._of_prompt = 0.0  # log-likelihood of the scored tokens in the prompt
@@ -151,11 +152,13 @@ class ScoredWindow:
         return _forced(batch, cache, logits[:, -1], tokens[0, self.sealed :].tolist())
 
     def log_likelihood(self, slot: RunningSequence) -> float:
-        """Return the log-likelihood of all scored tokens, in nats. `slot`: the sequence that has ended."""
+        """Return the log-likelihood of all scored tokens, in nats. `slot`: the sequence that has
+        ended."""
         return self._of_prompt + log_likelihood(slot, self._uncounted)
 
     def _logits(self, cache: Any, ids: Tensor) -> Tensor:
-        """Return the logits [1 T V] of all ids [1 T]; the engine gives only those of the last one."""
+        """Return the logits [1 T V] of all ids [1 T]; the engine gives only those of the last
+        one."""
         places = cache.positions(ids.shape[1], ids.device)
         logits: Tensor = self.engine.model(ids, position_ids=places, past_key_values=cache, use_cache=True).logits
         return logits

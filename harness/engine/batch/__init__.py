@@ -1,1 +1,2 @@
-"""Runs several sequences together: who joins and leaves, the cache that the model sees, and what each sequence gave."""
+"""Runs several sequences together: who joins and leaves, the cache that the model sees, and what
+each sequence gave."""

@@ -24,17 +24,16 @@ CHECKED = "what a method returns is checked, or compared with exact attention, o
 
 
 class SlotsCache(KVCache):
-    """Step sealed caches of any lengths together, each with as many rows as its request has sequences. What a method
-    computes for one of them does not depend on the others.
+    """Step sealed caches of any lengths together, each with as many rows as its request has
+    sequences. What a method computes for one of them does not depend on the others.
 
-    Where a layer's policies allow it, all members attend in one launch per operation. Where they attend one by one,
-    `alone` says why.
-    """
+    Where a layer's policies allow it, all members attend in one launch per operation. Where they
+    attend one by one, `alone` says why."""
 
     def __init__(self, members: Sequence[KVCache], alone: str | None = None, *, sized: bool = False) -> None:
-        """`alone`: a reason for which all members attend one by one. `sized`: where all attend together, take steps
-        of a size that other sequences may use (`KVCache.step_inputs`), with slots for a power of two of sequences;
-        the slots after the members' are free."""
+        """`alone`: a reason for which all members attend one by one. `sized`: where all attend
+        together, take steps of a size that other sequences may use (`KVCache.step_inputs`), with
+        slots for a power of two of sequences; the slots after the members' are free."""
         super().__init__([layer for member in members for layer in member.layers], members[0].state)
         self._members = tuple(members)
         self._sizes = [member.state.request.batch for member in members]
@@ -114,7 +113,8 @@ class SlotsCache(KVCache):
         self.num_tokens += 1
 
     def next_row(self, layer: int) -> NextRow | None:
-        """Return where a layer stores the next token of each sequence, if all of them attend together in it."""
+        """Return where a layer stores the next token of each sequence, if all of them attend
+        together in it."""
         first, *others = self._groups[layer]
         return first.layer.next_row() if first.joint and not others else None
 
@@ -130,7 +130,8 @@ class SlotsCache(KVCache):
         return out
 
     def _share_seconds(self, members: Sequence[int], traffic: Traffic) -> None:
-        """Count seconds of waiting for all members of a group: all of them stand still while rows of one arrive."""
+        """Count seconds of waiting for all members of a group: all of them stand still while rows
+        of one arrive."""
         for member in (self._members[number] for number in members):
             member.state.traffic.exposed_s += traffic.exposed_s
             member.state.traffic.hidden_s += traffic.hidden_s
@@ -143,8 +144,8 @@ class SlotsCache(KVCache):
         return member.attend(layer, replace(x, start=member.num_tokens))
 
     def lags(self, member: int) -> bool:
-        """Return whether a member need not be updated after each step, because it attends together with others in all
-        layers of the method."""
+        """Return whether a member need not be updated after each step, because it attends together
+        with others in all layers of the method."""
         return self._attending[member].lags
 
     def behind(self, member: int) -> int:
@@ -152,8 +153,8 @@ class SlotsCache(KVCache):
         return self._counters.steps - self._upto[member]
 
     def catch_up(self, member: int) -> int:
-        """Add the steps that were counted for all members at once to one member, with what the last of them chose for
-        it. Return how many steps were missing."""
+        """Add the steps that were counted for all members at once to one member, with what the last
+        of them chose for it. Return how many steps were missing."""
         steps, cache, attending = self.behind(member), self._members[member], self._attending[member]
         self._upto[member] += steps
         if steps and not attending.alone:
@@ -185,8 +186,8 @@ class SlotsCache(KVCache):
 
     @property
     def form(self) -> Hashable:
-        """Return what caches must share, besides the recorded inputs, to use each other's captured step: the forms of
-        their layers and the number of slots of each form."""
+        """Return what caches must share, besides the recorded inputs, to use each other's captured
+        step: the forms of their layers and the number of slots of each form."""
         rows = dict.fromkeys(self._free, 0)
         for form_, size in zip(self._forms, self._sizes, strict=True):
             rows[form_] += size
@@ -204,21 +205,21 @@ class SlotsCache(KVCache):
         return [dict(vars(policy)) for policy in self.policies]
 
     def joined(self) -> list[dict[str, Tensor]]:
-        """Return the tensors of all sequences that a step finds and changes: those of the policies of shared layers,
-        then those of the traffic."""
+        """Return the tensors of all sequences that a step finds and changes: those of the policies
+        of shared layers, then those of the traffic."""
         return [*(policy.joined() for policy in self.policies), *(moved.tallies for moved in self._traffic.values())]
 
     def take_joined(self, joined: Sequence[Mapping[str, Tensor]]) -> None:
-        """Use the tensors of a captured step that was made for other sequences: from now on it changes `joined` in
-        place."""
+        """Use the tensors of a captured step that was made for other sequences: from now on it
+        changes `joined` in place."""
         count = len(self.policies)
         self.take_results(joined[:count])
         for traffic, tallies in zip(self._traffic.values(), joined[count:], strict=True):
             traffic.tallies = dict(tallies)
 
     def take_results(self, results: Sequence[Mapping[str, Tensor | Ragged]]) -> None:
-        """Let the policies of shared layers refer to the tensors in which a captured step, made for other sequences,
-        leaves its results."""
+        """Let the policies of shared layers refer to the tensors in which a captured step, made for
+        other sequences, leaves its results."""
         for policy, held in zip(self.policies, results, strict=True):
             for name, value in held.items():
                 if isinstance(value, Ragged):
@@ -226,7 +227,8 @@ class SlotsCache(KVCache):
                 setattr(policy, name, value)
 
     def _record_inputs(self) -> None:
-        """Record what a step finds in the policies of shared layers, besides the inputs it asks for."""
+        """Record what a step finds in the policies of shared layers, besides the inputs it asks
+        for."""
         if self.step_inputs is None:
             return
         for groups in self._groups:
@@ -237,7 +239,8 @@ class SlotsCache(KVCache):
                 self.step_inputs.add(name, tensor)
 
     def _slots(self) -> dict[Hashable, int]:
-        """Return how many slots are free for each form: in a step of a size up to the next power of two, else none."""
+        """Return how many slots are free for each form: in a step of a size up to the next power of
+        two, else none."""
         rows: dict[Hashable, int] = {}
         for form_, size in zip(self._forms, self._sizes, strict=True):
             rows[form_] = rows.get(form_, 0) + size
@@ -247,8 +250,8 @@ class SlotsCache(KVCache):
         }
 
     def _grouped(self, reasons: Sequence[Sequence[str | None]]) -> list[list[StepGroup]]:
-        """Return the groups of members that take the step of each layer together. Members are grouped alike in all
-        layers in which they can be, because a method may link its layers."""
+        """Return the groups of members that take the step of each layer together. Members are
+        grouped alike in all layers in which they can be, because a method may link its layers."""
         shared: dict[Hashable, Any] = {}
         groups, linked = [], []
         by_layer = (zip(*by_member, strict=True) for by_member in ([m.layers for m in self._members], reasons))
@@ -307,14 +310,14 @@ class SlotsCache(KVCache):
 
 
 def _forms(member: KVCache, reasons: Sequence[str | None]) -> Hashable:
-    """Return the form of each layer in which a member can attend with others, None for the other layers. Members with
-    equal forms step together."""
+    """Return the form of each layer in which a member can attend with others, None for the other
+    layers. Members with equal forms step together."""
     return tuple(
         None if reason else form(cast(Layer, layer)) for layer, reason in zip(member.layers, reasons, strict=True)
     )
 
 
 def _rows_of(x: AttnInput, rows: Tensor | slice) -> AttnInput:
-    """Return the attention input of some of the sequences. Each row has its own positions, so all parts of x are [B
-    ...]."""
+    """Return the attention input of some of the sequences. Each row has its own positions, so all
+    parts of x are [B ...]."""
     return AttnInput(x.q[rows], x.k[rows], x.v[rows], x.cos[rows], x.sin[rows], x.hidden[rows], x.start)

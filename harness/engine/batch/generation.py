@@ -23,11 +23,11 @@ def after(count: int) -> Stop:
 
 @dataclass(slots=True)
 class Generation:
-    """Hold the answer of one sequence, or of B sequences of equal length that share a cache, and its measurements.
+    """Hold the answer of one sequence, or of B sequences of equal length that share a cache, and
+    its measurements.
 
-    Seconds count from the start of the prefill. The clock stands still while other sequences of the batch join or
-    leave (harness/engine/batch/running_sequence.py).
-    """
+    Seconds count from the start of the prefill. The clock stands still while other sequences of the
+    batch join or leave (harness/engine/batch/running_sequence.py)."""
 
     tokens: list[list[int]]  # per sequence, including the token that stopped it
     stops: list[str]  # per sequence, why it ended

@@ -23,10 +23,10 @@ from harness.engine.sampling import Greedy, Sampler
 class RunningBatch:
     """Step several sequences, each of which has a cache of its own.
 
-    Lengths, budgets, bytes and traffic are therefore counted per sequence, and each gets the tokens that it gets
-    alone. The model's products are computed together, and attention as well where the method allows it
-    (`SlotsCache`). If a layer of one sequence cannot be captured, all of them run uncaptured.
-    """
+    Lengths, budgets, bytes and traffic are therefore counted per sequence, and each gets the tokens
+    that it gets alone. The model's products are computed together, and attention as well where the
+    method allows it (`SlotsCache`). If a layer of one sequence cannot be captured, all of them run
+    uncaptured."""
 
     def __init__(self, stepper: Stepper) -> None:
         self.stepper = stepper
@@ -49,9 +49,9 @@ class RunningBatch:
         sampler: Sampler | None = None,
         decoded: Decoded | None = None,
     ) -> RunningSequence:
-        """Add a prefilled sequence, or B sequences that share `cache`. logits [B V]: those of its last token.
-        question [B Q]: tokens that are fed one by one after the seal (protocol=context, else Q = 0); with a question,
-        logits may be None."""
+        """Add a prefilled sequence, or B sequences that share `cache`. logits [B V]: those of its
+        last token. question [B Q]: tokens that are fed one by one after the seal (protocol=context,
+        else Q = 0); with a question, logits may be None."""
         stops = list(stops or [never] * len(question))
         slot = RunningSequence(cache, question, stops, sampler or Greedy(), max_new_tokens, began)
         slot.decoded = decoded
@@ -61,7 +61,8 @@ class RunningBatch:
 
     @torch.inference_mode()
     def step(self) -> list[RunningSequence]:
-        """Decode one token for each sequence. Return the sequences that ended; they have left the batch."""
+        """Decode one token for each sequence. Return the sequences that ended; they have left the
+        batch."""
         if running := [slot for slot in self.sequences if not slot.ended]:
             self._advance(running)
         ended = [slot for slot in self.sequences if slot.ended]
@@ -71,7 +72,8 @@ class RunningBatch:
 
     @torch.inference_mode()
     def leave(self, slot: RunningSequence) -> Generation:
-        """Take a sequence out of the batch and return what it gave so far. Its cache can be used elsewhere."""
+        """Take a sequence out of the batch and return what it gave so far. Its cache can be used
+        elsewhere."""
         self.sequences.remove(slot)
         if slot in self._together:
             self._part()
@@ -121,7 +123,8 @@ class RunningBatch:
         self._note(running, perf_counter() - began, capture_s)
 
     def _recompute(self, running: list[RunningSequence]) -> list[RunningSequence]:
-        """Let each sequence whose text outgrows its rotation take its step alone. Return the other sequences."""
+        """Let each sequence whose text outgrows its rotation take its step alone. Return the other
+        sequences."""
         rotary = self.stepper.attachment.rotary
         if rotary is None or rotary.drops_at is None:
             return running
@@ -141,8 +144,8 @@ class RunningBatch:
         return [slot for slot in running if slot not in outgrowing]
 
     def _note_reads(self, number: int, slot: RunningSequence) -> None:
-        """Note what the last step read. A sequence whose cache does not follow each step is brought up to date where
-        its union over heads is counted, and then notes all steps since."""
+        """Note what the last step read. A sequence whose cache does not follow each step is brought
+        up to date where its union over heads is counted, and then notes all steps since."""
         if not isinstance(self._cache, SlotsCache):
             slot.note_reads(1)
         elif slot.counts_union(self._cache.behind(number)) or not self._cache.lags(number):

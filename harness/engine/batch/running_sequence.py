@@ -54,13 +54,14 @@ Decoded = Callable[[Sequence[int], Callable[[], None]], None]  # takes the answe
 
 
 class RunningSequence:
-    """Hold one sequence, or B sequences of equal length that share `cache`, while it decodes. Its `clock` runs during
-    the prefill, the seal and its steps."""
+    """Hold one sequence, or B sequences of equal length that share `cache`, while it decodes. Its
+    `clock` runs during the prefill, the seal and its steps."""
 
     def __init__(
         self, cache: KVCache, question: Tensor, stops: list[Stop], sampler: Sampler, max_new_tokens: int, began: float
     ) -> None:
-        """`question` [B Q]: tokens that are decoded before the first token of the answer (protocol=context)."""
+        """`question` [B Q]: tokens that are decoded before the first token of the answer
+        (protocol=context)."""
         self.cache, self.stops, self.sampler, self.max_new_tokens = cache, stops, sampler, max_new_tokens
         self.clock = SlotClock(began)
         self.out = Generation(tokens=[[] for _ in stops], stops=[""] * len(stops))
@@ -86,7 +87,8 @@ class RunningSequence:
 
     @property
     def crosses_bus(self) -> bool:
-        """Return whether rows of the host take time to come to the device: on a CPU they lie there already."""
+        """Return whether rows of the host take time to come to the device: on a CPU they lie there
+        already."""
         return self._device.type != "cpu"
 
     @property
@@ -94,15 +96,16 @@ class RunningSequence:
         return len(self.stops)
 
     def counts_union(self, steps: int) -> bool:
-        """Return whether the union over heads is counted after the last of the `steps` steps that are not noted yet."""
+        """Return whether the union over heads is counted after the last of the `steps` steps that
+        are not noted yet."""
         return self._unites and (self._steps + steps - 1) % UNION_EVERY == 0
 
     def begin(self, logits: Tensor | None) -> None:
-        """Start the answer of a prefilled sequence: take the first token and seal, or seal and begin the question.
+        """Start the answer of a prefilled sequence: take the first token and seal, or seal and
+        begin the question.
 
-        `logits` [B V] of the prompt's last token. A cache that is sealed stays as it is. An answer that ends with its
-        first token has no seal, unless the layers have closed by then.
-        """
+        `logits` [B V] of the prompt's last token. A cache that is sealed stays as it is. An answer
+        that ends with its first token has no seal, unless the layers have closed by then."""
         if not self._fed:
             assert logits is not None
             self._take(logits)
@@ -133,8 +136,8 @@ class RunningSequence:
         self._take(logits)
 
     def bill(self, step_s: float, capture_s: float | None, together: int) -> None:
-        """Add the seconds of the last step, which `together` sequences took; each pays an equal share. The time of a
-        capture counts for sequences whose first capture it was."""
+        """Add the seconds of the last step, which `together` sequences took; each pays an equal
+        share. The time of a capture counts for sequences whose first capture it was."""
         self.out.share_s += (step_s + (capture_s or 0.0)) / together
         if len(self.out.token_s) > 2:
             self.out.decode_share_s += step_s / together
@@ -146,7 +149,8 @@ class RunningSequence:
             self.clock.skip(seconds)
 
     def finish(self) -> None:
-        """Take all measurements of the answer. The last token has its time already, so they are in no clock."""
+        """Take all measurements of the answer. The last token has its time already, so they are in
+        no clock."""
         out, steps = self.out, self._steps
         traffic, before = self.cache.traffic, self._before
         out.stops = [stop or LEFT for stop in out.stops]
@@ -190,7 +194,8 @@ class RunningSequence:
         self._fed.append(torch.tensor(ids).unsqueeze(1))
 
     def note_reads(self, steps: int) -> None:
-        """Note what the last `steps` steps read, which the cache knows of. Nothing waits for the device."""
+        """Note what the last `steps` steps read, which the cache knows of. Nothing waits for the
+        device."""
         if not steps:
             return
         layers = self.cache.method_layers

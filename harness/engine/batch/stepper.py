@@ -1,4 +1,5 @@
-"""Runs the forwards of one attached model: prompts, and steps of the sequences that run together."""
+"""Runs the forwards of one attached model: prompts, and steps of the sequences that run
+together."""
 
 from __future__ import annotations
 
@@ -21,10 +22,10 @@ from kernels.threads import step_threads
 class Stepper(ABC):
     """Run the forwards of an attached model.
 
-    `forward`: the model by blocks (harness/engine/forward.py); None if the model runs its own forward, for the reason
-    in `plain_reason`. `graphs`: captures decode steps (harness/engine/graph.py); `plain_steps` says why steps were
-    not captured. `tracer`: clocks the parts of each step.
-    """
+    `forward`: the model by blocks (harness/engine/forward.py); None if the model runs its own
+    forward, for the reason in `plain_reason`. `graphs`: captures decode steps
+    (harness/engine/graph.py); `plain_steps` says why steps were not captured. `tracer`: clocks the
+    parts of each step."""
 
     tracer: Tracer | None = None
     plain_steps: str | None = None
@@ -48,8 +49,8 @@ class Stepper(ABC):
 
     @abstractmethod
     def recompute(self, ids: Tensor, cache: KVCache) -> Tensor:
-        """Compute the whole text of `cache` again, including the token ids [B 1] with which it outgrows its rotation,
-        and seal it again. Return the logits of that token [B V]."""
+        """Compute the whole text of `cache` again, including the token ids [B 1] with which it
+        outgrows its rotation, and seal it again. Return the logits of that token [B V]."""
 
     def decode(self, ids: Tensor, cache: KVCache, captured: CapturedStep | None) -> Tensor:
         """Run one decode step for ids [B 1]. Return logits [B V]."""
@@ -62,8 +63,8 @@ class Stepper(ABC):
             return captured(ids) if captured is not None else self.run(ids, cache)
 
     def joined(self, caches: Sequence[KVCache]) -> KVCache:
-        """Return the cache with which `caches` take a step together. If steps are captured, it is one of a fixed
-        size, so that other sequences can use the captured step."""
+        """Return the cache with which `caches` take a step together. If steps are captured, it is
+        one of a fixed size, so that other sequences can use the captured step."""
         refused = self.traced or next((why for cache in caches if (why := capture_refusal(self.forward, cache))), None)
         sized = self.graphs is not None and refused is None
         if len(caches) == 1 and not sized:

@@ -23,10 +23,9 @@ class LoopUsage:
 class LoopCache(KVCache):
     """Infer the phase from the number of tokens in a forward.
 
-    The first forward is prompt. After it, a forward of several tokens opens a turn or continues it, and the first
-    forward of one token seals it. Call `open_turn` before a forward of one token that is prompt: a turn of one
-    token, or the last token of a prefill in chunks.
-    """
+    The first forward is prompt. After it, a forward of several tokens opens a turn or continues it,
+    and the first forward of one token seals it. Call `open_turn` before a forward of one token that
+    is prompt: a turn of one token, or the last token of a prefill in chunks."""
 
     may_grow: Callable[[int, int], None] | None = None  # raises `ValueError` for a larger capacity; None: never grows
     _prompt_next = False  # the next forward is prompt, whatever its length
@@ -54,8 +53,8 @@ class LoopCache(KVCache):
         self.usage.tokens = self.num_tokens
 
     def make_room(self, tokens: int) -> bool:
-        """Grow if `tokens` more do not fit and the cache may grow. Return whether it has grown, which moves all its
-        rows."""
+        """Grow if `tokens` more do not fit and the cache may grow. Return whether it has grown,
+        which moves all its rows."""
         needed = self.num_tokens + tokens
         if self.may_grow is None or needed <= self.capacity:
             return False

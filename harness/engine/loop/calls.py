@@ -1,4 +1,5 @@
-"""Prepares each forward of an attached model: it gets a cache of ours if it brings none, and padding is split off."""
+"""Prepares each forward of an attached model: it gets a cache of ours if it brings none, and
+padding is split off."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ class MakesCaches(Protocol):
 
 
 class LoopCalls:
-    """Replace None or an empty `DynamicCache`, which `generate`, `pipeline` and `model(ids)` bring, by a cache of
-    ours, and split batches that are padded on the left."""
+    """Replace None or an empty `DynamicCache`, which `generate`, `pipeline` and `model(ids)` bring,
+    by a cache of ours, and split batches that are padded on the left."""
 
     def __init__(self, make: MakesCaches) -> None:
         self.make = make
@@ -57,7 +58,8 @@ class LoopCalls:
         return call | {"attention_mask": None}  # it has been read, and each look at it would wait for a GPU
 
     def _recompute_rows(self, model: nn.Module, given: PaddedCache, ids: Tensor) -> None:
-        """Compute rows again whose text outgrows its rotation with the token that arrives. ids [B T]"""
+        """Compute rows again whose text outgrows its rotation with the token that arrives. ids [B
+        T]"""
         for row in given.outgrowing():
             text = given.members[row].text(ids[row : row + 1])
             fresh = self.make(batch=1, tokens=text.shape[1])
@@ -99,7 +101,8 @@ def _refuse(given: object, use_cache: bool | None, model: Any) -> None:
 
 
 def _refuse_positions(given: Tensor | None, places: Tensor, mask: Tensor | None) -> None:
-    """Raise `UnsupportedError` unless the tokens of padded rows have the positions `places` [B T]."""
+    """Raise `UnsupportedError` unless the tokens of padded rows have the positions `places` [B
+    T]."""
     if given is None:
         return
     tokens = places.shape[1]
@@ -109,7 +112,8 @@ def _refuse_positions(given: Tensor | None, places: Tensor, mask: Tensor | None)
 
 
 def _take_place(given: DynamicCache | None, cache: LoopCache) -> LoopCache:
-    """Turn the caller's own cache object into `cache`, since loops go on with the object that they made and passed."""
+    """Turn the caller's own cache object into `cache`, since loops go on with the object that they
+    made and passed."""
     if given is None:
         return cache
     vars(given).clear()

@@ -1,4 +1,5 @@
-"""Defines the cache for a batch whose rows a loop has padded on the left: each row has a cache of its own."""
+"""Defines the cache for a batch whose rows a loop has padded on the left: each row has a cache of
+its own."""
 
 from __future__ import annotations
 
@@ -14,12 +15,11 @@ from methods.base import AttnInput
 
 
 class PaddedCache(LoopCache):
-    """Split what arrives by its mask. A prompt is computed row by row, without the padding, and steps are taken
-    together, as in a `RunningBatch`. Each row gets what it gets alone.
+    """Split what arrives by its mask. A prompt is computed row by row, without the padding, and
+    steps are taken together, as in a `RunningBatch`. Each row gets what it gets alone.
 
-    `num_tokens` counts columns of the loop's tensors, padding included. In a further turn padding comes after the
-    last token of the answer, which a loop feeds with the new turn.
-    """
+    `num_tokens` counts columns of the loop's tensors, padding included. In a further turn padding
+    comes after the last token of the answer, which a loop feeds with the new turn."""
 
     recomputes_rows = True
 
@@ -44,8 +44,8 @@ class PaddedCache(LoopCache):
         return max(member.capacity for member in self._members)
 
     def read_mask(self, mask: Tensor | None, tokens: int, device: torch.device) -> Tensor:
-        """Split the next forward, of `tokens` columns, by `mask` [B columns]; None: without padding. Return the
-        positions of its tokens [B tokens]."""
+        """Split the next forward, of `tokens` columns, by `mask` [B columns]; None: without
+        padding. Return the positions of its tokens [B tokens]."""
         if mask is None:
             mask = torch.cat([self._mask, self._mask.new_ones(len(self._members), tokens)], 1)
         self._check_room(len(mask), tokens)
@@ -168,15 +168,16 @@ class PaddedCache(LoopCache):
         self._slots = None
 
     def _catch_up(self) -> None:
-        """Update each member with the steps that were counted for all at once, and with what the last of them chose
-        for it."""
+        """Update each member with the steps that were counted for all at once, and with what the
+        last of them chose for it."""
         if self._slots is not None:
             for number in range(len(self._members)):
                 self._slots.catch_up(number)
 
 
 def _refuse_holes(mask: Tensor) -> None:
-    """Raise `UnsupportedError` unless every row of `mask` [B T], of one turn, is padding followed by tokens."""
+    """Raise `UnsupportedError` unless every row of `mask` [B T], of one turn, is padding followed
+    by tokens."""
     if not torch.equal(mask, mask.cummax(1).values):
         raise UnsupportedError(
             "The attention mask hides tokens after the first of a row: only padding on the left is supported "
@@ -185,7 +186,8 @@ def _refuse_holes(mask: Tensor) -> None:
 
 
 def _row(x: AttnInput, row: int, tokens: Tensor, start: int) -> AttnInput:
-    """Return the attention input of some `tokens` [N] of one row, without the padding around them."""
+    """Return the attention input of some `tokens` [N] of one row, without the padding around
+    them."""
     own = slice(row, row + 1)
     q, k, v = (part[own].index_select(2, tokens) for part in (x.q, x.k, x.v))
     cos, sin, hidden = (part[own].index_select(1, tokens) for part in (x.cos, x.sin, x.hidden))

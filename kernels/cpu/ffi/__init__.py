@@ -1,1 +1,2 @@
-"""Lets Python call C++: bindings.py describes the calls once, library.py builds the code on first use."""
+"""Lets Python call C++: bindings.py describes the calls once, library.py builds the code on first
+use."""

@@ -1,4 +1,5 @@
-"""Describes in Python, in one place, what a compiled function takes; both sides are generated from the description.
+"""Describes in Python, in one place, what a compiled function takes; both sides are generated from
+the description.
 
     class RowScores(Struct):
         q = elements("batch * groups * heads * width")
@@ -9,10 +10,10 @@
     library = load("scores", Function("row_scores", RowScores))
     library.row_scores(q=q, x=x, out=out, batch=1, ...)
 
-The build writes `struct RowScores` and the prototype of `row_scores` into the header calls.hpp, which the C++ file
-includes, so neither can differ from what Python packs. A call checks every size (none may be empty or negative) and
-every tensor (dtype, device, size, layout). docs/kernels.md says why this is not torch's extension mechanism.
-"""
+The build writes `struct RowScores` and the prototype of `row_scores` into the header calls.hpp,
+which the C++ file includes, so neither can differ from what Python packs. A call checks every size
+(none may be empty or negative) and every tensor (dtype, device, size, layout). docs/kernels.md says
+why this is not torch's extension mechanism."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ _ELEMENTS = (torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Field:
-    """Describe a number or a tensor. Each takes eight bytes, so no compiler puts gaps between them."""
+    """Describe a number or a tensor. Each takes eight bytes, so no compiler puts gaps between
+    them."""
 
     type: str  # its type in C++
     dtypes: tuple[torch.dtype, ...] = ()  # of a tensor; () is any; two: all such tensors share one
@@ -48,8 +50,8 @@ class FieldGroup:
 
 
 def integer(least: int | None = 1) -> Field:
-    """Describe a size, or any number of at least `least` (None: any). C++ divides by sizes, and a division by zero
-    would end the process without an error message."""
+    """Describe a size, or any number of at least `least` (None: any). C++ divides by sizes, and a
+    division by zero would end the process without an error message."""
     return Field("int64_t", least=least)
 
 
@@ -58,7 +60,8 @@ def real() -> Field:
 
 
 def elements(size: str | None = None, **how: Any) -> Field:
-    """Describe a tensor of float32 or bfloat16, the same for all of a call; the struct gets the field `is_bf16`."""
+    """Describe a tensor of float32 or bfloat16, the same for all of a call; the struct gets the
+    field `is_bf16`."""
     return _tensor("void", _ELEMENTS, size, **how)
 
 
@@ -87,14 +90,14 @@ def _tensor(
     written: bool = False,
     optional: bool = False,
 ) -> Field:
-    """Describe a tensor that is contiguous with `size` entries, or has `strides`. With neither, the caller is
-    responsible for the layout."""
+    """Describe a tensor that is contiguous with `size` entries, or has `strides`. With neither, the
+    caller is responsible for the layout."""
     return Field(f"{'' if written else 'const '}{entry}*", dtypes, size, tuple(strides.split()), optional)
 
 
 class Struct:
-    """Describe a struct of C++. Subclasses list its fields; `pack` takes them by name and returns the bytes of the
-    struct."""
+    """Describe a struct of C++. Subclasses list its fields; `pack` takes them by name and returns
+    the bytes of the struct."""
 
     fields: ClassVar[dict[str, Field]]
     pack: ClassVar[Callable[..., bytes]]
@@ -108,8 +111,8 @@ class Struct:
 
 
 class Function:
-    """Describe an `extern "C"` function that takes structs, or nothing. Callers pass the last struct's fields by name,
-    and the others packed."""
+    """Describe an `extern "C"` function that takes structs, or nothing. Callers pass the last
+    struct's fields by name, and the others packed."""
 
     def __init__(self, name: str, *structs: type[Struct], returns: str = "void") -> None:
         self.name, self.structs, self.returns = name, structs, returns
@@ -146,7 +149,8 @@ _PREAMBLE = """// Made from the descriptions in kernels/cpu/*.py: see ffi/bindin
 
 
 def _header(name: str, fields: dict[str, Field | FieldGroup]) -> list[str]:
-    """Return the definition of a struct, after those it contains, and assertions about where its fields lie."""
+    """Return the definition of a struct, after those it contains, and assertions about where its
+    fields lie."""
     groups = {field.type: field.fields for field in fields.values() if isinstance(field, FieldGroup)}
     inner = [_definition(name, parts) for name, parts in groups.items()]
     places, at = [], 0
@@ -183,8 +187,9 @@ def _flat(fields: dict[str, Any]) -> Iterator[tuple[str, Field]]:
 
 
 def _checked(struct: type[Struct], entry: Any = None, before: int = 0) -> Callable[..., Any]:
-    """Write a function that takes the fields by name, checks them and packs them; a step makes hundreds of calls. It
-    passes the bytes to `entry`, after `before` packed structs, or returns them if there is no `entry`."""
+    """Write a function that takes the fields by name, checks them and packs them; a step makes
+    hundreds of calls. It passes the bytes to `entry`, after `before` packed structs, or returns
+    them if there is no `entry`."""
     fields = struct.fields
     typed = next((part for part, field in fields.items() if field.dtypes == _ELEMENTS and not field.optional), None)
     structs = [f"struct{i}" for i in range(before)]
@@ -217,7 +222,8 @@ def _checked(struct: type[Struct], entry: Any = None, before: int = 0) -> Callab
 
 
 def _checks(name: str, field: Field, first: bool) -> list[str]:
-    """Return lines that refuse a tensor C++ would misread. The `first` tensor sets the dtype for all."""
+    """Return lines that refuse a tensor C++ would misread. The `first` tensor sets the dtype for
+    all."""
     if not field.type.endswith("*"):
         return []
     wrong = [f"not {name}.is_cpu"]

@@ -1,4 +1,5 @@
-"""Builds a C++ file of kernels/cpu/ into a shared library, once per machine and version, and loads it."""
+"""Builds a C++ file of kernels/cpu/ into a shared library, once per machine and version, and loads
+it."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ FLAGS = (
 
 
 def load(name: str, *functions: Function) -> SimpleNamespace:
-    """Load these functions of `name`.cpp, building it if it is not cached. Raises ImportError, which says why, where it
-    cannot."""
+    """Load these functions of `name`.cpp, building it if it is not cached. Raises ImportError,
+    which says why, where it cannot."""
     if sys.platform != "linux":
         raise ImportError(f"the compiled CPU backend is built on Linux only, not on {sys.platform}")
     team()
@@ -39,13 +40,15 @@ def load(name: str, *functions: Function) -> SimpleNamespace:
 
 
 def march() -> str:
-    """Return the processor to build for: this one, or KV_HARNESS_MARCH. x86-64-v3 is AVX2 without AVX-512."""
+    """Return the processor to build for: this one, or KV_HARNESS_MARCH. x86-64-v3 is AVX2 without
+    AVX-512."""
     return os.environ.get("KV_HARNESS_MARCH") or "native"
 
 
 @cache
 def team() -> ctypes.CDLL:
-    """Load the state that all libraries share (team.cpp); they find its functions among the global names."""
+    """Load the state that all libraries share (team.cpp); they find its functions among the global
+    names."""
     remove_abandoned(_folder())
     library = _load("team", "", ctypes.RTLD_GLOBAL)
     library.kv_team_size.argtypes = [ctypes.c_int64]
@@ -86,8 +89,9 @@ def _key(name: str, calls: str, compiler: str) -> str:
 
 
 def _cached(stem: str) -> Path | None:
-    """Return the library if it is as it was built, or None. A damaged one, whose content differs from what its name
-    says, would compute wrongly or kill the process; it stays until the build puts the same file in its place."""
+    """Return the library if it is as it was built, or None. A damaged one, whose content differs
+    from what its name says, would compute wrongly or kill the process; it stays until the build
+    puts the same file in its place."""
     for file in _folder().glob(f"{stem}-*.so"):
         with suppress(OSError):
             if file.name == _named(stem, file):
@@ -102,8 +106,8 @@ def _named(stem: str, file: Path) -> str:
 
 
 def _build(source: Path, calls: str, stem: str, compiler: str) -> Path:
-    """Build into a temporary file and rename it, so that concurrent processes each build and none loads half a
-    library."""
+    """Build into a temporary file and rename it, so that concurrent processes each build and none
+    loads half a library."""
     log.info("building %s (once per machine and version)", source.name)
     try:
         _folder().mkdir(parents=True, exist_ok=True)

@@ -1,1 +1,2 @@
-"""Moves rows beside the model's own work: threads, streams, and the spans of time in which they ran."""
+"""Moves rows beside the model's own work: threads, streams, and the spans of time in which they
+ran."""

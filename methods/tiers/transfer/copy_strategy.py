@@ -1,4 +1,5 @@
-"""Chooses how rows get from host memory to the device, by the number and the size of the pieces in which they lie."""
+"""Chooses how rows get from host memory to the device, by the number and the size of the pieces in
+which they lie."""
 
 from __future__ import annotations
 
@@ -16,13 +17,14 @@ class CopyStrategy(Enum):
 
 
 def copy_strategy(pieces: int, piece_bytes: int, block_bytes: int, *, in_place: bool) -> CopyStrategy:
-    """Return how `pieces` of `piece_bytes` each are copied. `in_place`: a kernel can read them, because they lie in
-    pinned memory and their positions are on the device or known without waiting.
+    """Return how `pieces` of `piece_bytes` each are copied. `in_place`: a kernel can read them,
+    because they lie in pinned memory and their positions are on the device or known without
+    waiting.
 
-    A copy per piece fills the link if its piece is at least `block_bytes`, and leaves the device alone; with smaller
-    pieces each copy takes longer to start than to move. A kernel reads all pieces at once but takes time of the
-    device. Where neither is possible, the host gathers the pieces first.
-    """
+    A copy per piece fills the link if its piece is at least `block_bytes`, and leaves the device
+    alone; with smaller pieces each copy takes longer to start than to move. A kernel reads all
+    pieces at once but takes time of the device. Where neither is possible, the host gathers the
+    pieces first."""
     if pieces == 1 or piece_bytes >= block_bytes:
         return CopyStrategy.BLOCKS
     return CopyStrategy.KERNEL if in_place else CopyStrategy.COLLECTED

@@ -1,10 +1,10 @@
 """Brings rows to the device while the model works, in the order in which they were asked for.
 
-A method asks for rows as soon as it knows which (`begin`), goes on computing, and waits (`Arrival.wait`) when it
-needs them. Until then nothing happens, or, with `ahead`, rows move: in the caller's thread, or in one of the
-engine's own, on a CUDA device on a stream parallel to the model's. A cache whose rows move ahead may also pass on
-work on a prompt that later layers hide, such as clustering its keys (`work`): an engine does one piece after the
-other.
+A method asks for rows as soon as it knows which (`begin`), goes on computing, and waits
+(`Arrival.wait`) when it needs them. Until then nothing happens, or, with `ahead`, rows move: in the
+caller's thread, or in one of the engine's own, on a CUDA device on a stream parallel to the
+model's. A cache whose rows move ahead may also pass on work on a prompt that later layers hide,
+such as clustering its keys (`work`): an engine does one piece after the other.
 
 A device has one engine, whoever moves its rows (`shared_engine`).
 """
@@ -32,8 +32,8 @@ T = TypeVar("T")
 
 
 class TransferEngine:
-    """Move rows, and work in parallel to the model, for all caches of one device and for the store of
-    conversations."""
+    """Move rows, and work in parallel to the model, for all caches of one device and for the store
+    of conversations."""
 
     def __init__(
         self,
@@ -42,8 +42,9 @@ class TransferEngine:
         works: bool = False,
         pinned_memory: PinnedMemory | None = None,
     ) -> None:
-        """`threads`: how many threads move rows that are asked for ahead; 0: the caller does. `works`: a thread
-        does what `work` gets. `pinned_memory`: host memory that is pinned before a clock starts."""
+        """`threads`: how many threads move rows that are asked for ahead; 0: the caller does.
+        `works`: a thread does what `work` gets. `pinned_memory`: host memory that is pinned before
+        a clock starts."""
         self._lanes: WeakSet[TransferLane] = WeakSet()
         self.copy_lane, self.work_lane = self.lane("move", threads), self.lane("work", int(works))
         self.beside, self.pinned_memory = threads > 0, pinned_memory
@@ -57,21 +58,22 @@ class TransferEngine:
     def begin(
         self, read: Callable[[Traffic], T], into: Traffic, on: torch.device, *, ahead: bool = False
     ) -> Arrival[T]:
-        """Begin to bring to the device `on` what `read` returns; `read` counts the bytes that it moves. If the rows
-        are waited for, they count in `into` as well. `ahead`: rows move from now on."""
+        """Begin to bring to the device `on` what `read` returns; `read` counts the bytes that it
+        moves. If the rows are waited for, they count in `into` as well. `ahead`: rows move from now
+        on."""
         return Arrival(self.copy_lane if ahead else INLINE, read, into, on, ahead)
 
     def branch(
         self, read: Callable[[Traffic], T], into: Traffic, on: torch.device, *, ahead: bool = False
     ) -> Arrival[T]:
-        """Begin like `begin`, in a step that may be captured: no thread takes part, and the rows are waited for in
-        this step."""
+        """Begin like `begin`, in a step that may be captured: no thread takes part, and the rows
+        are waited for in this step."""
         kind: type[Arrival[T]] = Branch if ahead else Arrival
         return kind(INLINE, read, into, on, ahead)
 
     def work(self, compute: Callable[[], T], on: torch.device) -> Arrival[T]:
-        """Begin to compute something on the CPU in parallel to the model, once the device `on` has done all its
-        present work."""
+        """Begin to compute something on the CPU in parallel to the model, once the device `on` has
+        done all its present work."""
 
         def read(moved: Traffic) -> T:
             reach(on)
@@ -86,8 +88,8 @@ class TransferEngine:
         into.add(moved)
 
     def close(self) -> None:
-        """Wait for everything in all lanes, end the threads, and unpin unused memory. Another user of the device
-        starts new ones."""
+        """Wait for everything in all lanes, end the threads, and unpin unused memory. Another user
+        of the device starts new ones."""
         for lane in list(self._lanes):
             lane.close()
         if self.pinned_memory is not None:
@@ -106,8 +108,8 @@ def shared_engine(device: torch.device) -> TransferEngine:
 
 
 class Arrival(Generic[T]):
-    """Represent rows that are on their way, or a result of work. Rows that nobody waits for are not counted, and do
-    not move if the arrival is dropped before they begin to."""
+    """Represent rows that are on their way, or a result of work. Rows that nobody waits for are not
+    counted, and do not move if the arrival is dropped before they begin to."""
 
     def __init__(
         self,
@@ -128,7 +130,8 @@ class Arrival(Generic[T]):
             self._start()
 
     def wait(self) -> T:
-        """Return the rows once they are there. Raises what reading them has raised. May be called again."""
+        """Return the rows once they are there. Raises what reading them has raised. May be called
+        again."""
         if self._future is None:
             self._start()
         assert self._future is not None
@@ -175,8 +178,8 @@ class Arrival(Generic[T]):
 
 
 class Branch(Arrival[T]):
-    """Represent rows that arrive within a step: on a CUDA device, on a stream that forks from the model's where
-    they are asked for, and joins it again where they are waited for."""
+    """Represent rows that arrive within a step: on a CUDA device, on a stream that forks from the
+    model's where they are asked for, and joins it again where they are waited for."""
 
     def _reach(self, rows: T) -> None:
         join(self._on)
@@ -188,7 +191,8 @@ class Branch(Arrival[T]):
 
 
 def _keep_for_this_stream(rows: object) -> None:
-    """Tell torch's allocator that the caller's stream uses memory which another stream has allocated."""
+    """Tell torch's allocator that the caller's stream uses memory which another stream has
+    allocated."""
     for tensor in tree_leaves(rows):
         if isinstance(tensor, Tensor) and tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))

@@ -1,4 +1,5 @@
-"""Runs actions in parallel to the model: each lane in its order, or at once in the caller's own thread."""
+"""Runs actions in parallel to the model: each lane in its order, or at once in the caller's own
+thread."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ T = TypeVar("T")
 
 
 class TransferLane:
-    """Run one action after the other, or as many at a time as it has threads. With none the caller runs them at
-    once."""
+    """Run one action after the other, or as many at a time as it has threads. With none the caller
+    runs them at once."""
 
     def __init__(self, name: str = "", threads: int = 0) -> None:
         """`name`: name of the threads, after `transfer`."""
@@ -23,8 +24,8 @@ class TransferLane:
         self._held, self._changed = 0, Condition()  # how many actions are neither done nor cancelled
 
     def submit(self, action: Callable[[], T], after: Iterable[Future[Any]] = ()) -> Future[T]:
-        """Run `action` once all of `after` have ended, whether or not they failed; until then it blocks nothing in
-        this lane. An action that has not begun can be cancelled."""
+        """Run `action` once all of `after` have ended, whether or not they failed; until then it
+        blocks nothing in this lane. An action that has not begun can be cancelled."""
         handle: Future[T] = Future()
         others = [other for other in after if not other.done()]
         if self.beside:
@@ -33,8 +34,8 @@ class TransferLane:
         return handle
 
     def close(self) -> None:
-        """Wait until all submitted actions are done, also those that wait for others, and end the threads. Later
-        actions start new ones."""
+        """Wait until all submitted actions are done, also those that wait for others, and end the
+        threads. Later actions start new ones."""
         with self._changed:
             self._changed.wait_for(lambda: not self._held)
             threads, self._threads = self._threads, None

@@ -11,7 +11,8 @@ import torch
 
 @contextmanager
 def beside_the_model(on: torch.device, behind: torch.cuda.Event | None = None) -> Iterator[None]:
-    """Run the work of this block after the event `behind`; it is complete at the end of the block."""
+    """Run the work of this block after the event `behind`; it is complete at the end of the
+    block."""
     if on.type != "cuda":
         yield
         return
@@ -30,8 +31,8 @@ def _side(on: torch.device) -> torch.cuda.Stream:
 
 @contextmanager
 def forked(on: torch.device) -> Iterator[None]:
-    """Run the work of this block after all present work of the caller's stream, and in parallel to its later work.
-    A captured step has both as branches."""
+    """Run the work of this block after all present work of the caller's stream, and in parallel to
+    its later work. A captured step has both as branches."""
     if on.type != "cuda":
         yield
         return
@@ -54,7 +55,8 @@ def reach(on: torch.device) -> None:
 
 
 def reached(on: torch.device) -> torch.cuda.Event | None:
-    """Return an event after all present work of the caller's stream; None if the device has no streams."""
+    """Return an event after all present work of the caller's stream; None if the device has no
+    streams."""
     if on.type != "cuda":
         return None
     event = torch.cuda.Event()
