@@ -71,7 +71,7 @@ class RateSearch:
 
 
 class Runs:
-    """All runs of the command. `points` are planned at once, so that an error in the last is found before the first
+    """The runs of the command. `points` are planned at once, so that an error in the last is found before the first
     runs."""
 
     def __init__(

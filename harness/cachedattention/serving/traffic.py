@@ -73,7 +73,7 @@ INSTEAD = {
 
 @dataclass(frozen=True, kw_only=True)
 class TrafficSettings:
-    """Who comes, and how they are served."""
+    """The settings of the arrivals, and of how they are served."""
 
     rate: float | None = None  # new sessions per second, a Poisson process; null: 1, or that of a replayed trace
     think_s: float = 5.0  # mean, from an answer to the next question
@@ -97,7 +97,7 @@ OF_TRACE = ("task", "think_s")  # what a replayed trace brings itself
 
 @dataclass(frozen=True)
 class TrafficPoint:
-    """One run in words. `words`: those for `python -m harness`; `named`: the keys that vary, with their values here."""
+    """A run in words. `words`: those for `python -m harness`; `named`: the keys that vary, with their values here."""
 
     traffic: TrafficSettings
     words: tuple[str, ...]

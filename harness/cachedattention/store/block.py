@@ -47,7 +47,7 @@ LOST = (OSError, sqlite3.Error, DamagedBlock, NotSaved)  # what a session does n
 
 
 class Loss(StrEnum):
-    """Why a session that was stored is not there any more, in the words of the records."""
+    """The reason why a session that was stored is not there any more, in the words of the records."""
 
     DISK_FULL = "the disk is full"
     NO_ROOM = "the tiers are full"
@@ -70,7 +70,7 @@ def loss_by(error: Exception) -> Loss:
 
 @dataclass(frozen=True, slots=True)
 class WrittenFile:
-    """What is known of a block's file. `sha256`: of its head, which holds those of the tensors."""
+    """The size and checksum of a block's file. `sha256`: of its head, which holds those of the tensors."""
 
     sha256: str
     bytes: int
@@ -152,7 +152,8 @@ def without_first(
 
 @dataclass(frozen=True, slots=True)
 class FoundHistory:
-    """What a store has of the tokens asked for: the first `tokens` of them, in `layers`; `tier` is None on a miss."""
+    """The part of the tokens asked for that a store has: the first `tokens` of them, in `layers`; `tier` is None on a
+    miss."""
 
     tokens: int = 0
     tier: str | None = None

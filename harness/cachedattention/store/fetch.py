@@ -19,10 +19,10 @@ from methods.tiers.transfer.spans import Spans
 
 
 class Fetch:
-    """Any number of threads may `work` at it; they take the layers in order. Others wait for the rows of one layer or
-    for all blocks, and get the error that ended the work (`LOST` names those of a disk). Blocks that lie in memory are
-    taken as they are, others are read into host memory of `place`. `layers`: so many are read for now; None: all.
-    `users`: so many hand out its rows."""
+    """A read of one session's blocks. Any number of threads may `work` at it; they take the layers in order. Others
+    wait for the rows of one layer or for all blocks, and get the error that ended the work (`LOST` names those of a
+    disk). Blocks that lie in memory are taken as they are, others are read into host memory of `place`. `layers`: so
+    many are read for now; None: all. `users`: so many hand out its rows."""
 
     def __init__(
         self,
@@ -41,11 +41,11 @@ class Fetch:
         self._taken, self._allowed = 0, layers
         self._rows: dict[int, Future[list[Tensors]]] = {}  # of each layer, block by block
         self._error: Exception | None = None
-        self.users, self._unread = 0, self.away
+        self.users, self._unread = 0, sum(part.size for part in self._parts if part.rows is None)
         self.spans = Spans()  # in which a layer was read
 
     def work(self) -> None:
-        """Until no layer is left to be taken."""
+        """Read layers until none is left to be taken."""
         try:
             while (layer := self._next()) is not None:
                 began = perf_counter()
@@ -62,12 +62,13 @@ class Fetch:
             self._end(error)
 
     def cancel(self) -> int:
-        """Nobody will ask for what has not been read. -> bytes of that in files"""
+        """Stop, since nobody will ask for what has not been read; return the bytes of that in files."""
         self._end(CancelledError())
         return self._unread
 
     def go_on(self, layers: int | None = None, reader: TransferLane | None = None) -> None:
-        """So many layers may be read by now; None: all. `reader` reads them, by default all that a job waits for."""
+        """Allow so many layers to be read by now, None for all. `reader` reads them, by default the lane of what jobs
+        wait for."""
         with self._changed:
             known = self._allowed
             self._allowed = None if layers is None or known is None else max(known, layers)
@@ -76,18 +77,13 @@ class Fetch:
                 (reader or self._lanes.reading).submit(self.work)
 
     def to_the_end(self) -> None:
-        """Whoever has waited for a job to begin with it does not any more."""
+        """Allow all layers, without waiting for a job that begins with them."""
         if self.halted:
             self.go_on()
 
     @property
-    def away(self) -> int:
-        """Bytes in files."""
-        return sum(part.size for part in self._parts if part.rows is None)
-
-    @property
     def halted(self) -> bool:
-        """Some layers may not be read yet."""
+        """Return whether some layers may not be read yet."""
         return self._allowed is not None and not self.finished
 
     @property
@@ -96,24 +92,24 @@ class Fetch:
 
     @property
     def reads_disk(self) -> bool:
-        """And has not ended."""
+        """Return whether blocks are still being read from disk."""
         return not self.finished and any(part.rows is None for part in self._parts)
 
     def brings(self, parts: Sequence[Block]) -> bool:
-        """All of them that do not lie in memory."""
+        """Return whether this reads all of `parts` that do not lie in memory."""
         return {part.name for part in parts if part.rows is None} <= {part.name for part in self._parts}
 
     def layers(self) -> list[int]:
-        """Their numbers; waits for the heads of the files."""
+        """Wait for the heads of the files; return the numbers of the layers."""
         self._await(lambda: self._layers is not None)
         return self._layers or []
 
     def rows(self, layer: int) -> Future[list[Tensors]]:
-        """Those of one of `layers`, block by block, once they are there."""
+        """Return the rows of a layer, block by block, which are complete once they are there."""
         return self._rows[layer]
 
     def blocks(self) -> list[Block]:
-        """With all their rows; waits for the end."""
+        """Wait for the end; return the blocks with all their rows."""
         self.wait()
         if self._error:
             raise self._error
@@ -128,7 +124,7 @@ class Fetch:
         ]
 
     def wait(self) -> None:
-        """For the end, good or bad: no file is read any more."""
+        """Wait for the end, good or bad, after which no file is read any more."""
         with self._changed:
             self._changed.wait_for(lambda: self.finished)
 
@@ -142,7 +138,7 @@ class Fetch:
             return next(self._left, None)
 
     def _open(self) -> None:
-        """Finds missing, short and foreign files before anything is promised."""
+        """Open all files, and so find missing, short and foreign ones before anything is promised."""
         self._files = [None if part.rows is not None else BlockFile(self._path(part), part) for part in self._parts]
         both = zip(self._parts, self._files, strict=True)
         self._names = [by_layer(file.names if file else part.rows or ()) for part, file in both]
@@ -158,7 +154,7 @@ class Fetch:
         return {name: (self._parts[place].rows or {})[name] for name in names}
 
     def _await(self, there: Callable[[], bool]) -> None:
-        """Waits until that holds; raises the error that ended the work before."""
+        """Wait until `there()` holds; raise the error that ended the work before."""
         with self._changed:
             self._changed.wait_for(lambda: there() or self._error)
             if self._error and not there():

@@ -18,9 +18,9 @@ EXACT = ""  # rows that were computed in sight of their text alone
 
 @dataclass(frozen=True, kw_only=True)
 class Fingerprint:
-    """`model`, `weights`: whose rows they are. `tokenizer`: a hash of it. `rotary`: its settings, and whether keys lie
-    before the rotation. `codec`: how rows are encoded. `method`: what else shapes them, for what a method lets a token
-    see is in the rows of those behind it; what it has prepared too."""
+    """The conditions under which stored rows were made. `model`, `weights`: whose rows they are. `tokenizer`: a hash of
+    it. `rotary`: its settings, and whether keys lie before the rotation. `codec`: how rows are encoded. `method`: what
+    else shapes them, also what it has prepared, since what a method lets a token see is in the rows of later tokens."""
 
     model: str
     weights: str
@@ -35,26 +35,28 @@ class Fingerprint:
         return _short(asdict(self))
 
 
-def behind_cut(lineage: str, tokens: Sequence[int], dropped: int, sinks: int = 0) -> str:
-    """The lineage of what stays of `tokens`, whose rows were of `lineage`: `dropped` of them left behind the first
-    `sinks`. Rows that stay were computed in sight of those that left, so they never serve as rows of the same text."""
+def cut_lineage(lineage: str, tokens: Sequence[int], dropped: int, sinks: int = 0) -> str:
+    """Return the lineage of what stays of `tokens`, whose rows were of `lineage`: `dropped` of them left, after the
+    first `sinks`. Rows that stay were computed in sight of those that left, so they never serve as rows of the same
+    text."""
     return _short({"before": [lineage, list(tokens)], "dropped": dropped, "sinks": sinks})
 
 
-def computed_again(lineage: str, tokens: Sequence[int]) -> str:
-    """The lineage of what is computed in one piece where rows of `tokens`, of `lineage`, were lost, and of all behind
-    it: not what a method that chooses has chosen turn by turn."""
+def recomputed_lineage(lineage: str, tokens: Sequence[int]) -> str:
+    """Return the lineage of what is computed in one piece where rows of `tokens`, of `lineage`, were lost, and of all
+    that follows: a method that chooses had chosen otherwise, turn by turn."""
     return _short({"before": [lineage, list(tokens)], "lost": True})
 
 
-def rotated_for(lineage: str, stage: int) -> str:
-    """The lineage of rows of `lineage` in texts so long that the model rotates them otherwise: hidden states are others
-    too, so they never serve in shorter texts. `stage`: as `TextRotary` gives it; 0 for what all short texts have."""
+def rotated_lineage(lineage: str, stage: int) -> str:
+    """Return the lineage of rows of `lineage` in texts so long that the model rotates them otherwise. Hidden states are
+    others too, so such rows never serve in shorter texts. `stage`: as `TextRotary` gives it; 0 for what all short texts
+    have."""
     return lineage if not stage else _short({"before": lineage, "rotated for": stage})
 
 
 def content_digest(value: object) -> str:
-    """Of tensors bit by bit, in tuples, lists and mappings; of all else what `repr` says."""
+    """Return a hash of tensors bit by bit, in tuples, lists and mappings, and of what `repr` says of all else."""
     return _short({"value": _described(value)})
 
 

@@ -22,13 +22,15 @@ Prepare = Callable[[int, LayerRows], LayerRows]
 
 
 def as_it_is(number: int, layer: LayerRows) -> LayerRows:
+    """Return a layer's rows unchanged."""
     return layer
 
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """`load_s`: seconds in which rows were on their way, `hidden_s` of them while the job computed or had not begun.
-    `exposed_s`: in which the job waited. `read_buffer`: layers that came before it began."""
+    """The overlap of loading and computing. `load_s`: seconds in which rows were on their way, `hidden_s` of them while
+    the job computed or had not begun. `exposed_s`: seconds in which the job waited. `read_buffer`: layers that came
+    before it began."""
 
     load_s: float
     hidden_s: float
@@ -37,10 +39,10 @@ class Overlap:
 
 
 class HistoryLoad:
-    """The first `tokens` of those asked for, found in `tier`. The first layers, as many as the read buffer holds, come
-    at once; `begin` says that the job begins, and the others come too. `layer` waits for the rows of one.
+    """A history on its way to a job: the first `tokens` of those asked for, found in `tier`. The first layers, as many
+    as the read buffer holds, come at once; after `begin` the others come too. `layer` waits for the rows of one.
 
-    What it hands out are copies, rows on the device of the store. It belongs to the thread of the store."""
+    It hands out copies, with rows on the device of the store, and belongs to the thread of the store."""
 
     def __init__(
         self,
@@ -54,13 +56,13 @@ class HistoryLoad:
         format_: Format,
         shared: bool,
     ) -> None:
-        """`parts`: of the session `key`, in whose place another one asks if it is `shared`. `new`: tokens that the job
-        has to compute. `prepare`: what the thread that copies does with a layer next."""
+        """Load `parts` of the session `key`, for another session if it is `shared`. `new`: tokens that the job has to
+        compute. `prepare`: what the thread that copies does with a layer next."""
         self.tokens, self.tier, self.new = length(parts), tier, new
         self.size = sum(part.size for part in parts)
         self.fetch = contents.fetch(key, layers=0)
         self._contents, self._key, self._shared = contents, key, shared
-        self._behind = reached(contents.place.device)  # what `prepare` uses was made on the caller's stream
+        self._after = reached(contents.place.device)  # what `prepare` uses was made on the caller's stream
         self._prepare, self._format = prepare, format_
         self._count, self._rest = len(parts), has_rest(parts)
         self.fetch.users += 1
@@ -74,14 +76,14 @@ class HistoryLoad:
         self._waits = Spans()  # of the job
 
     def layers(self) -> list[int]:
-        """Their numbers."""
+        """Return the numbers of the layers."""
         try:
             return self.fetch.layers()
         except LOST as error:
             self._fail(error)
 
     def preload(self, layers: int | None = None) -> None:
-        """So many, before the job begins; None: as `Speeds` has measured."""
+        """Load so many layers before the job begins; None for as many as `MeasuredSpeeds` advises."""
         number = len(self.layers())
         if layers is None:
             layers = self._contents.speeds.read_buffer(self.tier, self.size, number, self.new)
@@ -90,7 +92,7 @@ class HistoryLoad:
         self._submit(self._buffer)
 
     def begin(self) -> None:
-        """The job begins, and its own memory takes the other layers."""
+        """Begin the job: its own memory takes the other layers."""
         if self._began is None:
             self._began = perf_counter()
             self.tier = self._contents.use(self._key, self.fetch) or self.tier
@@ -100,7 +102,8 @@ class HistoryLoad:
             self._waits.add(self._began, perf_counter())
 
     def layer(self, number: int) -> LayerRows:
-        """Once. Raises `HistoryLost`: then nothing of this history may be used."""
+        """Wait for a layer's rows and return them, once. Where this raises `HistoryLost`, nothing of this history may
+        be used."""
         self.begin()
         asked = perf_counter()
         try:
@@ -111,7 +114,7 @@ class HistoryLoad:
             self._waits.add(asked, perf_counter())
 
     def cancel(self) -> None:
-        """No layer will be asked for (any more): what has not begun to move does not."""
+        """Stop what has not begun to move, since no further layer will be asked for."""
         if not self._cancelled:
             self._cancelled = True
             for copy in self._copies.values():
@@ -119,7 +122,7 @@ class HistoryLoad:
             self._contents.give_up(self._key, self.fetch)
 
     def all_layers(self) -> LayerRows:
-        """As one."""
+        """Wait for all layers and return their rows merged."""
         self.begin()
         rows: Tensors = {}
         rest: Tensors = {}
@@ -135,14 +138,14 @@ class HistoryLoad:
         return Overlap(loads.seconds, loads.seconds_without(self._waits), self._waits.seconds, self._buffer)
 
     def finish(self) -> Overlap:
-        """The job has computed its new tokens. What that took says how large the next read buffer is."""
+        """End the job, which has computed its new tokens; what that took decides the size of the next read buffer."""
         if self._began is not None:
             computing_s = perf_counter() - self._began - self._waits.seconds
             self._contents.speeds.prefilled(self.new, computing_s)
         return self.account()
 
     def account(self) -> Overlap:
-        """All rows have been asked for: into the statistics."""
+        """Count the load in the statistics, once all rows have been asked for."""
         self.cancel()
         found = self.overlap
         self._contents.speeds.loaded(self.tier, self.size, found.load_s)
@@ -162,7 +165,7 @@ class HistoryLoad:
         began = perf_counter()
         rest = {name: one.clone() for name, one in parts.pop().items()} if self._rest else {}
         on = self._contents.place.device
-        with beside_the_model(on, self._behind):
+        with beside_the_model(on, self._after):
             near = [{name: one.to(on, non_blocking=True) for name, one in part.items()} for part in parts]
             rows = joined([self._format.decode(part) for part in near])
             layer = self._prepare(number, (rows, rest))
@@ -170,7 +173,7 @@ class HistoryLoad:
         return layer
 
     def _fail(self, error: Exception) -> NoReturn:
-        """The session goes, unless it was given up or replaced before."""
+        """Lose the session, unless it was given up or replaced before, and raise `HistoryLost`."""
         if self._began is not None:
             self._contents.statistics.found(self.tier, self.tokens, count=-1)
         if self._contents.fetches.get(self._key) is self.fetch:
@@ -179,7 +182,7 @@ class HistoryLoad:
 
 
 def _handed_over(layer: LayerRows) -> LayerRows:
-    """Its memory is not given away before the asking stream has done what it was asked."""
+    """Return the rows; their memory is not given away before the asking stream is done with them."""
     for one in layer[0].values():
         if one.is_cuda:
             one.record_stream(torch.cuda.current_stream(one.device))

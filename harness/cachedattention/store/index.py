@@ -1,4 +1,4 @@
-"""Which blocks make up which session on disk: SQLite with a write-ahead log, so that a change is whole or not made.
+"""The index of the sessions on disk: SQLite with a write-ahead log, so that a change is whole or not made.
 
 A process may be killed at any moment. After a power cut the last changes may be missing; what they named or removed is
 found when the folder is opened. So is what a damage has changed: each session has a digest of all that is said of it.
@@ -35,7 +35,7 @@ create table if not exists sessions (  -- it may be there: a kill comes before t
 
 
 class OtherFormat(sqlite3.DatabaseError):
-    """Another version of the store wrote it."""
+    """Raised where another version of the store wrote the index."""
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class StoredSession:
 
 @contextmanager
 def _readable() -> Iterator[None]:
-    """SQLite quotes in its messages what it finds, which in a damaged file may be no text."""
+    """Turn SQLite's message about a damaged file, which may quote what is no text, into an error of the database."""
     try:
         yield
     except UnicodeDecodeError as error:
@@ -59,7 +59,8 @@ def _readable() -> Iterator[None]:
 
 
 class Index:
-    """Raises sqlite3.Error where the file is damaged, or the disk full. Opened by one thread, then used by another."""
+    """The file of the index. It raises sqlite3.Error where the file is damaged or the disk full. One thread opens it,
+    then another one uses it."""
 
     def __init__(self, folder: Path) -> None:
         self._connection = sqlite3.connect(folder / NAME, check_same_thread=False)
@@ -144,13 +145,13 @@ def opened(folder: Path) -> tuple[Index, dict[str, StoredSession], str]:
 
 
 def remove(folder: Path) -> None:
-    """A damaged one, with its log."""
+    """Remove a damaged index with its log."""
     for path in folder.glob(f"{NAME}*"):
         path.unlink()
 
 
 def _is_damage(error: sqlite3.Error, folder: Path) -> bool:
-    """Whether the file is at fault, and not the machine. A damaged one may claim to be read-only."""
+    """Return whether the file is at fault, and not the machine. A damaged one may claim to be read-only."""
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF  # the primary one
     if code == sqlite3.SQLITE_READONLY:
         return os.access(folder / NAME, os.W_OK)
@@ -158,7 +159,7 @@ def _is_damage(error: sqlite3.Error, folder: Path) -> bool:
 
 
 def _digest(key: object, content: object) -> str:
-    """Over all that is said of a session but when it was used; of a damaged index, over values of any kind."""
+    """Return a hash of all that is said of a session but when it was used; in a damaged index of values of any kind."""
     return hashlib.sha256(repr((key, content)).encode(errors="surrogatepass")).hexdigest()
 
 

@@ -174,9 +174,10 @@ def without_copies(capacities: Mapping[str, int]) -> int:
 
 
 class Placement:
-    """Which session lies in which tier. `capacities`: bytes by tier; a tier of 0 bytes does not exist. `ttl_s`: seconds
-    since the last use after which a session is dropped. `copies`: what lies on disk leaves as many bytes free there as
-    the tiers above hold, for spare copies of their sessions. Moves are to be carried out as `in_order` says."""
+    """The record of which session lies in which tier. `capacities`: bytes by tier; a tier of 0 bytes does not exist.
+    `ttl_s`: seconds since the last use after which a session is dropped. `copies`: what lies on disk leaves as many
+    bytes free there as the tiers above hold, for spare copies of their sessions. Moves are to be carried out as
+    `in_order` says."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Which session leaves a full tier, and which ones are fetched ahead of their jobs (CachedAttention, section 3.3).
+"""Policies that say which session leaves a full tier, and which are fetched ahead (CachedAttention, section 3.3).
 
 Pure Python on sizes and the queue of waiting jobs: the store and the simulator use these very classes.
 """
@@ -27,21 +27,22 @@ class PlacedSession:
 
 
 class EvictionPolicy(ABC):
-    """The session of the smallest rank leaves first."""
+    """A policy by which the session of the smallest rank leaves first."""
 
     name: ClassVar[str]
 
     @abstractmethod
     def rank(self, item: PlacedSession, ticket: int | None, horizon: int) -> Rank:
-        """`ticket`: of the session's waiting job, None without one. Those below `horizon` are in the window."""
+        """Return the rank of a session. `ticket`: that of its waiting job, None without one; tickets below `horizon`
+        are in the window."""
 
     def window(self, capacity: int, mean_size: float) -> int:
-        """How many waiting jobs to look ahead at, over tiers that hold `capacity` bytes; 0: none."""
+        """Return how many waiting jobs to look ahead at, over tiers that hold `capacity` bytes; 0 for none."""
         return 0
 
 
 class SchedulerAware(EvictionPolicy):
-    """CachedAttention: look-ahead windows over the waiting jobs, as many as the sessions that fit.
+    """CachedAttention's policy, with look-ahead windows over as many waiting jobs as there are sessions that fit.
 
     A session with a job in the window is exempt. Among the others the least recently used leaves first; where all
     are exempt, the one whose job is nearest the tail.
@@ -59,7 +60,7 @@ class SchedulerAware(EvictionPolicy):
 
 
 class LRU(EvictionPolicy):
-    """The least recently used leaves first."""
+    """The policy by which the least recently used session leaves first."""
 
     name = "lru"
 
@@ -68,9 +69,8 @@ class LRU(EvictionPolicy):
 
 
 class FIFO(EvictionPolicy):
-    """First in, first out, in each tier: the session that has been in its tier for longest leaves first, used or not.
-
-    What comes from another tier is the last one in, so it always finds room."""
+    """The policy by which the session that has been in its tier for longest leaves first, used or not. What comes from
+    another tier is the last one in, so it always finds room."""
 
     name = "fifo"
 

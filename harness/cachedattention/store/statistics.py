@@ -1,4 +1,4 @@
-"""What a store was asked, what it cost, and how fast it was found to be."""
+"""Counts of what a store was asked and what it cost, and speeds that it has measured."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 @dataclass
 class Statistics:
-    """`dropped`: sessions that left for lack of room or by age; `refused`: too large or not worth a place when saved;
-    `lost`: to damaged files and errors of the disk.
+    """The counts of one store. `dropped`: sessions that left for lack of room or by age; `refused`: too large or not
+    worth a place when saved; `lost`: to damaged files and errors of the disk.
 
     `load_s`: in which rows were on their way to jobs, `hidden_s` of them while these computed or had not begun;
     `exposed_s`: in which jobs waited for them. `leaving_s`: in which rows were on their way from the device to host
@@ -44,7 +44,7 @@ class Statistics:
         self.asked_tokens += tokens
 
     def found(self, tier: str, tokens: int, *, shared: bool = False, count: int = 1) -> None:
-        """`count` -1 takes it back."""
+        """Count a hit; `count` -1 takes it back."""
         self.hits[tier] += count
         self.reused_tokens += count * tokens
         self.shared_tokens += tokens * shared
@@ -55,7 +55,8 @@ class Statistics:
 
 
 class MeasuredSpeeds:
-    """S_buf = B (T_load L_hist - T_pref L_new) bytes: what loading takes longer than the prefill of the new tokens is
+    """Measured speeds, and the size of the read buffer that follows from them (CachedAttention, section 3.2.1):
+    S_buf = B (T_load L_hist - T_pref L_new) bytes: what loading takes longer than the prefill of the new tokens is
     loaded before the job begins. B is the bandwidth from a tier, T_load and T_pref are seconds per token."""
 
     def __init__(self) -> None:
@@ -69,20 +70,21 @@ class MeasuredSpeeds:
         self._loading_s[tier] = self._loading_s.get(tier, 0.0) + seconds
 
     def prefilled(self, tokens: int, seconds: float) -> None:
-        """`seconds` without those of waiting for rows."""
+        """Note a prefill of `tokens` new tokens in `seconds`, without those of waiting for rows."""
         self._tokens += tokens
         self._prefill_s += seconds
 
     def bandwidth(self, tier: str) -> float | None:
-        """B, in bytes per second; None before anything was measured."""
+        """Return B, in bytes per second, or None before anything was measured."""
         return self._bytes[tier] / seconds if (seconds := self._loading_s.get(tier, 0.0)) else None
 
     def prefill(self) -> float | None:
-        """T_pref, in seconds per token; None before anything was measured."""
+        """Return T_pref, in seconds per token, or None before anything was measured."""
         return self._prefill_s / self._tokens if self._tokens else None
 
     def read_buffer(self, tier: str, size: int, layers: int, new: int) -> int:
-        """In layers, for a history of `size` bytes (B T_load L_hist) and `new` tokens; all before the first measure."""
+        """Return the read buffer in layers, for a history of `size` bytes (B T_load L_hist) and `new` tokens; all
+        layers before the first measurement."""
         bandwidth, prefill = self.bandwidth(tier), self.prefill()
         if bandwidth is None or prefill is None:
             return layers

@@ -12,7 +12,7 @@ from pathlib import Path
 from harness.cachedattention.store.block import LOST, Block, Loss, covered, has_rest, length, loss_by
 from harness.cachedattention.store.disk import Disk, warn
 from harness.cachedattention.store.fetch import Fetch
-from harness.cachedattention.store.fingerprint import EXACT, behind_cut
+from harness.cachedattention.store.fingerprint import EXACT, cut_lineage
 from harness.cachedattention.store.lanes import StoreLanes, WriteBuffer
 from harness.cachedattention.store.placement import Move, Placement, in_order
 from harness.cachedattention.store.statistics import MeasuredSpeeds, Statistics
@@ -90,7 +90,7 @@ class StoredSessions:
         """Make `kept` the session, which has lost its first `dropped` tokens."""
         if dropped:
             text = [token for block in self.blocks[key] for token in block.tokens]
-            self.lineages[key] = behind_cut(self.lineages[key], text, dropped)
+            self.lineages[key] = cut_lineage(self.lineages[key], text, dropped)
         self.blocks[key] = kept
         self.placement.shrink(key, sum(block.size for block in kept))
         self._settle(key)

@@ -26,11 +26,12 @@ MakeStored = Callable[[int, Parts], Parts]  # a layer's rows, as they are stored
 
 
 def as_given(number: int, rows: Parts) -> Parts:
+    """Return a layer's rows unchanged."""
     return rows
 
 
 class ArrivingRows(Mapping[str, Tensor]):
-    """Rows of a block by name. Who asks for one waits for it; raises `NotSaved` where it does not come."""
+    """The rows of a block, by name. Reading one waits for it, and raises `NotSaved` where it does not come."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._rows: dict[str, Tensor | None] = dict.fromkeys(names)
@@ -68,7 +69,7 @@ class ArrivingRows(Mapping[str, Tensor]):
 
 
 def arriving(rows: Mapping[str, Tensor] | None) -> bool:
-    """Whether some are still on their way."""
+    """Return whether some rows are still on their way."""
     return isinstance(rows, ArrivingRows) and not rows.complete
 
 
@@ -77,10 +78,9 @@ def failed(rows: Mapping[str, Tensor] | None) -> bool:
 
 
 class UploadToHost:
-    """Blocks of consecutive tokens, whose rows are on their way into them: a lane copies them, layer by layer.
-
-    Tensors that were given are alive until their layer is copied, and must stay as they are. A block that nobody holds
-    any more is not copied."""
+    """Blocks of consecutive tokens, whose rows are on their way into them: a lane copies them, layer by layer. Tensors
+    that were given are alive until their layer is copied, and must stay as they are. A block that nobody holds any more
+    is not copied."""
 
     def __init__(
         self,
@@ -94,13 +94,13 @@ class UploadToHost:
         stored: MakeStored = as_given,
         lane: TransferLane = INLINE,
     ) -> None:
-        """Cuts [..., tokens, width] into blocks of `length` tokens; the last one may be shorter. `rest`, which belongs
-        to all of them, is a block without tokens behind them; without rows there is one block of tokens before it.
-        `place`: the device that they leave, and the host memory to which they go."""
+        """Cut [..., tokens, width] into blocks of `length` tokens, of which the last one may be shorter. `rest`, which
+        belongs to all of them, makes a last block without tokens; without rows there is one block of tokens before it.
+        `place`: the device that the rows leave, and the host memory to which they go."""
         _check(tokens, layers)
         began = perf_counter()
         self._format, self._stored, self._place = format_, stored, place
-        self._behind = reached(place.device)
+        self._after = reached(place.device)
         self._given: dict[int, tuple[Parts, Tensors]] = {}
         self.layers: list[tuple[Future[None], int]] = []  # each with the bytes that wait for it
         self.error: NotSaved | None = None
@@ -136,11 +136,11 @@ class UploadToHost:
 
     @property
     def text(self) -> list[int]:
-        """All tokens of the blocks."""
+        """Return all tokens of the blocks."""
         return [token for block in self.blocks for token in block.tokens]
 
     def taken(self) -> list[Block]:
-        """The blocks, which are another's now: those that nobody holds are not copied."""
+        """Hand over the blocks to the caller; those that nobody holds are not copied."""
         blocks, self.blocks = self.blocks, []
         return blocks
 
@@ -150,15 +150,15 @@ class UploadToHost:
 
     @property
     def hidden_s(self) -> float:
-        """Seconds in which rows were on their way and no caller waited; those of all rows once `finished`."""
+        """Return the seconds in which rows were on their way and no caller waited; complete once `finished`."""
         return self.spans.seconds_without(self.waits)
 
     def waited(self, since: float) -> None:
-        """The caller has, from a moment of `perf_counter` to now."""
+        """Note that the caller has waited, from a moment of `perf_counter` until now."""
         self.waits.add(since, perf_counter())
 
     def wait(self) -> None:
-        """For the end, good or bad."""
+        """Wait for the end, good or bad."""
         for future, _ in self.layers:
             future.result()
 
@@ -167,7 +167,7 @@ class UploadToHost:
         rows, rest = self._given.pop(number)
         began = perf_counter()
         try:
-            with beside_the_model(self._place.device, self._behind):
+            with beside_the_model(self._place.device, self._after):
                 copied = list(self._copies(number, rows, rest))
             for block, copies in copied:
                 block.put(copies)

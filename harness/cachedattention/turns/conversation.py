@@ -27,7 +27,7 @@ from harness.engine.cache import KVCache
 
 
 class Overflow:
-    """What happens where a conversation outgrows the window: a share of its history stays (CachedAttention, section
+    """The rule for a conversation that outgrows the window: a share of its history stays (CachedAttention, section
     3.4). `settings.window` is a number here, and `settings.by` one of three ways.
 
     `truncate_cache` cuts the cache, whose keys are rotated again, to the start of the window. Its rivals are the

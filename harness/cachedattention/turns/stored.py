@@ -1,28 +1,135 @@
-"""Conversations in a `HistoryStore`: a turn loads what is stored of its text, and stores what is new."""
+"""Conversations in a `HistoryStore`: a turn loads what is stored of its text, and stores what is new.
+
+What a cache holds is stored as rows of tokens, and as what is no row. Rows may be read in part and go on growing: keys
+and values of every token, in layers that keep all of them as the model made them, keys before their rotation. All else
+is the rest: windows, what a method that evicts has kept (at its positions), sums over queries, keys that a method
+rewrites. It serves where the text is the same to its last token.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
+import torch
+from torch import Tensor
+
 from harness.cachedattention.store.block import HistoryLost, Loss
-from harness.cachedattention.store.fingerprint import EXACT, behind_cut, computed_again, rotated_for
-from harness.cachedattention.store.history_load import HistoryLoad
-from harness.cachedattention.store.history_store import NOTHING, HistoryStore
-from harness.cachedattention.store.upload import UploadToHost, as_given
+from harness.cachedattention.store.fingerprint import EXACT, cut_lineage, recomputed_lineage, rotated_lineage
+from harness.cachedattention.store.history_load import HistoryLoad, LayerRows, Prepare
+from harness.cachedattention.store.history_store import NOTHING, HistoryStore, has_rows
+from harness.cachedattention.store.upload import MakeStored, UploadToHost, as_given
 from harness.cachedattention.turns.caches import CachesBetweenTurns, NewCache, ResumedCache, both_ends
-from harness.cachedattention.turns.rows import CacheContents, StoredForm
+from harness.cachedattention.turns.truncation import Rotation
 from harness.engine.attach import Attachment
 from harness.engine.cache import KVCache
-from methods.tiers.block import Tensors
+from methods.layers.storage import FIRST
+from methods.tiers.block import FAR, K, SplitRows, Tensors, V, stays_away
 from methods.tiers.codec import PLAIN
+
+CacheContents = Sequence[Mapping[str, Tensor]]  # by layer, as `KVCache.contents` gives them
+NEAR = {K: "k0", V: "v0"}  # of all heads together, in a state
+SEEN = "seen"
+
+
+class StoredForm:
+    """The form in which caches of one attachment, of one sequence each, are stored: rows of tokens and a rest."""
+
+    def __init__(self, attachment: Attachment) -> None:
+        dtype, budget = attachment.model.dtype, attachment.budget
+        self.rotations = [Rotation(spec.rope, dtype) for spec in attachment.model_specs]
+        self.by_token = has_rows(attachment.method, attachment.codec, budget.generated if budget else None)
+        self.rows_alone = self.by_token and all(spec.window is None for spec in attachment.model_specs)  # no rest
+        self.shareable = self.by_token and not attachment.method.uses_budget  # sparse reads shape the rows of answers
+        # computing a text again, in one prefill, gives what was stored of it; in fewer bits to their rounding alone
+        self.repeatable = self.shareable and dtype in (torch.float32, torch.float64)
+        self._kinds = _alike(self.rotations)
+
+    def check(self, tokens: int) -> None:
+        """Raise `RotationError` where a text of so many tokens cannot be cut to a shorter one."""
+        for rotation in self.rotations:
+            rotation.check(tokens)
+
+    def rows(self, contents: CacheContents, start: int, end: int) -> dict[str, SplitRows]:
+        """Return the rows of the tokens from `start` to `end`, [1 G T D] by name: views of where they lie, with keys as
+        they are rotated."""
+        return {
+            f"{layer}.{kind}": _in_order(state, kind).cut(start, end)
+            for layer, state in enumerate(contents)
+            for kind in (K, V)
+            if self._has_rows(state)
+        }
+
+    def unrotated(self, start: int, end: int, rows: Mapping[str, SplitRows], text: int) -> MakeStored:
+        """Return what makes `rows` of a layer into those that are stored, with keys before their rotation, each where
+        it lies. `text`: the length of the text that they are rotated for. Any thread may call it."""
+        places = {part.device for x in rows.values() for part in x.parts}
+        fixed = {place: self._fixed(torch.arange(start, end, device=place), text) for place in places}
+
+        def stored(number: int, rows: Mapping[str, SplitRows]) -> Mapping[str, SplitRows]:
+            def off(part: Tensor, before: int) -> Tensor:
+                positions = torch.arange(start + before, start + before + part.shape[-2], device=part.device)
+                return fixed[part.device][self._kinds[number]].off(part, positions).to(part.dtype)
+
+            keys = f"{number}.{K}"
+            return {**rows, keys: rows[keys].each(off)}
+
+        return stored
+
+    def rest(self, contents: CacheContents) -> Tensors:
+        """Return what is no row, named by its layer and its name there."""
+        return {
+            f"{layer}.{name}": x
+            for layer, state in enumerate(contents)
+            for name, x in state.items()
+            if not (self._has_rows(state) and (name in (*NEAR.values(), SEEN) or stays_away(name)))
+        }
+
+    def states(self, tokens: int, device: torch.device, text: int) -> Prepare:
+        """Return what makes the stored rows of a layer, of at most `tokens` tokens, into its state for
+        `KVCache.refill_by_layer` in a text of `text` tokens. Any thread may call it."""
+        fixed = self._fixed(torch.arange(tokens, device=device), text) if self.by_token else {}
+
+        def state(number: int, layer: LayerRows) -> LayerRows:
+            rows, rest = ({name.partition(".")[2]: x for name, x in part.items()} for part in layer)
+            made = {name: x if name == SEEN or stays_away(name) else x.to(device) for name, x in rest.items()}
+            if rows:
+                keys, values = (rows[kind].to(device) for kind in (K, V))
+                positions = torch.arange(keys.shape[2], device=device)
+                made |= {NEAR[K]: fixed[self._kinds[number]].on(keys, positions), NEAR[V]: values}
+                made[SEEN] = torch.tensor(keys.shape[2])
+            return made, {}
+
+        return state
+
+    def _has_rows(self, state: Mapping[str, Tensor]) -> bool:
+        return self.by_token and NEAR[K] in state
+
+    def _fixed(self, positions: Tensor, text: int) -> dict[int, Rotation]:
+        """Return the fixed rotations, keyed by kind."""
+        return {kind: self.rotations[kind].fixed(positions, text) for kind in set(self._kinds)}
+
+
+def _in_order(state: Mapping[str, Tensor], kind: str) -> SplitRows:
+    """Return a layer's rows in the order of their tokens, wherever they lie."""
+    near, away = state[NEAR[kind]], state.get(f"{FAR}.{kind}")
+    if away is None:
+        return SplitRows(near)
+    first = int(state[FIRST])
+    return SplitRows(near[:, :, :first], away, near[:, :, first:])
+
+
+def _alike(rotations: Sequence[Rotation]) -> list[int]:
+    """Return for each layer the first one that rotates as it does; most models know one or two rotations."""
+    angles = [torch.cat(rotation.angles(torch.tensor([1])), 1) for rotation in rotations]
+    return [next(first for first, other in enumerate(angles) if other.equal(own)) for own in angles]
 
 
 class TokensDigest(NamedTuple):
-    """Tokens, known again without being kept."""
+    """The length and the hash of tokens, by which they are known again without being kept."""
 
     length: int
     digest: int
@@ -34,22 +141,22 @@ class TokensDigest(NamedTuple):
 
 @dataclass(slots=True)
 class RowsSentAhead:
-    """Rows that leave ahead of a save: of the tokens from `start` to `end`, in the order of `leavings`."""
+    """Rows that leave ahead of a save: those of the tokens from `start` to `end`, in the order of `uploads`."""
 
     start: int
     end: int
-    leavings: list[UploadToHost] = field(default_factory=list)
+    uploads: list[UploadToHost] = field(default_factory=list)
 
 
 class StoredCaches(CachesBetweenTurns):
-    """Between turns a conversation has no cache on the device but what the store keeps there.
+    """The caches of conversations in a store: between turns the device holds only what the store keeps there.
 
     A method whose rows stay (`Method.rows_stay`) uses any prefix that is stored, and a turn writes its own rows alone.
-    Every other method goes on where the text is the same to its last token, else everything is computed; a turn writes
+    Every other method goes on where the text is the same to its last token, or else computes everything; a turn writes
     the whole session.
 
-    What a cut left is of a lineage of its own, and so is what was computed behind it (store/fingerprint.py).
-    A session is asked for under the lineage that it was saved with here; one that was not, as EXACT.
+    What a cut left is of a lineage of its own, and so is what was computed after it (store/fingerprint.py). A session
+    is asked for under the lineage that it was saved with here, or as EXACT where it was not.
 
     A history that was stored and is not there is computed again, as any other text. Where that gives something else
     than what was stored, the turn is `lost`, and what it computes is of a lineage of its own too.
@@ -61,17 +168,13 @@ class StoredCaches(CachesBetweenTurns):
     stores = True
 
     def __init__(
-        self,
-        start: NewCache,
-        attachment: Attachment,
-        store: HistoryStore,
-        read_buffer: int | None = None,
+        self, start: NewCache, attachment: Attachment, store: HistoryStore, read_buffer: int | None = None
     ) -> None:
         """`read_buffer`: layers that `ahead` loads; None: as many as the paper's formula says. Raise `ValueError` where
         `store` shares and rows are not what every conversation would compute."""
         super().__init__(start)
-        self.store, self.cut, self.read_buffer = store, StoredForm(attachment), read_buffer
-        if store.share and not self.cut.shareable:
+        self.store, self.form, self.read_buffer = store, StoredForm(attachment), read_buffer
+        if store.share and not self.form.shareable:
             raise ValueError(
                 "share=True is for methods that keep all rows and read all of them, and this attachment's method does "
                 "not: open the store with share=False."
@@ -79,7 +182,9 @@ class StoredCaches(CachesBetweenTurns):
         self._device, self._stage = attachment.model.device, attachment.stage
         self._stages: dict[str, int | None] = {}  # by session: how what is stored of it is rotated; None: not stored
         self._lineages: dict[str, str] = {}  # by session
-        self._behind: WeakKeyDictionary[KVCache, str] = WeakKeyDictionary()  # the lineages of caches that are in use
+        self._lineage_of: WeakKeyDictionary[KVCache, str] = (
+            WeakKeyDictionary()
+        )  # the lineages of caches that are in use
         self._early: WeakKeyDictionary[KVCache, RowsSentAhead] = WeakKeyDictionary()
         self._ahead: dict[str, tuple[list[int], HistoryLoad | None]] = {}  # by session, with the tokens asked for
         self._held: dict[str, TokensDigest] = {}  # by session: what is to be found of it
@@ -93,7 +198,7 @@ class StoredCaches(CachesBetweenTurns):
             self._give_up(session)
             self._held.pop(session, None)
             cache = self.start(capacity)
-            self._behind[cache] = self._lineage(session)
+            self._lineage_of[cache] = self._lineage(session)
             return ResumedCache(cache, outgrown=True)
         asked, loading = self._ahead.pop(session, (None, None))
         if asked != list(tokens):
@@ -102,7 +207,7 @@ class StoredCaches(CachesBetweenTurns):
         cache, held = self.start(capacity), tokens[: self._to_be_found(session, tokens)]
         if loading is None or not _begun(loading):
             return ResumedCache(cache, lost=self._lost(session, held, cache))
-        self._behind[cache], self._asked[cache] = self._lineage(session), (session, held)
+        self._lineage_of[cache], self._asked[cache] = self._lineage(session), (session, held)
         cache.refill_by_layer(loading.tokens, lambda layer: loading.layer(layer)[0])
         cache.stages = {self._stage(whole)}
         return ResumedCache(cache, loading.tokens, loading.tier, loading=loading)
@@ -112,20 +217,20 @@ class StoredCaches(CachesBetweenTurns):
         return replace(fresh, lost=self._lost(*self._asked.pop(found.cache), fresh.cache))
 
     def _to_be_found(self, session: str, tokens: Sequence[int]) -> int:
-        """How many of the first `tokens` were stored, where computing them again would not give the same."""
+        """Return how many of the first `tokens` were stored, where computing them again would not give the same."""
         held = self._held.get(session)
         if held is None or TokensDigest.of(tokens[: held.length]) != held:
             return 0
         plain = self.store.format.codec == PLAIN and self._lineage(session) == EXACT
-        return 0 if plain and self.cut.repeatable else held.length
+        return 0 if plain and self.form.repeatable else held.length
 
     def _lost(self, session: str, held: Sequence[int], cache: KVCache) -> Loss | None:
-        """Why, if `held`, which `cache` will compute again, was to be found."""
+        """Return why `held` is lost, which was to be found and which `cache` will compute again; None for no tokens."""
         if not held:
             return None
         loss = self.store.loss(session) or Loss.DAMAGED
-        if not self.cut.repeatable:
-            self._behind[cache] = computed_again(self._lineage(session), held)
+        if not self.form.repeatable:
+            self._lineage_of[cache] = recomputed_lineage(self._lineage(session), held)
         return loss
 
     def ahead(self, session: str, tokens: Sequence[int], whole: int = 0) -> None:
@@ -133,24 +238,24 @@ class StoredCaches(CachesBetweenTurns):
             self._ahead[session] = list(tokens), self._open(session, tokens, max(whole, len(tokens)))
 
     def _open(self, session: str, tokens: Sequence[int], whole: int) -> HistoryLoad | None:
-        states = self.cut.states(len(tokens), self._device, whole)
-        lineage = rotated_for(self._lineage(session), self._stage(whole))
+        states = self.form.states(len(tokens), self._device, whole)
+        lineage = rotated_lineage(self._lineage(session), self._stage(whole))
         return self.store.open(session, tokens, self.read_buffer, states, lineage)
 
     def _lineage(self, session: str) -> str:
         return self._lineages.get(session, EXACT)
 
     def _leave_ahead(self, session: str, tokens: Sequence[int], cache: KVCache) -> None:
-        """Whole blocks of rows, of a method that leaves these as they are: no later step writes to them."""
-        if not (self.cut.by_token and self.store.contents.lanes.beside and cache.fits(cache.capacity)):
+        """Let whole blocks of rows leave, of a method that keeps rows as they are: no later step writes to them."""
+        if not (self.form.by_token and self.store.contents.lanes.beside and cache.fits(cache.capacity)):
             return
         if (early := self._early.get(cache)) is None:
-            lineage = rotated_for(self._behind.get(cache, EXACT), self._stage(cache.capacity))
+            lineage = rotated_lineage(self._lineage_of.get(cache, EXACT), self._stage(cache.capacity))
             known = self.store.known(session, tokens, lineage)
             early = self._early[cache] = RowsSentAhead(known, known)
         if whole := (len(tokens) - early.end) // self.store.block_tokens * self.store.block_tokens:
-            leaving = self._leaving(cache.contents(), tokens[: early.end + whole], early.end, cache.capacity)
-            early.leavings.append(leaving)
+            upload = self._upload(cache.contents(), tokens[: early.end + whole], early.end, cache.capacity)
+            early.uploads.append(upload)
             early.end += whole
 
     def leaves_at(self, cache: KVCache) -> float:
@@ -158,64 +263,65 @@ class StoredCaches(CachesBetweenTurns):
         return inf if early is None else early.end + self.store.block_tokens
 
     def _keep(self, session: str, tokens: Sequence[int], cache: KVCache) -> Sequence[UploadToHost]:
-        contents, lineage = cache.contents(), self._behind.pop(cache, EXACT)
+        contents, lineage = cache.contents(), self._lineage_of.pop(cache, EXACT)
         self._lineages[session], self._held[session] = lineage, TokensDigest.of(tokens)
         stage = self._stages[session] = self._stage(len(tokens)) if cache.fits(len(tokens)) else None
         if stage is None:
             self._early.pop(cache, None)
             self._held.pop(session)
             return ()
-        lineage = rotated_for(lineage, stage)
-        known = self.store.known(session, tokens, lineage) if self.cut.by_token else 0
+        lineage = rotated_lineage(lineage, stage)
+        known = self.store.known(session, tokens, lineage) if self.form.by_token else 0
         early = self._early.pop(cache, None)
-        leaving, end = list[UploadToHost](), known
-        for begun in early.leavings if early is not None and early.start == known else ():
+        uploads, end = list[UploadToHost](), known
+        for begun in early.uploads if early is not None and early.start == known else ():
             text = begun.text
             if text != list(tokens[end : end + len(text)]):  # an answer that another one has replaced
                 break
-            leaving.append(begun)
+            uploads.append(begun)
             end += len(text)
-        leaving.append(self._leaving(contents, tokens, end, len(tokens), self.cut.rest(contents)))
-        if not self.store.hold(session, known, leaving, lineage):
-            leaving = [self._leaving(contents, tokens, 0, len(tokens), self.cut.rest(contents))]
-            self.store.hold(session, 0, leaving, lineage)
-        return leaving
+        rest = self.form.rest(contents)
+        uploads.append(self._upload(contents, tokens, end, len(tokens), rest))
+        if not self.store.hold(session, known, uploads, lineage):
+            uploads = [self._upload(contents, tokens, 0, len(tokens), rest)]
+            self.store.hold(session, 0, uploads, lineage)
+        return uploads
 
-    def _leaving(
+    def _upload(
         self, contents: CacheContents, tokens: Sequence[int], start: int, text: int, rest: Tensors = NOTHING
     ) -> UploadToHost:
-        """Those of `tokens` from `start` on, rotated for a text of `text` tokens."""
+        """Send the rows of `tokens` from `start` on, which are rotated for a text of `text` tokens, to host memory."""
         end = len(tokens)
-        rows = self.cut.rows(contents, start, end) if start < end else {}
-        stored = self.cut.unrotated(start, end, rows, text) if rows else as_given
+        rows = self.form.rows(contents, start, end) if start < end else {}
+        stored = self.form.unrotated(start, end, rows, text) if rows else as_given
         return self.store.leave(tokens[start:], rows, rest, stored)
 
     def shorten(
         self, session: str, tokens: Sequence[int], keep: int, capacity: int, *, sinks: int = 0, naive: bool = False
     ) -> list[int]:
-        """Rows before their rotation are let go of where they lie, if the oldest go and nothing is rotated."""
+        """Cut a history as `CachesBetweenTurns.shorten` does. Rows before their rotation are dropped where they lie, if
+        the oldest go and nothing is rotated."""
         if naive:
             raise ValueError("A store has keys before their rotation: take the device's own cache for NKVT.")
         before = self._lineage(session)
-        if sinks or not self.cut.rows_alone:
+        if sinks or not self.form.rows_alone:
             kept = super().shorten(session, tokens, keep, capacity, sinks=sinks)
         else:
             self._give_up(session)
-            self.cut.check(len(tokens))
+            self.form.check(len(tokens))
             if self.store.known(session, tokens, before) == len(tokens):
                 self.store.truncate(session, (keep + 0.5) / len(tokens))
             kept = both_ends(tokens, keep, sinks)
-        if self._held.get(session) != (
-            text := TokensDigest.of(kept)
-        ):  # it is to be found, and is not there if it got lost
+        text = TokensDigest.of(kept)
+        if self._held.get(session) != text:  # it is to be found, and is not there if it got lost
             self._held[session] = text
-            self._lineages[session] = behind_cut(before, tokens, len(tokens) - len(kept), sinks)
+            self._lineages[session] = cut_lineage(before, tokens, len(tokens) - len(kept), sinks)
         return kept
 
     def _cut(self, cache: KVCache, tokens: Sequence[int], keep: int, capacity: int, sinks: int, naive: bool) -> KVCache:
         fresh = super()._cut(cache, tokens, keep, capacity, sinks, naive)
         dropped = len(tokens) - fresh.num_tokens
-        self._behind[fresh] = behind_cut(self._behind.pop(cache, EXACT), tokens, dropped, sinks)
+        self._lineage_of[fresh] = cut_lineage(self._lineage_of.pop(cache, EXACT), tokens, dropped, sinks)
         return fresh
 
     def forget(self, session: str) -> None:
@@ -238,7 +344,7 @@ class StoredCaches(CachesBetweenTurns):
         self.store.close()
 
     def _give_up(self, session: str) -> None:
-        """What comes ahead of a turn that does not."""
+        """Cancel what is loaded ahead of a turn that does not come."""
         _cancel(self._ahead.pop(session, (None, None))[1])
 
 
@@ -248,7 +354,7 @@ def _cancel(loading: HistoryLoad | None) -> None:
 
 
 def _begun(loading: HistoryLoad) -> bool:
-    """Whether the rows are there that the job begins with."""
+    """Begin to load; return False where the rows are lost with which the job begins."""
     try:
         loading.begin()
     except HistoryLost:

@@ -101,9 +101,9 @@ def test_rows_lose_their_rotation_part_by_part_where_they_lie(name: str) -> None
     with attach(name) as kv:
         histories, turn = stored(kv, host=9 * MB), fed(kv)
         contents, count = turn.cache.contents(), len(turn.tokens)
-        rows = histories.cut.rows(contents, 0, count)
+        rows = histories.form.rows(contents, 0, count)
         unrotated = histories.cut.unrotated(0, count, rows, count)
-        whole = histories.cut.rows(turn.cache.whole_contents(), 0, count)
+        whole = histories.form.rows(turn.cache.whole_contents(), 0, count)
         once = histories.cut.unrotated(0, count, whole, count)
         away = {number: state for number, state in enumerate(contents) if "far.v" in state}
         assert away

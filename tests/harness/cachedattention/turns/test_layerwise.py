@@ -61,7 +61,7 @@ def test_rows_wait_for_rotations_that_a_busy_stream_has_still_to_make(
     with attached(deepcopy(tiny("llama")).to("cuda"), Full()) as kv:  # type: ignore[arg-type]
         wanted, talk = lasting(kv), Talk(kv, stored(kv, host=9 * MB, on="cuda"))
         histories: Any = talk.caches
-        states, resume = histories.cut.states, histories.resume
+        states, resume = histories.form.states, histories.resume
 
         def late(tokens: int, device: torch.device) -> Any:
             poison = [torch.full((1 << 16,), torch.nan, device="cuda") for _ in range(64)]

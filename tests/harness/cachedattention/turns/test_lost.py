@@ -11,8 +11,7 @@ import pytest
 from harness.cachedattention.store.block import Loss
 from harness.cachedattention.store.history_store import HistoryStore
 from harness.cachedattention.turns.caches import DevicePrefix
-from harness.cachedattention.turns.rows import StoredForm
-from harness.cachedattention.turns.stored import StoredCaches
+from harness.cachedattention.turns.stored import StoredCaches, StoredForm
 from harness.engine.attach import Attachment, attached
 from harness.engine.cache import KVCache
 from harness.models.random import Random
