@@ -1,4 +1,4 @@
-"""What a token, a byte and an hour cost: a yaml that a user can replace; costs.yaml beside this file is the default."""
+"""The costs of a token, a byte and an hour, read from a yaml that a user can replace; costs.yaml is the default."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KINDS = {"float": "a number above 0", "int": "a whole number above 0", "bool": "
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """`disk_duplex`: it reads as if it did not write meanwhile."""
+    """Speeds of a machine. `disk_duplex`: the disk reads as if it did not write meanwhile."""
 
     pcie_bytes_per_s: float
     disk_bytes_per_s: float
@@ -28,19 +28,22 @@ class Hardware:
 
 @dataclass(frozen=True, kw_only=True)
 class Prices:
+    """Prices of a machine's parts, in dollars per hour."""
+
     gpu_usd_per_hour: float
     dram_usd_per_gb_hour: float
     ssd_usd_per_gb_hour: float
 
     def usd(self, hours: float, gpus: int, host_bytes: int, disk_bytes: int) -> tuple[float, float]:
-        """GPUs, and the storage that is reserved beside them, for `hours`."""
+        """Return what GPUs cost for `hours`, and the storage that is reserved meanwhile."""
         storage = host_bytes / 1e9 * self.dram_usd_per_gb_hour + disk_bytes / 1e9 * self.ssd_usd_per_gb_hour
         return hours * gpus * self.gpu_usd_per_hour, hours * storage
 
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """A model as it is served. `window`: tokens of context; `batch`: slots; `decode_step_s`: of a whole batch."""
+    """The costs of a model as it is served. `window`: tokens of context; `batch`: slots; `decode_step_s`: of a whole
+    batch."""
 
     kv_bytes_per_token: int
     window: int
@@ -63,6 +66,7 @@ class Costs:
 
 
 def load(path: Path = FILE) -> Costs:
+    """Read a table of costs. Raise `SettingsError` with the key that is wrong."""
     try:
         plain = read_yaml(path)
     except StoreError as error:

@@ -1,7 +1,8 @@
-"""The figures of a simulated run, as a row: for a terminal, JSON and CSV.
+"""The figures of simulated runs, as rows for a terminal, JSON and CSV.
 
-The hit rate counts turns, first turns included, which have no history to be found: so the paper's figures can be read
-(`returning` is the share of turns that have one: all but first turns and those that fill the window by themselves).
+The hit rate counts turns, first turns included, which have no history to be found, so that the paper's figures can be
+read (`returning` is the share of turns that have one: all but first turns and those that fill the window by
+themselves).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ GB = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1.0, "B"))
 
 
 def simulated(scenario: Scenario, costs: Costs) -> SimulatedRow:
-    """`settings`, `trace`, `cuts` and `figures` of one run."""
+    """Simulate a run; return its `settings`, `trace`, `cuts` and `figures`."""
     server = Server(scenario, costs)
     trace = scenario.trace()
     turns = sum(len(one.turns) for one in trace)
@@ -35,17 +36,18 @@ def simulated(scenario: Scenario, costs: Costs) -> SimulatedRow:
             f"warmup={scenario.warmup} leaves none of the {turns} turns of the trace to count: set warmup={turns // 5} "
             f"or sessions={scenario.sessions * (2 + scenario.warmup // turns)}."
         )
-    measured = server.serve(trace)[scenario.warmup :]
+    counted = server.serve(trace)[scenario.warmup :]
     return {
         "settings": asdict(scenario),
         "trace": statistics(trace),
         "cuts": cuts(trace, server.model.window),
-        "figures": _figures(server, measured) | _cost(server, measured, costs) | _traffic(server),
+        "figures": _figures(server, counted) | _cost(server, counted, costs),
     }
 
 
 def _figures(server: Server, jobs: Sequence[ServedTurn]) -> SimulatedRow:
-    found = [job for job in jobs if job.tier]
+    """Return the figures of the counted `jobs`; the last four are those of the whole run."""
+    hits = [job for job in jobs if job.tier]
     prefill_s = np.array([job.prefill_s for job in jobs])
     waits_s = np.array([job.wait_s for job in jobs])
     returning = sum(job.history > 0 for job in jobs)
@@ -53,10 +55,10 @@ def _figures(server: Server, jobs: Sequence[ServedTurn]) -> SimulatedRow:
     return {
         "turns": len(jobs),
         "returning": returning / len(jobs),
-        "hit_rate": len(found) / len(jobs),
-        "hit_rate_returning": len(found) / max(1, returning),
-        **{f"hit_rate_{tier}": sum(job.tier == tier for job in found) / len(jobs) for tier in TIERS},
-        "reused_tokens": sum(job.history for job in found) / prompt,
+        "hit_rate": len(hits) / len(jobs),
+        "hit_rate_returning": len(hits) / max(1, returning),
+        **{f"hit_rate_{tier}": sum(job.tier == tier for job in hits) / len(jobs) for tier in TIERS},
+        "reused_tokens": sum(job.history for job in hits) / prompt,
         "ttft_s": float(prefill_s.mean()),
         "ttft_p90_s": float(np.quantile(prefill_s, 0.9)),
         "wait_s": float(waits_s.mean()),
@@ -65,12 +67,16 @@ def _figures(server: Server, jobs: Sequence[ServedTurn]) -> SimulatedRow:
         "prefill_s_per_token": float(prefill_s.sum()) / prompt,
         "load_s": float(np.mean([job.load_s for job in jobs])),
         "load_exposed_s": float(np.mean([job.exposed_s for job in jobs])),
+        "sessions_per_hour": _most_sessions(server.jobs),
+        "dropped_sessions": sum(move.target is None for move in server.moves),
+        "disk_written_bytes": server.disk.written_bytes,
+        "disk_read_bytes": server.disk.read_bytes,
     }
 
 
 def _cost(server: Server, jobs: Sequence[ServedTurn], costs: Costs) -> SimulatedRow:
-    """GPU time is the time in which the server is busy; storage is paid for as long, used or not. `with_halts`: a
-    prefill that others wait for counts in their decoding too, as the paper's GPU time may."""
+    """Return what the `jobs` cost. GPU time is the time in which the server is busy; storage is paid for as long, used
+    or not. `with_halts`: a prefill that others wait for counts in their decoding too, as the paper's GPU time may."""
     hours = sum(job.busy_s for job in jobs) / 3600
     halts = sum(job.prefill_s for job in jobs if job.halts) / 3600
     sizes = server.scenario.capacities if server.store else dict.fromkeys(TIERS, 0)
@@ -84,18 +90,8 @@ def _cost(server: Server, jobs: Sequence[ServedTurn], costs: Costs) -> Simulated
     }
 
 
-def _traffic(server: Server) -> SimulatedRow:
-    """Of the whole run, warm-up included."""
-    return {
-        "sessions_per_hour": _most_sessions(server.jobs),
-        "dropped_sessions": sum(move.target is None for move in server.moves),
-        "disk_written_bytes": server.disk.written_bytes,
-        "disk_read_bytes": server.disk.read_bytes,
-    }
-
-
 def _most_sessions(jobs: Sequence[ServedTurn], hour_s: float = 3600.0) -> int:
-    """Different ones served within an hour, at most."""
+    """Return the most different sessions that were served within an hour."""
     recent: Counter[str] = Counter()
     most = first = 0
     for job in jobs:
@@ -110,7 +106,7 @@ def _most_sessions(jobs: Sequence[ServedTurn], hour_s: float = 3600.0) -> int:
 
 
 def table(rows: Sequence[SimulatedRow], runs: Sequence[Scenario]) -> str:
-    """The keys that differ between the runs, then the figures."""
+    """Return a table of the keys that differ between the runs, and of the figures."""
     told = [row["figures"] for row in rows]
     named = [Column(key, "", [str(getattr(run, key)) for run in runs], left=True) for key in varied(runs)]
     shares = {"hit_rate": "hits", **{f"hit_rate_{tier}": f"{tier}\nhits" for tier in TIERS}, "returning": "returning"}
@@ -130,7 +126,7 @@ def table(rows: Sequence[SimulatedRow], runs: Sequence[Scenario]) -> str:
 
 
 def trace_line(told: SimulatedRow) -> str:
-    """What the trace is, in one line."""
+    """Return the statistics of a trace in one line."""
     return (
         f"{told['sessions']} sessions, {told['turns']} turns ({told['mean_turns']:.2f} each, one alone in "
         f"{100 * told['one_turn']:.0f} %), over 2K tokens {100 * told['over_2k_tokens']:.0f} %, over 4K "
@@ -139,7 +135,7 @@ def trace_line(told: SimulatedRow) -> str:
 
 
 def cuts_line(told: SimulatedRow) -> str:
-    """What a model's window takes from the trace, in one line."""
+    """Return in one line what a model's window takes from the trace."""
     return (
         f"a window of {told['window']} tokens cuts {percent(told['cut_turns'])} % of the turns: "
         f"{percent(told['lost_question_tokens'])} % of the tokens of questions and "

@@ -1,4 +1,4 @@
-"""The paper's figures made again by the simulator: which runs, and what the text says of them (paper.yaml)."""
+"""The paper's figures, made again by the simulator: the runs, and what the paper says of them (paper.yaml)."""
 
 from __future__ import annotations
 
@@ -36,6 +36,9 @@ SIGNS = {"value": "", "saving": "saved", "speedup": "x", "points": "points"}
 
 @dataclass(frozen=True, kw_only=True)
 class PaperClaim:
+    """A number of the paper. `of`: the figure of a run that it is about; `at`: settings of that run; `over`: settings
+    of the run to which it is compared, in the way that `kind` names."""
+
     of: str
     at: Mapping[str, Any]
     paper: float
@@ -69,6 +72,8 @@ class PaperClaim:
 
 @dataclass(frozen=True)
 class Figure:
+    """A figure of the paper: the words of its runs, the settings of runs to leave out, and its numbers."""
+
     number: str
     title: str
     runs: Sequence[str]
@@ -76,7 +81,7 @@ class Figure:
     claims: Sequence[PaperClaim]
 
     def scenarios(self, words: Sequence[str]) -> Iterator[Scenario]:
-        """`words`: of keys that the figure leaves alone, one value each."""
+        """Yield the runs of the figure. `words`: of keys that the figure leaves alone, one value each."""
         made = {run.partition("=")[0]: run for run in self.runs}
         for word in words:
             key = word.partition("=")[0]
@@ -89,7 +94,7 @@ class Figure:
                 yield scenario
 
     def table(self, rows: Sequence[SimulatedRow]) -> str:
-        """Claims that the simulator misses are marked, and below it stands what a reader must know of the runs."""
+        """Return a table of the paper's numbers and ours, with a mark at those that the simulator misses, and notes."""
         ours = [claim.ours(rows) for claim in self.claims]
         missed = [claim.is_missed(value) for claim, value in zip(self.claims, ours, strict=True)]
         shown = text_table(
@@ -104,7 +109,7 @@ class Figure:
         return "\n".join([shown, *notes, *self._store_notes(rows)])
 
     def draw(self, rows: Sequence[SimulatedRow], path: Path) -> Sequence[Path]:
-        """Ours as bars, the paper's numbers as lines over them: a PNG at `path`, a PDF beside it."""
+        """Draw our numbers as bars, and the paper's as lines over them: a PNG at `path`, and a PDF of the same name."""
         picture = Picture(figsize=(6.5, 0.9 + 0.3 * len(self.claims)), layout="constrained")
         axes = picture.subplots()
         places = range(len(self.claims))
@@ -127,7 +132,7 @@ class Figure:
         return figures.save(picture, path)
 
     def _store_notes(self, rows: Sequence[SimulatedRow]) -> Sequence[str]:
-        """What savings against recomputation owe to settings that a store does not have by itself."""
+        """Return a note where savings against recomputation owe something to settings that a store does not have."""
         saves = any(claim.over and claim.over.get("policy") == RECOMPUTE for claim in self.claims)
         stores = [row["settings"] for row in rows if row["settings"]["policy"] != RECOMPUTE]
         tuned = any({key: run[key] for key in STORE_DEFAULTS} != STORE_DEFAULTS for run in stores)
@@ -149,6 +154,7 @@ def not_reproduced(rows: Sequence[SimulatedRow]) -> Iterator[str]:
 
 
 def figure(number: str) -> Figure:
+    """Return a figure of the paper. Raise `SettingsError` where it is not simulated."""
     known = read_yaml(FILE)
     if number not in known:
         where = f": {ELSEWHERE[number]}" if number in ELSEWHERE else ""

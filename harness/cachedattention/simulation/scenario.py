@@ -1,4 +1,4 @@
-"""One run of the simulator in words: `policy=lru disk=2TB`. Several values of a key make several runs."""
+"""The settings of a run of the simulator, as in `policy=lru disk=2TB`; several values of a key make several runs."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ OF_STORE = (*TIERS, "write_buffer", "block_tokens", "copies", "ttl_s", "position
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
+    """The settings of one run of the simulator."""
+
     model: str = "llama-13b"  # one of the cost table
     policy: str = "scheduler_aware"  # lru, fifo; recompute: no store, the history is computed in every turn
     device: str | int = 0  # bytes of each tier
@@ -74,7 +76,7 @@ class Scenario:
 
     @property
     def capacities(self) -> dict[str, int]:
-        """Bytes by tier."""
+        """Return the bytes of the tiers by name."""
         return {tier: size(tier, getattr(self, tier)) for tier in TIERS}
 
     @property
@@ -88,7 +90,7 @@ class Scenario:
         return drawn(self.sessions, self.rate, seed=self.seed, think_s=self.think_s, **shape)
 
     def unused(self) -> dict[str, str]:
-        """Keys that change nothing in this run, and why."""
+        """Return the keys that change nothing in this run, each with the reason."""
         found: dict[str, str] = {}
         if self.policy == RECOMPUTE:
             found |= dict.fromkeys(OF_STORE, f"policy={RECOMPUTE} stores nothing")
@@ -104,7 +106,7 @@ class Scenario:
 
 
 def scenarios(words: Sequence[str]) -> Iterator[Scenario]:
-    """All combinations of the values in `key=value,value`; the last of two words for one key wins."""
+    """Yield all combinations of the values in `key=value,value`; the last of two words for one key wins."""
     given: dict[str, list[Any]] = {}
     for word in words:
         key, equals, values = word.partition("=")
@@ -137,6 +139,6 @@ def _value(key: str, text: str) -> Any:
 
 
 def varied(runs: Sequence[Scenario]) -> list[str]:
-    """The keys in which they differ; policy always."""
+    """Return the keys in which the runs differ, and always policy."""
     names = [field.name for field in fields(Scenario)]
     return [name for name in names if name == "policy" or len({getattr(run, name) for run in runs}) > 1]

@@ -1,4 +1,4 @@
-"""One server with slots, driven from event to event: prefills one after the other, decode steps of the whole batch.
+"""A simulated server with slots, driven from event to event: single prefills, and decode steps of the whole batch.
 
 A prefill halts the decoding, as continuous batching does. Jobs run first come, first served. Saving from the device is
 taken to hide behind decoding; loading hides as far as `preload` lets it.
@@ -23,8 +23,8 @@ from methods.tiers.tier import DISK, HOST
 
 
 class SimulatedDisk:
-    """Reads and writes one after the other, or with `disk_duplex` each beside the other. What waits to be written lies
-    in memory until it is: more than `write_buffer` bytes of it make the caller wait, as in the store."""
+    """A simulated disk, which reads and writes one after the other, or with `disk_duplex` at the same time. What waits
+    to be written lies in memory: more than `write_buffer` bytes of it make the caller wait, as in the store."""
 
     def __init__(self, capacity: int, hardware: Hardware, write_buffer: float = inf) -> None:
         self.files: DiskAccount[int] = DiskAccount(capacity)
@@ -36,7 +36,7 @@ class SimulatedDisk:
         self._rows: dict[str, int] = {}  # of these, by session, what is of use to it
 
     def read(self, session: str, size: int, now_s: float) -> float:
-        """`size` bytes of a session that lies here. -> when they will be in memory"""
+        """Read `size` bytes of a session that lies here; return when they will be in memory."""
         self._collect(now_s)
         size -= min(size, self._rows.get(session, 0))
         self.read_bytes += size
@@ -45,8 +45,8 @@ class SimulatedDisk:
         return self._read_s if size else now_s
 
     def write(self, session: str, blocks: Mapping[int, int], held: int, now_s: float) -> float:
-        """`blocks`, names and bytes, are all of the session, and `held` bytes of rows stay in memory until what is new
-        of them is written. -> until when the caller waits"""
+        """Write what is new of `blocks`, names and bytes, which are all of the session. `held` bytes of rows stay in
+        memory until that is done. Return until when the caller waits."""
         self._collect(now_s)
         self.files.make_room(session, blocks, self.files.drop)
         size = self.files.hold(session, blocks)
@@ -79,7 +79,7 @@ class SimulatedDisk:
 
 @dataclass(frozen=True, slots=True)
 class ServedTurn:
-    """One turn as it was served."""
+    """The record of a turn that was served."""
 
     session: str
     turn: int
@@ -96,6 +96,9 @@ class ServedTurn:
 
 
 class Server:
+    """The simulated server of one scenario. `serve` drives it through a trace; `jobs` and `moves` record what it
+    did."""
+
     def __init__(self, scenario: Scenario, costs: Costs) -> None:
         self.scenario, self.hardware = scenario, costs.hardware
         self.model = costs.model(scenario.model)
@@ -134,13 +137,13 @@ class Server:
         return self.jobs
 
     def _known(self, conversation: TracedConversation) -> Sequence[float]:
-        """When questions come, as far as that does not depend on answers."""
+        """Return when questions come, as far as that does not depend on answers."""
         if self.scenario.arrivals == "answered":
             return [conversation.start_s]
         return sorted(self._rng.uniform(0.0, self._last_s) for _ in conversation.turns)
 
     def _next(self) -> str | None:
-        """The session of the first job that can start: a slot is free, and its last answer is complete."""
+        """Return the session of the first job that can start: a slot is free, and its last answer is complete."""
         if len(self._running) == self.model.batch:
             return None
         return next((session for session in self.queue if not self.states[session].running), None)
@@ -180,7 +183,8 @@ class Server:
         heappush(self._running, (self._steps + turn.answer, len(self.jobs), session))
 
     def _fit(self, state: OpenConversation, turn: TurnLengths) -> None:
-        """Cut the oldest tokens until question and answer fit the window, as turns/overflow.py does."""
+        """Cut the oldest tokens until question and answer fit the window, as `Overflow` of turns/conversation.py
+        does."""
         before = state.history
         while state.history and state.history + turn.question + turn.answer > self.model.window:
             state.history = int(state.history * self.scenario.truncation_ratio)
@@ -192,7 +196,7 @@ class Server:
                 self._cut(state, before - state.history, self.store)
 
     def _cut(self, state: OpenConversation, tokens: int, store: Placement) -> None:
-        """In the store, where it lies; on disk the block that is cut through is read and written anew."""
+        """Cut a stored history where it lies; on disk the block that the cut goes through is read and written anew."""
         session, cut = state.conversation.name, state.drop(tokens)
         store.shrink(session, self._bytes(state))
         if store.tier(session) == DISK:
@@ -201,7 +205,7 @@ class Server:
             self._write(state, first * self.model.kv_bytes_per_token)
 
     def _find(self, session: str, state: OpenConversation) -> tuple[str | None, float]:
-        """The tier where the history lies, and since when it can be loaded from host memory."""
+        """Return the tier where the history lies, and since when it can be loaded from host memory."""
         tier = self.store.tier(session) if self.store and state.history else None
         if tier is None or self.store is None:
             return None, self.now_s
@@ -212,8 +216,8 @@ class Server:
         return DISK if tier == HOST and ready_s > self.now_s else tier, ready_s
 
     def _load(self, state: OpenConversation, tier: str | None, ready_s: float, compute_s: float) -> tuple[float, float]:
-        """Seconds to load the history, and how many of them the job waits for it. `ready_s`: since when its rows lie in
-        host memory and the job is known.
+        """Return the seconds to load the history, and how many of them the job waits for it. `ready_s`: since when its
+        rows lie in host memory and the job is known.
 
         The read buffer of the paper, S_buf = B (T_load L_hist - T_pref L_new) bytes, is what comes before the job."""
         previous_s, self._last_start_s = self._last_start_s, self.now_s
@@ -228,7 +232,7 @@ class Server:
         return load_s, max(0.0, self._pcie_free_s - self.now_s - compute_s)
 
     def _decode(self) -> None:
-        """To the end of an answer, or until a job comes that finds a slot."""
+        """Step to the end of an answer, or until a job comes that finds a slot."""
         steps = self._running[0][0] - self._steps
         if self._coming and len(self._running) < self.model.batch:
             steps = min(steps, int((self._coming[0][0] - self.now_s) / self.model.decode_step_s) + 1)
@@ -248,7 +252,7 @@ class Server:
             heappush(self._coming, (again_s, next(self._order), state.conversation.name))
 
     def _save(self, state: OpenConversation, store: Placement) -> None:
-        """As the store does: of a session that it has, what is new; otherwise all of it."""
+        """Save as the store does: what is new of a session that it has, otherwise all of it."""
         session, before = state.conversation.name, store.tier(state.conversation.name)
         if before is None:
             state.blocks.clear()
@@ -269,7 +273,7 @@ class Server:
                 self._carry_out(moves)
 
     def _carry_out(self, moves: Sequence[Move], on_its_way: str | None = None) -> None:
-        """`on_its_way`: a session that is read or written by whoever asks."""
+        """Carry out the moves. `on_its_way`: a session that the caller itself reads or writes."""
         self.moves += moves
         for move in in_order(moves):
             if move.target is None:
@@ -283,7 +287,8 @@ class Server:
                 self.disk.files.spare(move.session)
 
     def _write(self, state: OpenConversation, held: int) -> None:
-        """`held`: bytes of rows that lie in memory until it is done. The server waits if the write buffer is full."""
+        """Write what is new of the session; the server waits if the write buffer is full. `held`: bytes of rows that
+        lie in memory until it is done."""
         sizes = state.sizes(self.model.kv_bytes_per_token)
         self._advance(self.disk.write(state.conversation.name, sizes, held, self.now_s) - self.now_s)
 
@@ -300,8 +305,9 @@ _names = count()
 
 @dataclass(slots=True)
 class OpenConversation:
-    """`history`: tokens of it that are in the context, window and cuts considered. `blocks`: tokens of the blocks in
-    which the store has them, by name; a block is never changed, only made anew under another name."""
+    """The state of a conversation. `history`: its tokens in the context, with window and cuts considered. `blocks`:
+    tokens of the blocks in which the store has them, by name; a block is never changed, only made anew under another
+    name."""
 
     conversation: TracedConversation
     turn: int = 0
@@ -311,12 +317,12 @@ class OpenConversation:
     blocks: dict[int, int] = field(default_factory=dict)
 
     def append(self, tokens: int, length: int) -> None:
-        """Blocks of `length` tokens, the last one shorter, behind those that there are."""
+        """Append `tokens` in blocks of `length`, of which the last one may be shorter."""
         for start in range(0, tokens, length):
             self.blocks[next(_names)] = min(length, tokens - start)
 
     def drop(self, tokens: int) -> int:
-        """The oldest ones leave. -> how many tokens had the block that the cut went through, 0 for none"""
+        """Drop the oldest tokens; return the tokens of the block that the cut went through, 0 where there was none."""
         kept: dict[int, int] = {}
         cut = 0
         for name, held in self.blocks.items():
@@ -330,5 +336,5 @@ class OpenConversation:
         return cut
 
     def sizes(self, token_bytes: int) -> Mapping[int, int]:
-        """Bytes of the blocks by name."""
+        """Return the bytes of the blocks by name."""
         return {name: tokens * token_bytes for name, tokens in self.blocks.items()}

@@ -1,4 +1,4 @@
-"""Conversations as numbers: when they begin, how long each turn's question and answer are. Drawn, or from a file.
+"""Conversations as numbers, drawn or from a file: when they begin, and how long questions and answers are.
 
 The stand-in for ShareGPT has turns and tokens by the law of `evals/multiturn/length_distribution.py`, as
 `task=multiturn` has."""
@@ -26,14 +26,14 @@ class TurnLengths:
     answer: int
 
     def within(self, window: int) -> TurnLengths:
-        """Cut to a window of so many tokens: the question to half of it, the answer to what is left."""
+        """Return the lengths cut to a window: the question to half of it, the answer to what is left."""
         question = min(self.question, window // 2)
         return TurnLengths(question, min(self.answer, window - question))
 
 
 @dataclass(frozen=True, slots=True)
 class TracedConversation:
-    """`think_s`: from an answer to the next question, one less than there are turns."""
+    """A conversation with its times. `think_s`: seconds from an answer to the next question, one less than turns."""
 
     name: str
     start_s: float
@@ -42,15 +42,16 @@ class TracedConversation:
 
 
 class TraceError(ValueError):
-    """No trace can be made of this; the message says what to change."""
+    """Raised where no trace can be made; the message says what to change."""
 
 
 @lru_cache(maxsize=4)
 def drawn(
     sessions: int, rate: float, *, seed: int = 0, think_s: float, question_share: float, correlation: float
 ) -> list[TracedConversation]:
-    """`rate`: new sessions per second, a Poisson process. `think_s`: mean of an exponential law. `question_share`: of a
-    turn's tokens. `correlation`: of the normal variables behind turns and tokens, as more turns have more tokens."""
+    """Draw a trace. `rate`: new sessions per second, a Poisson process. `think_s`: mean of an exponential law.
+    `question_share`: share of a turn's tokens. `correlation`: of the normal variables from which numbers of turns and
+    of tokens are drawn, since sessions of more turns have more tokens."""
     rng = np.random.default_rng(seed)
     lengths = length_distribution.drawn(sessions, rng, correlation=correlation)
     turns = [
@@ -61,8 +62,8 @@ def drawn(
 
 @lru_cache(maxsize=4)
 def read(path: Path, sessions: int, rate: float, *, seed: int = 0, think_s: float) -> list[TracedConversation]:
-    """Of a file in ShareGPT's layout, a list of {id, conversations: [{from, value}]}: conversations drawn in random
-    order, all at most once. Tokens are counted as 4 characters each."""
+    """Draw a trace from a file in ShareGPT's layout, a list of {id, conversations: [{from, value}]}: conversations in
+    random order, each at most once. Tokens are counted as 4 characters each."""
     rng = np.random.default_rng(seed)
     rows = rows_in(path, "data", length_distribution.SHAREGPT)
     found = {str(number if row.get("id") is None else row["id"]): _lengths(row) for number, row in enumerate(rows, 1)}
@@ -74,7 +75,7 @@ def read(path: Path, sessions: int, rate: float, *, seed: int = 0, think_s: floa
 
 
 def rows_in(path: Path, key: str, shape: Shape = ANY) -> list[Row]:
-    """Of a file that a user names as `key`."""
+    """Return the rows of a file that a user has named as `key`."""
     try:
         content = Content(path.read_bytes(), str(path), sha256="")
     except OSError as error:
@@ -83,12 +84,12 @@ def rows_in(path: Path, key: str, shape: Shape = ANY) -> list[Row]:
 
 
 def statistics(trace: Sequence[TracedConversation]) -> dict[str, float]:
-    """What a stand-in has to be judged by."""
+    """Return the statistics by which a stand-in for a trace is judged."""
     return length_distribution.statistics([[(turn.question, turn.answer) for turn in one.turns] for one in trace])
 
 
 def cuts(trace: Sequence[TracedConversation], window: int) -> dict[str, float]:
-    """What a window takes from single turns, before any history is cut: shares of turns and tokens."""
+    """Return what a window takes from single turns, before any history is cut: shares of turns and tokens."""
     turns = [turn for one in trace for turn in one.turns]
     kept = [turn.within(window) for turn in turns]
     return {
@@ -102,7 +103,7 @@ def cuts(trace: Sequence[TracedConversation], window: int) -> dict[str, float]:
 def timed(
     names: Sequence[str], turns: Sequence[Sequence[TurnLengths]], rate: float, think_s: float, rng: np.random.Generator
 ) -> list[TracedConversation]:
-    """With times as in `drawn`; the rate stretches the arrivals, and changes nothing else."""
+    """Give conversations times as in `drawn`; the rate stretches the arrivals, and changes nothing else."""
     starts = np.cumsum(rng.exponential(1 / rate, len(names)))
     return [
         TracedConversation(name, float(start), tuple(own), tuple(rng.exponential(think_s, len(own) - 1).tolist()))

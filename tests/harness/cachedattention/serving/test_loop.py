@@ -96,11 +96,6 @@ def test_a_sequence_that_leaves_lets_the_next_in_at_once() -> None:
     assert end(made["b", 1]) > end(made["c", 1])
 
 
-def test_an_answer_of_one_token_takes_no_slot_further() -> None:
-    made = served(session("a", 0.0, (10, 1)), session("b", 0.0, (10, 1)), slots=1)
-    assert [one.token_s for one in made.values()] == [pytest.approx([1.0]), pytest.approx([2.0])]
-
-
 @pytest.mark.tokens
 def test_a_prefill_halts_the_others_unless_chunks_are_interleaved() -> None:
     """b's 30 tokens come in three chunks while a answers."""

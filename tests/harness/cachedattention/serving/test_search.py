@@ -36,13 +36,6 @@ def test_what_no_rate_keeps_and_what_none_breaks_comes_to_an_end() -> None:
     assert always.broken == []
 
 
-def test_a_rate_above_a_broken_one_does_not_count() -> None:
-    search = RateSearch([1.0, 2.0, 4.0], most=100.0)
-    for rate, within in ((1.0, True), (2.0, False), (4.0, True)):
-        search.learn(rate, within)
-    assert search.highest == 1.0
-
-
 def test_limits_are_read_or_refused() -> None:
     limit = FirstTokenLimit.read("p90=2s")
     assert (limit.key, limit.seconds) == ("ttft_p90_s", 2.0)

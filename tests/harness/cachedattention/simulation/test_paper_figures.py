@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ import pytest
 from harness.cachedattention.simulation import outcome
 from harness.cachedattention.simulation.paper import (
     FILE,
-    STORE_DEFAULTS,
     STORE_NOTE,
     Figure,
     PaperClaim,
@@ -22,7 +21,6 @@ from harness.cachedattention.simulation.paper import (
 )
 from harness.cachedattention.simulation.scenario import Scenario
 from harness.commands.simulate import main
-from harness.config.settings import StoreSettings
 from harness.results.files import read_yaml
 
 REFERENCE = Path(__file__).parents[4] / "results" / "paper" / "paper_reference.csv"
@@ -104,16 +102,6 @@ def test_runs_of_a_figure_say_without_it_what_they_do_not_reproduce(
     assert "! not reproduced: figure 21, 10TB, lru: hit_rate: the paper has 58.0 %, here it is 86.2 %" in shown
     assert "figure 21, 10TB, fifo" in shown
     assert list(not_reproduced([simulated(Scenario(policy="lru", disk="2TB"), None)])) == []
-
-
-def test_savings_say_that_the_stores_own_defaults_save_less() -> None:
-    defaults = {field.name: field.default for field in fields(StoreSettings)}
-    assert {key: defaults[key] for key in STORE_DEFAULTS} == STORE_DEFAULTS
-    assert {key: published("store_defaults")[0]["settings"][key] for key in STORE_DEFAULTS} == STORE_DEFAULTS
-    rows = published("figure_14")
-    assert STORE_NOTE in figure("14").table(rows)
-    by_default = [{**row, "settings": row["settings"] | STORE_DEFAULTS} for row in rows]
-    assert STORE_NOTE not in figure("14").table(by_default)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -68,13 +68,6 @@ def test_loading_hides_behind_computing_and_with_a_buffer_behind_the_job_before(
     assert exposed["buffered"] == pytest.approx(10.4 - 0.6 - 2.0)
 
 
-def test_nothing_is_loaded_before_the_question_has_come() -> None:
-    """19 s lie between the starts of the two jobs, and the question comes at the end of them."""
-    first, again = served([talk("a", 0.0, (100, 4), (6, 3))], preload="buffered")
-    assert again.start_s - first.start_s == pytest.approx(19.0)
-    assert again.exposed_s == pytest.approx(10.4 - 0.6)
-
-
 def test_the_read_buffer_holds_what_computing_will_not_hide() -> None:
     """b has 10 s of loading and 8 of computing: 2 s come before its job, so that c's loading can begin 8 s later."""
     trace = [
@@ -106,12 +99,6 @@ def test_writing_occupies_the_disk_unless_it_reads_meanwhile(duplex: bool, waits
     assert again.exposed_s == pytest.approx(waits_s + 7 + 1.4)
 
 
-def test_what_waits_to_be_written_is_found_in_memory() -> None:
-    """The 14 GB of the first turn take 7 s to write; the next question comes after 5."""
-    second = served([talk("a", 0.0, (10, 4), (6, 3))], host=0, preload="off")[1]
-    assert second.exposed_s == pytest.approx(1.4)
-
-
 @pytest.mark.parametrize(("size", "waits_s"), [("14GB", 0.0), ("13GB", 7.0)])
 def test_the_server_waits_where_more_is_to_be_written_than_the_buffer_holds(size: str, waits_s: float) -> None:
     """14 GB from 5 s on, at 2 GB/s; the next question comes 20 s later, whatever the server did meanwhile."""
@@ -135,13 +122,6 @@ def test_a_session_that_comes_back_from_disk_is_written_no_second_time_while_the
     assert written == {"40GB": 14 + 14 + 2 + 2 + 2, "30GB": 14 + 14 + 2 + 2 + 18}
 
 
-def test_the_queue_is_served_in_order_and_waiting_is_counted() -> None:
-    trace = [talk("a", 0.0, (10, 5)), talk("b", 0.5, (10, 5)), talk("c", 0.6, (10, 5))]
-    jobs = served(trace)  # two slots: the third waits for the first answer
-    assert [job.session for job in jobs] == ["a", "b", "c"]
-    assert [job.wait_s for job in jobs] == pytest.approx([0.0, 0.5, 7.0 - 0.6])
-
-
 def test_turns_that_come_anytime_wait_for_the_answer_before_and_are_all_seen_ahead() -> None:
     trace = [talk(name, 100.0, *[(5, 30)] * 6) for name in "abc"]
     jobs = served(trace, arrivals="anytime")
@@ -162,13 +142,6 @@ def test_an_overflow_cuts_the_stored_history_unless_positions_are_in_it() -> Non
     coupled = served(trace, priced(window=100), positions="coupled")[1]
     assert (coupled.tier, coupled.history) == (None, 35)
     assert coupled.prefill_s == pytest.approx(4.0 + 3.5)
-
-
-def test_the_answer_has_its_place_in_the_window_too() -> None:
-    """40 + 30 stored, 20 asked: 90 of 100, but an answer of 20 does not fit behind."""
-    trace = [talk("a", 0.0, (40, 30), (20, 20))]
-    assert served(trace, priced(window=100))[1].history == 35
-    assert served(trace, priced(window=110))[1].history == 70
 
 
 def test_what_the_window_takes_from_single_turns_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -334,15 +307,6 @@ def test_costs_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         figures[name] = stored["runs"][0]["figures"]
         assert stored["costs"]["prices"]["gpu_usd_per_hour"] == (5.0 if name == "usual" else 10.0)
     assert figures["twice"]["cost_usd"] == pytest.approx(2 * figures["usual"]["cost_usd"])
-
-
-def test_every_command_has_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    small = ["sessions=20", "warmup=0"]
-    for words in ([], ["rate=2.0"], [], ["--figure", "25"]):
-        assert main([*small, *words]) == 0
-    made = sorted(path.name.rpartition("-")[0] for path in (tmp_path / "results/runs/simulations").iterdir())
-    assert made == ["1-runs", "1-runs", "figure_25"]
 
 
 def test_table_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import resource
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 from harness.cachedattention.store.disk import HistoryError, check_folder
 from harness.cachedattention.store.fingerprint import Fingerprint
 from harness.cachedattention.store.history_store import HistoryStore
-from tests.forks import Forked
 
 WHO = Fingerprint(model="toy", weights="1", tokenizer="bytes", rotary="none", dtype="float32")
 
@@ -58,26 +56,3 @@ def test_a_folder_is_checked_before_it_is_made(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(HistoryError, match=f"new: {re.escape(str(tmp_path))} is not writable"):
         check_folder(tmp_path / "new")
     assert not (tmp_path / "new").exists()
-
-
-def on_a_small_disk(folder: Path, most: int) -> None:
-    """No file can have more bytes than `most`."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
-    try:
-        HistoryStore(WHO, disk=1000, folder=folder).close()
-        said = "opened"
-    except HistoryError as error:
-        said = str(error)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))  # for what is said goes into a file
-    print(said)
-
-
-@pytest.mark.parametrize("most", [0, 100, 5000])
-def test_a_disk_that_is_too_small_for_the_index_is_said_to_be(most: int, tmp_path: Path) -> None:
-    process = Forked(on_a_small_disk, tmp_path, most)
-    assert process.wait() == 0, process.err
-    said = (
-        f"the store cannot keep an index in {tmp_path} (disk I/O error): free some space there, or name another folder"
-    )
-    assert process.out == f"{said}\n"

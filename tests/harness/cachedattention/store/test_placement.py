@@ -51,16 +51,6 @@ def test_a_session_with_a_waiting_job_outlives_more_recent_ones() -> None:
     assert set(lru.items) == {"new", "newest"}
 
 
-def test_jobs_beyond_the_eviction_window_exempt_nobody() -> None:
-    placement = Placement({DISK: 2}, SchedulerAware())
-    placement.save("a", 1, 0)
-    placement.save("b", 1, 1)
-    for session in ("x", "y", "a"):  # the window is two jobs
-        placement.queue.join(session)
-    placement.save("c", 1, 2)
-    assert set(placement.items) == {"b", "c"}
-
-
 def test_fifo_forgets_the_first_one_in_however_often_it_was_used() -> None:
     fifo, lru = Placement({DISK: 2}, FIFO()), Placement({DISK: 2}, LRU())
     for placement in (fifo, lru):
@@ -83,31 +73,6 @@ def test_fifo_counts_from_the_arrival_in_a_tier() -> None:
     assert placed(placement) == {"a": HOST, "b": DISK, "c": DISK, "d": HOST}
     placement.save("e", 1, 3)  # a, in host memory for longest, falls; b, on disk for longest, is gone
     assert placed(placement) == {"a": DISK, "c": DISK, "d": HOST, "e": HOST}
-
-
-def test_fifo_is_not_renewed_by_what_grows_in_its_tier() -> None:
-    placement = Placement({HOST: 3, DISK: 5}, FIFO())
-    placement.save("a", 1, 0)
-    placement.save("b", 1, 0)
-    placement.save("a", 2, 1)
-    placement.save("c", 1, 2)
-    assert placed(placement) == {"a": DISK, "b": HOST, "c": HOST}
-
-
-def test_lru_and_fifo_fetch_nothing_ahead() -> None:
-    for policy in (LRU(), FIFO()):
-        placement = Placement({HOST: 10, DISK: 10}, policy)
-        placement.save("a", 1, 0, fastest=DISK)
-        placement.queue.join("a")
-        assert list(placement.prefetch()) == []
-
-
-def test_a_session_too_large_for_a_tier_goes_to_a_slower_one_or_out() -> None:
-    placement = Placement({HOST: 2, DISK: 5}, LRU())
-    assert placement.save("a", 4, 0) == [Move("a", None, DISK, 4)]
-    assert placement.save("b", 6, 0) == [Move("b", None, None, 6)]
-    assert placement.use("a", 1) == []
-    assert placed(placement) == {"a": DISK}
 
 
 def test_what_is_too_large_for_its_place_makes_nobody_leave() -> None:
@@ -148,15 +113,6 @@ def test_of_several_jobs_of_a_session_the_first_one_counts() -> None:
     placement.queue.leave("a")
     assert placement.queue.ticket("a") is None
     assert list(placement.queue) == ["c"]
-
-
-def test_the_window_counts_what_host_and_disk_hold() -> None:
-    """As in the paper. Three sessions fit there: a fourth waiting job protects nobody, whatever the device holds."""
-    placement = Placement({"device": 9, HOST: 1, DISK: 2}, SchedulerAware())
-    for session in "abcd":
-        placement.save(session, 1, 0)
-        placement.queue.join(session)
-    assert [placement.rank(placement.items[session])[0] for session in "abcd"] == [1, 1, 1, 0]
 
 
 def test_the_window_counts_jobs_that_wait_not_those_that_started_out_of_turn() -> None:

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import json
-import random
 from dataclasses import replace
-from math import inf
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
-from harness.cachedattention.simulation.costs import Costs, Hardware, Prices, Served
-from harness.cachedattention.simulation.scenario import Scenario
-from harness.cachedattention.simulation.server import Server
-from harness.cachedattention.simulation.trace import TurnLengths, drawn
 from harness.cachedattention.store.disk import HistoryError
 from harness.cachedattention.store.fingerprint import EXACT
 from harness.cachedattention.store.history_store import HistoryStore
-from harness.cachedattention.store.policies import FIFO, LRU, POLICIES, EvictionPolicy, SchedulerAware
-from methods.tiers.rows import HostRows, Place, Shape
-from methods.tiers.tier import TIERS, Tier
+from harness.cachedattention.store.policies import LRU
 from tests.histories import PRINT, TOKEN_BYTES, opened, right, rows
 
 TOKENS = list(range(100, 111))  # with blocks of 4: 4, 4, 3
@@ -54,40 +45,6 @@ def test_the_longest_prefix_in_blocks_with_its_rows(tiers: dict[str, int], tmp_p
         assert sum(told["hits"].values()) == store.statistics.hits.total() == 4
         assert told["reused_tokens"] == 11 + 11 + 8 + 4
         assert store.statistics.lookups == 7
-
-
-class SharedRows(HostRows):
-    """Of a fourth tier."""
-
-    tier = "shared"
-
-    @classmethod
-    def room(cls, shape: Shape, dtype: torch.dtype, place: Place) -> Tensor:
-        return torch.empty(shape, dtype=dtype).share_memory_()
-
-
-def test_sessions_lie_in_every_tier_of_memory_that_the_table_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A fourth one, between host memory and disk, takes what leaves the one and gives way to the other."""
-    disk = TIERS["disk"]
-    monkeypatch.delitem(TIERS, "disk")
-    line = Tier(rows=f"{__name__}.SharedRows", head="KV shared", meaning="the same in shared memory")
-    for name, tier in (("shared", line), ("disk", disk)):
-        monkeypatch.setitem(TIERS, name, tier)
-    size = len(TOKENS) * TOKEN_BYTES
-    with opened(tmp_path, policy=LRU(), host=2 * size, shared=size) as store:
-        filled(store, "a", "b", "c", "d")
-        assert [store.tier(name) for name in "abcd"] == ["disk", "shared", "host", "host"]
-        assert store.bytes_by_tier() == {"host": 2 * size, "shared": size, "disk": size}
-        for name, shared in (("b", True), ("c", False)):
-            parts = store.contents.blocks[store._key(name)]
-            assert {x.is_shared() for part in parts for x in (part.rows or {}).values()} == {shared}
-        for name, tier in (("b", "shared"), ("a", "disk")):
-            found = store.get(name, TOKENS)
-            assert found.tier == tier
-            assert right(found, name, TOKENS)
-        assert [store.tier(name) for name in "abcd"] == ["host", "host", "disk", "shared"]
 
 
 @pytest.mark.parametrize("by_token", [True, False])
@@ -213,17 +170,6 @@ def test_another_model_never_matches(tmp_path: Path) -> None:
         assert store.get("a", TOKENS).tokens == 11
 
 
-def test_what_memory_held_is_found_after_a_restart(tmp_path: Path) -> None:
-    with filled(opened(tmp_path), "a", "b") as store:
-        assert store.tier("a") == "host"
-        assert not list(tmp_path.rglob("*.safetensors"))
-    with opened(tmp_path) as store:
-        assert store.tier("a") == "disk"
-        found = store.get("a", TOKENS)
-        assert (found.tokens, found.tier, store.tier("a")) == (11, "disk", "host")
-        assert right(found, "a", TOKENS)
-
-
 def test_a_closed_store_answers_nothing(tmp_path: Path) -> None:
     with filled(opened(tmp_path), "a") as store:
         pass
@@ -252,14 +198,6 @@ def test_the_order_of_use_outlives_restarts(tmp_path: Path) -> None:
         assert [store.tier(name) for name in "abcde"] == [None, None, "disk", "disk", "disk"]
 
 
-def test_a_smaller_disk_drops_the_least_recently_used(tmp_path: Path) -> None:
-    with filled(opened(tmp_path, host=0), "a", "b", "c"):
-        pass
-    with opened(tmp_path, host=0, disk=22 * TOKEN_BYTES) as store:
-        assert [store.tier(name) for name in "abc"] == [None, "disk", "disk"]
-    assert len(list(tmp_path.rglob("*.safetensors"))) == 6
-
-
 def test_a_session_that_comes_back_unchanged_is_not_written_again(tmp_path: Path) -> None:
     with filled(opened(tmp_path, host=11 * TOKEN_BYTES, policy=LRU()), "a", "b") as store:
         assert (store.tier("a"), store.tier("b")) == ("disk", "host")
@@ -267,19 +205,6 @@ def test_a_session_that_comes_back_unchanged_is_not_written_again(tmp_path: Path
             assert right(store.get(session, TOKENS), session, TOKENS)
         assert store.statistics.written_bytes == 22 * TOKEN_BYTES  # each once
         assert store.statistics.moved["host", "disk"] == 5 * 11 * TOKEN_BYTES
-
-
-def test_waiting_jobs_are_fetched_ahead(tmp_path: Path) -> None:
-    with filled(opened(tmp_path, host=22 * TOKEN_BYTES), "a", "b", "c", "d") as store:
-        for session in "abcd":
-            store.enqueue(session)
-        store.prefetch()
-        assert [store.tier(name) for name in "abcd"] == ["host", "host", "disk", "disk"]
-        store.dequeue("a")
-        assert store.get("a", TOKENS).tier == "host"
-        store.prefetch()
-        assert store.tier("c") == "host"
-        assert right(store.get("c", TOKENS), "c", TOKENS)
 
 
 def test_what_is_too_large_is_refused_and_counted(tmp_path: Path) -> None:
@@ -294,117 +219,6 @@ def test_rows_of_another_length_and_a_disk_without_a_place_are_errors(tmp_path: 
         opened().put("a", TOKENS, rows("a", TOKENS[:10]))
     with pytest.raises(HistoryError, match="needs both"):
         opened(None, disk=5)
-
-
-def test_dtypes_and_codes_come_back_bit_by_bit(tmp_path: Path) -> None:
-    layers = {
-        "k": torch.randn(2, 11, 3).bfloat16(),
-        "v.codes": torch.randint(0, 255, (2, 11, 5), dtype=torch.uint8),
-        "v.scales": torch.randn(2, 11, 1).half(),
-    }
-    with opened(tmp_path, host=0) as store:
-        store.put("a", TOKENS, layers)
-        found = store.get("a", TOKENS).layers
-    assert all(torch.equal(found[name], layers[name]) for name in layers)
-
-
-@pytest.mark.parametrize(
-    ("policy", "threads"),
-    [(SchedulerAware, 2), *(pytest.param(*how, marks=pytest.mark.slow) for how in ((LRU, 0), (FIFO, 2)))],
-)
-def test_the_simulator_and_the_store_do_the_same(policy: type[EvictionPolicy], threads: int, tmp_path: Path) -> None:
-    """One trace through both: whatever the simulated server does, the store is asked to do. They find and drop the
-    same, and write and read the same bytes."""
-    capacities = {"host": 250 * TOKEN_BYTES, "disk": 900 * TOKEN_BYTES}
-    model = Served(
-        kv_bytes_per_token=TOKEN_BYTES, window=60, gpus=1, batch=3, prefill_s_per_token=0.01, decode_step_s=0.02
-    )
-    prices = Prices(gpu_usd_per_hour=1.0, dram_usd_per_gb_hour=1.0, ssd_usd_per_gb_hour=1.0)
-    costs = Costs(Hardware(pcie_bytes_per_s=inf, disk_bytes_per_s=inf), prices, {"toy": model})
-    scenario = Scenario(model="toy", policy=policy.name, warmup=0, block_tokens=4, copies=False, **capacities)  # type: ignore[arg-type]
-    shape = {"think_s": 2.0, "question_share": 0.3, "correlation": 0.3}
-    trace = [replace(one, turns=tuple(map(short, one.turns))) for one in drawn(40, 3.0, **shape)]  # type: ignore[arg-type]
-    with opened(tmp_path, policy=POLICIES[policy.name](), io_threads=threads, **capacities) as store:
-        shadow = Shadow(scenario, costs, store)
-        jobs = shadow.serve(trace)
-        store.flush()
-        done = store.statistics.written_bytes, store.statistics.read_bytes
-    assert len(jobs) > 150
-    assert shadow.tiers == [job.tier for job in jobs]
-    assert set(shadow.tiers) == {"host", None} if policy is SchedulerAware else {"host", "disk", None}
-    assert store.statistics.dropped + store.statistics.refused == sum(move.target is None for move in shadow.moves)
-    dropped = sum(move.target is None and move.source is not None for move in shadow.moves)
-    assert dropped > 10
-    assert shadow.wrong == 0
-    assert done == (shadow.disk.written_bytes, shadow.disk.read_bytes)
-
-
-def short(turn: TurnLengths) -> TurnLengths:
-    return TurnLengths(1 + turn.question % 20, 2 + turn.answer % 25)
-
-
-class Shadow(Server):
-    """A simulated server that has a real store do what its jobs would do."""
-
-    def __init__(self, scenario: Scenario, costs: Costs, real: HistoryStore) -> None:
-        super().__init__(scenario, costs)
-        self.real, self.tiers, self.wrong = real, [], 0
-        self.tokens: dict[str, list[int]] = {}
-        self.dropped: dict[str, int] = {}
-        self.lineages: dict[str, str] = {}
-        self.rng = random.Random(0)
-
-    def _arrivals(self) -> None:
-        waiting = set(self.queue)
-        super()._arrivals()
-        for session in self.queue:
-            if session not in waiting:
-                self.real.enqueue(session)
-                self._fetch_ahead()
-
-    def _start(self, session: str) -> None:
-        self.real.dequeue(session)
-        super()._start(session)
-        self._fetch_ahead()
-
-    def _fetch_ahead(self) -> None:
-        """The simulated disk takes no time."""
-        self.real.prefetch()
-        self.real.flush()
-
-    def _fit(self, state, question) -> None:  # type: ignore[no-untyped-def]
-        before = state.history
-        super()._fit(state, question)
-        name = state.conversation.name
-        if state.history < before:
-            cut = before - state.history
-            if self.real.tier(name):
-                assert self.real.truncate(name, (state.history + 0.5) / before) == cut
-                self.real.flush()
-                self.lineages[name] = self.real.lineage(name) or EXACT
-            self.tokens[name] = self.tokens[name][cut:]
-            self.dropped[name] = self.dropped.get(name, 0) + cut
-
-    def _find(self, session, state):  # type: ignore[no-untyped-def]
-        tokens = self.tokens.get(session, [])
-        found = self.real.get(session, tokens, self.lineages.get(session, EXACT))
-        self.tiers.append(found.tier)
-        self.wrong += found.tokens not in (0, len(tokens))
-        self.wrong += not right(found, session, tokens, self.dropped.get(session, 0))
-        self.real.flush()
-        return super()._find(session, state)
-
-    def _answered(self, state) -> None:  # type: ignore[no-untyped-def]
-        super()._answered(state)
-        name = state.conversation.name
-        known = self.tokens.setdefault(name, [])
-        new = [self.rng.randrange(1000) for _ in range(state.history - len(known))]
-        start, behind = len(known), self.dropped.get(name, 0)
-        self.tokens[name] = known + new
-        lineage = self.lineages.get(name, EXACT)
-        if not self.real.extend(name, start, new, rows(name, new, start + behind), lineage=lineage):
-            self.real.put(name, self.tokens[name], rows(name, self.tokens[name], behind), lineage=lineage)
-        self.real.flush()
 
 
 @pytest.mark.parametrize("host", [0, 10_000 * TOKEN_BYTES])

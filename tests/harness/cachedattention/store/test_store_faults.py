@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import json
 import os
@@ -17,7 +16,7 @@ import pytest
 from torch import Tensor
 
 from harness.cachedattention.store import index
-from harness.cachedattention.store.disk import HistoryError, HistoryWarning
+from harness.cachedattention.store.disk import HistoryWarning
 from harness.cachedattention.store.history_store import HistoryStore
 from harness.cachedattention.store.policies import LRU
 from tests.forks import Forked
@@ -138,30 +137,6 @@ def test_flipped_bits_of_the_index_bring_no_wrong_rows(tmp_path: Path) -> None:
     assert unharmed > 0
 
 
-@pytest.mark.parametrize("nth", range(1, 4))
-def test_a_full_disk_costs_hits(nth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The nth block of s6 finds the disk full: it alone is lost."""
-    calls = iter(range(1, 100))
-
-    def full(fd: int) -> None:
-        if next(calls) == nth:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    with filled(tmp_path) as store:
-        monkeypatch.setattr(os, "fsync", full)
-        with pytest.warns(HistoryWarning, match="s6.*No space left"):
-            store.put("s6", TOKENS, rows("s6", TOKENS))
-        assert not store.get("s6", TOKENS).tokens
-        assert found(store) == NAMES
-        assert len(list(tmp_path.rglob("*.safetensors*"))) == len(NAMES) * 3
-        assert not list(tmp_path.rglob(".*.safetensors.*"))
-        store.put("s6", TOKENS, rows("s6", TOKENS))  # there is room again
-        assert right(store.get("s6", TOKENS), "s6", TOKENS)
-    with opened(tmp_path, host=0) as store:
-        assert store.get("s6", TOKENS).tokens == 11
-        assert found(store) == NAMES
-
-
 def test_an_index_that_finds_the_disk_full_costs_hits(tmp_path: Path) -> None:
     with filled(tmp_path) as store:
         assert store.contents.disk
@@ -209,23 +184,6 @@ def test_a_session_that_is_used_lives_on(tmp_path: Path) -> None:
             assert store.get("a", TOKENS).tokens == 11
         now[0] = 34.5
         assert store.get("a", TOKENS).tokens == 0
-
-
-@pytest.mark.parametrize("host", [0, 10_000 * TOKEN_BYTES])
-def test_what_expired_cannot_be_extended(host: int, tmp_path: Path) -> None:
-    now = [0.0]
-    with opened(tmp_path, host=host, clock=lambda: now[0], ttl_s=10.0) as store:
-        store.put("a", TOKENS, rows("a", TOKENS))
-        now[0] = 11.0
-        assert not store.extend("a", 11, [1], rows("a", [1], 11))
-        assert store.truncate("a") == 0
-
-
-def test_a_second_owner_in_this_process_is_refused(tmp_path: Path) -> None:
-    with filled(tmp_path), pytest.raises(HistoryError, match="in use by another store"):
-        opened(tmp_path)
-    with opened(tmp_path, host=0) as store:
-        assert found(store) == NAMES
 
 
 def test_a_second_process_is_refused_or_waits(tmp_path: Path) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import random
 import sqlite3
 import threading
 from collections.abc import Iterator
-from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ import torch
 
 from harness.cachedattention.store import block as blocks
 from harness.cachedattention.store import index
-from harness.cachedattention.store.block import BlockFile, HistoryLost, Loss
+from harness.cachedattention.store.block import BlockFile, HistoryLost
 from harness.cachedattention.store.disk import HistoryWarning
 from harness.cachedattention.store.history_store import HistoryStore
 from harness.cachedattention.store.lanes import WriteBuffer
@@ -125,26 +123,6 @@ def test_close_writes_all_that_waits(tmp_path: Path) -> None:
         assert store.statistics.reused_tokens == 20 * 11
 
 
-def test_a_disk_that_fills_up_behind_the_caller_costs_hits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with opened(tmp_path, host=0, **THREADS) as store:
-        put(store, "a")
-        store.flush()
-
-        def full(fd: int) -> None:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "fsync", full)
-            put(store, "b")
-            with pytest.warns(HistoryWarning, match="'b'.*No space left"):
-                store.flush()
-        assert not store.get("b", TOKENS).tokens
-        assert right(store.get("a", TOKENS), "a", TOKENS)
-        assert len(list(tmp_path.rglob("*.safetensors*"))) == 3
-        put(store, "b")
-        assert store.get("b", TOKENS).tokens == 11
-
-
 def test_prefetching_runs_ahead_in_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(tmp_path, host=2 * SIZE, **THREADS) as store:
         put(store, "a", "b", "c", "d")
@@ -228,22 +206,6 @@ def test_a_layer_is_there_before_the_next_one_is_read(tmp_path: Path, monkeypatc
         assert store.statistics.load_s == overlap.load_s
 
 
-@pytest.mark.parametrize("threads", [0, 2])
-@pytest.mark.parametrize("buffer", [0, 1, 2, 9, None])
-def test_the_read_buffer_says_what_comes_before_the_job_begins(
-    buffer: int | None, threads: int, tmp_path: Path
-) -> None:
-    with opened(tmp_path, io_threads=threads) as store:
-        put(store, "a")
-        loading = store.open("a", TOKENS, buffer)
-        assert loading is not None
-        expected = LAYERS if buffer is None else min(buffer, LAYERS)  # without a measure: all
-        assert loading.overlap.read_buffer == len(loading._copies) == expected
-        loading.begin()
-        assert len(loading._copies) == LAYERS
-        assert loading.all_layers()[0].keys() == rows("a", TOKENS).keys()
-
-
 def noted_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return a list that grows by the name of each tensor that is read from a block's file."""
     taken, read = list[str](), BlockFile.read
@@ -300,18 +262,6 @@ def test_what_was_cancelled_is_read_no_further_and_others_have_all(
         assert other.all_layers()[0].keys() == rows("a", TOKENS).keys()
 
 
-def test_a_session_that_is_dropped_is_read_no_further(tmp_path: Path) -> None:
-    with opened(tmp_path, host=0) as store:
-        put(store, "a")
-        store.flush()
-        (key,) = store.contents.blocks
-        fetch = store.contents.fetch(key, layers=1)
-        store.contents.placement.drop(key)
-        store.contents._forget(key, Loss.NO_ROOM)
-        assert len(fetch.rows(0).result()) == 3
-        assert isinstance(fetch.rows(1).exception(), CancelledError)
-
-
 def test_a_store_shares_the_engine_of_its_device(tmp_path: Path) -> None:
     """Its rows go to the device in the engine's own lane, and the engine's end drains all of the store's."""
     engine = TransferEngine(threads=1)
@@ -357,22 +307,6 @@ def test_the_default_buffer_is_what_the_prefill_cannot_hide() -> None:
     # S_buf = B (T_load L_hist - T_pref L_new) = 1000 - 2000 * 0.05 * new
     assert [speeds.read_buffer("host", 1000, 10, new) for new in (0, 1, 5, 8, 10, 50)] == [10, 9, 5, 2, 0, 0]
     assert speeds.read_buffer("disk", 1000, 10, 5) == 10
-
-
-def test_what_belongs_to_all_tokens_comes_with_its_layer(tmp_path: Path) -> None:
-    rest = {"0.sums": torch.arange(3.0), "1.seen": torch.tensor(11)}
-    for layers in (rows("a", TOKENS), {}):
-        with opened(tmp_path, host=0, **THREADS) as store:
-            store.put("a", TOKENS, layers, rest)
-            store.flush()
-            assert store.open("a", TOKENS[:8]) is None
-            loading = store.open("a", [*TOKENS, 1])
-            assert loading is not None
-            assert loading.tokens == 11
-            first, second = loading.layer(0), loading.layer(1)
-            assert first[1].keys() == {"0.sums"}
-            assert second[1]["1.seen"].item() == 11
-            assert {**first[0], **second[0]}.keys() == layers.keys()
 
 
 def flip(path: Path, at: int) -> None:

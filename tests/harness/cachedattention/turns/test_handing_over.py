@@ -102,9 +102,9 @@ def test_rows_lose_their_rotation_part_by_part_where_they_lie(name: str) -> None
         histories, turn = stored(kv, host=9 * MB), fed(kv)
         contents, count = turn.cache.contents(), len(turn.tokens)
         rows = histories.form.rows(contents, 0, count)
-        unrotated = histories.cut.unrotated(0, count, rows, count)
+        unrotated = histories.form.unrotated(0, count, rows, count)
         whole = histories.form.rows(turn.cache.whole_contents(), 0, count)
-        once = histories.cut.unrotated(0, count, whole, count)
+        once = histories.form.unrotated(0, count, whole, count)
         away = {number: state for number, state in enumerate(contents) if "far.v" in state}
         assert away
         for number, state in away.items():

@@ -15,7 +15,6 @@ from harness.cachedattention.store.block import BlockFile
 from harness.cachedattention.store.disk import HistoryWarning
 from harness.cachedattention.turns.caches import CachesBetweenTurns
 from harness.engine.attach import attached
-from harness.engine.batch.cache import SlotsCache
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
 from methods.base import AttnInput
@@ -75,31 +74,12 @@ def test_rows_wait_for_rotations_that_a_busy_stream_has_still_to_make(
                 histories.ahead(session, tokens)
             return resume(session, tokens, capacity)
 
-        monkeypatch.setattr(histories.cut, "states", late)
+        monkeypatch.setattr(histories.form, "states", late)
         monkeypatch.setattr(histories, "resume", resumed)
         talk.turns()
         assert talk.said == wanted.said
         assert [found.tier for found in talk.found] == [None, "host", "host", "host"]
         histories.close()
-
-
-@pytest.mark.parametrize("use", ["seal", "contents", "slots"])
-def test_whoever_needs_all_layers_waits_for_all(use: str) -> None:
-    with attach(Full(), None) as kv:
-        engine, given = Engine(kv), kv.start(KVCache, capacity=CAPACITY)
-        engine.prefill(given, prompt(40))
-        given.seal()
-        contents = given.contents()
-        cache = kv.start(KVCache, capacity=CAPACITY)
-        cache.refill_by_layer(40, contents.__getitem__)
-        if use == "contents":
-            found = cache.contents()
-        else:
-            cache.seal()
-            if use == "slots":
-                engine.run(prompt(1), SlotsCache([cache]))
-            found = cache.contents()
-        assert all(torch.equal(new["k0"][:, :, :40], old["k0"]) for new, old in zip(found, contents, strict=True))
 
 
 @pytest.mark.tokens

@@ -17,7 +17,7 @@ from methods.h2o import H2O
 from methods.infinigen import InfiniGen
 from tests.harness.cachedattention.turns.test_histories import CAPACITY, MB, Talk, plain, stored
 from tests.methods.test_contract import attach
-from tests.tiny import prompt, tiny
+from tests.tiny import prompt
 
 
 def test_another_calibration_is_another_fingerprint() -> None:
@@ -68,15 +68,3 @@ def test_rows_of_a_repetitive_text_are_those_behind_the_cut() -> None:
             found.cache.await_layers()
             rows.append([state["v0"] for state in found.cache.contents()])
         assert all(torch.equal(one, other) for one, other in zip(*rows, strict=True))
-
-
-def test_cutting_says_nothing_of_how_fast_prefills_are() -> None:
-    """Nothing is computed: T_pref, behind the default read buffer, stays what prefills measure."""
-    with attached(tiny("llama"), Full()) as kv:
-        histories = stored(kv, host=9 * MB)
-        talk = Talk(kv, histories).turns((60, 9))
-        speeds = histories.store.contents.speeds
-        measured = speeds.prefill()
-        assert measured is not None
-        histories.shorten("alice", talk.fed, 40, CAPACITY, sinks=4)
-        assert speeds.prefill() == measured

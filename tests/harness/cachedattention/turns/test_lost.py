@@ -10,14 +10,12 @@ import pytest
 
 from harness.cachedattention.store.block import Loss
 from harness.cachedattention.store.history_store import HistoryStore
-from harness.cachedattention.turns.caches import DevicePrefix
 from harness.cachedattention.turns.stored import StoredCaches, StoredForm
 from harness.engine.attach import Attachment, attached
 from harness.engine.cache import KVCache
 from harness.models.random import Random
-from methods.base import Budget, Method
+from methods.base import Budget
 from methods.full import Full
-from methods.kivi import Kivi
 from methods.pqcache import PQCache
 from methods.tiers.integers import IntCodec
 from tests.harness.cachedattention.turns.test_histories import CAPACITY, LENGTHS, MB, NEW, PRINT, Talk, lasting, stored
@@ -59,30 +57,6 @@ def test_a_full_disk_changes_no_answer_or_the_turn_says_so(name: str, tmp_path: 
     assert [found.lost for found in talk.found] == [None, None, None if repeatable else Loss.DISK_FULL, None]
     if repeatable:
         assert talk.said == wanted.said
-
-
-@pytest.mark.parametrize(
-    "method",
-    [small("pqcache"), small("snapkv"), small("h2o"), Kivi(residual=8, group=8)],
-    ids=lambda one: type(one).__name__,
-)
-def test_a_recomputation_is_another_selection(method: Method, tmp_path: Path) -> None:
-    """So it is not for nothing that a turn says it: its logits are others."""
-    with attach(method, 0.2) as kv:
-        logits = []
-        for histories in (
-            small_blocks(kv, tmp_path / "lost"),
-            DevicePrefix(lambda room: kv.start(KVCache, capacity=room)),
-        ):
-            talk = Talk(kv, histories, new=20)
-            with pytest.MonkeyPatch.context() as patch:
-                full_disk(patch)
-                talk.turns(LENGTHS[:2])
-            text = [*talk.fed, talk.said[-1], 5, 6]
-            found = histories.resume("alice", text[:-1], CAPACITY)
-            _, made = histories.compute(found, text, talk.prefill)
-            logits.append(made)
-    assert (logits[0] - logits[1]).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize(

@@ -87,11 +87,6 @@ def test_the_start_of_a_text_is_before_its_rotation() -> None:
     assert not torch.allclose(off[:, :, 1:, :8], keys[:, :, 1:, :8], atol=0.1)
 
 
-def test_no_token_is_a_text_too() -> None:
-    [rotation, *_] = rotations(scaled(BY_REACH["longrope"], max_position_embeddings=4 * ORIGINAL))
-    assert rotation.move(torch.empty(1, 2, 0, 16), torch.arange(0), torch.arange(0)).shape == (1, 2, 0, 16)
-
-
 def test_layers_have_their_own_rotations() -> None:
     model, keys, places = tiny("gemma3_text"), torch.randn(1, 2, TOKENS, 16), torch.arange(FAR, FAR + TOKENS)
     kinds = {kind: layer for layer, kind in enumerate(model.config.layer_types)}
@@ -145,16 +140,6 @@ def test_texts_that_outgrow_their_angles_are_refused(name: str) -> None:
         rotation.check(3 * ORIGINAL)
     for rope in SCALED.values():
         rotations(scaled(rope))[0].check(100_000)
-
-
-def test_asking_leaves_the_models_rotary_module_alone() -> None:
-    model = scaled(DYNAMIC, max_position_embeddings=ORIGINAL)
-    far = torch.arange(3 * ORIGINAL)[None]
-    like = torch.empty(0)
-    before = model.model.rotary_emb(like, far)
-    rotations(model)[0].off(torch.randn(1, 2, 3, 16), torch.arange(3))
-    assert all(map(torch.equal, model.model.rotary_emb(like, far), before))
-    assert model.model.rotary_emb.max_seq_len_cached == 3 * ORIGINAL
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -292,24 +292,6 @@ def test_what_was_begun_ahead_is_left_where_the_store_has_lost_the_session() -> 
         histories.close()
 
 
-def test_a_turn_says_what_was_hidden(held: Held) -> None:
-    with attach(Full(), None) as kv:
-        talk = Talk(kv, stored(kv, host=9 * MB))
-        histories: Any = talk.caches
-        saves: list[Any] = []
-        save = histories.save
-        histories.save = lambda *given: saves.append(save(*given)) or saves[-1]  # type: ignore[func-returns-value]
-        talk.turns(LENGTHS[:1])
-        assert not saves[0].finished
-        held.go.set()
-        assert saves[0].hidden_s() > 0
-        assert saves[0].finished
-        histories.store.flush()
-        assert histories.store.statistics.leaving_hidden_s == pytest.approx(saves[0].hidden_s())
-        assert histories.store.statistics.leaving_s >= histories.store.statistics.leaving_hidden_s
-        histories.close()
-
-
 def spoken(kv: Any, histories: StoredCaches, beside: int) -> list[list[int]]:
     """Two turns each of several conversations, whose answers are decoded together: all that was said."""
     engine, lengths, said = Engine(kv), (45, 9), list[list[int]]()

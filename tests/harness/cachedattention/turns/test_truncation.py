@@ -169,19 +169,6 @@ def _keys(state: Any) -> list[Tensor]:
     return [x for name, x in state.items() if name[:1] == "k"]
 
 
-@pytest.mark.parametrize("sinks", [pytest.param(0, marks=pytest.mark.slow), 3])
-def test_streaming_is_left_as_it_was(sinks: int) -> None:
-    """Its keys lie as if what was evicted had never been: moved together, they give the same answers."""
-    model, ids = tiny("llama"), prompt(SEEN)
-    with attached(model, Streaming(sinks=sinks), budget=30) as kv:
-        still = fed(kv, ids)
-        moved = shortened(kv, still, 60)
-        still.open_turn()
-        assert moved.num_tokens == 36
-        logits = [Engine(kv).prefill(cache, prompt(NEW, seed=5)) for cache in (moved, still)]
-    assert_close(*logits, **EXACT)
-
-
 def test_a_history_that_fits_stays_as_it_is() -> None:
     model, ids = tiny("llama"), prompt(SEEN)
     with attached(model, Full()) as kv:
