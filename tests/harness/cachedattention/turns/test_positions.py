@@ -134,9 +134,9 @@ def test_texts_that_outgrow_their_angles_are_refused(name: str) -> None:
     model = scaled(BY_REACH[name], max_position_embeddings=ORIGINAL if name == "dynamic" else 4 * ORIGINAL)
     [rotation, *_] = rotations(model)
     rotation.check(ORIGINAL)
-    with pytest.raises(RotationError, match=f"exceeds {ORIGINAL} tokens"):
+    with pytest.raises(RotationError, match=str(ORIGINAL)):
         rotation.check(ORIGINAL + 1)
-    with pytest.raises(RotationError, match=f"exceeds {ORIGINAL} tokens"):
+    with pytest.raises(RotationError, match=str(ORIGINAL)):
         rotation.check(3 * ORIGINAL)
     for rope in SCALED.values():
         rotations(scaled(rope))[0].check(100_000)
