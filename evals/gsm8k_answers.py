@@ -26,8 +26,8 @@ def strict(output: str) -> str | None:
     >>> strict("The answer is 18."), strict("The answer is 18")
     ('18', '1')
     """
-    found = re.search(r"The answer is (-?[0-9.,]+).", output)
-    return found[1] if found else None
+    match = re.search(r"The answer is (-?[0-9.,]+).", output)
+    return match[1] if match else None
 
 
 def flexible(output: str) -> str | None:
@@ -36,8 +36,8 @@ def flexible(output: str) -> str | None:
     >>> flexible("The answer is $1,234.")
     '$1,234.'
     """
-    found = re.findall(r"-?[$0-9.,]{2,}|-?[0-9]+", output)
-    return found[-1] if found else None
+    numbers = re.findall(r"-?[$0-9.,]{2,}|-?[0-9]+", output)
+    return numbers[-1] if numbers else None
 
 
 def pqcache(output: str) -> str | None:
@@ -47,8 +47,8 @@ def pqcache(output: str) -> str | None:
     >>> pqcache("It is -1,000.5\\nQuestion: 7?")
     '1000.5'
     """
-    found = re.findall(r"\d*\.?\d+", output.split(_CUT)[0].replace(",", ""))
-    return found[-1] if found else None
+    numbers = re.findall(r"\d*\.?\d+", output.split(_CUT)[0].replace(",", ""))
+    return numbers[-1] if numbers else None
 
 
 def openai(output: str) -> str | None:
@@ -57,8 +57,8 @@ def openai(output: str) -> str | None:
     >>> openai("#### 1,234")
     '1234'
     """
-    found = re.search(r"#### (-?[0-9.,]+)", output)
-    return found[1].replace(",", "") if found else None
+    match = re.search(r"#### (-?[0-9.,]+)", output)
+    return match[1].replace(",", "") if match else None
 
 
 def final_number(solution: str) -> str:

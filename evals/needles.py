@@ -83,9 +83,9 @@ def word_overlap(answers: Sequence[str], output: str) -> Score:
     0.2727272727272727
     """
     words = set(answers[0].lower().split())
-    found = words & set(output.lower().split())
+    shared = words & set(output.lower().split())
     exact = answers[0].lower().rstrip(".") in output.lower()
-    return Score(1.0 if exact else len(found) / len(words), {"exact": float(exact)})
+    return Score(1.0 if exact else len(shared) / len(words), {"exact": float(exact)})
 
 
 def _sandwich(rng: random.Random) -> Planted:

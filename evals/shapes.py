@@ -54,8 +54,8 @@ def misfit(value: Any, shape: Shape, field: str = "") -> str | None:
     """Return what is wrong with a JSON value, in words that follow the name of its place, or return
     None if it fits `shape`.
 
-    A shape is one of KINDS, or several ("text or a whole number"), or looks like the value. `{name:
-    shape}` is an object; a name that ends in "?" may be missing or null, and `str` stands for every
+    A shape is one of KINDS, or several ("text or a whole number"), or looks like the value.
+    `{name: shape}` is an object; a name that ends in "?" may be missing or null, and `str` stands for every
     name. `[shape]` is a list, `[shape, ...]` a list that is not empty, `[]` a list of anything, and
     `(shape, shape)` a list of exactly that length. Fields that a shape does not name may hold
     anything.

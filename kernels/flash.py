@@ -1,5 +1,5 @@
-"""Computes prefill attention by flash-attn, where it is installed (`pip install
-'kv-harness[flash]'`).
+"""Computes prefill attention by flash-attn, where it is installed
+(`pip install 'kv-harness[flash]'`).
 
 From version 2.1 on its causal mask is aligned at the bottom right, so that later chunks need no
 mask either."""

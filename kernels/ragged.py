@@ -106,8 +106,8 @@ class Ragged:
         """Return the shape of `whole`."""
         if "whole" in vars(self):
             return tuple(self.whole.shape)
-        one = list(self.first.shape)
-        return (len(self.sizes), *one[1 : self.dim], self.sizes.most, *one[self.dim + 1 :])
+        first_shape = list(self.first.shape)
+        return (len(self.sizes), *first_shape[1 : self.dim], self.sizes.most, *first_shape[self.dim + 1 :])
 
     @property
     def counts(self) -> Tensor:

@@ -270,8 +270,8 @@ class ShadowRead(Read[ChunkPlan], capturable=True, of_each=OF_EACH):
 
     def rows_of(self, rows: Tensor, plan: ChunkPlan) -> Tensor:
         local = torch.arange(self.sealed - plan.local, self.sealed, device=rows.device)
-        found = ops.token_rows(torch.cat([self.outliers, rows], 2), self.method.chunk)
-        return torch.cat([found, local.expand(*found.shape[:2], -1)], 2)
+        chunk_rows = ops.token_rows(torch.cat([self.outliers, rows], 2), self.method.chunk)
+        return torch.cat([chunk_rows, local.expand(*chunk_rows.shape[:2], -1)], 2)
 
     def attended_under(self, plan: ChunkPlan) -> Attended:
         exact = plan.outliers * self.method.chunk + plan.local

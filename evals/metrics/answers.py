@@ -41,11 +41,11 @@ def classification(prediction: str, reference: str, all_classes: Sequence[str]) 
     >>> classification("ABCD", "ABCD", ["A", "AB", "ABC", "ABCD"])
     0.5
     """
-    found = [name for name in all_classes if name in prediction]
-    for name in found:
+    named = [name for name in all_classes if name in prediction]
+    for name in named:
         if name in reference and name != reference:
-            found.remove(name)  # removing while walking is the official quirk
-    return 1.0 / len(found) if reference in found else 0.0
+            named.remove(name)  # removing while walking is the official quirk
+    return 1.0 / len(named) if reference in named else 0.0
 
 
 def count(prediction: str, reference: str) -> float:
@@ -59,8 +59,8 @@ def count(prediction: str, reference: str) -> float:
 
 
 def retrieval(prediction: str, reference: str) -> float:
-    """Return the share of the numbers in the prediction that equal N of the reference `Paragraph
-    N`."""
+    """Return the share of the numbers in the prediction that equal N of the reference
+    `Paragraph N`."""
     return count(prediction, _number(r"Paragraph (\d+)", reference))
 
 

@@ -110,6 +110,6 @@ def _planted(rng: random.Random, count: int) -> list[Planted]:
     """Draw `count` needles about different things."""
     found: dict[str, Planted] = {}
     while len(found) < count:
-        one = NEEDLES["magic_city"].plant(rng)
-        found[one.topic] = one
+        city_needle = NEEDLES["magic_city"].plant(rng)
+        found[city_needle.topic] = city_needle
     return list(found.values())

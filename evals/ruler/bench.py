@@ -1,5 +1,5 @@
-"""Measures what making RULER prompts costs: `python -m evals.ruler.bench --length 131072
---tokenizer tokenizer.json`."""
+"""Measures what making RULER prompts costs:
+`python -m evals.ruler.bench --length 131072 --tokenizer tokenizer.json`."""
 
 from __future__ import annotations
 

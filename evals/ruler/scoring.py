@@ -24,8 +24,8 @@ def string_match_all(output: str, references: Sequence[str]) -> float:
     >>> string_match_all("It is 12345678.", ["1234567", "89"])
     0.5
     """
-    found = clean(output).lower()
-    return sum(reference.lower() in found for reference in references) / len(references)
+    text = clean(output).lower()
+    return sum(reference.lower() in text for reference in references) / len(references)
 
 
 def string_match_part(output: str, references: Sequence[str]) -> float:
@@ -34,8 +34,8 @@ def string_match_part(output: str, references: Sequence[str]) -> float:
     >>> string_match_part("in Paris", ["paris", "Paris, France"])
     1.0
     """
-    found = clean(output).lower()
-    return float(any(reference.lower() in found for reference in references))
+    text = clean(output).lower()
+    return float(any(reference.lower() in text for reference in references))
 
 
 def means(groups: Mapping[str, float], part: int) -> dict[str, float]:

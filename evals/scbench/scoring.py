@@ -50,10 +50,10 @@ def first_number(output: str, answer: float) -> float:
     >>> first_number("It is 7.9", 7), first_number("-7", -7)
     (1.0, 0.0)
     """
-    found = re.search(r"\d+\.\d+|\d+", output)
-    if found is None:
+    match = re.search(r"\d+\.\d+|\d+", output)
+    if match is None:
         return 0.0
-    number = float(found[0])
+    number = float(match[0])
     whole = isinstance(answer, int) and isfinite(number)  # thousands of digits make an infinite number
     return float((int(number) if whole else number) == answer)
 
@@ -68,19 +68,19 @@ def choice(output: str, answers: Sequence[str]) -> float:
     """Score a choice among four options; answers: the right option's text and letter. A first
     letter A to D is the choice, whatever follows. Else it is the whole output, or what follows the
     first of some phrases, or the first word in ABCD."""
-    said = output.strip()
-    if not said:
+    text = output.strip()
+    if not text:
         return 0.0
-    if said[0] in OPTIONS:
-        return float(said[0] in answers)
-    if said in answers:
+    if text[0] in OPTIONS:
+        return float(text[0] in answers)
+    if text in answers:
         return 1.0
-    said = re.sub(" +", " ", re.sub(r"[\n\"'.,?!{}]", " ", said))
+    text = re.sub(" +", " ", re.sub(r"[\n\"'.,?!{}]", " ", text))
     for prefix in _PREFIXES:
-        if (place := said.find(prefix)) >= 0:
-            rest = said[place + len(prefix) + 1 :]
-            return float(any(rest.startswith(answer) for answer in answers) and len(said) > place + len(prefix))
-    word = next((word for word in said.split() if word in OPTIONS), "")
+        if (place := text.find(prefix)) >= 0:
+            rest = text[place + len(prefix) + 1 :]
+            return float(any(rest.startswith(answer) for answer in answers) and len(text) > place + len(prefix))
+    word = next((word for word in text.split() if word in OPTIONS), "")
     return float(word in answers)
 
 

@@ -196,9 +196,9 @@ class Attachment:
         known = _prepared.setdefault(self.model, {})
         if self.method not in known:
             before = perf_counter()
-            made = self.method.prepare(self.specs, observer(self.model, self.model_specs, calibration))
+            prepared = self.method.prepare(self.specs, observer(self.model, self.model_specs, calibration))
             wait_for(self.model.device)
-            known[self.method] = made, perf_counter() - before
+            known[self.method] = prepared, perf_counter() - before
         return known[self.method]
 
 

@@ -72,10 +72,10 @@ class Engine(Stepper):
             context_tokens=context_tokens,
             sampler=sampler,
         )
-        made = _to_the_end(batch, slot)
-        if made.not_finite is not None:
-            raise self.not_finite(prompt, made.tokens, made.not_finite, context_tokens)
-        return made
+        generation = _to_the_end(batch, slot)
+        if generation.not_finite is not None:
+            raise self.not_finite(prompt, generation.tokens, generation.not_finite, context_tokens)
+        return generation
 
     def not_finite(
         self, prompt: Tensor, answers: Sequence[Sequence[int]], token: int, context_tokens: int | None

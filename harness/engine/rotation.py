@@ -47,8 +47,8 @@ class TextRotary(nn.Module):
     @property
     def kinds(self) -> str:
         """Return the kinds of rotation whose angles depend on the length, as text for a user."""
-        found = self.rope_type.values() if isinstance(self.rope_type, dict) else [self.rope_type]
-        return ", ".join(sorted({kind for kind in found if _depends(kind)}))
+        kinds = self.rope_type.values() if isinstance(self.rope_type, dict) else [self.rope_type]
+        return ", ".join(sorted({kind for kind in kinds if _depends(kind)}))
 
     def stage(self, tokens: int) -> int:
         """Return the length by which a text of `tokens` tokens is rotated; it is equal for all

@@ -94,12 +94,12 @@ def clocked(watch: Stopwatch, seen: Seen | None = None) -> Iterator[None]:
         within = True
         try:
             with watch.span(phase_of(name), name):
-                made = call()
+                result = call()
         finally:
             within = False
         if seen is not None:
-            seen(name, arguments, made)
-        return made
+            seen(name, arguments, result)
+        return result
 
     with watched(around):
         yield

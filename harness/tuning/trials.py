@@ -56,14 +56,14 @@ class Trials:
         for point in points:
             with reporting(failed.append):
                 jobs[point] = plan(point)
-        made = evaluate_together(list(jobs.values()), failed.append)
-        done = {run.folder: run.records for run in made}
+        runs = evaluate_together(list(jobs.values()), failed.append)
+        done = {run.folder: run.records for run in runs}
         for point in points:
             job = jobs.get(point)
             self._take(point, job, done.get(job.folder) if job else None)
         if START in self.discarded:
             raise failed[0]  # nothing can be compared with the start
-        self._take_full([run.full_folder for run in made])
+        self._take_full([run.full_folder for run in runs])
 
     def _take(self, point: Point, job: Job | None, made: list[Record] | None) -> None:
         if job is None or made is None:

@@ -77,44 +77,44 @@ def together(slots: Slots, cache: CacheState) -> Layer:
     layers = slots.layers
     for policy in (policy for layer in layers for policy in layer.policies):
         policy.settle()
-    one = copy(layers[0])
-    one.cache = cache = cache.on(one.spec.device)
-    one.request = cache.request
-    one.store = BatchedStore([layer.store for layer in layers], cache, slots.dead)
+    joint = copy(layers[0])
+    joint.cache = cache = cache.on(joint.spec.device)
+    joint.request = cache.request
+    joint.store = BatchedStore([layer.store for layer in layers], cache, slots.dead)
     if layers[0].far is not None:
         pools = [layer.far for layer in layers if layer.far is not None]
-        one.far = cast(Pool, BatchedPool(pools, cache, slots.dead))
-    one.sealed = cast(int, slots.of_rows([layer.sealed for layer in layers]))
-    joined = {mine: _joined(policies, one, slots) for mine, *policies in _policies(layers)}
-    one.policies = tuple(joined.values())
-    one.keeps = one.keeps and cast(Keep, joined[one.keeps])
-    one.reads = one.reads and cast(Read[Any], joined[one.reads])
-    one.attends = joined[one.attends]
-    one.joined(layers, slots.dead)
-    return one
+        joint.far = cast(Pool, BatchedPool(pools, cache, slots.dead))
+    joint.sealed = cast(int, slots.of_rows([layer.sealed for layer in layers]))
+    joined = {mine: _joined(policies, joint, slots) for mine, *policies in _policies(layers)}
+    joint.policies = tuple(joined.values())
+    joint.keeps = joint.keeps and cast(Keep, joined[joint.keeps])
+    joint.reads = joint.reads and cast(Read[Any], joined[joint.reads])
+    joint.attends = joined[joint.attends]
+    joint.joined(layers, slots.dead)
+    return joint
 
 
 def link(steps: Sequence[tuple[Layer, Sequence[Layer]]]) -> None:
     """Link the layers and policies of several sequences with each other, as those of one sequence
     are linked. `steps`: the layers that `together` has returned, with those that each is made
     of."""
-    joint_layers = {id(layer): one for one, layers in steps for layer in layers}
-    for one, layers in steps:
-        one.link(layers, joint_layers)
-    of_members = [
-        (mine, others)
-        for one, layers in steps
-        for mine, (_, *others) in zip(one.policies, _policies(layers), strict=True)
+    joint_layers = {id(layer): joint for joint, layers in steps for layer in layers}
+    for joint, layers in steps:
+        joint.link(layers, joint_layers)
+    members = [
+        (policy, others)
+        for joint, layers in steps
+        for policy, (_, *others) in zip(joint.policies, _policies(layers), strict=True)
     ]
-    joint = {id(other): mine for mine, others in of_members for other in others}
-    for mine, others in of_members:
-        mine.link(others, joint)
+    joint_policies = {id(other): policy for policy, others in members for other in others}
+    for policy, others in members:
+        policy.link(others, joint_policies)
 
 
-def hand_back(one: Layer, layer: Layer, first: int) -> None:
-    """Give `layer`, whose sequences are number `first` and following of those of `one`, what the
+def hand_back(joint: Layer, layer: Layer, first: int) -> None:
+    """Give `layer`, whose sequences are number `first` and following of those of `joint`, what the
     last step chose and changed."""
-    for joined, policy in zip(one.policies, layer.policies, strict=True):
+    for joined, policy in zip(joint.policies, layer.policies, strict=True):
         joined.hand_back(policy, slice(first, first + layer.request.batch))
 
 
@@ -123,15 +123,15 @@ def _policies(layers: Sequence[Layer]) -> list[tuple[Policy, ...]]:
     return [(same[0], *same) for same in zip(*(layer.policies for layer in layers), strict=True)]
 
 
-def _joined(policies: Sequence[Policy], one: Layer, slots: Slots) -> Policy:
-    """Return a policy of the joint layer `one` for the sequences of all layers."""
+def _joined(policies: Sequence[Policy], layer: Layer, slots: Slots) -> Policy:
+    """Return a policy of the joint `layer` for the sequences of all layers."""
     joint = copy(policies[0])
-    Policy.bind(joint, one)  # a subclass's `bind` would reset it to a layer that has seen nothing
+    Policy.bind(joint, layer)  # a subclass's `bind` would reset it to a layer that has seen nothing
     for name, how in (type(joint).of_each or {}).items():
         values = [getattr(policy, name, None) for policy in policies]
         if all(value is not None for value in values):
             most = getattr(joint, how.most) if isinstance(how, Padded) and how.most is not None else None
-            setattr(joint, name, _several(values, how, most, one.cache, slots))
+            setattr(joint, name, _several(values, how, most, layer.cache, slots))
     if isinstance(joint, Read) and joint.plan is not None:
         joint.plan = _plan([cast(Read[Any], policy).plan for policy in policies], slots)
     return joint

@@ -82,8 +82,8 @@ class HitCache:
         known = torch.ones_like(slots, dtype=torch.bool) if there is None else there.expand_as(slots)
         traffic.tally_each("looked_up", known.sum((1, 2)))
         traffic.tally_each("found", (known & (slots >= 0)).sum((1, 2)))
-        made, tokens = load(chunks, slots), self.held.shape[2] * self.size
-        return self.exchange(chunks, Segment(*(_as_wide(x, tokens, 2) for x in made[:2])))
+        loaded, tokens = load(chunks, slots), self.held.shape[2] * self.size
+        return self.exchange(chunks, Segment(*(_as_wide(x, tokens, 2) for x in loaded[:2])))
 
     def slots(self, chunks: Tensor | Ragged) -> Tensor:
         """Return the places of chunks [B G K], -1 for those not held; 0 for chunks that a sequence

@@ -2,11 +2,11 @@
 (github.com/NVIDIA/kvpress).
 
 `press` names a class of kvpress, or the import path of a user's own, and its parameters; presses
-that take another press take a mapping of the same form: `method=kvpress method.press='{name:
-AdaKVPress, press: {name: ExpectedAttentionPress}}'`. A fresh press is made for every cache. When a
-layer's prompt is complete, the press's own `forward_hook` runs on the model's attention module with
-all keys and values of the prompt, and what it leaves of them is stored. Its ratio is set so that it
-keeps the budget.
+that take another press take a mapping of the same form:
+`method=kvpress method.press='{name: AdaKVPress, press: {name: ExpectedAttentionPress}}'`. A fresh
+press is made for every cache. When a layer's prompt is complete, the press's own `forward_hook` runs
+on the model's attention module with all keys and values of the prompt, and what it leaves of them is
+stored. Its ratio is set so that it keeps the budget.
 
 Keys that a press masks (AdaKVPress) leave, and every head gets a store of its own. Rows that a
 press changes (ThinKPress, KeyRerotationPress, MergingPress) are stored as it leaves them. A press

@@ -51,8 +51,8 @@ class Ready(NamedTuple):
 
 
 def ready(words: Mapping[str, Any], config_dir: str | None = None) -> Ready:
-    """Return the model with its method attached, configured by `words` as `python -m harness
-    KEY=VALUE ...` is. `config_dir`: a folder with method/NAME.yaml and model/NAME.yaml of a user's
+    """Return the model with its method attached, configured by `words` as
+    `python -m harness KEY=VALUE ...` is. `config_dir`: a folder with method/NAME.yaml and model/NAME.yaml of a user's
     own, as for `--config-dir`. Raises `SettingsError` for a key that has no effect here."""
     for key in words:
         if key.partition(".")[0] not in READ:

@@ -43,8 +43,8 @@ class Stepper(ABC):
         if self.forward is not None:
             return self.forward(ids, cache)
         places = cache.positions(ids.shape[1], ids.device)
-        made = self.model(ids, position_ids=places, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        logits: Tensor = made.logits[:, -1]
+        output = self.model(ids, position_ids=places, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        logits: Tensor = output.logits[:, -1]
         return logits
 
     @abstractmethod
