@@ -34,6 +34,7 @@ from harness.prompts.prompt import Tokenizer
 from harness.prompts.teacher import answer_ids
 from harness.results.records import PEAKS, StoreError
 from kernels.dispatch import BackendError
+from methods.layers.returned import ReturnedError
 
 Ending = Callable[[Item], dict[str, Any]]  # how tokens are picked for a turn, and when it stops
 
@@ -90,11 +91,12 @@ def _let_go(error: BaseException) -> None:
 
 
 def refuse_to_go_on(error: Exception) -> None:
-    """Raise `error` where no other example can be expected to do better: memory, disk, device, results or a backend
-    that was asked for are at fault. A history that is lost gets here where store.lost=fail says that it ends the
-    run."""
+    """Raise `error` where no other example can be expected to do better: memory, disk, device, results, a backend that
+    was asked for or what a method returns, which only the first example checks, are at fault. A history that is lost
+    gets here where store.lost=fail says that it ends the run."""
     kinds = (
-        OSError, StoreError, HistoryError, BackendError, CaptureBroke, torch.AcceleratorError, torch.OutOfMemoryError,
+        OSError, StoreError, HistoryError, BackendError, CaptureBroke, ReturnedError, torch.AcceleratorError,
+        torch.OutOfMemoryError,
     )  # fmt: skip
     if isinstance(error, kinds) or is_memory(error) or "CUDA error" in str(error):
         raise error

@@ -145,7 +145,7 @@ def test_spans_on_a_gpu_are_the_device_s_time() -> None:
 
 
 def test_jobs_that_share_a_prefill_are_traced_each(tmp_path: Path) -> None:
-    settings = Settings(results=Results(root=str(tmp_path)), progress=False, trace="on", shared_prefill=True)
+    settings = Settings(results=Results(root=str(tmp_path)), trace="on", shared_prefill=True)
     for made in evaluate_together([Job.plan(PQ, niah(), MODEL, settings)]):
         assert all(record.trace and record.trace["parts_s"]["attend"] > 0 for record in made.records)
         assert (made.folder / PROFILE).exists()
