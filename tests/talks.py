@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from evals.base import Example, Score, Task, TaskEnv, Turn
 from harness.cachedattention.serving.trace import Session
-from harness.jobs.planning.items import Item
+from harness.jobs.planning.examples import PreparedExample
 from harness.prompts.prompt import Prompt
 from tests.tiny import prompt
 
@@ -21,16 +21,16 @@ def session(
     return Session(item(name, *turns, seed=seed), start_s, tuple(think_s) or (5.0,) * (len(turns) - 1))
 
 
-def item(name: str, *turns: tuple[int, int], seed: int = 0) -> Item:
+def item(name: str, *turns: tuple[int, int], seed: int = 0) -> PreparedExample:
     further = tuple(Turn(f"{name} asks again", (), max_new_tokens=answer) for _, answer in turns[1:])
     example = Example(
         id=name, group="talk", context=f"{name} asks", references=(), max_new_tokens=turns[0][1], further=further
     )
     first, *later = (
-        Item(one, _prompt(question, 100 * seed + place), answer, ())
+        PreparedExample(one, _prompt(question, 100 * seed + place), answer, ())
         for place, (one, (question, answer)) in enumerate(zip(example.turns, turns, strict=True))
     )
-    return Item(example, first.prompt, first.new_tokens, (), further=tuple(later))
+    return PreparedExample(example, first.prompt, first.new_tokens, (), further=tuple(later))
 
 
 def _prompt(tokens: int, seed: int) -> Prompt:

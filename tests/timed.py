@@ -13,7 +13,7 @@ from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
 from harness.engine.forward import nothing
 from harness.engine.graph import CapturedStep
-from harness.jobs.planning.items import Item
+from harness.jobs.planning.examples import PreparedExample
 
 TOKEN_S, STEP_S = 0.1, 1.0
 
@@ -59,6 +59,6 @@ class Timed(Engine):
         return super().decode(ids, cache, captured)
 
 
-def ending(item: Item) -> dict[str, Any]:
+def ending(item: PreparedExample) -> dict[str, Any]:
     """Every answer has the length that the trace says."""
     return {"max_new_tokens": item.new_tokens, "stops": [never], "sampler": None}

@@ -15,7 +15,7 @@ from harness.config.settings import Settings
 from harness.engine.calibration import observer
 from harness.engine.hf import layer_specs
 from harness.jobs.planning.effective import effective
-from harness.jobs.planning.items import prepare
+from harness.jobs.planning.examples import prepare
 from harness.models.base import ModelSource, load
 from harness.reports.pictures import figures
 from harness.results.files import digest, write_json

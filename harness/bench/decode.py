@@ -37,9 +37,9 @@ from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
 from harness.engine.graph import usual_graphs
 from harness.engine.hf import routed
-from harness.jobs.planning.cache_bytes import Holder
-from harness.jobs.planning.capacity import Need, lacking, largest_batch, needed_by
-from harness.jobs.planning.items import blank
+from harness.jobs.planning.cache_bytes import CacheSpec
+from harness.jobs.planning.capacity import MemoryForecast, lacking, largest_batch, needed_by
+from harness.jobs.planning.examples import blank
 from harness.jobs.planning.machine import free_here
 from harness.models.base import LoadedModel, ModelInfo
 from harness.models.devices import usual_chunk
@@ -204,7 +204,7 @@ def _overlaps(options: argparse.Namespace) -> bool:
     return options.overlap == "on" or (options.overlap == "auto" and options.device != "cpu")
 
 
-def holder(method: Method, options: argparse.Namespace) -> Holder:
+def cache_spec(method: Method, options: argparse.Namespace) -> CacheSpec:
     """Return what the forecast of bytes asks of a run with these options."""
     settings = Settings(
         budget=options.budget,
@@ -215,7 +215,7 @@ def holder(method: Method, options: argparse.Namespace) -> Holder:
         overlap="on" if _overlaps(options) else "off",
         graphs="off" if options.device == "cpu" else "on",
     )
-    return Holder(settings, method, Budget(options.budget) if method.uses_budget else None)
+    return CacheSpec(settings, method, Budget(options.budget) if method.uses_budget else None)
 
 
 class Forecast:
@@ -228,7 +228,7 @@ class Forecast:
 
     def batch(self, method: Method, asked: int | str) -> int:
         """Return the batch that was asked for. Raises `ValueError` where it does not fit."""
-        most, tier = largest_batch(self.info, holder(method, self.options), self.item, *self.free, loaded=True)
+        most, tier = largest_batch(self.info, cache_spec(method, self.options), self.item, *self.free, loaded=True)
         if most < (1 if asked == arguments.MAX else int(asked)):
             raise ValueError(f"by the forecast the memory of the {tier} holds {most} sequences")
         return most if asked == arguments.MAX else int(asked)
@@ -236,9 +236,10 @@ class Forecast:
     def holds_both(self, method: Method, batch: int) -> bool:
         """Return whether as many sequences of Full fit besides."""
         own, full = (
-            needed_by(self.info, holder(one, self.options), self.item, batch, loaded=True) for one in (method, Full())
+            needed_by(self.info, cache_spec(one, self.options), self.item, batch, loaded=True)
+            for one in (method, Full())
         )
-        both = Need(0, own.total + full.total, 0, host=own.host + full.host)
+        both = MemoryForecast(0, own.total + full.total, 0, host=own.host + full.host)
         return lacking(both, *self.free) is None
 
 

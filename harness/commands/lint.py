@@ -26,7 +26,7 @@ from harness.jobs.planning.effective import (
     without_effect,
     without_effect_here,
 )
-from harness.jobs.planning.items import Item, prepare
+from harness.jobs.planning.examples import PreparedExample, prepare
 from harness.terminal.notices import say, warn
 from harness.terminal.paths import typed
 from methods.base import Budget, Method
@@ -80,7 +80,7 @@ def _lint(overrides: Sequence[str], config_dirs: Sequence[Path], shown: int) -> 
 
 
 def _read_whole(
-    items: Sequence[Item], method: Method, budget: Budget | None, protocol: str, layers: int
+    items: Sequence[PreparedExample], method: Method, budget: Budget | None, protocol: str, layers: int
 ) -> Iterator[str]:
     """Yield the prompts that the method reads whole though the budget does not cover them, each with the reason."""
     ruled = [] if budget is None else [layer for layer in range(layers) if layer not in budget.dense_layers]
@@ -100,7 +100,7 @@ def _of_runs(wanted: Settings) -> Iterator[str]:
         yield f"{' and '.join(names)} {'change' if len(names) > 1 else 'changes'} nothing here: lint runs no model"
 
 
-def _marked(item: Item) -> str:
+def _marked(item: PreparedExample) -> str:
     """The whole prompt, with the place where protocol=context seals and the expected answers; then further turns."""
     context_end = item.prompt.text.rfind(item.example.question) if item.example.question else -1
     text = item.prompt.text

@@ -16,7 +16,7 @@ from evals.base import Task
 from harness.config import plugins
 from harness.config.errors import as_command, is_known, sentence
 from harness.config.settings import Data, settings_of
-from harness.jobs.planning.items import Item, prepare
+from harness.jobs.planning.examples import PreparedExample, prepare
 from harness.results.compared import mean_score
 from harness.results.files import write_lines
 from harness.results.identity import of_all
@@ -84,7 +84,7 @@ def rescore(folder: Path, data_root: Path | None = None) -> str:
     return f"{folder.name}: {changed} of {len(lines)} scores differ from the first, mean {told}"
 
 
-def _line(record: Record, task: Task, item: Item | None) -> Mapping[str, Any]:
+def _line(record: Record, task: Task, item: PreparedExample | None) -> Mapping[str, Any]:
     """Return a line of rescored.jsonl."""
     if item is None or item.sha256 != record.prompt_sha256:
         reason = "is no longer among the task's examples" if item is None else "has another prompt today"

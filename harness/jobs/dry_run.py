@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from harness.jobs.job import Job
 from harness.jobs.planning.capacity import largest_batch, refusal, sealed, side_by_side, size
-from harness.jobs.planning.items import by_context
+from harness.jobs.planning.examples import by_context
 from harness.jobs.planning.machine import free_here
 from harness.terminal.notices import alike, say
 from methods.base import CostError
@@ -65,7 +65,7 @@ def _bytes(job: Job) -> str:
         return full
     name = type(job.method).__name__
     try:
-        cost = sealed(job.holder, info, job.items)
+        cost = sealed(job.cache_spec, info, job.items)
     except CostError:
         return f"{full}; {name} does not say what it holds"
     told = [f"{size(count)} on the {tier}" for tier, count in cost.held.items() if count]
@@ -90,7 +90,7 @@ def _batch(job: Job) -> str:
     if free is None:
         return "unknown: nobody knows how much memory is free"
     longest = max(job.items, key=lambda item: item.room)
-    most, tier = largest_batch(job.model.describe(), job.holder, longest, free, free_host)
+    most, tier = largest_batch(job.model.describe(), job.cache_spec, longest, free, free_host)
     return f"at most {most} sequences of {longest.room} tokens fit at once, by the memory of the {tier}"
 
 

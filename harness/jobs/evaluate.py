@@ -24,7 +24,7 @@ from harness.engine.cache import KVCache
 from harness.engine.hf import routed
 from harness.jobs.job import Job, Presets
 from harness.jobs.planning.capacity import of_conversations
-from harness.jobs.planning.items import Item, by_context, room
+from harness.jobs.planning.examples import PreparedExample, by_context, room
 from harness.jobs.prefill import Prefilled, SharedPrefill, Usage
 from harness.jobs.questions import Failed
 from harness.jobs.runner import Runner
@@ -38,7 +38,7 @@ from harness.terminal.progress import progress
 from methods.base import AttnInput, KVLayer, Method, refuse_other_than_method
 
 OF_COMMANDS = ("dry_run", "wandb.project")  # settings that `python -m harness` reads before it runs jobs
-Items = Sequence[Item]
+Items = Sequence[PreparedExample]
 FAILED_BATCHES = 3  # that end a run, one after the other
 OnError = Callable[[Exception], None]
 
@@ -161,10 +161,10 @@ class _Run(Run):
         return bool(self.info["status"] == "failed")
 
     @property
-    def pending(self) -> list[Item]:
+    def pending(self) -> list[PreparedExample]:
         return self.job.pending(self)
 
-    def lacks(self, item: Item) -> bool:
+    def lacks(self, item: PreparedExample) -> bool:
         """Say whether the example is still to be tried in this session."""
         return not (self.failed or self.contains(item.example.id) or item.example.id in self.tried)
 
@@ -194,7 +194,7 @@ class _Run(Run):
                 self.prefill_error = error
 
     def answers(
-        self, items: Iterable[Item], prefilled: dict[str, Prefilled] | None = None
+        self, items: Iterable[PreparedExample], prefilled: dict[str, Prefilled] | None = None
     ) -> Iterator[Record | FailedExample]:
         """Yield the answers as they end, each once it is on disk."""
         for answer in self.runner.answers(items, prefilled):

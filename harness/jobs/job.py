@@ -17,8 +17,8 @@ from harness.config import plugins
 from harness.config.backends import orders
 from harness.config.settings import Settings
 from harness.engine.attach import Attachment
-from harness.jobs.planning.cache_bytes import Holder
-from harness.jobs.planning.capacity import Need, needed, refuse, size
+from harness.jobs.planning.cache_bytes import CacheSpec
+from harness.jobs.planning.capacity import MemoryForecast, needed, refuse, size
 from harness.jobs.planning.checks import check_budget, check_fit, check_overflow, check_store, check_turns
 from harness.jobs.planning.effective import (
     budget_of,
@@ -31,7 +31,7 @@ from harness.jobs.planning.effective import (
     without_effect,
     without_effect_here,
 )
-from harness.jobs.planning.items import Item, prepare
+from harness.jobs.planning.examples import PreparedExample, prepare
 from harness.jobs.planning.machine import check_machine
 from harness.models.base import LoadedModel, ModelError, ModelSource, is_loaded, load
 from harness.prompts.calibration import calibration_text
@@ -61,7 +61,7 @@ class Job:
     model: ModelSource
     settings: Settings
     budget: Budget | None
-    items: list[Item]
+    items: list[PreparedExample]
     config: dict[str, Any]
     identity: dict[str, Any]
     wanted: Settings  # as they were asked for; `settings` are those that apply
@@ -74,7 +74,7 @@ class Job:
         task: Task,
         model: ModelSource,
         wanted: Settings,
-        items: Sequence[Item] | None = None,
+        items: Sequence[PreparedExample] | None = None,
         presets: Presets | None = None,
         *,
         beside: bool = False,
@@ -148,14 +148,14 @@ class Job:
         it in a shared prefill, or the prefill cannot fit."""
         refuse(self.need(beside), self.settings)
 
-    def need(self, beside: Sequence[Job] = ()) -> Need:
+    def need(self, beside: Sequence[Job] = ()) -> MemoryForecast:
         loaded = is_loaded(self.model, self.settings.dtype, self.settings.device)
-        holders = [job.holder for job in beside]
-        return needed(self.model.describe(), self.holder, self.items, loaded=loaded, beside=holders)
+        cache_specs = [job.cache_spec for job in beside]
+        return needed(self.model.describe(), self.cache_spec, self.items, loaded=loaded, beside=cache_specs)
 
     @property
-    def holder(self) -> Holder:
-        return Holder(self.settings, self.method, self.budget)
+    def cache_spec(self) -> CacheSpec:
+        return CacheSpec(self.settings, self.method, self.budget)
 
     def load(self) -> LoadedModel:
         """Load the model, which computes with the job's threads and backends from now on."""
@@ -186,7 +186,7 @@ class Job:
         for folder in {Path(gettempdir()), Path(store or gettempdir())}:
             remove_abandoned(folder)
 
-    def pending(self, run: Run) -> list[Item]:
+    def pending(self, run: Run) -> list[PreparedExample]:
         return [item for item in self.items if not run.contains(item.example.id)]
 
     def stored(self, full: StoredRun | None = None) -> StoredRun:
@@ -207,7 +207,7 @@ class Job:
         asked = size(in_bytes) if in_bytes else asked
         return " ".join(filter(None, (task, method, *plugins.changed(self.method), asked)))
 
-    def announce(self, pending: Sequence[Item]) -> None:
+    def announce(self, pending: Sequence[PreparedExample]) -> None:
         """Say where the run is and what of it was there."""
         announce(self.label, self.folder, len(self.items) - len(pending), len(self.items))
         known = len(self.items) - len(pending)

@@ -28,7 +28,7 @@ from harness.engine.finite import NotFiniteError
 from harness.engine.graph import CaptureBroke
 from harness.engine.saved_state import Snapshot
 from harness.engine.wait import wait_for
-from harness.jobs.planning.items import Item
+from harness.jobs.planning.examples import PreparedExample
 from harness.jobs.prefill import Prefilled, Usage, larger
 from harness.prompts.prompt import Tokenizer
 from harness.prompts.teacher import answer_ids
@@ -36,7 +36,7 @@ from harness.results.records import PEAKS, StoreError
 from kernels.dispatch import BackendError
 from methods.layers.returned import ReturnedError
 
-Ending = Callable[[Item], dict[str, Any]]  # how tokens are picked for a turn, and when it stops
+Ending = Callable[[PreparedExample], dict[str, Any]]  # how tokens are picked for a turn, and when it stops
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Transcript:
     """Holds what an example gave, turn by turn, and what ran meanwhile used: its prefills, and the steps that it was
     in."""
 
-    item: Item
+    item: PreparedExample
     prefill: Usage
     decode: Usage
     turns: list[Generation] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Transcript:
 class Failed:
     """An example that got no answer, and why. Raises an error that is not the example's own."""
 
-    item: Item
+    item: PreparedExample
     error: Exception
 
     def __post_init__(self) -> None:
@@ -109,7 +109,7 @@ class Likelihood:
     stepper: Stepper
     tokenizer: Tokenizer
 
-    def references(self, item: Item) -> list[tuple[int, ...]]:
+    def references(self, item: PreparedExample) -> list[tuple[int, ...]]:
         """Return the tokens of each right answer to `item`, cut to as many as the model may answer. Of a text that is
         fed by force there is none, because the run itself measures that."""
         if item.forced:
@@ -168,7 +168,7 @@ class ContextSession:
         self,
         engine: Engine,
         caches: CachesBetweenTurns,
-        items: Sequence[Item],
+        items: Sequence[PreparedExample],
         prefilled: Prefilled,
         context: int | None,
         ending: Ending,
@@ -183,7 +183,7 @@ class ContextSession:
         self._context, self._waiting = context, deque(items)
         self._first, self._several = items[0].example.id, len(items) > 1
         self._shared: SealedContext | None = None  # once the first of several is asked
-        self._turns = deque[Item]()  # of the example that is asked, those to come
+        self._turns = deque[PreparedExample]()  # of the example that is asked, those to come
         self._unanswered: Snapshot | None = None  # the cache before the answer, where a given reply takes its place
         self._saved: Saved  # the turn before
         self.asked = items[0]  # the example that is asked, or was last
@@ -196,7 +196,7 @@ class ContextSession:
         return self.talk.over
 
     @property
-    def waiting(self) -> list[Item]:
+    def waiting(self) -> list[PreparedExample]:
         """The examples that have not been asked yet."""
         return list(self._waiting)
 
@@ -231,7 +231,7 @@ class ContextSession:
         if self._turns:
             self.transcript.reuse[-1]["save_s"] = self._saved.save_s
 
-    def _question(self, batch: RunningBatch, item: Item) -> RunningSequence:
+    def _question(self, batch: RunningBatch, item: PreparedExample) -> RunningSequence:
         """Begin the first turn of an example."""
         ready, later = self._prefilled, self._first if item.example.id != self._first else None
         assert ready is not None
@@ -261,7 +261,7 @@ class ContextSession:
             self.transcript.reuse.append(self._counts())
         return self._before_the_answer(slot, item)
 
-    def _turn(self, batch: RunningBatch, turn: Item) -> RunningSequence:
+    def _turn(self, batch: RunningBatch, turn: PreparedExample) -> RunningSequence:
         """Begin a further turn: prefilled and sealed with all before it; under protocol=context read token by token
         behind what was fed before, which is sealed anew where the cache did not stay."""
         began, talk = perf_counter(), self.talk
@@ -279,7 +279,7 @@ class ContextSession:
         self.transcript.reuse.append({"hit_tier": found.tier, **self._counts(), **lost, **left, **seconds})
         return self._before_the_answer(slot, turn)
 
-    def _join(self, batch: RunningBatch, turn: Item, logits: Tensor | None, began: float) -> RunningSequence:
+    def _join(self, batch: RunningBatch, turn: PreparedExample, logits: Tensor | None, began: float) -> RunningSequence:
         cache, unread = self.talk.found.cache, self._tensor(self.talk.unread)
         return batch.join(cache, logits, unread, began=began, decoded=self.talk.decoded, **self.ending(turn))
 
@@ -290,7 +290,7 @@ class ContextSession:
         return {"reused_tokens": talk.found.reused, "new_tokens": talk.new_tokens, **ahead}
 
     @torch.inference_mode()
-    def _before_the_answer(self, slot: RunningSequence, turn: Item) -> RunningSequence:
+    def _before_the_answer(self, slot: RunningSequence, turn: PreparedExample) -> RunningSequence:
         """Return `slot`, with the likelihood of the right answer to `turn` and with its cache kept where a given reply
         follows. Neither is in a clock; an answer of one token ends before the seal and has neither."""
         references = self.likelihood.references(turn) if self.likelihood and not slot.ended else []
@@ -325,7 +325,9 @@ class ContextSession:
         return torch.tensor([ids], dtype=torch.long, device=self.engine.model.device)
 
 
-def whole_examples(items: Iterable[Item], transcripts: Iterable[Transcript | Failed]) -> Iterator[Transcript | Failed]:
+def whole_examples(
+    items: Iterable[PreparedExample], transcripts: Iterable[Transcript | Failed]
+) -> Iterator[Transcript | Failed]:
     """Yield the transcripts of `items` as their parts end; a part that is a choice waits for the others of its item. An
     item fails with the first of its parts that does."""
     asked = {part.example.id: item for item in items for part in item.parts}
@@ -347,7 +349,7 @@ def whole_examples(items: Iterable[Item], transcripts: Iterable[Transcript | Fai
             yield _joined(item, answered.pop(item.example.id))
 
 
-def _joined(item: Item, parts: Sequence[Transcript]) -> Transcript:
+def _joined(item: PreparedExample, parts: Sequence[Transcript]) -> Transcript:
     """Return the transcripts of `item.parts` as that of `item`. Times and counts are the first choice's, whose clock
     began with the prefill; shares of the machine's time are those of all."""
     first, *others = parts

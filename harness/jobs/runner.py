@@ -29,7 +29,7 @@ from harness.engine.graph import CudaGraphs
 from harness.engine.sampling import Greedy, MinLength, Sampled, Sampler
 from harness.engine.trace import Tracer, profile_file
 from harness.engine.wait import wait_for
-from harness.jobs.planning.items import Item, by_context, room
+from harness.jobs.planning.examples import PreparedExample, by_context, room
 from harness.jobs.prefill import Prefilled, Usage
 from harness.jobs.questions import (
     ContextSession,
@@ -58,8 +58,10 @@ class SideBySide:
     """Holds what is asked at one time, and what waits for that: examples that share a context, or one by itself."""
 
     batch: RunningBatch
-    waiting: deque[list[Item]]
-    suspects: deque[list[Item]] = field(default_factory=deque)  # of a step of several that failed: one by one
+    waiting: deque[list[PreparedExample]]
+    suspects: deque[list[PreparedExample]] = field(
+        default_factory=deque
+    )  # of a step of several that failed: one by one
     running: dict[RunningSequence, ContextSession] = field(default_factory=dict)
     alone: bool = False  # whether what runs is one of the suspects
 
@@ -115,7 +117,7 @@ class Runner:
     def close(self) -> None:
         self._closing.close()
 
-    def warm_up(self, pending: Sequence[Item]) -> None:
+    def warm_up(self, pending: Sequence[PreparedExample]) -> None:
         """Run the shortest examples first: the first forwards pay for allocations, lazy imports and a look at what the
         method returns; the shortest examples, with a further turn where there are any, take that off the clock. A store
         sees none of it."""
@@ -128,7 +130,7 @@ class Runner:
 
     def answers(
         self,
-        items: Iterable[Item],
+        items: Iterable[PreparedExample],
         prefilled: dict[str, Prefilled] | None = None,
         kept: CachesBetweenTurns | None = None,
     ) -> Iterator[Transcript | Failed]:
@@ -141,9 +143,9 @@ class Runner:
         return whole_examples(items, self._transcripts(items, prefilled, kept))
 
     def _transcripts(
-        self, items: Sequence[Item], prefilled: dict[str, Prefilled] | None, kept: CachesBetweenTurns
+        self, items: Sequence[PreparedExample], prefilled: dict[str, Prefilled] | None, kept: CachesBetweenTurns
     ) -> Iterator[Transcript | Failed]:
-        """Yield a transcript of each of `Item.parts`."""
+        """Yield a transcript of each of `PreparedExample.parts`."""
         shared = self.settings.questions == "shared"
         groups = by_context(items, self.engine.attachment.stage) if shared else ([item] for item in items)
         side = SideBySide(
@@ -158,7 +160,11 @@ class Runner:
             yield from self._answered(side)
 
     def _begun(
-        self, items: Sequence[Item], prefilled: dict[str, Prefilled], kept: CachesBetweenTurns, side: SideBySide
+        self,
+        items: Sequence[PreparedExample],
+        prefilled: dict[str, Prefilled],
+        kept: CachesBetweenTurns,
+        side: SideBySide,
     ) -> Iterator[Failed]:
         try:
             asking = self._asking(items, prefilled, kept)
@@ -194,14 +200,14 @@ class Runner:
             yield from self._go_on(asking, side)
 
     def _asking(
-        self, items: Sequence[Item], prefilled: dict[str, Prefilled], kept: CachesBetweenTurns
+        self, items: Sequence[PreparedExample], prefilled: dict[str, Prefilled], kept: CachesBetweenTurns
     ) -> ContextSession:
         """Begin a context, with a prefill of its own unless it is one of `prefilled`."""
         ready = prefilled.pop(items[0].example.id, None) or self._prefill(items)
         context = self._context(items[0])
         return ContextSession(self.engine, kept, items, ready, context, self.ending, self.overflow, self.likelihood)
 
-    def _prefill(self, items: Sequence[Item]) -> Prefilled:
+    def _prefill(self, items: Sequence[PreparedExample]) -> Prefilled:
         ids, context = self.prompt(items[0])
         with Usage(self.device) as usage:
             cache = self.engine.cache(ids, room(items) - ids.shape[1])
@@ -257,13 +263,13 @@ class Runner:
         """The setting by which no step was to be captured on a GPU."""
         return "graphs=off" if self.device.type == "cuda" and self.settings.graphs == "off" else None
 
-    def prompt(self, item: Item) -> tuple[Tensor, int]:
+    def prompt(self, item: PreparedExample) -> tuple[Tensor, int]:
         """Return the token ids [1 S], and how many of S are prefilled."""
         ids = torch.tensor([item.prompt.ids], device=self.device)
         context = self._context(item)
         return ids, ids.shape[1] if context is None else context
 
-    def _context(self, item: Item) -> int | None:
+    def _context(self, item: PreparedExample) -> int | None:
         """Return how many tokens are sealed before the question is read; None where it is sealed with them."""
         whole = len(item.prompt.ids)
         context = item.prompt.split if self.settings.protocol == "context" else whole
@@ -271,26 +277,26 @@ class Runner:
             return min(context, max(whole - 1, 1))
         return context if self.settings.protocol == "context" else None
 
-    def ending(self, item: Item) -> dict[str, Any]:
+    def ending(self, item: PreparedExample) -> dict[str, Any]:
         """Return how the engine picks tokens for `item`, and when it stops."""
         return {"max_new_tokens": item.new_tokens, "stops": [self._stop(item)], "sampler": self._sampler(item)}
 
-    def _stop(self, item: Item) -> Stop:
+    def _stop(self, item: PreparedExample) -> Stop:
         if item.forced:
             return after(len(item.forced))
         if self.settings.generation.force_length:
             return never
         return self._rule(item)
 
-    def _rule(self, item: Item) -> StopRule:
+    def _rule(self, item: PreparedExample) -> StopRule:
         example = item.example
         return StopRule(self.loaded.tokenizer, self.loaded.eos_ids, example.stop, example.min_new_tokens)
 
-    def output(self, item: Item, tokens: Sequence[int]) -> str:
+    def output(self, item: PreparedExample, tokens: Sequence[int]) -> str:
         """Return the text of an answer."""
         return self._rule(item).text(tokens)
 
-    def _sampler(self, item: Item) -> Sampler:
+    def _sampler(self, item: PreparedExample) -> Sampler:
         """Return the sampler that is asked for; where the example has a least length, nothing ends before it; where a
         text is given, that is fed."""
         if item.forced:
@@ -298,7 +304,7 @@ class Runner:
         sampler, least = self._free_sampler(item), item.example.min_new_tokens
         return MinLength(sampler, [self._rule(item).ends], least) if least else sampler
 
-    def _free_sampler(self, item: Item) -> Sampler:
+    def _free_sampler(self, item: PreparedExample) -> Sampler:
         """Return the sampler of a free answer. Sampling starts from the example's own seed, so that a resumed run draws
         the same."""
         wanted = self.settings.generation
@@ -357,7 +363,7 @@ class Runner:
                 history += len(without_eos(tokens, stop))
 
 
-def _shortened(item: Item) -> Item:
+def _shortened(item: PreparedExample) -> PreparedExample:
     """Return two turns of it at most, and a few tokens of each answer."""
     turns = [replace(turn, new_tokens=min(turn.new_tokens, WARMUP_TOKENS)) for turn in item.turns[:2]]
     choices = tuple(choice[:WARMUP_TOKENS] for choice in item.choices)

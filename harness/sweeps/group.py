@@ -22,7 +22,7 @@ from harness.terminal.progress import numbered
 if TYPE_CHECKING:
     from evals.base import Task
     from harness.jobs.job import Job, Presets
-    from harness.jobs.planning.items import Item
+    from harness.jobs.planning.examples import PreparedExample
     from harness.models.base import ModelSource
     from methods.base import Method
 
@@ -32,7 +32,7 @@ class Planner:
     same model: those of a large task take minutes."""
 
     def __init__(self) -> None:
-        self._latest: tuple[str, list[Item]] = "", []  # what was asked last, and its prompts
+        self._latest: tuple[str, list[PreparedExample]] = "", []  # what was asked last, and its prompts
 
     def plan(
         self, method: Method, task: Task, model: ModelSource, wanted: Settings, presets: Presets | None = None

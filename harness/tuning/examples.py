@@ -13,7 +13,7 @@ from itertools import chain
 
 from evals.base import Task
 from harness.config.settings import Settings, SettingsError
-from harness.jobs.planning.items import Item, prepare
+from harness.jobs.planning.examples import PreparedExample, prepare
 from harness.models.base import ModelSource
 
 ROUNDS = 3  # rounds of the refinement, each on other examples; fewer if a group has fewer
@@ -28,11 +28,11 @@ class Examples:
     """Hold the examples of a search. `rounds`: disjoint parts of the examples to choose by. Every
     group has examples in each part, and in `held_out`."""
 
-    rounds: tuple[list[Item], ...]
-    held_out: list[Item]
+    rounds: tuple[list[PreparedExample], ...]
+    held_out: list[PreparedExample]
 
     @property
-    def all(self) -> list[Item]:
+    def all(self) -> list[PreparedExample]:
         return [*chain.from_iterable(self.rounds), *self.held_out]
 
     @property
@@ -57,9 +57,9 @@ def examples_of(task: Task, model: ModelSource, settings: Settings) -> Examples:
     return halved(items)
 
 
-def halved(items: Sequence[Item]) -> Examples:
+def halved(items: Sequence[PreparedExample]) -> Examples:
     """Split the examples of each group alternately: one to choose by, one to report on."""
-    groups: dict[str, list[Item]] = defaultdict(list)
+    groups: dict[str, list[PreparedExample]] = defaultdict(list)
     for item in items:
         groups[item.example.group].append(item)
     if few := [name for name, own in groups.items() if len(own) < 2]:

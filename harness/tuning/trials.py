@@ -10,7 +10,7 @@ from statistics import fmean
 
 from harness.jobs.evaluate import evaluate_together, reporting
 from harness.jobs.job import Job
-from harness.jobs.planning.items import Item
+from harness.jobs.planning.examples import PreparedExample
 from harness.jobs.planning.machine import free_bytes
 from harness.results.measures import over_known
 from harness.results.records import Record
@@ -34,7 +34,7 @@ class Trials:
     discarded: dict[Point, str] = field(default_factory=dict)
     _allowed: float = 1.0  # multiple of the budget that the start reads, if that is more
 
-    def run(self, points: Sequence[Point], part: str, items: Sequence[Item]) -> None:
+    def run(self, points: Sequence[Point], part: str, items: Sequence[PreparedExample]) -> None:
         """Run `points` on `items` and add the results to their records; finished runs are read.
         Each part has a folder of its own, so that no run is taken for the rest of another."""
         start, results = self.start, self.start.wanted.results

@@ -162,7 +162,7 @@ def test_dry_run_loads_no_weights_and_writes_nothing(cli: Cli, tmp_path: Path, m
 def test_what_lint_finds_in_many_prompts_is_one_line_of_a_dry_run(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     cuts = iter([30, 7, 512, 8])
     found = lambda *prompt: [Finding("warning", "cut", f"{next(cuts)} tokens were cut.")]  # noqa: E731
-    monkeypatch.setattr("harness.jobs.planning.items.lint", found)
+    monkeypatch.setattr("harness.jobs.planning.examples.lint", found)
     code, out, err = cli("dry_run=true")
     assert code == 0, err
     assert [line for line in out.splitlines() if line.startswith("lint")] == [

@@ -27,7 +27,7 @@ from harness.engine.batch.running import RunningBatch
 from harness.engine.batch.running_sequence import RunningSequence
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
-from harness.jobs.planning.items import Item
+from harness.jobs.planning.examples import PreparedExample
 from harness.jobs.questions import Ending
 
 
@@ -41,7 +41,7 @@ class ServedConversation(Conversation):
         self.token_s: list[float] = []  # from the arrival of the question
 
     @property
-    def question(self) -> Item:
+    def question(self) -> PreparedExample:
         """Return the turn that is asked next."""
         return self._items[self.asked]
 

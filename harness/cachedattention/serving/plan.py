@@ -13,7 +13,7 @@ from harness.cachedattention.serving.traffic import TrafficPoint
 from harness.config.compose import built, composed
 from harness.config.settings import Settings, SettingsError
 from harness.jobs.job import Job
-from harness.jobs.planning.items import itemised
+from harness.jobs.planning.examples import itemised
 from harness.results.files import digest
 from harness.terminal.paths import typed
 

@@ -13,7 +13,7 @@ import numpy as np
 from evals.base import Example, Task, Turn
 from evals.data import check
 from harness.cachedattention.simulation.trace import TraceError, TurnLengths, rows_in, timed
-from harness.jobs.planning.items import Item
+from harness.jobs.planning.examples import PreparedExample
 from harness.results.files import canonical, write_lines
 
 SCHEMA = 1
@@ -44,7 +44,7 @@ LINE = {"start_s": SECONDS, "think_s": [SECONDS], "conversation": CONVERSATION}
 class Session:
     """A conversation. `think_s`: seconds from an answer to the next question, one less than there are turns."""
 
-    item: Item
+    item: PreparedExample
     start_s: float
     think_s: tuple[float, ...]
 
@@ -53,7 +53,7 @@ class Session:
         return self.item.example.id
 
 
-def drawn(items: Sequence[Item], *, seed: int, think_s: float) -> list[Session]:
+def drawn(items: Sequence[PreparedExample], *, seed: int, think_s: float) -> list[Session]:
     """Return sessions that come as a Poisson process, one per second. `think_s`: mean of an exponential law."""
     turns = [[TurnLengths(len(turn.prompt.ids), turn.new_tokens) for turn in item.turns] for item in items]
     timings = timed([item.example.id for item in items], turns, 1.0, think_s, np.random.default_rng(seed))
@@ -87,7 +87,7 @@ class Recorded:
                     "its data and references, or the task in the first line."
                 ) from error
 
-    def sessions(self, items: Sequence[Item]) -> list[Session]:
+    def sessions(self, items: Sequence[PreparedExample]) -> list[Session]:
         """Return the sessions of `items`, which were made of the examples."""
         return [Session(*one) for one in zip(items, self.start_s, self.think_s, strict=True)]
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from harness.config.settings import Settings
 from harness.jobs.planning.alignment import shapes
-from harness.jobs.planning.items import Item
+from harness.jobs.planning.examples import PreparedExample
 from harness.models.architectures import ARCHITECTURES
 from harness.models.base import DTYPE_BYTES, ModelInfo
 from methods.base import Budget, Cost, CostError, LayerWorkload, Method, PeakExtra
@@ -23,7 +23,7 @@ from methods.tiers.pinned_memory import reservation_bytes
 from methods.tiers.tier import DEVICE, HOST, TIERS
 
 
-class Holder(NamedTuple):
+class CacheSpec(NamedTuple):
     """Says what decides which bytes the caches of a job take."""
 
     settings: Settings
@@ -39,7 +39,7 @@ class States(NamedTuple):
     between: int
 
 
-class Moment(NamedTuple):
+class PeakBytes(NamedTuple):
     """Bytes on the device at one moment of a prompt."""
 
     kv: int  # keys and values of the prompt, as Full holds them, and all that layers hold which have sealed
@@ -55,8 +55,8 @@ class Moment(NamedTuple):
 class CacheBytes(NamedTuple):
     """Bytes of the cache of one example on the device, and in host memory beside a GPU."""
 
-    prefill: Moment  # when most is held while a chunk passes through a layer
-    seal: Moment  # when most is held while a layer seals
+    prefill: PeakBytes  # when most is held while a chunk passes through a layer
+    seal: PeakBytes  # when most is held while a layer seals
     sealed: int
     host: int
     staging: Staging
@@ -72,16 +72,16 @@ class Staging(NamedTuple):
     gathered: int  # in host memory, of chosen rows that are collected there before they go to the device
 
     @staticmethod
-    def of(holder: Holder, layers: Iterable[tuple[LayerWorkload, Cost]]) -> Staging:
+    def of(cache_spec: CacheSpec, layers: Iterable[tuple[LayerWorkload, Cost]]) -> Staging:
         """Return what one sequence takes for the largest of its layers."""
-        settings, on_cpu = holder.settings, holder.settings.device == "cpu"
+        settings, on_cpu = cache_spec.settings, cache_spec.settings.device == "cpu"
         if on_cpu and not TIERS[settings.placement].in_files and not steps_together(settings):
             return Staging(0, 0, 0)
         told = list(layers)
         moved = max(_in_step(settings, case, cost.moved_bytes_per_step) for case, cost in told)
         costs = [cost for _, cost in told]
         chosen = [cost.moved_bytes_per_step for cost in costs if cost.moved_bytes_per_step < sum(cost.away.values())]
-        ahead = settings.overlap == "on" and holder.method.asks_ahead
+        ahead = settings.overlap == "on" and cache_spec.method.asks_ahead
         in_files = TIERS[settings.placement].in_files
         return Staging(moved if ahead else 0, moved, max(chosen, default=0) if in_files else 0)
 
@@ -119,32 +119,32 @@ def by_blocks(info: ModelInfo) -> bool:
     return known is not None and known.by_blocks
 
 
-def cache_bytes(holder: Holder, info: ModelInfo, item: Item, states: States) -> CacheBytes:
+def cache_bytes(cache_spec: CacheSpec, info: ModelInfo, item: PreparedExample, states: States) -> CacheBytes:
     """Return the bytes of one example, with the layers that slide, which hold their windows and a chunk."""
-    settings = holder.settings
+    settings = cache_spec.settings
     slides = info.kv_bytes(settings.dtype, item.room, slide=True) * (info.num_whole_layers < info.num_layers)
-    layers = list(_layers(holder, info, item))
-    closes_early = settings.placement != DEVICE or holder.method.closes_early
+    layers = list(_layers(cache_spec, info, item))
+    closes_early = settings.placement != DEVICE or cache_spec.method.closes_early
     early = by_blocks(info) and closes_early and not settings.shared_prefill
     moments = _closing_early(layers, states, bool(item.further)) if early else _closing_late(layers, states)
     beside = sum(layer.transient.beside for layer in layers) if settings.overlap == "on" else 0
     more = slides + (beside if settings.device == "cpu" else 0)
     prefill, seal = (moment._replace(kv=moment.kv + more) for moment in moments)
-    host = 0 if settings.device == "cpu" else host_bytes(holder, info, item) + beside
-    staging = Staging.of(holder, ((layer.case, layer.cost) for layer in layers))
+    host = 0 if settings.device == "cpu" else host_bytes(cache_spec, info, item) + beside
+    staging = Staging.of(cache_spec, ((layer.case, layer.cost) for layer in layers))
     sealed = slides + sum(layer.sealed for layer in layers)
     joint = sum(_in_step(settings, layer.case, layer.transient.stepping) for layer in layers)
     return CacheBytes(prefill, seal, sealed, host, staging, joint if steps_together(settings) else 0)
 
 
-def host_bytes(holder: Holder, info: ModelInfo, item: Item) -> int:
+def host_bytes(cache_spec: CacheSpec, info: ModelInfo, item: PreparedExample) -> int:
     """Return the bytes of host memory that are pinned for one example before its prompt begins: as many as a prompt
     takes that fills its cache."""
-    if holder.settings.placement != HOST:
+    if cache_spec.settings.placement != HOST:
         return 0
     try:
         return reservation_bytes(
-            [holder.method.cost(case).away.get(HOST, 0) for case in cases(holder, info, item, item.room)]
+            [cache_spec.method.cost(case).away.get(HOST, 0) for case in cases(cache_spec, info, item, item.room)]
         )
     except CostError:
         return 0
@@ -168,18 +168,18 @@ class _Layer:
         return _Layer(case, case.dense_bytes, sealed, cost, transient, max(transient.seal, made))
 
 
-def _layers(holder: Holder, info: ModelInfo, item: Item) -> Iterator[_Layer]:
-    settings, listed = holder.settings, cases(holder, info, item)
+def _layers(cache_spec: CacheSpec, info: ModelInfo, item: PreparedExample) -> Iterator[_Layer]:
+    settings, listed = cache_spec.settings, cases(cache_spec, info, item)
     chunk = min(len(item.prompt.ids), settings.prefill_chunk or len(item.prompt.ids))
     try:
-        told = [(holder.method.cost(case), holder.method.transient(case, chunk)) for case in listed]
+        told = [(cache_spec.method.cost(case), cache_spec.method.transient(case, chunk)) for case in listed]
     except CostError:
         told = [(Cost(case.dense_bytes), PeakExtra()) for case in listed]
     for case, (cost, transient) in zip(listed, told, strict=True):
         yield _Layer.of(case, cost, transient, settings.device == "cpu")
 
 
-def _closing_late(layers: Sequence[_Layer], states: States) -> tuple[Moment, Moment]:
+def _closing_late(layers: Sequence[_Layer], states: States) -> tuple[PeakBytes, PeakBytes]:
     """Return the peaks where layers seal after the prefill: all are whole when the first one seals, and no hidden
     states are left."""
     kv, kept = sum(layer.dense for layer in layers), sum(layer.transient.kept for layer in layers)
@@ -188,10 +188,10 @@ def _closing_late(layers: Sequence[_Layer], states: States) -> tuple[Moment, Mom
     sealing = max(
         sum(other.sealed for other in layers[:at]) + sum(whole[at:]) + layer.sealing for at, layer in enumerate(layers)
     )
-    return Moment(kv, kept, prefill, states.passing), Moment(kv, kept, sealing - kv - kept, 0)
+    return PeakBytes(kv, kept, prefill, states.passing), PeakBytes(kv, kept, sealing - kv - kept, 0)
 
 
-def _closing_early(layers: Sequence[_Layer], states: States, further: bool) -> tuple[Moment, Moment]:
+def _closing_early(layers: Sequence[_Layer], states: States, further: bool) -> tuple[PeakBytes, PeakBytes]:
     """Return the peaks where each layer seals once the prompt is through it: one layer is whole at a time, with what is
     noted for the next one.
     `further`: layers that the prompt of a further turn has not reached are sealed as in the turn before."""
@@ -201,8 +201,8 @@ def _closing_early(layers: Sequence[_Layer], states: States, further: bool) -> t
         behind = sum(other.sealed for other in layers[at + 1 :]) if further else 0
         kv = before + layer.dense + behind
         kept = sum(one.transient.kept for one in layers[at : at + 2])
-        prefills.append(Moment(kv, kept, layer.transient.prefill, states.passing))
-        seals.append(Moment(kv, kept, layer.sealing, states.between if at < last else 0))
+        prefills.append(PeakBytes(kv, kept, layer.transient.prefill, states.passing))
+        seals.append(PeakBytes(kv, kept, layer.sealing, states.between if at < last else 0))
     most_prefill, most_seal = (max(moments, key=lambda moment: moment.total) for moments in (prefills, seals))
     return most_prefill, most_seal
 
@@ -212,9 +212,11 @@ def counted(cost: Cost, host: bool) -> int:
     return sum(count for tier, count in cost.held.items() if tier == DEVICE or (host and not TIERS[tier].in_files))
 
 
-def cases(holder: Holder, info: ModelInfo, item: Item, sealed: int | None = None) -> list[LayerWorkload]:
+def cases(
+    cache_spec: CacheSpec, info: ModelInfo, item: PreparedExample, sealed: int | None = None
+) -> list[LayerWorkload]:
     """Return what a cost is asked for, layer by layer, once the last turn is sealed, or so many tokens of it."""
-    settings, budget = holder.settings, holder.budget
+    settings, budget = cache_spec.settings, cache_spec.budget
     codec = None if settings.codec is None else codecs.codec_of(settings.codec)
     prompt = item.sealed(settings.protocol)[-1] if sealed is None else sealed
     how = (settings.placement, DTYPE_BYTES[settings.dtype], item.room - prompt, codec)

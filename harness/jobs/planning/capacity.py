@@ -15,8 +15,8 @@ import torch
 from harness.config.settings import WRITE_BUFFER, Settings, SettingsError
 from harness.jobs.planning.cache_bytes import (
     CacheBytes,
-    Holder,
-    Moment,
+    CacheSpec,
+    PeakBytes,
     States,
     by_blocks,
     cache_bytes,
@@ -25,7 +25,7 @@ from harness.jobs.planning.cache_bytes import (
     steps_captured,
     steps_together,
 )
-from harness.jobs.planning.items import Item
+from harness.jobs.planning.examples import PreparedExample
 from harness.jobs.planning.machine import free_here
 from harness.models.base import DTYPE_BYTES, ModelInfo, torch_dtype
 from harness.terminal.tables import BYTES, scaled
@@ -39,7 +39,7 @@ MOST_SEQUENCES = 4096  # that are looked for to fit together
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class MemoryForecast:
     """Bytes that a run takes on its device when they are most, and in host memory beside a GPU. `kv`: what layers hold
     which have sealed, and keys and values of the prompt in the others; `method`: what these take beside; `activations`
     are 0 where most is held behind the prefill."""
@@ -68,57 +68,70 @@ def size(count: int) -> str:
 
 
 def needed(
-    info: ModelInfo, holder: Holder, items: Sequence[Item], *, loaded: bool = False, beside: Sequence[Holder] = ()
-) -> Need:
+    info: ModelInfo,
+    cache_spec: CacheSpec,
+    items: Sequence[PreparedExample],
+    *,
+    loaded: bool = False,
+    beside: Sequence[CacheSpec] = (),
+) -> MemoryForecast:
     """Forecast the bytes of a run. `loaded`: the weights are there already. `beside`: the jobs that share the
     prefill."""
-    settings, holders = holder.settings, [holder, *beside]
+    settings, cache_specs = cache_spec.settings, [cache_spec, *beside]
     running, states = _longest(items, settings.batch), states_of(info, settings, _prompt(items))
     of_jobs = []
-    for one in holders:
+    for one in cache_specs:
         known = {id(item): cache_bytes(one, info, item, states) for item in running}  # the same one may stand often
         of_jobs.append([known[id(item)] for item in running])
     on_cpu = settings.device == "cpu"
     moments = _shared(of_jobs) if settings.shared_prefill else _alone(of_jobs[0], settings)
-    more = stored(info, settings, items) * len(holders)
+    more = stored(info, settings, items) * len(cache_specs)
     # Jobs that share a prefill have Full's own cache beside them; fidelity compares with an exact one
-    if any(one.settings.shared_prefill or one.settings.fidelity for one in holders):
+    if any(one.settings.shared_prefill or one.settings.fidelity for one in cache_specs):
         more += side_by_side(info, settings, items)
     host = max(sum(cache.host for cache in of_job) for of_job in of_jobs)
     host += 0 if on_cpu else max(cache.staging.gathered for of_job in of_jobs for cache in of_job)
-    host += stored(info, settings, items, host=True) * len(holders)
+    host += stored(info, settings, items, host=True) * len(cache_specs)
     weights = 0 if loaded else info.weight_bytes(settings.dtype)
     most = max(moments, key=lambda moment: moment.total)
-    return Need(weights, most.kv + more, most.states, most.kept + most.more, host)
+    return MemoryForecast(weights, most.kv + more, most.states, most.kept + most.more, host)
 
 
-def needed_by(info: ModelInfo, holder: Holder, item: Item, count: int, *, loaded: bool = False) -> Need:
+def needed_by(
+    info: ModelInfo, cache_spec: CacheSpec, item: PreparedExample, count: int, *, loaded: bool = False
+) -> MemoryForecast:
     """Return what `count` sequences like `item` take that run together."""
-    together = holder._replace(settings=replace(holder.settings, batch=count))
+    together = cache_spec._replace(settings=replace(cache_spec.settings, batch=count))
     return needed(info, together, [item] * count, loaded=loaded)
 
 
 def largest_batch(
-    info: ModelInfo, holder: Holder, item: Item, free: int | None, free_host: int | None = None, *, loaded: bool = False
+    info: ModelInfo,
+    cache_spec: CacheSpec,
+    item: PreparedExample,
+    free: int | None,
+    free_host: int | None = None,
+    *,
+    loaded: bool = False,
 ) -> tuple[int, str]:
     """Return how many sequences like `item` fit into `free` bytes of the device and `free_host` of the host, at most
     MOST_SEQUENCES, and which of the two ends there. Unknown memory holds all."""
 
     def ended(count: int) -> str | None:
-        return lacking(needed_by(info, holder, item, count, loaded=loaded), free, free_host)
+        return lacking(needed_by(info, cache_spec, item, count, loaded=loaded), free, free_host)
 
     most = bisect_left(range(1, MOST_SEQUENCES + 1), True, key=lambda count: ended(count) is not None)
     return most, ended(most + 1) or DEVICE
 
 
-def lacking(need: Need, free: int | None, free_host: int | None = None) -> str | None:
+def lacking(need: MemoryForecast, free: int | None, free_host: int | None = None) -> str | None:
     """Return which memory is too small, the device's or the host's; None where both hold `need`, or nobody knows."""
     if free is not None and need.total > free:
         return DEVICE
     return HOST if free_host is not None and need.host > free_host else None
 
 
-def _alone(caches: Sequence[CacheBytes], settings: Settings) -> list[Moment]:
+def _alone(caches: Sequence[CacheBytes], settings: Settings) -> list[PeakBytes]:
     """Return the peaks of a run by itself: the last of these caches is filled with the others there, which are sealed
     and have taken a step together; or all take one, in each layer together or one after the other."""
     *others, longest = caches
@@ -127,7 +140,7 @@ def _alone(caches: Sequence[CacheBytes], settings: Settings) -> list[Moment]:
     return [
         longest.prefill._replace(kv=longest.prefill.kv + sealed, more=longest.prefill.more + before),
         longest.seal._replace(kv=longest.seal.kv + sealed, more=longest.seal.more + before),
-        Moment(longest.sealed + sealed, 0, _stepping(caches, settings, whole=True), 0),
+        PeakBytes(longest.sealed + sealed, 0, _stepping(caches, settings, whole=True), 0),
     ]
 
 
@@ -147,12 +160,12 @@ def _stepping(caches: Sequence[CacheBytes], settings: Settings, *, whole: bool) 
     return taken
 
 
-def _shared(of_jobs: Sequence[Sequence[CacheBytes]]) -> list[Moment]:
+def _shared(of_jobs: Sequence[Sequence[CacheBytes]]) -> list[PeakBytes]:
     """Return the peaks of jobs that share a prefill: nothing is sealed before all is prefilled."""
     caches = [cache for of_job in of_jobs for cache in of_job]
     kv, kept = (sum(getattr(cache.prefill, name) for cache in caches) for name in ("kv", "kept"))
     return [
-        Moment(kv, kept, max(moment.more for moment in moments), moments[0].states)
+        PeakBytes(kv, kept, max(moment.more for moment in moments), moments[0].states)
         for moments in ([cache.prefill for cache in caches], [cache.seal for cache in caches])
     ]
 
@@ -197,32 +210,32 @@ def _multiplies_fast(dtype: torch.dtype) -> bool:
     return FAST.get(dtype, False)
 
 
-def _longest(items: Sequence[Item], count: int) -> list[Item]:
+def _longest(items: Sequence[PreparedExample], count: int) -> list[PreparedExample]:
     return sorted(items, key=lambda item: item.room)[-count:]
 
 
-def _prompt(items: Sequence[Item]) -> int:
+def _prompt(items: Sequence[PreparedExample]) -> int:
     return max(len(item.prompt.ids) for item in items)
 
 
-def side_by_side(info: ModelInfo, settings: Settings, items: Sequence[Item]) -> int:
+def side_by_side(info: ModelInfo, settings: Settings, items: Sequence[PreparedExample]) -> int:
     """Return the bytes of keys and values that `batch` examples hold together, at most, under Full."""
     return sum(info.kv_bytes(settings.dtype, item.room) for item in _longest(items, settings.batch))
 
 
-def sealed(holder: Holder, info: ModelInfo, items: Sequence[Item]) -> Cost:
+def sealed(cache_spec: CacheSpec, info: ModelInfo, items: Sequence[PreparedExample]) -> Cost:
     """Return the bytes that `batch` examples hold in each tier once they are sealed, at most, by the formula of the
     method; raises `CostError` where it declares none. The layers that slide hold their windows beside."""
-    settings, total = holder.settings, Cost(0)
+    settings, total = cache_spec.settings, Cost(0)
     whole = info.num_whole_layers == info.num_layers
     for item in _longest(items, settings.batch):
         total += Cost(0 if whole else info.kv_bytes(settings.dtype, item.room, slide=True))
-        for case in cases(holder, info, item):
-            total += holder.method.cost(case)
+        for case in cases(cache_spec, info, item):
+            total += cache_spec.method.cost(case)
     return total
 
 
-def stored(info: ModelInfo, settings: Settings, items: Sequence[Item], *, host: bool = False) -> int:
+def stored(info: ModelInfo, settings: Settings, items: Sequence[PreparedExample], *, host: bool = False) -> int:
     """Return the bytes that a store of conversations holds on the device at most, or pins in host memory beside a GPU;
     other memory counts as the device's where that is the CPU."""
     on_cpu, store = settings.device == "cpu", settings.store
@@ -235,12 +248,12 @@ def stored(info: ModelInfo, settings: Settings, items: Sequence[Item], *, host: 
     return min(expected, sum(room for tier, room in memory.items() if on_cpu or tier == DEVICE))
 
 
-def of_conversations(info: ModelInfo, settings: Settings, items: Iterable[Item]) -> int:
+def of_conversations(info: ModelInfo, settings: Settings, items: Iterable[PreparedExample]) -> int:
     """Return the bytes of all keys and values of those that are kept between turns."""
     return sum(info.kv_bytes(settings.dtype, item.room) for item in items if item.further)
 
 
-def refusal(need: Need, settings: Settings, free: int | None, free_host: int | None = None) -> str | None:
+def refusal(need: MemoryForecast, settings: Settings, free: int | None, free_host: int | None = None) -> str | None:
     """Return why `need` does not fit into `free` bytes of the device, and `free_host` of the host, and what helps; None
     where it fits, or where nobody knows."""
     tier = lacking(need, free, free_host)
@@ -264,12 +277,12 @@ def refusal(need: Need, settings: Settings, free: int | None, free_host: int | N
     return None
 
 
-def refuse(need: Need, settings: Settings) -> None:
+def refuse(need: MemoryForecast, settings: Settings) -> None:
     if reason := refusal(need, settings, *free_here(settings.device)):
         raise SettingsError(reason)
 
 
-def _advice(need: Need, settings: Settings, free: int) -> Iterator[str]:
+def _advice(need: MemoryForecast, settings: Settings, free: int) -> Iterator[str]:
     halves = settings.dtype == "fp32"
     if halves:
         yield f"dtype=bf16 ({size(need.total // 2)})"

@@ -16,7 +16,7 @@ from harness.config.settings import Settings, SettingsError
 from harness.jobs.planning.alignment import AlignedBudget, shapes
 from harness.jobs.planning.capacity import size
 from harness.jobs.planning.effective import codec_of
-from harness.jobs.planning.items import Item
+from harness.jobs.planning.examples import PreparedExample
 from harness.models.base import DTYPE_BYTES, ModelInfo
 from harness.prompts.calibration import MOST
 from methods.base import Budget, Method, check_layers
@@ -82,7 +82,9 @@ def _check_codec(word: str, codec: Codec, info: ModelInfo) -> None:
         raise SettingsError(f"{word}: {error}") from error
 
 
-def check_budget(items: Sequence[Item], method: Method, budget: Budget | None, settings: Settings, layers: int) -> None:
+def check_budget(
+    items: Sequence[PreparedExample], method: Method, budget: Budget | None, settings: Settings, layers: int
+) -> None:
     """Refuse, before any work, a budget that cannot hold the method's sinks and windows, and bytes that some prompt
     cannot be served with."""
     if budget is None:
@@ -96,7 +98,7 @@ def check_budget(items: Sequence[Item], method: Method, budget: Budget | None, s
             method.check(budget, layer)
 
 
-def check_turns(items: Sequence[Item], settings: Settings) -> None:
+def check_turns(items: Sequence[PreparedExample], settings: Settings) -> None:
     """Refuse what is measured of single turns alone, where an example has several. `settings`: questions=shared only
     where some examples have the same context."""
     if not any(item.further for item in items):
@@ -117,7 +119,7 @@ def check_turns(items: Sequence[Item], settings: Settings) -> None:
         )
 
 
-def check_store(items: Sequence[Item], settings: Settings, method: Method, info: ModelInfo) -> None:
+def check_store(items: Sequence[PreparedExample], settings: Settings, method: Method, info: ModelInfo) -> None:
     """Refuse a tier that is too small for every conversation."""
     if settings.history != "store":
         return
@@ -130,7 +132,7 @@ def check_store(items: Sequence[Item], settings: Settings, method: Method, info:
             )
 
 
-def _least_stored(items: Sequence[Item], settings: Settings, method: Method, info: ModelInfo) -> int:
+def _least_stored(items: Sequence[PreparedExample], settings: Settings, method: Method, info: ModelInfo) -> int:
     """Return the bytes of a conversation after its first turn, at least. What a method keeps is its own affair."""
     shortest = min(len(item.prompt.ids) for item in items if item.further)
     tokens = shortest if has_rows(method, settings.codec, settings.budget_generated) else 1
@@ -141,7 +143,7 @@ def _least_stored(items: Sequence[Item], settings: Settings, method: Method, inf
     return dense * codecs.codec_of(codec).layout(info.head_dim, torch.float32).token_bytes // plain
 
 
-def check_overflow(items: Sequence[Item], task: Task, settings: Settings, limit: int) -> None:
+def check_overflow(items: Sequence[PreparedExample], task: Task, settings: Settings, limit: int) -> None:
     """Refuse a window that some turn does not fit, or the model has not, and none where `task` is about overflow.
     `limit`: tokens that the model takes."""
     window, turns = settings.overflow.window, [turn for item in items if item.further for turn in item.turns]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from evals.base import Task
 from harness.config.settings import CommonWindows, OverflowSettings, Settings, SettingsError, StoreSettings
 from harness.jobs.planning.alignment import aligned, per_token
-from harness.jobs.planning.items import Item, by_context
+from harness.jobs.planning.examples import PreparedExample, by_context
 from harness.models.base import ModelInfo
 from harness.models.devices import choose_device, usual_chunk
 from harness.terminal.notices import say_once
@@ -123,7 +123,7 @@ def effective(settings: Settings, method: Method, info: ModelInfo) -> Settings:
     return replace(settings, **changes)
 
 
-def without_effect_here(settings: Settings, task: Task, items: Sequence[Item]) -> Iterator[str]:
+def without_effect_here(settings: Settings, task: Task, items: Sequence[PreparedExample]) -> Iterator[str]:
     """Yield what changes nothing for these examples, in words."""
     usual, wanted = Settings(), settings.generation
     turns = [turn for item in items for turn in item.turns]
@@ -139,7 +139,7 @@ def without_effect_here(settings: Settings, task: Task, items: Sequence[Item]) -
         yield "protocol=context changes nothing here: no question stands behind a context"
 
 
-def with_own_limit(settings: Settings, items: Sequence[Item]) -> Settings:
+def with_own_limit(settings: Settings, items: Sequence[PreparedExample]) -> Settings:
     """Leave generation.max_new_tokens out where it says what every turn has of itself, so that the run is the same.
     A text that is given in place of answers has no limit but that one."""
     asked = settings.generation.max_new_tokens
@@ -151,7 +151,7 @@ def with_own_limit(settings: Settings, items: Sequence[Item]) -> Settings:
     return replace(settings, generation=replace(settings.generation, max_new_tokens=None))
 
 
-def with_contexts(settings: Settings, items: Sequence[Item]) -> Settings:
+def with_contexts(settings: Settings, items: Sequence[PreparedExample]) -> Settings:
     """Leave questions=shared out where no context has two questions, and say so."""
     if settings.questions == "separate" or any(len(group) > 1 for group in by_context(items)):
         return settings
@@ -159,7 +159,7 @@ def with_contexts(settings: Settings, items: Sequence[Item]) -> Settings:
     return replace(settings, questions="separate")
 
 
-def with_turns(settings: Settings, items: Sequence[Item]) -> Settings:
+def with_turns(settings: Settings, items: Sequence[PreparedExample]) -> Settings:
     """Leave history and overflow out where no example has a second turn, and overflow where every conversation fits;
     that is said, and so is what protocol=context means under another history."""
     window = settings.overflow.window

@@ -24,7 +24,7 @@ from harness.bench.common.synthetic import LayerShape
 from harness.engine.attach import Attachment
 from harness.engine.hf import layer_specs, routed
 from harness.jobs.planning.capacity import MOST_SEQUENCES, largest_batch, needed_by
-from harness.jobs.planning.items import blank
+from harness.jobs.planning.examples import blank
 from methods.base import CacheState
 from methods.full import Full
 from methods.layers import Layer
@@ -97,13 +97,13 @@ def test_the_largest_batch_is_what_the_forecast_of_a_run_allows() -> None:
     asked = options(dtype="fp32", device="cpu", overlap="auto", placement="host")
     info, item = MODEL.describe(), blank(300, 16)
     for method in (Full(), PQ):
-        held = decode.holder(method, asked)
+        held = decode.cache_spec(method, asked)
         for free in (10**6, 5 * 10**6):
             most, tier = largest_batch(info, held, item, free, loaded=True)
             assert tier == "device"
             assert needed_by(info, held, item, max(1, most), loaded=True).total <= free or not most
             assert needed_by(info, held, item, most + 1, loaded=True).total > free
-    gpu = decode.holder(Full(offload=True), options(dtype="fp32", device="cuda", overlap="auto", placement="host"))
+    gpu = decode.cache_spec(Full(offload=True), options(dtype="fp32", device="cuda", overlap="auto", placement="host"))
     assert largest_batch(info, gpu, item, 10**9, needed_by(info, gpu, item, 7).host) == (7, "host")
     assert largest_batch(info, gpu, item, None)[0] == MOST_SEQUENCES
 

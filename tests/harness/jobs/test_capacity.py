@@ -13,8 +13,8 @@ from harness.config.settings import Results, Settings, SettingsError, StoreSetti
 from harness.jobs.evaluate import evaluate, evaluate_together
 from harness.jobs.job import Job
 from harness.jobs.planning import machine
-from harness.jobs.planning.cache_bytes import Holder
-from harness.jobs.planning.capacity import Need, needed, refusal
+from harness.jobs.planning.cache_bytes import CacheSpec
+from harness.jobs.planning.capacity import MemoryForecast, needed, refusal
 from methods.full import Full
 from methods.tiers.pinned_memory import reservation_bytes
 from methods.tiers.pinned_pool import STEP_BYTES
@@ -77,19 +77,19 @@ def test_a_finished_run_needs_no_memory(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("need", "changes", "helps"),
     [
-        (Need(10, 0, 0), {"dtype": "fp32"}, "use dtype=bf16 (5.00 B)."),
-        (Need(10, 0, 0), {"dtype": "bf16"}, "use a smaller model."),
-        (Need(1, 9, 0), {"dtype": "bf16", "batch": 2}, "use a smaller batch or fewer tokens."),
-        (Need(1, 9, 0), {"dtype": "bf16", "device": "cuda"}, "use fewer tokens."),
+        (MemoryForecast(10, 0, 0), {"dtype": "fp32"}, "use dtype=bf16 (5.00 B)."),
+        (MemoryForecast(10, 0, 0), {"dtype": "bf16"}, "use a smaller model."),
+        (MemoryForecast(1, 9, 0), {"dtype": "bf16", "batch": 2}, "use a smaller batch or fewer tokens."),
+        (MemoryForecast(1, 9, 0), {"dtype": "bf16", "device": "cuda"}, "use fewer tokens."),
         (
-            Need(1, 9, 0),
+            MemoryForecast(1, 9, 0),
             {"dtype": "bf16", "device": "cuda", "batch": 2},
             "use a smaller batch or placement=host or fewer tokens.",
         ),
-        (Need(1, 2, 9), {"dtype": "bf16"}, "use prefill_chunk=2048 or fewer tokens."),
+        (MemoryForecast(1, 2, 9), {"dtype": "bf16"}, "use prefill_chunk=2048 or fewer tokens."),
     ],
 )
-def test_the_advice_is_what_helps(need: Need, changes: dict, helps: str) -> None:
+def test_the_advice_is_what_helps(need: MemoryForecast, changes: dict, helps: str) -> None:
     settings = Settings(**{"device": "cpu"} | changes)
     assert refusal(need, settings, need.total) is None
     assert refusal(need, settings, None) is None
@@ -97,7 +97,7 @@ def test_the_advice_is_what_helps(need: Need, changes: dict, helps: str) -> None
 
 
 def test_host_memory_beside_a_gpu_is_checked_too() -> None:
-    settings, need = Settings(device="cuda", dtype="bf16", placement="host", batch=2), Need(1, 2, 3, host=10)
+    settings, need = Settings(device="cuda", dtype="bf16", placement="host", batch=2), MemoryForecast(1, 2, 3, host=10)
     assert refusal(need, settings, 100, 10) is None
     assert refusal(need, settings, 100, None) is None
     told = "needs 10.0 B of host memory beside cuda but only 9.00 B are free: use placement=disk or a smaller batch."
@@ -105,12 +105,12 @@ def test_host_memory_beside_a_gpu_is_checked_too() -> None:
     assert str(need).endswith(" and 10.0 B of host memory")
 
 
-def full(settings: Settings) -> Holder:
-    return Holder(settings, Full(), None)
+def full(settings: Settings) -> CacheSpec:
+    return CacheSpec(settings, Full(), None)
 
 
 def test_what_is_there_or_elsewhere_is_not_counted() -> None:
-    from harness.jobs.planning.items import prepare
+    from harness.jobs.planning.examples import prepare
 
     info, settings = MODEL.describe(), Settings(device="cuda", dtype="fp32")
     items = prepare(niah(), MODEL, settings)
@@ -128,25 +128,25 @@ def test_what_is_there_or_elsewhere_is_not_counted() -> None:
 
 
 def test_a_layer_whose_rows_leave_the_device_is_whole_there_alone() -> None:
-    from harness.jobs.planning.items import prepare
+    from harness.jobs.planning.examples import prepare
 
     info, device = MODEL.describe(), Settings(device="cuda", dtype="fp32", batch=2)
     items = prepare(niah(), MODEL, device)[:2]
     one, tokens = (info.kv_bytes("fp32", count) for count in (items[0].room, len(items[0].prompt.ids)))
     pinned = reservation_bytes([one // info.num_layers] * info.num_layers)  # as if the prompt took all of the room
     for placement, host in (("host", pinned), ("disk", 0)):
-        elsewhere = Holder(replace(device, placement=placement), Full(offload=True), None)
+        elsewhere = CacheSpec(replace(device, placement=placement), Full(offload=True), None)
         need = needed(info, elsewhere, items)
         sealed = one - tokens  # room for the answer, in all layers
         assert need.kv == pytest.approx(2 * sealed + tokens / info.num_layers)  # the other example is sealed as well
         assert need.host == 2 * host
-    on_cpu = Holder(replace(device, device="cpu", placement="host"), Full(offload=True), None)
+    on_cpu = CacheSpec(replace(device, device="cpu", placement="host"), Full(offload=True), None)
     assert needed(info, on_cpu, items).kv == 2 * one
     assert needed(info, on_cpu, items).host == 0
 
 
 def test_a_shared_prefill_holds_a_cache_per_job_and_its_own() -> None:
-    from harness.jobs.planning.items import prepare
+    from harness.jobs.planning.examples import prepare
 
     info, alone = MODEL.describe(), Settings(device="cuda", dtype="fp32")
     items, shared = prepare(niah(), MODEL, alone), replace(alone, shared_prefill=True)
@@ -154,11 +154,11 @@ def test_a_shared_prefill_holds_a_cache_per_job_and_its_own() -> None:
     assert needed(info, full(shared), items, beside=[full(shared)] * 2).kv == 4 * one
     assert needed(info, full(shared), items, beside=[full(replace(shared, placement="host"))]).kv == 3 * one
     assert needed(info, full(replace(alone, fidelity=4)), items).kv == 2 * one
-    assert "shared_prefill=false" in str(refusal(Need(1, 9, 0), shared, 8))
+    assert "shared_prefill=false" in str(refusal(MemoryForecast(1, 9, 0), shared, 8))
 
 
 def test_a_store_on_the_device_counts_up_to_its_room() -> None:
-    from harness.jobs.planning.items import prepare
+    from harness.jobs.planning.examples import prepare
     from tests.harness.jobs.test_questions import Balances
 
     info, plain = MODEL.describe(), Settings(device="cuda", dtype="fp32")
@@ -171,15 +171,15 @@ def test_a_store_on_the_device_counts_up_to_its_room() -> None:
         ("cpu", StoreSettings(device=1000, host=500, disk="1TB"), 1500),
     ):
         settings = replace(plain, device=device, history="store", store=store)
-        holder = full(settings)
-        assert needed(info, holder, items).kv == needed(info, full(plain), items).kv + more
-        together = needed(info, holder, items, beside=[holder])
+        cache_spec = full(settings)
+        assert needed(info, cache_spec, items).kv == needed(info, full(plain), items).kv + more
+        together = needed(info, cache_spec, items, beside=[cache_spec])
         assert together.kv == needed(info, full(plain), items, beside=[full(plain)]).kv + 2 * more
-    assert "a smaller store" in str(refusal(Need(1, 9, 0), settings, 8))
+    assert "a smaller store" in str(refusal(MemoryForecast(1, 9, 0), settings, 8))
 
 
 def test_what_a_store_pins_beside_a_gpu_counts_as_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    from harness.jobs.planning.items import prepare
+    from harness.jobs.planning.examples import prepare
     from tests.harness.jobs.test_questions import Balances
 
     info, plain = MODEL.describe(), Settings(device="cuda", dtype="fp32", history="store")

@@ -66,7 +66,7 @@ def test_the_bytes_are_those_that_a_run_measures(tmp_path: Path, method: Method,
     done = run(tmp_path, method, niah(), **changes | {"batch": 1})
     settings = replace(Settings(results=Results(root=str(tmp_path))), **changes)
     job = Job.plan(method, niah(), MODEL, settings)
-    cost = sealed(job.holder, MODEL.describe(), job.items)
+    cost = sealed(job.cache_spec, MODEL.describe(), job.items)
     for tier, count in cost.held.items():
         largest = max(one.kv[tier] for one in done.records)
         assert count == pytest.approx(settings.batch * largest, rel=0.02)

@@ -20,9 +20,9 @@ from harness.engine.batch.running import RunningBatch
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
 from harness.engine.hf import routed
-from harness.jobs.planning.cache_bytes import Holder
-from harness.jobs.planning.capacity import Need, needed, refusal
-from harness.jobs.planning.items import Item, prepare
+from harness.jobs.planning.cache_bytes import CacheSpec
+from harness.jobs.planning.capacity import MemoryForecast, needed, refusal
+from harness.jobs.planning.examples import PreparedExample, prepare
 from harness.jobs.prefill import SharedPrefill
 from harness.models.base import ModelInfo
 from kernels import ops
@@ -68,7 +68,7 @@ def info() -> ModelInfo:
 
 
 @cache
-def item() -> Item:
+def item() -> PreparedExample:
     first = prepare(niah(), MODEL, Settings(device="cpu"))[0]
     return replace(first, prompt=replace(first.prompt, ids=(7,) * PROMPT, split=PROMPT), new_tokens=NEW)
 
@@ -82,23 +82,23 @@ def ids(seed: int, tokens: int = PROMPT) -> Tensor:
     return torch.randint(3, WIDE["vocab_size"], (1, tokens), generator=torch.Generator().manual_seed(seed))
 
 
-def attach(holder: Holder, of: PreTrainedModel | None = None) -> Attachment:
-    placement = holder.settings.placement
-    return Attachment(of or model(), holder.method, holder.budget, placement, ids(0), 0, None, None)
+def attach(cache_spec: CacheSpec, of: PreTrainedModel | None = None) -> Attachment:
+    placement = cache_spec.settings.placement
+    return Attachment(of or model(), cache_spec.method, cache_spec.budget, placement, ids(0), 0, None, None)
 
 
-def peaks(holder: Holder, further: int = 0) -> Allocations:
+def peaks(cache_spec: CacheSpec, further: int = 0) -> Allocations:
     """Bytes at most in a turn, and in one more of `further` tokens."""
-    attachment = attach(holder)
+    attachment = attach(cache_spec)
     with Allocations() as counted:
-        take_turns(attachment, holder, further)
+        take_turns(attachment, cache_spec, further)
     return counted
 
 
 @torch.inference_mode()
-def take_turns(attachment: Attachment, holder: Holder, further: int = 0) -> None:
+def take_turns(attachment: Attachment, cache_spec: CacheSpec, further: int = 0) -> None:
     with routed(attachment.model):
-        engine = Engine(attachment, prefill_chunk=holder.settings.prefill_chunk)
+        engine = Engine(attachment, prefill_chunk=cache_spec.settings.prefill_chunk)
         cache = attachment.start(KVCache, capacity=PROMPT + NEW + (further and further + NEW))
         for tokens in (PROMPT, further) if further else (PROMPT,):
             cache.open_turn()
@@ -107,38 +107,38 @@ def take_turns(attachment: Attachment, holder: Holder, further: int = 0) -> None
             engine.run(ids(2, 1).to(attachment.model.device), cache)
 
 
-def forecast(holder: Holder) -> Need:
-    return needed(info(), holder, [item()] * holder.settings.batch, loaded=True)
+def forecast(cache_spec: CacheSpec) -> MemoryForecast:
+    return needed(info(), cache_spec, [item()] * cache_spec.settings.batch, loaded=True)
 
 
-def holder_of(name: str, placement: str = "device", chunk: int | None = None, **parameters: object) -> Holder:
+def holder_of(name: str, placement: str = "device", chunk: int | None = None, **parameters: object) -> CacheSpec:
     method = replace(method_of(name), **parameters)  # type: ignore[type-var]
     settings = Settings(device="cpu", dtype="fp32", placement=placement, prefill_chunk=chunk)
-    return Holder(settings, method, Budget(0.2) if method.uses_budget else None)
+    return CacheSpec(settings, method, Budget(0.2) if method.uses_budget else None)
 
 
-def changed(holder: Holder, **settings: object) -> Holder:
-    return holder._replace(settings=replace(holder.settings, **settings))  # type: ignore[arg-type]
+def changed(cache_spec: CacheSpec, **settings: object) -> CacheSpec:
+    return cache_spec._replace(settings=replace(cache_spec.settings, **settings))  # type: ignore[arg-type]
 
 
-def assert_foreseen(holder: Holder) -> None:
+def assert_foreseen(cache_spec: CacheSpec) -> None:
     """On a CPU host memory is the device's. What lies on the device alone is forecast where the rest is in files, and
     what lies in host memory beside a GPU."""
-    real = peaks(holder)
-    assert forecast(holder).total == pytest.approx(real.peak, rel=0.1)
-    if holder.settings.placement == DEVICE:
+    real = peaks(cache_spec)
+    assert forecast(cache_spec).total == pytest.approx(real.peak, rel=0.1)
+    if cache_spec.settings.placement == DEVICE:
         assert real.peak > FLOOR
         return
-    assert forecast(changed(holder, placement=DISK)).total == pytest.approx(real.peaks[DEVICE], rel=0.1)
-    if holder.settings.placement == HOST:
-        assert forecast(changed(holder, device="cuda")).host == pytest.approx(real.peaks[HOST], rel=0.1)
+    assert forecast(changed(cache_spec, placement=DISK)).total == pytest.approx(real.peaks[DEVICE], rel=0.1)
+    if cache_spec.settings.placement == HOST:
+        assert forecast(changed(cache_spec, device="cuda")).host == pytest.approx(real.peaks[HOST], rel=0.1)
 
 
 @torch.inference_mode()
 def test_rows_that_come_while_others_attend_are_foreseen() -> None:
     """Each sequence of a batch asks for a layer ahead: that lies there while another's prompt is computed."""
-    holder = changed(holder_of("full_offloaded", DISK, 300), batch=3)
-    attachment = Attachment(model(), holder.method, None, DISK, overlap=True)
+    cache_spec = changed(holder_of("full_offloaded", DISK, 300), batch=3)
+    attachment = Attachment(model(), cache_spec.method, None, DISK, overlap=True)
     attachment.engine = TransferEngine()  # rows come when they are asked for, and not when a thread gets to it
     with routed(attachment.model), Allocations() as counted:
         engine = Engine(attachment, prefill_chunk=300)
@@ -147,7 +147,7 @@ def test_rows_that_come_while_others_attend_are_foreseen() -> None:
             engine.prefill(cache, ids(1), whole=True)
             cache.seal()
             engine.run(ids(2, 1), cache)
-    with_rows, without = (forecast(changed(holder, overlap=overlap)) for overlap in ("on", "off"))
+    with_rows, without = (forecast(changed(cache_spec, overlap=overlap)) for overlap in ("on", "off"))
     assert with_rows.total == pytest.approx(counted.peaks[DEVICE], rel=0.1)
     assert with_rows.total - without.total >= 2 * info().kv_bytes("fp32", PROMPT) // LAYERS
 
@@ -157,17 +157,17 @@ def test_rows_that_come_while_others_attend_are_foreseen() -> None:
 def test_a_prompt_whose_cache_exceeds_the_device_runs_from_elsewhere(name: str, placement: str) -> None:
     """All keys and values are more than the device has. Where they stay there the run is refused; where they leave it,
     it fits, and holds no more while it runs."""
-    holder = holder_of(name, placement, 300)
+    cache_spec = holder_of(name, placement, 300)
     dense = info().kv_bytes("fp32", PROMPT + NEW)
     assert dense > ROOM
 
     def refused(**settings: object) -> str | None:
-        asked = changed(holder, device="cuda" if placement == HOST else "cpu", **settings)
+        asked = changed(cache_spec, device="cuda" if placement == HOST else "cpu", **settings)
         return refusal(forecast(asked), asked.settings, ROOM, 10 * ROOM if placement == HOST else None)
 
     assert "free on" in str(refused(placement=DEVICE))
     assert refused() is None
-    assert peaks(holder).peaks[DEVICE] <= ROOM
+    assert peaks(cache_spec).peaks[DEVICE] <= ROOM
 
 
 CASES = [
@@ -183,12 +183,12 @@ CASES = [
 def test_the_peak_is_what_was_forecast(case: tuple[str, str, int | None]) -> None:
     """Chunks make the prefill small, so that the seal is what counts. What a press takes while it works is known as a
     bound alone."""
-    holder = holder_of(*case)
+    cache_spec = holder_of(*case)
     if case[0] == "kvpress":
-        real = peaks(holder).peak
-        assert 0.9 * real <= forecast(holder).total <= 1.3 * real
+        real = peaks(cache_spec).peak
+        assert 0.9 * real <= forecast(cache_spec).total <= 1.3 * real
         return
-    assert_foreseen(holder)
+    assert_foreseen(cache_spec)
 
 
 @pytest.mark.gpu
@@ -196,14 +196,14 @@ def test_the_peak_is_what_was_forecast(case: tuple[str, str, int | None]) -> Non
 @pytest.mark.parametrize("case", [case for case in QUICK if case[0] != "lm_infinite"], ids=str)
 def test_the_peak_on_a_gpu_is_what_was_forecast(case: tuple[str, str, int | None]) -> None:
     """As torch's allocator counts it: no more than was said, above the floor."""
-    holder, device = changed(holder_of(*case), device="cuda"), torch.device("cuda")
-    attachment = attach(holder, deepcopy(model()).to(device))  # type: ignore[arg-type]
-    take_turns(attachment, holder)  # compiles, and takes what stays with the device
+    cache_spec, device = changed(holder_of(*case), device="cuda"), torch.device("cuda")
+    attachment = attach(cache_spec, deepcopy(model()).to(device))  # type: ignore[arg-type]
+    take_turns(attachment, cache_spec)  # compiles, and takes what stays with the device
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    take_turns(attachment, holder)
-    assert torch.cuda.max_memory_allocated() - before <= max(1.1 * forecast(holder).total, FLOOR)
+    take_turns(attachment, cache_spec)
+    assert torch.cuda.max_memory_allocated() - before <= max(1.1 * forecast(cache_spec).total, FLOOR)
 
 
 @pytest.mark.slow
@@ -230,10 +230,10 @@ def test_parameters_count(name: str, placement: str, parameters: dict[str, objec
 @pytest.mark.parametrize("name", mostly_slow(["full_offloaded", "kivi", "shadowkv", "sparq"], "shadowkv"))
 def test_a_further_turn_takes_little_more(name: str) -> None:
     """What the seal has made is gone once all keys and values are back."""
-    holder, more = holder_of(name, "host", 300), 50
+    cache_spec, more = holder_of(name, "host", 300), 50
     second = replace(item(), prompt=replace(item().prompt, ids=(7,) * more, split=more))
-    told = needed(info(), holder, [replace(item(), further=(second,))], loaded=True)
-    assert told.total == pytest.approx(peaks(holder, more).peak, rel=0.1)
+    told = needed(info(), cache_spec, [replace(item(), further=(second,))], loaded=True)
+    assert told.total == pytest.approx(peaks(cache_spec, more).peak, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -241,24 +241,24 @@ def test_a_further_turn_takes_little_more(name: str) -> None:
 )
 @torch.inference_mode()
 def test_the_others_of_a_batch_are_sealed(place: tuple[str, str]) -> None:
-    holder = holder_of(*place, 300)
-    holder = holder._replace(settings=replace(holder.settings, batch=2))
-    attachment = attach(holder)
+    cache_spec = holder_of(*place, 300)
+    cache_spec = cache_spec._replace(settings=replace(cache_spec.settings, batch=2))
+    attachment = attach(cache_spec)
     with routed(model()), Allocations() as counted:
         engine = Engine(attachment, prefill_chunk=300)
         batch = RunningBatch(engine)
         for seed in range(2):
             engine.join(batch, ids(seed), max_new_tokens=NEW)
             batch.step()
-    assert needed(info(), holder, [item()] * 2, loaded=True).total == pytest.approx(counted.peak, rel=0.1)
+    assert needed(info(), cache_spec, [item()] * 2, loaded=True).total == pytest.approx(counted.peak, rel=0.1)
 
 
 @pytest.mark.parametrize("name", ["full_offloaded", "shadowkv"])
 @torch.inference_mode()
 def test_a_step_of_three_whose_rows_come_together_is_foreseen(name: str) -> None:
     """The rows of one layer come for all of them, and a joint copy of their hit caches is there."""
-    holder = changed(holder_of(name, HOST, 300), batch=3)
-    attachment = attach(holder)
+    cache_spec = changed(holder_of(name, HOST, 300), batch=3)
+    attachment = attach(cache_spec)
     with routed(model()):
         engine = Engine(attachment, prefill_chunk=300)
         engine.generate(ids(4, 600), max_new_tokens=2)  # is checked, one sequence after the other
@@ -268,7 +268,7 @@ def test_a_step_of_three_whose_rows_come_together_is_foreseen(name: str) -> None
                 engine.join(batch, ids(seed), max_new_tokens=NEW)
             batch.step()
     assert engine.one_by_one is None
-    assert forecast(holder).total == pytest.approx(counted.peak, rel=0.1)
+    assert forecast(cache_spec).total == pytest.approx(counted.peak, rel=0.1)
 
 
 @pytest.mark.slow
@@ -276,9 +276,9 @@ def test_a_step_of_three_whose_rows_come_together_is_foreseen(name: str) -> None
 @torch.inference_mode()
 def test_jobs_that_share_a_prefill(chunk: int | None) -> None:
     """None is sealed before all are filled."""
-    holders = [holder_of(name, placement, chunk) for name, placement in (("infinigen", "host"), ("h2o", "device"))]
-    shared = [one._replace(settings=replace(one.settings, shared_prefill=True)) for one in holders]
-    attachments = [attach(one) for one in holders]
+    cache_specs = [holder_of(name, placement, chunk) for name, placement in (("infinigen", "host"), ("h2o", "device"))]
+    shared = [one._replace(settings=replace(one.settings, shared_prefill=True)) for one in cache_specs]
+    attachments = [attach(one) for one in cache_specs]
     with routed(model()), Allocations() as counted:
         engines = [Engine(attachment, prefill_chunk=chunk) for attachment in attachments]
         prefill = SharedPrefill(engines[0], ids(1), NEW)

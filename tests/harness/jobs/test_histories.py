@@ -16,7 +16,7 @@ from harness.cachedattention.store.history_store import HistoryStore
 from harness.cachedattention.turns import opening
 from harness.cachedattention.turns.caches import CachesBetweenTurns
 from harness.config.settings import POLICIES, OverflowSettings, Settings, SettingsError, StoreSettings
-from harness.jobs.planning.items import Item, prepare
+from harness.jobs.planning.examples import PreparedExample, prepare
 from harness.jobs.runner import Runner
 from harness.reports.compare import comparisons
 from harness.reports.document import OTHER_TABLES, as_text
@@ -69,7 +69,7 @@ def test_memory_for_conversations_is_there_before_the_first_prompt(
 ) -> None:
     done, prompt = list[object](), Runner.prompt
 
-    def noting(runner: Runner, item: Item) -> tuple[Tensor, int]:
+    def noting(runner: Runner, item: PreparedExample) -> tuple[Tensor, int]:
         done.append("prompt")
         return prompt(runner, item)
 

@@ -13,7 +13,7 @@ import torch
 from evals.base import Example, Task, TaskEnv
 from evals.niah import Niah
 from harness.config.settings import GenerationSettings, Settings
-from harness.jobs.planning.items import Item, prepare
+from harness.jobs.planning.examples import PreparedExample, prepare
 from harness.models.base import load
 from harness.prompts.teacher import answer_ids
 from harness.results.measures import MEASURES
@@ -60,7 +60,7 @@ def same_but_for_the_likelihood(root: Path, method: Method, task: Task | None = 
     return made
 
 
-def dense(item: Item, protocol: str = "prompt") -> float:
+def dense(item: PreparedExample, protocol: str = "prompt") -> float:
     """The cost of the first reference by one forward over everything; under protocol=prompt without its first token."""
     model, [reference] = load(MODEL, "fp32", "cpu").model, item.example.references
     answer = answer_ids(reference, item.prompt, MODEL.tokenizer())[: item.new_tokens]

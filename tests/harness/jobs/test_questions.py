@@ -26,7 +26,7 @@ from harness.engine.batch.generation import Generation
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
 from harness.engine.footprint import footprint
-from harness.jobs.planning.items import Item, by_context, prepare
+from harness.jobs.planning.examples import PreparedExample, by_context, prepare
 from harness.jobs.questions import SealedContext
 from harness.models.base import load
 from harness.reports.compare import comparisons
@@ -259,7 +259,7 @@ def test_a_context_is_the_same_to_its_last_token() -> None:
     first, *_ = prepare(Balances(), MODEL, Settings())
     ids, split = first.prompt.ids, first.prompt.split
 
-    def item(name: str, ids: tuple[int, ...], split: int) -> Item:
+    def item(name: str, ids: tuple[int, ...], split: int) -> PreparedExample:
         return replace(
             first, example=replace(first.example, id=name), prompt=replace(first.prompt, ids=ids, split=split)
         )

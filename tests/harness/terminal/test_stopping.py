@@ -70,7 +70,7 @@ COMMANDS = {
     "harness.observe": ("harness.attention_statistics.record:observe", "the same command begins anew"),
     "harness.simulate": ("harness.cachedattention.simulation.outcome:simulated", "the same command begins anew"),
     "harness.report": ("harness.results.run_folder:find", "the same command begins anew"),
-    "harness.lint": ("harness.jobs.planning.items:itemised", "the same command begins anew"),
+    "harness.lint": ("harness.jobs.planning.examples:itemised", "the same command begins anew"),
     "harness.doctor": ("harness.results.provenance:versions", "the same command begins anew"),
     "harness.rescore": ("harness.results.run_folder:runs_below", "the same command begins anew"),
 }

@@ -19,7 +19,7 @@ from harness.results.files import canonical
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class PreparedExample:
     """An example as token ids, ready to run."""
 
     example: Example
@@ -28,12 +28,12 @@ class Item:
     findings: tuple[Finding, ...]
     forced: tuple[int, ...] = ()  # what is fed in place of what the model would have said
     choices: tuple[tuple[int, ...], ...] = ()  # what is fed one by one, each behind the same prompt
-    further: tuple[Item, ...] = ()  # user turns behind the first
+    further: tuple[PreparedExample, ...] = ()  # user turns behind the first
     by_steps: bool = False  # the prompt's last token is read behind the seal: what follows is the method's
     most: int | None = None  # tokens that a cache holds, where what is more leaves it
 
     @property
-    def turns(self) -> tuple[Item, ...]:
+    def turns(self) -> tuple[PreparedExample, ...]:
         return (self, *self.further)
 
     @property
@@ -42,7 +42,7 @@ class Item:
         return bool(self.forced or self.choices)
 
     @property
-    def parts(self) -> tuple[Item, ...]:
+    def parts(self) -> tuple[PreparedExample, ...]:
         """The examples that are asked on one cache, one after the other: itself, or its choices as texts that are
         forced."""
         return tuple(
@@ -93,16 +93,18 @@ class Item:
         return hashlib.sha256(canonical({"unit": self.example.unit, "turns": turns}).encode()).hexdigest()
 
 
-def blank(tokens: int, new_tokens: int) -> Item:
+def blank(tokens: int, new_tokens: int) -> PreparedExample:
     """Return an example of which nothing but its lengths is known."""
     example = Example(id="blank", group="blank", context="", references=(), max_new_tokens=new_tokens)
-    return Item(example, Prompt((0,) * tokens, tokens, 0, 0, template=False, text=""), new_tokens, ())
+    return PreparedExample(example, Prompt((0,) * tokens, tokens, 0, 0, template=False, text=""), new_tokens, ())
 
 
-def by_context(items: Iterable[Item], stage: Callable[[int], int] = lambda tokens: 0) -> Iterator[list[Item]]:
+def by_context(
+    items: Iterable[PreparedExample], stage: Callable[[int], int] = lambda tokens: 0
+) -> Iterator[list[PreparedExample]]:
     """Yield the examples whose contexts are the same, in the order in which contexts first come up: the same tokens,
     rotated alike. `stage` tells prompts of so many tokens apart that a model rotates in different ways."""
-    groups: dict[tuple[object, ...], list[Item]] = {}
+    groups: dict[tuple[object, ...], list[PreparedExample]] = {}
     for item in items:
         ids, split = item.prompt.ids, item.prompt.split
         key = ids[:split] if split < len(ids) else (item.example.id,)  # without a question there is one prompt
@@ -110,7 +112,7 @@ def by_context(items: Iterable[Item], stage: Callable[[int], int] = lambda token
     yield from groups.values()
 
 
-def room(items: Sequence[Item]) -> int:
+def room(items: Sequence[PreparedExample]) -> int:
     """Return the tokens that a cache must hold on which all of `items` are asked, one after the other."""
     return max(item.room for item in items)
 
@@ -125,7 +127,7 @@ def _task_env(settings: Settings, tokenizer: Tokenizer, window: int) -> TaskEnv:
     return TaskEnv(text=tools, seed=settings.seed, data_root=root, cache_dir=cache_root() / "tasks", window=window)
 
 
-def prepare(task: Task, source: ModelSource, settings: Settings, *, strict: bool = True) -> list[Item]:
+def prepare(task: Task, source: ModelSource, settings: Settings, *, strict: bool = True) -> list[PreparedExample]:
     """Return all examples of `task` as prompts of `source`; stop at the first that lint finds an error in, if
     `strict`."""
     info, tokenizer = source.describe(), source.tokenizer()
@@ -136,7 +138,7 @@ def prepare(task: Task, source: ModelSource, settings: Settings, *, strict: bool
 
 def itemised(
     examples: Iterable[Example], tokenizer: Tokenizer, settings: Settings, window: int, *, strict: bool = True
-) -> list[Item]:
+) -> list[PreparedExample]:
     """Return `examples` as prompts of a model that takes `window` tokens."""
     items = []
     for example in examples:
@@ -149,10 +151,10 @@ def itemised(
     return items
 
 
-def _item(example: Example, tokenizer: Tokenizer, settings: Settings, window: int) -> Item:
+def _item(example: Example, tokenizer: Tokenizer, settings: Settings, window: int) -> PreparedExample:
     """Render an example. Each turn is seen through by itself, and has what the ones before it leave of the window: all
     of it, where these are let go of."""
-    made: list[Item] = []
+    made: list[PreparedExample] = []
     most = settings.overflow.window
     for turn in example.turns:
         prompt = (render_turn if made else render)(turn, tokenizer, chat=settings.chat)  # type: ignore[arg-type]
@@ -161,12 +163,12 @@ def _item(example: Example, tokenizer: Tokenizer, settings: Settings, window: in
         choices = choices_ids(turn, prompt, tokenizer)
         new_tokens = max(map(len, choices), default=0) or len(forced) or limit or turn.max_new_tokens
         findings = lint(turn, prompt, tokenizer, window, new_tokens, 0 if most else sum(one.room for one in made))
-        made.append(Item(turn, prompt, new_tokens, tuple(findings), forced, choices, by_steps=bool(choices)))
+        made.append(PreparedExample(turn, prompt, new_tokens, tuple(findings), forced, choices, by_steps=bool(choices)))
     found = dict.fromkeys(finding for one in made for finding in one.findings)
     return replace(made[0], example=example, findings=tuple(found), further=tuple(made[1:]), most=most)
 
 
-def _refuse(item: Item) -> None:
+def _refuse(item: PreparedExample) -> None:
     """Stop on the first error that lint found, before more prompts are made."""
     for finding in item.findings:
         if finding.level == "error":
@@ -175,7 +177,7 @@ def _refuse(item: Item) -> None:
             )
 
 
-def _refuse_twins(items: Sequence[Item]) -> None:
+def _refuse_twins(items: Sequence[PreparedExample]) -> None:
     seen: set[str] = set()
     for item in items:
         if item.example.id in seen:
