@@ -58,7 +58,9 @@ class LmEval(Task):
             if (value := getattr(self, key)) is not None and value < least:
                 raise TaskError(f"{key}={value} makes no sense: give {least} or more, or null for what the task says")
         if self.include_path is not None and not Path(self.include_path).is_dir():
-            raise TaskError(f"include_path={self.include_path} is no folder: name the one that holds your yaml files")
+            raise TaskError(
+                f"include_path={self.include_path} is not a folder: name the one that holds your yaml files"
+            )
 
     @property
     def version(self) -> str:  # type: ignore[override]
@@ -138,7 +140,9 @@ class LmEval(Task):
         grows = leaf.task.higher_is_better()
         named = [name for name in numbers if grows.get(name.rpartition(",")[0], True)]
         if self.score_by is not None and self.score_by not in numbers:
-            raise TaskError(f"score_by={self.score_by} is no metric of {leaf.name}: choose one of {'; '.join(numbers)}")
+            raise TaskError(
+                f"score_by={self.score_by} is not a metric of {leaf.name}: choose one of {'; '.join(numbers)}"
+            )
         if self.score_by is None and not named:
             raise TaskError(f"{leaf.name} has no metric that is a number for each document: {ELSEWHERE}")
         name = self.score_by or named[0]

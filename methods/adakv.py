@@ -44,7 +44,7 @@ class AdaKV(SnapKV):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.floor <= 1:
-            raise ValueError(f"floor={self.floor} is no part of the even share: give 0 to 1, 0.2 in the paper.")
+            raise ValueError(f"floor={self.floor} is not a part of the even share: give 0 to 1, 0.2 in the paper.")
         if self.select_per != "kv_head":
             raise ValueError("Ada-KV gives budgets to KV heads: leave select_per=kv_head.")
 

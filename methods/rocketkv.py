@@ -60,7 +60,7 @@ class RocketKV(SnapKV):
         if self.select_per != "kv_head":
             raise ValueError("select_per=query_head is SnapKV's alone: RocketKV chooses once per KV head.")
         if self.split is not None and not 0 <= self.split <= 1:
-            raise ValueError(f"split={self.split} is no share of the compression: give 0 to 1, or null.")
+            raise ValueError(f"split={self.split} is not a share: give 0 to 1, or null.")
         for name, value in (("page_size", self.page_size), ("r", self.r)):
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1; null lets the budget decide.")

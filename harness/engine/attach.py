@@ -205,12 +205,14 @@ class Attachment:
 def _refuse(model: object, placement: object, reuse_steps: object, codec: object, disk: Path | None) -> None:
     """Raise `ValueError` if no attachment can be made of these arguments."""
     if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"model={model!r} is no model: pass one that is loaded, as from_pretrained gives it.")
+        raise ValueError(f"model={model!r} is not a model: pass a loaded one, as from_pretrained returns it.")
     if placement not in TIERS:
         raise ValueError(f"placement={placement!r} is unknown: choose one of {', '.join(TIERS)}.")
     _refuse_number("reuse_steps", reuse_steps, least=0)
     if not isinstance(codec, Codec | None):
-        raise ValueError(f"codec={codec!r} is no codec: pass one, as codec_of({str(codec)!r}) of methods.tiers.codecs.")
+        raise ValueError(
+            f"codec={codec!r} is not a codec: pass one, such as codec_of({str(codec)!r}) of methods.tiers.codecs."
+        )
     if disk is not None and not Path(disk).is_dir():
         raise ValueError(f"disk={str(disk)!r} is not a folder: make it, or leave disk out for a temporary one.")
 

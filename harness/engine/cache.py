@@ -325,7 +325,7 @@ class KVCache(Cache):
         if sequences != held:
             raise RoomError(
                 f"The cache is for batch={held} and {sequences} sequences arrive: make it with cache(..., batch="
-                f"{sequences}); beams are refused, for KV methods cannot follow them: use num_beams=1."
+                f"{sequences}); KV methods cannot follow beams, so use num_beams=1."
             )
         if needed > self.capacity:
             raise RoomError(

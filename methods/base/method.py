@@ -187,5 +187,5 @@ def refuse_other_than_method(given: object) -> None:
     class."""
     if isinstance(given, Method):
         return
-    what = f"{given.__name__} is a class" if isinstance(given, type) else f"{given!r} is no method"
+    what = f"{given.__name__} is a class" if isinstance(given, type) else f"{given!r} is not a method"
     raise ValueError(f"{what}: pass an instance of a method, as SnapKV().")

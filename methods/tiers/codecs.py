@@ -51,4 +51,4 @@ def codec_of(name: str) -> Codec:
             given = {argument: int(value) for argument, value in named.groupdict().items() if value is not None}
             codec: Codec = getattr(import_module(module), kind)(**given)
             return codec
-    raise ValueError(f"{name!r} is no codec: choose {choices()}.")
+    raise ValueError(f"{name!r} is not a codec: choose {choices()}.")

@@ -53,7 +53,7 @@ def tier_of(name: str) -> Tier:
     """Return a tier of the table. Raises `ValueError` for a tier that is not in it."""
     if name not in TIERS:
         raise ValueError(
-            f"{name!r} is no tier: choose one of {', '.join(TIERS)}, or add its line to methods/tiers/tier.py."
+            f"{name!r} is not a tier: choose one of {', '.join(TIERS)}, or add its line to methods/tiers/tier.py."
         )
     return TIERS[name]
 

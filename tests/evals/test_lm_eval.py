@@ -141,7 +141,7 @@ def test_filters_and_metrics_are_the_tasks(folder: str) -> None:
     assert task.score(found[0], "5 or 6").value == 0.0
     whole = LmEval(name="sums", include_path=folder, score_by="exact_match,whole")
     assert (whole.score(found[0], "5").value, whole.score(found[0], "It is 5").value) == (1.0, 0.0)
-    with pytest.raises(TaskError, match="score_by=acc is no metric of sums: choose one of exact_match,last; exact_ma"):
+    with pytest.raises(TaskError, match="score_by=acc is not a metric"):
         LmEval(name="sums", include_path=folder, score_by="acc").score(found[0], "5")
     assert task.averages({"sums": 0.5}, {"exact_match,last": 0.5}) == {"mean": 0.5, "exact_match,last": 0.5}
 

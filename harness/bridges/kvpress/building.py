@@ -102,7 +102,7 @@ def _class(name: str, key: str) -> type:
         raise KVPressError(f"{key}.name={name}: {module or 'kvpress'} has no {attribute}{near}") from error
     base = package().BasePress
     if not isinstance(press_class, type) or not issubclass(press_class, base):
-        raise KVPressError(f"{key}.name={name} is no press: name a class that is derived from kvpress's BasePress.")
+        raise KVPressError(f"{key}.name={name} is not a press: name a class that is derived from kvpress's BasePress.")
     if press_class.__call__ is not base.__call__:
         raise KVPressError(
             f"{key}.name={name} runs the model by a __call__ of its own (KVzip, Finch, presses for decoding), and here "

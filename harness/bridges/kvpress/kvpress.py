@@ -13,7 +13,7 @@ press changes (ThinKPress, KeyRerotationPress, MergingPress) are stored as it le
 compresses the first prompt of a conversation; later turns stay whole. Random numbers are drawn from
 a seed of each layer's own.
 
-kvpress is installed without its dependencies, for it asks for another transformers:
+kvpress is installed without its dependencies, because it requires another release of transformers:
 `pip install --no-deps kvpress==0.5.5 'cachetools<6' fire termcolor`.
 """
 

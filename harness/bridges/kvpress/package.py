@@ -36,7 +36,7 @@ def package() -> Any:
     except ImportError as error:
         raise KVPressError(
             f"kvpress cannot be imported ({error}): install it beside this project with `{INSTALL}`, without its "
-            "dependencies, for it asks for another transformers."
+            "dependencies, because it requires another release of transformers."
         ) from error
 
 

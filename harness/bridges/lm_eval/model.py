@@ -220,9 +220,9 @@ class KVHarnessLM(TemplateLM):
 
     def _share(self, rolling_context: object) -> float:
         if not isinstance(rolling_context, (int, float)) or isinstance(rolling_context, bool):
-            raise SettingsError(f"rolling_context={rolling_context!r} is no share: give a number like 0.5.")
+            raise SettingsError(f"rolling_context={rolling_context!r} is not a share: give a number like 0.5.")
         if not 0 <= rolling_context < 1:
-            raise SettingsError(f"rolling_context={rolling_context} is no share below 1: give a number like 0.5.")
+            raise SettingsError(f"rolling_context={rolling_context} is not below 1: give a number like 0.5.")
         if not rolling_context and not self._full:
             raise SettingsError(
                 f"rolling_context=0 seals nothing of a window, so {type(self.engine.attachment.method).__name__} would "
