@@ -45,10 +45,11 @@ def not_finite(model: Any, method: str, token: int, read: Callable[[], None]) ->
             f"{where}, and its {weights[0]} holds values that are not finite: fetch or convert the model again."
         )
     wider = {"fp16": "dtype=bf16 or dtype=fp32", "bf16": "dtype=fp32"}.get(dtype)
-    advice = f"Try {wider}, and" if wider else "Run"
-    return NotFiniteError(
-        f"{where}, though its weights are finite. {advice} method=full to see whether {method} is at fault."
-    )
+    where += ", though its weights are finite"
+    if method == "Full":  # which leaves nothing out, so that the model gives such numbers by itself
+        return NotFiniteError(f"{where}. Try {wider}." if wider else f"{where}: check the model's config.json.")
+    advice = f"Try {wider}, and run" if wider else "Run"
+    return NotFiniteError(f"{where}. {advice} method=full to see whether {method} is at fault.")
 
 
 def _first_place(model: Any, read: Callable[[], None]) -> _NotFinite | None:

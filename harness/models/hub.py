@@ -25,13 +25,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 OFFLINE: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+_ROPE = {"rope_theta?": "a number above 0", "factor?": "a number above 0", "partial_rotary_factor?": "a number"}
 CONFIG = {  # the parts of config.json that are read here; transformers checks what it reads
     "architectures?": ["text"],
     "quantization_config?": "an object",
     "attn_logit_softcapping?": "a number",
     "use_bidirectional_attention?": "true or false",
-    "rope_parameters?": {"partial_rotary_factor?": "a number"},
-    "rope_scaling?": {"partial_rotary_factor?": "a number"},
+    "rope_parameters?": _ROPE,
+    "rope_scaling?": _ROPE,
+    "rope_theta?": "a number above 0",
     "partial_rotary_factor?": "a number",
 }
 FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of types that need no decoding

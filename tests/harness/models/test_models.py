@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from evals.base import Example
+from evals.base import Example, TaskError
 from harness.models import base, embedded, file_hashes, snapshots
 from harness.models.base import ModelError
 from harness.models.embedded import SmolLM2
@@ -342,6 +342,8 @@ def test_a_sliding_window_limits_the_length(saved: Callable[[str], Path]) -> Non
         ({"rope_parameters": None}, "lacks rope_theta, by which the model turns keys and queries"),
         ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "lacks rope_theta"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}, "sliding_attention": {}}}, "lacks rope_theta"),
+        ({"rope_theta": "1e5"}, "has .*1e5.* as 'rope_theta', which should be a number above 0"),
+        ({"rope_parameters": {"rope_theta": -1.0}}, "'rope_parameters.rope_theta', which should be a number above 0"),
         (
             {"rope_parameters": {"rope_type": "superrope", "rope_theta": 1e4}},
             r"rope_type=superrope, which is unknown: .* one of default, linear, dynamic, yarn, longrope, llama3",
@@ -353,7 +355,7 @@ def test_configs_that_would_be_computed_wrongly_are_refused(
 ) -> None:
     folder = saved("llama")
     edit(folder / "config.json", **changes)
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises((ModelError, TaskError), match=message):
         local(folder).describe()
 
 
