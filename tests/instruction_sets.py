@@ -33,7 +33,7 @@ FEW = (
     "tests/test_stored_tokens.py",
     "tests/methods/test_contract.py",
     "tests/methods/test_hybrid_models.py",
-    "tests/harness/cachedattention/turns/test_histories.py",
+    "tests/harness/cachedattention/turns/test_caches.py",
     "tests/harness/engine/test_generate.py",
     "tests/harness/engine/test_hf.py",
 )

@@ -16,7 +16,7 @@ from methods.base import Method
 from methods.full import Full
 from methods.h2o import H2O
 from tests.fast import MODEL
-from tests.harness.cachedattention.turns.test_histories import Talk
+from tests.harness.cachedattention.turns.test_caches import Talk
 from tests.tiny import prompt
 
 METHODS: dict[str, Method] = {"full": Full(), "h2o": H2O()}

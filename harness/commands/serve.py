@@ -23,7 +23,7 @@ OUT = Path("results/runs/serving")
 
 
 @lasting_output()
-@as_command("the same command goes on behind the runs that are finished")
+@as_command("the same command goes on after the runs that are finished")
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_intermixed_args(arguments)
     say_once.cache_clear()

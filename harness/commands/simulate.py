@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _name(figure: str | None, runs: Sequence[Scenario], known: Costs) -> str:
-    """The same runs at the same costs have the same folder."""
+    """Return the name of the folder: the same runs at the same costs have the same one."""
     asked = {"runs": [asdict(run) for run in runs], "costs": asdict(known)}
     kind = f"figure_{figure}" if figure else f"{len(runs)}-runs"
     return f"{kind}-{digest(asked)[:8]}"
@@ -69,7 +69,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.simulate", description=__doc__)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="docs/conversations.md has the keys")
     parser.add_argument(
-        "--figure", metavar="N", help="of the paper, 13 to 17, 21, 22, 24, 25: its runs, its numbers beside"
+        "--figure",
+        metavar="N",
+        help="of the paper, 13 to 17, 21, 22, 24, 25: its runs, with its numbers for comparison",
     )
     parser.add_argument("--costs", type=typed, metavar="FILE", help="yaml in place of the paper's costs")
     parser.add_argument(

@@ -1,7 +1,7 @@
 """One engine with slots that answers a trace of conversations: turns wait in order of arrival and run side by side.
 
 A prefill halts the decoding of the others, or with `interleave` lets them make a step between two of its chunks. The
-caches between turns are told of every turn that waits, so that a policy can look ahead. The simulator's server
+caches between turns learn of every turn that waits, so that a policy can look ahead. The simulator's server
 (simulation/server.py) does the same with numbers in place of a model.
 """
 
@@ -148,8 +148,8 @@ class ServingLoop:
 
     def _finish(self, slot: RunningSequence, talk: ServedConversation) -> None:
         """Save the history of a turn that has ended; its next question comes once the user has thought."""
-        ended_s, found, [said], [stop] = self.clock.now(), talk.found, slot.out.tokens, slot.out.stops
-        talk.answered(said, stop)
+        ended_s, found, [tokens], [stop] = self.clock.now(), talk.found, slot.out.tokens, slot.out.stops
+        talk.answered(tokens, stop)
         saved = talk.save()
         answer = Answer(
             session=talk.session,
@@ -165,7 +165,7 @@ class ServingLoop:
             lost_to=found.lost,
             reused_tokens=found.reused,
             new_tokens=talk.new_tokens,
-            tokens=said,
+            tokens=tokens,
             stop=stop,
         )
         self._ended.append((answer, saved))

@@ -43,7 +43,7 @@ class ServingPlan:
             recorded.check(task)
         if recorded and settings.seed != Settings().seed and not settings.generation.temperature:
             raise SettingsError(
-                "seed changes nothing beside replay: the trace has its own texts and times. Leave it out."
+                "seed changes nothing with replay: the trace has its own texts and times. Leave it out."
             )
         settings = replace(settings, batch=traffic.slots)
         items = itemised(recorded.examples, model.tokenizer(), settings, model.describe().limit) if recorded else None

@@ -123,7 +123,7 @@ def points(words: Sequence[str]) -> list[TrafficPoint]:
     for key in found[0]:
         _refuse_unread(key)
         if "replay" in found[0] and key.partition(".")[0] in OF_TRACE:
-            raise SettingsError(f"{key} changes nothing beside replay: the trace has its own. Leave one out.")
+            raise SettingsError(f"{key} changes nothing with replay: the trace has its own. Leave one out.")
     varied = [key for key in found[0] if len({point[key].text for point in found}) > 1]
     stored = ["history" in point and point["history"].value == "store" for point in found]
     if "read_buffer" in found[0] and not any(stored):

@@ -107,37 +107,37 @@ def _most_sessions(jobs: Sequence[ServedTurn], hour_s: float = 3600.0) -> int:
 
 def table(rows: Sequence[SimulatedRow], runs: Sequence[Scenario]) -> str:
     """Return a table of the keys that differ between the runs, and of the figures."""
-    told = [row["figures"] for row in rows]
+    all_figures = [row["figures"] for row in rows]
     named = [Column(key, "", [str(getattr(run, key)) for run in runs], left=True) for key in varied(runs)]
     shares = {"hit_rate": "hits", **{f"hit_rate_{tier}": f"{tier}\nhits" for tier in TIERS}, "returning": "returning"}
-    figures = [share(head, [one[key] or None for one in told]) for key, head in shares.items()]
+    figures = [share(head, [one[key] or None for one in all_figures]) for key, head in shares.items()]
     figures += [
-        number("TTFT", "s", [one["ttft_s"] for one in told]),
-        number("p90", "s", [one["ttft_p90_s"] for one in told]),
-        number("queue", "s", [one["wait_s"] for one in told]),
-        number("prefill", "Ktok/s", [one["prefill_tok_s"] / 1000 for one in told]),
-        number("GPU time", "h", [one["gpu_hours"] for one in told]),
-        number("cost", "$", [one["cost_usd"] for one in told]),
-        share("storage", [one["storage_share"] or None for one in told]),
-        quantity("disk\nwritten", [one["disk_written_bytes"] for one in told], GB, hide_zeros=True),
-        quantity("disk\nread", [one["disk_read_bytes"] for one in told], GB, hide_zeros=True),
+        number("TTFT", "s", [one["ttft_s"] for one in all_figures]),
+        number("p90", "s", [one["ttft_p90_s"] for one in all_figures]),
+        number("queue", "s", [one["wait_s"] for one in all_figures]),
+        number("prefill", "Ktok/s", [one["prefill_tok_s"] / 1000 for one in all_figures]),
+        number("GPU time", "h", [one["gpu_hours"] for one in all_figures]),
+        number("cost", "$", [one["cost_usd"] for one in all_figures]),
+        share("storage", [one["storage_share"] or None for one in all_figures]),
+        quantity("disk\nwritten", [one["disk_written_bytes"] for one in all_figures], GB, hide_zeros=True),
+        quantity("disk\nread", [one["disk_read_bytes"] for one in all_figures], GB, hide_zeros=True),
     ]
     return text_table([*named, *figures])
 
 
-def trace_line(told: SimulatedRow) -> str:
+def trace_line(trace: SimulatedRow) -> str:
     """Return the statistics of a trace in one line."""
     return (
-        f"{told['sessions']} sessions, {told['turns']} turns ({told['mean_turns']:.2f} each, one alone in "
-        f"{100 * told['one_turn']:.0f} %), over 2K tokens {100 * told['over_2k_tokens']:.0f} %, over 4K "
-        f"{100 * told['over_4k_tokens']:.0f} %, mean {told['mean_tokens']:.0f}"
+        f"{trace['sessions']} sessions, {trace['turns']} turns ({trace['mean_turns']:.2f} each, one alone in "
+        f"{100 * trace['one_turn']:.0f} %), over 2K tokens {100 * trace['over_2k_tokens']:.0f} %, over 4K "
+        f"{100 * trace['over_4k_tokens']:.0f} %, mean {trace['mean_tokens']:.0f}"
     )
 
 
-def cuts_line(told: SimulatedRow) -> str:
+def cuts_line(lost: SimulatedRow) -> str:
     """Return in one line what a model's window takes from the trace."""
     return (
-        f"a window of {told['window']} tokens cuts {percent(told['cut_turns'])} % of the turns: "
-        f"{percent(told['lost_question_tokens'])} % of the tokens of questions and "
-        f"{percent(told['lost_answer_tokens'])} % of answers are lost"
+        f"a window of {lost['window']} tokens cuts {percent(lost['cut_turns'])} % of the turns: "
+        f"{percent(lost['lost_question_tokens'])} % of the tokens of questions and "
+        f"{percent(lost['lost_answer_tokens'])} % of answers are lost"
     )

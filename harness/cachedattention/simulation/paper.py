@@ -64,7 +64,7 @@ class PaperClaim:
         where = ", ".join(str(value) for value in self.at.values())
         return f"{where}: {self.of}{' ' * bool(SIGNS[self.kind])}{SIGNS[self.kind]}"
 
-    def told(self, value: float) -> str:
+    def shown(self, value: float) -> str:
         if self.kind == "points":
             return percent(value, sign=True)
         return f"{percent(value)} %" if self.is_share else digits(value)
@@ -100,8 +100,8 @@ class Figure:
         shown = text_table(
             [
                 Column(f"figure {self.number}", "", [claim.name for claim in self.claims], left=True),
-                Column("paper", "", [claim.told(claim.paper) for claim in self.claims]),
-                Column("ours", "", [claim.told(value) for claim, value in zip(self.claims, ours, strict=True)]),
+                Column("paper", "", [claim.shown(claim.paper) for claim in self.claims]),
+                Column("ours", "", [claim.shown(value) for claim, value in zip(self.claims, ours, strict=True)]),
                 Column("", "", ["!" * is_missed for is_missed in missed], left=True),
             ]
         )
@@ -149,8 +149,8 @@ def not_reproduced(rows: Sequence[SimulatedRow]) -> Iterator[str]:
             with suppress(ValueError):  # not all of its runs are here
                 ours = claim.ours(runs)
                 if claim.is_missed(ours):
-                    said = f"the paper has {claim.told(claim.paper)}, here it is {claim.told(ours)}"
-                    yield f"! not reproduced: figure {number}, {claim.name}: {said}"
+                    ours_and_theirs = f"the paper has {claim.shown(claim.paper)}, here it is {claim.shown(ours)}"
+                    yield f"! not reproduced: figure {number}, {claim.name}: {ours_and_theirs}"
 
 
 def figure(number: str) -> Figure:

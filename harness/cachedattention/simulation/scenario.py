@@ -45,7 +45,7 @@ class Scenario:
         "decoupled"  # coupled: an overflow of the window makes the store's copy void
     )
     truncation_ratio: float = 0.5  # of the history, kept where it overflows the window
-    preload: Literal["buffered", "layerwise", "off"] = "buffered"  # how loading hides behind computing
+    preload: Literal["buffered", "layerwise", "off"] = "buffered"  # how loading and computing overlap
     data: str | None = None  # a file in ShareGPT's layout; null: a drawn trace
     sessions: int = 9000
     rate: float = 1.0  # new sessions per second
@@ -61,9 +61,6 @@ class Scenario:
             known = [*POLICIES, RECOMPUTE]
             raise SettingsError(f"There is no policy {self.policy!r}{suggestion(self.policy, known)}")
         check_values(self, RANGES)
-        self._check_sizes()
-
-    def _check_sizes(self) -> None:
         if self.policy == RECOMPUTE:
             return
         if not any(self.capacities.values()):

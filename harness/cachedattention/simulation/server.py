@@ -1,7 +1,7 @@
 """A simulated server with slots, driven from event to event: single prefills, and decode steps of the whole batch.
 
 A prefill halts the decoding, as continuous batching does. Jobs run first come, first served. Saving from the device is
-taken to hide behind decoding; loading hides as far as `preload` lets it.
+taken to be hidden by decoding; loading is hidden as far as `preload` lets it.
 """
 
 from __future__ import annotations

@@ -107,7 +107,11 @@ class HistoryLoad:
         self.begin()
         asked = perf_counter()
         try:
-            return _handed_over(self._copies.pop(number).result())
+            layer = self._copies.pop(number).result()
+            for x in layer[0].values():
+                if x.is_cuda:  # its memory is not given away before the asking stream is done with it
+                    x.record_stream(torch.cuda.current_stream(x.device))
+            return layer
         except LOST as error:
             self._fail(error)
         finally:
@@ -179,11 +183,3 @@ class HistoryLoad:
         if self._contents.fetches.get(self._key) is self.fetch:
             self._contents.lose(self._key, error)
         raise HistoryLost(f"the stored history is damaged: {error}") from error
-
-
-def _handed_over(layer: LayerRows) -> LayerRows:
-    """Return the rows; their memory is not given away before the asking stream is done with them."""
-    for one in layer[0].values():
-        if one.is_cuda:
-            one.record_stream(torch.cuda.current_stream(one.device))
-    return layer

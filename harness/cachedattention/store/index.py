@@ -1,7 +1,7 @@
 """The index of the sessions on disk: SQLite with a write-ahead log, so that a change is whole or not made.
 
 A process may be killed at any moment. After a power cut the last changes may be missing; what they named or removed is
-found when the folder is opened. So is what a damage has changed: each session has a digest of all that is said of it.
+found when the folder is opened. So is what a damage has changed: each session has a digest of its line.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class OtherFormat(sqlite3.DatabaseError):
 @dataclass(slots=True)
 class StoredSession:
     """A session on disk. `used`: a count that grows with every use; `used_at`: the wall clock's seconds then.
-    `lineage`: EXACT, or which cut its rows lie behind."""
+    `lineage`: EXACT, or which cut its rows come after."""
 
     blocks: list[Block]  # without rows, with files
     used: int
@@ -98,13 +98,22 @@ class Index:
             is_time = isinstance(used_at, float) and isfinite(used_at)
             if not (is_count and is_time and sha256 == _digest(key, content)):
                 raise sqlite3.DatabaseError("what it says of a session is not what was written")
-            blocks, lineage = _parsed(content)
-            entries[key] = StoredSession(blocks, used, used_at, lineage)
+            plain = json.loads(content)
+            blocks = [
+                Block(name, tuple(tokens), size, None, WrittenFile(sum_, length))
+                for name, tokens, size, sum_, length in plain["blocks"]
+            ]
+            entries[key] = StoredSession(blocks, used, used_at, plain["lineage"])
         return dict(sorted(entries.items(), key=lambda named: named[1].used))
 
     @_readable()
     def replace(self, key: str, entry: StoredSession) -> None:
-        content = _spelled(entry)
+        blocks = [
+            [block.name, block.tokens, block.size, block.file.sha256, block.file.bytes]
+            for block in entry.blocks
+            if block.file is not None
+        ]
+        content = json.dumps({"lineage": entry.lineage, "blocks": blocks})
         with self._connection as connection:
             row = (key, entry.used, entry.used_at, content, _digest(key, content))
             connection.execute("insert or replace into sessions values (?, ?, ?, ?, ?)", row)
@@ -161,21 +170,3 @@ def _is_damage(error: sqlite3.Error, folder: Path) -> bool:
 def _digest(key: object, content: object) -> str:
     """Return a hash of all that is said of a session but when it was used; in a damaged index of values of any kind."""
     return hashlib.sha256(repr((key, content)).encode(errors="surrogatepass")).hexdigest()
-
-
-def _spelled(entry: StoredSession) -> str:
-    blocks = [
-        [block.name, block.tokens, block.size, block.file.sha256, block.file.bytes]
-        for block in entry.blocks
-        if block.file is not None
-    ]
-    return json.dumps({"lineage": entry.lineage, "blocks": blocks})
-
-
-def _parsed(content: str) -> tuple[list[Block], str]:
-    plain = json.loads(content)
-    blocks = [
-        Block(name, tuple(tokens), size, None, WrittenFile(sha256, length))
-        for name, tokens, size, sha256, length in plain["blocks"]
-    ]
-    return blocks, plain["lineage"]

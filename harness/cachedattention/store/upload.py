@@ -97,7 +97,6 @@ class UploadToHost:
         """Cut [..., tokens, width] into blocks of `length` tokens, of which the last one may be shorter. `rest`, which
         belongs to all of them, makes a last block without tokens; without rows there is one block of tokens before it.
         `place`: the device that the rows leave, and the host memory to which they go."""
-        _check(tokens, layers)
         began = perf_counter()
         self._format, self._stored, self._place = format_, stored, place
         self._after = reached(place.device)
@@ -108,6 +107,11 @@ class UploadToHost:
         self.blocks: list[Block] = []
         self._rows: list[tuple[slice | None, ref[ArrivingRows]]] = []  # which tokens go where
         parts = {name: x if isinstance(x, SplitRows) else SplitRows(x) for name, x in layers.items()}
+        for name, part in parts.items():
+            if (shape := part.like.shape)[-2:-1] != (len(tokens),):
+                raise ValueError(
+                    f"{name} is {list(shape)}: it should have {len(tokens)} tokens in its last but one place"
+                )
         length = length if layers else max(1, len(tokens))
         shapes, likes = {name: x.like for name, x in parts.items()}, dict[int, Tensors]()
         for start in range(0, len(tokens), length):
@@ -117,22 +121,18 @@ class UploadToHost:
             self._add(tokens[start : start + size], likes[size], slice(start, start + size))
         if rest:
             self._add((), rest, None)
-        self._begin(parts, rest, lane)
+        for number, names in sorted(by_layer([*parts, *rest]).items()):
+            own = {name: parts[name] for name in names if name in parts}
+            whole = {name: rest[name] for name in names if name in rest}
+            self._given[number] = own, whole
+            size = sum(x.like.nbytes for x in own.values()) + sum(x.nbytes for x in whole.values())
+            self.layers.append((lane.submit(partial(self._layer, number, size)), size))
         self.waited(began)
 
     def _add(self, tokens: Sequence[int], like: Mapping[str, Tensor], cut: slice | None) -> None:
         rows = ArrivingRows(like)
         self.blocks.append(Block(uuid4().hex, tuple(tokens), sum(x.nbytes for x in like.values()), rows))
         self._rows.append((cut, ref(rows)))
-
-    def _begin(self, layers: Parts, rest: Mapping[str, Tensor], lane: TransferLane) -> None:
-        names = by_layer([*layers, *rest])
-        for number in sorted(names):
-            rows = {name: layers[name] for name in names[number] if name in layers}
-            whole = {name: rest[name] for name in names[number] if name in rest}
-            self._given[number] = rows, whole
-            size = sum(x.like.nbytes for x in rows.values()) + sum(x.nbytes for x in whole.values())
-            self.layers.append((lane.submit(partial(self._layer, number, size)), size))
 
     @property
     def text(self) -> list[int]:
@@ -191,10 +191,3 @@ class UploadToHost:
         for cut, known in self._rows:
             if (block := known()) is not None:
                 yield cut, block
-
-
-def _check(tokens: Sequence[int], layers: Mapping[str, Tensor | SplitRows]) -> None:
-    for name, rows in layers.items():
-        shape = (rows.like if isinstance(rows, SplitRows) else rows).shape
-        if len(shape) < 2 or shape[-2] != len(tokens):
-            raise ValueError(f"{name} is {list(shape)}: it should have {len(tokens)} tokens in its last but one place")

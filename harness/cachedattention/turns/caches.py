@@ -95,7 +95,7 @@ class CachesBetweenTurns:
     def compute(
         self, found: ResumedCache, tokens: Sequence[int], prefill: Prefill
     ) -> tuple[ResumedCache, Tensor | None]:
-        """`prefill` what `found` lacks of the text. Return what there was to be had, and the logits of the last token,
+        """Prefill what `found` lacks of the text. Return what there was to be had, and the logits of the last token,
         None where nothing was lacking. A history that proves damaged on its way is computed again, in a fresh cache."""
         try:
             logits = _computed(found.cache, tokens[found.reused :], prefill)

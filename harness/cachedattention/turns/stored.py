@@ -170,8 +170,8 @@ class StoredCaches(CachesBetweenTurns):
     def __init__(
         self, start: NewCache, attachment: Attachment, store: HistoryStore, read_buffer: int | None = None
     ) -> None:
-        """`read_buffer`: layers that `ahead` loads; None: as many as the paper's formula says. Raise `ValueError` where
-        `store` shares and rows are not what every conversation would compute."""
+        """Keep caches in `store`. `read_buffer`: layers that `ahead` loads, None for as many as the paper's formula
+        says. Raise `ValueError` where `store` shares and rows are not what every conversation would compute."""
         super().__init__(start)
         self.store, self.form, self.read_buffer = store, StoredForm(attachment), read_buffer
         if store.share and not self.form.shareable:
@@ -182,9 +182,7 @@ class StoredCaches(CachesBetweenTurns):
         self._device, self._stage = attachment.model.device, attachment.stage
         self._stages: dict[str, int | None] = {}  # by session: how what is stored of it is rotated; None: not stored
         self._lineages: dict[str, str] = {}  # by session
-        self._lineage_of: WeakKeyDictionary[KVCache, str] = (
-            WeakKeyDictionary()
-        )  # the lineages of caches that are in use
+        self._lineage_of: WeakKeyDictionary[KVCache, str] = WeakKeyDictionary()  # of caches that are in use
         self._early: WeakKeyDictionary[KVCache, RowsSentAhead] = WeakKeyDictionary()
         self._ahead: dict[str, tuple[list[int], HistoryLoad | None]] = {}  # by session, with the tokens asked for
         self._held: dict[str, TokensDigest] = {}  # by session: what is to be found of it
@@ -202,7 +200,8 @@ class StoredCaches(CachesBetweenTurns):
             return ResumedCache(cache, outgrown=True)
         asked, loading = self._ahead.pop(session, (None, None))
         if asked != list(tokens):
-            _cancel(loading)
+            if loading is not None:
+                loading.cancel()
             loading = self._open(session, tokens, whole)
         cache, held = self.start(capacity), tokens[: self._to_be_found(session, tokens)]
         if loading is None or not _begun(loading):
@@ -345,12 +344,9 @@ class StoredCaches(CachesBetweenTurns):
 
     def _give_up(self, session: str) -> None:
         """Cancel what is loaded ahead of a turn that does not come."""
-        _cancel(self._ahead.pop(session, (None, None))[1])
-
-
-def _cancel(loading: HistoryLoad | None) -> None:
-    if loading is not None:
-        loading.cancel()
+        _, loading = self._ahead.pop(session, (None, None))
+        if loading is not None:
+            loading.cancel()
 
 
 def _begun(loading: HistoryLoad) -> bool:

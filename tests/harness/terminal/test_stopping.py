@@ -64,7 +64,7 @@ COMMANDS = {
     "harness.tune": ("harness.jobs.runner:Runner.record", "to go on: python -m harness.tune method=streaming"),
     "harness.serve": (
         "harness.cachedattention.serving.runs:figures",
-        "the same command goes on behind the runs that are finished",
+        "the same command goes on after the runs that are finished",
     ),
     "harness.bench": ("harness.bench.common.limits:measured", "the rows so far are written, and marked as partial"),
     "harness.observe": ("harness.attention_statistics.record:observe", "the same command begins anew"),

@@ -11,7 +11,7 @@ from harness.cachedattention.store.history_store import HistoryStore
 from methods.full import Full
 from methods.tiers.block import Format, Tensors
 from methods.tiers.codecs import codec_of
-from tests.harness.cachedattention.turns.test_histories import MB, NEW, PRINT, Talk, lasting, stored
+from tests.harness.cachedattention.turns.test_caches import MB, NEW, PRINT, Talk, lasting, stored
 from tests.methods.test_contract import attach
 
 TOKENS = 150

@@ -21,7 +21,7 @@ from methods.base import AttnInput
 from methods.full import Full
 from methods.streaming import Streaming
 from methods.tiers.rows import Place
-from tests.harness.cachedattention.turns.test_histories import CAPACITY, LENGTHS, MB, NEW, Talk, lasting, plain, stored
+from tests.harness.cachedattention.turns.test_caches import CAPACITY, LENGTHS, MB, NEW, Talk, lasting, plain, stored
 from tests.methods.test_contract import attach
 from tests.tiny import prompt, tiny
 

@@ -15,7 +15,7 @@ from harness.models.random import Random
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
-from tests.harness.cachedattention.turns.test_histories import CAPACITY, MB, Talk, plain, stored
+from tests.harness.cachedattention.turns.test_caches import CAPACITY, MB, Talk, plain, stored
 from tests.methods.test_contract import attach
 from tests.tiny import prompt
 

@@ -27,7 +27,7 @@ from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
 from methods.base import AttnInput
 from methods.full import Full
-from tests.harness.cachedattention.turns.test_histories import LENGTHS, MB, NEW, TIERS, Talk, lasting, stored
+from tests.harness.cachedattention.turns.test_caches import LENGTHS, MB, NEW, TIERS, Talk, lasting, stored
 from tests.methods.test_contract import attach, small
 from tests.tiny import prompt, tiny
 

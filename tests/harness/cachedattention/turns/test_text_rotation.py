@@ -16,7 +16,7 @@ from harness.engine.attach import Attachment, attached
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
 from methods.full import Full
-from tests.harness.cachedattention.turns.test_histories import TIERS, stored
+from tests.harness.cachedattention.turns.test_caches import TIERS, stored
 from tests.methods.test_contract import small
 from tests.tiny import BORDER, by_length, prompt
 
