@@ -97,44 +97,11 @@ def test_cut_and_missing_files_are_found(cut: int | None, running: bool, tmp_pat
     assert len(list(tmp_path.rglob("*.safetensors"))) == 5 * 3
 
 
-def test_a_damaged_index_costs_its_sessions_alone(tmp_path: Path) -> None:
-    filled(tmp_path).close()
-    (tmp_path / index.NAME).write_bytes(b"no database" * 1000)
-    with pytest.warns(HistoryWarning, match="damaged"):
-        store = opened(tmp_path, host=0)
-    assert found(store) == []
-    assert not list(tmp_path.rglob("*.safetensors"))
-    store.put("s1", TOKENS, rows("s1", TOKENS))
-    store.close()
-    with opened(tmp_path, host=0) as store:
-        assert found(store) == ["s1"]
-
-
 def test_no_file_of_the_index_is_mapped(tmp_path: Path) -> None:
     """One that is cut while a process has it mapped ends the process."""
     with filled(tmp_path) as store:
         assert store.get("s0", TOKENS).tokens == len(TOKENS)
         assert str(tmp_path) not in Path("/proc/self/maps").read_text()
-
-
-@pytest.mark.filterwarnings("ignore::harness.cachedattention.store.disk.HistoryWarning")
-def test_flipped_bits_of_the_index_bring_no_wrong_rows(tmp_path: Path) -> None:
-    filled(tmp_path).close()
-    path = tmp_path / index.NAME
-    whole = path.read_bytes()
-    files = {file: file.read_bytes() for file in tmp_path.rglob("*.safetensors")}
-    rng = random.Random(0)
-    unharmed = 0
-    for _ in range(40):
-        data = bytearray(whole)
-        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-        index.remove(tmp_path)
-        path.write_bytes(data)
-        for file, content in files.items():
-            file.write_bytes(content)
-        with opened(tmp_path, host=0) as store:
-            unharmed += found(store) == NAMES
-    assert unharmed > 0
 
 
 def test_an_index_that_finds_the_disk_full_costs_hits(tmp_path: Path) -> None:

@@ -184,23 +184,6 @@ def test_another_conversation_begins_with_an_answer(name: str) -> None:
 
 @pytest.mark.tokens
 @pytest.mark.parametrize("name", ["full", "h2o"])
-def test_another_process_goes_on(name: str, tmp_path: Path) -> None:
-    with attach(small(name), 0.4) as kv:
-        wanted, before = lasting(kv), stored(kv, tmp_path, host=9 * MB, disk=9 * MB)
-        talk = Talk(kv, before).turns(LENGTHS[:2])
-        before.close()
-        talk.caches = after = stored(kv, tmp_path, host=9 * MB, disk=9 * MB)
-        talk.turns(LENGTHS[2:])
-        assert talk.said == wanted.said
-        assert [found.tier for found in talk.found] == [None, "host", "disk", "host"]
-        after.close()
-        other = HistoryStore(replace(PRINT, weights="8"), folder=tmp_path, disk=9 * MB)
-        talk.caches = StoredCaches(after.start, kv, other)
-        assert talk.caches.resume("alice", talk.fed, CAPACITY).tier is None
-
-
-@pytest.mark.tokens
-@pytest.mark.parametrize("name", ["full", "h2o"])
 def test_what_has_no_room_is_computed_again(name: str) -> None:
     with attach(small(name), 0.4) as kv, plain(kv, CachesBetweenTurns) as recompute:
         talk, wanted = Talk(kv, stored(kv, host=1000)).turns(), Talk(kv, recompute).turns()

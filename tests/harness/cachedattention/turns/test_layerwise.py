@@ -12,16 +12,13 @@ import pytest
 import torch
 
 from harness.cachedattention.store.block import BlockFile
-from harness.cachedattention.store.disk import HistoryWarning
-from harness.cachedattention.turns.caches import CachesBetweenTurns
 from harness.engine.attach import attached
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
 from methods.base import AttnInput
 from methods.full import Full
-from methods.streaming import Streaming
 from methods.tiers.rows import Place
-from tests.harness.cachedattention.turns.test_caches import CAPACITY, LENGTHS, MB, NEW, Talk, lasting, plain, stored
+from tests.harness.cachedattention.turns.test_caches import CAPACITY, LENGTHS, MB, NEW, Talk, lasting, stored
 from tests.methods.test_contract import attach
 from tests.tiny import prompt, tiny
 
@@ -111,30 +108,6 @@ def test_the_prefill_begins_before_the_last_layer_is_read(tmp_path: Path, monkey
         assert told.load_s >= told.hidden_s >= 0
         assert sum(found.hidden_s for found in talk.found) == pytest.approx(told.hidden_s)
         assert sum(found.load_s for found in talk.found) > told.exposed_s > 0
-        histories.close()
-
-
-@pytest.mark.tokens
-@pytest.mark.parametrize(("method", "budget"), [(Full(), None), (Streaming(sinks=2), 0.4)])
-def test_damage_found_in_the_midst_of_a_prefill_costs_the_hit(method: Any, budget: Any, tmp_path: Path) -> None:
-    with attach(method, budget) as kv, plain(kv, CachesBetweenTurns) as recompute:
-        wanted, talk = Talk(kv, recompute), Talk(kv, stored(kv, tmp_path, disk=9 * MB))
-        histories: Any = talk.caches
-        for one in (wanted, talk):
-            one.turns(LENGTHS[:1])
-        histories.store.flush()
-        path = max(tmp_path.rglob("*.safetensors"), key=lambda path: path.stat().st_size)
-        data = bytearray(path.read_bytes())
-        data[-1] ^= 1  # of the last tensor
-        path.write_bytes(data)
-        with pytest.warns(HistoryWarning, match="is lost"):
-            talk.turn(prompt(LENGTHS[1], seed=1)[0].tolist())
-        wanted.turn(prompt(LENGTHS[1], seed=1)[0].tolist())
-        assert talk.said == wanted.said
-        assert (talk.found[1].tier, talk.found[1].reused) == (None, 0)
-        assert histories.store.statistics.lost == 1
-        talk.turn(prompt(3)[0].tolist())
-        assert talk.found[2].tier == "disk"
         histories.close()
 
 
