@@ -26,16 +26,6 @@ def is_budget(asked: object) -> bool:
     return (isinstance(asked, int) and asked >= 1) or (isinstance(asked, float) and 0 < asked <= 1)
 
 
-def check_budgets(asked: object, per_layer: Sequence[object]) -> None:
-    """Raise `BudgetError` if `asked` or one of the layers' values is no budget."""
-    for name, value in [("budget", asked), *((f"layer_budgets[{i}]", value) for i, value in enumerate(per_layer))]:
-        if not is_budget(value):
-            raise BudgetError(
-                f"{name}={value!r} is neither a share of the prompt (a float above 0 and up to 1, like 0.2) nor a "
-                "number of tokens (a whole number from 1, like 512)."
-            )
-
-
 def _tokens(asked: int | float, sealed: int) -> int:
     return min(sealed, asked if isinstance(asked, int) else max(1, int(asked * sealed)))
 
@@ -56,17 +46,19 @@ class Budget:
     """Hold a share of the prompt as a float in (0, 1], or a number of tokens as an int >= 1 (all,
     from the prompt's length on).
 
-    `dense_layers` read everything. `per_layer` gives each layer its own budget instead of `asked`.
-    `generated` limits the generated tokens that each KV head keeps, the current one included; None
-    keeps all."""
+    `dense_layers` read everything. `generated` limits the generated tokens that each KV head keeps,
+    the current one included; None keeps all."""
 
     asked: int | float
     dense_layers: tuple[int, ...] = ()
-    per_layer: tuple[int | float, ...] = ()
     generated: int | None = None
 
     def __post_init__(self) -> None:
-        check_budgets(self.asked, self.per_layer)
+        if not is_budget(self.asked):
+            raise BudgetError(
+                f"budget={self.asked!r} is neither a share of the prompt (a float above 0 and up to 1, like 0.2) nor a "
+                "number of tokens (a whole number from 1, like 512)."
+            )
         if self.generated is not None and (isinstance(self.generated, bool) or self.generated < 1):
             raise BudgetError(
                 f"budget_generated={self.generated} is no number of tokens: give a whole number from 1, or null for "
@@ -82,7 +74,7 @@ class Budget:
         most all."""
         if layer in self.dense_layers:
             return sealed
-        return _tokens(self.per_layer[layer] if self.per_layer else self.asked, sealed)
+        return _tokens(self.asked, sealed)
 
     def covers(self, sealed: int, layer: int) -> bool:
         """Return whether a KV head of `layer` may read all `sealed` prompt tokens."""
@@ -93,12 +85,12 @@ class Budget:
         `sealed` tokens."""
 
         def read(asked: int) -> int:
-            return replace(self, asked=asked, per_layer=()).tokens(sealed, layer)
+            return replace(self, asked=asked).tokens(sealed, layer)
 
         return 1 + bisect_left(range(1, sealed), needed, key=read)
 
     def __str__(self) -> str:
-        return str(list(self.per_layer) if self.per_layer else self.asked)
+        return str(self.asked)
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,7 @@ def _lint(overrides: Sequence[str], config_dirs: Sequence[Path], shown: int) -> 
     check_turns(items, with_contexts(settings, items))
     check_overflow(items, task, settings, info.limit)
     budget = budget_of(settings, method, info)
-    check_budget(items, method, budget, settings, info.num_whole_layers)
+    check_budget(items, method, budget, settings)
     whole = list(_read_whole(items, method, budget, settings.protocol, info.num_whole_layers))
     if whole:
         say(f"warning: {len(whole)} of {len(items)} prompts, first {whole[0]}")

@@ -100,7 +100,7 @@ class Job:
         check_overflow(items, task, settings, info.limit)
         settings = with_turns(settings, items)
         check_store(items, settings, method, info)
-        check_budget(items, method, budget, settings, info.num_whole_layers)
+        check_budget(items, method, budget, settings)
         named = {"method": method, "task": task, "model": model}
         config = asdict(settings) | {kind: plugins.describe(plugin) for kind, plugin in named.items()}
         own = identity(

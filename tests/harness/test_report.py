@@ -243,7 +243,7 @@ def test_markdown_is_a_table(results: Path, capsys: pytest.CaptureFixture[str]) 
     first = lines[: 2 + 4]
     assert len({line.count("|") for line in first}) == 1
     assert first[-1].startswith("| quest | 20 |")
-    assert lines[6].startswith("| method | bytes within 1 point")
+    assert lines[6].startswith("| method | budget | seal p50")
 
 
 def test_sorting_puts_the_best_first(results: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -82,9 +82,7 @@ def _check_codec(word: str, codec: Codec, info: ModelInfo) -> None:
         raise SettingsError(f"{word}: {error}") from error
 
 
-def check_budget(
-    items: Sequence[PreparedExample], method: Method, budget: Budget | None, settings: Settings, layers: int
-) -> None:
+def check_budget(items: Sequence[PreparedExample], method: Method, budget: Budget | None, settings: Settings) -> None:
     """Refuse, before any work, a budget that cannot hold the method's sinks and windows, and bytes that some prompt
     cannot be served with."""
     if budget is None:
@@ -93,9 +91,8 @@ def check_budget(
         lengths = {item.prompt.split if settings.protocol == "context" else len(item.prompt.ids) for item in items}
         for length in sorted(lengths):
             budget.refuse(length)
-    for layer in range(layers) if budget.per_layer else (0,):
-        if layer not in budget.dense_layers:
-            method.check(budget, layer)
+    if 0 not in budget.dense_layers:
+        method.check(budget, 0)
 
 
 def check_turns(items: Sequence[PreparedExample], settings: Settings) -> None:

@@ -195,9 +195,7 @@ def budget_of(settings: Settings, method: Method, info: ModelInfo) -> Budget | N
     assert asked is not None  # check_fit
     budget = Budget(asked, tuple(settings.dense_layers), generated=settings.budget_generated)
     if settings.budget_rule == "paper":
-        return PaperBudget(
-            budget.asked, budget.dense_layers, budget.per_layer, budget.generated, count=method.paper_tokens
-        )
+        return PaperBudget(budget.asked, budget.dense_layers, budget.generated, count=method.paper_tokens)
     if settings.align == "tokens":
         return budget
     how = (settings.dtype, settings.placement, codec_of(settings), settings.most_bytes)

@@ -31,7 +31,7 @@ def test_sinks_come_on_top_and_a_table_says_so(tmp_path: Path, capsys: pytest.Ca
         assert record.measured["attended_prompt"] == PQ.sinks + int(0.2 * (record.prompt_tokens - PQ.sinks))
     evaluate(STREAMING, niah(), MODEL, settings(tmp_path / "paper", budget_rule="paper"))
     capsys.readouterr()
-    report([str(tmp_path / "paper")])
+    report([str(tmp_path / "paper"), "--details"])
     head, *rows = capsys.readouterr().out.splitlines()
     assert "budget_rule=paper" in head
     assert any("pqcache budget_rule=paper" in row for row in rows)
