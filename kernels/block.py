@@ -109,8 +109,8 @@ def attention_inputs_stored(
 
 
 def block_output(x: Tensor, attended: Tensor, block: DecoderBlock) -> Tensor:
-    """Apply the output projection and the MLP, each with its residual. x [B T E], attended [B H T
-    D] -> [B T E]"""
+    """Apply the output projection and the MLP, each with its residual. x [B T E], attended
+    [B H T D] -> [B T E]"""
     x, added = block_output_apart(x, attended, block)
     return x + added
 

@@ -15,8 +15,8 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Compute causal attention of the last T of S tokens. q [B H T D], k, v [B G S D] -> [B H T
-    D]"""
+    """Compute causal attention of the last T of S tokens. q [B H T D], k, v [B G S D] ->
+    [B H T D]"""
     by_token = (x.transpose(1, 2) for x in (q, k, v))
     out: Tensor = flash_attn_func(*by_token, softmax_scale=scale, causal=True)
     return out.transpose(1, 2)

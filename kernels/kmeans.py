@@ -9,8 +9,8 @@ _POINTS_AT_ONCE = 1 << 15  # bounds the [N points C] distance block
 
 
 def assign(x: Tensor, centroids: Tensor) -> Tensor:
-    """Find the nearest centroid (squared L2) of each point. x [N P d], centroids [N C d] -> [N
-    P]"""
+    """Find the nearest centroid (squared L2) of each point. x [N P d], centroids [N C d] ->
+    [N P]"""
     half_norms = centroids.square().sum(-1).unsqueeze(1).mul_(0.5)
     blocks = x.split(_POINTS_AT_ONCE, dim=1)
     return torch.cat([(block @ centroids.transpose(1, 2)).sub_(half_norms).argmax(-1) for block in blocks], dim=1)

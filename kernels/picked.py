@@ -18,8 +18,8 @@ def pick_channels(
     q: Tensor, r: int | PerSequence, scale: float, spread: bool, facing: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Find the r channels with the largest sum of |q| over the group, and divide q in these
-    channels so that the logits of different query heads are comparable. q [B G g D] -> channels [B
-    G r], q in them times `scale` [B G g r]
+    channels so that the logits of different query heads are comparable. q [B G g D] -> channels
+    [B G r], q in them times `scale` [B G g r]
 
     `spread`, if all sequences want equally many: also return these queries unscaled as [B G g D],
     zero in the other channels. `facing`: add D to the number of a channel in which the group's sum

@@ -46,8 +46,8 @@ def without_missing(scores: Tensor, live: Tensor, value: float) -> Tensor:
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Compute causal attention of the last T of S tokens. q [B H T D], k, v [B G S D] -> [B H T
-    D]"""
+    """Compute causal attention of the last T of S tokens. q [B H T D], k, v [B G S D] ->
+    [B H T D]"""
     batch, heads, new, dim = q.shape
     groups, stored = k.shape[1:3]
     logits = q.view(batch, groups, -1, new, dim) @ k.unsqueeze(2).transpose(-1, -2)
@@ -205,8 +205,8 @@ def top_k(scores: Tensor, count: int) -> Tensor:
 
 @by_sequence
 def row_scores(q: Tensor, x: Tensor) -> Tensor:
-    """Multiply every query of a group with every row of an index. q [B G g C], x [B G S C] -> [B G
-    g S] (fp32)
+    """Multiply every query of a group with every row of an index. q [B G g C], x [B G S C] ->
+    [B G g S] (fp32)
 
     For several sequences, the rows of one may be shorter than C: its queries are then zero in the
     channels that are missing, and the memory after its rows must contain finite numbers, because
@@ -222,8 +222,8 @@ def live_scores(q: Tensor, x: Tensor | Ragged, live: Tensor) -> Tensor:
 
 @by_sequence
 def channel_scores(q: Tensor, x: Tensor, channels: Tensor) -> Tensor:
-    """Multiply queries and keys in the chosen channels alone. q [B G g r], x [B G D S], channels [B
-    G r] -> [B G g S] (fp32)
+    """Multiply queries and keys in the chosen channels alone. q [B G g r], x [B G D S], channels
+    [B G r] -> [B G g S] (fp32)
 
     SparQ (arXiv 2312.04985): x holds the keys one channel per row, so that only r of its D rows are
     read."""
@@ -261,8 +261,8 @@ def group_margins(logits: Tensor, candidates: int, reach: float) -> tuple[Tensor
 
 
 def pq_scores(q: Tensor, centroids: Tensor, codes: Tensor) -> Tensor:
-    """Approximate the logits, unscaled, of product-quantised keys. q [B H 1 D], centroids [B G m C
-    d'], codes [B G S m] -> [B G g S] (fp32)
+    """Approximate the logits, unscaled, of product-quantised keys. q [B H 1 D], centroids
+    [B G m C d'], codes [B G S m] -> [B G g S] (fp32)
 
     PQCache (arXiv 2407.12820): each sub-vector has a table of q . centroid; codes look it up, and
     the results are summed."""

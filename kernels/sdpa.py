@@ -16,8 +16,8 @@ _LEAST_QUERIES = 32
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Compute causal attention of the last T of S tokens. q [B H T D], k, v [B G S D] -> [B H T
-    D]"""
+    """Compute causal attention of the last T of S tokens. q [B H T D], k, v [B G S D] ->
+    [B H T D]"""
     new, stored = q.shape[2], k.shape[2]
     if new == stored:
         return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)

@@ -63,8 +63,8 @@ def windowed_attention(
 def segment_attention(
     q: Tensor, segments: Sequence[Segment | Codes], scale: float, sink_logits: Tensor | None
 ) -> Tensor:
-    """Attend from one token to the union of segments. q [B H 1 D], sink_logits [H] or None -> [B H
-    1 D]"""
+    """Attend from one token to the union of segments. q [B H 1 D], sink_logits [H] or None ->
+    [B H 1 D]"""
     if sink_logits is None and all(isinstance(segment, Segment) for segment in segments):
         plain: Tensor = ops.segment_attention(q, segments, scale)
         return plain

@@ -256,8 +256,8 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
         return self.present(ops.live_scores(grouped, self.partial.stored, self.partial.count()))
 
     def choose(self, logits: Tensor, limit: int | PerSequence) -> Fetched:
-        """Choose as many prompt tokens as the margins ask for, 1 to `limit`. [B G g n] -> rows [B G
-        max n'], n' [B]"""
+        """Choose as many prompt tokens as the margins ask for, 1 to `limit`. [B G g n] -> rows
+        [B G max n'], n' [B]"""
         ranks, near = ops.group_margins(logits, self.sealed, self.method.alpha)
         asked = ops.mean_counts(near, limit)
         if self.method.group_rank == "prob_sum":

@@ -179,8 +179,8 @@ class InfLLMRead(Select, capturable=True):
         """Do nothing: the representatives exist since the blocks were filled."""
 
     def select(self, q: Tensor, top: int) -> Tensor:
-        """Select blocks of `top` tokens in all, the same for all heads, for far queries q [B H T
-        D]. Return [B G top]."""
+        """Select blocks of `top` tokens in all, the same for all heads, for far queries q
+        [B H T D]. Return [B G top]."""
         return tokens_of_best(q, self.representatives, self.spec.num_kv_heads, self.method.block, top)
 
     def decode(self, x: AttnInput) -> Tensor:
@@ -221,8 +221,8 @@ class InfLLMRead(Select, capturable=True):
         self.blocks = filled
 
     def _execute(self, q: Tensor, far_q: Tensor, first: int) -> Tensor:
-        """Attend under one softmax to the blocks read, the first tokens and the window. q, far_q [B
-        H T D] at positions from `first` on."""
+        """Attend under one softmax to the blocks read, the first tokens and the window. q, far_q
+        [B H T D] at positions from `first` on."""
         end, scale = first + q.shape[2], self.spec.scale
         outside = self._after if self.blocks else 0  # from there on, tokens are in no block and are no first tokens
         far_end = end - self.n_local  # tokens before it are far, at least from the last query

@@ -158,8 +158,8 @@ class LMInfiniteKeep(Keep, capturable=True):
         return (weights @ self.store.v[:, :, :count]).view_as(q), logits.logsumexp(-1).flatten(1, 2)
 
     def _logits(self, q: Tensor, k: Tensor) -> Tensor:
-        """Return the scaled products of queries and keys, q [B H T D], k [B G S D] -> [B G g T
-        S]."""
+        """Return the scaled products of queries and keys, q [B H T D], k [B G S D] ->
+        [B G g T S]."""
         folded = q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1]) @ k.transpose(-1, -2)
         return folded.view(*k.shape[:2], self.spec.group, q.shape[2], -1).float() * self.spec.scale
 

@@ -192,8 +192,8 @@ class QuestRead(Read[int], capturable=True, of_each={"bounds": 2}):
 
 
 def page_bounds(keys: Tensor, size: int) -> Tensor:
-    """Return the largest and the smallest value of each channel in each page. keys [B G S D] -> [B
-    G P 2D]"""
+    """Return the largest and the smallest value of each channel in each page. keys [B G S D] ->
+    [B G P 2D]"""
     whole = keys.shape[2] // size * size
     pages, rest = keys[:, :, :whole].unflatten(2, (-1, size)), keys[:, :, whole:]
     parts = [torch.cat([pages.amax(3), pages.amin(3)], -1)]

@@ -150,8 +150,8 @@ class Fidelity:
 
 
 def _of_the_prompt(weights: Tensor, read: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return recall and the mass that was read. weights [B G|H N] of the prompt's tokens; read [B
-    G|H K], or None for all."""
+    """Return recall and the mass that was read. weights [B G|H N] of the prompt's tokens; read
+    [B G|H K], or None for all."""
     if read is None:
         return torch.ones_like(weights[..., 0]), weights.sum(-1)
     is_read, count = _marked(read, weights), (read >= 0).sum(-1, keepdim=True)

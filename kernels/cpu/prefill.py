@@ -38,8 +38,8 @@ _WIDE = bool(_library.has_wide_vectors())
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Compute causal attention, as kernels/reference.py defines it. The result lies in memory as [B
-    T H D], as the output projection needs it."""
+    """Compute causal attention, as kernels/reference.py defines it. The result lies in memory as
+    [B T H D], as the output projection needs it."""
     if q.shape[2] == 1:
         return decode.segment_attention(q, [Segment(k, v)], scale)
     out = q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3])).transpose(1, 2)

@@ -25,8 +25,8 @@ class NormRows(Struct):
 
 
 class TurnRows(Struct):
-    """Describe a call that norms and rotates heads and puts them in order: x [B T n D] -> out [B n
-    T D]."""
+    """Describe a call that norms and rotates heads and puts them in order: x [B T n D] -> out
+    [B n T D]."""
 
     x = elements("batch * tokens * heads * dim")
     norm = elements("dim", optional=True)

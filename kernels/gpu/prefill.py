@@ -24,8 +24,8 @@ _FEW = 256  # so few queries do not fill a device, so the keys are cut as well
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Compute causal attention, as kernels/reference.py defines it. The result is laid out as [B T
-    H D], which the output projection wants."""
+    """Compute causal attention, as kernels/reference.py defines it. The result is laid out as
+    [B T H D], which the output projection wants."""
     if q.shape[2] == 1:
         return decode.segment_attention(q, [Segment(k, v)], scale)
     return _attention(q, k, v, scale)[0]
@@ -148,8 +148,8 @@ def _run_rows(
 def _run_columns(
     q: Tensor, k: Tensor, lse: Tensor, scale: float, first: int | None = None, window: int = EVERY
 ) -> Tensor:
-    """Return the attention that each key receives, given lse, the log-sum-exp of each query. [B H
-    S]"""
+    """Return the attention that each key receives, given lse, the log-sum-exp of each query.
+    [B H S]"""
     batch, heads, new, dim = q.shape
     stored, narrow = k.shape[2], q.element_size() == 2
     keys = 128 if narrow else 64

@@ -12,8 +12,8 @@ from methods.base import Plan
 
 
 def sinks_and_recent(batch: int, groups: int, sinks: int, budget: int, stored: int, device: torch.device) -> Tensor:
-    """Return the indices of the first `sinks` and the last `budget - sinks` of `stored` tokens, [B
-    G budget]."""
+    """Return the indices of the first `sinks` and the last `budget - sinks` of `stored` tokens,
+    [B G budget]."""
     rows = torch.cat([torch.arange(sinks, device=device), torch.arange(stored - budget + sinks, stored, device=device)])
     return rows.expand(batch, groups, -1)
 
@@ -27,8 +27,8 @@ def between_ends(middle: Tensor, plan: Plan, stored: int) -> Tensor:
 
 
 def gather_per_head(x: Tensor, rows: Tensor) -> Tensor:
-    """Copy rows of each KV head or of each query head, x [B G S D], rows [B G|H K] -> [B G|H K
-    D]."""
+    """Copy rows of each KV head or of each query head, x [B G S D], rows [B G|H K] ->
+    [B G|H K D]."""
     batch, groups = x.shape[:2]
     gathered: Tensor = ops.gather_rows(x, rows.reshape(batch, groups, -1))
     return gathered.view(*rows.shape, -1)

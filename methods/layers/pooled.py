@@ -89,8 +89,8 @@ class Pooled(Select, capturable=True):
         return {}
 
     def fill(self) -> Tensor:
-        """Let the prompt pass through the pool and keep what it then holds. Return its rows [B G
-        P], in order."""
+        """Let the prompt pass through the pool and keep what it then holds. Return its rows
+        [B G P], in order."""
         assert self.slots is not None
         assert self.plan is not None
         shape = (*self.store.k.shape[:2], self.sealed)

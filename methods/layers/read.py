@@ -56,8 +56,8 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
 
     @abstractmethod
     def rows_of(self, rows: Tensor, plan: PlanT) -> Tensor:
-        """Return the stored prompt tokens that each selecting head reads with the choice `rows`, [B
-        G K] or [B H K] without repeats, -1 where a head reads fewer."""
+        """Return the stored prompt tokens that each selecting head reads with the choice `rows`,
+        [B G K] or [B H K] without repeats, -1 where a head reads fewer."""
 
     def away(self, plan: PlanT) -> tuple[int, int] | None:
         """Return the first and the end of the stored tokens that are read only if chosen, by

@@ -31,8 +31,8 @@ class Select(Read[Plan], capturable=True):
 
     @abstractmethod
     def select(self, q: Tensor, top: int) -> Tensor:
-        """Return the `top` middle tokens to read, [B G top], as indices into the middle. q [B H 1
-        D]"""
+        """Return the `top` middle tokens to read, [B G top], as indices into the middle. q
+        [B H 1 D]"""
 
     def form(self) -> Hashable:
         """Return the number of sinks, after which the tokens to choose from begin."""

@@ -237,15 +237,15 @@ class Storage(KVLayer):
         self.positions = contents.get("positions")
 
     def attend_prompt(self, q: Tensor) -> Tensor:
-        """Attend from the last queries, causally, to all that is stored, q [B H T D] -> [B H T
-        D]."""
+        """Attend from the last queries, causally, to all that is stored, q [B H T D] ->
+        [B H T D]."""
         if isinstance(self.store, PerHeadStore):
             return self.store.each(q, self._prefill)
         return self._prefill(q, self.store)
 
     def attend_all(self, q: Tensor) -> Tensor:
-        """Attend from one query to all that is stored, wherever it lies, q [B H 1 D] -> [B H 1
-        D]."""
+        """Attend from one query to all that is stored, wherever it lies, q [B H 1 D] ->
+        [B H 1 D]."""
         if isinstance(self.store, PerHeadStore):
             return self.store.each(q, self._attend_head)
         away = self.far.segments().wait() if self.far is not None else []

@@ -53,8 +53,8 @@ class BlockCache:
         self.coming: tuple[Incoming, Arrival[Segment]] | None = None  # what the next step will hold
 
     def read(self, rows: Tensor) -> Segment:
-        """Return the keys and values of chosen tokens on the device, [B G K D] each. rows [B G
-        K]"""
+        """Return the keys and values of chosen tokens on the device, [B G K D] each. rows
+        [B G K]"""
         self.take_in()
         blocks, traffic = rows // self.size, self.store.cache.traffic
         places = self._places().unsqueeze(1).expand(-1, rows.shape[1], -1).gather(2, blocks)
@@ -130,8 +130,8 @@ class BlockCache:
         return torch.full_like(self.uses, -1).scatter(1, self.blocks, order)
 
     def _rows(self, blocks: Tensor) -> Tensor:
-        """Return the rows of blocks, or of places, [B N], the same for every KV head, as [B G
-        N*size]."""
+        """Return the rows of blocks, or of places, [B N], the same for every KV head, as
+        [B G N*size]."""
         groups = self.store.spec.num_kv_heads
         rows: Tensor = ops.token_rows(blocks.unsqueeze(1).expand(-1, groups, -1), self.size)
         return rows

@@ -8,8 +8,8 @@ from torch.nn.functional import cosine_similarity
 
 
 def landmarks(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean key of each chunk, and the lowest cosine of one of its keys to it. [B G N c
-    D] -> [B G N D], [B G N] (fp32)"""
+    """Return the mean key of each chunk, and the lowest cosine of one of its keys to it.
+    [B G N c D] -> [B G N D], [B G N] (fp32)"""
     means = keys.float().mean(3)
     return means, cosine_similarity(keys.float(), means.unsqueeze(3), dim=-1).amin(3)
 

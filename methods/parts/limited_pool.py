@@ -173,7 +173,7 @@ def check_budget(budget: Budget | None, sealed: int, layer: int) -> None:
 
 
 def leading_columns(rows: Tensor, counts: Counts) -> Tensor:
-    """Return which of rows [B G K] are among the first `counts` [B] of their sequence, bool [B 1
-    K]."""
+    """Return which of rows [B G K] are among the first `counts` [B] of their sequence, bool
+    [B 1 K]."""
     first = counts if isinstance(counts, Tensor) else torch.tensor(counts, device=rows.device)
     return torch.arange(rows.shape[2], device=rows.device) < first.view(-1, 1, 1)

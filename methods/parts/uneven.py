@@ -13,8 +13,8 @@ from kernels.reference import Segment
 def one_by_one(
     attend: Callable[..., Tensor], q: Tensor, segments: Sequence[Segment], counts: Sequence[int], *, fetched: bool
 ) -> Tensor:
-    """Call `attend` for each sequence alone, without the rows that only others asked for. q [B H 1
-    D] -> [B H 1 D]
+    """Call `attend` for each sequence alone, without the rows that only others asked for. q
+    [B H 1 D] -> [B H 1 D]
 
     `fetched`: the chosen rows are the first segment; else they are those of the segment that has
     `rows`."""

@@ -115,8 +115,8 @@ class Pool:
         return written if self.length == self.encoded else [*written, self._last(traffic)]
 
     def channels(self, channels: Tensor) -> Tensor:
-        """Return channels [B G r] of all keys on the device, each with its tokens in a row. [B G r
-        S]"""
+        """Return channels [B G r] of all keys on the device, each with its tokens in a row.
+        [B G r S]"""
         if self.codec == PLAIN:
             tokens, length = self._tokens[0], self.length
             return self.cache.fetch(lambda traffic: tokens.columns(channels, length, traffic)).wait()

@@ -91,16 +91,16 @@ class Rows(ABC):
         return self._send(ops.gather_rows(stored, rows.to(stored.device)), traffic)
 
     def pick(self, heads: Tensor, rows: Tensor, traffic: Traffic) -> Tensor:
-        """Return single rows on the device, heads [N], counted through the batch, rows [N] -> [N
-        W]."""
+        """Return single rows on the device, heads [N], counted through the batch, rows [N] ->
+        [N W]."""
         stored = self._all()
         at = (heads * self.shape[2] + rows).to(stored.device)
         picked: Tensor = ops.gather_rows(stored.flatten(0, 2)[None, None], at[None, None])
         return self._send(picked[0, 0], traffic)
 
     def columns(self, columns: Tensor, count: int, traffic: Traffic) -> Tensor:
-        """Return columns of the first `count` rows on the device, columns [B G N] -> [B G N
-        count]."""
+        """Return columns of the first `count` rows on the device, columns [B G N] ->
+        [B G N count]."""
         stored = self._all()
         at = columns.to(stored.device).unsqueeze(3).expand(-1, -1, -1, count)
         return self._send(stored[:, :, :count].mT.gather(2, at), traffic)

@@ -58,8 +58,8 @@ class LoopCalls:
         return call | {"attention_mask": None}  # it has been read, and each look at it would wait for a GPU
 
     def _recompute_rows(self, model: nn.Module, given: PaddedCache, ids: Tensor) -> None:
-        """Compute rows again whose text outgrows its rotation with the token that arrives. ids [B
-        T]"""
+        """Compute rows again whose text outgrows its rotation with the token that arrives. ids
+        [B T]"""
         for row in given.outgrowing():
             text = given.members[row].text(ids[row : row + 1])
             fresh = self.make(batch=1, tokens=text.shape[1])
@@ -101,8 +101,8 @@ def _refuse(given: object, use_cache: bool | None, model: Any) -> None:
 
 
 def _refuse_positions(given: Tensor | None, places: Tensor, mask: Tensor | None) -> None:
-    """Raise `UnsupportedError` unless the tokens of padded rows have the positions `places` [B
-    T]."""
+    """Raise `UnsupportedError` unless the tokens of padded rows have the positions `places`
+    [B T]."""
     if given is None:
         return
     tokens = places.shape[1]
