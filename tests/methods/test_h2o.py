@@ -44,6 +44,7 @@ def _expected(sums: Tensor, sinks: int, heavy: int, recent: int, prompt: int) ->
 @pytest.mark.parametrize("sinks", [0, 5])
 def test_keeps_heavy_hitters_and_recent_tokens_and_reads_them_exactly(shape: Shape, sinks: int) -> None:
     s, budget = _sequences(shape), 24
+    s.raw_k[..., PROMPT - 14 : PROMPT - 8, :] *= 9  # some heads choose the last tokens before the recent ones
     layers = s.start(replace(METHOD, sinks=sinks), budget)
     s.seal(layers, 0, PROMPT)
     recent = (budget - sinks) // 2
