@@ -13,11 +13,14 @@ from harness.reports.columns import difference, names, stored
 from harness.reports.compare import Comparison, ReportRow, beside_full
 from harness.reports.conditions import machine_of
 from harness.reports.likelihoods import perplexities, signed
-from harness.terminal.tables import BYTES, SECONDS, Column, quantity, share, with_ci
+from harness.terminal.tables import BYTES, SECONDS, Column, percent, quantity, share, with_ci
 
 WIDTH = 120  # characters
 LINE = WIDTH - 2  # of a line below the table, which is indented
 ALARM = "ALARM: "  # begins a line on what must be wrong
+MOST_LINES = 4  # below the table, with one more that says where the rest is
+OFF_BUDGET = 0.1  # of the budget: what steps read may differ from it by so much
+TAIL = 36  # characters at the end of a line that is cut
 LEAST_NAMED = 1  # names of a list that are written out even where they do not fit
 
 
@@ -53,9 +56,10 @@ def _cost(table: Comparison) -> Column:
     return Column("NLL\nvs Full", "nats", cells, values=costs)
 
 
-def lines(table: Comparison, rest: str = "with --details") -> list[str]:
-    """Return at most four lines that fit `WIDTH` with an indent of two. `rest`: where further cautions are."""
-    return [_fitted(line) for line in (_compared(table), *_conclusions(table), _unsure(table, rest)) if line]
+def lines(table: Comparison, rest: str = "with --details", width: int = LINE) -> list[str]:
+    """Return at most four lines of at most `width` characters. `rest`: where further cautions are."""
+    said = [line for line in (_compared(table), *_conclusions(table, width)) if line]
+    return [_fitted(line, width) for line in [*said, *_cautions(table, rest, max(1, MOST_LINES - len(said)))]]
 
 
 def _compared(table: Comparison) -> str:
@@ -81,20 +85,22 @@ def _has_no_times(table: Comparison) -> bool:
     return all(entry.summary["tpot_s"]["p50"] is None for entry in table.entries)
 
 
-def _conclusions(table: Comparison) -> Iterator[str]:
+def _conclusions(table: Comparison, width: int) -> Iterator[str]:
     """Say which rows differ from Full, and how large a loss of the others may still be."""
     score, cost = table.significant, table.significant_costs
     tested = sorted({*table.tested, *table.costed})
     if apart_from := {entry.title: entry.not_held for entry in table.entries if entry.not_held}:
-        yield _listed("Not compared with Full: ", [f"{title}, because {why}" for title, why in apart_from.items()])
+        yield _listed(
+            "Not compared with Full: ", [f"{title}, because {why}" for title, why in apart_from.items()], width
+        )
     apart = [_told_apart(table.entries[i], i in score, i in cost, table) for i in tested if i in score | cost]
     if apart:
-        yield _listed("* differs from Full (Holm's correction): ", apart)
+        yield _listed("* differs from Full (Holm's correction): ", apart, width)
     alike = [table.entries[i] for i in tested if i not in score and table.entries[i].summary["full"]]
     if alike and not table.of_perplexity:
         lowest = min(row.summary["full"]["ci95"][0] for row in alike if row.summary["full"]["ci95"] is not None)
-        end = f" (a loss of up to {-100 * lowest:.0f} points is possible)" if lowest < 0 else ""
-        yield _listed("No difference in score shown by so few prompts: ", [row.title for row in alike], end)
+        end = f" (a loss of {-100 * lowest:.0f} points is possible)" if lowest < 0 else ""
+        yield _listed("Scores not told from Full's: ", [row.title for row in alike], width, end)
 
 
 def _told_apart(row: ReportRow, by_score: bool, by_cost: bool, table: Comparison) -> str:
@@ -105,35 +111,40 @@ def _told_apart(row: ReportRow, by_score: bool, by_cost: bool, table: Comparison
     return f"{row.title} {' and '.join([*worse, *([f'{signed(cost)} nats'] if by_cost else [])])}"
 
 
-def _unsure(table: Comparison, rest: str) -> str:
-    """Say what the numbers do not mean: alarms of what must be wrong, unfinished runs, then the alarms in their
-    order."""
-    told = [
-        f"{entry.title}: {entry.summary['status']} after {entry.summary['num_examples']} examples"
-        for entry in table.entries
-        if entry.summary["status"] != "complete"
-    ]
-    told += [
-        f"{entry.title}: {entry.summary['num_failed']} examples failed and are left out"
-        for entry in table.entries
-        if entry.summary.get("num_failed")
-    ]
+def _cautions(table: Comparison, rest: str, most: int) -> list[str]:
+    """Return at most so many lines on what the numbers do not mean: what must be wrong first, then what is missing,
+    then what is doubtful. The last one counts those that are left out."""
+    told = [f"{ALARM}{alarm.text}" for alarm in table.alarms if alarm.red]
+    told += [text for entry in table.entries for text in _of_row(entry)]
     for caution in dict.fromkeys(text for entry in table.entries for text in entry.run.info.get("cautions", ())):
         titles = [entry.title for entry in table.entries if caution in entry.run.info.get("cautions", ())]
         told.append(f"{', '.join(titles) if len(titles) < len(table.entries) else 'all rows'}: {caution}")
-    told = [f"{ALARM}{alarm.text}" for alarm in table.alarms if alarm.red] + told
     told += [alarm.text for alarm in table.alarms if not alarm.red]
-    if not told:
-        return ""
-    start = "" if told[0].startswith(ALARM) else "Not sure: "
-    more = f"; {len(told) - 1} more {rest}." if len(told) > 1 else "."
-    return f"{_fitted(f'{start}{told[0]}', LINE - len(more))}{more}"
+    shown = [text if text.startswith(ALARM) else f"Caution: {text}" for text in told[:most]]
+    if len(told) > most:
+        shown[-1] += f"; {len(told) - most} more {rest}"
+    return [f"{text}." for text in shown]
 
 
-def _listed(start: str, items: Sequence[str], end: str = "") -> str:
+def _of_row(entry: ReportRow) -> Iterator[str]:
+    """Yield what is missing from a row, and whether it read much more or less than its budget."""
+    row = entry.summary
+    if row["status"] != "complete":
+        yield f"{entry.title}: {row['status']} after {row['num_examples']} examples"
+    if row.get("num_failed"):
+        yield f"{entry.title}: {row['num_failed']} examples failed and are left out"
+    asked, read = row["budget"]["asked"], row["budget"]["attended"]["share"]
+    config = entry.run.config
+    plain = config.get("budget_rule", "read") == "read" and config.get("align", "tokens") == "tokens"
+    plain = plain and not config.get("dense_layers")
+    if plain and isinstance(asked, float) and read is not None and abs(read - asked) > OFF_BUDGET * asked:
+        yield f"{entry.title} read {percent(read)} % of the prompt, not {percent(asked)} %"
+
+
+def _listed(start: str, items: Sequence[str], width: int, end: str = "") -> str:
     """Return a sentence over as many items as fit, with the number of the others."""
     count = len(items)
-    while count > LEAST_NAMED and len(_sentence(start, items, count, end)) > LINE:
+    while count > LEAST_NAMED and len(_sentence(start, items, count, end)) > width:
         count -= 1
     return _sentence(start, items, count, end)
 
@@ -143,5 +154,7 @@ def _sentence(start: str, items: Sequence[str], count: int, end: str) -> str:
     return f"{start}{', '.join(items[:count])}{more}{end}."
 
 
-def _fitted(line: str, width: int = LINE) -> str:
-    return line if len(line) <= width else f"{line[: width - 3].rstrip()}..."
+def _fitted(line: str, width: int) -> str:
+    """Return the line, cut in its middle where it is too long, so that its end stays."""
+    tail = line[-TAIL:] if len(line) > width else ""
+    return f"{line[: width - 5 - len(tail)].rstrip()} ... {tail.lstrip()}" if tail else line

@@ -26,6 +26,7 @@ from harness.results.summary_file import method_of
 from methods.tiers.tier import TIERS
 
 WARNING = "! "
+UNCUT = 10**6  # characters: a browser wraps its lines
 
 
 def page_data(tables: Sequence[Comparison], left_out: Sequence[str], made: str) -> dict[str, Any]:
@@ -51,7 +52,7 @@ def _table(table: Comparison, room: Room, everywhere: Mapping[str, str]) -> dict
     return {
         "title": table.title,
         "metric": table.metric,
-        "lines": overview.lines(table, rest="below"),
+        "lines": overview.lines(table, rest="below", width=UNCUT),
         "conditions": list(conditions(table, apart=everywhere)),
         "alarms": [{"text": alarm.text, "red": alarm.red} for alarm in table.alarms],
         "warnings": [note.removeprefix(WARNING) for note in said if note.startswith(WARNING)],

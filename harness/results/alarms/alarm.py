@@ -41,6 +41,8 @@ class Alarm:
     def text(self) -> str:
         """Return the alarm in words, with the rows that it counts."""
         rows = "all rows" if self.count == self.of > 1 else ", ".join(self.rows)
+        if self.kind == "simulated":
+            return f"{rows}: {self.reason}"
         return f"{rows}: {MEANINGS[self.kind]}{f': {self.reason}' if self.reason else ''}"
 
 

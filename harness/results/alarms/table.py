@@ -20,7 +20,6 @@ MIN_WRONG_TOKENS = 100  # tokens of answers that are not fully right
 
 def alarms(rows: Sequence[AlarmRow]) -> list[Alarm]:
     """Return the alarms of one table, in the order of `MEANINGS`."""
-    away = " or ".join(tier for tier in TIERS if tier != DEVICE)
     found = [
         ("above_full", [row for row in rows if _is_above(row)], ""),
         ("same_as_full", [row for row in rows if _is_as_full(row)], ""),
@@ -30,11 +29,15 @@ def alarms(rows: Sequence[AlarmRow]) -> list[Alarm]:
             [row for row in rows if row.run.info.get("weights") == "random"],
             "random weights, so scores mean nothing",
         ),
-        ("simulated", [row for row in rows if row.summary["simulated"]], "the prefill was shared, so without times"),
+        (
+            "simulated",
+            [row for row in rows if row.summary["simulated"]],
+            "the prefill was shared, so no times",
+        ),
         (
             "simulated",
             [row for row in rows if row.summary["host_is_cpu"] and stored_away(row.summary["memory"])],
-            f"placement={away} on a CPU: bytes are counted, times say nothing of offloading",
+            "times hold no transfer, because a CPU's host tier is its own memory",
         ),
         *(("budgets_differ", list(apart), reason) for apart, reason in _budgets(rows)),
         ("shared_machine", shared(rows), ""),

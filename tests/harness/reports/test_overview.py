@@ -52,7 +52,7 @@ def test_it_says_who_lost_and_what_stays_open(runs: Path) -> None:
     assert text[1].startswith("* differs from Full")
     assert "h2o 10% -100 points" in text[1]
     assert "quest" not in text[1]
-    assert "quest 10%" in text[2]
+    assert text[2].startswith("Scores not told from Full's: quest 10%")
     assert "is possible" in text[2]
     assert "h2o" not in text[2]
 
@@ -77,4 +77,13 @@ def test_a_row_that_stands_alone_is_said_to_be_compared_with_nothing(tmp_path: P
 def test_what_must_be_wrong_comes_before_what_is_unsure(tmp_path: Path) -> None:
     write_run(tmp_path, records([0.0] * 14), host_is_cpu=True)
     write_run(tmp_path, records([1.0] * 14, **SPARSE), "quest", budget=0.1)
-    assert said(tmp_path)[-1].startswith("ALARM: quest 10%: score above Full")
+    assert next(line for line in said(tmp_path)[1:] if ":" in line[:8]).startswith("ALARM: quest 10%: score above Full")
+
+
+def test_a_long_caution_keeps_its_end_and_others_are_counted(tmp_path: Path) -> None:
+    write_run(tmp_path, records([1.0] * 12))
+    for place in range(3):
+        write_run(tmp_path, records([1.0] * 12, attended_prompt=90.0), f"a_method_of_a_long_name_{place}", budget=0.1)
+    last = said(tmp_path)[-1]
+    assert len(last) <= WIDTH - 2
+    assert last.endswith("1 more with --details.")
