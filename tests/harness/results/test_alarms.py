@@ -187,7 +187,7 @@ def test_simulated_cells_are_named() -> None:
     assert "no transfer" in bus.text
     assert not alarms([row("pqcache", host, budget=None, info={"host_is_cpu": False})])
     [times] = alarms([row("full", host, title=name, info=shared) for name in "ab"])
-    assert times.text == "all rows: simulated: the prefill was shared, so without times"
+    assert times.text == "all rows: the prefill was shared, so no times"
     [random] = alarms([row("full", host, info={"weights": "random"})])
     assert "random weights" in random.text
     assert not alarms([row("full", host, info={"weights": "embedded"})])
