@@ -186,5 +186,5 @@ def test_a_command_without_streams_runs(cli: Cli, tmp_path: Path, monkeypatch: p
     with monkeypatch.context() as patched:
         for name in ("stdout", "stderr"):
             patched.setattr(sys, name, None)
-        code, *_ = cli("method=streaming", "progress=true", "task.depths=1", "baseline=off")
+        code, *_ = cli("method=streaming", "task.depths=1", "baseline=off")
     assert code == 0
