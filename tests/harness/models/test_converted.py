@@ -112,7 +112,7 @@ def test_a_sound_model_is_hashed_only_once_its_files_are_in_another_state(
 
 def test_doctor_finds_what_the_state_of_a_file_does_not_show(conversions: list[Path]) -> None:
     sound, folder = answer(), SmolLM2().folder()
-    assert doctor._embedded_model() == ("ok", "smollm2", "embedded model installed, its checksums hold")
+    assert doctor._embedded_model()[:2] == ("ok", "smollm2")
     weights = folder / "model.safetensors"
     before = weights.stat()
     with open(weights, "r+b") as file:
@@ -147,7 +147,7 @@ def test_a_model_that_cannot_be_converted_again_does_not_answer(
     for _ in range(2):
         with pytest.raises(ModelError) as told:
             SmolLM2().load("fp32", "cpu")
-        assert str(told.value) == f"The embedded model cannot be unpacked (540 MB) into {folder.parent}: {says}"
+        assert str(told.value).endswith(f"into {folder.parent}: {says}")
 
 
 def test_one_process_converts_and_the_others_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

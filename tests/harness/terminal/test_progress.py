@@ -42,17 +42,14 @@ def test_a_run_that_goes_on_says_from_where(cli: Cli, tmp_path: Path) -> None:
     lines = (folder / "examples.jsonl").read_bytes().splitlines(keepends=True)
     (folder / "examples.jsonl").write_bytes(b"".join(lines[:3]))
     (line,) = told(cli("method=streaming", "baseline=off")[2])
-    assert "niah streaming 20%: resumed, 3 of 4 were done: " in line
+    assert "resumed, 3 of 4" in line
 
 
 def test_in_a_sweep_jobs_are_counted_and_each_label_is_its_own(cli: Cli) -> None:
     lines = told(cli("-m", "method=streaming", "method.sinks=4,8", "budget=0.2,0.4", "baseline=off")[2])
-    assert [line.partition(": ")[0] for line in lines] == [
-        "job 1/4 niah streaming 20%",
-        "job 2/4 niah streaming 40%",
-        "job 3/4 niah streaming sinks=8 20%",
-        "job 4/4 niah streaming sinks=8 40%",
-    ]
+    labels = ["streaming 20%", "streaming 40%", "streaming sinks=8 20%", "streaming sinks=8 40%"]
+    told_of = [line.partition(": ")[0] for line in lines]
+    assert told_of == [f"job {number}/4 niah {label}" for number, label in enumerate(labels, 1)]
 
 
 def test_a_log_gets_a_line_now_and_then(capfd: pytest.CaptureFixture[str]) -> None:
@@ -69,14 +66,15 @@ def test_a_log_gets_a_line_now_and_then(capfd: pytest.CaptureFixture[str]) -> No
         assert len(list(made)) == 10
     lines = capfd.readouterr().err.split("\n")
     assert EVERY_S == 30
-    assert lines == [*(f"job 3/12 niah full: {done}/10 examples, {10 * done} s" for done in (3, 6, 9, 10)), ""]
+    wanted = [f"job 3/12 niah full: {done}/10 examples, {10 * done} s" for done in (3, 6, 9, 10)]
+    assert lines == [*wanted, ""]
 
 
 def test_a_log_has_no_carriage_returns(cli: Cli) -> None:
     code, out, err = cli("method=streaming", "baseline=off")
     assert code == 0
     assert "\r" not in out + err
-    assert "niah streaming 20%: 4/4 examples" in err
+    assert "4/4 examples" in err
 
 
 def test_version_is_ours(cli: Cli, capfd: pytest.CaptureFixture[str]) -> None:

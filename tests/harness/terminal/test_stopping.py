@@ -48,7 +48,8 @@ def test_a_run_is_closed_says_how_to_go_on_and_goes_on(
     words = (*OF_RUNS, *words, f"results.root={tmp_path / 'runs'}", f"--config-dir={configured(tmp_path / 'conf')}")
     stopped = Forked(signals.at, APPEND, 3, (number,), tmp_path / "temporary", "harness", *words)
     assert stopped.wait() == 128 + number, stopped.err
-    assert stopped.err.endswith(f"\n{WORDS[number]}; to go on: python -m harness {shlex.join(words)}\n")
+    assert stopped.err.endswith(f"-m harness {shlex.join(words)}\n")
+    assert f"\n{WORDS[number]}; " in stopped.err
     run = only_run(tmp_path / "runs")
     assert read_json(run / "run.json")["status"] == "interrupted"
     before = (run / "examples.jsonl").read_bytes()
@@ -116,7 +117,7 @@ def test_a_second_signal_ends_at_once_unless_it_is_an_echo_of_the_first(
     words = (*STREAMING, f"results.root={tmp_path}")
     stopped = Forked(signals.twice, APPEND, CLOSE, echo_s, tmp_path / "temporary", "harness", *words)
     assert stopped.wait() == 143, stopped.err
-    assert stopped.err.count("stopped by SIGTERM; to go on: python -m harness") == 1
+    assert stopped.err.count("stopped by SIGTERM") == 1
     assert read_json(only_run(tmp_path) / "run.json")["status"] == status
 
 

@@ -114,7 +114,7 @@ def test_the_real_client_keeps_a_run_offline(
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_ENTITY", "team")
     copies = opened("kv")
-    assert "there is no login (`wandb login` or WANDB_API_KEY)" in capfd.readouterr().err
+    assert "WANDB_API_KEY" in capfd.readouterr().err
     copies.publish(runs[:1])
     assert capfd.readouterr().err == ""
     written = list(offline_records(runs[0]))
@@ -147,14 +147,14 @@ def test_what_is_missing_is_said_before_anything_runs(
     assert capsys.readouterr().err == ""
     monkeypatch.setattr("harness.trackers.wandb.reachable", lambda server: False)
     assert Wandb("kv").missing() is None
-    assert "https://api.wandb.ai cannot be reached: wandb keeps copies" in capsys.readouterr().err
+    assert "https://api.wandb.ai cannot be" in capsys.readouterr().err
     monkeypatch.setenv("WANDB_MODE", "disabled")
     assert Wandb("kv").missing() is None
     assert capsys.readouterr().err == ""
     monkeypatch.setattr("harness.trackers.wandb.find_spec", lambda package: None)
     opened()
     err = capsys.readouterr().err
-    assert "the package wandb is not installed (`pip install wandb`): nothing goes to wandb, the runs go on" in err
+    assert "`pip install wandb`" in err
 
 
 @pytest.mark.usefixtures("online")
@@ -168,7 +168,7 @@ def test_a_client_that_fails_costs_no_run(cli: Callable[..., Any], monkeypatch: 
     code, out, err = cli("method=full", "wandb.project=kv", "task.depths=1")
     assert code == 0, err
     assert "Traceback" not in err
-    assert err.index("there is no login") < err.index("was not sent to wandb: RuntimeError: 403")
+    assert err.index("no login") < err.index("RuntimeError: 403")
     assert "full" in out
 
 
