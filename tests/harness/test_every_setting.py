@@ -284,7 +284,7 @@ def test_null_says_that_there_is_no_second_one(words: list[str]) -> None:
 
 
 def test_two_budgets_are_refused_in_python_too(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"budget=0\.3 would be ignored beside"):
+    with pytest.raises(SettingsError, match=r"budget=0\.3 .*budget_bytes=30000"):
         run(tmp_path, PQ, NEEDLES, budget=0.3, budget_bytes=30_000)
 
 
@@ -344,9 +344,9 @@ def test_prompts_cannot_be_saved_of_examples_that_are_there(tmp_path: Path, caps
         say_once.cache_clear()
         capsys.readouterr()
         evaluate(STREAMING, NEEDLES, MODEL, Settings(results=asked, baseline="off", warmup=0))
-        assert ("results.save_prompts changes nothing for examples that are there" in capsys.readouterr().err) == said
+        assert ("results.save_prompts changes nothing" in capsys.readouterr().err) == said
 
 
 def test_evaluate_refuses_what_only_the_command_reads(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"dry_run=.* is for the command line, and evaluate does not read it"):
+    with pytest.raises(SettingsError, match=r"^dry_run="):
         run(tmp_path, STREAMING, NEEDLES, dry_run=True)

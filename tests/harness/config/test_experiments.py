@@ -147,7 +147,7 @@ def test_a_card_is_complete(name: str) -> None:
     facts = ALL[name].facts
     assert ALL[name].headline
     assert set(facts) >= {"model", "data", "grid", "cost", "published"} - ({"grid"} if not ALL[name].grid else set())
-    assert "estimate" in facts["cost"] or "CPU" in facts["cost"] or "reuses the runs of" in facts["cost"]
+    assert "estimate" in facts["cost"] or "CPU" in facts["cost"] or "reuses" in facts["cost"]
     assert set(facts) <= set(FACTS)
 
 
@@ -231,9 +231,9 @@ def test_a_file_without_the_package_line_is_refused(tmp_path: Path) -> None:
 def test_wrong_words_about_experiments() -> None:
     with pytest.raises(SettingsError, match="did you mean pqcache_fig9b"):
         checked(["+experiment=pqcache_fig9bb"])
-    with pytest.raises(SettingsError, match="one experiment per command"):
+    with pytest.raises(SettingsError, match="one experiment"):
         checked(["+experiment=pqcache_fig8,pqcache_fig9b"], sweep=True)
-    with pytest.raises(SettingsError, match="is a grid over comm, method: add -m"):
+    with pytest.raises(SettingsError, match="comm, method: add"):
         checked(["+experiment=pqcache_fig9b"])
     assert checked(["+experiment=pqcache_fig9b", "comm=0.0625", "method=sparq"]).jobs == 1
 

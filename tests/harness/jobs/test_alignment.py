@@ -108,14 +108,14 @@ def test_bytes_take_the_place_of_the_budget(tmp_path: Path) -> None:
     asked = settings(tmp_path, budget_bytes=10**5)
     assert Job.plan(PQ, niah(), MODEL, replace(asked, placement="host")).config["budget"] is None
     assert Job.plan(Full(), niah(), MODEL, asked).config["budget_bytes"] is None
-    with pytest.raises(BudgetError, match="PQCache holds on the device"):
+    with pytest.raises(BudgetError, match="PQCache holds"):
         Job.plan(PQ, niah(), MODEL, asked)
     for more in ({"dense_layers": [0]}, {"budget_rule": "paper"}):
-        with pytest.raises(SettingsError, match="limits the bytes of all layers together"):
+        with pytest.raises(SettingsError, match="budget_bytes="):
             replace(asked, **more)  # type: ignore[arg-type]
     with pytest.raises(SettingsError, match="align=moved_bytes"):
         replace(asked, align="moved_bytes")
-    with pytest.raises(SettingsError, match="budget_bytes=0 must be at least 1"):
+    with pytest.raises(SettingsError, match="budget_bytes=0"):
         replace(asked, budget_bytes=0)
 
 
@@ -125,7 +125,7 @@ def test_a_codec_is_its_bits_and_its_group(tmp_path: Path) -> None:
     for wrong in ("int3", "4", "int4g", "int4g0", "fp4"):
         with pytest.raises(SettingsError, match=f"codec={wrong} is unknown"):
             settings(tmp_path, codec=wrong)
-    with pytest.raises(ValueError, match="choose a group that divides it"):
+    with pytest.raises(ValueError, match="divides it"):
         Job.plan(PQ, niah(), MODEL, settings(tmp_path, codec="int4g7"))
     kept = [Job.plan(PQ, niah(), MODEL, settings(tmp_path, codec=name)).folder for name in (None, "int4", "int4g64")]
     assert len(set(kept)) == 3
@@ -134,7 +134,7 @@ def test_a_codec_is_its_bits_and_its_group(tmp_path: Path) -> None:
 
 
 def test_what_nothing_can_reach_is_refused_with_the_range(tmp_path: Path) -> None:
-    with pytest.raises(BudgetError, match="Streaming moves as much as 0 tokens' keys and values whatever it reads"):
+    with pytest.raises(BudgetError, match="Streaming moves"):
         Job.plan(STREAMING, niah(), MODEL, settings(tmp_path, align="moved_bytes"))
     with pytest.raises(BudgetError, match=r"PQCache moves the keys and values of 1 to 1\d\d .* budget asks for 3\d\d"):
         Job.plan(PQ, niah(), MODEL, settings(tmp_path, align="moved_bytes", placement="host", budget=0.9))

@@ -172,7 +172,7 @@ def test_a_run_whose_steps_are_captured_is_another_run_with_the_same_answers(
 ) -> None:
     """With a stand-in for CUDA graphs: a CPU captures nothing."""
     plain = run(tmp_path)
-    with pytest.raises(SettingsError, match="graphs=on captures CUDA graphs, and device=cpu has none"):
+    with pytest.raises(SettingsError, match=r"graphs=on .*device=cpu"):
         run(tmp_path, graphs="on")
     monkeypatch.setattr("harness.jobs.runner.CudaGraphs", lambda device: Tape())
     monkeypatch.setattr("harness.jobs.planning.effective.refuse_graphs", lambda *_: None)

@@ -61,7 +61,7 @@ def test_the_dry_run_says_the_same(cli: Cli) -> None:
     assert "weights 29.9 GiB" in out
     assert "use dtype=bf16" in out
     code, out, err = cli("dry_run=true", "device=cpu")
-    assert "21.6 GiB free on cpu" in out
+    assert "21.6 GiB free" in out
     assert re.search(r"batch +at most \d+ sequences of \d+ tokens fit at once, by the memory of the device", out)
 
 
@@ -203,7 +203,7 @@ def test_jobs_that_run_at_once_must_fit_at_once(tmp_path: Path, monkeypatch: pyt
     need = Job.plan(PQ, niah(depths=2), MODEL, replace(settings, shared_prefill=False)).need()
     monkeypatch.setattr("harness.jobs.planning.machine.free_bytes", lambda device: need.total + need.kv)
     if shared:
-        with pytest.raises(SettingsError, match="shared_prefill=false, which holds one cache at a time"):
+        with pytest.raises(SettingsError, match="shared_prefill=false"):
             evaluate_together(wanted)
         assert list(tmp_path.iterdir()) == []
     else:

@@ -125,5 +125,5 @@ def test_a_run_is_continued(tmp_path: Path) -> None:
 
 
 def test_a_choice_without_text_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PromptError, match="colour-0 has a choice without text"):
+    with pytest.raises(PromptError, match="colour-0 has"):
         run(tmp_path, PQ, Colours(choices=("red", "")), budget=0.3)

@@ -270,9 +270,9 @@ def test_a_device_that_is_not_here_leaves_no_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, str]
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    with pytest.raises(DeviceError, match="is not available: torch sees 0 CUDA devices"):
+    with pytest.raises(DeviceError, match="is not available"):
         run(tmp_path, **wrong)
-    with pytest.raises(SettingsError, match="device=cdua is unknown: choose auto, cpu, cuda or cuda:N"):
+    with pytest.raises(SettingsError, match="device=cdua is"):
         run(tmp_path, device="cdua")
     assert list(tmp_path.iterdir()) == []
 

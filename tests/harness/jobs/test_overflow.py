@@ -105,11 +105,11 @@ def test_room_is_made_until_a_turn_fits() -> None:
 
 
 def test_a_window_is_refused_that_a_turn_does_not_fit_or_the_model_has_not(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"overflow\.window=300 is too small for ") as refused:
+    with pytest.raises(SettingsError, match=r"overflow\.window=300 is") as refused:
         talked(tmp_path, window=300)
     least = int(str(refused.value).rpartition("overflow.window=")[2].split()[0])
     assert turns(talked(tmp_path, window=least))[0][1].dropped_tokens
-    with pytest.raises(SettingsError, match="more than the 131072 tokens that the model takes: set at most 131072"):
+    with pytest.raises(SettingsError, match=r"overflow\.window=.*131072"):
         talked(tmp_path, window=200_000)
 
 
@@ -117,12 +117,12 @@ def test_where_every_conversation_fits_the_run_is_the_plain_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert talked(tmp_path, window=4096).folder == talked(tmp_path, window=None).folder
-    assert "overflow.window=4096 changes nothing here: every conversation fits" in capsys.readouterr().err
+    assert "overflow.window=4096 changes" in capsys.readouterr().err
 
 
 def test_a_task_about_overflow_needs_a_window(tmp_path: Path) -> None:
     task = NeedlesBehindOverflow(window=600, facts=100, questions=2, conversations=1, haystack="pydoc")
-    with pytest.raises(SettingsError, match=r"without overflow\.window nothing overflows: set overflow\.window=600"):
+    with pytest.raises(SettingsError, match=r"set overflow\.window=600"):
         run(tmp_path, Full(), task)
     made = run(tmp_path, Full(), task, protocol="prompt", overflow=OverflowSettings(window=600))
     assert turns(made)[0][1].dropped_tokens
@@ -131,7 +131,7 @@ def test_a_task_about_overflow_needs_a_window(tmp_path: Path) -> None:
 def test_without_a_second_turn_it_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = run(tmp_path, task=niah(depths=2), overflow=OverflowSettings(window=4096))
     assert one.folder == run(tmp_path, task=niah(depths=2)).folder
-    assert "overflow changes nothing here" in capsys.readouterr().err
+    assert "overflow changes nothing" in capsys.readouterr().err
 
 
 def test_the_way_is_named_in_a_runs_identity(tmp_path: Path) -> None:

@@ -296,7 +296,7 @@ def test_where_no_context_has_two_questions_the_run_is_the_plain_one(
     plain = run(tmp_path, task=niah(depths=2))
     shared = run(tmp_path, task=niah(depths=2), questions="shared")
     assert shared.folder == plain.folder
-    assert "questions=shared changes nothing here" in capsys.readouterr().err
+    assert "questions=shared changes" in capsys.readouterr().err
 
 
 def test_questions_are_shared_under_protocol_context_alone() -> None:
@@ -420,7 +420,7 @@ def test_a_conversation_is_shown_and_scored_again_turn_by_turn(
 def test_a_table_says_what_was_shared_and_what_a_turn_scored(tmp_path: Path) -> None:
     shared = run(tmp_path, Full(), questions="shared")
     text = as_text(comparisons([load_run(shared.folder)]))
-    assert "questions=shared: 8 questions on 2 prefills" in text
+    assert "8 questions on" in text
     assert "TTFT later" in text
     [table] = comparisons([load_run(run(tmp_path, Full(), Balances(talks=True)).folder)])
     for made in (turn_scores(table), turn_times(table)):

@@ -40,7 +40,7 @@ def test_a_method_without_a_budget_is_one_job_whatever_the_budgets(cli: Cli) -> 
 def test_a_budget_that_no_job_has_a_use_for_is_said_to_change_nothing(cli: Cli) -> None:
     code, _, err = cli("-m", "method=full", "seed=1,2", "budget=0.3")
     assert code == 0, err
-    assert "budget changes nothing for Full" in err
+    assert "budget changes nothing" in err
 
 
 def test_a_job_that_runs_out_of_memory_leaves_the_others_alone(cli: Cli, mortal: str) -> None:
