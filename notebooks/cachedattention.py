@@ -277,7 +277,7 @@ figure.suptitle("128 GB of host memory, 10 TB of disk. Ours simulated; the paper
 
 # %%
 rows = table("23")
-rows["capacity"] = [sum(Scenario(**run["settings"]).capacities.values()) for run in SIMULATED["23"]["runs"]]
+rows["capacity"] = [sum(Scenario(**{tier: run["settings"][tier] for tier in ("host", "disk")}).capacities.values()) for run in SIMULATED["23"]["runs"]]
 session = SERVED["llama-13b"].window * SERVED["llama-13b"].kv_bytes_per_token
 said = {float(row.quantity.rpartition("=")[2]): row.value for row in published("cachedattention_fig23") if row.value is not None}
 figure, axes = plt.subplots(figsize=(8, 3.4), layout="constrained")
