@@ -176,9 +176,6 @@ def test_the_next_start_removes_what_a_killed_run_left(
     tmp_path: Path, words: tuple[str, ...], killed_at: Callable[..., None]
 ) -> None:
     """Also where the run was complete, so that the next start makes no such files any more."""
-    if words is ROWS:
-        (tmp_path / "disk").mkdir()
-        words += (f"disk={tmp_path / 'disk'}",)
     words = (*OF_RUNS, *words, f"results.root={tmp_path / 'runs'}", f"--config-dir={configured(tmp_path / 'conf')}")
     killed = Forked(killed_at, tmp_path / "temporary", "harness", *words)
     assert killed.wait() == -signal.SIGKILL
