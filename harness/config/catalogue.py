@@ -40,7 +40,7 @@ CARD = (
 )
 
 Flat = dict[str, Any]  # dotted key -> value
-SENTENCE_END = re.compile(r"(?<=\.) (?=[A-Z])")
+SENTENCE_END = re.compile(r"(?<=[.?]) (?=[A-Z])")
 
 # What earlier versions had, each with what to do instead; CHANGELOG.md lists them, too.
 REMOVED_COMMANDS = {
@@ -188,7 +188,7 @@ def first_sentence(comment: Iterable[str]) -> str:
     text = ""
     for line in comment:
         text = f"{text} {line}".strip()
-        if text.endswith(".") or (text and not line):
+        if text.endswith((".", "?")) or (text and not line):
             break
     return SENTENCE_END.split(text, maxsplit=1)[0]
 

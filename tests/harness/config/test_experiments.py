@@ -146,6 +146,7 @@ def test_every_experiment_has_a_small_variant(name: str) -> None:
 def test_a_card_is_complete(name: str) -> None:
     facts = ALL[name].facts
     assert ALL[name].headline
+    assert "model:" not in ALL[name].headline
     assert set(facts) >= {"model", "data", "grid", "cost", "published"} - ({"grid"} if not ALL[name].grid else set())
     assert "estimate" in facts["cost"] or "CPU" in facts["cost"] or "reuses" in facts["cost"]
     assert set(facts) <= set(FACTS)
