@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from tests.official.comparison import HEAD, stored
 
 DOCS = Path(__file__).parents[1] / "docs"
 COMMAND = "python -m tests.generated_pages"
+WIDTH = 128  # characters of a line of docs
 COMMANDS = {
     "list": "lists methods, tasks, models and experiments; with a name, shows its card",
     "lint": "shows the prompts of a [task](tasks.md); runs no model",
@@ -101,7 +103,16 @@ def _section(entry: Entry, presets: Sequence[Entry]) -> str:
     changed = [(code(f"method={preset.name}"), preset.headline) for preset in presets]
     released = [_beside_released(row) for row in stored() if row["method"] == entry.name]
     rows = [*facts, *parameters, *changed, *released]
-    return "\n\n".join([f"## {entry.name}", entry.card(), table((code(f"method={entry.name}"), ""), rows)])
+    return "\n\n".join([f"## {entry.name}", _filled(entry.card()), table((code(f"method={entry.name}"), ""), rows)])
+
+
+def _filled(card: str) -> str:
+    """Return a docstring with its paragraphs wrapped as the lines of docs; lists stay as they are."""
+    paragraphs = [
+        part if "\n- " in f"\n{part}" else textwrap.fill(part, WIDTH, break_on_hyphens=False)
+        for part in card.split("\n\n")
+    ]
+    return "\n\n".join(paragraphs)
 
 
 def _beside_released(row: Mapping[str, str]) -> tuple[str, str]:
