@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -58,13 +56,11 @@ def write_json(path: Path, plain: Mapping[str, Any]) -> None:
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """A row may lack some of the columns."""
-    text = io.StringIO()
+    """Write rows, some of which may lack columns. pandas is imported here because benchmarks run without it."""
+    import pandas
+
     names = dict.fromkeys(name for row in sorted(rows, key=len, reverse=True) for name in row)
-    writer = csv.DictWriter(text, list(names), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_atomically(path, text.getvalue())
+    write_atomically(path, pandas.DataFrame(rows, columns=list(names), dtype=object).to_csv(index=False))
 
 
 def write_yaml(path: Path, config: Mapping[str, Any]) -> None:
