@@ -335,9 +335,10 @@ READERS = {
             "quantization_config": {},
             "attn_logit_softcapping": 0.5,
             "use_bidirectional_attention": False,
-            "rope_parameters": {"partial_rotary_factor": 1.0},
-            "rope_scaling": {"partial_rotary_factor": 1.0},
+            "rope_parameters": {"partial_rotary_factor": 1.0, "rope_theta": 10000.0, "factor": 2.0},
+            "rope_scaling": {"partial_rotary_factor": 1.0, "rope_theta": 10000.0, "factor": 2.0},
             "partial_rotary_factor": 1.0,
+            "rope_theta": 10000.0,
         },
         single("config.json"),
         read_config,
@@ -354,6 +355,12 @@ READERS = {
                     ("", "partial_rotary_factor"),
                     ("rope_parameters.", "partial_rotary_factor"),
                     ("rope_scaling.", "partial_rotary_factor"),
+                    ("", "rope_theta"),
+                    *(
+                        (f"{group}.", name)
+                        for group in ("rope_parameters", "rope_scaling")
+                        for name in ("rope_theta", "factor")
+                    ),
                 )
             },
         },

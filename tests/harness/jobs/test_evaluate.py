@@ -308,4 +308,4 @@ def test_a_window_beyond_the_trained_one_is_a_caution_in_the_row(
         told = f"model.window={window} goes beyond the {trained} tokens"
         assert sum(line.startswith(told) for line in made.summary["warnings"]) == cautions
         print_report([made.folder])
-        assert (f"Not sure: all rows: {told}" in capsys.readouterr().out) == bool(cautions)
+        assert (f"Caution: all rows: {told}" in capsys.readouterr().out) == bool(cautions)
