@@ -20,7 +20,7 @@ def warnings(
     info: Mapping[str, Any],
     failed: Sequence[FailedExample] = (),
 ) -> Iterator[str]:
-    """What a reader must know before believing the row of a run."""
+    """Yield what a reader must know before believing the row of a run."""
     chance = info.get("task_info", {}).get("chance", 0.0)
     yield from info.get("cautions", ())
     for reason, count in alike([example.error for example in failed]):
@@ -55,7 +55,7 @@ def _about_examples(records: Sequence[Record]) -> Iterator[str]:
 
 
 def at_chance(full: Sequence[Record], chance: float | None) -> bool:
-    """Whether Full itself fails: every method then looks as good as Full."""
+    """Return whether Full itself fails, so that every method looks as good as Full."""
     return chance is not None and bool(full) and mean_score(full) <= chance + NEAR
 
 

@@ -45,7 +45,7 @@ def _apart(run: StoredRun, full: StoredRun) -> bool:
 
 
 def shows_times(summary: Mapping[str, Any]) -> bool:
-    """Whether a table has a time of this row; under a shared prefill, of its traced steps alone."""
+    """Return whether a table has a time of this row; under a shared prefill only that of its traced steps."""
     return not summary["simulated"] or bool(summary.get("trace"))
 
 
@@ -55,7 +55,7 @@ MARGIN, MARGIN_SHARE = 0.5, 0.1  # load that the system makes by itself: of a CP
 
 @dataclass(frozen=True, slots=True)
 class RunSession:
-    """One process' part of a run, times in ISO 8601, UTC. Where nobody noted processor or process, they are null."""
+    """Holds one process' part of a run, with times in ISO 8601, UTC; processor and process are null where not noted."""
 
     began: str
     ended: str
@@ -68,12 +68,12 @@ class RunSession:
 
     @property
     def crowded(self) -> bool:
-        """Whether others used the machine."""
+        """Return whether others used the machine."""
         system = max(MARGIN, MARGIN_SHARE * (self.cpus or 0))
         return any(load > self.own + system for load in self.loads)
 
     def beside(self, other: RunSession) -> bool:
-        """Whether it went on at the same time in another process, on the same processor."""
+        """Return whether it ran at the same time in another process on the same processor."""
         if self.processor is None or self.processor != other.processor or self.process == other.process:
             return False
         return self.began < other.ended and other.began < self.ended
