@@ -99,7 +99,7 @@ TABLES = $(basename $(notdir $(wildcard conf/experiment/tables/[!_]*.yaml)))
 published: setup  ## results/published/tables anew, with DATA=...: about 12 hours of one core
 	for name in $(TABLES); do \
 	    $(BIN)/python -m harness -m +experiment=tables/$$name data.root=$(DATA) results.root=results/runs/tables/$$name && \
-	    $(BIN)/python -m harness.report results/runs/tables/$$name --md results/published/tables/$$name.md \
+	    $(BIN)/python -m harness.report results/runs/tables/$$name \
 	        --csv results/published/tables/$$name.csv > /dev/null || exit 1; \
 	done
 	$(MAKE) tables

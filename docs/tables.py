@@ -219,7 +219,7 @@ def _below(name: str, rows: pd.DataFrame, measured: dict[str, pd.DataFrame | Non
         score, nats = (full[column].max() - full[column].min() for column in ("score.mean", "likelihood.mean"))
         dtypes, batches = (" and ".join(map(str, sorted(full[column].unique()))) for column in ("dtype", "batch"))
         yield (
-            f"[Noise floor](../results/published/tables/{name}_floor.md): the means of Full over these prompts, above "
+            f"[Noise floor](../results/published/tables/{name}_floor.csv): the means of Full over these prompts, above "
             f"and in {dtypes} with batches of {batches}, differ by at most {100 * score:.1f} points and {nats:.4f} "
             "nats per token.\n"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 PUBLISHED = RESULTS / "published"  # our own
-COMMITTED = PUBLISHED / "experiments"
 
 
 class Published(NamedTuple):
@@ -59,13 +59,18 @@ def ours(experiment: str, runs: Path | None = None) -> pd.DataFrame:
         for text in damage:
             say_once(f"left out: {text}")
         return pd.DataFrame(table_rows(comparisons(stored)))
-    return pd.read_csv(COMMITTED / f"{experiment}.csv")
+    every = pd.read_csv(PUBLISHED / "experiments.csv", dtype=str, keep_default_na=False)
+    rows = every[every["experiment"] == experiment]
+    if rows.empty:
+        raise ValueError(f"{experiment}: no results are committed. Run it into a folder of that name in {runs}.")
+    text = rows.loc[:, (rows != "").any()].to_csv(index=False)  # without the columns of other experiments
+    return pd.read_csv(StringIO(text))
 
 
 def our_observation(experiment: str, runs: Path | None = None) -> dict[str, Any]:
     """result.json of an observation, in the same way."""
     found = sorted((runs / experiment / "observations").glob("*/result.json")) if runs else []
-    return read_json(found[-1] if found else COMMITTED / f"{experiment}.json")
+    return read_json(found[-1] if found else PUBLISHED / "observations" / f"{experiment}.json")
 
 
 def our_figures(paper: str, name: str, runs: Path | None = None) -> dict[str, Any]:

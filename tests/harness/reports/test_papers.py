@@ -8,10 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness.commands.simulate import main
-from harness.reports.papers import PUBLISHED, our_figures
-
-PAPERS = ("cachedattention", "infinigen", "shadowkv")
-STORED = sorted(file for paper in PAPERS for file in (PUBLISHED / paper).glob("*.json"))
+from harness.reports.papers import PUBLISHED, our_figures, ours
 
 
 def test_own_results_come_before_the_committed_ones(tmp_path: Path) -> None:
@@ -20,9 +17,19 @@ def test_own_results_come_before_the_committed_ones(tmp_path: Path) -> None:
     assert our_figures("cachedattention", "figure_25", tmp_path)["figure"] == "25"
 
 
-@pytest.mark.parametrize("file", STORED, ids=lambda file: file.stem)
-def test_a_stored_result_says_how_it_was_made(file: Path) -> None:
-    told = json.loads(file.read_text())
-    assert told.get("words") is not None or told["options"]
-    assert told["provenance"]["git"]["commit"]
-    assert told["provenance"]["machine"]["cpu"]
+def test_rows_of_one_experiment_are_read_alone() -> None:
+    rows = ours("pqcache_fig8")
+    assert len(rows) == 6
+    assert rows["score.mean"].between(0, 1).all()
+    with pytest.raises(ValueError, match="pqcache_fig0"):
+        ours("pqcache_fig0")
+
+
+def test_stored_results_say_how_they_were_made() -> None:
+    for paper in ("cachedattention", "infinigen", "shadowkv"):
+        for file in (PUBLISHED / paper).glob("*.json"):
+            stored = json.loads(file.read_text())
+            for result in stored.values() if file.stem == "other_runs" else [stored]:
+                assert result.get("words") is not None or result["options"]
+                assert result["provenance"]["git"]["commit"]
+                assert result["provenance"]["machine"]["cpu"]
