@@ -24,7 +24,7 @@ class Segment(NamedTuple):
 
     `live`: only the first `live` of S (or of `rows`) exist, and nothing after them is read. It lies
     on the device, so that a captured step can be replayed while the number of tokens grows
-    (methods/base/counters.py).
+    (methods/base/state.py).
 
     Sequences of different lengths have `Ragged` instead of tensors (kernels/ragged.py).
     """

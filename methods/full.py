@@ -17,7 +17,7 @@ from kernels.reference import Segment
 from methods.base import AttnInput, CacheState, Cost, KVLayer, LayerSpec, LayerWorkload, Method
 from methods.layers import Layer
 from methods.parts import costs
-from methods.tiers.transfer.engine import Arrival
+from methods.tiers.transfer import Arrival
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,14 +56,13 @@ from methods.base import (
     check_layers,
 )
 from methods.base.cost import PeakExtra
-from methods.base.counters import queues
 from methods.base.method import LONG
 from methods.base.pieces import pieces
-from methods.layers import Layer, Padded, Policy, Pooled, Storage
-from methods.parts import costs, limited_pool
-from methods.parts.growing import GrowingRows
-from methods.parts.limited_pool import Counts, Eviction, Fetched, leading_columns
-from methods.parts.skew import column_mass, largest, narrowed, skewed, skewing
+from methods.base.state import queues
+from methods.layers import Layer, Padded, Policy, Pooled, Storage, limited_pool
+from methods.layers.limited_pool import Counts, Eviction, Fetched, leading_columns
+from methods.parts import costs
+from methods.parts.partial_keys import GrowingRows, column_mass, largest, narrowed, skewed, skewing
 from methods.parts.uneven import limited, one_by_one
 from methods.tiers.tier import DISK
 

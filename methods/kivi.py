@@ -26,7 +26,7 @@ from methods.base import AttnInput, CacheState, Cost, Grids, KVLayer, LayerSpec,
 from methods.layers import Layer
 from methods.parts import costs
 from methods.pools import KVStore, Pool
-from methods.tiers.integers import IntCodec
+from methods.tiers.codec import IntCodec
 from methods.tiers.tier import DEVICE
 
 

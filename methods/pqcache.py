@@ -35,7 +35,7 @@ from methods.parts.block_cache import BlockCache
 from methods.parts.kmeans_iterations import LENGTHS, Fit, measure
 from methods.parts.windows import Windowed
 from methods.tiers.tier import DEVICE
-from methods.tiers.transfer.engine import Arrival
+from methods.tiers.transfer import Arrival
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,8 +31,8 @@ from kernels.ragged import Ragged, filled, leading
 from kernels.reference import Segment
 from methods.base import Attended, AttnInput, CacheState, Cost, Grids, KVLayer, LayerSpec, LayerWorkload, Method
 from methods.base.cost import PeakExtra
-from methods.base.counters import queues
 from methods.base.pieces import TOKENS_AT_ONCE, pieces
+from methods.base.state import queues
 from methods.layers import Layer, Read
 from methods.layers.policy import Padded
 from methods.parts import costs
@@ -40,7 +40,7 @@ from methods.parts.chunks import chunked, landmarks
 from methods.parts.hit_cache import HitCache, OfHits, held_bytes
 from methods.parts.rope_table import RopeTable
 from methods.pools import KVStore, rows_for
-from methods.tiers.batched import BatchedHostRows
+from methods.pools.batched import BatchedHostRows
 from methods.tiers.block import FAR
 from methods.tiers.rows import Rows
 

@@ -35,7 +35,7 @@ from methods.layers import Layer, Select
 from methods.parts import costs
 from methods.parts.windows import Windowed
 from methods.pools import Pool, rows_for
-from methods.tiers.batched import BatchedHostRows
+from methods.pools.batched import BatchedHostRows
 from methods.tiers.rows import Rows
 
 

@@ -73,7 +73,7 @@ class StreamedGraph(CpuGraph):
 
 
 class SideStream:
-    """In place of `forked` and `join` of methods/tiers/transfer/streams.py, also while nothing is captured."""
+    """In place of `forked` and `join` of methods/tiers/transfer.py, also while nothing is captured."""
 
     def __init__(self) -> None:
         self._given: list[StreamedGraph] = []
@@ -111,8 +111,8 @@ def side_stream() -> Iterator[None]:
     """Let rows that come beside the model's work do so on a stream of their own."""
     side = SideStream()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("methods.tiers.transfer.engine.forked", side.forked)
-        patch.setattr("methods.tiers.transfer.engine.join", side.join)
+        patch.setattr("methods.tiers.transfer.forked", side.forked)
+        patch.setattr("methods.tiers.transfer.join", side.join)
         yield
 
 

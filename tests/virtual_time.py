@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from methods.tiers.lanes import INLINE
 from methods.tiers.traffic import Traffic
-from methods.tiers.transfer.engine import Arrival, TransferEngine
-from methods.tiers.transfer.lanes import INLINE
+from methods.tiers.transfer import Arrival, TransferEngine
 
 
 class Lane:

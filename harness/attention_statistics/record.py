@@ -21,7 +21,7 @@ from harness.reports.pictures import figures
 from harness.results.files import digest, write_json
 from harness.results.provenance import provenance
 from methods.full import Full
-from methods.layers.hybrid import whole_layers
+from methods.layers.window import whole_layers
 
 SCHEMA = 1
 

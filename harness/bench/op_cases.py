@@ -19,8 +19,7 @@ from kernels.block import DecoderBlock, Head, Linear
 from kernels.coded import Coded
 from kernels.reference import Segment
 from methods.base.pieces import pieces
-from methods.tiers.codec import Encoded
-from methods.tiers.integers import IntCodec
+from methods.tiers.codec import Encoded, IntCodec
 
 ROOM = 64  # rows that a store keeps free after the prompt
 SINKS = 32

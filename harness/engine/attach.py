@@ -30,11 +30,11 @@ from harness.engine.loop.calls import LoopCalls
 from harness.engine.rotation import text_rotary
 from harness.engine.wait import wait_for
 from methods.base import Budget, CacheState, Checks, CostError, LayerWorkload, Method, Request, refuse_other_than_method
-from methods.layers.hybrid import check_growth, check_length, start_layers, whole_layers
+from methods.layers.window import check_growth, check_length, start_layers, whole_layers
 from methods.tiers.codec import Codec
 from methods.tiers.pinned_memory import PinnedReservation
 from methods.tiers.tier import DEVICE, HOST, TIERS
-from methods.tiers.transfer.engine import shared_engine
+from methods.tiers.transfer import shared_engine
 
 AnyCache = TypeVar("AnyCache", bound=KVCache)
 _prepared: WeakKeyDictionary[PreTrainedModel, dict[Method, tuple[object, float]]] = WeakKeyDictionary()

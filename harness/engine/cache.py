@@ -19,7 +19,7 @@ from harness.engine.rotation import TextRotary
 from harness.engine.watch import Watch
 from kernels.step_inputs import StepInputs
 from methods.base import AttnInput, CacheState, KVLayer, NextRow
-from methods.base.counters import StepCounters
+from methods.base.state import StepCounters
 from methods.layers.returned import RowNumbers
 from methods.tiers.traffic import Traffic
 
@@ -216,7 +216,7 @@ class KVCache(Cache):
     @property
     def method_layers(self) -> list[KVLayer]:
         """Return the layers that the method serves: all but those with a sliding window, which the
-        model handles itself (methods/layers/hybrid.py). If all layers slide, return all."""
+        model handles itself (methods/layers/window.py). If all layers slide, return all."""
         return [layer for layer in self.layers if layer.spec.window is None] or self.layers
 
     @property

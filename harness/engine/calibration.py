@@ -15,7 +15,7 @@ from harness.engine.hf import is_routed, routed
 from methods.base import AttnInput, CacheState, KVLayer, LayerSpec, Request
 from methods.full import Full
 from methods.layers import Layer, Policy
-from methods.layers.hybrid import start_layers
+from methods.layers.window import start_layers
 
 
 class _Watch(Policy):
@@ -31,7 +31,7 @@ def observer(
     model: PreTrainedModel, specs: Sequence[LayerSpec], text: Tensor | None
 ) -> Callable[[int], Iterator[AttnInput]]:
     """Return `observe(tokens)`, which runs the first tokens of `text` [1 S] once and yields the
-    attention input of each layer that a method serves (methods/layers/hybrid.py), in order.
+    attention input of each layer that a method serves (methods/layers/window.py), in order.
     `specs`: those of all layers of the model, which may be attached already."""
 
     @torch.inference_mode()

@@ -26,7 +26,7 @@ from kernels.sink_logits import softmax
 from methods.base import AttnInput, CacheState, KVLayer, LayerSpec, Request
 from methods.full import Full
 from methods.layers import Layer
-from methods.layers.hybrid import start_layers
+from methods.layers.window import start_layers
 from methods.pools import KVStore
 
 MEASURES = ("recall", "mass", "error")

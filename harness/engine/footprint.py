@@ -16,7 +16,7 @@ from torch import Tensor
 from methods.base import CacheState, KVLayer, LayerSpec, Method, Request
 from methods.layers import Policy
 from methods.tiers.tier import DEVICE, HOST, TIERS, tier_of
-from methods.tiers.transfer.engine import TransferEngine
+from methods.tiers.transfer import TransferEngine
 
 _SHARED = (
     LayerSpec,

@@ -1,7 +1,7 @@
 """Captures one decode step as a CUDA graph and replays it for every further token.
 
 The first step after a seal runs as always, but already in the form that is captured: counts lie on
-the device (methods/base/counters.py), and tokens are written and read through them. Then the step
+the device (methods/base/state.py), and tokens are written and read through them. Then the step
 is captured, which runs nothing on the device, and its changes to Python objects are undone. Both
 count in the time to the second token, as the seal does; the time per output token is that of
 replays alone. If the capture fails, steps run uncaptured and the reason is kept.

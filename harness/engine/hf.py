@@ -183,7 +183,7 @@ def routed(model: PreTrainedModel, prepare: PrepareCall | None = None) -> Iterat
 
 def layer_specs(model: PreTrainedModel) -> list[LayerSpec]:
     """Return the spec of each layer of the model, in order. A method serves some of them
-    (methods/layers/hybrid.py)."""
+    (methods/layers/window.py)."""
     modules, windows = attention_modules(model), sliding_windows(model.config)
     rotary = text_rotary(model) or deepcopy(model.get_decoder().rotary_emb)
     return [

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from harness.engine.cache import KVCache
 from harness.engine.footprint import changing
 from methods.base import LayerSpec, Method, Request
-from methods.tiers.transfer.engine import Arrival, TransferEngine
+from methods.tiers.transfer import Arrival, TransferEngine
 
 _CONSTANT = (
     str, bytes, int, float, type, ref, ModuleType, Tensor, nn.Module, LayerSpec, Method, Request, TransferEngine,

@@ -76,7 +76,7 @@ class ModelInfo:
     @property
     def num_whole_layers(self) -> int:
         """Return how many layers a method serves: those that see the whole text
-        (methods/layers/hybrid.py)."""
+        (methods/layers/window.py)."""
         return self.layer_windows.count(None) or self.num_layers
 
     def weight_bytes(self, dtype: str) -> int:

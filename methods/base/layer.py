@@ -9,9 +9,8 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
-from methods.base.counters import undeclared
 from methods.base.request import AttnInput, LayerSpec, NextRow
-from methods.base.state import CacheState
+from methods.base.state import CacheState, undeclared
 
 
 class Attended(NamedTuple):
@@ -145,7 +144,7 @@ class KVLayer(ABC):
 
     def capture_refusal(self) -> str | None:
         """Return why a decode step of this sealed layer cannot be captured
-        (methods/base/counters.py), or None."""
+        (methods/base/state.py), or None."""
         return None if self.capturable else undeclared(type(self))
 
     def count_replayed(self, steps: int) -> None:

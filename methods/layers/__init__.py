@@ -8,12 +8,10 @@ one whose tokens compete for the room of a pool. A layer may have both."""
 from __future__ import annotations
 
 from methods.layers.indices import between_ends, ends, gather_per_head, sinks_and_recent, union_per_kv_head
-from methods.layers.keep import Evict, Keep
 from methods.layers.layer import Layer
-from methods.layers.policy import Padded, Policy
-from methods.layers.pooled import Pooled
-from methods.layers.read import Read
-from methods.layers.select import Select
+from methods.layers.limited_pool import Pooled
+from methods.layers.policy import Evict, Keep, Padded, Policy
+from methods.layers.read import Read, Select
 from methods.layers.storage import Storage
 
 __all__ = [

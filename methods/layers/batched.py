@@ -17,14 +17,12 @@ from torch import Tensor
 from kernels.per_sequence import PerSequence, per_sequence
 from kernels.ragged import with_free_slots
 from methods.base import CacheState, KVLayer
-from methods.layers.keep import Keep
 from methods.layers.layer import Layer
-from methods.layers.policy import Padded, Policy
+from methods.layers.policy import Keep, Padded, Policy
 from methods.layers.read import Read
-from methods.pools.batched import BatchedPool, BatchedStore
+from methods.pools.batched import BatchedHostRows, BatchedPool, BatchedStore
 from methods.pools.device_store import KVStore
 from methods.pools.pool import Pool
-from methods.tiers.batched import BatchedHostRows
 from methods.tiers.rows import HostRows, MemoryRows
 
 

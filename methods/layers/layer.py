@@ -8,8 +8,7 @@ from torch import Tensor
 
 from methods.base import Attended, AttnInput, CacheState, LayerSpec, Method, NextRow
 from methods.layers.indices import read_together
-from methods.layers.keep import Evict
-from methods.layers.policy import Policy
+from methods.layers.policy import Evict, Policy
 from methods.layers.read import Read
 from methods.layers.storage import Storage
 from methods.tiers.tier import DEVICE, HOST

@@ -1,8 +1,9 @@
 """Defines what a method decides in a layer: the base class of all policies, which keeps and reads
-everything."""
+everything, and those that choose what stays of a prompt."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 from weakref import proxy
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from methods.base import Attended, AttnInput, CacheState, LayerSpec, Method, Request
-from methods.base.counters import undeclared
+from methods.base.state import undeclared
 from methods.layers.storage import Storage
 from methods.pools import KVStore
 
@@ -191,9 +192,46 @@ class Policy:
 
     def capture_refusal(self) -> str | None:
         """Return why a decode step of the sealed layer cannot be captured
-        (methods/base/counters.py), or None."""
+        (methods/base/state.py), or None."""
         return None if self.capturable else undeclared(type(self))
 
     def count_replayed(self, steps: int) -> None:
         """Update what is counted in Python after `steps` steps that were replayed without
         `decode`."""
+
+
+class Evict(Policy, ABC, capturable=True):
+    """Let a part of the prompt stay after the seal; what is stored later is kept whole.
+
+    If the budget covers the prompt nothing is evicted, and `evict` is not called.
+    """
+
+    def size(self, budget: int) -> int:
+        """Return how many tokens stay under a budget of `budget` tokens; if it is no less than the
+        number stored, all stay."""
+        return budget
+
+    @abstractmethod
+    def evict(self, size: int) -> None:
+        """Choose `size` tokens and drop the others, by `layer.retain`, or by
+        `layer.retain_per_head` if heads keep different numbers of them."""
+
+    def close(self, evicted: int) -> None:
+        """Finish the seal: `evicted` tokens have left by this choice, and the store holds the
+        others."""
+
+
+class Keep(Evict, capturable=True):
+    """Keep only the tokens that `keep` returns, equally many in every head."""
+
+    @abstractmethod
+    def keep(self, size: int) -> Tensor:
+        """Return the `size` stored tokens that each KV head keeps, [B G size], ascending.
+
+        It is [B H size] if each query head keeps its own; the store then holds a copy for each.
+        """
+
+    def evict(self, size: int) -> None:
+        rows, given = self.keep(size), f"{type(self).__name__}.keep returned"
+        self.layer.check_rows(given, rows, self.store.length, count=size, ascending=True)
+        self.layer.retain(rows)

@@ -21,7 +21,7 @@ from methods.base import Cost, LayerWorkload
 from methods.parts.costs import INT64
 from methods.pools import Pool
 from methods.tiers.tier import DISK
-from methods.tiers.transfer.engine import Arrival
+from methods.tiers.transfer import Arrival
 
 
 class Incoming(NamedTuple):

@@ -5,8 +5,7 @@ and the codec that the request names."""
 
 from __future__ import annotations
 
-from methods.pools.device_store import KVStore
-from methods.pools.per_head import PerHeadStore
+from methods.pools.device_store import KVStore, PerHeadStore
 from methods.pools.pool import Pool, rows_for
 
 __all__ = ["KVStore", "PerHeadStore", "Pool", "rows_for"]

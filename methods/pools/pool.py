@@ -19,7 +19,7 @@ from methods.tiers.codec import PLAIN, Codec, Encoded
 from methods.tiers.rows import DeviceRows, Rows, rows_in
 from methods.tiers.tier import DEVICE
 from methods.tiers.traffic import Traffic
-from methods.tiers.transfer.engine import Arrival
+from methods.tiers.transfer import Arrival
 
 
 class Pool:

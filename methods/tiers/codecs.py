@@ -26,10 +26,10 @@ class Spelling:
 CODECS = [
     Spelling(
         pattern=r"int(?P<bits>[248])(?:g(?P<group>[1-9]\d*))?",
-        codec="methods.tiers.integers.IntCodec",
+        codec="methods.tiers.codec.IntCodec",
         choices="int8, int4 or int2, with another group as in int4g64",
     ),
-    Spelling(pattern="fp8", codec="methods.tiers.floats.FloatCodec", choices="fp8, which takes no group"),
+    Spelling(pattern="fp8", codec="methods.tiers.codec.FloatCodec", choices="fp8, which takes no group"),
 ]
 
 

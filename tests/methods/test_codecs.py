@@ -8,9 +8,7 @@ import torch
 from harness.engine.attach import attached
 from harness.engine.footprint import footprint
 from methods.full import Full
-from methods.tiers.codec import Codec
-from methods.tiers.floats import FloatCodec
-from methods.tiers.integers import IntCodec
+from methods.tiers.codec import Codec, FloatCodec, IntCodec
 from tests.methods.test_contract import NAMES, Step, assert_same, small, turn
 from tests.tiny import prompt, tiny
 

@@ -17,8 +17,7 @@ from harness.engine.trace import Tracer
 from methods.base import Budget, Cost, CostError, LayerSpec, LayerWorkload, Method
 from methods.parts import costs
 from methods.shadowkv import ShadowKV
-from methods.tiers.codec import Codec
-from methods.tiers.integers import IntCodec
+from methods.tiers.codec import Codec, IntCodec
 from tests.dispatched import operations
 from tests.methods.test_contract import NAMES, _yaml, small
 from tests.tiny import prompt, tiny

@@ -13,7 +13,7 @@ from harness.engine.attach import attached
 from kernels.rope import rotate
 from methods.base import CacheState
 from methods.infinigen import InfiniGen, InfiniGenRead
-from methods.parts.growing import GrowingRows
+from methods.parts.partial_keys import GrowingRows
 from tests.methods.synthetic import SHAPES, Sequences, Shape, attention
 from tests.tiny import prompt, tiny
 

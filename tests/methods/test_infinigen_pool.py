@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from methods.base import BudgetError
-from methods.base.counters import StepCounters
+from methods.base.state import StepCounters
 from methods.infinigen import InfiniGen, InfiniGenRead
 from methods.layers.batched import alone_because
-from methods.parts.limited_pool import Eviction, Fetched, LimitedPool, size
+from methods.layers.limited_pool import Eviction, Fetched, LimitedPool, size
 from tests.methods import test_contract as contract
 from tests.methods import test_costs as costs
 from tests.methods.synthetic import SHAPES, Sequences, Shape, attention

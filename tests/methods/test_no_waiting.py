@@ -22,7 +22,7 @@ from harness.engine.graph import capture_refusal
 from harness.engine.sampling import Greedy
 from kernels.dispatch import use_backend
 from methods.base import Budget, Method
-from methods.tiers.integers import IntCodec
+from methods.tiers.codec import IntCodec
 from tests.methods.test_contract import NAMES, attach, in_each_place, small, turn
 from tests.tape import Tape
 from tests.tiny import prompt, tiny

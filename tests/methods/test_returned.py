@@ -17,7 +17,7 @@ from harness.engine.engine import Engine
 from methods.base import Budget, CacheState, KVLayer, LayerSpec, Method, Plan
 from methods.layers import Keep, Layer, Policy, Read, Select
 from methods.layers.returned import ReturnedError, RowNumbers
-from methods.tiers.integers import IntCodec
+from methods.tiers.codec import IntCodec
 from tests.fast import niah, run
 from tests.methods.test_contract import NAMES, small, turn
 from tests.tiny import prompt, tiny

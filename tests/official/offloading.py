@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels import ops
 from kernels.rope import rotate
 from methods.infinigen import InfiniGen
-from methods.parts.skew import skewing
+from methods.parts.partial_keys import skewing
 from methods.pqcache import PQCache
 from methods.shadowkv import ShadowKV
 from methods.sparq import SparQ

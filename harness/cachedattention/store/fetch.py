@@ -12,10 +12,9 @@ from time import perf_counter
 from harness.cachedattention.store.block import Block, BlockFile, by_layer
 from harness.cachedattention.store.lanes import StoreLanes
 from methods.tiers.block import Tensors
+from methods.tiers.lanes import Spans, TransferLane
 from methods.tiers.rows import Place
 from methods.tiers.tier import HOST
-from methods.tiers.transfer.lanes import TransferLane
-from methods.tiers.transfer.spans import Spans
 
 
 class Fetch:

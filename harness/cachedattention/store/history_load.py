@@ -14,8 +14,8 @@ import torch
 from harness.cachedattention.store.block import LOST, Block, HistoryLost, has_rest, joined, length
 from harness.cachedattention.store.stored_sessions import StoredSessions
 from methods.tiers.block import Format, Tensors
-from methods.tiers.transfer.spans import Spans
-from methods.tiers.transfer.streams import beside_the_model, reached
+from methods.tiers.lanes import Spans
+from methods.tiers.transfer import beside_the_model, reached
 
 LayerRows = tuple[Tensors, Tensors]  # rows of tokens, and what belongs to all of them together, by name
 Prepare = Callable[[int, LayerRows], LayerRows]

@@ -38,10 +38,10 @@ from harness.cachedattention.store.upload import MakeStored, UploadToHost, as_gi
 from methods.base import Method
 from methods.tiers.block import Format, SplitRows, Tensors
 from methods.tiers.codec import PLAIN, Codec
-from methods.tiers.pinned_pool import PinnedPool
+from methods.tiers.pinned_memory import PinnedPool
 from methods.tiers.rows import Place
 from methods.tiers.tier import DISK, HOST
-from methods.tiers.transfer.engine import TransferEngine
+from methods.tiers.transfer import TransferEngine
 
 Given = Mapping[str, Tensor | SplitRows]
 Rest = Mapping[str, Tensor]

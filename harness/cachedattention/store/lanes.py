@@ -10,8 +10,8 @@ from time import perf_counter
 from typing import Any, TypeVar
 
 from harness.cachedattention.store.statistics import Statistics
-from methods.tiers.transfer.engine import TransferEngine
-from methods.tiers.transfer.lanes import TransferLane
+from methods.tiers.lanes import TransferLane
+from methods.tiers.transfer import TransferEngine
 
 
 class StoreLanes:

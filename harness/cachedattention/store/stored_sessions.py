@@ -17,9 +17,9 @@ from harness.cachedattention.store.lanes import StoreLanes, WriteBuffer
 from harness.cachedattention.store.placement import Move, Placement, in_order
 from harness.cachedattention.store.statistics import MeasuredSpeeds, Statistics
 from harness.cachedattention.store.upload import UploadToHost, arriving, failed
+from methods.tiers.lanes import TransferLane
 from methods.tiers.rows import Place
 from methods.tiers.tier import DEVICE, DISK
-from methods.tiers.transfer.lanes import TransferLane
 
 Written = tuple[int, list[Block]]  # bytes written; the session's blocks as they lie on disk
 

@@ -15,11 +15,10 @@ from torch import Tensor
 
 from harness.cachedattention.store.block import Block, NotSaved, by_layer
 from methods.tiers.block import Format, SplitRows, Tensors
+from methods.tiers.lanes import INLINE, Spans, TransferLane
 from methods.tiers.rows import Place, copied_into
 from methods.tiers.tier import HOST
-from methods.tiers.transfer.lanes import INLINE, TransferLane
-from methods.tiers.transfer.spans import Spans
-from methods.tiers.transfer.streams import beside_the_model, reached
+from methods.tiers.transfer import beside_the_model, reached
 
 Parts = Mapping[str, SplitRows]
 MakeStored = Callable[[int, Parts], Parts]  # a layer's rows, as they are stored: the same names, shapes and dtypes

@@ -162,7 +162,7 @@ def _rows(state: LayerState) -> list[int]:
 
 def _counts(rows: Sequence[int], length: int) -> list[int]:
     """Return how many rows stay. Heads that keep different numbers have a whole number on average
-    (methods/pools/per_head.py)."""
+    (methods/pools/device_store.py)."""
     counts = [min(count, length) for count in rows]
     for _ in range(sum(counts) % len(counts)):
         counts[counts.index(max(counts))] -= 1

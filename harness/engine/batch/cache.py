@@ -15,7 +15,7 @@ from kernels.per_sequence import per_sequence
 from kernels.ragged import Ragged
 from kernels.step_inputs import StepInputs
 from methods.base import AttnInput, Checks, KVLayer, NextRow
-from methods.base.counters import StepCounters
+from methods.base.state import StepCounters
 from methods.layers import Layer, Policy
 from methods.layers.batched import Slots, alone_because, form, hand_back, link, together
 from methods.tiers.traffic import Traffic

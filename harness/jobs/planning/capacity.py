@@ -32,7 +32,7 @@ from harness.terminal.tables import BYTES, scaled
 from kernels.block import TOKENS_AT_ONCE, fits_compiled
 from kernels.step_inputs import MOST_KEPT_BYTES
 from methods.base import Cost
-from methods.tiers.pinned_pool import pinned_bytes
+from methods.tiers.pinned_memory import pinned_bytes
 from methods.tiers.tier import DEVICE, HOST, TIERS
 
 MOST_SEQUENCES = 4096  # that are looked for to fit together

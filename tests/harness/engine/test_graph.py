@@ -27,7 +27,7 @@ from harness.models.random import Random
 from harness.results.identity import asked
 from kernels.dispatch import use_backend
 from methods.base import Attended, AttnInput, Method
-from methods.base.counters import CaptureError, StepCounters
+from methods.base.state import CaptureError, StepCounters
 from methods.full import Full
 from methods.layers import Layer
 from methods.oracle import Oracle, OracleRead

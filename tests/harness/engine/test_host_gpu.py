@@ -19,8 +19,8 @@ from kernels.per_sequence import PerSequence
 from kernels.ragged import Ragged
 from methods.base import CacheState, Method
 from methods.pools import Pool, rows_for
-from methods.tiers.batched import BatchedHostRows
-from methods.tiers.integers import IntCodec
+from methods.pools.batched import BatchedHostRows
+from methods.tiers.codec import IntCodec
 from methods.tiers.traffic import Traffic
 from tests.kernels.op_cases import pick, random
 from tests.methods.test_contract import NAMES, small

@@ -27,10 +27,8 @@ from methods.base import Method
 from methods.full import Full
 from methods.kivi import Kivi
 from methods.shadowkv import ShadowKV
-from methods.tiers.codec import Codec
-from methods.tiers.floats import FloatCodec
-from methods.tiers.integers import IntCodec
-from methods.tiers.transfer.engine import TransferEngine
+from methods.tiers.codec import Codec, FloatCodec, IntCodec
+from methods.tiers.transfer import TransferEngine
 from tests.harness.engine.test_together import (
     TOGETHER,
     assert_together_as_alone,

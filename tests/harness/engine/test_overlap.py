@@ -20,7 +20,7 @@ from methods.infinigen import InfiniGen
 from methods.infllm import InfLLM
 from methods.kivi import Kivi
 from methods.shadowkv import ShadowKV
-from methods.tiers.transfer.engine import TransferEngine
+from methods.tiers.transfer import TransferEngine
 from tests.fast import PQ
 from tests.methods.synthetic import Sequences, Shape
 from tests.methods.test_contract import NAMES, small

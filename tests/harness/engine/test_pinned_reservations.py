@@ -15,10 +15,10 @@ from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
 from harness.engine.footprint import footprint
 from methods.base import Method
-from methods.tiers.integers import IntCodec
+from methods.tiers.codec import IntCodec
 from methods.tiers.pinned_memory import PinnedMemory
 from methods.tiers.rows import HostRows
-from methods.tiers.transfer.engine import TransferEngine
+from methods.tiers.transfer import TransferEngine
 from tests.methods.test_contract import small
 from tests.tiny import prompt, tiny
 

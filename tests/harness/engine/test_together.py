@@ -28,7 +28,7 @@ from harness.engine.trace import Tracer
 from methods.base import AttnInput
 from methods.full import Full
 from methods.kivi import Kivi
-from methods.tiers.integers import IntCodec
+from methods.tiers.codec import IntCodec
 from tests import fast
 from tests.dispatched import operations
 from tests.methods.test_contract import attach, small

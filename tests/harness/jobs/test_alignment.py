@@ -20,7 +20,7 @@ from harness.jobs.planning.effective import codec_of
 from harness.reports.labels import budget
 from methods.base import Budget, BudgetError, Method
 from methods.full import Full
-from methods.tiers.integers import IntCodec
+from methods.tiers.codec import IntCodec
 from tests.fast import MODEL, PQ, STREAMING, niah
 from tests.methods.test_contract import NAMES, small
 from tests.tiny import prompt, tiny

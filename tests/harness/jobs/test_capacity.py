@@ -16,8 +16,7 @@ from harness.jobs.planning import machine
 from harness.jobs.planning.cache_bytes import CacheSpec
 from harness.jobs.planning.capacity import MemoryForecast, needed, refusal
 from methods.full import Full
-from methods.tiers.pinned_memory import reservation_bytes
-from methods.tiers.pinned_pool import STEP_BYTES
+from methods.tiers.pinned_memory import STEP_BYTES, reservation_bytes
 from tests.fast import MODEL, PQ, STREAMING, niah
 
 GIB = 2**30

@@ -28,7 +28,7 @@ from harness.models.base import ModelInfo
 from kernels import ops
 from methods.base import Budget, Method
 from methods.tiers.tier import DEVICE, DISK, HOST
-from methods.tiers.transfer.engine import TransferEngine
+from methods.tiers.transfer import TransferEngine
 from tests.fast import MODEL, niah
 from tests.methods.test_contract import NAMES, _yaml
 from tests.quick import mostly_slow

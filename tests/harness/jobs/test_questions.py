@@ -41,7 +41,7 @@ from methods.base import Method
 from methods.full import Full
 from methods.h2o import H2O
 from methods.snapkv import SnapKV
-from methods.tiers.integers import IntCodec
+from methods.tiers.codec import IntCodec
 from tests import fast
 from tests.fast import MODEL, PQ, niah
 from tests.methods.test_contract import attach, small, walked

@@ -16,8 +16,7 @@ from torch import Tensor
 from harness.engine.footprint import footprint
 from methods.base import CacheState, LayerSpec, Request
 from methods.pools import Pool
-from methods.tiers.codec import PLAIN, Codec
-from methods.tiers.integers import IntCodec
+from methods.tiers.codec import PLAIN, Codec, IntCodec
 from methods.tiers.rows import HostRows
 
 BATCH, HEADS, DIM, GROUP = 2, 2, 32, 8

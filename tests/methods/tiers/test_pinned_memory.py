@@ -13,9 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from methods.tiers import pinned_pool
-from methods.tiers.pinned_memory import PinnedMemory, PinnedReservation, registered, reservation_bytes
-from methods.tiers.pinned_pool import PinnedPool, pinned_bytes
+from methods.tiers import pinned_memory as pinned
+from methods.tiers.pinned_memory import (
+    PinnedMemory,
+    PinnedPool,
+    PinnedReservation,
+    pinned_bytes,
+    registered,
+    reservation_bytes,
+)
 from methods.tiers.rows import HostRows, Place
 from methods.tiers.traffic import Traffic
 
@@ -205,7 +211,7 @@ KB = 1024
 
 @pytest.fixture(autouse=True)
 def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinned_pool, "STEP_BYTES", 64 * KB)
+    monkeypatch.setattr(pinned, "STEP_BYTES", 64 * KB)
 
 
 def cut(pool: PinnedPool, size: int) -> Tensor:

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from kernels import ops
-from methods.tiers.rows import HostRows, Place
+from methods.tiers import transfer
+from methods.tiers.lanes import INLINE, TransferLane
+from methods.tiers.rows import CopyStrategy, HostRows, Place, copy_strategy
 from methods.tiers.traffic import Traffic
-from methods.tiers.transfer import streams
-from methods.tiers.transfer.copy_strategy import CopyStrategy, copy_strategy
-from methods.tiers.transfer.engine import TransferEngine, shared_engine
-from methods.tiers.transfer.lanes import INLINE, TransferLane
+from methods.tiers.transfer import TransferEngine, shared_engine
 from tests.dispatched import DispatchRecorder
 
 CPU = torch.device("cpu")
@@ -120,7 +119,7 @@ def test_rows_that_come_within_a_step_leave_the_models_stream_and_join_it(monkey
     model = Stream("model")
     for name, fake in (("Stream", Stream), ("stream", entered), ("current_stream", lambda on: model)):
         monkeypatch.setattr(torch.cuda, name, fake)
-    streams._side.cache_clear()
+    transfer._side.cache_clear()
     engine, traffic = TransferEngine(threads=1), Traffic()
 
     def read(moved: Traffic) -> int:
@@ -134,7 +133,7 @@ def test_rows_that_come_within_a_step_leave_the_models_stream_and_join_it(monkey
         assert arrival.wait() == 5
     finally:
         engine.close()
-        streams._side.cache_clear()
+        transfer._side.cache_clear()
     assert noted == ["side behind model", "on side", "read", "back", "computes", "model behind side"]
     assert traffic.to_device_bytes == 8
 

@@ -23,7 +23,7 @@ from harness.cachedattention.store.lanes import WriteBuffer
 from harness.cachedattention.store.policies import LRU
 from harness.cachedattention.store.statistics import MeasuredSpeeds
 from methods.tiers.rows import Place
-from methods.tiers.transfer.engine import TransferEngine
+from methods.tiers.transfer import TransferEngine
 from tests.histories import LAYERS, TOKEN_BYTES, opened, right, rows
 
 TOKENS = list(range(100, 111))  # with blocks of 4: 4, 4, 3

@@ -21,7 +21,7 @@ from harness.engine.engine import Engine
 from methods.base import Budget
 from methods.full import Full
 from methods.streaming import Streaming
-from methods.tiers.integers import IntCodec
+from methods.tiers.codec import IntCodec
 from tests.methods.test_contract import attach, small, walked
 from tests.tiny import prompt, tiny
 

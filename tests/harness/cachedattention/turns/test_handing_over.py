@@ -14,7 +14,7 @@ from harness.engine.attach import Attachment, attached
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
 from harness.engine.footprint import footprint
-from methods.tiers.integers import IntCodec
+from methods.tiers.codec import IntCodec
 from tests.harness.cachedattention.turns.test_caches import CAPACITY, LENGTHS, MB, NEW, Talk, lasting, stored
 from tests.methods.test_contract import small
 from tests.tiny import prompt, tiny

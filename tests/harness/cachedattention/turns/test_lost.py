@@ -17,7 +17,7 @@ from harness.models.random import Random
 from methods.base import Budget
 from methods.full import Full
 from methods.pqcache import PQCache
-from methods.tiers.integers import IntCodec
+from methods.tiers.codec import IntCodec
 from tests.harness.cachedattention.turns.test_caches import CAPACITY, LENGTHS, MB, NEW, PRINT, Talk, lasting, stored
 from tests.histories import full_disk
 from tests.methods.test_contract import attach, small, walked

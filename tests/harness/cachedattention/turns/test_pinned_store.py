@@ -14,7 +14,7 @@ from harness.cachedattention.turns.stored import StoredCaches
 from harness.engine.attach import Attachment
 from methods.full import Full
 from methods.tiers.pinned_memory import PinnedMemory
-from methods.tiers.transfer.engine import TransferEngine
+from methods.tiers.transfer import TransferEngine
 from tests.harness.cachedattention.turns.test_caches import CAPACITY, LENGTHS, MB, NEW, Talk, lasting, stored
 from tests.harness.engine.test_pinned_reservations import Watched
 from tests.methods.test_contract import attach, small

@@ -11,10 +11,11 @@ A device has one engine, whoever moves its rows (`shared_engine`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager
 from contextvars import copy_context
-from functools import partial
+from functools import cache, partial
 from time import perf_counter
 from typing import Generic, TypeVar
 from weakref import WeakSet, WeakValueDictionary, ref
@@ -23,10 +24,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from methods.tiers.lanes import INLINE, TransferLane
 from methods.tiers.pinned_memory import PinnedMemory
 from methods.tiers.traffic import Traffic
-from methods.tiers.transfer.lanes import INLINE, TransferLane
-from methods.tiers.transfer.streams import beside_the_model, forked, join, reach, reached
 
 T = TypeVar("T")
 
@@ -196,3 +196,58 @@ def _keep_for_this_stream(rows: object) -> None:
     for tensor in tree_leaves(rows):
         if isinstance(tensor, Tensor) and tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
+@contextmanager
+def beside_the_model(on: torch.device, behind: torch.cuda.Event | None = None) -> Iterator[None]:
+    """Run the work of this block after the event `behind`; it is complete at the end of the
+    block."""
+    if on.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(on)
+    with torch.cuda.stream(stream):
+        if behind is not None:
+            stream.wait_event(behind)
+        yield
+        stream.synchronize()
+
+
+@cache
+def _side(on: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(on)
+
+
+@contextmanager
+def forked(on: torch.device) -> Iterator[None]:
+    """Run the work of this block after all present work of the caller's stream, and in parallel to
+    its later work. A captured step has both as branches."""
+    if on.type != "cuda":
+        yield
+        return
+    side = _side(on)
+    side.wait_stream(torch.cuda.current_stream(on))
+    with torch.cuda.stream(side):
+        yield
+
+
+def join(on: torch.device) -> None:
+    """Let the caller's stream continue after all that was `forked`, without waiting on the host."""
+    if on.type == "cuda":
+        torch.cuda.current_stream(on).wait_stream(_side(on))
+
+
+def reach(on: torch.device) -> None:
+    """Wait until all present work of this thread's stream is done."""
+    if on.type == "cuda":
+        torch.cuda.current_stream(on).synchronize()
+
+
+def reached(on: torch.device) -> torch.cuda.Event | None:
+    """Return an event after all present work of the caller's stream; None if the device has no
+    streams."""
+    if on.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(on))
+    return event
