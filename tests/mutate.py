@@ -112,14 +112,15 @@ def worktree(checkout: Path, commit: str = "HEAD") -> Iterator[Path]:
 
 
 def failure(root: Path, tests: list[str]) -> str:
-    """Run tests and return the first that fails, "timeout", or "" if they pass."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:randomly", "-p", "no:cacheprovider"]
+    """Run tests and return the first that fails or hangs, "timeout" if they take longer, or "" if they pass."""
+    options = "-x -q -n 0 -p no:randomly -p no:cacheprovider --timeout=60".split()
+    command = [sys.executable, "-m", "pytest", *options, *tests]
     environment = {**os.environ, "PYTHONPATH": str(root)}
     try:
-        run = subprocess.run([*command, *tests], cwd=root, env=environment, capture_output=True, timeout=SECONDS)
+        run = subprocess.run(command, cwd=root, env=environment, capture_output=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:
         return "timeout"
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", run.stdout.decode(), re.MULTILINE)
+    failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", run.stdout.decode(), re.MULTILINE)
     return (failed or ["a crash"])[0] if run.returncode else ""
 
 
@@ -135,7 +136,7 @@ def outcome(root: Path, fault: Fault) -> str:
             path.write_text("".join(lines), encoding="utf-8")
             killer = failure(root, tests_of(root, fault.file))
             path.write_text(whole, encoding="utf-8")
-            result = f"killed by {killer}" if killer else "survived"
+            result = f"killed by {killer}" if killer not in ("", "timeout") else killer or "survived"
             if "::" in killer and failure(root, [killer]):
                 result = f"undecided, as {killer} fails without the fault too"
             print(f"{fault.file}:{fault.line}: {line.strip()}  ->  {faulty.strip()}  {result}", flush=True)
