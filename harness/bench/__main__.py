@@ -7,8 +7,7 @@ from importlib import import_module
 
 from harness.config.catalogue import REMOVED_COMMANDS
 from harness.config.errors import as_command
-from harness.terminal.lasting_output import lasting_output
-from harness.terminal.notices import say
+from harness.terminal.notices import lasting_output, say
 
 KINDS = ("ops", "layer", "decode", "generate")
 

@@ -27,8 +27,8 @@ from harness.jobs.planning.effective import (
     without_effect_here,
 )
 from harness.jobs.planning.examples import PreparedExample, prepare
+from harness.terminal.arguments import typed
 from harness.terminal.notices import say, warn
-from harness.terminal.paths import typed
 from methods.base import Budget, Method
 
 OF_RUNS = (  # keys, or what they begin with

@@ -15,8 +15,8 @@ from harness.config.experiments import Experiment, experiments
 from harness.config.keys import parameters_of, settings_text
 from harness.config.plugins import suggestion
 from harness.reports.papers import Published, published
+from harness.terminal.arguments import typed
 from harness.terminal.notices import say
-from harness.terminal.paths import typed
 from harness.terminal.tables import aligned
 
 SETTINGS = "settings"

@@ -21,9 +21,8 @@ from harness.config.errors import as_command
 from harness.config.overrides import settings as known_settings
 from harness.config.plugins import TARGET, build, suggestion
 from harness.config.settings import SettingsError
-from harness.terminal.lasting_output import lasting_output
-from harness.terminal.notices import say
-from harness.terminal.paths import typed
+from harness.terminal.arguments import typed
+from harness.terminal.notices import lasting_output, say
 from harness.terminal.tables import Column, text_table
 
 OBSERVATIONS = {

@@ -35,9 +35,8 @@ from harness.results import files
 from harness.results.measures import MEASURES
 from harness.results.records import StoreError
 from harness.results.run_folder import StoredRun, find, load_all
-from harness.terminal.control_characters import visible
-from harness.terminal.notices import say, show, warn
-from harness.terminal.paths import typed
+from harness.terminal.arguments import typed
+from harness.terminal.notices import say, show, visible, warn
 from methods.tiers.tier import TIERS, bytes_key
 
 # name on the command line -> key in summary.json, best first

@@ -24,9 +24,9 @@ from harness.results.lock import FolderLock
 from harness.results.provenance import now, source_hash
 from harness.results.records import Record, StoreError, scored
 from harness.results.run_folder import RESCORED, find, load, write_info
-from harness.results.summary_file import Neighbours, reference, summary_of, write_summary
+from harness.results.summary import Neighbours, reference, summary_of, write_summary
+from harness.terminal.arguments import typed
 from harness.terminal.notices import complain, say
-from harness.terminal.paths import typed
 
 
 @as_command()

@@ -30,8 +30,7 @@ from harness.config.settings import Settings, settings_of
 from harness.config.words import asks_hydra
 from harness.sweeps.group import Planner, run_jobs
 from harness.sweeps.jobs import JobConfig, groups, labels, with_own_settings
-from harness.terminal.lasting_output import lasting_output
-from harness.terminal.notices import complain, complain_once, say, say_once, tell_of_builds, warn
+from harness.terminal.notices import complain, complain_once, lasting_output, say, say_once, tell_of_builds, warn
 from harness.terminal.progress import forget
 from harness.terminal.stopping import Stoppable
 from harness.trackers.session import Copies

@@ -15,9 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from harness.config.errors import as_command
-from harness.terminal.lasting_output import lasting_output
-from harness.terminal.notices import say, say_once
-from harness.terminal.paths import typed
+from harness.terminal.arguments import typed
+from harness.terminal.notices import lasting_output, say, say_once
 
 OUT = Path("results/runs/serving")
 

@@ -21,9 +21,8 @@ from harness.reports.command import command
 from harness.results.identity import PARTS, word
 from harness.results.records import Record, Reply, StoreError
 from harness.results.run_folder import ERROR, StoredRun, load
-from harness.terminal.control_characters import visible
-from harness.terminal.notices import say
-from harness.terminal.paths import typed
+from harness.terminal.arguments import typed
+from harness.terminal.notices import say, visible
 from harness.terminal.tables import digits
 
 FIRST = 20  # examples shown without --all

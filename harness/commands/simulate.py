@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 
 from harness.config.errors import as_command
 from harness.results.files import digest, write_csv, write_json
-from harness.terminal.lasting_output import lasting_output
-from harness.terminal.notices import say
-from harness.terminal.paths import typed
+from harness.terminal.arguments import typed
+from harness.terminal.notices import lasting_output, say
 
 if TYPE_CHECKING:
     from harness.cachedattention.simulation.costs import Costs

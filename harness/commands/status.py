@@ -19,8 +19,8 @@ from harness.results.files import read_lines, whole_lines
 from harness.results.lock import is_locked, owner
 from harness.results.records import StoreError
 from harness.results.run_folder import EXAMPLES, find, read_info
+from harness.terminal.arguments import typed
 from harness.terminal.notices import show
-from harness.terminal.paths import typed
 from harness.terminal.tables import Column, text_table
 
 STATES = ("done", "running", "failed", "interrupted")

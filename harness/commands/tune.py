@@ -19,9 +19,8 @@ from harness.config import grids
 from harness.config.compose import built, composed
 from harness.config.errors import explained
 from harness.config.settings import Results
-from harness.terminal.lasting_output import lasting_output
-from harness.terminal.notices import say, say_once, warn
-from harness.terminal.paths import typed
+from harness.terminal.arguments import typed
+from harness.terminal.notices import lasting_output, say, say_once, warn
 from harness.terminal.progress import forget
 from harness.terminal.stopping import Stoppable
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from harness.terminal.paths import typed
+from harness.terminal.arguments import typed
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 GROUPS = ("method", "task", "model")

@@ -16,8 +16,7 @@ import yaml
 
 from evals.base import NO_DATA_ROOT, MissingData
 from harness.config.catalogue import not_yaml
-from harness.terminal.control_characters import visible
-from harness.terminal.notices import complain
+from harness.terminal.notices import complain, visible
 from harness.terminal.stopping import Stoppable
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 
 from harness.config.catalogue import plain
 from harness.config.plugins import fits, is_size, wrong_type
-from harness.terminal.paths import typed
+from harness.terminal.arguments import typed
 
 UNITS = {"": 1, **{f"{unit}B": 1000**power for power, unit in enumerate("KMGT", 1)}}
 UNITS |= {f"{unit}iB": 1024**power for power, unit in enumerate("KMGT", 1)}

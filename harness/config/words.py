@@ -11,7 +11,7 @@ from hydra.errors import HydraException
 
 from harness.config.catalogue import REMOVED_COMMANDS, commands
 from harness.config.settings import SettingsError
-from harness.terminal.paths import typed
+from harness.terminal.arguments import typed
 
 SWEEP = ("-m", "--multirun")
 VALUED = (  # Hydra's flags that take the next word

@@ -32,8 +32,7 @@ from harness.models.base import LoadedModel, ModelSource
 from harness.results.provenance import provenance
 from harness.results.records import FailedExample, Record
 from harness.results.run_folder import Run, StoredRun
-from harness.terminal.lasting_output import lasting_output
-from harness.terminal.notices import warn
+from harness.terminal.notices import lasting_output, warn
 from harness.terminal.progress import progress
 from methods.base import AttnInput, KVLayer, Method, refuse_other_than_method
 

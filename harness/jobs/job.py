@@ -37,11 +37,10 @@ from harness.models.base import LoadedModel, ModelError, ModelSource, is_loaded,
 from harness.prompts.calibration import calibration_text
 from harness.results.files import writing
 from harness.results.identity import identity, not_continued
-from harness.results.likelihood import KEY as LIKELIHOOD
 from harness.results.records import FailedExample, Record, StoreError
 from harness.results.run_folder import INFO, Run, StoredRun, akin, read_records
 from harness.results.run_folder import load as load_run
-from harness.results.summary_file import summary_of, write_summary
+from harness.results.summary import LIKELIHOOD, summary_of, write_summary
 from harness.terminal.notices import SLOW_FP16, say_once
 from harness.terminal.progress import announce
 from kernels import ops, toolchain
@@ -242,7 +241,7 @@ class Job:
             "num_expected": len(self.items),
             "weights": self.model.describe().weights,
             "cautions": [caution] if (caution := self.model.describe().caution) else [],
-            "budget_use": _budget_use(self.method),
+            "budget_use": {"paper_leaves_out": self.method.paper_differs},
             "simulated": self.settings.shared_prefill,
             "host_is_cpu": self.settings.device == "cpu",
         }
@@ -252,16 +251,6 @@ class Job:
         on its machine (`measured`): others would make other answers."""
         method = replace(self.method, **info.get("measured", {}))  # type: ignore[type-var]
         return attach(loaded, method, self.budget, self.settings)
-
-
-def _budget_use(method: Method) -> dict[str, Any]:
-    """Return what tells apart rows that ask for the same budget and mean another: see
-    harness/results/alarms/table.py."""
-    usual = plugins.defaults(method)
-    windows = {name: getattr(method, own) for name, own in method.window_names.items()}
-    typed = any(windows[name] != usual.get(own) for name, own in method.window_names.items())
-    # the key is older than RocketKV, whose paper leaves nothing out but counts more
-    return {"paper_leaves_out": method.paper_differs, "windows": windows, "windows_typed": typed}
 
 
 def _name(config: dict[str, Any]) -> str:

@@ -21,10 +21,9 @@ from harness.reports.compare import Comparison, ReportRow, asked
 from harness.reports.labels import budget, name, titles
 from harness.results.compared import given
 from harness.results.files import canonical
-from harness.results.likelihood import cost_of
 from harness.results.records import Record, StoreError
 from harness.results.run_folder import StoredRun
-from harness.results.summary_file import ONE_TABLE
+from harness.results.summary import ONE_TABLE, cost_of
 
 POOLED = tuple(key for key in ONE_TABLE if key != "seed")
 

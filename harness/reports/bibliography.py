@@ -10,7 +10,7 @@ from harness.reports.compare import Comparison
 from harness.reports.papers import RESULTS
 from harness.results.compared import FULL
 from harness.results.run_folder import StoredRun
-from harness.results.summary_file import method_of
+from harness.results.summary import method_of
 
 ENTRIES = RESULTS / "paper" / "methods.bib"  # keys are the modules of methods, or presses without their last word
 OURS = "kv-harness"

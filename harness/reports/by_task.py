@@ -12,7 +12,7 @@ from harness.reports.labels import budget, name, titles
 from harness.results.compared import given
 from harness.results.files import canonical
 from harness.results.identity import model_name
-from harness.results.summary_file import ONE_TABLE
+from harness.results.summary import ONE_TABLE
 from harness.terminal.tables import Column, digits, percent
 
 SHARED = tuple(key for key in ONE_TABLE if key != "task")

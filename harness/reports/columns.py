@@ -198,7 +198,6 @@ def notes(comparison: Comparison) -> Iterator[str]:
         if entry.full and (versions := (entry.run.scorer, entry.full.scorer))[0] != versions[1]:
             yield f"! {entry.title} and its Full were scored by task versions {' and '.join(versions)}: rescore both"
     yield from _not_held(comparison.entries)
-    yield from dict.fromkeys(f"! {text}" for entry in comparison.entries for text in entry.damage)
     yield from _merged_warnings(comparison.entries)
 
 

@@ -12,11 +12,11 @@ from typing import Any
 from evals import stats
 from evals.stats import ALPHA
 from harness.reports.labels import budget, labels, titles
-from harness.results.alarms.alarm import Alarm, AlarmRow
-from harness.results.alarms.table import alarms as table_alarms
+from harness.results.alarms import Alarm, AlarmRow
+from harness.results.alarms import alarms as table_alarms
 from harness.results.compared import FULL, merged, paired
 from harness.results.run_folder import StoredRun
-from harness.results.summary_file import (
+from harness.results.summary import (
     ONE_TABLE,
     Neighbours,
     combination,
@@ -40,7 +40,6 @@ class ReportRow:
     summary: dict[str, Any]
     label: str
     copies: tuple[StoredRun, ...] = ()  # the same run with the same answers, found in other folders
-    damage: tuple[str, ...] = ()  # sentences on files that the row was to rest on
     not_held: str | None = None  # why it is held against no Full, where there is one that might have been
 
     @property
@@ -164,10 +163,8 @@ def _comparison(
     runs = [group[0] for group in found]
     for (run, *copies), label in zip(found, labels(runs), strict=True):
         full = reference(run, runs) or reference(run, neighbours.fulls(run))
-        damage, reason = list[str](), None
-        if full is None and method_of(run) != FULL:  # a Full that cannot be read might have been the one
-            damage, reason = neighbours.damage(run), not_held(run, [*reported, *neighbours.fulls(run)])
-        entries.append(ReportRow(run, full, summary_of(run, full), label, tuple(copies), tuple(damage), reason))
+        reason = None if full else not_held(run, [*reported, *neighbours.fulls(run)])
+        entries.append(ReportRow(run, full, summary_of(run, full), label, tuple(copies), reason))
     entries.sort(key=lambda entry: (method_of(entry.run) != FULL, entry.label, asked(entry.summary)))
     if any(run.config.get("budget_rule") == "paper" for run in runs):
         title += ", budget_rule=paper"

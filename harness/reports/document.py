@@ -19,8 +19,8 @@ from harness.reports.conditions import conditions
 from harness.reports.groups import average_meanings, average_table, by_column, by_run, group_table
 from harness.reports.stamps import caution
 from harness.reports.turns import ago_scores, reuse_rows, turn_reuse, turn_scores, turn_times
-from harness.results.alarms.alarm import Alarm
-from harness.terminal.control_characters import visible
+from harness.results.alarms import Alarm
+from harness.terminal.notices import visible
 from harness.terminal.tables import WIDTH, Column, latex_table, markdown_table, text_table
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from harness.reports.compare import Comparison, beside_full
 from harness.reports.labels import budget
-from harness.results.likelihood import MIN_WINDOWS
+from harness.results.summary import MIN_WINDOWS
 from harness.terminal.tables import Column, counts, digits, number, probability
 
 CAPTION = "Likelihood of the right answer"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from harness.reports.compare import Comparison, ReportRow
-from harness.results.alarms.times import SHARED
+from harness.results.alarms import SHARED
 from methods.tiers.tier import TIERS, bytes_key
 
 BEFORE = {

@@ -1,5 +1,4 @@
-"""Runs side by side: the examples that two share, their scores by group, and whether two are one run, copied or made
-again."""
+"""Runs and records side by side: the examples that two share, their scores by group, and which runs are copies."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ def given(run: StoredRun) -> dict[str, Any]:
 
 
 def paired(records: Sequence[Record], others: Sequence[Record]) -> list[tuple[Record, Record]]:
-    """Examples of both runs with the same id and the same prompt."""
+    """Return the examples of both runs that have the same id and the same prompt."""
     known = {(other.id, other.prompt_sha256): other for other in others}
     return [(r, known[r.id, r.prompt_sha256]) for r in records if (r.id, r.prompt_sha256) in known]
 
@@ -36,63 +35,39 @@ def for_statistics(pairs: Sequence[tuple[Record, Record]]) -> tuple[list[float],
 
 
 def group_means(records: Sequence[Record]) -> dict[str, float]:
-    return {group: fmean(scores) for group, scores in by_group(records).items()}
-
-
-def mean_score(records: Sequence[Record]) -> float:
-    """Mean of group means."""
-    return fmean(group_means(records).values())
-
-
-def by_group(records: Sequence[Record]) -> dict[str, list[float]]:
+    """Return the mean score of each group."""
     groups: dict[str, list[float]] = defaultdict(list)
     for record in records:
         groups[record.group].append(record.score)
-    return groups
+    return {group: fmean(scores) for group, scores in groups.items()}
 
 
-SETTINGS = ("dtype", "device", "batch", "threads", "prefill_chunk")
-VERSIONS, MACHINE = ("torch", "transformers", "triton"), ("cpu", "device_name", "threads")
-
-
-def arithmetic(run: StoredRun) -> dict[str, Any]:
-    """Return what rounding depends on, as far as it was recorded: settings, kernels, versions and machine."""
-    versions, machine = run.provenance("versions"), run.provenance("machine")
-    found = {
-        **{key: run.config.get(key) for key in SETTINGS},
-        **{key: run.info.get(key) for key in ("backends", "own_forward", "plain_steps")},
-        **{f"version of {key}": versions.get(key) for key in VERSIONS},
-        **{f"machine's {key}": machine.get(key) for key in MACHINE},
-    }
-    return {key: value for key, value in found.items() if value is not None}
-
-
-def round_alike(a: StoredRun, b: StoredRun) -> bool:
-    """Return whether nothing that is known of both runs may change a rounding."""
-    ours, theirs = arithmetic(a), arithmetic(b)
-    return all(ours[key] == theirs[key] for key in ours.keys() & theirs.keys())
-
-
-def same_run(a: StoredRun, b: StoredRun) -> bool:
-    """Return whether two runs have one identity and the same conditions, and so should have the same answers."""
-    mine = a.info.get("identity_sha256")
-    return mine is not None and mine == b.info.get("identity_sha256") and round_alike(a, b)
-
-
-def changed(a: StoredRun, b: StoredRun) -> int:
-    """Count the answers to the same prompts that differ or have another score."""
-    return sum(
-        (ours.answer, ours.score) != (theirs.answer, theirs.score) for ours, theirs in paired(a.records, b.records)
-    )
+def mean_score(records: Sequence[Record]) -> float:
+    """Return the mean of group means."""
+    return fmean(group_means(records).values())
 
 
 def merged(runs: Sequence[StoredRun]) -> list[list[StoredRun]]:
-    """Runs that are one with the same answers side by side, the one with most records first."""
+    """Return runs that are copies in one list, the one with most records first: they have one identity, one
+    configuration, one machine, and no example with another answer or score."""
     groups: list[list[StoredRun]] = []
-    for run in sorted(runs, key=lambda one: -len(one.records)):
-        found = next((group for group in groups if same_run(group[0], run) and not changed(group[0], run)), None)
-        if found is None:
+    for run in sorted(runs, key=lambda run: -len(run.records)):
+        copies = next((group for group in groups if _is_copy(run, group[0])), None)
+        if copies is None:
             groups.append([run])
         else:
-            found.append(run)
+            copies.append(run)
     return sorted(groups, key=lambda group: runs.index(group[0]))
+
+
+def _is_copy(run: StoredRun, other: StoredRun) -> bool:
+    alike = (_conditions(run) == _conditions(other)) and run.info.get("identity_sha256") is not None
+    pairs = paired(run.records, other.records)
+    return alike and all((ours.answer, ours.score) == (theirs.answer, theirs.score) for ours, theirs in pairs)
+
+
+def _conditions(run: StoredRun) -> list[Any]:
+    """Return the identity of a run, and what its answers and times depend on besides."""
+    machine = run.provenance("machine")
+    config = {key: value for key, value in run.config.items() if key != "results"}
+    return [run.info.get("identity_sha256"), config, machine.get("cpu"), machine.get("device_name")]

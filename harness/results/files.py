@@ -1,4 +1,4 @@
-"""Reading and writing the small files of a run folder so that a crash leaves none of them in pieces."""
+"""Reads and writes the small files of a run folder so that a crash leaves none of them in pieces."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from harness.results.records import RecordError, StoreError
 from harness.terminal.stopping import whole
 from kernels.temporary import replacing
 
-QUICK_YAML = 10_000  # characters
 DELETE_LINE = "delete that line and run the same command again, which makes what is missing"
 
 
@@ -44,7 +43,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    return _read(path, _yaml)
+    return _read(path, yaml.safe_load)
 
 
 def write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
@@ -141,13 +140,6 @@ def reason(error: Exception) -> str:
         return f"line {error.problem_mark.line + 1}: this is not YAML ({error.problem})"
     lines = str(error).splitlines() or [type(error).__name__]
     return (error.strerror if isinstance(error, OSError) else None) or lines[0]
-
-
-def _yaml(text: str) -> Any:
-    """Load YAML with libyaml, ten times as fast, where PyYAML was built with it; but that overflows the stack on what
-    is nested ten thousand times, as bytes of any kind may be."""
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader) if len(text) < QUICK_YAML else yaml.SafeLoader
-    return yaml.load(text, loader)
 
 
 def _read(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ class FolderInUse(StoreError):
 
 
 class FolderLock:
-    """A lock on a folder, by a file in it; the file stays, only the lock comes and goes."""
+    """Lock a folder by a file in it; the file stays, only the lock comes and goes."""
 
     def __init__(self, folder: Path, *, wait: bool = False) -> None:
         """Take the lock, and `wait` for another process to release it; without `wait`, and where this process holds

@@ -1,33 +1,42 @@
-"""From the lines of a run to its one row: `summary.json`, derived and never the source.
+"""From the records of a run to its one row, and which Full it is held against. `summary.json` is a copy of the row for
+other programs: reports work it out anew.
 
 Times and rates have one definition for every method. TPOT: time per token after the second (the seal lies between token
 1 and 2); mean and quantiles pool the single intervals of all sequences. Throughput: tokens over the machine's seconds.
 Of a step that several sequences share, each is charged an equal part, so that seconds add up over examples. Decode
-throughput counts what is behind the second token, end-to-end throughput everything.
+throughput counts what comes after the second token, end-to-end throughput everything.
 """
 
 from __future__ import annotations
 
+import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 import numpy as np
 
-from evals import stats
+from evals import signed_rank, stats
 from evals.base import Task
 from harness.config import plugins
 from harness.engine.step_parts import PARTS
-from harness.results.alarms.run import warnings
-from harness.results.compared import for_statistics, group_means, mean_score, paired
-from harness.results.identity import model_name
-from harness.results.likelihood import likelihood
+from harness.results import files
+from harness.results.alarms import warnings
+from harness.results.compared import FULL, for_statistics, given, group_means, mean_score, paired
+from harness.results.identity import model_name, word
 from harness.results.measures import over_examples, over_known
-from harness.results.records import HISTORY_S, PEAKS, FailedExample, Record, Reply
-from methods.tiers.tier import TIERS, bytes_key
+from harness.results.records import HISTORY_S, PEAKS, FailedExample, Record, Reply, StoreError
+from harness.results.run_folder import INFO, SUMMARY, StoredRun, load
+from methods.tiers.tier import DEVICE, TIERS, bytes_key
 
 SCHEMA = 11
+LIKELIHOOD = "answer_nll"  # of a record's measured numbers: nats per token
+MIN_WINDOWS = 24  # windows of a text below which nothing is said of how sure their difference is
+ONE_TABLE = ("task", "model", "protocol", "chat", "generation", "seed")  # never mixed in one table
+SAME_NUMBERS = ("dtype", "device")  # a Full that differs here differs by rounding alone
 
 
 def summarise(
@@ -38,15 +47,14 @@ def summarise(
     full: Sequence[Record] | None,
     failed: Sequence[FailedExample] = (),
 ) -> dict[str, Any]:
-    """Scores 0-1, seconds, bytes. `info` is run.json: names, status, stamps, and what the task says of itself.
+    """Return scores from 0 to 1, seconds and bytes. `info` is run.json: names, status, stamps, what the task says.
 
     Means: score over groups, `attended` and `union` over examples (tokens, and share of what was sealed), traffic too;
     other bytes are the largest of any example. Times are null where the run is `simulated` or
     `traced`. An example that `failed` counts in `num_failed` alone.
     """
-    simulated = bool(info.get("simulated", False))
-    traced = config.get("trace") == "on"
-    beside = against(records, full)
+    simulated, traced = bool(info.get("simulated", False)), config.get("trace") == "on"
+    tokens = [record.prompt_tokens for record in records]
     return {
         "schema": SCHEMA,
         "status": info.get("status", "complete"),
@@ -58,9 +66,9 @@ def summarise(
         **{key: config.get(key) for key in ("protocol", "placement", "codec", "dtype", "device", "batch", "seed")},
         "num_examples": len(records),
         "num_failed": len(failed),
-        "prompt_tokens": _lengths([record.prompt_tokens for record in records]),
+        "prompt_tokens": {"min": min(tokens), "median": median(tokens), "max": max(tokens)} if tokens else None,
         "score": _score(records, config.get("task")),
-        "full": beside,
+        "full": against(records, full),
         "likelihood": likelihood(records, full),
         "prefills": sum(record.prefilled_by is None for record in records),
         "lost_turns": over_known(sum, [record.lost_turns for record in records]),
@@ -75,12 +83,12 @@ def summarise(
         "simulated": simulated,
         "traced": traced,
         "host_is_cpu": bool(info.get("host_is_cpu", False)),
-        "warnings": list(warnings(records, full, config=config, info=info, failed=failed)),
+        "warnings": list(warnings(records, full, info=info, failed=failed)),
     }
 
 
 def against(records: Sequence[Record], full: Sequence[Record] | None) -> dict[str, Any] | None:
-    """Paired with Full over the examples that both ran on the same prompt; null where there are none."""
+    """Return the comparison with Full over the examples that both ran on the same prompt; null without any."""
     pairs = paired(records, full or [])
     if not pairs:
         return None
@@ -89,12 +97,8 @@ def against(records: Sequence[Record], full: Sequence[Record] | None) -> dict[st
     return {"mean": mean, "diff": result.diff, "ci95": _ends(result.ci), "p": result.p}
 
 
-def _lengths(tokens: Sequence[int]) -> dict[str, float] | None:
-    return {"min": min(tokens), "median": median(tokens), "max": max(tokens)} if tokens else None
-
-
 def _asked(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`layers` stands in place of `asked` where each layer has its own."""
+    """Return the budget that was asked for; `layers` replaces `asked` where each layer has its own."""
     layers = list(config.get("layer_budgets") or []) or None
     asked = None if layers else config.get("budget")
     return {"asked": asked, "bytes": config.get("budget_bytes"), "layers": layers}
@@ -136,41 +140,37 @@ def _read(records: Sequence[Record], what: str) -> dict[str, float | None]:
 
 
 def _fidelity(records: Sequence[Record]) -> dict[str, float | None] | None:
-    """Means over examples of what harness/engine/fidelity.py measured; null where it was off."""
-    found = [record.fidelity for record in records if record.fidelity]
-    if not found:
+    """Return means over examples of what harness/engine/fidelity.py measured; null where it was off."""
+    measured = [record.fidelity for record in records if record.fidelity]
+    if not measured:
         return None
-    means = {name: over_known(fmean, [one.get(name) for one in found]) for name in ("recall", "mass", "error", "kl")}
-    return means | {"same_as_full": fmean(float(one.get("first_difference") is None) for one in found)}
+    means = {name: over_known(fmean, [m.get(name) for m in measured]) for name in ("recall", "mass", "error", "kl")}
+    return means | {"same_as_full": fmean(float(m.get("first_difference") is None) for m in measured)}
 
 
 def _trace(records: Sequence[Record]) -> dict[str, float] | None:
-    """Seconds of a decode step and of its parts, medians over examples (engine/trace.py); null where it was off."""
-    found = [reply.trace for record in records for reply in record.replies if reply.trace]
-    if not found:
+    """Return seconds of a decode step and its parts, medians over examples (engine/trace.py); null where it was off."""
+    traces = [reply.trace for record in records for reply in record.replies if reply.trace]
+    if not traces:
         return None
-    parts = {f"{part}_s": median(one["parts_s"][part] for one in found) for part in PARTS}
-    return {"step_s": median(one["step_s"] for one in found)} | parts
+    parts = {f"{part}_s": median(trace["parts_s"][part] for trace in traces) for part in PARTS}
+    return {"step_s": median(trace["step_s"] for trace in traces)} | parts
 
 
 def _speed(records: Sequence[Record], batch: int) -> dict[str, Any]:
     shares = batch == 1 or all(record.share_s is not None for record in records)  # older batches do not say
     first = [record.replies[0] for record in records if record.prefilled_by is None]
+    # further questions on a context, and turns of a conversation, begin on an existing cache
+    later = [reply for record in records for reply in record.replies[record.prefilled_by is None :]]
     return {
         "ttft_s": quantiles(reply.ttft_s for reply in first),
-        "ttft_later_s": quantiles(reply.ttft_s for reply in _later(records)),
+        "ttft_later_s": quantiles(reply.ttft_s for reply in later),
         "tt2t_s": quantiles(reply.tt2t_s for reply in first),
         "tpot_s": quantiles(interval for record in records for interval in record.intervals_s),
         "seal_s": quantiles(reply.seal_s for record in records for reply in record.replies),
         "throughput_tok_s": decode_throughput(records) if shares else None,
         "e2e_tok_s": total_throughput(records) if shares else None,
     }
-
-
-def _later(records: Sequence[Record]) -> Iterator[Reply]:
-    """Yield replies that began on an existing cache: further questions on a context and turns of a conversation."""
-    for record in records:
-        yield from record.replies[record.prefilled_by is None :]
 
 
 def _turns(records: Sequence[Record], timed: bool) -> dict[str, dict[str, Any]] | None:
@@ -187,25 +187,18 @@ def _turns(records: Sequence[Record], timed: bool) -> dict[str, dict[str, Any]] 
 def _turns_ago(records: Sequence[Record]) -> dict[str, dict[str, Any]] | None:
     """Return scores by the number of turns between a fact and the question about it; null where the task tells
     nothing."""
-    found: dict[int, list[tuple[str, Reply]]] = defaultdict(list)
+    by_start: dict[int, list[tuple[str, Reply]]] = defaultdict(list)
     for record in records:
         for reply in record.replies:
             if (ago := reply.data.get("turns_ago")) is not None:
-                found[_class(ago)].append((record.independent, reply))
-    return {_class_name(start): _scored(replies) for start, replies in sorted(found.items())} or None
-
-
-def _class(turns: int) -> int:
-    """The first of a class: 0 to 3 by themselves, then 4 to 7, 8 to 15 and so on."""
-    return turns if turns < 4 else 1 << turns.bit_length() - 1
-
-
-def _class_name(start: int) -> str:
-    return str(start) if start < 4 else f"{start}-{2 * start - 1}"
+                start = ago if ago < 4 else 1 << ago.bit_length() - 1  # 0 to 3, then 4 to 7, 8 to 15 and so on
+                by_start[start].append((record.independent, reply))
+    names = {start: str(start) if start < 4 else f"{start}-{2 * start - 1}" for start in sorted(by_start)}
+    return {name: _scored(by_start[start]) for start, name in names.items()} or None
 
 
 def _turn(replies: Sequence[tuple[str, Reply]], timed: bool) -> dict[str, Any]:
-    """replies: as in `_scored`"""
+    """Return what `_turns` says of one turn. `replies`: as in `_scored`."""
     own = [reply for _, reply in replies]
     clocked = own if timed else []
     return _scored(replies) | {
@@ -219,7 +212,7 @@ def _turn(replies: Sequence[tuple[str, Reply]], timed: bool) -> dict[str, Any]:
 
 
 def _scored(replies: Sequence[tuple[str, Reply]]) -> dict[str, Any]:
-    """replies: each with the unit that statistics count as one."""
+    """Return the mean score of replies, each given with the unit that statistics count as one."""
     units, scores = [unit for unit, _ in replies], [reply.score for _, reply in replies]
     interval = stats.interval(scores, [""] * len(scores), units=units)
     return {"n": len(replies), "score": fmean(scores), "ci95": _ends(interval)}
@@ -249,13 +242,153 @@ def quantiles(values: Iterable[float | None]) -> Quantiles:
 
 
 def decode_throughput(records: Sequence[Record]) -> float | None:
-    """Tokens per second behind the second; null where no sequence came to a third."""
+    """Return tokens per second after the second token; null where no sequence came to a third."""
     longer = [reply for record in records for reply in record.replies if len(reply.token_s) > 2]
     seconds = sum(reply.decode_machine_s for reply in longer)
     return sum(len(reply.token_s) - 2 for reply in longer) / seconds if seconds else None
 
 
 def total_throughput(records: Sequence[Record]) -> float | None:
-    """Tokens per second with prefill, seal and question inside."""
+    """Return tokens per second with prefill, seal and question inside."""
     seconds = sum(record.machine_s for record in records)
     return sum(len(record.token_s) for record in records) / seconds if seconds else None
+
+
+def likelihood(records: Sequence[Record], full: Sequence[Record] | None) -> dict[str, Any] | None:
+    """Return how likely a run makes the right answers, in nats per token: `n` examples with a cost, the `mean` over
+    groups of their mean costs, these by group, and as `full` the paired comparison; None where no example has a cost.
+
+    `diff`, `ci95` and `p` are the signed-rank test's (evals/signed_rank.py), `mean_diff` the mean of the differences.
+    Of fewer than `MIN_WINDOWS` windows of a text there is neither interval nor p.
+    """
+    groups: dict[str, list[float]] = defaultdict(list)
+    for record in records:
+        if (cost := cost_of(record)) is not None:
+            groups[record.group].append(cost)
+    if not groups:
+        return None
+    by_group = {group: {"mean": fmean(costs), "n": len(costs)} for group, costs in groups.items()}
+    mean = fmean(group["mean"] for group in by_group.values())
+    beside = _likelihood_beside(records, full or [])
+    return {"n": sum(map(len, groups.values())), "mean": mean, "groups": by_group, "full": beside}
+
+
+def cost_of(record: Record) -> float | None:
+    """Return what the right answer costs; where it was fed in place of an answer, what that says."""
+    return record.details.get("nll") if record.stop == "forced" else record.measured.get(LIKELIHOOD)
+
+
+def _likelihood_beside(records: Sequence[Record], full: Sequence[Record]) -> dict[str, Any] | None:
+    """Return the comparison over the examples of which both runs have a cost; None where there is none."""
+    both = [
+        (cost, fulls, record.independent)
+        for record, other in paired(records, full)
+        if (cost := cost_of(record)) is not None and (fulls := cost_of(other)) is not None
+    ]
+    if not both:
+        return None
+    shift = signed_rank.shift(*zip(*both, strict=True))
+    enough = shift.n >= MIN_WINDOWS or records[0].stop != "forced"
+    ends = [shift.ci.low, shift.ci.high] if shift.ci and enough else None
+    return {"n": shift.n, "mean_diff": shift.mean, "diff": shift.diff, "ci95": ends, "p": shift.p if enough else None}
+
+
+class Neighbours:
+    """Find the runs of Full that lie in the same folder as a run, each read once."""
+
+    def __init__(self, known: Sequence[StoredRun] = ()) -> None:
+        self._read: dict[Path, StoredRun | None] = {run.folder.resolve(): run for run in known}
+
+    def fulls(self, run: StoredRun) -> list[StoredRun]:
+        """Return the runs of Full in the folder that holds the run's own, but for those that cannot be read."""
+        own = run.folder.resolve()
+        folders = sorted(path.parent for path in own.parent.glob(f"*-{FULL}-*/{INFO}"))
+        return [other for folder in folders if folder != own and (other := self._run(folder)) is not None]
+
+    def _run(self, folder: Path) -> StoredRun | None:
+        if folder not in self._read:
+            self._read[folder] = None
+            with suppress(StoreError):
+                self._read[folder] = load(folder)
+        return self._read[folder]
+
+
+def summary_of(run: StoredRun, full: StoredRun | None) -> dict[str, Any]:
+    """Return the summary of `run`, worked out from its records and those of `full`, which it names."""
+    records, info = full.records if full else None, run.info | {"status": run.status}
+    summary = summarise(run.records, config=run.config, info=info, full=records, failed=run.failed)
+    if full and summary["full"]:
+        summary["full"] |= {"folder": full.folder.name, "identity_sha256": full.info.get("identity_sha256")}
+    return summary
+
+
+def write_summary(run: StoredRun, summary: Mapping[str, Any]) -> None:
+    """Bring summary.json up to date, a copy for other programs that nobody here reads back."""
+    copy = json.loads(json.dumps(summary))
+    with suppress(StoreError):
+        if files.read_json(run.folder / SUMMARY) == copy:
+            return
+    files.write_json(run.folder / SUMMARY, copy)
+
+
+def reference(run: StoredRun, others: Sequence[StoredRun]) -> StoredRun | None:
+    """Return the Full to hold `run` against, or None: it has the same model, prompts and right answers and rounds
+    alike. Where several fit, the one of the same code is taken, then the one that shares most settings, then the one
+    that shares most examples."""
+
+    def nearness(full: StoredRun) -> tuple[bool, int, int]:
+        ours, theirs = (one.info.get("identity") or {} for one in (run, full))
+        ours, theirs = ({"core": one.get("core")} | (one.get("code") or {}) for one in (ours, theirs))
+        same_code = all(ours[name] == theirs[name] for name in ours.keys() & theirs.keys())
+        shared = sum(run.config.get(name) == full.config.get(name) for name in run.config)
+        return same_code, shared, len(paired(run.records, full.records))
+
+    fit = [other for other in others if _is_full_of(run, other) and not unlike(run, other)]
+    return max(fit, key=nearness, default=None)
+
+
+def not_held(run: StoredRun, others: Sequence[StoredRun]) -> str | None:
+    """Return why a run for which `reference` finds nothing is held against none of `others`; None where none of them
+    is a Full of the same task and settings."""
+    reasons = [(unlike(run, other), other) for other in others if _is_full_of(run, other)]
+    if not reasons:
+        return None
+    differences, full = min(reasons, key=lambda pair: len(pair[0]))
+    return f"{full.folder.name} differs in {' and '.join(differences)}"
+
+
+def unlike(run: StoredRun, full: StoredRun) -> list[str]:
+    """Return, in words, what forbids to pair a run with a Full example by example; empty where nothing does. The times
+    of a Full that brings its prompt back in every step are no baseline."""
+    ours, theirs = given(run), given(full)
+    reasons = [
+        word(key) + " (an older run does not say)" * (None in (ours[key], theirs[key]))
+        for key in ours
+        if ours[key] != theirs[key]
+    ]
+    others = [key for key in SAME_NUMBERS if run.config.get(key) != full.config.get(key)]
+    reasons += [f"{key} ({full.config.get(key)})" for key in others]
+    if (placement := full.config.get("placement", DEVICE)) != DEVICE:
+        reasons.append(f"placement ({placement})")
+    if not reasons and run.records and not paired(run.records, full.records):
+        reasons.append("every example")
+    return reasons
+
+
+def _is_full_of(run: StoredRun, other: StoredRun) -> bool:
+    """Return whether `other` is a Full with examples, of the task and settings of `run`, which is none."""
+    fits = method_of(run) != FULL == method_of(other) and bool(other.records)
+    return fits and _settings(run) == _settings(other)
+
+
+def combination(run: StoredRun) -> str:
+    """Return what all runs of one table share: settings, model, prompts and right answers."""
+    return _settings(run) + files.canonical(given(run))
+
+
+def _settings(run: StoredRun) -> str:
+    return files.canonical({name: run.config.get(name) for name in ONE_TABLE})
+
+
+def method_of(run: StoredRun) -> str:
+    return str(run.info.get("method"))

@@ -34,8 +34,7 @@ from harness.config.plugins import suggestion
 from harness.config.settings import SettingsError
 from harness.sweeps.group import GroupOutcome, Planner, run_jobs
 from harness.sweeps.jobs import JobConfig
-from harness.terminal.lasting_output import lasting_output
-from harness.terminal.notices import say_once
+from harness.terminal.notices import lasting_output, say_once
 from harness.terminal.stopping import Stoppable
 
 QUIET = (

@@ -1,19 +1,36 @@
-"""Prints what a command says: its output, notices while it runs, and why it ends."""
+"""Prints what a command says: its output, notices while it runs, and why it ends.
+
+Control characters in the text of a model, a data set or a run's folder are escaped, because a terminal obeys them. A
+command outlives the reader of its output (`lasting_output`)."""
 
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from itertools import chain
+from typing import Any, TextIO, cast
+from unicodedata import category
 
-from harness.terminal.control_characters import visible
-
+KEPT = "\n\t\u200c\u200d"  # line ends, tabs, and the joiners used by scripts and emoji
 BUILDING = "building kernels for this processor, once per machine and version: about a minute"
 SLOW_FP16 = "fp16 is about ten times slower than bf16 on a CPU: use dtype=bf16, or fp32"
+
+
+def visible(text: str) -> str:
+    r"""Return `text` with control characters, and those that change the direction of writing, as
+    escapes: ESC becomes the four characters \x1b."""
+    return text if text.isprintable() else "".join(map(_shown, text))
+
+
+def _shown(char: str) -> str:
+    harmless = char.isprintable() or char in KEPT or category(char) == "Zs"
+    return char if harmless else char.encode("unicode_escape").decode()
 
 
 def say(text: str) -> None:
@@ -73,3 +90,53 @@ def alike(warnings: Sequence[str]) -> Iterator[tuple[str, int]]:
     for words, numbers in kinds.items():
         spans = [" to ".join(map(str, sorted({min(column), max(column)}))) for column in zip(*numbers, strict=True)]
         yield "".join(chain.from_iterable(zip(words, [*spans, ""], strict=True))), len(numbers)
+
+
+@contextmanager
+def lasting_output() -> Iterator[None]:
+    """Drop what cannot be printed inside this block: `| head` has seen enough or an ssh session
+    drops, and the runs go on."""
+    before = sys.stdout, sys.stderr
+    # Python has no stream where it was closed from the start: the next opened file, maybe a run's, would be it
+    with open(os.devnull, "w") as nothing:
+        sys.stdout, sys.stderr = (cast(TextIO, _Lasting(stream or nothing)) for stream in before)
+        try:
+            yield
+        finally:
+            sys.stdout.flush()  # while it cannot raise
+            sys.stderr.flush()
+            sys.stdout, sys.stderr = before
+
+
+class _Lasting:
+    """Wrap a stream so that it never raises for lack of a reader."""
+
+    def __init__(self, below: TextIO) -> None:
+        self._below = below
+
+    def write(self, text: str) -> int:
+        try:
+            return self._below.write(text)
+        except UnicodeError:  # a subclass of ValueError, but another fault
+            raise
+        except (OSError, ValueError):  # no reader, a terminal that is gone; a stream that was closed
+            self._discard()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._below.flush()
+        except (OSError, ValueError):
+            self._discard()
+
+    def isatty(self) -> bool:
+        return not self._below.closed and self._below.isatty()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._below, name)
+
+    def _discard(self) -> None:
+        """Redirect the stream to nothing, including what is still in its buffer: Python would raise
+        for that when it exits."""
+        with suppress(OSError, ValueError), open(os.devnull, "w") as nothing:
+            os.dup2(nothing.fileno(), self._below.fileno())

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice, zip_longest
 
-from harness.terminal.control_characters import visible
+from harness.terminal.notices import visible
 
 WIDTH = 160  # characters of a table in a terminal
 

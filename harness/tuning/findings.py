@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from evals import stats
 from evals.stats import ALPHA
-from harness.results.alarms.run import at_chance
+from harness.results.alarms import at_chance
 from harness.results.compared import for_statistics, mean_score, paired
 from harness.results.measures import over_known
 from harness.results.provenance import git

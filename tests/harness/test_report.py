@@ -18,7 +18,7 @@ from harness.reports.against import contrasts
 from harness.reports.by_task import by_task
 from harness.reports.compare import comparisons
 from harness.results.run_folder import StoredRun, load
-from harness.results.summary_file import reference
+from harness.results.summary import reference
 from harness.terminal import tables
 from tests.fake_records import record, records, rewrite, write_run
 

@@ -13,8 +13,7 @@ from harness.models.base import DTYPES, LoadedModel
 from harness.models.devices import DeviceError, check_device
 from harness.models.embedded import SmolLM2
 from harness.models.random import SHAPES, Random
-from harness.terminal.numbers import budget, count, length, natural, positive
-from harness.terminal.paths import typed
+from harness.terminal.arguments import budget, count, length, natural, positive, typed
 from methods.tiers.tier import DEVICE, TIERS
 
 

@@ -15,7 +15,7 @@ from harness.config.settings import Settings, SettingsError
 from harness.jobs.job import Job
 from harness.jobs.planning.examples import itemised
 from harness.results.files import digest
-from harness.terminal.paths import typed
+from harness.terminal.arguments import typed
 
 VERSION = 2  # of the loop: goes up when its times mean something else
 

@@ -15,7 +15,7 @@ from harness.cachedattention.store.placement import without_copies
 from harness.cachedattention.store.policies import POLICIES
 from harness.config.plugins import fits, spell, suggestion
 from harness.config.values import ABOVE_0, FROM_0, Range, SettingsError, check_values, size
-from harness.terminal.paths import typed
+from harness.terminal.arguments import typed
 from methods.tiers.tier import DISK, HOST, TIERS
 
 RECOMPUTE = "recompute"

@@ -22,7 +22,7 @@ from harness.results.compared import FULL
 from harness.results.measures import MEASURES
 from harness.results.records import Record
 from harness.results.run_folder import StoredRun
-from harness.results.summary_file import method_of
+from harness.results.summary import method_of
 from methods.tiers.tier import TIERS
 
 WARNING = "! "

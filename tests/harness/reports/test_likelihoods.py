@@ -15,9 +15,9 @@ from harness.reports.document import as_text
 from harness.reports.likelihoods import likelihood_table, signed
 from harness.reports.page.data import page_data
 from harness.reports.spreadsheet import table_rows
-from harness.results.likelihood import likelihood
 from harness.results.records import Record
 from harness.results.run_folder import find, load
+from harness.results.summary import likelihood
 from tests.fake_records import record, write_run
 
 FULL = [0.1 + 0.01 * i for i in range(12)]

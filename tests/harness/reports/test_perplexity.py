@@ -15,7 +15,7 @@ from harness.reports.groups import average_table, group_table
 from harness.reports.page.data import page_data
 from harness.reports.pictures.draw import draw
 from harness.reports.spreadsheet import table_rows
-from harness.results.alarms.alarm import Alarm
+from harness.results.alarms import Alarm
 from harness.results.records import Record
 from harness.results.run_folder import find, load
 from tests.fake_records import record, write_run

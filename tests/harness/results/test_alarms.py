@@ -13,77 +13,69 @@ from numpy.typing import NDArray
 
 from evals import stats
 from harness.reports.compare import comparisons
-from harness.results.alarms.alarm import Alarm, AlarmRow
-from harness.results.alarms.table import alarms
+from harness.reports.document import as_latex, as_text
+from harness.reports.page.data import page_data
+from harness.reports.spreadsheet import table_rows
+from harness.results.alarms import AlarmRow, alarms
 from harness.results.records import Record
 from harness.results.run_folder import StoredRun, load
-from tests.fake_records import config, record, records, write_run
+from methods.h2o import H2O
+from tests.fake_records import config, record, records, rewrite, write_run
 
 SPARSE = {"attended_prompt": 10.0, "attended_total": 12.0}
 SIZE = 30
+Floats = NDArray[np.float64]
 
 
 def row(
     method: str, lines: Sequence[Record], full: AlarmRow | None = None, p: float | None = None, **facts: Any
 ) -> AlarmRow:
-    """`facts`: settings of the run; `info`: of run.json; `title`."""
+    """Return a row. `facts`: settings of the run; `info`: of run.json; `title`; `trace`: of the summary."""
     info, title = facts.pop("info", {}), facts.pop("title", method)
     known = {"method": method, "task_info": {"version": "1"}} | info
+    trace = facts.pop("trace", None)
     run = StoredRun(Path(title), config(method, **facts), known, list(lines), "complete")
     ours, theirs = (np.mean([line.score for line in some]) for some in (lines, full.run.records if full else lines))
-    asked = run.config["budget"]
     summary = {
         "method": method,
-        "budget": {"asked": asked, "layers": facts.get("layer_budgets")},
+        "budget": {"asked": run.config["budget"], "layers": facts.get("layer_budgets")},
         "full": {"diff": ours - theirs},
         "simulated": bool(info.get("simulated")),
         "host_is_cpu": bool(info.get("host_is_cpu")),
         "memory": {"kv_host_bytes": max(line.kv["host"] for line in lines)},
+        "trace": trace,
     }
     return AlarmRow(title, run, full.run if full else None, summary, p)
 
 
-def kinds(found: Sequence[Alarm]) -> list[str]:
-    return [alarm.kind for alarm in found]
-
-
-# by simulation
-
-Floats = NDArray[np.float64]
-
-
-def quarters(rng: np.random.Generator, size: int = SIZE) -> Floats:
-    return rng.choice(5, p=[0.1, 0.2, 0.2, 0.2, 0.3], size=size) / 4
-
-
-def table(rng: np.random.Generator, full: Floats, methods: Sequence[Floats]) -> list[AlarmRow]:
-    """Outputs differ as scores do; p as a table stars it."""
-    p = stats.holm([stats.p_value(list(one), list(full)) for one in methods])
-    first = row("full", _lines(rng, full))
-    named = zip(("quest", "h2o", "snapkv", "sparq", "pqcache", "oracle"), methods, p, strict=False)
-    return [first, *(row(name, _lines(rng, scores, **SPARSE), first, corrected) for name, scores, corrected in named)]
-
-
-def _lines(rng: np.random.Generator, scores: Floats, **changes: Any) -> list[Record]:
-    words = rng.integers(0, 1000, (len(scores), 8)).tolist()
-    return [
-        record(f"e{i}", score=float(score), tokens=words[i], token_s=[1.0] * 8, **changes)
-        for i, score in enumerate(scores)
-    ]
+def kinds(*rows: AlarmRow) -> list[tuple[str, tuple[str, ...]]]:
+    return [(alarm.kind, alarm.rows) for alarm in alarms(rows)]
 
 
 @pytest.mark.slow
 def test_tables_without_a_difference_rarely_raise_an_alarm() -> None:
     """200 tables of six methods as good as Full, at most 16 (8 %) raise one."""
     rng, raised = np.random.default_rng(11), 0
+
+    def quarters() -> Floats:
+        return rng.choice(5, p=[0.1, 0.2, 0.2, 0.2, 0.3], size=SIZE) / 4
+
+    def lines(scores: Floats, **changes: Any) -> list[Record]:
+        words = rng.integers(0, 1000, (SIZE, 8)).tolist()
+        times = [1.0] * 8
+        return [
+            record(f"e{i}", score=float(score), tokens=words[i], token_s=times, **changes)
+            for i, score in enumerate(scores)
+        ]
+
     for _ in range(200):
-        full = quarters(rng)
-        methods = [np.where(rng.random(SIZE) < 0.6, quarters(rng), full) for _ in range(6)]
-        raised += bool(alarms(table(rng, full, methods)))
+        scores = quarters()
+        methods = [np.where(rng.random(SIZE) < 0.6, quarters(), scores) for _ in range(6)]
+        corrected = stats.holm([stats.p_value(list(one), list(scores)) for one in methods])
+        full = row("full", lines(scores))
+        others = [row("quest", lines(one, **SPARSE), full, p) for one, p in zip(methods, corrected, strict=True)]
+        raised += bool(alarms([full, *others]))
     assert raised <= 16
-
-
-# one by one
 
 
 def test_above_full_by_the_p_that_the_table_stars(tmp_path: Path) -> None:
@@ -95,7 +87,6 @@ def test_above_full_by_the_p_that_the_table_stars(tmp_path: Path) -> None:
     assert [(alarm.kind, alarm.count, alarm.of, alarm.rows) for alarm in alone.alarms] == [
         ("above_full", 1, 2, ("quest 10%",))
     ]
-    assert alone.alarms[0].text.startswith("quest 10%: score above Full")
     for method in ("h2o", "snapkv", "sparq", "pqcache", "oracle"):
         lines = [
             record(f"e{i}", score=one.score, tokens=[i, len(method), 0, 0], **SPARSE) for i, one in enumerate(half)
@@ -107,15 +98,13 @@ def test_above_full_by_the_p_that_the_table_stars(tmp_path: Path) -> None:
 
 
 def test_the_same_outputs_as_full_at_a_partial_budget() -> None:
-    wrong, right = records([0.0] * 30), records([1.0] * 30)
-    full = row("full", wrong)
+    full = row("full", records([0.0] * 30))
     [alarm] = alarms([full, row("quest", records([0.0] * 30, **SPARSE), full)])
     assert (alarm.kind, alarm.count, alarm.of, alarm.red) == ("same_as_full", 1, 2, True)
-    assert alarm.text.startswith("quest: all outputs are Full's though only a part was read")
     assert not alarms([full, row("quest", records([0.0] * 30), full, budget=None)])  # everything was read
     other = [*records([0.0] * 29, **SPARSE), record("e29", tokens=[9, 9, 9, 9], score=0.0, **SPARSE)]
     assert not alarms([full, row("quest", other, full)])
-    known = row("full", right)
+    known = row("full", records([1.0] * 30))
     assert not alarms([known, row("quest", records([1.0] * 30, **SPARSE), known)])  # right answers are alike
     few = row("full", records([0.0] * 12))
     assert not alarms([few, row("quest", records([0.0] * 12, **SPARSE), few)])  # 48 tokens
@@ -124,9 +113,8 @@ def test_the_same_outputs_as_full_at_a_partial_budget() -> None:
 def test_a_full_that_is_near_guessing() -> None:
     full = row("full", records([0.3] * 4))
     near, far = ({"task_info": {"chance": chance}} for chance in (0.25, 0.0))
-    [alarm] = alarms([full, row("quest", records([0.0, 0.3, 0.3, 0.6]), full, info=near)])
-    assert (alarm.kind, alarm.count, alarm.of, alarm.rows, alarm.red) == ("at_chance", 1, 2, ("quest",), False)
-    assert not alarms([full, row("quest", records([0.0, 0.3, 0.3, 0.6]), full, info=far)])
+    assert kinds(full, row("quest", records([0.0, 0.3, 0.3, 0.6]), full, info=near)) == [("at_chance", ("quest",))]
+    assert not kinds(full, row("quest", records([0.0, 0.3, 0.3, 0.6]), full, info=far))
 
 
 @pytest.mark.parametrize(
@@ -141,65 +129,84 @@ def test_a_full_that_is_near_guessing() -> None:
 def test_budgets_that_mean_something_else(facts: dict[str, Any], other: dict[str, Any], word: str) -> None:
     use = {"info": {"budget_use": {"paper_leaves_out": True}}}
     lines, parted = records([1.0, 0.0], **SPARSE), records([0.0, 1.0], **SPARSE)
-    found = alarms([row("quest", lines, title="a", **facts | use), row("h2o", parted, title="b", **other | use)])
-    assert [alarm.kind for alarm in found] == ["budgets_differ"]
-    assert word in found[0].text
-    assert not found[0].red
-    full = row("full", lines)  # has no budget, and so no rule
-    assert not alarms([full, row("quest", lines, title="a", **facts | use)])
-
-
-def test_a_rule_that_changes_nothing_for_a_method_is_no_difference() -> None:
-    lines = records([1.0, 0.0], **SPARSE)
-    first = row("quest", lines, info={"budget_use": {"paper_leaves_out": False}})
-    second = row("h2o", lines, info={"budget_use": {"paper_leaves_out": True}}, budget_rule="paper")
-    assert not alarms([first, second])
-
-
-def test_one_split_of_the_budget_for_some_methods_alone() -> None:
-    lines = records([1.0, 0.0], **SPARSE)
-
-    def use(typed: bool, **windows: float) -> dict[str, Any]:
-        return {"budget_use": {"paper_leaves_out": False, "windows": windows, "windows_typed": typed}}
-
-    own = [row("quest", lines, info=use(False, sinks=1)), row("h2o", lines, info=use(False, sinks=9))]
-    assert not alarms(own)  # each as its paper has it
-    mixed = [
-        row("quest", lines, info=use(True, sinks=4, recent_ratio=0.5)),
-        row("h2o", lines, info=use(False, sinks=9)),
-    ]
-    [alarm] = alarms(mixed)
-    assert "sinks=4: quest; sinks=9: h2o" in alarm.text
-    common = [
-        row("quest", lines, info=use(True, sinks=4, recent_ratio=0.5)),
-        row("h2o", lines, info=use(True, sinks=4)),
-    ]
-    assert not alarms(common)
-    ablation = [row("quest", lines, title=f"quest sinks={n}", info=use(n > 1, sinks=n)) for n in (1, 4)]
-    assert not alarms(ablation)
+    first = row("quest", lines, title="a", **facts | use)
+    [alarm] = alarms([first, row("h2o", parted, title="b", **other | use)])
+    assert (alarm.kind, alarm.reason, alarm.red) == ("budgets_differ", word, False)
+    assert not alarms([row("full", lines), first])  # Full has no budget, and so no rule
+    unused = {"info": {"budget_use": {"paper_leaves_out": False}}}
+    assert bool(alarms([first, row("h2o", parted, title="b", **other | unused)])) == ("budget_rule" not in other)
 
 
 def test_simulated_cells_are_named() -> None:
     host = records([1.0, 0.0], kv_host_bytes=5)
     on_cpu, shared = {"host_is_cpu": True}, {"simulated": True}
-    [bus] = alarms([row("full", records([1.0]), info=on_cpu), row("pqcache", host, budget=None, info=on_cpu)])
-    assert (bus.kind, bus.rows, bus.red) == ("simulated", ("pqcache",), False)
-    assert "no transfer" in bus.text
-    assert not alarms([row("pqcache", host, budget=None, info={"host_is_cpu": False})])
+    assert kinds(row("full", records([1.0]), info=on_cpu), row("pqcache", host, budget=None, info=on_cpu)) == [
+        ("simulated", ("pqcache",))
+    ]
+    assert not kinds(row("pqcache", host, budget=None, info={"host_is_cpu": False}))
     [times] = alarms([row("full", host, title=name, info=shared) for name in "ab"])
-    assert times.text == "all rows: the prefill was shared, so no times"
-    [random] = alarms([row("full", host, info={"weights": "random"})])
-    assert "random weights" in random.text
-    assert not alarms([row("full", host, info={"weights": "embedded"})])
+    assert times.text.startswith("all rows: ")
+    assert kinds(row("full", host, info={"weights": "random"})) == [("simulated", ("full",))]
+    assert not kinds(row("full", host, info={"weights": "embedded"}))
+
+
+def session(
+    load: float | None, ended: float | None = None, *, threads: int | None = 2, cpus: int = 2
+) -> dict[str, Any]:
+    """Return what run.json says of a session."""
+    loads = {} if load is None else {"load_average": [load, 0.0, 0.0]}
+    machine = {"cpu": "A CPU", "memory_bytes": 1, "cpus_usable": cpus, "threads": threads} | loads
+    return {"provenance": {"machine": machine}} | ({} if ended is None else {"load_average_ended": [ended, 0.0, 0.0]})
+
+
+@pytest.mark.parametrize(
+    ("info", "settings", "is_shared"),
+    [
+        (session(2.4), {}, False),  # its own threads, and what a system makes
+        (session(2.6), {}, True),
+        (session(1.4, threads=1), {}, False),
+        (session(2.0, threads=1), {}, True),
+        (session(30.0, threads=28, cpus=32), {}, False),
+        (session(33.0, threads=28, cpus=32), {}, True),
+        (session(3.4), {"history": "store"}, False),  # a thread reads and writes
+        (session(3.4), {"placement": "disk"}, False),
+        (session(2.6, threads=None), {}, True),
+        (session(6.0, threads=1, cpus=8), {"device": "cuda"}, False),  # the host of a GPU has CPUs left
+        (session(9.0, threads=1, cpus=8), {"device": "cuda"}, True),
+        (session(None), {}, False),
+        (session(1.0, 2.0), {}, False),
+        (session(1.0, 5.0), {}, True),  # others came later
+        (session(0.1) | {"earlier": [session(9.0)]}, {}, True),
+        (session(9.0) | {"simulated": True}, {}, False),  # no times
+        (session(9.0) | {"simulated": True}, {"trace": {"step_s": 0.1}}, True),  # times of its steps
+    ],
+)
+def test_load_beyond_a_runs_own_is_an_alarm(info: dict[str, Any], settings: dict[str, Any], is_shared: bool) -> None:
+    raised = kinds(row("full", records([1.0]), info=info, **settings))
+    assert (("shared_machine", ("full",)) in raised) == is_shared
+
+
+def test_every_form_of_a_report_says_that_the_machine_was_shared(tmp_path: Path) -> None:
+    for method, load_average in (("full", 1.0), ("quest", 9.0)):
+        write_run(tmp_path, records([1.0] * 3), method, facts=session(load_average))
+    for path in tmp_path.glob("*/run.json"):  # the load here and now is no part of this
+        rewrite(path.parent, load_average_ended=None)
+    [table] = comparisons([load(path.parent) for path in tmp_path.glob("*/run.json")])
+    assert [line["stamps"] for line in table_rows([table])] == ["", "L"]
+    [page] = page_data([table], [], "today")["tables"]
+    assert page["caution"].endswith(": quest 10%")
+    texts = [as_text([table]), as_text([table], markdown=True), as_latex([table]).replace(r"\%", "%")]
+    for text in (" ".join(text.split()) for text in texts):
+        assert page["caution"] in text  # the table of costs has no stamps
+        assert "aution:" in text
+        assert "L: load:" in text
 
 
 def test_a_run_notes_what_its_alarms_need(cli: Callable[..., Any], tmp_path: Path) -> None:
-    code, _, err = cli("method=h2o", "windows.sinks=4", "budget=0.5", "task.depths=1")
+    code, _, err = cli("method=h2o", "budget=0.5", "task.depths=1")
     assert code == 0, err
     [table] = comparisons([load(path.parent) for path in tmp_path.glob("runs/*/run.json")])
-    assert "all rows: random weights, so scores mean nothing" in [alarm.text for alarm in table.alarms]
+    assert ("simulated", 2) in [(alarm.kind, alarm.count) for alarm in table.alarms]
     [file] = tmp_path.glob("runs/niah-h2o-*/run.json")
     info = json.loads(file.read_text())
-    assert info["weights"] == "random"
-    assert info["budget_use"]["windows"]["sinks"] == 4
-    assert info["budget_use"]["windows_typed"]
+    assert (info["weights"], info["budget_use"]) == ("random", {"paper_leaves_out": H2O().paper_differs})

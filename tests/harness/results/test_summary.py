@@ -142,8 +142,6 @@ def test_full_near_guessing_is_said(good: list[Record]) -> None:
     assert "near guessing" not in warnings(records([0.0] * 12, **SPARSE), good)  # a poor method is no floor
     guessing = {"task_info": {"chance": 0.25}}
     assert "near the 25 of guessing" in warnings(records([1.0, 0.0, 0.0] * 4), method="full", **guessing)
-    two = records([1.0] * 6, group="easy") + records([0.0] * 6, "h", group="hard")
-    assert "in 1 of 2 groups: hard" in warnings(two, method="full")
 
 
 def test_what_went_otherwise_than_asked_is_counted() -> None:

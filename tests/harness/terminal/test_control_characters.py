@@ -12,9 +12,9 @@ import pytest
 from harness.commands import lint, report, show
 from harness.config.errors import sentence
 from harness.reports.document import PLAIN, RED, banner
-from harness.results.alarms.alarm import Alarm
+from harness.results.alarms import Alarm
 from harness.results.records import Record
-from harness.terminal.control_characters import visible
+from harness.terminal.notices import visible
 from tests.fake_records import record, write_failed, write_run
 
 NASTY = "\x1b]0;owned\x07 \x1b[2J\x9b31m\r\x7f\u202e"  # titles, clears and colours the terminal, turns the line around

@@ -150,7 +150,7 @@ def test_a_run_is_complete_whoever_reads_along(
 def test_what_follows_a_reader_that_left_goes_nowhere_until_the_end() -> None:
     """Python itself would raise for its buffer on its way out."""
     script = """
-        from harness.terminal.lasting_output import lasting_output
+        from harness.terminal.notices import lasting_output
         with lasting_output():
             for _ in range(10_000):
                 print("a line of a table that nobody reads any more")

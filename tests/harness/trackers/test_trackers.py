@@ -14,7 +14,7 @@ import pytest
 
 from harness.config.settings import Settings, SettingsError, WandbSettings
 from harness.results.run_folder import load
-from harness.results.summary_file import summary_of, write_summary
+from harness.results.summary import summary_of, write_summary
 from harness.terminal.notices import say_once
 from harness.trackers.finished import FinishedRun
 from harness.trackers.session import Copies

@@ -1,0 +1,200 @@
+"""What a reader must know before the numbers are believed: warnings of one run, and alarms above a table of runs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from evals.stats import ALPHA
+from harness.config.settings import TUNING_SEED
+from harness.results.compared import FULL, mean_score, paired
+from harness.results.records import FailedExample, Record
+from harness.results.run_folder import StoredRun
+from harness.terminal.notices import alike
+from methods.tiers.tier import DEVICE, TIERS, bytes_key
+
+RED = ("above_full", "same_as_full")
+SHARED = "shared_machine"
+MEANINGS = {  # what a kind of alarm says of the rows that it counts, the most important first
+    "above_full": "score above Full, so look for a bug",
+    "same_as_full": "all outputs are Full's though only a part was read: did the method run?",
+    "at_chance": "Full itself is near guessing, so no loss can show",
+    "simulated": "simulated",
+    "budgets_differ": "budgets do not mean the same in all rows",
+    SHARED: "others used the machine, so times mean little",
+    "lost_turns": "stored histories were lost and computed again, so answers may differ",
+    "tuning_seed": "these are the examples on which harness.tune chooses parameters: do not report them",
+}
+MIN_WRONG_TOKENS = 100  # of answers that are not fully right; right answers are alike whoever gives them
+NEAR = 0.1  # a Full this close to guessing leaves no room to lose
+MARGIN, MARGIN_SHARE = 0.5, 0.1  # load that the system makes by itself: of a CPU, or a share of them where that is more
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """`count` rows `of` the rows of a table deserve doubt for one reason."""
+
+    kind: str  # one of MEANINGS
+    count: int
+    of: int
+    rows: tuple[str, ...]  # their titles
+    reason: str = ""  # what is simulated, or what a budget means
+
+    @property
+    def red(self) -> bool:
+        """Return whether something is wrong until it is explained; otherwise the rows mean less than they seem to."""
+        return self.kind in RED
+
+    @property
+    def text(self) -> str:
+        """Return the alarm in words, with the rows that it counts."""
+        rows = "all rows" if self.count == self.of > 1 else ", ".join(self.rows)
+        if self.kind == "simulated":
+            return f"{rows}: {self.reason}"
+        return f"{rows}: {MEANINGS[self.kind]}{f': {self.reason}' if self.reason else ''}"
+
+
+class AlarmRow(NamedTuple):
+    """A run in its table."""
+
+    title: str
+    run: StoredRun
+    full: StoredRun | None
+    summary: Mapping[str, Any]
+    p: float | None = None  # of its difference to Full, as the table stars it: corrected where the table corrects
+
+
+SIMULATED: dict[str, Callable[[AlarmRow], bool]] = {
+    "random weights, so scores mean nothing": lambda row: row.run.info.get("weights") == "random",
+    "the prefill was shared, so no times": lambda row: row.summary["simulated"],
+    "times hold no transfer, because a CPU's host tier is its own memory": lambda row: (
+        row.summary["host_is_cpu"]
+        and any(row.summary["memory"].get(bytes_key(tier)) for tier in TIERS if tier != DEVICE)
+    ),
+}
+
+
+def alarms(rows: Sequence[AlarmRow]) -> list[Alarm]:
+    """Return the alarms of one table, in the order of `MEANINGS`."""
+    candidates = [(kind, [row for row in rows if holds(row)], "") for kind, holds in CHECKS.items()]
+    candidates += [("simulated", [row for row in rows if holds(row)], reason) for reason, holds in SIMULATED.items()]
+    candidates += [("budgets_differ", ruled, reason) for ruled, reason in _budgets(rows)]
+    candidates.sort(key=lambda candidate: list(MEANINGS).index(candidate[0]))
+    return [
+        Alarm(kind, len(some), len(rows), tuple(row.title for row in some), reason)
+        for kind, some, reason in candidates
+        if some
+    ]
+
+
+def _is_as_full(row: AlarmRow) -> bool:
+    """Return whether a row that read a part of the prompt has Full's outputs, wrong ones among them."""
+    pairs = paired(row.run.records, row.full.records if row.full else [])
+    in_part = all(ours.attended_share is not None and ours.attended_share < 1 for ours, _ in pairs)
+    same = all(ours.answer == theirs.answer for ours, theirs in pairs)
+    wrong_tokens = sum(len(ours.tokens) for ours, _ in pairs if ours.score < 1)
+    return in_part and same and wrong_tokens >= MIN_WRONG_TOKENS
+
+
+def at_chance(full: Sequence[Record], chance: float | None) -> bool:
+    """Return whether Full itself fails, so that every method looks as good as Full."""
+    return chance is not None and bool(full) and mean_score(full) <= chance + NEAR
+
+
+def _budgets(rows: Sequence[AlarmRow]) -> Iterator[tuple[list[AlarmRow], str]]:
+    """Yield the rows with a budget for each setting by which it does not mean the same in all of them, with what it
+    means."""
+    ruled = [row for row in rows if any(row.summary["budget"].get(key) for key in ("asked", "layers", "bytes"))]
+    meanings: dict[str, Callable[[AlarmRow], str | None]] = {
+        "budget": _unit,
+        # a rule that changes nothing for a method makes no difference
+        "budget_rule": lambda row: (
+            row.run.config.get("budget_rule", "read")
+            if (row.run.info.get("budget_use") or {}).get("paper_leaves_out")
+            else None
+        ),
+        "align": lambda row: str(row.run.config.get("align", "tokens")),
+        "dense_layers": lambda row: str(list(row.run.config.get("dense_layers") or [])),
+    }
+    for name, meaning in meanings.items():
+        kinds = defaultdict[str, list[AlarmRow]](list)
+        for row in ruled:
+            if (kind := meaning(row)) is not None:
+                kinds[kind].append(row)
+        if len(kinds) > 1:
+            reason = "; ".join(f"{name}={kind}: {', '.join(row.title for row in some)}" for kind, some in kinds.items())
+            yield [row for some in kinds.values() for row in some], reason
+
+
+def _unit(row: AlarmRow) -> str:
+    budget = row.summary["budget"]
+    if budget.get("bytes"):
+        return "bytes"
+    return "by layer" if budget["layers"] else "a share" if isinstance(budget["asked"], float) else "a number of tokens"
+
+
+def _shared_the_machine(row: AlarmRow) -> bool:
+    """Return whether the row shows times and the load of the machine was above what the run's own threads make."""
+    if row.summary["simulated"] and not row.summary.get("trace"):
+        return False
+    config, info = row.run.config, row.run.info
+    placement = TIERS.get(config.get("placement", DEVICE))
+    in_files = (placement is not None and placement.in_files) or config.get("history") == "store"
+    for session in (*(info.get("earlier") or []), info):
+        machine = (session.get("provenance") or {}).get("machine") or {}
+        cpus = machine.get("cpus_usable") or 0
+        on_cpu = config.get("device", "cpu") == "cpu"
+        threads = (machine.get("threads") or cpus) if on_cpu else cpus - 1  # a GPU needs one CPU that is free
+        most = threads + in_files + max(MARGIN, MARGIN_SHARE * cpus)
+        loads = [load[0] for load in (machine.get("load_average"), session.get("load_average_ended")) if load]
+        if cpus and any(load > most for load in loads):
+            return True
+    return False
+
+
+CHECKS: dict[str, Callable[[AlarmRow], Any]] = {
+    "above_full": lambda row: row.p is not None and row.p < ALPHA and row.summary["full"]["diff"] > 0,
+    "same_as_full": _is_as_full,
+    "at_chance": lambda row: row.full and at_chance(row.full.records, row.run.info.get("task_info", {}).get("chance")),
+    SHARED: _shared_the_machine,
+    "lost_turns": lambda row: any(record.lost_turns for record in row.run.records),
+    "tuning_seed": lambda row: row.run.config.get("seed") == TUNING_SEED,
+}
+
+
+def warnings(
+    records: Sequence[Record],
+    full: Sequence[Record] | None,
+    *,
+    info: Mapping[str, Any],
+    failed: Sequence[FailedExample] = (),
+) -> Iterator[str]:
+    """Yield what a reader must know before believing the row of a run, from its own records."""
+    n, chance = len(records), info.get("task_info", {}).get("chance", 0.0)
+    yield from info.get("cautions", ())
+    for reason, count in alike([example.error for example in failed]):
+        tried = n + len(failed)
+        yield f"{count} of {tried} examples failed and count nowhere; the same command tries them again: {reason}"
+    if not records:
+        yield "no example was run"
+    baseline = records if info.get("method") == FULL else full or []
+    if records and at_chance(baseline, chance):
+        share = 100 * mean_score(baseline)
+        yield f"Full scores {share:.1f}, near the {100 * chance:.0f} of guessing: methods cannot be told apart here"
+    for reason, count in alike([record.fallback for record in records if record.fallback]):
+        yield f"the method fell back on {count} of {n} examples: {reason}"
+    counts = {
+        "ended before the cache was sealed: the method did nothing there": [not record.sealed for record in records],
+        "have no TPOT: fewer than 3 tokens": [record.tpot_s is None for record in records],
+        "were computed anew because their text outgrew a length from which the model rotates all of it otherwise": [
+            bool(record.recomputed) for record in records
+        ],
+        "ran into the token limit": [any(one.stop == "length" for one in record.replies) for record in records],
+    }
+    yield from (f"{sum(true)} of {n} examples {what}" for what, true in counts.items() if any(true))
+    for warning, count in alike([warning for record in records for warning in record.warnings]):
+        yield f"{count} of {n} examples: {warning}"
+    if full is not None and (count := len(paired(records, full))) < n:
+        yield f"compared with Full on {count} of {n} examples: Full has no answer to the other prompts"

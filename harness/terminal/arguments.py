@@ -1,0 +1,54 @@
+"""Reads the paths and numbers that a user types, as types for argparse."""
+
+from __future__ import annotations
+
+from argparse import ArgumentTypeError
+from collections.abc import Callable
+from contextlib import suppress
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from methods.budget import is_budget
+
+
+class PathError(ValueError, ArgumentTypeError):
+    """Report text that is no path; argparse shows the message as it is."""
+
+
+def typed(text: str, key: str = "") -> Path:
+    """Return the path with the user's home instead of ~, which a shell leaves alone after an equals
+    sign. `key`: the text before it on the command line, for errors."""
+    if not text.strip():
+        raise PathError(f"{key} is empty: name a file or a folder, or leave it out".lstrip())
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise PathError(f"{key}{text} names a home that is not there: write the path out.") from error
+
+
+def _number(what: str, is_legal: Callable[[Any], bool], read: Callable[[str], Any] = int) -> Callable[[str], Any]:
+    """Return a type for argparse that reads a number and checks that it is `what`."""
+
+    def checked(text: str) -> Any:
+        with suppress(ValueError):
+            if is_legal(number := read(text)):
+                return number
+        raise ArgumentTypeError(f"{text} should be {what}")
+
+    return checked
+
+
+count = _number("a whole number, at least 1", lambda number: number >= 1)
+length = _number(
+    "a whole number, at least 1, or a number of 1024 tokens, as 122K",
+    lambda number: number >= 1,
+    lambda text: int(text.removesuffix("K")) * (1024 if text.endswith("K") else 1),
+)
+natural = _number("a whole number, at least 0", lambda number: number >= 0)
+positive = _number("a number above 0", lambda number: 0 < number < inf, float)
+budget = _number(
+    "a share above 0 and up to 1, as 0.2, or a number of tokens, as 512",
+    is_budget,
+    lambda text: int(text) if text.isdecimal() else float(text),
+)
