@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from evals.base import Example, Score, Task, TaskEnv, Turn
-from harness.cachedattention.serving.trace import Session
+from harness.cachedattention.serving.plan import Session
 from harness.jobs.planning.examples import PreparedExample
 from harness.prompts.prompt import Prompt
 from tests.tiny import prompt

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from harness.cachedattention.serving.traffic import points as serve_points
+from harness.cachedattention.serving.plan import points as serve_points
 from harness.cachedattention.simulation.scenario import scenarios
 from harness.commands import serve
 from harness.config import grids

@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
-import yaml
 
 from evals import data, haystack, shapes
 from evals.base import TaskEnv, TaskError
@@ -27,9 +26,6 @@ from evals.ruler import Ruler, qa
 from evals.ruler.bench import CountedText
 from evals.ruler.factory import Factory
 from evals.scbench import SCBench
-from harness.cachedattention.serving import trace as served
-from harness.cachedattention.simulation import costs
-from harness.cachedattention.simulation import trace as simulated
 from harness.models import snapshots
 from harness.models.hub import read_config
 from tests.evals.test_ruler_files import NIAH
@@ -135,57 +131,6 @@ TALK = {
     "id": "first",
     "conversations": [{"from": "human", "value": "Who is Ada?"}, {"from": "gpt", "value": "A mathematician."}],
 }
-ASKED = {
-    "question": "And Bo?",
-    "references": ["1234567"],
-    "prefix": "It is",
-    "reply": "A mathematician.",
-    "max_new_tokens": 8,
-    "data": {},
-}
-SESSION = {
-    "start_s": 0.5,
-    "think_s": [1.5],
-    "conversation": {
-        **ASKED,
-        "id": "first",
-        "group": "multiturn",
-        "context": "A text.",
-        "system": "Be brief.",
-        "min_new_tokens": 0,
-        "teacher_forced": False,
-        "choices": ["Yes"],
-        "chat": True,
-        "stop": ["\n"],
-        "max_prompt_tokens": 500,
-        "unit": "first",
-        "further": [ASKED],
-    },
-}
-OF_TURN = dict.fromkeys(("prefix", "reply", "data"), OPTIONAL)
-SESSION_ALSO = {
-    "start_s": ("a number",),
-    "think_s[0]": ("a number", "a fraction"),
-    **{f"conversation.further[0].{name}": also for name, also in OF_TURN.items()},
-    **{f"conversation.{name}": also for name, also in OF_TURN.items()},
-    **{f"conversation.{name}": OPTIONAL for name in ("question", "system", "teacher_forced", "chat", "unit")},
-    **{f"conversation.{name}": OPTIONAL for name in ("min_new_tokens", "max_prompt_tokens")},
-    "conversation.further": OPTIONAL,
-    "conversation.further[0].max_new_tokens": OPTIONAL,
-    "conversation.references": ("a list",),
-    "conversation.further[0].references": ("a list",),
-    "conversation.data": (*OPTIONAL, "an object"),
-    "conversation.further[0].data": (*OPTIONAL, "an object"),
-    "conversation.choices": (*OPTIONAL, "a list"),
-    "conversation.stop": (*OPTIONAL, "a list"),
-}
-
-
-def replay(folder: Path, records: Sequence[Any]) -> Path:
-    head = {"schema": 1, "rate": 0.5, "task": {"_target_": "evals.multiturn.Multiturn"}}
-    return lines("trace.jsonl")(folder, [head, records[-1]])
-
-
 SCBENCH_ALSO = {
     "scbench_vt": {"answer": ("a list",)},
     "scbench_mf": {
@@ -212,16 +157,6 @@ def longbench(subset: str, name: str, **also: tuple[str, ...]) -> Reader:
     return Reader(LONGBENCH, lines(file), read, also=LONGBENCH_ALSO | also)
 
 
-COSTS = yaml.safe_load(costs.FILE.read_text(encoding="utf-8"))
-COSTS["models"] = {"toy": COSTS["models"]["llama-13b"]}
-WHOLE = ("kv_bytes_per_token", "window", "gpus", "batch")
-COSTS_ALSO = {
-    "": tuple(WRONG),  # the yaml itself is read elsewhere
-    **{f"{part}.{name}": ("a number", "a fraction") for part in ("hardware", "prices") for name in COSTS[part]},
-    **{f"models.toy.{name}": ("a number", "a fraction") for name in COSTS["models"]["toy"] if name not in WHOLE},
-    "hardware.disk_duplex": OPTIONAL,
-    "models.toy": ("missing",),
-}
 READERS = {
     "essays": Reader(
         {"text": "Some words. More words."},
@@ -313,22 +248,6 @@ READERS = {
         examples(Multiturn(source="questions.jsonl", conversations=1)),
         also={"question_id": ("a text", *OPTIONAL), "turns": ("a list",)},
     ),
-    "harness.simulate": Reader(
-        TALK,
-        listed("talks.json"),
-        lambda folder: simulated.read(folder / "talks.json", 1, 1.0, think_s=1.0),
-        also={"id": (*NAME, *OPTIONAL)},
-    ),
-    "harness.serve": Reader(
-        SESSION, replay, lambda folder: served.read(folder / "trace.jsonl").check(Multiturn()), also=SESSION_ALSO
-    ),
-    "harness.serve, head": Reader(
-        {"schema": 1, "rate": 0.5, "task": {"_target_": "evals.multiturn.Multiturn"}},
-        lambda folder, records: lines("trace.jsonl")(folder, [records[-1], SESSION]),
-        lambda folder: served.read(folder / "trace.jsonl"),
-        shown="trace.jsonl",
-        also={"rate": ("a number",), "task": ("an object",), "task._target_": (*WRONG, "missing")},
-    ),
     "a model's config": Reader(
         {
             "architectures": ["LlamaForCausalLM"],
@@ -371,13 +290,6 @@ READERS = {
         snapshots.has_weights,
         shown="model.safetensors.index.json",
         also={"weight_map": ("an object",), "weight_map.lm_head.weight": ("missing",)},
-    ),
-    "prices and speeds": Reader(
-        COSTS,
-        single("costs.yaml", yaml.safe_dump),
-        lambda folder: costs.load(folder / "costs.yaml"),
-        shown="costs.yaml",
-        also=COSTS_ALSO,
     ),
     **{name: scbench(name) for name in SCBENCH},
 }
@@ -509,11 +421,9 @@ def test_the_sample_has_every_field_that_the_reader_asks_for(
 FIELDS_ELSEWHERE = {
     "ShareGPT": {"question_id"},  # MT-bench's
     "MT-bench": {"id"},
-    "harness.serve": {"schema", "rate", "task"},  # the first line's
-    "harness.serve, head": set(SESSION) | set(SESSION["conversation"]),
     "RULER's own files": {"index"},
 }
-READING = {"open_rows", "rows_of", "value_of", "text_of", "check", "rows_in"}
+READING = {"open_rows", "rows_of", "value_of", "text_of", "check"}
 HERE = {  # modules that read data, with their readers here
     "evals.gsm8k": ("GSM8K", "GSM8K, train"),
     "evals.haystack": ("essays", "49 essays"),
@@ -524,11 +434,8 @@ HERE = {  # modules that read data, with their readers here
     "evals.ruler.official": ("RULER's own files",),
     "evals.ruler.qa": ("SQuAD", "SQuAD of the hub", "HotpotQA"),
     "evals.scbench": tuple(SCBENCH),
-    "harness.cachedattention.simulation.costs": ("prices and speeds",),
-    "harness.cachedattention.simulation.trace": ("harness.simulate",),
     "harness.models.hub": ("a model's config",),
     "harness.models.snapshots": ("an index of weights",),
-    "harness.cachedattention.serving.trace": ("harness.serve", "harness.serve, head"),
 }
 PARSERS = ("json.load", "json.loads", "yaml.safe_load", "read_table", "read_parquet", "csv.reader")
 PARSES = {"evals/data.py", "evals/cache.py"}  # the one place, and what we wrote ourselves under a checksum
@@ -542,8 +449,8 @@ def test_no_reader_is_left_out() -> None:
     for file in (*sources("evals"), *sources("harness")):
         place = file.relative_to(ROOT).as_posix()
         text = file.read_text(encoding="utf-8")
-        if "evals.data" in text or "simulation.trace" in text:
-            said = {name for module, name in names(file).imported if module.endswith((".data", ".trace"))}
+        if "evals.data" in text:
+            said = {name for module, name in names(file).imported if module.endswith(".data")}
             if said & READING:
                 found.add(place.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
         if place.startswith("evals/") and any(f"{parser}(" in text for parser in PARSERS):
@@ -551,14 +458,6 @@ def test_no_reader_is_left_out() -> None:
     assert found == set(HERE)
     assert {name for readers in HERE.values() for name in readers} <= set(READERS)
     assert parsing == PARSES | OURS | SHIPPED
-
-
-def test_a_conversation_that_its_task_cannot_score_is_refused_before_it_runs(tmp_path: Path) -> None:
-    file = replay(tmp_path, [SESSION])
-    with pytest.raises(
-        ValueError, match=r"replay: first is no conversation that LongBench can score \(KeyError\('dataset"
-    ):
-        served.read(file).check(LongBench())
 
 
 def test_doctests() -> None:

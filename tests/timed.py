@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +10,6 @@ from harness.engine.attach import Attachment
 from harness.engine.batch.generation import never
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
-from harness.engine.forward import nothing
 from harness.engine.graph import CapturedStep
 from harness.jobs.planning.examples import PreparedExample
 
@@ -31,28 +29,15 @@ class Time:
 
 
 class Timed(Engine):
-    """An engine whose steps, and chunks of a prompt, take the seconds they are given."""
+    """An engine whose steps and prompts take the seconds they are given."""
 
-    def __init__(
-        self, attachment: Attachment, time: Time, chunk: int | None = None, *, token_s: float = TOKEN_S
-    ) -> None:
-        super().__init__(attachment, prefill_chunk=chunk)
+    def __init__(self, attachment: Attachment, time: Time, *, token_s: float = TOKEN_S) -> None:
+        super().__init__(attachment)
         self.time, self.token_s = time, token_s
 
-    def prefill(
-        self, cache: KVCache, prompt: Tensor, *, whole: bool = False, between: Callable[[], None] = nothing
-    ) -> Tensor:
-        chunks = iter(prompt.split(self.prefill_chunk or prompt.shape[1], dim=1))
-
-        def passes() -> None:
-            self.time.passes(self.token_s * next(chunks).shape[1])
-
-        def next_chunk() -> None:
-            between()
-            passes()
-
-        passes()
-        return super().prefill(cache, prompt, whole=whole, between=next_chunk)
+    def prefill(self, cache: KVCache, prompt: Tensor, *, whole: bool = False) -> Tensor:
+        self.time.passes(self.token_s * prompt.shape[1])
+        return super().prefill(cache, prompt, whole=whole)
 
     def decode(self, ids: Tensor, cache: KVCache, captured: CapturedStep | None) -> Tensor:
         self.time.passes(STEP_S)

@@ -1,10 +1,9 @@
 """`python -m harness.serve method=full history=store,recompute rate=0.2,0.5,1.0`: conversations that arrive and wait.
 
 Sessions come as a Poisson process, their turns wait for a slot, first come, first served, and run side by side; after
-an answer the user thinks. Every combination of values is a run on the same conversations. Each run's turns and trace
-go to a folder in --out, and a run that is there is not made again; serving.json and serving.csv with the figures of all
-runs go to a folder of the command's own in --out/tables. --limit p90=2s goes on to the highest rate at which TTFT stays
-below.
+an answer the user thinks. Every combination of values is a run on the same conversations. Each run's turns go to a
+folder in --out, and a run that is there is not made again; serving.json and serving.csv with the figures of all runs go
+to a folder of the command's own in --out/tables.
 """
 
 from __future__ import annotations
@@ -26,18 +25,16 @@ OUT = Path("results/runs/serving")
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_intermixed_args(arguments)
     say_once.cache_clear()
-    from harness.cachedattention.serving.figures import FirstTokenLimit
+    from harness.cachedattention.serving.plan import points
     from harness.cachedattention.serving.runs import Runs
-    from harness.cachedattention.serving.traffic import points
     from harness.cachedattention.simulation import costs
     from harness.config.settings import SettingsError
     from harness.results.files import unwritable
 
     if why := unwritable(options.out):
         raise SettingsError(f"--out {options.out} cannot be written, for {why}: name another folder.")
-    limit = FirstTokenLimit.read(options.limit) if options.limit is not None else None
     prices = (costs.load(options.costs) if options.costs else costs.load()).prices
-    runs = Runs(points(options.overrides), options.out, prices, limit, options.config_dir)
+    runs = Runs(points(options.overrides), options.out, prices, options.config_dir)
     runs.serve()
     say(f"\n{runs.text()}")
     say("\nwrote " + ", ".join(str(path) for path in runs.write()))
@@ -48,7 +45,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "overrides", nargs="*", metavar="KEY=VALUE", help="see docs/conversations.md; a key may have several values"
     )
-    parser.add_argument("--limit", metavar="p90=2s", help="of TTFT: search the highest rate that keeps it")
     parser.add_argument("--costs", type=typed, metavar="FILE", help="yaml with prices, in place of the paper's")
     parser.add_argument("--out", type=typed, default=OUT, metavar="DIR", help="for all files (default: %(default)s)")
     parser.add_argument("--config-dir", "-cd", type=typed, action="append", default=[], help="more yaml files")

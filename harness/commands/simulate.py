@@ -1,7 +1,7 @@
 """`python -m harness.simulate policy=scheduler_aware,lru disk=2TB,10TB`: a multi-turn KV store at its paper's scale.
 
-Sends a trace of conversations (drawn as ShareGPT's, or data=FILE) through the store's own policies and a model of a
-server, event by event; nothing is computed. One run per combination of the values given. The table goes to the
+Sends a trace of conversations (drawn as ShareGPT's) through the store's own policies and a model of a server, event by
+event; nothing is computed. One run per combination of the values given. The table goes to the
 terminal, with all figures to simulation.json and simulation.csv in a folder of the command's own, or in --out.
 """
 
@@ -41,15 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     folder = options.out or ROOT / _name(options.figure, runs, known)
     folder.mkdir(parents=True, exist_ok=True)
     rows = [outcome.simulated(run, known) for run in runs]
-    traces = [outcome.trace_line(row["trace"]) for row in rows]
-    for line in dict.fromkeys([*traces, *(outcome.cuts_line(row["cuts"]) for row in rows)]):
+    for line in dict.fromkeys(outcome.trace_line(row["trace"]) for row in rows):
         say(line)
     say(f"\n{outcome.table(rows, runs)}")
     if figure:
         say(f"\n{figure.table(rows)}")
-    elif options.costs is None:
-        for sentence in paper.not_reproduced(rows):
-            say(sentence)
     made = {"schema": SCHEMA, "figure": options.figure, "words": options.overrides, "costs": asdict(known)}
     write_json(folder / "simulation.json", made | {"provenance": provenance(), "runs": rows})
     write_csv(folder / "simulation.csv", [row["settings"] | row["figures"] for row in rows])

@@ -61,11 +61,13 @@ REMOVED_COMMANDS = {
 _ALWAYS = "leave it out"
 REMOVED_KEYS = {
     "disk_link": "leave it out; on a CPU what crosses no bus takes no time, and a GPU's bus is measured",
+    "interleave": f"{_ALWAYS}: a prefill halts the others' decoding",
     "link": "leave it out; on a CPU what crosses no bus takes no time, and a GPU's bus is measured",
     "disk": "set the environment variable TMPDIR to the folder for placement=disk",
     "layer_budgets": "use a method with budgets of its own per layer, such as pyramidkv, or dense_layers",
     "memory_check": f"{_ALWAYS}: what does not fit is always refused before it loads",
     "progress": f"{_ALWAYS}: send stderr elsewhere, as with 2> log.txt",
+    "replay": "take conversations from a file with task.source=FILE; arrivals are drawn by seed",
     "reuse_steps": "pass it to `attached` in Python",
     "store.block_tokens": f"{_ALWAYS}: blocks have 256 tokens",
     "store.copies": _ALWAYS,

@@ -9,7 +9,7 @@ during the prefill, as soon as the prompt is through it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from functools import partial
 from time import perf_counter
@@ -132,24 +132,18 @@ class Engine(Stepper):
         return cache
 
     @torch.inference_mode()
-    def prefill(
-        self, cache: KVCache, prompt: Tensor, *, whole: bool = False, between: Callable[[], None] = nothing
-    ) -> Tensor:
+    def prefill(self, cache: KVCache, prompt: Tensor, *, whole: bool = False) -> Tensor:
         """Compute the prompt [B S]. Return the logits of its last token [B V].
 
         `whole`: the turn's prompt ends here. Where rows leave the device or the method wants it,
-        each layer then closes as soon as it is complete, and `seal` does the rest. `between` is
-        called once between two chunks' worth of work: after a whole chunk if the model runs its own
-        forward, else after as many layers' parts of chunks as the model has layers."""
+        each layer then closes as soon as it is complete, and `seal` does the rest."""
         if cache.rotary is not None:
             cache.note_text(prompt, prompt=True)
         chunks = prompt.split(self.prefill_chunk or prompt.shape[1], dim=1)
         if self.forward is not None:
             complete = partial(self._close, cache) if whole and cache.closes_early else nothing
-            return self.forward.prefill(chunks, cache, complete, between)
-        for number, chunk in enumerate(chunks):
-            if number:
-                between()
+            return self.forward.prefill(chunks, cache, complete)
+        for chunk in chunks:
             logits = self.run(chunk, cache)
         return logits
 

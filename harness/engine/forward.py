@@ -62,33 +62,22 @@ class BlockForward:
     def __call__(self, ids: Tensor, cache: KVCache) -> Tensor:
         return self.prefill([ids], cache)
 
-    def prefill(
-        self,
-        chunks: Sequence[Tensor],
-        cache: KVCache,
-        complete: Callable[[int], None] = nothing,
-        between: Callable[[], None] = nothing,
-    ) -> Tensor:
+    def prefill(self, chunks: Sequence[Tensor], cache: KVCache, complete: Callable[[int], None] = nothing) -> Tensor:
         """Compute consecutive chunks [B T] of a prompt. Return the logits of the last token [B V].
 
-        `complete(layer)` is called when the last chunk has passed that layer. `between()` is called
-        whenever as much has been computed as all layers compute for one chunk, and more is to come.
-        """
+        `complete(layer)` is called when the last chunk has passed that layer."""
         if self.decoder.embed_tokens.weight.data_ptr() != self.embedding.data_ptr():
             raise UnsupportedError("The model was moved or converted after this engine was made: make a new Engine.")
         cache.begin()
         if len(chunks) > 1:
             cache.expect(len(chunks[0]), sum(ids.shape[1] for ids in chunks))
         inputs = [embedding(ids, self.embedding) for ids in chunks]
-        rotations, left = self._rotations(inputs, cache), len(chunks) * len(self.blocks)
+        rotations = self._rotations(inputs, cache)
         states = deque[Stream](inputs)  # the output of each layer is the input of the next
         del inputs
         for index in range(len(self.blocks)):
             for start, cos, sin in rotations:
                 states.append(self._layer(index, states.popleft(), cos, sin, cache, start))
-                left -= 1
-                if left and left % len(self.blocks) == 0:
-                    between()
             complete(index)
         cache.end()
         logits: Tensor = ops.token_logits(_summed(states[-1]), self.head)

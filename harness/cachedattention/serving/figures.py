@@ -6,16 +6,15 @@ have one). Prefill throughput counts whole prompts, reused tokens included, as C
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
 from harness.cachedattention.simulation.costs import Prices
-from harness.config.settings import SettingsError
 from harness.terminal.tables import Column, number, share, text_table
 from methods.tiers.tier import DISK, HOST, TIERS
 
@@ -59,29 +58,6 @@ class Answer:
         return self.reused_tokens + self.new_tokens
 
 
-@dataclass(frozen=True)
-class FirstTokenLimit:
-    """A limit on a quantile of TTFT: `p90=2s` says that 90 % of the turns have their first token within 2 s."""
-
-    quantile: str
-    seconds: float
-
-    @classmethod
-    def read(cls, text: str) -> Self:
-        found = re.fullmatch(r"(p50|p90|p99)=(\d+(?:\.\d+)?)s?", text)
-        if not found or not float(found[2]):
-            raise SettingsError(f"--limit {text} is no limit of TTFT: write p50, p90 or p99 and seconds, as in p90=2s.")
-        return cls(found[1], float(found[2]))
-
-    @property
-    def key(self) -> str:
-        """Return the name of the limited quantity among the figures of a run."""
-        return f"ttft_{self.quantile}_s"
-
-    def __str__(self) -> str:
-        return f"{self.quantile} of TTFT <= {self.seconds:g} s"
-
-
 def figures(answers: Sequence[Answer], elapsed_s: float, idle_s: float) -> dict[str, Any]:
     """Return the totals of a run: seconds, tokens, and shares from 0 to 1. The device is kept for the loop, so all time
     that is not idle counts as busy."""
@@ -89,7 +65,7 @@ def figures(answers: Sequence[Answer], elapsed_s: float, idle_s: float) -> dict[
     prefill_s = sum(answer.prefill_s for answer in answers)
     hits = [answer for answer in answers if answer.tier]
     # the method's seal falls between the first and the second token, so steps count from the second
-    steps = [after - before for one in answers for before, after in zip(one.token_s[1:], one.token_s[2:], strict=False)]
+    steps = [later - earlier for answer in answers for earlier, later in pairwise(answer.token_s[1:])]
     means = ("load_s", "hidden_s", "save_ahead_s", "save_s", "save_hidden_s")
     return {
         "sessions": len({answer.session for answer in answers}),
@@ -156,23 +132,20 @@ def table(runs: Sequence[ShownRun]) -> str:
     return text_table([*named, *columns])
 
 
-def draw(runs: Sequence[ShownRun], path: Path, title: str, limit: FirstTokenLimit | None) -> tuple[Path, Path]:
-    """Draw TTFT against the rate, with a line per system: a PNG at `path`, and a PDF of the same name."""
+def draw(runs: Sequence[ShownRun], path: Path, title: str) -> tuple[Path, Path]:
+    """Draw p90 of TTFT against the rate, with a line per system: a PNG at `path`, and a PDF of the same name."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     from harness.reports.pictures import figures as pictures
 
     picture, [axes] = pictures.side_by_side(1)
-    key = limit.key if limit else "ttft_p90_s"
     systems: dict[str, list[tuple[float, float]]] = {}
     for run in runs:
-        systems.setdefault(" ".join(run.named.values()), []).append((run.rate, run.figures[key]))
+        systems.setdefault(" ".join(run.named.values()), []).append((run.rate, run.figures["ttft_p90_s"]))
     for place, (system, points) in enumerate(systems.items()):
         mark = f"{MARKS[place % len(MARKS)]}-"
         axes.plot(*zip(*sorted(points), strict=True), mark, label=system or None, markersize=4)
-    if limit:
-        axes.axhline(limit.seconds, color=pictures.SOFT, linewidth=0.8, linestyle="--")
-    axes.set(xscale="log", yscale="log", xlabel="new sessions per second", ylabel=f"{key.split('_')[1]} of TTFT (s)")
+    axes.set(xscale="log", yscale="log", xlabel="new sessions per second", ylabel="p90 of TTFT (s)")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.set_major_formatter(lambda value, _: f"{value:g}")

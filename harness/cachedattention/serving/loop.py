@@ -1,14 +1,13 @@
 """One engine with slots that answers a trace of conversations: turns wait in order of arrival and run side by side.
 
-A prefill halts the decoding of the others, or with `interleave` lets them make a step between two of its chunks. The
-caches between turns learn of every turn that waits, so that a policy can look ahead. The simulator's server
-(simulation/server.py) does the same with numbers in place of a model.
+A prefill halts the decoding of the others. The caches between turns learn of every turn that waits, so that a policy
+can look ahead. The simulator's server (simulation/server.py) does the same with numbers in place of a model.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -18,8 +17,7 @@ import torch
 from torch import Tensor
 
 from harness.cachedattention.serving.figures import Answer
-from harness.cachedattention.serving.trace import Session
-from harness.cachedattention.serving.traffic import Clock
+from harness.cachedattention.serving.plan import Session
 from harness.cachedattention.turns.caches import CachesBetweenTurns, Saved
 from harness.cachedattention.turns.conversation import Conversation
 from harness.engine.batch.generation import Stop
@@ -29,6 +27,34 @@ from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
 from harness.jobs.planning.examples import PreparedExample
 from harness.jobs.questions import Ending
+
+
+class Clock:
+    """A clock that runs from 0 at `start`. `source` gives seconds; `sleep` lets them pass, and without it the clock is
+    set forward instead."""
+
+    def __init__(
+        self, source: Callable[[], float] = perf_counter, sleep: Callable[[float], None] | None = None
+    ) -> None:
+        self._source, self._sleep = source, sleep
+        self.start()
+
+    def start(self) -> None:
+        self._began = self._source()
+        self.idle_s = 0.0  # of the seconds since, in which there was nothing to do
+
+    def now(self) -> float:
+        return self._source() - self._began
+
+    def wait_until(self, at_s: float) -> None:
+        before = self.now()
+        if before >= at_s:
+            return
+        if self._sleep:
+            self._sleep(at_s - before)
+        else:
+            self._began -= at_s - before
+        self.idle_s += self.now() - before
 
 
 class ServedConversation(Conversation):
@@ -50,18 +76,9 @@ class ServingLoop:
     """The loop over arrivals, starts and steps. `ending` says how tokens are picked and when a turn stops, `slots` how
     many turns run side by side."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        caches: CachesBetweenTurns,
-        clock: Clock,
-        *,
-        ending: Ending,
-        slots: int,
-        interleave: bool = False,
-    ) -> None:
+    def __init__(self, engine: Engine, caches: CachesBetweenTurns, clock: Clock, *, ending: Ending, slots: int) -> None:
         self.engine, self.caches, self.clock = engine, caches, clock
-        self.ending, self.slots, self.interleave = ending, slots, interleave
+        self.ending, self.slots = ending, slots
         self._batch = RunningBatch(engine)
         self._order = count()  # of questions that come at the same moment
         self._running: dict[RunningSequence, ServedConversation] = {}
@@ -71,7 +88,9 @@ class ServingLoop:
 
     def serve(self, sessions: Sequence[Session]) -> Iterator[Answer]:
         """Yield the answers in the order in which they end."""
-        self._coming = [(one.start_s, next(self._order), ServedConversation(self.caches, one)) for one in sessions]
+        self._coming = [
+            (session.start_s, next(self._order), ServedConversation(self.caches, session)) for session in sessions
+        ]
         heapify(self._coming)
         self.clock.start()
         while self._coming or self._waiting or self._running:
@@ -134,11 +153,7 @@ class ServingLoop:
 
     def _prefill(self, cache: KVCache, tokens: Sequence[int]) -> Tensor:
         """Prefill `tokens`; return the logits of the last one, [1 V]."""
-        return self.engine.prefill(cache, self._tensor(tokens), whole=True, between=self._let_others_step)
-
-    def _let_others_step(self) -> None:
-        if self.interleave and self._running:
-            self._step()
+        return self.engine.prefill(cache, self._tensor(tokens), whole=True)
 
     def _step(self) -> None:
         ended = self._batch.step()

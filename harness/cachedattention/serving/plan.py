@@ -1,65 +1,180 @@
-"""What one run of `harness.serve` does, checked before any weights are loaded: its job, conversations and identity."""
+"""What the runs of `python -m harness.serve` do, from its words to jobs, arrivals and identities.
+
+Every key may have several values, and every combination is a run. The rate varies slowest, so that the systems that are
+compared take turns at each rate. All is checked before any weights are loaded.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from harness.cachedattention.serving import trace
-from harness.cachedattention.serving.trace import Session
-from harness.cachedattention.serving.traffic import TrafficPoint
-from harness.config.compose import built, composed
-from harness.config.settings import Settings, SettingsError
-from harness.jobs.job import Job
-from harness.jobs.planning.examples import itemised
-from harness.results.files import digest
-from harness.terminal.arguments import typed
+import numpy as np
 
-VERSION = 2  # of the loop: goes up when its times mean something else
+from harness.cachedattention.simulation.trace import TurnLengths, timed
+from harness.config.catalogue import GROUPS, REMOVED_KEYS
+from harness.config.compose import built, composed
+from harness.config.grids import Word, combinations
+from harness.config.overrides import settings as known_settings
+from harness.config.plugins import suggestion
+from harness.config.values import ABOVE_0, FROM_0, FROM_1, Range, SettingsError, check_values
+from harness.jobs.job import Job
+from harness.jobs.planning.examples import PreparedExample
+from harness.results.files import digest
+
+VERSION = 3  # of the loop: goes up when its times mean something else
+CLOCKS = ("wall", "busy")
+READ = (  # keys of a run that the loop reads
+    "budget", "budget_bytes", "budget_rule", "align", "comm", "windows", "dense_layers",
+    "budget_generated", "placement", "codec", "overlap", "chat",
+    "dtype", "device", "prefill_chunk", "seed", "threads", "warmup", "graphs", "backends", "generation",
+    "data", "history", "store",
+)  # fmt: skip
+RANGES = {"rate": ABOVE_0, "think_s": FROM_0, "slots": FROM_1, "read_buffer": Range(least=0, hint="which is none")}
+INSTEAD = {
+    "batch": "slots=N says how many turns run side by side",
+    "overflow": "conversations must fit the model's window",
+    "protocol": "a turn is prefilled and sealed whole",
+    "questions": "every turn is the next one of a conversation",
+    "results": "--out DIR says where files go",
+    "baseline": "method=full,NAME serves Full as well",
+}
+TASK = "task=multiturn"  # where none is named
+OF_STORE = ("store.", "read_buffer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrafficSettings:
+    """The settings of the arrivals, and of how they are served."""
+
+    rate: float = 1.0  # new sessions per second, a Poisson process
+    think_s: float = 5.0  # mean, from an answer to the next question
+    slots: int = 4  # turns that run side by side
+    read_buffer: int | None = None  # layers that the next turn loads before it has a slot; null: by the paper's formula
+    clock: str = "wall"  # busy: idle time is skipped
+
+    def __post_init__(self) -> None:
+        check_values(self, RANGES)
+        if self.clock not in CLOCKS:
+            raise SettingsError(f"clock={self.clock} is unknown: choose one of {', '.join(CLOCKS)}.")
+
+
+OWN = tuple(field.name for field in fields(TrafficSettings))
+
+
+@dataclass(frozen=True)
+class TrafficPoint:
+    """A run in words. `words`: those for `python -m harness`; `named`: the keys that vary, with their values here."""
+
+    traffic: TrafficSettings
+    words: tuple[str, ...]
+    named: Mapping[str, str]
+
+    @property
+    def system(self) -> str:
+        """Return what is compared with others at each rate."""
+        return " ".join(f"{key}={value}" for key, value in self.others.items() if value)
+
+    @property
+    def others(self) -> dict[str, str]:
+        """Return the keys that vary, apart from the rate."""
+        return {key: value for key, value in self.named.items() if key != "rate"}
+
+
+def points(words: Sequence[str]) -> list[TrafficPoint]:
+    """Return a run for each combination of the values. Raise `SettingsError` for keys that change nothing."""
+    chosen = list(combinations(words, slowest="rate"))
+    for key in chosen[0]:
+        _refuse_unread(key)
+    varied = [key for key in chosen[0] if len({point[key].text for point in chosen}) > 1]
+    stored = ["history" in point and point["history"].value == "store" for point in chosen]
+    if "read_buffer" in chosen[0] and not any(stored):
+        raise SettingsError("read_buffer changes nothing without history=store.")
+    runs = [_point(point, varied, any(stored) and not own) for point, own in zip(chosen, stored, strict=True)]
+    return list({(run.system, run.traffic.rate): run for run in runs}.values())
+
+
+def _point(chosen: Mapping[str, Word], varied: Sequence[str], others_store: bool) -> TrafficPoint:
+    """Return the run of one combination. `others_store`: settings of the store belong to other combinations."""
+    if others_store:
+        chosen = {key: word for key, word in chosen.items() if not key.startswith(OF_STORE)}
+    traffic = TrafficSettings(**{key: word.value for key, word in chosen.items() if key in OWN})
+    named = {key: chosen[key].text.partition("=")[2] if key in chosen else "" for key in varied}
+    task = [] if "task" in chosen else [TASK]
+    return TrafficPoint(traffic, (*task, *(word.text for key, word in chosen.items() if key not in OWN)), named)
+
+
+def _refuse_unread(key: str) -> None:
+    first = key.partition(".")[0]
+    if key in OWN or first in (*READ, *GROUPS):
+        return
+    if key in REMOVED_KEYS:
+        raise SettingsError(f"There is no setting {key} any more: {REMOVED_KEYS[key]}. See CHANGELOG.md.")
+    if first in known_settings():
+        raise SettingsError(f"{key} changes nothing for harness.serve: {INSTEAD.get(first, 'leave it out')}.")
+    raise SettingsError(f"There is no setting {key}{suggestion(key, (*OWN, *READ, *GROUPS))}")
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A conversation. `think_s`: seconds from an answer to the next question, one less than there are turns."""
+
+    item: PreparedExample
+    start_s: float
+    think_s: tuple[float, ...]
+
+    @property
+    def name(self) -> str:
+        return self.item.example.id
+
+
+def drawn(items: Sequence[PreparedExample], traffic: TrafficSettings, seed: int) -> list[Session]:
+    """Return sessions that come as a Poisson process, whose users think by an exponential law. The rate stretches the
+    arrivals, and changes nothing else."""
+    turns = [[TurnLengths(len(turn.prompt.ids), turn.new_tokens) for turn in item.turns] for item in items]
+    rng = np.random.default_rng(seed)
+    times = timed([item.example.id for item in items], turns, traffic.rate, traffic.think_s, rng)
+    return [Session(item, talk.start_s, talk.think_s) for item, talk in zip(items, times, strict=True)]
 
 
 @dataclass(frozen=True)
 class ServingPlan:
-    """A checked run: its settings, its job, and its conversations at `rate` new sessions per second."""
+    """A checked run: its settings, its job, and its conversations."""
 
     point: TrafficPoint
     job: Job
     sessions: list[Session]
-    rate: float
 
     @classmethod
     def of(cls, point: TrafficPoint, config_dirs: Sequence[Path] = ()) -> ServingPlan:
-        traffic = point.traffic
-        config = composed(point.words, config_dirs)
-        recorded = trace.read(typed(traffic.replay, "replay=")) if traffic.replay else None
-        method, task, model, settings = built(config | ({"task": recorded.task} if recorded else {}))
+        method, task, model, settings = built(composed(point.words, config_dirs))
         if task.fills is not None:
             raise SettingsError(
                 "This task is about overflow, which a server does not have: choose another, as multiturn."
             )
-        if recorded:
-            recorded.check(task)
-        if recorded and settings.seed != Settings().seed and not settings.generation.temperature:
+        job = Job.plan(method, task, model, replace(settings, batch=point.traffic.slots))
+        turns = [turn for item in job.items for turn in item.turns]
+        if any(turn.given for turn in turns):
             raise SettingsError(
-                "seed changes nothing with replay: the trace has its own texts and times. Leave it out."
+                "A server goes on with its own answers, and those of this task are fed: choose another, as "
+                "task=multiturn with task.replies=own."
             )
-        settings = replace(settings, batch=traffic.slots)
-        items = itemised(recorded.examples, model.tokenizer(), settings, model.describe().limit) if recorded else None
-        job = Job.plan(method, task, model, settings, items)
-        _check(point, job)
-        if recorded:
-            sessions, rate = recorded.sessions(job.items), recorded.rate
-        else:
-            sessions, rate = trace.drawn(job.items, seed=settings.seed, think_s=traffic.think_s), 1.0
-        return cls(point, job, sessions, rate).at(traffic.rate or rate)
+        if any(turn.prompt.replaces_answer for turn in turns):
+            raise SettingsError(
+                "A server goes on with its own answers, and this task puts others in their place: set "
+                "task.replies=own, or task.golden=false for task=scbench."
+            )
+        return cls(point, job, drawn(job.items, point.traffic, settings.seed))
 
-    def at(self, rate: float) -> ServingPlan:
-        """Return the plan of the same conversations at another rate."""
-        return replace(
-            self, point=self.point.at(rate), sessions=trace.stretched(self.sessions, self.rate / rate), rate=rate
-        )
+    def at(self, point: TrafficPoint) -> ServingPlan:
+        """Return the plan of the same job with the arrivals of `point`."""
+        return replace(self, point=point, sessions=drawn(self.job.items, point.traffic, self.job.settings.seed))
+
+    @property
+    def rate(self) -> float:
+        return self.point.traffic.rate
 
     @property
     def label(self) -> str:
@@ -68,32 +183,11 @@ class ServingPlan:
     @property
     def identity(self) -> dict[str, Any]:
         """Return what tells runs apart: a finished run of the same identity is not made again."""
-        times = [[one.start_s, list(one.think_s), one.item.sha256] for one in self.sessions]
-        traffic = asdict(self.point.traffic)
-        shape = {key: traffic[key] for key in ("slots", "interleave", "clock")}
-        if traffic["read_buffer"] is not None:
-            shape["read_buffer"] = traffic["read_buffer"]
-        return {"version": VERSION, "trace": digest({"sessions": times}), **shape, "job": self.job.identity}
+        times = [[session.start_s, list(session.think_s), session.item.sha256] for session in self.sessions]
+        traffic = {key: value for key, value in asdict(self.point.traffic).items() if key not in ("rate", "think_s")}
+        return {"version": VERSION, "trace": digest({"sessions": times}), **traffic, "job": self.job.identity}
 
     @property
     def folder(self) -> str:
         kind = f"{type(self.job.method).__name__.lower()}_{self.job.settings.history}"
         return f"{kind}_{self.rate:.4g}_{digest(self.identity)[:8]}"
-
-
-def _check(point: TrafficPoint, job: Job) -> None:
-    traffic, settings = point.traffic, job.settings
-    if any(turn.given for item in job.items for turn in item.turns):
-        raise SettingsError(
-            "A server goes on with its own answers, and those of this task are fed: choose another, as task=multiturn "
-            "with task.replies=own."
-        )
-    if any(turn.prompt.replaces_answer for item in job.items for turn in item.turns):
-        raise SettingsError(
-            "A server goes on with its own answers, and this task puts others in their place: set task.replies=own, or "
-            "task.golden=false for task=scbench."
-        )
-    if traffic.interleave and settings.prefill_chunk is None:
-        raise SettingsError("interleave=true steps between the chunks of a prefill: set prefill_chunk, as to 512.")
-    if traffic.clock == "cpu" and (settings.device != "cpu" or settings.threads != 1):
-        raise SettingsError("clock=cpu adds up the seconds of all threads and sees no GPU: set device=cpu threads=1.")

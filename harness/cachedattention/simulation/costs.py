@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evals.data import check
 from harness.config.plugins import suggestion
 from harness.config.settings import SettingsError
 from harness.results.files import read_yaml
 from harness.results.records import StoreError
 
 FILE = Path(__file__).with_name("costs.yaml")
-KINDS = {"float": "a number above 0", "int": "a whole number above 0", "bool": "true or false"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,20 +67,15 @@ def load(path: Path = FILE) -> Costs:
     """Read a table of costs. Raise `SettingsError` with the key that is wrong."""
     try:
         plain = read_yaml(path)
-    except StoreError as error:
-        raise SettingsError(f"--costs: {error}.") from error
-    if plain.keys() - {"hardware", "prices", "models"}:
-        raise SettingsError(f"--costs {path} should have the keys hardware, prices and models, as {FILE.name} has.")
-    check(plain, {"hardware": "an object", "prices": "an object", "models": {str: "an object"}}, str(path))
-    models = {name: _made(Served, one, f"models.{name}", path) for name, one in plain["models"].items()}
-    hardware = _made(Hardware, plain["hardware"], "hardware", path)
-    return Costs(hardware, _made(Prices, plain["prices"], "prices", path), models)
+        models = {name: _numbers(Served, values) for name, values in plain["models"].items()}
+        return Costs(_numbers(Hardware, plain["hardware"]), _numbers(Prices, plain["prices"]), models)
+    except (StoreError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise SettingsError(f"--costs {path} cannot be read ({error}): write the keys that {FILE.name} has.") from error
 
 
-def _made(kind: Any, values: Any, place: str, path: Path) -> Any:
-    shape = {f"{one.name}{'?' * (one.default is not MISSING)}": KINDS[str(one.type)] for one in fields(kind)}
-    check({place: values}, {place: shape}, str(path))
-    known = [field.name for field in fields(kind)]
-    for name in values.keys() - set(known):
-        raise SettingsError(f"{path}: {place} has no key {name!r}{suggestion(name, known)}")
-    return kind(**{name: value for name, value in values.items() if value is not None})
+def _numbers(kind: Any, values: Mapping[str, Any]) -> Any:
+    """Return `kind` of these values, which must all be above 0."""
+    for name, value in values.items():
+        if not (isinstance(value, bool) or value > 0):
+            raise ValueError(f"{name}={value} should be a number above 0")
+    return kind(**values)

@@ -17,9 +17,9 @@ import numpy as np
 from harness.cachedattention.simulation.costs import Costs
 from harness.cachedattention.simulation.scenario import Scenario, varied
 from harness.cachedattention.simulation.server import ServedTurn, Server
-from harness.cachedattention.simulation.trace import cuts, statistics
+from harness.cachedattention.simulation.trace import statistics
 from harness.config.settings import SettingsError
-from harness.terminal.tables import Column, number, percent, quantity, share, text_table
+from harness.terminal.tables import Column, number, quantity, share, text_table
 from methods.tiers.tier import DISK, HOST, TIERS
 
 SimulatedRow = dict[str, Any]
@@ -27,7 +27,7 @@ GB = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1.0, "B"))
 
 
 def simulated(scenario: Scenario, costs: Costs) -> SimulatedRow:
-    """Simulate a run; return its `settings`, `trace`, `cuts` and `figures`."""
+    """Simulate a run; return its `settings`, `trace` and `figures`."""
     server = Server(scenario, costs)
     trace = scenario.trace()
     turns = sum(len(one.turns) for one in trace)
@@ -40,7 +40,6 @@ def simulated(scenario: Scenario, costs: Costs) -> SimulatedRow:
     return {
         "settings": asdict(scenario),
         "trace": statistics(trace),
-        "cuts": cuts(trace, server.model.window),
         "figures": _figures(server, counted) | _cost(server, counted, costs),
     }
 
@@ -131,13 +130,4 @@ def trace_line(trace: SimulatedRow) -> str:
         f"{trace['sessions']} sessions, {trace['turns']} turns ({trace['mean_turns']:.2f} each, one alone in "
         f"{100 * trace['one_turn']:.0f} %), over 2K tokens {100 * trace['over_2k_tokens']:.0f} %, over 4K "
         f"{100 * trace['over_4k_tokens']:.0f} %, mean {trace['mean_tokens']:.0f}"
-    )
-
-
-def cuts_line(lost: SimulatedRow) -> str:
-    """Return in one line what a model's window takes from the trace."""
-    return (
-        f"a window of {lost['window']} tokens cuts {percent(lost['cut_turns'])} % of the turns: "
-        f"{percent(lost['lost_question_tokens'])} % of the tokens of questions and "
-        f"{percent(lost['lost_answer_tokens'])} % of answers are lost"
     )

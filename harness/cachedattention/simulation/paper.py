@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure as Picture
 
 from harness.cachedattention.simulation.outcome import SimulatedRow
-from harness.cachedattention.simulation.scenario import RECOMPUTE, Scenario, scenarios
+from harness.cachedattention.simulation.scenario import Scenario, scenarios
 from harness.config.settings import SettingsError
 from harness.reports.pictures import figures
 from harness.results.files import read_yaml
@@ -20,8 +19,6 @@ from harness.terminal.tables import Column, digits, percent, text_table
 FILE = Path(__file__).with_name("paper.yaml")
 OURS, MISSED, THEIRS = "#2a6fbb", "#b9cfe6", "#c8442b"
 FAR = 0.10  # points of a share; a quarter of any other number
-STORE_DEFAULTS = {"copies": False, "write_buffer": "256MB"}
-STORE_NOTE = "a store's defaults save less, or nothing: add copies=false write_buffer=256MB to see it"
 FAR_TEXT = "more than 10 points from the paper, or a quarter of another number"
 ELSEWHERE = {
     "18": "single prefills were measured: results/published/cachedattention/history.json",
@@ -94,7 +91,7 @@ class Figure:
                 yield scenario
 
     def table(self, rows: Sequence[SimulatedRow]) -> str:
-        """Return a table of the paper's numbers and ours, with a mark at those that the simulator misses, and notes."""
+        """Return a table of the paper's numbers and ours, with a mark at those that the simulator misses."""
         ours = [claim.ours(rows) for claim in self.claims]
         missed = [claim.is_missed(value) for claim, value in zip(self.claims, ours, strict=True)]
         shown = text_table(
@@ -106,7 +103,7 @@ class Figure:
             ]
         )
         notes = [f"! not reproduced: {FAR_TEXT}"] * any(missed)
-        return "\n".join([shown, *notes, *self._store_notes(rows)])
+        return "\n".join([shown, *notes])
 
     def draw(self, rows: Sequence[SimulatedRow], path: Path) -> Sequence[Path]:
         """Draw our numbers as bars, and the paper's as lines over them: a PNG at `path`, and a PDF of the same name."""
@@ -127,30 +124,8 @@ class Figure:
         axes.spines[["top", "right"]].set_visible(False)
         figures.plain(axes)
         axes.legend(frameon=False, fontsize=8.5)
-        axes.set_xlabel("\n".join(self._store_notes(rows)), fontsize=8.5)
         figures.title(picture, f"CachedAttention, figure {self.number}: {self.title}")
         return figures.save(picture, path)
-
-    def _store_notes(self, rows: Sequence[SimulatedRow]) -> Sequence[str]:
-        """Return a note where savings against recomputation owe something to settings that a store does not have."""
-        saves = any(claim.over and claim.over.get("policy") == RECOMPUTE for claim in self.claims)
-        stores = [row["settings"] for row in rows if row["settings"]["policy"] != RECOMPUTE]
-        tuned = any({key: run[key] for key in STORE_DEFAULTS} != STORE_DEFAULTS for run in stores)
-        return [STORE_NOTE] if saves and tuned else []
-
-
-def not_reproduced(rows: Sequence[SimulatedRow]) -> Iterator[str]:
-    """Yield a sentence for each number of the paper that these runs miss, where they are runs of its figures."""
-    for number in read_yaml(FILE):
-        one = figure(number)
-        settings = [asdict(scenario) for scenario in one.scenarios([])]
-        runs = [row for row in rows if row["settings"] in settings]
-        for claim in one.claims:
-            with suppress(ValueError):  # not all of its runs are here
-                ours = claim.ours(runs)
-                if claim.is_missed(ours):
-                    ours_and_theirs = f"the paper has {claim.shown(claim.paper)}, here it is {claim.shown(ours)}"
-                    yield f"! not reproduced: figure {number}, {claim.name}: {ours_and_theirs}"
 
 
 def figure(number: str) -> Figure:

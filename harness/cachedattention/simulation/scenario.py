@@ -5,27 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import product
-from math import inf
 from typing import Any, Literal, get_args, get_type_hints
 
 import yaml
 
-from harness.cachedattention.simulation.trace import TracedConversation, drawn, read
+from harness.cachedattention.simulation.trace import TracedConversation, drawn
 from harness.cachedattention.store.placement import without_copies
 from harness.cachedattention.store.policies import POLICIES
 from harness.config.plugins import fits, spell, suggestion
 from harness.config.values import ABOVE_0, FROM_0, Range, SettingsError, check_values, size
-from harness.terminal.arguments import typed
-from methods.tiers.tier import DISK, HOST, TIERS
+from methods.tiers.tier import DISK, TIERS
 
 RECOMPUTE = "recompute"
 RANGES = {
     **dict.fromkeys(("truncation_ratio", "question_share"), Range(least=0, below=1)),
     "correlation": Range(least=-1, below=1),
-    **dict.fromkeys(("sessions", "rate", "block_tokens", "ttl_s"), ABOVE_0),
+    **dict.fromkeys(("sessions", "rate", "ttl_s"), ABOVE_0),
     **dict.fromkeys(("think_s", "warmup", "seed"), FROM_0),
 }
-OF_STORE = (*TIERS, "write_buffer", "block_tokens", "copies", "ttl_s", "positions", "preload")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +34,7 @@ class Scenario:
     device: str | int = 0  # bytes of each tier
     host: str | int = "128GB"
     disk: str | int = "10TB"
-    write_buffer: str | int | None = "10GB"  # bytes that may wait to be written, on top of the tiers; null: all that do
-    block_tokens: int = 256  # of a session, in a file of its own
+    write_buffer: str | int = "10GB"  # bytes that may wait to be written, on top of the tiers
     copies: bool = True  # room on disk for a copy of all that comes up from it
     ttl_s: float | None = None  # since the last use; null: for ever
     positions: Literal["decoupled", "coupled"] = (
@@ -46,10 +42,8 @@ class Scenario:
     )
     truncation_ratio: float = 0.5  # of the history, kept where it overflows the window
     preload: Literal["buffered", "layerwise", "off"] = "buffered"  # how loading and computing overlap
-    data: str | None = None  # a file in ShareGPT's layout; null: a drawn trace
     sessions: int = 9000
     rate: float = 1.0  # new sessions per second
-    arrivals: Literal["answered", "anytime"] = "answered"  # anytime: turns at random moments, answered or not
     think_s: float = 30.0  # mean, from an answer to the next question
     question_share: float = 0.3  # of a drawn turn's tokens
     correlation: float = 0.5  # of turns and tokens of a drawn session
@@ -76,30 +70,9 @@ class Scenario:
         """Return the bytes of the tiers by name."""
         return {tier: size(tier, getattr(self, tier)) for tier in TIERS}
 
-    @property
-    def write_buffer_bytes(self) -> float:
-        return inf if self.write_buffer is None else size("write_buffer", self.write_buffer)
-
     def trace(self) -> list[TracedConversation]:
-        if self.data:
-            return read(typed(self.data, "data="), self.sessions, self.rate, seed=self.seed, think_s=self.think_s)
         shape = {"question_share": self.question_share, "correlation": self.correlation}
         return drawn(self.sessions, self.rate, seed=self.seed, think_s=self.think_s, **shape)
-
-    def unused(self) -> dict[str, str]:
-        """Return the keys that change nothing in this run, each with the reason."""
-        found: dict[str, str] = {}
-        if self.policy == RECOMPUTE:
-            found |= dict.fromkeys(OF_STORE, f"policy={RECOMPUTE} stores nothing")
-        elif not self.capacities[DISK]:
-            found |= dict.fromkeys(("write_buffer", "block_tokens", "copies"), "disk=0 has no files")
-            if not self.capacities[HOST]:
-                found["preload"] = "what lies on the device is not loaded"
-        if self.data:
-            found |= dict.fromkeys(("question_share", "correlation"), "data has conversations of its own")
-        if self.arrivals == "anytime":
-            found["think_s"] = "arrivals=anytime waits for no answer"
-        return found
 
 
 def scenarios(words: Sequence[str]) -> Iterator[Scenario]:
@@ -110,12 +83,8 @@ def scenarios(words: Sequence[str]) -> Iterator[Scenario]:
         if not equals:
             raise SettingsError(f"Cannot read {word!r}: write key=value, several values as key=a,b.")
         given[key] = [_value(key, value) for value in values.split(",")]
-    found = [Scenario(**dict(zip(given, point, strict=True))) for point in product(*given.values())]
-    unused = [scenario.unused() for scenario in found]
-    for key in given:
-        if all(key in one for one in unused):
-            raise SettingsError(f"{key} changes nothing here, since {unused[0][key]}: leave it out.")
-    yield from found
+    for point in product(*given.values()):
+        yield Scenario(**dict(zip(given, point, strict=True)))
 
 
 def _value(key: str, text: str) -> Any:

@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import count
 from math import inf
-from random import Random
 
 from harness.cachedattention.simulation.costs import Costs, Hardware
 from harness.cachedattention.simulation.scenario import RECOMPUTE, Scenario
 from harness.cachedattention.simulation.trace import TracedConversation, TurnLengths
 from harness.cachedattention.store.placement import DiskAccount, JobQueue, Move, Placement, in_order
 from harness.cachedattention.store.policies import POLICIES
+from harness.config.settings import BLOCK_TOKENS
+from harness.config.values import size
 from methods.tiers.tier import DISK, HOST
 
 
@@ -26,7 +27,7 @@ class SimulatedDisk:
     """A simulated disk, which reads and writes one after the other, or with `disk_duplex` at the same time. What waits
     to be written lies in memory: more than `write_buffer` bytes of it make the caller wait, as in the store."""
 
-    def __init__(self, capacity: int, hardware: Hardware, write_buffer: float = inf) -> None:
+    def __init__(self, capacity: int, hardware: Hardware, write_buffer: int) -> None:
         self.files: DiskAccount[int] = DiskAccount(capacity)
         self.written_bytes = self.read_bytes = 0
         self._hardware, self._write_buffer = hardware, write_buffer
@@ -104,16 +105,12 @@ class Server:
         self.model = costs.model(scenario.model)
         self.store: Placement | None = None
         if scenario.policy != RECOMPUTE:
-            self.store = Placement(
-                scenario.capacities,
-                POLICIES[scenario.policy](),
-                scenario.ttl_s or inf,
-                scenario.copies,
-            )
-        self.disk = SimulatedDisk(scenario.capacities[DISK], costs.hardware, scenario.write_buffer_bytes)
+            ttl_s = scenario.ttl_s or inf
+            self.store = Placement(scenario.capacities, POLICIES[scenario.policy](), ttl_s, scenario.copies)
+        write_buffer = size("write_buffer", scenario.write_buffer)
+        self.disk = SimulatedDisk(scenario.capacities[DISK], costs.hardware, write_buffer)
         self.queue = self.store.queue if self.store else JobQueue()
         self.now_s = self._busy_s = self._pcie_free_s = self._last_start_s = 0.0
-        self._rng = Random(scenario.seed)
         self._order = count()  # of questions that come at the same moment
         self._steps = 0  # decode steps since the beginning
         self._running: list[tuple[int, int, str]] = []  # (step of the last token, number of the job, session)
@@ -122,45 +119,32 @@ class Server:
         self.moves: list[Move] = []
 
     def serve(self, trace: Sequence[TracedConversation]) -> list[ServedTurn]:
-        self._last_s = max(one.start_s for one in trace)
-        self.states = {one.name: OpenConversation(one) for one in trace}
-        self._coming = [(at, next(self._order), one.name) for one in trace for at in self._known(one)]
+        self.states = {talk.name: OpenConversation(talk) for talk in trace}
+        self._coming = [(talk.start_s, next(self._order), talk.name) for talk in trace]
         heapify(self._coming)
         while self._coming or self.queue or self._running:
             self._arrivals()
-            if (session := self._next()) is not None:
-                self._start(session)
+            if self.queue and len(self._running) < self.model.batch:
+                self._start(next(iter(self.queue)))
             elif self._running:
                 self._decode()
             else:
                 self.now_s = self._coming[0][0]
         return self.jobs
 
-    def _known(self, conversation: TracedConversation) -> Sequence[float]:
-        """Return when questions come, as far as that does not depend on answers."""
-        if self.scenario.arrivals == "answered":
-            return [conversation.start_s]
-        return sorted(self._rng.uniform(0.0, self._last_s) for _ in conversation.turns)
-
-    def _next(self) -> str | None:
-        """Return the session of the first job that can start: a slot is free, and its last answer is complete."""
-        if len(self._running) == self.model.batch:
-            return None
-        return next((session for session in self.queue if not self.states[session].running), None)
-
     def _arrivals(self) -> None:
         if self.store:
             self._carry_out(self.store.expire(self.now_s))
         while self._coming and self._coming[0][0] <= self.now_s:
             at, _, session = heappop(self._coming)
-            self.states[session].asked_s.append(at)
+            self.states[session].asked_s = at
             self.queue.join(session)
             self._prefetch()
 
     def _start(self, session: str) -> None:
         state = self.states[session]
         turn = state.conversation.turns[state.turn].within(self.model.window)
-        asked_s, start_s = state.asked_s.popleft(), self.now_s
+        asked_s, start_s = state.asked_s, self.now_s
         self.queue.leave(session)
         self._fit(state, turn)
         tier, ready_s = self._find(session, state)
@@ -179,7 +163,6 @@ class Server:
         self._busy_s = 0.0
         state.history += turn.question + turn.answer
         state.turn += 1
-        state.running = True
         heappush(self._running, (self._steps + turn.answer, len(self.jobs), session))
 
     def _fit(self, state: OpenConversation, turn: TurnLengths) -> None:
@@ -244,10 +227,9 @@ class Server:
 
     def _answered(self, state: OpenConversation) -> None:
         ended_s = self.now_s
-        state.running = False
         if self.store:
             self._save(state, self.store)
-        if self.scenario.arrivals == "answered" and state.turn < len(state.conversation.turns):
+        if state.turn < len(state.conversation.turns):
             again_s = ended_s + state.conversation.think_s[state.turn - 1]
             heappush(self._coming, (again_s, next(self._order), state.conversation.name))
 
@@ -257,7 +239,7 @@ class Server:
         if before is None:
             state.blocks.clear()
         known = sum(state.sizes(self.model.kv_bytes_per_token).values())
-        state.append(state.history - sum(state.blocks.values()), self.scenario.block_tokens)
+        state.append(state.history - sum(state.blocks.values()), BLOCK_TOKENS)
         self._ready_s[session] = self.now_s
         moves = store.save(session, self._bytes(state), self.now_s)
         tier = store.tier(session)
@@ -312,8 +294,7 @@ class OpenConversation:
     conversation: TracedConversation
     turn: int = 0
     history: int = 0
-    running: bool = False
-    asked_s: deque[float] = field(default_factory=deque)  # of the questions that wait
+    asked_s: float = 0.0  # of the question that waits or runs
     blocks: dict[int, int] = field(default_factory=dict)
 
     def append(self, tokens: int, length: int) -> None:

@@ -9,8 +9,8 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from harness.cachedattention.serving.traffic import RANGES as SERVED
-from harness.cachedattention.serving.traffic import TrafficSettings
+from harness.cachedattention.serving.plan import RANGES as SERVED
+from harness.cachedattention.serving.plan import TrafficSettings
 from harness.cachedattention.simulation.scenario import RANGES as SIMULATED
 from harness.cachedattention.simulation.scenario import Scenario
 from harness.config.settings import NESTED, RANGES, Settings, StoreSettings
@@ -67,7 +67,7 @@ def test_a_number_out_of_its_range_is_refused_by_the_name_of_its_key(key: str) -
 def test_so_is_every_number_of_the_other_commands(kind: Any, ranges: dict[str, Any]) -> None:
     numbers = {name for name, hint in get_type_hints(kind).items() if {int, float} & {hint, *get_args(hint)}}
     sizes = {name for name, hint in get_type_hints(kind).items() if {int, str} <= set(get_args(hint))}
-    assert numbers - sizes - ranges.keys() <= {"interleave", "copies"}
+    assert numbers - sizes - ranges.keys() <= {"copies"}
     for name in numbers - sizes:
         for value in (-2, nan):
             with pytest.raises(SettingsError, match=rf"^{name}={value} "):

@@ -210,15 +210,6 @@ def test_only_a_model_that_runs_its_own_forward_keeps_the_order_of_its_loop(monk
         assert order_of(kv, monkeypatch) == [(layer, start) for start in starts for layer in range(4)]
 
 
-def test_others_are_let_in_once_between_two_chunks_worth_of_work() -> None:
-    for architecture in ("llama", "gpt_oss"):
-        with attached(tiny(architecture), Full()) as kv:
-            engine, let_in = Engine(kv, prefill_chunk=30), []
-            cache = kv.start(KVCache, capacity=CAPACITY)
-            engine.prefill(cache, prompt(70), between=lambda: let_in.append(1))  # noqa: B023
-            assert len(let_in) == 2
-
-
 def test_a_prompt_that_finds_no_room_is_refused_before_it_is_computed() -> None:
     with attached(tiny("llama"), Full()) as kv:
         cache = kv.start(KVCache, capacity=60)

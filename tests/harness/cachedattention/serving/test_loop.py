@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from harness.cachedattention.serving.figures import Answer
-from harness.cachedattention.serving.loop import ServingLoop
-from harness.cachedattention.serving.trace import Session
-from harness.cachedattention.serving.traffic import Clock
+from harness.cachedattention.serving.loop import Clock, ServingLoop
+from harness.cachedattention.serving.plan import Session
 from harness.cachedattention.store.fingerprint import Fingerprint
 from harness.cachedattention.store.history_store import HistoryStore
 from harness.cachedattention.turns.caches import CachesBetweenTurns, DevicePrefix, ResumedCache
@@ -44,13 +43,11 @@ def store(kv: Attachment) -> CachesBetweenTurns:
 
 
 @contextmanager
-def server(
-    kind: Kind = recompute, method: Method | None = None, chunk: int | None = None, **how: Any
-) -> Iterator[ServingLoop]:
+def server(kind: Kind = recompute, method: Method | None = None, slots: int = 2) -> Iterator[ServingLoop]:
     time = Time()
     with attached(tiny("llama"), method or Full(), budget=0.5) as kv:
-        histories, engine = kind(kv), Timed(kv, time, chunk)
-        yield ServingLoop(engine, histories, Clock(time, time.passes), ending=ending, **{"slots": 2} | how)
+        histories, engine = kind(kv), Timed(kv, time)
+        yield ServingLoop(engine, histories, Clock(time, time.passes), ending=ending, slots=slots)
         histories.close()
 
 
@@ -96,20 +93,11 @@ def test_a_sequence_that_leaves_lets_the_next_in_at_once() -> None:
     assert end(made["b", 1]) > end(made["c", 1])
 
 
-@pytest.mark.tokens
-def test_a_prefill_halts_the_others_unless_chunks_are_interleaved() -> None:
-    """b's 30 tokens come in three chunks while a answers."""
-    sessions = session("a", 0.0, (10, 8)), session("b", 1.5, (30, 2))
-    halted = served(*sessions, chunk=10)
-    gaps = [after - before for before, after in pairwise(halted["a", 1].token_s)]
-    assert max(gaps) == pytest.approx(4.0)  # b's prefill, and the step
+def test_a_prefill_halts_the_others() -> None:
+    """b's 30 tokens come while a answers."""
+    halted = served(session("a", 0.0, (10, 8)), session("b", 1.5, (30, 2)))
+    assert max(later - earlier for earlier, later in pairwise(halted["a", 1].token_s)) == pytest.approx(4.0)
     assert halted["b", 1].prefill_s == pytest.approx(3.0)
-    shared = served(*sessions, chunk=10, interleave=True)
-    gaps = [after - before for before, after in pairwise(shared["a", 1].token_s)]
-    assert max(gaps) == pytest.approx(2.0)  # a chunk, and the step
-    assert shared["b", 1].prefill_s == pytest.approx(5.0)  # two steps lie between its chunks
-    for key, answer in halted.items():
-        assert answer.tokens == shared[key].tokens
 
 
 @pytest.mark.tokens

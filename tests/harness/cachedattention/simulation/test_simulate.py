@@ -14,7 +14,7 @@ from harness.cachedattention.simulation.costs import Costs, Hardware, Prices, Se
 from harness.cachedattention.simulation.outcome import simulated
 from harness.cachedattention.simulation.scenario import Scenario, scenarios
 from harness.cachedattention.simulation.server import ServedTurn, Server
-from harness.cachedattention.simulation.trace import TracedConversation, TurnLengths, cuts, drawn, statistics
+from harness.cachedattention.simulation.trace import TracedConversation, TurnLengths, drawn, statistics
 from harness.commands.simulate import main
 
 GB = 10**9
@@ -30,7 +30,9 @@ def priced(window: int = 1000, batch: int = 2) -> Costs:
 
 
 def served(trace: list[TracedConversation], prices: Costs | None = None, **settings: object) -> list[ServedTurn]:
-    scenario = Scenario(model="toy", **{"host": "1TB", "disk": "1TB", "copies": False, "write_buffer": None} | settings)  # type: ignore[arg-type]
+    scenario = Scenario(
+        model="toy", **{"host": "1TB", "disk": "1TB", "copies": False, "write_buffer": "1000TB"} | settings
+    )  # type: ignore[arg-type]
     return Server(scenario, prices or priced()).serve(trace)
 
 
@@ -115,23 +117,11 @@ def test_a_session_that_comes_back_from_disk_is_written_no_second_time_while_the
     written = {}
     for disk in ("30GB", "40GB"):
         server = Server(
-            Scenario(model="toy", policy="lru", host="18GB", disk=disk, copies=False, write_buffer=None), priced()
+            Scenario(model="toy", policy="lru", host="18GB", disk=disk, copies=False, write_buffer="1000TB"), priced()
         )
         server.serve(trace)
         written[disk] = server.disk.written_bytes / GB
     assert written == {"40GB": 14 + 14 + 2 + 2 + 2, "30GB": 14 + 14 + 2 + 2 + 18}
-
-
-def test_turns_that_come_anytime_wait_for_the_answer_before_and_are_all_seen_ahead() -> None:
-    trace = [talk(name, 100.0, *[(5, 30)] * 6) for name in "abc"]
-    jobs = served(trace, arrivals="anytime")
-    for name in "abc":
-        assert [job.turn for job in jobs if job.session == name] == list(range(6))
-    assert {job.tier for job in jobs if job.turn} == {"host"}
-    starts = {(job.session, job.turn): job.history for job in jobs}
-    assert starts == {(name, turn): 35 * turn for name in "abc" for turn in range(6)}
-    closed = served(trace)
-    assert max(job.wait_s for job in jobs) > 5 * max(job.wait_s for job in closed)  # a backlog
 
 
 def test_an_overflow_cuts_the_stored_history_unless_positions_are_in_it() -> None:
@@ -142,21 +132,6 @@ def test_an_overflow_cuts_the_stored_history_unless_positions_are_in_it() -> Non
     coupled = served(trace, priced(window=100), positions="coupled")[1]
     assert (coupled.tier, coupled.history) == (None, 35)
     assert coupled.prefill_s == pytest.approx(4.0 + 3.5)
-
-
-def test_what_the_window_takes_from_single_turns_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trace = [talk("a", 0.0, (70, 80), (10, 10))]
-    assert trace[0].turns[0].within(100) == TurnLengths(50, 50)
-    cut = {"window": 100, "cut_turns": 0.5, "lost_question_tokens": 20 / 80, "lost_answer_tokens": 30 / 90}
-    assert cuts(trace, 100) == pytest.approx(cut)
-    assert served(trace, priced(window=100))[0].question == 50
-    assert main(["sessions=30", "warmup=20", "model=llama-13b,llama-65b", "--out", str(tmp_path)]) == 0
-    shown = capsys.readouterr().out
-    assert "a window of 4096 tokens cuts" in shown
-    assert "a window of 2048 tokens cuts" in shown
-    stored = json.loads((tmp_path / "simulation.json").read_text())["runs"]
-    assert [run["cuts"]["window"] for run in stored] == [4096, 2048]
-    assert stored[0]["cuts"]["lost_answer_tokens"] < stored[1]["cuts"]["lost_answer_tokens"]
 
 
 def test_a_time_to_live_ends_while_the_user_thinks() -> None:
@@ -237,26 +212,6 @@ def test_the_drawn_trace_is_like_sharegpt() -> None:
     assert again[-1].start_s == pytest.approx(9000, rel=0.05)
 
 
-def sharegpt(folder: Path) -> Path:
-    first, second = [("human", "a" * 40), ("gpt", "b" * 80)], [("human", "c" * 8), ("gpt", "d" * 4)]
-    said = [("system", "x"), *first, *second, ("human", "e")]
-    talks = [{"id": str(n), "conversations": [{"from": who, "value": text} for who, text in said]} for n in range(3)]
-    path = folder / "talks.json"
-    path.write_text(json.dumps([*talks, {"id": "empty", "conversations": []}]))
-    return path
-
-
-def test_a_file_of_sharegpt_is_a_trace(tmp_path: Path) -> None:
-    trace = Scenario(data=str(sharegpt(tmp_path)), sessions=3).trace()
-    assert {one.name for one in trace} == {"0", "1", "2"}
-    assert {one.turns for one in trace} == {(TurnLengths(10, 20), TurnLengths(2, 1))}
-    with pytest.raises(ValueError, match="sessions=3"):
-        Scenario(data=str(tmp_path / "talks.json"), sessions=4).trace()
-    (tmp_path / "other.json").write_text('{"a": 1}')
-    with pytest.raises(ValueError, match=r"data: .*other\.json"):
-        Scenario(data=str(tmp_path / "other.json"), sessions=1).trace()
-
-
 def test_a_key_with_several_values_makes_several_runs() -> None:
     runs = list(scenarios(["policy=lru,fifo", "disk=2TB,10TB", "rate=2"]))
     assert [(run.policy, run.disk, run.rate) for run in runs] == [
@@ -274,7 +229,6 @@ def test_a_key_with_several_values_makes_several_runs() -> None:
         ("policy=[lru", "policy=[lru"),
         ("disk=100GB", "copies=false"),
         ("disk=10XB", "disk=10XB"),
-        ("data=no-such-file", "data=no-such-file"),
         ("truncation_ratio=1.0", "truncation_ratio"),
         ("model=llama-13", "llama-13b"),
         ("warmup=9999", "warmup="),
@@ -289,7 +243,7 @@ def test_costs_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     path = tmp_path / "costs.yaml"
     path.write_text(costs.FILE.read_text().replace("gpus: 2", "gpus: 0"))
     assert main(["sessions=20", "--costs", str(path), "--out", str(tmp_path)]) == 2
-    assert "'models.llama-13b.gpus'" in capsys.readouterr().err
+    assert "gpus=0" in capsys.readouterr().err
     path.write_text(costs.FILE.read_text().replace("gpu_usd_per_hour: 5.0", "gpu_usd_per_hour: 10.0"))
     figures = {}
     for name, words in (("usual", []), ("twice", ["--costs", str(path)])):

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from harness.cachedattention.serving.loop import ServingLoop
-from harness.cachedattention.serving.trace import Session
-from harness.cachedattention.serving.traffic import Clock
+from harness.cachedattention.serving.loop import Clock, ServingLoop
+from harness.cachedattention.serving.plan import Session
 from harness.cachedattention.simulation.costs import Costs, Hardware, Prices, Served
 from harness.cachedattention.simulation.scenario import Scenario
 from harness.cachedattention.simulation.server import OpenConversation, Server
@@ -76,9 +75,7 @@ def simulated(policy: str, host: int, disk: int) -> tuple[list[Told], list[Move]
     )  # fmt: skip
     prices = Prices(gpu_usd_per_hour=1, dram_usd_per_gb_hour=1, ssd_usd_per_gb_hour=1)
     costs = Costs(Hardware(pcie_bytes_per_s=1e30, disk_bytes_per_s=1e30), prices, {"tiny": model})
-    scenario = Scenario(
-        model="tiny", policy=policy, host=host, disk=disk, copies=False, block_tokens=BLOCK, preload="off"
-    )
+    scenario = Scenario(model="tiny", policy=policy, host=host, disk=disk, copies=False, preload="off")
     server = Knowing(scenario, costs)
     jobs = server.serve([conversation(one) for one in SESSIONS])
     told = [Told(j.session, j.turn + 1, j.tier, j.history if j.tier else 0, j.wait_s) for j in jobs]
@@ -136,6 +133,7 @@ def served(policy: str, host: int, disk: int, folder: Path) -> tuple[list[Told],
 def test_simulator_and_store_agree(policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Room for 60 tokens in memory, 150 on disk: sessions are evicted there, dropped from there, and
     fetched ahead."""
+    monkeypatch.setattr("harness.cachedattention.simulation.server.BLOCK_TOKENS", BLOCK)
     monkeypatch.setattr("harness.cachedattention.store.history_store.Placement", Logged)
     given = policy, 60 * TOKEN_BYTES, 150 * TOKEN_BYTES
     jobs, moves, written = simulated(*given)
@@ -147,6 +145,7 @@ def test_simulator_and_store_agree(policy: str, tmp_path: Path, monkeypatch: pyt
 
 def test_questions_of_the_same_moment_have_the_same_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With so little memory two questions come at 72.75 s, of which the one that was known later has the first name."""
+    monkeypatch.setattr("harness.cachedattention.simulation.server.BLOCK_TOKENS", BLOCK)
     monkeypatch.setattr("harness.cachedattention.store.history_store.Placement", Logged)
     given = "scheduler_aware", 10 * TOKEN_BYTES, 150 * TOKEN_BYTES
     assert served(*given, tmp_path) == simulated(*given)
