@@ -7,12 +7,11 @@ from importlib import import_module
 
 from harness.config.catalogue import REMOVED_COMMANDS
 from harness.config.errors import as_command
-from harness.terminal.notices import lasting_output, say
+from harness.terminal.notices import say
 
 KINDS = ("ops", "layer", "decode", "generate")
 
 
-@lasting_output()
 @as_command("the rows so far are written, and marked as partial; the same command measures all anew")
 def main(arguments: list[str]) -> int:
     if not arguments or arguments[0] not in KINDS:

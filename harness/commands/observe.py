@@ -22,7 +22,7 @@ from harness.config.overrides import settings as known_settings
 from harness.config.plugins import TARGET, build, suggestion
 from harness.config.settings import SettingsError
 from harness.terminal.arguments import typed
-from harness.terminal.notices import lasting_output, say
+from harness.terminal.notices import say
 from harness.terminal.tables import Column, text_table
 
 OBSERVATIONS = {
@@ -34,7 +34,6 @@ OBSERVATIONS = {
 READ = ("experiment", "task", "model", "chat", "dtype", "device", "seed", "data", "results")  # of a run's keys
 
 
-@lasting_output()
 @as_command()
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_intermixed_args(arguments)

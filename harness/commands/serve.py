@@ -15,12 +15,11 @@ from pathlib import Path
 
 from harness.config.errors import as_command
 from harness.terminal.arguments import typed
-from harness.terminal.notices import lasting_output, say, say_once
+from harness.terminal.notices import say, say_once
 
 OUT = Path("results/runs/serving")
 
 
-@lasting_output()
 @as_command("the same command goes on after the runs that are finished")
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_intermixed_args(arguments)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from harness.config.errors import as_command
 from harness.results.files import digest, write_csv, write_json
 from harness.terminal.arguments import typed
-from harness.terminal.notices import lasting_output, say
+from harness.terminal.notices import say
 
 if TYPE_CHECKING:
     from harness.cachedattention.simulation.costs import Costs
@@ -27,7 +27,6 @@ SCHEMA = 1
 ROOT = Path("results/runs/simulations")
 
 
-@lasting_output()
 @as_command()
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_intermixed_args(arguments)

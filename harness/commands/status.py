@@ -6,7 +6,6 @@ Exit code: 0 all done, 1 something failed, 3 not finished yet, 2 where there is 
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -82,5 +81,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the program, not with a traceback
     sys.exit(main())

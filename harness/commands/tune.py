@@ -17,65 +17,48 @@ from pathlib import Path
 
 from harness.config import grids
 from harness.config.compose import built, composed
-from harness.config.errors import explained
+from harness.config.errors import as_command
 from harness.config.settings import Results
 from harness.terminal.arguments import typed
-from harness.terminal.notices import lasting_output, say, say_once, warn
+from harness.terminal.notices import say, say_once, warn
 from harness.terminal.progress import forget
-from harness.terminal.stopping import Stoppable
 
 ROOT = "results/tuning"  # beside results/runs, so that no report takes one for the other
 
 
-@lasting_output()
-def main(arguments: Sequence[str] | None = None) -> int:
+@as_command("the same command goes on")
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.tune", description=__doc__)
+    parser.add_argument(
+        "overrides", nargs="+", metavar="KEY=VALUE", help="as for python -m harness; method.PARAMETER may name several"
+    )
+    parser.add_argument("--out", type=typed, metavar="DIR", help=f"for the preset, else results.root ({ROOT})")
+    parser.add_argument("--name", metavar="NAME", help="of the preset, else METHOD_tuned")
+    parser.add_argument("--config-dir", "-cd", type=typed, action="append", default=[], help="more yaml files")
     given = list(sys.argv[1:] if arguments is None else arguments)
-    options = _parser().parse_intermixed_args(given)
+    options = parser.parse_intermixed_args(given)
     say_once.cache_clear()
     forget()
-    line = f"python -m harness.tune {shlex.join(given)}"
-    with Stoppable(f"to go on: {line}") as stop:
-        code = _tune(options, line)
-    return stop.code or code
-
-
-@explained
-def _tune(options: argparse.Namespace, command: str) -> None:
     asked = grids.read(options.overrides, options.config_dir)
     method, task, model, settings = built(composed(asked.words, options.config_dir))
     if settings.results.root == Results().root:
         settings = replace(settings, results=replace(settings.results, root=ROOT))
 
-    from harness.tuning import curves, preset
-    from harness.tuning.findings import search
+    from harness.tuning.findings import preset_path, search
     from harness.tuning.plan import SearchPlan
 
     names = {group: entry.name for group, entry in asked.chosen.items()}
-    out = options.out or Path(settings.results.root)
+    out, command = options.out or Path(settings.results.root), f"python -m harness.tune {shlex.join(given)}"
     name = f"{names['method']}_tuned" if options.name is None else options.name
-    path = preset.place(out, name)
-    preset.refuse_other(path, command)
+    path = preset_path(out, name, command)
     plan = SearchPlan.of(method, task, model, settings, names, asked.values)
     say("\n".join(plan.lines()))
     if settings.dry_run:
         return
-    found = search(plan, warn)
-    say("\n" + "\n".join(found.lines()))
-    preset.write(path, asked.chosen["method"], found.method, [found.headline, command, *found.provenance()])
-    drawn = curves.draw(found.curves, found.full, out / f"{name}.png", f"{names['method']}: {plan.title}")
-    say("\n".join(f"wrote {file}" for file in (path, *drawn)))
-    say(f"run it: python -m harness --config-dir {out} method={name} ...")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.tune", description=__doc__)
-    parser.add_argument(
-        "overrides", nargs="+", metavar="KEY=VALUE", help="as for python -m harness; method.PARAMETER may name several"
-    )
-    parser.add_argument("--out", type=typed, metavar="DIR", help=f"for preset and pictures, else results.root ({ROOT})")
-    parser.add_argument("--name", metavar="NAME", help="of the preset, else METHOD_tuned")
-    parser.add_argument("--config-dir", "-cd", type=typed, action="append", default=[], help="more yaml files")
-    return parser
+    findings = search(plan, warn)
+    say("\n" + "\n".join(findings.lines()))
+    findings.write_preset(path, asked.chosen["method"], command)
+    say(f"wrote {path}\nrun it: python -m harness --config-dir {out} method={name} ...")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import yaml
 
 from evals.base import NO_DATA_ROOT, MissingData
 from harness.config.catalogue import not_yaml
-from harness.terminal.notices import complain, visible
+from harness.terminal.notices import complain, lasting_output, visible
 from harness.terminal.stopping import Stoppable
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,14 +85,14 @@ def explained(work: Callable[P, int | None]) -> Callable[P, int]:
 
 
 def as_command(go_on: str = "the same command begins anew") -> Callable[[Main], Callable[..., int]]:
-    """Make a function the `main` of a command: it ends on a signal and says `go_on`, and says an error in a sentence;
-    the exit code tells them apart."""
+    """Make a function the `main` of a command: it ends on a signal and says `go_on`, says an error in a sentence, and
+    goes on where nobody reads its output; the exit code tells them apart."""
 
     def decorated(main: Main) -> Callable[..., int]:
         @wraps(main)
         def command(*arguments: object) -> int:
             code = 0
-            with Stoppable(go_on) as stop:
+            with lasting_output(), Stoppable(go_on) as stop:
                 code = explained(main)(*arguments)
             return stop.code or code
 

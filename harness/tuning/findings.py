@@ -1,30 +1,41 @@
-"""Reports what a search found: its tables, its verdict, and what a preset says about its origin."""
+"""Reports what a search found, and writes it as a preset: the start's yaml with the chosen parameters and their
+origin."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+
+import yaml
 
 from evals import stats
 from evals.stats import ALPHA
+from harness.config.catalogue import CONF, Entry
+from harness.config.plugins import build, describe
+from harness.config.settings import SettingsError
 from harness.results.alarms import at_chance
 from harness.results.compared import for_statistics, mean_score, paired
+from harness.results.files import write_atomically
 from harness.results.measures import over_known
 from harness.results.provenance import git
 from harness.results.records import Record
-from harness.terminal.tables import BYTES, Column, percent, probability, quantity, scaled, text_table
+from harness.terminal.tables import BYTES, Column, percent, probability, quantity, text_table, with_ci
 from harness.tuning.plan import SearchPlan
-from harness.tuning.search import ParameterSearch, Say
+from harness.tuning.search import ParameterSearch, Trials
 from harness.tuning.space import START, Point
-from harness.tuning.trials import Trials
 from methods.base import Method
 from methods.tiers.tier import DEVICE, TIERS
 
+WIDTH = 118
+NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 
-def search(plan: SearchPlan, say: Say) -> Findings:
+
+def search(plan: SearchPlan, say: Callable[[str], None]) -> Findings:
     """Run what has not run yet and return the findings; the same plan gives the same findings."""
     trials, held_out = (Trials(plan.space, plan.start) for _ in range(2))
     searching = ParameterSearch(plan.space, plan.examples, trials, say)
@@ -55,29 +66,24 @@ class Findings:
         """Return the start, the chosen point and Full on the examples that had no part in the
         choice."""
         trials = self.held_out
-        rows = [self._row(trials, START)]
-        rows += [] if self.best == START else [self._row(trials, self.best)]
+        rows = [self._row(trials, point) for point in dict.fromkeys([START, self.best])]
         return [*rows, Outcome("full", trials.full, trials.records[START])] if trials.full else rows
 
-    @property
-    def verdict(self) -> str:
+    def verdict(self) -> Iterator[str]:
+        """Yield whether the chosen point is better than the start, and the warnings that runs of these examples
+        deserve."""
         if self.best == START:
-            return f"No other value did better than {self.start_name} as it is, on the examples to choose by."
-        row, what = self.reported[1], self.plan.space.label(self.best)
-        gain = f"{spelled(row.beside.diff, row.beside.ci, sign=True)} points, p = {probability(row.beside.p)}"
-        if row.beside.p < ALPHA:
-            return f"{what}: {gain} on the {row.n} examples held out."
-        return f"{what} was best where it was chosen. On the {row.n} examples held out: {gain}, which may be chance."
-
-    @property
-    def cautions(self) -> Iterator[str]:
-        """Yield the warnings that runs of these examples deserve, besides the verdict."""
+            yield f"No other value did better than {self.start_name} as it is, on the examples to choose by."
+        else:
+            row, what = self.reported[1], self.plan.space.label(self.best)
+            gain = f"{spelled(row.beside.diff, row.beside.ci, sign=True)} points, p = {probability(row.beside.p)}"
+            chance = "" if row.beside.p < ALPHA else ", which may be chance"
+            yield f"{what} was best where it was chosen. On the {row.n} examples held out: {gain}{chance}."
         if self.plan.start.model.describe().weights == "random":
             yield "Random weights, so scores mean nothing."
-        chance = self.plan.start.task.chance
-        if at_chance(self.held_out.full, chance):
+        if at_chance(self.held_out.full, self.plan.start.task.chance):
             full = percent(mean_score(self.held_out.full))
-            yield f"Full scores {full}, near the {percent(chance, 0)} of guessing: values cannot be told apart here."
+            yield f"Full scores {full}, near guessing: values cannot be told apart here."
 
     def lines(self) -> Iterator[str]:
         yield f"Chosen by {self.plan.examples.choosing} examples:"
@@ -86,63 +92,45 @@ class Findings:
             yield f"  left out: {self.plan.space.label(point)}: {reason}"
         yield f"\nHeld out, {len(self.plan.examples.held_out)} other examples:"
         yield text_table(columns(self.reported))
-        yield "\n" + " ".join([self.verdict, *self.cautions])
+        yield "\n" + " ".join(self.verdict())
 
-    def provenance(self) -> Iterator[str]:
-        """Yield the lines for the comment of the preset."""
+    def write_preset(self, path: Path, base: Entry, command: str) -> None:
+        """Write the chosen method as a preset based on `base`, with comments that say where it comes from."""
+        changes = self.plan.space.label(self.best) or "the start's own values"
+        headline = f"{self.start_name} tuned on {self.plan.start.label.split()[0]}: {changes}."
+        wrapped = [
+            textwrap.wrap(text, WIDTH, break_on_hyphens=False, break_long_words=False) for text in self._origin()
+        ]
+        comments = [f"# {line}" for line in (headline, command, *(line for lines in wrapped for line in lines))]
+        usual, values, defaults = describe(build(base.values(), "method")), describe(self.method), list[str]()
+        if base.file.parent in (CONF / "method", path.parent.resolve()):
+            values = {name: value for name, value in values.items() if value != usual[name]}
+            defaults = [f"defaults: [{base.name}]"]
+        plain = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        body = yaml.safe_dump(plain, default_flow_style=None, sort_keys=False, width=1000) if plain else ""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, "\n".join([*(f"# {line}" for line in comments), *defaults, body]))
+
+    def _origin(self) -> Iterator[str]:
         info, seed = self.plan.start.model.describe(), self.plan.start.wanted.seed
         revision = f" ({info.revision.rpartition(':')[2][:12]})" if info.revision else ""
-        commit = str(git()["commit"] or "unknown")[:12]
-        yield f"Model {info.name}{revision}, examples of seed {seed}, commit {commit}."
-        tested = len(self.search.trials.records)
+        yield f"Model {info.name}{revision}, examples of seed {seed}, commit {str(git()['commit'] or 'unknown')[:12]}."
         chosen = next(row for row in self.rows if row.label == self._label(self.best))
         yield (
-            f"Chosen among {tested} points by {chosen.n} examples, where {self.start_name} scores {self.rows[0].score} "
-            f"and this {chosen.score}."
+            f"Chosen among {len(self.search.trials.records)} points by {chosen.n} examples, where {self.start_name} "
+            f"scores {self.rows[0].score} and this {chosen.score}."
         )
         scores = ", ".join(f"{row.label} {row.score}" for row in self.reported)
         yield f"Held out, {self.reported[0].n} other examples: {scores}."
-        yield " ".join([self.verdict, *self.cautions])
-        if self.best != START:
-            yield self._cost(*self.reported[:2])
+        yield " ".join(self.verdict())
 
     @property
     def method(self) -> Method:
         return self.plan.space.method(self.best)
 
     @property
-    def headline(self) -> str:
-        changes = self.plan.space.label(self.best) or "the start's own values"
-        return f"{self.start_name} tuned on {self.plan.start.label.split()[0]}: {changes}."
-
-    @property
-    def curves(self) -> dict[str, Curve]:
-        """Return the curve of each parameter; points that were discarded are missing."""
-        space, trials = self.plan.space, self.search.trials
-        curves = {}
-        for name in space.grids:
-            points = {space.value(point, name): point for point in trials.left(space.curve(name))}
-            rows = {value: self._row(trials, points[value]) for value in space.grids[name] if value in points}
-            curves[name] = Curve(rows, space.value(START, name), space.value(self.best, name))
-        return curves
-
-    @property
-    def full(self) -> float | None:
-        """Return Full's score on the examples to choose by."""
-        return mean_score(self.search.trials.full) if self.search.trials.full else None
-
-    @property
     def start_name(self) -> str:
-        return self.plan.names["method"]
-
-    def _cost(self, before: Outcome, after: Outcome) -> str:
-        (old, new), unit = scaled([before.device_bytes, after.device_bytes], BYTES)
-        moved, moved_unit = scaled([before.moved_bytes, after.moved_bytes], BYTES)
-        traffic = f"; moves {moved[1]} {moved_unit} per step (before: {moved[0]})" if before.moved_bytes else ""
-        return (
-            f"Reads {percent(after.read)} % of the prompt (before: {percent(before.read)}); holds {new} {unit} on the "
-            f"device (before: {old}){traffic}."
-        )
+        return (self.plan.start.presets or {})["method"]
 
     def _row(self, trials: Trials, point: Point) -> Outcome:
         return Outcome(self._label(point), trials.records[point], trials.records[START])
@@ -165,62 +153,49 @@ class Outcome:
         return len(self.records)
 
     @property
-    def mean(self) -> float:
-        return mean_score(self.records)
-
-    @property
-    def interval(self) -> stats.Interval:
-        units = [r.independent for r in self.records]
-        interval = stats.interval([r.score for r in self.records], [r.group for r in self.records], units=units)
-        assert interval is not None
-        return interval
+    def score(self) -> str:
+        """Return the mean with its interval, such as "40.0 [23, 59]"."""
+        units = [record.independent for record in self.records]
+        groups = [record.group for record in self.records]
+        interval = stats.interval([record.score for record in self.records], groups, units=units)
+        return spelled(mean_score(self.records), interval)
 
     @property
     def beside(self) -> stats.Paired:
         return stats.paired(*for_statistics(paired(self.records, self.start)))
 
-    @property
-    def read(self) -> float | None:
-        """Return the share of the prompt that a step reads."""
-        return over_known(fmean, [record.attended_share for record in self.records])
-
-    @property
-    def device_bytes(self) -> float:
-        return fmean(record.kv[DEVICE] for record in self.records)
-
-    @property
-    def moved_bytes(self) -> float | None:
-        return over_known(fmean, [record.measured.get("moved_bytes_per_step") for record in self.records])
-
-    @property
-    def score(self) -> str:
-        """Return the mean with its interval, such as "40.0 [22.7, 59.4]"."""
-        return spelled(self.mean, self.interval)
-
-
-class Curve(NamedTuple):
-    """Hold rows by value, in the order of the grid; `start` and `chosen` are values on it."""
-
-    rows: Mapping[Any, Outcome]
-    start: Any
-    chosen: Any
-
 
 def columns(rows: Sequence[Outcome]) -> list[Column]:
     """Return the columns of a table whose first row is the start."""
     tests = [None, *(row.beside for row in rows[1:])]
+    read = [over_known(fmean, [record.attended_share for record in row.records]) for row in rows]
+    device = [fmean(record.kv[DEVICE] for record in row.records) for row in rows]
+    moved = [over_known(fmean, [r.measured.get("moved_bytes_per_step") for r in row.records]) for row in rows]
     return [
         Column("parameters", "", [row.label for row in rows], left=True),
         Column("score", "95% CI", [row.score for row in rows]),
         Column("vs first", "95% CI", [spelled(test.diff, test.ci, sign=True) if test else "" for test in tests]),
         Column("p", "", [probability(test.p) if test else "" for test in tests]),
-        Column("attended", "%", [percent(row.read) for row in rows]),
-        quantity(TIERS[DEVICE].head, [row.device_bytes for row in rows], BYTES),
-        quantity("moved", [row.moved_bytes for row in rows], BYTES, per="/step", hide_zeros=True),
+        Column("attended", "%", [percent(share) for share in read]),
+        quantity(TIERS[DEVICE].head, device, BYTES),
+        quantity("moved", moved, BYTES, per="/step", hide_zeros=True),
         Column("n", "", [str(row.n) for row in rows]),
     ]
 
 
-def spelled(mean: float, ends: stats.Interval, sign: bool = False) -> str:
-    low, high = (percent(end, sign=sign) for end in (ends.low, ends.high))
-    return f"{percent(mean, sign=sign)} [{low}, {high}]"
+def spelled(mean: float, ends: stats.Interval | None, sign: bool = False) -> str:
+    return with_ci(mean, [ends.low, ends.high] if ends else None, sign)
+
+
+def preset_path(folder: Path, name: str, command: str) -> Path:
+    """Return the file of a preset. Raises `SettingsError` if `name` is no plain word, so would lead to another folder,
+    or if the file is there and was not written by the same command."""
+    if not NAME.fullmatch(name):
+        raise SettingsError(
+            f"--name {name!r} is no name for a preset, which method=NAME is to find: give letters, digits, - and _, "
+            "and choose the folder with --out."
+        )
+    path = folder / "method" / f"{name}.yaml"
+    if path.is_file() and f"# {command}" not in path.read_text(encoding="utf-8").splitlines():
+        raise SettingsError(f"{path} is there already, and not from this search: give another --name or --out.")
+    return path

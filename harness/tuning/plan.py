@@ -1,29 +1,34 @@
-"""Plans a search before its first run: checks it, counts its runs and prints both."""
+"""Plans a search before its first run: checks it, splits its examples, counts its runs and prints all three.
+
+A point that was chosen because it scored best scores too well on the examples it was chosen by (the winner's curse), so
+its reported score comes from the other half."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from evals.base import Task
 from harness.config.catalogue import plain
 from harness.config.errors import sentence
-from harness.config.settings import TUNING_SEED, CommonWindows, Settings
+from harness.config.settings import TUNING_SEED, CommonWindows, Settings, SettingsError
 from harness.jobs.job import Job, Presets
 from harness.jobs.planning.effective import method_of, without_effect
+from harness.jobs.planning.examples import PreparedExample, prepare
 from harness.models.base import ModelSource
 from harness.terminal.notices import say_once
-from harness.tuning.examples import Examples, examples_of, refuse_unseeded
-from harness.tuning.search import KEPT, curve_points, most_combinations
+from harness.tuning.search import KEPT, Examples, curve_points, most_combinations
 from harness.tuning.space import START, Space, grids_of, space_of
 from methods.base import Method
 
-FULL = {  # baseline -> what becomes of Full
-    "run": ", and Full's",
-    "reuse": ", and Full's where it has run",
-    "off": " without Full's, so nobody will know what is lost to it (baseline=off)",
-}
+ROUNDS = 3  # rounds of the refinement, each on other examples; fewer if a group has fewer
+SAME_EXAMPLES = (
+    "This task has the same examples whatever the seed, so its tables would be about what was tuned on: tune on "
+    "another task (niah, ruler) and run the preset on this one."
+)
 
 
 @dataclass(frozen=True)
@@ -54,31 +59,28 @@ class SearchPlan:
             wanted, seed=TUNING_SEED, shared_prefill=True, likelihood="off", comm=None, windows=CommonWindows()
         )
         grids = grids_of(method, asked)
-        refuse_unseeded(task)
+        if not task.seeded:  # before its data are looked for; a task of a user's own is recognised by its examples
+            raise SettingsError(SAME_EXAMPLES)
         task.require(settings.data.folder())
-        examples = examples_of(task, model, settings)
+        items = prepare(task, model, settings)
+        usual = {item.sha256 for item in prepare(task, model, replace(settings, seed=Settings().seed))}
+        if usual & {item.sha256 for item in items}:
+            raise SettingsError(SAME_EXAMPLES)
+        examples = halved(items)
+        both = [*chain.from_iterable(examples.rounds), *examples.held_out]
 
         def job(candidate: Method) -> Job:
-            return Job.plan(candidate, task, model, settings, examples.all, names)
+            return Job.plan(candidate, task, model, settings, both, names)
+
+        def refusal(candidate: Method) -> str | None:
+            try:
+                job(candidate)
+            except ValueError as error:
+                return sentence(error)
+            return None
 
         start = job(method)
-        space = space_of(method, grids, lambda other: _refusal(job, other), bool(asked))
-        return cls(space, examples, start)
-
-    @property
-    def names(self) -> Presets:
-        """Return what the command line calls method, task and model."""
-        return self.start.presets or {}
-
-    @property
-    def title(self) -> str:
-        settings, model = self.start.wanted, self.start.model.describe().name
-        bytes_too = "" if settings.align == "tokens" else f" (align={settings.align})"
-        asked = f"budget={settings.budget}{bytes_too}"
-        for name in ("budget_bytes",):
-            if value := getattr(settings, name):
-                asked = f"{name}={value}"
-        return f"{self.names['task']}, {asked}, {model}"
+        return cls(space_of(method, grids, refusal, bool(asked)), examples, start)
 
     def lines(self) -> Iterator[str]:
         """Yield lines that say what would run at most."""
@@ -89,32 +91,30 @@ class SearchPlan:
             yield f"  {name:<{width}}  {'  '.join(plain(v) + '*' * (v == own) for v in values)}"
         yield "  * the start"
         yield from (f"  not tried: {words}" for words in self.space.left_out)
-        parts = f", in {len(self.examples.rounds)} parts" if len(self.examples.rounds) > 1 else ""
-        yield (
-            f"examples of seed {TUNING_SEED}: {self.examples.choosing} to choose by{parts}, "
-            f"{len(self.examples.held_out)} held out"
-        )
+        rounds, held_out = self.examples.rounds, len(self.examples.held_out)
+        yield f"examples of seed {TUNING_SEED}: {self.examples.choosing} to choose by, {held_out} held out"
         curves, combinations = len(curve_points(self.space)), most_combinations(self.space)
-        settings = self.start.wanted
+        answers, field = curves * self.examples.choosing + 2 * held_out, combinations
+        for items in rounds:
+            answers += field * len(items)
+            field = max(1, round(field * KEPT)) if field else 0
         yield (
-            f"{curves} points on the curves, at most {combinations} combinations, then the best beside the start: "
-            f"at most {self.answers} answers{FULL[settings.baseline]}; runs in {settings.results.root}"
+            f"{curves} points on the curves, at most {combinations} combinations, then the best and the start: at most "
+            f"{answers} answers, with baseline={self.start.wanted.baseline}; runs in {self.start.wanted.results.root}"
         )
 
-    @property
-    def answers(self) -> int:
-        """Return the most answers that the search gives: examples times candidates."""
-        total = len(curve_points(self.space)) * self.examples.choosing + 2 * len(self.examples.held_out)
-        field = most_combinations(self.space)
-        for items in self.examples.rounds:
-            total += field * len(items)
-            field = max(1, round(field * KEPT)) if field else 0
-        return total
 
-
-def _refusal(job: Any, candidate: Method) -> str | None:
-    try:
-        job(candidate)
-    except ValueError as error:
-        return sentence(error)
-    return None
+def halved(items: Sequence[PreparedExample]) -> Examples:
+    """Split the examples of each group alternately: one to choose by, one to report on."""
+    groups: dict[str, list[PreparedExample]] = defaultdict(list)
+    for item in items:
+        groups[item.example.group].append(item)
+    if few := [name for name, own in groups.items() if len(own) < 2]:
+        raise SettingsError(
+            f"{few[0]} has one example, and a search needs one to choose by and one to report on: ask the task for "
+            "more (task.samples, task.rounds)."
+        )
+    choosing = [own[::2] for own in groups.values()]
+    count = min(ROUNDS, *map(len, choosing), ROUNDS)
+    rounds = tuple([item for own in choosing for item in own[start::count]] for start in range(count))
+    return Examples(rounds, [item for own in groups.values() for item in own[1::2]])

