@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -13,13 +14,15 @@ from evals import haystack
 from evals.base import Example, Score, Task, TaskEnv, TaskError, Turn
 from evals.data import require
 from evals.needles import leading_digits, scored_digits
-from evals.ruler import official, qa, scoring
+from evals.ruler import official, qa
 from evals.ruler.factory import DoesNotFit, Factory
 from evals.ruler.fitting import SMALLEST
 from evals.ruler.niah import KINDS, Needles, asked
 from evals.ruler.templates import FAMILIES, NEW_TOKENS, FilledTemplate
 
 EAGER = 4096  # tokens up to which prompts are made at once: that is quick, and only there may a task not fit
+
+THRESHOLD = 0.856  # the score of Llama-2-7B-chat at 4096 tokens
 
 Group = tuple[str, int, Callable[[], list[FilledTemplate]]]  # task, length, and a function that makes the prompts
 
@@ -62,7 +65,7 @@ class Ruler(Task):
             raise ValueError(f"haystack={self.haystack!r} is unknown: choose one of {', '.join(haystack.NAMES)}")
 
         if self.source is not None and not self.source.strip():
-            raise TaskError("task.source is empty: name a folder or file of the official scripts, or leave it out")
+            raise TaskError("task.source is empty: name a folder of the official scripts, or leave it out")
 
     def _check_questions(self) -> None:
         if self.questions == 1:
@@ -112,19 +115,19 @@ class Ruler(Task):
 
     def score(self, example: Example, output: str) -> Score:
         family = FAMILIES[example.data["task"]]
-        match = scoring.string_match_part if family == "qa" else scoring.string_match_all
-        digits = leading_digits(example.references, scoring.clean(output)) if family == "niah" else {}
-        return Score(match(output, example.references), {"null": float(not scoring.clean(output)), **digits})
+        match = string_match_part if family == "qa" else string_match_all
+        digits = leading_digits(example.references, clean(output)) if family == "niah" else {}
+        return Score(match(output, example.references), {"null": float(not clean(output)), **digits})
 
     def averages(self, groups: Mapping[str, float], details: Mapping[str, float] | None = None) -> dict[str, float]:
         """Return `mean`, the means of lengths and of tasks, RULER's summaries where they are
         defined, and the digits of needles."""
-        averages = super().averages(groups) | scoring.means(groups, part=1) | scoring.means(groups, part=0)
-        by_length = {int(length): score for length, score in scoring.means(groups, part=1).items()}
+        averages = super().averages(groups) | means(groups, part=1) | means(groups, part=0)
+        by_length = {int(length): score for length, score in means(groups, part=1).items()}
         if len(by_length) > 1:
-            averages["weighted_rising"], averages["weighted_falling"] = scoring.weighted_averages(by_length)
+            averages["weighted_rising"], averages["weighted_falling"] = weighted_averages(by_length)
         if groups and len(groups) == len(FAMILIES) * len(by_length):
-            averages["effective_length"] = scoring.effective_length(by_length)
+            averages["effective_length"] = effective_length(by_length)
         return averages | scored_digits(details)
 
     def provenance(self) -> dict[str, Any]:
@@ -176,3 +179,69 @@ def _example(task: str, length: int, index: int, prompt: FilledTemplate) -> Exam
         max_new_tokens=NEW_TOKENS[FAMILIES[task]],
         data={"task": task, "length": length, "index": index, **prompt.data},
     )
+
+
+def clean(output: str) -> str:
+    """Turn control characters into newlines.
+
+    >>> clean(" 12\\t34 ")
+    '12\\n34'
+    """
+    return re.sub(r"[\x00-\x1f]", "\n", output.strip()).strip()
+
+
+def string_match_all(output: str, references: Sequence[str]) -> float:
+    """Return the share of the references that occur, whatever their case and without regard to word
+    boundaries.
+
+    >>> string_match_all("It is 12345678.", ["1234567", "89"])
+    0.5
+    """
+    text = clean(output).lower()
+    return sum(reference.lower() in text for reference in references) / len(references)
+
+
+def string_match_part(output: str, references: Sequence[str]) -> float:
+    """Return 1 if any reference occurs, else 0.
+
+    >>> string_match_part("in Paris", ["paris", "Paris, France"])
+    1.0
+    """
+    text = clean(output).lower()
+    return float(any(reference.lower() in text for reference in references))
+
+
+def means(groups: Mapping[str, float], part: int) -> dict[str, float]:
+    """Average the groups "task/length" that share a task (`part=0`) or a length (`part=1`), in
+    order of appearance.
+
+    >>> means({"vt/4096": 1.0, "cwe/4096": 0.5, "vt/8192": 0.25}, part=1)
+    {'4096': 0.75, '8192': 0.25}
+    """
+    shared: dict[str, list[float]] = {}
+    for group, score in groups.items():
+        shared.setdefault(group.split("/")[part], []).append(score)
+    return {name: sum(scores) / len(scores) for name, scores in shared.items()}
+
+
+def effective_length(by_length: Mapping[int, float], threshold: float = THRESHOLD) -> int:
+    """Return the largest length whose score exceeds the threshold, 0 if none does.
+
+    >>> effective_length({4096: 0.95, 8192: 0.86, 16384: 0.7})
+    8192
+    """
+    return max((length for length, score in by_length.items() if score > threshold), default=0)
+
+
+def weighted_averages(by_length: Mapping[int, float]) -> tuple[float, float]:
+    """Average over lengths with weights 1, 2, ... from the shortest to the longest, and the other
+    way round.
+
+    >>> weighted_averages({4096: 0.75, 8192: 0.0})
+    (0.25, 0.5)
+    """
+    scores = [by_length[length] for length in sorted(by_length)]
+    weights = range(1, len(scores) + 1)
+    rising = sum(weight * score for weight, score in zip(weights, scores, strict=True)) / sum(weights)
+    falling = sum(weight * score for weight, score in zip(weights, reversed(scores), strict=True)) / sum(weights)
+    return rising, falling

@@ -11,8 +11,7 @@ from string import ascii_lowercase
 import numpy as np
 
 from evals.base import TaskError, TextTools
-from evals.ruler.fitting import Generator, TooShort
-from evals.ruler.size_search import FitCheck
+from evals.ruler.fitting import FitCheck, Generator, TooShort
 from evals.ruler.templates import NEW_TOKENS, TEMPLATES, FilledTemplate
 from evals.ruler.vocabulary import Streams, distinct_words
 

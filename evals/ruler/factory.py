@@ -4,15 +4,19 @@ shapes the outcome."""
 from __future__ import annotations
 
 import hashlib
+import json
+import logging
+import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from evals import cache, haystack
+from evals import haystack
 from evals.base import TaskEnv, TaskError
-from evals.data import value_of
+from evals.data import Row, value_of
 from evals.ruler import qa
 from evals.ruler.aggregation import ENGLISH_WORDS, CommonWords, FrequentWords
 from evals.ruler.fitting import OFFICIAL_FROM, Generator, TooShort
@@ -20,6 +24,8 @@ from evals.ruler.niah import KINDS, Niah, essay_words
 from evals.ruler.templates import FAMILIES, FilledTemplate
 from evals.ruler.tracing import Tracing
 from evals.ruler.vocabulary import Streams, words_sha256
+
+log = logging.getLogger(__name__)
 
 OFFICIAL = "official"  # prompts equal those of the official scripts, string by string
 FINE = "fine-1"  # our own prompts below OFFICIAL_FROM tokens; raised when they change
@@ -44,10 +50,18 @@ class Factory:
         self._corpora = {task: qa.load(task, env) for task in tasks if FAMILIES[task] == "qa"}
 
     def prompts(self, task: str, length: int, samples: int) -> list[FilledTemplate]:
-        """Return prompts from the cache, or make them. Only making them asks the tokenizer."""
-        folder = None if self._env.cache_dir is None else self._env.cache_dir / "ruler"
-        key = self._key(task, length, samples)
-        rows = cache.load_or_make(folder, f"{task}-{length}", key, lambda: self._rows(task, length, samples))
+        """Return prompts from the cache, or make them and keep them there. Only making them asks the
+        tokenizer."""
+        if self._env.cache_dir is None:
+            rows = self._rows(task, length, samples)
+        else:
+            digest = hashlib.sha256(_dumps(self._key(task, length, samples)).encode()).hexdigest()
+            path = self._env.cache_dir / "ruler" / f"{task}-{length}-{digest[:16]}.json"
+            try:
+                rows = json.loads(path.read_bytes())
+            except (OSError, ValueError):
+                rows = self._rows(task, length, samples)
+                _keep(path, _dumps(rows))
         return [FilledTemplate.from_row(row) for row in rows]
 
     def provenance(self) -> dict[str, Any]:
@@ -60,7 +74,7 @@ class Factory:
             provenance[task] = {"origin": corpus.origin, "sha256": corpus.sha256}
         return provenance
 
-    def _rows(self, task: str, length: int, samples: int) -> list[cache.Row]:
+    def _rows(self, task: str, length: int, samples: int) -> list[Row]:
         try:
             prompts = self._generator(task, length).prompts(samples)
         except TooShort as error:
@@ -125,6 +139,25 @@ class Factory:
             return []
         place = f"{path} (which git-lfs may keep elsewhere)"
         return list(value_of(path.read_bytes(), {str: "text that is not blank"}, place).values())
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, sort_keys=True)
+
+
+def _keep(path: Path, text: str) -> None:
+    """Write a file of prompts, whole or not at all."""
+    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(text, encoding="utf-8")
+        os.replace(unfinished, path)
+    except OSError as error:  # a full disk costs time, but does not end the run
+        logging.getLogger(__name__).warning(
+            "%s cannot be written (%s): it is made again next time", path, error.strerror
+        )
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
 
 
 def _uses_essay(task: str) -> bool:

@@ -4,7 +4,6 @@ the older one (inside)."""
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,13 +65,9 @@ class OfficialFile:
 
 
 def find(source: Path, tasks: Sequence[str], lengths: Sequence[int]) -> Iterator[OfficialFile]:
-    """Yield one file for each length and task. A source that is one file serves the task and length
-    it was written for."""
-    if source.is_file():
-        yield _single(source, tasks, lengths)
-        return
+    """Yield one file for each length and task."""
     if not source.is_dir():
-        raise TaskError(f"task.source={source} is neither a file nor a folder")
+        raise TaskError(f"task.source={source} is not a folder: name the one that the official scripts wrote")
     for length in lengths:
         for task in tasks:
             yield OfficialFile(_in_folder(source, task, length, only_length=len(lengths) == 1), task, length)
@@ -93,18 +88,3 @@ def _in_folder(source: Path, task: str, length: int, *, only_length: bool) -> Pa
             "set task.tasks and task.lengths to that"
         )
     return path
-
-
-def _single(path: Path, tasks: Sequence[str], lengths: Sequence[int]) -> OfficialFile:
-    """Read task and length off `4096/vt/validation.jsonl`, `4096/vt.jsonl` or `vt_4096.jsonl`."""
-    parts = [path.stem, *(parent.name for parent in path.parents[:2])]
-    named = [task for part in parts for task in FAMILIES if re.match(rf"{task}(?![a-z0-9])", part)]
-    task = named[0] if named else tasks[0]
-    if task not in tasks or not (named or len(tasks) == 1):
-        raise TaskError(f"task.source={path} is a file of {task if named else 'one task'}: name it in task.tasks")
-    numbers = [int(number) for part in parts for number in re.findall(r"(?:^|_)([0-9]{3,7})(?=_|$)", part)]
-    length = numbers[0] if numbers else lengths[0]
-    if length not in lengths or not (numbers or len(lengths) == 1):
-        what = length if numbers else "one length"
-        raise TaskError(f"task.source={path} is a file of {what}: set task.lengths to it")
-    return OfficialFile(path, task, length)

@@ -12,7 +12,7 @@ from math import isfinite
 from typing import Any
 
 from evals.metrics.answers import ASCII_PUNCTUATION, CHINESE_PUNCTUATION, f1
-from evals.metrics.rouge_sum import rouge_lsum
+from evals.metrics.rouge import rouge_lsum
 
 OPTIONS = "ABCD"
 _PREFIXES = ("answer is:", "answer:", "answer is", "option is")
