@@ -18,7 +18,6 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -273,14 +272,6 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
-def _is_time(value: Any) -> bool:
-    """Return whether a text is a time in ISO 8601, as JSON has it."""
-    try:
-        return isinstance(value, str) and datetime.fromisoformat(value).tzinfo is not None
-    except ValueError:
-        return False
-
-
 KINDS: Mapping[str, Callable[[Any], bool]] = {
     "text": _is_text,
     "text that is not blank": lambda value: _is_text(value) and bool(value.strip()),
@@ -295,7 +286,6 @@ KINDS: Mapping[str, Callable[[Any], bool]] = {
     "true": lambda value: value is True,
     "false": lambda value: value is False,
     "an object": lambda value: isinstance(value, dict),
-    "a time with its zone": _is_time,
 }
 _ABSENT = object()
 

@@ -152,7 +152,7 @@ class Gsm8k(Task):
         self._opened.update(test=test.provenance, prompt_sha256=_sha256(shots))
         form = FORMS[self.prompt]
         for index, row in enumerate(test.rows[: self.samples]):
-            question, solution = _fields(row)
+            question, solution = row["question"], row["answer"]
             if "####" not in solution or not final_number(solution):
                 raise no_answer(f"gsm8k/test: row {index + 1} of {test.origin}")
             yield Example(
@@ -196,26 +196,22 @@ class Gsm8k(Task):
         train = open_rows(self._source("train"), env, FIELDS)
         if len(train.rows) <= max(PQCACHE_SHOTS):
             raise TaskError(f"{train.origin} has {len(train.rows)} rows, not GSM8K's 7473: fetch it again")
-        shots = "\n\n".join(_pqcache_shot(*_fields(train.rows[index])) for index in PQCACHE_SHOTS)
+        shots = "\n\n".join(_pqcache_shot(train.rows[index]) for index in PQCACHE_SHOTS)
         if _sha256(shots) != PQCACHE_SHA256:
             raise TaskError(f"{train.origin} does not make PQCache's prompt (SHA-256 {PQCACHE_SHA256}): fetch it again")
         self._opened["train"] = train.provenance
         return shots
 
 
-def _pqcache_shot(question: str, solution: str) -> str:
-    steps, _, final = re.sub(r"<<.*?>>", "", solution).rpartition("\n#### ")
-    return f"Question: {question}\nLet's think step by step\n{steps}\nThe answer is {final}"
+def _pqcache_shot(row: Row) -> str:
+    steps, _, final = re.sub(r"<<.*?>>", "", row["answer"]).rpartition("\n#### ")
+    return f"Question: {row['question']}\nLet's think step by step\n{steps}\nThe answer is {final}"
 
 
 def _lm_eval_shots() -> str:
     """Return the eight worked examples of gsm8k_cot, from Wei et al. (arXiv:2201.11903)."""
     shots = json.loads(Path(__file__).with_name("gsm8k_shots.json").read_text(encoding="utf-8"))
     return "\n\n".join(f"Q: {shot['question']}\nA: {shot['answer']}" for shot in shots)
-
-
-def _fields(row: Row) -> tuple[str, str]:
-    return row["question"], row["answer"]
 
 
 def _sha256(text: str) -> str:

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 
 from evals.base import NO_DATA_ROOT, TaskEnv, TaskError
 from evals.data import value_of
@@ -40,11 +38,14 @@ def load(name: str, env: TaskEnv) -> Haystack:
     for wanted, files in ESSAY_FILES.items():
         if name not in ("auto", wanted):
             continue
-        path = _find(files, env.data_root)
+        folders = (env.data_root / "essays", env.data_root) if env.data_root else ()
+        places = (folder / file for file in files for folder in folders)
+        path = next((path for path in places if path.is_file()), None)
         if path is not None:
             return _haystack(wanted, value_of(path.read_bytes(), ESSAYS, str(path))["text"])
         if name == wanted:
-            raise TaskError(f"haystack={name} needs {' or '.join(files)} in {_places(env.data_root)}; or use pydoc")
+            where = " or ".join(map(str, folders)) or f"the data root {NO_DATA_ROOT}"
+            raise TaskError(f"haystack={name} needs {' or '.join(files)} in {where}; or use pydoc")
     return _haystack("pydoc", _pydoc_text())
 
 
@@ -59,17 +60,6 @@ def split_sentences(text: str) -> list[str]:
 
 def _haystack(name: str, text: str) -> Haystack:
     return Haystack(name, text, hashlib.sha256(text.encode()).hexdigest())
-
-
-def _find(files: Sequence[str], root: Path | None) -> Path | None:
-    if root is None:
-        return None
-    candidates = (folder / file for file in files for folder in (root / "essays", root))
-    return next((path for path in candidates if path.is_file()), None)
-
-
-def _places(root: Path | None) -> str:
-    return f"the data root {NO_DATA_ROOT}" if root is None else f"{root / 'essays'} or {root}"
 
 
 def _pydoc_text() -> str:

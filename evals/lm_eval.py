@@ -111,6 +111,7 @@ class LmEval(Task):
         _refuse(leaf, requests, text)
         choices, text = self._choices(task, requests, text)
         ending = {"max_new_tokens": 1} if choices else _ending(leaf, requests[0].args[1])
+        digest = sha256(json.dumps(doc, sort_keys=True, default=str).encode()).hexdigest()  # scoring may read any field
         context, question, prefix = _split(text, task.doc_to_text(doc), prefix)
         return Example(
             id=f"{leaf.name}-{number}",
@@ -121,7 +122,7 @@ class LmEval(Task):
             references=_references(leaf, number, doc),
             choices=choices,
             chat=self.chat,
-            data={"doc": number, "sha256": _content(doc)},
+            data={"doc": number, "sha256": digest},
             **ending,
         )
 
@@ -226,12 +227,6 @@ def _split(text: str, asked: object, prefix: str) -> tuple[str, str, str]:
     return body, "", prefix
 
 
-def _content(doc: Any) -> str:
-    """Return the hash of all of a document, because a task's own scoring may read any field of
-    it."""
-    return sha256(json.dumps(doc, sort_keys=True, default=str).encode()).hexdigest()
-
-
 def _references(leaf: Leaf, number: int, doc: Any) -> tuple[str, ...]:
     """Return the right answers as texts. Raises `TaskError` if a document has none and the task
     scores by them."""
@@ -241,17 +236,13 @@ def _references(leaf: Leaf, number: int, doc: Any) -> tuple[str, ...]:
         choices = leaf.task.doc_to_choice(doc)
         target = choices[target] if 0 <= target < len(choices) else None  # a label of -1 stands for none
     answers = tuple(target) if isinstance(target, (list, tuple)) else (target,)
-    if config.process_results is None and config.doc_to_target not in (None, "") and not any(_has_answer(doc, answers)):
+    if (
+        config.process_results is None
+        and config.doc_to_target not in (None, "")
+        and not any(answer is not None and str(answer).strip() for answer in answers)
+    ):
         raise no_answer(f"{leaf.name}: row {number + 1} of {_data_of(config)}")
     return tuple(map(str, answers))
-
-
-def _has_answer(doc: Mapping[str, Any], answers: Sequence[Any]) -> Iterator[bool]:
-    """Return for each answer whether the row has it: a template writes None for a field that a row
-    lacks."""
-    lacks = any(value is None for value in doc.values())
-    for answer in answers:
-        yield answer is not None and bool(str(answer).strip()) and not (lacks and str(answer).strip() == "None")
 
 
 def _data_of(config: Any) -> str:

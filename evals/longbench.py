@@ -13,9 +13,8 @@ from typing import Any, ClassVar, NamedTuple
 
 from evals import metrics
 from evals.base import Example, Score, Task, TaskEnv, TaskError
-from evals.data import Row, Rows, Source, open_rows, require
+from evals.data import Row, Shape, Source, open_rows, require
 from evals.metrics.answers import splitter
-from evals.shapes import Shape
 
 HUB_REPO = "THUDM/LongBench"
 PLACES = {  # subset -> glob patterns below the data root
@@ -135,7 +134,9 @@ class LongBench(Task):
         if any(DATASETS[name].metric in ("qa_f1_zh", "rouge_zh") for name in self.names()):
             splitter()  # fail now rather than after hours of generation
         opened = {name: open_rows(self._source(name), env, self._shape(name)) for name in self.names()}
-        self._opened.update({name: self._origin(name, rows) for name, rows in opened.items()})
+        for name, rows in opened.items():
+            complete = {"published_rows": DATASETS[name].num_rows} if self.subset == "longbench" else {}
+            self._opened[name] = {**rows.provenance, **complete}
         ids: Counter[str] = Counter()
         for name, rows in opened.items():
             limit = self._limit(DATASETS[name], env)
@@ -199,10 +200,6 @@ class LongBench(Task):
             hub_revision=self.revision,
             member=f"data/{name}{'_e' if self.subset == 'longbench_e' else ''}.jsonl",
         )
-
-    def _origin(self, name: str, rows: Rows) -> dict[str, Any]:
-        complete = {"published_rows": DATASETS[name].num_rows} if self.subset == "longbench" else {}
-        return {**rows.provenance, **complete}
 
     def _limit(self, data_set: DataSet, env: TaskEnv) -> int | None:
         """Return the most tokens of a bare prompt. The chat template is added to that, as in the

@@ -33,7 +33,7 @@ ALPHA = 0.05
 # How many scores of which no two are alike, as perplexities are, must be seen before an unseen one is taken to be near
 # them.
 DENSE = 20
-# Units up to which the distribution of a signed-rank test is counted; beyond, the normal one differs in the fifth digit.
+# Units up to which the distribution of a signed-rank test is counted; beyond, a normal one differs in the fifth digit.
 EXACT = 200
 
 

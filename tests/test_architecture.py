@@ -83,8 +83,6 @@ EVALS_KNOWN_TO_THE_HARNESS = (
     "evals.haystack",
     "evals.hub",
     "evals.multiturn",
-    "evals.shapes",
-    "evals.signed_rank",
     "evals.stats",
 )
 METHODS_KNOWN_TO_THE_HARNESS = (

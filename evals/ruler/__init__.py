@@ -15,9 +15,8 @@ from evals.base import Example, Score, Task, TaskEnv, TaskError, Turn
 from evals.data import require
 from evals.needles import leading_digits, scored_digits
 from evals.ruler import official, qa
-from evals.ruler.factory import DoesNotFit, Factory
-from evals.ruler.fitting import SMALLEST
-from evals.ruler.niah import KINDS, Needles, asked
+from evals.ruler.factory import Factory
+from evals.ruler.fitting import SMALLEST, TooShort
 from evals.ruler.templates import FAMILIES, NEW_TOKENS, FilledTemplate
 
 EAGER = 4096  # tokens up to which prompts are made at once: that is quick, and only there may a task not fit
@@ -79,12 +78,6 @@ class Ruler(Task):
                 f"task.questions={self.questions} hides more needles in a haystack, which {', '.join(others)} do not "
                 "have: name tasks of niah_... in task.tasks"
             )
-        hidden: dict[Needles, str] = {}
-        for task in self.tasks:
-            if (twin := hidden.setdefault(asked(KINDS[task], self.questions), task)) != task:
-                raise TaskError(
-                    f"task.questions={self.questions} makes {twin} and {task} the same: leave one of them out"
-                )
 
     def require(self, data_root: Path | None) -> None:
         if self.source is None:
@@ -106,7 +99,7 @@ class Ruler(Task):
                 if length <= EAGER:
                     try:
                         make = partial(list, make())
-                    except DoesNotFit as error:
+                    except TooShort as error:
                         unfit.append(str(error))
                 groups.append((task, length, make))
         if unfit:

@@ -11,7 +11,7 @@ from string import ascii_lowercase
 import numpy as np
 
 from evals.base import TaskError, TextTools
-from evals.ruler.fitting import FitCheck, Generator, TooShort
+from evals.ruler.fitting import Generator, TooShort
 from evals.ruler.templates import NEW_TOKENS, TEMPLATES, FilledTemplate
 from evals.ruler.vocabulary import Streams, distinct_words
 
@@ -37,7 +37,6 @@ class CommonWords(Generator):
     def __init__(self, text: TextTools, streams: Streams, length: int, *, english: Sequence[str] = ()) -> None:
         super().__init__(text, streams, length, unit=10)
         self._english = english
-        self._tokens_per_word = 0.0  # known once a search has begun
         self._words = list(distinct_words())
         streams.shuffle(self._words)
         # Words of the example, how often they come, then how often those of the list come: common words, other words.
@@ -47,7 +46,6 @@ class CommonWords(Generator):
         return 2 * COMMON if self.is_fine else COMMON
 
     def largest(self, tokens_per_unit: float) -> int:
-        self._tokens_per_word = tokens_per_unit
         return max(int(self.length // tokens_per_unit) * 2, self.unit * 2)
 
     def official(self, samples: int) -> list[FilledTemplate]:
@@ -65,20 +63,15 @@ class CommonWords(Generator):
     def _list(self, size: int, common_repeats: int, other_repeats: int) -> tuple[str, tuple[str, ...]]:
         pool = self._words if size <= len(self._words) else self._english
         if size > len(pool):
-            raise TaskError(self._shortage(size))
+            raise TaskError(
+                f"cwe at {self.length} tokens tries lists of {size} words and wonderwords has {len(self._words)}: put "
+                f"RULER's {ENGLISH_WORDS} into the data root, or lower task.lengths"
+            )
         words = self.streams.python.sample(pool, size)
         common, others = words[:COMMON], words[COMMON:]
         listed = common * common_repeats + others * other_repeats
         self.streams.shuffle(listed)
         return _numbered(listed), tuple(common)
-
-    def _shortage(self, size: int) -> str:
-        # The search goes up to one and a half times the size that fits.
-        length = int(len(self._words) / 1.5 * self._tokens_per_word) // 1024 * 1024
-        return (
-            f"cwe at {self.length} tokens tries lists of {size} words and wonderwords has {len(self._words)}: put "
-            f"RULER's {ENGLISH_WORDS} into the data root, or use lengths up to {length}"
-        )
 
 
 def _numbered(words: Sequence[str]) -> str:
@@ -120,17 +113,10 @@ class FrequentWords(Generator):
         """Return the last size before the prompt takes all the tokens there are. No random draw
         depends on it."""
         vocabulary = self._vocabulary()
-        check = FitCheck(self.count, self._room - 1)
-        size = self._first_over(vocabulary, check)
-        if not check.guesses_hold():
-            size = self._first_over(vocabulary, FitCheck(self.count, self._room - 1, guess=False))
-        return size - self.unit
-
-    def _first_over(self, vocabulary: Sequence[str], check: FitCheck) -> int:
         size = self._room // CODED_LETTERS
-        while check.fits(self._coded(vocabulary, size)):
+        while self.count(self._coded(vocabulary, size)) < self._room:
             size += self.unit
-        return size
+        return size - self.unit
 
     def _shrinking(self, size: int) -> FilledTemplate:
         """Shorten one sample until it fits, with the same vocabulary throughout."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from evals import haystack
-from evals.base import TaskEnv, TaskError
+from evals.base import TaskEnv
 from evals.data import Row, value_of
 from evals.ruler import qa
 from evals.ruler.aggregation import ENGLISH_WORDS, CommonWords, FrequentWords
@@ -30,14 +30,6 @@ log = logging.getLogger(__name__)
 OFFICIAL = "official"  # prompts equal those of the official scripts, string by string
 FINE = "fine-1"  # our own prompts below OFFICIAL_FROM tokens; raised when they change
 GENERATOR = f"{OFFICIAL}-1 {FINE}"  # raised when any prompt changes: cached ones are then made again
-
-
-class DoesNotFit(TaskError):
-    """Report that a prompt of `task` is longer than `length`, and `works`, the length from which on
-    all fit."""
-
-    def __init__(self, task: str, length: int, works: int) -> None:
-        super().__init__(f"{task} does not fit {length} tokens (from {works} on it is sure to)")
 
 
 class Factory:
@@ -78,7 +70,7 @@ class Factory:
         try:
             prompts = self._generator(task, length).prompts(samples)
         except TooShort as error:
-            raise DoesNotFit(task, length, self._works(task, length, samples)) from error
+            raise TooShort(f"{task} does not fit {length} tokens") from error
         stamp = {"generator": OFFICIAL if length >= OFFICIAL_FROM else FINE, "haystack": self._haystack_name(task)}
         return [replace(prompt, data={**stamp, **prompt.data}).row() for prompt in prompts]
 
@@ -119,14 +111,6 @@ class Factory:
             case _:
                 return qa.QuestionAnswering(text, streams, length, corpus=self._corpora[task])
 
-    def _works(self, task: str, length: int, samples: int) -> int:
-        """Return the smallest length that is sure to work. From `OFFICIAL_FROM` tokens on a task
-        may need more, since the official units are coarser."""
-        works = self._generator(task, length).smallest_length(samples)
-        if length < OFFICIAL_FROM <= works:
-            works = max(works, self._generator(task, OFFICIAL_FROM).smallest_length(samples))
-        return works
-
     @cached_property
     def _essay(self) -> list[str]:
         assert self._haystack is not None
@@ -134,7 +118,9 @@ class Factory:
 
     @cached_property
     def _english(self) -> list[str]:
-        path = _english_file(self._env.data_root)
+        root = self._env.data_root
+        places = (root / "words" / ENGLISH_WORDS, root / ENGLISH_WORDS) if root else ()
+        path = next((path for path in places if path.is_file()), None)
         if path is None:
             return []
         place = f"{path} (which git-lfs may keep elsewhere)"
@@ -162,10 +148,3 @@ def _keep(path: Path, text: str) -> None:
 
 def _uses_essay(task: str) -> bool:
     return task in KINDS and KINDS[task].haystack == "essay"
-
-
-def _english_file(root: Path | None) -> Path | None:
-    if root is None:
-        return None
-    places = (root / "words" / ENGLISH_WORDS, root / ENGLISH_WORDS)
-    return next((path for path in places if path.is_file()), None)

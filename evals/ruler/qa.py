@@ -158,9 +158,6 @@ class QuestionAnswering(Generator):
             raise too_few(self.corpus.origin, "questions", available, samples)
         return super().prompts(samples)
 
-    def smallest(self, index: int) -> FilledTemplate:
-        return self._ask(index, self.corpus.questions[index].gold) if self.is_fine else super().smallest(index)
-
     def fine(self, samples: int) -> list[FilledTemplate]:
         filled = (self._filled(index) for index in range(len(self.corpus.questions)))
         prompts = list(islice((prompt for prompt in filled if prompt is not None), samples))

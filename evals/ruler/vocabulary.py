@@ -33,13 +33,6 @@ class Streams:
         a length."""
         random.Random(self.seed).shuffle(items)
 
-    def state(self) -> tuple[Any, Any]:
-        return self.python.getstate(), self.numpy.get_state()
-
-    def restore(self, state: tuple[Any, Any]) -> None:
-        self.python.setstate(state[0])
-        self.numpy.set_state(state[1])
-
     def number(self) -> str:
         """Draw a number of seven digits."""
         return str(self.python.randint(1_000_000, 9_999_999))

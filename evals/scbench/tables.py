@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from evals.base import TaskError
+from evals.data import Shape
 from evals.scbench.scoring import OPTIONS
-from evals.shapes import Shape
 
 HUB_REPO = "microsoft/SCBench"
 MAX_NEW_TOKENS = {

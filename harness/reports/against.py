@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from evals import signed_rank, stats
-from evals.signed_rank import Shift
-from evals.stats import ALPHA, Paired
+from evals import stats
+from evals.stats import ALPHA, Paired, Shift
 from harness.config.plugins import suggestion
 from harness.reports.compare import Comparison, ReportRow, asked
 from harness.reports.labels import budget, name, titles
@@ -165,7 +164,7 @@ def _contrast(row: PooledRow, other: PooledRow, fed: bool) -> Contrast | None:
     cost: Shift | None = None
     if priced:
         ours, theirs = ([fmean(prompt.costs) for prompt in side] for side in zip(*priced, strict=True))
-        cost = signed_rank.shift(ours, theirs, [one.unit for one, _ in priced])
+        cost = stats.shift(ours, theirs, [one.unit for one, _ in priced])
     return Contrast(row, other, len(pairs), score, cost)
 
 

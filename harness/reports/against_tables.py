@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from evals.signed_rank import Shift
-from evals.stats import Paired
+from evals.stats import Paired, Shift
 from harness.reports.against import Contrasts
 from harness.reports.likelihoods import nats_with_ci
 from harness.terminal.tables import Column, counts, probability, with_ci

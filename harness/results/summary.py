@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from evals import signed_rank, stats
+from evals import stats
 from evals.base import Task
 from harness.config import plugins
 from harness.engine.step_parts import PARTS
@@ -258,7 +258,7 @@ def likelihood(records: Sequence[Record], full: Sequence[Record] | None) -> dict
     """Return how likely a run makes the right answers, in nats per token: `n` examples with a cost, the `mean` over
     groups of their mean costs, these by group, and as `full` the paired comparison; None where no example has a cost.
 
-    `diff`, `ci95` and `p` are the signed-rank test's (evals/signed_rank.py), `mean_diff` the mean of the differences.
+    `diff`, `ci95` and `p` are the signed-rank test's (evals/stats.py), `mean_diff` the mean of the differences.
     Of fewer than `MIN_WINDOWS` windows of a text there is neither interval nor p.
     """
     groups: dict[str, list[float]] = defaultdict(list)
@@ -287,7 +287,7 @@ def _likelihood_beside(records: Sequence[Record], full: Sequence[Record]) -> dic
     ]
     if not both:
         return None
-    shift = signed_rank.shift(*zip(*both, strict=True))
+    shift = stats.shift(*zip(*both, strict=True))
     enough = shift.n >= MIN_WINDOWS or records[0].stop != "forced"
     ends = [shift.ci.low, shift.ci.high] if shift.ci and enough else None
     return {"n": shift.n, "mean_diff": shift.mean, "diff": shift.diff, "ci95": ends, "p": shift.p if enough else None}

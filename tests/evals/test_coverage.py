@@ -125,16 +125,6 @@ def test_a_difference_lies_in_its_interval(name: str, sizes: Sequence[int]) -> N
         check_pairs(name, [size], 1000)
 
 
-@pytest.mark.parametrize(
-    "sizes", mostly_slow([[2, 2, 2], [10, 40], [2, 5, 20], [10] * 3, [100, 3]], [2, 2, 2]), ids=str
-)
-def test_groups_of_any_size(sizes: list[int]) -> None:
-    for name in SCORES:
-        check_scores(name, sizes, 1000)
-    for name in PAIRS:
-        check_pairs(name, sizes, 1000)
-
-
 @pytest.mark.parametrize("sizes", [[6], [4, 9]], ids=str)
 def test_the_ends_are_where_p_says(sizes: list[int]) -> None:
     rng = np.random.default_rng(0)

@@ -9,10 +9,9 @@ from typing import Any, cast
 
 import pytest
 
-from evals import gsm8k_answers
+from evals import gsm8k
 from evals.base import Example, TaskEnv, TaskError
-from evals.gsm8k import PQCACHE_SHOTS, Gsm8k
-from evals.gsm8k_answers import READERS, final_number
+from evals.gsm8k import PQCACHE_SHOTS, READERS, Gsm8k, final_number
 
 
 def task(**changes: Any) -> Gsm8k:
@@ -34,7 +33,7 @@ def write(root: Path, split: str, rows: list[dict[str, str]]) -> None:
 
 
 def test_doctests() -> None:
-    assert doctest.testmod(gsm8k_answers).failed == 0
+    assert doctest.testmod(gsm8k).failed == 0
 
 
 class TestPrompt:
@@ -65,17 +64,6 @@ class TestPrompt:
         assert first.context.endswith("The answer is 8.")
         assert (first.question, first.references) == ("\n\nQ: 1+1?\nA:", ("1,002",))
         assert first.id != second.id
-
-    def test_rows_of_another_data_set(self, tmp_path: Path) -> None:
-        write(tmp_path, "test", [{"question": "1+1?"}])
-        with pytest.raises(TaskError, match="lacks 'answer'"):
-            list(task().examples(env(tmp_path)))
-
-    @pytest.mark.parametrize("answer", ["it is two", "It is <<1+1=2>>2\n#### "])
-    def test_a_row_without_a_right_answer_is_named(self, tmp_path: Path, answer: str) -> None:
-        write(tmp_path, "test", [{"question": "1+1?", "answer": "#### 2"}, {"question": "1+1?", "answer": answer}])
-        with pytest.raises(TaskError, match=r"row 2 of local:gsm8k/test\.jsonl has no right answer"):
-            list(task().examples(env(tmp_path)))
 
 
 class TestReadings:
@@ -117,9 +105,3 @@ class TestReadings:
         output = "The answer is 18. \n\nQ: What of 7?"
         assert task().score(example("18", stop=("Q:",)), output).value == 1.0
         assert task().score(example("18"), output).value == 0.0
-
-    @pytest.mark.parametrize(
-        "output", ["1" * 200_000, "." * 100_000, "$-" * 100_000, "The answer is " * 20_000, "٣" * 999]
-    )
-    def test_adversarial_outputs(self, output: str) -> None:
-        assert task().score(example("3"), output).value == 0.0

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,12 +12,9 @@ import pytest
 
 from evals.base import Example, TaskEnv, TaskError
 from evals.lm_eval import LmEval, _leaves
-from evals.ruler.bench import CountedText
-from tests.evals.local_hub import COMMIT, REPO, environment, served
-from tests.evals.test_metrics import NASTY
+from tests.evals.counting import CountedText
 
 ENV = TaskEnv(text=CountedText(), seed=42)
-REPOSITORY = Path(__file__).parents[2]
 
 
 def test_without_it_one_sentence_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,31 +121,17 @@ def test_another_filter_is_another_version(folder: str, tmp_path: Path) -> None:
     assert versions[0].startswith("1, lm-eval 0.4.")
 
 
-def test_a_document_that_changed_is_told_by_its_example(folder: str, tmp_path: Path) -> None:
-    """Also where the prompt and the right answer are the same: what scores may read every field."""
-    write(tmp_path, [ROWS[0] | {"options": ["5", "6", "7"]}, *ROWS[1:]])
-    before, after = ([example.data for example in examples(place, "sums")[1]] for place in (folder, str(tmp_path)))
-    assert [a == b for a, b in zip(before, after, strict=True)] == [False, True, True]
-
-
 def test_filters_and_metrics_are_the_tasks(folder: str) -> None:
     task, found = examples(folder, "sums")
     right = task.score(found[0], "It is 4, no, 5")
     assert right.value == 1.0
     assert right.details == {"exact_match,last": 1.0, "exact_match,whole": 0.0}
-    assert task.score(found[0], "5 or 6").value == 0.0
+    assert [task.score(found[0], output).value for output in ("5 or 6", "", "é\x00", "7" * 5000)] == [0.0] * 4
     whole = LmEval(name="sums", include_path=folder, score_by="exact_match,whole")
     assert (whole.score(found[0], "5").value, whole.score(found[0], "It is 5").value) == (1.0, 0.0)
     with pytest.raises(TaskError, match="score_by=acc is not a metric"):
         LmEval(name="sums", include_path=folder, score_by="acc").score(found[0], "5")
     assert task.averages({"sums": 0.5}, {"exact_match,last": 0.5}) == {"mean": 0.5, "exact_match,last": 0.5}
-
-
-@pytest.mark.parametrize("output", NASTY)
-def test_any_output_has_a_score(folder: str, output: str) -> None:
-    task = LmEval(name="sums", include_path=folder)
-    example = Example(id="e", group="sums", context="c", references=(), max_new_tokens=9, data={"doc": 1})
-    assert task.score(example, output).value in (0.0, 1.0)
 
 
 def test_data_that_are_not_there_get_a_sentence(folder: str, tmp_path: Path) -> None:
@@ -168,53 +149,18 @@ def with_rows(folder: str, tmp_path: Path, name: str, rows: str) -> LmEval:
     return LmEval(name=name, include_path=str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("name", "missing"), [("sums", {"a": None}), ("sums", {"a": " "}), ("pick", {"right": -1}), ("pick", {"right": 3})]
-)
+@pytest.mark.parametrize(("name", "missing"), [("sums", {"a": " "}), ("pick", {"right": -1})])
 def test_a_row_without_a_right_answer_is_named(folder: str, tmp_path: Path, name: str, missing: dict[str, Any]) -> None:
     rows = "".join(json.dumps(row) + "\n" for row in (ROWS[0], ROWS[1] | missing, ROWS[2]))
     with pytest.raises(TaskError, match=f"{name}: row 2 of {tmp_path}/other.jsonl has no right answer"):
         list(with_rows(folder, tmp_path, name, rows).examples(ENV))
 
 
-@pytest.mark.parametrize(
-    ("damage", "says"),
-    [('{"q": "4 + 4?"', "line 2 is not JSON"), ('{"q": "4 + 4?", "q": "5?"}', "in row 2")],
-    ids=["cut short", "a field twice"],
-)
-def test_a_broken_file_is_named_with_its_row(folder: str, tmp_path: Path, damage: str, says: str) -> None:
+@pytest.mark.parametrize("damage", ['{"q": "4 + 4?"', '{"q": "4 + 4?", "q": "5?"}'], ids=["cut short", "a field twice"])
+def test_a_broken_file_is_refused(folder: str, tmp_path: Path, damage: str) -> None:
     rows = f"{json.dumps(ROWS[0])}\n{damage}\n{json.dumps(ROWS[2])}\n"
-    with pytest.raises(TaskError, match=rf"^{tmp_path}/other.jsonl cannot be read \(.*{says}.*: correct the file$"):
+    with pytest.raises(TaskError, match="cannot be read"):
         list(with_rows(folder, tmp_path, "sums", rows).examples(ENV))
-
-
-FROM_HUB = """
-import json, sys
-from evals.base import TaskEnv
-from evals.lm_eval import LmEval
-from evals.ruler.bench import CountedText
-task = LmEval(name="sums", include_path=sys.argv[1])
-examples = [example.context for example in task.examples(TaskEnv(text=CountedText(), seed=1))]
-print(json.dumps([examples, task.provenance()["tasks"]["sums"]]))
-"""
-
-
-def test_data_come_from_the_hub_once(folder: str, tmp_path: Path) -> None:
-    """And the record says at which commit. A second time its cache is enough, without a network."""
-    yaml, rows = (Path(folder) / "sums.yaml").read_text(), (Path(folder) / "rows.jsonl").read_bytes()
-    head, _, _ = yaml.partition("dataset_kwargs")
-    (tmp_path / "sums.yaml").write_text(head.replace("dataset_path: json", f"dataset_path: {REPO}"))
-    command = [sys.executable, "-c", FROM_HUB, str(tmp_path)]
-    with served({"test.jsonl": rows}) as hub:
-        told = [
-            subprocess.check_output(command, env=environment(tmp_path, hub.url, offline), text=True, cwd=REPOSITORY)
-            for offline in ("0", "1")
-        ]
-        assert len([request for request in hub.requests if request.startswith("GET") and "resolve" in request]) == 1
-    assert told[0] == told[1]
-    examples, where = json.loads(told[0])
-    assert examples == [f"Q: {row['q']}\nA:" for row in ROWS]
-    assert where == {"version": "Yaml", "data": REPO, "revision": COMMIT}
 
 
 def test_choices_are_fed_behind_the_prompt(folder: str) -> None:
@@ -254,12 +200,6 @@ def test_a_group_is_all_its_tasks(folder: str) -> None:
 def test_what_our_loop_does_not_ask_is_refused(folder: str, name: str, says: str) -> None:
     with pytest.raises(TaskError, match=says):
         examples(folder, name)
-
-
-@pytest.mark.slow  # it lists all its tasks, which takes many seconds
-def test_an_unknown_name_is_refused(folder: str) -> None:
-    with pytest.raises(TaskError, match="lm-eval has no task 'summs'"):
-        examples(folder, "summs")
 
 
 def test_a_run_scores_as_their_own_evaluation_of_our_model(folder: str, tmp_path: Path) -> None:

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from evals.base import Example, TaskEnv, TaskError
-from evals.longbench import LongBench
-from evals.longbench_tables import DATASETS, ENGLISH, PRESETS
+from evals.longbench import DATASETS, ENGLISH, PRESETS, LongBench
 
 # of all 21 templates of LongBench's dataset2prompt.json
 PROMPTS_SHA256 = "e7d865d712fe45e2455f5e864ac474001d7758d68d349e76ffbcdd382483358f"
@@ -117,12 +116,6 @@ class TestExamples:
         assert wanted.averages(dict(zip(groups, (0.1, 0.2, 0.6), strict=True)))["mean_8k+"] == 0.6
         assert len(task(subset="longbench_e").names()) == 13
 
-    def test_all_files_are_looked_for_before_the_first_example(self, write: Callable[..., Path]) -> None:
-        root = write("minilongbench")
-        (root / "minilongbench" / "lcc.jsonl").unlink()
-        with pytest.raises(TaskError, match=r"minilongbench/lcc cannot .* DATA/minilongbench/lcc\.jsonl"):
-            next(task(subset="minilongbench").examples(env(root)))
-
     def test_chinese_needs_jieba_before_the_first_example(
         self, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -131,26 +124,11 @@ class TestExamples:
             next(task(datasets="all").examples(env(write())))
         assert len(list(task(datasets=["lsht", "passage_retrieval_zh"]).examples(env(write())))) == 2
 
-    @pytest.mark.parametrize("missing", ["context", "answers", "all_classes"])
-    def test_rows_of_another_kind(self, write: Callable[..., Path], missing: str) -> None:
-        with pytest.raises(TaskError, match=f"row 1 of local:.*trec.* has null as '{missing}'"):
-            list(task(datasets="trec").examples(env(write(trec=[row("trec", **{missing: None})]))))
-
-    @pytest.mark.parametrize("none", [[], ["", " "]])
-    def test_a_row_without_a_right_answer_is_named(self, write: Callable[..., Path], none: list[str]) -> None:
-        root = write(trec=[row("trec"), row("trec", answers=none)])
-        with pytest.raises(TaskError, match=r"row 2 of local:.*trec.jsonl has \[.*\] as 'answers', .*not all blank"):
-            list(task(datasets="trec").examples(env(root)))
-
 
 class TestScore:
     def example(self, name: str, *references: str) -> Example:
         data = {"dataset": name, "all_classes": ["Date", "City"]}
         return Example(id="", group=name, context="", references=references, max_new_tokens=1, data=data)
-
-    def test_best_reference_counts(self) -> None:
-        assert task().score(self.example("qasper", "Rome", "the city of Paris"), "Paris city of").value == 1.0
-        assert task().score(self.example("qasper"), "anything").value == 0.0
 
     @pytest.mark.parametrize("name", FEW_SHOT[:3])
     def test_first_line_after_newlines_only(self, name: str) -> None:
@@ -197,10 +175,3 @@ def test_scores_of_a_published_run(shared_data: Path, backend: str) -> None:
     assert {name: len(values) for name, values in scores.items()} == {
         k: len(v) for k, v in golden["predictions"].items()
     }
-
-
-def test_complete_official_file(shared_data: Path) -> None:
-    wanted = task(datasets="multi_news")
-    examples = list(wanted.examples(env(shared_data)))
-    assert len({example.id for example in examples}) == len(examples) == 200
-    assert wanted.provenance()["multi_news"]["sha256"].startswith("f8817c00af317c2d")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import doctest
-import inspect
 import json
 import sys
 from importlib.util import find_spec
@@ -17,12 +16,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from evals import metrics
-from evals.base import Example, Task, TaskError
+from evals.base import Example, Task
 from evals.gsm8k import Gsm8k
 from evals.lm_eval import LmEval
-from evals.longbench import LongBench
-from evals.longbench_tables import DATASETS
-from evals.metrics import answers, code, rouge
+from evals.longbench import DATASETS, LongBench
+from evals.metrics import answers, rouge
 from evals.perplexity import WikiText2
 from evals.ruler import Ruler
 from evals.scbench import LISTS, SCBench
@@ -36,7 +34,7 @@ words = st.sampled_from(["a", "b", "the", "cat", ".", ". ", "\n", "  ", "3.5", "
 sentences = st.lists(words, max_size=40).map(" ".join) | st.lists(words, max_size=40).map("".join)
 
 
-@pytest.mark.parametrize("module", [answers, code, rouge])
+@pytest.mark.parametrize("module", [answers, rouge])
 def test_doctests(module: ModuleType) -> None:
     assert doctest.testmod(module).failed == 0
 
@@ -98,22 +96,8 @@ class TestRouge:
         assert metrics.rouge_l(far, "needle") == 0.0
         assert metrics.rouge_l(near, "needle") > 0.0
 
-    def test_score_does_not_depend_on_the_stack_of_the_caller(self) -> None:
-        text = " ".join(map(str, range(900)))
-
-        def deeper(levels: int) -> float:
-            return deeper(levels - 1) if levels else metrics.rouge_l(text, text)
-
-        assert deeper(sys.getrecursionlimit() - len(inspect.stack()) - 60) == metrics.rouge_l(text, text) > 0.9
-
 
 class TestChinese:
-    def test_without_jieba_the_remedy_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(sys.modules, "jieba", None)
-        for metric in (metrics.qa_f1_zh, metrics.rouge_zh):
-            with pytest.raises(TaskError, match=r"pip install 'jieba>=0\.42'"):
-                metric("厦门", "厦门")
-
     def test_over_the_splitters_words(self, monkeypatch: pytest.MonkeyPatch) -> None:
         by_letter = SimpleNamespace(cut=lambda text, cut_all: iter(text), setLogLevel=lambda level: None)
         monkeypatch.setitem(sys.modules, "jieba", by_letter)
@@ -121,10 +105,6 @@ class TestChinese:
         assert metrics.qa_f1_zh("A厦", "a门") == 0.5
         assert metrics.qa_f1_zh("。！", "。！") == 0.0
         assert metrics.rouge_zh("厦门大学", "厦门") == metrics.rouge_l("厦 门 大 学", "厦 门")
-
-    def test_real_splitter(self) -> None:
-        pytest.importorskip("jieba", reason="needs the extra zh: pip install jieba")
-        assert metrics.qa_f1_zh("厦门大学。", "在厦门大学") == 2 / 3
 
     def test_real_splitter_with_the_package(self) -> None:
         jieba = pytest.importorskip("jieba", reason="needs the extra zh: pip install jieba")
@@ -139,11 +119,6 @@ class TestChinese:
             ours, theirs = (" ".join(jieba.cut(text, cut_all=False)) for text in (prediction, reference))
             wanted = package.Rouge().get_scores([ours], [theirs], avg=True)["rouge-l"]["f"]
             assert metrics.rouge_zh(prediction, reference) == wanted
-
-
-def test_a_reference_of_another_data_set_is_named() -> None:
-    with pytest.raises(ValueError, match="'Absatz 3' does not match"):
-        metrics.retrieval("3", "Absatz 3")
 
 
 LABELS = ["Date", "City", "Other location", "a.*", ""]

@@ -18,7 +18,7 @@ from evals.haystack import load
 from evals.multiturn import Multiturn
 from evals.multiturn.length_distribution import drawn, statistics
 from evals.multiturn.overflow import NeedlesBehindOverflow
-from tests.evals.test_niah import Words
+from tests.evals.counting import Words
 
 FACT = re.compile(r"The special magic (\w+) number is: (\d{7})\.")
 

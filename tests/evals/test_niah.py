@@ -6,7 +6,6 @@ import doctest
 import hashlib
 import json
 import re
-from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,33 +17,9 @@ from evals import haystack, needles
 from evals.base import TaskEnv, TaskError
 from evals.needles import SANDWICH
 from evals.niah import Niah
-from evals.ruler.bench import CountedText
 from harness.config.catalogue import CONF
+from tests.evals.counting import CountedText, Words
 from tests.fast import niah
-
-
-class Words:
-    """A token is a word with the white space before it."""
-
-    fingerprint = "words"
-
-    def __init__(self) -> None:
-        self.known: list[str] = []
-        self.index: dict[str, int] = {}
-
-    def encode(self, text: str) -> list[int]:
-        pieces = re.findall(r"\s*\S+|\s+$", text)
-        for piece in pieces:
-            if piece not in self.index:
-                self.index[piece] = len(self.known)
-                self.known.append(piece)
-        return [self.index[piece] for piece in pieces]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return "".join(self.known[i] for i in ids)
-
-    def count(self, user: str, prefix: str = "", *, system: str = "", chat: bool = True) -> int:
-        return len(self.encode(user)) + len(self.encode(prefix)) + len(self.encode(system))
 
 
 def env(seed: int = 0) -> TaskEnv:
@@ -80,11 +55,6 @@ def test_the_needle_stands_behind_the_sentence_end_before_its_depth() -> None:
             assert depth / 100 - 0.12 < share <= depth / 100 + 0.01
         else:
             assert not before.strip()
-
-
-def test_kamradts_buffer_leaves_room_unused() -> None:
-    (example,) = niah(lengths=[600], depths=[50], buffer=200).examples(env())
-    assert Words().count(example.context + example.question) < 600 - 200 + 60
 
 
 def test_a_length_without_room_names_the_smallest() -> None:
@@ -174,16 +144,3 @@ def test_a_missing_file_is_named_with_its_places(tmp_path: Path, name: str) -> N
         haystack.load(name, files_env(tmp_path))
     with pytest.raises(TaskError, match="none is set"):
         haystack.load(name, files_env(None))
-
-
-def test_other_bad_input(tmp_path: Path) -> None:
-    with pytest.raises(TaskError, match="essays, essays49, pydoc"):
-        haystack.load("novel", files_env(None))
-    (tmp_path / "PaulGrahamEssays.json").write_text('{"text": "cut sho')
-    with pytest.raises(TaskError, match=r"PaulGrahamEssays\.json.*fetch"):
-        haystack.load("essays", files_env(tmp_path))
-
-
-def test_shared_essays(shared_data: Path) -> None:
-    assert haystack.load("auto", files_env(shared_data)).text.count(" ") > 500_000
-    assert haystack.load("essays49", files_env(shared_data)).text.startswith("July 2010What hard liquor")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import socket
 from itertools import islice
 from pathlib import Path
@@ -10,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from evals.base import Example, MissingData, Task, TaskEnv, TaskError
-from evals.ruler.bench import CountedText
+from evals.base import Example, MissingData, Task, TaskEnv
 from harness.config import plugins
 from harness.config.catalogue import CONF, entries
+from tests.evals.counting import CountedText
 
 TASKS = [entry.name for entry in entries("task") if entry.name != "lm_eval"]  # its data are lm-eval's own affair
 # what a folder has to offer beside the default, where the default asks for more than shared data holds
@@ -59,22 +58,6 @@ def test_missing_data_are_said_in_a_line_with_a_command(name: str, with_root: bo
     with pytest.raises(MissingData, match=r"hf download .* --local-dir DATA/\w+|put the file at DATA/") as missing:
         first_examples(name, root)
     assert "\n" not in str(missing.value)
-
-
-@pytest.mark.parametrize("name", [name for name in TASKS if name not in BUILT_IN])
-def test_what_the_command_brings_is_found_in_the_data_root(name: str, tmp_path: Path) -> None:
-    with pytest.raises(MissingData) as missing:
-        first_examples(name, tmp_path)
-    for files, folder in re.findall(
-        r"hf download \S+ (.+?) --repo-type .*? --local-dir DATA/(\w+)", str(missing.value)
-    ):
-        for file in files.split():
-            place = tmp_path / folder / file
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_text("not what it should be")
-    with pytest.raises(TaskError) as damaged:
-        first_examples(name, tmp_path)
-    assert not isinstance(damaged.value, MissingData)
 
 
 @pytest.mark.parametrize("name", [name for name in TASKS if name not in NOT_THERE])

@@ -11,7 +11,7 @@ import pytest
 
 from evals.base import Example, TaskEnv, TaskError
 from evals.ruler import Ruler
-from evals.ruler.bench import CountedText
+from tests.evals.counting import CountedText
 
 NIAH = {
     "index": 9,
@@ -46,7 +46,15 @@ def read(source: Path, tasks: list[str], length: int = 4096, samples: int = 1) -
     return list(ruler.examples(TaskEnv(text=CountedText(), seed=1)))
 
 
-@pytest.mark.parametrize("place", ["4096/niah_single_1/validation.jsonl", "4096/niah_single_1.jsonl"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "4096/niah_single_1/validation.jsonl",
+        "4096/niah_single_1.jsonl",
+        "niah_single_1/validation.jsonl",
+        "niah_single_1.jsonl",
+    ],
+)
 def test_current_layout(tmp_path: Path, place: str) -> None:
     write(tmp_path / place, NIAH, {**NIAH, "outputs": ["7654321"]})
     first, second = read(tmp_path, ["niah_single_1"], samples=2)
@@ -59,12 +67,6 @@ def test_current_layout(tmp_path: Path, place: str) -> None:
     assert first.max_new_tokens == 128
     assert str(first.data["generator"]).startswith("official file ")
     assert second.references == ("7654321",)
-
-
-@pytest.mark.parametrize("place", ["niah_single_1/validation.jsonl", "niah_single_1.jsonl"])
-def test_a_folder_of_one_length(tmp_path: Path, place: str) -> None:
-    write(tmp_path / place, NIAH)
-    assert len(read(tmp_path, ["niah_single_1"], length=8192)) == 1
 
 
 def test_older_layout_gives_the_prefix_back(tmp_path: Path) -> None:
@@ -88,28 +90,11 @@ QA = (
 )
 
 
-def test_a_single_file_says_itself_what_it_is(tmp_path: Path) -> None:
-    path = write(tmp_path / "niah_single_1_4096_head50.jsonl", NIAH)
-    assert [example.group for example in read(path, ["vt", "niah_single_1"])] == ["niah_single_1/4096"]
-    with pytest.raises(TaskError, match=r"file of niah_single_1: name it in task\.tasks"):
-        read(path, ["vt"])
-    with pytest.raises(TaskError, match=r"file of 4096: set task\.lengths"):
-        read(path, ["niah_single_1"], length=8192)
-    plain = write(tmp_path / "mine.jsonl", NIAH)
-    assert len(read(plain, ["niah_single_1"])) == 1
-    with pytest.raises(TaskError, match=r"task\.tasks"):
-        read(plain, ["niah_single_1", "vt"])
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         (json.dumps(NIAH)[:-30], "cut short"),
-        ("[]", "should be an object"),
-        (json.dumps({**NIAH, "outputs": "1234567"}), "'outputs', which should be a list"),
-        (json.dumps({**NIAH, "outputs": []}), r"has \[\] as 'outputs'"),
         (json.dumps({**NIAH, "outputs": ["1234567", " "]}), r"has \" \" as 'outputs\[1\]'"),
-        (json.dumps({**NIAH, "answer_prefix": 3}), "has 3 as 'answer_prefix', which should be text"),
         (json.dumps({"input": NIAH["input"], "outputs": ["1"]}), "does not end with the answer prefix"),
         (json.dumps({**NIAH, "input": f"[INST] {NIAH['input']} [/INST]"}), "chat template"),
         (json.dumps({**NIAH, "input": VT_INPUT}), "no niah_single_1 prompt"),
@@ -128,19 +113,22 @@ def test_missing_files_and_records_are_named(tmp_path: Path) -> None:
         read(tmp_path, ["niah_single_1"], samples=2)
     with pytest.raises(TaskError, match=r"no vt at 4096 .*it holds 4096/niah_single_1\.jsonl"):
         read(tmp_path, ["niah_single_1", "vt"])
-    with pytest.raises(TaskError, match="neither a file nor a folder"):
+    with pytest.raises(TaskError, match="not a folder"):
         read(tmp_path / "nowhere", ["vt"])
     (tmp_path / "4096" / "vt.jsonl").write_bytes(b"\xff\xfe")
     with pytest.raises(TaskError, match=r"vt\.jsonl is cut short or damaged"):
         read(tmp_path, ["vt"])
 
 
-def test_shared_files_of_both_layouts(shared_data: Path) -> None:
+def test_shared_files_of_both_layouts(shared_data: Path, tmp_path: Path) -> None:
     tasks = ["niah_single_1", "niah_multikey_1", "niah_multivalue", "niah_multiquery"]
     examples = read(shared_data / "ruler" / "official_layout", tasks, length=1024, samples=5)
     assert len(examples) == 20
     assert all(example.references[0] in example.context for example in examples)
-    old = read(shared_data / "ruler" / "niah_multikey_3_4096_head50.jsonl", ["niah_multikey_3"], samples=50)
+    write(tmp_path / "niah_multikey_3.jsonl").write_bytes(
+        (shared_data / "ruler" / "niah_multikey_3_4096_head50.jsonl").read_bytes()
+    )
+    old = read(tmp_path, ["niah_multikey_3"], samples=50)
     assert len(old) == 50
     assert all(example.prefix.endswith(" mentioned in the provided text is") for example in old)
     assert all(example.question.endswith("provided text?") for example in old)

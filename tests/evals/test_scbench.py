@@ -18,9 +18,9 @@ import pytest
 
 from evals.base import Example, TaskEnv, TaskError
 from evals.scbench import SCBench
-from evals.scbench.tables import MAX_NEW_TOKENS, PRESETS
+from evals.scbench.tables import MAX_NEW_TOKENS
 from harness.prompts.prompt import render, render_turn
-from tests.evals.test_niah import Words
+from tests.evals.counting import Words
 
 HERE = Path(__file__).parent
 PROMPTS: dict[str, Any] = json.loads((HERE / "scbench_prompts.json").read_text(encoding="utf-8"))
@@ -206,8 +206,3 @@ def test_a_row_of_another_layout_is_named(name: str, change: dict[str, Any], wri
         TaskError, match=rf"row 2 of local:scbench/{name}.jsonl is not SCBench's .*fetch the file again"
     ):
         examples(root, tasks=name)
-
-
-def test_presets_name_tasks_that_are_offered() -> None:
-    assert len(PRESETS["english"]) == 8
-    assert set(PROMPTS) == set(MAX_NEW_TOKENS) == set(PRESETS["all"])

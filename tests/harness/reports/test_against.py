@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from evals import stats
-from evals.signed_rank import shift
+from evals.stats import shift
 from harness.commands import report
 from harness.reports.against import Contrasts, as_plain, contrasts
 from harness.reports.bibliography import ENTRIES, WITHOUT, bibtex

@@ -8,7 +8,7 @@ from statistics import fmean
 import pytest
 
 from evals import stats
-from evals.signed_rank import shift
+from evals.stats import shift
 from harness.reports.columns import notes, score_table
 from harness.reports.compare import Comparison, comparisons
 from harness.reports.document import as_text
