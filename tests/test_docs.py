@@ -244,14 +244,14 @@ def check_module(module: str, words: list[str]) -> None:
             built(composed(point.words))
     elif module == "harness.doctor":
         assert set(words) <= {"--model"}
+    elif module == "harness.tune":
+        built(composed(grids.read([word for word in words if "=" in word]).words))
     else:
         options = import_module(module)._parser().parse_intermixed_args(words)
         if module == "harness.lint":
             built(composed(options.overrides, options.config_dir))
         if module == "harness.simulate":
             assert list(scenarios(options.overrides))
-        if module == "harness.tune":
-            built(composed(grids.read(options.overrides).words))
 
 
 def check_run(words: list[str]) -> None:
