@@ -13,23 +13,17 @@ from pathlib import Path
 
 from harness.config.catalogue import flatten
 from harness.config.errors import as_command
-from harness.reports.against import Contrasts, as_plain, contrasts
-from harness.reports.bibliography import bibtex
-from harness.reports.by_task import by_task
-from harness.reports.columns import with_columns
+from harness.reports.against import against
 from harness.reports.compare import Comparison, comparisons
 from harness.reports.document import (
-    FurtherTable,
     as_latex,
+    as_markdown,
+    as_rows,
     as_text,
-    further_as_latex,
-    further_as_text,
-    further_tables,
+    further_text,
     overview_text,
     shows_colour,
 )
-from harness.reports.page.build import write_page
-from harness.reports.spreadsheet import table_rows
 from harness.results import files
 from harness.results.measures import MEASURES
 from harness.results.records import StoreError
@@ -70,22 +64,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if found_at := _places(found, options.folders):
         warn(found_at)
     shown = [run for run in runs if not run.is_empty]
-    chosen = [name.strip() for name in options.columns.split(",")] if options.columns else []
-    tables = [with_columns(_sorted(table, options.sort), chosen) for table in comparisons(shown)]
+    tables = [_sorted(table, options.sort) for table in comparisons(shown)]
     left_out = [_empty([run for run in runs if run.is_empty])] if len(shown) < len(runs) else []
-    held = contrasts(tables, options.against) if options.against else []
-    further = further_tables(held, by_task(tables) if options.by_task else [])
-    colour = shows_colour(sys.stdout)
-    said = (
-        as_text(tables, colour=colour)
-        if options.details
-        else overview_text(tables, _more(options.folders), colour=colour)
-    )
-    text = [said, *([further_as_text(further)] if further else [])]
-    show("\n".join(["\n\n".join(text), *map(visible, left_out)]))
-    for path in _written(
-        tables, held, further, options, [*left_out, *(f"left out: {message}" for message in unreadable)]
-    ):
+    compared = against(tables, options.against) if options.against else []
+    if options.details:
+        text = as_text(tables, compared)
+    else:
+        text = overview_text(tables, _more(options.folders), colour=shows_colour(sys.stdout))
+        text += f"\n\n{further_text(compared)}" if compared else ""
+    show("\n".join([text, *map(visible, left_out)]))
+    left_out += [f"left out: {message}" for message in unreadable]
+    for path in _written(tables, compared, options, left_out):
         say(f"wrote {path}")
     for message in unreadable:
         warn(f"left out: {message}")
@@ -125,36 +114,24 @@ def print_report(folders: Sequence[Path]) -> None:
 
 
 def _written(
-    tables: Sequence[Comparison],
-    held: Sequence[Contrasts],
-    further: Sequence[FurtherTable],
-    options: argparse.Namespace,
-    left_out: Sequence[str],
+    tables: Sequence[Comparison], compared: Sequence[Comparison], options: argparse.Namespace, left_out: Sequence[str]
 ) -> Iterator[Path]:
-    """The files that were asked for, once each is there."""
-    more = f"\n{further_as_text(further, markdown=True)}\n" if further else ""
-    texts = {
-        options.md: lambda: f"{as_text(tables, markdown=True)}\n{more}",
-        options.tex: lambda: as_latex(tables) + (further_as_latex(further) if further else ""),
-        options.bib: lambda: bibtex(tables),
-    }
-    for path, text in texts.items():
+    """Yield the files that were asked for, once each is there."""
+    for path, write in ((options.md, as_markdown), (options.tex, as_latex)):
         if path:
             path.parent.mkdir(parents=True, exist_ok=True)
-            files.write_atomically(path, text())
+            files.write_atomically(path, write(tables, compared))
             yield path
     if options.csv:
         options.csv.parent.mkdir(parents=True, exist_ok=True)
-        files.write_csv(options.csv, table_rows(tables))
+        files.write_csv(options.csv, as_rows([*tables, *compared]))
         yield options.csv
-        if held:
-            path = options.csv.with_stem(f"{options.csv.stem}-against")
-            files.write_csv(path, [line for one in held for line in as_plain(one)])
-            yield path
     if options.html:
+        from harness.reports.page import write_page  # matplotlib, as below
+
         yield write_page(options.html, tables, left_out)
     if options.plots:
-        from harness.reports.pictures.draw import draw  # matplotlib
+        from harness.reports.pictures.draw import draw
 
         yield from draw(tables, options.folders[0] / "plots")
 
@@ -178,12 +155,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--md", type=typed, metavar="FILE", help="the same tables in Markdown")
     parser.add_argument("--tex", type=typed, metavar="FILE", help="the same tables in LaTeX (booktabs)")
     parser.add_argument("--html", type=typed, metavar="FOLDER", help="one page to look through: FOLDER/index.html")
-    parser.add_argument("--bib", type=typed, metavar="FILE", help="BibTeX of every method in the tables, and of ours")
     parser.add_argument(
         "--against", metavar="METHOD", help="hold all rows against this one too, paired: snapkv, 'snapkv 20%%'"
     )
-    parser.add_argument("--by-task", action="store_true", help="tasks as columns as well, a row per method and budget")
-    parser.add_argument("--columns", metavar="A,B", help="columns of the main table, by their heads: score,p,n")
     parser.add_argument("--sort", choices=list(SORTS), help="best first; without it Full first, then by name")
     parser.add_argument("--plots", action="store_true", help="pictures, PNG and PDF, into DIR/plots")
     return parser

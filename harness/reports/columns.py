@@ -1,28 +1,25 @@
-"""What a report says of each run: the cells of its row, its scores per group, and the notes below the table."""
+"""The tables of a report whose rows are runs: the one that a reader sees first, all measurements, and three others."""
 
 from __future__ import annotations
 
-import re
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import exp
 from statistics import fmean
 from typing import Any
 
-from harness.config.plugins import suggestion
-from harness.reports import turns
+from harness.engine.step_parts import PARTS
 from harness.reports.compare import Comparison, ReportRow, asked
-from harness.reports.conditions import code_versions
 from harness.reports.labels import budget
-from harness.reports.likelihoods import cost_difference, perplexities, perplexity_notes
-from harness.reports.stamps import legend, stamps
+from harness.reports.notes import stamps
 from harness.results.measures import MEASURES, Measure, over_known
 from harness.terminal.tables import (
     BYTES,
     SECONDS,
     Column,
+    counts,
+    digits,
     number,
-    percent,
     probability,
     quantities,
     quantity,
@@ -31,56 +28,16 @@ from harness.terminal.tables import (
 )
 from methods.tiers.tier import DEVICE, TIERS, bytes_key
 
-
-def score_table(comparison: Comparison) -> list[Column]:
-    """The main table: what it scored on how much evidence, what it read, how fast it was, how many bytes it took."""
-    shown = comparison.heads
-    return [
-        *names(comparison.entries),
-        *(column for column in _measures(comparison) if not shown or _name(column) in shown),
-    ]
-
-
-def with_columns(comparison: Comparison, heads: Sequence[str]) -> Comparison:
-    """Return the table with these columns alone, named by their heads in one line and small letters. Raises
-    `ValueError` for a name that no column has."""
-    known = {_name(column) for column in _measures(comparison)}
-    asked_for = tuple(head.lower() for head in heads)
-    for head in asked_for:
-        if head not in known:
-            listed = ", ".join(sorted(known))
-            raise ValueError(f"--columns {head}: no column is called so{suggestion(head, known)} There are {listed}.")
-    return replace(comparison, heads=asked_for)
-
-
-def _name(column: Column) -> str:
-    return " ".join(column.head.split()).lower()
-
-
-def _measures(comparison: Comparison) -> list[Column]:
-    """The columns of the main table behind the two that name a row."""
-    entries, rows = comparison.entries, [entry.summary for entry in comparison.entries]
-    memory = [row["memory"] for row in rows]
-    return [
-        *_scores(comparison),
-        Column("n", "", [_count(entry) for entry in entries], values=[row["num_examples"] for row in rows]),
-        Column("stamps", "", [stamps(entry, comparison) for entry in entries], left=True),
-        share("attended", [row["budget"]["attended"]["share"] for row in rows]),
-        share("read per\nKV head\n(union)", [row["budget"]["union"]["share"] for row in rows]),
-        *_fidelity(rows),
-        quantity("TTFT", [row["ttft_s"]["p50"] for row in rows], SECONDS),
-        quantity("TTFT\nlater", [row["ttft_later_s"]["p50"] for row in rows], SECONDS),
-        quantity("TT2T", [row["tt2t_s"]["p50"] for row in rows], SECONDS),
-        _tpot(rows),
-        number("decode", "tok/s", [row["throughput_tok_s"] for row in rows]),
-        *stored(memory),
-        *_measured(rows),
-        share("read\nof Full's", [_of_full(entry) for entry in entries]),
-    ]
+PEAKS = {  # head -> key of summary.json's `memory`
+    "device peak\nprefill": "prefill_device_peak_bytes",
+    "device peak\ndecode": "decode_device_peak_bytes",
+    "host peak\nprefill": "prefill_host_peak_bytes",
+    "host peak\ndecode": "decode_host_peak_bytes",
+}
 
 
 def names(entries: Sequence[ReportRow]) -> list[Column]:
-    """The two columns that say which run a row is."""
+    """Return the two columns that say which run a row is."""
     rows = [entry.summary for entry in entries]
     return [
         Column("method", "", [entry.label for entry in entries], left=True),
@@ -88,169 +45,184 @@ def names(entries: Sequence[ReportRow]) -> list[Column]:
     ]
 
 
-def _scores(comparison: Comparison) -> list[Column]:
-    if comparison.of_perplexity:
-        return perplexities(comparison)
-    rows, holds = [entry.summary for entry in comparison.entries], comparison.significant
-    scores = [row["score"] for row in rows]
-    beside = [row["full"] or {"diff": None, "ci95": None, "p": None} for row in rows]
-    ps = [probability(one["p"]) + "*" * (i in holds) for i, one in enumerate(beside)]
+def overview(table: Comparison) -> list[Column]:
+    """Return the first table: score, difference to Full, cost of the right answer, what was read, times, and bytes."""
+    entries, rows = table.entries, [entry.summary for entry in table.entries]
+    if table.of_perplexity:
+        scores = _perplexities(table)
+    else:
+        cells = [f"{_difference(entry)}{'*' * entry.score_differs}" for entry in entries]
+        costs = [entry.cost.get("diff") for entry in entries]
+        nats = [f"{signed(cost)}{'*' * entry.cost_differs}" for cost, entry in zip(costs, entries, strict=True)]
+        scores = [
+            _score("95 % CI", rows),
+            Column("vs Full", "95 % CI", cells, values=[(row["full"] or {}).get("diff") for row in rows]),
+            Column("NLL\nvs Full", "nats", nats, values=costs),
+        ]
     return [
-        Column("score", "95% CI", [with_ci(s["mean"], s["ci95"]) for s in scores], values=[s["mean"] for s in scores]),
-        Column("vs full", "95% CI", [difference(one) for one in beside], values=[one["diff"] for one in beside]),
-        Column("p", "", ps, values=[one["p"] for one in beside]),
-        cost_difference(comparison),
+        *names(entries),
+        *scores,
+        share("attended", [row["budget"]["attended"]["share"] for row in rows]),
+        quantity("TT2T", [row["tt2t_s"]["p50"] for row in rows], SECONDS),
+        quantity("TPOT", [row["tpot_s"]["p50"] for row in rows], SECONDS),
+        *_held_bytes([row["memory"] for row in rows]),
+        quantity("moved", [row["memory"]["moved_bytes_per_step"] for row in rows], BYTES, "/step", hide_zeros=True),
     ]
 
 
-def _tpot(rows: Sequence[dict[str, Any]]) -> Column:
+def measurements(table: Comparison) -> list[Column]:
+    """Return everything: what it scored on how much evidence, what it read, how fast it was, how many bytes it took."""
+    entries, rows = table.entries, [entry.summary for entry in table.entries]
+    if table.of_perplexity:
+        scores = _perplexities(table)
+    else:
+        ps = [(row["full"] or {}).get("p") for row in rows]
+        starred = [f"{probability(p)}{'*' * entry.score_differs}" for p, entry in zip(ps, entries, strict=True)]
+        scores = [
+            _score("95% CI", rows),
+            Column(
+                "vs full",
+                "95% CI",
+                [_difference(entry) for entry in entries],
+                values=[(row["full"] or {}).get("diff") for row in rows],
+            ),
+            Column("p", "", starred, values=ps),
+            _cost_difference(table),
+        ]
+    fidelity = [row["fidelity"] or {} for row in rows]
     p50, p90 = quantities({key: [row["tpot_s"][key] for row in rows] for key in ("p50", "p90")}, SECONDS)
-    pairs = [f"{a}/{b}" if a else "" for a, b in zip(p50.cells, p90.cells, strict=True)]
-    return replace(p50, head="TPOT p50/90", cells=pairs)
-
-
-def stored(memory: Sequence[dict[str, Any]]) -> list[Column]:
-    """Return the bytes held in each tier, in one unit; a tier that holds nothing has no column."""
-    stored = {tier.head: [one.get(bytes_key(name)) for one in memory] for name, tier in TIERS.items()}
-    shown = (TIERS[DEVICE].head, *(head for head, sizes in stored.items() if any(sizes)))
-    columns = quantities(stored, BYTES)
-    return [one if one.head in shown else replace(one, cells=[""] * len(memory)) for one in columns]
-
-
-def _measured(rows: Sequence[dict[str, Any]]) -> list[Column]:
-    """Return a column for each measure that has a head; one without values stays out of the table."""
+    both = [f"{a}/{b}" if a else "" for a, b in zip(p50.cells, p90.cells, strict=True)]
     return [
-        _of_unit(measure, [row[measure.section].get(key) for row in rows])
-        for key, measure in MEASURES.items()
-        if measure.head and measure.section
+        *names(entries),
+        *scores,
+        Column("n", "", [num_examples(entry) for entry in entries], values=[row["num_examples"] for row in rows]),
+        Column("stamps", "", [stamps(entry, table) for entry in entries], left=True),
+        share("attended", [row["budget"]["attended"]["share"] for row in rows]),
+        share("read per\nKV head\n(union)", [row["budget"]["union"]["share"] for row in rows]),
+        *(share(name, [one.get(name) for one in fidelity]) for name in ("recall", "mass")),
+        number("KL", "nats", [one.get("kl") for one in fidelity]),
+        quantity("TTFT", [row["ttft_s"]["p50"] for row in rows], SECONDS),
+        quantity("TTFT\nlater", [row["ttft_later_s"]["p50"] for row in rows], SECONDS),
+        quantity("TT2T", [row["tt2t_s"]["p50"] for row in rows], SECONDS),
+        replace(p50, head="TPOT p50/90", cells=both),
+        number("decode", "tok/s", [row["throughput_tok_s"] for row in rows]),
+        *_held_bytes([row["memory"] for row in rows]),
+        *(
+            _measured(measure, [row[measure.section].get(key) for row in rows])
+            for key, measure in MEASURES.items()
+            if measure.head and measure.section
+        ),
+        share("read\nof Full's", [_read_of_full(entry) for entry in entries]),
     ]
 
 
-def _of_unit(measure: Measure, values: Sequence[float | None]) -> Column:
+def likelihoods(table: Comparison) -> list[Column]:
+    """Return what the right answers cost; empty where that was not measured, or is the main table's own number."""
+    own = [entry.summary["likelihood"] or {} for entry in table.entries]
+    if not any(own) or table.of_perplexity:
+        return []
+    means = [entry.cost.get("mean_diff") for entry in table.entries]
+    return [
+        *names(table.entries),
+        number("NLL", "nats/token", [one.get("mean") for one in own]),
+        _cost_difference(table),
+        Column("mean", "nats", [signed(mean) for mean in means], values=means),
+        _cost_p(table),
+        counts("n", [one.get("n") for one in own]),
+    ]
+
+
+def costs(table: Comparison) -> list[Column]:
+    """Return preparation, seal and peak memory; empty where no run says any of it."""
+    rows = [entry.summary for entry in table.entries]
+    columns = [
+        quantity("prepare", [row.get("prepare_s") for row in rows], SECONDS),
+        quantity("seal p50", [row["seal_s"]["p50"] for row in rows], SECONDS),
+        *(quantity(head, [row["memory"].get(key) for row in rows], BYTES) for head, key in PEAKS.items()),
+    ]
+    return [] if all(column.empty for column in columns) else [*names(table.entries), *columns]
+
+
+def step_parts(table: Comparison) -> list[Column]:
+    """Return the parts of a decode step's time, a row for each traced run; empty where there is none."""
+    traced = [entry for entry in table.entries if entry.summary["trace"]]
+    if not traced:
+        return []
+    parts = {part: [entry.summary["trace"][f"{part}_s"] for entry in traced] for part in ("step", *PARTS)}
+    return [*names(traced), *quantities(parts, SECONDS)]
+
+
+def _score(unit: str, rows: Sequence[Mapping[str, Any]]) -> Column:
+    scores = [row["score"] for row in rows]
+    return Column("score", unit, [with_ci(s["mean"], s["ci95"]) for s in scores], values=[s["mean"] for s in scores])
+
+
+def _difference(entry: ReportRow) -> str:
+    """Write the difference of a score to Full's in points with its interval."""
+    full = entry.summary["full"]
+    return with_ci(full["diff"], full["ci95"], sign=True) if full else ""
+
+
+def _perplexities(table: Comparison) -> list[Column]:
+    """Return what stands in place of scores where texts were fed: perplexity, and the difference to Full with its p."""
+    means = [(entry.summary["likelihood"] or {}).get("mean") for entry in table.entries]
+    values = [None if mean is None else exp(mean) for mean in means]
+    return [number("perplexity", "", values), _cost_difference(table), _cost_p(table)]
+
+
+def _cost_difference(table: Comparison) -> Column:
+    """Return by how much more a right answer costs than under Full, with its interval."""
+    found = [entry.cost for entry in table.entries]
+    cells = [nats_with_ci(cost) + "*" * row.cost_differs for cost, row in zip(found, table.entries, strict=True)]
+    return Column("NLL vs full", "nats, 95% CI", cells, values=[cost.get("diff") for cost in found])
+
+
+def _cost_p(table: Comparison) -> Column:
+    values = [entry.cost.get("p") for entry in table.entries]
+    cells = [f"{probability(p)}{'*' * row.cost_differs}" for p, row in zip(values, table.entries, strict=True)]
+    return Column("p", "", cells, values=values)
+
+
+def nats_with_ci(cost: Mapping[str, Any]) -> str:
+    """Write a difference in nats, followed by its interval."""
+    ends = cost.get("ci95")
+    return signed(cost.get("diff")) + (f" [{signed(ends[0])}, {signed(ends[1])}]" if ends else "")
+
+
+def signed(nats: float | None) -> str:
+    """Write a difference with its sign; none but 0 reads as 0, so that an interval shows on which side it lies."""
+    if not nats:
+        return "" if nats is None else "0"
+    size = abs(nats)
+    return ("-" if nats < 0 else "+") + (digits(size) if size >= 0.001 else f"{size:.0e}")
+
+
+def _held_bytes(memory: Sequence[Mapping[str, Any]]) -> list[Column]:
+    """Return the bytes held in each tier, in one unit; a tier that holds nothing has no column."""
+    sizes = {tier.head: [row.get(bytes_key(name)) for row in memory] for name, tier in TIERS.items()}
+    shown = (TIERS[DEVICE].head, *(head for head, some in sizes.items() if any(some)))
+    return [column for column in quantities(sizes, BYTES) if column.head in shown]
+
+
+def _measured(measure: Measure, values: Sequence[float | None]) -> Column:
     assert measure.head
     if measure.unit == "share":
         return share(measure.head, values)
-    if measure.unit == "bytes":
-        return quantity(measure.head, values, BYTES, "/step", hide_zeros=measure.hides_zeros)
-    if measure.unit == "seconds":
-        return quantity(measure.head, values, SECONDS, "/step", hide_zeros=measure.hides_zeros)
+    if measure.unit in ("bytes", "seconds"):
+        scale = BYTES if measure.unit == "bytes" else SECONDS
+        return quantity(measure.head, values, scale, "/step", hide_zeros=measure.hides_zeros)
     return number(measure.head, measure.unit, values)
 
 
-def _of_full(entry: ReportRow) -> float | None:
-    """Bytes read, of those that Full read on the same examples; unknown where one of the two was not traced."""
+def _read_of_full(entry: ReportRow) -> float | None:
+    """Return the bytes read, of those that Full read on the same examples; unknown unless both were traced."""
     key = "read_bytes_per_step"
-    every = {record.id: record.measured.get(key) for record in entry.full.records} if entry.full else {}
-    pairs = [(record.measured.get(key), every.get(record.id)) for record in entry.run.records]
-    return over_known(fmean, [own / whole for own, whole in pairs if own and whole])
+    whole = {record.id: record.measured.get(key) for record in entry.full.records} if entry.full else {}
+    pairs = [(record.measured.get(key), whole.get(record.id)) for record in entry.run.records]
+    return over_known(fmean, [ours / fulls for ours, fulls in pairs if ours and fulls])
 
 
-def _fidelity(rows: Sequence[dict[str, Any]]) -> list[Column]:
-    """Columns that stay empty, and so out of the table, where fidelity was not measured."""
-    found = [row["fidelity"] or {} for row in rows]
-    shares = [share(name, [one.get(name) for one in found]) for name in ("recall", "mass")]
-    return [*shares, number("KL", "nats", [one.get("kl") for one in found])]
-
-
-def notes(comparison: Comparison) -> Iterator[str]:
-    """Yield what a reader of the table must know: the legend, warnings, and which rows are not complete."""
-    if comparison.of_perplexity:
-        yield from perplexity_notes(comparison)
-    else:
-        yield (
-            f"score: {comparison.metric}, 0-100, mean over groups; times are medians, bytes held the largest of any "
-            "example, bytes of a step the mean"
-        )
-    if any(entry.summary["throughput_tok_s"] is not None for entry in comparison.entries):
-        yield "decode: tokens behind the second over the time of their steps; sequences of a batch share a step's time"
-    stars = comparison.significant or comparison.significant_costs
-    if stars or any(entry.significant_groups for entry in comparison.entries):
-        measures = ", scores and likelihoods together" if comparison.costed else ""
-        yield f"*: differs from Full after Holm's correction, over this table{measures}, or over the groups of one run"
-    yield from _told_apart(comparison)
-    if any(entry.run.config.get("budget_rule") == "paper" for entry in comparison.entries):
-        yield (
-            "budget_rule=paper: sinks and windows that the method's paper does not count come on top, and RocketKV's "
-            "index is within; see `attended`"
-        )
-    if any(entry.summary["budget"]["union"]["share"] for entry in comparison.entries):
-        yield (
-            "attended: what the budget limits, mean over steps; read per KV head (union): the distinct prompt tokens "
-            "that one KV head reads for all its query heads, each once"
-        )
-    if any(entry.summary["memory"].get("read_bytes_per_step") for entry in comparison.entries):
-        yield (
-            "read: bytes of keys and values that a step reads, and of the index that chooses them, wherever they lie, "
-            "mean over steps; a token counts once for a KV head, an index as often as steps choose by it"
-        )
-    yield from turns.notes(comparison.entries)
-    yield from legend(comparison)
-    yield from code_versions(comparison.entries)
-    yield from map(_copies, (entry for entry in comparison.entries if entry.copies))
-    unfinished: dict[str, list[str]] = {}
-    for entry in comparison.entries:
-        if entry.summary["status"] != "complete":
-            unfinished.setdefault(f"{entry.summary['status']} after {_count(entry)} examples", []).append(entry.title)
-    yield from (f"not complete, {state}: {', '.join(titles)}" for state, titles in unfinished.items())
-    for entry in comparison.entries:
-        if again := entry.run.info.get("rescored"):
-            yield _rescored(entry, again)
-        if entry.full and (versions := (entry.run.scorer, entry.full.scorer))[0] != versions[1]:
-            yield f"! {entry.title} and its Full were scored by task versions {' and '.join(versions)}: rescore both"
-    yield from _not_held(comparison.entries)
-    yield from _merged_warnings(comparison.entries)
-
-
-def _told_apart(comparison: Comparison) -> Iterator[str]:
-    """Yield which rows differ from Full by score or likelihood, and which rows the prompts cannot tell from it."""
-    differ = comparison.significant | comparison.significant_costs
-    others = {*comparison.tested, *comparison.costed} - differ
-    for rows, meaning in ((differ, "differs from Full"), (others, "cannot be told from Full by these prompts")):
-        if rows:
-            yield f"{meaning}: {', '.join(comparison.entries[i].title for i in sorted(rows))}"
-
-
-def _not_held(entries: Sequence[ReportRow]) -> Iterator[str]:
-    """Yield why rows have no difference to Full though a Full of their task is there, once for each reason."""
-    titles: dict[str, list[str]] = {}
-    for entry in entries:
-        if entry.not_held:
-            titles.setdefault(entry.not_held, []).append(entry.title)
-    yield from (f"! no difference to Full for {', '.join(found)}: {reason}" for reason, found in titles.items())
-
-
-def _copies(entry: ReportRow) -> str:
-    folders = ", ".join(str(run.folder.parent) for run in (entry.run, *entry.copies))
-    times = 1 + len(entry.copies)
-    return f"found {times} times with the same answers, shown once, as in the first: {entry.title} ({folders})"
-
-
-def _rescored(entry: ReportRow, again: Mapping[str, Any]) -> str:
-    first, present = again["first"], again["present"]
-    return (
-        f"scored again: {entry.title} on {again['at'][:10]} (task version {first['task_version']} -> "
-        f"{present['task_version']}): {again['changed']} of {entry.summary['num_examples']} scores differ, "
-        f"mean {percent(first['mean'], 2)} -> {percent(present['mean'], 2)}"
-    )
-
-
-def _merged_warnings(entries: Sequence[ReportRow]) -> Iterator[str]:
-    """A warning of several runs becomes one note; where it counts examples, each run keeps its count."""
-    where: dict[str, list[str]] = defaultdict(list)
-    for entry in entries:
-        for warning in entry.summary["warnings"]:
-            counted = re.match(r"(\d+) of (\d+) (examples .*)", warning)
-            what, count = (counted[3], f" {counted[1]}/{counted[2]}") if counted else (warning, "")
-            where[what].append(f"{entry.title}{count}")
-    for what, runs in where.items():
-        yield f"! {what}: {', '.join(runs)}" if what.startswith("examples ") else f"! {', '.join(runs)}: {what}"
-
-
-def difference(beside: Mapping[str, Any]) -> str:
-    """Write a difference to Full in points with its interval."""
-    return with_ci(beside["diff"], beside["ci95"], sign=True)
-
-
-def _count(entry: ReportRow) -> str:
+def num_examples(entry: ReportRow) -> str:
+    """Write the number of examples, of so many where that is not all."""
     done, expected = entry.summary["num_examples"], entry.run.info.get("num_expected")
     return str(done) if expected in (None, done) else f"{done}/{expected}"

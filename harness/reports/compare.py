@@ -14,7 +14,7 @@ from evals.stats import ALPHA
 from harness.reports.labels import budget, labels, titles
 from harness.results.alarms import Alarm, AlarmRow
 from harness.results.alarms import alarms as table_alarms
-from harness.results.compared import FULL, merged, paired
+from harness.results.compared import FULL, merged
 from harness.results.run_folder import StoredRun
 from harness.results.summary import (
     ONE_TABLE,
@@ -25,15 +25,13 @@ from harness.results.summary import (
     reference,
     summary_of,
 )
-from harness.terminal.tables import Column
 
 PERPLEXITY = "perplexity"  # the metric of tasks whose texts are fed in place of answers
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ReportRow:
-    """A run in its table. `label` tells it from its neighbours, but for the budget. What takes a test is worked out
-    once, however many forms the table is shown in."""
+    """A run in its table. `label` tells it from its neighbours, but for the budget."""
 
     run: StoredRun
     full: StoredRun | None
@@ -41,106 +39,49 @@ class ReportRow:
     label: str
     copies: tuple[StoredRun, ...] = ()  # the same run with the same answers, found in other folders
     not_held: str | None = None  # why it is held against no Full, where there is one that might have been
+    score_p: float | None = None  # of the difference of its score to Full's, after Holm's correction over the table
+    cost_p: float | None = None  # the same of the likelihoods of the right answers
 
     @property
     def title(self) -> str:
         return f"{self.label} {budget(self.summary)}".strip()
 
     @property
-    def unfinished(self) -> str:
-        """Return what pictures add to the name of a run that is not complete."""
-        return "" if self.summary["status"] == "complete" else " (incomplete)"
+    def cost(self) -> Mapping[str, Any]:
+        """Return the comparison of the run's likelihoods with Full's, or an empty mapping."""
+        return (self.summary["likelihood"] or {}).get("full") or {}
 
-    @cached_property
-    def significant_groups(self) -> set[str]:
-        """Groups whose difference to Full holds after Holm's correction over this run's groups; of one alone, none."""
-        groups: dict[str, list[tuple[float, float, str]]] = defaultdict(list)
-        for ours, theirs in paired(self.run.records, self.full.records if self.full else []):
-            groups[ours.group].append((ours.score, theirs.score, ours.independent))
-        if len(groups) < 2:
-            return set()
-        adjusted = stats.holm([stats.p_value(*zip(*pairs, strict=True)) for pairs in groups.values()])
-        return {group for group, p in zip(groups, adjusted, strict=True) if p < ALPHA}
+    @property
+    def score_differs(self) -> bool:
+        return self.score_p is not None and self.score_p < ALPHA
+
+    @property
+    def cost_differs(self) -> bool:
+        return self.cost_p is not None and self.cost_p < ALPHA
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Holds the runs of one task, model and protocol, Full first. Tests are computed once."""
+    """Holds the runs of one task, model and protocol, Full first."""
 
     title: str
     metric: str
     entries: list[ReportRow]
-    heads: tuple[
-        str, ...
-    ] = ()  # of the main table's columns that are shown, but for the two that name a row; empty: all
-
-    def under_runs(self, columns: Sequence[Column]) -> list[Column]:
-        """Columns, one for each run, with its name and budget above them."""
-        return [
-            replace(column, head=row.label, unit=" ".join(filter(None, (budget(row.summary), column.unit))))
-            for row, column in zip(self.entries, columns, strict=True)
-        ]
 
     @property
     def of_perplexity(self) -> bool:
         """Return whether texts were fed in place of answers, so that only likelihoods can be compared."""
         return self.metric == PERPLEXITY
 
-    @property
-    def tested(self) -> list[int]:
-        """Rows whose scores are held against Full's."""
-        return [] if self.of_perplexity else [i for i, entry in enumerate(self.entries) if entry.summary["full"]]
-
-    @property
-    def costed(self) -> list[int]:
-        """Rows whose likelihoods of the right answers are held against Full's."""
-        return [i for i, entry in enumerate(self.entries) if beside_full(entry.summary).get("p") is not None]
-
-    def beside(self, entry: ReportRow) -> Mapping[str, Any] | None:
-        """A row's difference to Full, which pictures show: of its score, 0-1, or where texts were fed in nats per
-        token, with a sign that makes more the better as well; None where there is none with an interval."""
-        if not self.of_perplexity:
-            beside: Mapping[str, Any] | None = entry.summary["full"]
-            return beside
-        cost = beside_full(entry.summary)
-        if cost.get("ci95") is None:
-            return None
-        low, high = cost["ci95"]
-        return {"diff": -cost["diff"], "ci95": [-high, -low], "p": cost["p"]}
-
-    @cached_property
-    def _corrected(self) -> list[float]:
-        """p after Holm's correction over this table: of the scores first, then of the likelihoods."""
-        rows = [entry.summary for entry in self.entries]
-        scores = [rows[i]["full"]["p"] for i in self.tested]
-        return stats.holm([*scores, *(rows[i]["likelihood"]["full"]["p"] for i in self.costed)])
-
-    @property
-    def adjusted(self) -> dict[int, float]:
-        """Per row that is held against Full, the corrected p of its score."""
-        return dict(zip(self.tested, self._corrected, strict=False))
-
-    @property
-    def adjusted_costs(self) -> dict[int, float]:
-        """Per row whose likelihood is held against Full's, the corrected p of that."""
-        return dict(zip(self.costed, self._corrected[len(self.tested) :], strict=True))
-
-    @property
-    def significant(self) -> set[int]:
-        """Rows whose difference to Full in the score holds after this correction."""
-        return {i for i, p in self.adjusted.items() if p < ALPHA}
-
-    @property
-    def significant_costs(self) -> set[int]:
-        """Rows whose difference to Full in the likelihood holds after this correction."""
-        return {i for i, p in self.adjusted_costs.items() if p < ALPHA}
-
     @cached_property
     def alarms(self) -> list[Alarm]:
         """Return what a reader must know before the table, the most serious first."""
-        p = self.adjusted_costs if self.of_perplexity else self.adjusted
-        rows = [AlarmRow(one.title, one.run, one.full, one.summary, p.get(i)) for i, one in enumerate(self.entries)]
-        return table_alarms(rows)
+        return table_alarms(
+            [
+                AlarmRow(row.title, row.run, row.full, row.summary, row.cost_p if self.of_perplexity else row.score_p)
+                for row in self.entries
+            ]
+        )
 
 
 def comparisons(runs: Sequence[StoredRun]) -> list[Comparison]:
@@ -158,26 +99,33 @@ def comparisons(runs: Sequence[StoredRun]) -> list[Comparison]:
 def _comparison(
     runs: Sequence[StoredRun], title: str, neighbours: Neighbours, reported: Sequence[StoredRun]
 ) -> Comparison:
-    """reported: the runs of all tables."""
-    entries, found = [], merged(runs)
-    runs = [group[0] for group in found]
-    for (run, *copies), label in zip(found, labels(runs), strict=True):
+    """Return the table of `runs`; `reported` are the runs of all tables."""
+    entries, groups = [], merged(runs)
+    runs = [group[0] for group in groups]
+    for (run, *copies), label in zip(groups, labels(runs), strict=True):
         full = reference(run, runs) or reference(run, neighbours.fulls(run))
         reason = None if full else not_held(run, [*reported, *neighbours.fulls(run)])
         entries.append(ReportRow(run, full, summary_of(run, full), label, tuple(copies), reason))
     entries.sort(key=lambda entry: (method_of(entry.run) != FULL, entry.label, asked(entry.summary)))
     if any(run.config.get("budget_rule") == "paper" for run in runs):
         title += ", budget_rule=paper"
-    metric = str(runs[0].info.get("task_info", {}).get("metric", "score"))
-    return Comparison(title, metric.removeprefix("1/"), entries)  # older runs say 1/perplexity
+    metric = str(runs[0].info.get("task_info", {}).get("metric", "score")).removeprefix("1/")  # of older runs
+    return Comparison(title, metric, corrected(entries, has_scores=metric != PERPLEXITY))
 
 
-def beside_full(summary: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the comparison of a run's likelihoods with Full's from its summary, or an empty mapping."""
-    return (summary["likelihood"] or {}).get("full") or {}
+def corrected(entries: Sequence[ReportRow], has_scores: bool) -> list[ReportRow]:
+    """Return the rows with their p after Holm's correction over the scores and likelihoods of all of them."""
+    scores = [entry.summary["full"]["p"] if has_scores and entry.summary["full"] else None for entry in entries]
+    found = [*scores, *(entry.cost.get("p") for entry in entries)]
+    adjusted = iter(stats.holm([p for p in found if p is not None]))
+    placed = [None if p is None else next(adjusted) for p in found]
+    return [
+        replace(entry, score_p=score_p, cost_p=cost_p)
+        for entry, score_p, cost_p in zip(entries, placed, placed[len(entries) :], strict=False)
+    ]
 
 
 def asked(summary: Mapping[str, Any]) -> float:
-    """The budget, in the order of budgets: shares below 1, tokens above, or bytes; 0 where there is none."""
+    """Return the budget, in the order of budgets: shares below 1, tokens above, or bytes; 0 where there is none."""
     layers = summary["budget"]["layers"]
     return fmean(layers) if layers else float(summary["budget"].get("bytes") or summary["budget"]["asked"] or 0)

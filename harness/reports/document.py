@@ -1,78 +1,67 @@
-"""A report as text, Markdown or LaTeX: the same tables, conditions and notes each time."""
+"""A report as text, Markdown, LaTeX or CSV: the same tables, conditions and notes each time."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Literal, TextIO
+from typing import Any, TextIO
 
-from harness.reports import against_tables, by_task, costs, likelihoods, overview
-from harness.reports.against import Contrasts
-from harness.reports.by_task import TaskColumns
-from harness.reports.columns import notes, score_table
+from harness.config.catalogue import flatten
+from harness.config.plugins import TARGET
+from harness.reports import columns, groups
+from harness.reports.against import MEANING, differences
+from harness.reports.command import command
 from harness.reports.compare import Comparison
-from harness.reports.conditions import conditions
-from harness.reports.groups import average_meanings, average_table, by_column, by_run, group_table
-from harness.reports.stamps import caution
-from harness.reports.turns import ago_scores, reuse_rows, turn_reuse, turn_scores, turn_times
-from harness.results.alarms import Alarm
+from harness.reports.conditions import conditions, origin
+from harness.reports.notes import notes, stamps
+from harness.reports.overview import ALARM, all_lines, lines
+from harness.reports.overview import WIDTH as OVERVIEW_WIDTH
 from harness.terminal.notices import visible
-from harness.terminal.tables import WIDTH, Column, latex_table, markdown_table, text_table
+from harness.terminal.tables import WIDTH, Column, markdown_table, text_table
+
+NAMES = 2  # columns that name a row
+RED, PLAIN = "\033[1;31m", "\033[0m"
+LIKELIHOOD = (
+    "NLL: cost of the right answer in nats per token after the seal, mean over groups, 0 where the answer is certain; "
+    "NLL vs full: paired difference and interval of the signed-rank test, which a few failed prompts hardly move; "
+    "mean: the mean difference, which they do; p: that test's, uncorrected"
+)
+COSTS = (
+    "prepare: once per model; seal: to digest one prompt, median; peaks: the most memory in use while prompts were "
+    "read, and from the seal on; on the device what torch had allocated, on the host all that the process held, "
+    "with the model and the caches of methods that share a prefill"
+)
+GROUPS = "*: differs from Full after Holm's correction over the groups of the run"
 
 
 @dataclass(frozen=True, slots=True)
-class TableKind:
-    """Describes one kind of table. Its first `head` columns name a row; `of`: what a run is there, if anything;
-    `timed`: shows times without the rows' stamps."""
+class ReportTable:
+    """Holds one table with its caption and what stands below it."""
 
-    name: str
     caption: str
-    columns: Callable[[Comparison], list[Column]]
-    head: int
-    of: Literal["rows", "traced rows", "turn rows", "columns"]
-    note: Callable[[Comparison], str] = lambda table: ""
-    timed: bool = False
-
-    def below(self, table: Comparison) -> str:
-        """Return the note below the table: what its heads mean, and what its times do not mean."""
-        return "; ".join(filter(None, (self.note(table), caution(table) if self.timed else "")))
-
-    def runs(self, table: Comparison) -> list[int]:
-        """Return the run that each row of the table is; empty where rows are not runs."""
-        if self.of == "turn rows":
-            return [place for place, *_ in reuse_rows(table)]
-        sections = {"traced rows": "trace"}  # of a summary
-        section = sections.get(self.of)
-        found = [i for i, entry in enumerate(table.entries) if section is None or entry.summary.get(section)]
-        return found if self.of.endswith("rows") else []
+    columns: list[Column]
+    notes: Sequence[str] = ()
 
 
-OVERVIEW = TableKind("overview", "Scores, times and bytes", overview.overview, 2, "rows")
-SCORES = TableKind("scores", "All measurements", score_table, 2, "rows")
-OTHER_TABLES = (
-    TableKind(
-        "likelihood",
-        likelihoods.CAPTION,
-        likelihoods.likelihood_table,
-        2,
-        "rows",
-        lambda _: likelihoods.MEANING,
-    ),
-    TableKind("costs", "Preparation, seal and peak memory", costs.cost_table, 2, "rows", costs.meaning, True),
-    TableKind("parts", "Where the time of a decode step goes", costs.trace_table, 2, "traced rows", timed=True),
-    TableKind("turns", "Score by turn", turn_scores, 3, "columns"),
-    TableKind("turns_ago", "Score by turns between telling and asking", ago_scores, 2, "columns"),
-    TableKind("turn_times", "Time to the first token by turn", turn_times, 3, "columns", timed=True),
-    TableKind("turn_reuse", "What a turn found of its history", turn_reuse, 3, "turn rows", timed=True),
-    TableKind("groups", "Score by group", partial(by_column, group_table), 2, "columns"),
-    TableKind("groups", "Score by group", partial(by_run, group_table), 2, "rows"),
-    TableKind("averages", "The task's own averages", partial(by_column, average_table), 1, "columns", average_meanings),
-    TableKind("averages", "The task's own averages", partial(by_run, average_table), 2, "rows", average_meanings),
-)
+def report_tables(table: Comparison) -> list[ReportTable]:
+    """Return everything that is known of these runs, the main table first."""
+    found = [
+        ReportTable("All measurements", columns.measurements(table), list(notes(table))),
+        ReportTable("Likelihood of the right answer", columns.likelihoods(table), [LIKELIHOOD]),
+        ReportTable("Preparation, seal and peak memory", columns.costs(table), [COSTS]),
+        ReportTable("Where the time of a decode step goes", columns.step_parts(table)),
+        ReportTable("Score by turn", groups.turn_scores(table)),
+        ReportTable("Score by turns between telling and asking", groups.ago_scores(table)),
+        ReportTable("Time to the first token by turn", groups.turn_times(table)),
+        ReportTable("What a turn found of its history", groups.turn_reuse(table)),
+        ReportTable("Score by group", groups.group_table(table), [] if table.of_perplexity else [GROUPS]),
+        ReportTable("The task's own averages", groups.average_table(table), [groups.average_meanings(table)]),
+    ]
+    return [one for one in found if one.columns]
 
 
 def overview_text(tables: Sequence[Comparison], more: str, *, colour: bool = False) -> str:
@@ -80,125 +69,91 @@ def overview_text(tables: Sequence[Comparison], more: str, *, colour: bool = Fal
     is, once at the end. `colour`: alarms are red."""
     parts = []
     for table in tables:
-        columns = score_table(table) if table.heads else overview.overview(table)
-        parts += [visible(table.title), "", text_table(columns, overview.WIDTH), ""]
-        for line in map(visible, overview.lines(table)):
-            parts.append(f"{RED}  {line}{PLAIN}" if colour and line.startswith(overview.ALARM) else f"  {line}")
+        parts += [visible(table.title), "", text_table(columns.overview(table), OVERVIEW_WIDTH), ""]
+        for line in map(visible, lines(table)):
+            parts.append(f"{RED}  {line}{PLAIN}" if colour and line.startswith(ALARM) else f"  {line}")
         parts.append("")
     return "\n".join([*parts[:-1], f"  {more}"]) if parts else ""
 
 
-def as_text(tables: Sequence[Comparison], *, markdown: bool = False, colour: bool = False) -> str:
-    """Return every table, with conditions, alarms and notes."""
-    render = markdown_table if markdown else text_table
+def as_text(tables: Sequence[Comparison], compared: Sequence[Comparison] = ()) -> str:
+    """Return every table for a terminal. `compared`: those of methods against methods."""
     parts = []
     for table in tables:
-        parts += [f"### {table.title}\n" if markdown else visible(table.title)]
-        parts += markdown_banner(table) if markdown else banner(table, WIDTH, colour)
-        parts += [f"{line}<br>" if markdown else _wrapped(line) for line in conditions(table)]
-        parts += ["", render(score_table(table)), ""]
-        parts += [f"- {note}" if markdown else _wrapped(note) for note in notes(table)]
-        for block in OTHER_TABLES:
-            shown = list(pieces(block.columns(table), block.head))
-            parts += [line for columns in shown for line in ("", render(columns))]
-            if shown and (note := block.below(table)):
-                parts += ["", f"- {note}" if markdown else _wrapped(note)]
+        parts += [visible(table.title), *map(_wrapped, [*all_lines(table), *conditions(table)])]
+        for shown in report_tables(table):
+            parts += ["", *_fitting(shown)]
         parts.append("")
-    return "\n".join(parts).rstrip()
+    return "\n".join([*parts, further_text(compared)]).rstrip()
 
 
-def as_latex(tables: Sequence[Comparison]) -> str:
-    """A float per table, to be \\input into a paper. In small print below the main one: alarms, conditions, notes, and
-    what its stamps point to; advice to whoever makes the table is a comment."""
-    parts = ["% \\usepackage{booktabs,graphicx}"]
-    for table in tables:
-        for block in (SCORES, *OTHER_TABLES):
-            below = list(_below(table)) if block is SCORES else [_sentences([block.below(table)])]
-            caption, label = f"{block.caption}: {table.title}", f"tab:{_slug(f'{block.name} {table.title}')}"
-            parts += latex_table(block.columns(table), caption, label, below)
-    return "\n".join(parts) + "\n"
+def further_text(compared: Sequence[Comparison]) -> str:
+    """Return the tables of methods against methods for a terminal."""
+    shown = [line for table in compared for line in _fitting(_against(table))]
+    return "\n".join(shown)
 
 
-@dataclass(frozen=True, slots=True)
-class FurtherTable:
-    """A table over several of those of runs: methods against methods, or tasks as columns."""
-
-    title: str
-    columns: list[Column]
-    notes: list[str]
+def _against(table: Comparison) -> ReportTable:
+    return ReportTable(table.title, differences(table), [MEANING])
 
 
-def further_tables(held: Sequence[Contrasts], joined: Sequence[TaskColumns]) -> list[FurtherTable]:
-    """Return the tables that were asked for in addition to those of runs."""
-    return [
-        *(FurtherTable(f"Scores by task: {one.title}", one.columns, [by_task.MEANING]) for one in joined),
-        *(
-            FurtherTable(
-                f"{against_tables.caption(one)}: {one.title}",
-                against_tables.columns(one),
-                list(against_tables.notes(one)),
-            )
-            for one in held
-        ),
-    ]
-
-
-def further_as_text(tables: Sequence[FurtherTable], *, markdown: bool = False) -> str:
-    """These tables below the others."""
-    parts = list[str]()
-    for one in tables:
-        parts += [f"### {one.title}\n"] if markdown else [visible(one.title)]
-        for columns in [one.columns] if markdown else pieces(one.columns, 2):
-            parts += [(markdown_table if markdown else text_table)(columns), ""]
-        parts += [f"- {note}" if markdown else _wrapped(note) for note in one.notes]
-        parts.append("")
-    return "\n".join(parts).rstrip()
-
-
-def further_as_latex(tables: Sequence[FurtherTable]) -> str:
-    """The same as floats."""
-    parts = list[str]()
-    for one in tables:
-        parts += latex_table(one.columns, one.title, f"tab:{_slug(one.title)}", [_sentences(one.notes)])
-    return "\n".join(parts) + "\n"
-
-
-def _below(table: Comparison) -> Iterator[str]:
-    """The paragraphs below the main table."""
-    said = list(notes(table))
-    warned = [note.removeprefix("! ") for note in said if note.startswith("! ")]
-    yield from (_sentences([f"{word(alarm).capitalize()}: {alarm.text}"]) for alarm in table.alarms)
-    yield _sentences(list(conditions(table)))
-    yield _sentences([note for note in said if not note.startswith("! ")])
-    yield f"!: {'; '.join(warned)}." if warned else ""
-
-
-def _slug(text: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
-
-
-def _sentences(told: Sequence[str]) -> str:
-    return " ".join(f"{text[0].upper()}{text[1:].rstrip('.')}." for text in told if text)
-
-
-def pieces(columns: Sequence[Column], head: int) -> Iterator[list[Column]]:
-    """A wide table in pieces that fit; the first `head` columns head each."""
-    shown = [column for column in columns if not column.empty]
-    block = shown[:head]
-    for column in shown[head:]:
-        if len(block) > head and sum(kept.width + 2 for kept in [*block, column]) > WIDTH:
-            yield block
-            block = shown[:head]
-        block.append(column)
-    if len(block) > head:
-        yield block
+def _fitting(table: ReportTable) -> Iterator[str]:
+    """Yield a table in pieces that fit the terminal, each headed by the columns that name a row, and its notes."""
+    yield f"{table.caption}\n"
+    shown = [column for column in table.columns if not column.empty]
+    piece = shown[:NAMES]
+    for column in shown[NAMES:]:
+        if len(piece) > NAMES and sum(kept.width + 2 for kept in [*piece, column]) > WIDTH:
+            yield f"{text_table(piece)}\n"
+            piece = shown[:NAMES]
+        piece.append(column)
+    yield f"{text_table(piece)}\n"
+    yield from map(_wrapped, filter(None, table.notes))
 
 
 def _wrapped(note: str) -> str:
     return textwrap.fill(visible(note), WIDTH, initial_indent="  ", subsequent_indent="    ")
 
 
-RED, YELLOW, PLAIN = "\033[1;31m", "\033[33m", "\033[0m"
+def as_markdown(tables: Sequence[Comparison], compared: Sequence[Comparison] = ()) -> str:
+    """Return the same as Markdown; alarms stand out without colour, too."""
+    parts = []
+    for table in tables:
+        parts += [f"### {table.title}\n"]
+        parts += [f"- {'🟥 ' * line.startswith(ALARM)}{line}" for line in [*all_lines(table), *conditions(table)]]
+        parts += [_markdown(shown) for shown in report_tables(table)]
+    return "\n".join([*parts, *(_markdown(_against(table)) for table in compared)]) + "\n"
+
+
+def _markdown(table: ReportTable) -> str:
+    below = "\n".join(f"- {note}" for note in table.notes if note)
+    return f"\n#### {table.caption}\n\n{markdown_table(table.columns)}\n\n{below}"
+
+
+def as_latex(tables: Sequence[Comparison], compared: Sequence[Comparison] = ()) -> str:
+    """Return a float for each table, to be \\input into a paper. What a reader must know are comments above it."""
+    parts = [r"% \usepackage[T1]{fontenc}\usepackage{booktabs}"]
+    for table in tables:
+        parts += [f"% {visible(line)}" for line in (table.title, *all_lines(table), *conditions(table))]
+        overview = ReportTable("Scores, times and bytes", columns.overview(table))
+        parts += [_latex(shown, f"{shown.caption}: {table.title}") for shown in (overview, *report_tables(table))]
+    return "\n".join([*parts, *(_latex(_against(table), table.title) for table in compared)])
+
+
+def _latex(table: ReportTable, caption: str) -> str:
+    import pandas as pd
+
+    shown = [column for column in table.columns if not column.empty]
+    heads = [" ".join([*column.head.split(), *[f"({column.unit})"] * bool(column.unit)]) for column in shown]
+    rows = pd.DataFrame(list(zip(*(column.cells for column in shown), strict=True)), columns=heads)
+    float_of = rows.to_latex(
+        index=False,
+        escape=True,
+        column_format="".join("l" if column.left else "r" for column in shown),
+        caption=re.sub(r"([&%$#_{}])", r"\\\1", caption),
+        label=f"tab:{re.sub(r'[^a-z0-9]+', '-', caption.lower()).strip('-')}",
+    )
+    return "".join(f"% {visible(note)}\n" for note in table.notes if note) + str(float_of)
 
 
 def shows_colour(stream: TextIO) -> bool:
@@ -206,19 +161,36 @@ def shows_colour(stream: TextIO) -> bool:
     return stream.isatty() and not os.environ.get("NO_COLOR")
 
 
-def banner(table: Comparison, width: int, colour: bool) -> Iterator[str]:
-    """Yield a paragraph for each alarm, for a terminal."""
-    for alarm in table.alarms:
-        said = visible(f"{word(alarm)}: {alarm.text}")
-        text = textwrap.fill(said, width, initial_indent="  ", subsequent_indent="    ")
-        yield f"{RED if alarm.red else YELLOW}{text}{PLAIN}" if colour else text
+def as_rows(tables: Sequence[Comparison]) -> list[dict[str, Any]]:
+    """Return the rows of a CSV file, raw: 0-1, seconds, bytes. Each has its run's summary, its p after the table's
+    correction, its method's parameters as `parameters.NAME`, where and how it ran, and the command to run it again."""
+    rows = []
+    for table in tables:
+        for entry in table.entries:
+            info, config = entry.run.info, entry.run.config
+            known = {key: value for key, value in entry.summary.items() if value is not None}
+            parameters = {name: value for name, value in config["method"].items() if name != TARGET}
+            rows.append(
+                dict(cells(known | {"parameters": parameters}))
+                | {
+                    "label": entry.label,
+                    "stamps": stamps(entry, table),
+                    "full.p_holm": entry.score_p,
+                    "likelihood.full.p_holm": entry.cost_p,
+                    "folder": entry.run.folder.name,
+                    "started": info.get("started"),
+                    "ended": info.get("ended"),
+                    **origin(entry.run),
+                    "command": command(entry.run),
+                }
+            )
+    return rows
 
 
-def markdown_banner(table: Comparison) -> Iterator[str]:
-    """A quote per alarm; red ones stand out without colour too."""
-    for alarm in table.alarms:
-        yield f"> {'🟥' if alarm.red else '🟨'} **{word(alarm)}:** {alarm.text}\n"
-
-
-def word(alarm: Alarm) -> str:
-    return "ALARM" if alarm.red else "caution"
+def cells(summary: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield dotted keys with their values; an interval becomes `.low` and `.high`, other lists are JSON."""
+    for key, value in flatten(summary).items():
+        if key.rpartition(".")[2] == "ci95":
+            yield from zip((f"{key}.low", f"{key}.high"), value or (None, None), strict=True)
+        else:
+            yield key, json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value

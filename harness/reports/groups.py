@@ -1,86 +1,166 @@
-"""Scores by group of examples, and what a task makes of its groups: a row or a column per run, whichever are fewer."""
+"""Scores by group of examples and by turn: a row for each run, as papers print it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import exp
 from typing import Any
 
+from evals import stats
 from evals.base import AVERAGES
+from evals.stats import ALPHA
 from harness.reports.columns import names
-from harness.reports.compare import PERPLEXITY, Comparison
-from harness.reports.likelihoods import perplexity_of_groups
-from harness.terminal.tables import Column, counts, digits, number, percent
+from harness.reports.compare import PERPLEXITY, Comparison, ReportRow
+from harness.reports.notes import is_stored, keeps_history
+from harness.results.compared import paired
+from harness.terminal.tables import SECONDS, Column, counts, digits, number, percent, quantities, quantity, with_ci
 
 
-def by_run(table: Callable[[Comparison], list[Column]], comparison: Comparison) -> list[Column]:
-    """A table with a column per run turned round, as papers print it: a row per run. The two are never both there: this
-    one is where runs outnumber the rows, `by_column` where they do not."""
-    columns, count = table(comparison), len(comparison.entries)
-    if not _is_tall(columns, comparison):
-        return []
-    heads, runs = columns[:-count], columns[-count:]
-    sizes = [f"n = {size}" for size in heads[1].cells] if len(heads) > 1 else [""] * len(heads[0].cells)
-    return [
-        *names(comparison.entries),
-        *(
-            Column(name, size, [run.cells[i] for run in runs], values=[run.values[i] for run in runs])
-            for i, (name, size) in enumerate(zip(heads[0].cells, sizes, strict=True))
-        ),
-    ]
-
-
-def by_column(table: Callable[[Comparison], list[Column]], comparison: Comparison) -> list[Column]:
-    """The table as it is, where it has no fewer rows than runs."""
-    columns = table(comparison)
-    return [] if _is_tall(columns, comparison) else columns
-
-
-def _is_tall(columns: Sequence[Column], comparison: Comparison) -> bool:
-    return bool(columns) and len(comparison.entries) > len(columns[0].cells)
-
-
-def group_table(comparison: Comparison) -> list[Column]:
-    """Score per group of examples; empty where there is one group alone. *: differs from Full, after Holm over them."""
-    scores = [entry.summary["score"]["groups"] for entry in comparison.entries]
+def group_table(table: Comparison) -> list[Column]:
+    """Return the score per group of examples; empty where there is one group alone."""
+    scores = [entry.summary["score"]["groups"] for entry in table.entries]
     groups = list(dict.fromkeys(group for run in scores for group in run))
     if len(groups) < 2:
         return []
     sizes = {group: max(run[group]["n"] for run in scores if group in run) for group in groups}
-    heads = [Column("group", "", groups, left=True), counts("n", list(sizes.values()))]
-    if comparison.of_perplexity:
-        found = [[run.get(group) for group in groups] for run in perplexity_of_groups(comparison)]
-        return [*heads, *comparison.under_runs([number("", "", values) for values in found])]
-    columns = []
-    for entry, run in zip(comparison.entries, scores, strict=True):
-        holds = entry.significant_groups
-        cells = [_group_cell(run[group], sizes[group], group in holds) if group in run else "" for group in groups]
-        columns.append(Column("", "", cells, values=[run.get(group, {}).get("mean") for group in groups]))
-    return [*heads, *comparison.under_runs(columns)]
+    if table.of_perplexity:
+        costs = [(entry.summary["likelihood"] or {}).get("groups", {}) for entry in table.entries]
+        return [
+            *names(table.entries),
+            *(
+                number(group, f"n = {size}", [exp(run[group]["mean"]) if group in run else None for run in costs])
+                for group, size in sizes.items()
+            ),
+        ]
+    starred = [differing_groups(entry) for entry in table.entries]
+    return [
+        *names(table.entries),
+        *(
+            Column(
+                group,
+                f"n = {size}",
+                [_cell(run.get(group), size, group in marked) for run, marked in zip(scores, starred, strict=True)],
+                values=[run.get(group, {}).get("mean") for run in scores],
+            )
+            for group, size in sizes.items()
+        ),
+    ]
 
 
-def _group_cell(score: Mapping[str, Any], size: int, holds: bool) -> str:
-    """An unfinished group says over how many examples its mean is."""
-    return percent(score["mean"]) + "*" * holds + (f" ({score['n']})" if score["n"] < size else "")
+def differing_groups(entry: ReportRow) -> set[str]:
+    """Return the groups whose difference to Full holds after Holm's correction over this run's groups; of one alone,
+    none."""
+    groups: dict[str, list[tuple[float, float, str]]] = defaultdict(list)
+    for ours, theirs in paired(entry.run.records, entry.full.records if entry.full else []):
+        groups[ours.group].append((ours.score, theirs.score, ours.independent))
+    if len(groups) < 2:
+        return set()
+    adjusted = stats.holm([stats.p_value(*zip(*pairs, strict=True)) for pairs in groups.values()])
+    return {group for group, p in zip(groups, adjusted, strict=True) if p < ALPHA}
 
 
-def average_table(comparison: Comparison) -> list[Column]:
+def _cell(score: Mapping[str, Any] | None, size: int, starred: bool) -> str:
+    """Write a group's score; of an unfinished group it says over how many examples."""
+    if score is None:
+        return ""
+    return percent(score["mean"]) + "*" * starred + (f" ({score['n']})" if score["n"] < size else "")
+
+
+def average_table(table: Comparison) -> list[Column]:
     """Return the averages that the task makes of its groups; empty where that is only their mean. Values above 1 are no
     scores and stay raw."""
-    runs = [entry.summary["score"]["averages"] for entry in comparison.entries]
-    shown_above = {"mean", PERPLEXITY} if comparison.of_perplexity else {"mean"}
-    listed = [name for name in dict.fromkeys(name for run in runs for name in run) if name not in shown_above]
-    if not listed:
-        return []
-    raw = {name for name in listed if any(run.get(name, 0) > 1 for run in runs)}
+    runs = [entry.summary["score"]["averages"] for entry in table.entries]
+    shown = [name for name in dict.fromkeys(name for run in runs for name in run) if name != "mean"]
+    shown = [name for name in shown if not (table.of_perplexity and name == PERPLEXITY)]
     columns = []
-    for run in runs:
-        shown = {name: digits(value) if name in raw else percent(value) for name, value in run.items()}
-        cells = [shown.get(name, "") for name in listed]
-        columns.append(Column("", "", cells, values=[run.get(name) for name in listed]))
-    return [Column("average", "", listed, left=True), *comparison.under_runs(columns)]
+    for average in shown:
+        values = [run.get(average) for run in runs]
+        write = digits if any(value and value > 1 for value in values) else percent
+        cells = ["" if value is None else write(value) for value in values]
+        columns.append(Column(average, "", cells, values=values))
+    return [*names(table.entries), *columns] if columns else []
 
 
-def average_meanings(comparison: Comparison) -> str:
-    """The note below that table: what its names do not say."""
-    shown = {name for entry in comparison.entries for name in entry.summary["score"]["averages"]}
+def average_meanings(table: Comparison) -> str:
+    """Return what the names of the averages do not say."""
+    shown = {name for entry in table.entries for name in entry.summary["score"]["averages"]}
     return "; ".join(f"{name}: {meaning}" for name, meaning in AVERAGES.items() if name in shown)
+
+
+def turn_scores(table: Comparison) -> list[Column]:
+    """Return the score of each turn; empty where all examples have one, and where texts were fed."""
+    return [] if table.of_perplexity else _by_turn(table, "turns", "score")
+
+
+def ago_scores(table: Comparison) -> list[Column]:
+    """Return the score by how many turns before the question the fact was told; empty where none is."""
+    return _by_turn(table, "turns_ago", "score")
+
+
+def turn_times(table: Comparison) -> list[Column]:
+    """Return the median time to the first token of each turn, from its own start; empty where all examples have one."""
+    return _by_turn(table, "turns", "ttft_s")
+
+
+def _by_turn(table: Comparison, section: str, key: str) -> list[Column]:
+    """Return `key` of a `section` of the summaries, a column for each turn."""
+    runs = [entry.summary.get(section) or {} for entry in table.entries]
+    longest: dict[str, Any] = max(runs, key=len, default={})
+    values = {turn: [run.get(turn, {}).get(key) for run in runs] for turn in longest}
+    if all(value is None for some in values.values() for value in some):
+        return []
+    word = "turn " if section == "turns" else ""
+    columns = quantities({f"{word}{turn}": some for turn, some in values.items()}, SECONDS)
+    if key == "score":
+        cells = [
+            [with_ci(run.get(turn, {}).get(key), run.get(turn, {}).get("ci95")) for run in runs] for turn in longest
+        ]
+        columns = [replace(column, unit="", cells=own) for column, own in zip(columns, cells, strict=True)]
+    sizes = [
+        ", ".join(filter(None, (column.unit, f"n = {turn['n']}", _tokens(turn))))
+        for column, turn in zip(columns, longest.values(), strict=True)
+    ]
+    return [*names(table.entries), *(replace(column, unit=size) for column, size in zip(columns, sizes, strict=True))]
+
+
+def _tokens(turn: Mapping[str, Any]) -> str:
+    return f"{turn['tokens']:.0f} tokens so far" if "tokens" in turn else ""
+
+
+def turn_reuse(table: Comparison) -> list[Column]:
+    """Return a row for each run and turn: where the turn found its history, what it computed, loaded and saved; empty
+    where all caches stayed on the device."""
+    rows = list(_reuse_rows(table.entries))
+    entries, turns = [entry for entry, *_ in rows], [turn for *_, turn in rows]
+    stored = [turn if is_stored(entry) else {} for entry, _, turn in rows]
+    if not rows:
+        return []
+    return [
+        *names(entries),
+        counts("turn", [int(place) for _, place, _ in rows]),
+        counts("n", [turn["n"] for turn in turns]),
+        Column("found in", "", [_found(turn) if place != "1" else "" for _, place, turn in rows], left=True),
+        Column("lost", "", [str(turn.get("lost_turns") or "") for turn in turns]),
+        number("reused", "tokens", [turn.get("reused_tokens") for turn in turns]),
+        number("computed", "tokens", [turn.get("new_tokens") for turn in turns]),
+        *(
+            quantity(key.removesuffix("_s").replace("_", " "), [turn.get(key) for turn in stored], SECONDS, "", True)
+            for key in ("load_s", "hidden_s", "save_ahead_s", "save_s", "save_hidden_s")
+        ),
+    ]
+
+
+def _reuse_rows(entries: Sequence[ReportRow]) -> Iterator[tuple[ReportRow, str, Mapping[str, Any]]]:
+    for entry in filter(keeps_history, entries):
+        for place, turn in (entry.summary["turns"] or {}).items():
+            yield entry, place, turn
+
+
+def _found(turn: Mapping[str, Any]) -> str:
+    """Write the tiers, with how many histories where there are several."""
+    hits = dict(turn.get("hits") or {})
+    if missed := turn.get("n", 0) - sum(hits.values()):
+        hits["nowhere"] = missed
+    return ", ".join(hits if len(hits) == 1 else (f"{tier} {count}" for tier, count in hits.items()))

@@ -1,10 +1,10 @@
-"""What a run is called beside others: by the preset the user typed, and by the settings in which it differs."""
+"""What a run is called among others: by the preset the user typed, and by the settings in which it differs."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, groupby
+from itertools import chain
 from os.path import commonpath, relpath
 from typing import Any
 
@@ -27,7 +27,7 @@ LONGEST = 40  # characters of a value; a longer one, such as a template, is name
 
 
 def name(run: StoredRun, kind: str) -> str:
-    """The preset as typed (`method=snapkv_kernel15`), else the plug-in's module."""
+    """Return the preset as typed (`method=snapkv_kernel15`), else the plug-in's module."""
     return str((run.info.get("presets") or {}).get(kind) or run.info.get(kind))
 
 
@@ -36,8 +36,8 @@ def titles(runs: Sequence[StoredRun], keys: Sequence[str]) -> list[str]:
     these, what tells them apart among the settings `keys`, or else in what their runs were given."""
     found = [f"{name(run, 'task')}, {model_name(run.config)}, protocol={run.config.get('protocol')}" for run in runs]
     settings = [flatten({key: run.config.get(key) for key in keys}) for run in runs]
-    for told in (settings, [given(run) for run in runs]):
-        found = [" ".join([title, *more]) for title, more in zip(found, _among_namesakes(found, told), strict=True)]
+    for known in (settings, [given(run) for run in runs]):
+        found = [" ".join([title, *more]) for title, more in zip(found, _among_namesakes(found, known), strict=True)]
     return found
 
 
@@ -47,28 +47,27 @@ def labels(runs: Sequence[StoredRun]) -> list[str]:
     rows differ in them. No two rows share both label and budget."""
     names = [name(run, "method") for run in runs]
     settings = [_settings(run) for run in runs]
-    told = zip(_among_namesakes(names, settings), map(_changed, runs, settings), _unusual(runs, settings), strict=True)
-    full = [" ".join(dict.fromkeys([name, *chain(*parts)])) for name, parts in zip(names, told, strict=True)]
-    seen = [(label, asked(run)) for label, run in zip(full, runs, strict=True)]
-    twins = [seen.count(one) > 1 for one in seen]
-    marks = [f" {_mark(run, runs)}" if twin else "" for twin, run in zip(twins, runs, strict=True)]
-    return [label + mark for label, mark in zip(full, marks, strict=True)]
+    parts = zip(_among_namesakes(names, settings), map(_changed, runs, settings), _unusual(runs, settings), strict=True)
+    found = [" ".join(dict.fromkeys([name, *chain(*words)])) for name, words in zip(names, parts, strict=True)]
+    rows = [
+        (label, str(run.config.get("budget_bytes") or run.config.get("budget")))
+        for label, run in zip(found, runs, strict=True)
+    ]
+    return [
+        label + (f" {_mark(run, runs)}" if rows.count(row) > 1 else "")
+        for label, row, run in zip(found, rows, runs, strict=True)
+    ]
 
 
 def _settings(run: StoredRun) -> Flat:
     """Return the settings that a label may name; those of the store only where a run has one."""
     flat = flatten({key: value for key, value in run.config.items() if key not in NOT_NAMED})
     has_store = run.config.get("history") == "store"
-    return {key: value for key, value in flat.items() if key not in NOT_NAMED and (has_store or not _of_store(key))}
-
-
-def _of_store(key: str) -> bool:
-    return key.startswith("store.")
+    return {k: v for k, v in flat.items() if k not in NOT_NAMED and (has_store or not k.startswith("store."))}
 
 
 def _mark(run: StoredRun, runs: Sequence[StoredRun]) -> str:
-    """Return a mark for a run that no setting tells from another: its hash, or its folder where it is the same run
-    twice."""
+    """Return a mark for a run that no setting tells from another: its hash, and its folder where it is there twice."""
     mark = f"#{run.folder.name.rpartition('-')[2][:4]}"
     if sum(other.folder.name == run.folder.name for other in runs) == 1:
         return mark
@@ -76,27 +75,14 @@ def _mark(run: StoredRun, runs: Sequence[StoredRun]) -> str:
     return f"{mark} {relpath(run.folder.resolve().parent, commonpath(places))}"
 
 
-def asked(run: StoredRun) -> str:
-    """The budget of a run, word for word."""
-    return str(run.config.get("layer_budgets") or run.config.get("budget_bytes") or run.config.get("budget"))
-
-
 def budget(summary: Mapping[str, Any]) -> str:
-    """Write the budget as it was asked for: tokens, bytes, or a share in percent; from least to most where layers
-    differ; empty where the method has none."""
-    layers, in_bytes = summary["budget"]["layers"], summary["budget"].get("bytes")
-    if in_bytes:
-        return with_unit(in_bytes, BYTES)
-    if not layers:
-        return _budget(summary["budget"]["asked"])
-    if len({type(one) for one in layers}) > 1:
+    """Write the budget as it was asked for: tokens, bytes, or a share in percent; empty where the method has none."""
+    asked = summary["budget"]
+    if asked.get("bytes"):
+        return with_unit(asked["bytes"], BYTES)
+    if asked["layers"]:
         return "by layer"
-    ends = dict.fromkeys(_budget(end) for end in (min(layers), max(layers)))
-    return f"{'-'.join(ends)} by layer"
-
-
-def _budget(one: float | None) -> str:
-    return f"{100 * one:g}%" if isinstance(one, float) else "" if one is None else str(one)
+    return f"{100 * asked['asked']:g}%" if isinstance(asked["asked"], float) else str(asked["asked"] or "")
 
 
 def _among_namesakes(names: Sequence[str], settings: Sequence[Flat]) -> Iterator[list[str]]:
@@ -107,17 +93,14 @@ def _among_namesakes(names: Sequence[str], settings: Sequence[Flat]) -> Iterator
 
 
 def _changed(run: StoredRun, settings: Flat) -> list[str]:
-    """`key=value` of the method's parameters that are not those of the preset it was typed as."""
+    """Return `key=value` of the method's parameters that are not those of the preset it was typed as."""
     typed = (run.info.get("presets") or {}).get("method")
     preset = next((entry for entry in entries("method") if entry.name == typed), None)
     if preset is None:
         return []
-    usual = flatten(preset.values(), "method.")
-    nested = tuple(f"method.{key}." for key, value in preset.values().items() if isinstance(value, Mapping))
-    more = {key: None for key in settings if key.startswith(nested) and key not in usual} if nested else {}
-    return spelled_out(
-        settings, [key for key, value in (usual | more).items() if str(settings.get(key, value)) != str(value)]
-    )
+    nested = {key: None for key in settings if key.startswith("method.") and key.count(".") > 1}  # a press in a press
+    usual = nested | flatten(preset.values(), "method.")
+    return spelled_out(settings, [key for key, value in usual.items() if str(settings.get(key, value)) != str(value)])
 
 
 def _unusual(runs: Sequence[StoredRun], settings: Sequence[Flat]) -> Iterator[list[str]]:
@@ -126,68 +109,45 @@ def _unusual(runs: Sequence[StoredRun], settings: Sequence[Flat]) -> Iterator[li
 
     What every table says by itself (harness/reports/conditions.py) is left out.
     """
-    usual = [_defaults(run) for run in runs]
-    own = [  # older runs lack some
-        {
-            key: mine.get(key, value)
-            for key, value in defaults.items()
-            if (key in mine or not _of_store(key)) and not _unused(key, mine, value)
-        }
-        for mine, defaults in zip(settings, usual, strict=True)
-    ]
+    usual, own = [], []
+    for run, mine in zip(runs, settings, strict=True):
+        device = str(run.config.get("device"))
+        defaults = flatten(recorded_defaults(device)) | ({"overlap": "on"} if device.startswith("cuda") else {})
+        usual.append({key: value for key, value in defaults.items() if key not in SAID_BY_TABLE})
+        own.append(
+            {
+                key: mine.get(key, value)  # older runs lack some
+                for key, value in usual[-1].items()
+                if (key in mine or not key.startswith("store."))
+                and not (key in UNUSED and key in mine and mine[key] == UNUSED[key] != value)
+            }
+        )
     differing = [*_differing(own), *ALWAYS_NAMED]
     for mine, values, defaults in zip(settings, own, usual, strict=True):
         yield spelled_out(mine, [key for key in differing if values.get(key, defaults[key]) != defaults[key]])
 
 
-def _defaults(run: StoredRun) -> Flat:
-    """The settings of a run on that device that nobody set, where its method has a use for them."""
-    device = str(run.config.get("device"))
-    usual = flatten(recorded_defaults(device)) | ({"overlap": "on"} if device.startswith("cuda") else {})
-    return {key: value for key, value in usual.items() if key not in SAID_BY_TABLE}
-
-
-def _unused(key: str, mine: Flat, usual: Any) -> bool:
-    """Return whether a run noted that its method has no use for a setting."""
-    return key in UNUSED and key in mine and mine[key] == UNUSED[key] != usual
-
-
 def _differing(settings: Sequence[Flat]) -> list[str]:
-    """Keys in which these differ; a run older than a setting says nothing of it."""
-    keys = dict.fromkeys(key for one in settings for key in one)
-    return [key for key in keys if len({str(one[key]) for one in settings if key in one}) > 1]
+    """Return the keys in which these differ; a run older than a setting says nothing of it."""
+    keys = dict.fromkeys(key for own in settings for key in own)
+    return [key for key in keys if len({str(own[key]) for own in settings if key in own}) > 1]
 
 
 def spelled_out(mine: Flat, keys: Sequence[str]) -> list[str]:
-    """`key=value` of each. Null is nothing that anybody asked for: the others' values tell."""
-    return [_told(key, mine) for key in keys if mine.get(key) is not None]
+    """Return `key=value` of each key. Null is nothing that anybody asked for: the others' values tell."""
+    return [_assigned(key, mine) for key in keys if mine.get(key) is not None]
 
 
-def _told(key: str, mine: Flat) -> str:
-    if key.endswith(TARGET):
-        return str(mine[key]).rpartition(".")[2]
-    return f"{_short(key, mine)}={spelled(mine[key])}"
-
-
-def _short(key: str, keys: Flat) -> str:
-    """The last word of a dotted key, where no other key that is set ends in it."""
-    if key.startswith(WHOLE):
-        return key
-    last = key.rpartition(".")[2]
-    rivals = [other for other, value in keys.items() if other.rpartition(".")[2] == last and value is not None]
-    return last if len(rivals) == 1 else key
+def _assigned(key: str, settings: Flat) -> str:
+    """Write a setting by the last word of its key, where no other key that is set ends in it."""
+    value, last = settings[key], key.rpartition(".")[2]
+    if last == TARGET:
+        return str(value).rpartition(".")[2]
+    rivals = [other for other, known in settings.items() if other.rpartition(".")[2] == last and known is not None]
+    return f"{last if len(rivals) == 1 and not key.startswith(WHOLE) else key}={spelled(value)}"
 
 
 def spelled(value: Any) -> str:
-    """Write a value as on the command line, but short: [0.1,0.1,0.4] is [2x0.1,0.4], a long value is its hash, a long
-    list its first entry, the number of others and the hash."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    first, text = "", str(value)
-    if isinstance(value, list):
-        runs = [(spelled(one), len(list(same))) for one, same in groupby(value)]
-        told = [text if count == 1 else f"{count}x{text}" for text, count in runs]
-        text = f"[{','.join(told)}]"
-        if len(told) > 1 and len(told[0]) <= LONGEST // 2:
-            first = f"[{told[0]},+{len(told) - 1}]"
-    return text if len(text) <= LONGEST else f"{first}#{hashlib.sha256(text.encode()).hexdigest()[:6]}"
+    """Write a value as on the command line, a long one by its hash."""
+    text = str(value).lower() if isinstance(value, bool) else str(value).replace(", ", ",")
+    return text if len(text) <= LONGEST else f"#{hashlib.sha256(text.encode()).hexdigest()[:6]}"

@@ -50,7 +50,7 @@ def ours(experiment: str, runs: Path | None = None) -> pd.DataFrame:
     import pandas as pd
 
     from harness.reports.compare import comparisons
-    from harness.reports.spreadsheet import table_rows
+    from harness.reports.document import as_rows
     from harness.results.run_folder import find, load_all
 
     folder = runs / experiment if runs else None
@@ -58,7 +58,7 @@ def ours(experiment: str, runs: Path | None = None) -> pd.DataFrame:
         stored, damage = load_all(find([folder]))
         for text in damage:
             say_once(f"left out: {text}")
-        return pd.DataFrame(table_rows(comparisons(stored)))
+        return pd.DataFrame(as_rows(comparisons(stored)))
     every = pd.read_csv(PUBLISHED / "experiments.csv", dtype=str, keep_default_na=False)
     rows = every[every["experiment"] == experiment]
     if rows.empty:

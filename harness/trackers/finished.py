@@ -9,12 +9,11 @@ from typing import Any
 
 from harness.config.catalogue import flatten
 from harness.config.settings import WITHOUT_EFFECT
-from harness.reports import needles
 from harness.reports.compare import Comparison, ReportRow, comparisons
-from harness.reports.document import as_text
-from harness.reports.pictures import frontier, heatmap
-from harness.reports.pictures.draw import priced
-from harness.reports.spreadsheet import cells
+from harness.reports.document import as_markdown, cells
+from harness.reports.pictures import figures
+from harness.reports.pictures.frontier import frontier, has_frontier
+from harness.reports.pictures.heatmap import heatmap, needles_by_task
 from harness.results import files
 from harness.results.run_folder import CONFIG, INFO, SUMMARY, load_all
 from harness.terminal.notices import say_once
@@ -43,7 +42,7 @@ def finished(folders: Sequence[Path], scratch: Path) -> Iterator[FinishedRun]:
     for number, table in enumerate(comparisons(runs)):
         place = scratch / str(number)
         place.mkdir()
-        files.write_atomically(place / "table.md", as_text([table], markdown=True) + "\n")
+        files.write_atomically(place / "table.md", as_markdown([table]))
         shared = _frontier(table, place)
         for row, entry in enumerate(table.entries):
             pictures = shared | _heatmaps(entry, place, row)
@@ -64,14 +63,13 @@ def _finished(entry: ReportRow, pictures: Mapping[str, Path], table: Path) -> Fi
 
 
 def _frontier(table: Comparison, place: Path) -> dict[str, Path]:
-    rows, path = priced(table), place / "frontier.png"
-    return {"frontier": frontier.frontier(rows, path, table.title)[0]} if frontier.has_frontier(rows) else {}
+    return {"frontier": figures.save(frontier(table), place / "frontier.png")[0]} if has_frontier(table) else {}
 
 
 def _heatmaps(entry: ReportRow, place: Path, row: int) -> dict[str, Path]:
     drawn = {}
-    for number, (task, grid) in enumerate(needles.by_task(entry.run.records).items()):
+    for number, (task, needles) in enumerate(needles_by_task(entry.run.records).items()):
         path = place / f"{row}-{number}-heatmap.png"
-        heatmap.heatmap(grid, path, f"{entry.title}, {task}")
+        figures.save(heatmap(needles, f"{entry.title}, {task}"), path)
         drawn[f"heatmap/{task}"] = path
     return drawn

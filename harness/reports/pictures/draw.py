@@ -5,61 +5,98 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 
-from harness.reports import needles
-from harness.reports.compare import Comparison
-from harness.reports.costs import SummaryRow
-from harness.reports.pictures import differences, frontier, heatmap
-from harness.reports.stamps import stamps
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
 
-LONGEST = 120  # characters of a picture's name
+from evals.stats import ALPHA
+from harness.reports.compare import Comparison, ReportRow
+from harness.reports.pictures import figures
+from harness.reports.pictures.frontier import frontier, has_frontier
+from harness.reports.pictures.heatmap import NeedleScore, are_flat, grid, heatmap, heatmap_by_run, needles_by_task
+
+LONGEST = 120  # characters of a table's or run's part in the name of a picture
+FAINT = "#9a9ca3"
 
 
 def draw(tables: Sequence[Comparison], folder: Path) -> Iterator[Path]:
+    """Write every picture into a folder and yield the files. The numbers in front make names differ, however much of
+    the rest a file system leaves room for."""
     folder.mkdir(exist_ok=True)
     for number, table in enumerate(tables, 1):
-        whole = partial(_picture, folder, f"{number}-{table.title}")
-        rows = priced(table)
-        if any(map(table.beside, table.entries)):
-            yield from differences.differences(table, whole("differences"), table.title)
-        if frontier.has_frontier(rows) and not table.of_perplexity:
-            yield from frontier.frontier(rows, whole("frontier"), table.title)
-        yield from _needles(number, table, folder)
+        for subject, kind, figure in pictures(table):
+            yield from figures.save(figure, folder / f"{slug(f'{number}-{subject}')[:LONGEST]}-{slug(kind)}.png")
 
 
-def priced(table: Comparison) -> list[SummaryRow]:
-    """The rows of a table as `frontier` takes them."""
-    return [
-        entry.summary | {"label": entry.label + entry.unfinished, "stamps": stamps(entry, table)}
-        for entry in table.entries
-    ]
-
-
-def _needles(number: int, table: Comparison, folder: Path) -> Iterator[Path]:
-    """Per task, a picture of all runs where they have one length, else one of each."""
-    tasks: dict[str, dict[int, list[needles.NeedleScore]]] = defaultdict(dict)
-    for place, entry in enumerate(table.entries):
-        for task, found in needles.by_task(entry.run.records).items():
-            tasks[task][place] = found
-    for task, by_place in tasks.items():
-        named = {place: table.entries[place].title + table.entries[place].unfinished for place in by_place}
-        grids = {named[place]: needles.grid(found) for place, found in by_place.items()}
-        if heatmap.is_flat(list(grids.values())):
-            path = _picture(folder, f"{number}-{table.title}", f"{_slug(task)}-heatmap")
-            yield from heatmap.by_run(grids, path, f"{task}: {table.title}")
-            continue
-        for place, found in by_place.items():
-            path = _picture(folder, f"{number}-{place + 1}-{table.entries[place].title}", f"{_slug(task)}-heatmap")
-            yield from heatmap.heatmap(found, path, f"{named[place]}, {task}: {table.title}")
-
-
-def _picture(folder: Path, name: str, kind: str) -> Path:
-    """The numbers in front make names differ, however much of the rest a file system leaves room for."""
-    return folder / f"{_slug(name)[:LONGEST]}-{kind}.png"
-
-
-def _slug(text: str) -> str:
+def slug(text: str) -> str:
     text = re.sub(r"[][(){}'\"]", "", text)  # lengths=[512] is lengths=512, not lengths=-512
     return re.sub(r"[^A-Za-z0-9.=]+", "-", text).strip("-")
+
+
+def pictures(table: Comparison) -> Iterator[tuple[str, str, Figure]]:
+    """Yield the table or run that a picture shows, its kind, and the figure."""
+    if any(_difference(entry, table) for entry in table.entries):
+        yield table.title, "differences", differences(table)
+    if has_frontier(table):
+        yield table.title, "frontier", frontier(table)
+    tasks: dict[str, dict[str, list[NeedleScore]]] = defaultdict(dict)
+    for entry in table.entries:
+        for task, needles in needles_by_task(entry.run.records).items():
+            tasks[task][named(entry)] = needles
+    for task, by_run in tasks.items():
+        grids = {run: grid(needles) for run, needles in by_run.items()}
+        if are_flat(list(grids.values())):
+            yield table.title, f"{task}-heatmap", heatmap_by_run(grids, f"{task}: {table.title}")
+        else:
+            for place, (run, needles) in enumerate(by_run.items(), 1):
+                yield f"{place}-{run}", f"{task}-heatmap", heatmap(needles, f"{run}, {task}: {table.title}")
+
+
+def named(entry: ReportRow) -> str:
+    """Return the name of a row in a picture."""
+    return entry.title + " (incomplete)" * (entry.summary["status"] != "complete")
+
+
+def differences(table: Comparison) -> Figure:
+    """Draw each row's difference to Full with its interval, best first: the table's claim as one figure."""
+    found = [(*shown, entry) for entry in table.entries if (shown := _difference(entry, table))]
+    found.sort(key=lambda row: row[0])
+    names = [
+        named(entry) + " *" * (entry.score_differs or (entry.cost_differs and table.of_perplexity))
+        for *_, entry in found
+    ]
+    size = (5.8 + 0.085 * max(map(len, names)), 1.3 + 0.21 * len(names))
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots()
+    axes.axvline(0, color=figures.SOFT, linewidth=0.8, zorder=1)
+    for place, (difference, ends, p, _) in enumerate(found):
+        colour, face = (FAINT, "white") if p >= ALPHA else (figures.INK, figures.INK)
+        axes.plot(ends, [place, place], color=colour, linewidth=1.3, zorder=2)
+        axes.plot(difference, place, "o", markersize=5, color=colour, markerfacecolor=face, zorder=3)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(-0.7, len(names) - 0.3)
+    axes.set_xlabel("log-likelihood, nats per token" if table.of_perplexity else "points")
+    factor, places = (1, 2) if table.of_perplexity else (100, 0)
+    axes.xaxis.set_major_formatter(
+        FuncFormatter(lambda x, _: f"{factor * x:+.{places}f}".replace("-", "−") if round(factor * x, places) else "0")
+    )
+    axes.grid(axis="x", color=figures.GRID, linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[:].set_visible(False)
+    figures.plain(axes)
+    legend = "with its 95 % interval; * holds after Holm's correction; hollow: p ≥ 0.05"
+    figures.title(figure, table.title, *figures.wrapped(figure, f"difference to Full, {legend}"))
+    return figure
+
+
+def _difference(entry: ReportRow, table: Comparison) -> tuple[float, list[float], float] | None:
+    """Return a row's difference to Full, its interval and p: of its score, or where texts were fed in nats per token,
+    with a sign that makes more the better as well; None where there is none with an interval."""
+    if not table.of_perplexity:
+        full = entry.summary["full"]
+        return (full["diff"], full["ci95"], full["p"]) if full and full["ci95"] else None
+    if not entry.cost.get("ci95"):
+        return None
+    low, high = entry.cost["ci95"]
+    return -entry.cost["diff"], [-high, -low], entry.cost["p"]

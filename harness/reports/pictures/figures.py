@@ -46,12 +46,19 @@ def title(figure: Figure, text: str, *below: str) -> None:
         figure.suptitle("\n".join(lines), fontsize=10, color=INK, x=0.01, ha="left")
 
 
-def save(figure: Figure, path: Path) -> tuple[Path, Path]:
-    """A PNG at `path` and a PDF beside it. Nothing is cut off, whatever stands outside the axes; the PNG has 256
-    colours, for a page with many must stay light."""
-    drawn, printed, vector = BytesIO(), BytesIO(), path.with_suffix(".pdf")
+def png(figure: Figure) -> bytes:
+    """Return a figure as PNG in 256 colours, for a page with many must stay light. Nothing is cut off, whatever stands
+    outside the axes."""
+    drawn, reduced = BytesIO(), BytesIO()
     figure.savefig(drawn, dpi=min(DPI, WIDEST / figure.get_size_inches()[0]), bbox_inches="tight", pad_inches=0.1)
-    Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)
+    Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(reduced, "PNG", optimize=True)
+    return reduced.getvalue()
+
+
+def save(figure: Figure, path: Path) -> tuple[Path, Path]:
+    """Write a PNG to `path` and a PDF beside it; return both."""
+    printed, vector = BytesIO(), path.with_suffix(".pdf")
+    path.write_bytes(png(figure))
     with rc_context({"pdf.fonttype": 42}):  # TrueType: publishers refuse matplotlib's Type 3
         figure.savefig(printed, format="pdf", bbox_inches="tight", pad_inches=0.1, metadata={"CreationDate": None})
     vector.write_bytes(printed.getvalue())  # in memory first: matplotlib makes another error of a full disk

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -14,55 +14,125 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
-from harness.reports import costs
-from harness.reports.costs import COLOURS, PANELS, Panel, SummaryRow
+from harness.reports.compare import Comparison, ReportRow
 from harness.reports.pictures import figures
 from harness.results.compared import FULL
+from harness.results.measures import over_known
+from methods.tiers.tier import TIERS, bytes_key
 
+# Twelve that differ for normal and for colour-blind eyes (after M. Krzywinski, mk.bcgsc.ca/colorblind); Full is black,
+# and grey is for what is within the noise.
+COLOURS = (
+    "#008df9", "#e20134", "#009f81", "#ff6e3a", "#8400cd", "#ffc33b",
+    "#ff5aaf", "#00c2f9", "#9f0162", "#00d302", "#a0522d", "#7a7a00",
+)  # fmt: skip
 MARKS = "osD^vPXp<>h"  # 11: with 12 colours no pair comes back before 132 lines
 SHARES = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 CROWDED = 6  # from so many lines on, intervals cover more than they say
 NAME_WIDTH = 30  # characters of a line in the legend
+FULL_STYLE: dict[str, Any] = {"color": figures.INK, "marker": "*", "linewidth": 0.8, "linestyle": (0, (4, 3))}
+
+Points = dict[str, list[tuple[float, ReportRow]]]  # by label: costs, the least first, with their rows
 
 
-def has_frontier(rows: Sequence[SummaryRow]) -> bool:
+class Panel(NamedTuple):
+    """Describes one cost that the score is drawn against; rows without it, or where it is 0, are not drawn."""
+
+    name: str
+    cost: Callable[[Mapping[str, Any]], float | None]  # of a summary
+    scale: float
+    log: bool = False
+    needs_full: bool = False  # a time says something only beside Full's
+
+    def points(self, entries: Sequence[ReportRow]) -> Points:
+        lines: Points = defaultdict(list)
+        for entry in entries:
+            if entry.summary["score"]["mean"] is not None and (cost := self.cost(entry.summary)):
+                lines[entry.label].append((self.scale * cost, entry))
+        return {label: sorted(points, key=lambda point: point[0]) for label, points in lines.items()}
+
+    def shows(self, entries: Sequence[ReportRow]) -> bool:
+        """Return whether a method other than Full has the cost and a score, and Full too where it is wanted."""
+        drawn = [is_full(entry) for points in self.points(entries).values() for _, entry in points]
+        lacks_full = self.needs_full and not any(drawn) and any(map(is_full, entries))
+        return not all(drawn) and not lacks_full
+
+
+PANELS = (
+    Panel(
+        "prompt tokens a KV head reads per step (%)",
+        lambda row: row["budget"]["union"]["share"] or row["budget"]["attended"]["share"],
+        100,
+        log=True,
+    ),
+    Panel(
+        "keys, values and indices held in all tiers, largest (MiB)",
+        lambda row: over_known(sum, [row["memory"].get(bytes_key(tier)) for tier in TIERS]),
+        2**-20,
+    ),
+    Panel("bytes moved between tiers per step, mean (MiB)", lambda row: row["memory"]["moved_bytes_per_step"], 2**-20),
+    Panel("median time per output token (ms)", lambda row: row["tpot_s"]["p50"], 1000, needs_full=True),
+)
+
+
+def is_full(entry: ReportRow) -> bool:
+    return bool(entry.summary["method"] == FULL)
+
+
+def front(points: Sequence[tuple[float, float] | None]) -> set[int]:
+    """Return the places of the (cost, score) that no other beats: none costs as little and scores more, or costs less
+    and scores as much."""
+    known = [(place, point) for place, point in enumerate(points) if point is not None]
+    return {
+        place
+        for place, (cost, score) in known
+        if not any(x <= cost and y >= score and (x, y) != (cost, score) for _, (x, y) in known)
+    }
+
+
+def has_frontier(table: Comparison) -> bool:
     """Return whether a method other than Full has a score and a cost."""
-    return any(panel.shows(rows) for panel in PANELS)
+    return not table.of_perplexity and any(panel.shows(table.entries) for panel in PANELS)
 
 
-def frontier(rows: Sequence[SummaryRow], path: Path, title: str = "") -> tuple[Path, Path]:
-    """Full is dashed, the Pareto front of complete rows dotted. Up to six lines have intervals. The files drawn."""
-    others = _others(rows)
-    panels = [panel for panel in PANELS if panel.shows(rows)]
-    if not panels:
-        raise ValueError("nothing to draw: no row has a score with a cost beside it")
-    labels = sorted({row["label"] for row in others})
-    legend = _legend(rows, labels)
+def frontier(table: Comparison) -> Figure:
+    """Draw a panel for each cost. Full is dashed, the Pareto front of complete rows dotted, and up to six lines have
+    intervals."""
+    entries = table.entries
+    panels = [panel for panel in PANELS if panel.shows(entries)]
+    labels = sorted({entry.label for entry in entries if not is_full(entry)})
+    crowded = len(labels) > CROWDED
+    legend = _legend(sorted({entry.label for entry in entries if is_full(entry)}), labels)
     figure = Figure(figsize=_size(len(panels), legend), layout=ConstrainedLayoutEngine(wspace=0.06))
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False, sharey=True)[0], panels, strict=True):
-        for label, points in panel.points(rows).items():
+        points = panel.points(entries)
+        for label, some in points.items():
             if label in labels:
-                _line(axes, points, _style(labels.index(label)), intervals=len(labels) <= CROWDED)
-        _full(axes, panel, rows)
-        _front(axes, panel, rows)
-        _finish(axes, panel, rows)
+                _line(axes, some, _style(labels.index(label)), intervals=not crowded)
+        _full(axes, entries, points)
+        pairs = [
+            (cost, row.summary["score"]["mean"])
+            for some in points.values()
+            for cost, row in some
+            if row.summary["status"] == "complete"
+        ]
+        if best := sorted({pairs[place] for place in front(pairs)}):
+            axes.plot(
+                *zip(*best, strict=True), drawstyle="steps-post", color=figures.SOFT, linewidth=0.9, linestyle=":"
+            )
+        _finish(axes, panel)
     first = figure.axes[0]
-    crowded = len(labels) > CROWDED
     first.set_ylabel("score (0-100)" if crowded else "score (0-100), 95 % interval")
     first.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{100 * y:.4g}"))
     low, high = first.get_ylim()
     first.set_ylim(max(-0.03, low), min(1.03, high))
     figure.legend(handles=legend, loc="outside right upper", frameon=False, fontsize=8.5)
-    figures.title(figure, title, *([_widths(others)] if crowded else []))
-    return figures.save(figure, path)
-
-
-def _others(rows: Sequence[SummaryRow]) -> list[SummaryRow]:
-    return [row for row in rows if row["method"] != FULL]
+    figures.title(figure, table.title, *([_widths(entries)] if crowded else []))
+    return figure
 
 
 def _size(panels: int, legend: Sequence[Line2D]) -> tuple[float, float]:
-    """Inches, with room for the legend beside the panels."""
+    """Return inches, with room for the legend beside the panels."""
     names = [str(line.get_label()).split("\n") for line in legend]
     width = 0.7 + 0.075 * max(len(line) for name in names for line in name)
     return 0.6 + 3.6 * panels + width, max(3.7, 0.3 + sum(0.08 + 0.15 * len(name) for name in names))
@@ -74,56 +144,47 @@ def _style(number: int) -> dict[str, Any]:
     return {"color": colour, "marker": mark, "markersize": 6, "linewidth": 1.3, "linestyle": line}
 
 
-def _line(axes: Axes, points: Sequence[tuple[float, SummaryRow]], style: Mapping[str, Any], intervals: bool) -> None:
-    """The budgets of one method, joined."""
-    xs, means = [x for x, _ in points], [row["score"]["mean"] for _, row in points]
+def _line(axes: Axes, points: Sequence[tuple[float, ReportRow]], style: Mapping[str, Any], intervals: bool) -> None:
+    """Draw the budgets of one method, joined."""
+    costs, scores = [cost for cost, _ in points], [row.summary["score"] for _, row in points]
     if intervals:
-        low, high = zip(*(row["score"]["ci95"] or [row["score"]["mean"]] * 2 for _, row in points), strict=True)
-        axes.vlines(xs, low, high, color=style["color"], linewidth=2.2, alpha=0.3, zorder=2)
-    axes.plot(xs, means, **style, markeredgecolor="white", markeredgewidth=0.5, zorder=3, clip_on=False)
+        low, high = zip(*(score["ci95"] or [score["mean"]] * 2 for score in scores), strict=True)
+        axes.vlines(costs, low, high, color=style["color"], linewidth=2.2, alpha=0.3, zorder=2)
+    means = [score["mean"] for score in scores]
+    axes.plot(costs, means, **style, markeredgecolor="white", markeredgewidth=0.5, zorder=3, clip_on=False)
 
 
-def _full(axes: Axes, panel: Panel, rows: Sequence[SummaryRow]) -> None:
-    full = [row for row in rows if row["method"] == FULL and row["score"]["mean"] is not None]
-    for row in full:
-        axes.axhline(row["score"]["mean"], color=figures.INK, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
-    for points in panel.points(full).values():
-        axes.plot(
-            [x for x, _ in points], [row["score"]["mean"] for _, row in points],
-            color=figures.INK, marker="*", markersize=10, linestyle="", zorder=3, clip_on=False,
-        )  # fmt: skip
+def _full(axes: Axes, entries: Sequence[ReportRow], points: Points) -> None:
+    """Draw a line at the score of each Full, and a star where its cost is known."""
+    for entry in filter(is_full, entries):
+        if (score := entry.summary["score"]["mean"]) is not None:
+            axes.axhline(score, color=figures.INK, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
+    starred = [(cost, row) for some in points.values() for cost, row in some if is_full(row)]
+    for cost, row in starred:
+        star = FULL_STYLE | {"markersize": 10, "linestyle": ""}
+        axes.plot([cost], [row.summary["score"]["mean"]], **star, zorder=3, clip_on=False)
 
 
-def _front(axes: Axes, panel: Panel, rows: Sequence[SummaryRow]) -> None:
-    points = [point for line in panel.points(rows).values() for point in line if point[1]["status"] == "complete"]
-    pairs = [(x, row["score"]["mean"]) for x, row in points]
-    if front := sorted({pairs[i] for i in costs.front(pairs)}):
-        axes.plot(*zip(*front, strict=True), drawstyle="steps-post", color=figures.SOFT, linewidth=0.9, linestyle=":")
-
-
-def _widths(rows: Sequence[SummaryRow]) -> str:
+def _widths(entries: Sequence[ReportRow]) -> str:
     """Return the widths of intervals; none are drawn where they would cover too much."""
-    halves = [(row["score"]["ci95"][1] - row["score"]["ci95"][0]) / 2 for row in rows if row["score"]["ci95"]]
+    spans = [entry.summary["score"]["ci95"] for entry in entries if not is_full(entry)]
+    halves = [(span[1] - span[0]) / 2 for span in spans if span]
     return f"95 % intervals: about ±{100 * median(halves):.0f} points (median of the rows)" if halves else ""
 
 
-def _legend(rows: Sequence[SummaryRow], labels: Sequence[str]) -> list[Line2D]:
-    """A line for each method, Full first; long names are broken at spaces, never cut."""
-    full = sorted({row["label"] for row in rows if row["method"] == FULL})
-    star = {"color": figures.INK, "marker": "*", "markersize": 9, "linewidth": 0.8, "linestyle": (0, (4, 3))}
-    styles = [(label, star) for label in full] + [(label, _style(number)) for number, label in enumerate(labels)]
-    front = Line2D([], [], color=figures.SOFT, linewidth=0.9, linestyle=":", label="Pareto front")
-    return [
-        *(
-            Line2D([], [], label=textwrap.fill(label, NAME_WIDTH, break_long_words=False), **style)
-            for label, style in styles
-        ),
-        front,
+def _legend(fulls: Sequence[str], labels: Sequence[str]) -> list[Line2D]:
+    """Return a line for each method, Full first; long names are broken at spaces, never cut."""
+    styles = [(label, FULL_STYLE | {"markersize": 9}) for label in fulls]
+    styles += [(label, _style(number)) for number, label in enumerate(labels)]
+    lines = [
+        Line2D([], [], label=textwrap.fill(label, NAME_WIDTH, break_long_words=False), **style)
+        for label, style in styles
     ]
+    return [*lines, Line2D([], [], color=figures.SOFT, linewidth=0.9, linestyle=":", label="Pareto front")]
 
 
-def _finish(axes: Axes, panel: Panel, rows: Sequence[SummaryRow]) -> None:
-    axes.set_xlabel(panel.title(rows))
+def _finish(axes: Axes, panel: Panel) -> None:
+    axes.set_xlabel(panel.name)
     if panel.log:
         axes.set_xscale("log")
         low, high = axes.get_xlim()

@@ -1,74 +1,110 @@
-"""The needle heat map: mean score over prompt length and depth, one picture per task of a run; of one length, one per
-task."""
+"""The needle heat map: mean score over prompt length and depth; of runs of one length, a line for each run."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from itertools import pairwise
+from statistics import fmean
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from harness.reports.needles import Grid, NeedleScore, grid
 from harness.reports.pictures import figures
+from harness.results.records import Record
+
+BINS = 10  # of depth, where needles lie anywhere
+MOST_ROWS = 21  # where a task plants at fixed depths, each is a row
 
 
-def heatmap(needles: Sequence[NeedleScore], path: Path, title: str) -> tuple[Path, Path]:
-    """Mean scores, 0-100. The files drawn."""
+class NeedleScore(NamedTuple):
+    """Holds the score of one example by its length and depth."""
+
+    depth: float  # percent of the text
+    length: int  # tokens asked for
+    score: float
+
+
+class Grid(NamedTuple):
+    """Holds mean scores, 0-100, a row per depth and a column per length; None where no needle lies."""
+
+    depths: list[str]  # percent: as planted, or a bin
+    lengths: list[str]  # tokens asked for
+    means: list[list[float | None]]
+
+
+def needles_by_task(records: Sequence[Record]) -> dict[str, list[NeedleScore]]:
+    """Return the examples that know their needle's place, of tasks whose examples fill more than one cell."""
+    found: dict[str, list[NeedleScore]] = defaultdict(list)
+    for record in records:
+        if {"length", "depth"} <= record.data.keys():
+            needle = NeedleScore(record.data["depth"], record.data["length"], record.score)
+            found[str(record.data.get("task") or record.group.partition("/")[0])].append(needle)
+    return {task: needles for task, needles in found.items() if len({needle[:2] for needle in needles}) > 1}
+
+
+def grid(needles: Sequence[NeedleScore]) -> Grid:
+    """Sort needles into cells. Planted depths are rows of their own; needles that lie anywhere share bins."""
+    lengths, depths = sorted({needle.length for needle in needles}), sorted({needle.depth for needle in needles})
+    steps = [b - a for a, b in pairwise(depths)]
+    # a run that broke off lacks some depths at its last length
+    whole = any(len({n.depth for n in needles if n.length == length}) == len(depths) for length in lengths)
+    even = bool(steps) and max(steps) - min(steps) < 0.5
+    planted = len(depths) <= MOST_ROWS and whole and (even or len(lengths) > 1)
+    cells: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for depth, length, score in needles:
+        row = depths.index(depth) if planted else min(BINS - 1, int(depth * BINS / 100))
+        cells[row, lengths.index(length)].append(100 * score)
+    rows = [f"{depth:g}" for depth in depths] if planted else [f"{10 * row}-{10 * row + 10}" for row in range(BINS)]
+    means = [[fmean(cells[y, x]) if (y, x) in cells else None for x in range(len(lengths))] for y in range(len(rows))]
+    tokens = [f"{length / 1024:g}K" if length >= 1024 and length % 512 == 0 else f"{length:g}" for length in lengths]
+    return Grid(rows, tokens, means)
+
+
+def heatmap(needles: Sequence[NeedleScore], title: str) -> Figure:
+    """Draw the mean scores of one run."""
     found = grid(needles)
-    means = np.array(found.means, dtype=float)  # None becomes nan
-    figure = Figure(
-        figsize=(max(3.4, 1.9 + 0.72 * len(found.lengths)), 1.5 + 0.32 * len(found.depths)), layout="constrained"
-    )
-    axes = _draw(figure, means, found.lengths, found.depths)
+    size = (max(3.4, 1.9 + 0.72 * len(found.lengths)), 1.5 + 0.32 * len(found.depths))
+    figure = Figure(figsize=size, layout="constrained")
+    axes = _cells(figure, found.means, found.lengths, found.depths)
     axes.set_xlabel("prompt length asked for (tokens)")
     axes.set_ylabel("depth of the needle (%)")
     figures.title(figure, title, f"mean score, 0-100, of {len(needles)} examples")
-    return figures.save(figure, path)
+    return figure
 
 
-def is_flat(grids: Sequence[Grid]) -> bool:
-    """Several runs of one length and the same depths: a column each would waste a picture each."""
+def are_flat(grids: Sequence[Grid]) -> bool:
+    """Return whether several runs have one length and the same depths: a picture each would waste space."""
     return len(grids) > 1 and len({(*one.lengths, *one.depths) for one in grids}) == 1 == len(grids[0].lengths)
 
 
-def by_run(grids: Mapping[str, Grid], path: Path, title: str) -> tuple[Path, Path]:
-    """Flat ones, a line for each run. The files drawn."""
+def heatmap_by_run(grids: Mapping[str, Grid], title: str) -> Figure:
+    """Draw flat grids, a line for each run by its name."""
     first = next(iter(grids.values()))
-    means = np.array([[line[0] for line in one.means] for one in grids.values()], dtype=float)
     figure = Figure(figsize=(3 + 0.55 * len(first.depths), 1.5 + 0.21 * len(grids)), layout="constrained")
-    axes = _draw(figure, means, first.depths, list(grids))
+    axes = _cells(figure, [[line[0] for line in one.means] for one in grids.values()], first.depths, list(grids))
     axes.set_xlabel("depth of the needle (%)")
-    counts = sum(line[0] for line in first.counts)
-    told = f"mean score, 0-100, of {counts} examples at a length of {first.lengths[0]} tokens"
-    figures.title(figure, title, *figures.wrapped(figure, told))
-    return figures.save(figure, path)
+    figures.title(figure, title, f"mean score, 0-100, at a length of {first.lengths[0]} tokens")
+    return figure
 
 
-def _draw(figure: Figure, grid: np.ndarray, across: Sequence[str], down: Sequence[str]) -> Axes:
+def _cells(figure: Figure, means: Sequence[Sequence[float | None]], across: list[str], down: list[str]) -> Axes:
+    values = np.array(means, dtype=float)  # None becomes nan
     axes: Axes = figure.subplots()
-    cells, ticks = np.ma.masked_invalid(grid), (0, 25, 50, 75, 100)
-    _mesh(figure, axes, cells, ticks=ticks, vmax=100, edgecolors="white", linewidth=1)
+    axes.set_facecolor(figures.EMPTY)
+    image = axes.pcolormesh(
+        np.ma.masked_invalid(values), cmap=figures.COLOURS, vmin=0, vmax=100, edgecolors="white", linewidth=1
+    )
     axes.invert_yaxis()
-    _write_values(axes, grid)
     axes.set_xticks(np.arange(len(across)) + 0.5, across)
     axes.set_yticks(np.arange(len(down)) + 0.5, down)
-    return axes
-
-
-def _write_values(axes: Axes, grid: np.ndarray) -> None:
-    for (y, x), value in np.ndenumerate(grid):
+    axes.spines[:].set_visible(False)
+    figures.plain(axes)
+    figures.colour_bar(figure, image, axes, ticks=(0, 25, 50, 75, 100))
+    for (y, x), value in np.ndenumerate(values):
         if not np.isnan(value):
             colour = "white" if value < 60 else figures.INK
             axes.text(x + 0.5, y + 0.5, f"{value:.0f}", ha="center", va="center", fontsize=8, color=colour)
-
-
-def _mesh(figure: Figure, axes: Axes, *grid: np.ndarray, ticks: Sequence[float] | None = None, **how: Any) -> None:
-    """Coloured cells from 0 up, with their bar."""
-    axes.set_facecolor(figures.EMPTY)
-    image = axes.pcolormesh(*grid, cmap=figures.COLOURS, vmin=0, **how)
-    axes.spines[:].set_visible(False)
-    figures.plain(axes)
-    figures.colour_bar(figure, image, axes, ticks=ticks)
+    return axes

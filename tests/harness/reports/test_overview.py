@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -13,77 +14,72 @@ from harness.reports.overview import WIDTH, lines
 from harness.results.run_folder import load
 from tests.fake_records import records, write_run
 
-SPARSE: dict[str, Any] = {"attended_prompt": 10.0}
+SPARSE: dict[str, Any] = {"attended_prompt": 10.0, "attended_total": 12.0}
 
 
-def printed(capsys: pytest.CaptureFixture[str], folder: Path) -> list[str]:
-    assert report.main([str(folder)]) == 0
-    return capsys.readouterr().out.splitlines()
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
-def said(folder: Path) -> list[str]:
+def shown(folder: Path) -> list[str]:
     [table] = comparisons([load(file.parent) for file in sorted(folder.rglob("run.json"))])
     return lines(table)
 
 
-@pytest.fixture
-def runs(tmp_path: Path) -> Path:
-    """Full, a method that loses everything and a method that loses one prompt of twelve."""
+def test_it_is_narrow_and_says_who_lost_and_what_stays_open(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path, records([1.0] * 12))
     write_run(tmp_path, records([0.0] * 12, **SPARSE), "h2o", budget=0.1)
     write_run(tmp_path, records([1.0] * 11 + [0.0], **SPARSE), "quest", budget=0.1)
-    return tmp_path
+    assert report.main([str(tmp_path)]) == 0
+    *text, last = capsys.readouterr().out.splitlines()
+    assert max(map(len, text)) <= WIDTH
+    assert "--details" in last
+    compared, apart, alike = shown(tmp_path)
+    assert compared.startswith("12 prompts of 100 tokens")
+    assert "h2o 10% -100 points" in apart
+    assert "quest" not in apart
+    assert "quest 10%" in alike
+    assert "h2o" not in alike
 
 
-def test_the_first_table_is_narrow_and_few_lines_stand_below(
-    runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(runs)
-    shown = printed(capsys, runs)
-    assert max(map(len, shown)) <= WIDTH
-    last_row = max(place for place, line in enumerate(shown) if line.startswith("quest"))
-    assert len([line for line in shown[last_row + 1 :] if line]) <= 5
-    assert "--details" in shown[-1]
-
-
-def test_it_says_who_lost_and_what_stays_open(runs: Path) -> None:
-    text = said(runs)
-    assert "12 prompts of 100 tokens" in text[0]
-    assert text[1].startswith("* differs from Full")
-    assert "h2o 10% -100 points" in text[1]
-    assert "quest" not in text[1]
-    assert text[2].startswith("Scores not told from Full's: quest 10%")
-    assert "is possible" in text[2]
-    assert "h2o" not in text[2]
-
-
-def test_many_rows_still_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_many_rows_still_fit(tmp_path: Path) -> None:
     write_run(tmp_path, records([1.0] * 12))
     for place in range(20):
         write_run(tmp_path, records([0.0] * 12, **SPARSE), f"method{place}", budget=0.1)
         write_run(tmp_path, records([1.0] * 12, **SPARSE), f"another{place}", budget=0.1)
-    text = said(tmp_path)
+    text = shown(tmp_path)
     assert max(map(len, text)) <= WIDTH - 2
     assert " more" in text[1]
     assert " more" in text[2]
 
 
-def test_a_row_that_stands_alone_is_said_to_be_compared_with_nothing(tmp_path: Path) -> None:
+def test_a_row_that_stands_alone_is_compared_with_nothing(tmp_path: Path) -> None:
     write_run(tmp_path, records([1.0] * 4), dtype="bfloat16")
     write_run(tmp_path, records([0.0] * 4, **SPARSE), "quest", budget=0.1)
-    assert any(line.startswith("Not compared with Full: quest 10%, because") for line in said(tmp_path))
-
-
-def test_what_must_be_wrong_comes_before_what_is_unsure(tmp_path: Path) -> None:
-    write_run(tmp_path, records([0.0] * 14), host_is_cpu=True)
-    write_run(tmp_path, records([1.0] * 14, **SPARSE), "quest", budget=0.1)
-    assert next(line for line in said(tmp_path)[1:] if ":" in line[:8]).startswith("ALARM: quest 10%: score above Full")
+    assert shown(tmp_path)[1].startswith("Not compared with Full: quest 10%")
 
 
 def test_a_long_caution_keeps_its_end_and_others_are_counted(tmp_path: Path) -> None:
     write_run(tmp_path, records([1.0] * 12))
     for place in range(3):
         write_run(tmp_path, records([1.0] * 12, attended_prompt=90.0), f"a_method_of_a_long_name_{place}", budget=0.1)
-    last = said(tmp_path)[-1]
+    last = shown(tmp_path)[-1]
     assert len(last) <= WIDTH - 2
     assert last.endswith("1 more with --details.")
+
+
+def test_what_must_be_wrong_comes_first_and_is_red_on_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(tmp_path, records([0.0] * 14))
+    quest = write_run(tmp_path, records([1.0] * 14, **SPARSE), "quest", budget=0.1)
+    alarm = next(line for line in shown(tmp_path) if line.partition(":")[0] in ("ALARM", "Caution"))
+    assert alarm.startswith("ALARM: quest 10%")
+    for name, red in (("1", False), ("", True)):
+        monkeypatch.setenv("NO_COLOR", name)
+        screen = Terminal()
+        monkeypatch.setattr("sys.stdout", screen)
+        report.print_report([quest])  # Full is found in its folder
+        assert ("\033[1;31m  ALARM: quest 10%" in screen.getvalue()) == red
+        assert "ALARM: quest 10%" in screen.getvalue()

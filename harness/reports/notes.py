@@ -1,0 +1,135 @@
+"""What stands beside and below a table: stamps, letters that say what a row's numbers are not, and notes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from harness.config.settings import Settings
+from harness.reports.compare import Comparison, ReportRow
+from harness.reports.conditions import code_versions
+from harness.results.alarms import SHARED
+from harness.results.summary import MIN_WINDOWS
+from harness.terminal.tables import percent
+from methods.tiers.tier import TIERS, bytes_key
+
+STAMPS = {  # in the order in which a row shows them
+    "S": "simulated: the cost is not paid in this code path, so speed is left out",
+    "T": "traced: the clocks inside a step cost time, so speed is left out",
+    "L": "load: others used the machine while it ran, so its times mean little",
+    **dict(tier.stamp for tier in TIERS.values() if tier.stamp),
+    "X": "stored histories were lost, and computing them again changed what the method holds: answers may be others",
+    "P": "plain steps: times hold the launch of each operation, for the reason in `plain_steps` of run.json",
+    "C": "continued: times come from more than one session",
+    "R": "running",
+    "I": "interrupted",
+    "F": "failed",
+    "!": "see the notes",
+}
+WARNING = "! "  # begins a note that the stamp `!` points to
+
+
+def stamps(entry: ReportRow, table: Comparison) -> str:
+    """Return the letters of a row."""
+    row = entry.summary
+    loaded = next((alarm.rows for alarm in table.alarms if alarm.kind == SHARED), ())
+    holds = {
+        "S": row["simulated"],
+        "T": row["traced"],
+        "L": entry.title in loaded,
+        **{
+            tier.stamp[0]: row["host_is_cpu"] and row["memory"].get(bytes_key(name))
+            for name, tier in TIERS.items()
+            if tier.stamp
+        },
+        "X": row.get("lost_turns"),
+        "P": entry.run.info.get("plain_steps"),
+        "C": entry.run.info.get("earlier"),
+        **{status[0].upper(): row["status"] == status for status in ("running", "interrupted", "failed")},
+        "!": row["warnings"],
+    }
+    return "".join(stamp for stamp in STAMPS if holds[stamp])
+
+
+def notes(table: Comparison) -> Iterator[str]:
+    """Yield what a reader of the measurements must know: meanings, stamps, and what the records give away."""
+    entries, rows = table.entries, [entry.summary for entry in table.entries]
+    means = "bytes held the largest of any example, bytes of a step the mean"
+    if table.of_perplexity:
+        yield (
+            "perplexity: exp of the mean cost per token, mean over groups, the smaller the better; NLL vs full: paired "
+            f"difference per token over windows, by the signed-rank test; {means}"
+        )
+        if few := [entry.title for entry in entries if entry.cost and entry.cost["p"] is None]:
+            yield f"fewer than {MIN_WINDOWS} windows, so no interval says how sure a difference is: {', '.join(few)}"
+    else:
+        yield f"score: {table.metric}, 0-100, mean over groups; times are medians, {means}"
+    if any(row["throughput_tok_s"] is not None for row in rows):
+        yield "decode: tokens after the second over the time of their steps; sequences of a batch share a step's time"
+    if any(entry.score_differs or entry.cost_differs for entry in entries):
+        both = ", scores and likelihoods together" * any(entry.cost_p is not None for entry in entries)
+        yield f"*: differs from Full after Holm's correction over this table{both}"
+    if any(entry.run.config.get("budget_rule") == "paper" for entry in entries):
+        yield (
+            "budget_rule=paper: sinks and windows that the method's paper does not count come on top, and RocketKV's "
+            "index is within; see `attended`"
+        )
+    if any(row["budget"]["union"]["share"] for row in rows):
+        yield (
+            "attended: what the budget limits, mean over steps; read per KV head (union): the distinct prompt tokens "
+            "that one KV head reads for all its query heads, each once"
+        )
+    if any(row["memory"].get("read_bytes_per_step") for row in rows):
+        yield (
+            "read: bytes of keys and values that a step reads, and of the index that chooses them, wherever they lie, "
+            "mean over steps; a token counts once for a KV head, an index as often as steps choose by it"
+        )
+    yield from _of_questions(entries)
+    used = {stamp for entry in entries for stamp in stamps(entry, table)}
+    yield from (f"{stamp}: {meaning}" for stamp, meaning in STAMPS.items() if stamp in used and stamp != "!")
+    yield from code_versions(entries)
+    for entry in entries:
+        if entry.copies:
+            folders = ", ".join(str(run.folder.parent) for run in (entry.run, *entry.copies))
+            yield f"the same run with the same answers, shown once: {entry.title} ({folders})"
+        if again := entry.run.info.get("rescored"):
+            first, present = again["first"], again["present"]
+            yield (
+                f"scored again: {entry.title} on {again['at'][:10]} (task version {first['task_version']} -> "
+                f"{present['task_version']}): {again['changed']} of {entry.summary['num_examples']} scores differ, "
+                f"mean {percent(first['mean'], 2)} -> {percent(present['mean'], 2)}"
+            )
+        if entry.full and entry.run.scorer != entry.full.scorer:
+            versions = f"{entry.run.scorer} and {entry.full.scorer}"
+            yield f"{WARNING}{entry.title} and its Full were scored by task versions {versions}: rescore both"
+    warned = defaultdict[str, list[str]](list)
+    for entry in entries:
+        for warning in entry.summary["warnings"]:
+            warned[warning].append(entry.title)
+    yield from (f"{WARNING}{', '.join(titles)}: {warning}" for warning, titles in warned.items())
+
+
+def _of_questions(entries: Sequence[ReportRow]) -> Iterator[str]:
+    """Yield what is asked on a cache that is there already: further turns, and further questions on one context."""
+    for entry in entries:
+        row = entry.summary
+        if row["prefills"] < row["num_examples"]:
+            yield f"questions=shared ({entry.title}): {row['num_examples']} questions on {row['prefills']} prefills"
+        later = [turn for number, turn in (row["turns"] or {}).items() if number != "1"]
+        if is_stored(entry) and later and not any(turn.get("hits") for turn in later):
+            yield f"history=store ({entry.title}): no turn found its history; give the store more room"
+    texts = {len({r.independent for r in e.run.records}) for e in entries if any(r.unit for r in e.run.records)}
+    for count in sorted(texts):
+        yield f"questions on one text are not independent: intervals and p count those on each of {count} texts as one"
+    if any(entry.summary["ttft_later_s"]["p50"] is not None for entry in entries):
+        yield "TTFT: with the prefill; TTFT later: of further turns, or questions on one context, from their own start"
+
+
+def keeps_history(entry: ReportRow) -> bool:
+    """Return whether the caches of the run were kept elsewhere than on the device between two turns."""
+    usual = Settings().history
+    return bool(entry.run.config.get("history", usual) != usual)
+
+
+def is_stored(entry: ReportRow) -> bool:
+    return bool(entry.run.config.get("history") == "store")

@@ -1,0 +1,110 @@
+"""A report as one file that needs nothing else: no server, no network. Its tables are those of the text."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections.abc import Iterator, Sequence
+from html import escape
+from pathlib import Path
+from string import Template
+
+from matplotlib.figure import Figure
+
+from harness.reports import columns
+from harness.reports.command import command
+from harness.reports.compare import Comparison, ReportRow
+from harness.reports.conditions import conditions, origin
+from harness.reports.document import ReportTable, report_tables
+from harness.reports.overview import ALARM, all_lines
+from harness.reports.pictures.draw import pictures
+from harness.reports.pictures.figures import png
+from harness.results import files
+from harness.results.measures import MEASURES
+from harness.results.provenance import now
+from harness.terminal.tables import Column
+from methods.tiers.tier import TIERS
+
+MEANINGS = {tier.head: tier.meaning for tier in TIERS.values()}
+MEANINGS |= {measure.head: measure.shown for measure in MEASURES.values() if measure.head}
+
+
+def write_page(folder: Path, tables: Sequence[Comparison], left_out: Sequence[str] = ()) -> Path:
+    """Write FOLDER/index.html. `left_out`: sentences on what was found and is in no table."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "index.html"
+    files.write_atomically(path, page(tables, left_out))
+    return path
+
+
+def page(tables: Sequence[Comparison], left_out: Sequence[str]) -> str:
+    """Return the whole page. Whatever a run says enters it escaped."""
+    tasks = ", ".join(dict.fromkeys(table.title.partition(",")[0] for table in tables)) or "no results"
+    title = escape(f"KV-cache methods: {tasks}")
+    links = "".join(f'<li><a href="#table-{i}">{escape(table.title)}</a></li>' for i, table in enumerate(tables))
+    body = [f"<h1>{title}</h1>", f"<ol>{links}</ol>" if len(tables) > 1 else "", _list(left_out, "soft")]
+    for i, table in enumerate(tables):
+        body += [f'<section id="table-{i}">', *_section(table), "</section>"]
+    template = (Path(__file__).with_suffix(".html")).read_text(encoding="utf-8")
+    return Template(template).substitute(title=title, body="\n".join(body), made=now())
+
+
+def _section(table: Comparison) -> Iterator[str]:
+    """Yield what a reader sees first, one table, what it says, and one figure; the rest is folded."""
+    yield f"<h2>{escape(table.title)}</h2>"
+    yield _table(ReportTable("Scores, times and bytes", columns.overview(table)))
+    yield _list(all_lines(table))
+    drawn = [_image(kind, figure) for _, kind, figure in pictures(table)]
+    yield from drawn[:1]
+    yield "<details><summary>All tables, conditions, notes and pictures</summary>"
+    yield _list(list(conditions(table)), "notes")
+    yield from map(_table, report_tables(table))
+    yield from drawn[1:]
+    yield "</details>\n<details><summary>The command and the origin of each row</summary>"
+    yield from map(_origin, table.entries)
+    yield "</details>"
+
+
+def _list(lines: Sequence[str], kind: str = "") -> str:
+    items = [f"<li{' class=alarm' * line.startswith(ALARM)}>{escape(line)}</li>" for line in lines if line]
+    return f'<ul class="{kind}">{"".join(items)}</ul>' if items else ""
+
+
+def _table(table: ReportTable) -> str:
+    shown = [column for column in table.columns if not column.empty]
+    heads = "".join(map(_head, shown))
+    rows = zip(*(map(_cells, shown)), strict=True)
+    body = "\n".join(f"<tr>{''.join(cells)}</tr>" for cells in rows)
+    return (
+        f'<div class="scroll"><table><caption>{escape(table.caption)}</caption>\n<thead><tr>{heads}</tr></thead>\n'
+        f"<tbody>{body}</tbody></table></div>\n{_list(table.notes, 'notes')}"
+    )
+
+
+def _head(column: Column) -> str:
+    tip = escape(MEANINGS.get(column.head) or "")
+    return f'<th{_left(column)} title="{tip}">{escape(column.head)}<span>{escape(column.unit)}</span></th>'
+
+
+def _cells(column: Column) -> Iterator[str]:
+    """Yield the cells of a column, each with the number that it is sorted by where it has one."""
+    for place, cell in enumerate(column.cells):
+        value = column.values[place] if column.values else None
+        yield f"<td{_left(column)}{'' if value is None else f' data-value={value}'}>{escape(cell)}</td>"
+
+
+def _left(column: Column) -> str:
+    return " class=left" if column.left else ""
+
+
+def _image(kind: str, figure: Figure) -> str:
+    width = round(96 * figure.get_size_inches()[0])
+    data = b64encode(png(figure)).decode()
+    return f'<img alt="{escape(kind)}" width="{width}" src="data:image/png;base64,{data}">'
+
+
+def _origin(entry: ReportRow) -> str:
+    run = entry.run
+    facts = {"folder": run.folder.name, "status": run.info.get("error") or run.status, **origin(run)}
+    facts |= {key: run.info.get(key) for key in ("started", "ended", "identity_sha256")}
+    known = "; ".join(f"{key.replace('_', ' ')}: {value}" for key, value in facts.items() if value not in (None, ""))
+    return f"<h4>{escape(entry.title)}</h4><code>{escape(command(run))}</code><p class=soft>{escape(known)}</p>"
