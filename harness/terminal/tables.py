@@ -1,5 +1,4 @@
-"""Formats tables: aligned for a terminal, as Markdown, or as LaTeX with booktabs and every
-character escaped.
+"""Formats tables: aligned for a terminal, or as Markdown.
 
 Cells are strings; a column names its unit in its header.
 """
@@ -168,62 +167,6 @@ def _wrapped(column: Column, width: int) -> Column:
     """Wrap cells at spaces only, because a name should stay in one piece."""
     fill = partial(textwrap.fill, width=width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     return replace(column, cells=[fill(cell) for cell in column.cells])
-
-
-SPECIAL = {
-    "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "µ": r"\textmu{}",
-    "<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}", '"': "''", "…": r"\dots{}",
-    **{char: f"\\{char}" for char in "&%$#_{}"},
-}  # fmt: skip
-
-
-def latex_table(columns: Sequence[Column], caption: str, label: str, below: Sequence[str] = ()) -> list[str]:
-    """Return the lines of a float no wider than the text. Columns without any value are left out;
-    without any column there is no table. `below`: paragraphs in small print under the table."""
-    kept = [column for column in columns if not column.empty]
-    if not kept:
-        return []
-    heads = [escaped(column.head.replace("\n", " ")) for column in kept]
-    units = [escaped(column.unit) for column in kept]
-    rows = zip(*(column.cells for column in kept), strict=True)
-    return [
-        "",
-        r"\begin{table}",
-        r"\centering",
-        rf"\caption{{{escaped(caption)}}}",
-        rf"\label{{{label}}}",
-        r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%",
-        rf"\begin{{tabular}}{{{''.join('l' if column.left else 'r' for column in kept)}}}",
-        r"\toprule",
-        _latex_row(heads),
-        *([_latex_row(units)] if any(units) else []),
-        r"\midrule",
-        *(_latex_row([cell(text) for text in row]) for row in rows),
-        r"\bottomrule",
-        r"\end{tabular}}",
-        *(_paragraph(text) for text in below if text),
-        r"\end{table}",
-    ]
-
-
-def _paragraph(text: str) -> str:
-    return rf"\par\smallskip\parbox{{\linewidth}}{{\footnotesize\raggedright {escaped(text)}}}"
-
-
-def cell(text: str) -> str:
-    """Return a cell in LaTeX, with a real minus, a small interval and raised stars."""
-    shown = escaped(text)
-    shown = re.sub(r"(?<![\w.])-(?=\d)", "$-$", shown)
-    shown = re.sub(r"(\[[^\]]+, [^\]]+\])", r"{\\scriptsize \1}", shown)
-    return re.sub(r"\*+$", lambda stars: f"$^{{{stars[0]}}}$", shown)
-
-
-def escaped(text: str) -> str:
-    return "".join(SPECIAL.get(char, char) for char in text)
-
-
-def _latex_row(cells: Sequence[str]) -> str:
-    return " & ".join(cells) + r" \\"
 
 
 def aligned(rows: Iterable[tuple[str, str]], most: int = 60) -> list[str]:

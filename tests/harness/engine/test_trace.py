@@ -19,7 +19,7 @@ from harness.engine.step_parts import PARTS
 from harness.engine.trace import PROFILE, Stopwatch, Tracer, clocked
 from harness.jobs.evaluate import evaluate, evaluate_together
 from harness.jobs.job import Job
-from harness.reports.columns import score_table
+from harness.reports.columns import measurements
 from harness.reports.compare import comparisons
 from harness.results.records import Record
 from harness.results.run_folder import StoredRun, load
@@ -90,8 +90,8 @@ def test_reports_show_the_parts(tmp_path: Path, capsys: pytest.CaptureFixture[st
     text = capsys.readouterr().out
     assert "read: bytes" in text
     assert "of Full's" not in text
-    [head] = [line for line in text.splitlines() if line.startswith("decode step")]
-    assert head.split() == ["decode", "step", "budget", "step", *PARTS]
+    heads = [line.split() for line in text.splitlines() if line.startswith("method")]
+    assert ["method", "budget", "step", *PARTS] in heads
     assert "T: traced" in text
     assert "TPOT" not in text
     assert show.main([str(made.folder)]) == 0
@@ -108,7 +108,7 @@ def test_reports_show_what_a_step_reads_and_its_share_of_full(tmp_path: Path) ->
         size = bytes_read(whole) / (whole.measured["attended_total"] or 0)  # of a token, in all layers
         index = bytes_read(part) - size * (part.measured["attended_total"] or 0)
         assert 0 < index < 0.1 * bytes_read(whole)
-    columns = {column.head: column.values for column in score_table(table)}
+    columns = {column.head: column.values for column in measurements(table)}
     assert columns["read"] == [
         fmean(one.measured["read_bytes_per_step"] or 0 for one in run.records) for run in (full, made)
     ]

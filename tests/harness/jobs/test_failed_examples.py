@@ -121,7 +121,7 @@ def test_pairs_with_full_leave_out_what_failed_on_either_side(tmp_path: Path, mo
     assert made.summary["full"]["mean"] == sum(others) / len(others)
     text = as_text(comparisons([load(made.folder), full]))
     assert "3/4" in text
-    assert "! examples failed and count nowhere" in text
+    assert "examples failed and are left out" in text
     monkeypatch.setattr(Moody, "at", {})
     reused = evaluate(Streaming(sinks=5), niah(), MODEL, settings(tmp_path, baseline="reuse"))
     assert reused.full_folder == full.folder

@@ -19,9 +19,9 @@ from harness.config.settings import POLICIES, OverflowSettings, Settings, Settin
 from harness.jobs.planning.examples import PreparedExample, prepare
 from harness.jobs.runner import Runner
 from harness.reports.compare import comparisons
-from harness.reports.document import OTHER_TABLES, as_text
-from harness.reports.stamps import meanings, stamps
-from harness.reports.turns import turn_reuse
+from harness.reports.document import as_text
+from harness.reports.groups import turn_reuse
+from harness.reports.notes import STAMPS, stamps
 from harness.results.lock import FolderLock
 from harness.results.run_folder import StoredRun, load
 from harness.sweeps.jobs import JobConfig, with_own_settings
@@ -189,13 +189,11 @@ def test_a_table_says_where_histories_were_found(tmp_path: Path) -> None:
         f"full history={name}" for name in ("device_prefix", "recompute", "store")
     ]
     shown = {column.head: column.cells for column in turn_reuse(table)}
-    assert shown["history\nby turn"] == ["full history=recompute"] * 4 + ["full history=store"] * 4
+    assert shown["method"] == ["full history=recompute"] * 4 + ["full history=store"] * 4
     assert shown["found in"] == ["", *["nowhere"] * 3, "", *["disk"] * 3]
     for name, blank in (("load", [True, *[False] * 3]), ("save", [*[False] * 3, True])):
         assert [cell == "" for cell in shown[name]] == [True] * 4 + blank  # nothing is moved by recompute
     assert shown["computed"][3] == digits(table.entries[1].summary["turns"]["4"]["new_tokens"])
-    block = next(block for block in OTHER_TABLES if block.name == "turn_reuse")
-    assert block.runs(table) == [1] * 4 + [2] * 4
     assert not turn_reuse(comparisons([load(talked(tmp_path, Full()).folder)])[0])
 
 
@@ -223,8 +221,8 @@ def test_turns_that_a_full_disk_has_changed_are_counted_stamped_and_told(
         "the disk is full"
     }
     assert "X" in stamps(entry, table)
-    assert f"caution: {entry.title}: stored histories" in text
-    assert meanings()["X"] in text
+    assert f"Caution: {entry.title}: stored histories" in text
+    assert STAMPS["X"] in text
 
 
 def test_a_run_leaves_its_conversations_in_a_folder_of_its_own(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from harness.config.settings import Data, Settings
 from harness.jobs.planning.examples import prepare
 from harness.models.base import load
 from harness.reports.compare import comparisons
-from harness.reports.turns import ago_scores, turn_scores
+from harness.reports.groups import ago_scores, turn_scores
 from harness.results.run_folder import StoredRun
 from harness.results.run_folder import load as load_run
 from methods.base import Method
@@ -70,7 +70,8 @@ def test_a_table_shows_the_score_by_turn_and_by_turns_ago(tmp_path: Path, replie
     assert said["metric"] == "needle found"
     assert said["statistics"]["turns"] == 6
     [table] = comparisons([load_run(made.folder)])
-    assert [turn_scores(table)[0].cells, ago_scores(table)[0].cells] == [["1", "2", "3"], ["0", "1", "2"]]
+    heads = [[column.head for column in columns(table)[2:]] for columns in (turn_scores, ago_scores)]
+    assert heads == [["turn 1", "turn 2", "turn 3"], ["0", "1", "2"]]
 
 
 @pytest.mark.parametrize(

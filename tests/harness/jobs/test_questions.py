@@ -31,7 +31,7 @@ from harness.jobs.questions import SealedContext
 from harness.models.base import load
 from harness.reports.compare import comparisons
 from harness.reports.document import as_text
-from harness.reports.turns import turn_scores, turn_times
+from harness.reports.groups import turn_scores, turn_times
 from harness.results.files import read_json
 from harness.results.run_folder import StoredRun
 from harness.results.run_folder import load as load_run
@@ -424,8 +424,8 @@ def test_a_table_says_what_was_shared_and_what_a_turn_scored(tmp_path: Path) -> 
     assert "TTFT later" in text
     [table] = comparisons([load_run(run(tmp_path, Full(), Balances(talks=True)).folder)])
     for made in (turn_scores(table), turn_times(table)):
-        assert [column.cells for column in made[:2]] == [["1", "2", "3", "4"], ["2"] * 4]
-        assert all(made[3].cells)
+        assert [column.head for column in made[2:]] == ["turn 1", "turn 2", "turn 3", "turn 4"]
+        assert all("n = 2" in column.unit and all(column.cells) for column in made[2:])
     assert not turn_scores(comparisons([load_run(shared.folder)])[0])
 
 

@@ -76,7 +76,7 @@ def test_runs_that_no_setting_tells_apart_bear_the_mark_of_their_folder(tmp_path
     shutil.copytree(folder, other)
     for number, (run, code) in enumerate(((folder, "today's"), (other, "edited since"))):
         started = f"2026-01-01T0{number}:30:00+00:00"
-        rewrite(run, started=started, backends={"attention": [number]}, identity={"code": {"methods.quest": code}})
+        rewrite(run, started=started, identity_sha256=code, identity={"code": {"methods.quest": code}})
     mark = f"#{folder.name[-8:-4]}"
     assert set(rows(tmp_path)) == {f"quest {mark} 10%", "quest #0123 10%"}
     [table] = comparisons([load(run) for run in (folder, other)])
@@ -85,7 +85,7 @@ def test_runs_that_no_setting_tells_apart_bear_the_mark_of_their_folder(tmp_path
     assert "quest #0123 10% began 2026-01-01T01:30" in note
     shutil.rmtree(other)
     again = shutil.copytree(folder, tmp_path / "two" / "runs" / folder.name)
-    rewrite(again, backends={"attention": [2]})
+    rewrite(again, identity_sha256="of other sources")
     assert set(rows(tmp_path)) == {f"quest {mark} {place}/runs 10%" for place in ("one", "two")}
 
 

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from harness.engine.batch.generation import Generation
-from harness.reports.columns import score_table
+from harness.reports.columns import measurements
 from harness.reports.compare import comparisons
-from harness.reports.page.data import meaning
-from harness.reports.spreadsheet import table_rows
+from harness.reports.document import as_rows
 from harness.results.files import write_csv
 from harness.results.measures import MEASURES, Measure, markdown
 from harness.results.records import Record
@@ -39,10 +38,9 @@ def test_a_new_number_needs_its_line_alone(probes: str, tmp_path: Path) -> None:
     assert [line[probes] for line in written] == [3.0, 5.0, None]
     [table] = comparisons([load(run)])
     assert table.entries[0].summary["memory"][probes] == 4.0
-    [column] = [column for column in score_table(table) if column.head == "probes"]
+    [column] = [column for column in measurements(table) if column.head == "probes"]
     assert (column.unit, column.values) == ("tokens", [4.0])
-    assert meaning("probes") == "probes of an index"
-    write_csv(tmp_path / "table.csv", table_rows([table]))
+    write_csv(tmp_path / "table.csv", as_rows([table]))
     with open(tmp_path / "table.csv", newline="") as file:
         assert next(csv.DictReader(file))[f"memory.{probes}"] == "4.0"
     assert f"| `{probes}` | tokens | Probes of an index per step. |" in markdown()

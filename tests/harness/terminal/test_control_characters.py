@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from harness.commands import lint, report, show
 from harness.config.errors import sentence
-from harness.reports.document import PLAIN, RED, banner
-from harness.results.alarms import Alarm
 from harness.results.records import Record
 from harness.terminal.notices import visible
 from tests.fake_records import record, write_failed, write_run
@@ -57,15 +54,6 @@ def test_no_command_prints_them(tmp_path: Path, capsys: pytest.CaptureFixture[st
         out, err = capsys.readouterr()
         assert "\\x1b]0;owned" in out + err, words
         assert controls(out + err) == set(), words
-
-
-def test_alarms_have_their_own_colour_and_no_other() -> None:
-    table = SimpleNamespace(alarms=[Alarm("same_as_full", 1, 2, (NASTY,))])
-    [told] = banner(table, 100, colour=True)  # type: ignore[arg-type]
-    assert controls(told) == {"\x1b"}
-    assert told.count("\x1b") == 2
-    assert told.startswith(RED)
-    assert told.endswith(PLAIN)
 
 
 def test_neither_do_errors_and_prompts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
