@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from evals import stats
-from evals.signed_rank import shift
+from evals.stats import shift
 from harness.commands import report
 from harness.reports.against import against
 from harness.reports.columns import measurements
