@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from runpy import run_path
 from typing import Any
@@ -10,13 +11,16 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from harness.config.overrides import checked
+
+ROOT = Path(__file__).parents[1]
 MIB = 2**20
 
 
 @pytest.fixture
 def tables(tmp_path: Path) -> dict[str, Any]:
     """The program, which reads its CSV files from `tmp_path`."""
-    program = run_path(str(Path(__file__).parents[1] / "docs" / "tables.py"))
+    program = run_path(str(ROOT / "docs" / "tables.py"))
     program["filled"].__globals__["PUBLISHED"] = tmp_path
     return program
 
@@ -68,12 +72,6 @@ def test_a_headline_shows_what_was_measured(tables: dict[str, Any], tmp_path: Pa
     assert [bar.get_width() for bar in moved.patches] == [5] * 2
 
 
-def test_rows_of_different_numbers_of_prompts_are_refused(tables: dict[str, Any], tmp_path: Path) -> None:
-    pd.DataFrame([*ROWS, row("oracle", 0.8, num_examples=40)]).to_csv(tmp_path / "a.csv")
-    with pytest.raises(ValueError, match=r"\[40, 100\]"):
-        tables["headline"]("a")
-
-
 def test_a_decode_table_has_a_method_per_row_and_a_length_per_file(tables: dict[str, Any], tmp_path: Path) -> None:
     def write(name: str, tokens: int, methods: list[str]) -> None:
         rows = [
@@ -89,3 +87,14 @@ def test_a_decode_table_has_a_method_per_row_and_a_length_per_file(tables: dict[
     assert head[1] == "TPOT at 64 (ms)"
     assert full[::3] == ["full", "3", "3"]
     assert quest[:2] == ["quest", "10.0 (9.00-11.0)"]
+
+
+def test_the_words_of_every_further_table_are_taken() -> None:
+    """They repeat an experiment: `make published` runs them after those of conf/experiment/tables."""
+    recipe = subprocess.run(["make", "-n", "published"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "+experiment=tables/$experiment $words" in recipe
+    text = (ROOT / "Makefile").read_text().partition("define FURTHER\n")[2].partition("endef")[0]
+    lines = [line.replace("$(FORCED)", "generation.force_length=true batch=1").split() for line in text.splitlines()]
+    for name, experiment, *words in lines:
+        assert checked([f"+experiment=tables/{experiment}", *words], sweep=True).jobs > 1
+        assert (ROOT / "results" / "published" / "tables" / f"{name}.csv").is_file()
