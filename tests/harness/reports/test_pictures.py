@@ -94,7 +94,7 @@ def test_files_have_names_of_their_own_however_long_a_label_is(tmp_path: Path) -
     kinds = {path.suffix: path.read_bytes()[:4] for path in paths}
     assert kinds == {".png": b"\x89PNG", ".pdf": b"%PDF"}
     assert len(paths) == 2 * (2 + 3)
-    assert draw.slug("niah lengths=[512, 1024], 20%") == "niah-lengths=512-1024-20"
+    assert draw.slug("niah lengths=[512, 1024]") == "niah-lengths=512-1024"
 
 
 def test_differences_to_full_are_drawn_best_first(tmp_path: Path) -> None:
