@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from harness.config.catalogue import Entry, entries
 from harness.config.experiments import Experiment, experiments
 from harness.config.keys import parameters_of, sections
-from harness.terminal.tables import code, table
 from kernels import ops
 from tests.official.comparison import HEAD, stored
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def code(text: str) -> str:
+    """Return Markdown that shows `text` as it is, including backticks."""
+    fence = "`" * (max(map(len, re.findall("`+", text)), default=0) + 1)
+    space = " " if len(fence) > 1 else ""
+    return f"{fence}{space}{text}{space}{fence}" if text else ""
+
 
 DOCS = Path(__file__).parents[1] / "docs"
 COMMAND = "python -m tests.generated_pages"
 WIDTH = 128  # characters of a line of docs
 COMMANDS = {
     "list": "lists methods, tasks, models and experiments; with a name, shows its card",
-    "lint": "shows the prompts of a [task](tasks.md); runs no model",
     "status": "says how far the runs of [sweeps](experiments.md#sweeps) are",
     "report": "puts finished runs side by side: table, [page](results.md#reports), Markdown, LaTeX, CSV, pictures",
     "show": "shows outputs, or two runs side by side where they differ",

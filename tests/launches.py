@@ -28,11 +28,10 @@ from harness.engine.attach import attached
 from harness.engine.batch.running import RunningBatch
 from harness.engine.engine import Engine
 from harness.engine.forward import BlockForward
-from harness.terminal.tables import code, table
 from kernels.dispatch import use_backend
 from methods.shadowkv import ShadowKV
 from tests.dispatched import NO_LAUNCH, DispatchRecorder, is_launch
-from tests.generated_pages import DOCS, with_table
+from tests.generated_pages import DOCS, code, table, with_table
 from tests.methods.test_contract import small
 from tests.tiny import SHAPE, prompt
 

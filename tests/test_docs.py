@@ -248,8 +248,6 @@ def check_module(module: str, words: list[str]) -> None:
         built(composed(grids.read([word for word in words if "=" in word]).words))
     else:
         options = import_module(module)._parser().parse_intermixed_args(words)
-        if module == "harness.lint":
-            built(composed(options.overrides, options.config_dir))
         if module == "harness.simulate":
             assert list(scenarios(options.overrides))
 

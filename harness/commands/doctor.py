@@ -11,10 +11,8 @@ import shutil
 import socket
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import redirect_stderr, suppress
-from importlib import import_module
+from contextlib import redirect_stderr
 from io import StringIO
-from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -41,31 +39,44 @@ class Check(NamedTuple):
     text: str
 
 
-def checks() -> Iterator[Check]:
-    yield from _versions()
-    yield from _machine()
-    yield from _places()
-    for problem in clashes():
-        yield Check("bad", "names", problem)
-    yield _hub()
+@as_command()
+def main(arguments: Sequence[str] = ()) -> int:
+    parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.doctor", description=__doc__)
+    parser.add_argument("--model", action="store_true", help="let the embedded model find a needle, too")
+    options = parser.parse_args(arguments)
+    bad = 0
+    for check in checks(options.model):
+        say(f"{check.level:<5} {check.subject:<13} {check.text}")
+        bad += check.level == "bad"
+    ready = "Ready." if options.model else "Ready. `--model` also runs a needle with a known answer."
+    say(f"\n{bad} problem{'s' * (bad != 1)} to solve." if bad else f"\n{ready}")
+    return 1 if bad else 0
 
 
-def _versions() -> Iterator[Check]:
-    fits = sys.version_info >= (3, 11)
-    yield Check("ok" if fits else "bad", "python", sys.version.split()[0] + ("" if fits else ": 3.11 is needed"))
-    for name, found in provenance.versions((*NEEDED, *OPTIONAL)).items():
-        if name == "python":
-            continue
-        if found:
-            yield Check("ok", name, found)
+def checks(with_model: bool) -> Iterator[Check]:
+    for name, version in provenance.versions((*NEEDED, *OPTIONAL)).items():
+        if version:
+            yield Check("ok", name, version)
         elif name in NEEDED:
             yield Check("bad", name, "missing: run `make setup`")
         else:
             yield Check("note", name, "not installed, and only some features need it")
-    yield _embedded_model()
+    yield embedded_model()
+    yield from machine()
+    for subject, place in (("results", Path("results/runs")), ("cache", cache_root())):
+        there = next(folder for folder in (place.absolute(), *place.absolute().parents) if folder.exists())
+        free = shutil.disk_usage(there).free
+        if not os.access(there, os.W_OK):
+            yield Check("bad", subject, f"{there} is not writable: set results.root or KV_HARNESS_CACHE")
+        else:
+            yield Check("note" if free < 2 * GIB else "ok", subject, f"{place}, {free / GIB:.0f} GiB free")
+    yield from (Check("bad", "names", problem) for problem in clashes())
+    yield _hub()
+    if with_model:
+        yield _needle()
 
 
-def _embedded_model() -> Check:
+def embedded_model() -> Check:
     if not installed():
         return Check("bad", "smollm2", "missing: run `make setup`")
     try:
@@ -77,26 +88,19 @@ def _embedded_model() -> Check:
     return Check("ok", "smollm2", "embedded model installed, its checksums hold")
 
 
-def _machine() -> Iterator[Check]:
+def machine() -> Iterator[Check]:
+    """Say what this machine has, and whether torch can use its GPUs and Triton compile for them."""
+    import torch  # provenance asks only a torch that is loaded how many threads it uses
+
     from harness.jobs.planning.machine import free_bytes
 
-    with suppress(ImportError):  # torch may be missing, which the versions above say
-        import_module("torch")  # the count of threads is asked only of a torch that is loaded
     facts = provenance.machine()
     cpus, load = facts["cpus_usable"], facts["load_average"][0]
-    threads = f", torch uses {facts['threads']} threads" if facts["threads"] else ""
-    yield Check("ok", "cpu", f"{facts['cpu']}, {cpus} usable{threads}")
+    yield Check("ok", "cpu", f"{facts['cpu']}, {cpus} usable, torch uses {facts['threads']} threads")
     busy = load > 0.5 * cpus
     yield Check("note" if busy else "ok", "load", f"{load}" + (": busy, times will not be worth much" if busy else ""))
     free = free_bytes("cpu") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     yield Check("note" if free < 4 * GIB else "ok", "memory", f"{free / GIB:.1f} GiB free")
-    yield from _gpus()
-
-
-def _gpus() -> Iterator[Check]:
-    """Say whether torch can use the GPUs of this machine, and Triton compile for them."""
-    import torch
-
     if not torch.cuda.is_available():
         if devices.gpu_is_there():
             yield Check("bad", "cuda", f"a GPU ({devices.driver()}) that torch cannot use: {devices.why_unusable()}")
@@ -106,24 +110,12 @@ def _gpus() -> Iterator[Check]:
     yield Check("ok", "cuda", f"{devices.driver()}, runtime {torch.version.cuda}")
     for number in range(torch.cuda.device_count()):
         card = torch.cuda.get_device_properties(number)
-        shared = getattr(card, "shared_memory_per_block_optin", 0) >> 10
-        text = (
-            f"{card.name}, sm_{card.major}{card.minor}, {card.total_memory / GIB:.0f} GiB, {shared} KiB shared memory"
-        )
+        text = f"{card.name}, sm_{card.major}{card.minor}, {card.total_memory / GIB:.0f} GiB"
         yield Check("ok", f"cuda:{number}", text)
-    reason = toolchain.unfit()
-    told = f"kernels run on plain torch: {reason}" if reason else f"launchers are built with {toolchain.compiler()}"
-    yield Check("bad" if reason else "ok", "triton", told)
-
-
-def _places() -> Iterator[Check]:
-    for subject, place in (("results", Path("results/runs")), ("cache", cache_root())):
-        there = next(folder for folder in (place.absolute(), *place.absolute().parents) if folder.exists())
-        free = shutil.disk_usage(there).free
-        if not os.access(there, os.W_OK):
-            yield Check("bad", subject, f"{there} is not writable: set results.root or KV_HARNESS_CACHE")
-        else:
-            yield Check("note" if free < 2 * GIB else "ok", subject, f"{place}, {free / GIB:.0f} GiB free")
+    if reason := toolchain.unfit():
+        yield Check("bad", "triton", f"kernels run on plain torch: {reason}")
+    else:
+        yield Check("ok", "triton", f"launchers are built with {toolchain.compiler()}")
 
 
 def _hub() -> Check:
@@ -147,28 +139,11 @@ def _needle() -> Check:
     with TemporaryFolder("kv-doctor-") as folder, redirect_stderr(StringIO()):
         settings.results.root = str(folder)
         [record] = evaluate(method, task, model, settings).records
+    answer = repr(record.output.strip())
     if record.score == 1:
-        return Check("ok", "model", f"found the needle: {record.output.strip()!r}")
-    return Check(
-        "bad",
-        "model",
-        f"answered {record.output.strip()!r} without the needle, which it finds with the versions of constraints.txt: "
-        "install those",
-    )
-
-
-@as_command()
-def main(arguments: Sequence[str] = ()) -> int:
-    parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.doctor", description=__doc__)
-    parser.add_argument("--model", action="store_true", help="let the embedded model find a needle, too")
-    options = parser.parse_args(arguments)
-    bad = 0
-    for check in chain(checks(), (check() for check in [_needle] if options.model)):
-        say(f"{check.level:<5} {check.subject:<13} {check.text}")
-        bad += check.level == "bad"
-    ready = "Ready." if options.model else "Ready. `--model` also runs a needle with a known answer."
-    say(f"\n{bad} problem{'s' * (bad != 1)} to solve." if bad else f"\n{ready}")
-    return 1 if bad else 0
+        return Check("ok", "model", f"found the needle: {answer}")
+    reason = "which it finds with the versions of constraints.txt: install those"
+    return Check("bad", "model", f"answered {answer} without the needle, {reason}")
 
 
 if __name__ == "__main__":

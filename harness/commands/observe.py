@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -43,8 +42,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _observe(what: str, words: Sequence[str], config_dirs: Sequence[Path]) -> None:
     if what not in OBSERVATIONS:
         raise SettingsError(f"There is no observation {what!r}{suggestion(what, OBSERVATIONS)}")
-    observation, others = _observation(what, words)
-    _refuse_unread(what, others)
+    module, _, name = OBSERVATIONS[what].rpartition(".")
+    own = {field.name for field in fields(getattr(import_module(module), name))}
+    options = {key: yaml.safe_load(value) for key, _, value in (word.partition("=") for word in words) if key in own}
+    observation = build({TARGET: OBSERVATIONS[what], **options}, what)
+    others = [word for word in words if word.partition("=")[0] not in own]
+    for word in others:
+        key = word.lstrip("+").partition("=")[0].partition(".")[0]
+        if key == "method" or (key in known_settings() and key not in READ):
+            raise SettingsError(f"{word} changes nothing for {what}: no method runs. It reads {', '.join(READ)}.")
     _, task, model, settings = built(composed(others, config_dirs))
     from harness.attention_statistics.record import observe, place, write
 
@@ -53,35 +59,13 @@ def _observe(what: str, words: Sequence[str], config_dirs: Sequence[Path]) -> No
     folder = place(Path(settings.results.root), result)
     write(folder, observation, result)
     say(f"{observation.title}: {result['model']['name']}, {result['prompt']['tokens']} tokens\n")
-    say(text_table(_columns(observation.columns, result["layers"])))
+    columns = [Column("layer", "", [str(index) for index in range(len(result["layers"]))])]
+    for key, label in observation.columns.items():
+        values = [layer[key] for layer in result["layers"]]
+        cells = [str(value) if isinstance(value, int) else f"{value:.3f}" for value in values]
+        columns.append(Column(label.replace(", ", "\n"), "", cells))
+    say(text_table(columns))
     say(f"\nFigures and picture: {folder}")
-
-
-def _observation(what: str, words: Sequence[str]) -> tuple[Any, list[str]]:
-    """The observation with the options among `words`, and the other words."""
-    module, _, name = OBSERVATIONS[what].rpartition(".")
-    known = {field.name for field in fields(getattr(import_module(module), name))}
-    own = {key: yaml.safe_load(value) for key, _, value in (word.partition("=") for word in words) if key in known}
-    others = [word for word in words if word.partition("=")[0] not in known]
-    return build({TARGET: OBSERVATIONS[what], **own}, what), others
-
-
-def _refuse_unread(what: str, words: Sequence[str]) -> None:
-    for word in words:
-        key = word.lstrip("+").partition("=")[0].partition(".")[0]
-        if key == "method" or (key in known_settings() and key not in READ):
-            raise SettingsError(f"{word} changes nothing for {what}: no method runs. It reads {', '.join(READ)}.")
-
-
-def _columns(shown: Mapping[str, str], layers: Sequence[Mapping[str, Any]]) -> list[Column]:
-    figures = [
-        Column(label.replace(", ", "\n"), "", [_cell(one[key]) for one in layers]) for key, label in shown.items()
-    ]
-    return [Column("layer", "", [str(index) for index in range(len(layers))]), *figures]
-
-
-def _cell(value: float) -> str:
-    return str(value) if isinstance(value, int) else f"{value:.3f}"
 
 
 def _parser() -> argparse.ArgumentParser:

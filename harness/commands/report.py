@@ -6,12 +6,9 @@ import argparse
 import os
 import shlex
 import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
-from harness.config.catalogue import flatten
 from harness.config.errors import as_command
 from harness.reports.against import against
 from harness.reports.compare import Comparison, comparisons
@@ -25,30 +22,10 @@ from harness.reports.document import (
     shows_colour,
 )
 from harness.results import files
-from harness.results.measures import MEASURES
 from harness.results.records import StoreError
-from harness.results.run_folder import StoredRun, find, load_all
+from harness.results.run_folder import find, load_all
 from harness.terminal.arguments import typed
 from harness.terminal.notices import say, show, visible, warn
-from methods.tiers.tier import TIERS, bytes_key
-
-# name on the command line -> key in summary.json, best first
-SORTS = {
-    "score": ("score.mean", True),
-    "diff": ("full.diff", True),
-    "p": ("full.p", False),
-    "attended": ("budget.attended.share", False),
-    "ttft": ("ttft_s.p50", False),
-    "tt2t": ("tt2t_s.p50", False),
-    "tpot": ("tpot_s.p50", False),
-    "throughput": ("throughput_tok_s", True),
-    **{tier: (f"memory.{bytes_key(tier)}", False) for tier in TIERS},
-    **{row.sort: (f"{row.section}.{key}", False) for key, row in MEASURES.items() if row.sort},
-    "n": ("num_examples", True),
-}
-
-
-MOST_PLACES = 5
 
 
 @as_command()
@@ -57,15 +34,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.html and (options.html.suffix == ".html" or options.html.is_file()):
         parser.error(f"--html {options.html}: takes a folder, and writes index.html there: name one without .html")
-    found = find(options.folders)
-    runs, unreadable = load_all(found)
+    runs, unreadable = load_all(find(options.folders))
     if not runs:
         raise StoreError("; ".join(unreadable))
-    if found_at := _places(found, options.folders):
-        warn(found_at)
-    shown = [run for run in runs if not run.is_empty]
-    tables = [_sorted(table, options.sort) for table in comparisons(shown)]
-    left_out = [_empty([run for run in runs if run.is_empty])] if len(shown) < len(runs) else []
+    tables = comparisons([run for run in runs if not run.is_empty])
+    empty = [f"{run.folder.name} ({run.info.get('error') or run.status})" for run in runs if run.is_empty]
+    left_out = [f"without a single example, and so in no table: {', '.join(empty)}"] if empty else []
     compared = against(tables, options.against) if options.against else []
     if options.details:
         text = as_text(tables, compared)
@@ -79,22 +53,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for message in unreadable:
         warn(f"left out: {message}")
     return 2 if unreadable else 0
-
-
-def _places(found: Sequence[Path], folders: Sequence[Path]) -> str | None:
-    """Name the folders of the runs, if these lie deeper than in a folder that was named."""
-    places = Counter(run.parent for run in found if run not in folders)
-    if places.keys() <= set(folders):
-        return None
-    named = [f"{count} in {place}" for place, count in places.most_common(MOST_PLACES)]
-    more = [f"{len(places) - MOST_PLACES} folders more"] * (len(places) > MOST_PLACES)
-    return f"took {len(found)} runs: {', '.join([*named, *more])}"
-
-
-def _empty(runs: Sequence[StoredRun]) -> str:
-    """Folders without a row, in one line."""
-    named = ", ".join(f"{run.folder.name} ({run.info.get('error') or run.status})" for run in runs)
-    return " ".join(f"without a single example, and so in no table: {named}".split())
 
 
 def _more(folders: Sequence[Path]) -> str:
@@ -136,17 +94,6 @@ def _written(
         yield from draw(tables, options.folders[0] / "plots")
 
 
-def _sorted(table: Comparison, sort: str | None) -> Comparison:
-    if sort is None:
-        return table
-    key, descending = SORTS[sort]
-    values = [(flatten(entry.summary).get(key), entry) for entry in table.entries]
-    known = [(float(value), entry) for value, entry in values if value is not None]
-    known.sort(key=lambda pair: pair[0], reverse=descending)
-    entries = [entry for _, entry in known] + [entry for value, entry in values if value is None]
-    return replace(table, entries=entries)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.report", description=__doc__)
     parser.add_argument("folders", nargs="+", type=typed, metavar="DIR", help="folder of a run, or any above it")
@@ -158,7 +105,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--against", metavar="METHOD", help="hold all rows against this one too, paired: snapkv, 'snapkv 20%%'"
     )
-    parser.add_argument("--sort", choices=list(SORTS), help="best first; without it Full first, then by name")
     parser.add_argument("--plots", action="store_true", help="pictures, PNG and PDF, into DIR/plots")
     return parser
 

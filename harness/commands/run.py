@@ -11,9 +11,11 @@ import shlex
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -28,6 +30,7 @@ from harness.config.keys import WITHOUT_WORDS, help_text
 from harness.config.overrides import read
 from harness.config.settings import Settings, settings_of
 from harness.config.words import asks_hydra
+from harness.results.provenance import git
 from harness.sweeps.group import Planner, run_jobs
 from harness.sweeps.jobs import JobConfig, groups, labels, with_own_settings
 from harness.terminal.notices import complain, complain_once, lasting_output, say, say_once, tell_of_builds, warn
@@ -37,43 +40,33 @@ from harness.trackers.session import Copies
 from kernels.temporary import TemporaryFolder
 
 
-class Failure(NamedTuple):
-    """`job`: its number; None for the whole command. `label`: what tells it from the others."""
-
-    job: int | None
-    label: str
-    reason: str
-
-
 @dataclass
 class Command:
     """Holds what was typed and what came of it."""
 
     arguments: list[str]
-    jobs: int = 1
     finished: list[Path] = field(default_factory=list)  # run folders, for the table
-    failed: list[Failure] = field(default_factory=list)
+    failed: list[tuple[int | None, str]] = field(default_factory=list)  # a job, None for the whole command, and why
     copies: Copies = field(default_factory=Copies)
-    labels: list[str] = field(default_factory=lambda: [""])  # what tells each job from the others
-
-    @property
-    def line(self) -> str:
-        return f"python -m harness {shlex.join(self.arguments)}"
+    labels: list[str] = field(default_factory=list)  # what tells each job from the others
 
     def fail(self, message: str) -> None:
-        self.failed.append(Failure(None, "", message))
+        self.failed.append((None, message))
         complain_once(message)
 
     def run(self) -> None:
-        """Everything but the table."""
+        """Run all jobs that were asked for."""
         if asks_hydra(self.arguments):
             compose(self.arguments)
             return
         words = read(self.arguments)
         jobs = with_own_settings(compose(words.words), words.partial)
-        known = [settings for job in jobs if (settings := _settings(job))]
+        known = list[Settings]()
+        for job in jobs:
+            with suppress(ValueError):  # which the job says once it runs, and the others go on
+                known.append(settings_of(job.config))
         self.copies.open(known)
-        self.jobs, self.labels, together = len(jobs), labels(jobs), groups(jobs)
+        self.labels, together = labels(jobs), groups(jobs)
         if words.launcher and known and not any(settings.dry_run for settings in known):
             from harness.sweeps.launch import launch, lost
 
@@ -92,28 +85,25 @@ class Command:
             outcomes = [run_jobs(group, words.partial, planner, len(jobs)) for group in together]
         for outcome in outcomes:
             self.finished += outcome.folders
-            self.failed += [Failure(number, self.labels[number], reason) for number, reason in outcome.failures]
+            self.failed += outcome.failures
 
     def report(self) -> int:
-        """Prints the table at the end; the exit code."""
+        """Print the table at the end, and of a sweep which jobs failed, each reason once. Return the exit code."""
         if self.finished:
             from harness.commands.report import print_report
 
             print_report(list(dict.fromkeys(self.finished)))
             self.copies.publish(list(dict.fromkeys(self.finished)))
-        if len(self.labels) > 1 and any(one.job is not None for one in self.failed):
-            (say if self.finished else warn)(self._failures())
+        failed = [(job, reason) for job, reason in self.failed if job is not None]
+        if len(self.labels) > 1 and failed:
+            by_reason = defaultdict[str, list[str]](list)
+            for job, reason in failed:
+                by_reason[reason].append(self.labels[job])
+            lines = [f"\n{len(dict(failed))} of {len(self.labels)} jobs failed:"]
+            for reason, (label, *more) in by_reason.items():
+                lines.append(f"  {label}{f' and {len(more)} more' if more else ''}: {reason}")
+            (say if self.finished else warn)("\n".join(lines))
         return 1 if self.failed else 0
-
-    def _failures(self) -> str:
-        """Return the last lines of a sweep: which jobs failed, and why, each reason once."""
-        labels = defaultdict[str, list[str]](list)
-        for one in self.failed:
-            labels[one.reason].append(one.label)
-        count = len({one.job for one in self.failed})
-        named = {why: f"{one} and {len(more)} more" if more else one for why, (one, *more) in labels.items()}
-        lines = [f"  {who}: {why}" for why, who in named.items()]
-        return "\n".join([f"\n{count} of {self.jobs} jobs failed:", *lines])
 
 
 def compose(words: Sequence[str]) -> list[JobConfig]:
@@ -133,42 +123,22 @@ def compose(words: Sequence[str]) -> list[JobConfig]:
     return jobs
 
 
-def _settings(job: JobConfig) -> Settings | None:
-    """Return the settings of a job; None where they are wrong, which the job says once it runs, and the others go
-    on."""
-    try:
-        return settings_of(job.config)
-    except ValueError:
-        return None
-
-
-def _version() -> str:
-    from importlib.metadata import version
-
-    from harness.results.provenance import git
-
-    known = git()
-    commit = f", commit {known['commit'][:12]}{' with changes' if known['dirty'] else ''}" if known["commit"] else ""
-    return f"kv-harness {version('kv-harness')}{commit}"
-
-
-def _help(arguments: Sequence[str]) -> int:
-    try:
-        say(help_text(arguments, config_dirs(arguments)))
-    except ConfigError as error:  # a yaml file of the user's
-        complain(sentence(error))
-        return 1
-    return 0
-
-
 @lasting_output()
 def main() -> int:
     arguments = sys.argv[1:]
     if "--version" in arguments:
-        say(_version())
+        checkout = git()
+        changes = " with changes" if checkout["dirty"] else ""
+        commit = f", commit {checkout['commit'][:12]}{changes}" if checkout["commit"] else ""
+        say(f"kv-harness {version('kv-harness')}{commit}")
         return 0
     if {"-h", "--help"} & set(arguments):
-        return _help(arguments)
+        try:
+            say(help_text(arguments, config_dirs(arguments)))
+        except ConfigError as error:  # a yaml file of the user's
+            complain(sentence(error))
+            return 1
+        return 0
     if not arguments:
         say(WITHOUT_WORDS)
         return 0
@@ -179,7 +149,7 @@ def main() -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would print, and we can say it in a sentence
     tell_hydra_the_schema()
     command = Command(arguments)
-    with Stoppable(f"to go on: {command.line}") as stop:
+    with Stoppable(f"to go on: python -m harness {shlex.join(arguments)}") as stop:
         try:
             command.run()
         except HydraException as error:

@@ -12,16 +12,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from harness.config.errors import as_command
 from harness.results.files import digest, write_csv, write_json
 from harness.terminal.arguments import typed
 from harness.terminal.notices import say
-
-if TYPE_CHECKING:
-    from harness.cachedattention.simulation.costs import Costs
-    from harness.cachedattention.simulation.scenario import Scenario
 
 SCHEMA = 1
 ROOT = Path("results/runs/simulations")
@@ -37,7 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     figure = None if options.figure is None else paper.figure(options.figure)
     runs = list(figure.scenarios(options.overrides) if figure else scenarios(options.overrides))
     known = costs.load(options.costs) if options.costs else costs.load()
-    folder = options.out or ROOT / _name(options.figure, runs, known)
+    asked = digest({"runs": [asdict(run) for run in runs], "costs": asdict(known)})  # the same runs at the same costs
+    kind = f"figure_{options.figure}" if figure else f"{len(runs)}-runs"
+    folder = options.out or ROOT / f"{kind}-{asked[:8]}"
     folder.mkdir(parents=True, exist_ok=True)
     rows = [outcome.simulated(run, known) for run in runs]
     for line in dict.fromkeys(outcome.trace_line(row["trace"]) for row in rows):
@@ -50,13 +47,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     write_csv(folder / "simulation.csv", [row["settings"] | row["figures"] for row in rows])
     drawn = figure.draw(rows, folder / f"figure_{figure.number}.png") if figure else ()
     say(f"\nwrote {folder}/simulation.json, .csv" + "".join(f", {path.name}" for path in drawn))
-
-
-def _name(figure: str | None, runs: Sequence[Scenario], known: Costs) -> str:
-    """Return the name of the folder: the same runs at the same costs have the same one."""
-    asked = {"runs": [asdict(run) for run in runs], "costs": asdict(known)}
-    kind = f"figure_{figure}" if figure else f"{len(runs)}-runs"
-    return f"{kind}-{digest(asked)[:8]}"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -19,7 +19,7 @@ from harness.results.lock import is_locked, owner
 from harness.results.records import StoreError
 from harness.results.run_folder import EXAMPLES, find, read_info
 from harness.terminal.arguments import typed
-from harness.terminal.notices import show
+from harness.terminal.notices import say
 from harness.terminal.tables import Column, text_table
 
 STATES = ("done", "running", "failed", "interrupted")
@@ -38,11 +38,19 @@ class RunState(NamedTuple):
 
 @as_command()
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
-    runs = [state_of(folder) for folder in find([options.folder])]
+    parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.status", description=__doc__)
+    root = Path(Results().root)
+    parser.add_argument("folder", nargs="?", type=typed, default=root, metavar="DIR", help="results.root")
+    runs = [state_of(folder) for folder in find([parser.parse_args(arguments).folder])]
     counts = Counter(run.state for run in runs)
-    show(", ".join(f"{counts[state]} {state}" for state in STATES if counts[state]))
-    show(text_table(_columns(runs)))
+    say(", ".join(f"{counts[state]} {state}" for state in STATES if counts[state]))
+    columns = [
+        Column("run", "", [run.folder.name for run in runs], left=True),
+        Column("state", "", [run.state for run in runs], left=True),
+        Column("examples", "", [f"{run.done}/{'?' if run.total is None else run.total}" for run in runs]),
+        Column("", "", [run.note for run in runs], left=True),
+    ]
+    say(text_table(columns))
     if counts["running"] or (counts["interrupted"] and not counts["failed"]):
         return NOT_FINISHED
     return 1 if counts["failed"] else 0
@@ -55,29 +63,14 @@ def state_of(folder: Path) -> RunState:
         done = sum("error" not in plain for _, plain in read_lines(folder / EXAMPLES))
     except StoreError as error:
         return RunState(folder, "failed", len(whole_lines(folder / EXAMPLES)), None, str(error))
-    total, said = info.get("num_expected"), info.get("status")
-    if said == "complete":
+    total, status = info.get("num_expected"), info.get("status")
+    if status == "complete":
         note = f"{total - done} failed; the same command tries them again" if total and done < total else ""
         return RunState(folder, "done", done, total, note)
     if is_locked(folder):
         return RunState(folder, "running", done, total, owner(folder))
-    return RunState(folder, "failed" if said == "failed" else "interrupted", done, total, str(info.get("error") or ""))
-
-
-def _columns(runs: Sequence[RunState]) -> list[Column]:
-    return [
-        Column("run", "", [run.folder.name for run in runs], left=True),
-        Column("state", "", [run.state for run in runs], left=True),
-        Column("examples", "", [f"{run.done}/{'?' if run.total is None else run.total}" for run in runs]),
-        Column("", "", [run.note for run in runs], left=True),
-    ]
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.status", description=__doc__)
-    root = Path(Results().root)
-    parser.add_argument("folder", nargs="?", type=typed, default=root, metavar="DIR", help="results.root")
-    return parser
+    state = "failed" if status == "failed" else "interrupted"
+    return RunState(folder, state, done, total, str(info.get("error") or ""))
 
 
 if __name__ == "__main__":

@@ -28,15 +28,8 @@ ROOT = "results/tuning"  # beside results/runs, so that no report takes one for 
 
 @as_command("the same command goes on")
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.tune", description=__doc__)
-    parser.add_argument(
-        "overrides", nargs="+", metavar="KEY=VALUE", help="as for python -m harness; method.PARAMETER may name several"
-    )
-    parser.add_argument("--out", type=typed, metavar="DIR", help=f"for the preset, else results.root ({ROOT})")
-    parser.add_argument("--name", metavar="NAME", help="of the preset, else METHOD_tuned")
-    parser.add_argument("--config-dir", "-cd", type=typed, action="append", default=[], help="more yaml files")
     given = list(sys.argv[1:] if arguments is None else arguments)
-    options = parser.parse_intermixed_args(given)
+    options = _parser().parse_intermixed_args(given)
     say_once.cache_clear()
     forget()
     asked = grids.read(options.overrides, options.config_dir)
@@ -59,6 +52,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     say("\n" + "\n".join(findings.lines()))
     findings.write_preset(path, asked.chosen["method"], command)
     say(f"wrote {path}\nrun it: python -m harness --config-dir {out} method={name} ...")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.tune", description=__doc__)
+    parser.add_argument(
+        "overrides", nargs="+", metavar="KEY=VALUE", help="as for python -m harness; method.PARAMETER may name several"
+    )
+    parser.add_argument("--out", type=typed, metavar="DIR", help=f"for the preset, else results.root ({ROOT})")
+    parser.add_argument("--name", metavar="NAME", help="of the preset, else METHOD_tuned")
+    parser.add_argument("--config-dir", "-cd", type=typed, action="append", default=[], help="more yaml files")
+    return parser
 
 
 if __name__ == "__main__":

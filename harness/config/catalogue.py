@@ -55,6 +55,7 @@ REMOVED_COMMANDS = {
     "bench replay": "measure with `python -m harness.bench decode` on the machine",
     "bench throughput": "use `python -m harness.bench decode --batch 1 2 4 max`",
     "canonical": "use `python -m harness doctor --model`",
+    "lint": "use dry_run=true, which shows prompts and what is wrong with them",
     "plan": "use dry_run=true or `python -m harness.bench decode --batch 1 2 4 max` for the batch that fits",
     "explain": "use `python -m harness show RUN` and the report",
 }

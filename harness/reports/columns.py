@@ -108,9 +108,9 @@ def measurements(table: Comparison) -> list[Column]:
         number("decode", "tok/s", [row["throughput_tok_s"] for row in rows]),
         *_held_bytes([row["memory"] for row in rows]),
         *(
-            _measured(measure, [row[measure.section].get(key) for row in rows])
+            _measured(measure, [row["memory"].get(key) for row in rows])
             for key, measure in MEASURES.items()
-            if measure.head and measure.section
+            if measure.head
         ),
         share("read\nof Full's", [_read_of_full(entry) for entry in entries]),
     ]

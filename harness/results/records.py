@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from statistics import fmean
 from typing import Any, Self
 
-from harness.results.measures import MEASURES, over_known, over_turns
+from harness.results.measures import MEASURES, means, over_known
 from methods.tiers.tier import DEVICE, TIERS, bytes_key
 
 HISTORY_S = ("load_s", "hidden_s", "save_ahead_s", "save_s", "save_hidden_s")  # of a conversation's turn
@@ -278,7 +278,7 @@ def whole(turns: Sequence[Reply]) -> dict[str, Any]:
         "lost_to": next((turn.lost_to for turn in turns if turn.lost_to), None),
         "trace": None,
         "data": dict(first.data),
-        MEASURED: over_turns([turn.measured for turn in turns]),
+        MEASURED: means([turn.measured for turn in turns]),
         **{name: over_known(sum, [getattr(turn, name) for turn in turns]) for name in (*sums, *counts)},
     }
 

@@ -27,7 +27,7 @@ from harness.results import files
 from harness.results.alarms import warnings
 from harness.results.compared import FULL, for_statistics, given, group_means, mean_score, paired
 from harness.results.identity import model_name, word
-from harness.results.measures import over_examples, over_known
+from harness.results.measures import MEASURES, means, over_known
 from harness.results.records import HISTORY_S, PEAKS, FailedExample, Record, Reply, StoreError
 from harness.results.run_folder import INFO, SUMMARY, StoredRun, load
 from methods.tiers.tier import DEVICE, TIERS, bytes_key
@@ -223,7 +223,8 @@ def _memory(records: Sequence[Record]) -> dict[str, float | None]:
     peaks = ("device_peak_bytes", "host_peak_bytes")
     largest |= {name: over_known(max, [getattr(record, name) for record in records]) for name in peaks}
     largest |= {f"{name}_peak_bytes": over_known(max, [(r.peaks or {}).get(name) for r in records]) for name in PEAKS}
-    return largest | over_examples("memory", [record.measured for record in records])
+    measured = means([record.measured for record in records])
+    return largest | {key: value for key, value in measured.items() if MEASURES[key].in_memory}
 
 
 def _ends(interval: stats.Interval | None) -> list[float] | None:

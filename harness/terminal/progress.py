@@ -61,25 +61,13 @@ def progress(
 ) -> Iterator[T]:
     """Yield `results` as they come and show progress. `sizes`: the sizes of all results to come, in
     whatever takes the time; `size`: gives the size of one result."""
-    if _alone.get() and sys.stderr.isatty():
-        return _bar(results, label, sizes, size, what, unit)
-    return _lines(results, label, len(sizes), what, clock)
-
-
-def _bar(
-    results: Iterator[T], label: str, sizes: Sequence[int], size: Callable[[T], int], what: str, unit: str
-) -> Iterator[T]:
-    with tqdm(total=sum(sizes), desc=f"{_counter.get()}{label}", unit=unit, unit_scale=True) as bar:
+    title, is_log = f"{_counter.get()}{label}", not (_alone.get() and sys.stderr.isatty())
+    begun = last = clock()
+    with tqdm(total=sum(sizes), desc=title, unit=unit, unit_scale=True, disable=is_log) as bar:
         for done, result in enumerate(results, 1):
             yield result
             bar.set_postfix_str(f"{done}/{len(sizes)} {what}", refresh=False)
             bar.update(size(result))
-
-
-def _lines(results: Iterator[T], label: str, wanted: int, what: str, clock: Callable[[], float]) -> Iterator[T]:
-    begun = last = clock()
-    for done, result in enumerate(results, 1):
-        yield result
-        if done == wanted or clock() - last >= EVERY_S:
-            last = clock()
-            warn(f"{_counter.get()}{label}: {done}/{wanted} {what}, {last - begun:.0f} s")
+            if is_log and (done == len(sizes) or clock() - last >= EVERY_S):
+                last = clock()
+                warn(f"{title}: {done}/{len(sizes)} {what}, {last - begun:.0f} s")

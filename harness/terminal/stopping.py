@@ -3,7 +3,7 @@ terminal.
 
 Inside `Stoppable` the first signal raises `Stopped`, a KeyboardInterrupt: folders are closed and
 temporary files are removed on the way out. It waits for the end of a write (`whole`). A second
-signal ends the process at once, but never within a write."""
+signal ends the process at once; the next start removes what that leaves."""
 
 from __future__ import annotations
 
@@ -35,16 +35,13 @@ class Stopped(KeyboardInterrupt):
 
 
 class _Process:
-    """Hold which signals this process has received, and what it is doing."""
+    """Hold which signal this process has received, and whether it is writing."""
 
     def __init__(self) -> None:
         self.asked: int | None = None  # the first signal
         self.asked_s = 0.0
-        self.waits = False  # a signal waits for the end of a write
-        self.hurries = False  # a second signal wants the process to end
+        self.waits = False  # the signal waits for the end of a write
         self.depth = 0  # how many writes of the main thread are nested
-        self.writes: list[None] = []  # one entry per write in any thread; append and pop are atomic
-        self.inside: list[Stoppable] = []
 
     def hear(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal; this runs in the main thread, between two of its instructions."""
@@ -54,18 +51,9 @@ class _Process:
             if not self.waits:
                 raise Stopped(number)
         elif number != signal.SIGHUP and monotonic() - self.asked_s > ECHO_S:  # a shell and the system both hang up
-            self.hurries = True
-            self.end_unless_writing()
-
-    def end_unless_writing(self) -> None:
-        if not self.writes and self.asked is not None:
-            sentence = _sentence(Stopped(self.asked), *(command.go_on for command in self.inside))
             with suppress(OSError):
-                os.write(2, f"\n{sentence}\n".encode())
+                os.write(2, f"\n{Stopped(self.asked)}\n".encode())
             os._exit(128 + self.asked)
-
-    def forget(self) -> None:
-        self.asked, self.waits, self.hurries = None, False, False
 
 
 _process = _Process()
@@ -84,7 +72,6 @@ class Stoppable:
         self._taken: dict[int, Any] = {}  # what each signal did before
 
     def __enter__(self) -> Self:
-        _process.inside.append(self)
         if _is_main():
             handlers = {number: signal.getsignal(number) for number in SIGNALS}
             self._taken = {number: handler for number, handler in handlers.items() if handler in UNTAKEN}
@@ -101,29 +88,24 @@ class Stoppable:
         if isinstance(error, KeyboardInterrupt) or asked:
             self.code = 128 + stop.number
             if self.go_on:
-                warn(f"\n{_sentence(stop, self.go_on)}")
-        _process.inside.remove(self)
+                warn(f"\n{stop}; {self.go_on}")
         _process.depth -= 1
         if self._taken:
-            _process.forget()
+            _process.asked, _process.waits = None, False
         return isinstance(error, KeyboardInterrupt)
 
 
 class whole(ContextDecorator):
-    """Protect a write from signals: one that comes meanwhile takes effect at the end. The write
-    should be short."""
+    """Protect a write of the main thread from signals: one that comes meanwhile takes effect at the
+    end. The write should be short."""
 
     def __enter__(self) -> None:
         if _is_main():
             if _process.asked and not _process.waits and sys.exception() is None:  # the signal was swallowed
                 raise Stopped(_process.asked)
             _process.depth += 1
-        _process.writes.append(None)
 
     def __exit__(self, *_: object) -> None:
-        _process.writes.pop()
-        if _process.hurries:
-            _process.end_unless_writing()
         if _is_main():
             _process.depth -= 1
             if _process.waits and not _process.depth:
@@ -133,7 +115,3 @@ class whole(ContextDecorator):
 
 def _is_main() -> bool:
     return threading.current_thread() is threading.main_thread()
-
-
-def _sentence(stop: Stopped, *go_on: str) -> str:
-    return "; ".join([str(stop), *filter(None, go_on)])

@@ -5,12 +5,10 @@ Cells are strings; a column names its unit in its header.
 
 from __future__ import annotations
 
-import re
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import islice, zip_longest
+from textwrap import TextWrapper
 
 from harness.terminal.notices import visible
 
@@ -47,10 +45,16 @@ class Column:
 def text_table(columns: Sequence[Column], width: int = WIDTH) -> str:
     """Return a table for a terminal. Columns without any value are left out; if a line is too long,
     the first column wraps. Nothing is cut."""
-    kept = [_visible(column) for column in columns if not column.empty]
+    kept = [
+        replace(column, head=visible(column.head), cells=list(map(visible, column.cells)))
+        for column in columns
+        if not column.empty
+    ]
     excess = sum(column.width + 2 for column in kept) - 2 - width
     if kept and excess > 0:
-        kept[0] = _wrapped(kept[0], max(8, kept[0].width - excess))
+        width = max(8, kept[0].width - excess)
+        wrap = TextWrapper(width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)  # at spaces
+        kept[0] = replace(kept[0], cells=list(map(wrap.fill, kept[0].cells)))
     tall = max((column.head.count("\n") for column in kept), default=0)
     heads = ["\n" * (tall - column.head.count("\n")) + column.head for column in kept]
     lines = [*_lines(kept, heads), *_lines(kept, [column.unit for column in kept])]
@@ -71,7 +75,8 @@ def markdown_table(columns: Sequence[Column]) -> str:
     heads = [f"{column.head} ({column.unit})" if column.unit else column.head for column in kept]
     sides = [":--" if column.left else "--:" for column in kept]
     rows = zip(*(column.cells for column in kept), strict=True)
-    return _markdown([[head.replace("\n", " ") for head in heads], sides, *rows])
+    lines = [[head.replace("\n", " ") for head in heads], sides, *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
 def scaled(values: Sequence[float | None], units: Scale) -> tuple[list[str], str]:
@@ -159,35 +164,9 @@ def probability(p: float | None) -> str:
     return "<.001" if p < 0.001 else f"{p:.4f}" if f"{p:.3f}" == "0.050" else f"{p:.3f}"
 
 
-def _visible(column: Column) -> Column:
-    return replace(column, head=visible(column.head), cells=list(map(visible, column.cells)))
-
-
-def _wrapped(column: Column, width: int) -> Column:
-    """Wrap cells at spaces only, because a name should stay in one piece."""
-    fill = partial(textwrap.fill, width=width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-    return replace(column, cells=[fill(cell) for cell in column.cells])
-
-
 def aligned(rows: Iterable[tuple[str, str]], most: int = 60) -> list[str]:
     """Return two columns, indented by two. A left cell wider than `most` shifts only its own right
     cell."""
     rows = list(rows)
     width = min(most, max((len(left) for left, _ in rows), default=0))
     return [f"  {left:<{width}}  {right}".rstrip() for left, right in rows]
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table."""
-    return _markdown([head, ["---"] * len(head), *rows])
-
-
-def _markdown(rows: Iterable[Sequence[str]]) -> str:
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
-
-
-def code(text: str) -> str:
-    """Return Markdown that shows `text` as it is, including backticks."""
-    fence = "`" * (max(map(len, re.findall("`+", text)), default=0) + 1)
-    space = " " if len(fence) > 1 else ""
-    return f"{fence}{space}{text}{space}{fence}" if text else ""

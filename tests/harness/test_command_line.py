@@ -1,4 +1,4 @@
-"""The command line as a user types it: thirty-odd wrong inputs, one sentence each, and the sweep that survives one."""
+"""The command line as a user types it: wrong input in one sentence, and the sweep that survives a bad job."""
 
 from __future__ import annotations
 
@@ -28,42 +28,33 @@ def test_in_a_sweep_one_bad_job_is_named_and_the_others_run(cli: Cli, tmp_path: 
     assert "budget=-1" in err
     statuses = [json.loads(path.read_text())["status"] for path in (tmp_path / "runs").glob("*/run.json")]
     assert statuses == ["complete", "complete"]
-    assert "streaming" in out
     assert "20%" in out
-    last = out.splitlines()[-1]
-    assert last.startswith("  method=streaming budget=-1: budget=-1 is neither a share")
-    assert out.splitlines()[-2] == "1 of 3 jobs failed:"
+    failed, last = out.splitlines()[-2:]
+    assert failed.startswith("1 of 3 jobs")
+    assert last.startswith("  method=streaming budget=-1: budget=-1 ")
 
 
 @pytest.mark.parametrize(
-    ("words", "end"),
+    ("words", "jobs", "failed"),
     [
-        (["batch=0"], []),
+        (["method=streaming", "batch=0"], 1, "batch=0"),
+        (["-m", "batch=0", "budget=0.1,0.2"], 2, "batch=0"),
+        (["method=streaming", "results.root=/dev/null"], 1, "/dev/null"),
         (
-            ["-m", "batch=0", "budget=0.1,0.2"],
-            ["", "2 of 2 jobs failed:", "  budget=0.1 and 1 more: batch=0 must be at least 1."],
+            ["-m", "task=ruler", "task.tasks=[vt]", "task.lengths=[512]", "method=full,streaming", "budget=0.1,0.2"],
+            3,
+            "vt",
         ),
-        (["results.root=/proc/nowhere"], []),
-        (["results.root=/dev/null"], []),
-        (["task=ruler", "task.tasks=[vt]", "task.lengths=[512]"], []),
     ],
 )
-def test_what_ends_several_jobs_is_said_once(cli: Cli, words: list[str], end: list[str]) -> None:
-    code, out, err = cli("method=streaming", *words) if "-m" not in words else cli(*words)
+def test_what_ends_several_jobs_is_said_once(cli: Cli, words: list[str], jobs: int, failed: str) -> None:
+    code, out, err = cli(*words)
     first, *others = [line for line in err.splitlines() if not line.startswith("note:")]
-    assert code == 1
-    assert first.startswith("error: ")
-    assert others == end
-    assert out == ""
-
-
-def test_many_jobs_that_fail_for_one_reason_are_one_line(cli: Cli, tmp_path: Path) -> None:
-    vt = ["task=ruler", "task.tasks=[vt]", "task.lengths=[512]", "task.samples=1"]
-    code, out, err = cli("-m", *vt, "method=full,streaming", "budget=0.1,0.2")
     assert (code, out) == (1, "")
-    assert err.count("vt does not fit") == 2  # where it happens, and at the end
-    assert err.splitlines()[-2] == "3 of 3 jobs failed:"
-    assert err.splitlines()[-1].startswith("  method=full and 2 more: ")
+    assert first.startswith("error: ")
+    assert failed in first
+    assert others[1:2] == ([f"{jobs} of {jobs} jobs failed:"] if jobs > 1 else [])
+    assert len(others) == (3 if jobs > 1 else 0)
 
 
 BROKEN = """from dataclasses import dataclass
@@ -97,14 +88,12 @@ def test_a_method_that_raises_fails_its_own_job_alone(cli: Cli, tmp_path: Path, 
     sweep = ["-m", f"--config-dir={broken.conf}", "method=broken,streaming", f"shared_prefill={shared}"]
     code, out, err = cli(*sweep)
     assert code == 1
-    (text,) = (tmp_path / "runs").glob("*/error.txt")
-    line = BROKEN.splitlines().index("    def start(self, specs, cache):") + 2
-    assert f"error: KeyError: 'no such head' ({broken.file}, line {line}). The traceback is in {text}." in err
+    [text] = (tmp_path / "runs").glob("*/error.txt")
+    assert f"error: KeyError: 'no such head' ({broken.file}, line 13). The traceback is in {text}." in err
     assert "Traceback" not in err
-    assert "Traceback" in text.read_text()
     assert "in start" in text.read_text()
     assert "streaming" in out
-    assert out.splitlines()[-1].startswith("  method=broken: KeyError: 'no such head' (")
+    assert out.splitlines()[-1].startswith("  method=broken: KeyError")
 
 
 def test_a_value_error_of_a_method_names_its_line_too(cli: Cli, tmp_path: Path, broken: Broken) -> None:
@@ -112,8 +101,7 @@ def test_a_value_error_of_a_method_names_its_line_too(cli: Cli, tmp_path: Path, 
     broken.file.write_text(BROKEN.replace("KeyError", "ValueError"))
     code, _, err = cli(f"--config-dir={broken.conf}", "method=broken", "baseline=off")
     assert code == 1
-    (text,) = (tmp_path / "runs").glob("*/error.txt")
-    assert f"error: no such head ({broken.file}, line 13). The traceback is in {text}." in err
+    assert f"({broken.file}, line 13)" in err
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -122,8 +110,7 @@ def test_a_broken_yaml_is_named_by_file_and_line(cli: Cli, broken: Broken, named
     path.write_text("_target_: methods.full.Full\n\nsinks: [4\n")
     code, _, err = cli(f"--config-dir={broken.conf}", f"method={'broken' if named else 'full'}", "dry_run=true")
     assert code == int(named)
-    assert "Traceback" not in err
-    assert (f"error: {path}, line 4: this is not YAML" in err) == named
+    assert (f"error: {path}, line 4: " in err) == named
 
 
 def test_an_error_before_there_is_a_folder_keeps_its_traceback(cli: Cli, tmp_path: Path, broken: Broken) -> None:
@@ -135,15 +122,10 @@ def test_an_error_before_there_is_a_folder_keeps_its_traceback(cli: Cli, tmp_pat
     assert not (tmp_path / "runs").exists()
 
 
-def test_methods_that_keep_nothing_on_the_host_are_named(cli: Cli) -> None:
-    code, _, err = cli("-m", "method=streaming,pqcache", "placement=host", "baseline=off")
-    assert code == 0, err
-    assert err.count("placement changes nothing") == 1
-
-
 def test_a_table_stands_at_the_end(cli: Cli) -> None:
-    code, out, err = cli("method=pqcache", "placement=host")
+    code, out, err = cli("-m", "method=streaming,pqcache", "placement=host")
     assert code == 0, err
+    assert err.count("placement changes nothing") == 1  # for Streaming, which keeps nothing there
     assert all(word in out for word in ("TT2T", "TPOT", "vs Full", "KV host", "moved", "pqcache", "full"))
 
 
@@ -151,23 +133,18 @@ def test_dry_run_loads_no_weights_and_writes_nothing(cli: Cli, tmp_path: Path, m
     def refuse(*arguments: object) -> None:
         raise AssertionError("weights were loaded")
 
+    cuts = iter([30, 7, 512, 8])
+    findings = lambda *prompt: [Finding("warning", "cut", f"{next(cuts)} tokens were cut.")]  # noqa: E731
+    monkeypatch.setattr("harness.jobs.planning.examples.lint", findings)
     monkeypatch.setattr("harness.models.random.Random.build", refuse)
     code, out, err = cli("dry_run=true")
     assert code == 0, err
-    assert "4, of 400 to 400 prompt tokens" in out
+    assert "of 400 to 400" in out
     assert "KV cache" in out
-    assert not (tmp_path / "runs").exists()
-
-
-def test_what_lint_finds_in_many_prompts_is_one_line_of_a_dry_run(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    cuts = iter([30, 7, 512, 8])
-    found = lambda *prompt: [Finding("warning", "cut", f"{next(cuts)} tokens were cut.")]  # noqa: E731
-    monkeypatch.setattr("harness.jobs.planning.examples.lint", found)
-    code, out, err = cli("dry_run=true")
-    assert code == 0, err
-    assert [line for line in out.splitlines() if line.startswith("lint")] == [
-        "lint      4 of 4 examples: 7 to 512 tokens were cut."
+    assert [line.split(": ")[1] for line in out.splitlines() if line.startswith("lint")] == [
+        "7 to 512 tokens were cut."
     ]
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("dry", ["true", "false"])
@@ -187,7 +164,6 @@ def test_a_grid_makes_its_prompts_once(cli: Cli, monkeypatch: pytest.MonkeyPatch
 def test_without_words_nothing_runs_and_examples_are_shown() -> None:
     done = subprocess.run([sys.executable, "-m", "harness"], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("Name a method and a task")
     assert done.stdout.count("python -m harness") >= 3
 
 
@@ -199,22 +175,21 @@ def test_a_model_of_the_hub_is_told_how_it_is_named(cli: Cli) -> None:
 
 def test_help_and_a_wrong_setting_are_answered_without_torch() -> None:
     code = "import sys; from harness.__main__ import main; print(main()); sys.exit('torch' in sys.modules)"
-    for words, told in ((["--help"], "method="), (["budget=1.5"], "budget=1.5 is neither a share")):
+    for words, named in ((["--help"], "method="), (["budget=1.5"], "budget=1.5")):
         command = [sys.executable, "-c", code, *words]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        assert told in done.stdout + done.stderr
+        assert named in done.stdout + done.stderr
         assert done.stdout.splitlines()[-1] == str(int("budget=1.5" in words))
 
 
 @pytest.mark.parametrize("asked", [0.2, 1.0, 1, 512, 0, -3, 0.0, 1.5, -0.1, True])
 def test_a_budget_is_refused_early_in_the_words_of_the_methods(asked: float) -> None:
-    assert _refusal(lambda: Settings(budget=asked)) == _refusal(lambda: Budget(asked))
+    def refusal(make: Callable[..., object]) -> str | None:
+        try:
+            make(asked)
+        except ValueError as error:
+            return str(error)
+        return None
 
-
-def _refusal(make: Callable[[], object]) -> str | None:
-    try:
-        make()
-    except ValueError as error:
-        return str(error)
-    return None
+    assert refusal(lambda budget: Settings(budget=budget)) == refusal(Budget)

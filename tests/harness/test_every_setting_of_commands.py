@@ -12,7 +12,7 @@ from harness.cachedattention.serving.plan import OWN, READ, ServingPlan, points
 from harness.cachedattention.simulation.costs import load as load_costs
 from harness.cachedattention.simulation.outcome import simulated
 from harness.cachedattention.simulation.scenario import Scenario
-from harness.commands import lint, tune
+from harness.commands import tune
 from harness.config.settings import SettingsError
 from tests.fast import MODEL_ARGS, TASK_ARGS
 from tests.harness.test_every_setting import OTHERS, STORE, Changes, Other, keys
@@ -49,19 +49,6 @@ def test_tune_says_what_the_method_has_no_use_for(capsys: pytest.CaptureFixture[
 def test_tune_says_what_becomes_of_full(baseline: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert tune.main(tuned(f"baseline={baseline}")) == 0
     assert says in capsys.readouterr().out
-
-
-def test_lint_says_what_is_about_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    lint.main([*MODEL_ARGS, *TASK_ARGS, "batch=2", "generation.temperature=0.5", "method=full", "budget_generated=8"])
-    err = capsys.readouterr().err
-    assert "note: batch and generation.temperature change nothing here: lint runs no model\n" in err
-    assert "note: budget_generated changes nothing for Full, which uses no budget\n" in err
-
-
-def test_lint_counts_the_windows_that_are_set(capsys: pytest.CaptureFixture[str]) -> None:
-    """As the run itself does."""
-    assert lint.main([*MODEL_ARGS, *TASK_ARGS, "method=pqcache", "budget=100", "windows.sinks=200"]) == 2
-    assert "its sinks and windows need" in capsys.readouterr().err
 
 
 TIGHT = {"host": "2GB", "disk": "20GB", "sessions": 40, "warmup": 0, "rate": 2.0, "write_buffer": "1GB"}

@@ -182,14 +182,6 @@ def test_a_report_writes_into_no_run_and_reads_no_summary(results: Path, capsys:
     assert state() == before
 
 
-def test_sorting_puts_the_best_first(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_run(results, records([0.0] * 10, token_s=[1, 2, 2.001, 2.002], **SPARSE), "streaming")
-    text = printed(capsys, results, "--sort", "score")
-    assert text.index("\nfull ") < text.index(row(text, "quest", "10%")) < text.index("\nstreaming ")
-    text = printed(capsys, results, "--sort", "tpot")
-    assert text.index("\nstreaming ") < text.index("\nfull ")
-
-
 def test_a_tasks_own_averages_have_their_own_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for method, shares in {"full": [1.0, 0.5], "quest": [0.25, 0.5]}.items():
         details = [{"leading_digits_share": share} for share in shares]
@@ -253,16 +245,6 @@ def test_units_and_digits() -> None:
     assert [tables.digits(x) for x in (0.0123, 1.234, 45.67, 9876.5, 0)] == ["0.012", "1.23", "45.7", "9876", "0"]
     assert tables.percent(-0.0001, sign=True) == "0.0"
     assert tables.percent(0.05, sign=True) == "+5.0"
-
-
-def test_runs_deeper_than_the_folder_named_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    here = write_run(tmp_path / "runs", [record("a")])
-    assert report.main([str(tmp_path / "runs")]) == report.main([str(here)]) == 0
-    assert capsys.readouterr().err == ""
-    write_run(tmp_path / "old" / "runs", [record("a")], "quest")
-    write_run(tmp_path / "old" / "runs", [record("a")], "h2o")
-    assert report.main([str(tmp_path)]) == 0
-    assert f"2 in {tmp_path}/old/runs, 1 in {tmp_path}/runs" in capsys.readouterr().err
 
 
 def test_folders_without_an_example_stand_apart_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,7 +45,7 @@ RUNS = {  # kind -> words of `python -m harness`, and what the sentence has to n
 }
 COMMANDS = {  # kind -> module, its words, and what the sentence has to name
     "no runs": ("harness.commands.report", ["{empty}"], "results.root"),
-    "unknown column": ("harness.commands.report", ["{empty}", "--sort=accuracy"], "accuracy"),
+    "unknown option": ("harness.commands.report", ["{empty}", "--sort=accuracy"], "accuracy"),
     "no run": ("harness.commands.show", ["{empty}"], "folder"),
     "unknown word": ("harness.commands.list", ["methodss"], "method"),
     "unknown flag": ("harness.commands.doctor", ["--fix"], "--fix"),

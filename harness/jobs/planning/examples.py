@@ -127,24 +127,22 @@ def _task_env(settings: Settings, tokenizer: Tokenizer, window: int) -> TaskEnv:
     return TaskEnv(text=tools, seed=settings.seed, data_root=root, cache_dir=cache_root() / "tasks", window=window)
 
 
-def prepare(task: Task, source: ModelSource, settings: Settings, *, strict: bool = True) -> list[PreparedExample]:
-    """Return all examples of `task` as prompts of `source`; stop at the first that lint finds an error in, if
-    `strict`."""
+def prepare(task: Task, source: ModelSource, settings: Settings) -> list[PreparedExample]:
+    """Return all examples of `task` as prompts of `source`; stop at the first that lint finds an error in."""
     info, tokenizer = source.describe(), source.tokenizer()
     with plugins.naming("task", plugins.describe(task)):
         examples = task.examples(_task_env(settings, tokenizer, info.limit))
-        return itemised(examples, tokenizer, settings, info.limit, strict=strict)
+        return itemised(examples, tokenizer, settings, info.limit)
 
 
 def itemised(
-    examples: Iterable[Example], tokenizer: Tokenizer, settings: Settings, window: int, *, strict: bool = True
+    examples: Iterable[Example], tokenizer: Tokenizer, settings: Settings, window: int
 ) -> list[PreparedExample]:
     """Return `examples` as prompts of a model that takes `window` tokens."""
     items = []
     for example in examples:
         items.append(_item(example, tokenizer, settings, window))
-        if strict:
-            _refuse(items[-1])
+        _refuse(items[-1])
     if not items:
         raise SettingsError("The task has no examples: see its parameters with `python -m harness.list`.")
     _refuse_twins(items)
@@ -172,9 +170,7 @@ def _refuse(item: PreparedExample) -> None:
     """Stop on the first error that lint found, before more prompts are made."""
     for finding in item.findings:
         if finding.level == "error":
-            raise LintError(
-                f"Example {item.example.id}: {finding.message.rstrip('.')}; `python -m harness.lint` goes through all."
-            )
+            raise LintError(f"Example {item.example.id}: {finding.message}")
 
 
 def _refuse_twins(items: Sequence[PreparedExample]) -> None:

@@ -13,8 +13,7 @@ from harness.config.catalogue import GROUPS, entries, plain
 from harness.config.keys import RARE_SECTIONS, settings, settings_text
 from harness.config.overrides import settings as settable
 from harness.config.settings import CHOICES
-from harness.terminal.tables import code
-from tests.generated_pages import COMMAND, methods_page, settings_page
+from tests.generated_pages import COMMAND, code, methods_page, settings_page
 
 ROOT = Path(__file__).parents[3]
 Cli = Callable[..., tuple[int, str, str]]

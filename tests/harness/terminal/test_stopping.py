@@ -71,13 +71,12 @@ COMMANDS = {
     "harness.observe": ("harness.attention_statistics.record:observe", "the same command begins anew"),
     "harness.simulate": ("harness.cachedattention.simulation.outcome:simulated", "the same command begins anew"),
     "harness.report": ("harness.results.run_folder:find", "the same command begins anew"),
-    "harness.lint": ("harness.jobs.planning.examples:itemised", "the same command begins anew"),
     "harness.doctor": ("harness.results.provenance:versions", "the same command begins anew"),
     "harness.rescore": ("harness.results.run_folder:runs_below", "the same command begins anew"),
 }
 
 
-@pytest.mark.parametrize("name", mostly_slow(COMMANDS, "harness.tune", "harness.lint"))
+@pytest.mark.parametrize("name", mostly_slow(COMMANDS, "harness.tune"))
 def test_every_long_command_says_how_to_go_on(tmp_path: Path, name: str) -> None:
     root, out = f"results.root={tmp_path / 'runs'}", f"--out={tmp_path / 'out'}"
     talks = ["method=full", "task=talks", f"--config-dir={configured(tmp_path / 'conf')}"]
@@ -88,7 +87,6 @@ def test_every_long_command_says_how_to_go_on(tmp_path: Path, name: str) -> None
         "harness.observe": ["key_spectrum", *MODEL_ARGS, "task.lengths=[300]", root],
         "harness.simulate": ["sessions=20", out],
         "harness.report": [str(tmp_path)],
-        "harness.lint": ["method=streaming", *MODEL_ARGS, *TASK_ARGS],
         "harness.doctor": [],
         "harness.rescore": [str(tmp_path)],
     }
