@@ -111,16 +111,23 @@ def attention_inputs_stored(
 def block_output(x: Tensor, attended: Tensor, block: DecoderBlock) -> Tensor:
     """Apply the output projection and the MLP, each with its residual. x [B T E], attended
     [B H T D] -> [B T E]"""
-    x, added = block_output_apart(x, attended, block)
-    return x + added
+    heads = attended.transpose(1, 2).flatten(2)
+    parts = zip(x.split(TOKENS_AT_ONCE["cpu"], 1), heads.split(TOKENS_AT_ONCE["cpu"], 1), strict=True)
+    outs = [torch.add(*_terms(some, seen, block)) for some, seen in parts]
+    return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 
 
 def block_output_apart(x: Tensor, attended: Tensor, block: DecoderBlock) -> tuple[Tensor, Tensor]:
     """Compute the two parts whose sum `block_output` is, for `attention_inputs_stored` of the next
     block."""
-    x = x + block.o(attended.transpose(1, 2).flatten(2))
+    return _terms(x, attended.transpose(1, 2).flatten(2), block)
+
+
+def _terms(x: Tensor, attended: Tensor, block: DecoderBlock) -> tuple[Tensor, Tensor]:
+    """Return the two terms of a block's last sum. x [B T E], attended [B T H*D]"""
+    x = x + block.o(attended)
     normed = rms_norm(x, block.mlp_norm, block.eps)
-    return x, block.down(silu(block.gate(normed)) * block.up(normed))
+    return x, block.down(silu(block.gate(normed), inplace=True).mul_(block.up(normed)))
 
 
 def token_logits(x: Tensor, head: Head) -> Tensor:

@@ -1,14 +1,23 @@
-"""Computes prefill attention by flash-attn, where it is installed
-(`pip install 'kv-harness[flash]'`).
+"""Computes attention by flash-attn, where it is installed (`pip install 'kv-harness[flash]'`).
 
-From version 2.1 on its causal mask is aligned at the bottom right, so that later chunks need no
-mask either."""
+From version 2.1 on its causal mask is aligned at the bottom right, so that later chunks of a prompt
+need no mask either. From 2.6.1 on its decode attention returns the log-sum-exp, without which
+segments could not be merged: it reads one whole segment after the other."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from inspect import signature
+
 import torch
-from flash_attn import flash_attn_func
+from flash_attn import flash_attn_func, flash_attn_with_kvcache
 from torch import Tensor
+
+from kernels.ragged import RAGGED, Ragged
+from kernels.reference import Segment, merge_attention
+
+if "return_softmax_lse" not in signature(flash_attn_with_kvcache).parameters:
+    raise ImportError("flash_attn_with_kvcache returns no log-sum-exp: install flash-attn 2.6.1 or newer")
 
 _WIDEST = 256  # channels of a head
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -25,4 +34,42 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 def prefill_attention_refuses(q: Tensor, k: Tensor, v: Tensor, scale: float) -> str | None:
     if not q.is_cuda or q.dtype not in _DTYPES:
         return f"takes bfloat16 and float16 on a CUDA device, got {q.dtype} on {q.device}"
-    return f"takes heads of up to {_WIDEST}, got {q.shape[3]}" if q.shape[3] > _WIDEST else None
+    width = q.shape[3]
+    return f"takes heads of a multiple of 8 up to {_WIDEST}, got {width}" if width % 8 or width > _WIDEST else None
+
+
+def segment_attention(q: Tensor, segments: Sequence[Segment], scale: float) -> Tensor:
+    """Attend from one token to segments, as kernels/reference.py defines it."""
+    return segment_attention_with_lse(q, segments, scale)[0]
+
+
+def segment_attention_with_lse(q: Tensor, segments: Sequence[Segment], scale: float) -> tuple[Tensor, Tensor]:
+    """Attend from one token to segments and return the log-sum-exp too, as kernels/reference.py
+    defines it. The library reads rows where they lie: it takes [B S G D] with any steps but the
+    last."""
+    outs, lses = [], []
+    for segment in segments:
+        if not segment.k.shape[2]:
+            continue
+        live = None if segment.live is None else segment.live.to(torch.int32).expand(len(q)).contiguous()
+        by_token = (x.transpose(1, 2) for x in (q, segment.k, segment.v))
+        out, lse = flash_attn_with_kvcache(*by_token, cache_seqlens=live, softmax_scale=scale, return_softmax_lse=True)
+        outs.append(out.transpose(1, 2))
+        lse = lse.view(q.shape[:2])
+        # Where no token is there, the library gives plus infinity, which would outweigh all other segments
+        lses.append(lse if live is None else lse.masked_fill(live.unsqueeze(1) == 0, float("-inf")))
+    if len(outs) == 1:
+        return outs[0], lses[0]
+    return merge_attention(outs, lses), torch.stack(lses).logsumexp(0)
+
+
+def segment_attention_refuses(q: Tensor, segments: Sequence[Segment], scale: float) -> str | None:
+    for segment in segments:
+        if segment.rows is not None:
+            return "reads whole segments, got rows that were chosen"
+        if isinstance(segment.k, Ragged):
+            return RAGGED
+    return prefill_attention_refuses(q, q, q, scale)
+
+
+segment_attention_with_lse_refuses = segment_attention_refuses

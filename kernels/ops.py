@@ -15,17 +15,16 @@ prefill_attention = Op(
     sdpa="kernels.sdpa",
     torch="kernels.reference",
 )
-DECODE = {  # the first three have not been compared on a GPU; Triton's takes every call
+DECODE = {  # the first two have not been compared on a GPU; Triton's takes every call
     "triton": "kernels.gpu.decode",
-    "flash": "kernels.flash_decode",
-    "varlen": "kernels.varlen",
+    "flash": "kernels.flash",
     "cpu": "kernels.cpu.decode",
     "torch": "kernels.reference",
 }
 segment_attention = Op("segment_attention", **DECODE)
 segment_attention_with_lse = Op("segment_attention_with_lse", **DECODE)
-coded_attention = Op("coded_attention", triton="kernels.gpu.coded", cpu="kernels.cpu.coded", torch="kernels.coded")
-decode_rows = Op("decode_rows", triton="kernels.gpu.coded", cpu="kernels.cpu.coded", torch="kernels.coded")
+coded_attention = Op("coded_attention", triton="kernels.gpu.coded", torch="kernels.coded")
+decode_rows = Op("decode_rows", triton="kernels.gpu.coded", torch="kernels.coded")
 merge_attention = Op("merge_attention", triton="kernels.gpu.decode", torch="kernels.reference")
 gather_rows = Op("gather_rows", triton="kernels.gpu.copy", cpu="kernels.cpu.copy", torch="kernels.reference")
 gather_tiers = Op("gather_tiers", triton="kernels.gpu.copy", cpu="kernels.cpu.copy", torch="kernels.reference")
@@ -34,12 +33,10 @@ row_scores = Op("row_scores", triton="kernels.gpu.scores", cpu="kernels.cpu.scor
 live_scores = Op("live_scores", triton="kernels.gpu.scores", torch="kernels.reference")
 page_scores = Op("page_scores", triton="kernels.gpu.scores", cpu="kernels.cpu.scores", torch="kernels.pages")
 token_rows = Op("token_rows", triton="kernels.gpu.pages", torch="kernels.pages")
-channel_scores = Op(
-    "channel_scores", triton="kernels.gpu.channels", cpu="kernels.cpu.channels", torch="kernels.reference"
-)
+channel_scores = Op("channel_scores", triton="kernels.gpu.channels", torch="kernels.reference")
 pick_channels = Op("pick_channels", triton="kernels.gpu.picked", torch="kernels.picked")
 mean_counts = Op("mean_counts", triton="kernels.gpu.picked", torch="kernels.picked")
-channel_sums = Op("channel_sums", triton="kernels.gpu.channels", cpu="kernels.cpu.channels", torch="kernels.reference")
+channel_sums = Op("channel_sums", triton="kernels.gpu.channels", torch="kernels.reference")
 group_weights = Op("group_weights", triton="kernels.gpu.choose", cpu="kernels.cpu.choose", torch="kernels.reference")
 group_margins = Op("group_margins", triton="kernels.gpu.choose", cpu="kernels.cpu.choose", torch="kernels.reference")
 top_k = Op("top_k", triton="kernels.gpu.top_k", cpu="kernels.cpu.choose", torch="kernels.reference")
@@ -54,7 +51,7 @@ prefill_attention_with_column_sums = Op(
 windowed_attention = Op(
     "windowed_attention", triton="kernels.gpu.prefill", cpu="kernels.cpu.prefill", torch="kernels.windowed"
 )
-windowed_sums = Op("windowed_sums", triton="kernels.gpu.prefill", cpu="kernels.cpu.prefill", torch="kernels.windowed")
+windowed_sums = Op("windowed_sums", triton="kernels.gpu.prefill", torch="kernels.windowed")
 pq_weights = Op("pq_weights", triton="kernels.gpu.pq", cpu="kernels.cpu.pq", torch="kernels.reference")
 rebuild_keys = Op("rebuild_keys", triton="kernels.gpu.rebuild", cpu="kernels.cpu.rebuild", torch="kernels.reference")
 attention_inputs = Op("attention_inputs", triton="kernels.gpu.block", cpu="kernels.cpu.block", torch="kernels.block")

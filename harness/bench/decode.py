@@ -5,8 +5,7 @@ holds both; the seal and the first two tokens of each turn are not counted in TP
 sequences together; max is the largest batch that fits, by the forecast that refuses a run as well. TTFT and TT2T are
 those of a real prompt, means over the sequences; a sequence's clock stands still while the prompts of others are
 computed. With random weights, or `--synthetic`, nobody computes the prompt: its keys and values are random. Steps are
-captured as in a run. On a CPU each layer's attention is clocked as well: what weights take of a step, and with
-`--layers` what a step of all layers would.
+captured as in a run.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ import torch
 from torch import Tensor
 
 from harness.bench.common import arguments, limits, methods, output
-from harness.bench.common.all_layers import AttentionClock, Clocked, WholeModel, weights
 from harness.bench.common.measure import LoadWatch, MarkedSeconds, estimate, marks, ratios, rounds_of
 from harness.bench.common.output import Cell
 from harness.bench.common.synthetic import LayerShape
@@ -43,7 +41,6 @@ from harness.jobs.planning.examples import blank
 from harness.jobs.planning.machine import free_here
 from harness.models.base import LoadedModel, ModelInfo
 from harness.models.devices import usual_chunk
-from harness.models.random import SHAPES
 from harness.prompts.calibration import calibration_text
 from methods.base import Budget, BudgetError, Method
 from methods.full import Full
@@ -69,10 +66,6 @@ class Decoding:
         self.first = self._first(prompt, options.synthetic, batch)  # with the seals
         for cache in self.caches:
             cache.state.checks.on = False  # every turn of this cache would be checked as the first one of a run is
-        layers = self.caches[0].method_layers
-        calls = kv.model.device.type == "cpu" and batch == 1 and self.engine.graphs is None
-        self.clock = AttentionClock(layers if calls else [])
-        self.attention_s: list[list[float] | None] = []  # per step of a turn, of each layer
         self.moved: list[float] = []  # bytes per step of a turn, of all sequences
 
     @torch.inference_mode()
@@ -119,14 +112,8 @@ class Decoding:
         disturbed, steps = watch.disturbed(), self.new - 1
         moved = [cache.traffic.total_bytes - old.total_bytes for cache, old in zip(self.caches, before, strict=True)]
         self.moved.append(sum(moved) / steps)
-        self.attention_s.append(self.clock.taken())
         times = self.last[-1].token_s  # the last one's clock has all of each step
         return MarkedSeconds((times[-1] - times[1]) / (len(times) - 2), disturbed)
-
-    def clocked(self, times: Sequence[float]) -> list[Clocked]:
-        """Give each turn's time with its attention: their difference is all else in a step."""
-        method = self.engine.attachment.method
-        return [Clocked(method, *turn) for turn in zip(times, self.attention_s, strict=True)]
 
 
 def _shape(kv: Attachment) -> LayerShape:
@@ -154,15 +141,7 @@ def measure(
             ways["full"] = Decoding(attachments.enter_context(closing(attach(full))), ids, options, batch)
         *_, times = rounds_of({name: side.timed_turn for name, side in ways.items()}, options.rounds)
     tpot_s, made = estimate(times["own"]), own.last[0]
-    layers = here = len(own.caches[0].method_layers)
-    if options.shape and here == own_kv.model.config.num_hidden_layers:  # none of them slides
-        layers = SHAPES[options.shape]["num_hidden_layers"]
     floor = floor_s(own, known["read_gb_s"])
-    scaled = (
-        WholeModel(layers, weights(own_kv.model)).beside(ways["full"].clocked(times["full"]), own.clocked(times["own"]))
-        if beside
-        else {"weights_share": None, "all_layers": {}}
-    )
     return {
         "batch": batch,
         "tpot_s": tpot_s,
@@ -171,7 +150,6 @@ def measure(
         "speedup": ratios(times["full"], times["own"]) if beside and method != full else None,
         "floor_s": floor,
         "of_limit": floor / tpot_s.median,
-        **scaled,
         "ttft_s": None if options.synthetic else _mean(own.first, 0),
         "tt2t_s": None if options.synthetic else _mean(own.first, 1),
         "seal_s": fmean(one.seal_s or 0.0 for one in own.first),
@@ -249,7 +227,10 @@ def floor_s(decoding: Decoding, read_gb_s: float) -> float:
     model, specs = decoding.engine.model, decoding.engine.attachment.specs
     attended = sum(one.measured.get("attended_total") or 0.0 for one in decoding.last)
     rows = sum(2 * spec.num_kv_heads * spec.head_dim * attended for spec in specs) * model.dtype.itemsize
-    return (weights(model).total + rows) / read_gb_s / 1e9
+    weights = sum(x.nbytes for x in model.parameters())
+    table, head = (next(m.parameters()) for m in (model.get_input_embeddings(), model.get_output_embeddings()))
+    weights -= 0 if table is head else table.nbytes  # a step reads a row of the embedding
+    return (weights + rows) / read_gb_s / 1e9
 
 
 def run(
@@ -303,10 +284,6 @@ TABLE = output.table(
     Cell("decode", "rate", "tok/s"),
     Cell("Full / it", "speedup"),
     Cell("of limit", "of_limit", "%", 100),
-    Cell("layers", "all_layers.layers"),
-    Cell("all layers", "all_layers.tpot_s", "ms", 1e3),
-    Cell("Full / it, all layers", "all_layers.speedup"),
-    Cell("weights", "weights_share", "%", 100),
     Cell("TTFT", "ttft_s", "s"),
     Cell("TT2T", "tt2t_s", "s"),
     Cell("attended", "attended_prompt"),

@@ -2,8 +2,7 @@
 interleaved.
 
 All dtypes of both run the same prompt for the same forced number of new tokens, in turn. TTFT and TPOT are compared
-round by round, dtype with dtype, then the best of ours with the best of theirs. How well a dtype's decode steps follow
-the fp32 model is the share of tokens of a given text on which both would pick the same next one.
+round by round, dtype with dtype.
 """
 
 from __future__ import annotations
@@ -20,18 +19,15 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from harness.bench.common import arguments, output
-from harness.bench.common.measure import Call, LoadWatch, MarkedSeconds, estimate, marks, ratios, rounds_of, why
+from harness.bench.common.measure import Call, LoadWatch, MarkedSeconds, estimate, marks, ratios, rounds_of
 from harness.bench.common.output import Cell
 from harness.engine.attach import attached
 from harness.engine.engine import Engine
 from harness.engine.graph import usual_graphs
 from harness.models.base import LoadedModel
 from harness.prompts.calibration import calibration_text
-from harness.prompts.teacher import Forced
-from harness.terminal.notices import say
 from methods.full import Full
 
-TEXT, FOLLOWED = 1024, 256  # tokens before and of the text on which dtypes are compared
 RunsBySide = Mapping[tuple[str, str], Sequence["TimedRun"]]  # by whose run and dtype, a value per round
 
 
@@ -97,38 +93,21 @@ def calls_of(loaded_as: Mapping[str, LoadedModel], prompt: Tensor, new: int) -> 
     }
 
 
-def compare(
-    runs: RunsBySide, prompt_tokens: int, eos: set[int], agree: Mapping[str, float | None]
-) -> list[dict[str, Any]]:
-    """Return a row per dtype in which both sides ran, with its agreement, and one of the best dtype of each side."""
-    dtypes = [dtype for dtype in agree if all((side, dtype) in runs for side in ("ours", "generate"))]
-    rows = [_row(runs, prompt_tokens, dtype, {key: (dtype, dtype) for key in TimedRun._fields[1:]}) for dtype in dtypes]
-    for row, dtype in zip(rows, dtypes, strict=True):
-        pairs = zip(runs["ours", dtype], runs["generate", dtype], strict=True)
-        row["agreement"] = agree[dtype]
+def compare(runs: RunsBySide, prompt_tokens: int, dtypes: Sequence[str], eos: set[int]) -> list[dict[str, Any]]:
+    """Return a row per dtype in which both sides ran."""
+    rows = []
+    for dtype in dtypes:
+        if ("ours", dtype) not in runs or ("generate", dtype) not in runs:
+            continue
+        pairs = list(zip(runs["ours", dtype], runs["generate", dtype], strict=True))
+        row: dict[str, Any] = {"prompt_tokens": prompt_tokens, "dtype": dtype}
+        for key in ("ttft_s", "tpot_s"):
+            own, other = ([getattr(run, key) for run in side] for side in zip(*pairs, strict=True))
+            row[key] = {"ours": estimate(own), "generate": estimate(other), "ratio": ratios(own, other)}
+            row |= marks(own, other)  # of the last key: a sample's times share its mark
         row["same_tokens"] = all(_until(a.tokens, eos) == _until(b.tokens, eos) for a, b in pairs)
-    if len(dtypes) > 1:
-        sides = ("ours", "generate")
-        best = {key: tuple(_best(runs, side, dtypes, key) for side in sides) for key in TimedRun._fields[1:]}
-        rows.append(_row(runs, prompt_tokens, "best of each", best))
+        rows.append(row)
     return rows
-
-
-def _row(runs: RunsBySide, prompt_tokens: int, name: str, chosen: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
-    row: dict[str, Any] = {"prompt_tokens": prompt_tokens, "dtype": name}
-    for key, (own, other) in chosen.items():
-        a, b = _times(runs, "ours", own, key), _times(runs, "generate", other, key)
-        row[key] = {"ours": estimate(a), "generate": estimate(b), "ratio": ratios(a, b), "dtypes": [own, other]}
-        row |= marks(a, b)  # of the last key: a sample's times share its mark
-    return row
-
-
-def _times(runs: RunsBySide, whose: str, dtype: str, key: str) -> list[float]:
-    return [getattr(run, key) for run in runs[whose, dtype]]
-
-
-def _best(runs: RunsBySide, whose: str, dtypes: Sequence[str], key: str) -> str:
-    return min(dtypes, key=lambda dtype: estimate(_times(runs, whose, dtype, key)).median)
 
 
 def _until(tokens: list[int], eos: set[int]) -> list[int]:
@@ -136,32 +115,6 @@ def _until(tokens: list[int], eos: set[int]) -> list[int]:
     return tokens[: next((i for i, token in enumerate(tokens) if token in eos), len(tokens))]
 
 
-class _Argmax(Forced):
-    """Gives the next token of a text, whatever the model would pick, and notes that."""
-
-    def __init__(self, tokens: Tensor) -> None:
-        super().__init__(tokens)
-        self.would_pick: list[int] = []
-
-    def pick(self, logits: Tensor) -> Tensor:
-        self.would_pick.append(int(logits[0].argmax()))
-        return super().pick(logits)
-
-
-@torch.inference_mode()
-def agreement(exact: LoadedModel, loaded: LoadedModel, text: Tensor) -> float:
-    """Return the share of the last FOLLOWED tokens of `text` [1 S] on which our decode steps and `exact`'s forward
-    agree."""
-    model: Any = exact.model
-    start = text.shape[1] - FOLLOWED
-    wanted = model(text[:, :-1]).logits[0, start - 1 :].argmax(-1).tolist()
-    sampler = _Argmax(text[:, start:])
-    with attached(loaded.model, Full()) as kv:
-        Engine(kv).generate(text[:, :start], max_new_tokens=FOLLOWED, sampler=sampler)
-    return sum(a == b for a, b in zip(sampler.would_pick, wanted, strict=True)) / FOLLOWED
-
-
-SAID = {True: "yes", False: "no", None: None}
 TABLE = output.table(
     Cell("prompt", "prompt_tokens", "tokens"),
     Cell("dtype", "dtype", left=True),
@@ -170,8 +123,7 @@ TABLE = output.table(
         for key, name in (("ttft_s", "TTFT"), ("tpot_s", "TPOT"))
         for side, unit, factor in (("ours", "ms", 1e3), ("generate", "ms", 1e3), ("ratio", "", 1))
     ),
-    Cell("same tokens", lambda row: SAID[row.get("same_tokens")], left=True),
-    Cell("argmax as fp32", "agreement", "%", 100),
+    Cell("same tokens", lambda row: "yes" if row["same_tokens"] else "no", left=True),
 )
 
 
@@ -185,22 +137,20 @@ def main(options: argparse.Namespace) -> None:
     loaded_as = {dtype: source.load(dtype, options.device) for dtype in options.dtypes}
     some = next(iter(loaded_as.values()))
     arguments.check_window(some, max(options.tokens), options.new)
-    text = torch.tensor([calibration_text(source.tokenizer(), max(options.tokens) + TEXT)], device=some.model.device)
-    agree: dict[str, float | None] = dict.fromkeys(loaded_as)
-    try:
-        exact = loaded_as.get("fp32") or source.load("fp32", options.device)
-        agree |= {dtype: agreement(exact, loaded, text[:, -TEXT:]) for dtype, loaded in loaded_as.items()}
-    except torch.OutOfMemoryError as error:
-        say(f"Nothing is held against fp32, whose weights do not fit beside the others: {why(error)}")
+    text = torch.tensor([calibration_text(source.tokenizer(), max(options.tokens))], device=some.model.device)
     title = f"Full against model.generate: {some.name}, {options.device}, {options.new} new tokens"
     report = output.Report("generate", title, options, TABLE, model=some.name)
     for tokens in options.tokens:
         if report.out_of_time(f"{tokens} tokens"):
             continue
         *_, _ = rounds_of(calls_of(loaded_as, text[:, : min(256, tokens)], 8), 1, {})  # warm up on a short prompt
-        calls = calls_of(loaded_as, text[:, :tokens], options.new)
-        compared = partial(compare, prompt_tokens=tokens, eos=set(some.eos_ids), agree=agree)
-        report.measure(f"{tokens} tokens", calls, options.rounds, compared, _told)
+        failures: dict[tuple[str, str], str] = {}
+        *_, runs = rounds_of(calls_of(loaded_as, text[:, :tokens], options.new), options.rounds, failures)
+        for row in compare(runs, tokens, options.dtypes, set(some.eos_ids)):
+            report.add(row, f"{tokens} tokens, {_told(row)}")
+        for (side, dtype), reason in failures.items():
+            label = f"{tokens} tokens, {side} {dtype}"
+            report.add(output.failed_row(label, reason), f"{label}: {reason}")
     report.finish(_draw)
 
 

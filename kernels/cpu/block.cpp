@@ -1,7 +1,80 @@
-// Computes a decoder block without its attention, for one new token: matrix-vector products that read each matrix once.
-#include "block.hpp"
+// Computes a decoder block without its attention. For one new token of each sequence, matrix-vector products read each
+// matrix once; for a prompt, matrices are packed (products.hpp).
+#include "products.hpp"
+#include "rows.hpp"
 
 namespace {
+
+// Returns the stride of cos and sin between sequences; 0 if all share them.
+inline int64_t angles_apart(const BlockInputs& in) { return in.angles > 1 ? in.tokens * in.turned : 0; }
+
+template <class E> inline float round_to(float x) {
+    E y;
+    put(&y, x);
+    return to_float(y);
+}
+
+// Computes y = weight * (x / root mean square), rounded where the model's own norm rounds; zero-padded up to `padded`.
+template <class E> void rms_norm(const E* x, const E* weight, int64_t count, double eps, E* y, int64_t padded) {
+    float total = 0;
+#pragma omp simd reduction(+ : total)
+    for (int64_t i = 0; i < count; i++) total += to_float(x[i]) * to_float(x[i]);
+    float share = 1 / std::sqrt(total / count + (float)eps);
+#pragma omp simd
+    for (int64_t i = 0; i < count; i++) put(y + i, to_float(weight[i]) * round_to<E>(to_float(x[i]) * share));
+    for (int64_t i = count; i < padded; i++) y[i] = 0;
+}
+
+// Norms one head and rotates its first `turned` channels, in place.
+template <class E>
+void finish_head(E* x, int64_t dim, const E* norm, double eps, const E* cos, const E* sin, int64_t turned) {
+    if (norm) rms_norm(x, norm, dim, eps, x, dim);
+    int64_t half = turned / 2;
+    for (int64_t i = 0; i < half; i++) {
+        float a = to_float(x[i]), b = to_float(x[i + half]);
+        put(x + i, a * to_float(cos[i]) - b * to_float(sin[i]));
+        put(x + i + half, b * to_float(cos[i + half]) + a * to_float(sin[i + half]));
+    }
+}
+
+// Rounds a and b as if they were stored as E and read back.
+template <class E> inline void round_both(f32& a, f32& b) {
+    if (std::is_same_v<E, float>) return;
+    typedef uint16_t Words __attribute__((vector_size(64)));
+    typedef uint16_t Half __attribute__((vector_size(32)));
+    Words both = (Words)pack_neighbours(a, b);
+    Half first = __builtin_shufflevector(both, both, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    Half last = __builtin_shufflevector(both, both, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31);
+    a = (f32)(__builtin_convertvector(first, u32) << 16), b = (f32)(__builtin_convertvector(last, u32) << 16);
+}
+
+// Computes x / (1 + e^-x), as exactly as E needs.
+template <class E> inline f32 silu(f32 x) {
+#if defined(__AVX512F__)
+    if (std::is_same_v<E, bf16>)
+        return x * (f32)_mm512_rcp14_ps((__m512)(exp2<3>(x * -(float)M_LOG2E) + 1.0f));
+#endif
+    return x / (exp2(x * -(float)M_LOG2E) + 1.0f);
+}
+
+// Computes silu(gate) * up, rounded in between as in torch; `out` may be `gate`.
+template <class E> void gated(const E* gate, const E* up, int64_t count, E* out) {
+    for (int64_t at = 0; at < count; at += LANES) {
+        int64_t n = std::min<int64_t>(LANES, count - at);
+        E part[2][LANES] = {};
+        const E *g = gate + at, *u = up + at;
+        if (n < LANES) {
+            std::memcpy(part[0], g, n * sizeof(E));
+            std::memcpy(part[1], u, n * sizeof(E));
+            g = part[0], u = part[1];
+        }
+        f32 x = widen(g);
+        E active[LANES], y[LANES];
+        narrow(active, silu<E>(x));
+        narrow(y, widen(active) * widen(u));
+        std::memcpy(out + at, y, n * sizeof(E));
+    }
+}
 
 constexpr int ROWS = 8;  // weight rows at a time
 
@@ -148,6 +221,90 @@ template <class T> void token_logits(const HeadWeights& head, const TokenLogits&
     }
 }
 
+inline void narrow_apart(float* first, float* second, f32 a, f32 b) { store(first, a), store(second, b); }
+inline void narrow_apart(bf16* first, bf16* second, f32 a, f32 b) {
+    u32 both = pack_neighbours(a, b);
+    std::memcpy(first, &both, LINE / 2);
+    std::memcpy(second, (const char*)&both + LINE / 2, LINE / 2);
+}
+
+template <class T> void prompt_inputs(const BlockWeights& block, const BlockInputs& in) {
+    using E = typename T::Element;
+    int64_t width = block.channels, dim = block.head_dim, heads[] = {block.heads, block.kv_heads, block.kv_heads};
+    const void* norms[] = {block.q_norm, block.k_norm, nullptr};
+    void* to[] = {in.q, in.k, in.v};
+    Panels<T> panels(width);
+    for (int part = 0; part < 3; part++) panels.add_all((&block.q)[part], heads[part] * dim);
+    in_slabs<T, 1>({&panels}, in.batch * in.tokens, [&](int64_t first, int64_t rows) {
+        static thread_local Buffer<E> normed_room, out_room;
+        Rows<E> normed(normed_room, rows, width), out(out_room, rows, panels.count() * WIDE);
+        for (int64_t r = 0; r < rows; r++) {
+            rms_norm((const E*)in.x + (first + r) * width, (const E*)block.norm, width, block.eps, normed[r], width);
+            std::memcpy((E*)in.normed + (first + r) * width, normed[r], width * sizeof(E));
+        }
+        products<T>(normed, rows, panels, [&](int64_t row, int64_t panel, const float* sums) {
+            for (int r = 0; r < 2; r++)
+                narrow(out[row + r] + panel * WIDE, load<f32>(sums + r * WIDE), load<f32>(sums + r * WIDE + LANES));
+        });
+        for (int64_t r = 0; r < rows; r++) {
+            int64_t b = (first + r) / in.tokens, t = (first + r) % in.tokens;
+            int64_t at = b * angles_apart(in) + t * in.turned;
+            const E* x = out[r];
+            for (int part = 0; part < 3; part++)
+                for (int64_t h = 0; h < heads[part]; h++, x += dim) {
+                    E* head = (E*)to[part] + ((b * heads[part] + h) * in.tokens + t) * dim;
+                    std::memcpy(head, x, dim * sizeof(E));
+                    if (part < 2)
+                        finish_head(head, dim, (const E*)norms[part], block.eps, (const E*)in.cos + at,
+                                    (const E*)in.sin + at, in.turned);
+                }
+        }
+    });
+}
+
+template <class T> void prompt_output(const BlockWeights& block, const BlockOutput& in) {
+    using E = typename T::Element;
+    int64_t width = block.channels, inner = block.inner, from = block.heads * block.head_dim;
+    Panels<T> o(from), gate_up(width), down(inner);
+    o.add_all(block.o, width);
+    down.add_all(block.down, width);
+    for (int64_t row = 0; row < inner; row += LANES) gate_up.add(block.gate, row), gate_up.add(block.up, row);
+    in_slabs<T, 3>({&o, &gate_up, &down}, in.rows, [&](int64_t first, int64_t count) {
+        static thread_local Buffer<E> middle_room, attended_room, normed_room, active_room;
+        Rows<E> middle(middle_room, count, width), normed(normed_room, count, width);
+        Rows<E> heads(attended_room, count, from), active(active_room, count, inner);
+        auto add_to = [&](const E* x, int64_t x_stride, E* y, int64_t y_stride) {
+            return [=](int64_t row, int64_t panel, const float* sums) {
+                for (int64_t r = row; r < row + 2 && r < count; r++, sums += WIDE) {
+                    const E* at = x + r * x_stride + panel * WIDE;
+                    f32 a = load<f32>(sums), b = load<f32>(sums + LANES);
+                    round_both<E>(a, b);
+                    narrow(y + r * y_stride + panel * WIDE, widen(at) + a, widen(at + LANES) + b);
+                }
+            };
+        };
+        for (int64_t r = 0; r < count; r++)
+            std::memcpy(heads[r], (const E*)in.attended + (first + r) * from, from * sizeof(E));
+        const E* x = (const E*)in.x + first * width;
+        products<T>(heads, count, o, add_to(x, width, middle[0], middle.stride));
+        for (int64_t r = 0; r < count; r++)
+            rms_norm(middle[r], (const E*)block.mlp_norm, width, block.eps, normed[r], width);
+        products<T>(normed, count, gate_up, [&](int64_t row, int64_t panel, const float* sums) {
+            f32 gate[2], up[2];
+            for (int r = 0; r < 2; r++) {
+                gate[r] = load<f32>(sums + r * WIDE), up[r] = load<f32>(sums + r * WIDE + LANES);
+                round_both<E>(gate[r], up[r]);
+                gate[r] = silu<E>(gate[r]);
+            }
+            round_both<E>(gate[0], gate[1]);
+            E *first_row = active[row] + panel * LANES, *second_row = first_row + active.stride;
+            narrow_apart(first_row, second_row, gate[0] * up[0], gate[1] * up[1]);
+        });
+        E* y = (E*)in.out + first * width;
+        products<T>(active, count, down, add_to(middle[0], middle.stride, y, width));
+    });
+}
+
 }  // namespace
 
 EXPORT void attention_inputs(const BlockWeights& block, const BlockInputs& in) {
@@ -160,4 +317,28 @@ EXPORT void block_output(const BlockWeights& block, const BlockOutput& in) {
 
 EXPORT void token_logits(const HeadWeights& head, const TokenLogits& in) {
     in.is_bf16 ? token_logits<BF16>(head, in) : token_logits<F32>(head, in);
+}
+
+EXPORT void prompt_inputs(const BlockWeights& block, const BlockInputs& in) {
+    in.is_bf16 ? prompt_inputs<BF16>(block, in) : prompt_inputs<F32>(block, in);
+}
+
+EXPORT void prompt_output(const BlockWeights& block, const BlockOutput& in) {
+    in.is_bf16 ? prompt_output<BF16>(block, in) : prompt_output<F32>(block, in);
+}
+
+// Says whether our products suit this processor; without wide vectors, without dpbf16, or beside AMX, torch's are faster.
+EXPORT int64_t is_fast_in_float32() {
+#if defined(__AVX512F__)
+    return 1;
+#else
+    return 0;
+#endif
+}
+EXPORT int64_t is_fast_in_bfloat16() {
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+    return 1;
+#else
+    return 0;
+#endif
 }

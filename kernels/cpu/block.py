@@ -1,16 +1,71 @@
-"""Computes a decoder block around its attention, compiled (block.cpp)."""
+"""Computes a decoder block around its attention, compiled (block.cpp): for decode steps of a few
+sequences, and for prompts where compiled products pay off. Plain torch does the rest."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from kernels.block import DecoderBlock, Head
-from kernels.cpu import prompt, weights
-from kernels.cpu.ffi.bindings import Function, Struct, elements, integer
+from kernels.block import DecoderBlock, Head, fits_compiled
+from kernels.cpu.ffi.bindings import FieldGroup, Function, Struct, elements, integer, real
 from kernels.cpu.ffi.library import load
-from kernels.cpu.weights import BlockInputs, BlockOutput, BlockWeights, HeadWeights
 
 MOST_SEQUENCES = 8  # sequences of one token each; beyond that, torch's matrix product is faster
+LEAST_TOKENS = 64  # of a prompt; below this, packing the weights does not pay
+
+
+def _linear(outs: str, ins: str) -> FieldGroup:
+    return FieldGroup("Weights", {"weight": elements(f"{outs} * {ins}"), "bias": elements(outs, optional=True)})
+
+
+class BlockWeights(Struct):
+    """Describe the weights of a decoder block (DecoderBlock in kernels/block.py)."""
+
+    norm = elements("channels")
+    q_norm = elements("head_dim", optional=True)
+    k_norm = elements("head_dim", optional=True)
+    mlp_norm = elements("channels")
+    q = _linear("heads * head_dim", "channels")
+    k = _linear("kv_heads * head_dim", "channels")
+    v = _linear("kv_heads * head_dim", "channels")
+    o = _linear("channels", "heads * head_dim")
+    gate = _linear("inner", "channels")
+    up = _linear("inner", "channels")
+    down = _linear("channels", "inner")
+    channels = heads = kv_heads = head_dim = inner = integer()
+    eps = real()
+
+
+class BlockInputs(Struct):
+    """Describe a call for the part of a block before attention, of a decode step or of a prompt."""
+
+    x = elements("batch * tokens * channels")
+    cos = elements("angles * tokens * turned")
+    sin = elements("angles * tokens * turned")
+    normed = elements("batch * tokens * channels", written=True)
+    q = elements("batch * tokens * q_channels", written=True)
+    k = elements("batch * tokens * kv_channels", written=True)
+    v = elements("batch * tokens * kv_channels", written=True)
+    batch = tokens = channels = q_channels = kv_channels = integer()
+    angles = turned = integer()  # angles: sequences in cos and sin, one or all; turned: channels that rotate
+
+
+class BlockOutput(Struct):
+    """Describe a call for the part of a block after attention."""
+
+    x = elements("rows * channels")
+    attended = elements("rows * q_channels")
+    out = elements("rows * channels", written=True)
+    rows = channels = q_channels = integer()
+
+
+class HeadWeights(Struct):
+    """Describe the final norm and the projection to the vocabulary."""
+
+    norm = elements("channels")
+    weights = _linear("rows", "channels")
+    channels = rows = integer()
+    eps = real()
 
 
 class TokenLogits(Struct):
@@ -26,52 +81,120 @@ _library = load(
     "block",
     Function("attention_inputs", BlockWeights, BlockInputs),
     Function("block_output", BlockWeights, BlockOutput),
+    Function("prompt_inputs", BlockWeights, BlockInputs),
+    Function("prompt_output", BlockWeights, BlockOutput),
     Function("token_logits", HeadWeights, TokenLogits),
+    Function("is_fast_in_float32", returns="int64_t"),
+    Function("is_fast_in_bfloat16", returns="int64_t"),
 )
+
+FAST = {
+    torch.float32: bool(_library.is_fast_in_float32()),
+    torch.bfloat16: bool(_library.is_fast_in_bfloat16()),
+}
+_LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
+_NAME = "cpu"  # under which blocks and heads keep their packed weights
 
 
 def attention_inputs(x: Tensor, block: DecoderBlock, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Norm x, project it and rotate the heads, as kernels/block.py defines it."""
     x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
-    if _is_step(x):
-        return prompt.inputs(x, block, cos, sin, _library.attention_inputs)
-    if prompt.multiplies(x, block):
-        return prompt.inputs(x, block, cos, sin)
-    return prompt.inputs_by_torch(x, block, cos, sin)
+    (batch, tokens, channels), dim = x.shape, block.head_dim
+    heads, kv_heads = block.q.weight.shape[0] // dim, block.k.weight.shape[0] // dim
+    normed, q = torch.empty_like(x), x.new_empty((batch, heads, tokens, dim))
+    k, v = x.new_empty((batch, kv_heads, tokens, dim)), x.new_empty((batch, kv_heads, tokens, dim))
+    run = _library.attention_inputs if tokens == 1 else _library.prompt_inputs
+    run(
+        _of_block(block), x=x, cos=cos, sin=sin, normed=normed, q=q, k=k, v=v, batch=batch, tokens=tokens,
+        channels=channels, q_channels=heads * dim, kv_channels=kv_heads * dim, angles=cos.shape[0],
+        turned=cos.shape[2],
+    )  # fmt: skip
+    return normed, q, k, v
+
+
+def attention_inputs_refuses(x: Tensor, block: DecoderBlock, cos: Tensor, sin: Tensor) -> str | None:
+    if cos.dtype != x.dtype:
+        return f"takes one dtype, got x {x.dtype}, cos {cos.dtype}"
+    return block_output_refuses(x, x, block)
+
+
+def block_output(x: Tensor, attended: Tensor, block: DecoderBlock) -> Tensor:
+    """Apply output projection and MLP, as kernels/block.py defines it."""
+    x = x.contiguous()
+    (batch, tokens, channels), q_channels = x.shape, attended.shape[1] * attended.shape[3]
+    # of one token the heads lie in the same order either way
+    out, heads = torch.empty_like(x), (attended if tokens == 1 else attended.transpose(1, 2)).contiguous()
+    run = _library.block_output if tokens == 1 else _library.prompt_output
+    run(_of_block(block), x=x, attended=heads, out=out, rows=batch * tokens, channels=channels, q_channels=q_channels)
+    return out
+
+
+def block_output_refuses(x: Tensor, attended: Tensor, block: DecoderBlock) -> str | None:
+    return _unfit(x, block) or (None if _is_step(x) or _multiplies(x, block) else "leaves such a prompt to torch")
+
+
+def token_logits(x: Tensor, head: Head) -> Tensor:
+    x = x.contiguous()
+    (batch, _, channels), rows = x.shape, head.linear.weight.shape[0]
+    out = x.new_empty((batch, 1, rows))
+    _library.token_logits(_of_head(head), x=x, out=out, batch=batch, channels=channels, rows=rows)
+    return out
+
+
+def token_logits_refuses(x: Tensor, head: Head) -> str | None:
+    return _unfit(x, head) or (None if _is_step(x) else f"takes one token of up to {MOST_SEQUENCES} sequences")
 
 
 def _is_step(x: Tensor) -> bool:
     return x.shape[1] == 1 and x.shape[0] <= MOST_SEQUENCES
 
 
-def attention_inputs_refuses(x: Tensor, block: DecoderBlock, cos: Tensor, sin: Tensor) -> str | None:
-    if cos.dtype != x.dtype:
-        return f"takes one dtype, got x {x.dtype}, cos {cos.dtype}"
-    return weights.unfit(x, block)
+def _multiplies(x: Tensor, block: DecoderBlock) -> bool:
+    """Return whether compiled products pay off for blocks of this size and so many tokens."""
+    fits = fits_compiled((*block.q.weight.shape, block.k.weight.shape[0]), block.gate.weight.shape[0], x.dtype)
+    return FAST[x.dtype] and fits and x.shape[1] > 1 and x.shape[0] * x.shape[1] >= LEAST_TOKENS
 
 
-def block_output(x: Tensor, attended: Tensor, block: DecoderBlock) -> Tensor:
-    x = x.contiguous()
-    if _is_step(x):
-        return prompt.output(x, attended, block, _library.block_output)
-    if prompt.multiplies(x, block):
-        return prompt.output(x, attended, block)
-    return prompt.output_by_torch(x, attended, block)
+def _unfit(x: Tensor, weights: DecoderBlock | Head) -> str | None:
+    """Return why the compiled functions cannot multiply x by these weights, or None if they can."""
+    if _NAME in weights.prepared and x.dtype is weights.norm.dtype and x.is_cpu:
+        return None
+    if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16):
+        return f"takes float32 and bfloat16 on the CPU, got {x.dtype} on {x.device}"
+    if isinstance(weights, Head):
+        tensors = [weights.norm, weights.linear.weight, weights.linear.bias]
+    else:
+        linears = [getattr(weights, name) for name in _LINEARS]
+        tensors = [weights.norm, weights.q_norm, weights.k_norm, weights.mlp_norm]
+        tensors += [part for linear in linears for part in (linear.weight, linear.bias)]
+    for tensor in tensors:
+        if tensor is not None and (tensor.dtype != x.dtype or not tensor.is_contiguous()):
+            return f"takes contiguous weights of one dtype, got {tensor.dtype} beside {x.dtype}"
+    return None
 
 
-def block_output_refuses(x: Tensor, attended: Tensor, block: DecoderBlock) -> str | None:
-    return weights.unfit(x, block)
+def _of_block(block: DecoderBlock) -> bytes:
+    """Return struct BlockWeights; its addresses hold as long as the block does."""
+    if (packed := block.prepared.get(_NAME)) is None:
+        linears: dict[str, Tensor | None] = {}
+        for name in _LINEARS:
+            linear = getattr(block, name)
+            linears |= {f"{name}_weight": linear.weight, f"{name}_bias": linear.bias}
+        dim = block.head_dim
+        packed = block.prepared[_NAME] = BlockWeights.pack(
+            norm=block.norm, q_norm=block.q_norm, k_norm=block.k_norm, mlp_norm=block.mlp_norm,
+            channels=len(block.norm), heads=len(block.q.weight) // dim, kv_heads=len(block.k.weight) // dim,
+            head_dim=dim, inner=len(block.gate.weight), eps=block.eps, **linears,
+        )  # fmt: skip
+    return packed
 
 
-def token_logits(x: Tensor, head: Head) -> Tensor:
-    x = x.contiguous()
-    if not _is_step(x):
-        return head.linear(prompt.normed_rows(x, head.norm, head.eps))
-    (batch, _, channels), rows = x.shape, head.linear.weight.shape[0]
-    out = x.new_empty((batch, 1, rows))
-    _library.token_logits(weights.of_head(head), x=x, out=out, batch=batch, channels=channels, rows=rows)
-    return out
-
-
-def token_logits_refuses(x: Tensor, head: Head) -> str | None:
-    return weights.unfit(x, head)
+def _of_head(head: Head) -> bytes:
+    """Return struct HeadWeights; its addresses hold as long as the head does."""
+    if (packed := head.prepared.get(_NAME)) is None:
+        rows, channels = head.linear.weight.shape
+        packed = head.prepared[_NAME] = HeadWeights.pack(
+            norm=head.norm, weights_weight=head.linear.weight, weights_bias=head.linear.bias, channels=channels,
+            rows=rows, eps=head.eps,
+        )  # fmt: skip
+    return packed

@@ -8,21 +8,26 @@ constexpr int64_t AHEAD = 1 << 13;  // bytes prefetched ahead of the copy
 constexpr int64_t TASK = 1 << 15;   // bytes per task
 
 inline char* row_of(const CopyRows& call, int64_t i) {
-    int64_t pair = i / call.count, sequence = pair / call.groups, group = pair % call.groups;
-    if (const int64_t* at = call.table ? call.table + 3 * sequence : nullptr)
-        return (char*)at[0] + group * at[1] + call.rows[i] * at[2];
-    return (char*)call.x + sequence * call.x_batch + group * call.x_group + call.rows[i] * call.x_row;
+    int64_t pair = i / call.count, group = pair % call.groups;
+    return HeadRows(call.x, call.x_batch, call.x_group, call.x_row, call.table, pair / call.groups, group)[call.rows[i]];
+}
+
+// Returns the row of `held` that a slot names, or else the row of `far`.
+inline char* row_of(const CopyTiers& call, int64_t i) {
+    int64_t pair = i / call.count, sequence = pair / call.groups, group = pair % call.groups, slot = call.slots[i];
+    if (slot >= 0) return HeadRows(call.held, call.held_batch, call.held_group, call.held_row, nullptr, sequence, group)[slot];
+    return HeadRows(call.far, call.far_batch, call.far_group, call.far_row, call.table, sequence, group)[call.rows[i]];
 }
 
 // Calls f(row of x, row of the block) for all rows, in parallel.
-template <class F> void per_sequence(const CopyRows& call, F f) {
+template <class Call, class F> void each_row(const Call& call, const int64_t* counts, F f) {
     int64_t total = call.pairs * call.count, ahead = AHEAD / call.width + 1, per_task = TASK / call.width + 1;
     each_task((total + per_task - 1) / per_task, total * call.width > 2 * TASK, [&](int64_t task) {
         for (int64_t i = task * per_task; i < std::min(total, (task + 1) * per_task); i++) {
-            if (call.counts && i % call.count >= call.counts[i / call.count / call.groups]) continue;
+            if (counts && i % call.count >= counts[i / call.count / call.groups]) continue;
             const char* later = row_of(call, std::min(i + ahead, total - 1));
             for (int64_t c = 0; c < call.width; c += LINE) __builtin_prefetch(later + c, 0, 2);
-            f(row_of(call, i), (char*)call.block + i * call.width, call.width);
+            f(row_of(call, i), (char*)call.block + i * call.width);
         }
     });
 }
@@ -30,23 +35,11 @@ template <class F> void per_sequence(const CopyRows& call, F f) {
 }  // namespace
 
 EXPORT void gather_rows(const CopyRows& call) {
-    per_sequence(call, [](char* row, char* place, int64_t width) { std::memcpy(place, row, width); });
+    each_row(call, call.counts, [&](char* row, char* place) { std::memcpy(place, row, call.width); });
 }
 EXPORT void gather_tiers(const CopyTiers& call) {
-    int64_t total = call.pairs * call.count, per_task = TASK / call.width + 1;
-    each_task((total + per_task - 1) / per_task, total * call.width > 2 * TASK, [&](int64_t task) {
-        for (int64_t i = task * per_task; i < std::min(total, (task + 1) * per_task); i++) {
-            int64_t pair = i / call.count, sequence = pair / call.groups, group = pair % call.groups;
-            const int64_t slot = call.slots[i], *at = call.table ? call.table + 3 * sequence : nullptr;
-            const char* row =
-                slot >= 0
-                    ? (const char*)call.held + sequence * call.held_batch + group * call.held_group + slot * call.held_row
-                : at ? (const char*)at[0] + group * at[1] + call.rows[i] * at[2]
-                     : (const char*)call.far + sequence * call.far_batch + group * call.far_group + call.rows[i] * call.far_row;
-            std::memcpy((char*)call.block + i * call.width, row, call.width);
-        }
-    });
+    each_row(call, nullptr, [&](char* row, char* place) { std::memcpy(place, row, call.width); });
 }
 EXPORT void put_rows(const CopyRows& call) {
-    per_sequence(call, [](char* row, char* place, int64_t width) { std::memcpy(row, place, width); });
+    each_row(call, call.counts, [&](char* row, char* place) { std::memcpy(row, place, call.width); });
 }

@@ -4,7 +4,6 @@
 // same phase, or in bursts, reaches half the bandwidth.)
 #include "calls.hpp"
 #include "rows.hpp"
-#include "softmax.hpp"
 
 namespace {
 
@@ -21,17 +20,6 @@ struct Call {
 inline int64_t rows_of(const PackedSegment& segment, int64_t sequence) {
     return segment.live ? std::min(segment.live[sequence], segment.count) : segment.count;
 }
-
-// Holds the keys or the values of one group in a segment.
-struct Side {
-    const char* first;
-    int64_t row;  // bytes from one to the next
-
-    Side(const void* x, int64_t batch, int64_t group, int64_t row, const int64_t* table, int64_t sequence, int64_t at)
-        : first((const char*)x + sequence * batch + at * group), row(row) {
-        if (table) first = (const char*)table[3 * sequence] + at * table[3 * sequence + 1], this->row = table[3 * sequence + 2];
-    }
-};
 
 struct Block {
     const char *k[TOKENS], *v[TOKENS];
@@ -65,13 +53,13 @@ struct Rows {
             const PackedSegment& s = *segment;
             int64_t size = there(), n = std::min({int64_t{TOKENS - count}, left, size - at});
             int64_t group = pair % call.groups / s.k_share;
-            Side k(s.k, s.k_batch, s.k_group, s.k_token, s.k_table, sequence, group);
-            Side v(s.v, s.v_batch, s.v_group, s.v_token, s.v_table, sequence, group);
+            HeadRows k(s.k, s.k_batch, s.k_group, s.k_token, s.k_table, sequence, group);
+            HeadRows v(s.v, s.v_batch, s.v_group, s.v_token, s.v_table, sequence, group);
             const int64_t* rows = s.rows + pair / s.rows_share * s.count + at;
             for (int i = 0; i < n; i++) {
                 int64_t row = s.rows ? rows[i] : at + i;
-                block.k[count + i] = k.first + row * k.row;
-                block.v[count + i] = v.first + row * v.row;
+                block.k[count + i] = k[row];
+                block.v[count + i] = v[row];
                 if (s.rows) fetch(block.k[count + i]), fetch(block.v[count + i]);
             }
             count += n, at += n, left -= n;
@@ -81,6 +69,53 @@ struct Rows {
         for (int i = std::max(count, 1); i < TOKENS; i++) block.k[i] = block.k[i - 1], block.v[i] = block.v[i - 1];
     }
 };
+
+// Keeps the running softmax of a head: its output is acc / sum(totals).
+struct State {
+    float top;   // the largest logit
+    f32 totals;  // sum of the weights, per lane
+    float* acc;  // [D], in an order of the reader's own
+};
+
+// Raises the largest logit, which is rare after the first blocks.
+__attribute__((noinline)) inline void raise(const float* logits, State& state, int dim) {
+    f32 best = load<f32>(logits);
+    for (int t = LANES; t < TOKENS; t += LANES) best = maximum(best, load<f32>(logits + t));
+    float top = largest(best), shrink = exp2(splat(state.top - top))[0];
+    state.top = top;
+    state.totals *= shrink;
+    for (int c = 0; c < dim; c += LANES) store(state.acc + c, load<f32>(state.acc + c) * shrink);
+}
+
+// Turns the logits of a block into weights.
+inline void weigh(float* logits, State& state, int dim) {
+    i32 above = {};
+    for (int t = 0; t < TOKENS; t += LANES) above |= load<f32>(logits + t) > state.top;
+    if (any(above)) raise(logits, state, dim);
+    for (int t = 0; t < TOKENS; t += LANES) {
+        f32 w = exp2(load<f32>(logits + t) - state.top);
+        state.totals += w;
+        store(logits + t, w);
+    }
+}
+
+// Merges the parts of one head, `stride` states apart, into the first. Returns the sum that its values are to be divided
+// by, and writes the log-sum-exp where one is wanted.
+inline float join(State* state, int64_t parts, int64_t stride, int64_t dim, float* lse) {
+    float top = -INFINITY, total = 0;
+    for (int64_t i = 0; i < parts; i++) top = std::max(top, state[i * stride].top);
+    for (int64_t i = 0; i < parts; i++) {
+        State& part = state[i * stride];
+        float share = std::exp2(part.top - top);
+        total += share * sum(part.totals);
+        for (int64_t c = 0; c < dim; c += LANES) {
+            f32 scaled = load<f32>(part.acc + c) * share;
+            store(state->acc + c, i ? load<f32>(state->acc + c) + scaled : scaled);
+        }
+    }
+    if (lse) *lse = (top + std::log2(total)) * (float)M_LN2;
+    return total;
+}
 
 template <int L, int H>
 void add_values(F32, const Block& block, Pass pass, const float (*weights)[TOKENS], State* state) {

@@ -52,7 +52,7 @@ struct Problem {
         for (int r = 0; r < TILE_ROWS; r++) best[r] = splat(-INFINITY), where[r] = lane;
         for (int64_t tile = 0; tile < tiles; tile++) {
             f32 scores[TILE_ROWS][VECTORS] = {};
-            multiply<F32Words, VECTORS>(rows, (const uint32_t*)&columns[tile * dim * WIDE], WIDE, dim, scores);
+            multiply<F32, VECTORS>(rows, (const uint32_t*)&columns[tile * dim * WIDE], WIDE, dim, scores);
             UNROLL for (int i = 0; i < VECTORS; i++) {
                 f32 norms = load<f32>(&half_norms[tile * WIDE + i * LANES]);
                 UNROLL for (int r = 0; r < TILE_ROWS; r++) {

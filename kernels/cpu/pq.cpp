@@ -62,6 +62,24 @@ template <int W> struct Table {
     }
 };
 
+// Turns four heads of sixteen tokens from token-major to head-major.
+inline void heads_apart(const float* sums, f32* heads) {
+    f32 x = load<f32>(sums), y = load<f32>(sums + 16), z = load<f32>(sums + 32), w = load<f32>(sums + 48);
+    auto two_heads = [](f32 a, f32 b, auto h) {  // eight tokens of head h, then of head h + 1
+        constexpr int H = h;
+        return __builtin_shufflevector(a, b, H, H + 4, H + 8, H + 12, H + 16, H + 20, H + 24, H + 28, H + 1, H + 5,
+                                       H + 9, H + 13, H + 17, H + 21, H + 25, H + 29);
+    };
+    auto halves = [&](f32 a, f32 b, f32* to) {
+        to[0] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+        to[1] = __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    };
+    std::integral_constant<int, 0> zero;
+    std::integral_constant<int, 2> two;
+    halves(two_heads(x, y, zero), two_heads(z, w, zero), heads);
+    halves(two_heads(x, y, two), two_heads(z, w, two), heads + 2);
+}
+
 // Multiplies a token's rows; PARTS is 0 if their number is not known at compile time.
 template <int PARTS, int W, class Code> struct Product {
     const float* rows;

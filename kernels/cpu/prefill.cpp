@@ -1,10 +1,10 @@
 // Computes causal attention of a prompt, whole or within a window, and the attention that each key receives (H2O).
 //
 // Keys and values of a KV head are packed once into blocks of 64; tasks of 32 queries then pass over the blocks up to
-// the diagonal with a running softmax, in bf16 on AMX tiles where available. For column sums a task keeps its weights
+// the diagonal with a running softmax. For column sums a task keeps its weights
 // until its maxima and totals are known, so nothing is computed twice and memory is linear in the stored tokens.
-#include "amx.hpp"
 #include "calls.hpp"
+#include "tiles.hpp"
 
 namespace {
 
@@ -38,14 +38,14 @@ template <class T> struct Packed {
         mix(rows, count, &v[block * block_words], T{});
     }
 
-    void mix(const char* const* rows, int count, uint32_t* out, F32Words) {
+    void mix(const char* const* rows, int count, uint32_t* out, F32) {
         for (int i = 0; i < KEYS; i++)
             if (i < count)
                 std::memcpy(out + i * dim, rows[i], 4 * dim);
             else
                 std::fill_n(out + i * dim, dim, 0);
     }
-    void mix(const char* const* rows, int count, uint32_t* out, BF16Words) {
+    void mix(const char* const* rows, int count, uint32_t* out, BF16) {
         std::vector<bf16> none(dim);
         for (int i = 0; i < KEYS; i += 2) {
             const bf16* even_row = i < count ? (const bf16*)rows[i] : none.data();
@@ -68,18 +68,16 @@ template <class T> struct Task {
     alignas(LINE) float logits[QUERIES][KEYS];
     alignas(LINE) f32 totals[QUERIES];  // per lane: summed only at the end
     float top[QUERIES];
-    bool by_tiles;  // AMX
     static constexpr int WEIGHT_WORDS = KEYS / T::PER_WORD, BLOCK_WORDS = QUERIES * WEIGHT_WORDS;
 
     Task(const Call& call, const Packed<T>& packed)
-        : call(call), packed(packed), dim(call.dim), words(dim / T::PER_WORD), q(QUERIES * words), acc(QUERIES * dim),
-          by_tiles(dim % 32 == 0 && uses_tiles<T>()) {
+        : call(call), packed(packed), dim(call.dim), words(dim / T::PER_WORD), q(QUERIES * words), acc(QUERIES * dim) {
         int64_t blocks = call.sums ? packed.k.size() / packed.block_words : 1;
         kept.resize(blocks * BLOCK_WORDS);
         tops.resize(blocks * QUERIES);
     }
 
-    // Runs `count` queries of one head, from query `first` of those at `from`; `row` is its place in lse and given.
+    // Runs `count` queries of one head, from query `first` of those at `from`; `row` is its place in lse.
     void run(const char* from, char* to, float* sums, int64_t row, int64_t first, int count) {
         std::fill(q.begin(), q.end(), 0);
         std::fill(acc.begin(), acc.end(), 0.0f);
@@ -107,15 +105,10 @@ template <class T> struct Task {
         }
         for (int m = 0; m < count && call.lse; m++)
             call.lse[row + m] = (top[m] + std::log2(sum(totals[m]))) * (float)M_LN2;
-        if (call.sums) add_sums(sums, row, begin, blocks, count);
+        if (call.sums) add_sums(sums, begin, blocks, count);
     }
 
     void multiply_keys(const uint32_t* keys) {
-        if (by_tiles) {
-            for (int n = 0; n < KEYS; n += 32)
-                multiply_tiles<false>(q.data(), words, keys + n, KEYS, logits[0] + n, KEYS, words / 16);
-            return;
-        }
         for (int m = 0; m < QUERIES; m += TILE_ROWS) {
             const uint32_t* rows[TILE_ROWS];
             f32 tile[TILE_ROWS][VECTORS] = {};
@@ -146,10 +139,10 @@ template <class T> struct Task {
         totals[m] += sum_of;
         set_weights(x, weights + m * WEIGHT_WORDS, T{});
     }
-    static void set_weights(const f32* x, uint32_t* out, F32Words) {
+    static void set_weights(const f32* x, uint32_t* out, F32) {
         for (int i = 0; i < VECTORS; i++) store(out + i * LANES, x[i]);
     }
-    static void set_weights(const f32* x, uint32_t* out, BF16Words) {
+    static void set_weights(const f32* x, uint32_t* out, BF16) {
         for (int i = 0; i < VECTORS; i += 2) store(out + i / 2 * LANES, pack_neighbours(x[i], x[i + 1]));
     }
 
@@ -161,11 +154,6 @@ template <class T> struct Task {
     }
 
     void add_values(const uint32_t* values) {
-        if (by_tiles) {
-            for (int64_t n = 0; n < dim; n += 32)
-                multiply_tiles<true>(weights, WEIGHT_WORDS, values + n, dim, &acc[n], dim, WEIGHT_WORDS / 16);
-            return;
-        }
         int64_t c = 0;
         for (; c + 4 * LANES <= dim; c += 4 * LANES) add_channels<4>(values, c);
         for (; c < dim; c += LANES) add_channels<1>(values, c);
@@ -184,10 +172,10 @@ template <class T> struct Task {
         }
     }
 
-    void add_sums(float* sums, int64_t row, int64_t begin, int64_t blocks, int count) {
+    void add_sums(float* sums, int64_t begin, int64_t blocks, int count) {
         float wholes[QUERIES];  // logarithms of what divides the weights
         for (int m = 0; m < count; m++)
-            wholes[m] = call.given ? call.given[row + m] * (float)M_LOG2E : top[m] + std::log2(sum(totals[m]));
+            wholes[m] = top[m] + std::log2(sum(totals[m]));
         for (int64_t block = begin; block < blocks; block++) {
             f32 columns[VECTORS] = {};
             for (int m = 0; m < count; m++) {
@@ -201,19 +189,19 @@ template <class T> struct Task {
             for (int j = 0; j < n; j++) sums[block * KEYS + j] += column[j];
         }
     }
-    static void add_weights(const uint32_t* words, float share, f32* columns, F32Words) {
+    static void add_weights(const uint32_t* words, float share, f32* columns, F32) {
         UNROLL for (int i = 0; i < VECTORS; i++) columns[i] += load<f32>(words + i * LANES) * share;
     }
-    static void add_weights(const uint32_t* words, float share, f32* columns, BF16Words) {  // even, odd keys
+    static void add_weights(const uint32_t* words, float share, f32* columns, BF16) {  // even, odd keys
         UNROLL for (int i = 0; i < VECTORS; i += 2) {
             u32 both = load<u32>(words + i / 2 * LANES);
             columns[i] += even(both) * share, columns[i + 1] += odd(both) * share;
         }
     }
-    static void in_order(const f32* columns, float* out, F32Words) {
+    static void in_order(const f32* columns, float* out, F32) {
         for (int i = 0; i < VECTORS; i++) store(out + i * LANES, columns[i]);
     }
-    static void in_order(const f32* columns, float* out, BF16Words) {
+    static void in_order(const f32* columns, float* out, BF16) {
         for (int i = 0; i < VECTORS; i += 2)
             for (int lane = 0; lane < LANES; lane++)
                 for (int half = 0; half < 2; half++) out[i * LANES + 2 * lane + half] = columns[i + half][lane];
@@ -231,7 +219,6 @@ template <class T> void run_head(const Call& call, Packed<T>& packed, int64_t b,
 #pragma omp for schedule(static)
         for (int64_t block = 0; block < blocks; block++) packed.pack(call, keys, values, block);
         auto task = std::make_unique<Task<T>>(call, packed);
-        Tiles tiles(task->by_tiles);
         float* thread_sums = call.sums ? &sums[omp_get_thread_num() * sums_size] : nullptr;
 #pragma omp for schedule(static, 1)
         for (int64_t i = tasks - 1; i >= 0; i--) {  // the longest first
@@ -258,7 +245,7 @@ template <class T> void run(const Call& call) {
 // Computes attention, and adds what the keys receive to the sums.
 EXPORT void prefill_attention(const PrefillAttention& in) {
     Call call{in, (float)in.scale * (float)M_LOG2E};
-    in.is_bf16 ? run<BF16Words>(call) : run<F32Words>(call);
+    in.is_bf16 ? run<BF16>(call) : run<F32>(call);
 }
 
 // Says whether this was built for vectors this wide; with narrower ones torch's attention is faster.

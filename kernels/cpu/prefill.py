@@ -22,7 +22,6 @@ class PrefillAttention(Struct):
     out = elements(strides="batch head token", optional=True, written=True)
     sums = floats("batch * groups * heads * stored", optional=True, written=True)
     lse = floats("batch * groups * heads * fresh", optional=True, written=True)  # log-sum-exp of each query
-    given = floats("batch * groups * heads * fresh", optional=True)  # divides the weights instead of `lse`
     batch = groups = heads = fresh = stored = dim = integer()  # heads: query heads of a KV head; fresh: queries
     first = integer(None)
     window = integer()  # query t sees the last `window` keys up to place first + t
@@ -113,18 +112,6 @@ def windowed_attention_refuses(q: Tensor, k: Tensor, v: Tensor, scale: float, fi
     return _unfit(q, k, v)
 
 
-def windowed_sums(q: Tensor, k: Tensor, lse: Tensor, scale: float, first: int, window: int) -> Tensor:
-    """Sum the attention that each key receives within a window, as kernels/windowed.py defines
-    it."""
-    sums = q.new_zeros((*q.shape[:2], k.shape[2]), dtype=torch.float32)
-    _run(q, k, None, None, sums, scale, given=lse.float().contiguous(), seen=(first, window))
-    return sums
-
-
-def windowed_sums_refuses(q: Tensor, k: Tensor, lse: Tensor, scale: float, first: int, window: int) -> str | None:
-    return _unfit(q, k, k)
-
-
 def _run(
     q: Tensor,
     k: Tensor,
@@ -134,7 +121,6 @@ def _run(
     scale: float,
     *,
     lse: Tensor | None = None,
-    given: Tensor | None = None,
     seen: tuple[int, int] | None = None,
 ) -> None:
     """Write the results into out, sums and lse, those that are given. `seen`: the first query's
@@ -143,6 +129,6 @@ def _run(
     groups, stored = k.shape[1:3]
     first, window = seen or (stored - fresh, stored)
     _library.prefill_attention(
-        q=q, k=k, v=v, out=out, sums=sums, lse=lse, given=given, batch=batch, groups=groups, heads=heads // groups,
+        q=q, k=k, v=v, out=out, sums=sums, lse=lse, batch=batch, groups=groups, heads=heads // groups,
         fresh=fresh, stored=stored, dim=dim, first=first, window=window, scale=scale,
     )  # fmt: skip

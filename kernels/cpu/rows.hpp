@@ -4,20 +4,6 @@
 
 constexpr int TOKENS = 32;  // rows of a block
 
-// These give both element types one interface. A vector of either is one cache line.
-struct F32 {
-    using Element = float;
-    using Vector = f32;
-    static constexpr int WIDTH = 16;  // channels of a vector
-    static f32 dot(f32 acc, f32 a, f32 b) { return acc + a * b; }
-};
-struct BF16 {
-    using Element = bf16;
-    using Vector = u32;
-    static constexpr int WIDTH = 32;
-    static f32 dot(f32 acc, u32 a, u32 b) { return dot_pairs(acc, a, b); }
-};
-
 // Sums over the lanes of sixteen vectors, and returns the sums as one vector.
 inline f32 sums_of(const f32* v) {
     f32 pairs[8], fours[4], eights[2];

@@ -100,6 +100,34 @@ inline f32 dot_pairs(f32 acc, u32 a, u32 b) {
 #endif
 }
 
+// These give both element types one interface. A vector of either is one cache line; a word holds one float, or two bf16
+// that are adjacent in the dimension that is summed over.
+struct F32 {
+    using Element = float;
+    using Vector = f32;
+    static constexpr int WIDTH = 16, PER_WORD = 1;  // channels of a vector, and of a word
+    static f32 dot(f32 acc, f32 a, f32 b) { return acc + a * b; }
+    static f32 dot(f32 acc, u32 a, u32 b) { return acc + (f32)a * (f32)b; }
+};
+struct BF16 {
+    using Element = bf16;
+    using Vector = u32;
+    static constexpr int WIDTH = 32, PER_WORD = 2;
+    static f32 dot(f32 acc, u32 a, u32 b) { return dot_pairs(acc, a, b); }
+};
+
+// Names the rows of one KV head of a sequence, by strides in bytes or by the table of `Ragged`.
+struct HeadRows {
+    char* first;
+    int64_t row;  // bytes from one to the next
+
+    HeadRows(const void* x, int64_t batch, int64_t group, int64_t row, const int64_t* table, int64_t sequence, int64_t at)
+        : first((char*)x + sequence * batch + at * group), row(row) {
+        if (table) first = (char*)table[3 * sequence] + at * table[3 * sequence + 1], this->row = table[3 * sequence + 2];
+    }
+    char* operator[](int64_t i) const { return first + i * row; }
+};
+
 // Computes 2^x, with a relative error of 2e-7 for DEGREE 5, and of 1e-4 for 3, enough for what is then rounded to bf16.
 // It is 0 where a float cannot hold it, or below -126.
 template <int DEGREE = 5> inline f32 exp2(f32 x) {
@@ -126,22 +154,4 @@ template <int DEGREE = 5> inline f32 exp2(f32 x) {
     i32 scaled = (i32)y + ((i32)shifted << 23);
     return below < -126.0f ? f32{} : (f32)scaled;
 #endif
-}
-
-// Turns four heads of sixteen tokens from token-major to head-major.
-inline void heads_apart(const float* sums, f32* heads) {
-    f32 x = load<f32>(sums), y = load<f32>(sums + 16), z = load<f32>(sums + 32), w = load<f32>(sums + 48);
-    auto two_heads = [](f32 a, f32 b, auto h) {  // eight tokens of head h, then of head h + 1
-        constexpr int H = h;
-        return __builtin_shufflevector(a, b, H, H + 4, H + 8, H + 12, H + 16, H + 20, H + 24, H + 28, H + 1, H + 5,
-                                       H + 9, H + 13, H + 17, H + 21, H + 25, H + 29);
-    };
-    auto halves = [&](f32 a, f32 b, f32* to) {
-        to[0] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
-        to[1] = __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-    };
-    std::integral_constant<int, 0> zero;
-    std::integral_constant<int, 2> two;
-    halves(two_heads(x, y, zero), two_heads(z, w, zero), heads);
-    halves(two_heads(x, y, two), two_heads(z, w, two), heads + 2);
 }

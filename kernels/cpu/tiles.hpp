@@ -5,17 +5,6 @@
 
 constexpr int TILE_ROWS = 4;
 
-struct F32Words {
-    using Element = float;
-    static constexpr int PER_WORD = 1;
-    static f32 dot(f32 acc, u32 a, u32 b) { return acc + (f32)a * (f32)b; }
-};
-struct BF16Words {
-    using Element = bf16;
-    static constexpr int PER_WORD = 2;
-    static f32 dot(f32 acc, u32 a, u32 b) { return dot_pairs(acc, a, b); }
-};
-
 // Computes acc[r][i] += rows[r][0 ... steps) times b, whose step s holds V vectors at b + s * stride (in words).
 template <class T, int V>
 inline void multiply(const uint32_t* const* rows, const uint32_t* b, int64_t stride, int steps, f32 (&acc)[TILE_ROWS][V]) {
@@ -47,6 +36,16 @@ inline u32 pack_neighbours(f32 a, f32 b) {
                 __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31));
 #endif
 }
+
+typedef uint16_t Half __attribute__((vector_size(32)));
+
+// These load sixteen floats from either type, and store them back; sixteen or thirty-two at a time.
+inline f32 widen(const float* from) { return load<f32>(from); }
+inline f32 widen(const bf16* from) { return (f32)(__builtin_convertvector(load<Half>(from), u32) << 16); }
+inline void narrow(float* to, f32 x) { store(to, x); }
+inline void narrow(bf16* to, f32 x) { store(to, __builtin_convertvector(rounded(x) >> 16, Half)); }
+inline void narrow(float* to, f32 a, f32 b) { store(to, a), store(to + LANES, b); }
+inline void narrow(bf16* to, f32 a, f32 b) { store(to, pack_neighbours(a, b)); }
 
 // Transposes sixteen rows of sixteen words.
 inline void transpose(u32* x) {

@@ -363,30 +363,10 @@ def coded() -> Iterator[OpCase]:
 
 
 def cases() -> list[OpCase]:
-    return [
-        *coded(),
-        *segment_attention(),
-        *segment_attention_with_lse(),
-        *merge_attention(),
-        *prefill_attention(),
-        *windowed(),
-        *column_sums(),
-        *prefill_attention_with_column_sums(),
-        *gather_rows(),
-        *gather_tiers(),
-        *row_scores(),
-        *page_scores(),
-        *token_rows(),
-        *pick_channels(),
-        *mean_counts(),
-        *live_scores(),
-        *rotate(),
-        *channel_sums(),
-        *channel_scores(),
-        *group_weights(),
-        *group_margins(),
-        *pq_weights(),
-        *pq_weights_far(),
-        *top_k(),
-        *rebuild_keys(),
-    ]
+    groups = (
+        coded, segment_attention, segment_attention_with_lse, merge_attention, prefill_attention, windowed, column_sums,
+        prefill_attention_with_column_sums, gather_rows, gather_tiers, row_scores, page_scores, token_rows,
+        pick_channels, mean_counts, live_scores, rotate, channel_sums, channel_scores, group_weights, group_margins,
+        pq_weights, pq_weights_far, top_k, rebuild_keys,
+    )  # fmt: skip
+    return [case for group in groups for case in group()]

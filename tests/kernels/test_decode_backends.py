@@ -1,5 +1,4 @@
-"""flash-attn is not here, and torch's varlen_attn runs on a CUDA device: stand-ins with their arguments, layouts and
-checks say whether we call them right."""
+"""flash-attn is not here: stand-ins with its arguments, layouts and checks say whether we call it right."""
 
 from __future__ import annotations
 
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention import varlen
 
 from kernels import ops, reference
 from kernels.dispatch import BackendError, use_backend
@@ -21,11 +19,9 @@ from kernels.ragged import Ragged
 from kernels.reference import Segment
 from tests.kernels.op_cases import random
 
-Decode = dict[str, Callable[..., Any]]
-
 
 def attend(q: Tensor, k: Tensor, v: Tensor, live: int, scale: float) -> tuple[Tensor, Tensor]:
-    """One token of one sequence. q [H D], k, v [S G D] -> [H D], [H]; of no token plus infinity, as there."""
+    """Attend from one token of one sequence. q [H D], k, v [S G D] -> [H D], [H]; of no token plus infinity."""
     if not live:
         return torch.zeros_like(q), torch.full(q.shape[:1], float("inf"))
     k, v = (x[:live].repeat_interleave(q.shape[0] // x.shape[1], 1) for x in (k, v))
@@ -47,121 +43,6 @@ def flash_attn_with_kvcache(
     return torch.stack([out for out, _ in parts])[:, None], torch.stack([lse for _, lse in parts])[..., None]
 
 
-def varlen_attn(
-    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, *,
-    return_aux: Any, scale: float, enable_gqa: bool, seqused_k: Tensor | None, block_table: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """query [B H D], key [S G D] of one sequence or pages [P page G D] -> [B H D], [H B]"""
-    assert return_aux.lse
-    assert enable_gqa
-    assert max_q == 1
-    assert all(x.stride(-1) == 1 for x in (query, key, value))
-    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
-    assert cu_seq_q.tolist() == list(range(len(query) + 1))
-    if block_table is None:
-        assert cu_seq_k.tolist() == [0, len(key)]
-        assert seqused_k is None or seqused_k.shape == (1,)
-        lengths = [len(key)] if seqused_k is None else seqused_k.tolist()
-        parts = [attend(query[0], key, value, lengths[0], scale)]
-    else:
-        assert seqused_k.dtype == block_table.dtype == torch.int32
-        assert key.shape[1] % 256 == 0
-        assert max_k == key.shape[1]
-        parts = [
-            attend(query[i], key[page], value[page], length, scale)
-            for i, (page, length) in enumerate(zip(block_table[:, 0].tolist(), seqused_k.tolist(), strict=True))
-        ]
-    return torch.stack([out for out, _ in parts]), torch.stack([lse for _, lse in parts], 1)
-
-
-@pytest.fixture(params=["flash_decode", "varlen"])
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Decode:
-    module = ModuleType("flash_attn")
-    module.flash_attn_with_kvcache = flash_attn_with_kvcache  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "flash_attn", module)
-    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
-    return run_path(str(Path(reference.__file__).with_name(f"{request.param}.py")))  # others are not to find it
-
-
-def segment(seed: int, batch: int, stored: int, live: Tensor | None = None) -> Segment:
-    """A view of a store that has room for more."""
-    k, v = (random(seed + i, batch, 2, stored + 40, 16)[:, :, :stored] for i in range(2))
-    return Segment(k, v, None, live)
-
-
-CASES = {
-    "one": [segment(1, 1, 37)],
-    "some of one": [segment(1, 1, 37, torch.tensor([20]))],
-    "several": [segment(1, 1, 5), segment(3, 1, 37, torch.tensor([9])), segment(5, 1, 0), segment(7, 1, 1)],
-    "one is empty": [segment(1, 1, 5), segment(3, 1, 37, torch.tensor([0]))],
-    "sequences": [segment(1, 3, 256)],
-    "some of each sequence": [
-        segment(1, 3, 256, torch.tensor([256, 7, 1])),
-        segment(3, 3, 512, torch.tensor([0, 500, 9])),
-    ],
-    "the same of all": [segment(1, 2, 256, torch.tensor([30]))],
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_decode_attention_is_the_references(backend: Decode, name: str) -> None:
-    segments = CASES[name]
-    q = random(0, len(segments[0].k), 6, 1, 16)
-    wanted = reference.segment_attention_with_lse(q, segments, 0.3)
-    torch.testing.assert_close(backend["segment_attention_with_lse"](q, segments, 0.3), wanted)
-    torch.testing.assert_close(backend["segment_attention"](q, segments, 0.3), wanted[0])
-
-
-def test_what_it_cannot_read_is_refused_by_name(backend: Decode) -> None:
-    q, whole = random(0, 1, 6, 1, 16), segment(1, 1, 37)
-    refuses = backend["segment_attention_with_lse_refuses"]
-    assert "got torch.float32" in refuses(q, [whole], 1.0)
-    chosen = whole._replace(rows=torch.zeros(1, 2, 3, dtype=torch.int64))
-    assert "whole segments" in refuses(q, [whole, chosen], 1.0)
-    ragged: Any = Ragged([whole.k, whole.k[:, :, :9]])
-    assert "one length" in refuses(q, [Segment(ragged, ragged)], 1.0)
-
-
-def test_varlen_takes_sequences_in_whole_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kernels import varlen as ours
-
-    monkeypatch.setattr(ours, "refusal", lambda q, segments: None)
-    q = random(0, 2, 6, 1, 16)
-    refuses = ours.segment_attention_refuses
-    assert refuses(q, [segment(1, 2, 256)], 1.0) is None
-    assert "256 tokens, got 250" in str(refuses(q, [segment(1, 2, 250)], 1.0))
-    assert refuses(q[:1], [segment(1, 1, 250)], 1.0) is None
-
-
-def test_a_release_that_lacks_what_is_needed_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = ModuleType("flash_attn")
-    module.flash_attn_with_kvcache = lambda q, k_cache, v_cache, cache_seqlens=None: q  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "flash_attn", module)
-    folder = Path(reference.__file__).parent
-    with pytest.raises(ImportError, match=r"flash-attn 2\.6\.1"):
-        run_path(str(folder / "flash_decode.py"))
-    monkeypatch.setattr(varlen, "varlen_attn", lambda query, key, value, scale=None: query)
-    with pytest.raises(ImportError, match="block_table"):
-        run_path(str(folder / "varlen.py"))
-
-
-def test_the_order_is_fixed_until_another_is_asked_for() -> None:
-    q, segments = random(0, 1, 6, 1, 16), [segment(1, 1, 37)]
-    assert ops.segment_attention.order == ("triton", "flash", "varlen", "cpu", "torch")
-    try:
-        ops.prefer({"segment_attention": ["torch", "flash"]})
-        assert ops.segment_attention.order == ("torch", "flash", "triton", "varlen", "cpu")
-        assert ops.top_k.order == tuple(ops.top_k.targets)
-        ops.forget_used()
-        ops.segment_attention(q, segments, 1.0)
-        assert ops.used_backends() == {"segment_attention": ["torch"]}
-    finally:
-        ops.prefer({})
-    assert ops.segment_attention.order == tuple(ops.segment_attention.targets)
-    with use_backend("flash"), pytest.raises(BackendError, match="module named 'flash_attn'"):
-        ops.segment_attention(q, segments, 1.0)
-
-
 def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool) -> Tensor:
     """q [B T H D], k, v [B S G D] -> [B T H D], the last query sees the last key."""
     share = q.shape[2] // k.shape[2]
@@ -171,13 +52,79 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causa
     return torch.einsum("bhts,bshd->bthd", weights.softmax(-1), v.repeat_interleave(share, 2))
 
 
-@pytest.mark.parametrize("new", [9, 4, 1])
-def test_whole_prompts_and_later_chunks(new: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def loaded(monkeypatch: pytest.MonkeyPatch, with_kvcache: Callable[..., Any]) -> dict[str, Any]:
+    """Run kernels/flash.py with stand-ins; it is not imported, so that others do not find it."""
     module = ModuleType("flash_attn")
-    module.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
+    vars(module).update(flash_attn_func=flash_attn_func, flash_attn_with_kvcache=with_kvcache)
     monkeypatch.setitem(sys.modules, "flash_attn", module)
-    flash = run_path(str(Path(reference.__file__).with_name("flash.py")))  # not imported: others are to miss it
+    return run_path(str(Path(reference.__file__).with_name("flash.py")))
+
+
+@pytest.fixture
+def flash(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    return loaded(monkeypatch, flash_attn_with_kvcache)
+
+
+def segment(seed: int, batch: int, stored: int, live: Tensor | None = None) -> Segment:
+    """Return a view of a store that has room for more."""
+    k, v = (random(seed + i, batch, 2, stored + 40, 16)[:, :, :stored] for i in range(2))
+    return Segment(k, v, None, live)
+
+
+CASES = {
+    "some of one": [segment(1, 1, 37, torch.tensor([20]))],
+    "several": [segment(1, 1, 5), segment(3, 1, 37, torch.tensor([9])), segment(5, 1, 0), segment(7, 1, 1)],
+    "one is empty": [segment(1, 1, 5), segment(3, 1, 37, torch.tensor([0]))],
+    "some of each sequence": [
+        segment(1, 3, 256, torch.tensor([256, 7, 1])),
+        segment(3, 3, 512, torch.tensor([0, 500, 9])),
+    ],
+    "the same of all": [segment(1, 2, 256, torch.tensor([30]))],
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_decode_attention_is_the_references(flash: dict[str, Any], name: str) -> None:
+    segments = CASES[name]
+    q = random(0, len(segments[0].k), 6, 1, 16)
+    wanted = reference.segment_attention_with_lse(q, segments, 0.3)
+    torch.testing.assert_close(flash["segment_attention_with_lse"](q, segments, 0.3), wanted)
+    torch.testing.assert_close(flash["segment_attention"](q, segments, 0.3), wanted[0])
+
+
+@pytest.mark.parametrize("new", [9, 4, 1])
+def test_whole_prompts_and_later_chunks(flash: dict[str, Any], new: int) -> None:
     q, k, v = random(1, 2, 6, new, 16), random(2, 2, 2, 9, 16), random(3, 2, 2, 9, 16)
     wanted = reference.prefill_attention(q, k, v, 0.3)
     torch.testing.assert_close(flash["prefill_attention"](q, k, v, 0.3), wanted)
-    assert "got torch.float32" in flash["prefill_attention_refuses"](q, k, v, 0.3)
+
+
+def test_what_it_cannot_read_is_refused_by_name(flash: dict[str, Any]) -> None:
+    q, whole = random(0, 1, 6, 1, 16), segment(1, 1, 37)
+    refuses = flash["segment_attention_with_lse_refuses"]
+    assert "float32" in refuses(q, [whole], 1.0)
+    assert "chosen" in refuses(q, [whole, whole._replace(rows=torch.zeros(1, 2, 3, dtype=torch.int64))], 1.0)
+    ragged: Any = Ragged([whole.k, whole.k[:, :, :9]])
+    assert refuses(q, [Segment(ragged, ragged)], 1.0)
+
+
+def test_a_release_without_log_sum_exps_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ImportError, match=r"2\.6\.1"):
+        loaded(monkeypatch, lambda q, k_cache, v_cache, cache_seqlens=None: q)
+
+
+def test_the_order_is_fixed_until_another_is_asked_for() -> None:
+    q, segments = random(0, 1, 6, 1, 16), [segment(1, 1, 37)]
+    assert ops.segment_attention.order == ("triton", "flash", "cpu", "torch")
+    try:
+        ops.prefer({"segment_attention": ["torch", "flash"]})
+        assert ops.segment_attention.order == ("torch", "flash", "triton", "cpu")
+        assert ops.top_k.order == tuple(ops.top_k.targets)
+        ops.forget_used()
+        ops.segment_attention(q, segments, 1.0)
+        assert ops.used_backends() == {"segment_attention": ["torch"]}
+    finally:
+        ops.prefer({})
+    assert ops.segment_attention.order == tuple(ops.segment_attention.targets)
+    with use_backend("flash"), pytest.raises(BackendError, match="flash_attn"):
+        ops.segment_attention(q, segments, 1.0)

@@ -8,9 +8,8 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor
-from torch.testing import assert_close
 
-from kernels import ops, reference
+from kernels import ops
 from kernels.block import DecoderBlock, Head, Linear
 from kernels.dispatch import use_backend
 from kernels.per_sequence import PerSequence
@@ -174,48 +173,6 @@ def test_long_inputs(dtype: torch.dtype) -> None:
             limit = max(2 * torch.finfo(one.dtype).eps, 5e-5) * other.abs().max().item()
             error = (one.double() - other.double()).abs().max().item()
             assert error <= limit, f"{name}: {error:.3g}"
-
-
-def test_a_block_rounds_where_torch_rounds(dtype: torch.dtype) -> None:
-    """What differs is a sum that falls on an edge."""
-    for name, step in block_steps(maker(dtype)):
-        ours = parts(step(query(25, dtype)))
-        with use_backend("torch"):
-            theirs = parts(step(query(25, dtype)))
-        for one, other in zip(ours, theirs, strict=True):
-            assert (one == other).float().mean() > 0.97, name
-
-
-def test_attention_to_long_inputs_in_single_precision() -> None:
-    k, v, q = (
-        random(seed, 1, *shape, 128).to("cuda") for seed, shape in ((1, (8, LONG)), (2, (8, LONG)), (3, (32, 1)))
-    )
-    wanted = reference.segment_attention(q.double(), [Segment(k.double(), v.double())], 0.09)
-    assert_close(ops.segment_attention(q, [Segment(k, v)], 0.09).double(), wanted, atol=1e-5, rtol=0)
-
-
-def test_column_sums_of_a_long_prompt_take_linear_memory(dtype: torch.dtype) -> None:
-    q, k, v = (random(seed, 1, heads, 32_768, 128).to("cuda", dtype) for seed, heads in ((1, 8), (2, 2), (3, 2)))
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    out, sums = ops.prefill_attention_with_column_sums(q, k, v, 0.09)
-    assert torch.cuda.max_memory_allocated() - before <= out.nbytes + 4 * sums.nbytes
-    assert_close(sums.sum(-1), torch.full_like(sums[..., 0], 32_768.0), atol=0, rtol=1e-3)
-    with use_backend("torch"):
-        last_out, last = ops.prefill_attention_with_column_sums(q[:, :, -100:], k, v, 0.09)
-    assert_close(out[:, :, -100:].float(), last_out.float(), atol=4 * torch.finfo(dtype).eps, rtol=0)
-    few = ops.column_sums(q[:, :, -100:], k, 0.09)
-    assert_close(few, last, atol=0.02 * last.max().item(), rtol=0)
-
-
-def test_merging_more_than_two_to_the_31_elements() -> None:
-    """Two parts of 64 heads over LONG queries: the last ones lie beyond the reach of an int32."""
-    outs = [torch.empty(1, 64, LONG + 1, 128, dtype=torch.bfloat16, device="cuda").normal_() for _ in range(2)]
-    lses = [3 * torch.randn(outs[0].shape[:3], device="cuda") for _ in outs]
-    got = ops.merge_attention(outs, lses)[:, -1:, -50:]
-    wanted = reference.merge_attention([out[:, -1:, -50:] for out in outs], [lse[:, -1:, -50:] for lse in lses])
-    assert_close(got.float(), wanted.float(), atol=4 * torch.finfo(torch.bfloat16).eps, rtol=0)
 
 
 def test_no_decode_operation_waits_for_the_host(dtype: torch.dtype) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,8 +13,7 @@ from torch.testing import assert_close
 from kernels import ops
 from kernels.dispatch import REFERENCE, use_backend
 from tests.kernels.guarded import guarded, tensors_in
-from tests.kernels.op_cases import OpCase, cases, converted, stored
-from tests.kernels.test_block import close, drawn, results
+from tests.kernels.op_cases import OpCase, cases, converted
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -80,28 +78,3 @@ def test_a_smaller_tensor_is_broadcast_or_refused(case: OpCase, place: int, dim:
         return
     for one, other in zip(tensors_in(got), tensors_in(wanted), strict=True):
         assert_close(one.double(), other.double(), atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("shape", ["qwen3-prompt", "gqa8-dim128-prompt"])
-def test_a_block_turns_all_tokens_by_one_position(shape: str) -> None:
-    block, x, cos, sin = drawn(shape, torch.float32)
-    for one in ((cos[:, :1], sin[:, :1]), (cos[:1, :1], sin[:1, :1])):
-        for ours, theirs in zip(results("triton", block, x, *one), results(REFERENCE, block, x, *one), strict=True):
-            close(ours, theirs)
-
-
-def test_no_tensor_of_a_block_is_broadcast_but_angles() -> None:
-    block, x, cos, sin = drawn("qwen3", torch.float32)
-    keys, row = stored(1, 3, 2, 9, 16), torch.tensor([1, 0, 2])
-    attended = torch.zeros(3, 8, 1, 16)
-    short = replace(block, mlp_norm=block.mlp_norm[:1])
-    with use_backend("triton"):
-        assert ops.attention_inputs_stored.refusal("triton", x, x, block, cos, sin, keys, keys, row) is None
-        assert ops.block_output.refusal("triton", x, attended, block) is None
-        for added, k, v, at in (
-            (x[:1], keys, keys, row), (x, keys[:1], keys, row), (x, keys, keys[:, :1], row), (x, keys, keys, row[:2]),
-        ):  # fmt: skip
-            assert ops.attention_inputs_stored.refusal("triton", x, added, block, cos, sin, k, v, at)
-        assert ops.attention_inputs.refusal("triton", x, block, cos[:2], sin)
-        assert ops.block_output.refusal("triton", x, attended[:1], block)
-        assert ops.block_output_apart.refusal("triton", x, attended, short)

@@ -25,23 +25,14 @@ def answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]
     return lambda: int(library._load("small", "").answer())
 
 
-DAMAGES: dict[str, Callable[[bytes], bytes]] = {
-    "another number": lambda held: held.replace((123456789).to_bytes(4, "little"), (7).to_bytes(4, "little")),
-    "cut short": lambda held: held[: len(held) // 2],
-    "empty": lambda held: b"",
-}
-
-
-@pytest.mark.parametrize("name", DAMAGES)
 def test_a_damaged_library_is_built_again(
-    name: str, answer: Callable[[], int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    answer: Callable[[], int], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert answer() == 123456789
     (file,) = (tmp_path / "cache" / "kernels").iterdir()
     sound = file.read_bytes()
     damaged = tmp_path / "damaged"  # not written in place, where this process has it mapped
-    damaged.write_bytes(DAMAGES[name](sound))
-    assert damaged.read_bytes() != sound
+    damaged.write_bytes(sound.replace((123456789).to_bytes(4, "little"), (7).to_bytes(4, "little")))
     os.replace(damaged, file)
     assert answer() == 123456789
     assert [one.read_bytes() for one in file.parent.iterdir()] == [sound]

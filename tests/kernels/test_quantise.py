@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.testing import assert_close
 
-from kernels import ops
+from kernels import coded, ops, reference, sink_logits
 from kernels.coded import CodedFloats
 from kernels.dispatch import use_backend
 from kernels.quantise import dequantise, from_float8, pack, quantise, rounded_down, to_float8, unpack
 from kernels.ragged import Ragged
-from tests.kernels.coded_cases import floats, random
+from kernels.reference import Segment
+from tests.kernels.coded_cases import Shape, floats, random
+from tests.kernels.coded_cases import coded as written
 
 BITS = pytest.mark.parametrize("bits", [2, 4, 8])
 
@@ -53,14 +55,6 @@ def test_a_bound_is_rounded_down_to_the_next_fp16() -> None:
     assert bool(((low == nearest) | (nearest.float() > x)).all())
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e6])
-def test_what_fp16_cannot_hold_is_refused(bad: float) -> None:
-    x = torch.zeros(4, 32)
-    x[2, 3] = bad
-    with pytest.raises(ValueError, match="cannot be quantised"):
-        quantise(x, 4)
-
-
 def test_no_number_is_off_by_more_than_a_sixteenth_of_itself() -> None:
     x = random(1, 50, 128) * torch.logspace(-6, 4, 50).unsqueeze(1)
     codes, scale = to_float8(x)
@@ -70,27 +64,6 @@ def test_no_number_is_off_by_more_than_a_sixteenth_of_itself() -> None:
     assert bool(((error <= x.abs() / 16 + most / 2**18) | ~normal).all())
     assert float((error / most).max()) > 1 / 64
     assert torch.equal(from_float8(*to_float8(torch.zeros(2, 8)), torch.float32), torch.zeros(2, 8))
-
-
-@pytest.mark.parametrize("wrong", [math.inf, math.nan, 1e9])
-def test_what_no_scale_can_say_is_refused(wrong: float) -> None:
-    with pytest.raises(ValueError, match="cannot be quantised"):
-        to_float8(torch.tensor([[1.0, wrong]]))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_compiled_code_decodes_the_bits_of_plain_torch(dtype: torch.dtype) -> None:
-    every = torch.arange(256, dtype=torch.uint8)
-    every = every[(every & 0x7F) != 0x7F].view(1, 1, 2, 127)  # all but those that are no numbers
-    codes, rows = CodedFloats(every, every.flip(-1), random(1, 1, 1, 2, 2).half()), torch.tensor([[[1, 0, 1]]])
-    for chosen, count in ((rows, rows), (None, rows[..., :2])):
-        with use_backend("cpu"):
-            if reason := ops.decode_rows.refusal("cpu", codes, chosen, count, dtype):
-                pytest.skip(reason)
-            compiled = ops.decode_rows(codes, chosen, count, dtype)
-        with use_backend("torch"):
-            for one, other in zip(compiled, ops.decode_rows(codes, chosen, count, dtype), strict=True):
-                assert torch.equal(one, other)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter is numpy, and masked lanes warn too
@@ -109,3 +82,25 @@ def test_one_call_for_all_equals_one_for_each() -> None:
             wanted = ops.decode_rows(member, rows[:1], rows[:1], torch.float32)
             assert torch.equal(k[i : i + 1], wanted[0])
             assert torch.equal(v[i : i + 1], wanted[1])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e9])
+def test_what_fp16_cannot_hold_is_refused(bad: float) -> None:
+    x = torch.zeros(4, 32)
+    x[2, 3] = bad
+    for write in (lambda: quantise(x, 4), lambda: to_float8(x)):
+        with pytest.raises(ValueError, match="quantised"):
+            write()
+
+
+@pytest.mark.parametrize("sinks", [None, torch.tensor([1.0, -2.0, 0.5, 3.0] * 2)], ids=["plain", "sinks"])
+def test_codes_and_other_tokens_are_one_softmax(sinks: Tensor | None) -> None:
+    q, codes = random(3, 1, 8, 1, 128), written(Shape(4, 1, 8, 2, 128, 160, 32, 4))
+    late = Segment(random(5, 1, 2, 7, 128), random(6, 1, 2, 7, 128))
+    every = torch.arange(160).expand(1, 2, -1) // 32
+    whole = Segment(*coded.decode_rows(codes, None, every, torch.float64))
+    wide = Segment(*(torch.cat([x, y.double()], 2) for x, y in zip(whole[:2], late[:2], strict=True)))
+    lse = reference.segment_attention_with_lse(q.double(), [wide], 0.1)[1]
+    share = 1.0 if sinks is None else torch.sigmoid(lse - sinks).view(1, 8, 1, 1)
+    wanted = reference.segment_attention(q.double(), [wide], 0.1) * share
+    assert_close(sink_logits.segment_attention(q, [codes, late], 0.1, sinks).double(), wanted, atol=1e-5, rtol=1e-4)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -136,52 +136,6 @@ def test_a_sequence_too_short_for_its_count_is_left_to_torch(backend: str) -> No
             ops.top_k(scores, count)
 
 
-@pytest.mark.skipif(HAS_GPU, reason="kernels are compiled here, not interpreted")
-def test_triton_launches_as_often_for_three_as_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a further call neither reads from the device nor brings numbers there, so that it can be captured."""
-    pytest.importorskip("triton")
-    from triton.runtime import interpreter
-
-    launched: list[str] = []
-    launch = interpreter.GridExecutor.__call__
-
-    def counted(executor: Any, *args: Any, **options: Any) -> None:
-        launched.append(executor.fn.__name__)
-        launch(executor, *args, **options)
-
-    monkeypatch.setattr(interpreter.GridExecutor, "__call__", counted)
-    found = {str(case): case for case in ragged_cases()}
-    names = {
-        "segment_attention": "{}-of-each-g3", "pq_weights": "{}-of-each", "top_k": "some-of-{}",
-        "row_scores": "{}-of-each", "group_weights": "{}-of-each-sum", "group_margins": "some-of-{}",
-        "gather_rows": "{}-of-each", "gather_tiers": "held-of-{}", "rebuild_keys": "{}-of-each",
-        "coded_attention": "{}-of-each-int4",
-    }  # fmt: skip
-    for op, name in names.items():
-        of_one, of_three = (found[f"{op}-{name.format(count)}"].args for count in (1, 3))
-        with use_backend("triton"):
-            OPS[op](*of_one)
-            first, launched[:] = launched.copy(), []
-            OPS[op](*of_three)
-            assert launched == first
-            with monkeypatch.context() as patch:
-                _nothing_passes(patch)
-                OPS[op](*of_three)
-        launched.clear()
-
-
-def _nothing_passes(patch: pytest.MonkeyPatch) -> None:
-    def forbidden(what: str) -> Callable[..., None]:
-        def called(*_: Any, **__: Any) -> None:
-            raise AssertionError(f"{what} waits for the device")
-
-        return called
-
-    for name in ("item", "tolist", "__int__", "__bool__"):
-        patch.setattr(Tensor, name, forbidden(name))
-    patch.setattr(torch, "tensor", forbidden("torch.tensor"))
-
-
 SIZES = (5, 70, 33, 64, 18)
 
 
@@ -218,15 +172,6 @@ def test_the_whole_has_every_sequence_at_its_beginning(shape: tuple[int, ...], d
         assert torch.equal(x.whole[i : i + 1].narrow(dim, 0, size), part)
 
 
-def test_what_is_filled_up_names_the_beginning_of_every_sequence() -> None:
-    whole = rows(3, 2, 8, 4)
-    x = Ragged.filled_up(whole, PerSequence([8, 3, 5]))
-    assert x.whole is whole
-    assert (x.shape, x.dtype, x.first.shape) == ((3, 2, 8, 4), torch.float32, (1, 2, 8, 4))
-    assert [part.data_ptr() for part in x.parts] == [one.data_ptr() for one in whole]
-    assert [part.shape for part in x.parts] == [(1, 2, size, 4) for size in (8, 3, 5)]
-
-
 @pytest.mark.parametrize(
     ("start", "end"),
     [
@@ -243,10 +188,3 @@ def test_a_slice_is_a_view_of_every_sequence(start: int | PerSequence, end: int 
     for part, whole, (first, last) in zip(cut.parts, keys.parts, spans, strict=True):
         assert torch.equal(part, whole[:, :, first:last])
         assert part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
-
-
-@pytest.mark.parametrize(("dim", "turned"), [(1, 1), (2, 3), (3, 2)])
-def test_turning_goes_with_the_dimension_that_differs(dim: int, turned: int) -> None:
-    x = ragged(1, 2, 3, 4, dim=dim)
-    assert x.mT.dim == turned
-    assert all(torch.equal(one, part.mT) for one, part in zip(x.mT.parts, x.parts, strict=True))

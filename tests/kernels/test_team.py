@@ -39,18 +39,6 @@ def test_a_thread_that_lost_its_core_is_left_out_and_tried_again(team) -> None:
     assert team.kv_team_size(1021 * MS) == 2
 
 
-def test_while_it_goes_on_the_others_are_tried_less_often(team) -> None:
-    now, pauses = 1000 * MS, []
-    for _ in range(8):
-        team.kv_team_report(2, 10 * MS, now)
-        pauses.append(next(ms for ms in range(1, 2000) if team.kv_team_size(now + ms * MS) == 2))
-        now += (pauses[-1] + 1) * MS
-    assert pauses == [20, 40, 80, 160, 320, 640, 640, 640]
-    now += 5000 * MS
-    team.kv_team_report(2, 10 * MS, now)
-    assert team.kv_team_size(now + 21 * MS) == 2, "a neighbour that left and another that came"
-
-
 def test_torch_s_own_operations_follow_and_get_their_threads_back(team) -> None:
     with step_threads(torch.device("cpu")):
         assert torch.get_num_threads() == 2
@@ -73,8 +61,3 @@ def test_the_number_of_threads_changes_no_bit(team, tokens: int) -> None:
 
     assert torch.equal(attended(1), attended(2))
     assert torch.equal(attended(1), attended(3))
-
-
-def test_an_interrupt_is_no_neighbour(team) -> None:
-    team.kv_team_report(2, MS // 10, 1000 * MS)
-    assert team.kv_team_size(1001 * MS) == 2

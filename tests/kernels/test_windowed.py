@@ -95,12 +95,6 @@ def test_a_chunk_builds_no_mask() -> None:
     assert counted.peak < NEW * STORED  # bytes of the whole mask
 
 
-def test_flash_attention_is_told_where_the_mask_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sdpa, "can_use_flash_attention", lambda params: True)
-    args = chunk()
-    assert_close(sdpa.prefill_attention(*args, 0.25), reference.prefill_attention(*args, 0.25), atol=1e-5, rtol=1e-4)
-
-
 def test_a_window_takes_bounded_memory() -> None:
     """Many heads and keys make the blocks of queries shorter."""
     args = chunk(heads=8)
@@ -144,15 +138,3 @@ def test_a_step_over_segments(backend: str) -> None:
     segments = [Segment(k[:, :, :5], v[:, :, :5]), Segment(k, v, rows=rows), Segment(k[:, :, 20:], v[:, :, 20:])]
     with use_backend(backend):
         assert_close(sink_logits.segment_attention(q, segments, 0.3, SINKS), by_definition(q, k, v, 0.3, 30))
-
-
-def test_without_a_sink_it_is_the_plain_operation() -> None:
-    q, k, v = random(1, 1, 4, 7, 16), random(2, 1, 2, 9, 16), random(3, 1, 2, 9, 16)
-    far_below = torch.full((4,), -1e4)
-    for one in (
-        lambda sinks: sink_logits.causal_attention(q, k, v, 0.3, sinks),
-        lambda sinks: sink_logits.windowed_attention(q, k, v, 0.3, 4, sinks),
-        lambda sinks: sink_logits.segment_attention(q[:, :, :1], [Segment(k, v)], 0.3, sinks),
-        lambda sinks: sink_logits.softmax(q.view(1, 2, 2, 7, 16), sinks),
-    ):
-        assert_close(one(None), one(far_below))

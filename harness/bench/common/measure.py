@@ -51,11 +51,10 @@ class LoadCounts(NamedTuple):
 
 
 class LoadWatch:
-    """Watches this process, or another one of this machine, from its making on."""
+    """Watches this process from its making on."""
 
-    def __init__(self, process: int | None = None) -> None:
-        self.process = process
-        self._before, self._began = counts(process), perf_counter()
+    def __init__(self) -> None:
+        self._before, self._began = counts(), perf_counter()
 
     def seconds(self) -> MarkedSeconds:
         return MarkedSeconds(perf_counter() - self._began, self.disturbed())
@@ -66,18 +65,17 @@ class LoadWatch:
         Lost alone says little of a long time, for the system itself takes a CPU now and then; waited alone says little
         of a short one, for every thread that wakes up waits a little.
         """
-        passed, now = perf_counter() - self._began, counts(self.process)
+        passed, now = perf_counter() - self._began, counts()
         switches, waited_s = (after - before for after, before in zip(now, self._before, strict=True))
         return switches > 0 and waited_s > TOLERATED * passed
 
 
-def counts(process: int | None) -> LoadCounts:
-    """Return the counts of a process. Linux counts by thread; elsewhere the waiting is estimated, and nothing is known
-    of other processes."""
-    threads = list(_threads(Path(f"/proc/{process or 'self'}/task")))
+def counts() -> LoadCounts:
+    """Return the counts of this process. Linux counts by thread; elsewhere the waiting is estimated."""
+    threads = list(_threads(Path("/proc/self/task")))
     if threads:
         return LoadCounts(*map(sum, zip(*threads, strict=True)))
-    switches = getrusage(RUSAGE_SELF).ru_nivcsw if process is None else 0
+    switches = getrusage(RUSAGE_SELF).ru_nivcsw
     return LoadCounts(switches, switches * SLICE_S)
 
 

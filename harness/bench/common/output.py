@@ -12,7 +12,7 @@ from textwrap import fill
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from harness.bench.common.measure import CallKey, Estimate, Result, rounds_of
+from harness.bench.common.measure import Estimate
 from harness.results.files import write_atomically
 from harness.results.provenance import load_average, now, provenance
 from harness.terminal.notices import say
@@ -47,30 +47,10 @@ class Report:
 
     def add(self, row: BenchRow, line: str) -> None:
         """Add a row. `line`: the row as the screen shows it."""
-        self.show([*self.rows, row], line)
-
-    def show(self, rows: Sequence[BenchRow], line: str) -> None:
-        """Put `rows` in place of the rows so far, where they grow with every round."""
-        self.rows = list(rows)
+        self.rows.append(row)
         self._write("partial")
-        mark = _marked("disturbed")(self.rows[-1]) if self.rows else None
+        mark = _marked("disturbed")(row)
         say(line + (f" ({mark} samples disturbed)" if mark else ""))
-
-    def measure(
-        self,
-        what: str,
-        calls: Mapping[CallKey, Callable[[], Result]],
-        rounds: int,
-        rows_of: Callable[[Mapping[CallKey, Sequence[Result]]], Sequence[BenchRow]],
-        told: Callable[[BenchRow], str],
-    ) -> None:
-        """Add the rows of `what`, anew after each round of its calls; a call that fails is a row that says why."""
-        before, failures = self.rows, dict[CallKey, str]()
-        for number, done in enumerate(rounds_of(calls, rounds, failures), start=1):
-            rows = rows_of(done)
-            failed = [failed_row(f"{what}, {_named(key)}", reason) for key, reason in failures.items()]
-            words = [*map(told, rows), *(f"{row['label']}: {row['error']}" for row in failed)]
-            self.show([*before, *rows, *failed], f"{what}, round {number}: {', '.join(words)}")
 
     def out_of_time(self, what: str) -> bool:
         """Return whether --minutes are over; `what` is then noted as left out."""
@@ -159,10 +139,6 @@ def some(key: str) -> Callable[[BenchRow], Any]:
 def failed_row(label: str, reason: str, **facts: Any) -> dict[str, Any]:
     """Return the row of what could not be measured. `label`: what it is called below the table."""
     return {**facts, "label": label, "error": reason}
-
-
-def _named(key: object) -> str:
-    return " ".join(map(str, key)) if isinstance(key, tuple) else str(key)
 
 
 def _marked(kind: str) -> Callable[[BenchRow], str | None]:

@@ -204,7 +204,7 @@ def _in_mlp(info: ModelInfo, settings: Settings, rows: int) -> int:
 def _multiplies_fast(dtype: torch.dtype) -> bool:
     """Say whether compiled products of a prompt are taken on this CPU."""
     try:
-        from kernels.cpu.prompt import FAST  # which builds compiled code
+        from kernels.cpu.block import FAST  # which builds compiled code
     except ImportError:
         return False
     return FAST.get(dtype, False)

