@@ -2,14 +2,13 @@
 
 Launches are turned into compilations, down to machine code, for a driver that only names its target: the first word, a
 compute capability such as 80 (A100), 89 (L4), 90 (H100), 100 (B200) or 120 (RTX 5090). The interpreter takes what the
-compiler refuses, so both are needed. After the word `extremes` come the dtypes of the largest arguments that no kernel
-refuses, which take the most shared memory. Prints the bytes of it that each kernel takes at most.
+compiler refuses, so both are needed. Prints the bytes of it that each kernel takes at most.
 """
 
 from __future__ import annotations
 
 import sys
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -24,10 +23,8 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 from kernels import ops  # noqa: E402
 from kernels.block import DecoderBlock, Head  # noqa: E402
 from kernels.dispatch import use_backend  # noqa: E402
-from kernels.gpu import block, common, kmeans, rope  # noqa: E402
+from kernels.gpu import block, common, rope  # noqa: E402
 from kernels.ragged import Ragged  # noqa: E402
-from kernels.reference import Segment  # noqa: E402
-from tests.kernels import coded_cases  # noqa: E402
 from tests.kernels.op_cases import cases, converted  # noqa: E402
 from tests.kernels.ragged_cases import ragged_cases  # noqa: E402
 from tests.kernels.test_block import drawn  # noqa: E402
@@ -57,7 +54,6 @@ CASES = (
     "decode_rows-int8-some", "decode_rows-int4-moved", "decode_rows-int2-all", "coded_attention-fp8",
     "coded_attention-fp8-dim96", "decode_rows-fp8-some",
 )  # fmt: skip
-EXTREMES = "extremes"
 BLOCKS = ("smollm", "qwen3", "dim96-prompt")
 
 
@@ -100,35 +96,6 @@ def compile_cases(dtypes: list[torch.dtype]) -> None:
         launch("kmeans", torch.zeros(3, 500, 32), torch.arange(70), 1, 0.0)  # always fp32
 
 
-def compile_extremes(dtypes: list[torch.dtype]) -> None:
-    """The widest heads, as many query heads of one KV head as kernels take, one sub-vector for a whole head."""
-    group = common._MOST_SHARING
-    for dtype in dtypes:
-        dim = common._WIDEST // dtype.itemsize
-        k, q = (torch.zeros(1, 1, count, dim, dtype=dtype) for count in (200, group))
-        places = torch.zeros(1, 1, 64, dtype=torch.int64)
-        for held in (k, cast(Tensor, Ragged([k]))):
-            launch("segment_attention", q.transpose(1, 2), [Segment(held, held), Segment(held, held, places)], 1.0)
-        for bits in (2, 4, 8):
-            shape = coded_cases.Shape(bits, 1, group, 1, dim, 128, 64, dim // 32)
-            launch("coded_attention", q.transpose(1, 2), coded_cases.coded(shape), 1.0)
-        launch("prefill_attention_with_column_sums", k, k, k, 1.0)
-        launch("column_sums", k[:, :, :9], k, 1.0)
-        launch("row_scores", q, k)
-        launch("page_scores", q, torch.cat([k, k], -1))
-        launch("pick_channels", q, dim // 2, 1.0, True, True)
-        launch("channel_sums", q[..., :64], k.transpose(2, 3).contiguous(), places)
-        centroids, codes = torch.zeros(1, 1, 1, 256, dim, dtype=dtype), torch.zeros(1, 1, 300, 1, dtype=torch.uint8)
-        for coded in ((centroids, codes), (Ragged([centroids], 3), Ragged([codes]))):
-            launch("pq_weights", q.transpose(1, 2), *coded, 1.0)
-        for turning in (dim, dim // 4):
-            angles = torch.zeros(200, turning)
-            launch("rebuild_keys", k[:, 0], torch.zeros(1, 1, dim, dim, dtype=dtype), places, angles, angles)
-        x = torch.zeros(1, 2, block._MOST_CHANNELS, dtype=dtype)
-        block._normed(x[0], x[0, 0], 1e-5)
-        launch("kmeans", torch.zeros(3, 5000, kmeans.MOST_CHANNELS), torch.arange(256), 1, 0.0)
-
-
 def launch(name: str, *args: Any) -> None:
     op = next(op for op in ops.ALL if op.name == name)
     common.INTERPRETED = True  # for this question only: nothing lies on a device here
@@ -159,10 +126,7 @@ def main(words: list[str]) -> None:
     driver.set_active(Driver(capability))
     JITFunction.run = compile_only
     common._programs_wanted = lambda: 528
-    at = words.index(EXTREMES) if EXTREMES in words else len(words)
-    usual, extreme = ([getattr(torch, name) for name in some] for some in (words[:at], words[at + 1 :]))
-    compile_cases(usual)
-    compile_extremes(extreme)
+    compile_cases([getattr(torch, name) for name in words])
     told = (f"{name} x{len(kinds)} {shared[name]}" for name, kinds in sorted(compiled.items()))
     print(f"triton {triton.__version__}, sm_{capability}:", ", ".join(told))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from struct import unpack
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 
 from kernels.cpu.ffi.bindings import FieldGroup, Struct, elements, floats, int64s, integer, real
-from tests.forks import Forked, script
 
 
 class Example(Struct):
@@ -56,24 +54,3 @@ def test_fields_are_packed_in_the_order_of_the_struct() -> None:
 def test_what_does_not_fit_is_refused_by_name(other: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(other))):
         Example.pack(**fields(**other))
-
-
-EMPTY = """
-import torch
-from kernels import ops
-from kernels.reference import Segment
-q, none = torch.zeros(1, 4, 1, 64), torch.zeros(1, 2, 0, 64)
-try:
-    ops.segment_attention(q, [Segment(none, none)], 1.0)
-except ValueError as error:
-    print(error)
-"""
-
-
-def test_attention_over_nothing_is_an_error_and_ends_no_process() -> None:
-    pytest.importorskip("kernels.cpu.decode")
-    process = Forked(script, EMPTY)
-    code = process.wait()
-    assert code != -signal.SIGFPE, "a division by zero in C++"
-    assert (code, process.err) == (0, "")
-    assert "num_segments=0" in process.out

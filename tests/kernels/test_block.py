@@ -186,24 +186,6 @@ def test_triton_rounds_where_torch_rounds(make: Callable[..., Any], shape: str) 
         assert (ours == theirs).float().mean() > 0.99
 
 
-def test_what_no_backend_can_take_is_left_to_torch() -> None:
-    block, x, cos, sin = drawn("qwen3", torch.float32)
-    reason = ops.block_output.refusal("cpu", x.half(), x, block)
-    assert "float16" in reason or "import failed" in reason
-    pytest.importorskip("triton")
-    mixed = replace(block, q_norm=x[0, 0, :16].half())
-    with use_backend("triton"):
-        for refused in (
-            ops.attention_inputs.refusal("triton", x, mixed, cos, sin),
-            ops.attention_inputs.refusal("triton", x, block, cos.half(), sin),
-            ops.attention_inputs.refusal("triton", x, block, cos[..., :5], sin[..., :5]),
-            ops.block_output.refusal("triton", x.half(), x, block),
-            ops.block_output.refusal("triton", x, x.transpose(0, 2), block),
-            ops.token_logits.refusal("triton", x.double(), Head(1e-5, block.norm, block.up)),
-        ):
-            assert refused is not None
-
-
 def test_weights_of_another_dtype_are_refused_after_their_first_use_too() -> None:
     block, x, cos, sin = drawn("qwen3", torch.float32)
     results("cpu", block, x, cos, sin)

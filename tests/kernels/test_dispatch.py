@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kernels import ops, toolchain
+from kernels import toolchain
 from kernels.dispatch import BackendError, Op, use_backend, watched
 
 
@@ -64,16 +64,6 @@ def test_a_kernel_that_does_not_fit_on_the_card_leaves_the_call_to_the_next_back
     assert op.used == {"card", "torch"}
     with use_backend("card"), pytest.raises(BackendError, match="114688"):
         op(200)
-
-
-def test_used_backends_are_recorded_until_forgotten() -> None:
-    import torch
-
-    ops.forget_used()
-    ops.top_k(torch.rand(1, 1, 4), 2)
-    assert set(ops.used_backends()) == {"top_k"}
-    ops.forget_used()
-    assert ops.used_backends() == {}
 
 
 def test_watched_operations_run_through_the_watcher(op: Op) -> None:

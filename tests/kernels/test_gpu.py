@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +12,9 @@ from torch import Tensor
 from kernels import ops
 from kernels.block import DecoderBlock, Head, Linear
 from kernels.dispatch import use_backend
-from kernels.per_sequence import PerSequence
-from kernels.ragged import Ragged
 from kernels.reference import Segment
 from tests.kernels import coded_cases
 from tests.kernels.op_cases import draw, pick, random
-from tests.kernels.ragged_cases import segment
 
 pytestmark = [
     pytest.mark.gpu,
@@ -84,43 +81,7 @@ def decode_steps(count: int, dtype: torch.dtype, wide: bool = False) -> Iterator
     chosen = rows % (count // 32 * 32)
     yield "attention over codes", lambda q: ops.coded_attention(q, written, 0.09)
     yield "decoded rows", lambda q: ops.decode_rows(written, chosen, chosen // 32, q.dtype)
-    yield from steps_of_several(k, v, centroids, codes)
     yield from block_steps(made)
-
-
-def steps_of_several(k: Tensor, v: Tensor, centroids: Tensor, codes: Tensor) -> Iterator[tuple[str, Call]]:
-    """The same of three sequences: all tokens, one of them, and some."""
-    count = codes.shape[2]
-    spans = slice(0, count), slice(7, 8), slice(99, 1099)
-    keys, values, coded = (Ragged([x[:, :, span] for span in spans]) for x in (k, v, codes))
-    books = Ragged([centroids.contiguous()] * 3, 3)
-    rows = Ragged([pick(11, 1, 8, size, min(size, 2048)).to("cuda") for size in keys.sizes])
-    segments = [segment(keys, values, rows), segment(keys, values, live=keys.counts)]
-    room = Ragged([torch.zeros_like(part[:, :, :1000]) for part in keys.parts])
-    tops, news = PerSequence((300, 1, 30)), torch.tensor([50, 0, 999], device="cuda").view(3, 1, 1).expand(3, 8, 1)
-
-    def weights(q: Tensor) -> Ragged:
-        return cast(Ragged, ops.pq_weights(q.expand(3, -1, -1, -1), books, coded, 0.09))
-
-    def best(scores: Ragged) -> tuple[Tensor, ...]:
-        chosen = ops.top_k(scores, tops).parts
-        return tuple(x.gather(-1, at).sort(-1).values for x, at in zip(scores.parts, chosen, strict=True))
-
-    def put(new: Tensor) -> tuple[Tensor, ...]:
-        ops.put_rows(room, news, new.expand(3, 8, 1, 128))
-        return tuple(part.clone() for part in room.parts)
-
-    yield "tokens of several", lambda q: ops.segment_attention_with_lse(q.expand(3, -1, -1, -1), segments, 0.09)
-    yield "codes of several", lambda q: tuple(weights(q).parts)
-    yield "best of several", lambda q: best(weights(q))
-    yield "put rows of several", lambda q: put(q[:, :8])
-
-    def scores(q: Tensor) -> Ragged:
-        return cast(Ragged, ops.row_scores(q.view(1, 8, 4, 128).expand(3, -1, -1, -1), keys))
-
-    yield "rows of several", lambda q: tuple(scores(q).parts)
-    yield "weights of several", lambda q: tuple(ops.group_weights(scores(q), 0.09, "sum").parts)
-    yield "gathered rows of several", lambda _: tuple(ops.gather_rows(keys, rows).parts)
 
 
 def block_steps(made: Made) -> Iterator[tuple[str, Call]]:
@@ -202,9 +163,3 @@ def test_a_captured_step_replays_with_another_query(dtype: torch.dtype) -> None:
         graph.replay()
         for one, wanted in zip(captured, parts(step(other)), strict=True):
             assert torch.equal(one, wanted), name
-
-
-def test_kmeans_repeats_exactly() -> None:
-    x, initial = random(5, 32, 20_000, 64).to("cuda"), torch.arange(64, device="cuda")
-    first, again = (ops.kmeans(x, initial, 10, 0.0) for _ in range(2))
-    assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))

@@ -37,13 +37,3 @@ def test_a_damaged_library_is_built_again(
     assert answer() == 123456789
     assert [one.read_bytes() for one in file.parent.iterdir()] == [sound]
     assert f"{file} is damaged" in caplog.text
-
-
-def test_a_library_is_built_once(answer: Callable[[], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert answer() == 123456789
-
-    def refuse(*_: object) -> None:
-        raise AssertionError("built again")
-
-    monkeypatch.setattr(library, "_build", refuse)
-    assert answer() == 123456789

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from kernels import coded, ops, reference, sink_logits
-from kernels.coded import CodedFloats
-from kernels.dispatch import use_backend
+from kernels import coded, reference, sink_logits
 from kernels.quantise import dequantise, from_float8, pack, quantise, rounded_down, to_float8, unpack
-from kernels.ragged import Ragged
 from kernels.reference import Segment
-from tests.kernels.coded_cases import Shape, floats, random
+from tests.kernels.coded_cases import Shape, random
 from tests.kernels.coded_cases import coded as written
 
 BITS = pytest.mark.parametrize("bits", [2, 4, 8])
@@ -64,24 +59,6 @@ def test_no_number_is_off_by_more_than_a_sixteenth_of_itself() -> None:
     assert bool(((error <= x.abs() / 16 + most / 2**18) | ~normal).all())
     assert float((error / most).max()) > 1 / 64
     assert torch.equal(from_float8(*to_float8(torch.zeros(2, 8)), torch.float32), torch.zeros(2, 8))
-
-
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter is numpy, and masked lanes warn too
-def test_one_call_for_all_equals_one_for_each() -> None:
-    pytest.importorskip("triton")
-    on = "cuda" if torch.cuda.is_available() else "cpu"
-    members = [CodedFloats(*(x.to(on) for x in floats((1, 2, tokens, 96)))) for tokens in (90, 1, 40)]
-    joined: Any = CodedFloats(*(Ragged(parts) for parts in zip(*members, strict=True)))  # type: ignore[arg-type]
-    q, rows = random(3, 3, 6, 1, 96).to(on), torch.zeros(3, 2, 5, dtype=torch.int64, device=on)
-    with use_backend("triton"):
-        out, lse = ops.coded_attention(q, joined, 0.1)
-        k, v = ops.decode_rows(joined, rows, rows, torch.float32)
-    with use_backend("torch"):
-        for i, member in enumerate(members):
-            assert_close((out[i : i + 1], lse[i : i + 1]), ops.coded_attention(q[i : i + 1], member, 0.1))
-            wanted = ops.decode_rows(member, rows[:1], rows[:1], torch.float32)
-            assert torch.equal(k[i : i + 1], wanted[0])
-            assert torch.equal(v[i : i + 1], wanted[1])
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e9])

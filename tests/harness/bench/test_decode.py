@@ -17,8 +17,6 @@ from harness.bench.common.limits import Limits
 from harness.bench.common.synthetic import LayerShape
 from harness.engine.attach import Attachment
 from harness.engine.hf import layer_specs, routed
-from harness.jobs.planning.capacity import MOST_SEQUENCES, largest_batch, needed_by
-from harness.jobs.planning.examples import blank
 from methods.base import CacheState
 from methods.full import Full
 from methods.layers import Layer
@@ -83,21 +81,6 @@ def test_batches_decode_together_up_to_the_largest_that_fits(tmp_path: Path, mon
     assert f"holds {full['batch']} sequences" in failed["error"]
 
 
-def test_the_largest_batch_is_what_the_forecast_of_a_run_allows() -> None:
-    asked = options(dtype="fp32", device="cpu", overlap="auto", placement="host")
-    info, item = MODEL.describe(), blank(300, 16)
-    for method in (Full(), PQ):
-        held = decode.cache_spec(method, asked)
-        for free in (10**6, 5 * 10**6):
-            most, tier = largest_batch(info, held, item, free, loaded=True)
-            assert tier == "device"
-            assert needed_by(info, held, item, max(1, most), loaded=True).total <= free or not most
-            assert needed_by(info, held, item, most + 1, loaded=True).total > free
-    gpu = decode.cache_spec(Full(offload=True), options(dtype="fp32", device="cuda", overlap="auto", placement="host"))
-    assert largest_batch(info, gpu, item, 10**9, needed_by(info, gpu, item, 7).host) == (7, "host")
-    assert largest_batch(info, gpu, item, None)[0] == MOST_SEQUENCES
-
-
 def options(**changes: Any) -> argparse.Namespace:
     plain = {"new": 5, "rounds": 2, "synthetic": False, "tokens": [100], "methods": [], "budget": 40}
     return argparse.Namespace(**plain | {"placement": "device", "reuse_steps": 0, "calibration": prompt(64)} | changes)
@@ -147,15 +130,6 @@ def test_the_floor_counts_each_weight_once() -> None:
     assert attended is not None
     rows = 3 * 2 * 2 * 16 * 4 * attended
     assert decode.floor_s(decoding, 2.0) == pytest.approx((read + rows) / 2e9)
-
-
-def test_a_prompt_beyond_the_window_is_refused() -> None:
-    loaded = argparse.Namespace(window=110, name="small")
-    text = list(range(200))
-    assert decode._prompt(text, 90, loaded, options()) == text[-90:]  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="115"):
-        decode._prompt(text, 100, loaded, options())  # type: ignore[arg-type]
-    assert len(decode._prompt(text, 500, loaded, options(synthetic=True))) == 500  # type: ignore[arg-type]
 
 
 def test_a_budget_that_does_not_fit_is_a_row_that_says_so(tmp_path: Path) -> None:

@@ -8,23 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from harness.bench import __main__ as bench
 from harness.bench.generate import TimedRun, compare, theirs
 from harness.models.base import LoadedModel
 from tests.tape import Tape
-
-
-def bf16_attention_fails() -> str:
-    """Why transformers cannot generate in bf16 here: on a CPU with AMX whose vector instructions are taken away
-    (ATEN_CPU_CAPABILITY), torch's own attention takes the way for AMX and finds half of it missing."""
-    q = torch.zeros(1, 1, 64, 16, dtype=torch.bfloat16)
-    try:
-        scaled_dot_product_attention(q, q, q, is_causal=True)
-    except RuntimeError as error:
-        return f"torch's own attention in bf16 fails here: {error}"
-    return ""
 
 
 def test_tokens_behind_the_first_eos_are_not_compared() -> None:
@@ -64,8 +52,6 @@ def test_a_side_that_fails_is_a_row_with_the_reason_and_steps_are_captured_as_in
 @pytest.mark.tokens
 @pytest.mark.bf16
 def test_command_writes_table_figures_and_picture(tmp_path: Path) -> None:
-    if reason := bf16_attention_fails():
-        pytest.skip(reason)
     words = ["generate", "--shape", "tiny", "--tokens", "300", "--new", "5", "--rounds", "2", "--out", str(tmp_path)]
     assert bench.main(words) == 0
     rows = json.loads((tmp_path / "result.json").read_text())["rows"]
