@@ -206,10 +206,15 @@ class Forecast:
 
     def batch(self, method: Method, asked: int | str) -> int:
         """Return the batch that was asked for. Raises `ValueError` where it does not fit."""
-        most, tier = largest_batch(self.info, cache_spec(method, self.options), self.item, *self.free, loaded=True)
-        if most < (1 if asked == arguments.MAX else int(asked)):
+        spec = cache_spec(method, self.options)
+        if isinstance(asked, int):
+            need = needed_by(self.info, spec, self.item, asked, loaded=True)
+            if lacking(need, *self.free) is None:
+                return asked
+        most, tier = largest_batch(self.info, spec, self.item, *self.free, loaded=True)
+        if isinstance(asked, int) or not most:
             raise ValueError(f"by the forecast the memory of the {tier} holds {most} sequences")
-        return most if asked == arguments.MAX else int(asked)
+        return most
 
     def holds_both(self, method: Method, batch: int) -> bool:
         """Return whether as many sequences of Full fit besides."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from time import monotonic_ns
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ import torch
 from kernels import ops
 from kernels.dispatch import use_backend
 from kernels.reference import Segment
-from kernels.threads import step_threads
 
 MS = 1_000_000  # ns
 
@@ -37,16 +35,6 @@ def test_a_thread_that_lost_its_core_is_left_out_and_tried_again(team) -> None:
     assert team.kv_team_size(1001 * MS) == 1
     assert team.kv_team_size(1019 * MS) == 1
     assert team.kv_team_size(1021 * MS) == 2
-
-
-def test_torch_s_own_operations_follow_and_get_their_threads_back(team) -> None:
-    with step_threads(torch.device("cpu")):
-        assert torch.get_num_threads() == 2
-    team.kv_team_report(2, 10 * MS, monotonic_ns() + 3_600_000 * MS)
-    with pytest.raises(KeyError), step_threads(torch.device("cpu")):
-        assert torch.get_num_threads() == 1
-        raise KeyError
-    assert torch.get_num_threads() == 2
 
 
 @pytest.mark.parametrize("tokens", [1, 700, 5000])

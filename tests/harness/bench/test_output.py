@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from harness.bench.common import limits, output
+from harness.bench.common import output
 from harness.bench.common.measure import MarkedSeconds, marks
 from tests.abandoned import abandoned
 
@@ -73,12 +72,3 @@ def test_what_does_not_fit_into_the_minutes_is_named(tmp_path: Path, capsys: pyt
     assert result(tmp_path)["left_out"] == ["second at 4096"]
     assert "second at 4096" in capsys.readouterr().out
     assert not report(tmp_path, minutes=None).out_of_time("anything")
-
-
-def test_limits_are_the_best_of_all_tries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "READ_BYTES", {"cpu": 1 << 16})
-    monkeypatch.setattr(limits, "SIDE", {"cpu": 32})
-    found = limits.measured(torch.device("cpu"), 0.01)
-    assert found["read_gb_s"] > 0
-    assert found["matmul_gflop_s"].keys() == {"fp32", "bf16"}
-    assert min(found["matmul_gflop_s"].values()) > 0
