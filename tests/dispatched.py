@@ -41,7 +41,7 @@ class DispatchRecorder(TorchDispatchMode):
 
 def is_launch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, changed: list[Tensor]) -> bool:
     """Return whether a GPU would do something for `func`: change a tensor, or make one that is no view of others."""
-    if func.overloadpacket.__name__ in NO_LAUNCH:
+    if func.overloadpacket.__name__ in (*NO_LAUNCH, "detach_"):  # torch.tensor ends with that, which touches no memory
         return False
     given = {_storage(x) for x in _tensors((args, kwargs))}
     return bool(changed) or any(_storage(x) not in given for x in _tensors(out))

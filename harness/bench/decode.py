@@ -140,7 +140,7 @@ def measure(
         if beside:
             ways["full"] = Decoding(attachments.enter_context(closing(attach(full))), ids, options, batch)
         *_, times = rounds_of({name: side.timed_turn for name, side in ways.items()}, options.rounds)
-    tpot_s, made = estimate(times["own"]), own.last[0]
+    tpot_s, generation = estimate(times["own"]), own.last[0]
     floor = floor_s(own, known["read_gb_s"])
     return {
         "batch": batch,
@@ -152,14 +152,14 @@ def measure(
         "of_limit": floor / tpot_s.median,
         "ttft_s": None if options.synthetic else _mean(own.first, 0),
         "tt2t_s": None if options.synthetic else _mean(own.first, 1),
-        "seal_s": fmean(one.seal_s or 0.0 for one in own.first),
-        "capture_s": made.capture_s,
+        "seal_s": fmean(run.seal_s or 0.0 for run in own.first),
+        "capture_s": generation.capture_s,
         "plain_steps": own.engine.plain_steps,
         "one_by_one": own.engine.one_by_one,
-        "attended_prompt": made.measured.get("attended_prompt"),
-        **{f"{tier}_bytes": sum(one.kv[tier] for one in own.last) for tier in made.kv},
+        "attended_prompt": generation.measured.get("attended_prompt"),
+        **{f"{tier}_bytes": sum(run.kv[tier] for run in own.last) for tier in generation.kv},
         "moved_bytes_per_step": fmean(own.moved),
-        "fallback": made.fallback,
+        "fallback": generation.fallback,
         **marks(*times.values()),
     }
 
@@ -219,8 +219,8 @@ class Forecast:
     def holds_both(self, method: Method, batch: int) -> bool:
         """Return whether as many sequences of Full fit besides."""
         own, full = (
-            needed_by(self.info, cache_spec(one, self.options), self.item, batch, loaded=True)
-            for one in (method, Full())
+            needed_by(self.info, cache_spec(each, self.options), self.item, batch, loaded=True)
+            for each in (method, Full())
         )
         both = MemoryForecast(0, own.total + full.total, 0, host=own.host + full.host)
         return lacking(both, *self.free) is None
@@ -230,7 +230,7 @@ def floor_s(decoding: Decoding, read_gb_s: float) -> float:
     """Return the seconds of a step that does nothing but read the weights, and the keys and values that each sequence
     attends to, once."""
     model, specs = decoding.engine.model, decoding.engine.attachment.specs
-    attended = sum(one.measured.get("attended_total") or 0.0 for one in decoding.last)
+    attended = sum(run.measured.get("attended_total") or 0.0 for run in decoding.last)
     rows = sum(2 * spec.num_kv_heads * spec.head_dim * attended for spec in specs) * model.dtype.itemsize
     weights = sum(x.nbytes for x in model.parameters())
     table, head = (next(m.parameters()) for m in (model.get_input_embeddings(), model.get_output_embeddings()))

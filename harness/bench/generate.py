@@ -80,8 +80,8 @@ def ours(loaded: LoadedModel, prompt: Tensor, new: int) -> TimedRun:
     """Run our engine as a run does, which captures its steps on a GPU."""
     with attached(loaded.model, Full()) as kv:
         engine, watch = Engine(kv, graphs=usual_graphs(kv.model.device)), LoadWatch()
-        made = engine.generate(prompt, max_new_tokens=new)
-    return timed(made.tokens[0], made.token_s, watch.disturbed())
+        generation = engine.generate(prompt, max_new_tokens=new)
+    return timed(generation.tokens[0], generation.token_s, watch.disturbed())
 
 
 def calls_of(loaded_as: Mapping[str, LoadedModel], prompt: Tensor, new: int) -> dict[tuple[str, str], Call]:

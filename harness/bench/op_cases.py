@@ -243,7 +243,7 @@ def _model(x: Inputs) -> Iterator[OpCase]:
 
 def _prompt(x: Inputs, block: DecoderBlock, prompt: Tensor) -> Iterator[OpCase]:
     def flops(*linears: Linear) -> float:
-        return 2.0 * x.prefill * sum(one.weight.numel() for one in linears)
+        return 2.0 * x.prefill * sum(linear.weight.numel() for linear in linears)
 
     what = f"a prompt of {x.prefill}, {prompt.shape[2]} and {len(block.gate.weight)} channels"
     angles = x.shape.rope(torch.arange(x.prefill))

@@ -57,7 +57,7 @@ def measure(case: OpCase, shape: LayerShape, known: limits.Limits, rounds: int) 
             "backend": name,
             "label": f"{case.op} {case.what}: {name}",
             "time_s": estimate(spent),
-            "of_limit": estimate([limit / one for one in spent]),
+            "of_limit": estimate([limit / seconds for seconds in spent]),
             "reference": None if name == REFERENCE or REFERENCE in failures else ratios(times[REFERENCE], spent),
             "rival_s": estimate(times[RIVAL]) if RIVAL in times else None,
             "beside_rival": ratios(times[RIVAL], spent) if RIVAL in times else None,

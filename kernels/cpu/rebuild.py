@@ -49,8 +49,10 @@ def rebuild_keys(
 def rebuild_keys_refuses(
     u: Tensor | Ragged, basis: Tensor | Ragged, positions: Tensor | Ragged, cos: Tensor | Ragged, sin: Tensor | Ragged
 ) -> str | None:
-    held = (u, basis, cos, sin)
-    if len({isinstance(x, Ragged) for x in held}) > 1 or (isinstance(positions, Ragged) and not isinstance(u, Ragged)):
+    factors = (u, basis, cos, sin)
+    if len({isinstance(x, Ragged) for x in factors}) > 1 or (
+        isinstance(positions, Ragged) and not isinstance(u, Ragged)
+    ):
         return "takes factors and angles of each sequence beside one another"
     if isinstance(basis, Ragged) and not basis.dense:
         return "needs the basis of a sequence without gaps"

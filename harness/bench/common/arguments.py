@@ -74,11 +74,11 @@ METHODS: dict[str, Any] = {"methods": [], "config_dir": [], "placement": DEVICE,
 def parser(kind: str, about: str | None, **options: Any) -> ArgumentParser:
     """Return the parser of the benchmark `kind`. `options`: the default of each option, or its entries in place of
     those of OPTIONS."""
-    made = ArgumentParser(allow_abbrev=False, prog=f"python -m harness.bench {kind}", description=about)
+    reader = ArgumentParser(allow_abbrev=False, prog=f"python -m harness.bench {kind}", description=about)
     for name, given in options.items():
         facts = given if isinstance(given, dict) else {"default": given}
-        made.add_argument(f"--{name.replace('_', '-')}", **OPTIONS.get(name, {}) | facts)
-    return made
+        reader.add_argument(f"--{name.replace('_', '-')}", **OPTIONS.get(name, {}) | facts)
+    return reader
 
 
 def current(name: str) -> torch.device:

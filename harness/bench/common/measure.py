@@ -38,9 +38,9 @@ class MarkedSeconds(float):
     launches: bool
 
     def __new__(cls, value: float, disturbed: bool = False, launches: bool = False) -> MarkedSeconds:
-        made = super().__new__(cls, value)
-        made.disturbed, made.launches = disturbed, launches
-        return made
+        self = super().__new__(cls, value)
+        self.disturbed, self.launches = disturbed, launches
+        return self
 
 
 class LoadCounts(NamedTuple):
@@ -109,11 +109,11 @@ def ratios(above: Sequence[float], below: Sequence[float]) -> Estimate:
 
 def marks(*samples: Sequence[float]) -> dict[str, Any]:
     """Return for a row how many samples there are, how many other load disturbed, and how many hold launches."""
-    flat = [one for some in samples for one in some]
+    flat = [sample for calls in samples for sample in calls]
     return {
         "samples": len(flat),
-        "disturbed": sum(getattr(one, "disturbed", False) for one in flat),
-        "with_launches": sum(getattr(one, "launches", False) for one in flat),
+        "disturbed": sum(getattr(sample, "disturbed", False) for sample in flat),
+        "with_launches": sum(getattr(sample, "launches", False) for sample in flat),
     }
 
 

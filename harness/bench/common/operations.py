@@ -26,7 +26,7 @@ def _whole(*tensors: Tensor) -> int:
 
 
 def _weights(*linears: Linear) -> int:
-    return _whole(*(part for one in linears for part in (one.weight, one.bias) if part is not None))
+    return _whole(*(part for linear in linears for part in (linear.weight, linear.bias) if part is not None))
 
 
 _READ: dict[str, Callable[..., int]] = {

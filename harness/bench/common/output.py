@@ -121,7 +121,7 @@ class Cell(NamedTuple):
         for key in [] if callable(self.of) else self.of.split("."):
             value = value.get(key)
         if isinstance(value, tuple | list):
-            return [self.factor * one for one in value]
+            return [self.factor * number for number in value]
         return self.factor * value if isinstance(value, int | float) and self.factor != 1 else value
 
 
