@@ -40,7 +40,7 @@ def rows(session: str, tokens: Sequence[int], start: int = 0) -> dict[str, Tenso
 def opened(folder: Path | None = None, **settings: Any) -> HistoryStore:
     """Of 10,000 tokens in memory and on disk each, if nothing else is said."""
     usual = {"host": 10_000 * TOKEN_BYTES, "disk": 10_000 * TOKEN_BYTES if folder else 0, "block_tokens": 4}
-    usual["io_threads"] = 0
+    usual["threads"] = 0
     return HistoryStore(PRINT, folder=folder, **usual | settings)
 
 

@@ -28,7 +28,7 @@ CODE = f"{os.sep}cachedattention{os.sep}store{os.sep}"
 
 
 def store(folder: Path, threads: int) -> HistoryStore:
-    return opened(folder / "store", host=0, io_threads=threads)
+    return opened(folder / "store", host=0, threads=threads)
 
 
 def work(folder: Path, seed: int, threads: int, journal: int) -> None:
@@ -125,7 +125,7 @@ def settled(folder: Path) -> dict[str, int]:
             told["found"] += bool(whole) and bool(states[0])
             lines += [f"begin {json.dumps([session, tokens])}\ndone\n" for tokens in whole[-1:]]
         assert history.contents.disk
-        told["files"] = sum(len(entry.blocks) for entry in history.contents.disk.entries.values())
+        told["files"] = sum(len(entry.blocks) for entry in history.contents.disk.sessions.values())
     told["left"] = sum(path.is_file() for path in (folder / "store" / "blocks").rglob("*"))
     (folder / "journal").write_text("".join(lines))
     return told

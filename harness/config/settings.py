@@ -20,7 +20,7 @@ from harness.config.values import SettingsError as SettingsError
 from harness.models.devices import usual_chunk
 from methods.budget import Budget, BudgetError
 from methods.tiers import codecs
-from methods.tiers.tier import DEVICE, TIERS
+from methods.tiers.tier import DEVICE, DISK, HOST, TIERS
 
 OVERFLOWS = ("truncate_cache", "truncate_tokens", "truncate_rotated")
 BLOCK_TOKENS = 256  # of a block of the store, of which a prefix is found whole
@@ -106,14 +106,12 @@ class CommonWindows:
 class StoreSettings:
     """Sets up the store of history=store. Sizes are by tier; a tier of 0 bytes does not exist."""
 
-    device: Union[int, str] = 0  # noqa: UP007 (OmegaConf reads this form)
-    host: Union[int, str] = "8GB"  # noqa: UP007
+    host: Union[int, str] = "8GB"  # noqa: UP007 (OmegaConf reads this form)
     disk: Union[int, str] = 0  # noqa: UP007
     folder: str | None = None
     policy: str = "scheduler_aware"
     ttl_s: float | None = None
     codec: str | None = None
-    share: bool = False
 
     @property
     def given(self) -> str:
@@ -123,7 +121,7 @@ class StoreSettings:
     @property
     def capacities(self) -> dict[str, int]:
         """Bytes by tier."""
-        return {tier: size(f"store.{tier}", getattr(self, tier)) for tier in TIERS if hasattr(self, tier)}
+        return {tier: size(f"store.{tier}", getattr(self, tier)) for tier in (HOST, DISK)}
 
     @property
     def seconds_to_live(self) -> float:

@@ -20,7 +20,7 @@ from torch import Tensor
 from harness.engine.attach import Attachment
 from harness.engine.batch.generation import Generation, Stop
 from harness.engine.batch.running import RunningBatch
-from harness.engine.batch.running_sequence import Decoded, RunningSequence
+from harness.engine.batch.running_sequence import RunningSequence
 from harness.engine.batch.stepper import Stepper
 from harness.engine.cache import KVCache
 from harness.engine.fidelity import Fidelity
@@ -190,16 +190,14 @@ class Engine(Stepper):
         max_new_tokens: int,
         stops: Sequence[Stop] | None = None,
         sampler: Sampler | None = None,
-        decoded: Decoded | None = None,
     ) -> Generation:
         """Finish a prefilled cache: decode the question [B Q] (protocol=context, else Q = 0), seal
         unless that is done, and decode the answer. The prefill's `logits` [B V] are not needed if
         there is a question."""
         batch = RunningBatch(self)
         slot = batch.join(
-            cache, logits, question, began=began, max_new_tokens=max_new_tokens, stops=stops, sampler=sampler,
-            decoded=decoded,
-        )  # fmt: skip
+            cache, logits, question, began=began, max_new_tokens=max_new_tokens, stops=stops, sampler=sampler
+        )
         return _to_the_end(batch, slot)
 
 

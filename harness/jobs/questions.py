@@ -281,7 +281,7 @@ class ContextSession:
 
     def _join(self, batch: RunningBatch, turn: PreparedExample, logits: Tensor | None, began: float) -> RunningSequence:
         cache, unread = self.talk.found.cache, self._tensor(self.talk.unread)
-        return batch.join(cache, logits, unread, began=began, decoded=self.talk.decoded, **self.ending(turn))
+        return batch.join(cache, logits, unread, began=began, **self.ending(turn))
 
     def _counts(self) -> dict[str, Any]:
         """Return the token counts of the current turn."""

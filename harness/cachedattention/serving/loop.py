@@ -143,7 +143,7 @@ class ServingLoop:
 
         stops: list[Stop] = [noting]
         cache, unread = talk.found.cache, self._tensor(talk.unread)
-        ending |= {"stops": stops, "decoded": talk.decoded}
+        ending |= {"stops": stops}
         slot = self._batch.join(cache, logits, unread, began=perf_counter(), **ending)
         if slot.ended:  # by its first token
             self._batch.leave(slot)

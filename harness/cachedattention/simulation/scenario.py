@@ -10,8 +10,7 @@ from typing import Any, Literal, get_args, get_type_hints
 import yaml
 
 from harness.cachedattention.simulation.trace import TracedConversation, drawn
-from harness.cachedattention.store.placement import without_copies
-from harness.cachedattention.store.policies import POLICIES
+from harness.cachedattention.store.placement import POLICIES, without_copies
 from harness.config.plugins import fits, spell, suggestion
 from harness.config.values import ABOVE_0, FROM_0, Range, SettingsError, check_values, size
 from methods.tiers.tier import DISK, TIERS

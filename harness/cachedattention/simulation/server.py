@@ -16,8 +16,7 @@ from math import inf
 from harness.cachedattention.simulation.costs import Costs, Hardware
 from harness.cachedattention.simulation.scenario import RECOMPUTE, Scenario
 from harness.cachedattention.simulation.trace import TracedConversation, TurnLengths
-from harness.cachedattention.store.placement import DiskAccount, JobQueue, Move, Placement, in_order
-from harness.cachedattention.store.policies import POLICIES
+from harness.cachedattention.store.placement import POLICIES, DiskAccount, JobQueue, Move, Placement, in_order
 from harness.config.settings import BLOCK_TOKENS
 from harness.config.values import size
 from methods.tiers.tier import DISK, HOST

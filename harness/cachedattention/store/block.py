@@ -1,7 +1,7 @@
 """Consecutive tokens of a session with their rows, and the file of such a block.
 
 A block is never changed, only made anew under another name. Its file is a safetensors file whose tensors can be read
-and checked one by one: its head holds the SHA-256 of each tensor and of the token ids, and the index that of the head.
+and checked one by one: its head holds the SHA-256 of each tensor and of the token ids, its session that of the head.
 Files are read, not mapped: one that is cut off meanwhile is an error, not a crash.
 """
 
@@ -11,24 +11,21 @@ import errno
 import hashlib
 import json
 import os
-import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import torch
 from safetensors.torch import save
 from torch import Tensor
 
 from kernels.temporary import replacing
-from methods.tiers.block import Format, Tensors
-from methods.tiers.rows import HostRows, Place, copied_into
-from methods.tiers.tier import HOST
+from methods.tiers.block import Tensors
+from methods.tiers.rows import HostRows, Place
 
 
 class DamagedBlock(ValueError):
@@ -43,7 +40,7 @@ class HistoryLost(RuntimeError):
     """Raised where rows that were found cannot be read: compute their tokens again, in a fresh cache."""
 
 
-LOST = (OSError, sqlite3.Error, DamagedBlock, NotSaved)  # what a session does not outlive
+LOST = (OSError, DamagedBlock, NotSaved)  # what a session does not outlive
 
 
 class Loss(StrEnum):
@@ -63,9 +60,8 @@ def loss_by(error: Exception) -> Loss:
         return Loss.DAMAGED
     if isinstance(error, NotSaved):
         return Loss.NOT_COPIED
-    in_index = isinstance(error, sqlite3.Error) and "full" in str(error)
-    in_file = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return Loss.DISK_FULL if in_index or in_file else Loss.UNUSABLE
+    is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return Loss.DISK_FULL if is_full else Loss.UNUSABLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,28 +75,14 @@ class WrittenFile:
 @dataclass(frozen=True, slots=True)
 class Block:
     """Consecutive tokens of a session with their rows. `rows` is None where these lie on disk alone, else they are in
-    memory of `tier`; some may still be on their way (upload.py). A block without tokens holds what belongs to all
-    tokens of a session together. `file`: how the rows were written, if they were."""
+    host memory, or on their way there (upload.py). A block without tokens holds what belongs to all tokens of a session
+    together. `file`: how the rows were written, if they were."""
 
     name: str
     tokens: tuple[int, ...]
     size: int  # bytes of the rows
     rows: Mapping[str, Tensor] | None
     file: WrittenFile | None = None
-    tier: str = HOST
-
-    def laid_in(self, tier: str, place: Place) -> Block:
-        """Return the block with its rows in memory of `tier`, or as it is where they lie on disk alone."""
-        if self.rows is None or self.tier == tier:
-            return self
-        rows = {name: copied_into(tier, x, place) for name, x in self.rows.items()}
-        return replace(self, rows=rows, tier=tier)
-
-    def tail(self, drop: int, format_: Format, place: Place) -> Block:
-        """Return a block of its own name without the first `drop` tokens."""
-        rows = {name: rows[..., drop:, :] for name, rows in format_.decode(dict(self.rows or {})).items()}
-        copies = {name: copied_into(HOST, x, place) for name, x in format_.encode(rows).items()}
-        return Block(uuid4().hex, self.tokens[drop:], sum(x.nbytes for x in copies.values()), copies)
 
 
 def by_layer(names: Iterable[str]) -> dict[int, list[str]]:
@@ -136,18 +118,6 @@ def covered(parts: Sequence[Block], tokens: Sequence[int]) -> int:
 def length(parts: Sequence[Block]) -> int:
     """Return the number of tokens of the blocks."""
     return sum(len(part.tokens) for part in parts)
-
-
-def without_first(
-    parts: Sequence[Block], drop: int, read: Callable[[Sequence[Block]], list[Block]], format_: Format, place: Place
-) -> list[Block]:
-    """Return the blocks of what comes after the first `drop` tokens; `read` brings the rows of a block that is cut."""
-    for at, part in enumerate(parts):
-        if drop < len(part.tokens):
-            first = read([part])[0].tail(drop, format_, place) if drop else part
-            return [first, *parts[at + 1 :]]
-        drop -= len(part.tokens)
-    return []
 
 
 @dataclass(frozen=True, slots=True)

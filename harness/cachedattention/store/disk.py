@@ -1,34 +1,32 @@
-"""The disk tier: a folder of block files and their index, of one process at a time.
+"""The disk tier: a folder of block files and of one small file per session, of one process at a time.
 
 One thread opens it. Afterwards another one makes all changes, in their order, and any may read files whose blocks it
-was given, so the folder is always what it would have been a moment ago without threads.
+was given, so the folder is always what it would have been a moment ago without threads. A process may be killed at any
+moment: every file is replaced as a whole, and the file of a session is written after those of its blocks.
 
 The spare copies that sessions leave when they move into memory (`DiskAccount`) outlive a crash too.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
-import sqlite3
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from harness.cachedattention.store import index
-from harness.cachedattention.store.block import Block, write
-from harness.cachedattention.store.index import Index, StoredSession
+from harness.cachedattention.store.block import Block, WrittenFile, write
+from harness.cachedattention.store.fingerprint import EXACT
 from harness.cachedattention.store.placement import DiskAccount
-from harness.cachedattention.store.policies import EvictionPolicy
-from harness.config.settings import SettingsError
-from harness.results.files import unwritable
 from harness.results.lock import FolderInUse, FolderLock, owner
 from harness.terminal.stopping import whole
-from methods.tiers.tier import DISK, TIERS
+from kernels.temporary import replacing
 
-Wall = Callable[[], float]
+FORMAT = 6  # of a session's file
 
 
 class HistoryWarning(UserWarning):
@@ -39,176 +37,155 @@ class HistoryError(ValueError):
     """Raised where a store cannot be opened or used like this; the message says what to do."""
 
 
-def check_arguments(
-    capacities: Mapping[str, object], *, folder: Path | None, policy: object, ttl_s: float, **numbers: object
-) -> None:
-    """Raise `HistoryError` where a store cannot be made of these arguments. `capacities`: bytes by tier."""
-    tiers = [name for name, tier in TIERS.items() if name == DISK or not tier.in_files]
-    for name in capacities:
-        if name not in tiers:
-            raise HistoryError(f"a store has no {name}: name its settings, or bytes of {', '.join(tiers)}")
-    for name, value in (*capacities.items(), *numbers.items()):
-        least = int(name == "block_tokens")
-        if not isinstance(value, int) or value < least:
-            raise HistoryError(f"{name}={value!r} should be a whole number, at least {least}; sizes are in bytes")
-    if not ttl_s > 0:
-        raise HistoryError(f"ttl_s={ttl_s} should be seconds, above 0; leave it out for no end")
-    if not isinstance(policy, EvictionPolicy | None):
-        raise HistoryError(f"policy={policy!r} should be an object, such as LRU() of store/policies.py")
-    if bool(capacities.get(DISK)) != (folder is not None):
-        raise HistoryError("a disk tier needs both: disk, its bytes, and folder, its place")
+@dataclass(frozen=True, slots=True)
+class SessionOnDisk:
+    """A session's blocks, without rows and with files. `lineage`: EXACT, or which cut its rows come after."""
 
-
-@contextmanager
-def named_in_settings() -> Iterator[None]:
-    """Turn an error about a store's folder into one of the setting that names the folder."""
-    try:
-        yield
-    except HistoryError as error:
-        raise SettingsError(f"store.folder: {error}.") from error
-
-
-def check_folder(folder: Path) -> None:
-    """Raise `HistoryError` where `folder` cannot be made or written to."""
-    if why := unwritable(folder):
-        raise HistoryError(f"the store cannot use {folder}: {why}; name another folder")
-
-
-@contextmanager
-def _usable(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise HistoryError(f"the store cannot use {folder} ({error.strerror}): name another folder") from error
+    blocks: list[Block]
+    lineage: str = EXACT
 
 
 class Disk:
-    """A folder with room for `capacity` bytes of rows; a file's header and its tokens come on top. `wait` for another
-    owner to end."""
+    """A folder with room for `capacity` bytes of rows; a file's header and its tokens come on top."""
 
-    def __init__(self, folder: Path, capacity: int, *, wait: bool = False, wall: Wall = time.time) -> None:
-        self.folder, self.files, self._wall = folder, DiskAccount[str](capacity), wall
+    def __init__(self, folder: Path, capacity: int) -> None:
+        self.folder, self.files = folder, DiskAccount[str](capacity)
         try:
-            with _usable(folder):
-                (folder / "blocks").mkdir(parents=True, exist_ok=True)
-                self._lock = FolderLock(folder, wait=wait)
+            for name in ("blocks", "sessions"):
+                (folder / name).mkdir(parents=True, exist_ok=True)
+            self._lock = FolderLock(folder)
         except FolderInUse as error:
             raise HistoryError(
                 f"{folder} is in use by another store, of {owner(folder)}: wait until that ends, or name another folder"
             ) from error
+        except OSError as error:
+            raise HistoryError(f"the store cannot use {folder} ({error.strerror}): name another folder") from error
+        self.sessions: dict[str, SessionOnDisk] = {}
+        self._used = 0  # nanoseconds of the wall clock, at which a session was used last
         try:
-            self._index, self.entries = self._opened()
-            self._sweep()
+            self._found = list(self._restored())
         except BaseException:
             self._lock.release()
             raise
-        self._used = max((entry.used for entry in self.entries.values()), default=0)
-        for key, entry in self.entries.items():
-            self.files.hold(key, _sizes(entry.blocks))
 
-    def _opened(self) -> tuple[Index, dict[str, StoredSession]]:
-        try:
-            opened, entries, wrong = index.opened(self.folder)
-        except (sqlite3.Error, OSError) as error:
-            raise HistoryError(
-                f"the store cannot keep an index in {self.folder} ({error}): free some space there, or name another "
-                "folder"
-            ) from error
-        if not wrong and opened.fresh and any(self._files()):
-            wrong = "is missing"
-        if wrong:
-            warn(f"the index of {self.folder} {wrong}: all its sessions are dropped")
-        return opened, entries
+    def restored(self, now_s: float) -> Iterator[tuple[str, SessionOnDisk, float]]:
+        """Yield the sessions that an earlier process left, the least recently used first, each with the time of its
+        last use on the clock that says `now_s`."""
+        for key, used_s in self._found:
+            yield key, self.sessions[key], now_s - max(0.0, time.time() - used_s)
 
-    def _sweep(self) -> None:
-        """Remove what a crash left: files that no session names, and sessions that lack a file."""
-        found = {path: path.lstat().st_size for path in self._files()}
-        for key, entry in list(self.entries.items()):
-            if any(found.get(self.path(block)) != block.file.bytes for block in entry.blocks if block.file):
+    def _restored(self) -> Iterator[tuple[str, float]]:
+        """Read the sessions, and remove what a crash has left: files that no session names, and sessions that lack a
+        file. Yield keys, and when they were used last."""
+        sizes = {path: path.lstat().st_size for path in (self.folder / "blocks").glob("*/*")}
+        named: set[Path] = set()
+        for path in sorted((self.folder / "sessions").iterdir(), key=lambda path: path.lstat().st_mtime_ns):
+            try:
+                key, session = _session_in(path)
+            except (OSError, ValueError):
+                if path.suffix == ".json":
+                    warn(f"{path} is damaged or of another version: its session is dropped")
+                _unlink(path)
+                continue
+            if any(sizes.get(self.path(block)) != block.file.bytes for block in session.blocks if block.file):
                 warn(f"{self.folder}: files of a session are missing or cut off; it is dropped")
-                del self.entries[key]
-                with suppress(sqlite3.Error):  # a full disk: it is dropped again when the folder is opened again
-                    self._index.drop(key)
-        named = {self.path(block) for entry in self.entries.values() for block in entry.blocks}
-        for path in found.keys() - named:
+                _unlink(path)
+                continue
+            self._used = path.lstat().st_mtime_ns
+            self.sessions[key] = session
+            self.files.hold(key, _sizes(session.blocks))
+            named |= {self.path(block) for block in session.blocks}
+            yield key, self._used / 1e9
+        for path in sizes.keys() - named:
             _unlink(path)
-
-    def restored(self, now: float, wall: float) -> list[tuple[str, StoredSession, float]]:
-        """Return the sessions that an earlier process left, the least recently used first, each with the time of its
-        last use on the clock that says `now`. Their order holds wherever the wall's clock stood."""
-        found, youngest = [], now
-        for key, entry in reversed(self.entries.items()):
-            youngest = min(youngest, now - max(0.0, wall - entry.used_at))
-            found.append((key, entry, youngest))
-        return found[::-1]
 
     @whole()
     def write(self, key: str, blocks: Sequence[Block], lineage: str) -> tuple[int, list[Block]]:
         """Make `blocks` of `lineage` the session. Return the bytes written, which are those of blocks that it had not
         yet, and all blocks as they lie on disk."""
-        entry = self.entries.get(key, StoredSession([], 0, 0.0))
-        known = {block.name: block for block in entry.blocks}
+        before = self.sessions[key].blocks if key in self.sessions else []
+        known, names = {block.name: block for block in before}, {block.name for block in blocks}
         new = [block for block in blocks if block.name not in known]
-        names = {block.name for block in blocks}
-        gone = [block for block in entry.blocks if block.name not in names]
         self.files.make_room(key, _sizes(blocks), self.drop)
-        written = known | {block.name: block for block in self._written(new)}
-        self._used += 1
-        made = StoredSession([written[block.name] for block in blocks], self._used, self._wall(), lineage)
         try:
-            self._index.replace(key, made)
-        except sqlite3.Error:
+            known |= {block.name: block for block in self._written(new)}
+            session = SessionOnDisk([known[block.name] for block in blocks], lineage)
+            self._write_session(key, session)
+        except OSError:
             self._remove(new)
             raise
-        self._remove(gone)
-        self.entries[key] = made
-        return self.files.hold(key, _sizes(blocks)), list(made.blocks)
+        self._remove([block for block in before if block.name not in names])
+        self.sessions[key] = session
+        return self.files.hold(key, _sizes(blocks)), list(session.blocks)
 
     def touch(self, key: str) -> None:
-        """Note that the session was used, wherever it was found. A disk that is too full for this forgets it."""
-        if key in self.entries:
-            self._used += 1
-            with suppress(sqlite3.Error):
-                self._index.touch(key, self._used, self._wall())
+        """Note that the session was used, wherever it was found."""
+        if key in self.sessions:
+            self._used = max(time.time_ns(), self._used + 1)  # no two sessions at once, however the clock is set
+            with suppress(OSError):
+                os.utime(self._session_path(key), ns=(self._used, self._used))
 
     @whole()
     def drop(self, key: str) -> None:
-        """Drop the session, even where the disk is too full to note it in the index: a session without files is dropped
-        when the folder is opened."""
-        entry = self.entries.pop(key, None)
-        if entry:
-            with suppress(sqlite3.Error):
-                self._index.drop(key)
-            self._remove(entry.blocks)
+        """Drop the session. Where its file cannot be removed, it is dropped when the folder is opened, since it lacks
+        its blocks."""
+        session = self.sessions.pop(key, None)
+        if session is not None:
+            _unlink(self._session_path(key))
+            self._remove(session.blocks)
             self.files.drop(key)
 
     def close(self) -> None:
-        self._index.close()
         self._lock.release()
+
+    def path(self, block: Block) -> Path:
+        return self.folder / "blocks" / block.name[:2] / f"{block.name}.safetensors"
+
+    def _session_path(self, key: str) -> Path:
+        return self.folder / "sessions" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+
+    def _write_session(self, key: str, session: SessionOnDisk) -> None:
+        """Write the file of a session: a line with the checksum of all that follows."""
+        blocks = [
+            [block.name, block.tokens, block.size, block.file.sha256, block.file.bytes]
+            for block in session.blocks
+            if block.file is not None
+        ]
+        content = {"format": FORMAT, "key": key, "lineage": session.lineage, "blocks": blocks}
+        data = json.dumps(content).encode()
+        with replacing(self._session_path(key)) as file:
+            file.write(hashlib.sha256(data).hexdigest().encode() + b"\n" + data)
+        self.sessions[key] = session
+        self.touch(key)
 
     def _written(self, blocks: Sequence[Block]) -> Iterator[Block]:
         folders = set()
-        try:
-            for block in blocks:
-                path = self.path(block)
-                path.parent.mkdir(exist_ok=True)
-                folders.add(path.parent)
-                yield replace(block, rows=None, file=write(path, block))
-            for folder in folders:
-                _sync(folder)
-        except OSError:
-            self._remove(blocks)
-            raise
+        for block in blocks:
+            path = self.path(block)
+            path.parent.mkdir(exist_ok=True)
+            folders.add(path.parent)
+            yield replace(block, rows=None, file=write(path, block))
+        for folder in folders:
+            _sync(folder)
 
     def _remove(self, blocks: Sequence[Block]) -> None:
         for block in blocks:
             _unlink(self.path(block))
 
-    def _files(self) -> Iterator[Path]:
-        return (self.folder / "blocks").glob("*/*")
 
-    def path(self, block: Block) -> Path:
-        return self.folder / "blocks" / block.name[:2] / f"{block.name}.safetensors"
+def _session_in(path: Path) -> tuple[str, SessionOnDisk]:
+    """Return key and session of a file. Raise ValueError where it is not what was written."""
+    checksum, _, data = path.read_bytes().partition(b"\n")
+    if hashlib.sha256(data).hexdigest().encode() != checksum:
+        raise ValueError(f"{path} is not what was written")
+    content = json.loads(data)
+    if content["format"] != FORMAT:
+        raise ValueError(f"{path} has format {content['format']}")
+    blocks = [
+        Block(name, tuple(tokens), size, None, WrittenFile(sha256, length))
+        for name, tokens, size, sha256, length in content["blocks"]
+    ]
+    return content["key"], SessionOnDisk(blocks, content["lineage"])
 
 
 def _unlink(path: Path) -> None:

@@ -29,13 +29,11 @@ def as_it_is(number: int, layer: LayerRows) -> LayerRows:
 @dataclass(frozen=True, slots=True)
 class Overlap:
     """The overlap of loading and computing. `load_s`: seconds in which rows were on their way, `hidden_s` of them while
-    the job computed or had not begun. `exposed_s`: seconds in which the job waited. `read_buffer`: layers that came
-    before it began."""
+    the job computed or had not begun. `exposed_s`: seconds in which the job waited."""
 
     load_s: float
     hidden_s: float
     exposed_s: float
-    read_buffer: int
 
 
 class HistoryLoad:
@@ -49,56 +47,42 @@ class HistoryLoad:
         contents: StoredSessions,
         key: str,
         parts: Sequence[Block],
-        tier: str,
         new: int,
-        *,
+        read_buffer: int | None,
         prepare: Prepare,
         format_: Format,
-        shared: bool,
     ) -> None:
-        """Load `parts` of the session `key`, for another session if it is `shared`. `new`: tokens that the job has to
-        compute. `prepare`: what the thread that copies does with a layer next."""
-        self.tokens, self.tier, self.new = length(parts), tier, new
+        """Load `parts` of the session `key`. `new`: tokens that the job has to compute. `read_buffer`: layers to load
+        before it begins, None for as many as `MeasuredSpeeds` advises. `prepare`: what the thread that copies does with
+        a layer next. Raise `HistoryLost` where a file is missing or is another one."""
+        self.tokens, self.tier, self.new = length(parts), contents.found_in(key) or "", new
         self.size = sum(part.size for part in parts)
-        self.fetch = contents.fetch(key, layers=0)
-        self._contents, self._key, self._shared = contents, key, shared
+        self._contents, self._key = contents, key
         self._after = reached(contents.place.device)  # what `prepare` uses was made on the caller's stream
         self._prepare, self._format = prepare, format_
         self._count, self._rest = len(parts), has_rest(parts)
-        self.fetch.users += 1
         self._copies: dict[int, Future[LayerRows]] = {}
-        self._sent = 0  # layers whose copies were submitted
         self._spans = Spans()
         self._opened = perf_counter()
         self._began: float | None = None
-        self._cancelled = False
-        self._buffer = 0
         self._waits = Spans()  # of the job
-
-    def layers(self) -> list[int]:
-        """Return the numbers of the layers."""
         try:
-            return self.fetch.layers()
+            self.fetch = contents.fetch(key)
         except LOST as error:
-            self._fail(error)
-
-    def preload(self, layers: int | None = None) -> None:
-        """Load so many layers before the job begins; None for as many as `MeasuredSpeeds` advises."""
-        number = len(self.layers())
-        if layers is None:
-            layers = self._contents.speeds.read_buffer(self.tier, self.size, number, self.new)
-        self._buffer = max(0, min(layers, number))
-        self.fetch.go_on(self._buffer)
-        self._submit(self._buffer)
+            contents.lose(key, error)
+            raise HistoryLost(f"the stored history is damaged: {error}") from error
+        self.layers = self.fetch.layers  # their numbers
+        if read_buffer is None:
+            read_buffer = contents.speeds.read_buffer(self.tier, self.size, len(self.layers), new)
+        self._submit(read_buffer)
 
     def begin(self) -> None:
         """Begin the job: its own memory takes the other layers."""
         if self._began is None:
             self._began = perf_counter()
             self.tier = self._contents.use(self._key, self.fetch) or self.tier
-            self._contents.statistics.found(self.tier, self.tokens, shared=self._shared)
-            self.fetch.go_on()
-            self._submit(len(self.layers()))
+            self._contents.statistics.found(self.tier, self.tokens)
+            self._submit(len(self.layers))
             self._waits.add(self._began, perf_counter())
 
     def layer(self, number: int) -> LayerRows:
@@ -118,28 +102,23 @@ class HistoryLoad:
             self._waits.add(asked, perf_counter())
 
     def cancel(self) -> None:
-        """Stop what has not begun to move, since no further layer will be asked for."""
-        if not self._cancelled:
-            self._cancelled = True
-            for copy in self._copies.values():
-                copy.cancel()
-            self._contents.give_up(self._key, self.fetch)
+        """Copy no further layer, since none will be asked for."""
+        for copy in self._copies.values():
+            copy.cancel()
 
     def all_layers(self) -> LayerRows:
         """Wait for all layers and return their rows merged."""
         self.begin()
-        rows: Tensors = {}
-        rest: Tensors = {}
-        for number in self.layers():
-            more = self.layer(number)
-            rows |= more[0]
-            rest |= more[1]
-        return rows, rest
+        layers = [self.layer(number) for number in self.layers]
+        return (
+            {name: x for rows, _ in layers for name, x in rows.items()},
+            {name: x for _, rest in layers for name, x in rest.items()},
+        )
 
     @property
     def overlap(self) -> Overlap:
         loads = self.fetch.spans.since(self._opened) + self._spans
-        return Overlap(loads.seconds, loads.seconds_without(self._waits), self._waits.seconds, self._buffer)
+        return Overlap(loads.seconds, loads.seconds_without(self._waits), self._waits.seconds)
 
     def finish(self) -> Overlap:
         """End the job, which has computed its new tokens; what that took decides the size of the next read buffer."""
@@ -151,26 +130,27 @@ class HistoryLoad:
     def account(self) -> Overlap:
         """Count the load in the statistics, once all rows have been asked for."""
         self.cancel()
-        found = self.overlap
-        self._contents.speeds.loaded(self.tier, self.size, found.load_s)
-        self._contents.statistics.load_s += found.load_s
-        self._contents.statistics.hidden_s += found.hidden_s
-        self._contents.statistics.exposed_s += found.exposed_s
-        return found
+        overlap, statistics = self.overlap, self._contents.statistics
+        self._contents.speeds.loaded(self.tier, self.size, overlap.load_s)
+        statistics.load_s += overlap.load_s
+        statistics.hidden_s += overlap.hidden_s
+        statistics.exposed_s += overlap.exposed_s
+        return overlap
 
     def _submit(self, layers: int) -> None:
-        for number in self.layers()[self._sent : layers]:
-            copy = partial(self._copy, number)
-            self._copies[number] = self._contents.lanes.copying.submit(copy, after=[self.fetch.rows(number)])
-        self._sent = max(self._sent, layers)
+        """Copy so many layers, those included that were submitted before."""
+        for number in self.layers[:layers]:
+            if number not in self._copies:
+                copy, rows = partial(self._copy, number), self.fetch.rows[number]
+                self._copies[number] = self._contents.copying.submit(copy, after=[rows])
 
     def _copy(self, number: int) -> LayerRows:
-        parts = self.fetch.rows(number).result()[: self._count]
+        parts = self.fetch.rows[number].result()[: self._count]
         began = perf_counter()
-        rest = {name: one.clone() for name, one in parts.pop().items()} if self._rest else {}
-        on = self._contents.place.device
-        with beside_the_model(on, self._after):
-            near = [{name: one.to(on, non_blocking=True) for name, one in part.items()} for part in parts]
+        rest = {name: x.clone() for name, x in parts.pop().items()} if self._rest else {}
+        device = self._contents.place.device
+        with beside_the_model(device, self._after):
+            near = [{name: x.to(device, non_blocking=True) for name, x in part.items()} for part in parts]
             rows = joined([self._format.decode(part) for part in near])
             layer = self._prepare(number, (rows, rest))
         self._spans.add(began, perf_counter())
@@ -178,8 +158,7 @@ class HistoryLoad:
 
     def _fail(self, error: Exception) -> NoReturn:
         """Lose the session, unless it was given up or replaced before, and raise `HistoryLost`."""
-        if self._began is not None:
-            self._contents.statistics.found(self.tier, self.tokens, count=-1)
+        self._contents.statistics.found(self.tier, self.tokens, count=-1)
         if self._contents.fetches.get(self._key) is self.fetch:
             self._contents.lose(self._key, error)
         raise HistoryLost(f"the stored history is damaged: {error}") from error

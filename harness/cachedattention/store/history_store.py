@@ -1,8 +1,8 @@
 """Keys and values of conversations that outlive their turn, in tiers (CachedAttention, ATC 2024, sections 3.3 and 3.4).
 
     with HistoryStore(fingerprint, host=8 * GB, disk=100 * GB, folder=Path("history")) as store:
-        found = store.get("alice", tokens)  # the longest stored prefix, in blocks
-        store.extend("alice", found.tokens, new_tokens, new_rows) or store.put("alice", tokens, rows)
+        known = store.get("alice", tokens)  # the longest stored prefix, in blocks
+        store.extend("alice", known.tokens, new_tokens, new_rows) or store.put("alice", tokens, rows)
 
 Rows are tensors [..., tokens, width] by name, keys before rotation, so that a truncated history stays valid. What is no
 row of a token goes into `rest`, tensors of any shape, which come back with all tokens of the session or not at all. A
@@ -21,17 +21,16 @@ from math import inf
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
+from uuid import uuid4
 
 import torch
 from torch import Tensor
 
-from harness.cachedattention.store.block import LOST, FoundHistory, HistoryLost, Loss, has_rest, length, without_first
-from harness.cachedattention.store.disk import Disk, HistoryError, Wall, check_arguments, warn
-from harness.cachedattention.store.fingerprint import EXACT, Fingerprint
+from harness.cachedattention.store.block import LOST, Block, FoundHistory, HistoryLost, Loss, has_rest, length
+from harness.cachedattention.store.disk import Disk, HistoryError, warn
+from harness.cachedattention.store.fingerprint import EXACT, Fingerprint, cut_lineage
 from harness.cachedattention.store.history_load import HistoryLoad, Prepare, as_it_is
-from harness.cachedattention.store.lanes import StoreLanes
-from harness.cachedattention.store.placement import Placement
-from harness.cachedattention.store.policies import EvictionPolicy, SchedulerAware
+from harness.cachedattention.store.placement import LRU, Placement, SchedulerAware
 from harness.cachedattention.store.statistics import Statistics
 from harness.cachedattention.store.stored_sessions import StoredSessions
 from harness.cachedattention.store.upload import MakeStored, UploadToHost, as_given
@@ -39,7 +38,7 @@ from methods.base import Method
 from methods.tiers.block import Format, SplitRows, Tensors
 from methods.tiers.codec import PLAIN, Codec
 from methods.tiers.pinned_memory import PinnedPool
-from methods.tiers.rows import Place
+from methods.tiers.rows import Place, copied_into
 from methods.tiers.tier import DISK, HOST
 from methods.tiers.transfer import TransferEngine
 
@@ -55,53 +54,49 @@ def has_rows(method: Method, codec: object, generated: int | None) -> bool:
 
 
 class HistoryStore:
-    """A store of sessions in tiers. `capacities`: bytes by tier, as `host=10**9`. `ttl_s`: seconds since its last use
-    after which a session is dropped. `wait` for another owner of the folder to end. `on`: the device of the first tier,
-    and of rows that are handed out. `io_threads` read for jobs that wait; with 0 the caller does everything.
-    `write_buffer`: bytes that may wait to be written, on top of the tiers. `codec`: how rows are written smaller, to be
-    read back in `dtype`; the fingerprint must name it. `share`: a text may begin with what another session has stored.
+    """A store of sessions in tiers. `host`, `disk`: their bytes, 0 for none; `folder`: that of the disk. `ttl_s`:
+    seconds since its last use after which a session is dropped. `on`: the device of rows that are handed out. `threads`
+    read for jobs that wait; with 0 the caller does everything. `write_buffer`: bytes that may wait to be written, on
+    top of the tiers. `codec`: how rows are written smaller, to be read back in `dtype`; the fingerprint must name it.
     `engine`: moves all rows of the device, and lends pinned memory (`expect`); by default the store has one of its own,
-    which lends none. `clock` never jumps; `wall`, which dates files, may."""
+    which lends none. `clock` never jumps."""
 
     def __init__(
         self,
         fingerprint: Fingerprint,
         *,
+        host: int = 0,
+        disk: int = 0,
         folder: Path | None = None,
-        policy: EvictionPolicy | None = None,
+        policy: LRU | None = None,
         block_tokens: int = 256,
         ttl_s: float = inf,
-        wait: bool = False,
         on: str = "cpu",
-        io_threads: int = 2,
+        threads: int = 2,
         write_buffer: int = 256 * 10**6,
         codec: Codec = PLAIN,
         dtype: torch.dtype = torch.float32,
-        share: bool = False,
         engine: TransferEngine | None = None,
         clock: Callable[[], float] = time.monotonic,
-        wall: Wall = time.time,
-        **capacities: int,
     ) -> None:
-        numbers = {"block_tokens": block_tokens, "io_threads": io_threads, "write_buffer": write_buffer}
-        check_arguments(capacities, folder=folder, policy=policy, ttl_s=ttl_s, **numbers)
-        self.fingerprint, self.block_tokens, self.share = fingerprint, block_tokens, share
-        self.format, self.engine = Format(codec, dtype), engine or TransferEngine()
-        self.placement = Placement(capacities, policy or SchedulerAware(), ttl_s)
-        self.pinned_pool = PinnedPool(self.engine.pinned_memory, capacities.get(HOST, 0) + write_buffer)
-        files = Disk(folder, capacities[DISK], wait=wait, wall=wall) if folder else None
+        if bool(disk) != (folder is not None):
+            raise HistoryError("a disk tier needs both: disk, its bytes, and folder, its place")
+        self.fingerprint, self.block_tokens, self.threads = fingerprint, block_tokens, threads
+        self.format, engine = Format(codec, dtype), engine or TransferEngine()
+        self.placement = Placement({HOST: host, DISK: disk}, policy or SchedulerAware(), ttl_s)
+        self.pinned_pool = PinnedPool(engine.pinned_memory, host + write_buffer)
         self.contents = StoredSessions(
             self.placement,
-            files,
-            StoreLanes(self.engine, io_threads),
+            Disk(folder, disk) if folder else None,
+            engine,
+            threads=threads,
             place=Place(torch.device(on), region=self.pinned_pool),
             write_buffer=write_buffer,
             clock=clock,
         )
         self._blocks = partial(UploadToHost, length=block_tokens, format_=self.format, place=self.contents.place)
         self._closed = False
-        if files:
-            self._restore(files, wall())
+        self.contents.carry_out(self.placement.expire(clock()))
 
     def expect(self, size: int) -> None:
         """Prepare for `size` more bytes of rows: with a GPU, host memory for them is pinned now, up to the room of the
@@ -127,18 +122,14 @@ class HistoryStore:
         The session counts as used, and moves into a faster tier, when the job begins (`HistoryLoad.begin`)."""
         key = self._fresh(session)
         self.statistics.asked(len(tokens))
-        own, key = key, self.contents.longest(key, tokens) if self.share and lineage == EXACT else key
-        tier, count = self.contents.found_in(key), self.contents.covered(key, tokens, lineage)
-        if not (tier and count):
+        parts = self.contents.covered(key, tokens, lineage)
+        if not parts:
             return None
-        parts = self.contents.blocks[key][:count]
-        new, shared = len(tokens) - length(parts), key != own
-        loading = HistoryLoad(self.contents, key, parts, tier, new, prepare=prepare, format_=self.format, shared=shared)
+        new = len(tokens) - length(parts)
         try:
-            loading.preload(read_buffer)
+            return HistoryLoad(self.contents, key, parts, new, read_buffer, prepare, self.format)
         except HistoryLost:
             return None
-        return loading
 
     def get(self, session: str, tokens: Sequence[int], lineage: str = EXACT) -> FoundHistory:
         """Return what `open` finds, with copies of all rows."""
@@ -154,7 +145,7 @@ class HistoryStore:
 
     def known(self, session: str, tokens: Sequence[int], lineage: str = EXACT) -> int:
         """Return how many of the first `tokens` `get` would find, which `extend` may leave alone."""
-        return self.contents.known(self._fresh(session), tokens, lineage)
+        return length(self.contents.covered(self._fresh(session), tokens, lineage))
 
     def loss(self, session: str) -> Loss | None:
         """Return why the session is not there any more, or None where it is, or never was."""
@@ -165,12 +156,7 @@ class HistoryStore:
         return self.contents.lineages.get(self._key(session))
 
     def put(
-        self,
-        session: str,
-        tokens: Sequence[int],
-        layers: Given,
-        rest: Rest = NOTHING,
-        lineage: str = EXACT,
+        self, session: str, tokens: Sequence[int], layers: Given, rest: Rest = NOTHING, lineage: str = EXACT
     ) -> None:
         """Store all that the session is now, in place of what was stored."""
         self.extend(session, 0, tokens, layers, rest, lineage)
@@ -188,7 +174,7 @@ class HistoryStore:
     ) -> UploadToHost:
         """Return blocks for `hold`. What is given must stay as it is: a thread copies it by layer, as `stored` makes
         it."""
-        return self._blocks(tokens, layers, rest, stored=stored, lane=self.contents.lanes.leaving)
+        return self._blocks(tokens, layers, rest, stored=stored, lane=self.contents.leaving_lane)
 
     def hold(self, session: str, start: int, uploads: Sequence[UploadToHost], lineage: str = EXACT) -> bool:
         """Do as `extend` with blocks on their way; wait for what is more than the write buffer."""
@@ -196,10 +182,9 @@ class HistoryStore:
         known = self.contents.until(key, start, lineage)
         if known is None:
             return False
-        parts = [*known, *(block for upload in uploads for block in upload.taken())]
+        parts = [*known, *(block for upload in uploads for block in upload.blocks)]
         moves = self.placement.save(key, sum(block.size for block in parts), self.contents.clock())
         self.contents.hold(key, parts, lineage, moves)
-        del parts
         self.contents.follow(key, uploads, began)
         return True
 
@@ -210,17 +195,26 @@ class HistoryStore:
             raise ValueError(f"keep={keep} should be a share, from 0 to 1")
         key = self._fresh(session)
         known = self.contents.blocks.get(key, [])
-        keep = 0.0 if has_rest(known) else keep
-        drop = length(known) - int(length(known) * keep)
+        count = length(known)
+        drop = count - int(count * (0.0 if has_rest(known) else keep))
+        if not 0 < drop < count:
+            if drop:
+                self.contents.carry_out(self.placement.drop(key))
+            return drop
+        left = drop
+        while left >= len(known[0].tokens):
+            left -= len(known[0].tokens)
+            known = known[1:]
         try:
-            kept = without_first(known, drop, self.contents.read, self.format, self.contents.place)
+            kept = [self._without_first(known[0], left), *known[1:]] if left else known
         except LOST as error:
             self.contents.lose(key, error)
-            return length(known)
-        if kept:
-            self.contents.cut(key, kept, drop)
-        elif key in self.placement.items:
-            self.contents.carry_out(self.placement.drop(key))
+            return count
+        text = [token for block in self.contents.blocks[key] for token in block.tokens]
+        self.contents.lineages[key] = cut_lineage(self.contents.lineages[key], text, drop)
+        self.contents.blocks[key] = kept
+        self.placement.shrink(key, sum(block.size for block in kept))
+        self.contents.settle(key)
         return drop
 
     def enqueue(self, session: str) -> None:
@@ -228,13 +222,13 @@ class HistoryStore:
         self.placement.queue.join(self._key(session))
 
     def dequeue(self, session: str) -> None:
-        """Note that the session's first job starts, or is given up."""
+        """Note that the session's job starts, or is given up."""
         self.placement.queue.leave(self._key(session))
 
     def prefetch(self) -> None:
         """Bring the sessions of the next jobs into host memory, as far as the policy looks ahead."""
         for moves in self.placement.prefetch():
-            self.contents.carry_out(moves, self.contents.lanes.ahead)
+            self.contents.carry_out(moves, ahead=True)
 
     def tier(self, session: str) -> str | None:
         return self.placement.tier(self._key(session))
@@ -273,11 +267,9 @@ class HistoryStore:
         self.contents.carry_out(self.placement.expire(self.contents.clock()), dropped_for=Loss.TOO_OLD)
         return self._key(session)
 
-    def _restore(self, disk: Disk, wall: float) -> None:
-        """Take over what an earlier process left."""
-        now = self.contents.clock()
-        for key, entry, used_s in disk.restored(now, wall):
-            self.contents.restore(key, list(entry.blocks), entry.lineage)
-            moves = self.placement.save(key, sum(block.size for block in entry.blocks), used_s, fastest=DISK)
-            self.contents.carry_out([move for move in moves if move.target is None])
-        self.contents.carry_out(self.placement.expire(now))
+    def _without_first(self, block: Block, drop: int) -> Block:
+        """Return a block of its own name without the first `drop` tokens."""
+        decoded = self.format.decode(dict(self.contents.read(block).rows or {}))
+        encoded = self.format.encode({name: x[..., drop:, :] for name, x in decoded.items()})
+        rows = {name: copied_into(HOST, x, self.contents.place) for name, x in encoded.items()}
+        return Block(uuid4().hex, block.tokens[drop:], sum(x.nbytes for x in rows.values()), rows)

@@ -1,26 +1,83 @@
-"""The bookkeeping of which session lies in which tier, as its policy wants it, without a single tensor.
+"""The bookkeeping of which session lies in which tier, as its policy wants it (CachedAttention, section 3.3).
 
 A session lies in one tier, whole. What leaves a tier goes to the next slower one; what leaves the last one is gone. The
-store carries the moves out; the simulator counts and times them.
+store carries the moves out; the simulator counts and times them. Nothing here holds a tensor.
 """
 
 from __future__ import annotations
 
 import errno
 from bisect import bisect_left
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import islice
 from math import inf
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
-from harness.cachedattention.store.policies import EvictionPolicy, PlacedSession, Rank
 from methods.tiers.tier import DEVICE, DISK, HOST, TIERS
 
 SLACK = 64  # stale entries of the heap that are not worth a new one
 Name = TypeVar("Name", bound=Hashable)
+Rank = tuple[int, int]
+
+
+@dataclass(slots=True)
+class PlacedSession:
+    """A stored session. `entered`, when it came into its tier, and `used` are ticks of the store's own count, which no
+    clock disturbs; `used_s` is the time of the last use, for the time to live. `level`: its tier, 0 the fastest."""
+
+    session: str
+    size: int  # bytes
+    entered: int
+    used: int
+    used_s: float
+    level: int
+
+
+class LRU:
+    """The policy by which the least recently used session leaves first: the one of the smallest rank."""
+
+    name: ClassVar[str] = "lru"
+
+    def rank(self, item: PlacedSession, ticket: int | None, horizon: int) -> Rank:
+        """Return the rank of a session. `ticket`: that of its waiting job, None without one; tickets below `horizon`
+        are in the window."""
+        return 0, item.used
+
+    def window(self, capacity: int, mean_size: float) -> int:
+        """Return how many waiting jobs to look ahead at, over tiers that hold `capacity` bytes; 0 for none."""
+        return 0
+
+
+class FIFO(LRU):
+    """The policy by which the session that has been in its tier for longest leaves first, used or not. What comes from
+    another tier is the last one in, so it always finds room."""
+
+    name = "fifo"
+
+    def rank(self, item: PlacedSession, ticket: int | None, horizon: int) -> Rank:
+        return 0, item.entered
+
+
+class SchedulerAware(LRU):
+    """CachedAttention's policy, with look-ahead windows over as many waiting jobs as there are sessions that fit.
+
+    A session with a job in the window is exempt. Among the others the least recently used leaves first; where all
+    are exempt, the one whose job is nearest the tail.
+    """
+
+    name = "scheduler_aware"
+
+    def rank(self, item: PlacedSession, ticket: int | None, horizon: int) -> Rank:
+        return (0, item.used) if ticket is None or ticket >= horizon else (1, -ticket)
+
+    def window(self, capacity: int, mean_size: float) -> int:
+        return int(capacity / mean_size) if mean_size else 0
+
+
+POLICIES: Mapping[str, type[LRU]] = {policy.name: policy for policy in (SchedulerAware, LRU, FIFO)}
 
 
 class TierContents:
@@ -105,13 +162,13 @@ class DiskAccount(Generic[Name]):
 
 
 class JobQueue:
-    """The jobs that wait. A ticket is a job's number in order of arrival; a session may have several. Jobs may leave
+    """The jobs that wait, at most one of each session. A ticket is a job's number in order of arrival. Jobs may leave
     out of turn, so the tickets of those that wait have gaps."""
 
     def __init__(self) -> None:
         self._jobs: dict[int, str] = {}
         self._order: list[int] = []  # the tickets of those that wait: the k-th one at once
-        self._tickets: dict[str, deque[int]] = {}
+        self._tickets: dict[str, int] = {}
         self._next = 0
 
     def __len__(self) -> int:
@@ -122,23 +179,18 @@ class JobQueue:
         return iter(self._jobs.values())
 
     def join(self, session: str) -> None:
-        self._jobs[self._next] = session
+        self._tickets[session], self._jobs[self._next] = self._next, session
         self._order.append(self._next)
-        self._tickets.setdefault(session, deque()).append(self._next)
         self._next += 1
 
     def leave(self, session: str) -> None:
-        """Remove the session's first job, which starts or is given up."""
-        tickets = self._tickets[session]
-        ticket = tickets.popleft()
+        """Remove the session's job, which starts or is given up."""
+        ticket = self._tickets.pop(session)
         del self._jobs[ticket], self._order[bisect_left(self._order, ticket)]
-        if not tickets:
-            del self._tickets[session]
 
     def ticket(self, session: str) -> int | None:
-        """Return the ticket of the session's first job."""
-        tickets = self._tickets.get(session)
-        return tickets[0] if tickets else None
+        """Return the ticket of the session's job."""
+        return self._tickets.get(session)
 
     def horizon(self, count: int) -> int:
         """Return the number below which lie the tickets of the next `count` jobs, and of no others that wait."""
@@ -179,13 +231,7 @@ class Placement:
     bytes free there as the tiers above hold, for spare copies of their sessions. Moves are to be carried out as
     `in_order` says."""
 
-    def __init__(
-        self,
-        capacities: Mapping[str, int],
-        policy: EvictionPolicy,
-        ttl_s: float = inf,
-        copies: bool = False,
-    ) -> None:
+    def __init__(self, capacities: Mapping[str, int], policy: LRU, ttl_s: float = inf, copies: bool = False) -> None:
         given = {name: capacities[name] for name in TIERS if capacities.get(name)}
         if copies and DISK in given:
             given[DISK] = without_copies(given)

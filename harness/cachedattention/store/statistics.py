@@ -23,7 +23,6 @@ class Statistics:
     hits: Counter[str] = field(default_factory=Counter)  # by tier
     asked_tokens: int = 0
     reused_tokens: int = 0
-    shared_tokens: int = 0  # of these, found in another session
     dropped: int = 0
     refused: int = 0
     lost: int = 0
@@ -43,11 +42,10 @@ class Statistics:
         self.lookups += 1
         self.asked_tokens += tokens
 
-    def found(self, tier: str, tokens: int, *, shared: bool = False, count: int = 1) -> None:
+    def found(self, tier: str, tokens: int, count: int = 1) -> None:
         """Count a hit; `count` -1 takes it back."""
         self.hits[tier] += count
         self.reused_tokens += count * tokens
-        self.shared_tokens += tokens * shared
 
     def plain(self) -> dict[str, Any]:
         moved = {f"{source or 'new'}->{target}": size for (source, target), size in self.moved.items()}

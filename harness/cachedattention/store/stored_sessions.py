@@ -2,26 +2,139 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from time import perf_counter
+from typing import Any, TypeVar
 
-from harness.cachedattention.store.block import LOST, Block, Loss, covered, has_rest, length, loss_by
+from harness.cachedattention.store.block import LOST, Block, BlockFile, Loss, by_layer, covered, has_rest, loss_by
+from harness.cachedattention.store.block import length as length_of
 from harness.cachedattention.store.disk import Disk, warn
-from harness.cachedattention.store.fetch import Fetch
-from harness.cachedattention.store.fingerprint import EXACT, cut_lineage
-from harness.cachedattention.store.lanes import StoreLanes, WriteBuffer
 from harness.cachedattention.store.placement import Move, Placement, in_order
 from harness.cachedattention.store.statistics import MeasuredSpeeds, Statistics
-from harness.cachedattention.store.upload import UploadToHost, arriving, failed
-from methods.tiers.lanes import TransferLane
+from harness.cachedattention.store.upload import ArrivingRows, UploadToHost
+from methods.tiers.block import Tensors
+from methods.tiers.lanes import Spans, TransferLane
 from methods.tiers.rows import Place
-from methods.tiers.tier import DEVICE, DISK
+from methods.tiers.tier import DISK
+from methods.tiers.transfer import TransferEngine
+
+T = TypeVar("T")
+
+
+def _ignored(_: Future[Any]) -> None:
+    """Leave it to the reader of the rows to find out that they did not come."""
+
 
 Written = tuple[int, list[Block]]  # bytes written; the session's blocks as they lie on disk
+
+
+class WriteBuffer:
+    """A buffer in which `capacity` bytes of rows may wait for `worker`; what comes on top makes the caller wait. The
+    caller's own thread learns what became of them when it asks."""
+
+    def __init__(self, worker: TransferLane, capacity: int, statistics: Statistics) -> None:
+        self._worker, self._capacity, self._statistics = worker, capacity, statistics
+        self._changes: deque[tuple[Future[Any], int, Callable[[Future[Any]], None]]] = deque()
+        self.held = 0
+
+    def submit(self, action: Callable[[], T], finished: Callable[[Future[T]], None], size: int = 0) -> None:
+        """Run `action` after all that were submitted before. `size`: bytes that wait for it in memory."""
+
+        def timed() -> T:
+            began = perf_counter()
+            try:
+                return action()
+            finally:
+                self._statistics.saving_s += perf_counter() - began
+
+        self.follow(self._worker.submit(timed), finished, size)
+
+    def follow(self, future: Future[T], finished: Callable[[Future[T]], None], size: int) -> None:
+        """Track a future that was submitted elsewhere."""
+        self._changes.append((future, size, finished))
+        self.held += size
+        self.collect()
+        if self.held > self._capacity:
+            began = perf_counter()
+            while self._changes and self.held > self._capacity:
+                self._finish_oldest()
+            self._statistics.write_waits += 1
+            self._statistics.write_wait_s += perf_counter() - began
+
+    def collect(self) -> None:
+        """Call `finished` of everything that is done by now."""
+        while self._changes and self._changes[0][0].done():
+            self._finish_oldest()
+
+    def drain(self) -> None:
+        """Wait for everything."""
+        while self._changes:
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        """Wait for the oldest and call its `finished`, which may submit more."""
+        future, size, finished = self._changes.popleft()
+        future.exception()  # waits
+        self.held -= size
+        finished(future)
+
+
+class Fetch:
+    """A read of one session's blocks in `lane`, layer by layer: `rows` are those of each layer, block by block. Blocks
+    that lie in memory are taken as they are, others are read into host memory of `place`. Missing, short and foreign
+    files are found at once (`DamagedBlock`), before anything is promised."""
+
+    def __init__(self, parts: Sequence[Block], path: Callable[[Block], Path], place: Place, lane: TransferLane) -> None:
+        self._parts, self._place = list(parts), place
+        self._files = [BlockFile(path(part), part) if part.rows is None else None for part in parts]
+        both = zip(self._parts, self._files, strict=True)
+        names = [by_layer(file.names if file else part.rows or ()) for part, file in both]
+        self.spans = Spans()  # in which a layer was read
+        self.layers = sorted({layer for named in names for layer in named})
+        self.rows: dict[int, Future[list[Tensors]]] = {
+            layer: lane.submit(partial(self._read, [named.get(layer, []) for named in names])) for layer in self.layers
+        }
+
+    @property
+    def finished(self) -> bool:
+        return all(rows.done() for rows in self.rows.values())
+
+    @property
+    def reads_disk(self) -> bool:
+        """Return whether blocks are still being read from disk."""
+        return not self.finished and any(part.rows is None for part in self._parts)
+
+    def brings(self, parts: Sequence[Block]) -> bool:
+        """Return whether this reads all of `parts` that do not lie in memory."""
+        return {part.name for part in parts if part.rows is None} <= {part.name for part in self._parts}
+
+    def wait(self) -> None:
+        """Wait for the end, good or bad, after which no file is read any more."""
+        wait(self.rows.values())
+
+    def blocks(self) -> list[Block]:
+        """Wait for the end; return the blocks with all their rows."""
+        layers = [rows.result() for rows in self.rows.values()]
+        return [
+            replace(part, rows={name: x for rows in layers for name, x in rows[place].items()})
+            for place, part in enumerate(self._parts)
+        ]
+
+    def _read(self, names: Sequence[Sequence[str]]) -> list[Tensors]:
+        began = perf_counter()
+        try:
+            return [
+                file.read(own, self._place) if file else {name: (part.rows or {})[name] for name in own}
+                for part, file, own in zip(self._parts, self._files, names, strict=True)
+            ]
+        finally:
+            self.spans.add(began, perf_counter())
 
 
 class StoredSessions:
@@ -29,71 +142,59 @@ class StoredSessions:
     `placement` decides. What fails on its way is lost: forgotten, with a warning.
 
     One thread decides, and `blocks` is its view: blocks have rows until these are known to lie on disk, so what waits
-    to be written is found. Other threads bring rows from the device (`leaving`), read files (`fetches`) and, in the
-    order of the decisions, change the disk (`saving`). Whatever needs rows that are still on their way waits for them.
+    to be written is found. Other threads bring rows from the device (`leaving`), read files (`fetches`), copy rows to
+    the device (`copying`) and, in the order of the decisions, change the disk (`saving`). With no `threads` the caller
+    does everything itself, at once. Whatever needs rows that are still on their way waits for them.
     """
 
     def __init__(
         self,
         placement: Placement,
         disk: Disk | None,
-        lanes: StoreLanes,
+        engine: TransferEngine,
         *,
+        threads: int,
         place: Place,
         write_buffer: int,
-        clock: Callable[[], float],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.blocks: dict[str, list[Block]] = {}
         self.lineages: dict[str, str] = {}
         self.losses: dict[str, Loss] = {}
-        self.placement, self.disk, self.lanes, self.place, self.clock = placement, disk, lanes, place, clock
+        self.placement, self.disk, self.place, self.clock = placement, disk, place, clock
         self.statistics, self.speeds = Statistics(), MeasuredSpeeds()
-        self.leaving = WriteBuffer(lanes.leaving, write_buffer, self.statistics)
-        self.saving = WriteBuffer(lanes.writing, write_buffer, self.statistics)
+        few = min(threads, 1)
+        self._reading, self._ahead = engine.lane("read", threads), engine.lane("ahead", few)
+        self.copying = engine.copy_lane if engine.beside or not threads else engine.lane("copy", 1)
+        self.leaving_lane, writing = engine.lane("leave", few), engine.lane("write", few)
+        self._own = [self.leaving_lane, writing, self._ahead, self._reading]
+        self._own += [self.copying] if self.copying is not engine.copy_lane else []
+        self.leaving = WriteBuffer(self.leaving_lane, write_buffer, self.statistics)
+        self.saving = WriteBuffer(writing, write_buffer, self.statistics)
         self.fetches: dict[str, Fetch] = {}
         self._uploads: deque[tuple[str, UploadToHost]] = deque()
         self._away: dict[str, object] = {}  # sessions on disk, or on their way there: by which write
+        if disk is not None:
+            self._restore(disk)
 
-    def restore(self, key: str, parts: list[Block], lineage: str) -> None:
-        """Take over a session that an earlier process has left on disk."""
-        self.blocks[key], self.lineages[key] = parts, lineage
-        self._away[key] = None
+    def _restore(self, disk: Disk) -> None:
+        """Take over what an earlier process has left on disk."""
+        for key, session, used_s in disk.restored(self.clock()):
+            self.blocks[key], self.lineages[key] = list(session.blocks), session.lineage
+            self._away[key] = None
+            moves = self.placement.save(key, sum(block.size for block in session.blocks), used_s, fastest=DISK)
+            self.carry_out([move for move in moves if move.target is None])
 
-    def of(self, key: str, lineage: str) -> list[Block]:
-        """Return the session's blocks, if they are of that lineage."""
-        return self.blocks.get(key, []) if self.lineages.get(key) == lineage else []
+    def covered(self, key: str, tokens: Sequence[int], lineage: str) -> list[Block]:
+        """Return the blocks of the session, from the first on, that serve a text that begins with `tokens`."""
+        parts = self.blocks.get(key, []) if self.lineages.get(key) == lineage else []
+        count = covered(parts, tokens)
+        return [] if has_rest(parts) and count < len(parts) else parts[:count]
 
     def until(self, key: str, end: int, lineage: str) -> list[Block] | None:
         """Return the blocks that hold the first `end` tokens, or None where no block ends there."""
-        known = self.of(key, lineage)
-        return next((known[:count] for count in range(len(known) + 1) if length(known[:count]) == end), None)
-
-    def covered(self, key: str, tokens: Sequence[int], lineage: str) -> int:
-        """Return how many blocks of the session, from the first on, serve a text that begins with `tokens`."""
-        parts = self.of(key, lineage)
-        count = covered(parts, tokens)
-        return 0 if has_rest(parts) and count < len(parts) else count
-
-    def known(self, key: str, tokens: Sequence[int], lineage: str) -> int:
-        """Return how many of `tokens` the blocks hold that `covered` counts."""
-        return length(self.of(key, lineage)[: self.covered(key, tokens, lineage)])
-
-    def longest(self, own: str, tokens: Sequence[int]) -> str:
-        """Return the session that holds most of what `tokens` begin with, `own` where no other one holds more."""
-        best, most = own, self.known(own, tokens, EXACT)
-        for key, parts in self.blocks.items():
-            if not has_rest(parts) and (known := self.known(key, tokens, EXACT)) > most:
-                best, most = key, known
-        return best
-
-    def cut(self, key: str, kept: list[Block], dropped: int) -> None:
-        """Make `kept` the session, which has lost its first `dropped` tokens."""
-        if dropped:
-            text = [token for block in self.blocks[key] for token in block.tokens]
-            self.lineages[key] = cut_lineage(self.lineages[key], text, dropped)
-        self.blocks[key] = kept
-        self.placement.shrink(key, sum(block.size for block in kept))
-        self._settle(key)
+        known = self.blocks.get(key, []) if self.lineages.get(key) == lineage else []
+        return next((known[:count] for count in range(len(known) + 1) if length_of(known[:count]) == end), None)
 
     def collect(self) -> None:
         """Take note of what other threads have done by now."""
@@ -102,27 +203,36 @@ class StoredSessions:
             key, upload = self._uploads.popleft()
             self.statistics.leaving_s += upload.spans.seconds
             self.statistics.leaving_hidden_s += upload.hidden_s
-            parts = self.blocks.get(key, [])
-            if upload.error is not None and any(failed(block.rows) for block in parts):
-                self.lose(key, upload.error)
-            elif parts and self.placement.tier(key) == DEVICE:
-                self.blocks[key] = self._placed(key, parts)
+            if key in self.blocks:
+                self.attempt(key, self._take_arrived)
+            upload.release()
         self.saving.collect()
         for key in [key for key, fetch in self.fetches.items() if fetch.finished]:
-            self._attempt(key, self._arrive)
+            self.attempt(key, self._arrive)
+
+    def _take_arrived(self, key: str) -> None:
+        """Let go of the session's uploads that have ended. Raise `NotSaved` if rows did not come."""
+        self.blocks[key] = [
+            replace(block, rows=dict(block.rows)) if isinstance(block.rows, ArrivingRows) and block.rows.done else block
+            for block in self.blocks[key]
+        ]
 
     def hold(self, key: str, parts: list[Block], lineage: str, moves: Sequence[Move]) -> None:
         """Make `parts` the session, and carry out the moves of its placement."""
         self.blocks[key], self.lineages[key] = parts, lineage
         self.losses.pop(key, None)
         if self.placement.tier(key) not in (DISK, None):
-            self._attempt(key, self._load)  # first: its files may make room
+            self.attempt(key, self._load)  # first: its files may make room
         self.carry_out([move for move in moves if move.session != key])
         if key in self.placement.items:
-            self._settle(key)
+            self.settle(key)
         elif key in self.blocks:
             self.statistics.refused += 1
             self._forget(key, Loss.NO_ROOM)
+
+    def settle(self, key: str) -> None:
+        """Bring what is new of a session to where the session lies."""
+        self.attempt(key, self._write if self.placement.tier(key) == DISK else self._load)
 
     def follow(self, key: str, uploads: Sequence[UploadToHost], began: float) -> None:
         """Follow rows of the session that are on their way from the device. The caller, who has waited since `began`,
@@ -130,14 +240,12 @@ class StoredSessions:
         for upload in uploads:
             self._uploads.append((key, upload))
             for future, size in upload.layers:
-                self.leaving.follow(future, Future.result, size)
+                self.leaving.follow(future, _ignored, size)
         for _, upload in self._uploads:
             upload.waited(began)
 
-    def carry_out(
-        self, moves: Sequence[Move], reader: TransferLane | None = None, dropped_for: Loss = Loss.NO_ROOM
-    ) -> None:
-        """Carry out the moves. `reader` brings what comes from disk, by default one that a job waits for."""
+    def carry_out(self, moves: Sequence[Move], *, ahead: bool = False, dropped_for: Loss = Loss.NO_ROOM) -> None:
+        """Carry out the moves. `ahead`: no job waits yet for what comes from disk."""
         for move in in_order(moves):
             if move.session not in self.blocks:
                 continue
@@ -146,29 +254,16 @@ class StoredSessions:
                 self._forget(move.session, dropped_for)
             else:
                 self.statistics.moved[move.source, move.target] += move.size
-                self._attempt(move.session, self._write if move.target == DISK else partial(self._load, reader=reader))
+                self.attempt(move.session, self._write if move.target == DISK else partial(self._load, ahead=ahead))
         self.collect()
 
-    def fetch(self, key: str, reader: TransferLane | None = None, layers: int | None = None) -> Fetch:
-        """Read what lies on disk, at most so many layers for now. Where it is read already, ahead of its job, this adds
-        to what may be read."""
-        fetch = self.fetches.get(key)
-        if fetch is None:
-            parts = self.blocks[key]
-            away = sum(block.size for block in parts if block.rows is None)
-            fetch = self.fetches[key] = Fetch(parts, self._path, self.place, layers if away else None, self.lanes)
-            self.statistics.read_bytes += away
-        fetch.go_on(layers, reader)
-        return fetch
-
-    def give_up(self, key: str, fetch: Fetch) -> None:
-        """Note that one of those who hand out rows of `fetch` stops. If it was the last one, and a job never began with
-        the session, what has not been read is not."""
-        fetch.users -= 1
-        if not fetch.users and fetch.halted:
-            if self.fetches.get(key) is fetch:
-                del self.fetches[key]
-            self.statistics.read_bytes -= fetch.cancel()
+    def fetch(self, key: str, *, ahead: bool = False) -> Fetch:
+        """Read what lies on disk, unless that has begun already."""
+        if key not in self.fetches:
+            parts, lane = self.blocks[key], self._ahead if ahead else self._reading
+            self.fetches[key] = Fetch(parts, self._path, self.place, lane)
+            self.statistics.read_bytes += sum(block.size for block in parts if block.rows is None)
+        return self.fetches[key]
 
     def use(self, key: str, fetch: Fetch) -> str | None:
         """Begin a job with the session, whose rows `fetch` has begun to read: what that brings is not read again.
@@ -186,12 +281,12 @@ class StoredSessions:
         fetch = self.fetches.get(key)
         return DISK if fetch is not None and fetch.reads_disk else self.placement.tier(key)
 
-    def read(self, parts: Sequence[Block]) -> list[Block]:
-        """Return the blocks with their rows, from wherever these lie. Raise one of `LOST` where they cannot be read."""
-        fetch = Fetch(parts, self._path, self.place)
-        fetch.work()
-        self.statistics.read_bytes += sum(block.size for block in parts if block.rows is None)
-        return fetch.blocks()
+    def read(self, part: Block) -> Block:
+        """Return the block with its rows, from wherever these lie. Raise one of `LOST` where they cannot be read."""
+        if part.rows is None:
+            self.statistics.read_bytes += part.size
+        [block] = Fetch([part], self._path, self.place, self._reading).blocks()
+        return block
 
     def lose(self, key: str, error: Exception) -> None:
         """Forget a session whose rows cannot be had, with a warning."""
@@ -203,8 +298,8 @@ class StoredSessions:
 
     def flush(self) -> None:
         """Wait until all is on disk that is on its way there."""
-        for key in [key for key, fetch in self.fetches.items() if not fetch.halted]:
-            self._attempt(key, self._arrive)
+        for key in list(self.fetches):
+            self.attempt(key, self._arrive)
         self.leaving.drain()
         self.collect()
         self.saving.drain()
@@ -220,19 +315,17 @@ class StoredSessions:
                     free -= item.size
                     fits.append(key)
             for key in reversed(fits):
-                self._attempt(key, self._write)
+                self.attempt(key, self._write)
             self.saving.drain()
             self.disk.close()
             self.disk = None
-        self.lanes.close()
+        for lane in self._own:
+            lane.close()
+        self.collect()
         self.blocks.clear()  # and with them the memory of their rows
         self.fetches.clear()
 
-    def _settle(self, key: str) -> None:
-        """Bring what is new of a session to where the session lies."""
-        self._attempt(key, self._write if self.placement.tier(key) == DISK else self._load)
-
-    def _attempt(self, key: str, action: Callable[[str], None]) -> None:
+    def attempt(self, key: str, action: Callable[[str], None]) -> None:
         try:
             action(key)
         except LOST as error:
@@ -267,14 +360,11 @@ class StoredSessions:
         elif leaves:
             self.lose(key, error)
 
-    def _load(self, key: str, reader: TransferLane | None = None) -> None:
-        """Bring the session into memory of the tier it lies in; its files become a spare copy."""
+    def _load(self, key: str, *, ahead: bool = False) -> None:
+        """Bring the session into memory; its files become a spare copy."""
         self._away.pop(key, None)
-        fetch = None
-        if any(block.rows is None for block in self.blocks[key]):
-            fetch = self.fetch(key, reader)
-        else:
-            self.blocks[key] = self._placed(key, self.blocks[key])
+        away = any(block.rows is None for block in self.blocks[key])
+        fetch = self.fetch(key, ahead=ahead) if away else None
         self._change(lambda disk: disk.files.spare(key), fetch)
 
     def _arrive(self, key: str) -> None:
@@ -282,32 +372,20 @@ class StoredSessions:
         fetch = self.fetches.pop(key, None)
         if fetch is None:
             return
-        fetch.to_the_end()
         blocks = {block.name: block for block in fetch.blocks()}
         if key in self.blocks and key not in self._away:
-            self.blocks[key] = self._placed(key, [blocks.get(block.name, block) for block in self.blocks[key]])
-
-    def _placed(self, key: str, parts: Sequence[Block]) -> list[Block]:
-        """Return the blocks in the tier that the session lies in. Rows on their way to host memory come there first."""
-        tier = self.placement.tier(key)
-        assert tier is not None
-        return [block if arriving(block.rows) else block.laid_in(tier, self.place) for block in parts]
+            self.blocks[key] = [blocks.get(block.name, block) for block in self.blocks[key]]
 
     def _forget(self, key: str, loss: Loss) -> None:
         self.losses[key] = loss
         for known in (self.blocks, self.lineages, self._away):
             known.pop(key, None)
-        fetch = self.fetches.pop(key, None)
-        if fetch is not None and not fetch.users:
-            self.statistics.read_bytes -= fetch.cancel()
-        self._change(lambda disk: disk.drop(key), fetch)
+        self._change(lambda disk: disk.drop(key), self.fetches.pop(key, None))
 
     def _change(self, action: Callable[[Disk], None], fetch: Fetch | None = None) -> None:
         """Change the disk, once `fetch` has read all of the files that this concerns."""
         if (disk := self.disk) is None:
             return
-        if fetch is not None:
-            fetch.to_the_end()
 
         def change() -> None:
             if fetch is not None:

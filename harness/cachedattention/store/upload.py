@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from threading import Condition
 from time import perf_counter
 from uuid import uuid4
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -30,56 +28,29 @@ def as_given(number: int, rows: Parts) -> Parts:
 
 
 class ArrivingRows(Mapping[str, Tensor]):
-    """The rows of a block, by name. Reading one waits for it, and raises `NotSaved` where it does not come."""
+    """The rows of the block at `place` of an upload, by name, each in its layer. Reading one waits for it, and raises
+    `NotSaved` where it does not come."""
 
-    def __init__(self, names: Iterable[str]) -> None:
-        self._rows: dict[str, Tensor | None] = dict.fromkeys(names)
-        self._changed = Condition()
-        self.error: NotSaved | None = None
+    def __init__(self, layers: Mapping[str, Future[list[Tensors]]], place: int) -> None:
+        self._layers, self._place = layers, place
 
     def __getitem__(self, name: str) -> Tensor:
-        with self._changed:
-            self._changed.wait_for(lambda: self._rows[name] is not None or self.error)
-            row = self._rows[name]
-        if row is None:
-            assert self.error is not None
-            raise self.error
-        return row
+        return self._layers[name].result()[self._place][name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._rows)
+        return iter(self._layers)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._layers)
 
     @property
-    def complete(self) -> bool:
-        return all(row is not None for row in self._rows.values())
-
-    def put(self, rows: Mapping[str, Tensor]) -> None:
-        with self._changed:
-            self._rows.update(rows)
-            self._changed.notify_all()
-
-    def fail(self, error: NotSaved) -> None:
-        with self._changed:
-            self.error = self.error or error
-            self._changed.notify_all()
-
-
-def arriving(rows: Mapping[str, Tensor] | None) -> bool:
-    """Return whether some rows are still on their way."""
-    return isinstance(rows, ArrivingRows) and not rows.complete
-
-
-def failed(rows: Mapping[str, Tensor] | None) -> bool:
-    return isinstance(rows, ArrivingRows) and rows.error is not None
+    def done(self) -> bool:
+        return all(layer.done() for layer in self._layers.values())
 
 
 class UploadToHost:
     """Blocks of consecutive tokens, whose rows are on their way into them: a lane copies them, layer by layer. Tensors
-    that were given are alive until their layer is copied, and must stay as they are. A block that nobody holds any more
-    is not copied."""
+    that were given are alive until their layer is copied, and must stay as they are."""
 
     def __init__(
         self,
@@ -99,12 +70,8 @@ class UploadToHost:
         began = perf_counter()
         self._format, self._stored, self._place = format_, stored, place
         self._after = reached(place.device)
-        self._given: dict[int, tuple[Parts, Tensors]] = {}
-        self.layers: list[tuple[Future[None], int]] = []  # each with the bytes that wait for it
         self.error: NotSaved | None = None
         self.spans, self.waits = Spans(), Spans()  # in which rows were on their way, and in which the caller waited
-        self.blocks: list[Block] = []
-        self._rows: list[tuple[slice | None, ref[ArrivingRows]]] = []  # which tokens go where
         parts = {name: x if isinstance(x, SplitRows) else SplitRows(x) for name, x in layers.items()}
         for name, part in parts.items():
             if (shape := part.like.shape)[-2:-1] != (len(tokens),):
@@ -112,36 +79,34 @@ class UploadToHost:
                     f"{name} is {list(shape)}: it should have {len(tokens)} tokens in its last but one place"
                 )
         length = length if layers else max(1, len(tokens))
-        shapes, likes = {name: x.like for name, x in parts.items()}, dict[int, Tensors]()
-        for start in range(0, len(tokens), length):
-            size = min(length, len(tokens) - start)
-            if size not in likes:
-                likes[size] = format_.like({name: x[..., :size, :] for name, x in shapes.items()})
-            self._add(tokens[start : start + size], likes[size], slice(start, start + size))
-        if rest:
-            self._add((), rest, None)
+        cuts = [slice(start, min(start + length, len(tokens))) for start in range(0, len(tokens), length)]
+        self._cuts = [*cuts, *([None] if rest else [])]  # which tokens go into each block; None for the rest
+        self.layers: list[tuple[Future[list[Tensors]], int]] = []  # each with the bytes that wait for it
+        coming: dict[int, Future[list[Tensors]]] = {}
         for number, names in sorted(by_layer([*parts, *rest]).items()):
             own = {name: parts[name] for name in names if name in parts}
             whole = {name: rest[name] for name in names if name in rest}
-            self._given[number] = own, whole
             size = sum(x.like.nbytes for x in own.values()) + sum(x.nbytes for x in whole.values())
-            self.layers.append((lane.submit(partial(self._layer, number, size)), size))
+            coming[number] = lane.submit(partial(self._layer, number, own, whole))
+            self.layers.append((coming[number], size))
+        self.blocks: list[Block] = []
+        shapes, likes = {name: part.like for name, part in parts.items()}, dict[int, Tensors]()
+        for at, cut in enumerate(self._cuts):
+            like: Mapping[str, Tensor] = rest
+            if cut is not None:
+                size = cut.stop - cut.start
+                if size not in likes:
+                    likes[size] = format_.like({name: x[..., :size, :] for name, x in shapes.items()})
+                like = likes[size]
+            rows = ArrivingRows({name: coming[layer] for layer, own in by_layer(like).items() for name in own}, at)
+            text = () if cut is None else tuple(tokens[cut])
+            self.blocks.append(Block(uuid4().hex, text, sum(x.nbytes for x in like.values()), rows))
         self.waited(began)
-
-    def _add(self, tokens: Sequence[int], like: Mapping[str, Tensor], cut: slice | None) -> None:
-        rows = ArrivingRows(like)
-        self.blocks.append(Block(uuid4().hex, tuple(tokens), sum(x.nbytes for x in like.values()), rows))
-        self._rows.append((cut, ref(rows)))
 
     @property
     def text(self) -> list[int]:
         """Return all tokens of the blocks."""
         return [token for block in self.blocks for token in block.tokens]
-
-    def taken(self) -> list[Block]:
-        """Hand over the blocks to the caller; those that nobody holds are not copied."""
-        blocks, self.blocks = self.blocks, []
-        return blocks
 
     @property
     def finished(self) -> bool:
@@ -159,34 +124,29 @@ class UploadToHost:
     def wait(self) -> None:
         """Wait for the end, good or bad."""
         for future, _ in self.layers:
-            future.result()
+            future.exception()
+
+    def release(self) -> None:
+        """Let go of rows and blocks, once they are where they belong."""
+        self.layers, self.blocks = [], []
 
     @torch.no_grad()
-    def _layer(self, number: int, size: int) -> None:
-        rows, rest = self._given.pop(number)
+    def _layer(self, number: int, rows: Parts, rest: Tensors) -> list[Tensors]:
+        """Return copies of a layer's rows in host memory, block by block."""
         began = perf_counter()
         try:
             with beside_the_model(self._place.device, self._after):
-                copied = list(self._copies(number, rows, rest))
-            for block, copies in copied:
-                block.put(copies)
+                stored = self._stored(number, rows) if rows else {}
+                return [self._copied(stored, rest, cut) for cut in self._cuts]
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             self.error = self.error or NotSaved(f"rows could not be copied from the device ({why})")
-            for _, block in self._alive():
-                block.fail(self.error)
-        self.spans.add(began, perf_counter())
+            raise self.error from error
+        finally:
+            self.spans.add(began, perf_counter())
 
-    def _copies(self, number: int, rows: Parts, rest: Tensors) -> Iterator[tuple[ArrivingRows, Tensors]]:
-        alive = list(self._alive())
-        stored = self._stored(number, rows) if rows and alive else {}
-        for cut, block in alive:
-            part = rest
-            if cut is not None:
-                part = self._format.encode({name: x.cut(cut.start, cut.stop).joined() for name, x in stored.items()})
-            yield block, {name: copied_into(HOST, x, self._place) for name, x in part.items()}
-
-    def _alive(self) -> Iterator[tuple[slice | None, ArrivingRows]]:
-        for cut, known in self._rows:
-            if (block := known()) is not None:
-                yield cut, block
+    def _copied(self, stored: Parts, rest: Tensors, cut: slice | None) -> Tensors:
+        part = rest
+        if cut is not None:
+            part = self._format.encode({name: x.cut(cut.start, cut.stop).joined() for name, x in stored.items()})
+        return {name: copied_into(HOST, x, self._place) for name, x in part.items()}

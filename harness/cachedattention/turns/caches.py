@@ -1,14 +1,12 @@
 """Where a conversation's cache is between two turns: nowhere, on the device, or in a store (stored.py).
 
-`Conversation` (conversation.py) calls `resume`, `compute`, `save_ahead` and `save` in each turn, in this order, and
-`save_ahead` again while the answer grows.
+`Conversation` (conversation.py) calls `resume`, `compute`, `save_ahead` and `save` in each turn, in this order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import inf
 from time import perf_counter
 from typing import ClassVar
 
@@ -110,16 +108,11 @@ class CachesBetweenTurns:
         return found, logits
 
     def save_ahead(self, session: str, tokens: Sequence[int], cache: KVCache) -> float:
-        """Let rows that `save` will be given begin to leave the device: the prompt is prefilled and not sealed, or the
-        answer has come to `leaves_at`. `tokens`: all that was fed to `cache`. Return the seconds that the caller
-        waited."""
+        """Let rows that `save` will be given begin to leave the device: the prompt is prefilled and not sealed.
+        `tokens`: all that was fed to `cache`. Return the seconds that the caller waited."""
         began = perf_counter()
         self._leave_ahead(session, tokens, cache)
         return perf_counter() - began
-
-    def leaves_at(self, cache: KVCache) -> float:
-        """Return how many tokens `cache` holds when `save_ahead` is to be called again; infinity for never."""
-        return inf
 
     def save(self, session: str, tokens: Sequence[int], cache: KVCache) -> Saved:
         """End a turn. `tokens`: all that was fed to `cache`, which belongs to this object from now on."""

@@ -15,8 +15,7 @@ conversation that is over keeps nothing, since no turn comes back for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from math import inf
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -91,7 +90,6 @@ class Conversation:
         self.dropped = 0  # tokens that left the window before this turn
         self.new_tokens = 0  # tokens of this turn's text that its cache did not hold
         self.save_ahead_s = 0.0
-        self._leaves_at = inf  # tokens in the cache when rows of the answer are to leave next
         self._found: ResumedCache | None = None  # between two turns there is no cache
 
     @property
@@ -143,13 +141,6 @@ class Conversation:
         self._expect_text(cache)
         self._begun()
 
-    def decoded(self, answer: Sequence[int], catch_up: Callable[[], None]) -> None:
-        """Let rows that fill a block leave while the others are decoded. All but the last token of `answer` so far is
-        fed. `catch_up`: lets the cache know of all steps."""
-        if len(self.text) + len(answer) - 1 >= self._leaves_at:
-            catch_up()
-            self._leave_ahead([*self.text, *answer[:-1]])
-
     def answered(self, tokens: Sequence[int], stop: str) -> None:
         self.text += without_eos(tokens, stop)
 
@@ -173,15 +164,7 @@ class Conversation:
 
     def _begun(self) -> None:
         """Note what was new, once the cache holds the prompt, and let its rows leave."""
-        self.new_tokens = len(self.text) - self.found.reused
-        self.save_ahead_s = self._leave_ahead(self.text)
-
-    def _leave_ahead(self, text: Sequence[int]) -> float:
-        """Let rows leave ahead of the save, if one will come. Return the seconds that the caller waited."""
-        self._leaves_at = inf
-        if self.over:
-            return 0.0
-        cache = self.found.cache
-        seconds = self.caches.save_ahead(self.session, text[: cache.num_tokens], cache)
-        self._leaves_at = self.caches.leaves_at(cache)
-        return seconds
+        self.new_tokens, self.save_ahead_s = len(self.text) - self.found.reused, 0.0
+        if not self.over:
+            cache = self.found.cache
+            self.save_ahead_s = self.caches.save_ahead(self.session, self.text[: cache.num_tokens], cache)

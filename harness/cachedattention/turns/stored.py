@@ -9,8 +9,7 @@ rewrites. It serves where the text is the same to its last token.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from math import inf
+from dataclasses import replace
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -43,9 +42,10 @@ class StoredForm:
         self.rotations = [Rotation(spec.rope, dtype) for spec in attachment.model_specs]
         self.by_token = has_rows(attachment.method, attachment.codec, budget.generated if budget else None)
         self.rows_alone = self.by_token and all(spec.window is None for spec in attachment.model_specs)  # no rest
-        self.shareable = self.by_token and not attachment.method.uses_budget  # sparse reads shape the rows of answers
-        # computing a text again, in one prefill, gives what was stored of it; in fewer bits to their rounding alone
-        self.repeatable = self.shareable and dtype in (torch.float32, torch.float64)
+        # computing a text again, in one prefill, gives what was stored of it; in fewer bits to their rounding alone,
+        # and not where sparse reads shape the rows of answers
+        whole = self.by_token and not attachment.method.uses_budget
+        self.repeatable = whole and dtype in (torch.float32, torch.float64)
         self._kinds = _alike(self.rotations)
 
     def check(self, tokens: int) -> None:
@@ -139,15 +139,6 @@ class TokensDigest(NamedTuple):
         return cls(len(tokens), hash(tuple(tokens)))
 
 
-@dataclass(slots=True)
-class RowsSentAhead:
-    """Rows that leave ahead of a save: those of the tokens from `start` to `end`, in the order of `uploads`."""
-
-    start: int
-    end: int
-    uploads: list[UploadToHost] = field(default_factory=list)
-
-
 class StoredCaches(CachesBetweenTurns):
     """The caches of conversations in a store: between turns the device holds only what the store keeps there.
 
@@ -171,19 +162,14 @@ class StoredCaches(CachesBetweenTurns):
         self, start: NewCache, attachment: Attachment, store: HistoryStore, read_buffer: int | None = None
     ) -> None:
         """Keep caches in `store`. `read_buffer`: layers that `ahead` loads, None for as many as the paper's formula
-        says. Raise `ValueError` where `store` shares and rows are not what every conversation would compute."""
+        says."""
         super().__init__(start)
         self.store, self.form, self.read_buffer = store, StoredForm(attachment), read_buffer
-        if store.share and not self.form.shareable:
-            raise ValueError(
-                "share=True is for methods that keep all rows and read all of them, and this attachment's method does "
-                "not: open the store with share=False."
-            )
         self._device, self._stage = attachment.model.device, attachment.stage
         self._stages: dict[str, int | None] = {}  # by session: how what is stored of it is rotated; None: not stored
         self._lineages: dict[str, str] = {}  # by session
         self._lineage_of: WeakKeyDictionary[KVCache, str] = WeakKeyDictionary()  # of caches that are in use
-        self._early: WeakKeyDictionary[KVCache, RowsSentAhead] = WeakKeyDictionary()
+        self._sent: WeakKeyDictionary[KVCache, tuple[int, UploadToHost]] = WeakKeyDictionary()  # from which token on
         self._ahead: dict[str, tuple[list[int], HistoryLoad | None]] = {}  # by session, with the tokens asked for
         self._held: dict[str, TokensDigest] = {}  # by session: what is to be found of it
         self._asked: WeakKeyDictionary[KVCache, tuple[str, Sequence[int]]] = WeakKeyDictionary()  # of it, by whom
@@ -246,39 +232,27 @@ class StoredCaches(CachesBetweenTurns):
 
     def _leave_ahead(self, session: str, tokens: Sequence[int], cache: KVCache) -> None:
         """Let whole blocks of rows leave, of a method that keeps rows as they are: no later step writes to them."""
-        if not (self.form.by_token and self.store.contents.lanes.beside and cache.fits(cache.capacity)):
+        if not (self.form.by_token and self.store.threads and cache.fits(cache.capacity)):
             return
-        if (early := self._early.get(cache)) is None:
-            lineage = rotated_lineage(self._lineage_of.get(cache, EXACT), self._stage(cache.capacity))
-            known = self.store.known(session, tokens, lineage)
-            early = self._early[cache] = RowsSentAhead(known, known)
-        if whole := (len(tokens) - early.end) // self.store.block_tokens * self.store.block_tokens:
-            upload = self._upload(cache.contents(), tokens[: early.end + whole], early.end, cache.capacity)
-            early.uploads.append(upload)
-            early.end += whole
-
-    def leaves_at(self, cache: KVCache) -> float:
-        early = self._early.get(cache)
-        return inf if early is None else early.end + self.store.block_tokens
+        lineage = rotated_lineage(self._lineage_of.get(cache, EXACT), self._stage(cache.capacity))
+        start = self.store.known(session, tokens, lineage)
+        if whole := (len(tokens) - start) // self.store.block_tokens * self.store.block_tokens:
+            upload = self._upload(cache.contents(), tokens[: start + whole], start, cache.capacity)
+            self._sent[cache] = start, upload
 
     def _keep(self, session: str, tokens: Sequence[int], cache: KVCache) -> Sequence[UploadToHost]:
         contents, lineage = cache.contents(), self._lineage_of.pop(cache, EXACT)
         self._lineages[session], self._held[session] = lineage, TokensDigest.of(tokens)
         stage = self._stages[session] = self._stage(len(tokens)) if cache.fits(len(tokens)) else None
         if stage is None:
-            self._early.pop(cache, None)
             self._held.pop(session)
             return ()
         lineage = rotated_lineage(lineage, stage)
         known = self.store.known(session, tokens, lineage) if self.form.by_token else 0
-        early = self._early.pop(cache, None)
         uploads, end = list[UploadToHost](), known
-        for begun in early.uploads if early is not None and early.start == known else ():
-            text = begun.text
-            if text != list(tokens[end : end + len(text)]):  # an answer that another one has replaced
-                break
-            uploads.append(begun)
-            end += len(text)
+        start, sent = self._sent.pop(cache, (known, None))
+        if sent is not None and start == known and sent.text == list(tokens[known : known + len(sent.text)]):
+            uploads, end = [sent], known + len(sent.text)
         rest = self.form.rest(contents)
         uploads.append(self._upload(contents, tokens, end, len(tokens), rest))
         if not self.store.hold(session, known, uploads, lineage):

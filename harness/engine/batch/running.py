@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from statistics import fmean
 from time import perf_counter
 
@@ -12,10 +11,9 @@ from torch import Tensor
 
 from harness.engine.batch.cache import SlotsCache
 from harness.engine.batch.generation import Generation, Stop, never
-from harness.engine.batch.running_sequence import Decoded, RunningSequence
+from harness.engine.batch.running_sequence import RunningSequence
 from harness.engine.batch.stepper import Stepper
 from harness.engine.cache import KVCache
-from harness.engine.forward import nothing
 from harness.engine.graph import CapturedStep
 from harness.engine.sampling import Greedy, Sampler
 
@@ -47,14 +45,12 @@ class RunningBatch:
         max_new_tokens: int,
         stops: Sequence[Stop] | None = None,
         sampler: Sampler | None = None,
-        decoded: Decoded | None = None,
     ) -> RunningSequence:
         """Add a prefilled sequence, or B sequences that share `cache`. logits [B V]: those of its
         last token. question [B Q]: tokens that are fed one by one after the seal (protocol=context,
         else Q = 0); with a question, logits may be None."""
         stops = list(stops or [never] * len(question))
         slot = RunningSequence(cache, question, stops, sampler or Greedy(), max_new_tokens, began)
-        slot.decoded = decoded
         slot.begin(logits)
         self.sequences.append(slot)
         return slot
@@ -117,8 +113,6 @@ class RunningBatch:
                 slot.captured(capture_s)
             self._note_reads(number, slot)
             slot.advance(token, own)
-            if slot.decoded is not None and slot.out.tokens[0] and not slot.ended:
-                slot.decoded(slot.out.tokens[0], partial(self._catch_up, number, slot))
             slot.clock.pause()
         self._note(running, perf_counter() - began, capture_s)
 
@@ -137,8 +131,6 @@ class RunningBatch:
             slot.clock.resume()
             began, token = perf_counter(), slot.next().to(self.stepper.model.device)
             slot.take(self.stepper.decode(token, slot.cache, None))
-            if slot.decoded is not None and slot.out.tokens[0] and not slot.ended:
-                slot.decoded(slot.out.tokens[0], nothing)
             slot.clock.pause()
             slot.bill(perf_counter() - began, None, 1)
         return [slot for slot in running if slot not in outgrowing]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
 from time import perf_counter
 
 import torch
@@ -50,9 +49,6 @@ class SlotClock:
         self._began += seconds
 
 
-Decoded = Callable[[Sequence[int], Callable[[], None]], None]  # takes the answer so far and what updates its cache
-
-
 class RunningSequence:
     """Hold one sequence, or B sequences of equal length that share `cache`, while it decodes. Its
     `clock` runs during the prefill, the seal and its steps."""
@@ -65,7 +61,6 @@ class RunningSequence:
         self.cache, self.stops, self.sampler, self.max_new_tokens = cache, stops, sampler, max_new_tokens
         self.clock = SlotClock(began)
         self.out = Generation(tokens=[[] for _ in stops], stops=[""] * len(stops))
-        self.decoded: Decoded | None = None  # called, on the clock, after each step that does not end the answer
         self.parts: list[dict[str, float]] = []  # seconds of each part, per clocked step (harness/engine/trace.py)
         self.read: list[float] = []  # bytes that each traced step read, where all layers know them
         self._device = cache.state.request.device

@@ -33,7 +33,7 @@ from kernels.block import TOKENS_AT_ONCE, fits_compiled
 from kernels.step_inputs import MOST_KEPT_BYTES
 from methods.base import Cost
 from methods.tiers.pinned_memory import pinned_bytes
-from methods.tiers.tier import DEVICE, HOST, TIERS
+from methods.tiers.tier import DEVICE, HOST
 
 MOST_SEQUENCES = 4096  # that are looked for to fit together
 
@@ -236,16 +236,13 @@ def sealed(cache_spec: CacheSpec, info: ModelInfo, items: Sequence[PreparedExamp
 
 
 def stored(info: ModelInfo, settings: Settings, items: Sequence[PreparedExample], *, host: bool = False) -> int:
-    """Return the bytes that a store of conversations holds on the device at most, or pins in host memory beside a GPU;
-    other memory counts as the device's where that is the CPU."""
-    on_cpu, store = settings.device == "cpu", settings.store
-    if settings.history != "store" or (on_cpu and host):
+    """Return the bytes that a store of conversations holds on a CPU at most, or with `host` those that it pins in host
+    memory for a GPU."""
+    on_cpu = settings.device == "cpu"
+    if settings.history != "store" or host == on_cpu:
         return 0
-    memory = {tier: room for tier, room in store.capacities.items() if not TIERS[tier].in_files}
-    expected = of_conversations(info, settings, items)
-    if host:
-        return pinned_bytes(expected, memory[HOST] + WRITE_BUFFER)
-    return min(expected, sum(room for tier, room in memory.items() if on_cpu or tier == DEVICE))
+    expected, room = of_conversations(info, settings, items), settings.store.capacities[HOST]
+    return min(expected, room) if on_cpu else pinned_bytes(expected, room + WRITE_BUFFER)
 
 
 def of_conversations(info: ModelInfo, settings: Settings, items: Iterable[PreparedExample]) -> int:

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 from evals.base import Task
-from harness.cachedattention.store.disk import check_folder, named_in_settings
 from harness.cachedattention.store.history_store import has_rows
 from harness.config import plugins
 from harness.config.settings import Settings, SettingsError
@@ -19,6 +18,7 @@ from harness.jobs.planning.effective import codec_of
 from harness.jobs.planning.examples import PreparedExample
 from harness.models.base import DTYPE_BYTES, ModelInfo
 from harness.prompts.calibration import MOST
+from harness.results.files import unwritable
 from methods.base import Budget, Method, check_layers
 from methods.tiers import codecs
 from methods.tiers.codec import Codec
@@ -49,29 +49,17 @@ def check_fit(settings: Settings, method: Method, info: ModelInfo) -> None:
 def _check_stored_rows(settings: Settings, method: Method, info: ModelInfo) -> None:
     """Refuse settings about single rows for a method that does not keep all of them as the model made them."""
     store = settings.store
-    if store.folder is not None:
-        with named_in_settings():
-            check_folder(Path(store.folder))
+    if store.folder is not None and (why := unwritable(Path(store.folder))):
+        raise SettingsError(f"store.folder={store.folder} cannot be used: {why}; name another folder.")
     codec = None if store.codec is None else codecs.codec_of(store.codec)
     if codec is not None:
         _check_codec(f"store.codec={store.codec}", codec, info)
-    if store.share and settings.overflow.window is not None:
-        raise SettingsError(
-            "store.share=true finds rows by their text alone, and overflow shortens texts: set store.share=false, or "
-            "leave overflow.window out."
-        )
     rows = has_rows(method, settings.codec, settings.budget_generated)
     passing = codec is not None and method.encodes and codec == codec_of(settings)  # codes are stored as they are
-    for name, off in (("codec", None), ("share", False)):
-        if getattr(store, name) != off and not rows and not (name == "codec" and passing):
-            raise SettingsError(
-                f"store.{name}={getattr(store, name)} is about the rows of methods that keep all of them as the model "
-                f"made them, and {type(method).__name__} stores something else here: leave it out."
-            )
-    if store.share and method.uses_budget:
+    if codec is not None and not rows and not passing:
         raise SettingsError(
-            "store.share=true gives a conversation the rows of another one's answers, and "
-            f"{type(method).__name__} computes these from sparse reads: set store.share=false."
+            f"store.codec={store.codec} is about the rows of methods that keep all of them as the model made them, and "
+            f"{type(method).__name__} stores something else here: leave it out."
         )
 
 

@@ -164,10 +164,9 @@ def test_a_store_on_the_device_counts_up_to_its_room() -> None:
     items = prepare(Balances(talks=True), MODEL, plain)
     all_of_them = sum(info.kv_bytes("fp32", item.room) for item in items)
     for device, store, more in (
-        ("cuda", StoreSettings(device=1000), 1000),
         ("cuda", StoreSettings(), 0),
-        ("cpu", StoreSettings(device="1TB"), all_of_them),
-        ("cpu", StoreSettings(device=1000, host=500, disk="1TB"), 1500),
+        ("cpu", StoreSettings(host="1TB"), all_of_them),
+        ("cpu", StoreSettings(host=500, disk="1TB"), 500),
     ):
         settings = replace(plain, device=device, history="store", store=store)
         cache_spec = full(settings)

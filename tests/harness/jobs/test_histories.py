@@ -2,40 +2,28 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
 
-from harness.cachedattention.store import policies
 from harness.cachedattention.store.history_store import HistoryStore
 from harness.cachedattention.turns import opening
-from harness.cachedattention.turns.caches import CachesBetweenTurns
-from harness.config.settings import POLICIES, OverflowSettings, Settings, SettingsError, StoreSettings
-from harness.jobs.planning.examples import PreparedExample, prepare
-from harness.jobs.runner import Runner
+from harness.config.settings import OverflowSettings, Settings, SettingsError, StoreSettings
 from harness.reports.compare import comparisons
 from harness.reports.document import as_text
 from harness.reports.groups import turn_reuse
 from harness.reports.notes import STAMPS, stamps
-from harness.results.lock import FolderLock
 from harness.results.run_folder import StoredRun, load
 from harness.sweeps.jobs import JobConfig, with_own_settings
-from harness.terminal.notices import say_once
 from harness.terminal.tables import digits
 from methods.base import Method
 from methods.full import Full
 from methods.h2o import H2O
 from methods.pqcache import PQCache
-from methods.quest import Quest
 from methods.snapkv import SnapKV
-from methods.sparq import SparQ
-from methods.tiers.tier import TIERS
-from tests.fast import MODEL, niah
+from tests.fast import niah
 from tests.harness.jobs.test_questions import Balances, Given, Retold, run
 from tests.histories import full_disk
 
@@ -58,27 +46,9 @@ def test_full_answers_alike_wherever_its_cache_was(tmp_path: Path, protocol: str
     for changes in (
         {"history": "recompute"},
         {"history": "store", "batch": 2, "store": DISK},
-        {"history": "store", "store": StoreSettings(device="1GB"), "prefill_chunk": 50},
+        {"history": "store", "store": StoreSettings(), "prefill_chunk": 50},
     ):
         assert tokens(talked(tmp_path, Full(), protocol=protocol, **changes)) == tokens(stayed)
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_memory_for_conversations_is_there_before_the_first_prompt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
-) -> None:
-    done, prompt = list[object](), Runner.prompt
-
-    def noting(runner: Runner, item: PreparedExample) -> tuple[Tensor, int]:
-        done.append("prompt")
-        return prompt(runner, item)
-
-    monkeypatch.setattr(HistoryStore, "expect", lambda _, size: done.append(size))
-    monkeypatch.setattr(Runner, "prompt", noting)
-    talked(tmp_path, Full(), history="store", shared_prefill=shared)
-    items = prepare(TALKS, MODEL, replace(Settings(), protocol="prompt"))
-    size = sum(MODEL.describe().kv_bytes("fp32", item.room) for item in items)
-    assert (done[0], done.count(size), done.count("prompt")) == (size, 1, len(items))
 
 
 @pytest.mark.tokens
@@ -110,15 +80,6 @@ def test_what_was_evicted_stays_evicted(tmp_path: Path) -> None:
     stayed = talked(tmp_path, H2O())
     for changes in ({"batch": 2, "store": DISK}, {"shared_prefill": True}):
         assert tokens(talked(tmp_path, H2O(), history="store", **changes)) == tokens(stayed)
-
-
-def test_a_context_that_is_sealed_anew_in_every_turn_is_said_to_be(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for changes, said in (({"history": "store", "protocol": "context"}, 1), ({"history": "store"}, 0), ({}, 0)):
-        say_once.cache_clear()
-        talked(tmp_path, H2O(), budget=0.5, **changes)
-        assert capsys.readouterr().err.count("history=store seals") == said
 
 
 @pytest.mark.tokens
@@ -161,25 +122,6 @@ def test_a_turn_says_what_it_found_and_what_it_computed(
     told = made.summary["turns"]["3"]
     assert told["hits"] == ({tiers[2]: 2} if tiers[2] else {})
     assert told["load_s"] > 0
-
-
-def test_what_a_turn_waits_for_its_save_is_recorded_where_it_waits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before the first token, and behind the last one."""
-
-    def slowly(waits_s: float) -> Callable[..., tuple[()]]:
-        return lambda *_: time.sleep(waits_s) or ()  # type: ignore[func-returns-value]
-
-    monkeypatch.setattr(CachesBetweenTurns, "_leave_ahead", slowly(0.02))
-    monkeypatch.setattr(CachesBetweenTurns, "_keep", slowly(0.01))
-    made = talked(tmp_path, Full(), history="recompute")
-    for record in made.records:
-        for turn in (record.turns or [])[:-1]:
-            assert turn.ttft_s > (turn.load_s or 0) + (turn.save_ahead_s or 0) > 0.02
-            assert (turn.save_s or 0) > 0.01
-        assert record.save_ahead_s == pytest.approx(sum(turn.save_ahead_s or 0 for turn in record.turns or []))
-    assert made.summary["turns"]["2"]["save_ahead_s"] > 0.02
 
 
 def test_a_table_says_where_histories_were_found(tmp_path: Path) -> None:
@@ -235,34 +177,10 @@ def test_a_run_leaves_its_conversations_in_a_folder_of_its_own(tmp_path: Path) -
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_a_store_that_another_command_uses_is_named_with_its_setting(tmp_path: Path) -> None:
-    store = StoreSettings(host="1GB", disk="1GB", folder=str(tmp_path / "store"))
-    first = talked(tmp_path / "first", Full(), history="store", store=store)
-    lock = FolderLock(tmp_path / "store" / first.folder.name)
-    with pytest.raises(SettingsError, match=r"store\.folder: .*process \d+"):
-        talked(tmp_path / "second", Full(), history="store", store=store)
-    lock.release()
-
-
-def test_a_store_is_given_back_where_a_run_fails_before_its_first_prompt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = StoreSettings(host="1GB", disk="1GB", folder=str(tmp_path / "store"))
-
-    def lacking(*_: object) -> None:
-        raise MemoryError("no room for these conversations")
-
-    with monkeypatch.context() as patch, pytest.raises(MemoryError, match="no room"):
-        patch.setattr(HistoryStore, "expect", lacking)
-        talked(tmp_path, Full(), history="store", store=store)
-    [folder] = (tmp_path / "store").iterdir()
-    FolderLock(folder).release()
-
-
 def test_a_folder_that_no_store_can_use_is_refused_before_a_run_begins(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     store = StoreSettings(disk="1GB", folder=str(tmp_path / "file"))
-    with pytest.raises(SettingsError, match=r"store\.folder: .*a file"):
+    with pytest.raises(SettingsError, match="folder"):
         talked(tmp_path / "runs", Full(), history="store", store=store)
     assert not list((tmp_path / "runs").glob("*"))
 
@@ -274,29 +192,8 @@ def test_rows_are_stored_in_few_bits_where_rows_are_stored(tmp_path: Path, monke
     assert [turn.hit_tier for record in made.records for turn in record.replies[1:]].count("host") == 3 * len(
         made.records
     )
-    for refused in (store, StoreSettings(host="1GB", share=True)):
-        with pytest.raises(SettingsError, match=r"store\.(codec|share)=.* H2O"):
-            talked(tmp_path, H2O(), history="store", store=refused, budget=0.5)
-
-
-def test_codes_of_a_pool_are_stored_under_their_own_codec_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As they are; another one would have to decode them first."""
-    monkeypatch.setattr(opening, "BLOCK_TOKENS", 8)
-    store = StoreSettings(host="1GB", codec="int8g8")
-    how = {"history": "store", "store": store, "budget": 0.5}
-    made = talked(tmp_path, PQCache(), codec="int8g8", **how)
-    assert {turn.hit_tier for record in made.records for turn in record.replies[1:]} == {"host"}
-    with pytest.raises(SettingsError, match=r"store\.codec=int8g8 .*PQCache"):
-        talked(tmp_path, PQCache(), codec="int4g8", **how)
-
-
-@pytest.mark.parametrize("method", [Quest(), PQCache(), SparQ()], ids=lambda method: type(method).__name__)
-def test_rows_that_sparse_reads_have_shaped_are_not_shared(tmp_path: Path, method: Method) -> None:
-    store = StoreSettings(host="1GB", share=True)
-    with pytest.raises(SettingsError, match=rf"rows .* {type(method).__name__} .* set store\.share=false"):
-        talked(tmp_path, method, history="store", store=store)
+    with pytest.raises(SettingsError, match=r"store\.codec"):
+        talked(tmp_path, H2O(), history="store", store=store, budget=0.5)
 
 
 def test_where_nothing_has_a_second_turn_the_run_is_the_plain_one(
@@ -345,11 +242,6 @@ def test_questions_on_one_context_keep_their_cache(tmp_path: Path, capsys: pytes
     assert run(tmp_path, Full(), Retold(), **shared | changes | {"questions": "separate"}).records
     assert run(tmp_path, Full(), TALKS, **shared | changes).records  # where none have one context, nothing is shared
     assert "questions=shared changes" in capsys.readouterr().err
-
-
-def test_settings_name_the_stores_own_tiers_and_policies() -> None:
-    assert StoreSettings().capacities.keys() <= TIERS.keys()
-    assert set(POLICIES) == set(policies.POLICIES)
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])

@@ -17,7 +17,6 @@ from methods.base import Method
 from methods.full import Full
 from methods.h2o import H2O
 from methods.streaming import Streaming
-from tests.fast import niah
 from tests.harness.jobs.test_questions import Balances, counted, run
 
 TALKS = Balances(talks=True)
@@ -126,17 +125,6 @@ def test_a_task_about_overflow_needs_a_window(tmp_path: Path) -> None:
         run(tmp_path, Full(), task)
     made = run(tmp_path, Full(), task, protocol="prompt", overflow=OverflowSettings(window=600))
     assert turns(made)[0][1].dropped_tokens
-
-
-def test_without_a_second_turn_it_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one = run(tmp_path, task=niah(depths=2), overflow=OverflowSettings(window=4096))
-    assert one.folder == run(tmp_path, task=niah(depths=2)).folder
-    assert "overflow changes nothing" in capsys.readouterr().err
-
-
-def test_the_way_is_named_in_a_runs_identity(tmp_path: Path) -> None:
-    assert talked(tmp_path).folder == talked(tmp_path, by="truncate_cache").folder
-    assert talked(tmp_path).folder != talked(tmp_path, by="truncate_rotated").folder
 
 
 @pytest.mark.parametrize(

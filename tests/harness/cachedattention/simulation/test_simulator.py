@@ -17,8 +17,7 @@ from harness.cachedattention.simulation.server import OpenConversation, Server
 from harness.cachedattention.simulation.trace import TracedConversation, TurnLengths
 from harness.cachedattention.store.fingerprint import Fingerprint
 from harness.cachedattention.store.history_store import HistoryStore
-from harness.cachedattention.store.placement import Move, Placement
-from harness.cachedattention.store.policies import POLICIES
+from harness.cachedattention.store.placement import POLICIES, Move, Placement
 from harness.cachedattention.turns.stored import StoredCaches
 from harness.engine.attach import attached
 from harness.engine.cache import KVCache
@@ -115,7 +114,7 @@ def served(policy: str, host: int, disk: int, folder: Path) -> tuple[list[Told],
             policy=POLICIES[policy](),
             block_tokens=BLOCK,
             clock=time,
-            io_threads=0,  # the simulated disk takes no time
+            threads=0,  # the simulated disk takes no time
         )
         histories = StoredCaches(lambda capacity: kv.start(KVCache, capacity=capacity), kv, store, read_buffer=0)
         engine = Timed(kv, time, token_s=TOKEN_S)

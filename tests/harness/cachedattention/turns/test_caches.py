@@ -28,7 +28,7 @@ from tests.tiny import prompt, tiny
 PRINT = Fingerprint(model="tiny", weights="7", tokenizer="ids", rotary="default", dtype="fp32")
 LENGTHS, NEW, CAPACITY = (61, 26, 3, 17), 6, 150
 MB = 10**6
-TIERS = {"device": {"device": 9 * MB}, "host": {"host": 9 * MB}, "disk": {"disk": 9 * MB}}
+TIERS = {"host": {"host": 9 * MB}, "disk": {"disk": 9 * MB}}
 
 
 class Talk:
@@ -160,29 +160,6 @@ def test_a_text_that_goes_on_otherwise(name: str, reused: int) -> None:
 
 
 @pytest.mark.tokens
-@pytest.mark.parametrize("name", ["full", "quest", "snapkv"])
-def test_another_conversation_begins_with_an_answer(name: str) -> None:
-    """Alice's text with what was said to her is Bob's prompt; a method that selects has computed her answer's rows from
-    sparse reads."""
-    with attach(small(name), 0.2) as kv:
-        if name != "full":
-            with pytest.raises(ValueError, match="share=False"):
-                stored(kv, host=9 * MB, share=True)
-            return
-        said, reused = [], []
-        for share in (False, True):
-            histories = stored(kv, host=9 * MB, share=share)
-            alice = Talk(kv, histories).turns(LENGTHS[:1])
-            bob = Talk(kv, histories, session="bob")
-            bob.turn([*alice.fed, *prompt(9, seed=5)[0].tolist()])
-            said.append(bob.said)
-            reused.append(bob.found[0].reused)
-            histories.close()
-    assert said[0] == said[1]
-    assert reused == [0, LENGTHS[0] + NEW - 1]
-
-
-@pytest.mark.tokens
 @pytest.mark.parametrize("name", ["full", "h2o"])
 def test_what_has_no_room_is_computed_again(name: str) -> None:
     with attach(small(name), 0.4) as kv, plain(kv, CachesBetweenTurns) as recompute:
@@ -201,24 +178,3 @@ def test_a_turn_writes_its_own_rows_alone() -> None:
         [parts] = histories.store.contents.blocks.values()
         assert [block.name for block in parts][: len(before)] == before
         assert len(parts) > len(before)
-
-
-@pytest.mark.tokens
-def test_a_cache_that_stayed_grows_into_a_larger_one() -> None:
-    with attach(Streaming(sinks=2), 0.4) as kv:
-        wanted, histories = lasting(kv), DevicePrefix(lambda capacity: kv.start(KVCache, capacity=capacity))
-        talk = Talk(kv, histories).turns(LENGTHS[:1])
-        [(held, cache)] = histories._alive.values()
-        small = kv.start(KVCache, capacity=len(held) + 3)
-        small.refill(cache.contents())
-        histories._alive["alice"] = held, small
-        assert talk.turns(LENGTHS[1:]).said == wanted.said
-
-
-def test_what_was_fed_must_be_named() -> None:
-    with attach(Full(), None) as kv, plain(kv, DevicePrefix) as histories:
-        talk = Talk(kv, histories).turns(LENGTHS[:1])
-        found = histories.resume("alice", talk.fed, CAPACITY)
-        with pytest.raises(ValueError, match="tokens"):
-            histories.save("alice", talk.fed + talk.said[-1:], found.cache)
-        assert histories.resume("bob", talk.fed, CAPACITY).reused == 0

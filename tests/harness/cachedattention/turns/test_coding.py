@@ -9,7 +9,7 @@ import torch
 
 from harness.cachedattention.store.history_store import HistoryStore
 from methods.full import Full
-from methods.tiers.block import Format, Tensors
+from methods.tiers.block import Tensors
 from methods.tiers.codecs import codec_of
 from tests.harness.cachedattention.turns.test_caches import MB, NEW, PRINT, Talk, lasting, stored
 from tests.methods.test_contract import attach
@@ -22,35 +22,6 @@ def rows(tokens: int = TOKENS) -> Tensors:
     torch.manual_seed(3)
     scale = torch.tensor([20.0, *[1.0] * 15])
     return {f"{layer}.{name}": torch.randn(1, 2, tokens, 16) * scale for layer in range(2) for name in "kv"}
-
-
-def written(codec: str = "int8g16", dtype: torch.dtype = torch.float32) -> Format:
-    return Format(codec_of(codec), dtype)
-
-
-@pytest.mark.parametrize("tokens", [1, 15, 16, 17, 150])
-@pytest.mark.parametrize(("codec", "error"), [("int8g16", 1 / 255), ("int4g16", 1 / 15)])
-def test_what_is_decoded_is_as_near_as_the_bits_allow(codec: str, error: float, tokens: int) -> None:
-    given, one = rows(tokens), written(codec)
-    found = one.decode(one.encode(given))
-    assert found.keys() == given.keys()
-    whole = tokens - tokens % 16
-    for name, x in given.items():
-        groups = x[:, :, :whole].unflatten(2, (-1, 16)).mT if name.endswith("k") else x[:, :, :whole]
-        spread = (groups.amax(-1) - groups.amin(-1)).max() if whole else 0.0
-        assert (found[name] - x).abs().max() <= 0.51 * error * spread + 0.002 * x.abs().max()
-        assert torch.equal(found[name][:, :, whole:], x[:, :, whole:])
-
-
-@pytest.mark.parametrize("tokens", [1, 16, 150])
-@pytest.mark.parametrize("codec", ["int8g16", "int4g16", "int2g16"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_it_will_be_like_is_known_before(codec: str, tokens: int, dtype: torch.dtype) -> None:
-    given, one = {name: x.to(dtype) for name, x in rows(tokens).items()}, written(codec, dtype)
-    made, like = one.encode(given), one.like({name: x.to("meta") for name, x in given.items()})
-    assert {name: (x.shape, x.dtype) for name, x in made.items()} == {
-        name: (x.shape, x.dtype) for name, x in like.items()
-    }
 
 
 def test_a_store_holds_less_and_gives_back_all(tmp_path: Path) -> None:

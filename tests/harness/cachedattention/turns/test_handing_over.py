@@ -95,29 +95,6 @@ def test_a_state_that_is_stored_whole_comes_back_in_its_codes(name: str, how: di
         histories.close()
 
 
-@pytest.mark.parametrize("name", BY_TOKEN)
-def test_rows_lose_their_rotation_part_by_part_where_they_lie(name: str) -> None:
-    """What a pool has on the host and what the store has on the device are joined block by block, in host memory."""
-    with attach(name) as kv:
-        histories, turn = stored(kv, host=9 * MB), fed(kv)
-        contents, count = turn.cache.contents(), len(turn.tokens)
-        rows = histories.form.rows(contents, 0, count)
-        unrotated = histories.form.unrotated(0, count, rows, count)
-        whole = histories.form.rows(turn.cache.whole_contents(), 0, count)
-        once = histories.form.unrotated(0, count, whole, count)
-        away = {number: state for number, state in enumerate(contents) if "far.v" in state}
-        assert away
-        for number, state in away.items():
-            keys, values = f"{number}.k", f"{number}.v"
-            assert state["far.v"].data_ptr() in [part.data_ptr() for part in rows[values].parts]
-            turned = unrotated(number, {name: rows[name] for name in (keys, values)})
-            assert len(turned[keys].parts) == len(rows[keys].parts) >= 1 + (state["v0"].shape[2] > 0)
-            expected = once(number, {name: whole[name] for name in (keys, values)})
-            for name in (keys, values):
-                assert torch.equal(turned[name].joined(), expected[name].joined())
-        histories.close()
-
-
 @pytest.mark.tokens
 @pytest.mark.parametrize("name", [*BY_TOKEN, *WHOLE])
 @pytest.mark.parametrize("placement", ["host", "disk"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import CancelledError
-from copy import deepcopy
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -12,7 +10,6 @@ import pytest
 import torch
 
 from harness.cachedattention.store.block import BlockFile
-from harness.engine.attach import attached
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
 from methods.base import AttnInput
@@ -20,7 +17,7 @@ from methods.full import Full
 from methods.tiers.rows import Place
 from tests.harness.cachedattention.turns.test_caches import CAPACITY, LENGTHS, MB, NEW, Talk, lasting, stored
 from tests.methods.test_contract import attach
-from tests.tiny import prompt, tiny
+from tests.tiny import prompt
 
 
 def test_a_layer_is_asked_for_when_it_is_used_and_not_before() -> None:
@@ -44,39 +41,6 @@ def test_a_layer_is_asked_for_when_it_is_used_and_not_before() -> None:
         whole = kv.start(KVCache, capacity=CAPACITY)
         whole.refill(contents)
         assert torch.equal(logits, engine.prefill(whole, prompt(5, seed=1)))
-
-
-@pytest.mark.tokens
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
-@pytest.mark.parametrize("ahead", [False, True])
-def test_rows_wait_for_rotations_that_a_busy_stream_has_still_to_make(
-    ahead: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They are computed on the caller's stream, and used on the one that loads."""
-    with attached(deepcopy(tiny("llama")).to("cuda"), Full()) as kv:  # type: ignore[arg-type]
-        wanted, talk = lasting(kv), Talk(kv, stored(kv, host=9 * MB, on="cuda"))
-        histories: Any = talk.caches
-        states, resume = histories.form.states, histories.resume
-
-        def late(tokens: int, device: torch.device) -> Any:
-            poison = [torch.full((1 << 16,), torch.nan, device="cuda") for _ in range(64)]
-            torch.cuda.synchronize()
-            del poison  # what the rotations are written to holds no earlier ones
-            torch.cuda._sleep(10**9)
-            return states(tokens, device)
-
-        def resumed(session: str, tokens: list[int], capacity: int) -> Any:
-            if ahead:
-                histories.ahead(session, tokens)
-            return resume(session, tokens, capacity)
-
-        monkeypatch.setattr(histories.form, "states", late)
-        monkeypatch.setattr(histories, "resume", resumed)
-        talk.turns()
-        assert talk.said == wanted.said
-        assert [found.tier for found in talk.found] == [None, "host", "host", "host"]
-        histories.close()
 
 
 @pytest.mark.tokens
@@ -129,20 +93,3 @@ def test_what_was_loaded_ahead_is_what_the_next_turn_takes() -> None:
             *[f.reused for f in wanted.found][2:],
         ]
         assert not histories._ahead
-
-
-def test_a_conversation_that_is_forgotten_cancels_what_was_loaded_ahead(tmp_path: Path) -> None:
-    """Of its layers the first has come, and the others are never read."""
-    with attach(Full(), None) as kv:
-        talk = Talk(kv, stored(kv, tmp_path, disk=9 * MB))
-        histories: Any = talk.caches
-        talk.turns(LENGTHS[:1])
-        histories.store.flush()
-        histories.read_buffer = 1
-        histories.ahead("alice", talk.fed)
-        (fetch,) = histories.store.contents.fetches.values()
-        assert len(fetch.rows(0).result()) > 0
-        histories.forget("alice")
-        assert not histories.store.contents.fetches
-        assert isinstance(fetch.rows(1).exception(), CancelledError)
-        histories.close()

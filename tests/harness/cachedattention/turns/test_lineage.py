@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from harness.cachedattention.turns.caches import CachesBetweenTurns, DevicePrefix
+from harness.cachedattention.turns.caches import CachesBetweenTurns
 from harness.cachedattention.turns.opening import fingerprint
 from harness.engine.attach import attached
 from harness.models.random import Random
@@ -53,18 +52,3 @@ def test_another_run_computes_a_text_that_was_cut_here(method: Any, sinks: int, 
         assert [one.found[0].reused for one in talks] == [0, 0]
         assert second.resume("alice", talks[0].fed, CAPACITY).reused == len(talks[0].fed)
         second.close()
-
-
-def test_rows_of_a_repetitive_text_are_those_behind_the_cut() -> None:
-    """Blocks of before the cut hold the same tokens as those behind it, and other rows."""
-    with attach(Full(), None) as kv, plain(kv, DevicePrefix) as device, torch.inference_mode():
-        rows = []
-        for histories in (stored(kv, host=9 * MB), device):
-            talk = Talk(kv, histories)
-            talk.turn([7] * 90)
-            kept = histories.shorten("alice", talk.fed, 60, CAPACITY, sinks=20)
-            found = histories.resume("alice", kept, CAPACITY)
-            assert found.reused == len(kept)
-            found.cache.await_layers()
-            rows.append([state["v0"] for state in found.cache.contents()])
-        assert all(torch.equal(one, other) for one, other in zip(*rows, strict=True))

@@ -12,13 +12,12 @@ from harness.cachedattention.store.block import Loss
 from harness.cachedattention.store.history_store import HistoryStore
 from harness.cachedattention.turns.stored import StoredCaches, StoredForm
 from harness.engine.attach import Attachment, attached
-from harness.engine.cache import KVCache
 from harness.models.random import Random
 from methods.base import Budget
 from methods.full import Full
 from methods.pqcache import PQCache
 from methods.tiers.codec import IntCodec
-from tests.harness.cachedattention.turns.test_caches import CAPACITY, LENGTHS, MB, NEW, PRINT, Talk, lasting, stored
+from tests.harness.cachedattention.turns.test_caches import CAPACITY, LENGTHS, MB, NEW, Talk, lasting, stored
 from tests.histories import full_disk
 from tests.methods.test_contract import attach, small, walked
 from tests.tiny import tiny
@@ -29,7 +28,7 @@ EXACT_ON_A_MISS = {"full", "full_offloaded"}
 
 def losing(kv: Attachment, folder: Path, turn: int) -> Talk:
     """A conversation whose save behind turn number `turn` finds the disk full."""
-    talk = Talk(kv, stored(kv, folder, disk=9 * MB, io_threads=0))
+    talk = Talk(kv, stored(kv, folder, disk=9 * MB, threads=0))
     for number in range(len(LENGTHS)):
         with pytest.MonkeyPatch.context() as patch:
             if number == turn:
@@ -37,11 +36,6 @@ def losing(kv: Attachment, folder: Path, turn: int) -> Talk:
             talk.turns(LENGTHS[number : number + 1])
     talk.caches.close()
     return talk
-
-
-def small_blocks(kv: Attachment, folder: Path) -> StoredCaches:
-    store = HistoryStore(PRINT, folder=folder, disk=9 * MB, io_threads=0, block_tokens=8)
-    return StoredCaches(lambda capacity: kv.start(KVCache, capacity=capacity), kv, store)
 
 
 @pytest.mark.tokens
@@ -100,7 +94,7 @@ def test_what_is_found_out_in_the_midst_of_a_turn(
     name: str, fault: Callable[[HistoryStore], None], tmp_path: Path
 ) -> None:
     with attach(small(name), 0.4) as kv:
-        talk = Talk(kv, small_blocks(kv, tmp_path)).turns(LENGTHS[:2])
+        talk = Talk(kv, stored(kv, tmp_path, disk=9 * MB, threads=0)).turns(LENGTHS[:2])
         assert isinstance(talk.caches, StoredCaches)
         fault(talk.caches.store)
         talk.turns(LENGTHS[2:])
@@ -146,13 +140,3 @@ def test_under_overflow_a_loss_changes_fulls_answers_too(sinks: int, lost: str |
             histories.store.truncate("alice", 0.0)
         talk.turns(LENGTHS[2:])
     assert [found.lost is not None for found in talk.found] == [False, False, lost is not None, False]
-
-
-def test_a_text_that_was_shortened_by_design_is_not_lost() -> None:
-    """As overflow.by=truncate_tokens does it."""
-    with attach(small("snapkv"), 0.4) as kv:
-        talk = Talk(kv, stored(kv, host=9 * MB)).turns(LENGTHS[:2])
-        talk.fed = talk.fed[-40:]
-        talk.turns(LENGTHS[2:])
-    assert [found.lost for found in talk.found] == [None] * 4
-    assert talk.found[2].reused == 0

@@ -69,40 +69,6 @@ def test_moved_keys_are_the_models_at_their_new_positions(make: Any) -> None:
         assert_close(rotation.move(wanted, there, here), keys, atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("make", MODELS)
-def test_off_and_on_again_is_the_identity(make: Any) -> None:
-    model, places = make(), torch.arange(FAR, FAR + TOKENS)
-    for rotation in rotations(model):
-        keys = torch.randn(1, 2, TOKENS, 16)
-        assert (rotation.on(rotation.off(keys, places), places) - keys).abs().max() < 2e-6
-
-
-def test_the_start_of_a_text_is_before_its_rotation() -> None:
-    """Position 0 turns nothing, and half a head that does not turn is never touched."""
-    keys, places = torch.randn(1, 2, TOKENS, 16), torch.arange(TOKENS)
-    [rotation, *_] = rotations(scaled(HALF, "phi3", partial_rotary_factor=0.5))
-    off = rotation.off(keys, places)
-    assert torch.equal(off[:, :, 0], keys[:, :, 0])
-    assert torch.equal(off[..., 8:], keys[..., 8:])
-    assert not torch.allclose(off[:, :, 1:, :8], keys[:, :, 1:, :8], atol=0.1)
-
-
-def test_layers_have_their_own_rotations() -> None:
-    model, keys, places = tiny("gemma3_text"), torch.randn(1, 2, TOKENS, 16), torch.arange(FAR, FAR + TOKENS)
-    kinds = {kind: layer for layer, kind in enumerate(model.config.layer_types)}
-    sliding, whole = (rotations(model)[kinds[f"{kind}_attention"]] for kind in ("sliding", "full"))
-    assert not torch.allclose(sliding.off(keys, places), whole.off(keys, places), atol=0.1)
-
-
-def test_a_layer_that_does_not_rotate_keeps_its_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, keys = tiny("llama"), torch.randn(1, 2, TOKENS, 16)
-    monkeypatch.setattr(model.model.layers[1].self_attn, "use_rope", False, raising=False)
-    turning, still, _ = rotations(model)
-    places = torch.arange(FAR, FAR + TOKENS)
-    assert torch.equal(still.move(keys, places, torch.arange(TOKENS)), keys)
-    assert not torch.equal(turning.move(keys, places, torch.arange(TOKENS)), keys)
-
-
 def test_heads_may_keep_different_tokens() -> None:
     [rotation, *_] = rotations(tiny("llama"))
     keys = torch.randn(1, 2, 4, 16)
@@ -152,11 +118,3 @@ def test_halves_are_turned_in_fp32(dtype: torch.dtype) -> None:
     assert torch.equal(rotation.on(off, places), keys)
     again = rotation.on(off.to(dtype), places).float() - keys.float()
     assert 0 < again.abs().max() < 4 * torch.finfo(dtype).eps * keys.float().abs().max()
-
-
-def test_no_keys_are_rotated_into_no_keys() -> None:
-    """A turn that stores nothing new."""
-    rotation = Rotation(
-        lambda positions: (torch.ones(1, len(positions), 4), torch.zeros(1, len(positions), 4)), torch.float32
-    )
-    assert rotation.off(torch.empty(1, 2, 0, 4), torch.arange(0)).shape == (1, 2, 0, 4)

@@ -113,27 +113,6 @@ def test_first_tokens_may_stay() -> None:
         assert_close(off(state["k0"][:, :, 4:], torch.arange(4, KEEP)), last, **EXACT)
 
 
-@pytest.mark.parametrize("architecture", HYBRID)
-def test_windows_move_with_the_other_layers(architecture: str) -> None:
-    """Kept at their places, with what follows at its true positions, keys give the same as moved to the start."""
-    model, ids = tiny(architecture), prompt(SEEN)
-    with attached(model, Full()) as kv:
-        moved, still = shortened(kv, fed(kv, ids), KEEP), shortened(kv, fed(kv, ids), KEEP, naive=True)
-        still.num_tokens = SEEN
-        assert_close(answered(kv, moved), answered(kv, still), **EXACT)
-
-
-def test_the_first_layer_is_that_of_the_shorter_text() -> None:
-    """Its rows depend on nothing but token and position; later ones were computed in sight of what went."""
-    model, ids = tiny("llama"), prompt(SEEN)
-    with attached(model, Full()) as kv:
-        first, *_, last = shortened(kv, fed(kv, ids), KEEP).contents()
-        again, *_, other = fed(kv, ids[:, -KEEP:]).contents()
-    for name in ("k0", "v0"):
-        assert_close(first[name], again[name], **EXACT)
-        assert not torch.allclose(last[name], other[name], atol=0.05)
-
-
 @pytest.mark.parametrize("sinks", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("method", [*KEEPING, *EVICTING], ids=lambda method: type(method).__name__)
 def test_every_method_goes_on_behind_a_shorter_history(method: Method, sinks: int) -> None:
@@ -167,17 +146,6 @@ def test_a_list_of_dropped_tokens_is_taken_over(method: Method) -> None:
 
 def _keys(state: Any) -> list[Tensor]:
     return [x for name, x in state.items() if name[:1] == "k"]
-
-
-def test_a_history_that_fits_stays_as_it_is() -> None:
-    model, ids = tiny("llama"), prompt(SEEN)
-    with attached(model, Full()) as kv:
-        cache = fed(kv, ids)
-        before, after = cache.contents(), shortened(kv, cache, SEEN).contents()
-        with pytest.raises(ValueError, match="keep="):
-            shortened(kv, cache, 0)
-    for state, same in zip(before, after, strict=True):
-        assert all(torch.equal(state[name], same[name]) for name in state)
 
 
 def test_heads_of_different_numbers_lose_their_oldest() -> None:
