@@ -31,32 +31,6 @@ from methods.pools import PerHeadStore
 from methods.snapkv import SnapKeep, SnapKV
 
 
-@dataclass(frozen=True, kw_only=True)
-class AdaKV(SnapKV):
-    """Hold SnapKV's parameters and two more. `floor`: the part of the even share that every head
-    gets. `normalize`: whether a head's votes are scaled first, as the module says."""
-
-    tunable: ClassVar[Grids] = {**SnapKV.tunable, "floor": (0.0, 0.05, 0.2, 0.5)}
-
-    floor: float = 0.2
-    normalize: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.floor <= 1:
-            raise ValueError(f"floor={self.floor} is not a part of the even share: give 0 to 1, 0.2 in the paper.")
-        if self.select_per != "kv_head":
-            raise ValueError("Ada-KV gives budgets to KV heads: leave select_per=kv_head.")
-
-    def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
-        """Return SnapKV's memory and that of the sorted votes, with their numbers and heads."""
-        ranked = (2 * costs.FP32 + 2 * costs.INT64) * case.spec.num_kv_heads * case.sealed
-        return super().transient(case, chunk) + PeakExtra(seal=0 if self.reads_whole(case) else ranked)
-
-    def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
-        return [Layer(spec, cache, self, AdaKeep()) for spec in specs]
-
-
 class AdaKeep(SnapKeep, capturable=True):
     """Divide the tokens of all heads, `size` per head on average, among the heads of each
     sequence."""
@@ -96,6 +70,32 @@ class AdaKeep(SnapKeep, capturable=True):
         queries = self.queries.unflatten(1, (store.heads, -1)).flatten(0, 1).split(1)
         heads = zip(queries, store.stores, cycle(range(store.heads)), strict=False)
         return [self.pooled_votes(*head)[0, 0] for head in heads]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaKV(SnapKV):
+    """Hold SnapKV's parameters and two more. `floor`: the part of the even share that every head
+    gets. `normalize`: whether a head's votes are scaled first, as the module says."""
+
+    tunable: ClassVar[Grids] = {**SnapKV.tunable, "floor": (0.0, 0.05, 0.2, 0.5)}
+
+    floor: float = 0.2
+    normalize: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.floor <= 1:
+            raise ValueError(f"floor={self.floor} is not a part of the even share: give 0 to 1, 0.2 in the paper.")
+        if self.select_per != "kv_head":
+            raise ValueError("Ada-KV gives budgets to KV heads: leave select_per=kv_head.")
+
+    def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
+        """Return SnapKV's memory and that of the sorted votes, with their numbers and heads."""
+        ranked = (2 * costs.FP32 + 2 * costs.INT64) * case.spec.num_kv_heads * case.sealed
+        return super().transient(case, chunk) + PeakExtra(seal=0 if self.reads_whole(case) else ranked)
+
+    def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
+        return [Layer(spec, cache, self, AdaKeep()) for spec in specs]
 
 
 def whole_shares(asked: Sequence[float], most: Sequence[int]) -> list[int]:

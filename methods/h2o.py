@@ -32,6 +32,73 @@ from methods.parts.windows import Windowed
 EXTRA = {"none": 0.0, "literal": 1 / 128, "bytes": 1 / 256}
 
 
+class H2OKeep(Keep, capturable=True, of_each={"received": Padded(2)}):
+    """Add up the attention that every stored token receives, in all phases; the sums of evicted
+    tokens are dropped with them."""
+
+    by_room: ClassVar[Mapping[str, int]] = {"received": 2}
+    method: H2O
+
+    def bind(self, layer: Storage) -> None:
+        super().bind(layer)
+        shape = (self.request.batch, self.spec.num_kv_heads, self.request.capacity)
+        self.received = torch.zeros(shape, device=self.request.device)  # [B G C], attention per stored token
+
+    def observe(self, x: AttnInput) -> None:
+        self._count(sink_logits.column_sums(x.q, self.store.k, self.spec.scale, self.spec.sink_logits))
+
+    def prefill(self, x: AttnInput) -> Tensor:
+        out, sums = sink_logits.causal_attention_with_column_sums(
+            x.q, self.store.k, self.store.v, self.spec.scale, self.spec.sink_logits
+        )
+        self._count(sums)
+        return out
+
+    def decode(self, x: AttnInput) -> Tensor:
+        stored = self.store.since(0)
+        out, lse = sink_logits.segment_attention_with_lse(x.q, [stored], self.spec.scale, self.spec.sink_logits)
+        self._count(self.layer.weights(x.q, stored, lse))
+        return out
+
+    def _count(self, sums: Tensor) -> None:
+        """Add what the stored tokens received. sums [B H S]"""
+        grouped = sums.unflatten(1, (self.spec.num_kv_heads, -1)).sum(2)
+        self.received[..., : grouped.shape[-1]].add_(grouped)
+
+    def size(self, budget: int) -> int:
+        return budget + int(EXTRA[self.method.compensation] * self.layer.seen)
+
+    def keep(self, size: int) -> Tensor:
+        plan = self.method.split(size)
+        middle = self.received[..., plan.sinks : self.store.length - plan.local]
+        rows = between_ends(ops.top_k(middle, plan.top), plan, self.store.length)
+        kept = self.received.gather(2, rows)
+        self.received = kept.new_zeros(*kept.shape[:2], size + self.request.capacity - self.layer.seen)
+        self.received[..., :size] = kept
+        return rows
+
+    def keep_generated(self, count: int, size: int) -> Tensor:
+        """Keep the latest tokens, and of the others those with the largest sums."""
+        plan = Plan(0, int(size * self.method.recent_ratio), 0)
+        received = self.received[..., self.store.length - count : self.store.length - plan.local]
+        return between_ends(ops.top_k(received, size - plan.local), plan, count)
+
+    def forget(self, count: int, rows: Tensor) -> None:
+        start = self.store.length - count
+        kept = self.received[..., start:].gather(2, rows)
+        self.received[..., start:] = 0
+        self.received[..., start : start + rows.shape[2]] = kept
+
+    def state(self) -> dict[str, Tensor]:
+        return {"received": self.received[..., : self.layer.stored]}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        self.received[..., : self.layer.stored] = state["received"]
+
+    def truncate(self, state: Mapping[str, Tensor], first: int, last: int) -> dict[str, Tensor]:
+        return {"received": ends(state["received"], first, last)}
+
+
 @dataclass(frozen=True, kw_only=True)
 class H2O(Windowed):
     """Hold the parameters. `sinks`, `recent_ratio`: how the budget is split, see `Windowed`.
@@ -72,70 +139,3 @@ class H2O(Windowed):
 
     def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
         return [Layer(spec, cache, self, H2OKeep()) for spec in specs]
-
-
-class H2OKeep(Keep, capturable=True, of_each={"received": Padded(2)}):
-    """Add up the attention that every stored token receives, in all phases; the sums of evicted
-    tokens are dropped with them."""
-
-    by_room: ClassVar[Mapping[str, int]] = {"received": 2}
-    method: H2O
-
-    def bind(self, layer: Storage) -> None:
-        super().bind(layer)
-        shape = (self.request.batch, self.spec.num_kv_heads, self.request.capacity)
-        self.received = torch.zeros(shape, device=self.request.device)  # [B G C], attention per stored token
-
-    def observe(self, x: AttnInput) -> None:
-        self._count(sink_logits.column_sums(x.q, self.store.k, self.spec.scale, self.spec.sink_logits))
-
-    def prefill(self, x: AttnInput) -> Tensor:
-        out, sums = sink_logits.causal_attention_with_column_sums(
-            x.q, self.store.k, self.store.v, self.spec.scale, self.spec.sink_logits
-        )
-        self._count(sums)
-        return out
-
-    def decode(self, x: AttnInput) -> Tensor:
-        stored = self.store.since(0)
-        out, lse = sink_logits.segment_attention_with_lse(x.q, [stored], self.spec.scale, self.spec.sink_logits)
-        self._count(self.layer.weights(x.q, stored, lse))
-        return out
-
-    def _count(self, sums: Tensor) -> None:
-        """Add what the stored tokens received. sums [B H S]"""
-        grouped = sums.unflatten(1, (self.spec.num_kv_heads, -1)).sum(2)
-        self.received[..., : grouped.shape[-1]].add_(grouped)
-
-    def size(self, budget: int) -> int:
-        return budget + int(EXTRA[self.method.compensation] * self.layer.seen)
-
-    def keep(self, size: int) -> Tensor:
-        plan = self.method.windows.split(size)
-        middle = self.received[..., plan.sinks : self.store.length - plan.local]
-        rows = between_ends(ops.top_k(middle, plan.top), plan, self.store.length)
-        kept = self.received.gather(2, rows)
-        self.received = kept.new_zeros(*kept.shape[:2], size + self.request.capacity - self.layer.seen)
-        self.received[..., :size] = kept
-        return rows
-
-    def keep_generated(self, count: int, size: int) -> Tensor:
-        """Keep the latest tokens, and of the others those with the largest sums."""
-        plan = Plan(0, int(size * self.method.recent_ratio), 0)
-        received = self.received[..., self.store.length - count : self.store.length - plan.local]
-        return between_ends(ops.top_k(received, size - plan.local), plan, count)
-
-    def forget(self, count: int, rows: Tensor) -> None:
-        start = self.store.length - count
-        kept = self.received[..., start:].gather(2, rows)
-        self.received[..., start:] = 0
-        self.received[..., start : start + rows.shape[2]] = kept
-
-    def state(self) -> dict[str, Tensor]:
-        return {"received": self.received[..., : self.layer.stored]}
-
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        self.received[..., : self.layer.stored] = state["received"]
-
-    def truncate(self, state: Mapping[str, Tensor], first: int, last: int) -> dict[str, Tensor]:
-        return {"received": ends(state["received"], first, last)}

@@ -41,121 +41,14 @@ from kernels import ops
 from kernels.per_sequence import CountedOnDevice, PerSequence
 from kernels.ragged import Ragged, filled, leading
 from kernels.reference import Segment
-from methods.base import (
-    Attended,
-    AttnInput,
-    Budget,
-    CacheState,
-    Cost,
-    Grids,
-    KVLayer,
-    LayerSpec,
-    LayerWorkload,
-    Method,
-    Plan,
-    check_layers,
-)
-from methods.base.cost import PeakExtra
-from methods.base.method import LONG
+from methods.base import Attended, AttnInput, CacheState, Cost, Grids, KVLayer, LayerSpec, LayerWorkload, PeakExtra
 from methods.base.pieces import pieces
 from methods.base.state import queues
-from methods.layers import Layer, Padded, Policy, Pooled, Storage, limited_pool
-from methods.layers.limited_pool import Counts, Eviction, Fetched, leading_columns
+from methods.budget import Plan, check_layers
+from methods.layers import Layer, Padded, Policy, Storage
+from methods.layers.limited_pool import Eviction, Fetched, Pooled, PooledMethod, leading_columns
 from methods.parts import costs
 from methods.parts.partial_keys import GrowingRows, column_mass, largest, narrowed, skewed, skewing
-from methods.parts.uneven import limited, one_by_one
-from methods.tiers.tier import DISK
-
-
-@dataclass(frozen=True, kw_only=True)
-class InfiniGen(Method):
-    """Hold the parameters, which the yaml explains."""
-
-    offloads: ClassVar[bool] = True
-    asks_ahead: ClassVar[bool] = True
-    encodes: ClassVar[bool] = True
-    tunable: ClassVar[Grids] = {"alpha": (4, 8, 16, 99), "partial_ratio": (0.1, 0.2, 0.4, 1), "column_rule": ("query",)}
-    alpha: float = 5.0
-    partial_ratio: float = 0.2
-    dense_layers: tuple[int, ...] = (0, 1)
-    skew: bool = True
-    calibration_tokens: int = 2048
-    column_rule: Literal["query", "union"] = "union"
-    group_rank: Literal["margin_max", "prob_sum"] = "margin_max"
-    pool_capacity: float | None = None
-    pool_policy: Eviction = "counter"
-
-    def __post_init__(self) -> None:
-        if self.alpha < 0:
-            raise ValueError(f"alpha={self.alpha} is negative: it is a distance below the largest logit, 4 to 5.")
-        if not 0 < self.partial_ratio <= 1:
-            raise ValueError(f"partial_ratio={self.partial_ratio} must be a share of columns, above 0 and up to 1.")
-        if 0 not in self.dense_layers:
-            raise ValueError(f"dense_layers={self.dense_layers} must hold 0: no layer before it could guess for it.")
-        if self.calibration_tokens < 1:
-            raise ValueError(f"calibration_tokens={self.calibration_tokens} must be at least 1, 2048 in the paper.")
-        for name, choices in (("column_rule", ("query", "union")), ("group_rank", ("margin_max", "prob_sum"))):
-            if (value := getattr(self, name)) not in choices:
-                raise ValueError(f"{name}={value!r} is unknown: choose {' or '.join(choices)}.")
-        limited_pool.check(self.pool_capacity, self.pool_policy)
-
-    def check(self, budget: Budget | None, layer: int = 0) -> None:
-        super().check(budget, layer)
-        if limited_pool.size(self.pool_capacity, LONG) is not None:
-            limited_pool.check_budget(budget, LONG, layer)
-
-    def reads_whole(self, case: LayerWorkload) -> bool:
-        return super().reads_whole(case) or not limited_pool.has_room(self.pool_capacity, case)
-
-    def cost(self, case: LayerWorkload) -> Cost:
-        if self.reads_whole(case) or case.spec.index in self.dense_layers:
-            return costs.dense(case)
-        case, tables = limited_pool.kept(self.pool_capacity, case)
-        mass = costs.FP32 * case.spec.num_kv_heads * case.spec.head_dim
-        index = Cost(self.partial_bytes(case, case.capacity + 1) + mass).reading(self.partial_bytes(case, case.sealed))
-        return costs.select(case, Plan(0, 0, case.budget), index_bytes=0) + index + tables
-
-    def partial_bytes(self, case: LayerWorkload, rows: int) -> int:
-        """Return the most bytes of `rows` rows of partial keys and of their basis. One more row is
-        held than there are tokens (`GrowingRows`)."""
-        dim, width = case.spec.head_dim, int(self.partial_ratio * case.spec.head_dim)
-        if self.column_rule == "union":
-            width = min(2 * width, dim)
-        return case.spec.num_kv_heads * width * (rows + dim) * case.element_bytes
-
-    def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
-        """Return the memory of the partial keys twice, and for a limited pool that of the queries
-        that fill it."""
-        if self.reads_whole(case) or case.spec.index in self.dense_layers:
-            return PeakExtra()
-        filling = limited_pool.filling(self.pool_capacity, self.pool_policy, case)
-        return filling + PeakExtra(seal=2 * self.partial_bytes(case, case.capacity + 1))
-
-    def prepare(
-        self, specs: Sequence[LayerSpec], observe: Callable[[int], Iterator[AttnInput]]
-    ) -> tuple[Tensor, ...] | None:
-        """Return A of every layer, [G D D]: the principal directions of the queries of a group's
-        heads, stacked."""
-        if not self.skew:
-            return None
-        inputs = zip(specs, observe(self.calibration_tokens), strict=True)
-        return tuple(skewing(x.q, spec.num_kv_heads) for spec, x in inputs)
-
-    def check_model(self, spec: LayerSpec) -> None:
-        check_layers("method.dense_layers", self.dense_layers, spec.num_layers)
-        if int(self.partial_ratio * spec.head_dim) < 1:
-            raise ValueError(
-                f"partial_ratio={self.partial_ratio} is less than one column of a key of {spec.head_dim}: choose at "
-                f"least {1 / spec.head_dim:.4g}."
-            )
-
-    def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
-        cache = cache.with_dense(self.dense_layers)
-        reads = [InfiniGenRead(self.pool_capacity, self.pool_policy) for _ in specs]
-        for one, follower in pairwise(reads):
-            one.followers = (Follower(follower),)
-        return [Layer(spec, cache, self, read) for spec, read in zip(specs, reads, strict=True)]
-
 
 OF_EACH = {"basis": Padded(3, changes=False, most="widest"), "partial": None}
 
@@ -178,17 +71,111 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
     limits that choice.
 
     On a GPU, and while steps are captured, counts stay on the device: as many rows as the limit are
-    chosen, and the first n' of them are read or moved. With placement=disk the counts are read in
-    each step, since only n' rows should move."""
+    chosen, and the first n' of them are read or moved."""
 
+    diagnostics = (*Pooled.diagnostics, "counts", "read_in_steps")
     method: InfiniGen
     followers: tuple[Follower, ...] = ()  # policies of the next layer: for several sequences, one for all or one each
     basis: Tensor  # [B G D d'], the chosen columns of A
     partial: GrowingRows  # [B G C d'], skewed keys of all tokens, those of the prompt first
     guessed: Fetched | None = None  # rows and counts for the current step
-    diagnostics = (*Pooled.diagnostics, "counts", "read_in_steps")
+    counts: Tensor  # [B], n' of each sequence: so many of its `rows` [B G max n'], which stand best first, are read
     read_in_steps: Tensor | None = None  # [B], prompt tokens read in joint steps of several sequences
-    counts: Counts  # n' of each sequence; if they differ, `rows` [B G max n'] are sorted, best first
+
+    def split(self, budget: int) -> Plan:
+        return Plan(sinks=0, local=0, top=budget)
+
+    def index(self, keys: Tensor) -> None:
+        """Keep the skewed keys in the columns in which the prompt's queries, or keys, are largest."""
+        width, _ = self.method.columns(self.spec.head_dim)
+        chosen = largest(self.query_mass, width)
+        if self.method.column_rule == "union":
+            chosen |= largest(column_mass(keys, self.spec.num_kv_heads, self._skew), width)
+        columns = skewed(torch.eye(self.spec.head_dim, device=keys.device).expand(*keys.shape[:2], -1, -1), self._skew)
+        self.basis = narrowed(columns, chosen).to(keys.dtype)
+        self.partial = GrowingRows(self.cache, keys @ self.basis, self.request.capacity)
+        if self.slots is not None:
+            kept = ops.gather_rows(self.partial.filled, self.fill())
+            self.partial = GrowingRows(self.cache, kept, self.store.k_rows.shape[2])
+
+    def guessed_query(self, before: AttnInput) -> Tensor:
+        """Apply this layer's query projection to the attention input of the layer before, which
+        runs at the same position."""
+        hidden, cos, sin = (x.to(self.request.device) for x in (before.hidden, before.cos, before.sin))
+        turned: Tensor = ops.rotate(self.spec.project_query(hidden), cos, sin)
+        return turned
+
+    def logits(self, q: Tensor) -> Tensor:
+        """Return the guessed logits [B G g n] of the past tokens, for rotated q [B H 1 D]."""
+        grouped = q.view(len(q), self.spec.num_kv_heads, self.spec.group, -1).float()
+        return self.present(self.partial.scores((grouped @ self.basis.float() * self.spec.scale).to(q.dtype)))
+
+    def fetches(self, q: Tensor) -> Fetched:
+        """Choose for a token with query q as many prompt tokens as come within `alpha` of a query
+        head's largest logit, from one to the budget. Nothing is fetched here."""
+        assert self.plan is not None
+        logits, limit = self.logits(q), cast(int | PerSequence, self.plan.top)
+        ranks, near = ops.group_margins(logits, self.sealed, self.method.alpha)
+        counts = ops.mean_counts(near, limit)
+        if self.method.group_rank == "prob_sum":
+            weights = ops.group_weights(leading(logits, self.sealed), 1.0, "sum")
+            ranks = weights if isinstance(weights, Ragged) else self.present(weights)
+        if not self._reads_counts:
+            counted = CountedOnDevice(counts, limit.most if isinstance(limit, PerSequence) else limit)
+            return filled(ops.top_k(ranks, counted)), counts
+        rows: Tensor = ops.top_k(ranks, int(counts.max()))
+        if len(counts) > 1:
+            rows = rows.gather(2, ranks.gather(2, rows).argsort(2, descending=True))
+        return rows, counts
+
+    @property
+    def _reads_counts(self) -> bool:
+        """Return whether a step reads how many tokens it fetches, which on a GPU waits for it."""
+        return not (self.cache.counters.running or queues(self.request.device))
+
+    def guess(self, before: AttnInput) -> None:
+        """Choose this step's tokens from the attention input of the layer before."""
+        if self.plan is not None and self.selects_next:
+            self.guessed = self.fetches(self.guessed_query(before))
+            if self.layer.far is not None:
+                self._send_for(*self.guessed)  # they arrive while the layer before computes
+
+    def select(self, q: Tensor, top: int) -> Tensor:
+        """Return what the layer before has chosen: the true query is known too late to fetch for
+        it."""
+        assert self.guessed is not None
+        (rows, self.counts), self.guessed = self.guessed, None
+        if self.pool is not None:
+            self.pool.fetched(rows, self.counts)
+        if self.read_in_steps is not None:
+            self.read_in_steps += self.counts
+        return rows
+
+    def decode(self, x: AttnInput) -> Tensor:
+        for follower in self.followers:
+            follower.guess(x)
+        out = super().decode(x)
+        if self.plan is not None:
+            self.partial.append(x.k @ self.basis)
+        return out
+
+    def fetch(self, rows: Tensor) -> Segment:
+        if self.arrival is None:
+            self._send_for(rows, self.counts)
+        return super().fetch(rows)
+
+    def _send_for(self, rows: Tensor, counts: Tensor) -> None:
+        unread = None if self._reads_counts else torch.where(leading_columns(rows, counts), -1, 0).expand(rows.shape)
+        self.send_for(rows, unread)
+
+    def attend(self, q: Tensor, *segments: Segment) -> Tensor:
+        """Attend to no more than the first n' of the chosen rows of each sequence."""
+        if self.plan is None or (self._reads_counts and len(self.counts) == 1):
+            return super().attend(q, *segments)
+        fetched = self.layer.far is not None  # the chosen rows are then the first segment, else those with `rows`
+        chosen = (segment.rows is not None or (fetched and not place) for place, segment in enumerate(segments))
+        limited = (x._replace(live=self.counts) if own else x for x, own in zip(segments, chosen, strict=True))
+        return super().attend(q, *limited)
 
     def bind(self, layer: Storage) -> None:
         super().bind(layer)
@@ -204,106 +191,6 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
         if self.guesses:
             self.query_mass += column_mass(x.q, self.spec.num_kv_heads, self._skew)
 
-    def split(self, budget: int) -> Plan:
-        return Plan(sinks=0, local=0, top=budget)
-
-    def index(self, keys: Tensor) -> None:
-        width = int(self.method.partial_ratio * self.spec.head_dim)
-        chosen = largest(self.query_mass, width)
-        if self.method.column_rule == "union":
-            chosen |= largest(column_mass(keys, self.spec.num_kv_heads, self._skew), width)
-        columns = skewed(torch.eye(self.spec.head_dim, device=keys.device).expand(*keys.shape[:2], -1, -1), self._skew)
-        self.basis = narrowed(columns, chosen).to(keys.dtype)
-        self.partial = GrowingRows(self.cache, keys @ self.basis, self.request.capacity)
-        if self.slots is not None:
-            kept = ops.gather_rows(self.partial.filled, self.fill())
-            self.partial = GrowingRows(self.cache, kept, self.store.k_rows.shape[2])
-
-    def decode(self, x: AttnInput) -> Tensor:
-        for follower in self.followers:
-            follower.guess(x)
-        out = super().decode(x)
-        if self.plan is not None:
-            self.partial.append(x.k @ self.basis)
-        return out
-
-    def guess(self, before: AttnInput) -> None:
-        """Choose this step's tokens from the attention input of the layer before, which runs at the
-        same position."""
-        if self.plan is not None and self.selects_next:
-            self.guessed = self.fetches(self.guessed_query(before))
-            if self.layer.far is not None:
-                self._send_for(*self.guessed)  # they arrive while the layer before computes
-
-    def guessed_query(self, before: AttnInput) -> Tensor:
-        hidden, cos, sin = (x.to(self.request.device) for x in (before.hidden, before.cos, before.sin))
-        turned: Tensor = ops.rotate(self.spec.project_query(hidden), cos, sin)
-        return turned
-
-    def fetches(self, q: Tensor) -> Fetched:
-        """Return the rows that a token with query q would fetch, and how many of them; nothing is
-        fetched here."""
-        assert self.plan is not None
-        return self.choose(self.logits(q), self.plan.top)
-
-    def logits(self, q: Tensor) -> Tensor:
-        """Return the guessed logits [B G g n] of the past tokens, for rotated q [B H 1 D]."""
-        grouped = q.view(len(q), self.spec.num_kv_heads, self.spec.group, -1).float()
-        grouped = (grouped @ self.basis.float() * self.spec.scale).to(q.dtype)
-        if not self.cache.counters.running:
-            return self.present(ops.row_scores(grouped, self.partial.filled))
-        return self.present(ops.live_scores(grouped, self.partial.stored, self.partial.count()))
-
-    def choose(self, logits: Tensor, limit: int | PerSequence) -> Fetched:
-        """Choose as many prompt tokens as the margins ask for, 1 to `limit`. [B G g n] -> rows
-        [B G max n'], n' [B]"""
-        ranks, near = ops.group_margins(logits, self.sealed, self.method.alpha)
-        asked = ops.mean_counts(near, limit)
-        if self.method.group_rank == "prob_sum":
-            weights = ops.group_weights(leading(logits, self.sealed), 1.0, "sum")
-            ranks = weights if isinstance(weights, Ragged) else self.present(weights)
-        if self.cache.counters.running or (self.request.placement != DISK and queues(self.request.device)):
-            counted = CountedOnDevice(asked, limit.most if isinstance(limit, PerSequence) else limit)
-            return filled(ops.top_k(ranks, counted)), asked
-        counts = asked.tolist()
-        rows: Tensor = ops.top_k(ranks, max(counts))
-        if len(set(counts)) > 1:
-            rows = rows.gather(2, ranks.gather(2, rows).argsort(2, descending=True))
-        return rows, counts
-
-    def select(self, q: Tensor, top: int) -> Tensor:
-        """Return what the layer before has chosen: the true query is known too late to fetch for
-        it."""
-        assert self.guessed is not None
-        (rows, self.counts), self.guessed = self.guessed, None
-        if self.pool is not None:
-            self.pool.fetched(rows, self.counts)
-        if self.read_in_steps is not None:
-            self.read_in_steps += cast(Tensor, self.counts)
-        return rows
-
-    def fetch(self, rows: Tensor) -> Segment:
-        if self.arrival is None:
-            self._send_for(rows, self.counts)
-        return super().fetch(rows)
-
-    def _send_for(self, rows: Tensor, counts: Counts) -> None:
-        slots = None
-        if isinstance(counts, Tensor):
-            read = torch.arange(rows.shape[2], device=rows.device) < counts.view(-1, 1, 1)
-            slots = torch.where(read, -1, 0).expand(rows.shape)
-        self.send_for(rows, slots)
-
-    def attend(self, q: Tensor, *segments: Segment) -> Tensor:
-        """Attend, for one sequence after the other if they read different numbers of tokens."""
-        counts = self.counts if self.plan is not None else []
-        fetched = self.layer.far is not None
-        if isinstance(counts, Tensor):
-            return super().attend(q, *limited(segments, counts, fetched=fetched))
-        if len(set(counts)) > 1:
-            return one_by_one(super().attend, q, segments, counts, fetched=fetched)
-        return super().attend(q, *segments)
-
     @property
     def _skew(self) -> Tensor | None:
         """Return A [G D D], or None without a skew."""
@@ -313,8 +200,7 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
     @property
     def widest(self) -> int:
         """Return the most columns of partial keys, which is at most twice the fewest."""
-        dim, width = self.spec.head_dim, int(self.method.partial_ratio * self.spec.head_dim)
-        return min(2 * width, dim) if self.method.column_rule == "union" else width
+        return self.method.columns(self.spec.head_dim)[1]
 
     def forget(self, count: int, rows: Tensor) -> None:
         if self.plan is not None:
@@ -324,6 +210,11 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
         super().grow(more)
         if self.plan is not None:
             self.partial.grow(more)
+
+    def count_replayed(self, steps: int) -> None:
+        super().count_replayed(steps)
+        if self.plan is not None:
+            self.partial.length += steps
 
     def state(self) -> dict[str, Tensor]:
         return super().state() | {"query_mass": self.query_mass}
@@ -345,7 +236,7 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
         if len(places) < 2:
             self.followers = tuple(Follower(cast(InfiniGenRead, read)) for read in places.values())
             return
-        ends = list(accumulate(read.request.batch for read in reads))
+        ends = accumulate(read.request.batch for read in reads)
         rows = [slice(end - read.request.batch, end) for read, end in zip(reads, ends, strict=True)]
         self.followers = tuple(map(Follower, reads, rows))
 
@@ -353,7 +244,6 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
         super().hand_back(member, own)
         if self.read_in_steps is not None:
             assert isinstance(member, InfiniGenRead)
-            assert isinstance(self.counts, Tensor)
             if self.rows is not None and member.plan is not None:
                 member.rows = self.rows[own, ..., : member.plan.top]
             member.counts, member.read_in_steps = self.counts[own].clone(), self.read_in_steps[own].clone()
@@ -364,12 +254,11 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
         whole = super().attended
         if self.plan is None or self.rows is None:
             return whole
-        counts = self.counts.tolist() if isinstance(self.counts, Tensor) else self.counts
-        return whole._replace(prompt=sum(counts) / len(counts))
+        return whole._replace(prompt=self.counts.double().mean().item())
 
     @property
     def reading(self) -> tuple[float | Tensor, float]:
-        if self.plan is None or self.rows is None or not isinstance(self.counts, Tensor):
+        if self.plan is None or self.rows is None or self._reads_counts:
             return self.attended
         return self.counts, super().attended.generated
 
@@ -387,11 +276,92 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
     def selected_rows(self) -> Tensor | None:
         """Return the rows read, with -1 where a sequence reads fewer tokens than another."""
         rows = super().selected_rows()
-        if rows is None:
-            return None
-        return rows.masked_fill(~leading_columns(rows, self.counts), -1)
+        return None if rows is None else rows.masked_fill(~leading_columns(rows, self.counts), -1)
 
-    def count_replayed(self, steps: int) -> None:
-        super().count_replayed(steps)
-        if self.plan is not None:
-            self.partial.length += steps
+
+@dataclass(frozen=True, kw_only=True)
+class InfiniGen(PooledMethod):
+    """Hold the parameters, which the yaml explains."""
+
+    offloads: ClassVar[bool] = True
+    asks_ahead: ClassVar[bool] = True
+    encodes: ClassVar[bool] = True
+    tunable: ClassVar[Grids] = {"alpha": (4, 8, 16, 99), "partial_ratio": (0.1, 0.2, 0.4, 1), "column_rule": ("query",)}
+    alpha: float = 5.0
+    partial_ratio: float = 0.2
+    dense_layers: tuple[int, ...] = (0, 1)
+    skew: bool = True
+    calibration_tokens: int = 2048
+    column_rule: Literal["query", "union"] = "union"
+    group_rank: Literal["margin_max", "prob_sum"] = "margin_max"
+    pool_capacity: float | None = None
+    pool_policy: Eviction = "counter"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.alpha < 0:
+            raise ValueError(f"alpha={self.alpha} is negative: it is a distance below the largest logit, 4 to 5.")
+        if not 0 < self.partial_ratio <= 1:
+            raise ValueError(f"partial_ratio={self.partial_ratio} must be a share of columns, above 0 and up to 1.")
+        if 0 not in self.dense_layers:
+            raise ValueError(f"dense_layers={self.dense_layers} must hold 0: no layer before it could guess for it.")
+        if self.calibration_tokens < 1:
+            raise ValueError(f"calibration_tokens={self.calibration_tokens} must be at least 1, 2048 in the paper.")
+        for name, choices in (("column_rule", ("query", "union")), ("group_rank", ("margin_max", "prob_sum"))):
+            if (value := getattr(self, name)) not in choices:
+                raise ValueError(f"{name}={value!r} is unknown: choose {' or '.join(choices)}.")
+
+    def columns(self, head_dim: int) -> tuple[int, int]:
+        """Return the fewest and the most columns of a partial key."""
+        width = int(self.partial_ratio * head_dim)
+        return width, min(2 * width, head_dim) if self.column_rule == "union" else width
+
+    def reads_whole(self, case: LayerWorkload) -> bool:
+        return super().reads_whole(case) or case.spec.index in self.dense_layers
+
+    def cost(self, case: LayerWorkload) -> Cost:
+        if self.reads_whole(case):
+            return costs.dense(case)
+        case, tables = self.kept(case)
+        mass = costs.FP32 * case.spec.num_kv_heads * case.spec.head_dim
+        index = Cost(self._partial_bytes(case, case.capacity + 1) + mass)
+        index = index.reading(self._partial_bytes(case, case.sealed))
+        return costs.select(case, Plan(0, 0, case.budget), index_bytes=0) + index + tables
+
+    def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
+        """Return the memory of the partial keys twice, and for a limited pool that of the queries
+        that fill it."""
+        if self.reads_whole(case):
+            return PeakExtra()
+        return self.filling(case) + PeakExtra(seal=2 * self._partial_bytes(case, case.capacity + 1))
+
+    def _partial_bytes(self, case: LayerWorkload, rows: int) -> int:
+        """Return the most bytes of `rows` rows of partial keys and of their basis. One more row is
+        held than there are tokens (`GrowingRows`)."""
+        dim = case.spec.head_dim
+        return case.spec.num_kv_heads * self.columns(dim)[1] * (rows + dim) * case.element_bytes
+
+    def prepare(
+        self, specs: Sequence[LayerSpec], observe: Callable[[int], Iterator[AttnInput]]
+    ) -> tuple[Tensor, ...] | None:
+        """Return A of every layer, [G D D]: the principal directions of the queries of a group's
+        heads, stacked."""
+        if not self.skew:
+            return None
+        inputs = zip(specs, observe(self.calibration_tokens), strict=True)
+        return tuple(skewing(x.q, spec.num_kv_heads) for spec, x in inputs)
+
+    def check_model(self, spec: LayerSpec) -> None:
+        check_layers("method.dense_layers", self.dense_layers, spec.num_layers)
+        if self.columns(spec.head_dim)[0] < 1:
+            raise ValueError(
+                f"partial_ratio={self.partial_ratio} is less than one column of a key of {spec.head_dim}: choose at "
+                f"least {1 / spec.head_dim:.4g}."
+            )
+
+    def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
+        cache = cache.with_dense(self.dense_layers)
+        reads = [InfiniGenRead() for _ in specs]
+        for read, following in pairwise(reads):
+            read.followers = (Follower(following),)
+        return [Layer(spec, cache, self, read) for spec, read in zip(specs, reads, strict=True)]

@@ -33,8 +33,203 @@ from methods.base import AttnInput, CacheState, Cost, CostError, Grids, KVLayer,
 from methods.base.cost import PeakExtra
 from methods.layers import Layer, Select, Storage, ends
 from methods.parts import costs
-from methods.parts.representatives import representatives, rotated_to, tokens_of_best
 from methods.parts.rope_table import RopeTable
+
+
+class InfLLMRead(Select, capturable=True):
+    """Read blocks as the middle tokens. Their keys are stored as if they stood at position 0, all
+    others truly rotated."""
+
+    by_room: ClassVar[Mapping[str, int]] = {"mass": 2, "far_k": 2}
+    method: InfLLM
+    blocks = 0  # blocks filled so far
+    n_local = 0  # length of the window
+    far_k: Tensor  # [B G F D], rotated to position 0: first tokens, then tokens after the blocks that left the window
+    far_end = 0  # position of the first token that has not left the window; the room after it is for the others
+
+    def select(self, q: Tensor, top: int) -> Tensor:
+        """Select the blocks, `top` tokens in all and the same for all heads, that have the largest
+        summed product with the mean of far queries q [B H T D]. Return [B G top]."""
+        scores = ops.row_scores(q.mean(2, keepdim=True), self.representatives).sum((1, 2))
+        best = ops.top_k(scores, top // self.method.block).unsqueeze(1)
+        rows: Tensor = ops.token_rows(best.expand(-1, self.spec.num_kv_heads, -1), self.method.block)
+        return rows
+
+    def _fill_blocks(self, seen: int) -> None:
+        """Put tokens that have left the window into blocks as soon as they fill one."""
+        size, filled = self.method.block, (seen - self.n_local - self.method.n_init) // self.method.block
+        if filled <= self.blocks:
+            return
+        start, end = (self.method.n_init + count * size for count in (self.blocks, filled))
+        self.store.k[:, :, start:end] = keys = self._moved(start, end)
+        means = representatives(keys, self.mass[:, :, start:end], size, self.method.repr_topk)
+        self.representatives = torch.cat([self.representatives, means], 2)
+        self.blocks = filled
+
+    def prefill(self, x: AttnInput) -> Tensor:
+        self.rope_table.note(x)
+        if not self.sparse:
+            return self.layer.attend_prompt(x.q)
+        tokens, first = self.layer.spendable(), x.start
+        # everything is local while the text is short
+        self.n_local, reads = (self.layer.seen, 0) if tokens is None else self.method.spend(tokens)
+        out = torch.empty_like(x.q.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+        block = min(self.method.exc_block, self.n_local)
+        for q, block_out in zip(x.q.split(block, dim=2), out.split(block, dim=2), strict=True):
+            far_q = self._far_query(q, first)
+            if count := min(reads, self.blocks):
+                self.rows = self.select(far_q, count * self.method.block)
+            block_out.copy_(self._execute(q, far_q, first))
+            first += q.shape[2]
+            self._fill_blocks(first)
+        return out
+
+    def _execute(self, q: Tensor, far_q: Tensor, first: int) -> Tensor:
+        """Attend under one softmax to the blocks read, the first tokens and the window. q, far_q
+        [B H T D] at positions from `first` on."""
+        end, scale = first + q.shape[2], self.spec.scale
+        outside = self._after if self.blocks else 0  # from there on, tokens are in no block and are no first tokens
+        far_end = end - self.n_local  # tokens before it are far, at least from the last query
+        near = max(outside, first - self.n_local + 1)
+        k, v = self.store.k[:, :, near:end], self.store.v[:, :, near:end]
+        parts = [ops.windowed_attention(q, k, v, scale, first - near, self.n_local)]
+        if self.blocks:
+            n_init, every_v = self.method.n_init, self.store.v
+            keys, values = self._moved(0, n_init), every_v[:, :, :n_init]
+            if self.rows is not None:
+                blocks = [ops.gather_rows(side[:, :, n_init:], self.rows) for side in (self.store.k, every_v)]
+                keys, values = torch.cat([keys, blocks[0]], 2), torch.cat([values, blocks[1]], 2)
+            parts.append(ops.windowed_attention(far_q, keys, values, scale, keys.shape[2], end + keys.shape[2]))
+        if far_end > outside:
+            keys, values = self._moved(outside, far_end), self.store.v[:, :, outside:far_end]
+            parts.append(ops.windowed_attention(far_q, keys, values, scale, first - self.n_local - outside, end))
+        outs, lses = zip(*parts, strict=True)
+        lse, sinks = torch.stack(lses).logsumexp(0), self.spec.sink_logits
+        drawn = ops.windowed_sums(q, k, lse_with_sink(lse, sinks), scale, first - near, self.n_local)
+        self.mass[:, :, near:end] += drawn
+        return with_sink(ops.merge_attention(outs, lses) if len(parts) > 1 else outs[0], lse, sinks)
+
+    def split(self, budget: int) -> Plan:
+        """Return a plan whose window at the end of the prompt includes the tokens that have not
+        filled a block yet."""
+        self.n_local, _ = self.method.spend(budget)
+        self._fill_blocks(self.sealed)
+        size, n_init, self.far_end = self.method.block, self.method.n_init, self._after
+        local = self.sealed - self.far_end
+        room = n_init + self.request.capacity - self.n_local - self.far_end
+        self.far_k = self.store.k.new_empty(*self.store.k.shape[:2], room, self.spec.head_dim)
+        self.far_k[:, :, :n_init] = self._moved(0, n_init)
+        self._leave(self.sealed - self.n_local)
+        return Plan(n_init, local, min((budget - n_init - local) // size, self.blocks) * size)
+
+    def index(self, keys: Tensor) -> None:
+        """Do nothing: the representatives exist since the blocks were filled."""
+
+    def decode(self, x: AttnInput) -> Tensor:
+        self.rope_table.note(x)
+        return super().decode(x)
+
+    def read(self, x: AttnInput, plan: Plan) -> Tensor:
+        far_q = self._far_query(x.q, x.start)
+        rows = self.chosen(far_q, plan.top)
+        window = x.start - self.n_local + 1
+        self._leave(window)
+        if self.layer.far is not None:
+            self.send_for(rows)  # they arrive while the window is attended to
+        near = self._near(window)
+        near_out, near_lse = ops.segment_attention_with_lse(x.q, [near], self.spec.scale)
+        far_out, far_lse = ops.segment_attention_with_lse(far_q, self._far(rows), self.spec.scale)
+        lse, sinks = torch.logaddexp(far_lse, near_lse), self.spec.sink_logits
+        drawn = self.layer.weights(x.q, near, lse_with_sink(lse, sinks))
+        self.mass.index_add_(2, self._positions(window, x.start + 1), drawn)
+        return with_sink(ops.merge_attention([far_out, near_out], [far_lse, near_lse]), lse, sinks)
+
+    def __init__(self, rope_table: RopeTable) -> None:
+        self.rope_table = rope_table
+
+    def bind(self, layer: Storage) -> None:
+        super().bind(layer)
+        spec, request = self.spec, self.request
+        shape = (request.batch, spec.num_heads)
+        self.sparse = not request.covers_all(spec.index)
+        room = request.capacity if self.sparse else 0
+        self.mass = torch.zeros(*shape, room, device=request.device)  # attention that each token drew
+        self.representatives = torch.empty(*shape, 0, spec.head_dim, dtype=request.dtype, device=request.device)
+
+    def _far_query(self, q: Tensor, first: int) -> Tensor:
+        """Rotate the queries at positions from `first` on as if they stood n_local - 1 after all
+        far keys."""
+        return self.rope_table.move(q, self._positions(first, first + q.shape[2]), self.n_local - 1)
+
+    @property
+    def _after(self) -> int:
+        """Return the position of the first token after the blocks."""
+        return self.method.n_init + self.blocks * self.method.block
+
+    def _leave(self, window: int) -> None:
+        """Treat the tokens before position `window` as far from now on."""
+        if self.far_end < window:
+            place = self.far_end - self._after + self.method.n_init
+            self.cache.counters.write(self._moved(self.far_end, window), self.far_k, 2, place)
+            self.far_end = window
+
+    def _far(self, rows: Tensor) -> list[Segment]:
+        first, after, counters, v = self.method.n_init, self._after - self.layer.away, self.cache.counters, self.store.v
+        blocks = self.middle()._replace(rows=rows) if self.layer.far is None else self.fetch(rows)
+        left = self.far_end - self._after
+        if counters.running:
+            room = self.far_k.shape[2] - first
+            live = counters.tensor(left, self.far_k.device)
+            others = Segment(self.far_k[:, :, first:], self.store.v_rows[:, :, after : after + room], live=live)
+        else:
+            others = Segment(self.far_k[:, :, first : first + left], v[:, :, after : after + left])
+        return [Segment(self.far_k[:, :, :first], v[:, :, :first]), blocks, others]
+
+    def _near(self, window: int) -> Segment:
+        """Return the n_local tokens from position `window` on."""
+        first = window - self.layer.away
+        if not self.cache.counters.running:
+            return self.store.since(first)
+        rows = self._positions(first, first + self.n_local)
+        return Segment(self.store.k_rows.index_select(2, rows), self.store.v_rows.index_select(2, rows))
+
+    def _moved(self, start: int, end: int) -> Tensor:
+        """Return keys of tokens outside the host's blocks, as if they stood at position 0."""
+        positions = self._positions(start, end)
+        keys = self.store.k_rows.index_select(2, positions - self.layer.away if start else positions)
+        return self.rope_table.move(keys, positions, 0)
+
+    def _positions(self, start: int, end: int) -> Tensor:
+        return self.cache.counters.positions(start, end - start, self.request.device)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return keys' positions too: those of blocks stand at 0."""
+        seen = self._positions(0, self.layer.seen)
+        rotated = torch.where((seen >= self.method.n_init) & (seen < self._after), 0, seen)
+        return {"mass": self.mass[..., : self.layer.seen], "representatives": self.representatives, "rotated": rotated}
+
+    def truncate(self, state: Mapping[str, Tensor], first: int, last: int) -> dict[str, Tensor]:
+        return {"mass": ends(state["mass"], first, last), "representatives": state["representatives"][:, :, :0]}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        self.rope_table.note_past(self.spec, self.layer.seen)
+        self.mass[..., : state["mass"].shape[2]] = state["mass"]
+        self.representatives, self.blocks = state["representatives"], state["representatives"].shape[2]
+
+    def count_replayed(self, steps: int) -> None:
+        super().count_replayed(steps)
+        self.far_end += steps
+
+
+def representatives(keys: Tensor, drawn: Tensor, block: int, top: int) -> Tensor:
+    """Return per query head the mean key of the `top` tokens of each block that drew the most
+    attention.
+
+    keys [B G N*block D], drawn [B H N*block] -> [B H N D]
+    """
+    per_head = keys.unflatten(2, (-1, block)).repeat_interleave(drawn.shape[1] // keys.shape[1], dim=1)
+    best = drawn.unflatten(2, (-1, block)).topk(top).indices
+    return per_head.gather(3, best.unsqueeze(-1).expand(*best.shape, keys.shape[3])).mean(3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,194 +316,3 @@ class InfLLM(Method):
     def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
         rope_table = RopeTable(cache)
         return [Layer(spec, cache, self, InfLLMRead(rope_table)) for spec in specs]
-
-
-class InfLLMRead(Select, capturable=True):
-    """Read blocks as the middle tokens. Their keys are stored as if they stood at position 0, all
-    others truly rotated."""
-
-    by_room: ClassVar[Mapping[str, int]] = {"mass": 2, "far_k": 2}
-    method: InfLLM
-    blocks = 0  # blocks filled so far
-    n_local = 0  # length of the window
-    far_k: Tensor  # [B G F D], rotated to position 0: first tokens, then tokens after the blocks that left the window
-    far_end = 0  # position of the first token that has not left the window; the room after it is for the others
-
-    def __init__(self, rope_table: RopeTable) -> None:
-        self.rope_table = rope_table
-
-    def bind(self, layer: Storage) -> None:
-        super().bind(layer)
-        spec, request = self.spec, self.request
-        shape = (request.batch, spec.num_heads)
-        self.sparse = not request.covers_all(spec.index)
-        room = request.capacity if self.sparse else 0
-        self.mass = torch.zeros(*shape, room, device=request.device)  # attention that each token drew
-        self.representatives = torch.empty(*shape, 0, spec.head_dim, dtype=request.dtype, device=request.device)
-
-    def prefill(self, x: AttnInput) -> Tensor:
-        self.rope_table.note(x)
-        if not self.sparse:
-            return self.layer.attend_prompt(x.q)
-        (self.n_local, reads), first = self._spend_so_far(), x.start
-        out = torch.empty_like(x.q.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
-        block = min(self.method.exc_block, self.n_local)
-        for q, block_out in zip(x.q.split(block, dim=2), out.split(block, dim=2), strict=True):
-            far_q = self._far_query(q, first)
-            if count := min(reads, self.blocks):
-                self.rows = self.select(far_q, count * self.method.block)
-            block_out.copy_(self._execute(q, far_q, first))
-            first += q.shape[2]
-            self._fill_blocks(first)
-        return out
-
-    def split(self, budget: int) -> Plan:
-        """Return a plan whose window at the end of the prompt includes the tokens that have not
-        filled a block yet."""
-        self.n_local, _ = self.method.spend(budget)
-        self._fill_blocks(self.sealed)
-        size, n_init, self.far_end = self.method.block, self.method.n_init, self._after
-        local = self.sealed - self.far_end
-        room = n_init + self.request.capacity - self.n_local - self.far_end
-        self.far_k = self.store.k.new_empty(*self.store.k.shape[:2], room, self.spec.head_dim)
-        self.far_k[:, :, :n_init] = self._moved(0, n_init)
-        self._leave(self.sealed - self.n_local)
-        return Plan(n_init, local, min((budget - n_init - local) // size, self.blocks) * size)
-
-    def index(self, keys: Tensor) -> None:
-        """Do nothing: the representatives exist since the blocks were filled."""
-
-    def select(self, q: Tensor, top: int) -> Tensor:
-        """Select blocks of `top` tokens in all, the same for all heads, for far queries q
-        [B H T D]. Return [B G top]."""
-        return tokens_of_best(q, self.representatives, self.spec.num_kv_heads, self.method.block, top)
-
-    def decode(self, x: AttnInput) -> Tensor:
-        self.rope_table.note(x)
-        return super().decode(x)
-
-    def read(self, x: AttnInput, plan: Plan) -> Tensor:
-        far_q = self._far_query(x.q, x.start)
-        rows = self.chosen(far_q, plan.top)
-        window = x.start - self.n_local + 1
-        self._leave(window)
-        if self.layer.far is not None:
-            self.send_for(rows)  # they arrive while the window is attended to
-        near = self._near(window)
-        near_out, near_lse = ops.segment_attention_with_lse(x.q, [near], self.spec.scale)
-        far_out, far_lse = ops.segment_attention_with_lse(far_q, self._far(rows), self.spec.scale)
-        lse, sinks = torch.logaddexp(far_lse, near_lse), self.spec.sink_logits
-        drawn = self.layer.weights(x.q, near, lse_with_sink(lse, sinks))
-        self.mass.index_add_(2, self._positions(window, x.start + 1), drawn)
-        return with_sink(ops.merge_attention([far_out, near_out], [far_lse, near_lse]), lse, sinks)
-
-    def _spend_so_far(self) -> tuple[int, int]:
-        """Return n_local and the number of blocks to read at prefill; everything is local while the
-        text is short."""
-        budget, seen = self.request.budget, self.layer.seen
-        assert budget is not None
-        return (seen, 0) if self.layer.reads_whole() else self.method.spend(budget.tokens(seen, self.spec.index))
-
-    def _fill_blocks(self, seen: int) -> None:
-        """Put tokens that have left the window into blocks as soon as they fill one."""
-        size, filled = self.method.block, (seen - self.n_local - self.method.n_init) // self.method.block
-        if filled <= self.blocks:
-            return
-        start, end = (self.method.n_init + count * size for count in (self.blocks, filled))
-        self.store.k[:, :, start:end] = keys = self._moved(start, end)
-        means = representatives(keys, self.mass[:, :, start:end], size, self.method.repr_topk)
-        self.representatives = torch.cat([self.representatives, means], 2)
-        self.blocks = filled
-
-    def _execute(self, q: Tensor, far_q: Tensor, first: int) -> Tensor:
-        """Attend under one softmax to the blocks read, the first tokens and the window. q, far_q
-        [B H T D] at positions from `first` on."""
-        end, scale = first + q.shape[2], self.spec.scale
-        outside = self._after if self.blocks else 0  # from there on, tokens are in no block and are no first tokens
-        far_end = end - self.n_local  # tokens before it are far, at least from the last query
-        near = max(outside, first - self.n_local + 1)
-        k, v = self.store.k[:, :, near:end], self.store.v[:, :, near:end]
-        parts = [ops.windowed_attention(q, k, v, scale, first - near, self.n_local)]
-        if self.blocks:
-            keys, values = self._always()
-            parts.append(ops.windowed_attention(far_q, keys, values, scale, keys.shape[2], end + keys.shape[2]))
-        if far_end > outside:
-            keys, values = self._moved(outside, far_end), self.store.v[:, :, outside:far_end]
-            parts.append(ops.windowed_attention(far_q, keys, values, scale, first - self.n_local - outside, end))
-        outs, lses = zip(*parts, strict=True)
-        lse, sinks = torch.stack(lses).logsumexp(0), self.spec.sink_logits
-        drawn = ops.windowed_sums(q, k, lse_with_sink(lse, sinks), scale, first - near, self.n_local)
-        self.mass[:, :, near:end] += drawn
-        return with_sink(ops.merge_attention(outs, lses) if len(parts) > 1 else outs[0], lse, sinks)
-
-    def _always(self) -> tuple[Tensor, Tensor]:
-        """Return keys and values that all of these queries read as far: the first tokens and the
-        chosen blocks."""
-        n_init, v = self.method.n_init, self.store.v
-        keys, values = self._moved(0, n_init), v[:, :, :n_init]
-        if self.rows is None:
-            return keys, values
-        blocks = [ops.gather_rows(x[:, :, n_init:], self.rows) for x in (self.store.k, v)]
-        return torch.cat([keys, blocks[0]], 2), torch.cat([values, blocks[1]], 2)
-
-    def _far_query(self, q: Tensor, first: int) -> Tensor:
-        """Rotate the queries at positions from `first` on as if they stood n_local - 1 after all
-        far keys."""
-        return self.rope_table.move(q, self._positions(first, first + q.shape[2]), self.n_local - 1)
-
-    @property
-    def _after(self) -> int:
-        """Return the position of the first token after the blocks."""
-        return self.method.n_init + self.blocks * self.method.block
-
-    def _leave(self, window: int) -> None:
-        """Treat the tokens before position `window` as far from now on."""
-        if self.far_end < window:
-            place = self.far_end - self._after + self.method.n_init
-            self.cache.counters.write(self._moved(self.far_end, window), self.far_k, 2, place)
-            self.far_end = window
-
-    def _far(self, rows: Tensor) -> list[Segment]:
-        first, after, counters, v = self.method.n_init, self._after - self.layer.away, self.cache.counters, self.store.v
-        blocks = self.middle()._replace(rows=rows) if self.layer.far is None else self.fetch(rows)
-        left = self.far_end - self._after
-        if counters.running:
-            room = self.far_k.shape[2] - first
-            live = counters.tensor(left, self.far_k.device)
-            others = Segment(self.far_k[:, :, first:], self.store.v_rows[:, :, after : after + room], live=live)
-        else:
-            others = Segment(self.far_k[:, :, first : first + left], v[:, :, after : after + left])
-        return [Segment(self.far_k[:, :, :first], v[:, :, :first]), blocks, others]
-
-    def _near(self, window: int) -> Segment:
-        """Return the n_local tokens from position `window` on."""
-        first = window - self.layer.away
-        if not self.cache.counters.running:
-            return self.store.since(first)
-        rows = self._positions(first, first + self.n_local)
-        return Segment(self.store.k_rows.index_select(2, rows), self.store.v_rows.index_select(2, rows))
-
-    def _moved(self, start: int, end: int) -> Tensor:
-        """Return keys of tokens outside the host's blocks, as if they stood at position 0."""
-        positions = self._positions(start, end)
-        keys = self.store.k_rows.index_select(2, positions - self.layer.away if start else positions)
-        return self.rope_table.move(keys, positions, 0)
-
-    def _positions(self, start: int, end: int) -> Tensor:
-        return self.cache.counters.positions(start, end - start, self.request.device)
-
-    def state(self) -> dict[str, Tensor]:
-        rotated = rotated_to(self._positions(0, self.layer.seen), self.method.n_init, self._after)
-        return {"mass": self.mass[..., : self.layer.seen], "representatives": self.representatives, "rotated": rotated}
-
-    def truncate(self, state: Mapping[str, Tensor], first: int, last: int) -> dict[str, Tensor]:
-        return {"mass": ends(state["mass"], first, last), "representatives": state["representatives"][:, :, :0]}
-
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        self.rope_table.note_past(self.spec, self.layer.seen)
-        self.mass[..., : state["mass"].shape[2]] = state["mass"]
-        self.representatives, self.blocks = state["representatives"], state["representatives"].shape[2]
-
-    def count_replayed(self, steps: int) -> None:
-        super().count_replayed(steps)
-        self.far_end += steps

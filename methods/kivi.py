@@ -30,51 +30,6 @@ from methods.tiers.codec import IntCodec
 from methods.tiers.tier import DEVICE
 
 
-@dataclass(frozen=True, kw_only=True)
-class Kivi(Method):
-    """Hold the parameters. `bits`: 2, 4 or 8. `group`: how many numbers share a range. `residual`:
-    how many tokens' keys are quantised together, and how many of the last values are exact."""
-
-    uses_budget: ClassVar[bool] = False
-    offloads: ClassVar[bool] = True
-    tunable: ClassVar[Grids] = {"bits": (2, 4, 8), "group": (16, 32, 64), "residual": (64, 128, 256)}
-
-    bits: int = 4
-    group: int = 32
-    residual: int = 128
-
-    def __post_init__(self) -> None:
-        if self.residual < 1 or self.residual % self.codec.block:
-            raise ValueError(
-                f"residual={self.residual} must be a multiple of group={self.group}: so many tokens are quantised at "
-                "a time, a group of each channel together."
-            )
-
-    @property
-    def codec(self) -> IntCodec:
-        return IntCodec(bits=self.bits, group=self.group)
-
-    def whole_blocks(self, tokens: int) -> int:
-        return tokens // self.residual * self.residual
-
-    def cost(self, case: LayerWorkload) -> Cost:
-        if not (quantised := self.whole_blocks(case.sealed)):
-            return costs.dense(case)
-        room = self.whole_blocks(case.capacity)
-        exact = self.residual * (
-            case.row_bytes + case.row_bytes // 2
-        )  # keys and values that wait, and values with codes
-        waiting = case.sealed - quantised
-        exactly = waiting * case.row_bytes + (self.residual - waiting) * case.row_bytes // 2  # these have values alone
-        return Cost(exact).reading(exactly) + costs.pool(case, self.codec, room, quantised)
-
-    def check_model(self, spec: LayerSpec) -> None:
-        self.codec.check(spec.head_dim)
-
-    def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
-        return [KiviLayer(spec, cache, self) for spec in specs]
-
-
 class KiviLayer(Layer, capturable=True):
     """Hold the tokens that wait in the store, and the exact values of the block before them."""
 
@@ -129,8 +84,7 @@ class KiviLayer(Layer, capturable=True):
         not codes; it lies on the device, as a step may be captured."""
         assert self.recent is not None
         count = self.method.residual
-        at = torch.arange(count, device=v.device).view(-1, 1)
-        old = at < newer.view(-1, 1, 1, 1)
+        old = torch.arange(count, device=v.device).view(-1, 1) < newer.view(-1, 1, 1, 1)
         v[:, :, -count:] = torch.where(old, v[:, :, -count:], record_input("recent", self.recent))
         return v
 
@@ -181,3 +135,46 @@ class KiviLayer(Layer, capturable=True):
         if after >= self.method.residual:
             return f"{after} tokens will wait, and {self.method.residual} are quantised in between"
         return super().capture_refusal()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kivi(Method):
+    """Hold the parameters. `bits`: 2, 4 or 8. `group`: how many numbers share a range. `residual`:
+    how many tokens' keys are quantised together, and how many of the last values are exact."""
+
+    uses_budget: ClassVar[bool] = False
+    offloads: ClassVar[bool] = True
+    tunable: ClassVar[Grids] = {"bits": (2, 4, 8), "group": (16, 32, 64), "residual": (64, 128, 256)}
+
+    bits: int = 4
+    group: int = 32
+    residual: int = 128
+
+    def __post_init__(self) -> None:
+        if self.residual < 1 or self.residual % self.codec.block:
+            raise ValueError(
+                f"residual={self.residual} must be a multiple of group={self.group}: so many tokens are quantised at "
+                "a time, a group of each channel together."
+            )
+
+    @property
+    def codec(self) -> IntCodec:
+        return IntCodec(bits=self.bits, group=self.group)
+
+    def whole_blocks(self, tokens: int) -> int:
+        return tokens // self.residual * self.residual
+
+    def cost(self, case: LayerWorkload) -> Cost:
+        if not (quantised := self.whole_blocks(case.sealed)):
+            return costs.dense(case)
+        room = self.whole_blocks(case.capacity)
+        exact = self.residual * (case.row_bytes + case.row_bytes // 2)  # what waits, and values that have codes
+        waiting = case.sealed - quantised
+        exactly = waiting * case.row_bytes + (self.residual - waiting) * case.row_bytes // 2  # these have values alone
+        return Cost(exact).reading(exactly) + costs.pool(case, self.codec, room, quantised)
+
+    def check_model(self, spec: LayerSpec) -> None:
+        self.codec.check(spec.head_dim)
+
+    def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
+        return [KiviLayer(spec, cache, self) for spec in specs]

@@ -29,9 +29,90 @@ from kernels.sink_logits import with_sink
 from methods.base import AttnInput, CacheState, Cost, Grids, KVLayer, LayerSpec, LayerWorkload, Method
 from methods.base.cost import PeakExtra
 from methods.base.pieces import TOKENS_AT_ONCE, pieces
-from methods.layers import Keep, Layer, sinks_and_recent
+from methods.layers import Keep, Layer
 from methods.parts import costs
 from methods.parts.rope_table import RopeTable
+
+
+class LMInfiniteKeep(Keep, capturable=True):
+    """Store keys in their true rotation, and rotate the first ones again for each query far from
+    them."""
+
+    method: LMInfinite
+    n_local: int | None = None  # length of the window; None: everything is read
+    first_keys: Tensor  # [B G n_init D] before their rotation, fp32
+
+    def __init__(self, rope_table: RopeTable) -> None:
+        self.rope_table = rope_table
+
+    def prefill(self, x: AttnInput) -> Tensor:
+        self.rope_table.note(x)
+        self.n_local = self._window_so_far()
+        if self.n_local is None:
+            return self.layer.attend_prompt(x.q)
+        count = min(self.method.n_init, self.store.length)
+        self.first_keys = self.rope_table.unrotate(self.store.k[:, :, :count], self._first_places(count))
+        return self._windowed(x.q, x.start, self.n_local)
+
+    def keep(self, size: int) -> Tensor:
+        return self.first_and_last(self.method.n_init, size)
+
+    def close(self, evicted: int) -> None:
+        self.n_local = self._window_so_far()
+
+    def decode(self, x: AttnInput) -> Tensor:
+        if self.n_local is None:
+            return super().decode(x)
+        self.rope_table.note(x)
+        place = self.cache.counters.tensor(x.start - self.n_local, x.q.device)
+        first = self.rope_table.rotate(self.first_keys, place).to(x.k.dtype)
+        count = self.method.n_init
+        return self.layer.attend(x.q, Segment(first, self.store.v[:, :, :count]), self.store.since(count))
+
+    def _window_so_far(self) -> int | None:
+        tokens = self.layer.spendable()
+        return None if tokens is None else max(1, tokens - self.method.n_init)
+
+    def _first_places(self, count: int) -> Tensor:
+        """Return the positions of the first stored tokens: the first of the text, unless a history
+        was truncated."""
+        return self.layer.stored_positions()[0, 0, :count]
+
+    def _windowed(self, q: Tensor, start: int, n_local: int) -> Tensor:
+        """Attend from queries at positions from `start` on. Return [B H T D]."""
+        count = self.first_keys.shape[2]
+        k, v = self.store.k, self.store.v
+        place = k.shape[2] - count - q.shape[2]  # the tokens after the first ones have no gap up to the last query
+        out: Tensor
+        out, lse = ops.windowed_attention(q, k[:, :, count:], v[:, :, count:], self.spec.scale, place, n_local)
+        for part in pieces(q.shape[2]):
+            first, first_lse = self._first(q[:, :, part], start + part.start, n_local)
+            merged = ops.merge_attention([first, out[:, :, part]], [first_lse, lse[:, :, part]])
+            both_lse = torch.logaddexp(first_lse, lse[:, :, part])
+            out[:, :, part] = with_sink(merged, both_lse, self.spec.sink_logits)
+        return out
+
+    def _first(self, q: Tensor, start: int, n_local: int) -> tuple[Tensor, Tensor]:
+        """Return attention to the first tokens, in their true or their shifted rotation, and its
+        log-sum-exp. [B H T D], [B H T]"""
+        count = self.first_keys.shape[2]
+        places = torch.arange(start, start + q.shape[2], device=q.device)
+        distance = places.unsqueeze(1) - self._first_places(count)
+        turned = self.rope_table.rotate(self.first_keys, torch.zeros_like(places[:1])).to(q.dtype)
+        far = self._logits(self.rope_table.move(q, places, n_local), turned)
+        logits = torch.where(distance >= n_local, far, self._logits(q, self.store.k[:, :, :count]))
+        logits = logits.masked_fill(distance < 0, float("-inf"))
+        weights = logits.softmax(-1).to(q.dtype).flatten(2, 3)  # [B G g*T n_init]
+        return (weights @ self.store.v[:, :, :count]).view_as(q), logits.logsumexp(-1).flatten(1, 2)
+
+    def _logits(self, q: Tensor, k: Tensor) -> Tensor:
+        """Return the scaled products of queries and keys, q [B H T D], k [B G S D] ->
+        [B G g T S]."""
+        folded = q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1]) @ k.transpose(-1, -2)
+        return folded.view(*k.shape[:2], self.spec.group, q.shape[2], -1).float() * self.spec.scale
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        self.rope_table.note_past(self.spec, self.layer.seen)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,91 +158,3 @@ class LMInfinite(Method):
     def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
         rope_table = RopeTable(cache)
         return [Layer(spec, cache, self, LMInfiniteKeep(rope_table)) for spec in specs]
-
-
-class LMInfiniteKeep(Keep, capturable=True):
-    """Store keys in their true rotation, and rotate the first ones again for each query far from
-    them."""
-
-    method: LMInfinite
-    n_local: int | None = None  # length of the window; None: everything is read
-    first_keys: Tensor  # [B G n_init D] before their rotation, fp32
-
-    def __init__(self, rope_table: RopeTable) -> None:
-        self.rope_table = rope_table
-
-    def prefill(self, x: AttnInput) -> Tensor:
-        self.rope_table.note(x)
-        self.n_local = self._window_so_far()
-        if self.n_local is None:
-            return self.layer.attend_prompt(x.q)
-        self._note_first()
-        return self._windowed(x.q, x.start, self.n_local)
-
-    def keep(self, size: int) -> Tensor:
-        groups, device = self.spec.num_kv_heads, self.request.device
-        return sinks_and_recent(self.request.batch, groups, self.method.n_init, size, self.store.length, device)
-
-    def close(self, evicted: int) -> None:
-        self.n_local = self._window_so_far()
-
-    def decode(self, x: AttnInput) -> Tensor:
-        if self.n_local is None:
-            return super().decode(x)
-        self.rope_table.note(x)
-        place = self.cache.counters.tensor(x.start - self.n_local, x.q.device)
-        first = self.rope_table.rotate(self.first_keys, place).to(x.k.dtype)
-        count = self.method.n_init
-        return self.layer.attend(x.q, Segment(first, self.store.v[:, :, :count]), self.store.since(count))
-
-    def _window_so_far(self) -> int | None:
-        if self.layer.reads_whole():
-            return None
-        budget = self.request.budget
-        assert budget is not None
-        return max(1, budget.tokens(self.layer.seen, self.spec.index) - self.method.n_init)
-
-    def _note_first(self) -> None:
-        count = min(self.method.n_init, self.store.length)
-        self.first_keys = self.rope_table.unrotate(self.store.k[:, :, :count], self._first_places(count))
-
-    def _first_places(self, count: int) -> Tensor:
-        """Return the positions of the first stored tokens: the first of the text, unless a history
-        was truncated."""
-        return self.layer.stored_positions()[0, 0, :count]
-
-    def _windowed(self, q: Tensor, start: int, n_local: int) -> Tensor:
-        """Attend from queries at positions from `start` on. Return [B H T D]."""
-        count = self.first_keys.shape[2]
-        k, v = self.store.k, self.store.v
-        place = k.shape[2] - count - q.shape[2]  # the tokens after the first ones have no gap up to the last query
-        out: Tensor
-        out, lse = ops.windowed_attention(q, k[:, :, count:], v[:, :, count:], self.spec.scale, place, n_local)
-        for part in pieces(q.shape[2]):
-            first, first_lse = self._first(q[:, :, part], start + part.start, n_local)
-            merged = ops.merge_attention([first, out[:, :, part]], [first_lse, lse[:, :, part]])
-            both_lse = torch.logaddexp(first_lse, lse[:, :, part])
-            out[:, :, part] = with_sink(merged, both_lse, self.spec.sink_logits)
-        return out
-
-    def _first(self, q: Tensor, start: int, n_local: int) -> tuple[Tensor, Tensor]:
-        """Return attention to the first tokens, in their true or their shifted rotation, and its
-        log-sum-exp. [B H T D], [B H T]"""
-        count = self.first_keys.shape[2]
-        places = torch.arange(start, start + q.shape[2], device=q.device)
-        distance = places.unsqueeze(1) - self._first_places(count)
-        turned = self.rope_table.rotate(self.first_keys, torch.zeros_like(places[:1])).to(q.dtype)
-        far = self._logits(self.rope_table.move(q, places, n_local), turned)
-        logits = torch.where(distance >= n_local, far, self._logits(q, self.store.k[:, :, :count]))
-        logits = logits.masked_fill(distance < 0, float("-inf"))
-        weights = logits.softmax(-1).to(q.dtype).flatten(2, 3)  # [B G g*T n_init]
-        return (weights @ self.store.v[:, :, :count]).view_as(q), logits.logsumexp(-1).flatten(1, 2)
-
-    def _logits(self, q: Tensor, k: Tensor) -> Tensor:
-        """Return the scaled products of queries and keys, q [B H T D], k [B G S D] ->
-        [B G g T S]."""
-        folded = q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1]) @ k.transpose(-1, -2)
-        return folded.view(*k.shape[:2], self.spec.group, q.shape[2], -1).float() * self.spec.scale
-
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        self.rope_table.note_past(self.spec, self.layer.seen)

@@ -24,33 +24,13 @@ from methods.parts import costs
 from methods.parts.windows import Windowed
 
 
-@dataclass(frozen=True, kw_only=True)
-class Oracle(Windowed):
-    """Hold the parameters `sinks` and `recent_ratio`, which split the budget (see `Windowed`)."""
-
-    rows_stay: ClassVar[bool] = True
-
-    sinks: int = 32
-    recent_ratio: float = 0.5
-
-    def cost(self, case: LayerWorkload) -> Cost:
-        if self.reads_whole(case):
-            return costs.dense(case)
-        plan = self.windows.split(case.budget)
-        keys = case.sealed * case.row_bytes // 2  # it chooses by all of them, sinks and window too
-        return costs.select(case, plan, index_bytes=0) + Cost().reading(keys)
-
-    def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
-        return [Layer(spec, cache, self, OracleRead()) for spec in specs]
-
-
 class OracleRead(Select, capturable=True, of_each={}):
     """Rank tokens by softmax over all stored tokens, summed over the query heads of a group."""
 
     method: Oracle
 
     def split(self, budget: int) -> Plan:
-        return self.method.windows.split(budget)
+        return self.method.split(budget)
 
     def index(self, keys: Tensor) -> None:
         """Do nothing: the keys themselves are the index."""
@@ -64,3 +44,23 @@ class OracleRead(Select, capturable=True, of_each={}):
         middle = spanned(weights, self.plan.sinks, self.sealed - self.plan.local)
         rows: Tensor = ops.top_k(middle, top)
         return rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Oracle(Windowed):
+    """Hold the parameters `sinks` and `recent_ratio`, which split the budget (see `Windowed`)."""
+
+    rows_stay: ClassVar[bool] = True
+
+    sinks: int = 32
+    recent_ratio: float = 0.5
+
+    def cost(self, case: LayerWorkload) -> Cost:
+        if self.reads_whole(case):
+            return costs.dense(case)
+        plan = self.split(case.budget)
+        keys = case.sealed * case.row_bytes // 2  # it chooses by all of them, sinks and window too
+        return costs.select(case, plan, index_bytes=0) + Cost().reading(keys)
+
+    def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
+        return [Layer(spec, cache, self, OracleRead()) for spec in specs]

@@ -38,6 +38,65 @@ from methods.tiers.tier import DEVICE
 from methods.tiers.transfer import Arrival
 
 
+class PQRead(Select, capturable=True, of_each={"centroids": 3, "codes": 2}):
+    """Select by the softmax of coded keys."""
+
+    method: PQCache
+    centroids: Tensor  # [B G m C d'], in the cache's dtype
+    codes: Tensor  # [B G M m]
+    clustered: Arrival[tuple[Tensor, Tensor]] | None = None  # both, while they are computed during later layers
+    blocks: BlockCache | None = None
+
+    def split(self, budget: int) -> Plan:
+        return self.method.split(budget)
+
+    def index(self, keys: Tensor) -> None:
+        rounds = self.method.rounds(keys.shape[2], self.request.prepared)
+        if not self.cache.ahead:
+            self.centroids, self.codes = self.method.coded(keys, rounds)
+            return
+        copied = keys.to("cpu", non_blocking=True, copy=True)  # the keys themselves leave the store
+        # as in the paper, a CPU clusters them, and the device has all its time for later layers
+        self.clustered = self.cache.work(partial(self.method.coded, copied, rounds))
+
+    def select(self, q: Tensor, top: int) -> Tensor:
+        self.settle()
+        rows: Tensor = ops.top_k(ops.pq_weights(q, self.centroids, self.codes, self.spec.scale), top)
+        return rows
+
+    def settle(self) -> None:
+        if self.clustered is not None:
+            coded, self.clustered = self.clustered.wait(), None
+            self.centroids, self.codes = (x.to(self.request.device) for x in coded)
+
+    def sent_away(self, tokens: Segment) -> None:
+        how, far = self.method, self.layer.far
+        if how.cache_tokens and far is not None:
+            self.blocks = BlockCache(far, tokens, size=how.cache_block, slots=how.slots, offered=how.cache_offered)
+
+    def fetch(self, rows: Tensor) -> Segment:
+        return super().fetch(rows) if self.blocks is None else self.blocks.read(rows)
+
+    @property
+    def fetches_alone(self) -> bool:
+        """Return whether blocks are kept, which belong to one sequence."""
+        return self.blocks is not None
+
+    def decode(self, x: AttnInput) -> Tensor:
+        out = super().decode(x)
+        if self.blocks is not None and self.cache.counters.running:
+            self.blocks.take_in()  # a captured step leaves nothing on its way
+        return out
+
+    def count_replayed(self, steps: int) -> None:
+        super().count_replayed(steps)
+        if self.blocks is not None:
+            self.blocks.step += steps
+
+    def reopen(self) -> None:
+        self.blocks = self.clustered = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class PQCache(Windowed):
     """Hold m sub-vectors of 2^b centroids, the k-means, and the split of the budget (see
@@ -46,11 +105,7 @@ class PQCache(Windowed):
     offloads: ClassVar[bool] = True
     encodes: ClassVar[bool] = True
     rows_stay: ClassVar[bool] = True
-    tunable: ClassVar[Grids] = {
-        **Windowed.tunable,
-        "m": (1, 2, 4, 8),
-        "b": (4, 6, 8),
-    }
+    tunable: ClassVar[Grids] = {**Windowed.tunable, "m": (1, 2, 4, 8), "b": (4, 6, 8)}
 
     m: int = 2
     b: int = 6
@@ -69,7 +124,14 @@ class PQCache(Windowed):
             raise ValueError(f"m={self.m} must be at least 1: it is the number of sub-vectors a key is split into.")
         if not 1 <= self.b <= 16:
             raise ValueError(f"b={self.b} must lie in 1..16: it is the bits of a code, 2^b centroids.")
-        self._check_iterations()
+        asked = self.iterations
+        if isinstance(asked, int) and asked < 1:
+            raise ValueError(f"iterations={asked} must be at least 1: k-means needs a round.")
+        if isinstance(asked, tuple) and (len(asked) != len(Fit._fields) or min(asked) < 0):
+            raise ValueError(
+                f"iterations={asked} is no fit: give a number of rounds, auto, or the {len(Fit._fields)} numbers that "
+                "a run with auto wrote into its run.json, none negative."
+            )
         if self.cache_block < 1 or self.cache_offered < 1:
             raise ValueError(
                 f"cache_block={self.cache_block} and cache_offered={self.cache_offered} must be at least 1."
@@ -78,16 +140,6 @@ class PQCache(Windowed):
             raise ValueError(
                 f"cache_tokens={self.cache_tokens} holds no block of {self.cache_block} tokens: give 0 for no cache, "
                 "or at least cache_block."
-            )
-
-    def _check_iterations(self) -> None:
-        asked = self.iterations
-        if isinstance(asked, int) and asked < 1:
-            raise ValueError(f"iterations={asked} must be at least 1: k-means needs a round.")
-        if isinstance(asked, tuple) and (len(asked) != len(Fit._fields) or min(asked) < 0):
-            raise ValueError(
-                f"iterations={asked} is no fit: give a number of rounds, auto, or the {len(Fit._fields)} numbers that "
-                "a run with auto wrote into its run.json, none negative."
             )
 
     @property
@@ -107,27 +159,22 @@ class PQCache(Windowed):
         if isinstance(self.iterations, int):
             return None
         if self.iterations == "auto":
-            return measure(len(specs), observe, lambda keys, rounds: self.cluster(keys, rounds, tolerance=0.0))
+            return measure(len(specs), observe, lambda keys, rounds: self.coded(keys, rounds, tolerance=0.0))
         return Fit(*self.iterations)
 
-    def cluster(self, keys: Tensor, rounds: int, tolerance: float) -> tuple[Tensor, Tensor]:
-        """Cluster the sub-vectors of keys [B G M D]. Return centroids [B G m C d'] in fp32 and
-        codes [B G m M]."""
+    def coded(self, keys: Tensor, rounds: int, tolerance: float | None = None) -> tuple[Tensor, Tensor]:
+        """Cluster the sub-vectors of keys [B G M D]. Return centroids [B G m C d'] in their dtype
+        and codes [B G M m], of one byte if that is enough. `tolerance` replaces the method's."""
         batch, groups, count, dim = keys.shape
         clusters = min(2**self.b, count)
         points = torch.empty(batch * groups * self.m, count, dim // self.m, device=keys.device)  # one copy in fp32
         points.view(batch, groups, self.m, count, -1).copy_(keys.unflatten(3, (self.m, -1)).transpose(2, 3))
         draw = torch.Generator().manual_seed(self.seed)
         initial = torch.randperm(count, generator=draw)[:clusters].to(keys.device)
-        centroids, codes = ops.kmeans(points, initial, rounds, tolerance)
-        return centroids.view(batch, groups, self.m, clusters, -1), codes.view(batch, groups, self.m, count)
-
-    def coded(self, keys: Tensor, rounds: int) -> tuple[Tensor, Tensor]:
-        """Cluster keys [B G M D]. Return centroids [B G m C d'] in their dtype and codes [B G M m],
-        of one byte if that is enough."""
-        centroids, codes = self.cluster(keys, rounds, self.tolerance)
-        code_type = torch.uint8 if centroids.shape[3] <= 256 else torch.int32
-        return centroids.to(keys.dtype), codes.transpose(2, 3).to(code_type).contiguous()
+        centroids, codes = ops.kmeans(points, initial, rounds, self.tolerance if tolerance is None else tolerance)
+        codes = codes.view(batch, groups, self.m, count).transpose(2, 3)
+        codes = codes.to(torch.uint8 if clusters <= 256 else torch.int32).contiguous()
+        return centroids.view(batch, groups, self.m, clusters, -1).to(keys.dtype), codes
 
     def measured(self, prepared: object) -> Mapping[str, object]:
         return {"iterations": list(prepared)} if isinstance(prepared, Fit) else {}
@@ -135,7 +182,7 @@ class PQCache(Windowed):
     def cost(self, case: LayerWorkload) -> Cost:
         if self.reads_whole(case):
             return costs.dense(case)
-        plan, spec = self.windows.split(case.budget), case.spec
+        plan, spec = self.split(case.budget), case.spec
         middle = case.sealed - plan.sinks - plan.local
         clusters = min(2**self.b, middle)
         codes = middle * self.m * (1 if clusters <= 256 else 4)
@@ -150,7 +197,7 @@ class PQCache(Windowed):
         to small integers, and of the keys themselves while they wait to be clustered."""
         if self.reads_whole(case):
             return PeakExtra()
-        plan, spec = self.windows.split(case.budget), case.spec
+        plan, spec = self.split(case.budget), case.spec
         token = spec.num_kv_heads * (costs.FP32 * spec.head_dim + costs.INT64 * self.m)
         middle = case.sealed - plan.sinks - plan.local
         return PeakExtra(seal=token * middle, beside=middle * case.row_bytes // 2)
@@ -180,62 +227,3 @@ class PQCache(Windowed):
 
     def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
         return [Layer(spec, cache, self, PQRead()) for spec in specs]
-
-
-class PQRead(Select, capturable=True, of_each={"centroids": 3, "codes": 2}):
-    """Select by the softmax of coded keys."""
-
-    method: PQCache
-    centroids: Tensor  # [B G m C d'], in the cache's dtype
-    codes: Tensor  # [B G M m]
-    clustered: Arrival[tuple[Tensor, Tensor]] | None = None  # both, while they are computed during later layers
-    blocks: BlockCache | None = None
-
-    def split(self, budget: int) -> Plan:
-        return self.method.windows.split(budget)
-
-    def index(self, keys: Tensor) -> None:
-        rounds = self.method.rounds(keys.shape[2], self.request.prepared)
-        if not self.cache.ahead:
-            self.centroids, self.codes = self.method.coded(keys, rounds)
-            return
-        copied = keys.to("cpu", non_blocking=True, copy=True)  # the keys themselves leave the store
-        # as in the paper, a CPU clusters them, and the device has all its time for later layers
-        self.clustered = self.cache.work(partial(self.method.coded, copied, rounds))
-
-    def select(self, q: Tensor, top: int) -> Tensor:
-        self.settle()
-        rows: Tensor = ops.top_k(ops.pq_weights(q, self.centroids, self.codes, self.spec.scale), top)
-        return rows
-
-    def settle(self) -> None:
-        if self.clustered is not None:
-            coded, self.clustered = self.clustered.wait(), None
-            self.centroids, self.codes = (x.to(self.request.device) for x in coded)
-
-    def fetch(self, rows: Tensor) -> Segment:
-        return super().fetch(rows) if self.blocks is None else self.blocks.read(rows)
-
-    @property
-    def fetches_alone(self) -> bool:
-        """Return whether blocks are kept, which belong to one sequence."""
-        return self.blocks is not None
-
-    def sent_away(self, tokens: Segment) -> None:
-        how, far = self.method, self.layer.far
-        if how.cache_tokens and far is not None:
-            self.blocks = BlockCache(far, tokens, size=how.cache_block, slots=how.slots, offered=how.cache_offered)
-
-    def decode(self, x: AttnInput) -> Tensor:
-        out = super().decode(x)
-        if self.blocks is not None and self.cache.counters.running:
-            self.blocks.take_in()  # a captured step leaves nothing on its way
-        return out
-
-    def count_replayed(self, steps: int) -> None:
-        super().count_replayed(steps)
-        if self.blocks is not None:
-            self.blocks.step += steps
-
-    def reopen(self) -> None:
-        self.blocks = self.clustered = None

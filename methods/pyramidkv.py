@@ -26,6 +26,17 @@ from methods.layers import Layer
 from methods.snapkv import SnapKeep, SnapKV
 
 
+class PyramidKeep(SnapKeep, capturable=True, of_each={}):
+    """Keep the layer's own share of all layers' budgets."""
+
+    method: PyramidKV
+
+    def size(self, budget: int) -> int:
+        asked = budget, self.layer.seen, self.spec.num_layers
+        self.layer.fallback = self.method.uniform(*asked)
+        return self.method.layer_budgets(*asked)[self.spec.index]
+
+
 @dataclass(frozen=True, kw_only=True)
 class PyramidKV(SnapKV):
     """Hold SnapKV's parameters and two more. `beta`: how many times smaller than the mean the last
@@ -65,17 +76,6 @@ class PyramidKV(SnapKV):
 
     def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
         return [Layer(spec, cache, self, PyramidKeep()) for spec in specs]
-
-
-class PyramidKeep(SnapKeep, capturable=True, of_each={}):
-    """Keep the layer's own share of all layers' budgets."""
-
-    method: PyramidKV
-
-    def size(self, budget: int) -> int:
-        asked = budget, self.layer.seen, self.spec.num_layers
-        self.layer.fallback = self.method.uniform(*asked)
-        return self.method.layer_budgets(*asked)[self.spec.index]
 
 
 def pyramid(mean: int, most: int, layers: int, beta: float) -> list[int]:

@@ -27,73 +27,10 @@ from kernels import ops
 from kernels.ragged import filled, leading
 from kernels.reference import Segment
 from kernels.sink_logits import with_sink
-from methods.base import (
-    Attended,
-    AttnInput,
-    CacheState,
-    Cost,
-    Grids,
-    KVLayer,
-    LayerSpec,
-    LayerWorkload,
-    Method,
-    check_layers,
-)
+from methods.base import Attended, AttnInput, CacheState, Cost, Grids, KVLayer, LayerSpec, LayerWorkload, Method
+from methods.budget import check_layers
 from methods.layers import Layer, Read, gather_per_head
 from methods.parts import costs
-
-
-@dataclass(frozen=True, kw_only=True)
-class Quest(Method):
-    """Hold the parameters. `page_size`: tokens of a page. `min_pages`: how many pages a budget must
-    hold. `dense_layers`: layers that read everything. `select_per` and `last_page`: as the module
-    says."""
-
-    offloads: ClassVar[bool] = True
-    encodes: ClassVar[bool] = True
-    rows_stay: ClassVar[bool] = True
-    tunable: ClassVar[Grids] = {"page_size": (4, 8, 16, 32), "last_page": (True, False)}
-
-    page_size: int = 16
-    min_pages: int = 3
-    dense_layers: tuple[int, ...] = (0, 1)
-    select_per: Literal["query_head", "kv_head"] = "query_head"
-    last_page: bool = True
-
-    def __post_init__(self) -> None:
-        if self.page_size < 1:
-            raise ValueError(f"page_size={self.page_size} must be at least 1 token; 16 in the paper.")
-        if self.min_pages < 1:
-            raise ValueError(f"min_pages={self.min_pages} must be at least 1; 3 in the released evaluation.")
-        if self.select_per not in ("query_head", "kv_head"):
-            raise ValueError(f"select_per={self.select_per!r} is unknown: choose query_head or kv_head.")
-
-    @property
-    def smallest_budget(self) -> int:
-        return self.min_pages * self.page_size
-
-    def cost(self, case: LayerWorkload) -> Cost:
-        """Return the bytes that `case` takes. If query heads choose, the moved bytes are an
-        expectation: g heads of a group read together what 1 + (g-1)/4 heads that chose
-        independently would. On SmolLM2 135M (g=3, 1K of an essay) that is 0.95 to 1.02 times what
-        moves, at budgets of 5 to 50 %. Heads that agree less move more, at most g times one head's
-        bytes."""
-        if self.reads_whole(case) or case.spec.index in self.dense_layers:
-            return costs.dense(case)
-        pages = ceil(case.sealed / self.page_size)
-        read = case.budget // self.page_size * self.page_size
-        if self.select_per == "query_head":
-            choices = 1 + (case.spec.group - 1) / 4
-            read = round(case.sealed * (1 - (1 - read / case.sealed) ** choices))
-        held = Cost(case.dense_bytes + pages * case.row_bytes).reading((pages + read) * case.row_bytes)
-        return held + costs.sent_away(case, case.sealed, read)
-
-    def check_model(self, spec: LayerSpec) -> None:
-        check_layers("method.dense_layers", self.dense_layers, spec.num_layers)
-
-    def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
-        cache = cache.with_dense(self.dense_layers)
-        return [Layer(spec, cache, self, QuestRead()) for spec in specs]
 
 
 class QuestRead(Read[int], capturable=True, of_each={"bounds": 2}):
@@ -136,11 +73,7 @@ class QuestRead(Read[int], capturable=True, of_each={"bounds": 2}):
         """Return how many tokens `pages` pages hold, including the prompt's last one, if it is
         always read, which may be shorter."""
         size = self.method.page_size
-        return (
-            (pages - 1) * size + self.sealed - (self.sealed - 1) // size * size
-            if self.method.last_page
-            else pages * size
-        )
+        return pages * size - (-self.sealed % size if self.method.last_page else 0)
 
     def _pages(self, rows: Tensor) -> Segment:
         """Return chosen tokens of the prompt. rows [B H|G K]"""
@@ -160,27 +93,27 @@ class QuestRead(Read[int], capturable=True, of_each={"bounds": 2}):
         chosen = (x if pages.rows is None else gather_per_head(x, pages.rows) for x in pages[:2])
         k, v = (x.flatten(0, 1).unsqueeze(1) for x in chosen)
         alone = q.view(len(k), -1, 1, q.shape[3])
-        out, lse = ops.segment_attention_with_lse(
-            alone, [Segment(k, v, live=(rows < self.sealed).sum(-1).flatten())], self.spec.scale
-        )
+        read = Segment(k, v, live=(rows < self.sealed).sum(-1).flatten())
+        out, lse = ops.segment_attention_with_lse(alone, [read], self.spec.scale)
         late_out, late_lse = ops.segment_attention_with_lse(q, [self._since()], self.spec.scale)
         out, lse = out.view_as(q), lse.view_as(late_lse)
         merged = ops.merge_attention([out, late_out], [lse, late_lse])
         return with_sink(merged, torch.logaddexp(lse, late_lse), self.spec.sink_logits)
 
     def attended_under(self, plan: int) -> Attended:
-        read, generated = self._reading(plan)
+        return Attended(self._tokens(plan), self.layer.stored - self.sealed)
+
+    @property
+    def attended(self) -> Attended:
+        read, generated = self.reading
         return Attended(read.mean().item() if isinstance(read, Tensor) else read, generated)
 
     @property
     def reading(self) -> tuple[float | Tensor, float]:
-        return self.attended if self.plan is None else self._reading(self.plan)
-
-    def _reading(self, plan: int) -> tuple[float | Tensor, float]:
-        generated = self.layer.stored - self.sealed
-        if self.uneven and self.rows is not None:
-            return (self.rows < self.sealed).sum(-1).double().mean(1), generated
-        return self._tokens(plan), generated
+        whole = super().attended
+        if self.uneven and self.plan is not None and self.rows is not None:
+            return (self.rows < self.sealed).sum(-1).double().mean(1), whole.generated
+        return whole
 
     def away(self, plan: int) -> tuple[int, int]:
         return 0, self.sealed
@@ -191,12 +124,67 @@ class QuestRead(Read[int], capturable=True, of_each={"bounds": 2}):
         return super().together_refusal()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Quest(Method):
+    """Hold the parameters. `page_size`: tokens of a page. `min_pages`: how many pages a budget must
+    hold. `dense_layers`: layers that read everything. `select_per` and `last_page`: as the module
+    says."""
+
+    offloads: ClassVar[bool] = True
+    encodes: ClassVar[bool] = True
+    rows_stay: ClassVar[bool] = True
+    tunable: ClassVar[Grids] = {"page_size": (4, 8, 16, 32), "last_page": (True, False)}
+
+    page_size: int = 16
+    min_pages: int = 3
+    dense_layers: tuple[int, ...] = (0, 1)
+    select_per: Literal["query_head", "kv_head"] = "query_head"
+    last_page: bool = True
+
+    def __post_init__(self) -> None:
+        if self.page_size < 1:
+            raise ValueError(f"page_size={self.page_size} must be at least 1 token; 16 in the paper.")
+        if self.min_pages < 1:
+            raise ValueError(f"min_pages={self.min_pages} must be at least 1; 3 in the released evaluation.")
+        if self.select_per not in ("query_head", "kv_head"):
+            raise ValueError(f"select_per={self.select_per!r} is unknown: choose query_head or kv_head.")
+
+    @property
+    def smallest_budget(self) -> int:
+        return self.min_pages * self.page_size
+
+    def reads_whole(self, case: LayerWorkload) -> bool:
+        return super().reads_whole(case) or case.spec.index in self.dense_layers
+
+    def cost(self, case: LayerWorkload) -> Cost:
+        """Return the bytes that `case` takes. If query heads choose, the moved bytes are an
+        expectation: g heads of a group read together what 1 + (g-1)/4 heads that chose
+        independently would. On SmolLM2 135M (g=3, 1K of an essay) that is 0.95 to 1.02 times what
+        moves, at budgets of 5 to 50 %. Heads that agree less move more, at most g times one head's
+        bytes."""
+        if self.reads_whole(case):
+            return costs.dense(case)
+        pages = ceil(case.sealed / self.page_size)
+        read = case.budget // self.page_size * self.page_size
+        if self.select_per == "query_head":
+            choices = 1 + (case.spec.group - 1) / 4
+            read = round(case.sealed * (1 - (1 - read / case.sealed) ** choices))
+        held = Cost(case.dense_bytes + pages * case.row_bytes).reading((pages + read) * case.row_bytes)
+        return held + costs.sent_away(case, case.sealed, read)
+
+    def check_model(self, spec: LayerSpec) -> None:
+        check_layers("method.dense_layers", self.dense_layers, spec.num_layers)
+
+    def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
+        cache = cache.with_dense(self.dense_layers)
+        return [Layer(spec, cache, self, QuestRead()) for spec in specs]
+
+
 def page_bounds(keys: Tensor, size: int) -> Tensor:
     """Return the largest and the smallest value of each channel in each page. keys [B G S D] ->
     [B G P 2D]"""
     whole = keys.shape[2] // size * size
-    pages, rest = keys[:, :, :whole].unflatten(2, (-1, size)), keys[:, :, whole:]
-    parts = [torch.cat([pages.amax(3), pages.amin(3)], -1)]
-    if rest.shape[2]:  # padding the last page would raise its bound
-        parts.append(torch.cat([rest.amax(2, keepdim=True), rest.amin(2, keepdim=True)], -1))
-    return torch.cat(parts, 2)
+    parts = [keys[:, :, :whole].unflatten(2, (-1, size))]
+    if whole < keys.shape[2]:  # padding the last page would raise its bound
+        parts.append(keys[:, :, whole:].unsqueeze(2))
+    return torch.cat([torch.cat([pages.amax(3), pages.amin(3)], -1) for pages in parts], 2)

@@ -40,6 +40,49 @@ from methods.quest import page_bounds
 from methods.snapkv import SnapKeep, SnapKV
 
 
+class RocketKeep(SnapKeep, capturable=True, of_each={}):
+    """Evict as the first stage does."""
+
+    method: RocketKV
+
+    def size(self, budget: int) -> int:
+        return self.method.keeps(budget, self.layer.seen)
+
+
+class RocketRead(Select, capturable=True, of_each={"bounds": 3, "channels": None}):
+    """Select as the second stage does, without sinks and window: all kept tokens compete."""
+
+    method: RocketKV
+    bounds: Tensor  # [B G 2D P], the largest key of each page, then the smallest; [B G D P] for pages of one token
+    size: int
+    channels: int
+
+    def split(self, budget: int) -> Plan:
+        return Plan(0, 0, budget)
+
+    def index(self, keys: Tensor) -> None:
+        assert self.plan is not None
+        top, kept, head_dim = self.plan.top, keys.shape[2], self.spec.head_dim
+        self.layer.fallback = self.method.left_out(top, kept, self.layer.seen, head_dim)
+        self.size, self.channels = self.method.pages(top, kept, head_dim)
+        by_page = keys if self.size == 1 else page_bounds(keys, self.size)
+        self.bounds = by_page.mT.contiguous()
+
+    def select(self, q: Tensor, top: int) -> Tensor:
+        groups = q.view(q.shape[0], self.spec.num_kv_heads, self.spec.group, -1)
+        # per page the largest key where the group's q is positive, else the smallest, which is stored after the largest
+        channels, picked, _ = ops.pick_channels(groups, self.channels, self.spec.scale, False, self.size > 1)
+        logits = ops.channel_scores(picked, self.bounds, channels)
+        weights = ops.group_weights(logits, 1.0, "sum")  # [B G P]
+        rows: Tensor = ops.top_k(leading(repeated(weights, self.size), self.sealed), top)
+        return rows
+
+    def form(self) -> int | None:
+        """Return the tokens of a page, by which pages become tokens; a page of one token has a
+        single key instead of two bounds."""
+        return None if self.plan is None else self.size
+
+
 @dataclass(frozen=True, kw_only=True)
 class RocketKV(SnapKV):
     """Hold SnapKV's parameters and three more. `split`: from 0 (evict nothing) to 1 (evict all that
@@ -94,18 +137,12 @@ class RocketKV(SnapKV):
     def left_out(self, budget: int, kept: int, seen: int, head_dim: int) -> str | None:
         """Return which parts of the method have no effect on `seen` tokens because of the budget,
         and not of a parameter; None if all have."""
-        size, r = self.pages(budget, kept, head_dim)
-        eviction, pages = kept == seen and self.split != 0, size == 1 and self.page_size != 1
-        if not (eviction or pages):
-            return None
-        all_channels = size == 1 and r == head_dim
-        without = {
-            "eviction": eviction,
-            "pages (each has one token)": pages,
-            "the choice of channels": all_channels and self.r is None,
-        }
-        exact = ": what is read is the exact top-k of the prompt" if kept == seen and all_channels else ""
-        return "so large a budget leaves out " + ", ".join(part for part, out in without.items() if out) + exact
+        size, _ = self.pages(budget, kept, head_dim)
+        without = [
+            *["eviction"] * (kept == seen and self.split != 0),
+            *["pages (each has one token)"] * (size == 1 and self.page_size != 1),
+        ]
+        return f"so large a budget leaves out {' and '.join(without)}" if without else None
 
     def kept(self, case: LayerWorkload) -> int:
         return self.keeps(case.budget, case.sealed)
@@ -127,46 +164,3 @@ class RocketKV(SnapKV):
 
     def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
         return [Layer(spec, cache, self, RocketKeep(), RocketRead()) for spec in specs]
-
-
-class RocketKeep(SnapKeep, capturable=True, of_each={}):
-    """Evict as the first stage does."""
-
-    method: RocketKV
-
-    def size(self, budget: int) -> int:
-        return self.method.keeps(budget, self.layer.seen)
-
-
-class RocketRead(Select, capturable=True, of_each={"bounds": 3, "channels": None}):
-    """Select as the second stage does, without sinks and window: all kept tokens compete."""
-
-    method: RocketKV
-    bounds: Tensor  # [B G 2D P], the largest key of each page, then the smallest; [B G D P] for pages of one token
-    size: int
-    channels: int
-
-    def split(self, budget: int) -> Plan:
-        return Plan(0, 0, budget)
-
-    def index(self, keys: Tensor) -> None:
-        assert self.plan is not None
-        top, kept, head_dim = self.plan.top, keys.shape[2], self.spec.head_dim
-        self.layer.fallback = self.method.left_out(top, kept, self.layer.seen, head_dim)
-        self.size, self.channels = self.method.pages(top, kept, head_dim)
-        by_page = keys if self.size == 1 else page_bounds(keys, self.size)
-        self.bounds = by_page.mT.contiguous()
-
-    def select(self, q: Tensor, top: int) -> Tensor:
-        groups = q.view(q.shape[0], self.spec.num_kv_heads, self.spec.group, -1)
-        # per page the largest key where the group's q is positive, else the smallest, which is stored after the largest
-        channels, picked, _ = ops.pick_channels(groups, self.channels, self.spec.scale, False, self.size > 1)
-        logits = ops.channel_scores(picked, self.bounds, channels)
-        weights = ops.group_weights(logits, 1.0, "sum")  # [B G P]
-        rows: Tensor = ops.top_k(leading(repeated(weights, self.size), self.sealed), top)
-        return rows
-
-    def form(self) -> int | None:
-        """Return the tokens of a page, by which pages become tokens; a page of one token has a
-        single key instead of two bounds."""
-        return None if self.plan is None else self.size

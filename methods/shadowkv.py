@@ -24,6 +24,7 @@ from typing import ClassVar, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cosine_similarity
 
 from kernels import ops
 from kernels.lowrank import ROWS_AT_ONCE, SOLVERS, low_rank
@@ -33,11 +34,9 @@ from methods.base import Attended, AttnInput, CacheState, Cost, Grids, KVLayer, 
 from methods.base.cost import PeakExtra
 from methods.base.pieces import TOKENS_AT_ONCE, pieces
 from methods.base.state import queues
-from methods.layers import Layer, Read
-from methods.layers.policy import Padded
+from methods.layers import Layer, Padded, Read
 from methods.parts import costs
-from methods.parts.chunks import chunked, landmarks
-from methods.parts.hit_cache import HitCache, OfHits, held_bytes
+from methods.parts.hit_cache import HitCache, held_bytes
 from methods.parts.rope_table import RopeTable
 from methods.pools import KVStore, rows_for
 from methods.pools.batched import BatchedHostRows
@@ -53,6 +52,172 @@ class ChunkPlan(NamedTuple):
     local: int
     outliers: int
     top: int
+
+
+OF_EACH = {
+    "u": 1, "basis": 2, "values": 2, "landmarks": 2, "chunks": 2, "rope_table": None, "total": None,
+    "held": Padded(2), "held_k": Padded(2), "held_v": Padded(2),
+}  # fmt: skip
+
+
+class ShadowRead(HitCache, Read[ChunkPlan], capturable=True, of_each=OF_EACH):
+    """Choose chunks. Under a budget `store` holds outliers, local chunks and generated tokens, in
+    this order."""
+
+    method: ShadowKV
+    u: Tensor  # [B N*c r], one row per candidate token, shared by the KV heads
+    basis: Tensor  # [B G r D]
+    values: Rows | BatchedHostRows | Tensor  # [B G N c*D]
+    landmarks: Tensor  # [B G N-o D]
+    chunks: Tensor  # [B G N-o 1], which chunk a landmark stands for
+    outliers: Tensor  # [B G o]
+
+    def __init__(self, rope_table: RopeTable) -> None:
+        self.rope_table = rope_table
+
+    def split(self, budget: int) -> ChunkPlan:
+        return self.method.plan(budget, self.sealed)
+
+    def prepare(self, plan: ChunkPlan) -> None:
+        """Factorise the keys, find landmarks and outliers, and keep the rest of the prompt exactly."""
+        whole, count, size = self.store, plan.candidates, self.method.chunk
+        self.size, self.total = size, count
+        self._factorise(whole.k, count)
+        keys, values = (x[:, :, : count * size].unflatten(2, (count, size)) for x in (whole.k, whole.v))  # [B G N c D]
+        self.values = rows_for(values.flatten(3), self.cache, self.spec.index)
+        self._index(keys, plan.outliers)
+        self.layer.store = KVStore(self.spec, self.cache, self.request.capacity - (count - plan.outliers) * size)
+        exact = (ops.gather_rows(x.flatten(3), self.outliers) for x in (keys, values))
+        self.store.append(*(x.view(*x.shape[:2], -1, self.spec.head_dim) for x in exact))
+        local = slice(self.sealed - plan.local, self.sealed)
+        self.store.append(whole.k[:, :, local], whole.v[:, :, local])
+
+    def _factorise(self, keys: Tensor, count: int) -> None:
+        """Factorise all keys [B G S D] of the prompt before their rotation, as one matrix, and keep
+        only the candidates' rows of u."""
+        batch, groups, tokens, dim = keys.shape
+        joint = torch.empty(batch, tokens, groups * dim, device=keys.device)
+        by_head = joint.unflatten(2, (groups, dim)).transpose(1, 2)
+        for part in pieces(tokens):
+            positions = torch.arange(part.start, part.stop, device=keys.device)
+            by_head[:, :, part] = self.rope_table.unrotate(keys[:, :, part], positions)
+        u, basis = low_rank(joint, self.method.rank_of(tokens, groups * dim), self.method.solver)
+        self.u = u[:, : count * self.method.chunk].to(keys.dtype).contiguous()
+        self.basis = basis.unflatten(2, (groups, -1)).transpose(1, 2).to(keys.dtype).contiguous()
+
+    def _index(self, keys: Tensor, outliers: int) -> None:
+        """Compute the landmarks, and find the outliers, which have none. keys [B G N c D]"""
+        at_once = keys.split(max(1, TOKENS_AT_ONCE // self.method.chunk), 2)
+        means, lowest = (torch.cat(parts, 2) for parts in zip(*map(landmarks, at_once), strict=True))
+        self.outliers = ops.top_k(-lowest, outliers)
+        others = torch.ones_like(lowest, dtype=torch.bool).scatter(2, self.outliers, False)
+        numbers = torch.arange(lowest.shape[2], device=lowest.device).expand(lowest.shape)
+        chunks = numbers[others].view(*lowest.shape[:2], -1)
+        self.landmarks = ops.gather_rows(means, chunks).to(self.request.dtype)
+        self.chunks = chunks.unsqueeze(-1)
+
+    def select(self, q: Tensor, top: int) -> Tensor:
+        """Return the `top` chunks to read, q [B H 1 D] -> [B G top]."""
+        logits = ops.row_scores(q.view(*self.landmarks.shape[:2], self.spec.group, -1), self.landmarks)
+        weights = ops.group_weights(logits, self.spec.scale, "largest")
+        return leading(filled(ops.gather_rows(self.chunks, ops.top_k(weights, top))).squeeze(-1), top)
+
+    def read(self, x: AttnInput, plan: ChunkPlan) -> Tensor:
+        rows = self.chosen(x.q, plan.top)
+        self.settle()
+        if self.method.hit_cache:
+            may_wait = not (self.cache.counters.running or queues(self.request.device))
+            chosen = self.read_through(rows, self._rebuild, self.cache.traffic, may_wait=may_wait)
+        else:
+            chosen = self._rebuild(rows)
+        return self.attend(x.q, self.store.since(0), chosen)
+
+    def _rebuild(self, chunks: Tensor | Ragged, slots: Tensor | None = None) -> Segment:
+        """Return the K*c tokens of chunks [B G K]: keys from their factors, and values from their
+        rows, which arrive meanwhile, or from their `slots` in the hit cache."""
+        coming, size = self._values(chunks, slots), self.method.chunk
+        sizes = chunks.sizes if isinstance(chunks, Ragged) else chunks.shape[2]
+        positions: Tensor | Ragged = leading(ops.token_rows(chunks, size), sizes * size)
+        keys = ops.rebuild_keys(self.u, self.basis, positions, self.rope_table.cos, self.rope_table.sin)
+        live = positions.counts if isinstance(positions, Ragged) else None
+        values = coming().view(*keys.shape[:2], -1, keys.shape[3])[:, :, : keys.shape[2]]
+        return Segment(filled(keys), values, live=live)
+
+    def _values(self, chunks: Tensor | Ragged, slots: Tensor | None) -> Callable[[], Tensor]:
+        """Ask for the values of chunks, and return a function that waits for them. Those of several
+        sequences on the device are there already."""
+        if not isinstance(held := self.values, Rows | BatchedHostRows):
+            here = filled(ops.gather_rows(held, chunks))
+            return lambda: here
+        near = None if slots is None else self.held_v
+        return self.cache.fetch(lambda traffic: held.gather(cast(Tensor, chunks), traffic, slots, near)).wait
+
+    def observe(self, x: AttnInput) -> None:
+        self.rope_table.note(x)
+
+    def decode(self, x: AttnInput) -> Tensor:
+        self.rope_table.note(x)
+        return super().decode(x)
+
+    def rows_of(self, rows: Tensor, plan: ChunkPlan) -> Tensor:
+        local = torch.arange(self.sealed - plan.local, self.sealed, device=rows.device)
+        chunk_rows = ops.token_rows(torch.cat([self.outliers, rows], 2), self.method.chunk)
+        return torch.cat([chunk_rows, local.expand(*chunk_rows.shape[:2], -1)], 2)
+
+    def attended_under(self, plan: ChunkPlan) -> Attended:
+        exact = plan.outliers * self.method.chunk + plan.local
+        return Attended(exact + plan.top * self.method.chunk, self.store.length - exact)
+
+    def settle(self) -> None:
+        """Allocate the hit cache with the first step, when the memory of the seal is free again."""
+        if self.method.hit_cache and self.plan is not None and "held" not in vars(self):
+            self.begin(self.plan.top, self.store.k)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the compressed candidates, with their values where these lie."""
+        if self.plan is None:
+            return {}
+        values = cast(Rows, self.values).held(self.plan.candidates)
+        own = {"plan": torch.tensor(self.plan), "u": self.u, "basis": self.basis, "outliers": self.outliers}
+        return {f"{FAR}.values": values} | own
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        self.rope_table.note_past(self.spec, self.layer.seen)
+        if "plan" not in state:
+            return
+        self.plan = plan = ChunkPlan(*state["plan"].tolist())
+        self.u, self.basis, self.outliers = (state[name] for name in ("u", "basis", "outliers"))
+        self.values = rows_for(state[f"{FAR}.values"], self.cache, self.spec.index, away=True)
+        rebuilt = (plan.candidates - plan.outliers) * self.method.chunk
+        self.layer.sealed += rebuilt
+        self.layer.evicted -= rebuilt
+
+    def form(self) -> int | None:
+        """Return the rank of the keys' factors, which a short prompt limits."""
+        return None if self.plan is None else self.basis.shape[2]
+
+    def reopen(self) -> None:
+        """Rebuild the candidates, with the outliers' exact keys among them, before a further turn,
+        which attends to everything."""
+        if self.plan is None:
+            return
+        resident, self.layer.store = self.store, KVStore(self.spec, self.cache, self.request.capacity)
+        every = torch.arange(self.plan.candidates, device=self.outliers.device).expand(*self.outliers.shape[:2], -1)
+        keys, values = self._rebuild(every)[:2]
+        exact = self.plan.outliers * self.method.chunk
+        at = ops.token_rows(self.outliers, self.method.chunk).unsqueeze(-1).expand(-1, -1, -1, keys.shape[3])
+        self.store.append(keys.scatter(2, at, resident.k[:, :, :exact]), values)
+        self.store.append(resident.k[:, :, exact:], resident.v[:, :, exact:])
+        self.plan = None
+        for name in ("u", "basis", "values", "landmarks", "held", "held_k", "held_v"):
+            vars(self).pop(name, None)  # a restored cache has no landmarks, and no step may have read a chunk
+
+
+def landmarks(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean key of each chunk, and the lowest cosine of one of its keys to it.
+    [B G N c D] -> [B G N D], [B G N] (fp32)"""
+    means = keys.float().mean(3)
+    return means, cosine_similarity(keys.float(), means.unsqueeze(3), dim=-1).amin(3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,173 +319,3 @@ class ShadowKV(Method):
     def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
         rope_table = RopeTable(cache)
         return [Layer(spec, cache, self, ShadowRead(rope_table)) for spec in specs]
-
-
-OF_EACH = {
-    "u": 1, "basis": 2, "values": 2, "landmarks": 2, "chunks": 2, "rope_table": None, "hits": None,
-    "held": Padded(2), "held_k": Padded(2), "held_v": Padded(2),
-}  # fmt: skip
-
-
-class ShadowRead(Read[ChunkPlan], capturable=True, of_each=OF_EACH):
-    """Choose chunks. Under a budget `store` holds outliers, local chunks and generated tokens, in
-    this order."""
-
-    method: ShadowKV
-    u: Tensor  # [B N*c r], one row per candidate token, shared by the KV heads
-    basis: Tensor  # [B G r D]
-    values: Rows | BatchedHostRows | Tensor  # [B G N c*D]
-    landmarks: Tensor  # [B G N-o D]
-    chunks: Tensor  # [B G N-o 1], which chunk a landmark stands for
-    outliers: Tensor  # [B G o]
-    hits: HitCache | None = None
-    held, held_k, held_v = OfHits("held"), OfHits("k"), OfHits("v")
-
-    def __init__(self, rope_table: RopeTable) -> None:
-        self.rope_table = rope_table
-
-    def observe(self, x: AttnInput) -> None:
-        self.rope_table.note(x)
-
-    def split(self, budget: int) -> ChunkPlan:
-        return self.method.plan(budget, self.sealed)
-
-    def prepare(self, plan: ChunkPlan) -> None:
-        self._compress(plan)
-        self.hits = HitCache(self.method.chunk, plan.candidates) if self.method.hit_cache else None
-
-    def _compress(self, plan: ChunkPlan) -> None:
-        whole, count = self.store, plan.candidates
-        self._factorise(whole.k, count)
-        keys, values = (chunked(x, count, self.method.chunk) for x in (whole.k, whole.v))
-        self.values = rows_for(values, self.cache, self.spec.index)
-        self._index(keys.unflatten(3, (self.method.chunk, -1)), plan.outliers)
-        resident = self.request.capacity - (count - plan.outliers) * self.method.chunk
-        self.layer.store = KVStore(self.spec, self.cache, resident)
-        shape = (*keys.shape[:2], plan.outliers * self.method.chunk, self.spec.head_dim)
-        self.store.append(*(ops.gather_rows(x, self.outliers).view(shape) for x in (keys, values)))
-        first_local = self.sealed - plan.local
-        self.store.append(whole.k[:, :, first_local:], whole.v[:, :, first_local:])
-
-    def _factorise(self, keys: Tensor, count: int) -> None:
-        """Factorise all keys [B G S D] of the prompt, and keep only the candidates' rows of u."""
-        batch, groups, tokens, dim = keys.shape
-        joint = torch.empty(batch, tokens, groups * dim, device=keys.device)
-        by_head = joint.unflatten(2, (groups, dim)).transpose(1, 2)
-        for part in pieces(tokens):
-            positions = torch.arange(part.start, part.stop, device=keys.device)
-            by_head[:, :, part] = self.rope_table.unrotate(keys[:, :, part], positions)
-        rank = self.method.rank_of(tokens, groups * dim)
-        u, basis = low_rank(joint, rank, self.method.solver)
-        self.u = u[:, : count * self.method.chunk].to(keys.dtype).contiguous()
-        self.basis = basis.unflatten(2, (self.spec.num_kv_heads, -1)).transpose(1, 2).to(keys.dtype).contiguous()
-
-    def _index(self, keys: Tensor, outliers: int) -> None:
-        """Compute the landmarks, and find the outliers, which have none. keys [B G N c D]"""
-        at_once = keys.split(max(1, TOKENS_AT_ONCE // self.method.chunk), 2)
-        means, lowest = (torch.cat(parts, 2) for parts in zip(*map(landmarks, at_once), strict=True))
-        self.outliers = ops.top_k(-lowest, outliers)
-        others = torch.ones_like(lowest, dtype=torch.bool).scatter(2, self.outliers, False)
-        numbers = torch.arange(lowest.shape[2], device=lowest.device).expand(lowest.shape)
-        self.chunks = numbers[others].view(*lowest.shape[:2], -1)
-        self.landmarks = ops.gather_rows(means, self.chunks).to(self.request.dtype)
-        self.chunks = self.chunks.unsqueeze(-1)
-
-    def select(self, q: Tensor, top: int) -> Tensor:
-        """Return the `top` chunks to read, q [B H 1 D] -> [B G top]."""
-        logits = ops.row_scores(q.view(*self.landmarks.shape[:2], self.spec.group, -1), self.landmarks)
-        weights = ops.group_weights(logits, self.spec.scale, "largest")
-        return leading(filled(ops.gather_rows(self.chunks, ops.top_k(weights, top))).squeeze(-1), top)
-
-    def read(self, x: AttnInput, plan: ChunkPlan) -> Tensor:
-        rows = self.chosen(x.q, plan.top)
-        self.settle()
-        if self.hits is None:
-            read = self._rebuild(rows)
-        else:
-            may_wait = not (self.cache.counters.running or queues(self.request.device))
-            read = self.hits.read(rows, self._rebuild, self.cache.traffic, may_wait=may_wait)
-        return self.attend(x.q, self.store.since(0), read)
-
-    def _rebuild(self, chunks: Tensor | Ragged, slots: Tensor | None = None) -> Segment:
-        """Return the K*c tokens of chunks [B G K]: keys from their factors, and values from their
-        rows, which arrive meanwhile, or from their `slots` in the hit cache."""
-        coming, size = self._values(chunks, slots), self.method.chunk
-        sizes = chunks.sizes if isinstance(chunks, Ragged) else chunks.shape[2]
-        positions: Tensor | Ragged = leading(ops.token_rows(chunks, size), sizes * size)
-        keys = ops.rebuild_keys(self.u, self.basis, positions, self.rope_table.cos, self.rope_table.sin)
-        live = positions.counts if isinstance(positions, Ragged) else None
-        values = coming().view(*keys.shape[:2], -1, keys.shape[3])[:, :, : keys.shape[2]]
-        return Segment(filled(keys), values, live=live)
-
-    def _values(self, chunks: Tensor | Ragged, slots: Tensor | None) -> Callable[[], Tensor]:
-        """Ask for the values of chunks, and return a function that waits for them. Those of several
-        sequences on the device are there already."""
-        if not isinstance(held := self.values, Rows | BatchedHostRows):
-            here = filled(ops.gather_rows(held, chunks))
-            return lambda: here
-        hits, near = self.hits, None
-        if slots is not None and hits is not None:
-            near = hits.v
-        return self.cache.fetch(lambda traffic: held.gather(cast(Tensor, chunks), traffic, slots, near)).wait
-
-    def decode(self, x: AttnInput) -> Tensor:
-        self.rope_table.note(x)
-        return super().decode(x)
-
-    def rows_of(self, rows: Tensor, plan: ChunkPlan) -> Tensor:
-        local = torch.arange(self.sealed - plan.local, self.sealed, device=rows.device)
-        chunk_rows = ops.token_rows(torch.cat([self.outliers, rows], 2), self.method.chunk)
-        return torch.cat([chunk_rows, local.expand(*chunk_rows.shape[:2], -1)], 2)
-
-    def attended_under(self, plan: ChunkPlan) -> Attended:
-        exact = plan.outliers * self.method.chunk + plan.local
-        return Attended(exact + plan.top * self.method.chunk, self.store.length - exact)
-
-    def settle(self) -> None:
-        """Allocate the hit cache with the first step, when the memory of the seal is free again."""
-        if self.hits is not None and self.plan is not None and not self.hits.begun:
-            self.hits.begin(self.plan.top, self.store.k)
-
-    def state(self) -> dict[str, Tensor]:
-        """Return the compressed candidates, with their values where these lie."""
-        if self.plan is None:
-            return {}
-        values = cast(Rows, self.values).held(self.plan.candidates)
-        own = {"plan": torch.tensor(self.plan), "u": self.u, "basis": self.basis, "outliers": self.outliers}
-        return {f"{FAR}.values": values} | own
-
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        self.rope_table.note_past(self.spec, self.layer.seen)
-        if "plan" not in state:
-            return
-        self.plan = plan = ChunkPlan(*state["plan"].tolist())
-        self.u, self.basis, self.outliers = (state[name] for name in ("u", "basis", "outliers"))
-        self.values = rows_for(state[f"{FAR}.values"], self.cache, self.spec.index, away=True)
-        rebuilt = (plan.candidates - plan.outliers) * self.method.chunk
-        self.layer.sealed += rebuilt
-        self.layer.evicted -= rebuilt
-
-    def joined(self) -> dict[str, Tensor]:
-        held = {"held": self.held, "held_k": self.held_k, "held_v": self.held_v}
-        return super().joined() | {name: x for name, x in held.items() if x is not None}
-
-    def form(self) -> int | None:
-        """Return the rank of the keys' factors, which a short prompt limits."""
-        return None if self.plan is None else self.basis.shape[2]
-
-    def reopen(self) -> None:
-        """Rebuild the candidates, with the outliers' exact keys among them, before a further turn,
-        which attends to everything."""
-        if self.plan is None:
-            return
-        resident, self.layer.store = self.store, KVStore(self.spec, self.cache, self.request.capacity)
-        every = torch.arange(self.plan.candidates, device=self.outliers.device).expand(*self.outliers.shape[:2], -1)
-        keys, values = self._rebuild(every)[:2]
-        exact = self.plan.outliers * self.method.chunk
-        at = ops.token_rows(self.outliers, self.method.chunk).unsqueeze(-1).expand(-1, -1, -1, keys.shape[3])
-        self.store.append(keys.scatter(2, at, resident.k[:, :, :exact]), values)
-        self.store.append(resident.k[:, :, exact:], resident.v[:, :, exact:])
-        self.plan = self.hits = None
-        for name in ("u", "basis", "values", "landmarks"):  # a restored cache has no landmarks
-            vars(self).pop(name, None)

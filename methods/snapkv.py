@@ -29,6 +29,40 @@ from methods.parts import costs
 from methods.pools import KVStore
 
 
+class SnapKeep(Keep, capturable=True, of_each={}):
+    """Hold the last `window` queries of the turn until the seal."""
+
+    method: SnapKV
+    queries: Tensor | None = None  # [B H <=window D]
+
+    def observe(self, x: AttnInput) -> None:
+        queries = x.q if self.queries is None else torch.cat([self.queries, x.q], 2)
+        self.queries = queries[:, :, -self.method.window :].clone()
+
+    def keep(self, size: int) -> Tensor:
+        window = self.method.window
+        plan = Plan(0, window, size - window)
+        return between_ends(ops.top_k(self._votes(), plan.top), plan, self.store.length)
+
+    def close(self, evicted: int) -> None:
+        self.queries = None
+
+    def _votes(self) -> Tensor:
+        """Return pooled votes for every stored token except the window, [B G S] or [B H S]."""
+        assert self.queries is not None
+        return self.pooled_votes(self.queries, self.store)
+
+    def pooled_votes(self, queries: Tensor, store: KVStore, head: int | None = None) -> Tensor:
+        """Return the votes of queries [B H w D] for all KV heads, or for `head`, which has this
+        store to itself. [B G|H S]"""
+        sums = column_sums(queries, store.k, self.spec.scale, self.spec.sinks_of(head))  # [B H S]
+        sums = sums[..., : store.length - self.method.window]  # before pooling, which would spread the window's votes
+        if self.method.select_per == "kv_head":
+            sums = sums.unflatten(1, (store.heads, -1)).mean(2)
+        pool = max_pool1d if self.method.pooling == "max" else avg_pool1d  # zeros beyond the ends count in `avg`
+        return pool(sums, self.method.kernel, stride=1, padding=self.method.kernel // 2)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SnapKV(Method):
     """Hold the parameters. `window`: how many last queries vote, whose tokens are kept too.
@@ -81,37 +115,3 @@ class SnapKV(Method):
 
     def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
         return [Layer(spec, cache, self, SnapKeep()) for spec in specs]
-
-
-class SnapKeep(Keep, capturable=True, of_each={}):
-    """Hold the last `window` queries of the turn until the seal."""
-
-    method: SnapKV
-    queries: Tensor | None = None  # [B H <=window D]
-
-    def observe(self, x: AttnInput) -> None:
-        queries = x.q if self.queries is None else torch.cat([self.queries, x.q], 2)
-        self.queries = queries[:, :, -self.method.window :].clone()
-
-    def keep(self, size: int) -> Tensor:
-        window = self.method.window
-        plan = Plan(0, window, size - window)
-        return between_ends(ops.top_k(self._votes(), plan.top), plan, self.store.length)
-
-    def close(self, evicted: int) -> None:
-        self.queries = None
-
-    def _votes(self) -> Tensor:
-        """Return pooled votes for every stored token except the window, [B G S] or [B H S]."""
-        assert self.queries is not None
-        return self.pooled_votes(self.queries, self.store)
-
-    def pooled_votes(self, queries: Tensor, store: KVStore, head: int | None = None) -> Tensor:
-        """Return the votes of queries [B H w D] for all KV heads, or for `head`, which has this
-        store to itself. [B G|H S]"""
-        sums = column_sums(queries, store.k, self.spec.scale, self.spec.sinks_of(head))  # [B H S]
-        sums = sums[..., : store.length - self.method.window]  # before pooling, which would spread the window's votes
-        if self.method.select_per == "kv_head":
-            sums = sums.unflatten(1, (store.heads, -1)).mean(2)
-        pool = max_pool1d if self.method.pooling == "max" else avg_pool1d  # zeros beyond the ends count in `avg`
-        return pool(sums, self.method.kernel, stride=1, padding=self.method.kernel // 2)

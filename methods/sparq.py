@@ -34,69 +34,9 @@ from methods.base import AttnInput, CacheState, Cost, CostError, Grids, KVLayer,
 from methods.layers import Layer, Select
 from methods.parts import costs
 from methods.parts.windows import Windowed
-from methods.pools import Pool, rows_for
+from methods.pools import rows_for
 from methods.pools.batched import BatchedHostRows
 from methods.tiers.rows import Rows
-
-
-@dataclass(frozen=True, kw_only=True)
-class SparQ(Windowed):
-    """Hold the parameters. `r`: channels of a key that are read. `mean_value`, `channel_copy`: as
-    the module says. The budget is split as in `Windowed`."""
-
-    offloads: ClassVar[bool] = True
-    rows_stay: ClassVar[bool] = True
-    tunable: ClassVar[Grids] = {
-        **Windowed.tunable,
-        "r": (4, 8, 16, 32),
-        "mean_value": (True, False),
-    }
-
-    r: int = 16
-    sinks: int = 0
-    recent_ratio: float = 0.25
-    mean_value: bool = True
-    channel_copy: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.r < 1:
-            raise ValueError(f"r={self.r} must be at least 1: it is the number of channels of a key that are read.")
-
-    @property
-    def encodes(self) -> bool:
-        return self.channel_copy  # without it, channels are read from plain keys
-
-    def cost(self, case: LayerWorkload) -> Cost:
-        if self.reads_whole(case):
-            return costs.dense(case)
-        plan, spec = self.windows.split(case.budget), case.spec
-        column = spec.num_kv_heads * (case.sealed - plan.sinks - plan.local) * case.element_bytes  # of the middle keys
-        copy = column * spec.head_dim if self.channel_copy else 0
-        means = costs.FP32 * (spec.num_kv_heads * spec.head_dim + spec.num_heads) if self.mean_value else 0
-        channels = Cost(copy).reading(self.r * column)
-        return costs.select(case, plan, means) + channels + costs.offload(case, copy, self.r * column)
-
-    def paper_tokens(self, budget: Callable[[int], int], sealed: int) -> int:
-        """Return k, which is a share of the whole prompt and includes the window; PQCache's
-        comparison adds its sinks."""
-        return self.sinks + budget(sealed)
-
-    def at_communication(self, share: float, head_dim: int) -> SparQ:
-        """Return this method reading r of the head_dim channels."""
-        r = int(share * head_dim)
-        if not 1 <= r <= head_dim:
-            raise CostError(
-                f"comm={share} would give SparQ r={r} channels of a key of {head_dim}: choose {1 / head_dim} to 1."
-            )
-        return replace(self, r=r)
-
-    def check_model(self, spec: LayerSpec) -> None:
-        if self.r > spec.head_dim:
-            raise ValueError(f"r={self.r} is more than the model's head size {spec.head_dim}: choose at most that.")
-
-    def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
-        return [Layer(spec, cache, self, SparQRead()) for spec in specs]
 
 
 class Approximate(NamedTuple):
@@ -118,7 +58,7 @@ class SparQRead(Select, capturable=True, of_each={"by_channel": 3, "value_sum": 
     covered: Tensor  # [B G g 1] fp32, the share of the approximate softmax on the tokens read
 
     def split(self, budget: int) -> Plan:
-        return self.method.windows.split(budget)
+        return self.method.split(budget)
 
     def index(self, keys: Tensor) -> None:
         if self.method.channel_copy:
@@ -128,9 +68,8 @@ class SparQRead(Select, capturable=True, of_each={"by_channel": 3, "value_sum": 
 
     def select(self, q: Tensor, top: int) -> Tensor:
         groups = q.view(q.shape[0], self.spec.num_kv_heads, self.spec.group, -1)
-        channels, picked, query = ops.pick_channels(
-            groups, self.method.r, self.spec.scale, self.method.mean_value, False
-        )
+        mean_value = self.method.mean_value
+        channels, picked, query = ops.pick_channels(groups, self.method.r, self.spec.scale, mean_value, False)
         sums, lse = self._scores(picked, channels)
         if query is not None:
             self.approximate = Approximate(query, lse)
@@ -168,23 +107,21 @@ class SparQRead(Select, capturable=True, of_each={"by_channel": 3, "value_sum": 
 
     def _scores(self, picked: Tensor, channels: Tensor) -> tuple[Tensor, Tensor]:
         """Return `channel_sums` of picked [B G g r] in channels [B G r] over the middle keys,
-        wherever these lie."""
-        copy = self.by_channel
-        if isinstance(copy, BatchedHostRows):
-            copy = self.cache.fetch(partial(copy.in_place, channels.shape[2])).wait()
-        if (far := self.layer.far) is None or not (copy is None or isinstance(copy, Rows)):
-            keys = self.middle().k.mT if copy is None else copy
-            if isinstance(keys, Rows):
-                keys = self.cache.fetch(partial(keys.first, self.spec.head_dim)).wait()
-            return _sums(picked, keys, channels)
+        wherever these lie. Only these channels move if they come one by one."""
+        copy, far, fetch = self.by_channel, self.layer.far, self.cache.fetch
         every = torch.arange(channels.shape[2], device=channels.device).expand_as(channels)
-        return _sums(picked, self._moved_channels(far, channels), every)
-
-    def _moved_channels(self, middle: Pool, channels: Tensor) -> Tensor:
-        """Bring channels of the middle keys to the device. [B G r] -> [B G r M]"""
-        if isinstance(self.by_channel, Rows):
-            return self.cache.fetch(partial(self.by_channel.gather, channels)).wait()
-        return middle.channels(channels)
+        if isinstance(copy, BatchedHostRows):
+            keys = fetch(partial(copy.in_place, channels.shape[2])).wait()
+        elif isinstance(copy, Rows) and far is not None:
+            keys, channels = fetch(partial(copy.gather, channels)).wait(), every
+        elif isinstance(copy, Rows):
+            keys = fetch(partial(copy.first, self.spec.head_dim)).wait()
+        elif copy is None and far is not None:
+            keys, channels = far.channels(channels), every
+        else:
+            keys = self.middle().k.mT if copy is None else copy
+        sums: tuple[Tensor, Tensor] = ops.channel_sums(picked, keys, channels)
+        return sums
 
     def forget(self, count: int, rows: Tensor) -> None:
         """Subtract the dropped tokens from the sum of values."""
@@ -202,6 +139,57 @@ class SparQRead(Select, capturable=True, of_each={"by_channel": 3, "value_sum": 
         return not self.method.channel_copy
 
 
-def _sums(picked: Tensor, by_channel: Tensor, channels: Tensor) -> tuple[Tensor, Tensor]:
-    sums: tuple[Tensor, Tensor] = ops.channel_sums(picked, by_channel, channels)
-    return sums
+@dataclass(frozen=True, kw_only=True)
+class SparQ(Windowed):
+    """Hold the parameters. `r`: channels of a key that are read. `mean_value`, `channel_copy`: as
+    the module says. The budget is split as in `Windowed`."""
+
+    offloads: ClassVar[bool] = True
+    rows_stay: ClassVar[bool] = True
+    tunable: ClassVar[Grids] = {**Windowed.tunable, "r": (4, 8, 16, 32), "mean_value": (True, False)}
+
+    r: int = 16
+    sinks: int = 0
+    recent_ratio: float = 0.25
+    mean_value: bool = True
+    channel_copy: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.r < 1:
+            raise ValueError(f"r={self.r} must be at least 1: it is the number of channels of a key that are read.")
+
+    @property
+    def encodes(self) -> bool:
+        return self.channel_copy  # without it, channels are read from plain keys
+
+    def cost(self, case: LayerWorkload) -> Cost:
+        if self.reads_whole(case):
+            return costs.dense(case)
+        plan, spec = self.split(case.budget), case.spec
+        column = spec.num_kv_heads * (case.sealed - plan.sinks - plan.local) * case.element_bytes  # of the middle keys
+        copy = column * spec.head_dim if self.channel_copy else 0
+        means = costs.FP32 * (spec.num_kv_heads * spec.head_dim + spec.num_heads) if self.mean_value else 0
+        channels = Cost(copy).reading(self.r * column)
+        return costs.select(case, plan, means) + channels + costs.offload(case, copy, self.r * column)
+
+    def paper_tokens(self, budget: Callable[[int], int], sealed: int) -> int:
+        """Return k, which is a share of the whole prompt and includes the window; PQCache's
+        comparison adds its sinks."""
+        return self.sinks + budget(sealed)
+
+    def at_communication(self, share: float, head_dim: int) -> SparQ:
+        """Return this method reading r of the head_dim channels."""
+        r = int(share * head_dim)
+        if not 1 <= r <= head_dim:
+            raise CostError(
+                f"comm={share} would give SparQ r={r} channels of a key of {head_dim}: choose {1 / head_dim} to 1."
+            )
+        return replace(self, r=r)
+
+    def check_model(self, spec: LayerSpec) -> None:
+        if self.r > spec.head_dim:
+            raise ValueError(f"r={self.r} is more than the model's head size {spec.head_dim}: choose at most that.")
+
+    def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
+        return [Layer(spec, cache, self, SparQRead()) for spec in specs]

@@ -20,45 +20,8 @@ from torch import Tensor
 from kernels.rope import rotate_by
 from methods.base import CacheState, Cost, Grids, KVLayer, LayerSpec, LayerWorkload, Method
 from methods.base.cost import PeakExtra
-from methods.layers import Keep, Layer, sinks_and_recent
+from methods.layers import Keep, Layer
 from methods.parts import costs
-
-
-@dataclass(frozen=True, kw_only=True)
-class Streaming(Method):
-    """Hold the parameters. `sinks`: how many first tokens are kept. `positions`: `cache` (the
-    paper: places in the cache) or `original` (true positions)."""
-
-    selects: ClassVar[bool] = False
-    window_names: ClassVar[Mapping[str, str]] = {"sinks": "sinks"}
-    tunable: ClassVar[Grids] = {
-        "sinks": (1, 4, 16, 64),
-        "positions": ("cache", "original"),
-    }
-
-    sinks: int = 4
-    positions: str = "cache"
-
-    def __post_init__(self) -> None:
-        if self.sinks < 0:
-            raise ValueError(
-                f"sinks={self.sinks} is negative: give the number of first tokens to keep, 4 in the paper."
-            )
-        if self.positions not in ("cache", "original"):
-            raise ValueError(f"positions={self.positions!r} is unknown: choose cache (the paper) or original.")
-
-    @property
-    def smallest_budget(self) -> int:
-        return self.sinks + 1
-
-    def cost(self, case: LayerWorkload) -> Cost:
-        return costs.dense(case) if self.reads_whole(case) else costs.evict(case, case.budget)
-
-    def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
-        return PeakExtra(seal=0 if self.reads_whole(case) else costs.evicting(case, case.budget))
-
-    def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
-        return [Layer(spec, cache, self, StreamingKeep()) for spec in specs]
 
 
 class StreamingKeep(Keep, capturable=True, of_each={}):
@@ -69,8 +32,7 @@ class StreamingKeep(Keep, capturable=True, of_each={}):
     turned = 0  # positions by which the sinks were rotated forward
 
     def keep(self, size: int) -> Tensor:
-        groups, device = self.spec.num_kv_heads, self.request.device
-        return sinks_and_recent(self.request.batch, groups, self.method.sinks, size, self.store.length, device)
+        return self.first_and_last(self.method.sinks, size)
 
     def close(self, evicted: int) -> None:
         if self.method.positions == "cache" and evicted:
@@ -93,3 +55,35 @@ class StreamingKeep(Keep, capturable=True, of_each={}):
 
     def truncate(self, state: Mapping[str, Tensor], first: int, last: int) -> dict[str, Tensor]:
         return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Streaming(Method):
+    """Hold the parameters. `sinks`: how many first tokens are kept. `positions`: `cache` (the
+    paper: places in the cache) or `original` (true positions)."""
+
+    selects: ClassVar[bool] = False
+    window_names: ClassVar[Mapping[str, str]] = {"sinks": "sinks"}
+    tunable: ClassVar[Grids] = {"sinks": (1, 4, 16, 64), "positions": ("cache", "original")}
+
+    sinks: int = 4
+    positions: str = "cache"
+
+    def __post_init__(self) -> None:
+        if self.sinks < 0:
+            raise ValueError(f"sinks={self.sinks} is negative: give the number of first tokens to keep, as 4.")
+        if self.positions not in ("cache", "original"):
+            raise ValueError(f"positions={self.positions!r} is unknown: choose cache (the paper) or original.")
+
+    @property
+    def smallest_budget(self) -> int:
+        return self.sinks + 1
+
+    def cost(self, case: LayerWorkload) -> Cost:
+        return costs.dense(case) if self.reads_whole(case) else costs.evict(case, case.budget)
+
+    def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
+        return PeakExtra(seal=0 if self.reads_whole(case) else costs.evicting(case, case.budget))
+
+    def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
+        return [Layer(spec, cache, self, StreamingKeep()) for spec in specs]

@@ -20,7 +20,7 @@ from harness.engine.watch import Watch
 from kernels.step_inputs import StepInputs
 from methods.base import AttnInput, CacheState, KVLayer, NextRow
 from methods.base.state import StepCounters
-from methods.layers.returned import RowNumbers
+from methods.layers.returned import check_rows
 from methods.tiers.traffic import Traffic
 
 State = Callable[[int], Mapping[str, Tensor]]  # waits for the state of a layer and returns it
@@ -297,10 +297,9 @@ class KVCache(Cache):
         heads = {"read_positions": [spec.num_kv_heads], "selected_positions": [spec.num_kv_heads, spec.num_heads]}
         for name, counts in heads.items():
             if (positions := getattr(layer, name)()) is not None:
-                wanted = RowNumbers(
-                    batch=request.batch, heads=counts, tokens=self._sealed_tokens, device=request.device, gaps=True
-                )
-                wanted.check(positions, f"In layer {spec.index}, {type(layer).__name__}.{name} returned")
+                whose, tokens = f"In layer {spec.index}, {type(layer).__name__}.{name} returned", self._sealed_tokens
+                given = {"batch": request.batch, "heads": counts, "tokens": tokens, "device": request.device}
+                check_rows(positions, whose, **given, gaps=True)
 
     def expect(self, sequences: int, tokens: int) -> None:
         """Begin a forward that brings `tokens` tokens. Raises `RoomError` if more arrives than the

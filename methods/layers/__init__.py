@@ -7,7 +7,7 @@ one whose tokens compete for the room of a pool. A layer may have both."""
 
 from __future__ import annotations
 
-from methods.layers.indices import between_ends, ends, gather_per_head, sinks_and_recent, union_per_kv_head
+from methods.layers.indices import between_ends, ends, gather_per_head, union_per_kv_head
 from methods.layers.layer import Layer
 from methods.layers.limited_pool import Pooled
 from methods.layers.policy import Evict, Keep, Padded, Policy
@@ -27,6 +27,5 @@ __all__ = [
     "between_ends",
     "ends",
     "gather_per_head",
-    "sinks_and_recent",
     "union_per_kv_head",
 ]

@@ -12,7 +12,6 @@ from copy import copy
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
 
 from kernels.per_sequence import PerSequence, per_sequence
 from kernels.ragged import with_free_slots
@@ -20,6 +19,7 @@ from methods.base import CacheState, KVLayer
 from methods.layers.layer import Layer
 from methods.layers.policy import Keep, Padded, Policy
 from methods.layers.read import Read
+from methods.parts.hit_cache import as_wide
 from methods.pools.batched import BatchedHostRows, BatchedPool, BatchedStore
 from methods.pools.device_store import KVStore
 from methods.pools.pool import Pool
@@ -167,14 +167,5 @@ def _several(
         return with_free_slots(parts, how, slots.dead)
     if isinstance(how, Padded):
         joined = with_free_slots(parts, how.dim, slots.dead).whole
-        return joined if most is None else _widened(joined, how.dim, most)
+        return joined if most is None else as_wide(joined, most, how.dim).contiguous()
     return torch.cat([*parts, *(torch.zeros_like(parts[0]) for _ in range(slots.dead or 0))])
-
-
-def _widened(x: Tensor, dim: int, size: int) -> Tensor:
-    """Return x with `size` entries in dimension `dim`, filled up with zeros or with some of its
-    zeros cut."""
-    wide = x.new_zeros([*x.shape[:dim], size, *x.shape[dim + 1 :]])
-    kept = min(size, x.shape[dim])
-    wide.narrow(dim, 0, kept).copy_(x.narrow(dim, 0, kept))
-    return wide

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from kernels import ops
 from methods.base import Plan
-
-
-def sinks_and_recent(batch: int, groups: int, sinks: int, budget: int, stored: int, device: torch.device) -> Tensor:
-    """Return the indices of the first `sinks` and the last `budget - sinks` of `stored` tokens,
-    [B G budget]."""
-    rows = torch.cat([torch.arange(sinks, device=device), torch.arange(stored - budget + sinks, stored, device=device)])
-    return rows.expand(batch, groups, -1)
 
 
 def between_ends(middle: Tensor, plan: Plan, stored: int) -> Tensor:
@@ -34,12 +25,6 @@ def gather_per_head(x: Tensor, rows: Tensor) -> Tensor:
     return gathered.view(*rows.shape, -1)
 
 
-def side_by_side(x: Tensor, places: Tensor) -> Tensor:
-    """Copy rows of x for each head, x [N D], places [B G U] among the N -> [B G U D]."""
-    gathered: Tensor = ops.gather_rows(x[None, None], places.view(1, 1, -1))
-    return gathered.view(*places.shape, -1)
-
-
 def read_together(rows: Tensor, groups: int, stored: int) -> Tensor:
     """Return which of `stored` tokens the query heads of a KV head read, rows [B H K], -1 for none
     -> bool [B G stored]."""
@@ -55,27 +40,6 @@ def union_per_kv_head(rows: Tensor, groups: int, stored: int) -> Tensor:
     union = torch.where(read, torch.arange(stored, device=rows.device), stored).sort(-1).values
     union = union[..., : int(read.sum(-1).max())]
     return union.masked_fill(union == stored, -1)
-
-
-class Distinct(NamedTuple):
-    """Hold the rows that the query heads of each KV head read, each row once."""
-
-    heads: Tensor  # [N], KV heads, counted through the batch; ascending
-    rows: Tensor  # [N]
-    places: Tensor  # [B G U], where each KV head's rows stand among the N; another head's where it has fewer than U
-    own: Tensor  # [B H K], where each query head's rows stand among its KV head's U
-
-
-def distinct_rows(rows: Tensor, groups: int, stored: int) -> Distinct:
-    """Find the rows that the query heads of each KV head read. rows [B H K], of `stored`. Waits for
-    the device."""
-    read = read_together(rows, groups, stored)
-    counts = read.sum(-1, keepdim=True)
-    ends = counts.flatten().cumsum(0).view_as(counts)
-    heads, distinct = read.flatten(0, 1).nonzero().unbind(1)
-    places = torch.arange(int(counts.max()), device=rows.device)
-    own = (read.cumsum(-1) - 1).gather(2, rows.reshape(*read.shape[:2], -1)).view_as(rows)
-    return Distinct(heads, distinct, (ends - counts + places).clamp(max=len(distinct) - 1), own)
 
 
 def first_places(rows: Tensor) -> Tensor:

@@ -231,6 +231,13 @@ class Keep(Evict, capturable=True):
         It is [B H size] if each query head keeps its own; the store then holds a copy for each.
         """
 
+    def first_and_last(self, first: int, size: int) -> Tensor:
+        """Return the `first` stored tokens and the last ones, `size` in all, for each KV head,
+        [B G size]."""
+        device, stored = self.request.device, self.store.length
+        rows = [torch.arange(first, device=device), torch.arange(stored - size + first, stored, device=device)]
+        return torch.cat(rows).expand(self.request.batch, self.spec.num_kv_heads, -1)
+
     def evict(self, size: int) -> None:
         rows, given = self.keep(size), f"{type(self).__name__}.keep returned"
         self.layer.check_rows(given, rows, self.store.length, count=size, ascending=True)

@@ -13,10 +13,9 @@ from torch import Tensor
 from kernels.ragged import Ragged, filled
 from kernels.reference import Segment, without_missing
 from methods.base import Attended, AttnInput, Plan
-from methods.base.state import queues
-from methods.layers.indices import distinct_rows, first_places, side_by_side, union_per_kv_head
+from methods.layers.indices import first_places, union_per_kv_head
 from methods.layers.policy import Policy
-from methods.tiers.tier import DEVICE, HOST
+from methods.tiers.tier import DEVICE
 from methods.tiers.transfer import Arrival
 
 PlanT = TypeVar("PlanT")  # says how a budget is spent
@@ -89,7 +88,8 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
 
     def fetch(self, rows: Tensor) -> Segment:
         """Bring chosen tokens of those sent away to the device. rows [B G K] or [B H K] count from
-        the first of them. What several query heads of a group chose moves once."""
+        the first of them. What several query heads of a group chose moves once: where it stands
+        first."""
         far, groups, arrival = self.layer.far, self.spec.num_kv_heads, self.arrival
         assert far is not None
         self.arrival = None
@@ -97,22 +97,14 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
             return arrival.wait()
         if rows.shape[1] == groups:
             return far.gather(rows).wait()
-        if far.tier == DEVICE:  # nothing moves, and a step that asks for no count can be captured
-            chosen, live = filled(rows), rows.counts if isinstance(rows, Ragged) else None
-            together = chosen.reshape(len(chosen), groups, -1)
-            places = torch.arange(together.shape[2], device=rows.device).view(self.spec.group, -1)
-            own = places.repeat(groups, 1).expand_as(chosen)
-            return far.gather(together).wait()._replace(rows=own, live=live)
-        if far.tier == HOST and (self.cache.counters.running or queues(self.request.device)):
-            chosen, live = _without_missing(rows)
-            together = chosen.reshape(len(chosen), groups, -1)
-            first = first_places(together)
-            once = (first == torch.arange(together.shape[2], device=rows.device)) & (together >= 0)
-            segment = far.gather(together.clamp(min=0), torch.where(once, -1, 0)).wait()
-            return segment._replace(rows=first.view_as(chosen), live=live)
-        distinct = distinct_rows(rows, groups, far.length)
-        k, v = (side_by_side(x, distinct.places) for x in far.pick(distinct.heads, distinct.rows).wait()[:2])
-        return Segment(k, v, distinct.own)
+        chosen, live = filled(rows), rows.counts if isinstance(rows, Ragged) else None
+        if live is not None:
+            chosen = without_missing(chosen, live, -1)
+        together = chosen.reshape(len(chosen), groups, -1)
+        every = torch.arange(together.shape[2], device=rows.device)
+        first = every.expand_as(together) if far.tier == DEVICE else first_places(together)  # there, nothing moves
+        unread = torch.where((first == every) & (together >= 0), -1, 0)
+        return far.gather(together.clamp(min=0), unread).wait()._replace(rows=first.view_as(chosen), live=live)
 
     def attend(self, q: Tensor, *segments: Segment) -> Tensor:
         """Attend under one softmax to all of `segments`, q [B H 1 D] -> [B H 1 D]."""
@@ -172,14 +164,6 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
 
     def selected_rows(self) -> Tensor | None:
         return None if self.plan is None or self.rows is None else self.rows_of(self.rows, self.plan)
-
-
-def _without_missing(rows: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return rows [B heads K], with -1 where a sequence has fewer than another, and how many each
-    has."""
-    if not isinstance(rows, Ragged):
-        return rows, None
-    return without_missing(rows.whole, rows.counts, -1), rows.counts
 
 
 class Select(Read[Plan], capturable=True):

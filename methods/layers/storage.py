@@ -17,7 +17,7 @@ from kernels.ragged import filled
 from kernels.reference import Segment
 from methods.base import AttnInput, CacheState, KVLayer, LayerSpec, Method
 from methods.layers.indices import gather_per_head, union_per_kv_head
-from methods.layers.returned import ReturnedError, RowNumbers
+from methods.layers.returned import ReturnedError, check_rows
 from methods.pools import KVStore, PerHeadStore, Pool
 from methods.tiers.block import FAR, tokens_in
 
@@ -64,24 +64,19 @@ class Storage(KVLayer):
         they keep different tokens."""
         return self.store.heads
 
-    def reads_whole(self) -> bool:
-        """Return whether all tokens so far are read."""
-        budget, seen = self.request.budget, self.seen
-        return budget is None or self.method.reads_all(seen, budget.tokens(seen, self.spec.index))
+    def spendable(self) -> int | None:
+        """Return how many of the tokens so far the budget lets a step read; None for all."""
+        budget = self.request.budget
+        tokens = self.seen if budget is None else budget.tokens(self.seen, self.spec.index)
+        return None if budget is None or self.method.reads_all(self.seen, tokens) else tokens
 
     def limit(self) -> int | None:
         """Return how many prompt tokens a step may read after this seal; None for all. If all are
         read though the budget does not cover them, `fallback` says so."""
-        budget, seen, layer = self.request.budget, self.seen, self.spec.index
-        self.fallback = None  # says nothing of an earlier turn
-        if budget is None:
-            return None
-        tokens = budget.tokens(seen, layer)
-        if not self.method.reads_all(seen, tokens):
-            return tokens
-        if tokens < seen:
-            self.fallback = self.method.whole_because(seen, tokens)
-        return None
+        self.fallback, limit, budget = None, self.spendable(), self.request.budget
+        if limit is None and budget is not None and not budget.covers(self.seen, self.spec.index):
+            self.fallback = self.method.whole_because(self.seen, budget.tokens(self.seen, self.spec.index))
+        return limit
 
     def take_in(self, x: AttnInput) -> None:
         """Store keys and values of new tokens, repeated if query heads have copies of their own.
@@ -148,20 +143,17 @@ class Storage(KVLayer):
         ascending: bool = False,
         gaps: bool = False,
     ) -> None:
-        """Raise `ReturnedError` if `given` is not what `RowNumbers` describes; only in a run's
-        first example. `what`: which call returned it, such as "MyKeep.keep returned". `heads`: by
-        default as many as K and V have, or query heads."""
+        """Raise `ReturnedError` if `given` is not what `returned.check_rows` describes; only in a
+        run's first example. `what`: which call returned it, such as "MyKeep.keep returned".
+        `heads`: by default as many as K and V have, or query heads."""
         if self.cache.checking:
-            wanted = RowNumbers(
-                batch=self.request.batch,
-                heads=heads or (self.heads, self.spec.num_heads),
-                tokens=tokens,
-                device=self.request.device,
-                count=count,
-                ascending=ascending,
-                gaps=gaps,
-            )
-            wanted.check(given, f"In layer {self.spec.index} of {type(self.method).__name__}, {what}")
+            whose = f"In layer {self.spec.index} of {type(self.method).__name__}, {what}"
+            wanted = heads or (self.heads, self.spec.num_heads)
+            batch, device = self.request.batch, self.request.device
+            check_rows(
+                given, whose, batch=batch, heads=wanted, tokens=tokens, device=device, count=count,
+                ascending=ascending, gaps=gaps,
+            )  # fmt: skip
 
     def _check_rows_per_head(self, rows: Sequence[Tensor], tokens: Sequence[int]) -> None:
         """Raise `ReturnedError` if the rows are not those of the right number of heads, each of
@@ -172,10 +164,10 @@ class Storage(KVLayer):
         if len(rows) != len(tokens):
             raise ReturnedError(f"{whose} rows of {len(rows)} heads. Wanted are those of {len(tokens)}.")
         for number, (row, count) in enumerate(zip(rows, tokens, strict=True)):
-            wanted = RowNumbers(
-                batch=1, heads=(1,), tokens=count, device=self.request.device, ascending=True, alone=True
-            )
-            wanted.check(row, f"{whose}, for head {number},")
+            check_rows(
+                row[None, None] if isinstance(row, Tensor) else row, f"{whose}, for rows {number},", batch=1,
+                heads=(1,), tokens=count, device=self.request.device, ascending=True,
+            )  # fmt: skip
         if (together := sum(map(len, rows))) % self.heads:
             raise ReturnedError(f"{whose} {together} rows of {self.heads} heads. Wanted is a multiple of {self.heads}.")
 

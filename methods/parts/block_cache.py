@@ -9,7 +9,6 @@ and can be read in the next one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -20,7 +19,6 @@ from kernels.reference import Segment
 from methods.base import Cost, LayerWorkload
 from methods.parts.costs import INT64
 from methods.pools import Pool
-from methods.tiers.tier import DISK
 from methods.tiers.transfer import Arrival
 
 
@@ -35,7 +33,7 @@ class Incoming(NamedTuple):
 
 class BlockCache:
     """Hold `slots` blocks of `size` tokens of `store`; each step may bring in up to `offered` of
-    them. Nothing waits for their number, unless they come from files."""
+    them. Nothing waits for their number."""
 
     def __init__(self, store: Pool, tokens: Segment, *, size: int, slots: int, offered: int) -> None:
         """Hold the last blocks from the start. tokens [B G M D]: those of `store`, still on the
@@ -59,8 +57,9 @@ class BlockCache:
         blocks, traffic = rows // self.size, self.store.cache.traffic
         places = self._places().unsqueeze(1).expand(-1, rows.shape[1], -1).gather(2, blocks)
         held, slots = places >= 0, torch.where(places >= 0, places * self.size + rows % self.size, -1)
-        read = self._read_from_files if self.store.tier == DISK else self._read
-        k, v = read(rows, slots, held)
+        moved = self.store.gather(rows, slots).wait()[:2]
+        kept = (ops.gather_rows(x, slots.clamp(min=0)) for x in self.kv[:2])
+        k, v = (torch.where(held.unsqueeze(-1), *both) for both in zip(kept, moved, strict=True))
         traffic.looked_up += rows.numel()
         traffic.tally("found", held.sum())
         self._offer(blocks)
@@ -79,18 +78,6 @@ class BlockCache:
             by_block = kept.view(*kept.shape[:2], self.slots, -1)
             ops.put_rows(by_block, to, tokens.view(*to.shape, -1))
         self.blocks.scatter_(1, places, blocks)
-
-    def _read(self, rows: Tensor, slots: Tensor, held: Tensor) -> Iterator[Tensor]:
-        moved = self.store.gather(rows, slots).wait()[:2]
-        kept = (ops.gather_rows(x, slots.clamp(min=0)) for x in self.kv[:2])
-        return (torch.where(held.unsqueeze(-1), *both) for both in zip(kept, moved, strict=True))
-
-    def _read_from_files(self, rows: Tensor, slots: Tensor, held: Tensor) -> Iterator[Tensor]:
-        """Read from files only what is missing, which waits for its numbers."""
-        missing = (~held).flatten().nonzero().squeeze(1)
-        fresh = self.store.pick(missing // rows.shape[2], rows.flatten()[missing]).wait()[:2]
-        kept = [ops.gather_rows(x, slots.clamp(min=0)) for x in self.kv[:2]]
-        return (x.flatten(0, 2).index_copy_(0, missing, new).view_as(x) for x, new in zip(kept, fresh, strict=True))
 
     def _offer(self, blocks: Tensor) -> None:
         """Offer the blocks with the most chosen tokens. blocks [B G K]: those of the chosen
@@ -113,11 +100,8 @@ class BlockCache:
 
     def _ask_for(self, new: Tensor, leaving: Tensor) -> None:
         """Ask for as many blocks as leave, and at most `offered`. new, leaving: bool [B blocks]"""
-        count = self.offered if self.store.tier != DISK else int(new.sum(1).max())
-        if not count:
-            return
-        places = leaving.gather(1, self.blocks).int().topk(count).indices  # these first, then some that stay
-        coming = new.int().topk(count)
+        places = leaving.gather(1, self.blocks).int().topk(self.offered).indices  # these first, then some that stay
+        coming = new.int().topk(self.offered)
         fresh = coming.values > 0
         blocks = torch.where(fresh, coming.indices, self.blocks.gather(1, places))
         slots = torch.where(fresh.repeat_interleave(self.size, 1).unsqueeze(1), -1, self._rows(places))

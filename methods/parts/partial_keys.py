@@ -79,6 +79,12 @@ class GrowingRows:
         """Return a view [B G length W] of the rows so far."""
         return self.stored[:, :, : self.length]
 
+    def scores(self, q: Tensor) -> Tensor:
+        """Return the products of queries with all rows so far, q [B G g W] -> [B G g length]."""
+        if not self.cache.counters.running:
+            return cast(Tensor, ops.row_scores(q, self.filled))
+        return cast(Tensor, ops.live_scores(q, self.stored, self.count()))
+
     def count(self) -> Tensor:
         """Return the number of rows, as [1] int64, or [B] if sequences differ."""
         return self.cache.counters.tensor(self.length, self.stored.device)

@@ -4,21 +4,22 @@ comparison does (arXiv 2407.12820)."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import ClassVar
 
 from methods.base import Grids, Method, Plan
 
 
-@dataclass(frozen=True, slots=True)
-class Windows:
-    """Split a budget into `sinks` first tokens, `recent_ratio` of the rest as the prompt's last
-    tokens, and chosen tokens."""
+class Windowed(Method):
+    """Define methods that split a budget into `sinks` first tokens, `recent_ratio` of the rest as
+    the prompt's last tokens, and chosen tokens. PQCache's comparison takes the share of what
+    follows the sinks, and reads the sinks in addition."""
 
+    window_names: ClassVar[Mapping[str, str]] = {"sinks": "sinks", "recent_ratio": "recent_ratio"}
+    tunable: ClassVar[Grids] = {"sinks": (0, 4, 16, 32), "recent_ratio": (0.0, 0.125, 0.25, 0.5, 0.75)}
     sinks: int
     recent_ratio: float
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         if self.sinks < 0:
             raise ValueError(f"sinks={self.sinks} is negative: give the number of first tokens that are always read.")
         if not 0 <= self.recent_ratio < 1:
@@ -31,32 +32,9 @@ class Windows:
         return self.sinks + 1
 
     def split(self, budget: int) -> Plan:
+        """Return how `budget` prompt tokens are spent."""
         local = int((budget - self.sinks) * self.recent_ratio)
         return Plan(self.sinks, local, budget - self.sinks - local)
-
-
-class Windowed(Method):
-    """Define methods whose parameters `sinks` and `recent_ratio` split the budget. PQCache's
-    comparison takes the share of what follows the sinks, and reads the sinks in addition."""
-
-    window_names: ClassVar[Mapping[str, str]] = {"sinks": "sinks", "recent_ratio": "recent_ratio"}
-    tunable: ClassVar[Grids] = {
-        "sinks": (0, 4, 16, 32),
-        "recent_ratio": (0.0, 0.125, 0.25, 0.5, 0.75),
-    }
-    sinks: int
-    recent_ratio: float
-
-    def __post_init__(self) -> None:
-        self.windows.check()
-
-    @property
-    def windows(self) -> Windows:
-        return Windows(self.sinks, self.recent_ratio)
-
-    @property
-    def smallest_budget(self) -> int:
-        return self.windows.smallest_budget
 
     def paper_tokens(self, budget: Callable[[int], int], sealed: int) -> int:
         return self.sinks + budget(sealed - self.sinks)

@@ -84,15 +84,10 @@ class Pool:
         unread = None if slots is None else slots.reshape(*groups, -1)
 
         def read(traffic: Traffic) -> Segment:
-            k, v = self._decoded(by_group, traffic, slots=unread)
+            k, v = self._decoded(by_group, traffic, unread)
             return Segment(k.view(*rows.shape, -1), v.view(*rows.shape, -1))
 
         return self.cache.fetch(read)
-
-    def pick(self, heads: Tensor, rows: Tensor) -> Arrival[Segment]:
-        """Ask for single rows, decoded, on the device. heads [N], counted through the batch, rows
-        [N] -> k, v [N D]"""
-        return self.cache.fetch(lambda traffic: Segment(*self._decoded(rows, traffic, heads)))
 
     def whole(self) -> Arrival[Segment]:
         """Ask for all tokens, decoded, on the device. [B G S D]"""
@@ -180,35 +175,21 @@ class Pool:
             self.cache.send(partial(rows.put, x, start))
 
     @staticmethod
-    def _read(
-        held: Sequence[Rows], rows: Tensor, traffic: Traffic, heads: Tensor | None, slots: Tensor | None = None
-    ) -> tuple[Tensor, ...]:
+    def _read(held: Sequence[Rows], rows: Tensor, traffic: Traffic, slots: Tensor | None = None) -> tuple[Tensor, ...]:
         """Read the same rows of tensors that lie in one tier; the row numbers are sent there
         once."""
-        if not held:
-            return ()
-        rows = rows.to(held[0].home)
-        if heads is None:
-            return tuple(x.gather(rows, traffic, slots) for x in held)
-        heads = heads.to(held[0].home)
-        return tuple(x.pick(heads, rows, traffic) for x in held)
+        at = rows.to(held[0].home) if held else rows
+        return tuple(x.gather(at, traffic, slots) for x in held)
 
-    def _decoded(
-        self, rows: Tensor, traffic: Traffic, heads: Tensor | None = None, slots: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return the tokens `rows`, decoded: those of each head, or of `heads`, one for each."""
+    def _decoded(self, rows: Tensor, traffic: Traffic, slots: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the tokens `rows` of each head, decoded."""
         encoded = self.encoded
-        if encoded:
-            at = rows if encoded == self.length else rows.clamp(max=encoded - 1)
-            decoded = (
-                self._decoded_rows(at, traffic, slots) if heads is None else self._decoded_singly(at, heads, traffic)
-            )
-            if encoded == self.length:
-                return decoded
-        at = (rows - encoded).clamp(min=0)
-        k, v = self._read(self._tail, at, traffic, heads)
+        if encoded == self.length:
+            return self._decoded_rows(rows, traffic, slots)
+        k, v = self._read(self._tail, (rows - encoded).clamp(min=0), traffic)
         if not encoded:
             return k, v
+        decoded = self._decoded_rows(rows.clamp(max=encoded - 1), traffic, slots)
         late = (rows >= encoded).unsqueeze(-1)
         return torch.where(late, k, decoded[0]), torch.where(late, v, decoded[1])
 
@@ -220,17 +201,8 @@ class Pool:
         if self.tier == DEVICE:
             tokens = tuple(x.held(x.shape[2]) for x in self._tokens)
             return self.codec.decode_rows(Encoded(tokens, of_block), rows, blocks, dtype)
-        moved = self._read(self._tokens, rows, traffic, None, slots)
+        moved = self._read(self._tokens, rows, traffic, slots)
         return self.codec.decode_rows(Encoded(moved, of_block), None, blocks, dtype)
-
-    def _decoded_singly(self, rows: Tensor, heads: Tensor, traffic: Traffic) -> tuple[Tensor, Tensor]:
-        """Return encoded tokens, each of a given head, decoded. rows, heads [N] -> k, v [N D]"""
-        tokens = tuple(x[None, None] for x in self._read(self._tokens, rows, traffic, heads))
-        of_block = tuple(x.held(x.shape[2]).flatten(0, 2)[None, None] for x in self._blocks)
-        blocks = rows // self.codec.block + heads * (self.capacity // self.codec.block)
-        stored = Encoded(tokens, of_block)
-        k, v = self.codec.decode_rows(stored, None, blocks[None, None], self.cache.request.dtype)
-        return k[0, 0], v[0, 0]
 
     def _extend(self, end: int) -> None:
         if end > self.capacity:

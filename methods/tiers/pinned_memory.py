@@ -22,6 +22,7 @@ from torch import Tensor
 Pin = Callable[[Tensor], Callable[[], None]]  # lets a GPU read memory in place; returns the function that undoes it
 _PAGE = 4096  # bytes; whole pages are pinned
 ALIGNED = 64  # bytes; rows begin at a multiple of it
+STEP_BYTES = 64 << 20  # a pool pins so much at a time, so that many small conversations do not pin a piece each
 _PARTS = 8  # the most tensors of rows in a layer: those of a codec, and a copy of the keys
 
 
@@ -68,30 +69,40 @@ class Lease:
 
 
 class Region:
-    """Hold memory for the rows of one layer, whose tensors lie one after the other. It starts from
-    its beginning again once all its tensors are gone, as at the start of a further turn."""
+    """Cut tensors out of a piece of lent memory. `_free` lists its free stretches, in order; no two
+    of them touch."""
 
     def __init__(self, memory: Tensor, lease: Lease) -> None:
         self._memory: Any = memory.numpy()
         self._lease = lease
-        self._at = self._cuts = 0
-        self._freed: list[None] = []
+        self._free = [(0, memory.nbytes)]
+        self._freed = deque[tuple[int, int]]()
 
     def cut(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-        """Return a tensor with a storage of its own, or None if there is no room for it."""
-        nbytes = prod(shape) * dtype.itemsize
-        if len(self._freed) == self._cuts:
-            self._at = 0
-        if not nbytes or self._at + nbytes > len(self._memory):
-            return None
-        part = self._memory[self._at : self._at + nbytes]
-        finalize(part, self._note_freed)
-        self._at += -(-nbytes // ALIGNED) * ALIGNED
-        self._cuts += 1
-        return torch.frombuffer(part, dtype=dtype).view(*shape)
+        """Return an uninitialised tensor with a storage of its own, which keeps this object alive;
+        None if no free stretch is long enough."""
+        while self._freed:
+            self._put_back(*self._freed.popleft())
+        size = prod(shape) * dtype.itemsize
+        room = -(-size // ALIGNED) * ALIGNED
+        for at, (start, end) in enumerate(self._free):
+            if end - start >= room > 0:
+                self._free[at : at + 1] = [(start + room, end)] if end - start > room else []
+                part = self._memory[start : start + size]
+                finalize(part, self._note_freed, start, start + room)
+                return torch.frombuffer(part, dtype=dtype).view(tuple(shape))
+        return None
 
-    def _note_freed(self) -> None:
-        self._freed.append(None)  # from any thread
+    def _note_freed(self, start: int, end: int) -> None:
+        self._freed.append((start, end))  # from any thread, even one that holds a pool's lock
+
+    def _put_back(self, start: int, end: int) -> None:
+        first = at = bisect(self._free, (start, end))
+        if at and self._free[at - 1][1] == start:
+            first, start = at - 1, self._free[at - 1][0]
+        if at < len(self._free) and self._free[at][0] == end:
+            at, end = at + 1, self._free[at][1]
+        self._free[first:at] = [(start, end)]
 
 
 class PinnedReservation(NamedTuple):
@@ -133,13 +144,17 @@ class PinnedMemory:
             return torch.empty(0, dtype=torch.uint8), Lease()
         self._closed = False
         idle = list(self._pop_idle())
-        pinned = min((other for other in idle if other.memory.nbytes >= size), key=_size, default=None)
+        enough = [other for other in idle if other.memory.nbytes >= size]
+        pinned = min(enough, key=lambda other: other.memory.nbytes, default=None)
         for other in idle:
             if pinned is None:
                 other.undo()
             elif other is not pinned:
                 self._give_back(other)
-        pinned = pinned or self._pinned(size)
+        if pinned is None:
+            whole = torch.empty(size + _PAGE, dtype=torch.uint8)
+            memory = whole[-whole.data_ptr() % _PAGE :][:size]
+            pinned = _Pinned(memory, self._pin(memory))
         lease = Lease()
         finalize(lease, self._give_back, pinned).atexit = False
         return pinned.memory[:size], lease
@@ -149,12 +164,6 @@ class PinnedMemory:
         memory is lent again before."""
         self._closed = True
         self._unpin()
-
-    def _pinned(self, size: int) -> _Pinned:
-        whole = torch.empty(size + _PAGE, dtype=torch.uint8)
-        start = -whole.data_ptr() % _PAGE
-        memory = whole[start : start + size]
-        return _Pinned(memory, self._pin(memory))
 
     def _give_back(self, pinned: _Pinned) -> None:
         self._idle.append(pinned)
@@ -173,13 +182,6 @@ class PinnedMemory:
                 yield self._idle.pop()
 
 
-def _size(pinned: _Pinned) -> int:
-    return pinned.memory.nbytes
-
-
-STEP_BYTES = 64 << 20  # pinned at a time, so that many small conversations do not pin a piece each
-
-
 def pinned_bytes(expected: int, limit: int) -> int:
     """Return how many bytes a pool pins when `expected` bytes are needed and it may pin at most
     `limit`."""
@@ -193,7 +195,7 @@ class PinnedPool:
 
     def __init__(self, pinned_memory: PinnedMemory | None, limit: int) -> None:
         self._pinned_memory, self._limit, self._expected, self.bytes = pinned_memory, limit, 0, 0
-        self._pieces, self._lock = list[_Piece](), Lock()
+        self._regions, self._lock = list[Region](), Lock()
 
     def expect(self, size: int) -> None:
         """Pin memory for `size` more bytes. Raises `RuntimeError` if the system does not lock as
@@ -202,61 +204,20 @@ class PinnedPool:
         lacking = pinned_bytes(self._expected, self._limit) - self.bytes
         if self._pinned_memory is None or lacking <= 0:
             return
-        piece = _Piece(*self._pinned_memory.lend(lacking))
+        region = Region(*self._pinned_memory.lend(lacking))
         with self._lock:
-            self._pieces.append(piece)
+            self._regions.append(region)
             self.bytes += lacking
 
     def cut(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return an uninitialised tensor with a storage of its own."""
-        size = prod(shape) * dtype.itemsize
-        if not size or (part := self._part(size)) is None:
-            return torch.empty(shape, dtype=dtype)
-        return torch.frombuffer(part, dtype=dtype).view(tuple(shape))
+        with self._lock:
+            cut = (region.cut(shape, dtype) for region in self._regions)
+            pinned = next((x for x in cut if x is not None), None)
+        return torch.empty(tuple(shape), dtype=dtype) if pinned is None else pinned
 
     def close(self) -> None:
         """Give the memory back, each piece once no tensor lies in it. Tensors that are cut from now
         on lie in ordinary memory."""
         with self._lock:
-            self._pieces, self._limit, self.bytes = [], 0, 0
-
-    def _part(self, size: int) -> Any:
-        with self._lock:
-            parts = (piece.part(size) for piece in self._pieces)
-            return next((part for part in parts if part is not None), None)
-
-
-class _Piece:
-    """Hold one piece of lent memory and the list of its free stretches, in order; no two of them
-    touch."""
-
-    def __init__(self, memory: Tensor, lease: Lease) -> None:
-        self._memory: Any = memory.numpy()
-        self._lease = lease
-        self._free = [(0, memory.nbytes)]
-        self._freed = deque[tuple[int, int]]()
-
-    def part(self, size: int) -> Any:
-        """Return `size` bytes, which keep this object alive; None if no free stretch is long
-        enough."""
-        while self._freed:
-            self._put_back(*self._freed.popleft())
-        room = -(-size // ALIGNED) * ALIGNED
-        for at, (start, end) in enumerate(self._free):
-            if end - start >= room:
-                self._free[at : at + 1] = [(start + room, end)] if end - start > room else []
-                part = self._memory[start : start + size]
-                finalize(part, self._note_freed, start, start + room)
-                return part
-        return None
-
-    def _note_freed(self, start: int, end: int) -> None:
-        self._freed.append((start, end))  # from any thread, even one that holds the pool's lock
-
-    def _put_back(self, start: int, end: int) -> None:
-        first = at = bisect(self._free, (start, end))
-        if at and self._free[at - 1][1] == start:
-            first, start = at - 1, self._free[at - 1][0]
-        if at < len(self._free) and self._free[at][0] == end:
-            at, end = at + 1, self._free[at][1]
-        self._free[first:at] = [(start, end)]
+            self._regions, self._limit, self.bytes = [], 0, 0

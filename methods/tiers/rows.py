@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum, auto
 from importlib import import_module
 from math import prod
 from pathlib import Path
@@ -26,6 +25,7 @@ from methods.tiers.tier import DEVICE, DISK, HOST, tier_of
 from methods.tiers.traffic import Traffic
 
 Shape = tuple[int, ...]
+BLOCK_BYTES = 64 * 1024  # from such pieces on a PCIe 5 link is full (vLLM PR 42212)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,18 +84,10 @@ class Rows(ABC):
         """Return chosen rows on the device, rows [B G K] -> [B G K W].
 
         Rows whose slot [B G K] is 0 or more do not move: they are copied from that place of `held`
-        [B G C W], or are arbitrary without it. A tier on the device, or in files, may read its own
-        rows instead."""
+        [B G C W], or are arbitrary without it. A tier on the device may read its own rows
+        instead."""
         stored = self._all()
         return self._send(ops.gather_rows(stored, rows.to(stored.device)), traffic)
-
-    def pick(self, heads: Tensor, rows: Tensor, traffic: Traffic) -> Tensor:
-        """Return single rows on the device, heads [N], counted through the batch, rows [N] ->
-        [N W]."""
-        stored = self._all()
-        at = (heads * self.shape[2] + rows).to(stored.device)
-        picked: Tensor = ops.gather_rows(stored.flatten(0, 2)[None, None], at[None, None])
-        return self._send(picked[0, 0], traffic)
 
     def columns(self, columns: Tensor, count: int, traffic: Traffic) -> Tensor:
         """Return columns of the first `count` rows on the device, columns [B G N] ->
@@ -181,28 +173,21 @@ class HostRows(MemoryRows):
         return moved
 
     def first(self, count: int, traffic: Traffic) -> Tensor:
-        """Copy whole heads one by one, if they are large enough; torch would first collect those
-        with gaps between them, in memory that is not pinned."""
+        """Copy whole heads one by one, if each fills the link. With smaller pieces a copy takes
+        longer to start than to move: the device then reads them where they lie, if that memory is
+        pinned, or the host gathers them first."""
         rows = self.held(count)
         if self.device.type == "cpu" or rows.is_contiguous():
             return self._send(rows, traffic)
-        pairs = self.shape[0] * self.shape[1]
-        how = copy_strategy(pairs, rows.nbytes // pairs, BLOCK_BYTES, in_place=rows.is_pinned())
-        if how is CopyStrategy.COLLECTED:
-            return self._send(rows, traffic)
-        if how is CopyStrategy.KERNEL:
+        if rows.nbytes < BLOCK_BYTES * self.shape[0] * self.shape[1]:
+            if not rows.is_pinned():
+                return self._send(rows, traffic)
             return self.gather(torch.arange(count, device=self.device).expand(*self.shape[:2], -1), traffic)
         moved = torch.empty(rows.shape, dtype=self.dtype, device=self.device)
         for there, here in zip(moved.flatten(0, 1), rows.flatten(0, 1), strict=True):
             there.copy_(here, non_blocking=True)
         traffic.to_device_bytes += moved.nbytes
         return moved
-
-    def pick(self, heads: Tensor, rows: Tensor, traffic: Traffic) -> Tensor:
-        every = self.stored.flatten(0, 2)[None, None]
-        picked: Tensor = ops.gather_tiers(every, (heads * self.shape[2] + rows)[None, None], None, None)[0, 0]
-        traffic.to_device_bytes += picked.nbytes
-        return picked
 
     def columns(self, columns: Tensor, count: int, traffic: Traffic) -> Tensor:
         """Let the device read single numbers in place, so that nothing waits for the columns. A
@@ -247,6 +232,19 @@ class DiskRows(Rows):
             for head, rows in enumerate(x.flatten(0, 1).cpu()):
                 file.seek((head * self.shape[2] + start) * row_bytes)
                 file.write(rows.contiguous().view(torch.uint8).numpy())
+
+    def gather(self, rows: Tensor, traffic: Traffic, slots: Tensor | None = None, held: Tensor | None = None) -> Tensor:
+        """Read only the rows without a slot from the file."""
+        if slots is None:
+            return super().gather(rows, traffic)
+        heads = torch.arange(prod(self.shape[:2])).view(*self.shape[:2], 1)
+        missing = slots.cpu() < 0
+        at = (heads * self.shape[2] + rows.cpu())[missing]
+        read = self._send(ops.gather_rows(self._all().flatten(0, 2)[None, None], at[None, None])[0, 0], traffic)
+        nothing = read.new_zeros(*rows.shape, self.shape[3])
+        moved: Tensor = nothing if held is None else ops.gather_rows(held, slots.clamp(min=0))
+        moved[missing.to(self.device)] = read
+        return moved
 
     def _all(self) -> Tensor:
         if not prod(self.shape):
@@ -299,28 +297,3 @@ def rows_in(tier: str) -> type[Rows]:
     module, _, name = tier_of(tier).rows.rpartition(".")
     kind: type[Rows] = getattr(import_module(module), name)
     return kind
-
-
-BLOCK_BYTES = 64 * 1024  # from such pieces on a PCIe 5 link is full (vLLM PR 42212)
-
-
-class CopyStrategy(Enum):
-    """Name the three ways to copy rows from the host."""
-
-    BLOCKS = auto()  # one copy for each piece
-    KERNEL = auto()  # the device reads the pieces where they lie, in pinned memory
-    COLLECTED = auto()  # the host gathers the pieces, and they go as one copy
-
-
-def copy_strategy(pieces: int, piece_bytes: int, block_bytes: int, *, in_place: bool) -> CopyStrategy:
-    """Return how `pieces` of `piece_bytes` each are copied. `in_place`: a kernel can read them,
-    because they lie in pinned memory and their positions are on the device or known without
-    waiting.
-
-    A copy per piece fills the link if its piece is at least `block_bytes`, and leaves the device
-    alone; with smaller pieces each copy takes longer to start than to move. A kernel reads all
-    pieces at once but takes time of the device. Where neither is possible, the host gathers the
-    pieces first."""
-    if pieces == 1 or piece_bytes >= block_bytes:
-        return CopyStrategy.BLOCKS
-    return CopyStrategy.KERNEL if in_place else CopyStrategy.COLLECTED

@@ -39,7 +39,7 @@ def read(method: Method, budget: float, sealed: int, **more: Any) -> int:
 def test_pqcaches_comparison_takes_the_share_behind_its_sinks(length: int, method: Any) -> None:
     """C_loc = C_top = int((s - 32) * rho / 2), beside 32 sinks; one more where both were rounded down."""
     half = int((length - 32) * RHO * 0.5)
-    plan = method.windows.split(read(method, RHO, length))
+    plan = method.split(read(method, RHO, length))
     assert plan.sinks == 32
     assert plan.local == half
     assert plan.top - half in (0, 1)
@@ -48,7 +48,7 @@ def test_pqcaches_comparison_takes_the_share_behind_its_sinks(length: int, metho
 @pytest.mark.parametrize("length", LENGTHS)
 def test_sparqs_k_is_a_share_of_the_prompt_and_holds_the_window(length: int) -> None:
     method = SparQ(r=1, sinks=32, recent_ratio=0.5)
-    plan = method.windows.split(read(method, RHO, length))
+    plan = method.split(read(method, RHO, length))
     assert plan == (32, int(length * RHO * 0.5), int(length * RHO) - int(length * RHO * 0.5))
     assert not SparQ().paper_differs  # without sinks k is our budget
 
@@ -135,7 +135,7 @@ def test_the_least_legal_budget_is_named(rule: str) -> None:
 
 def test_one_split_for_all_that_have_one() -> None:
     for method in (PQCache(), Oracle(), H2O(), SparQ()):
-        plan = method.with_windows(sinks=4, recent_ratio=0.25).windows.split(104)
+        plan = method.with_windows(sinks=4, recent_ratio=0.25).split(104)
         assert plan == (4, 25, 75)
     assert InfLLM().with_windows(sinks=4, recent_ratio=0.25) == InfLLM(n_init=4, local_ratio=0.25)
     assert LMInfinite().with_windows(sinks=4, recent_ratio=0.25) == LMInfinite(n_init=4)

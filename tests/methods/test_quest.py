@@ -91,13 +91,13 @@ def test_what_query_heads_share_moves_once(prompt: int, last_page: bool) -> None
     s.seal(away, 0, prompt)
     traffic, row_bytes = away[0].cache.traffic, 2 * SHAPES[1].dim * 4
     for position in range(prompt, s.length):
-        before = traffic.to_device_bytes
+        before = traffic.settle().to_device_bytes
         (wanted,), (out,) = s.decode(here, position), s.decode(away, position)
         assert_close(out, wanted)
         chosen, group = _pages(s, method, prompt, position), SHAPES[1].heads // SHAPES[1].groups
         heads = [one[i : i + group] for one in chosen for i in range(0, len(one), group)]
         unions = [{j for head in group for j in head} for group in heads]
-        assert traffic.to_device_bytes - before == row_bytes * sum(map(len, unions))
+        assert traffic.settle().to_device_bytes - before == row_bytes * sum(map(len, unions))
         assert sum(map(len, unions)) < sum(len(head) for group in heads for head in group)
 
 
@@ -110,8 +110,8 @@ def test_its_cost_expects_what_a_models_heads_share(budget: float) -> None:
     layers = s.start(method, budget, placement="host")
     s.seal(layers, 0, prompt)
     traffic = layers[0].cache.traffic
-    before = traffic.to_device_bytes
+    before = traffic.settle().to_device_bytes
     s.decode(layers, prompt)
     cases = [LayerWorkload(layer.spec, prompt, int(budget * prompt), "host", 4) for layer in layers]
     expected = sum(method.cost(case).moved_bytes_per_step for case in cases)
-    assert traffic.to_device_bytes - before == pytest.approx(expected, rel=0.1)
+    assert traffic.settle().to_device_bytes - before == pytest.approx(expected, rel=0.1)

@@ -209,7 +209,7 @@ def sparq(clone: Path) -> Difference:
     for budget in (64, 128, 256):
         for layer, ours in enumerate(sealed(s, method, budget)):
             with released(clone, f"{SPARQ_PACKAGE}.methods.ann_attention", SPARQ_STUBS) as module:
-                window = method.windows.split(budget).local
+                window = method.split(budget).local
                 settings = module.Settings(budget, window, method.sinks, False, "sparse_q", rank=method.r)
                 theirs = module.AnnAttention(settings, s.shape.groups, s.shape.dim, torch.zeros(1))
                 theirs.debug_indices = []

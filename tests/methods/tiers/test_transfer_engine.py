@@ -16,7 +16,7 @@ from torch import Tensor
 from kernels import ops
 from methods.tiers import transfer
 from methods.tiers.lanes import INLINE, TransferLane
-from methods.tiers.rows import CopyStrategy, HostRows, Place, copy_strategy
+from methods.tiers.rows import HostRows, Place
 from methods.tiers.traffic import Traffic
 from methods.tiers.transfer import TransferEngine, shared_engine
 from tests.dispatched import DispatchRecorder
@@ -272,22 +272,6 @@ class Copies(DispatchRecorder):
         elif name == "_to_copy" and out.device == ELSEWHERE:
             self.sizes.append(out.nbytes)
             self.collected += not args[0].is_contiguous()
-
-
-@pytest.mark.parametrize(
-    ("pieces", "size", "in_place", "how"),
-    [
-        (1, 10, True, CopyStrategy.BLOCKS),
-        (1, 10, False, CopyStrategy.BLOCKS),
-        (2, 100, True, CopyStrategy.BLOCKS),
-        (2, 100, False, CopyStrategy.BLOCKS),
-        (2, 99, True, CopyStrategy.KERNEL),
-        (2, 99, False, CopyStrategy.COLLECTED),
-        (0, 0, False, CopyStrategy.COLLECTED),
-    ],
-)
-def test_the_rule(pieces: int, size: int, in_place: bool, how: CopyStrategy) -> None:
-    assert copy_strategy(pieces, size, 100, in_place=in_place) is how
 
 
 @pytest.mark.parametrize(
