@@ -23,9 +23,7 @@ import torch
 from torch import Tensor
 
 from kernels import ops
-from methods.base import CacheState, Grids, KVLayer, LayerSpec, LayerWorkload
-from methods.base.cost import PeakExtra
-from methods.layers import Layer
+from methods.base import Grids, LayerWorkload, PeakExtra
 from methods.parts import costs
 from methods.pools import PerHeadStore
 from methods.snapkv import SnapKeep, SnapKV
@@ -77,6 +75,7 @@ class AdaKV(SnapKV):
     """Hold SnapKV's parameters and two more. `floor`: the part of the even share that every head
     gets. `normalize`: whether a head's votes are scaled first, as the module says."""
 
+    policies = (AdaKeep,)
     tunable: ClassVar[Grids] = {**SnapKV.tunable, "floor": (0.0, 0.05, 0.2, 0.5)}
 
     floor: float = 0.2
@@ -93,9 +92,6 @@ class AdaKV(SnapKV):
         """Return SnapKV's memory and that of the sorted votes, with their numbers and heads."""
         ranked = (2 * costs.FP32 + 2 * costs.INT64) * case.spec.num_kv_heads * case.sealed
         return super().transient(case, chunk) + PeakExtra(seal=0 if self.reads_whole(case) else ranked)
-
-    def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
-        return [Layer(spec, cache, self, AdaKeep()) for spec in specs]
 
 
 def whole_shares(asked: Sequence[float], most: Sequence[int]) -> list[int]:

@@ -26,10 +26,6 @@ def is_budget(asked: object) -> bool:
     return (isinstance(asked, int) and asked >= 1) or (isinstance(asked, float) and 0 < asked <= 1)
 
 
-def _tokens(asked: int | float, sealed: int) -> int:
-    return min(sealed, asked if isinstance(asked, int) else max(1, int(asked * sealed)))
-
-
 def check_layers(name: str, layers: Sequence[int], num_layers: int) -> None:
     """Raise `BudgetError` if `layers`, the value of `name`, names one that the model does not
     have."""
@@ -74,7 +70,7 @@ class Budget:
         most all."""
         if layer in self.dense_layers:
             return sealed
-        return _tokens(self.asked, sealed)
+        return min(sealed, self.asked if isinstance(self.asked, int) else max(1, int(self.asked * sealed)))
 
     def covers(self, sealed: int, layer: int) -> bool:
         """Return whether a KV head of `layer` may read all `sealed` prompt tokens."""

@@ -15,7 +15,7 @@ keys alone). Sums are computed in fp32; the released code's fp16 sums overflow a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -23,11 +23,10 @@ import torch
 from torch import Tensor
 
 from kernels import ops, sink_logits
-from methods.base import AttnInput, CacheState, Cost, CostError, KVLayer, LayerSpec, LayerWorkload, Plan
-from methods.base.cost import PeakExtra
-from methods.layers import Keep, Layer, Padded, Storage, between_ends, ends
+from methods.base import AttnInput, Cost, CostError, LayerWorkload, PeakExtra, Plan
+from methods.layers import Keep, Padded, Storage, between_ends, ends
+from methods.layers.windowed import Windowed
 from methods.parts import costs
-from methods.parts.windows import Windowed
 
 EXTRA = {"none": 0.0, "literal": 1 / 128, "bytes": 1 / 256}
 
@@ -104,6 +103,7 @@ class H2O(Windowed):
     """Hold the parameters. `sinks`, `recent_ratio`: how the budget is split, see `Windowed`.
     `compensation`: what is kept beyond it, as the module says."""
 
+    policies = (H2OKeep,)
     selects: ClassVar[bool] = False
 
     sinks: int = 0
@@ -136,6 +136,3 @@ class H2O(Windowed):
         if share != 1 / 128:
             raise CostError(f"comm={share} has no H2O(C): the paper compensates comm=0.0078125 (1/128) alone.")
         return replace(self, compensation="literal") if self.compensation == "none" else self
-
-    def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
-        return [Layer(spec, cache, self, H2OKeep()) for spec in specs]

@@ -63,7 +63,10 @@ class KiviLayer(Layer, capturable=True):
         if self.far is None:
             return super().attend_all(q)
         older, last = self.parts or self._parts(self.far)
-        return self.attend(q, *older, self._last_block(last), self.store.since(0))
+        blocks = torch.arange(self.method.residual, device=last.k.device) // last.block
+        k, v = ops.decode_rows(last, None, blocks.expand(*last.k.shape[:2], -1), self.request.dtype)
+        exact = Segment(k, self._with_recent(v, self.store.count(-1)))
+        return self.attend(q, *older, exact, self.store.since(0))
 
     def _parts(self, far: Pool) -> tuple[list[Coded], Coded]:
         """Return the codes of all blocks but the last, and those of the last."""
@@ -71,12 +74,6 @@ class KiviLayer(Layer, capturable=True):
         assert isinstance(codes, Coded)
         count = far.length - self.method.residual
         return ([codes.tokens(0, count)] if count else []), codes.tokens(count, far.length)
-
-    def _last_block(self, codes: Coded) -> Segment:
-        """Return the block of codes whose values may still be exact, decoded."""
-        blocks = torch.arange(self.method.residual, device=codes.k.device) // codes.block
-        k, v = ops.decode_rows(codes, None, blocks.expand(*codes.k.shape[:2], -1), self.request.dtype)
-        return Segment(k, self._with_recent(v, self.store.count(-1)))
 
     def _with_recent(self, v: Tensor, newer: Tensor) -> Tensor:
         """Replace values in v [B G S D], decoded, by exact ones for the tokens that are followed by

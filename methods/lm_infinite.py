@@ -26,8 +26,7 @@ from torch import Tensor
 from kernels import ops
 from kernels.reference import Segment
 from kernels.sink_logits import with_sink
-from methods.base import AttnInput, CacheState, Cost, Grids, KVLayer, LayerSpec, LayerWorkload, Method
-from methods.base.cost import PeakExtra
+from methods.base import AttnInput, CacheState, Cost, Grids, KVLayer, LayerSpec, LayerWorkload, Method, PeakExtra
 from methods.base.pieces import TOKENS_AT_ONCE, pieces
 from methods.layers import Keep, Layer
 from methods.parts import costs
@@ -52,7 +51,16 @@ class LMInfiniteKeep(Keep, capturable=True):
             return self.layer.attend_prompt(x.q)
         count = min(self.method.n_init, self.store.length)
         self.first_keys = self.rope_table.unrotate(self.store.k[:, :, :count], self._first_places(count))
-        return self._windowed(x.q, x.start, self.n_local)
+        k, v, q = self.store.k, self.store.v, x.q
+        place = k.shape[2] - count - q.shape[2]  # the tokens after the first ones have no gap up to the last query
+        out: Tensor
+        out, lse = ops.windowed_attention(q, k[:, :, count:], v[:, :, count:], self.spec.scale, place, self.n_local)
+        for part in pieces(q.shape[2]):
+            first, first_lse = self._first(q[:, :, part], x.start + part.start, self.n_local)
+            merged = ops.merge_attention([first, out[:, :, part]], [first_lse, lse[:, :, part]])
+            both_lse = torch.logaddexp(first_lse, lse[:, :, part])
+            out[:, :, part] = with_sink(merged, both_lse, self.spec.sink_logits)
+        return out
 
     def keep(self, size: int) -> Tensor:
         return self.first_and_last(self.method.n_init, size)
@@ -77,20 +85,6 @@ class LMInfiniteKeep(Keep, capturable=True):
         """Return the positions of the first stored tokens: the first of the text, unless a history
         was truncated."""
         return self.layer.stored_positions()[0, 0, :count]
-
-    def _windowed(self, q: Tensor, start: int, n_local: int) -> Tensor:
-        """Attend from queries at positions from `start` on. Return [B H T D]."""
-        count = self.first_keys.shape[2]
-        k, v = self.store.k, self.store.v
-        place = k.shape[2] - count - q.shape[2]  # the tokens after the first ones have no gap up to the last query
-        out: Tensor
-        out, lse = ops.windowed_attention(q, k[:, :, count:], v[:, :, count:], self.spec.scale, place, n_local)
-        for part in pieces(q.shape[2]):
-            first, first_lse = self._first(q[:, :, part], start + part.start, n_local)
-            merged = ops.merge_attention([first, out[:, :, part]], [first_lse, lse[:, :, part]])
-            both_lse = torch.logaddexp(first_lse, lse[:, :, part])
-            out[:, :, part] = with_sink(merged, both_lse, self.spec.sink_logits)
-        return out
 
     def _first(self, q: Tensor, start: int, n_local: int) -> tuple[Tensor, Tensor]:
         """Return attention to the first tokens, in their true or their shifted rotation, and its

@@ -9,7 +9,6 @@ windows, score above it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -18,10 +17,10 @@ from torch import Tensor
 from kernels import ops
 from kernels.ragged import filled, spanned
 from kernels.sink_logits import softmax
-from methods.base import CacheState, Cost, KVLayer, LayerSpec, LayerWorkload, Plan
-from methods.layers import Layer, Select
+from methods.base import Cost, LayerWorkload, Plan
+from methods.layers import Select
+from methods.layers.windowed import Windowed
 from methods.parts import costs
-from methods.parts.windows import Windowed
 
 
 class OracleRead(Select, capturable=True, of_each={}):
@@ -50,6 +49,7 @@ class OracleRead(Select, capturable=True, of_each={}):
 class Oracle(Windowed):
     """Hold the parameters `sinks` and `recent_ratio`, which split the budget (see `Windowed`)."""
 
+    policies = (OracleRead,)
     rows_stay: ClassVar[bool] = True
 
     sinks: int = 32
@@ -61,6 +61,3 @@ class Oracle(Windowed):
         plan = self.split(case.budget)
         keys = case.sealed * case.row_bytes // 2  # it chooses by all of them, sinks and window too
         return costs.select(case, plan, index_bytes=0) + Cost().reading(keys)
-
-    def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
-        return [Layer(spec, cache, self, OracleRead()) for spec in specs]

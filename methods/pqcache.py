@@ -27,13 +27,13 @@ from torch import Tensor
 
 from kernels import ops
 from kernels.reference import Segment
-from methods.base import AttnInput, CacheState, Cost, CostError, Grids, KVLayer, LayerSpec, LayerWorkload, Plan
+from methods.base import AttnInput, Cost, CostError, Grids, LayerSpec, LayerWorkload, Plan
 from methods.base.cost import PeakExtra
-from methods.layers import Layer, Select
+from methods.layers import Select
+from methods.layers.windowed import Windowed
 from methods.parts import block_cache, costs
 from methods.parts.block_cache import BlockCache
 from methods.parts.kmeans_iterations import LENGTHS, Fit, measure
-from methods.parts.windows import Windowed
 from methods.tiers.tier import DEVICE
 from methods.tiers.transfer import Arrival
 
@@ -77,10 +77,8 @@ class PQRead(Select, capturable=True, of_each={"centroids": 3, "codes": 2}):
     def fetch(self, rows: Tensor) -> Segment:
         return super().fetch(rows) if self.blocks is None else self.blocks.read(rows)
 
-    @property
-    def fetches_alone(self) -> bool:
-        """Return whether blocks are kept, which belong to one sequence."""
-        return self.blocks is not None
+    def together_refusal(self) -> str | None:
+        return super().together_refusal() if self.blocks is None else "blocks are kept of one sequence"
 
     def decode(self, x: AttnInput) -> Tensor:
         out = super().decode(x)
@@ -102,6 +100,7 @@ class PQCache(Windowed):
     """Hold m sub-vectors of 2^b centroids, the k-means, and the split of the budget (see
     `Windowed`)."""
 
+    policies = (PQRead,)
     offloads: ClassVar[bool] = True
     encodes: ClassVar[bool] = True
     rows_stay: ClassVar[bool] = True
@@ -224,6 +223,3 @@ class PQCache(Windowed):
             raise ValueError(
                 f"m={self.m} does not divide the model's head size {spec.head_dim}: choose a divisor of it."
             )
-
-    def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
-        return [Layer(spec, cache, self, PQRead()) for spec in specs]

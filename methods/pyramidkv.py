@@ -14,15 +14,13 @@ exceeds its budget by that much."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
 from math import floor
 from typing import ClassVar, Literal
 
-from methods.base import CacheState, Grids, KVLayer, LayerSpec, LayerWorkload
-from methods.layers import Layer
+from methods.base import Grids, LayerWorkload
 from methods.snapkv import SnapKeep, SnapKV
 
 
@@ -43,6 +41,7 @@ class PyramidKV(SnapKV):
     layer's voted share is. `rounding`: whether the layers' amounts add up to the budget (exact) or
     are the authors' whole numbers."""
 
+    policies = (PyramidKeep,)
     tunable: ClassVar[Grids] = {**SnapKV.tunable, "beta": (5, 10, 20, 40)}
 
     beta: float = 20
@@ -73,9 +72,6 @@ class PyramidKV(SnapKV):
         line = pyramid if self.rounding == "exact" else released_pyramid
         voted = line(tokens - self.window, sealed - self.window, layers, self.beta)
         return [self.window + share for share in voted]
-
-    def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
-        return [Layer(spec, cache, self, PyramidKeep()) for spec in specs]
 
 
 def pyramid(mean: int, most: int, layers: int, beta: float) -> list[int]:

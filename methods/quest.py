@@ -73,7 +73,8 @@ class QuestRead(Read[int], capturable=True, of_each={"bounds": 2}):
         """Return how many tokens `pages` pages hold, including the prompt's last one, if it is
         always read, which may be shorter."""
         size = self.method.page_size
-        return pages * size - (-self.sealed % size if self.method.last_page else 0)
+        last = self.sealed - (self.sealed - 1) // size * size
+        return (pages - 1) * size + last if self.method.last_page else pages * size
 
     def _pages(self, rows: Tensor) -> Segment:
         """Return chosen tokens of the prompt. rows [B H|G K]"""

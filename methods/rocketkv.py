@@ -24,7 +24,7 @@ Generated tokens are always read; the paper pages them too."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil, floor, log2, sqrt
 from typing import ClassVar
@@ -33,8 +33,8 @@ from torch import Tensor
 
 from kernels import ops
 from kernels.ragged import leading, repeated
-from methods.base import CacheState, Cost, Grids, KVLayer, LayerSpec, LayerWorkload, Plan
-from methods.layers import Layer, Select
+from methods.base import Cost, Grids, LayerSpec, LayerWorkload, Plan
+from methods.layers import Select
 from methods.parts import costs
 from methods.quest import page_bounds
 from methods.snapkv import SnapKeep, SnapKV
@@ -88,6 +88,7 @@ class RocketKV(SnapKV):
     """Hold SnapKV's parameters and three more. `split`: from 0 (evict nothing) to 1 (evict all that
     is not needed). `page_size`: tokens of a page. `r`: channels of a bound that are read."""
 
+    policies = (RocketKeep, RocketRead)
     selects: ClassVar[bool] = True
     offloads: ClassVar[bool] = True
     encodes: ClassVar[bool] = True
@@ -161,6 +162,3 @@ class RocketKV(SnapKV):
     def check_model(self, spec: LayerSpec) -> None:
         if self.r is not None and self.r > spec.head_dim:
             raise ValueError(f"r={self.r} is more than the model's head size {spec.head_dim}: choose at most that.")
-
-    def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
-        return [Layer(spec, cache, self, RocketKeep(), RocketRead()) for spec in specs]

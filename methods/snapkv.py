@@ -12,7 +12,6 @@ before they are pooled, which differs from pooling first only for `max`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -22,9 +21,8 @@ from torch.nn.functional import avg_pool1d, max_pool1d
 
 from kernels import ops
 from kernels.sink_logits import column_sums
-from methods.base import AttnInput, CacheState, Cost, Grids, KVLayer, LayerSpec, LayerWorkload, Method, Plan
-from methods.base.cost import PeakExtra
-from methods.layers import Keep, Layer, between_ends
+from methods.base import AttnInput, Cost, Grids, LayerWorkload, PeakExtra, Plan
+from methods.layers import Keep, PolicyMethod, between_ends
 from methods.parts import costs
 from methods.pools import KVStore
 
@@ -64,10 +62,11 @@ class SnapKeep(Keep, capturable=True, of_each={}):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SnapKV(Method):
+class SnapKV(PolicyMethod):
     """Hold the parameters. `window`: how many last queries vote, whose tokens are kept too.
     `kernel`: over how many tokens votes are pooled, an odd number (1: none)."""
 
+    policies = (SnapKeep,)
     selects: ClassVar[bool] = False
     tunable: ClassVar[Grids] = {
         "window": (8, 16, 32, 64),
@@ -112,6 +111,3 @@ class SnapKV(Method):
         votes = costs.FP32 * (case.spec.num_heads + 2 * case.spec.num_kv_heads) * case.sealed
         copies = case.spec.group if self.select_per == "query_head" else 1
         return kept + PeakExtra(seal=votes + costs.evicting(case, self.kept(case), copies))
-
-    def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
-        return [Layer(spec, cache, self, SnapKeep()) for spec in specs]

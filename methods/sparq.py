@@ -19,10 +19,10 @@ its share of unread tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -30,21 +30,13 @@ from torch import Tensor
 from kernels import ops
 from kernels.reference import Segment
 from kernels.sink_logits import lse_with_sink, with_sink
-from methods.base import AttnInput, CacheState, Cost, CostError, Grids, KVLayer, LayerSpec, LayerWorkload, Plan
-from methods.layers import Layer, Select
+from methods.base import AttnInput, Cost, CostError, Grids, LayerSpec, LayerWorkload, Plan
+from methods.layers import Select
+from methods.layers.windowed import Windowed
 from methods.parts import costs
-from methods.parts.windows import Windowed
 from methods.pools import rows_for
 from methods.pools.batched import BatchedHostRows
 from methods.tiers.rows import Rows
-
-
-class Approximate(NamedTuple):
-    """Hold queries in the picked channels alone, and the log-sum-exp that all middle tokens
-    together get from them."""
-
-    query: Tensor  # [B G g D], not scaled
-    middle: Tensor  # [B G g] fp32, the log-sum-exp over the middle tokens
 
 
 class SparQRead(Select, capturable=True, of_each={"by_channel": 3, "value_sum": None, "covered": None}):
@@ -54,7 +46,9 @@ class SparQRead(Select, capturable=True, of_each={"by_channel": 3, "value_sum": 
     method: SparQ
     by_channel: Rows | BatchedHostRows | Tensor | None = None  # the middle keys [B G D M]
     value_sum: Tensor  # [B G 1 D] fp32, over every token so far
-    approximate: Approximate | None = None  # belongs to the selection that is being read for the first time
+    # of the selection that is being read for the first time: queries in the picked channels alone [B G g D], not
+    # scaled, and the log-sum-exp that all middle tokens together get from them [B G g], in fp32
+    approximate: tuple[Tensor, Tensor] | None = None
     covered: Tensor  # [B G g 1] fp32, the share of the approximate softmax on the tokens read
 
     def split(self, budget: int) -> Plan:
@@ -72,7 +66,7 @@ class SparQRead(Select, capturable=True, of_each={"by_channel": 3, "value_sum": 
         channels, picked, query = ops.pick_channels(groups, self.method.r, self.spec.scale, mean_value, False)
         sums, lse = self._scores(picked, channels)
         if query is not None:
-            self.approximate = Approximate(query, lse)
+            self.approximate = query, lse
         rows: Tensor = ops.top_k(sums, top)
         return rows
 
@@ -133,10 +127,10 @@ class SparQRead(Select, capturable=True, of_each={"by_channel": 3, "value_sum": 
     def reopen(self) -> None:
         self.by_channel = None  # the next seal copies the keys of a longer prompt
 
-    @property
-    def fetches_alone(self) -> bool:
-        """Return whether channels are picked from keys that have left the store."""
-        return not self.method.channel_copy
+    def together_refusal(self) -> str | None:
+        if self.layer.far is not None and not self.method.channel_copy:
+            return "channels are picked from the keys of one sequence after the other"
+        return super().together_refusal()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +138,7 @@ class SparQ(Windowed):
     """Hold the parameters. `r`: channels of a key that are read. `mean_value`, `channel_copy`: as
     the module says. The budget is split as in `Windowed`."""
 
+    policies = (SparQRead,)
     offloads: ClassVar[bool] = True
     rows_stay: ClassVar[bool] = True
     tunable: ClassVar[Grids] = {**Windowed.tunable, "r": (4, 8, 16, 32), "mean_value": (True, False)}
@@ -190,6 +185,3 @@ class SparQ(Windowed):
     def check_model(self, spec: LayerSpec) -> None:
         if self.r > spec.head_dim:
             raise ValueError(f"r={self.r} is more than the model's head size {spec.head_dim}: choose at most that.")
-
-    def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
-        return [Layer(spec, cache, self, SparQRead()) for spec in specs]

@@ -11,16 +11,15 @@ tokens, so the window is that of the prompt's end, and generated tokens come on 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
 from kernels.rope import rotate_by
-from methods.base import CacheState, Cost, Grids, KVLayer, LayerSpec, LayerWorkload, Method
-from methods.base.cost import PeakExtra
-from methods.layers import Keep, Layer
+from methods.base import Cost, Grids, LayerWorkload, PeakExtra
+from methods.layers import Keep, PolicyMethod
 from methods.parts import costs
 
 
@@ -58,14 +57,15 @@ class StreamingKeep(Keep, capturable=True, of_each={}):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Streaming(Method):
+class Streaming(PolicyMethod):
     """Hold the parameters. `sinks`: how many first tokens are kept. `positions`: `cache` (the
+
     paper: places in the cache) or `original` (true positions)."""
 
+    policies = (StreamingKeep,)
     selects: ClassVar[bool] = False
     window_names: ClassVar[Mapping[str, str]] = {"sinks": "sinks"}
     tunable: ClassVar[Grids] = {"sinks": (1, 4, 16, 64), "positions": ("cache", "original")}
-
     sinks: int = 4
     positions: str = "cache"
 
@@ -84,6 +84,3 @@ class Streaming(Method):
 
     def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
         return PeakExtra(seal=0 if self.reads_whole(case) else costs.evicting(case, case.budget))
-
-    def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
-        return [Layer(spec, cache, self, StreamingKeep()) for spec in specs]

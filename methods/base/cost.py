@@ -4,7 +4,7 @@ reads."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 
 from methods.base.request import LayerSpec
 from methods.tiers.codec import Codec
@@ -107,13 +107,7 @@ class PeakExtra:
     beside: int = 0
 
     def __add__(self, other: PeakExtra) -> PeakExtra:
-        return PeakExtra(
-            self.kept + other.kept,
-            self.prefill + other.prefill,
-            self.seal + other.seal,
-            self.stepping + other.stepping,
-            self.beside + other.beside,
-        )
+        return PeakExtra(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
 
 class CostError(ValueError):

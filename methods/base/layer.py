@@ -100,10 +100,7 @@ class KVLayer(ABC):
         """Return by how many prompt tokens the union that a KV head read in the last step exceeds
         the tokens of one of its query heads, [B], mean over heads; None if KV heads choose. It is
         called between steps, so it must not wait for the device."""
-        selected, read = self.selected_positions(), self.read_positions()
-        if selected is None or read is None or selected.shape[1] == self.spec.num_kv_heads:
-            return None
-        return _present(read) - _present(selected)
+        return None
 
     @property
     def bytes_read(self) -> float | None:
@@ -151,8 +148,3 @@ class KVLayer(ABC):
         """Update what is counted in Python after `steps` steps that were replayed without
         `decode`."""
         raise NotImplementedError(f"{type(self).__name__} is capturable and must count the steps that are replayed.")
-
-
-def _present(positions: Tensor) -> Tensor:
-    """Count the positions that are not -1, [B heads K] -> [B], mean over heads."""
-    return (positions >= 0).sum(-1).double().mean(1)

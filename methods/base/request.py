@@ -81,15 +81,11 @@ class Request:
         """Return the place for the rows of a layer."""
         return Place(self.device, self.disk, None if self.reservation is None else self.reservation.regions[layer])
 
-    def covers(self, tokens: int, layer: int) -> bool:
-        """Return whether the budget leaves out nothing of a prompt of `tokens` tokens, or there is
-        no budget: it is read whole."""
-        return self.budget is None or self.budget.covers(tokens, layer)
-
     def covers_all(self, layer: int) -> bool:
         """Return whether the budget leaves out nothing of the longest text that this cache may
         hold."""
-        return self.covers(_ANY_LENGTH if self.grows else self.capacity, layer)
+        longest = _ANY_LENGTH if self.grows else self.capacity
+        return self.budget is None or self.budget.covers(longest, layer)
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,8 +148,8 @@ class CacheState:
     def fetch(self, read: Callable[[Traffic], T]) -> Arrival[T]:
         """Ask for the rows that `read` brings to the device and that are waited for later; in a
         captured step, within the step."""
-        begin = self.engine.branch if self.counters.running else self.engine.begin
-        return begin(read, self.traffic, self.request.device, ahead=self.ahead)
+        device, running = self.request.device, self.counters.running
+        return self.engine.begin(read, self.traffic, device, ahead=self.ahead, within_step=running)
 
     def work(self, compute: Callable[[], T]) -> Arrival[T]:
         """Begin work on a prompt that later layers may hide, and whose result is waited for later;

@@ -7,9 +7,8 @@ one whose tokens compete for the room of a pool. A layer may have both."""
 
 from __future__ import annotations
 
-from methods.layers.indices import between_ends, ends, gather_per_head, union_per_kv_head
-from methods.layers.layer import Layer
-from methods.layers.limited_pool import Pooled
+from methods.layers.indices import between_ends, ends, gather_per_head
+from methods.layers.layer import Layer, PolicyMethod
 from methods.layers.policy import Evict, Keep, Padded, Policy
 from methods.layers.read import Read, Select
 from methods.layers.storage import Storage
@@ -20,12 +19,11 @@ __all__ = [
     "Layer",
     "Padded",
     "Policy",
-    "Pooled",
+    "PolicyMethod",
     "Read",
     "Select",
     "Storage",
     "between_ends",
     "ends",
     "gather_per_head",
-    "union_per_kv_head",
 ]

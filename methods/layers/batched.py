@@ -31,19 +31,13 @@ def alone_because(layer: KVLayer) -> str | None:
     kind = type(layer)
     if not isinstance(layer, Layer) or (kind.decode is not Layer.decode and "joined" not in vars(kind)):
         return f"{type(layer).__name__} attends for one sequence after the other"
-    if (refusal := layer.capture_refusal()) is not None:
-        return refusal
-    if (refusal := layer.together_refusal()) is not None:
-        return refusal
-    if layer.far is not None and layer.reads is not None and layer.reads.fetches_alone:
-        return "codes are decoded for one sequence after the other"
-    if type(layer.store) is not KVStore:
-        return "heads hold different numbers of tokens"
-    reasons = (policy.together_refusal() for policy in layer.policies)
-    if (refusal := next((reason for reason in reasons if reason), None)) is not None:
-        return refusal
-    strangers = [type(policy).__name__ for policy in layer.policies if type(policy).of_each is None]
-    return f"{strangers[0]} chooses for one sequence after the other" if strangers else None
+    reasons = (
+        layer.capture_refusal(),
+        layer.together_refusal(),
+        None if type(layer.store) is KVStore else "heads hold different numbers of tokens",
+        *(policy.together_refusal() for policy in layer.policies),
+    )
+    return next((reason for reason in reasons if reason), None)
 
 
 def form(layer: Layer) -> Hashable:

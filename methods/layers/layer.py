@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 from torch import Tensor
 
-from methods.base import Attended, AttnInput, CacheState, LayerSpec, Method, NextRow
+from methods.base import Attended, AttnInput, CacheState, KVLayer, LayerSpec, Method, NextRow
 from methods.layers.indices import read_together
 from methods.layers.policy import Evict, Policy
 from methods.layers.read import Read
@@ -49,11 +50,14 @@ class Layer(Storage, capturable=True):
 
     def seal(self) -> None:
         self.reopen()
-        limit = self.limit()
-        if self.keeps is not None:
-            self._evict(self.keeps, limit)
+        limit, before = self.limit(), self.evicted
+        size = None if limit is None or self.keeps is None else self.keeps.size(limit)
+        if self.keeps is not None and size is not None and size < self.store.length:
+            self.keeps.evict(size)
         elif self.evicted:
             self.positions = self.stored_positions()
+        if self.keeps is not None:
+            self.keeps.close(self.evicted - before)
         self.sealed, self.later = self.store.length, None
         if self.reads is not None:
             self.reads.seal(limit)
@@ -212,13 +216,15 @@ class Layer(Storage, capturable=True):
             policy.forget(count, rows)
         self.let_go(count, rows)
 
-    def _evict(self, keeps: Evict, limit: int | None) -> None:
-        before, size = self.evicted, None if limit is None else keeps.size(limit)
-        if size is not None and size < self.store.length:
-            keeps.evict(size)
-        elif self.evicted:
-            self.positions = self.stored_positions()
-        keeps.close(self.evicted - before)
+
+class PolicyMethod(Method):
+    """Define methods each of whose layers is a `Layer` with a fresh policy of each class in
+    `policies`."""
+
+    policies: ClassVar[tuple[type[Policy], ...]]
+
+    def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
+        return [Layer(spec, cache, self, *(policy() for policy in self.policies)) for spec in specs]
 
 
 def _within(state: Mapping[str, Tensor], number: int) -> dict[str, Tensor]:

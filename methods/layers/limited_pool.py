@@ -90,13 +90,6 @@ class LimitedPool:
         self.uses, self.live = self.uses.gather(2, kept), self.live.gather(2, kept)
         return kept
 
-    def hide(self, x: Tensor) -> Tensor:
-        """Set the entries of evicted tokens to -inf, in place. x [B G S] or [B G g S], prompt
-        tokens first"""
-        evicted = ~self.live if x.dim() == 3 else ~self.live.unsqueeze(2)
-        x[..., : self.live.shape[2]].masked_fill_(evicted, float("-inf"))
-        return x
-
 
 def leading_columns(rows: Tensor, counts: Tensor) -> Tensor:
     """Return which of rows [B G K] are among the first `counts` [B] of their sequence, bool
@@ -244,8 +237,12 @@ class Pooled(Select, capturable=True):
         return kept
 
     def present(self, x: Tensor) -> Tensor:
-        """Set x [B G S] or [B G g S], which has an entry per token, to -inf for evicted tokens."""
-        return x if self.pool is None else self.pool.hide(x)
+        """Set x [B G S] or [B G g S], which has an entry per token, prompt tokens first, to -inf
+        for evicted tokens, in place."""
+        if self.pool is not None:
+            live = self.pool.live if x.dim() == 3 else self.pool.live.unsqueeze(2)
+            x[..., : live.shape[-1]].masked_fill_(~live, float("-inf"))
+        return x
 
     def decode(self, x: AttnInput) -> Tensor:
         out = super().decode(x)

@@ -169,7 +169,7 @@ class Policy:
     def together_refusal(self) -> str | None:
         """Return why this policy, in its present state, takes its steps for one sequence after the
         other, or None."""
-        return None
+        return f"{type(self).__name__} chooses for one sequence after the other" if self.of_each is None else None
 
     def hand_back(self, member: Policy, own: slice) -> None:
         """Give `member`, whose sequences are the `own` ones of this joint policy, what steps have

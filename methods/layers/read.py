@@ -104,7 +104,7 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
         every = torch.arange(together.shape[2], device=rows.device)
         first = every.expand_as(together) if far.tier == DEVICE else first_places(together)  # there, nothing moves
         unread = torch.where((first == every) & (together >= 0), -1, 0)
-        return far.gather(together.clamp(min=0), unread).wait()._replace(rows=first.view_as(chosen), live=live)
+        return far.gather(together.clamp(min=0), unread).wait()._replace(rows=first.reshape(chosen.shape), live=live)
 
     def attend(self, q: Tensor, *segments: Segment) -> Tensor:
         """Attend under one softmax to all of `segments`, q [B H 1 D] -> [B H 1 D]."""
@@ -117,12 +117,6 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
             member.rows = self.rows.whole[own, ..., : self.rows.sizes.values[own.start]]
         elif self.rows is not None:
             member.rows = self.rows[own]
-
-    @property
-    def fetches_alone(self) -> bool:
-        """Return whether a step reads what was sent away by other means than `fetch`, so that it
-        takes one sequence at a time."""
-        return False
 
     @property
     def selects_next(self) -> bool:
@@ -172,10 +166,6 @@ class Select(Read[Plan], capturable=True):
 
     The tokens between sinks and window, the middle, may lie elsewhere (`placement`, `codec`): only
     the selected ones are then fetched."""
-
-    @abstractmethod
-    def split(self, budget: int) -> Plan:
-        """Return how `budget` prompt tokens are spent."""
 
     @abstractmethod
     def index(self, keys: Tensor) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -133,27 +133,15 @@ class Storage(KVLayer):
         self.later = places
 
     def check_rows(
-        self,
-        what: str,
-        given: object,
-        tokens: int | None,
-        *,
-        heads: Sequence[int] = (),
-        count: int | None = None,
-        ascending: bool = False,
-        gaps: bool = False,
+        self, what: str, given: object, tokens: int | None, *, heads: Sequence[int] = (), **wanted: Any
     ) -> None:
-        """Raise `ReturnedError` if `given` is not what `returned.check_rows` describes; only in a
-        run's first example. `what`: which call returned it, such as "MyKeep.keep returned".
+        """Raise `ReturnedError` if `given` is not what is `wanted` (`returned.check_rows`); only in
+        a run's first example. `what`: which call returned it, such as "MyKeep.keep returned".
         `heads`: by default as many as K and V have, or query heads."""
         if self.cache.checking:
             whose = f"In layer {self.spec.index} of {type(self.method).__name__}, {what}"
-            wanted = heads or (self.heads, self.spec.num_heads)
-            batch, device = self.request.batch, self.request.device
-            check_rows(
-                given, whose, batch=batch, heads=wanted, tokens=tokens, device=device, count=count,
-                ascending=ascending, gaps=gaps,
-            )  # fmt: skip
+            wanted |= {"heads": heads or (self.heads, self.spec.num_heads), "tokens": tokens}
+            check_rows(given, whose, batch=self.request.batch, device=self.request.device, **wanted)
 
     def _check_rows_per_head(self, rows: Sequence[Tensor], tokens: Sequence[int]) -> None:
         """Raise `ReturnedError` if the rows are not those of the right number of heads, each of
@@ -231,17 +219,22 @@ class Storage(KVLayer):
     def attend_prompt(self, q: Tensor) -> Tensor:
         """Attend from the last queries, causally, to all that is stored, q [B H T D] ->
         [B H T D]."""
-        if isinstance(self.store, PerHeadStore):
-            return self.store.each(q, self._prefill)
-        return self._prefill(q, self.store)
+
+        def attend(q: Tensor, store: KVStore, head: int | None) -> Tensor:
+            return sink_logits.causal_attention(q, store.k, store.v, self.spec.scale, self.spec.sinks_of(head))
+
+        return self.store.each(q, attend)
 
     def attend_all(self, q: Tensor) -> Tensor:
         """Attend from one query to all that is stored, wherever it lies, q [B H 1 D] ->
         [B H 1 D]."""
-        if isinstance(self.store, PerHeadStore):
-            return self.store.each(q, self._attend_head)
         away = self.far.segments().wait() if self.far is not None else []
-        return self.attend(q, *away, self.store.since(0))
+
+        def attend(q: Tensor, store: KVStore, head: int | None) -> Tensor:
+            segments, sinks = [*away, store.since(0)], self.spec.sinks_of(head)
+            return sink_logits.segment_attention(q, segments, self.spec.scale, sinks)
+
+        return self.store.each(q, attend)
 
     def attend(self, q: Tensor, *segments: Segment | Codes) -> Tensor:
         """Attend under one softmax to all of `segments`, q [B H 1 D] -> [B H 1 D]."""
@@ -252,13 +245,6 @@ class Storage(KVLayer):
         softmax that `lse` [B H] belongs to; 0 for missing tokens. q [B H 1 D]"""
         logits = filled(ops.row_scores(q.view(*segment.k.shape[:2], -1, q.shape[3]), segment.k)).flatten(1, 2)
         return segment.without_missing((logits * self.spec.scale - lse.unsqueeze(-1)).exp(), 0)
-
-    def _prefill(self, q: Tensor, store: KVStore, head: int | None = None) -> Tensor:
-        """Attend for all KV heads, or for the queries of one."""
-        return sink_logits.causal_attention(q, store.k, store.v, self.spec.scale, self.spec.sinks_of(head))
-
-    def _attend_head(self, q: Tensor, store: KVStore, head: int) -> Tensor:
-        return sink_logits.segment_attention(q, [store.since(0)], self.spec.scale, self.spec.sinks_of(head))
 
     def stored_positions(self) -> Tensor:
         """Return the position of every stored token in the sequence, [B heads S], -1 where a head

@@ -9,8 +9,6 @@ and can be read in the next one."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -20,15 +18,6 @@ from methods.base import Cost, LayerWorkload
 from methods.parts.costs import INT64
 from methods.pools import Pool
 from methods.tiers.transfer import Arrival
-
-
-class Incoming(NamedTuple):
-    """Name `offered` blocks per sequence and the places that will hold them. If fewer are new, the
-    others are held there already."""
-
-    places: Tensor  # [B N]
-    blocks: Tensor  # [B N]
-    new: Tensor  # bool [B N]
 
 
 class BlockCache:
@@ -48,7 +37,8 @@ class BlockCache:
         self.blocks = self.order[count - self.slots :].repeat(len(tokens.k), 1)  # [B slots], what each place holds
         rows = self._rows(self.blocks).clamp(max=store.length - 1)
         self.kv = Segment(ops.gather_rows(tokens.k, rows), ops.gather_rows(tokens.v, rows))
-        self.coming: tuple[Incoming, Arrival[Segment]] | None = None  # what the next step will hold
+        # what the next step will hold: places [B N], the blocks for them [B N], which are new, and their tokens
+        self.coming: tuple[Tensor, Tensor, Tensor, Arrival[Segment]] | None = None
 
     def read(self, rows: Tensor) -> Segment:
         """Return the keys and values of chosen tokens on the device, [B G K D] each. rows
@@ -69,7 +59,7 @@ class BlockCache:
         """Hold from now on what the last step has asked for; in a captured step, before it ends."""
         if self.coming is None:
             return
-        ((places, blocks, new), arrival), self.coming = self.coming, None
+        (places, blocks, new, arrival), self.coming = self.coming, None
         groups = self.kv.k.shape[1]
         at, fresh = self._rows(places), new.repeat_interleave(self.size, 1)[:, None, :, None]
         to = places.unsqueeze(1).expand(-1, groups, -1)
@@ -106,7 +96,7 @@ class BlockCache:
         blocks = torch.where(fresh, coming.indices, self.blocks.gather(1, places))
         slots = torch.where(fresh.repeat_interleave(self.size, 1).unsqueeze(1), -1, self._rows(places))
         rows = self._rows(blocks).clamp(max=self.store.length - 1)  # the last block may be cut short
-        self.coming = Incoming(places, blocks, fresh), self.store.gather(rows, slots)
+        self.coming = places, blocks, fresh, self.store.gather(rows, slots)
 
     def _places(self) -> Tensor:
         """Return the place that holds each block, -1 for none, [B blocks]."""

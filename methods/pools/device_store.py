@@ -27,6 +27,9 @@ def misfit(given: tuple[int, int], held: tuple[int, int]) -> ValueError:
     )
 
 
+Attend = Callable[[Tensor, "KVStore", int | None], Tensor]
+
+
 class KVStore:
     """Hold rows of K and V in token order, in memory that is allocated beforehand. The tensors do
     not move while the store lives, so a decode step that reads them can be captured."""
@@ -111,6 +114,11 @@ class KVStore:
         """Count the tokens that replayed steps have appended."""
         self.length += steps
 
+    def each(self, q: Tensor, attend: Attend) -> Tensor:
+        """Call `attend` with the queries, this store and the number of its KV head; None for all
+        heads."""
+        return attend(q, self, None)
+
     def between(self, start: int, end: int) -> Segment:
         """Return the tokens from the `start`-th up to the `end`-th, which no step writes any
         more."""
@@ -180,7 +188,7 @@ class PerHeadStore(KVStore):
             store.advance(steps)
         self.length += steps
 
-    def each(self, q: Tensor, attend: Callable[[Tensor, KVStore, int], Tensor]) -> Tensor:
+    def each(self, q: Tensor, attend: Attend) -> Tensor:
         """Call `attend` for every KV head, with its own queries [1 g T D], its store and its
         number. q [B H T D] -> [B H T D]"""
         queries = q.unflatten(1, (self.heads, -1)).flatten(0, 1).split(1)

@@ -45,12 +45,11 @@ class Codec(ABC):
     method is: a frozen dataclass."""
 
     @property
-    @abstractmethod
     def block(self) -> int:
         """Return how many tokens are encoded together."""
+        return 1
 
-    @abstractmethod
-    def check(self, head_dim: int) -> None:
+    def check(self, head_dim: int) -> None:  # noqa: B027 (most codecs support every head size)
         """Raise `ValueError` if the codec does not support the head size."""
 
     @abstractmethod
@@ -71,12 +70,20 @@ class Codec(ABC):
     ) -> tuple[Tensor, Tensor]:
         """Return chosen tokens of each head, decoded, k, v [B G K D]. rows [B G K], or None for all
         that `tokens` holds; blocks [B G K]: the rows of `blocks` that belong to them."""
+        if (codes := self.codes(stored)) is not None:
+            decoded: tuple[Tensor, Tensor] = ops.decode_rows(codes, rows, blocks, dtype)
+            return decoded
         tokens = stored.tokens if rows is None else tuple(ops.gather_rows(x, rows) for x in stored.tokens)
         return self.decode(Encoded(tokens, tuple(ops.gather_rows(x, blocks) for x in stored.blocks)), dtype)
 
+    def codes(self, stored: Encoded) -> Codes | None:
+        """Return all encoded tokens as kernels read them; None if kernels do not know this codec."""
+        return None
+
     def segment(self, stored: Encoded, dtype: torch.dtype) -> Segment | Codes:
         """Return what a step attends to of all encoded tokens: codes, if kernels read them."""
-        return Segment(*self.decode_whole(stored, dtype))
+        codes = self.codes(stored)
+        return Segment(*self.decode_whole(stored, dtype)) if codes is None else codes
 
     def decode_whole(self, stored: Encoded, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return all encoded tokens, decoded, k, v [B G n*block D]."""
@@ -88,13 +95,6 @@ class Codec(ABC):
 @dataclass(frozen=True)
 class Plain(Codec):
     """Keep keys and values as they are."""
-
-    @property
-    def block(self) -> int:
-        return 1
-
-    def check(self, head_dim: int) -> None:
-        """Accept every head size."""
 
     def layout(self, head_dim: int, dtype: torch.dtype) -> Layout:
         return Layout(((head_dim, dtype),) * 2)
@@ -158,13 +158,7 @@ class IntCodec(Codec):
             (torch.cat([k_least, k_step], -1),),
         )
 
-    def decode_rows(
-        self, stored: Encoded, rows: Tensor | None, blocks: Tensor, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        decoded: tuple[Tensor, Tensor] = ops.decode_rows(self.segment(stored, dtype), rows, blocks, dtype)
-        return decoded
-
-    def segment(self, stored: Encoded, dtype: torch.dtype) -> Coded:
+    def codes(self, stored: Encoded) -> Coded:
         (k, v, v_range), (k_range,) = stored
         return Coded(k, v, k_range, v_range, self.bits, self.group)
 
@@ -179,13 +173,6 @@ class FloatCodec(Codec):
     """Write `float8_e4m3fn`, times an fp16 scale for each token's key and for its value in each head. Per token: 2
     * D bytes of codes and 4 of scales."""
 
-    @property
-    def block(self) -> int:
-        return 1
-
-    def check(self, head_dim: int) -> None:
-        """Accept every head size."""
-
     def layout(self, head_dim: int, dtype: torch.dtype) -> Layout:
         return Layout(((head_dim, torch.uint8), (head_dim, torch.uint8), (2, torch.float16)))
 
@@ -196,11 +183,5 @@ class FloatCodec(Codec):
     def decode(self, stored: Encoded, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return CodedFloats(*stored.tokens).decoded(dtype)
 
-    def decode_rows(
-        self, stored: Encoded, rows: Tensor | None, blocks: Tensor, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        decoded: tuple[Tensor, Tensor] = ops.decode_rows(self.segment(stored, dtype), rows, blocks, dtype)
-        return decoded
-
-    def segment(self, stored: Encoded, dtype: torch.dtype) -> CodedFloats:
+    def codes(self, stored: Encoded) -> CodedFloats:
         return CodedFloats(*stored.tokens)

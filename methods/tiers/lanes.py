@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from threading import Condition, Lock
+from threading import Condition
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -26,10 +26,11 @@ class TransferLane:
         """Run `action` once all of `after` have ended, whether or not they failed; until then it
         blocks nothing in this lane. An action that has not begun can be cancelled."""
         handle: Future[T] = Future()
-        others = [other for other in after if not other.done()]
         if self.beside:
-            self._hold(handle)
-        _when_ended(others, partial(self._begin, handle, action))
+            with self._changed:
+                self._held += 1
+            handle.add_done_callback(self._let_go)
+        _when_ended(iter(list(after)), partial(self._begin, handle, action))
         return handle
 
     def close(self) -> None:
@@ -40,11 +41,6 @@ class TransferLane:
             threads, self._threads = self._threads, None
         if threads is not None:
             threads.shutdown()
-
-    def _hold(self, handle: Future[T]) -> None:
-        with self._changed:
-            self._held += 1
-        handle.add_done_callback(self._let_go)
 
     def _let_go(self, _: Future[T]) -> None:
         with self._changed:
@@ -71,31 +67,21 @@ def _do(handle: Future[T], action: Callable[[], T]) -> None:
         return
     try:
         result = action()
-    except Exception as error:
+    except BaseException as error:
         handle.set_exception(error)
-    except BaseException as end:
-        handle.set_exception(end)
-        raise
+        if not isinstance(error, Exception):
+            raise
     else:
         handle.set_result(result)
 
 
-def _when_ended(others: list[Future[Any]], begin: Callable[[], None]) -> None:
+def _when_ended(others: Iterator[Future[Any]], begin: Callable[[], None]) -> None:
     """Call `begin` in the thread that ends the last of `others`."""
-    if not others:
-        begin()
-        return
-    lock, left = Lock(), [len(others)]
-
-    def ended(_: Future[Any]) -> None:
-        with lock:
-            left[0] -= 1
-            last = not left[0]
-        if last:
-            begin()
-
     for other in others:
-        other.add_done_callback(ended)
+        if not other.done():
+            other.add_done_callback(lambda _: _when_ended(others, begin))
+            return
+    begin()
 
 
 class Spans:

@@ -35,13 +35,7 @@ class TransferEngine:
     """Move rows, and work in parallel to the model, for all caches of one device and for the store
     of conversations."""
 
-    def __init__(
-        self,
-        *,
-        threads: int = 0,
-        works: bool = False,
-        pinned_memory: PinnedMemory | None = None,
-    ) -> None:
+    def __init__(self, *, threads: int = 0, works: bool = False, pinned_memory: PinnedMemory | None = None) -> None:
         """`threads`: how many threads move rows that are asked for ahead; 0: the caller does.
         `works`: a thread does what `work` gets. `pinned_memory`: host memory that is pinned before
         a clock starts."""
@@ -56,20 +50,20 @@ class TransferEngine:
         return lane
 
     def begin(
-        self, read: Callable[[Traffic], T], into: Traffic, on: torch.device, *, ahead: bool = False
+        self,
+        read: Callable[[Traffic], T],
+        into: Traffic,
+        on: torch.device,
+        *,
+        ahead: bool = False,
+        within_step: bool = False,
     ) -> Arrival[T]:
         """Begin to bring to the device `on` what `read` returns; `read` counts the bytes that it
         moves. If the rows are waited for, they count in `into` as well. `ahead`: rows move from now
-        on."""
-        return Arrival(self.copy_lane if ahead else INLINE, read, into, on, ahead)
-
-    def branch(
-        self, read: Callable[[Traffic], T], into: Traffic, on: torch.device, *, ahead: bool = False
-    ) -> Arrival[T]:
-        """Begin like `begin`, in a step that may be captured: no thread takes part, and the rows
-        are waited for in this step."""
-        kind: type[Arrival[T]] = Branch if ahead else Arrival
-        return kind(INLINE, read, into, on, ahead)
+        on. `within_step`: they are waited for in this step, which may be captured, so no thread
+        takes part."""
+        kind: type[Arrival[T]] = Branch if ahead and within_step else Arrival
+        return kind(self.copy_lane if ahead and not within_step else INLINE, read, into, on, ahead)
 
     def work(self, compute: Callable[[], T], on: torch.device) -> Arrival[T]:
         """Begin to compute something on the CPU in parallel to the model, once the device `on` has
@@ -112,12 +106,7 @@ class Arrival(Generic[T]):
     counted, and do not move if the arrival is dropped before they begin to."""
 
     def __init__(
-        self,
-        by: TransferLane,
-        read: Callable[[Traffic], T],
-        into: Traffic,
-        on: torch.device,
-        ahead: bool,
+        self, by: TransferLane, read: Callable[[Traffic], T], into: Traffic, on: torch.device, ahead: bool
     ) -> None:
         """`by`: the lane that reads. `ahead`: it begins now."""
         self._by, self._into = by, into

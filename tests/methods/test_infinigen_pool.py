@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from random import Random
 from typing import Any
 
 import pytest
 import torch
 
 from methods.base import BudgetError
-from methods.base.state import StepCounters
 from methods.infinigen import InfiniGen, InfiniGenRead
 from methods.layers.batched import alone_because
-from methods.layers.limited_pool import Eviction, Fetched, LimitedPool
+from methods.layers.limited_pool import Eviction
 from tests.methods import test_contract as contract
 from tests.methods import test_costs as costs
 from tests.methods.synthetic import SHAPES, Sequences, Shape, attention
@@ -69,16 +66,14 @@ def started(text: Sequences, method: InfiniGen, placement: str = "device", **how
     return [layer for layer in layers if isinstance(layer.reads, InfiniGenRead)]
 
 
-def capped(text: Sequences) -> Sequences:
-    """Capacity is the length of the text: prompt and steps alone."""
-    assert text.length == PROMPT + STEPS
-    return text
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_step_is_the_papers_simulation(shape: Shape, policy: Eviction) -> None:
-    text = capped(Sequences(shape, PROMPT + STEPS, 2))
+@pytest.mark.parametrize("queued", [False, True], ids=["cpu", "gpu"])  # on a GPU counts stay on the device
+def test_every_step_is_the_papers_simulation(
+    shape: Shape, policy: Eviction, queued: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("methods.infinigen.queues", lambda device: queued)
+    text = Sequences(shape, PROMPT + STEPS, 2)
     layers = started(text, replace(POOLED, pool_policy=policy))
     expected = [reference(text, policy, b) for b in range(shape.batch)]
     for step, t in enumerate(range(PROMPT, PROMPT + STEPS)):
@@ -96,7 +91,7 @@ def test_every_step_is_the_papers_simulation(shape: Shape, policy: Eviction) -> 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_pool_with_room_for_all_is_no_pool(policy: Eviction) -> None:
-    text = capped(Sequences(SHAPES[1], PROMPT + STEPS, 2))
+    text = Sequences(SHAPES[1], PROMPT + STEPS, 2)
     outs = []
     for capacity in (None, 1.0, PROMPT + STEPS):
         layers = started(text, replace(POOLED, pool_capacity=capacity, pool_policy=policy))
@@ -106,17 +101,8 @@ def test_a_pool_with_room_for_all_is_no_pool(policy: Eviction) -> None:
     assert torch.equal(outs[0], outs[2])
 
 
-def test_counts_that_stay_on_the_device_choose_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = capped(Sequences(SHAPES[1], PROMPT + STEPS, 2))
-    listed = started(text, POOLED)
-    monkeypatch.setattr("methods.infinigen.queues", lambda device: True)
-    on_device = started(text, POOLED)
-    for t in range(PROMPT, PROMPT + STEPS):
-        torch.testing.assert_close(text.decode(on_device, t)[1], text.decode(listed, t)[1])
-
-
 def test_what_cannot_be_done_is_refused_by_name() -> None:
-    text = capped(Sequences(SHAPES[0], PROMPT + STEPS, 2))
+    text = Sequences(SHAPES[0], PROMPT + STEPS, 2)
     layers = started(text, POOLED)
     assert layers[1].capture_refusal() is None
     assert "limited pool" in str(alone_because(layers[1]))
@@ -136,7 +122,7 @@ def test_what_cannot_be_done_is_refused_by_name() -> None:
 @pytest.mark.parametrize(("budget", "capacity"), [(400, 30), (LIMIT, 0.1)], ids=["covered", "no room"])
 def test_a_prompt_that_is_too_short_for_the_pool_is_read_whole(budget: int, capacity: float) -> None:
     """Because the budget covers it, or because a share of it has no slots beyond those of the new tokens."""
-    text = capped(Sequences(SHAPES[1], PROMPT + STEPS, 2))
+    text = Sequences(SHAPES[1], PROMPT + STEPS, 2)
     layers = text.start(replace(POOLED, pool_capacity=capacity), budget)
     text.seal(layers, 0, PROMPT)
     full = text.start(METHOD, 400)
@@ -180,117 +166,6 @@ def test_the_cost_is_what_is_held_and_moved(capacity: float, placement: str, col
     method = replace(costs.method_of("infinigen"), column_rule="query", **changes)  # type: ignore[type-var]
     budget = costs.Budget(0.3 if column_rule == "query" else 350)
     costs.assert_near(*costs.measured(method, budget, placement))
-
-
-BATCH, HEADS, TOKENS, GENERATED = 2, 3, 40, 12
-
-
-class Entry:
-    """A token that one head holds."""
-
-    def __init__(self, position: int, now: int) -> None:
-        self.position, self.count, self.last = position, 0, now
-
-
-class ByHand:
-    """One head's pool: a list, oldest first."""
-
-    def __init__(self, policy: Eviction, slots: int) -> None:
-        self.policy, self.slots, self.now = policy, slots, 0
-        self.held: list[Entry] = []
-        self.evicted: list[int] = []
-
-    def fetched(self, positions: list[int]) -> None:
-        self.now += 1
-        for entry in self.held:
-            if entry.position in positions:
-                entry.count, entry.last = entry.count + 1, self.now
-
-    def enter(self, position: int) -> None:
-        if len(self.held) == self.slots:
-            older = [entry for entry in self.held[: self.slots // 2] if entry.position < TOKENS]
-            worth = {"counter": lambda e: e.count, "lru": lambda e: e.last, "fifo": lambda e: e.position}
-            victim = min(older, key=worth[self.policy])  # of equals the first
-            self.evicted.append(victim.position)
-            self.held.remove(victim)
-        self.held.append(Entry(position, self.now))
-
-    @property
-    def prompt(self) -> list[int]:
-        return [entry.position for entry in self.held if entry.position < TOKENS]
-
-
-def draw_fetch(draw: Random, pools: list[list[ByHand]]) -> list[list[list[int]]]:
-    """Positions that each head fetches, the same number for all heads of a sequence; early tokens more often."""
-    made = []
-    for heads in pools:
-        count = draw.randint(1, len(heads[0].prompt))
-        made.append([sorted(draw.sample(pool.prompt, count), key=lambda p: draw.random() * (p + 5)) for pool in heads])
-    return made
-
-
-def as_rows(fetch: list[list[list[int]]], columns: list[list[list[int]]]) -> Fetched:
-    """Rows as a layer gives them: filled up, behind what a sequence fetches, with rows that it does not."""
-    counts = [len(heads[0]) for heads in fetch]
-    rows = torch.tensor(
-        [
-            [
-                [column.index(p) for p in head] + [i for i, p in enumerate(column) if p not in head]
-                for head, column in zip(heads, own, strict=True)
-            ]
-            for heads, own in zip(fetch, columns, strict=True)
-        ]
-    )
-    return rows[:, :, : max(counts)], torch.tensor(counts)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("slots", [17, 30, 45])
-@pytest.mark.parametrize("on_device", [False, True])
-def test_victims_are_those_of_a_list(policy: Eviction, slots: int, on_device: bool) -> None:
-    draw = Random(slots)
-    by_hand = [[ByHand(policy, slots) for _ in range(HEADS)] for _ in range(BATCH)]
-    pool = LimitedPool(policy, slots, (BATCH, HEADS, TOKENS), torch.device("cpu"), StepCounters())
-    every = [[list(range(TOKENS))] * HEADS] * BATCH
-
-    def fetch(columns: list[list[list[int]]]) -> Fetched:
-        positions = draw_fetch(draw, by_hand)
-        for heads, fetched in zip(by_hand, positions, strict=True):
-            for one, own in zip(heads, fetched, strict=True):
-                one.fetched(own)
-        rows, counts = as_rows(positions, columns)
-        if not on_device:
-            return rows, counts
-        inside = torch.arange(rows.shape[2]) < counts[:, None, None]
-        return rows * inside, counts  # zeros behind them, as `top_k` gives rows of counts that it does not know
-
-    def enter(position: int) -> None:
-        for one in (one for heads in by_hand for one in heads):
-            one.enter(position)
-
-    def fetches() -> Iterator[Fetched]:
-        enter(0)
-        for position in range(1, TOKENS):
-            yield fetch(every)
-            enter(position)
-
-    if policy == "fifo":
-        pool.take(())
-        for position in range(TOKENS):
-            enter(position)
-    else:
-        pool.take(stream := fetches())
-        next(stream, None)  # its last token
-    kept = pool.compact()
-    assert kept.tolist() == [[one.prompt for one in heads] for heads in by_hand]
-    for position in range(TOKENS, TOKENS + GENERATED):
-        pool.fetched(*fetch(kept.tolist()))
-        pool.enter_generated()
-        enter(position)
-        live = [[p[keep].tolist() for p, keep in zip(*both, strict=True)] for both in zip(kept, pool.live, strict=True)]
-        assert live == [[one.prompt for one in heads] for heads in by_hand]
-    due = TOKENS + GENERATED - slots
-    assert all(len(set(one.evicted)) == due for heads in by_hand for one in heads)
 
 
 @pytest.mark.parametrize(

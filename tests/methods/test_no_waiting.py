@@ -81,7 +81,7 @@ def nothing_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def as_on_a_gpu(patch: pytest.MonkeyPatch, queued: bool = True) -> None:
-    for module in ("infinigen", "shadowkv", "layers.read"):
+    for module in ("infinigen", "shadowkv"):
         patch.setattr(f"methods.{module}.queues", lambda device: queued)
 
 

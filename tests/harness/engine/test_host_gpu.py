@@ -83,8 +83,6 @@ def test_rows_come_from_pinned_memory_as_they_went_there(device: str) -> None:
         store.gather(rows).wait()[:2],
         [x.gather(2, rows.unsqueeze(-1).expand(-1, -1, -1, 16)) for x in (k, v)],
     )
-    which = torch.tensor([4, 11], device=device)
-    some = store.pick(which // 9, rows.flatten()[which]).wait()[:2]
     held = rows_for(k, cache, 0)
     stored = [held.stored, *(rows.stored for rows in store._tokens)]  # type: ignore[attr-defined]
     assert {x.device.type for x in stored} == {"cpu"}
@@ -93,8 +91,6 @@ def test_rows_come_from_pinned_memory_as_they_went_there(device: str) -> None:
         assert one.device == other.device
         assert torch.equal(one, other)
         assert torch.equal(whole, given)
-    for one, other in zip(some, wanted, strict=True):
-        assert torch.equal(one, other.flatten(0, 2)[[4, 11]])
     assert torch.equal(held.gather(rows, cache.traffic), wanted[0])
     assert cache.traffic.to_host_bytes == 3 * k.nbytes
 

@@ -17,7 +17,6 @@ from harness.engine.footprint import footprint
 from methods.base import CacheState, LayerSpec, Request
 from methods.pools import Pool
 from methods.tiers.codec import PLAIN, Codec, IntCodec
-from methods.tiers.rows import HostRows
 
 BATCH, HEADS, DIM, GROUP = 2, 2, 32, 8
 TIERS = ("device", "host", "disk")
@@ -99,7 +98,8 @@ def test_what_comes_back_is_within_half_a_step(
 ) -> None:
     pool = Pool(spec_of(), cache_of(tmp_path, tier, codec, dtype), 64)
     k, v = tokens(count, dtype)
-    pool.append(k, v)
+    for chunk in torch.arange(count).split(2 * GROUP):
+        pool.append(k[:, :, chunk], v[:, :, chunk])
     found = pool.whole().wait()
     assert (pool.length, pool.tier, found.k.dtype) == (count, tier, dtype)
     for x, back, bound in zip((k, v), found[:2], allowed(codec, k, v), strict=True):
@@ -130,17 +130,6 @@ def test_rows_are_those_of_the_whole(tier: str, codec: str, dtype: torch.dtype, 
         assert bool(same[(unread < 0) | (rows >= encoded)].all())
     moved = 0 if tier == "device" or not encoded else int((unread < 0).sum()) * pool.layout.token_bytes
     assert pool.cache.traffic.settle().total_bytes - before == moved
-
-
-@EVERY
-def test_chunks_make_no_difference(tier: str, codec: str, tmp_path: Path) -> None:
-    k, v = tokens(6 * GROUP + 3)
-    at_once, bit_by_bit = (Pool(spec_of(), cache_of(tmp_path, tier, codec), 64) for _ in range(2))
-    at_once.append(k, v)
-    for chunk in torch.arange(k.shape[2]).split([GROUP, 3 * GROUP, 2 * GROUP + 3]):
-        bit_by_bit.append(k[:, :, chunk], v[:, :, chunk])
-    for one, other in zip(at_once.whole().wait()[:2], bit_by_bit.whole().wait()[:2], strict=True):
-        assert torch.equal(one, other)
 
 
 def formula(codec: str, count: int, item: int) -> tuple[int, int]:
@@ -226,45 +215,15 @@ def test_files_go_with_the_pool_and_stay_closed(tmp_path: Path, open_files: Call
     assert torch.equal(found[0].k, found[9].k)  # what was read is there without the file
 
 
-def test_a_pool_counts_for_the_cache_it_was_given_last(tmp_path: Path) -> None:
-    first, second = (cache_of(tmp_path, "host", "plain") for _ in range(2))
-    pool = Pool(spec_of(), first, 20)
-    pool.append(*tokens(20))
-    pool.cache, before = second, first.traffic.total_bytes
-    pool.whole().wait()
-    assert (first.traffic.total_bytes, second.traffic.to_device_bytes) == (before, before)
-
-
-def test_too_many_tokens_are_refused(tmp_path: Path) -> None:
-    pool = Pool(spec_of(), cache_of(tmp_path, "device", "int4"), 20)
-    pool.append(*tokens(16))
-    with pytest.raises(ValueError, match="holds 20 tokens"):
-        pool.append(*tokens(7))
-
-
-@pytest.mark.parametrize(("bits", "group", "remedy"), [(3, 32, "2, 4 or 8"), (4, 1, "at least 2")])
-def test_a_codec_that_cannot_be_is_refused(bits: int, group: int, remedy: str) -> None:
-    with pytest.raises(ValueError, match=remedy):
-        IntCodec(bits=bits, group=group)
-
-
-def test_a_group_that_does_not_divide_the_head_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="head size"):
-        Pool(spec_of(36), cache_of(tmp_path, "device", "int4"), 20)
-    IntCodec(bits=4, group=64).layout(16, torch.float32)  # all channels of a small head are one group
-
-
-def test_the_numbers_of_rows_go_to_another_tier_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For keys and values alike. The host is played by a device on which nothing can be read."""
-    pool, asked = Pool(spec_of(), cache_of(tmp_path, "host", "plain"), 40), list[Tensor]()
-
-    def read(rows: HostRows, *numbers: Any) -> Tensor:
-        asked.extend(x for x in numbers if isinstance(x, Tensor))
-        return torch.zeros(*asked[-1].shape, DIM)
-
-    pool.append(*tokens(40))
-    monkeypatch.setattr(HostRows, "home", torch.device("meta"))
-    monkeypatch.setattr(HostRows, "gather", read)
-    pool.gather(torch.zeros(BATCH, HEADS, 3, dtype=torch.int64)).wait()
-    assert all(x.is_meta for x in asked)
-    assert asked[0] is asked[1]
+@pytest.mark.parametrize(
+    ("wrong", "key"),
+    [
+        (lambda cache: IntCodec(bits=3, group=32), "2, 4 or 8"),
+        (lambda cache: IntCodec(bits=4, group=1), "at least 2"),
+        (lambda cache: Pool(spec_of(36), cache, 20), "head size"),
+        (lambda cache: Pool(spec_of(), cache, 20).append(*tokens(21)), "capacity"),
+    ],
+)
+def test_what_cannot_be_is_refused(wrong: Callable[[CacheState], object], key: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=key):
+        wrong(cache_of(tmp_path, "device", "int4"))

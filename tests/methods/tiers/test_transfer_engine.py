@@ -51,16 +51,11 @@ def test_rows_come_while_the_caller_computes_and_the_rest_is_exposed() -> None:
     assert traffic.to_device_bytes == 200
     engine.begin(late, traffic, CPU).wait()  # not before it is waited for
     assert traffic.exposed_s >= 0.0398
+    waited = engine.begin(moving(5), traffic, CPU, ahead=True)
+    assert waited.wait() is waited.wait()
+    engine.begin(moving(7), traffic, CPU, ahead=True)  # nobody waits for these rows
+    assert traffic.to_device_bytes == 405
     engine.close()
-
-
-def test_rows_that_nobody_waits_for_count_nowhere_and_waiting_twice_counts_once() -> None:
-    traffic = Traffic()
-    engine = TransferEngine()
-    engine.begin(moving(7), traffic, CPU, ahead=True)
-    arrival = engine.begin(moving(5), traffic, CPU, ahead=True)
-    assert arrival.wait() is arrival.wait()
-    assert traffic.to_device_bytes == 5
 
 
 def test_a_thread_moves_rows_in_order_and_in_the_mode_of_its_caller() -> None:
@@ -85,18 +80,6 @@ def test_a_thread_moves_rows_in_order_and_in_the_mode_of_its_caller() -> None:
     assert order == ["first", "second"]
     engine.close()
     assert not thread.is_alive()
-
-
-def test_an_error_of_a_thread_is_raised_where_its_rows_are_waited_for() -> None:
-    engine = TransferEngine(threads=1)
-
-    def fail(moved: Traffic) -> Tensor:
-        raise OSError("the disk is gone")
-
-    arrival = engine.begin(fail, Traffic(), CPU, ahead=True)
-    with pytest.raises(OSError, match="disk is gone"):
-        arrival.wait()
-    engine.close()
 
 
 def test_rows_that_come_within_a_step_leave_the_models_stream_and_join_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +111,7 @@ def test_rows_that_come_within_a_step_leave_the_models_stream_and_join_it(monkey
         return 5
 
     try:
-        arrival = engine.branch(read, traffic, device, ahead=True)
+        arrival = engine.begin(read, traffic, device, ahead=True, within_step=True)
         noted.append("computes")
         assert arrival.wait() == 5
     finally:
@@ -136,12 +119,6 @@ def test_rows_that_come_within_a_step_leave_the_models_stream_and_join_it(monkey
         transfer._side.cache_clear()
     assert noted == ["side behind model", "on side", "read", "back", "computes", "model behind side"]
     assert traffic.to_device_bytes == 8
-
-
-def test_a_device_has_one_engine_whoever_asks() -> None:
-    engine = shared_engine(CPU)
-    assert shared_engine(CPU) is engine
-    assert shared_engine(torch.device("meta")) is not engine
 
 
 def test_an_engine_that_one_user_closes_has_drained_all_and_serves_the_others() -> None:
@@ -175,41 +152,17 @@ def test_what_waits_for_something_keeps_nothing_else_waiting() -> None:
     lane.close()
 
 
-def test_what_was_cancelled_before_it_began_is_not_done() -> None:
-    lane, going, done = TransferLane("test", 1), threading.Event(), list[str]()
-    blocking = lane.submit(lambda: going.wait(10))
-    given_up, kept = (lane.submit(lambda name=name: done.append(name)) for name in ("given up", "kept"))  # type: ignore[misc]
-    assert given_up.cancel()
-    going.set()
-    lane.close()
-    assert (blocking.result(), kept.done(), done) == (True, True, ["kept"])
-
-
-def test_closing_waits_for_what_waits_for_something_else() -> None:
-    lane, ends, done = TransferLane("test", 1), Future[None](), list[str]()
-    late = lane.submit(lambda: done.append("late"), after=[ends])
-    given_up = lane.submit(lambda: done.append("given up"), after=[Future()])  # waits for what never ends
-    closing = threading.Thread(target=lane.close)
-    closing.start()
-    closing.join(0.1)
-    assert closing.is_alive()
-    ends.set_result(None)
-    late.result(10)
-    closing.join(0.1)
-    assert closing.is_alive()
-    assert given_up.cancel()
-    closing.join(10)
-    assert (closing.is_alive(), done) == (False, ["late"])
-
-
-def test_without_threads_the_caller_does_it_at_once() -> None:
-    lane = INLINE
-    assert lane.submit(threading.get_ident).result() == threading.get_ident()
+def test_an_error_is_raised_where_its_rows_are_waited_for() -> None:
+    assert INLINE.submit(threading.get_ident).result() == threading.get_ident()
 
     def fail() -> None:
         raise OSError("the disk is gone")
 
-    assert isinstance(lane.submit(fail).exception(), OSError)
+    for engine in (TransferEngine(), TransferEngine(threads=1)):
+        assert isinstance(engine.copy_lane.submit(fail).exception(), OSError)
+        with pytest.raises(OSError, match="disk"):
+            engine.begin(lambda traffic: fail(), Traffic(), CPU, ahead=True).wait()
+        engine.close()
 
 
 def test_rows_that_nobody_can_wait_for_any_more_do_not_move() -> None:
@@ -228,28 +181,6 @@ def test_rows_that_nobody_can_wait_for_any_more_do_not_move() -> None:
     going.set()
     assert (first.wait(), last.wait(), moved) == ("first", "last", ["first", "last"])
     engine.close()
-
-
-def test_closing_an_engine_drains_all_of_its_lanes() -> None:
-    engine, going, done = TransferEngine(), threading.Event(), list[int]()
-    lanes = [engine.lane(name, 1) for name in ("read", "write")]
-    for number, lane in enumerate(lanes):
-        lane.submit(going.wait)
-        lane.submit(lambda number=number: done.append(number))  # type: ignore[misc]
-    threading.Timer(0.05, going.set).start()
-    engine.close()
-    assert sorted(done) == [0, 1]
-
-
-def test_what_is_submitted_behind_a_close_starts_new_threads() -> None:
-    lane = TransferLane("test", 1)
-    first = lane.submit(threading.current_thread).result(10)
-    lane.close()
-    assert not first.is_alive()
-    second = lane.submit(threading.current_thread).result(10)
-    assert second not in (first, threading.current_thread())
-    lane.close()
-    assert not second.is_alive()
 
 
 ELSEWHERE = torch.device("meta")  # a device that is not the CPU, and computes nothing
@@ -301,9 +232,3 @@ def test_the_first_rows_travel_by_it(
     assert traffic.to_device_bytes == moved.nbytes
     assert (len(counted.sizes), counted.collected, len(asked)) == counts
     assert sum(counted.sizes) == (0 if asked else moved.nbytes)
-
-
-def test_beside_a_cpu_nothing_is_copied() -> None:
-    rows = HostRows((2, 3, ROOM, WIDTH), torch.float32, Place(torch.device("cpu")))
-    rows.take(torch.randn(2, 3, ROOM, WIDTH), 0)
-    assert rows.first(40, Traffic()).untyped_storage().data_ptr() == rows.stored.untyped_storage().data_ptr()

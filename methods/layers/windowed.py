@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import ClassVar
 
-from methods.base import Grids, Method, Plan
+from methods.base import Grids, Plan
+from methods.layers.layer import PolicyMethod
 
 
-class Windowed(Method):
+class Windowed(PolicyMethod):
     """Define methods that split a budget into `sinks` first tokens, `recent_ratio` of the rest as
     the prompt's last tokens, and chosen tokens. PQCache's comparison takes the share of what
     follows the sinks, and reads the sinks in addition."""
