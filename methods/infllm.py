@@ -42,6 +42,8 @@ class InfLLMRead(Select, capturable=True):
 
     by_room: ClassVar[Mapping[str, int]] = {"mass": 2, "far_k": 2}
     method: InfLLM
+    mass: Tensor  # [B H C], attention that each token drew
+    representatives: Tensor  # [B H N D], of the blocks
     blocks = 0  # blocks filled so far
     n_local = 0  # length of the window
     far_k: Tensor  # [B G F D], rotated to position 0: first tokens, then tokens after the blocks that left the window
@@ -153,7 +155,7 @@ class InfLLMRead(Select, capturable=True):
         shape = (request.batch, spec.num_heads)
         self.sparse = not request.covers_all(spec.index)
         room = request.capacity if self.sparse else 0
-        self.mass = torch.zeros(*shape, room, device=request.device)  # attention that each token drew
+        self.mass = torch.zeros(*shape, room, device=request.device)
         self.representatives = torch.empty(*shape, 0, spec.head_dim, dtype=request.dtype, device=request.device)
 
     def _far_query(self, q: Tensor, first: int) -> Tensor:

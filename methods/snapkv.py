@@ -22,7 +22,7 @@ from torch.nn.functional import avg_pool1d, max_pool1d
 from kernels import ops
 from kernels.sink_logits import column_sums
 from methods.base import AttnInput, Cost, Grids, LayerWorkload, PeakExtra, Plan
-from methods.layers import Keep, PolicyMethod, between_ends
+from methods.layers import Keep, Policy, PolicyMethod, between_ends
 from methods.parts import costs
 from methods.pools import KVStore
 
@@ -66,7 +66,7 @@ class SnapKV(PolicyMethod):
     """Hold the parameters. `window`: how many last queries vote, whose tokens are kept too.
     `kernel`: over how many tokens votes are pooled, an odd number (1: none)."""
 
-    policies = (SnapKeep,)
+    policies: ClassVar[tuple[type[Policy], ...]] = (SnapKeep,)
     selects: ClassVar[bool] = False
     tunable: ClassVar[Grids] = {
         "window": (8, 16, 32, 64),

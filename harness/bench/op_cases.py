@@ -108,7 +108,7 @@ class Inputs:
         whole = self.tokens // codec.block * codec.block
         parts = [codec.encode(*(x[:, :, part] for x in self.kv)) for part in pieces(whole, codec.block)]
         tokens, blocks = ([torch.cat(same, 2) for same in zip(*kind, strict=True)] for kind in zip(*parts, strict=True))
-        return codec.segment(Encoded(tuple(tokens), tuple(blocks)), self.shape.dtype)
+        return codec.codes(Encoded(tuple(tokens), tuple(blocks)))
 
     def segments(self, heads: int) -> list[Segment]:
         """Return the sinks, tokens chosen between, and the most recent ones: `budget` tokens in all."""

@@ -298,8 +298,8 @@ class KVCache(Cache):
         for name, counts in heads.items():
             if (positions := getattr(layer, name)()) is not None:
                 whose, tokens = f"In layer {spec.index}, {type(layer).__name__}.{name} returned", self._sealed_tokens
-                given = {"batch": request.batch, "heads": counts, "tokens": tokens, "device": request.device}
-                check_rows(positions, whose, **given, gaps=True)
+                batch, device = request.batch, request.device
+                check_rows(positions, whose, batch=batch, heads=counts, tokens=tokens, device=device, gaps=True)
 
     def expect(self, sequences: int, tokens: int) -> None:
         """Begin a forward that brings `tokens` tokens. Raises `RoomError` if more arrives than the
