@@ -5,8 +5,7 @@ A table stands between a marker and `<!-- end -->`; everything else on a page is
 - `<!-- rows of NAME... -->` shows every row of these CSV files; `<!-- rows of NAME...: METHOD... -->` shows Full and
   the named methods only.
 - `<!-- headline of NAME -->` shows scores, likelihoods and bytes of NAME, reads of NAME_read and times of NAME_times,
-  which have the same methods. A file that is missing has no column; a sentence below the table says so.
-  NAME_floor has Full alone, in other arithmetic.
+  which have the same methods. NAME_floor has Full alone, in other arithmetic.
 - `<!-- decode of NAME... -->`, with `: METHOD...` or without, shows results of `bench decode`, a length each, from
   results/published/bench/NAME.json.
 """
@@ -15,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -38,10 +37,6 @@ DRAWN = "headline_2k"  # the table of the figure
 BUDGET = 0.2  # of the headline tables
 TUNED, PRESS, KIVI_2BIT = "_tuned", "press_", "kivi_2bit"
 FAINT, DEVICE, HOST = "#b4b6bd", "#1f4e79", "#9ec3e6"
-UNMEASURED = {
-    "read": "bytes read per step",
-    "times": "times, which need runs of their own on a machine with nothing else to do",
-}
 
 COLUMNS = {  # of the CSV: heading, factor, format
     "budget.attended.share": ("attended (%)", 100, ".1f"),
@@ -156,9 +151,9 @@ def headline_rows(name: str) -> pd.DataFrame:
 
 
 def headline(name: str) -> str:
-    """Return the Markdown table of a headline experiment, with the prompts and what is not measured below it."""
+    """Return the Markdown table of a headline experiment, with the prompts and the noise floor below it."""
     rows = headline_rows(name)
-    read, times = _same_methods(rows, f"{name}_read"), _same_methods(rows, f"{name}_times")
+    read, times = (headline_rows(f"{name}_{what}").loc[rows.index] for what in ("read", "times"))
     cells = {
         "method": rows["method"],
         "setting": rows.apply(_setting, axis="columns"),
@@ -168,23 +163,24 @@ def headline(name: str) -> str:
         **{f"{tier} (MiB)": rows[tier] for tier in TIERS[:2]},
         "both (MiB)": rows["held"],
         "moved (MiB/step)": rows["moved"],
+        "read (MiB/step)": read["memory.read_bytes_per_step"] / MIB,
+        "TT2T (ms)": 1000 * times["tt2t_s.p50"],  # includes sealing wherever rows lie, as TTFT does not
+        "TPOT (ms)": 1000 * times["tpot_s.p50"],
     }
-    if read is not None:
-        cells["read (MiB/step)"] = read["memory.read_bytes_per_step"] / MIB
-    if times is not None:
-        cells["TT2T (ms)"] = 1000 * times["tt2t_s.p50"]  # includes sealing wherever rows lie, as TTFT does not
-        cells["TPOT (ms)"] = 1000 * times["tpot_s.p50"]
     for heading in list(cells)[4:]:
         cells[heading] = cells[heading].map(lambda value: "" if pd.isna(value) else f"{value:.1f}")
-    return "\n".join([_markdown(pd.DataFrame(cells), 2), *_below(name, rows, {"read": read, "times": times}), ""])
-
-
-def _same_methods(rows: pd.DataFrame, name: str) -> pd.DataFrame | None:
-    """Return the rows of another table in the order of `rows`; None where one of them is missing."""
-    if not (PUBLISHED / f"{name}.csv").exists():
-        return None
-    other = headline_rows(name)
-    return other.loc[rows.index] if rows.index.isin(other.index).all() else None
+    sources = {"": rows, "`read`: ": read, "TT2T and TPOT: ": times}
+    prompts = "; ".join(f"{what}{_prompts(table, name)}" for what, table in sources.items())
+    full = pd.concat([headline_rows(f"{name}_floor"), rows.loc[["full"]]])
+    score, nats = (full[column].max() - full[column].min() for column in ("score.mean", "likelihood.mean"))
+    dtypes, batches = (" and ".join(map(str, sorted(full[column].unique()))) for column in ("dtype", "batch"))
+    return (
+        f"{_markdown(pd.DataFrame(cells), 2)}\n"
+        f"{prompts}. \\*: differs from Full after Holm's correction over both measures and all rows.\n\n"
+        f"[Noise floor](../results/published/tables/{name}_floor.csv): the means of Full over these prompts, above "
+        f"and in {dtypes} with batches of {batches}, differ by at most {100 * score:.1f} points and {nats:.4f} "
+        "nats per token.\n\n"
+    )
 
 
 def _setting(row: pd.Series) -> str:
@@ -210,23 +206,6 @@ def _star(p: float) -> str:
     return "\\*" if p < ALPHA else ""
 
 
-def _below(name: str, rows: pd.DataFrame, measured: dict[str, pd.DataFrame | None]) -> Iterator[str]:
-    sources = {"": rows, "`read`: ": measured["read"], "TT2T and TPOT: ": measured["times"]}
-    prompts = "; ".join(f"{what}{_prompts(table, name)}" for what, table in sources.items() if table is not None)
-    yield f"{prompts}. \\*: differs from Full after Holm's correction over both measures and all rows.\n"
-    if (PUBLISHED / f"{name}_floor.csv").exists():
-        full = pd.concat([headline_rows(f"{name}_floor"), rows.loc[["full"]]])
-        score, nats = (full[column].max() - full[column].min() for column in ("score.mean", "likelihood.mean"))
-        dtypes, batches = (" and ".join(map(str, sorted(full[column].unique()))) for column in ("dtype", "batch"))
-        yield (
-            f"[Noise floor](../results/published/tables/{name}_floor.csv): the means of Full over these prompts, above "
-            f"and in {dtypes} with batches of {batches}, differ by at most {100 * score:.1f} points and {nats:.4f} "
-            "nats per token.\n"
-        )
-    if missing := [UNMEASURED[what] for what, table in measured.items() if table is None]:
-        yield f"Not measured yet: {'; '.join(missing)}.\n"
-
-
 def _prompts(rows: pd.DataFrame, name: str) -> str:
     sizes = sorted(set(rows["num_examples"].tolist()))
     if len(sizes) > 1:
@@ -242,19 +221,17 @@ def figure(name: str) -> Figure:
     full = rows[rows["is_full"]].iloc[0]
     shown = rows[~rows["is_full"] & ((rows["method"] == rows["module"]) | (rows["method"] == KIVI_2BIT))]
     methods = list(dict.fromkeys(shown["method"]))[::-1]
-    has_nats = "likelihood.full.diff" in shown and shown["likelihood.full.diff"].notna().any()
-    widths = [3.2, 2.6, 3.2, 2.6] if has_nats else [3.2, 3.2, 2.6]
+    widths = [3.2, 2.6, 3.2, 2.6]
     drawn = Figure(figsize=(1.5 + sum(widths), 1.5 + 0.27 * len(methods)), layout="constrained")
     panels = list(drawn.subplots(1, len(widths), sharey=True, width_ratios=widths))
     _points(panels[0], shown, methods, "score.mean", "score.ci95", 100)
     _reference(panels[0], 100 * full["score.mean"])
     panels[0].set_xlabel("score (0-100), 95 % interval")
-    if has_nats:
-        _points(panels[1], shown, methods, "likelihood.full.diff", "likelihood.full.ci95", 1)
-        panels[1].set_xscale("symlog", linthresh=0.01)
-        panels[1].xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
-        _reference(panels[1], 0.0)
-        panels[1].set_xlabel("right answer costs more (nats per token)")
+    _points(panels[1], shown, methods, "likelihood.full.diff", "likelihood.full.ci95", 1)
+    panels[1].set_xscale("symlog", linthresh=0.01)
+    panels[1].xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    _reference(panels[1], 0.0)
+    panels[1].set_xlabel("right answer costs more (nats per token)")
     _bars(panels[-2], shown, methods, TIERS[:2])
     _reference(panels[-2], full["held"])
     panels[-2].set_xlabel("keys, values and index held (MiB)")

@@ -118,7 +118,6 @@ LONGBENCH = {
     "length": 3,
     "_id": "first",
 }
-LONGBENCH_ALSO = {"answers": ("a list",), "all_classes": ("a list",), "_id": (*NAME, *OPTIONAL)}
 TALK = {
     "id": "first",
     "conversations": [{"from": "human", "value": "Who is Ada?"}, {"from": "gpt", "value": "A mathematician."}],
@@ -141,12 +140,6 @@ def scbench(name: str) -> Reader:
     of_turns = {f"multi_turns[{turn}].answer": also.get("answer", ()) for turn in range(2)}
     read = examples(SCBench(tasks=name))
     return Reader(row, lines(f"scbench/{name}.jsonl"), read, also={**also, **of_turns})
-
-
-def longbench(subset: str, name: str, **also: tuple[str, ...]) -> Reader:
-    file = f"{subset.removesuffix('_e')}/{name}{'_e' if subset.endswith('_e') else ''}.jsonl"
-    read = examples(LongBench(subset=subset, datasets=[name]))
-    return Reader(LONGBENCH, lines(file), read, also=LONGBENCH_ALSO | also)
 
 
 READERS = {
@@ -205,9 +198,17 @@ READERS = {
         lambda folder: qa.load("qa_2", env(folder)),
         also={"context[0][1]": ("a list",), "context[1][1]": ("a list",)},
     ),
-    "LongBench": longbench("longbench", "qasper", all_classes=(*OPTIONAL, "a list"), length=OPTIONAL),
-    "LongBench, classes": longbench("longbench", "trec", length=OPTIONAL),
-    "LongBench-E": longbench("longbench_e", "qasper", all_classes=(*OPTIONAL, "a list")),
+    "LongBench": Reader(
+        LONGBENCH,
+        lines("longbench/qasper.jsonl"),
+        examples(LongBench(datasets=["qasper"])),
+        also={
+            "answers": ("a list",),
+            "all_classes": (*OPTIONAL, "a list"),
+            "length": OPTIONAL,
+            "_id": (*NAME, *OPTIONAL),
+        },
+    ),
     "GSM8K": Reader(
         {"question": "How many?", "answer": "Two.\n#### 2"},
         lines("gsm8k/test.jsonl"),
@@ -228,13 +229,9 @@ READERS = {
     "a model's config": Reader(
         {
             "architectures": ["LlamaForCausalLM"],
-            "quantization_config": {},
-            "attn_logit_softcapping": 0.5,
             "use_bidirectional_attention": False,
-            "rope_parameters": {"partial_rotary_factor": 1.0, "rope_theta": 10000.0, "factor": 2.0},
-            "rope_scaling": {"partial_rotary_factor": 1.0, "rope_theta": 10000.0, "factor": 2.0},
-            "partial_rotary_factor": 1.0,
-            "rope_theta": 10000.0,
+            "rope_parameters": {"rope_theta": 10000.0, "factor": 2.0},
+            "attn_logit_softcapping": 0.5,
         },
         single("config.json"),
         read_config,
@@ -242,23 +239,12 @@ READERS = {
         also={
             "": ("an object",),
             "architectures": (*OPTIONAL, "a list"),
-            **dict.fromkeys(("quantization_config", "rope_parameters", "rope_scaling"), (*OPTIONAL, "an object")),
             "use_bidirectional_attention": OPTIONAL,
-            **{
-                f"{where}{name}": ("a number", *OPTIONAL)
-                for where, name in (
-                    ("", "attn_logit_softcapping"),
-                    ("", "partial_rotary_factor"),
-                    ("rope_parameters.", "partial_rotary_factor"),
-                    ("rope_scaling.", "partial_rotary_factor"),
-                    ("", "rope_theta"),
-                    *(
-                        (f"{group}.", name)
-                        for group in ("rope_parameters", "rope_scaling")
-                        for name in ("rope_theta", "factor")
-                    ),
-                )
-            },
+            "rope_parameters": (*OPTIONAL, "an object"),
+            **dict.fromkeys(
+                ("rope_parameters.rope_theta", "rope_parameters.factor", "attn_logit_softcapping"),
+                ("a number", *OPTIONAL),
+            ),
         },
     ),
     "an index of weights": Reader(
@@ -375,9 +361,3 @@ def test_text_that_is_no_utf8_is_named(tmp_path: Path) -> None:
     (tmp_path / "wikitext-2-raw" / "wiki.test.raw").write_bytes(b"A line\xff")
     with pytest.raises(TaskError, match=r"wiki\.test\.raw"):
         list(WikiText2().examples(env(tmp_path)))
-
-
-def test_a_file_nested_too_deep_is_named(tmp_path: Path) -> None:
-    (tmp_path / "PaulGrahamEssays.json").write_text('{"text": ' + "[" * 100_000)
-    with pytest.raises(TaskError, match=r"PaulGrahamEssays\.json"):
-        haystack.load("essays", env(tmp_path))

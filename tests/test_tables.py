@@ -28,7 +28,8 @@ def tables(tmp_path: Path) -> dict[str, Any]:
 def row(preset: str, score: float, **changes: Any) -> dict[str, Any]:
     return {
         "method": preset.partition("_")[0], "presets.method": preset, "label": preset, "model": "SmolLM2",
-        "num_examples": 100, "prompt_tokens.median": 1325, "budget.asked": None if preset == "full" else 0.2,
+        "num_examples": 100, "prompt_tokens.median": 1325, "dtype": "fp32", "batch": 1, "likelihood.mean": 0.1,
+        "budget.asked": None if preset == "full" else 0.2,
         "budget.attended.share": 0.2, "score.groups.niah.mean": score, "score.mean": score,
         "score.ci95.low": score - 0.1, "score.ci95.high": score + 0.1, "full.p_holm": 0.2,
         "likelihood.full.diff": 0.5, "likelihood.full.ci95.low": 0.25, "likelihood.full.ci95.high": 0.75,
@@ -58,15 +59,17 @@ def test_a_page_is_filled_between_its_markers(tables: dict[str, Any], tmp_path: 
 def test_a_headline_shows_what_was_measured(tables: dict[str, Any], tmp_path: Path) -> None:
     pd.DataFrame([*ROWS, row("quest", 0.9, **{"budget.asked": 0.1})]).to_csv(tmp_path / "a.csv")
     pd.DataFrame(ROWS[::-1]).to_csv(tmp_path / "a_read.csv")
-    pd.DataFrame(ROWS[1:]).to_csv(tmp_path / "a_times.csv")  # one row has no time yet
+    pd.DataFrame(ROWS).to_csv(tmp_path / "a_times.csv")
+    pd.DataFrame([row("full", 0.79)]).to_csv(tmp_path / "a_floor.csv")
     page = tables["filled"]("<!-- headline of a -->\n<!-- end -->")
     head, *lines = cells(page)
     assert [line[:2] for line in lines] == [
         ["full", ""], ["sparq", "authors'"], ["sparq", "tuned"], ["quest", "authors'"]
     ]  # fmt: skip
-    assert lines[2][2:] == ["40.0 [30, 50]", "+0.500 [+0.250, +0.750]\\*", "20.0", "20.0", "70.0", "90.0", "5.0", "8.0"]
-    assert head[-1] == "read (MiB/step)"
-    assert "Not measured yet" in page
+    numbers = ["20.0", "20.0", "70.0", "90.0", "5.0", "8.0", "900.0", "30.0"]
+    assert lines[2][2:] == ["40.0 [30, 50]", "+0.500 [+0.250, +0.750]\\*", *numbers]
+    assert head[-1] == "TPOT (ms)"
+    assert "most 1.0 points" in page
     score, _, held, moved = tables["figure"]("a").axes
     assert [label.get_text() for label in score.get_yticklabels()] == ["quest", "sparq"]  # from below
     assert [bar.get_width() for bar in held.patches] == [20, 70] * 2

@@ -65,13 +65,6 @@ def test_a_setting_is_named_only_among_methods_that_have_it(tmp_path: Path) -> N
     assert ["quest", "prefill_chunk=512", "overlap=off", "10%"] in [row.split() for row in rows(tmp_path)]
 
 
-def test_where_files_lay_is_no_part_of_a_label(tmp_path: Path) -> None:
-    for place in ("here", "there"):
-        store = {"host": 0, "disk": "1GB", "folder": place}
-        quest(tmp_path, history="store", store=store, facts={"presets": {"method": place}})
-    assert not any("folder" in label for label in rows(tmp_path))
-
-
 def test_runs_that_no_setting_tells_apart_bear_the_mark_of_their_folder(tmp_path: Path) -> None:
     folder = quest(tmp_path / "one" / "runs")
     other = folder.with_name("niah-quest-0123abcd")  # of other sources
