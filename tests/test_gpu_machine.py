@@ -50,18 +50,6 @@ def dry(target: str, *settings: str) -> str:
     return subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
-def test_the_seed_is_fixed_unless_it_is_given() -> None:
-    assert "KV_HARNESS_TEST_SEED=0 " in dry("test-gpu")
-    assert "KV_HARNESS_TEST_SEED=31 " in dry("test-gpu", "SEED=31", "OUT=elsewhere")
-    assert "--junitxml=elsewhere/test-gpu.xml" in dry("test-gpu", "OUT=elsewhere")
-
-
-@pytest.mark.parametrize("python", ["true", "false"], ids=["with-xdist", "without"])
-def test_workers_are_started_where_xdist_is(python: str) -> None:
-    """`true` imports anything, `false` nothing."""
-    assert ("-n auto" in dry("test-gpu", f"GPU_PYTHON={python}")) == (python == "true")
-
-
 def test_benchmarks_are_bounded_in_time_and_files() -> None:
     lines = [
         line for line in dry("bench-gpu", "OUT=elsewhere").replace("\\\n", " ").splitlines() if "harness.bench" in line

@@ -134,13 +134,6 @@ def test_filters_and_metrics_are_the_tasks(folder: str) -> None:
     assert task.averages({"sums": 0.5}, {"exact_match,last": 0.5}) == {"mean": 0.5, "exact_match,last": 0.5}
 
 
-def test_data_that_are_not_there_get_a_sentence(folder: str, tmp_path: Path) -> None:
-    lost = (Path(folder) / "sums.yaml").read_text().replace("rows.jsonl", "lost.jsonl")
-    (tmp_path / "sums.yaml").write_text(lost)
-    with pytest.raises(TaskError, match=r"lm-eval found no data of sums .*: run once with a network, or name files"):
-        next(LmEval(name="sums", include_path=str(tmp_path)).examples(ENV))
-
-
 def with_rows(folder: str, tmp_path: Path, name: str, rows: str) -> LmEval:
     """The task over a file of other rows."""
     (tmp_path / "other.jsonl").write_text(rows)

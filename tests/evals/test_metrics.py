@@ -6,7 +6,6 @@ import doctest
 import json
 import sys
 from importlib.util import find_spec
-from itertools import product
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -90,12 +89,6 @@ class TestRouge:
         text = " ".join(map(str, range(length)))
         assert metrics.rouge_l(text, text) == score
 
-    def test_a_walk_along_one_side_is_too_long_as_well(self) -> None:
-        far = " ".join(["needle", *map(str, range(2000))])
-        near = " ".join([*map(str, range(2000)), "needle"])
-        assert metrics.rouge_l(far, "needle") == 0.0
-        assert metrics.rouge_l(near, "needle") > 0.0
-
 
 class TestChinese:
     def test_over_the_splitters_words(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,20 +98,6 @@ class TestChinese:
         assert metrics.qa_f1_zh("A厦", "a门") == 0.5
         assert metrics.qa_f1_zh("。！", "。！") == 0.0
         assert metrics.rouge_zh("厦门大学", "厦门") == metrics.rouge_l("厦 门 大 学", "厦 门")
-
-    def test_real_splitter_with_the_package(self) -> None:
-        jieba = pytest.importorskip("jieba", reason="needs the extra zh: pip install jieba")
-        package = pytest.importorskip("rouge", reason="the official package serves as the oracle: pip install rouge")
-        texts = [
-            "会议讨论了2019年的预算。New York, 3.5亿",
-            "预算会议于2019年在厦门大学召开。",
-            "厦门。\n厦门 大学",
-            "亿.",
-        ]
-        for prediction, reference in product(texts, repeat=2):
-            ours, theirs = (" ".join(jieba.cut(text, cut_all=False)) for text in (prediction, reference))
-            wanted = package.Rouge().get_scores([ours], [theirs], avg=True)["rouge-l"]["f"]
-            assert metrics.rouge_zh(prediction, reference) == wanted
 
 
 LABELS = ["Date", "City", "Other location", "a.*", ""]

@@ -136,11 +136,3 @@ def test_auto_prefers_all_essays_then_the_49_then_python_itself(tmp_path: Path) 
     found = haystack.load("auto", files_env(tmp_path))
     assert (found.name, found.text, found.sha256) == ("essays", "all", hashlib.sha256(b"all").hexdigest())
     assert haystack.load("essays49", files_env(tmp_path)).text == "forty-nine"
-
-
-@pytest.mark.parametrize("name", ["essays", "essays49"])
-def test_a_missing_file_is_named_with_its_places(tmp_path: Path, name: str) -> None:
-    with pytest.raises(TaskError, match=rf"paul_graham_essays.*{tmp_path}.*pydoc"):
-        haystack.load(name, files_env(tmp_path))
-    with pytest.raises(TaskError, match="none is set"):
-        haystack.load(name, files_env(None))

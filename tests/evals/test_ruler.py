@@ -90,19 +90,6 @@ def test_scores() -> None:
     assert (silent.value, silent.details["null"]) == (0, 1)
 
 
-def test_needles_that_are_numbers_say_how_far_they_came() -> None:
-    task = ruler()
-    score = task.score(example("niah_multivalue", "1234567", "7654321"), "They are 1234999, 7 and 12345.")
-    assert (score.value, score.details["leading_digits"]) == (0, (5 + 1) / 2)
-    assert score.details["leading_digits_share"] == pytest.approx(3 / 7)
-    assert task.score(example("niah_single_2", "1234567"), "It is 91234567.").details["leading_digits"] == 0
-    for kind, reference in (("niah_single_3", "ab-12"), ("vt", "ABCDE"), ("qa_1", "1999")):
-        assert "leading_digits" not in task.score(example(kind, reference), "1999").details
-    averages = task.averages({"niah_single_2/1024": 0.0}, {"leading_digits": 3.0, "leading_digits_share": 3 / 7})
-    assert averages["leading_digits_share"] == 3 / 7
-    assert "leading_digits_share" not in task.averages({"vt/1024": 0.0}, {"null": 0.0})
-
-
 def test_doctests() -> None:
     results = doctest.testmod(ruler_task)
     assert results.failed == 0

@@ -12,8 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as parquet
 import pytest
 
 from evals.base import Example, TaskEnv, TaskError
@@ -159,35 +157,6 @@ def test_long_contexts_are_cut_in_the_middle_and_stay_shared(write: Callable[...
     assert examples(root, tasks="scbench_qa_eng", max_prompt_tokens=99)[0].max_prompt_tokens == 99
     with pytest.raises(TaskError, match=r"has no room for a context: lower task\.turns"):
         examples(root, tasks="scbench_qa_eng", window=90)
-
-
-@pytest.mark.parametrize("place", ["SCBench/data/{}.jsonl", "scbench/{}/test-00000-of-00001.parquet"])
-def test_files_lie_as_on_the_hub(place: str, tmp_path: Path, write: Callable[..., Path]) -> None:
-    wanted = by_task(examples(write()))
-    for name, known in PROMPTS.items():
-        path = tmp_path / "other" / place.format(name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.suffix == ".parquet":
-            parquet.write_table(pa.Table.from_pylist([known["row"]]), path)
-        else:
-            path.write_text(json.dumps(known["row"], ensure_ascii=False), encoding="utf-8")
-        assert examples(tmp_path / "other", tasks=name) == wanted[name]
-
-
-def test_the_file_of_a_hub_cache_is_read_at_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through Hugging Face's client and its layout, without network."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    task = SCBench(tasks="scbench_kv")
-    snapshot = tmp_path / "datasets--microsoft--SCBench" / "snapshots" / task.revision / "data"
-    snapshot.mkdir(parents=True)
-    (snapshot / "scbench_kv.jsonl").write_text(json.dumps(PROMPTS["scbench_kv"]["row"]))
-    task.require(None)
-    (talk,) = task.examples(TaskEnv(text=Chat(), seed=0))
-    assert talk.id == "scbench_kv/0"
-    assert task.provenance()["scbench_kv"]["origin"] == f"hub:microsoft/SCBench@{task.revision}:data/scbench_kv.jsonl"
-    with pytest.raises(TaskError, match="hf download microsoft/SCBench data/scbench_vt"):
-        replace(task, tasks=["scbench_kv", "scbench_vt"]).require(None)
 
 
 @pytest.mark.parametrize(

@@ -60,13 +60,6 @@ class TestInterval:
         assert dense.high < np.mean(scores) + 0.02
         assert alike.high > np.mean(scores) + 0.04
 
-    def test_a_score_each(self) -> None:
-        assert stats.interval([], []) is None
-        for score in (0.0, 0.5, 1.0):
-            one = stats.interval([score], ["a"])
-            assert one.low <= score <= one.high
-            assert one.high - one.low >= 0.95
-
     @given(st.lists(st.tuples(st.floats(0, 1), st.sampled_from("abc")), min_size=1, max_size=30))
     def test_bounded_and_around_the_mean(self, pairs: list[tuple[float, str]]) -> None:
         scores, groups = [score for score, _ in pairs], [group for _, group in pairs]
@@ -99,10 +92,6 @@ class TestPaired:
     def test_interval_and_test_never_contradict_each_other(self, rows: list[tuple[float, float, str]]) -> None:
         self.check(*map(list, zip(*rows, strict=True)))
 
-    @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1), st.sampled_from("ab")), min_size=1, max_size=40))
-    def test_nor_where_scores_are_any_numbers(self, rows: list[tuple[float, float, str]]) -> None:
-        self.check(*map(list, zip(*rows, strict=True)))
-
     @staticmethod
     def check(ours: list[float], theirs: list[float], groups: list[str]) -> None:
         got = stats.paired(ours, theirs, groups)
@@ -118,18 +107,6 @@ class TestPaired:
         got = stats.paired(list(full * np.exp(-rng.uniform(0.02, 0.1, 30))), list(full), ONE * 30)
         assert got.p < 1e-4
         assert -0.01 < got.ci.low < got.ci.high < 0
-
-    def test_nothing_to_compare(self) -> None:
-        with pytest.raises(ValueError, match="at least one example"):
-            stats.paired([], [], [])
-        with pytest.raises(ValueError, match="2 scores against 1"):
-            stats.paired([1.0, 0.0], [1.0], ["a", "a"])
-
-
-def test_holm_keeps_order_and_never_decreases() -> None:
-    assert stats.holm([]) == []
-    assert stats.holm([0.04, 0.001, 0.9, 0.02]) == pytest.approx([0.08, 0.004, 0.9, 0.06])
-    assert stats.holm([0.5, 0.6]) == [1.0, 1.0]
 
 
 def test_scores_of_a_unit_count_as_one() -> None:
@@ -156,17 +133,6 @@ def test_the_test_is_wilcoxons() -> None:
         assert stats.shift(list(values), [0.0] * size).p == pytest.approx(wanted, rel=1e-9)
 
 
-def test_many_units_take_the_normal_distribution() -> None:
-    size = stats.EXACT
-    mean, spread = size * (size + 1) / 4, np.sqrt(size * (size + 1) * (2 * size + 1) / 24)
-    values = list(np.random.default_rng(1).normal(0.1, 1, size + 1))
-    made = stats.shift(values, [0.0] * len(values))
-    assert made.p == pytest.approx(scipy_stats.wilcoxon(values, method="asymptotic", correction=True).pvalue, rel=1e-6)
-    for away in (1.0, 1.96, 3.0):
-        exact = stats._distribution(size)[round(mean - away * spread)]
-        assert exact == pytest.approx(scipy_stats.norm.cdf(-away), rel=0.05)
-
-
 def test_the_interval_leaves_out_0_where_p_says_so() -> None:
     """With ties and zeros as well, which count for both sides."""
     rng = np.random.default_rng(2)
@@ -191,20 +157,13 @@ def test_examples_of_one_unit_count_as_one() -> None:
     assert (twice.n, twice.diff, twice.p) == (12, pytest.approx(apart.diff), apart.p)
 
 
-def windows(rng: np.random.Generator, shape: tuple[int, int]) -> NDArray[np.float64]:
-    """Mean differences over the tokens of a window, of which about 13 cost more, by as much as an exponential says: the
-    skew is 0.55, and the mean is 0."""
-    return rng.gamma(13, 1 / 13, shape) - 1
-
-
 DRAWS: dict[str, Callable[[np.random.Generator, tuple[int, int]], NDArray[np.float64]]] = {
     "normal": lambda rng, shape: rng.normal(size=shape),
     "a tail on either side": lambda rng, shape: rng.standard_t(2, shape),
-    "windows of a text": windows,
 }
 
 
-@pytest.mark.parametrize("size", [6, 24, 40])
+@pytest.mark.parametrize("size", [6, 24])
 @pytest.mark.parametrize("name", DRAWS)
 def test_the_interval_holds_the_truth(name: str, size: int) -> None:
     """The mean, in 93 of 100 samples."""

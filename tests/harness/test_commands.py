@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -26,13 +24,6 @@ def test_a_command_may_stand_behind_the_harness(name: str) -> None:
 def test_a_command_among_settings_is_told_where_it_belongs() -> None:
     with pytest.raises(SettingsError, match="report is a"):
         checked(["method=full", "report"])
-
-
-def test_doctor_says_how_many_threads_torch_uses() -> None:
-    """In a process of its own: torch is not loaded when the doctor is called."""
-    code = "from harness.commands import doctor; print(*(check.text for check in doctor.machine()))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert re.search(r"torch uses \d+ thread", done.stdout), done.stdout
 
 
 def test_what_has_gone_says_what_replaces_it() -> None:

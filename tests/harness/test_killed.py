@@ -6,9 +6,6 @@ import csv
 import json
 import os
 import random
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -30,7 +27,6 @@ SWEEP = [
     *MODEL_ARGS, *TASK_ARGS, "-m", "method=full,streaming,pqcache", "budget=0.2,0.4", "device=cpu", "warmup=0",
 ]  # fmt: skip
 RUNS, EXAMPLES = 5, 20  # Full runs once, under any budget
-JOBLIB = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +37,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return left(root)
 
 
-@pytest.mark.parametrize("seed", every(4, range(SEED, SEED + 8)))
+@pytest.mark.parametrize("seed", every(8, range(SEED, SEED + 8)))
 def test_a_killed_sweep_goes_on(tmp_path: Path, undisturbed: dict[str, Any], seed: int) -> None:
     words, draw = [*SWEEP, f"results.root={tmp_path}"], random.Random(seed)
     for _ in range(3):
@@ -52,34 +48,6 @@ def test_a_killed_sweep_goes_on(tmp_path: Path, undisturbed: dict[str, Any], see
     command = Forked(forks.module, "harness", *words)
     assert command.wait() == 0, command.err
     assert left(tmp_path) == undisturbed
-
-
-@pytest.mark.parametrize(
-    ("seed", "alone"),
-    [(SEED, False), pytest.param(SEED, True, marks=pytest.mark.slow)],
-    ids=["with its workers", "alone"],
-)
-def test_a_killed_sweep_of_two_workers_goes_on(
-    tmp_path: Path, undisturbed: dict[str, Any], seed: int, alone: bool
-) -> None:
-    """`alone`: the workers of a command that is gone finish what they are at, and the next command waits for them."""
-    words, draw = [*SWEEP, *JOBLIB, f"results.root={tmp_path}"], random.Random(seed)
-    killed = started(words)
-    wait_for_a_random_moment(draw, tmp_path, lambda: killed.poll() is None)
-    (os.kill if alone else os.killpg)(killed.pid, signal.SIGKILL)
-    killed.communicate()
-    command = started(words)
-    _, err = command.communicate()
-    assert command.returncode == 0, err
-    assert left(tmp_path) == undisturbed
-
-
-def started(words: list[str]) -> subprocess.Popen[str]:
-    """Start the command in a process group of its own: what `Forked` starts may have no children."""
-    whole = [sys.executable, "-m", "harness", *words]
-    return subprocess.Popen(
-        whole, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
 
 
 def wait_for_a_random_moment(draw: random.Random, root: Path, goes_on: Callable[[], bool]) -> None:
