@@ -80,35 +80,30 @@ def as_text(tables: Sequence[Comparison], compared: Sequence[Comparison] = ()) -
     """Return every table for a terminal. `compared`: those of methods against methods."""
     parts = []
     for table in tables:
-        parts += [visible(table.title), *map(_wrapped, [*all_lines(table), *conditions(table)])]
-        for shown in report_tables(table):
-            parts += ["", *_fitting(shown)]
-        parts.append("")
-    return "\n".join([*parts, further_text(compared)]).rstrip()
+        parts.append("\n".join([visible(table.title), *map(_wrapped, [*all_lines(table), *conditions(table)])]))
+        parts += map(_block, report_tables(table))
+    return "\n\n".join([*parts, *(_block(_against(table)) for table in compared)])
 
 
 def further_text(compared: Sequence[Comparison]) -> str:
     """Return the tables of methods against methods for a terminal."""
-    shown = [line for table in compared for line in _fitting(_against(table))]
-    return "\n".join(shown)
+    return "\n\n".join(_block(_against(table)) for table in compared)
 
 
 def _against(table: Comparison) -> ReportTable:
     return ReportTable(table.title, differences(table), [MEANING])
 
 
-def _fitting(table: ReportTable) -> Iterator[str]:
-    """Yield a table in pieces that fit the terminal, each headed by the columns that name a row, and its notes."""
-    yield f"{table.caption}\n"
+def _block(table: ReportTable) -> str:
+    """Return a table in pieces that fit the terminal, each headed by the columns that name a row, and its notes."""
     shown = [column for column in table.columns if not column.empty]
-    piece = shown[:NAMES]
+    pieces = [shown[:NAMES]]
     for column in shown[NAMES:]:
-        if len(piece) > NAMES and sum(kept.width + 2 for kept in [*piece, column]) > WIDTH:
-            yield f"{text_table(piece)}\n"
-            piece = shown[:NAMES]
-        piece.append(column)
-    yield f"{text_table(piece)}\n"
-    yield from map(_wrapped, filter(None, table.notes))
+        if len(pieces[-1]) > NAMES and sum(kept.width + 2 for kept in [*pieces[-1], column]) > WIDTH:
+            pieces.append(shown[:NAMES])
+        pieces[-1].append(column)
+    notes = "\n".join(map(_wrapped, filter(None, table.notes)))
+    return "\n\n".join([visible(table.caption), *map(text_table, pieces), *([notes] if notes else [])])
 
 
 def _wrapped(note: str) -> str:
@@ -134,7 +129,7 @@ def as_latex(tables: Sequence[Comparison], compared: Sequence[Comparison] = ()) 
     """Return a float for each table, to be \\input into a paper. What a reader must know are comments above it."""
     parts = [r"% \usepackage[T1]{fontenc}\usepackage{booktabs}"]
     for table in tables:
-        parts += [f"% {visible(line)}" for line in (table.title, *all_lines(table), *conditions(table))]
+        parts += map(_comment, [table.title, *all_lines(table), *conditions(table)])
         overview = ReportTable("Scores, times and bytes", columns.overview(table))
         parts += [_latex(shown, f"{shown.caption}: {table.title}") for shown in (overview, *report_tables(table))]
     return "\n".join([*parts, *(_latex(_against(table), table.title) for table in compared)])
@@ -153,7 +148,11 @@ def _latex(table: ReportTable, caption: str) -> str:
         caption=re.sub(r"([&%$#_{}])", r"\\\1", caption),
         label=f"tab:{re.sub(r'[^a-z0-9]+', '-', caption.lower()).strip('-')}",
     )
-    return "".join(f"% {visible(note)}\n" for note in table.notes if note) + str(float_of)
+    return "\n".join([*map(_comment, filter(None, table.notes)), str(float_of)])
+
+
+def _comment(text: str) -> str:
+    return f"% {' '.join(text.split())}"
 
 
 def shows_colour(stream: TextIO) -> bool:

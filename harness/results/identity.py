@@ -131,12 +131,6 @@ def code_of(*plugins: Any) -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def meaning_now(module: str) -> str | None:
-    """The hash of a module as its file is now; null where that cannot be found."""
-    file = _file(module)
-    return _read(file.read_bytes(), module, file.name == "__init__.py")[0] if file else None
-
-
 @lru_cache(maxsize=256)
 def _read(source: bytes, name: str, is_package: bool) -> tuple[str, tuple[str, ...]]:
     """Hash and imported names of a module."""
