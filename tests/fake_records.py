@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.results.files import plain, read_json
-from harness.results.measures import MEASURES
-from harness.results.records import Record, Reply, nested, whole
+from harness.results.records import Record, Reply, flat, nested, whole
 from harness.results.run_folder import INFO, Run, write_info
 
 
@@ -47,9 +46,7 @@ def record(name: str = "a", /, **changes: Any) -> Record:
         "data": {},
         "prompt_ids": None,
     }
-    usual, other = nested(dict.fromkeys(MEASURES) | plain), nested(changes)
-    both = {key: usual[key] | other.get(key, {}) for key in ("kv", "measured")}
-    return Record(**usual | other | both)
+    return Record(**nested(plain | (flat(changes) if "kv" in changes else changes)))
 
 
 def turn(**changes: Any) -> Reply:

@@ -36,9 +36,9 @@ from harness.jobs.planning.machine import check_machine
 from harness.models.base import LoadedModel, ModelError, ModelSource, is_loaded, load
 from harness.prompts.calibration import calibration_text
 from harness.results.files import writing
-from harness.results.identity import identity, not_continued
+from harness.results.identity import identity
 from harness.results.records import FailedExample, Record, StoreError
-from harness.results.run_folder import INFO, Run, StoredRun, akin, read_records
+from harness.results.run_folder import INFO, Run, StoredRun, read_records
 from harness.results.run_folder import load as load_run
 from harness.results.summary import LIKELIHOOD, summary_of, write_summary
 from harness.terminal.notices import SLOW_FP16, say_once
@@ -217,8 +217,6 @@ class Job:
         ):
             say_once(f"results.save_prompts changes nothing for examples that are there already, in {self.folder}")
         if known and (words := self._without_likelihood()):
-            say_once(words)
-        if len(pending) == len(self.items) and (words := not_continued(self.identity, akin(self.folder))):
             say_once(words)
 
     def _without_likelihood(self) -> str | None:

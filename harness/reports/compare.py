@@ -14,7 +14,7 @@ from evals.stats import ALPHA
 from harness.reports.labels import budget, labels, titles
 from harness.results.alarms import Alarm, AlarmRow
 from harness.results.alarms import alarms as table_alarms
-from harness.results.compared import FULL, merged
+from harness.results.compared import FULL
 from harness.results.run_folder import StoredRun
 from harness.results.summary import (
     ONE_TABLE,
@@ -37,7 +37,6 @@ class ReportRow:
     full: StoredRun | None
     summary: dict[str, Any]
     label: str
-    copies: tuple[StoredRun, ...] = ()  # the same run with the same answers, found in other folders
     not_held: str | None = None  # why it is held against no Full, where there is one that might have been
     score_p: float | None = None  # of the difference of its score to Full's, after Holm's correction over the table
     cost_p: float | None = None  # the same of the likelihoods of the right answers
@@ -100,12 +99,11 @@ def _comparison(
     runs: Sequence[StoredRun], title: str, neighbours: Neighbours, reported: Sequence[StoredRun]
 ) -> Comparison:
     """Return the table of `runs`; `reported` are the runs of all tables."""
-    entries, groups = [], merged(runs)
-    runs = [group[0] for group in groups]
-    for (run, *copies), label in zip(groups, labels(runs), strict=True):
+    entries = []
+    for run, label in zip(runs, labels(runs), strict=True):
         full = reference(run, runs) or reference(run, neighbours.fulls(run))
         reason = None if full else not_held(run, [*reported, *neighbours.fulls(run)])
-        entries.append(ReportRow(run, full, summary_of(run, full), label, tuple(copies), reason))
+        entries.append(ReportRow(run, full, summary_of(run, full), label, reason))
     entries.sort(key=lambda entry: (method_of(entry.run) != FULL, entry.label, asked(entry.summary)))
     if any(run.config.get("budget_rule") == "paper" for run in runs):
         title += ", budget_rule=paper"

@@ -89,9 +89,6 @@ def notes(table: Comparison) -> Iterator[str]:
     yield from (f"{stamp}: {meaning}" for stamp, meaning in STAMPS.items() if stamp in used and stamp != "!")
     yield from code_versions(entries)
     for entry in entries:
-        if entry.copies:
-            folders = ", ".join(str(run.folder.parent) for run in (entry.run, *entry.copies))
-            yield f"the same run with the same answers, shown once: {entry.title} ({folders})"
         if again := entry.run.info.get("rescored"):
             first, present = again["first"], again["present"]
             yield (

@@ -1,4 +1,4 @@
-"""Runs and records side by side: the examples that two share, their scores by group, and which runs are copies."""
+"""Runs and records side by side: the examples that two share, and their scores by group."""
 
 from __future__ import annotations
 
@@ -45,29 +45,3 @@ def group_means(records: Sequence[Record]) -> dict[str, float]:
 def mean_score(records: Sequence[Record]) -> float:
     """Return the mean of group means."""
     return fmean(group_means(records).values())
-
-
-def merged(runs: Sequence[StoredRun]) -> list[list[StoredRun]]:
-    """Return runs that are copies in one list, the one with most records first: they have one identity, one
-    configuration, one machine, and no example with another answer or score."""
-    groups: list[list[StoredRun]] = []
-    for run in sorted(runs, key=lambda run: -len(run.records)):
-        copies = next((group for group in groups if _is_copy(run, group[0])), None)
-        if copies is None:
-            groups.append([run])
-        else:
-            copies.append(run)
-    return sorted(groups, key=lambda group: runs.index(group[0]))
-
-
-def _is_copy(run: StoredRun, other: StoredRun) -> bool:
-    alike = (_conditions(run) == _conditions(other)) and run.info.get("identity_sha256") is not None
-    pairs = paired(run.records, other.records)
-    return alike and all((ours.answer, ours.score) == (theirs.answer, theirs.score) for ours, theirs in pairs)
-
-
-def _conditions(run: StoredRun) -> list[Any]:
-    """Return the identity of a run, and what its answers and times depend on besides."""
-    machine = run.provenance("machine")
-    config = {key: value for key, value in run.config.items() if key != "results"}
-    return [run.info.get("identity_sha256"), config, machine.get("cpu"), machine.get("device_name")]

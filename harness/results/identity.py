@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.config import plugins
-from harness.config.catalogue import GROUPS, flatten
+from harness.config.catalogue import GROUPS
 from harness.config.settings import NESTED, WITHOUT_EFFECT, recorded_defaults
 from harness.results.files import canonical
 
@@ -64,39 +64,20 @@ def of_all(hashes: Iterable[str]) -> str:
 
 
 def asked(config: Values, named: Values) -> dict[str, Any]:
-    """`config` without what changes no result and without what is at its default."""
+    """Return `config` without what changes no result and without what is at its default."""
     usual = recorded_defaults() | {kind: plugins.defaults(plugin) for kind, plugin in named.items()}
-    found: dict[str, Any] = {}
+    asked: dict[str, Any] = {}
     for key, value in config.items():
         if key in NESTED or key in GROUPS:
             kept = [name for name in value if f"{key}.{name}" not in WITHOUT_EFFECT]
             value = {name: value[name] for name in kept if not _same(name, value, usual[key])}
         if key not in WITHOUT_EFFECT and value != {} and not _same(key, config, usual):
-            found[key] = value
-    return found
-
-
-def not_continued(mine: Values, others: Iterable[tuple[Path, Values]]) -> str | None:
-    """Return which of `others`, folders and their run.json, one would have expected to go on instead of a new run, and
-    what differs there. A finished run of other settings is none of these: it is another point of a sweep."""
-    found: list[tuple[bool, int, str]] = []
-    for folder, info in others:
-        keys = differences(mine, info.get("identity", {}))
-        other_settings = any(key not in PARTS and not key.startswith("code.") for key in keys)
-        if keys and (not other_settings or info.get("status") in ("failed", "interrupted")):
-            sentence = f"{folder} is not continued; it differs in {', '.join(map(word, keys))}"
-            found.append((other_settings, len(keys), sentence))
-    return min(found)[2] if found else None
-
-
-def differences(mine: Values, other: Values) -> list[str]:
-    """Return the dotted keys in which one identity is not as the other."""
-    here, there = flatten(mine), flatten(other)
-    return [key for key in here | there if not _same(key, here, there)]
+            asked[key] = value
+    return asked
 
 
 def model_name(config: Mapping[str, Any]) -> str:
-    """The hub's name or the folder, else the class, with the shape of random weights."""
+    """Return the hub's name or the folder, else the class, with the shape of random weights."""
     model = config.get("model")
     if isinstance(model, Mapping):
         kind = str(model.get("_target_", "unknown")).rpartition(".")[2]
@@ -105,7 +86,7 @@ def model_name(config: Mapping[str, Any]) -> str:
 
 
 def word(key: str) -> str:
-    """A part of an identity, in words; a setting is its own."""
+    """Return a part of an identity in words; a setting is its own."""
     return f"the code of {key.removeprefix('code.')}" if key.startswith("code.") else PARTS.get(key, key)
 
 

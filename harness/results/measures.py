@@ -22,7 +22,6 @@ class Measure:
     `unit`: what it counts. `in_memory`: whether it stands in the section `memory` of summary.json; otherwise the
     summary works it out (harness/results/summary.py). `head`: above its column in the main table, None where it has
     none; `shown`: what the head means. `hides_zeros`: the column stays out where nothing but 0 is in it.
-    `since_first`: every line has it; older lines lack the others.
     """
 
     unit: Literal["tokens", "bytes", "share", "seconds", "nats"]
@@ -30,19 +29,17 @@ class Measure:
     head: str | None = None
     shown: str = ""
     hides_zeros: bool = False
-    since_first: bool = False
 
 
 MEASURES: dict[str, Measure] = {  # by key of a line of examples.jsonl; docs/results.md says what each means
-    "attended_prompt": Measure(unit="tokens", in_memory=False, since_first=True),
-    "attended_total": Measure(unit="tokens", in_memory=False, since_first=True),
+    "attended_prompt": Measure(unit="tokens", in_memory=False),
+    "attended_total": Measure(unit="tokens", in_memory=False),
     "union_prompt": Measure(unit="tokens", in_memory=False),
     "moved_bytes_per_step": Measure(
         unit="bytes",
         head="moved",
         shown="bytes copied between the tiers per step, mean",
         hides_zeros=True,
-        since_first=True,
     ),
     "from_disk_bytes_per_step": Measure(
         unit="bytes", head="from disk", shown="those of the bytes moved that a file gave", hides_zeros=True

@@ -15,7 +15,6 @@ from methods.tiers.tier import DEVICE, TIERS, bytes_key
 HISTORY_S = ("load_s", "hidden_s", "save_ahead_s", "save_s", "save_hidden_s")  # of a conversation's turn
 PEAKS = ("prefill_device", "prefill_host", "decode_device", "decode_host")  # bytes; decode: seal and question too
 KV, MEASURED = "kv", "measured"  # fields that a line has as a key for each tier, and for each line of the table
-STOPS = ("eos", "stop_string", "length", "forced")
 
 
 class StoreError(ValueError):
@@ -36,7 +35,7 @@ class Reply:
     context_tokens: int | None  # tokens sealed before the question was read; null unless protocol=context
     output: str
     tokens: list[int]
-    stop: str  # one of STOPS
+    stop: str  # eos, stop_string, length or forced
     score: float  # [0, 1]
     details: dict[str, Any]
     token_s: list[float]  # one per token: from the start of prefill until each token was on the host
@@ -65,14 +64,11 @@ class Reply:
     save_hidden_s: float | None = None  # in which its rows left the device while nobody waited for that
 
     def __post_init__(self) -> None:
-        if self.stop not in STOPS:
-            raise RecordError(f"stop is {self.stop!r}, it must be one of {', '.join(STOPS)}")
+        whose = f"example {self.id!r}: " if isinstance(self, Record) else ""
         if not 0.0 <= self.score <= 1.0:
-            raise RecordError(f"score is {self.score}, the task's score must lie in [0, 1]")
+            raise RecordError(f"{whose}score is {self.score}, the task's score must lie in [0, 1]")
         if not len(self.tokens) == len(self.token_s) > 0:
-            raise RecordError(f"{len(self.tokens)} tokens with {len(self.token_s)} times in token_s")
-        if any(not a <= b for a, b in pairwise([0.0, *self.token_s])):
-            raise RecordError("token_s goes back in time or is not a number")
+            raise RecordError(f"{whose}{len(self.tokens)} tokens with {len(self.token_s)} times in token_s")
 
     @property
     def answer(self) -> tuple[str, tuple[int, ...]]:
@@ -126,15 +122,12 @@ class Reply:
 
     @property
     def attended_share(self) -> float | None:
-        return self._share("attended_prompt")
+        return self.share("attended")
 
-    @property
-    def union_share(self) -> float | None:
-        return self._share("union_prompt")
-
-    def _share(self, name: str) -> float | None:
-        found = [(reply.measured.get(name), reply.sealed_at) for reply in self.replies]
-        return over_known(fmean, [tokens / sealed for tokens, sealed in found if tokens is not None and sealed])
+    def share(self, what: str) -> float | None:
+        """Return `attended` or `union` prompt tokens as a share of what was sealed."""
+        known = [(reply.measured.get(f"{what}_prompt"), reply.sealed_at) for reply in self.replies]
+        return over_known(fmean, [tokens / sealed for tokens, sealed in known if tokens is not None and sealed])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,12 +149,6 @@ class Record(Reply):
     prefilled_by: str | None = None  # id of whose prefill and seal it used; its clock began with its question
     turns: list[Reply] | None = None  # of a conversation
     unit: str | None = None  # what it belongs to, where examples are not independent; statistics count a unit as one
-
-    def __post_init__(self) -> None:
-        try:
-            Reply.__post_init__(self)
-        except RecordError as error:
-            raise RecordError(f"example {self.id!r}: {error}") from error
 
     @property
     def independent(self) -> str:
@@ -195,14 +182,12 @@ class Record(Reply):
     def from_plain(cls, plain: Mapping[str, Any], where: str) -> Record:
         """Return the record of a line. Keys that are unknown today are ignored, in a line and in its turns: older
         versions wrote more. Raise `RecordError`, which begins with `where`, for a line that lacks a key."""
-        plain = _known({RENAMED.get(key, key): value for key, value in plain.items()})
         if missing := REQUIRED - plain.keys():
-            found = ", ".join(f"no {key!r}" for key in sorted(missing))
-            raise RecordError(f"{where}: {found}; another version of the harness wrote this run, or no run at all")
+            lacking = ", ".join(f"no {key!r}" for key in sorted(missing))
+            raise RecordError(f"{where}: {lacking}; another version of the harness wrote this run, or no run at all")
         try:
-            later = dict.fromkeys(MEASURES)  # than the line: they were not measured
-            turns = [Reply(**nested(later | _known(turn))) for turn in plain.get("turns") or ()]
-            return cls(**{**nested(later | dict(plain)), "turns": turns or None})
+            turns = [Reply(**nested(turn)) for turn in plain.get("turns") or ()]
+            return cls(**{**nested(plain), "turns": turns or None})
         except (RecordError, TypeError) as error:
             raise RecordError(f"{where}: {error}") from error
 
@@ -231,28 +216,18 @@ class FailedExample:
 
 
 def flat(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """A reply's fields as a line has them: a key for the bytes of each tier, and for each number that is measured."""
-    return {name: value for key, field in plain.items() for name, value in _keys(key, field)}
-
-
-def _keys(key: str, value: Any) -> list[tuple[str, Any]]:
-    if key == KV:
-        return [(bytes_key(tier), size) for tier, size in value.items()]
-    return [(name, value.get(name)) for name in MEASURES] if key == MEASURED else [(key, value)]
+    """Return a reply's fields as a line has them: a key for the bytes of each tier, and for each number measured."""
+    others = {name: value for name, value in plain.items() if name not in (KV, MEASURED)}
+    held = {bytes_key(tier): size for tier, size in plain[KV].items()}
+    return others | held | {name: plain[MEASURED].get(name) for name in MEASURES}
 
 
 def nested(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that `flat` wrote. Lines that are older than a tier have no bytes there."""
+    """Return the fields that `flat` wrote, and none that are unknown today. Lines that are older than a tier have no
+    bytes there; numbers that are younger than a line were not measured."""
     held = {tier: plain[bytes_key(tier)] for tier in TIERS if bytes_key(tier) in plain}
-    numbers = {name: plain[name] for name in MEASURES if name in plain}
-    names = {*map(bytes_key, held), *numbers}
-    others = {key: value for key, value in plain.items() if key not in names}
-    return others | ({KV: held} if held else {}) | ({MEASURED: numbers} if numbers else {})
-
-
-def _known(plain: Mapping[str, Any]) -> dict[str, Any]:
-    known = {*FIELDS, *map(bytes_key, TIERS), *MEASURES}
-    return {key: value for key, value in plain.items() if key in known}
+    others = {key: plain[key] for key in FIELDS if key in plain}
+    return others | {KV: held, MEASURED: {name: plain.get(name) for name in MEASURES}}
 
 
 def whole(turns: Sequence[Reply]) -> dict[str, Any]:
@@ -290,10 +265,6 @@ def scored(turns: Sequence[tuple[float, Mapping[str, Any]]]) -> dict[str, Any]:
     return {"score": fmean(score for score, _ in turns), "details": means}
 
 
-RENAMED = {"graph_s": "capture_s"}  # key of older lines -> its name today
 HEAD = ("id", "group", "prompt_sha256")  # stand first in a line
 FIELDS = (*HEAD, *(field.name for field in fields(Record) if field.name not in HEAD))
-REQUIRED = {field.name for field in fields(Record) if field.default is MISSING} - {KV, MEASURED} | {
-    bytes_key(DEVICE),
-    *(name for name, measure in MEASURES.items() if measure.since_first),
-}
+REQUIRED = {field.name for field in fields(Record) if field.default is MISSING} - {KV, MEASURED} | {bytes_key(DEVICE)}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any, Self
 from harness.config.settings import Results
 from harness.results import files
 from harness.results.lock import FolderInUse, FolderLock, is_locked
-from harness.results.provenance import load_average, now, when
+from harness.results.provenance import load_average, now
 from harness.results.records import FailedExample, Record, StoreError
 from harness.terminal.stopping import whole
 from kernels.temporary import remove_abandoned
@@ -30,14 +30,23 @@ __all__ = ["FolderInUse", "Run", "StoreError", "StoredRun", "find", "load", "loa
 INFO, CONFIG, EXAMPLES, RESCORED = "run.json", "config.yaml", "examples.jsonl", "rescored.jsonl"
 SUMMARY, ERROR = "summary.json", "error.txt"
 SETTINGS = "config"  # key of run.json for the configuration, of which config.yaml is a copy
-ENDS = ("complete", "failed", "interrupted")
+OF_SESSION = (
+    "status",
+    "started",
+    "ended",
+    "load_average_ended",
+    "error",
+    "provenance",
+    "began_with",
+)  # keys of run.json
 
 
 class Run:
     """A run folder open for writing, by this process alone. `info` is what stands in run.json.
 
     A session begins with the first record that it adds, and run.json with provenance and backends is written before
-    that record: whatever the moment of a kill, a folder says where its records come from.
+    that record: whatever the moment of a kill, a folder says where its records come from. A session that adds nothing
+    leaves run.json as it is but for the status.
     """
 
     def __init__(self, folder: Path, lock: FolderLock, digest: str, config: Mapping[str, Any]) -> None:
@@ -46,7 +55,8 @@ class Run:
         files.drop_half_line(folder / EXAMPLES)
         self._before = _left_by_earlier_sessions(folder, digest)
         self.info = self._before or {"identity_sha256": digest, SETTINGS: files.plain(config)}
-        _write_config(folder / CONFIG, self.info[SETTINGS])
+        if not (folder / CONFIG).is_file():
+            files.write_yaml(folder / CONFIG, self.info[SETTINGS])  # for people: nobody reads it back
         self._ids = {record.id for record in read_records(folder)}
         self._begun = self._closed = False
         self.info = _continued(self.info, len(self._ids)) | {"status": "running", "started": now()}
@@ -63,7 +73,7 @@ class Run:
         *,
         wait: bool = False,
     ) -> Self:
-        """The same identity finds the same folder and goes on there; another identity gets another folder.
+        """Return the run of an identity: the same one finds the same folder and goes on there.
 
         Where another process writes it: `wait` until that is done, or raise `FolderInUse`.
         """
@@ -85,24 +95,22 @@ class Run:
     @staticmethod
     def place(root: Path, identity: Mapping[str, Any], task: str, method: str) -> Path:
         """Return the folder of a run, which may not exist yet."""
-        return root / f"{_plain(task)}-{_plain(method)}-{files.digest(identity)[:8]}"
+        names = [re.sub(r"[^A-Za-z0-9._+]+", "_", name) for name in (task, method)]
+        return root / "-".join([*names, files.digest(identity)[:8]])
 
     def contains(self, example_id: str) -> bool:
         return example_id in self._ids
-
-    def append_failed(self, failed: FailedExample) -> None:
-        """Append a failed example, which may be tried again."""
-        self._append(failed)
 
     def append(self, record: Record) -> None:
         """Append a record, which is on disk when this returns."""
         if record.id in self._ids:
             raise StoreError(f"example {record.id!r} is already in {self.folder}: the ids of a task must differ")
-        self._append(record)
+        self.append_failed(record)
         self._ids.add(record.id)
 
-    def _append(self, record: Record | FailedExample) -> None:
-        line = record.to_json()
+    def append_failed(self, failed: FailedExample | Record) -> None:
+        """Append the line of an example that may be tried again."""
+        line = failed.to_json()
         if not self._begun:
             self._begin()
         with whole():
@@ -112,14 +120,14 @@ class Run:
         return read_records(self.folder)
 
     def note(self, **facts: Any) -> None:
-        """Adds facts to run.json: provenance, task_info, num_expected, simulated, host_is_cpu, backends."""
+        """Add facts to run.json: provenance, task_info, num_expected, simulated, host_is_cpu, backends."""
         if any(key not in self.info or self.info[key] != value for key, value in facts.items()):
             self.info |= facts
             if self._begun:
-                self._write()
+                write_info(self.folder, self.info)
 
     def complement(self, **facts: Any) -> None:
-        """Adds facts that hold whoever makes the records, where run.json lacks them: a session without work adds these
+        """Add facts that hold whoever makes the records, where run.json lacks them: a session without work adds these
         alone."""
         for known in (self._before, self.info):
             known.update({key: value for key, value in facts.items() if key not in known})
@@ -127,35 +135,24 @@ class Run:
     def _begin(self) -> None:
         self._begun = True
         later_scores = self.info.pop("rescored", None)
-        self._write()
+        write_info(self.folder, self.info)
         if later_scores:  # of the records that were there alone
             (self.folder / RESCORED).unlink(missing_ok=True)
 
-    def _write(self) -> None:
-        write_info(self.folder, self.info)
-
     def close(self, status: str, error: str | None = None) -> None:
-        """A session that added nothing leaves times and machine as they were."""
-        assert status in ENDS
+        """End the session as complete, failed or interrupted."""
         if self._begun:
             self.info |= {"status": status, "ended": now(), "load_average_ended": load_average(), "error": error}
-        elif status != "complete" or self._before["status"] != "complete":
-            ended = self._before.get("ended") or self._last_written()
-            load = self._before.get("load_average_ended")
-            self.info = self._before | {"status": status, "ended": ended, "load_average_ended": load, "error": error}
         else:
-            self.info = self._before
+            self.info = self._before | {"status": status, "error": error}
         try:
-            if self.info != self._before:
-                self._write()
+            if self._begun or status != self._before.get("status"):
+                write_info(self.folder, self.info)
             if status == "complete":
                 (self.folder / ERROR).unlink(missing_ok=True)
         finally:
             self._closed = True
             self._lock.release()
-
-    def _last_written(self) -> str:
-        return when((self.folder / EXAMPLES).stat().st_mtime)
 
     def __enter__(self) -> Self:
         return self
@@ -171,12 +168,39 @@ class Run:
             self.fail(raised)
 
     def fail(self, error: BaseException) -> None:
-        """Closes the run as failed, its traceback in error.txt; the note of `error` says where."""
+        """Close the run as failed, with the traceback in error.txt; the note of `error` says where."""
         path = self.folder / ERROR
         with suppress(OSError):  # a disk that is full may be the error
             files.write_atomically(path, "".join(traceback.format_exception(error)))
             error.add_note(f"The traceback is in {path}.")
         self.close("failed", f"{type(error).__name__}: {error}")
+
+
+def _left_by_earlier_sessions(folder: Path, digest: str) -> dict[str, Any]:
+    """Return run.json of the run with this identity; empty where no session has begun yet."""
+    if not (folder / INFO).exists():
+        if files.whole_lines(folder / EXAMPLES):
+            raise StoreError(
+                f"{folder / INFO} is gone, so nobody knows on which machine and with which versions its examples were "
+                f"made: delete {folder} and run the same command again"
+            )
+        return {}
+    info = read_info(folder)
+    if info.get("identity_sha256") != digest:
+        raise StoreError(f"{folder} holds another run whose hash starts the same: move that folder away")
+    return info
+
+
+def _continued(before: Mapping[str, Any], records: int) -> dict[str, Any]:
+    """Return run.json for a session that finds `records` there: what held for the last one alone moves into `earlier`,
+    unless that one added nothing."""
+    kept = {key: before[key] for key in before if key not in OF_SESSION} | {"began_with": records}
+    if "status" not in before or before.get("began_with", -1) == records:
+        return kept
+    session = {key: before.get(key) for key in OF_SESSION if key != "began_with"}
+    if session["status"] == "running":
+        session["status"] = "interrupted"
+    return kept | {"earlier": [*before.get("earlier", []), session]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +218,7 @@ class StoredRun:
 
     @property
     def scorer(self) -> str:
-        """Version of the task that made the scores that are shown."""
+        """Return the version of the task that made the scores that are shown."""
         again = self.info.get("rescored", {}).get("present")
         return str((again or {"task_version": self.info.get("task_info", {}).get("version")})["task_version"])
 
@@ -211,21 +235,24 @@ class StoredRun:
 def load(folder: Path, *, first_scores: bool = False) -> StoredRun:
     """Read a run folder without changing it; the half-written last line of a run that goes on is left out. Folders of
     older versions are read as well: fields that are unknown today are ignored. Raise `StoreError` for what cannot be
-    read. `first_scores`: those of the run itself, whatever was scored again since."""
-    if not folder.is_dir():
-        raise StoreError(f"no such folder: {folder}{instead(folder)}")
+    read. `first_scores`: those of the run itself, not of the last `python -m harness.rescore`."""
     info, (records, failed) = read_info(folder), _read_examples(folder)
     status = str(info.get("status"))
     if status != "complete" and is_locked(folder):  # a session that goes on writes run.json with its first record
         status = "running"
     elif status == "running":
         status = "interrupted"
-    shown = records if first_scores else rescored(records, folder, info)
-    return StoredRun(folder, info[SETTINGS], info, shown, status, failed=failed)
+    if "rescored" in info and not first_scores:
+        path = folder / RESCORED
+        if not path.is_file():
+            raise StoreError(f"{path} is gone: run python -m harness.rescore {folder} again")
+        scores = {plain["id"]: plain for _, plain in files.read_lines(path)}
+        records = [record.rescored(scores[record.id]) if record.id in scores else record for record in records]
+    return StoredRun(folder, info[SETTINGS], info, records, status, failed=failed)
 
 
 def load_all(folders: Iterable[Path]) -> tuple[list[StoredRun], list[str]]:
-    """The runs that can be read, and a sentence on each of the others."""
+    """Return the runs that can be read, and a sentence on each of the others."""
     runs, damage = [], []
     for folder in folders:
         try:
@@ -239,7 +266,7 @@ def read_info(folder: Path) -> dict[str, Any]:
     """Return what run.json says. Raise `StoreError` where it is absent or holds something else."""
     path = folder / INFO
     if not path.is_file():
-        raise StoreError(f"{folder} is not the folder of a run: it holds no {INFO}")
+        raise StoreError(f"{folder} is not the folder of a run: it holds no {INFO}{_instead(folder)}")
     try:
         info = files.read_json(path)
     except StoreError as error:
@@ -264,101 +291,32 @@ def read_records(folder: Path) -> list[Record]:
 
 def _read_examples(folder: Path) -> tuple[list[Record], list[FailedExample]]:
     """Return the records, and the last word on each example that failed and has none."""
-    found, failed = dict[str, Record](), dict[str, FailedExample]()
+    records, failed = dict[str, Record](), dict[str, FailedExample]()
     for where, plain in files.read_lines(folder / EXAMPLES):
         if "error" in plain:
             example = FailedExample.from_plain(plain, where)
             failed[example.id] = example
         else:
             record = Record.from_plain(plain, where)
-            found.setdefault(record.id, record)
-    return list(found.values()), [example for name, example in failed.items() if name not in found]
-
-
-def rescored(records: Sequence[Record], folder: Path, info: Mapping[str, Any]) -> list[Record]:
-    """Return the records with the scores of the last `python -m harness.rescore`, if there was one."""
-    if "rescored" not in info:
-        return list(records)
-    path = folder / RESCORED
-    if not path.is_file():
-        raise StoreError(f"{path} is gone: run python -m harness.rescore {folder} again")
-    scores = {plain["id"]: plain for _, plain in files.read_lines(path)}
-    return [record.rescored(scores[record.id]) if record.id in scores else record for record in records]
+            records.setdefault(record.id, record)
+    return list(records.values()), [example for name, example in failed.items() if name not in records]
 
 
 def find(paths: Iterable[Path]) -> list[Path]:
-    """Return all run folders at or below `paths`, each once."""
-    found: dict[Path, Path] = {}
+    """Return all run folders at or below `paths`, each once, by name."""
+    folders: dict[Path, Path] = {}
     for path in paths:
         if not path.is_dir():
-            raise StoreError(f"no such folder: {path}{instead(path)}")
-        below = list(runs_below(path))
+            raise StoreError(f"no such folder: {path}{_instead(path)}")
+        below = sorted(Path(folder) for folder, _, names in os.walk(path) if INFO in names)
         if not below:
             raise StoreError(f"no runs in {path}: give the folder that results.root named; that of a run holds {INFO}")
         for folder in below:
-            found.setdefault(folder.resolve(), folder)
-    return list(found.values())
+            folders.setdefault(folder.resolve(), folder)
+    return list(folders.values())
 
 
-def runs_below(path: Path) -> Iterator[Path]:
-    """Yield the folders of runs at or below `path`, by name."""
-    yield from sorted(Path(folder) for folder, _, names in os.walk(path) if INFO in names)
-
-
-def akin(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield the other runs of the same task and method in the same place, each with its run.json, as far as it can be
-    read."""
-    for path in sorted(folder.parent.glob(f"{folder.name.rpartition('-')[0]}-*/{INFO}")):
-        if path.parent != folder:
-            with suppress(StoreError):
-                yield path.parent, read_info(path.parent)
-
-
-def instead(path: Path) -> str:
+def _instead(path: Path) -> str:
     """Say where the run may be that was named without its folder."""
-    root = Path(Results().root)
-    if (usual := root / path).is_dir():
-        return f"; did you mean {usual}?"
-    if len(path.parts) == 1:
-        return f"; name a run with its folder, as in {usual}"
-    return f"; give the folder that results.root named, such as {root}, or a run's in it"
-
-
-def _left_by_earlier_sessions(folder: Path, digest: str) -> dict[str, Any]:
-    """Return run.json of the run with this identity; empty where no session has begun yet."""
-    if not (folder / INFO).exists():
-        if files.whole_lines(folder / EXAMPLES):
-            raise StoreError(
-                f"{folder / INFO} is gone, so nobody knows on which machine and with which versions its examples were "
-                f"made: delete {folder} and run the same command again"
-            )
-        return {}
-    info = read_info(folder)
-    if info.get("identity_sha256") != digest:
-        raise StoreError(f"{folder} holds another run whose hash starts the same: move that folder away")
-    return info
-
-
-def _write_config(path: Path, config: Mapping[str, Any]) -> None:
-    """A copy of what run.json holds, for people: nobody reads it back."""
-    with suppress(StoreError):
-        if files.read_yaml(path) == config:
-            return
-    files.write_yaml(path, config)
-
-
-def _continued(before: Mapping[str, Any], records: int) -> dict[str, Any]:
-    """run.json for a session that finds `records` there: what held for the last one alone moves into `earlier`, unless
-    that one added nothing."""
-    own = ("status", "started", "ended", "load_average_ended", "error", "provenance", "began_with")
-    kept = {key: before[key] for key in before if key not in own} | {"began_with": records}
-    if "status" not in before or before.get("began_with", -1) == records:
-        return kept
-    session = {key: before.get(key) for key in own if key != "began_with"}
-    if session["status"] == "running":
-        session["status"] = "interrupted"
-    return kept | {"earlier": [*before.get("earlier", []), session]}
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._+]+", "_", name)
+    usual = Path(Results().root) / path
+    return f"; did you mean {usual}?" if usual.is_dir() and not path.is_dir() else "; give what results.root named"

@@ -135,7 +135,7 @@ def _averages(records: Sequence[Record], groups: Mapping[str, float], task: Any)
 
 
 def _read(records: Sequence[Record], what: str) -> dict[str, float | None]:
-    tokens, share = [r.measured.get(f"{what}_prompt") for r in records], [getattr(r, f"{what}_share") for r in records]
+    tokens, share = [r.measured.get(f"{what}_prompt") for r in records], [r.share(what) for r in records]
     return {"tokens": over_known(fmean, tokens), "share": over_known(fmean, share)}
 
 

@@ -131,10 +131,8 @@ def test_corrected_answers_are_another_run(
 
     first = answered("Pisa")
     assert answered("Pisa", separators=(" , ", " : ")).folder == first.folder
-    assert "not continued" not in capsys.readouterr().err
     corrected = answered("Rome", "Roma")
     assert corrected.folder != first.folder
-    assert f"{first.folder} is not continued; it differs in the right answers" in capsys.readouterr().err
     assert (first.summary["score"]["mean"], corrected.summary["score"]["mean"]) == (0.0, 1.0)
 
 
@@ -279,9 +277,8 @@ def test_a_device_that_is_not_here_leaves_no_folder(
 
 def test_fp16_on_a_cpu_is_called_slow(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     say_once.cache_clear()
-    made = run(tmp_path, dtype="fp16", device="cpu", task=niah(depths=1))
+    run(tmp_path, dtype="fp16", device="cpu", task=niah(depths=1))
     assert capsys.readouterr().err.count("ten times slower") == 1  # not once more for Full
-    assert any("ten times slower" in warning for warning in made.summary["warnings"])
 
 
 def test_methods_started_together_share_one_full(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What re-runs a run, what does not, and what is said where one is not continued."""
+"""What re-runs a run, and what does not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import methods
 from harness.config.plugins import describe
 from harness.config.settings import Settings
 from harness.results import identity as identities
-from harness.results.identity import CORE, code_of, identity, not_continued
+from harness.results.identity import CORE, code_of, identity
 from methods.full import Full
 from methods.h2o import H2O
 from methods.pqcache import PQCache
@@ -102,24 +102,3 @@ def test_a_key_at_its_default_is_no_part_of_it() -> None:
     assert made(PQCache(b=5))["method"]["b"] == 5
     assert made(PQCache(), budget=1)["budget"] == 1
     assert made(PQCache(), budget=None)["budget"] is None  # not the default, which is left out
-
-
-def test_it_is_said_which_part_differed(tmp_path: Path) -> None:
-    mine, folder = made(H2O()), tmp_path / "niah-h2o-1"
-
-    def why(status: str = "complete", **changes: Any) -> str:
-        info = {"status": status, "identity": mine | changes}
-        return not_continued(mine, [(folder, info)]) or ""
-
-    assert why() == ""
-    assert "it differs in the code of methods.h2o" in why(code=mine["code"] | {"methods.h2o": "0"})
-    assert "CORE_VERSION" in why(core=0)
-    assert "the task's version" in why(task_version="0")
-    assert "the model's revision" in why(model_revision="0")
-    assert "the prompts" in why(prompts="0")
-    assert why(budget=0.1) == ""  # another point of a sweep
-    assert why("interrupted", budget=0.1) == f"{folder} is not continued; it differs in budget"
-    mine["budget"] = 1.0
-    assert why("interrupted", budget=1) == f"{folder} is not continued; it differs in budget"  # one token, not all
-    mine["method"]["dense_layers"] = (0, 1)
-    assert why("interrupted", method=mine["method"] | {"dense_layers": [0, 1]}) == ""  # as it comes back from a file

@@ -1,8 +1,9 @@
-"""Lines of examples.jsonl: those that an older harness wrote, and conversations as one reply."""
+"""Lines of examples.jsonl: what they hold, those that an older harness wrote, and conversations as one reply."""
 
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -10,17 +11,40 @@ from harness.results.records import Record, RecordError
 from tests.fake_records import record, talk, turn
 
 
-def test_a_renamed_key_is_read_from_older_lines() -> None:
-    plain = json.loads(record(capture_s=0.25).to_json())
-    plain["graph_s"] = plain.pop("capture_s")
-    assert Record.from_plain(plain, "line 1").capture_s == 0.25
+def test_a_record_survives_its_file() -> None:
+    original = record("ä\u2028", details={"em": 0.5}, context_tokens=7, prompt_ids=[1, 2], data={"depth": 0.25})
+    assert Record.from_plain(json.loads(original.to_json()), "here") == original
+    assert "\n" not in original.to_json()
 
 
-def test_keys_that_older_versions_wrote_are_ignored() -> None:
-    original = talk("a", turn(), turn())
+def test_times_of_a_record() -> None:
+    full = record(token_s=[1.0, 3.0, 3.5, 4.5])
+    assert (full.ttft_s, full.tt2t_s, full.tpot_s, full.intervals_s) == (1.0, 3.0, 0.75, [0.5, 1.0])
+    short = record(token_s=[1.0])
+    assert (short.tt2t_s, short.tpot_s, short.intervals_s) == (None, None, [])
+    assert record(token_s=[1.0, 2.0]).tpot_s is None
+
+
+@pytest.mark.parametrize("change", [{"score": 1.5}, {"score": float("nan")}, {"tokens": [1], "token_s": [1.0, 2.0]}])
+def test_a_record_refuses_what_cannot_be(change: dict[str, Any]) -> None:
+    with pytest.raises(RecordError):
+        record(**change)
+
+
+def test_older_lines_have_more_and_fewer_keys() -> None:
+    original = talk("a", turn(kv_disk_bytes=7), turn(union_prompt=7.0))
     plain = json.loads(original.to_json()) | {"sha256": "of the line", "grpah_s": 0.25}
     plain["turns"] = [one | {"grpah_s": 0.25} for one in plain["turns"]]
     assert Record.from_plain(plain, "line 1") == original
+    for part in (plain, *plain["turns"]):
+        part.pop("kv_disk_bytes", None)
+        del part["union_prompt"]
+    older = Record.from_plain(plain, "line 1")
+    assert older.kv == older.replies[0].kv == {"device": 1000, "host": 0}
+    assert older.share("union") is None
+    del plain["kv_device_bytes"]
+    with pytest.raises(RecordError, match=r"line 3.*kv_device_bytes"):
+        Record.from_plain(plain, "line 3")
 
 
 def test_a_conversation_adds_up_what_turns_took_and_ends_as_the_last_one_does() -> None:
@@ -31,13 +55,3 @@ def test_a_conversation_adds_up_what_turns_took_and_ends_as_the_last_one_does() 
     assert (one.seal_s, one.question_s, one.prompt_tokens) == (0.2, None, 20)
     assert (one.kv["device"], one.stop, one.sealed, one.fallback) == (170, "eos", True, "why")
     assert (one.score, one.measured["attended_prompt"]) == (0.75, 100.0)
-
-
-def test_bytes_are_a_key_per_tier_and_a_line_may_be_older_than_a_tier() -> None:
-    plain = json.loads(talk("a", turn(kv_disk_bytes=7)).to_json())
-    for part in (plain, *plain["turns"]):
-        assert (part["kv_device_bytes"], part["kv_host_bytes"], part.pop("kv_disk_bytes")) == (1000, 0, 7)
-    again = Record.from_plain(plain, "line 1")
-    assert again.kv == again.replies[0].kv == {"device": 1000, "host": 0}
-    with pytest.raises(RecordError, match="line 3: no 'kv_device_bytes'"):
-        Record.from_plain({key: value for key, value in plain.items() if key != "kv_device_bytes"}, "line 3")

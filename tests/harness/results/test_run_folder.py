@@ -7,12 +7,13 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from harness.results.lock import is_locked
-from harness.results.records import Record, RecordError
+from harness.results.records import RecordError
 from harness.results.run_folder import FolderInUse, Run, StoreError, find, load, read_records
 from kernels.temporary import replacing
 from tests.fake_records import config, record, rewrite, write_run
@@ -47,7 +48,7 @@ def opened(root: Path, method: str = "quest", **identity: object) -> Run:
 
 
 @pytest.fixture
-def writer(tmp_path: Path):
+def writer(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Another process in the middle of a run, with half a line written."""
     process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE)
     assert process.stdout is not None
@@ -57,57 +58,26 @@ def writer(tmp_path: Path):
     process.communicate()
 
 
-def test_a_record_survives_its_file() -> None:
-    original = record("ä\u2028", details={"em": 0.5}, context_tokens=7, prompt_ids=[1, 2], data={"depth": 0.25})
-    assert Record.from_plain(json.loads(original.to_json()), "here") == original
-    assert "\n" not in original.to_json()
-
-
-def test_a_record_of_before_the_union_still_loads() -> None:
-    line = json.loads(record(union_prompt=7.0).to_json())
-    assert Record.from_plain(line, "here").union_share == 0.07
-    del line["union_prompt"]
-    assert Record.from_plain(line, "here").union_share is None
-
-
-def test_times_of_a_record() -> None:
-    r = record(token_s=[1.0, 3.0, 3.5, 4.5])
-    assert (r.ttft_s, r.tt2t_s, r.tpot_s, r.intervals_s) == (1.0, 3.0, 0.75, [0.5, 1.0])
-    short = record(token_s=[1.0])
-    assert (short.tt2t_s, short.tpot_s, short.intervals_s) == (None, None, [])
-    assert record(token_s=[1.0, 2.0]).tpot_s is None
-
-
-@pytest.mark.parametrize(
-    ("change", "word"),
-    [
-        ({"score": 1.5}, "score"),
-        ({"score": float("nan")}, "score"),
-        ({"stop": "tired"}, "stop"),
-        ({"token_s": [2.0, 1.0]}, "token_s"),
-        ({"tokens": [1], "token_s": [1.0, 2.0]}, "token_s"),
-    ],
-)
-def test_a_record_refuses_what_cannot_be(change: dict, word: str) -> None:
-    with pytest.raises(RecordError, match=word):
-        record(**change)
-
-
 def test_same_identity_resumes_and_keeps_the_order(tmp_path: Path) -> None:
+    place = Run.place(tmp_path, {"x": 1}, "niah", "quest")
+    assert not place.exists()
     run = opened(tmp_path)
     for name in "cab":
         run.append(record(name))
     run.close("interrupted")
     again = opened(tmp_path)
-    assert again.folder == run.folder
+    assert again.folder == run.folder == place
     assert again.contains("a")
     assert not again.contains("d")
     again.append(record("d"))
     again.close("complete")
-    assert [r.id for r in load(run.folder).records] == list("cabd")
-    info = load(run.folder).info
-    assert info["status"] == "complete"
-    assert [session["status"] for session in info["earlier"]] == ["interrupted"]
+    stored = load(place)
+    assert [r.id for r in stored.records] == list("cabd")
+    assert stored.status == "complete"
+    assert [session["status"] for session in stored.info["earlier"]] == ["interrupted"]
+    before = (place / "run.json").read_bytes()
+    opened(tmp_path).close("complete")  # a session without work
+    assert (place / "run.json").read_bytes() == before
 
 
 def test_another_identity_opens_another_folder(tmp_path: Path) -> None:
@@ -118,45 +88,33 @@ def test_another_identity_opens_another_folder(tmp_path: Path) -> None:
     assert len(find([tmp_path, first.folder])) == 3
 
 
-def test_a_folder_is_known_before_it_is_there(tmp_path: Path) -> None:
-    place = Run.place(tmp_path, {"x": 1}, "niah", "quest")
-    assert not place.exists()
-    with opened(tmp_path) as run:
-        assert run.folder == place
-        run.close("complete")
-    assert load(place).status == "complete"
-
-
 def test_leaving_by_an_error_is_a_failed_run(tmp_path: Path) -> None:
     run = opened(tmp_path)
     run.append(record("a"))
-    with pytest.raises(RecordError, match="score"), run:
+    with pytest.raises(RecordError), run:
         record("b", score=2.0)
     stored = load(run.folder)
     assert (stored.status, len(stored.records)) == ("failed", 1)
-    assert stored.info["error"].startswith("RecordError: example 'b': score is 2.0")
+    assert stored.info["error"].startswith("RecordError: example 'b': ")
+    assert (run.folder / "error.txt").is_file()
 
 
-def test_a_session_without_work_leaves_the_record_of_the_real_one(tmp_path: Path) -> None:
-    folder = write_run(tmp_path, [record("a")])
-    before = (folder / "run.json").read_bytes()
-    assert write_run(tmp_path, []) == folder
-    assert (folder / "run.json").read_bytes() == before
-
-
-def test_an_example_is_never_written_twice(tmp_path: Path) -> None:
-    run = opened(tmp_path)
-    run.append(record("a"))
-    with pytest.raises(StoreError, match="'a'"):
+def test_a_run_that_a_launcher_ends_has_not_failed(tmp_path: Path) -> None:
+    """submitit queues its job again by `sys.exit`, in the middle of whatever runs; Ray does so at SIGTERM."""
+    with pytest.raises(SystemExit), opened(tmp_path) as run:
         run.append(record("a"))
-    run.close("failed", error="ids")
-    assert len(run.records()) == 1
+        sys.exit(-1)
+    assert load(run.folder).info["status"] == "interrupted"
+    assert not (run.folder / "error.txt").exists()
 
 
-def test_kill_9_costs_only_the_line_being_written(tmp_path: Path, writer: subprocess.Popen) -> None:
+def test_kill_9_costs_only_the_line_being_written(tmp_path: Path, writer: subprocess.Popen[bytes]) -> None:
     folder = find([tmp_path])[0]
     assert load(folder).status == "running"
     assert [r.id for r in load(folder).records] == list("abc")  # a reader leaves the half line alone
+    with pytest.raises(FolderInUse, match=str(writer.pid)):
+        opened(tmp_path)
+    opened(tmp_path, other=1).close("complete")  # another folder is free
     writer.send_signal(signal.SIGKILL)
     writer.wait()
     assert load(folder).status == "interrupted"
@@ -168,63 +126,42 @@ def test_kill_9_costs_only_the_line_being_written(tmp_path: Path, writer: subpro
     assert [json.loads(line)["id"] for line in lines] == list("abcd")
 
 
-def test_two_processes_never_write_one_folder(tmp_path: Path, writer: subprocess.Popen) -> None:
-    with pytest.raises(FolderInUse, match=rf"process {writer.pid} on \S+: wait"):
-        opened(tmp_path)
-    opened(tmp_path, other=1).close("complete")  # another folder is free
-    writer.kill()
-    writer.wait()
-    opened(tmp_path).close("complete")
-
-
 def test_one_process_cannot_open_a_folder_twice(tmp_path: Path) -> None:
     run = opened(tmp_path)
-    with pytest.raises(FolderInUse):
-        opened(tmp_path)
+    for wait in (False, True):  # no process waits for itself
+        with pytest.raises(FolderInUse):
+            Run.open(tmp_path, config("quest"), {"x": 1}, "niah", "quest", wait=wait)
     assert is_locked(run.folder)
     run.close("failed", error="boom")
     assert not is_locked(run.folder)
     assert load(run.folder).info["error"] == "boom"
 
 
-def test_a_line_that_holds_no_record_is_named_with_what_to_do(tmp_path: Path) -> None:
+def test_a_line_that_holds_no_record_is_named(tmp_path: Path) -> None:
     folder = write_run(tmp_path, [record("a"), record("b"), record("c")])
     path = folder / "examples.jsonl"
     lines = path.read_text().splitlines(keepends=True)
-    for damage, complaint in [
-        (lines[1][:40] + "\n", "not a JSON line"),
-        ("7\n", "holds int, not a record"),
-        (lines[1].replace('"score"', '"scare"'), "no 'score'; another version of the harness"),
-    ]:
+    for damage in (lines[1][:40] + "\n", "7\n", lines[1].replace('"score"', '"scare"')):
         path.write_text(lines[0] + damage + lines[2])
-        with pytest.raises(RecordError, match=r"examples\.jsonl, line 2") as caught:
+        with pytest.raises(RecordError, match=r"examples\.jsonl, line 2"):
             load(folder)
-        assert complaint in str(caught.value)
     path.write_text(lines[0] + lines[2])  # as the message advises
     assert [one.id for one in load(write_run(tmp_path, [record("b")])).records] == list("acb")
-
-
-def test_of_two_lines_about_an_example_the_first_counts(tmp_path: Path) -> None:
-    folder = write_run(tmp_path, [record("a", score=0.25), record("b")])
-    path = folder / "examples.jsonl"
-    path.write_text(path.read_text() * 2)
-    assert [(one.id, one.score) for one in load(folder).records] == [("a", 0.25), ("b", 1.0)]
+    path.write_text(path.read_text() * 2)  # of two lines about an example the first counts
+    assert [one.id for one in load(folder).records] == list("acb")
 
 
 def test_examples_whose_run_json_is_gone_are_not_continued(tmp_path: Path) -> None:
     """Nobody knows what an earlier session measured of its machine, and with which versions it ran."""
     folder = write_run(tmp_path, [record("a")])
+    info = (folder / "run.json").read_text()
     (folder / "run.json").unlink()
-    with pytest.raises(StoreError, match=f"is gone.* delete {folder} and run the same command again"):
+    with pytest.raises(StoreError, match="gone"):
         write_run(tmp_path, [record("b")])
     assert not is_locked(folder)
-
-
-def test_a_folder_of_another_run_is_left_alone(tmp_path: Path) -> None:
-    """The name holds the first eight digits of the identity's hash alone."""
-    folder = write_run(tmp_path, [record("a")])
-    rewrite(folder, identity_sha256="another")
-    with pytest.raises(StoreError, match="holds another run whose hash starts the same: move that folder away"):
+    (folder / "run.json").write_text(info)
+    rewrite(folder, identity_sha256="another")  # whose hash starts the same, as the folder's name does
+    with pytest.raises(StoreError, match="another run"):
         write_run(tmp_path, [record("b")])
 
 
@@ -233,34 +170,28 @@ def test_a_write_that_fails_leaves_whole_lines(tmp_path: Path) -> None:
     run.append(record("a"))
     with pytest.raises(RecordError, match="JSON"):
         run.append(record("b", data={"path": Path("x")}))
+    with pytest.raises(StoreError, match="'a'"):
+        run.append(record("a"))  # never written twice
     run.append(record("c"))
     run.close("complete")
     assert [r.id for r in read_records(run.folder)] == ["a", "c"]
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError, match=r"cannot write .*results\.root"):
-        opened(tmp_path / "file")
-
-
-def test_a_run_named_without_its_folder_is_shown_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_read_or_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "results" / "runs" / "niah-full").mkdir(parents=True)
-    with pytest.raises(StoreError, match=r"niah-full; did you mean results/runs/niah-full\?"):
-        find([Path("niah-full")])
-    with pytest.raises(StoreError, match="nope; name a run with its folder, as in results/runs/nope"):
-        find([Path("nope")])
-
-
-def test_what_is_no_run(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match=r"results\.root"):
+        opened(tmp_path / "file")
     with pytest.raises(StoreError, match="no such folder"):
         find([tmp_path / "none"])
     with pytest.raises(StoreError, match="no runs"):
         find([tmp_path])
+    (tmp_path / "results" / "runs" / "niah-full").mkdir(parents=True)
+    with pytest.raises(StoreError, match="results/runs/niah-full"):
+        find([Path("niah-full")])
     folder = write_run(tmp_path, [])
     (folder / "run.json").write_text("{")
-    with pytest.raises(StoreError, match=r"cannot read .*run\.json"):
+    with pytest.raises(StoreError, match=r"run\.json"):
         load(folder)
 
 
@@ -296,56 +227,21 @@ def test_what_a_killed_write_left_is_removed_and_a_living_ones_is_not(tmp_path: 
             os.close(end)
         return child
 
-    def half_written() -> int:
-        return len(list(folder.glob(".summary.json.*")))
-
-    killed, living = writes(), writes()
-    os.kill(killed, signal.SIGKILL)
-    os.waitpid(killed, 0)
-    assert half_written() == 2
-    write_run(tmp_path, [])
-    assert half_written() == 1
-    os.kill(living, signal.SIGKILL)
-    os.waitpid(living, 0)
-    write_run(tmp_path, [])
-    assert half_written() == 0
+    children = [writes(), writes()]
+    for left in (1, 0):
+        child = children.pop()
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        write_run(tmp_path, [])
+        assert len(list(folder.glob(".summary.json.*"))) == left
 
 
-def test_a_waiter_goes_on_where_a_killed_holder_stopped(tmp_path: Path, writer: subprocess.Popen) -> None:
+def test_a_waiter_goes_on_where_a_killed_holder_stopped(tmp_path: Path, writer: subprocess.Popen[bytes]) -> None:
     waiting = subprocess.Popen([sys.executable, "-c", WAITER, str(tmp_path)], cwd=ROOT, stderr=subprocess.PIPE)
     assert waiting.stderr is not None
     with waiting.stderr as said:
-        assert f"waiting for process {writer.pid} on" in said.readline().decode()
+        assert f"process {writer.pid}" in said.readline().decode()
         writer.kill()
         assert waiting.wait() == 0, said.read()
     stored = load(find([tmp_path])[0])
     assert (stored.status, [r.id for r in stored.records]) == ("complete", list("abcd"))
-
-
-def test_ctrl_c_ends_the_wait(tmp_path: Path, writer: subprocess.Popen) -> None:
-    waiting = subprocess.Popen(
-        [sys.executable, "-c", WAITER, str(tmp_path)],
-        cwd=ROOT,
-        stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
-    )
-    assert waiting.stderr is not None
-    with waiting.stderr as said:
-        assert b"waiting for" in said.readline()
-        waiting.send_signal(signal.SIGINT)
-        assert waiting.wait() != 0
-        assert b"KeyboardInterrupt" in said.read()
-
-
-def test_no_process_waits_for_itself(tmp_path: Path) -> None:
-    with opened(tmp_path), pytest.raises(FolderInUse):
-        Run.open(tmp_path, config("quest"), {"x": 1}, "niah", "quest", wait=True)
-
-
-def test_a_run_that_a_launcher_ends_has_not_failed(tmp_path: Path) -> None:
-    """submitit queues its job again by `sys.exit`, in the middle of whatever runs; Ray does so at SIGTERM."""
-    with pytest.raises(SystemExit), opened(tmp_path) as run:
-        run.append(record("a"))
-        sys.exit(-1)
-    assert load(run.folder).info["status"] == "interrupted"
-    assert not (run.folder / "error.txt").exists()
