@@ -56,15 +56,6 @@ class TestPrompt:
             with pytest.raises(TaskError, match=message):
                 next(task(prompt="pqcache").examples(env(tmp_path)))
 
-    def test_lm_evals_eight_need_no_train_split(self, tmp_path: Path) -> None:
-        write(tmp_path, "test", [{"question": "1+1?", "answer": "<<1+1=2>>\n#### 1,002"}] * 3)
-        first, second = task(samples=2).examples(env(tmp_path))
-        assert first.context.count("The answer is") == first.context.count("\nA: ") == 8
-        assert first.context.startswith("Q: There are 15 trees in the grove. Grove workers")
-        assert first.context.endswith("The answer is 8.")
-        assert (first.question, first.references) == ("\n\nQ: 1+1?\nA:", ("1,002",))
-        assert first.id != second.id
-
 
 class TestReadings:
     def test_vectors(self, shared_data: Path) -> None:
@@ -95,13 +86,3 @@ class TestReadings:
     def test_each_paper_reads_its_way(self, output: str, gold: str, right: set[str]) -> None:
         details = task().score(example(gold), output).details
         assert {name for name in READERS if details[name]} == right
-
-    @pytest.mark.parametrize("extraction", READERS)
-    def test_the_chosen_reading_counts(self, extraction: str) -> None:
-        score = task(extraction=extraction).score(example("18"), "The answer is 18\n#### 1")
-        assert score.value == score.details[extraction]
-
-    def test_output_ends_at_the_stop_of_its_prompt(self) -> None:
-        output = "The answer is 18. \n\nQ: What of 7?"
-        assert task().score(example("18", stop=("Q:",)), output).value == 1.0
-        assert task().score(example("18"), output).value == 0.0

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from evals.base import Example, TaskEnv, TaskError
+from evals.base import TaskEnv, TaskError
 from evals.longbench import DATASETS, ENGLISH, PRESETS, LongBench
 
 # of all 21 templates of LongBench's dataset2prompt.json
@@ -72,24 +72,6 @@ def test_prompts_are_the_published_ones() -> None:
 
 
 class TestExamples:
-    def test_prompt_is_the_filled_template(self, write: Callable[..., Path]) -> None:
-        wanted = task(datasets=[name for name in DATASETS if not DATASETS[name].metric.endswith("_zh")])
-        examples = list(wanted.examples(env(write())))
-        assert [example.group for example in examples] == list(wanted.names())
-        for example in examples:
-            template = DATASETS[example.group].prompt
-            assert example.context + example.question == template.format(**row(example.group))
-            assert example.context.endswith(f"of {example.group}")
-            assert (example.id, example.system, example.prefix) == (f"{example.group}-id", "", "")
-            assert example.max_prompt_tokens is None
-
-    def test_official_exceptions(self, write: Callable[..., Path]) -> None:
-        examples = {e.group: e for e in task(datasets=[*ENGLISH, "lsht"]).examples(env(write()))}
-        assert {name for name, e in examples.items() if not e.chat} == {*FEW_SHOT, "lcc", "repobench-p"}
-        assert {name for name, e in examples.items() if e.stop or e.min_new_tokens} == {"samsum"}
-        assert (examples["samsum"].stop, examples["samsum"].min_new_tokens) == (("\n",), 1)
-        assert {e.max_new_tokens for e in examples.values()} == {32, 64, 128, 512}
-
     def test_window_leaves_room_for_template_and_answer(self, write: Callable[..., Path]) -> None:
         root = write()
         qasper, trec = task(datasets=["qasper", "trec"]).examples(env(root, window=4096))
@@ -100,22 +82,6 @@ class TestExamples:
         with pytest.raises(TaskError, match="window of 140 tokens is too small"):
             list(task(datasets="qasper").examples(env(root, window=140)))
 
-    def test_samples_ids_and_provenance(self, write: Callable[..., Path]) -> None:
-        rows = [row("qasper", _id="x"), row("qasper", _id="x"), row("qasper"), row("qasper")]
-        del rows[2]["_id"]
-        wanted = task(datasets="qasper", samples=3)
-        assert [example.id for example in wanted.examples(env(write(qasper=rows)))] == ["x", "x-2", "qasper-2"]
-        found = wanted.provenance()["qasper"]
-        assert (found["origin"], found["rows"], found["published_rows"]) == ("local:longbench/qasper.jsonl", 4, 200)
-
-    def test_even_lengths(self, write: Callable[..., Path]) -> None:
-        rows = [row("qasper", length=n, _id=str(n)) for n in (3999, 4000, 8000)]
-        wanted = task(subset="longbench_e", datasets=["qasper"])
-        groups = [example.group for example in wanted.examples(env(write("longbench", "_e", qasper=rows)))]
-        assert groups == ["qasper/0-4k", "qasper/4-8k", "qasper/8k+"]
-        assert wanted.averages(dict(zip(groups, (0.1, 0.2, 0.6), strict=True)))["mean_8k+"] == 0.6
-        assert len(task(subset="longbench_e").names()) == 13
-
     def test_chinese_needs_jieba_before_the_first_example(
         self, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -123,25 +89,6 @@ class TestExamples:
         with pytest.raises(TaskError, match="pip install 'jieba"):
             next(task(datasets="all").examples(env(write())))
         assert len(list(task(datasets=["lsht", "passage_retrieval_zh"]).examples(env(write())))) == 2
-
-
-class TestScore:
-    def example(self, name: str, *references: str) -> Example:
-        data = {"dataset": name, "all_classes": ["Date", "City"]}
-        return Example(id="", group=name, context="", references=references, max_new_tokens=1, data=data)
-
-    @pytest.mark.parametrize("name", FEW_SHOT[:3])
-    def test_first_line_after_newlines_only(self, name: str) -> None:
-        example = self.example(name, "City")
-        assert task().score(example, "\n\nCity\nDate").value > 0.99
-        assert task().score(example, " \nCity").value == 0.0
-
-    def test_both_readings_of_code_are_kept(self) -> None:
-        example = self.example("lcc", "return None if default is value")
-        for backend in ("levenshtein", "difflib"):
-            score = task(code_sim=backend).score(example, "if value is None: return default")
-            assert score.value == score.details[f"code_sim_{backend}"]
-        assert score.details == {"code_sim_levenshtein": 0.48, "code_sim_difflib": 0.44}
 
 
 class TestAverages:

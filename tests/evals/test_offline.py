@@ -58,10 +58,3 @@ def test_missing_data_are_said_in_a_line_with_a_command(name: str, with_root: bo
     with pytest.raises(MissingData, match=r"hf download .* --local-dir DATA/\w+|put the file at DATA/") as missing:
         first_examples(name, root)
     assert "\n" not in str(missing.value)
-
-
-@pytest.mark.parametrize("name", [name for name in TASKS if name not in NOT_THERE])
-def test_a_folder_is_enough(name: str, shared_data: Path) -> None:
-    changes = SMALLER.get(name, {})
-    for tasks in [[task] for task in changes["tasks"]] if "tasks" in changes else [None]:
-        assert first_examples(name, shared_data, **changes | ({"tasks": tasks} if tasks else {}))

@@ -73,12 +73,3 @@ def test_score_is_the_inverse_perplexity() -> None:
     for output in ("text", "-1", "nan", "inf", ""):
         with pytest.raises(TaskError, match="no mean negative log-likelihood"):
             task().score(example, output)
-
-
-def test_windows_lie_end_to_end_unless_a_stride_is_given(tmp_path: Path) -> None:
-    """Then those that begin within one window's length count as one."""
-    (tmp_path / "ppl").mkdir()
-    (tmp_path / "ppl" / "wikitext2_test_raw.txt").write_text("x" * 70, encoding="utf-8")
-    apart, overlapping = (list(task(stride=stride).examples(env(tmp_path))) for stride in (None, 8))
-    assert [(one.data["start"], one.unit) for one in apart] == [(20 * i, f"wikitext2-{i}") for i in range(3)]
-    assert [one.unit for one in overlapping] == [f"wikitext2-{i}" for i in (0, 0, 0, 1, 1, 2, 2)]

@@ -30,28 +30,6 @@ def example(task: str, *references: str) -> Example:
     return Example(id="", group="", context="", references=references, max_new_tokens=1, data={"task": task})
 
 
-def test_examples_come_by_length_task_and_sample() -> None:
-    ids = [example.id for example in ruler(lengths=[600, 1024]).examples(env())]
-    assert ids == [f"{t}/{n}/{i}" for n in (600, 1024) for t in ("niah_single_2", "vt") for i in (0, 1)]
-
-
-def test_generators_and_haystacks_are_stamped() -> None:
-    task = ruler(tasks=["niah_single_1", "niah_single_2", "cwe"], lengths=[1000, 1024], samples=1)
-    stamps = {found.group: (found.data["generator"], found.data["haystack"]) for found in task.examples(env())}
-    assert stamps == {
-        "niah_single_1/1000": ("fine-1", "noise"),
-        "niah_single_2/1000": ("fine-1", "pydoc"),
-        "cwe/1000": ("fine-1", "words"),
-        "niah_single_1/1024": ("official", "noise"),
-        "niah_single_2/1024": ("official", "pydoc"),
-        "cwe/1024": ("official", "words"),
-    }
-    record = task.provenance()
-    assert set(record["sha256"]) == set(stamps)
-    assert record["haystack"] == "pydoc"
-    assert "splitter" in record
-
-
 def test_cached_prompts_need_no_tokenizer_unless_their_file_is_cut_short(tmp_path: Path) -> None:
     made, texts = [], [CountedText() for _ in range(3)]
     for text in texts:
@@ -94,20 +72,6 @@ def test_doctests() -> None:
     results = doctest.testmod(ruler_task)
     assert results.failed == 0
     assert results.attempted >= 6
-
-
-def test_averages() -> None:
-    groups = {"vt/4096": 1.0, "cwe/4096": 0.5, "vt/8192": 0.5, "cwe/8192": 0.0}
-    averages = ruler().averages(groups)
-    assert averages["mean"] == 0.5
-    assert (averages["4096"], averages["8192"], averages["vt"], averages["cwe"]) == (0.75, 0.25, 0.75, 0.25)
-    assert averages["weighted_rising"] == pytest.approx((0.75 + 2 * 0.25) / 3)
-    assert averages["weighted_falling"] == pytest.approx((2 * 0.75 + 0.25) / 3)
-    assert "effective_length" not in averages
-    assert ruler().averages({"vt/4096": 1.0}) == {"mean": 1.0, "4096": 1.0, "vt": 1.0}
-    assert ruler().averages({}) == {}
-    full = {f"{task}/{length}": score for task in FAMILIES for length, score in ((4096, 0.9), (8192, 0.8))}
-    assert ruler().averages(full)["effective_length"] == 4096
 
 
 def test_published_weighted_averages_of_llama_3_1_8b() -> None:

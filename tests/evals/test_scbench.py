@@ -123,21 +123,6 @@ def test_whole_answers_are_told_beside_scores_by_characters(write: Callable[...,
     assert averages == {"mean": 0.5, "string_retrieval": 0.5, "many_shot_whole": 0.25}
 
 
-def test_the_models_own_answers_may_stay(write: Callable[..., Path]) -> None:
-    for talk in examples(write(), golden=False):
-        assert all(turn.reply is None for turn in talk.turns)
-    for talk in examples(write(), golden=False, plain=True, tasks=["scbench_kv"]):
-        assert talk.further[0].question == PROMPTS["scbench_kv"]["row"]["multi_turns"][1]["input"]
-
-
-def test_turns_and_samples_are_cut(write: Callable[..., Path]) -> None:
-    row = PROMPTS["scbench_mf"]["row"]
-    root = write(scbench_mf=[row, row, row])
-    made = examples(root, tasks="scbench_mf", samples=2, turns=2)
-    assert [(one.id, len(one.turns)) for one in made] == [("scbench_mf/0", 2), ("scbench_mf/1", 2)]
-    assert made[0].further[0].question.startswith("What is the smallest number of the list?")
-
-
 def test_long_contexts_are_cut_in_the_middle_and_stay_shared(write: Callable[..., Path]) -> None:
     row = {**PROMPTS["scbench_qa_eng"]["row"], "context": " ".join(f"word{i}" for i in range(600))}
     root = write(scbench_qa_eng=[row])
@@ -157,21 +142,3 @@ def test_long_contexts_are_cut_in_the_middle_and_stay_shared(write: Callable[...
     assert examples(root, tasks="scbench_qa_eng", max_prompt_tokens=99)[0].max_prompt_tokens == 99
     with pytest.raises(TaskError, match=r"has no room for a context: lower task\.turns"):
         examples(root, tasks="scbench_qa_eng", window=90)
-
-
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        ("scbench_choice_eng", {"multi_turns": [{"input": "x", "answer": "E", "options": ["A", "B", "C", "D"]}]}),
-        ("scbench_mf", {"multi_turns": [{"input": "Sum", "answer": 3}]}),
-        ("scbench_qa_eng", {"multi_turns": [{"input": "x", "answer": " "}]}),
-    ],
-    ids=str,
-)
-def test_a_row_of_another_layout_is_named(name: str, change: dict[str, Any], write: Callable[..., Path]) -> None:
-    row = PROMPTS[name]["row"]
-    root = write(**{name: [row, {**row, **change}]})
-    with pytest.raises(
-        TaskError, match=rf"row 2 of local:scbench/{name}.jsonl is not SCBench's .*fetch the file again"
-    ):
-        examples(root, tasks=name)
