@@ -182,33 +182,6 @@ def test_a_report_writes_into_no_run_and_reads_no_summary(results: Path, capsys:
     assert state() == before
 
 
-def test_a_tasks_own_averages_have_their_own_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for method, shares in {"full": [1.0, 0.5], "quest": [0.25, 0.5]}.items():
-        details = [{"leading_digits_share": share} for share in shares]
-        lines = [record(f"e{i}", details=one, **SPARSE) for i, one in enumerate(details)]
-        write_run(tmp_path, lines, method)
-    text = printed(capsys, tmp_path)
-    table = text[text.index("leading_digits_share\n") :]
-    assert row(table, "full").split() == ["full", "75.0"]
-    assert row(table, "quest").split() == ["quest", "10%", "37.5"]
-    assert "leading_digits_share:" in table
-
-
-def test_the_widest_table_still_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = {"kv_device_bytes": 123 << 20, "kv_host_bytes": 1023 << 20, "moved_bytes_per_step": 345.0 * 2**20}
-    wide = SPARSE | sizes | {"token_s": [123.4, 222.2, 222.3, 333.3], "stop": "length"}
-    for number in range(9):
-        lines = [
-            record(f"e{i}", group=f"a group with a long name {i % 3}", score=float(i % 2), **wide) for i in range(40)
-        ]
-        method = {"_target_": "methods.pqcache.PQCache", "m": number, "recent_ratio": 0.123456789 + number}
-        facts: dict[str, Any] = {"num_expected": 1000, "simulated": False, "host_is_cpu": True}
-        write_run(tmp_path, lines, "pqcache", "interrupted", method=method, facts=facts, budget=0.125)
-    text = printed(capsys, tmp_path)
-    assert all(f"m={number} recent_ratio={0.123456789 + number}" in text for number in range(9))
-    assert max(map(len, text.splitlines())) <= 160
-
-
 @pytest.mark.parametrize("tool", [report, show])
 def test_errors_are_one_sentence_and_exit_code_2(
     tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -4,6 +4,7 @@ the files anew. The runs have groups, likelihoods, bytes on the host, turns, a s
 from __future__ import annotations
 
 import re
+from html import unescape
 from math import exp
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -49,6 +50,7 @@ def needles(right: int, share: float, cost: float, **changes: Any) -> list[Any]:
             kv_device_bytes=int(share * 2**30),
             moved_bytes_per_step=share * 2**20 if share < 1 else 0.0,
             answer_nll=cost + 0.01 * i,
+            details={"leading_digits_share": (i % 4) / 4},
             fidelity={"recall": share, "recall_per_head": [[share]], "mass": share, "error": 0.1, "kl": 0.2},
             data={"length": 512 * (1 + i % 2), "depth": 20 * (i // 2 % 6)},
             **changes,
@@ -112,7 +114,7 @@ def test_the_page_has_every_table_and_trusts_no_text(root: Path) -> None:
     text = page(tables, ["left out: <b>"])
     markdown = (SNAPSHOTS / "report.md").read_text(encoding="utf-8")
     captions = {"Scores, times and bytes", *re.findall(r"^#### (.*)", markdown, re.MULTILINE)}
-    assert captions == set(re.findall("<caption>(.*?)</caption>", text))
+    assert captions == set(map(unescape, re.findall("<caption>(.*?)</caption>", text)))
     assert "left out: &lt;b&gt;" in text
     assert text.count("<script>") == text.count("</script>") == 1
     assert text.count("data:image/png;base64,") == 1 + 1 + 4 + 1  # differences, frontier, needles of four; differences
