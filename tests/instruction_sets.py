@@ -2,29 +2,18 @@
 
 `python -m tests.instruction_sets` (`make test-cpus`) runs them under each of `SETTINGS`, or under those that are named,
 as in `python -m tests.instruction_sets "MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=default"`; `--few` takes the stored
-tokens and the quick tests that every method goes through. A setting that changes no bit of what `PROBES` compute would
-test nothing: it is said to be not tested, and never to have passed.
+tokens and the quick tests that every method goes through. MKL heeds MKL_ENABLE_INSTRUCTIONS on Intel alone, and
+KV_HARNESS_MARCH is for the C++ kernels: on a CPU that does not heed a setting, its tests repeat the first ones.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
 from xml.etree import ElementTree
-
-import torch
-from torch import Tensor
-
-from kernels import ops
-from kernels.dispatch import BackendError, use_backend
-from kernels.reference import Segment
 
 ROOT = Path(__file__).parents[1]
 TOKENS = ("-m", "tokens and not slow")
@@ -46,52 +35,6 @@ SETTINGS = {  # the variables of a setting, and the tests that run under it
     "KV_HARNESS_MARCH=x86-64-v3": TOKENS,
     "ONEDNN_MAX_CPU_ISA=AVX2": BF16,
 }
-HEEDED = {  # why a variable may change nothing
-    "MKL_ENABLE_INSTRUCTIONS": "MKL heeds it on Intel alone",
-    "KV_HARNESS_MARCH": "it is for the C++ kernels, which need a compiler and an x86 with more than AVX2",
-}
-
-
-class Outcome(NamedTuple):
-    """Tests that passed, and the names of those that did not."""
-
-    passed: int
-    failed: list[str]
-
-
-def drawn(*shape: int) -> Tensor:
-    """Uniform numbers, the same under every setting (normal ones would not be)."""
-    return torch.rand(shape, generator=torch.Generator().manual_seed(sum(shape))) - 0.5
-
-
-def kernels_in_cpp() -> Tensor:
-    with use_backend("cpu"):
-        read = ops.segment_attention(
-            drawn(1, 8, 1, 64), [Segment(drawn(1, 2, 50, 64), drawn(1, 2, 51, 64)[:, :, 1:])], 1
-        )
-        return torch.cat([read.flatten(), ops.group_weights(drawn(1, 2, 4, 333), 1.0, "sum").flatten()])
-
-
-PROBES: dict[str, Callable[[], Tensor]] = {
-    "product": lambda: drawn(97, 256) @ drawn(256, 211),
-    "batched product": lambda: drawn(4, 33, 16) @ drawn(4, 16, 77),
-    "softmax": lambda: (8 * drawn(5, 333)).softmax(-1),
-    "sum of exponentials": lambda: (8 * drawn(5, 333)).logsumexp(-1),
-    "bf16 product": lambda: (drawn(97, 256).bfloat16() @ drawn(256, 211).bfloat16()).float(),
-    "C++ kernels": kernels_in_cpp,
-}
-
-
-def bits() -> dict[str, str]:
-    """A digest of what each probe computes in this process."""
-    torch.set_num_threads(1)
-    made = {}
-    for name, probe in PROBES.items():
-        try:
-            made[name] = hashlib.sha256(probe().contiguous().numpy().tobytes()).hexdigest()
-        except BackendError as reason:
-            made[name] = str(reason)
-    return made
 
 
 def environment(setting: str) -> dict[str, str]:
@@ -101,21 +44,8 @@ def environment(setting: str) -> dict[str, str]:
     return rest | dict(word.split("=", 1) for word in setting.split())
 
 
-def probed(setting: str) -> dict[str, str]:
-    command = [sys.executable, "-m", "tests.instruction_sets", "--bits"]
-    done = subprocess.run(command, cwd=ROOT, env=environment(setting), capture_output=True, text=True, check=True)
-    digests: dict[str, str] = json.loads(done.stdout)
-    return digests
-
-
-def changed(setting: str, plain: dict[str, str]) -> list[str]:
-    """The probes that compute other bits under a setting than under none."""
-    now = probed(setting)
-    return [name for name in PROBES if now[name] != plain[name]]
-
-
-def ran(setting: str, *which: str) -> Outcome:
-    """`which`: words of pytest that choose tests."""
+def ran(setting: str, *which: str) -> tuple[int, list[str]]:
+    """Run the tests that the words `which` choose; return how many passed and the names of those that failed."""
     with TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
         words = ["-q", "-n", "auto", "--maxprocesses", "8", "--junitxml", str(report), *which]
@@ -129,28 +59,16 @@ def ran(setting: str, *which: str) -> Outcome:
     failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
     skipped = sum(case.find("skipped") is not None for case in cases)
     names = [f"{case.get('classname')}::{case.get('name')}" for case in failed]
-    return Outcome(len(cases) - skipped - len(names), names)
-
-
-def line(setting: str, told: str) -> str:
-    return f"{setting or 'as it is':<30} {told}"
+    return len(cases) - skipped - len(names), names
 
 
 def main(settings: list[str]) -> int:
-    if settings == ["--bits"]:
-        print(json.dumps(bits()))
-        return 0
     few = FEW if "--few" in settings else ()
-    wrong, plain = 0, probed("")
+    wrong = 0
     for setting in [word for word in settings if word != "--few"] or SETTINGS:
-        others = changed(setting, plain)
-        if setting and not others:
-            why = HEEDED.get(setting.partition("=")[0], "this CPU or build of torch does not heed it")
-            print(line(setting, f"not tested: it changes no bit of any probe here; {why}"), flush=True)
-            continue
         passed, failed = ran(setting, *SETTINGS.get(setting, TOKENS), *few)
-        touched = f" (other bits: {', '.join(others)})" if others else ""
-        print(line(setting, f"{passed} passed, {len(failed)} failed{touched}"), *failed, sep="\n    ", flush=True)
+        told = f"{setting or 'as it is':<30} {passed} passed, {len(failed)} failed"
+        print(told, *failed, sep="\n    ", flush=True)
         wrong += len(failed)
     return int(wrong > 0)
 

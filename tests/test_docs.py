@@ -83,18 +83,11 @@ def blocks() -> list[CodeBlock]:
 BLOCKS = blocks()
 
 
-def of_kind(*kinds: str) -> pytest.MarkDecorator:
-    chosen = [block for block in BLOCKS if block.kind in kinds]
-    return pytest.mark.parametrize("block", chosen, ids=[f"{b.page.name}:{b.line}" for b in chosen])
-
-
-def read_first() -> pytest.MarkDecorator:
-    """Every command of the pages that a newcomer reads, and of the others one block in eight; the rest are slow."""
-    chosen = [block for block in BLOCKS if block.kind == "commands"]
-    quick = {id(block) for block in chosen[::8]} | {
-        id(b) for b in chosen if b.page.name in ("README.md", "experiments.md")
-    }
-    params = slow_if(lambda block: id(block) not in quick, chosen)
+def of_kind(kind: str, few: bool = False) -> pytest.MarkDecorator:
+    """Take the blocks of a kind. `few`: those of the README and one in eight of the others; the rest are slow."""
+    chosen = [block for block in BLOCKS if block.kind == kind]
+    quick = {id(block) for block in chosen if block.page.name == "README.md"} | {id(block) for block in chosen[::8]}
+    params = slow_if(lambda block: few and id(block) not in quick, chosen)
     return pytest.mark.parametrize("block", params, ids=[f"{b.page.name}:{b.line}" for b in chosen])
 
 
@@ -126,7 +119,7 @@ def with_a_tiny_model(text: str) -> None:
     forks.script(text)
 
 
-@read_first()
+@of_kind("commands", few=True)
 def test_commands_would_start(block: CodeBlock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = recorded(block.text, tmp_path)
     assert calls

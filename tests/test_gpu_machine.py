@@ -11,6 +11,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+from tests.instruction_sets import FEW
+
 ROOT = Path(__file__).parents[1]
 # what the project asks for beside those and what they bring
 ABSENT = (
@@ -43,6 +45,11 @@ def test_tests_for_a_gpu_are_collected_and_run_without_the_rest(tmp_path: Path) 
     cases = list(ElementTree.parse(tmp_path / "test-gpu.xml").iter("testcase"))
     names = {str(case.get("classname")).rpartition(".")[2] for case in cases}
     assert {"test_gpu", "test_ops", "test_block", "test_kmeans", "test_graph_gpu", "test_host_gpu"} <= names
+
+
+def test_the_files_that_lists_of_tests_name_are_there() -> None:
+    named = [word.partition("::")[0] for word in (*variable("GPU_TESTS"), *FEW) if word.startswith("tests/")]
+    assert [name for name in named if not (ROOT / name).exists()] == []
 
 
 def dry(target: str, *settings: str) -> str:

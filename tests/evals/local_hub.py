@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,52 +28,19 @@ class Hub:
     """Has one data set, `REPO`: what the real hub answers of it, and its files with the real hub's headers."""
 
     files: dict[str, bytes]
-    sent: dict[str, bytes] = field(default_factory=dict)  # what the body really is, where a file is spoilt
     requests: list[str] = field(default_factory=list)
     url: str = ""
 
     def serve(self, handler: BaseHTTPRequestHandler) -> None:
         self.requests.append(f"{handler.command} {handler.path}")
-        _, asked, tail = handler.path.partition(f"/api/datasets/{REPO}")
-        if asked:
-            tree, info = (
-                "/tree/" in tail,
-                {"id": REPO, "sha": COMMIT, "siblings": [{"rfilename": n} for n in self.files]},
-            )
-            body = json.dumps(self._tree() if tree else info).encode()
-            _send(handler, body, body, {"Content-Type": "application/json"})
-        else:
-            self._file(handler)
-
-    def _tree(self) -> list[dict[str, Any]]:
-        return [
-            {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
-            for name, content in self.files.items()
-        ]
-
-    def _file(self, handler: BaseHTTPRequestHandler) -> None:
-        _, _, tail = handler.path.partition(f"/datasets/{REPO}/resolve/")
-        revision, _, name = tail.partition("/")
-        if revision not in ("main", COMMIT) or name not in self.files:
-            code = "EntryNotFound" if revision in ("main", COMMIT) else "RevisionNotFound" if tail else "RepoNotFound"
-            _send(handler, b"", b"", {"X-Error-Code": code, "X-Repo-Commit": COMMIT}, status=404)
-            return
-        promised = self.files[name]
-        etag = f'"{hashlib.sha256(promised).hexdigest()}"'
-        _send(handler, promised, self.sent.get(name, promised), {"X-Repo-Commit": COMMIT, "ETag": etag})
-
-
-def _send(
-    handler: BaseHTTPRequestHandler, promised: bytes, sent: bytes, headers: dict[str, str], status: int = 200
-) -> None:
-    gets = handler.command == "GET"
-    handler.send_response(status)
-    for name, value in headers.items():
-        handler.send_header(name, value)
-    handler.send_header("Content-Length", str(len(sent if gets else promised)))
-    handler.end_headers()
-    if gets:
-        handler.wfile.write(sent)
+        body = self.files[handler.path.rpartition("/")[2]]
+        handler.send_response(200)
+        handler.send_header("X-Repo-Commit", COMMIT)
+        handler.send_header("ETag", f'"{hashlib.sha256(body).hexdigest()}"')
+        handler.send_header("Content-Length", str(len(body)))
+        handler.end_headers()
+        if handler.command == "GET":
+            handler.wfile.write(body)
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import socket
 import subprocess
@@ -84,10 +83,7 @@ class TestLocal:
 
 @pytest.fixture
 def hub() -> Iterator[Hub]:
-    packed = io.BytesIO()
-    with zipfile.ZipFile(packed, "w") as archive:
-        archive.writestr("data/test.jsonl", JSONL)
-    with served({"test.jsonl": JSONL, "data.zip": packed.getvalue()}) as hub:
+    with served({"test.jsonl": JSONL}) as hub:
         yield hub
 
 
@@ -110,17 +106,6 @@ class TestHub:
         asked = [request for request in hub.requests if "resolve" in request]
         assert fetch(tmp_path, hub.url) == first == fetch(tmp_path, hub.url, offline="1")
         assert [request for request in hub.requests if "resolve" in request] == asked
-
-    @pytest.mark.parametrize(
-        ("changes", "message"),
-        [
-            ({"hub_file": "absent.jsonl"}, "Entry Not Found"),
-            ({"hub_revision": "v9"}, "Revision Not Found"),
-            ({"hub_repo": "no/where"}, "Repository Not Found"),
-        ],
-    )
-    def test_what_the_hub_lacks(self, hub: Hub, tmp_path: Path, changes: dict[str, str], message: str) -> None:
-        assert message in fetch(tmp_path, hub.url, **changes)["error"]
 
     @pytest.mark.parametrize("offline", ["0", "1"])
     def test_without_network_one_sentence(self, tmp_path: Path, offline: str) -> None:

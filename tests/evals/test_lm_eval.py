@@ -52,23 +52,8 @@ metric_list:
   - {metric: acc_norm, aggregation: mean, higher_is_better: true}
 """
 DRAWN = SUMS.replace("task: sums", "task: drawn").replace("max_gen_toks: 7", "do_sample: true, temperature: 0.7")
-ROLLING = """
-task: rolling
-output_type: loglikelihood_rolling
-doc_to_text: ""
-doc_to_target: "{{a}}"
-metric_list: [{metric: word_perplexity, aggregation: weighted_perplexity, higher_is_better: false}]
-"""
-SURE = """
-task: sure
-output_type: loglikelihood
-doc_to_text: "{{q}}"
-doc_to_target: " {{options[right]}}"
-metric_list: [{metric: perplexity, aggregation: perplexity, higher_is_better: false}, {metric: acc, aggregation: mean, higher_is_better: true}]
-"""  # noqa: E501
-OFTEN = SUMS.replace("task: sums", "task: often\nrepeats: 4")
 BOTH = "group: both\ntask: [sums, pick]\n"
-YAMLS = {"sums": SUMS, "pick": PICK, "drawn": DRAWN, "rolling": ROLLING, "sure": SURE, "often": OFTEN, "both": BOTH}
+YAMLS = {"sums": SUMS, "pick": PICK, "drawn": DRAWN, "both": BOTH}
 
 
 @pytest.fixture(scope="module")
@@ -113,14 +98,6 @@ def test_prompts_stops_and_references_are_the_tasks(folder: str) -> None:
     assert not examples(folder, "sums")[1][0].question  # nothing stands before it
 
 
-def test_another_filter_is_another_version(folder: str, tmp_path: Path) -> None:
-    """So that a run under it is not continued."""
-    (tmp_path / "sums.yaml").write_text((Path(folder) / "sums.yaml").read_text().replace("(-?[0-9]+)", "([0-9]+)"))
-    versions = [LmEval(name="sums", include_path=place).version for place in (folder, folder, str(tmp_path))]
-    assert versions[0] == versions[1] != versions[2]
-    assert versions[0].startswith("1, lm-eval 0.4.")
-
-
 def test_filters_and_metrics_are_the_tasks(folder: str) -> None:
     task, found = examples(folder, "sums")
     right = task.score(found[0], "It is 4, no, 5")
@@ -149,13 +126,6 @@ def test_a_row_without_a_right_answer_is_named(folder: str, tmp_path: Path, name
         list(with_rows(folder, tmp_path, name, rows).examples(ENV))
 
 
-@pytest.mark.parametrize("damage", ['{"q": "4 + 4?"', '{"q": "4 + 4?", "q": "5?"}'], ids=["cut short", "a field twice"])
-def test_a_broken_file_is_refused(folder: str, tmp_path: Path, damage: str) -> None:
-    rows = f"{json.dumps(ROWS[0])}\n{damage}\n{json.dumps(ROWS[2])}\n"
-    with pytest.raises(TaskError, match="cannot be read"):
-        list(with_rows(folder, tmp_path, "sums", rows).examples(ENV))
-
-
 def test_choices_are_fed_behind_the_prompt(folder: str) -> None:
     task, found = examples(folder, "pick")
     assert found[0].context == "2 + 3?\nAnswer:"  # white space at the end is the choices'
@@ -168,31 +138,14 @@ def test_choices_are_fed_behind_the_prompt(folder: str) -> None:
     assert (chat.chat, chat.choices) == (True, ("5", "6 apples", "7"))
 
 
-def test_a_single_continuation_is_one_choice(folder: str) -> None:
-    task, found = examples(folder, "sure")
-    assert found[0].choices == (" 5",)
-    score = task.score(found[0], json.dumps([[-0.5, True]]))
-    assert (score.value, score.details) == (1.0, {"perplexity,none": -0.5, "acc,none": 1.0})
-    with pytest.raises(TaskError, match=r"perplexity,none of sure is -0.5, not between 0 and 1"):
-        LmEval(name="sure", include_path=folder, score_by="perplexity,none").score(found[0], json.dumps([[-0.5, True]]))
-
-
 def test_a_group_is_all_its_tasks(folder: str) -> None:
     _, found = examples(folder, "both")
     assert sorted({example.group for example in found}) == ["pick", "sums"]
 
 
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("drawn", "drawn draws its answers"),
-        ("rolling", "rolling scores whole texts by rolling likelihoods: ask it by `kv-harness lm-eval run`"),
-        ("often", "often asks each question 4 times"),
-    ],
-)
-def test_what_our_loop_does_not_ask_is_refused(folder: str, name: str, says: str) -> None:
-    with pytest.raises(TaskError, match=says):
-        examples(folder, name)
+def test_what_our_loop_does_not_ask_is_refused(folder: str) -> None:
+    with pytest.raises(TaskError, match="do_sample"):
+        examples(folder, "drawn")
 
 
 def test_a_run_scores_as_their_own_evaluation_of_our_model(folder: str, tmp_path: Path) -> None:

@@ -130,42 +130,11 @@ SQUAD = {
         for a in range(5)
     ]
 }
-HOTPOT = [
-    {
-        "question": f"who is {i}?",
-        "answer": f"person {i}",
-        "supporting_facts": [["T1", 0], ["T2", 1]],
-        "context": [[f"T{t}", [f"Sentence {i}-{t}. ", f"It is person {i}."]] for t in range(10)],
-    }
-    for i in range(12)
-]
 
 
-@pytest.mark.parametrize("length", [600, 2000])
-def test_questions_of_squad_and_hotpotqa(tmp_path: Path, length: int) -> None:
-    (tmp_path / "squad").mkdir()
-    (tmp_path / "squad" / "dev-v2.0.json").write_text(json.dumps(SQUAD))
-    (tmp_path / "hotpotqa.json").write_text(json.dumps(HOTPOT))
-    task = ruler(tasks=["qa_1", "qa_2"], lengths=[length], samples=10)
-    examples = list(task.examples(env(data_root=tmp_path)))
-    assert [found.references for found in examples[:9:8]] == [("paragraph 0",), ("paragraph 0",)]
-    assert "Article 1, paragraph 0." in examples[8].context
-    assert examples[8].question.endswith("Question: which 1-0?")
-    assert all(f"T1\nSentence {i}-1. It is person {i}." in found.context for i, found in enumerate(examples[10:]))
-    assert task.provenance()["qa_1"]["origin"] == "local:squad/dev-v2.0.json"
-    with pytest.raises(TaskError, match=r"hotpotqa\.json holds 12 questions .*: set task\.samples=12"):
-        ruler(tasks=["qa_2"], samples=13).examples(env(data_root=tmp_path))
-
-
-@pytest.mark.parametrize("real", [False, True], ids=["made here", "SQuAD"])
-def test_the_hubs_rows_of_squad_are_the_original_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, real: bool
-) -> None:
+def test_the_hubs_rows_of_squad_are_the_original_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     layout: dict[str, Any] = SQUAD
-    if real:
-        (file,) = (request.getfixturevalue("shared_data") / "squad").glob("*.json")
-        layout = json.loads(file.read_text())
     rows = [
         {"title": str(a), "context": p["context"], "question": q["question"],
          "answers": {"text": [answer["text"] for answer in q["answers"]]}}
@@ -180,37 +149,6 @@ def test_the_hubs_rows_of_squad_are_the_original_file(
 
 
 NIAH = [task for task, family in FAMILIES.items() if family == "niah"]
-
-
-@pytest.mark.parametrize("length", [900, 2048])
-def test_several_questions_are_asked_of_one_haystack(tmp_path: Path, length: int) -> None:
-    task = ruler(tasks=NIAH, lengths=[length], samples=2, questions=3)
-    found = list(task.examples(env(cache_dir=tmp_path)))
-    assert len(found) == len(NIAH) * 2 * 3
-    for start in range(0, len(found), 3):
-        asked = found[start : start + 3]
-        assert len({one.context for one in asked}) == 1
-        assert len({one.question for one in asked}) == 3
-        assert {one.unit for one in asked} == {asked[0].id.removesuffix(".0")}
-        assert len({answer for one in asked for answer in one.references}) == sum(len(one.references) for one in asked)
-        for number, one in enumerate(asked):
-            assert one.id.endswith(f".{number}")
-            assert all(answer in one.context for answer in one.references)
-            assert len((one.context + one.question + one.prefix).split()) + one.max_new_tokens <= length
-    again = list(ruler(tasks=NIAH, lengths=[length], samples=2, questions=3).examples(env(cache_dir=tmp_path)))
-    assert again == found
-
-
-def test_questions_of_a_haystack_may_be_turns_of_a_conversation() -> None:
-    fields: dict[str, Any] = {"tasks": ["niah_multiquery"], "lengths": [2048], "samples": 2, "questions": 3}
-    asked = list(ruler(**fields).examples(env()))
-    talks = list(ruler(**fields, conversation=True).examples(env()))
-    assert [talk.id for talk in talks] == ["niah_multiquery/2048/0", "niah_multiquery/2048/1"]
-    for number, talk in enumerate(talks):
-        own = asked[3 * number : 3 * number + 3]
-        told = [(turn.question, turn.prefix, turn.references, turn.data) for turn in talk.turns]
-        assert told == [(one.question, one.prefix, one.references, one.data) for one in own]
-        assert [turn.context for turn in talk.turns] == [own[0].context, "", ""]
 
 
 def test_tasks_with_one_question_refuse_several(tmp_path: Path) -> None:

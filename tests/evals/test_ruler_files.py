@@ -94,10 +94,8 @@ QA = (
     ("line", "message"),
     [
         (json.dumps(NIAH)[:-30], "cut short"),
-        (json.dumps({**NIAH, "outputs": ["1234567", " "]}), r"has \" \" as 'outputs\[1\]'"),
         (json.dumps({"input": NIAH["input"], "outputs": ["1"]}), "does not end with the answer prefix"),
         (json.dumps({**NIAH, "input": f"[INST] {NIAH['input']} [/INST]"}), "chat template"),
-        (json.dumps({**NIAH, "input": VT_INPUT}), "no niah_single_1 prompt"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
