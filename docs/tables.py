@@ -61,8 +61,8 @@ LIKELIHOODS = {
 def filled(page: str) -> str:
     """Return the page with every marked table made again from the CSV files."""
 
-    def table(found: re.Match[str]) -> str:
-        head, kind, names, methods, end = found.groups()
+    def table(marker: re.Match[str]) -> str:
+        head, kind, names, methods, end = marker.groups()
         chosen = (methods or "").split()
         if kind == "headline":
             text = headline(names)
@@ -84,9 +84,7 @@ def listing(names: Sequence[str], methods: Sequence[str] = ()) -> str:
     if "score.averages.perplexity" in rows:
         scores = LIKELIHOODS
     else:
-        groups = {
-            found[0]: found[1] for column in rows if (found := re.fullmatch(r"score\.groups\.(.+)\.mean", column))
-        }
+        groups = {name[0]: name[1] for column in rows if (name := re.fullmatch(r"score\.groups\.(.+)\.mean", column))}
         scores = {column: (name, 100, ".1f") for column, name in (groups | {"score.mean": "mean"}).items()}
     columns = {"budget.asked": ("budget (%)", 100, "g"), **scores}
     columns |= {column: shown for column, shown in COLUMNS.items() if column in rows}

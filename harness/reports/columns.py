@@ -99,8 +99,8 @@ def measurements(table: Comparison) -> list[Column]:
         Column("stamps", "", [stamps(entry, table) for entry in entries], left=True),
         share("attended", [row["budget"]["attended"]["share"] for row in rows]),
         share("read per\nKV head\n(union)", [row["budget"]["union"]["share"] for row in rows]),
-        *(share(name, [one.get(name) for one in fidelity]) for name in ("recall", "mass")),
-        number("KL", "nats", [one.get("kl") for one in fidelity]),
+        *(share(name, [measured.get(name) for measured in fidelity]) for name in ("recall", "mass")),
+        number("KL", "nats", [measured.get("kl") for measured in fidelity]),
         quantity("TTFT", [row["ttft_s"]["p50"] for row in rows], SECONDS),
         quantity("TTFT\nlater", [row["ttft_later_s"]["p50"] for row in rows], SECONDS),
         quantity("TT2T", [row["tt2t_s"]["p50"] for row in rows], SECONDS),
@@ -124,11 +124,11 @@ def likelihoods(table: Comparison) -> list[Column]:
     means = [entry.cost.get("mean_diff") for entry in table.entries]
     return [
         *names(table.entries),
-        number("NLL", "nats/token", [one.get("mean") for one in own]),
+        number("NLL", "nats/token", [cost.get("mean") for cost in own]),
         _cost_difference(table),
         Column("mean", "nats", [signed(mean) for mean in means], values=means),
         _cost_p(table),
-        counts("n", [one.get("n") for one in own]),
+        counts("n", [cost.get("n") for cost in own]),
     ]
 
 
@@ -172,9 +172,9 @@ def _perplexities(table: Comparison) -> list[Column]:
 
 def _cost_difference(table: Comparison) -> Column:
     """Return by how much more a right answer costs than under Full, with its interval."""
-    found = [entry.cost for entry in table.entries]
-    cells = [nats_with_ci(cost) + "*" * row.cost_differs for cost, row in zip(found, table.entries, strict=True)]
-    return Column("NLL vs full", "nats, 95% CI", cells, values=[cost.get("diff") for cost in found])
+    costs = [entry.cost for entry in table.entries]
+    cells = [nats_with_ci(cost) + "*" * row.cost_differs for cost, row in zip(costs, table.entries, strict=True)]
+    return Column("NLL vs full", "nats, 95% CI", cells, values=[cost.get("diff") for cost in costs])
 
 
 def _cost_p(table: Comparison) -> Column:

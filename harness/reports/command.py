@@ -19,11 +19,11 @@ BARE = re.compile(r"[\w./+-]+")  # what Hydra reads as one word
 def command(run: StoredRun) -> str:
     """Presets as they were typed, then every key that is not at its default. A plug-in from outside needs the
     `--config-dir` that it came from, which no run knows: DIR stands for it."""
-    found = {kind: _preset(run, kind) for kind in GROUPS}
+    presets = {kind: _preset(run, kind) for kind in GROUPS}
     words = ["python", "-m", "harness"]
-    if None in found.values():
+    if None in presets.values():
         words += ["--config-dir", "DIR"]
-    for kind, preset in found.items():
+    for kind, preset in presets.items():
         name, usual = preset or (_typed(run, kind), {})
         words += [f"{kind}={name}", *_changed(run.config.get(kind) or {}, usual, f"{kind}.")]
     return shlex.join([*words, *_changed(_settings(run), flatten(recorded_defaults(str(run.config.get("device")))))])
@@ -67,7 +67,7 @@ def spelled(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{','.join(map(spelled, value))}]"
     if isinstance(value, Mapping):
-        return f"{{{','.join(f'{key}:{spelled(one)}' for key, one in value.items())}}}"
+        return f"{{{','.join(f'{key}:{spelled(item)}' for key, item in value.items())}}}"
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if not isinstance(value, str) or (BARE.fullmatch(value) and not _is_other(value)):

@@ -114,9 +114,9 @@ def _comparison(
 def corrected(entries: Sequence[ReportRow], has_scores: bool) -> list[ReportRow]:
     """Return the rows with their p after Holm's correction over the scores and likelihoods of all of them."""
     scores = [entry.summary["full"]["p"] if has_scores and entry.summary["full"] else None for entry in entries]
-    found = [*scores, *(entry.cost.get("p") for entry in entries)]
-    adjusted = iter(stats.holm([p for p in found if p is not None]))
-    placed = [None if p is None else next(adjusted) for p in found]
+    ps = [*scores, *(entry.cost.get("p") for entry in entries)]
+    adjusted = iter(stats.holm([p for p in ps if p is not None]))
+    placed = [None if p is None else next(adjusted) for p in ps]
     return [
         replace(entry, score_p=score_p, cost_p=cost_p)
         for entry, score_p, cost_p in zip(entries, placed, placed[len(entries) :], strict=False)

@@ -49,7 +49,7 @@ class ReportTable:
 
 def report_tables(table: Comparison) -> list[ReportTable]:
     """Return everything that is known of these runs, the main table first."""
-    found = [
+    tables = [
         ReportTable("All measurements", columns.measurements(table), list(notes(table))),
         ReportTable("Likelihood of the right answer", columns.likelihoods(table), [LIKELIHOOD]),
         ReportTable("Preparation, seal and peak memory", columns.costs(table), [COSTS]),
@@ -61,7 +61,7 @@ def report_tables(table: Comparison) -> list[ReportTable]:
         ReportTable("Score by group", groups.group_table(table), [] if table.of_perplexity else [GROUPS]),
         ReportTable("The task's own averages", groups.average_table(table), [groups.average_meanings(table)]),
     ]
-    return [one for one in found if one.columns]
+    return [shown for shown in tables if shown.columns]
 
 
 def overview_text(tables: Sequence[Comparison], more: str, *, colour: bool = False) -> str:

@@ -34,11 +34,11 @@ def name(run: StoredRun, kind: str) -> str:
 def titles(runs: Sequence[StoredRun], keys: Sequence[str]) -> list[str]:
     """Return one title per table, each given by one of its runs: task, model, protocol, and where two tables share
     these, what tells them apart among the settings `keys`, or else in what their runs were given."""
-    found = [f"{name(run, 'task')}, {model_name(run.config)}, protocol={run.config.get('protocol')}" for run in runs]
+    names = [f"{name(run, 'task')}, {model_name(run.config)}, protocol={run.config.get('protocol')}" for run in runs]
     settings = [flatten({key: run.config.get(key) for key in keys}) for run in runs]
     for known in (settings, [given(run) for run in runs]):
-        found = [" ".join([title, *more]) for title, more in zip(found, _among_namesakes(found, known), strict=True)]
-    return found
+        names = [" ".join([title, *more]) for title, more in zip(names, _among_namesakes(names, known), strict=True)]
+    return names
 
 
 def labels(runs: Sequence[StoredRun]) -> list[str]:
@@ -48,14 +48,14 @@ def labels(runs: Sequence[StoredRun]) -> list[str]:
     names = [name(run, "method") for run in runs]
     settings = [_settings(run) for run in runs]
     parts = zip(_among_namesakes(names, settings), map(_changed, runs, settings), _unusual(runs, settings), strict=True)
-    found = [" ".join(dict.fromkeys([name, *chain(*words)])) for name, words in zip(names, parts, strict=True)]
+    full = [" ".join(dict.fromkeys([name, *chain(*words)])) for name, words in zip(names, parts, strict=True)]
     rows = [
         (label, str(run.config.get("budget_bytes") or run.config.get("budget")))
-        for label, run in zip(found, runs, strict=True)
+        for label, run in zip(full, runs, strict=True)
     ]
     return [
         label + (f" {_mark(run, runs)}" if rows.count(row) > 1 else "")
-        for label, row, run in zip(found, rows, runs, strict=True)
+        for label, row, run in zip(full, rows, runs, strict=True)
     ]
 
 

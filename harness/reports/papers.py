@@ -69,16 +69,16 @@ def ours(experiment: str, runs: Path | None = None) -> pd.DataFrame:
 
 def our_observation(experiment: str, runs: Path | None = None) -> dict[str, Any]:
     """result.json of an observation, in the same way."""
-    found = sorted((runs / experiment / "observations").glob("*/result.json")) if runs else []
-    return read_json(found[-1] if found else PUBLISHED / "observations" / f"{experiment}.json")
+    files = sorted((runs / experiment / "observations").glob("*/result.json")) if runs else []
+    return read_json(files[-1] if files else PUBLISHED / "observations" / f"{experiment}.json")
 
 
 def our_figures(paper: str, name: str, runs: Path | None = None) -> dict[str, Any]:
     """Return what a benchmark or the simulator wrote into the folder `name` of `runs`, else what is committed for
     `paper`."""
-    made = [runs / name / file for file in ("simulation.json", "result.json")] if runs else []
-    found = [file for file in made if file.is_file()]
-    return read_json(found[0] if found else PUBLISHED / paper / f"{name}.json")
+    places = [runs / name / file for file in ("simulation.json", "result.json")] if runs else []
+    files = [file for file in places if file.is_file()]
+    return read_json(files[0] if files else PUBLISHED / paper / f"{name}.json")
 
 
 def measured_on(rows: pd.DataFrame) -> str:

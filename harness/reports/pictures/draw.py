@@ -60,17 +60,17 @@ def named(entry: ReportRow) -> str:
 
 def differences(table: Comparison) -> Figure:
     """Draw each row's difference to Full with its interval, best first: the table's claim as one figure."""
-    found = [(*shown, entry) for entry in table.entries if (shown := _difference(entry, table))]
-    found.sort(key=lambda row: row[0])
+    rows = [(*shown, entry) for entry in table.entries if (shown := _difference(entry, table))]
+    rows.sort(key=lambda row: row[0])
     names = [
         named(entry) + " *" * (entry.score_differs or (entry.cost_differs and table.of_perplexity))
-        for *_, entry in found
+        for *_, entry in rows
     ]
     size = (5.8 + 0.085 * max(map(len, names)), 1.3 + 0.21 * len(names))
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots()
     axes.axvline(0, color=figures.SOFT, linewidth=0.8, zorder=1)
-    for place, (difference, ends, p, _) in enumerate(found):
+    for place, (difference, ends, p, _) in enumerate(rows):
         colour, face = (FAINT, "white") if p >= ALPHA else (figures.INK, figures.INK)
         axes.plot(ends, [place, place], color=colour, linewidth=1.3, zorder=2)
         axes.plot(difference, place, "o", markersize=5, color=colour, markerfacecolor=face, zorder=3)

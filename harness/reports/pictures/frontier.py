@@ -42,7 +42,7 @@ class Panel(NamedTuple):
     cost: Callable[[Mapping[str, Any]], float | None]  # of a summary
     scale: float
     log: bool = False
-    needs_full: bool = False  # a time says something only beside Full's
+    needs_full: bool = False  # without Full's, a time says little
 
     def points(self, entries: Sequence[ReportRow]) -> Points:
         lines: Points = defaultdict(list)

@@ -37,12 +37,12 @@ class Grid(NamedTuple):
 
 def needles_by_task(records: Sequence[Record]) -> dict[str, list[NeedleScore]]:
     """Return the examples that know their needle's place, of tasks whose examples fill more than one cell."""
-    found: dict[str, list[NeedleScore]] = defaultdict(list)
+    tasks: dict[str, list[NeedleScore]] = defaultdict(list)
     for record in records:
         if {"length", "depth"} <= record.data.keys():
             needle = NeedleScore(record.data["depth"], record.data["length"], record.score)
-            found[str(record.data.get("task") or record.group.partition("/")[0])].append(needle)
-    return {task: needles for task, needles in found.items() if len({needle[:2] for needle in needles}) > 1}
+            tasks[str(record.data.get("task") or record.group.partition("/")[0])].append(needle)
+    return {task: needles for task, needles in tasks.items() if len({needle[:2] for needle in needles}) > 1}
 
 
 def grid(needles: Sequence[NeedleScore]) -> Grid:
@@ -65,10 +65,10 @@ def grid(needles: Sequence[NeedleScore]) -> Grid:
 
 def heatmap(needles: Sequence[NeedleScore], title: str) -> Figure:
     """Draw the mean scores of one run."""
-    found = grid(needles)
-    size = (max(3.4, 1.9 + 0.72 * len(found.lengths)), 1.5 + 0.32 * len(found.depths))
+    cells = grid(needles)
+    size = (max(3.4, 1.9 + 0.72 * len(cells.lengths)), 1.5 + 0.32 * len(cells.depths))
     figure = Figure(figsize=size, layout="constrained")
-    axes = _cells(figure, found.means, found.lengths, found.depths)
+    axes = _cells(figure, cells.means, cells.lengths, cells.depths)
     axes.set_xlabel("prompt length asked for (tokens)")
     axes.set_ylabel("depth of the needle (%)")
     figures.title(figure, title, f"mean score, 0-100, of {len(needles)} examples")
@@ -77,14 +77,14 @@ def heatmap(needles: Sequence[NeedleScore], title: str) -> Figure:
 
 def are_flat(grids: Sequence[Grid]) -> bool:
     """Return whether several runs have one length and the same depths: a picture each would waste space."""
-    return len(grids) > 1 and len({(*one.lengths, *one.depths) for one in grids}) == 1 == len(grids[0].lengths)
+    return len(grids) > 1 and len({(*other.lengths, *other.depths) for other in grids}) == 1 == len(grids[0].lengths)
 
 
 def heatmap_by_run(grids: Mapping[str, Grid], title: str) -> Figure:
     """Draw flat grids, a line for each run by its name."""
     first = next(iter(grids.values()))
     figure = Figure(figsize=(3 + 0.55 * len(first.depths), 1.5 + 0.21 * len(grids)), layout="constrained")
-    axes = _cells(figure, [[line[0] for line in one.means] for one in grids.values()], first.depths, list(grids))
+    axes = _cells(figure, [[line[0] for line in cells.means] for cells in grids.values()], first.depths, list(grids))
     axes.set_xlabel("depth of the needle (%)")
     figures.title(figure, title, f"mean score, 0-100, at a length of {first.lengths[0]} tokens")
     return figure
