@@ -33,7 +33,7 @@ class Hub:
 
     def serve(self, handler: BaseHTTPRequestHandler) -> None:
         self.requests.append(f"{handler.command} {handler.path}")
-        body = self.files[handler.path.rpartition("/")[2]]
+        body = self.files.get(handler.path.rpartition("/")[2], b"")  # the root is asked whether it answers
         handler.send_response(200)
         handler.send_header("X-Repo-Commit", COMMIT)
         handler.send_header("ETag", f'"{hashlib.sha256(body).hexdigest()}"')
