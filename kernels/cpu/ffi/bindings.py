@@ -149,16 +149,12 @@ _PREAMBLE = """// Made from the descriptions in kernels/cpu/*.py: see ffi/bindin
 
 
 def _header(name: str, fields: dict[str, Field | FieldGroup]) -> list[str]:
-    """Return the definition of a struct, after those it contains, and assertions about where its
-    fields lie."""
+    """Return the definition of a struct, after those it contains, and an assertion about its
+    size."""
     groups = {field.type: field.fields for field in fields.values() if isinstance(field, FieldGroup)}
     inner = [_definition(name, parts) for name, parts in groups.items()]
-    places, at = [], 0
-    for field_name, field in _with_dtype(fields).items():
-        places.append(f"static_assert(offsetof({name}, {field_name}) == {at});")
-        at += 8 * sum(1 + len(flat.strides) for _, flat in _flat({field_name: field}))
-    places.append(f"static_assert(sizeof({name}) == {at});")
-    return [*inner, _definition(name, _with_dtype(fields)), *places]
+    count = sum(1 + len(field.strides) for _, field in _flat(_with_dtype(fields)))
+    return [*inner, _definition(name, _with_dtype(fields)), f"static_assert(sizeof({name}) == {8 * count});"]
 
 
 def _definition(name: str, fields: dict[str, Any]) -> str:
@@ -194,8 +190,9 @@ def _checked(struct: type[Struct], entry: Any = None, before: int = 0) -> Callab
     typed = next((part for part, field in fields.items() if field.dtypes == _ELEMENTS and not field.optional), None)
     structs = [f"struct{i}" for i in range(before)]
     lines = [f"def call({', '.join([*structs, '*', *fields])}):"]  # keeps the tensors alive for C++
-    if small := [f"{part} < {field.least}" for part, field in fields.items() if field.least is not None]:
-        lines.append(f"if {' or '.join(small)}: raise too_small(locals())")
+    for part, field in fields.items():
+        if field.least is not None:
+            lines.append(f"if {part} < {field.least}: raise refused({part!r}, locals())")
     lines += [f"dtype = {typed}.dtype"] if typed else []
     values = ["dtype is bfloat16"] if typed else []
     for part, field in fields.items():
@@ -211,7 +208,6 @@ def _checked(struct: type[Struct], entry: Any = None, before: int = 0) -> Callab
         "entry": entry,
         "packed": Packer("q" * bool(typed) + codes).pack,
         "refused": _refusal(struct.__name__, fields),
-        "too_small": _smallness(struct.__name__, fields),
         "float32": torch.float32,
         "bfloat16": torch.bfloat16,
         "int32": torch.int32,
@@ -250,31 +246,13 @@ def _values(name: str, field: Field) -> list[str]:
     return [f"0 if {name} is None else {value}" for value in values] if field.optional else values
 
 
-def _smallness(struct: str, fields: dict[str, Field]) -> Callable[[dict[str, Any]], ValueError]:
-    """Return a function that makes the error for sizes that are empty or negative."""
-
-    def too_small(given: dict[str, Any]) -> ValueError:
-        leasts = {name: field.least for name, field in fields.items() if field.least is not None}
-        wrong = [f"{name}={given[name]}, at least {least}" for name, least in leasts.items() if given[name] < least]
-        return ValueError(f"{struct}: sizes are too small ({'; '.join(wrong)})")
-
-    return too_small
-
-
 def _refusal(struct: str, fields: dict[str, Field]) -> Callable[[str, dict[str, Any]], ValueError]:
-    """Return a function that makes the error saying what a tensor should have been."""
+    """Return a function that makes the error for an argument that C++ would misread."""
 
     def refused(name: str, given: dict[str, Any]) -> ValueError:
-        field, x = fields[name], given[name]
-        dtypes = " or ".join(str(dtype).removeprefix("torch.") for dtype in field.dtypes) or "any dtype"
-        wanted = f"{dtypes}, one for all" if field.dtypes == _ELEMENTS else dtypes
-        if field.size:
-            wanted += f", contiguous, {field.size} = {eval(field.size, {}, given)} entries"
-        if field.strides:
-            wanted += f", [{' '.join(field.strides)} *] with the last dimension's entries side by side"
-        return ValueError(
-            f"{struct}: {name} must be a CPU tensor ({wanted}), got {x.dtype} {list(x.shape)} with strides "
-            f"{list(x.stride())} on {x.device}"
-        )
+        x = given[name]
+        if isinstance(x, torch.Tensor):
+            x = f"{x.dtype} {list(x.shape)} with strides {list(x.stride())} on {x.device}"
+        return ValueError(f"{struct}: {name} does not fit {fields[name]}, got {x}")
 
     return refused
