@@ -1,4 +1,4 @@
-"""`python -m harness.doctor`: is this machine fit for a run? Versions, threads, memory, cache, name clashes, hub.
+"""`python -m harness.doctor`: is this machine fit for a run? Versions, threads, memory, cache, name clashes.
 
 `--model` also lets the embedded model find a needle under Full, and checks the answer: a minute on two cores.
 """
@@ -8,14 +8,12 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import urlsplit
 
 from harness.config.clashes import clashes
 from harness.config.errors import as_command
@@ -29,7 +27,6 @@ from kernels.temporary import TemporaryFolder
 
 NEEDED = ("torch", "transformers", "hydra-core", "gguf", "numpy", "scipy", "pandas", "matplotlib", "wonderwords")
 OPTIONAL = ("triton", "wandb", "jieba")
-HUB = "https://huggingface.co"
 GIB = 2**30
 
 
@@ -71,7 +68,6 @@ def checks(with_model: bool) -> Iterator[Check]:
         else:
             yield Check("note" if free < 2 * GIB else "ok", subject, f"{place}, {free / GIB:.0f} GiB free")
     yield from (Check("bad", "names", problem) for problem in clashes())
-    yield _hub()
     if with_model:
         yield _needle()
 
@@ -116,17 +112,6 @@ def machine() -> Iterator[Check]:
         yield Check("bad", "triton", f"kernels run on plain torch: {reason}")
     else:
         yield Check("ok", "triton", f"launchers are built with {toolchain.compiler()}")
-
-
-def _hub() -> Check:
-    address = urlsplit(os.environ.get("HF_ENDPOINT") or HUB)
-    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
-        return Check("note", "hub", "HF_HUB_OFFLINE is set: only local folders and the cache are used")
-    try:
-        socket.create_connection((address.hostname or "", address.port or 443), timeout=3).close()
-    except OSError:
-        return Check("note", "hub", f"{address.hostname} is not reachable: the embedded model and data.root still work")
-    return Check("ok", "hub", f"{address.hostname} is reachable")
 
 
 def _needle() -> Check:

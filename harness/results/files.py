@@ -20,11 +20,8 @@ DELETE_LINE = "delete that line and run the same command again, which makes what
 
 
 def canonical(plain: Mapping[str, Any], sort: bool = True) -> str:
-    """JSON text; sorted, it is the same for equal values and can be hashed."""
-    try:
-        return json.dumps(plain, sort_keys=sort, ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise StoreError(f"a config must hold plain values only: {error}") from error
+    """Return JSON text; sorted, it is the same for equal values and can be hashed."""
+    return json.dumps(plain, sort_keys=sort, ensure_ascii=False, allow_nan=False)
 
 
 def plain(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -34,7 +31,7 @@ def plain(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def digest(plain: Mapping[str, Any]) -> str:
-    """The same for equal values: a name for what they stand for."""
+    """Return a hash that is the same for equal values: a name for what they stand for."""
     return hashlib.sha256(canonical(plain).encode()).hexdigest()
 
 

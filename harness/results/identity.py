@@ -13,9 +13,9 @@ import ast
 import hashlib
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import lru_cache
-from importlib.machinery import PathFinder
-from importlib.util import resolve_name
+from importlib.util import find_spec, resolve_name
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +98,8 @@ def _same(key: str, one: Values, other: Values) -> bool:
 
 
 def code_of(*plugins: Any) -> dict[str, str]:
-    """Module -> hash of what it means. A plug-in defined where there is no file, as in a notebook, has none. One that
-    is told which code to run says in `modules` where that stands."""
+    """Return the hash of what each module means. A plug-in defined where there is no file, as in a notebook, has none.
+    One that is told which code to run says in `modules` where that stands."""
     pending = [type(plugin).__module__ for plugin in plugins]
     pending += [module for plugin in plugins for module in getattr(plugin, "modules", ())]
     packages = {*OURS, *(name.partition(".")[0] for name in pending)}
@@ -114,19 +114,19 @@ def code_of(*plugins: Any) -> dict[str, str]:
 
 @lru_cache(maxsize=256)
 def _read(source: bytes, name: str, is_package: bool) -> tuple[str, tuple[str, ...]]:
-    """Hash and imported names of a module."""
+    """Return the hash and the imported names of a module."""
     tree = ast.parse(source)
     package = name if is_package else name.rpartition(".")[0]
     return meaning(tree), tuple(dict.fromkeys(_imports(tree, package)))
 
 
 def meaning(tree: ast.AST) -> str:
-    """A hash of the syntax tree; the same with every version of Python that parses it alike."""
+    """Return a hash of the syntax tree; the same with every version of Python that parses it alike."""
     return hashlib.sha256(repr(_shape(tree)).encode()).hexdigest()[:16]
 
 
 def _shape(node: Any) -> Any:
-    """Without places, docstrings (any statement that is but a text), and fields that are empty."""
+    """Return a syntax tree without places, docstrings (any statement that is but a text), and fields that are empty."""
     if isinstance(node, list):
         return [_shape(one) for one in node if not _is_text(one)]
     if not isinstance(node, ast.AST):
@@ -140,7 +140,7 @@ def _is_text(node: Any) -> bool:
 
 
 def _imports(tree: ast.AST, package: str) -> Iterator[str]:
-    """Dotted names that may be modules: `from a import b` gives a and a.b."""
+    """Yield dotted names that may be modules: `from a import b` gives a and a.b."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -163,16 +163,9 @@ def _is_own(module: str, packages: set[str]) -> bool:
 
 
 def _file(module: str) -> Path | None:
-    """Return the file of a module's source, or None, without importing it."""
-    origin = getattr(sys.modules.get(module), "__file__", None) or _origin(module)
+    """Return the file of a module's source, or None. Its parents are imported, and not the module itself."""
+    origin = getattr(sys.modules.get(module), "__file__", None)
+    if origin is None:
+        with suppress(ImportError, ValueError, AttributeError):  # no module, but a name in one
+            origin = getattr(find_spec(module), "origin", None)
     return Path(origin) if origin and origin.endswith(".py") and Path(origin).is_file() else None
-
-
-def _origin(module: str) -> str | None:
-    folders, parts = None, module.split(".")
-    for end in range(1, len(parts) + 1):
-        spec = PathFinder.find_spec(".".join(parts[:end]), folders)
-        if spec is None or (end < len(parts) and spec.submodule_search_locations is None):
-            return None
-        folders = spec.submodule_search_locations
-    return spec.origin if spec else None

@@ -7,7 +7,6 @@ import os
 import socket
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -63,15 +62,9 @@ def is_locked(folder: Path) -> bool:
         return False
 
 
-def holder(folder: Path) -> dict[str, Any]:
-    """Return `host` and `pid` of the process that took the lock last; empty where it left no name."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        plain = json.loads((folder / NAME).read_text())
-        return {key: plain[key] for key in ("host", "pid")}
-    return {}
-
-
 def owner(folder: Path) -> str:
-    """Say in words who holds the lock."""
-    known = holder(folder)
-    return f"process {known['pid']} on {known['host']}" if known else "another process"
+    """Say in words which process took the lock last."""
+    with suppress(OSError, ValueError, KeyError, TypeError):  # it may have left no name
+        holder = json.loads((folder / NAME).read_text())
+        return f"process {holder['pid']} on {holder['host']}"
+    return "another process"

@@ -23,17 +23,12 @@ DISTRIBUTIONS = ("torch", "transformers", "triton", "pyarrow", "numpy", "scipy",
 
 
 def now() -> str:
-    """ISO 8601, UTC, whole seconds."""
-    return when(datetime.now(UTC).timestamp())
-
-
-def when(seconds: float) -> str:
-    """The same of a file's time stamp."""
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
+    """Return the time in ISO 8601, UTC, whole seconds."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def source_hash(root: Path = ROOT) -> str:
-    """sha256 over names and contents of all sources of the four packages."""
+    """Return the sha256 over names and contents of all sources of the four packages."""
     digest = hashlib.sha256()
     inside = [file for package in PACKAGES for file in (root / package).rglob("*") if file.suffix in SOURCES]
     named = [(file.relative_to(root).as_posix(), file) for file in inside if file.is_file()]
@@ -44,7 +39,7 @@ def source_hash(root: Path = ROOT) -> str:
 
 
 def git() -> dict[str, Any]:
-    """Commit and dirty flag of the checkout that holds this file; null without git, or where git does not know it."""
+    """Return commit and dirty flag of the checkout that holds this file; null where git does not know it."""
     unknown = {"commit": None, "dirty": None}
     if _git("ls-files", "--error-unmatch", Path(__file__).name) is None:
         return unknown
@@ -61,7 +56,7 @@ def _git(*arguments: str) -> str | None:
 
 
 def versions(distributions: Sequence[str] = DISTRIBUTIONS) -> dict[str, str | None]:
-    """Installed versions, null where absent. Imports nothing."""
+    """Return installed versions, null where absent. It imports nothing."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for name in distributions:
         try:
@@ -72,27 +67,41 @@ def versions(distributions: Sequence[str] = DISTRIBUTIONS) -> dict[str, str | No
 
 
 def machine(device: str = "cpu") -> dict[str, Any]:
-    """The machine at this moment; the load average tells whether it was idle."""
+    """Return what this machine is at this moment; the load average tells whether it was idle. Threads are asked only of
+    a torch that is loaded already."""
+    cpuinfo, loaded = "", sys.modules.get("torch")
+    with suppress(OSError):  # a system without /proc
+        cpuinfo = Path("/proc/cpuinfo").read_text()  # a paragraph per logical CPU
+    model = re.search(r"^model name\s*: (.+)", cpuinfo, re.MULTILINE)
+    cpu = model[1].strip() if model else platform.processor() or platform.machine()
+    cores = re.findall(r"^physical id\s*: (\d+)$(?:\n.+)*?\ncore id\s*: (\d+)$", cpuinfo, re.MULTILINE)
+    device_name, device_id = cpu, None
+    if device.startswith("cuda"):  # which GPU of the machine it is, whatever number it has for this process
+        import torch
+
+        properties = torch.cuda.get_device_properties(device)
+        device_name, device_id = str(torch.cuda.get_device_name(device)), str(properties.uuid)
     return {
         "platform": platform.platform(),
-        "cpu": _cpu_model(),
-        "cores": _physical_cores() or None,
+        "cpu": cpu,
+        "cores": len(set(cores)) or None,
         "cpus_usable": len(os.sched_getaffinity(0)),
-        "threads": _torch_threads(),
+        "threads": loaded.get_num_threads() if loaded else None,
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "load_average": load_average(),
         "device": device,
-        **_device(device),
+        "device_name": device_name,
+        "device_id": device_id,
     }
 
 
 def load_average() -> list[float]:
-    """Processes that ran or waited to, mean over 1, 5 and 15 minutes."""
+    """Return how many processes ran or waited to, mean over 1, 5 and 15 minutes."""
     return [round(load, 2) for load in os.getloadavg()]
 
 
 def provenance(device: str = "cpu") -> dict[str, Any]:
-    """Everything above, as it is stored in run.json."""
+    """Return everything above, as it is stored in run.json."""
     return {
         "time": now(),
         "sources": source_hash(),
@@ -101,36 +110,3 @@ def provenance(device: str = "cpu") -> dict[str, Any]:
         "machine": machine(device),
         "process": {"host": socket.gethostname(), "pid": os.getpid()},
     }
-
-
-def _cpuinfo() -> str:
-    """A paragraph per logical CPU; empty where the system has no /proc."""
-    with suppress(OSError):
-        return Path("/proc/cpuinfo").read_text()
-    return ""
-
-
-def _cpu_model() -> str:
-    named = re.search(r"^model name\s*: (.+)", _cpuinfo(), re.MULTILINE)
-    return named[1].strip() if named else platform.processor() or platform.machine()
-
-
-def _physical_cores() -> int:
-    ids = re.findall(r"^physical id\s*: (\d+)$(?:\n.+)*?\ncore id\s*: (\d+)$", _cpuinfo(), re.MULTILINE)
-    return len(set(ids))
-
-
-def _torch_threads() -> int | None:
-    """Threads of one operation; asked only of a torch that is already loaded."""
-    torch = sys.modules.get("torch")
-    return torch.get_num_threads() if torch else None
-
-
-def _device(name: str) -> dict[str, str | None]:
-    """The device's own name, and which GPU of the machine it is, whatever number it has for this process."""
-    if not name.startswith("cuda"):
-        return {"device_name": _cpu_model(), "device_id": None}
-    import torch
-
-    uuid = torch.cuda.get_device_properties(name).uuid
-    return {"device_name": str(torch.cuda.get_device_name(name)), "device_id": str(uuid)}

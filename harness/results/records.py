@@ -89,17 +89,6 @@ class Reply:
         return fmean(intervals) if (intervals := self.intervals_s) else None
 
     @property
-    def machine_s(self) -> float:
-        """Seconds of the machine that it took; what ran beside it took others. Older lines ran alone."""
-        return self.token_s[-1] if self.share_s is None else self.share_s
-
-    @property
-    def decode_machine_s(self) -> float:
-        """The same behind the second token."""
-        alone = self.token_s[-1] - self.token_s[1] if len(self.token_s) > 1 else 0.0
-        return alone if self.decode_share_s is None else self.decode_share_s
-
-    @property
     def replies(self) -> Sequence[Reply]:
         """Return one reply for each user turn."""
         return (self,)
@@ -209,10 +198,9 @@ class FailedExample:
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any], where: str) -> Self:
         """Return the failed example that a line of JSON holds."""
-        try:
-            return cls(**{field.name: plain[field.name] for field in fields(cls)})
-        except KeyError as error:
-            raise RecordError(f"{where}: no {error}; no run of the harness wrote this line") from error
+        if missing := [field.name for field in fields(cls) if field.name not in plain]:
+            raise RecordError(f"{where}: no {missing[0]}; no run of the harness wrote this line")
+        return cls(**{field.name: plain[field.name] for field in fields(cls)})
 
 
 def flat(plain: Mapping[str, Any]) -> dict[str, Any]:

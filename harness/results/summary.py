@@ -243,15 +243,18 @@ def quantiles(values: Iterable[float | None]) -> Quantiles:
 
 
 def decode_throughput(records: Sequence[Record]) -> float | None:
-    """Return tokens per second after the second token; null where no sequence came to a third."""
+    """Return tokens per second of the machine after the second token; null where no sequence came to a third. Older
+    lines do not say their share of shared steps, and ran alone."""
     longer = [reply for record in records for reply in record.replies if len(reply.token_s) > 2]
-    seconds = sum(reply.decode_machine_s for reply in longer)
+    alone = [reply.token_s[-1] - reply.token_s[1] for reply in longer]
+    shares = [reply.decode_share_s for reply in longer]
+    seconds = sum(own if share is None else share for own, share in zip(alone, shares, strict=True))
     return sum(len(reply.token_s) - 2 for reply in longer) / seconds if seconds else None
 
 
 def total_throughput(records: Sequence[Record]) -> float | None:
     """Return tokens per second with prefill, seal and question inside."""
-    seconds = sum(record.machine_s for record in records)
+    seconds = sum(record.token_s[-1] if record.share_s is None else record.share_s for record in records)
     return sum(len(record.token_s) for record in records) / seconds if seconds else None
 
 

@@ -10,7 +10,7 @@ import os
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from itertools import chain
@@ -115,19 +115,11 @@ class _Lasting:
         self._below = below
 
     def write(self, text: str) -> int:
-        try:
-            return self._below.write(text)
-        except UnicodeError:  # a subclass of ValueError, but another fault
-            raise
-        except (OSError, ValueError):  # no reader, a terminal that is gone; a stream that was closed
-            self._discard()
-            return len(text)
+        self._try(self._below.write, text)
+        return len(text)
 
     def flush(self) -> None:
-        try:
-            self._below.flush()
-        except (OSError, ValueError):
-            self._discard()
+        self._try(self._below.flush)
 
     def isatty(self) -> bool:
         return not self._below.closed and self._below.isatty()
@@ -135,8 +127,13 @@ class _Lasting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._below, name)
 
-    def _discard(self) -> None:
-        """Redirect the stream to nothing, including what is still in its buffer: Python would raise
-        for that when it exits."""
-        with suppress(OSError, ValueError), open(os.devnull, "w") as nothing:
-            os.dup2(nothing.fileno(), self._below.fileno())
+    def _try(self, act: Callable[..., object], *arguments: str) -> None:
+        """Act, and where nobody reads any more redirect the stream to nothing, including what is still in its buffer:
+        Python would raise for that when it exits."""
+        try:
+            act(*arguments)
+        except UnicodeError:  # a subclass of ValueError, but another fault
+            raise
+        except (OSError, ValueError):  # no reader, a terminal that is gone; a stream that was closed
+            with suppress(OSError, ValueError), open(os.devnull, "w") as nothing:
+                os.dup2(nothing.fileno(), self._below.fileno())

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 from contextlib import ContextDecorator, suppress
 from time import monotonic
@@ -60,10 +59,8 @@ _process = _Process()
 
 
 class Stoppable:
-    """Let signals end what runs inside. On leaving, print that and how to `go_on`.
-
-    `code` is the exit code, and 0 if no signal came: not even one that a destructor or a library
-    swallowed."""
+    """Let signals end what runs inside. On leaving, print that and how to `go_on`. `code` is the exit
+    code, and 0 if no signal came."""
 
     code = 0
 
@@ -101,8 +98,6 @@ class whole(ContextDecorator):
 
     def __enter__(self) -> None:
         if _is_main():
-            if _process.asked and not _process.waits and sys.exception() is None:  # the signal was swallowed
-                raise Stopped(_process.asked)
             _process.depth += 1
 
     def __exit__(self, *_: object) -> None:

@@ -24,31 +24,12 @@ def tuned(*words: str) -> list[str]:
     return [*small_search, *words]
 
 
-@pytest.mark.parametrize("word", ["wandb.project=x", "seed=3"])
-def test_tune_refuses_what_it_does_not_read(word: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tune.main(tuned(word)) == 2
-    assert word.partition("=")[0].partition(".")[0] in capsys.readouterr().err
-
-
 def test_tune_says_what_the_method_has_no_use_for(capsys: pytest.CaptureFixture[str]) -> None:
     """Of shorthands too, which it spells out for itself."""
     assert tune.main(tuned("comm=0.125", "windows.recent_ratio=0.4")) == 0
     err = capsys.readouterr().err
     assert "note: comm changes nothing for Streaming, whose scoring moves nothing.\n" in err
     assert "note: windows.recent_ratio changes nothing for Streaming, which has no such windows.\n" in err
-
-
-@pytest.mark.parametrize(
-    ("baseline", "says"),
-    [
-        ("run", "answers, and Full's; runs in"),
-        ("reuse", "answers, and Full's where it has run; runs in"),
-        ("off", "answers without Full's, so nobody will know what is lost to it (baseline=off); runs in"),
-    ],
-)
-def test_tune_says_what_becomes_of_full(baseline: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tune.main(tuned(f"baseline={baseline}")) == 0
-    assert says in capsys.readouterr().out
 
 
 TIGHT = {"host": "2GB", "disk": "20GB", "sessions": 40, "warmup": 0, "rate": 2.0, "write_buffer": "1GB"}
@@ -120,5 +101,5 @@ def test_every_key_of_serve_makes_another_run(key: str, tmp_path: Path) -> None:
 def test_serve_refuses_the_settings_that_it_does_not_read() -> None:
     for key in keys():
         if key.partition(".")[0] not in READ and key not in OWN:
-            with pytest.raises(SettingsError, match=f"{key} changes nothing for harness.serve"):
+            with pytest.raises(SettingsError, match=key):
                 points([f"{key}={OTHERS[key].value}"])

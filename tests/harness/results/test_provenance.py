@@ -37,16 +37,6 @@ def test_source_hash_sees_content_and_name(project: Path) -> None:
     assert len(seen) == 4
 
 
-def test_source_hash_ignores_what_is_no_source(project: Path) -> None:
-    plain = source_hash(root=project)
-    (project / "harness" / "__pycache__").mkdir()
-    (project / "harness" / "__pycache__" / "a.cpython-311.pyc").write_bytes(b"x")
-    (project / "results").mkdir()
-    (project / "results" / "a.py").write_text("x")
-    (project / "evals" / "notes.md").write_text("x")
-    assert source_hash(root=project) == plain
-
-
 def test_git_knows_its_own_checkout_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "harness"
     package.mkdir()

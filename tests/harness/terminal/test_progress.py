@@ -23,33 +23,31 @@ Cli = Callable[..., tuple[int, str, str]]
 ROOT = Path(__file__).parents[3]
 
 
-def told(err: str) -> list[str]:
+def announced(err: str) -> list[str]:
     return [line for line in err.splitlines() if ": new: " in line or "reused" in line or "resumed" in line]
 
 
-def test_a_run_names_its_folder_and_a_repetition_says_that_it_is_reused(cli: Cli, tmp_path: Path) -> None:
-    first = told(cli("method=streaming")[2])
+def test_a_run_names_its_folder_and_whether_it_is_new(cli: Cli, tmp_path: Path) -> None:
+    code, out, err = cli("method=streaming")
+    assert code == 0
+    assert "4/4 examples" in err
+    assert "\r" not in out + err
     (folder,) = (tmp_path / "runs").glob("niah-streaming-*")
+    first = announced(err)
     assert [line.split(": ")[:2] for line in first] == [["niah full", "new"], ["niah streaming 20%", "new"]]
     assert first[1].endswith(str(folder))
-    again = told(cli("method=streaming")[2])
+    again = announced(cli("method=streaming")[2])
     assert [line.split(": ")[1] for line in again] == ["finished, reused"] * 2
-
-
-def test_a_run_that_goes_on_says_from_where(cli: Cli, tmp_path: Path) -> None:
-    cli("method=streaming", "baseline=off")
-    (folder,) = (tmp_path / "runs").glob("niah-streaming-*")
     lines = (folder / "examples.jsonl").read_bytes().splitlines(keepends=True)
     (folder / "examples.jsonl").write_bytes(b"".join(lines[:3]))
-    (line,) = told(cli("method=streaming", "baseline=off")[2])
-    assert "resumed, 3 of 4" in line
+    assert "resumed, 3 of 4" in announced(cli("method=streaming")[2])[-1]
 
 
 def test_in_a_sweep_jobs_are_counted_and_each_label_is_its_own(cli: Cli) -> None:
-    lines = told(cli("-m", "method=streaming", "method.sinks=4,8", "budget=0.2,0.4", "baseline=off")[2])
+    lines = announced(cli("-m", "method=streaming", "method.sinks=4,8", "budget=0.2,0.4", "baseline=off")[2])
     labels = ["streaming 20%", "streaming 40%", "streaming sinks=8 20%", "streaming sinks=8 40%"]
-    told_of = [line.partition(": ")[0] for line in lines]
-    assert told_of == [f"job {number}/4 niah {label}" for number, label in enumerate(labels, 1)]
+    heads = [line.partition(": ")[0] for line in lines]
+    assert heads == [f"job {number}/4 niah {label}" for number, label in enumerate(labels, 1)]
 
 
 def test_a_log_gets_a_line_now_and_then(capfd: pytest.CaptureFixture[str]) -> None:
@@ -68,39 +66,6 @@ def test_a_log_gets_a_line_now_and_then(capfd: pytest.CaptureFixture[str]) -> No
     assert EVERY_S == 30
     wanted = [f"job 3/12 niah full: {done}/10 examples, {10 * done} s" for done in (3, 6, 9, 10)]
     assert lines == [*wanted, ""]
-
-
-def test_a_log_has_no_carriage_returns(cli: Cli) -> None:
-    code, out, err = cli("method=streaming", "baseline=off")
-    assert code == 0
-    assert "\r" not in out + err
-    assert "4/4 examples" in err
-
-
-def test_version_is_ours(cli: Cli, capfd: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = cli("--version")
-    assert code == 0
-    assert out.startswith("kv-harness 0.")
-
-
-def test_tab_completion_in_bash(tmp_path: Path) -> None:
-    """As pip installs the command: `eval "$(kv-harness -sc install=bash)"`, then tabs."""
-    command = tmp_path / "kv-harness"
-    command.write_text(f"#!{sys.executable}\nimport sys\nfrom harness.__main__ import main\nsys.exit(main())\n")
-    command.chmod(0o755)
-    script = """
-        eval "$(kv-harness -sc install=bash)"
-        for word in meth method=sh method=pqcache\\ task=niah_s; do
-            COMP_LINE="kv-harness $word"; COMP_POINT=${#COMP_LINE}; words=($COMP_LINE); COMP_CWORD=$((${#words[@]} - 1))
-            hydra_bash_completion; echo "${COMPREPLY[@]}"
-        done
-    """
-    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}
-    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, cwd=ROOT)
-    groups, methods, tasks = (line.split() for line in done.stdout.splitlines())
-    assert groups == ["method.", "method="], done.stderr
-    assert "method=shadowkv" in methods
-    assert tasks == ["task=niah_shadowkv"]
 
 
 class _Gone:
@@ -127,20 +92,22 @@ class _Gone:
         raise OSError("no file")
 
 
-GONE = [  # after so many writes
-    (BrokenPipeError(errno.EPIPE, "Broken pipe"), 3),
-    (OSError(errno.EIO, "Input/output error"), 5),
-    (ValueError("I/O operation on closed file."), 0),
-]
-
-
-@pytest.mark.parametrize(("error", "lines"), GONE, ids=["a pipe", "a terminal", "closed"])
+@pytest.mark.parametrize(
+    "stream",
+    [
+        _Gone(BrokenPipeError(errno.EPIPE, "Broken pipe"), 3),
+        _Gone(OSError(errno.EIO, "Input/output error"), 5),
+        _Gone(ValueError("I/O operation on closed file."), 0),
+        None,
+    ],
+    ids=["a pipe", "a terminal", "closed", "closed from the start"],
+)
 def test_a_run_is_complete_whoever_reads_along(
-    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, lines: int
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: _Gone | None
 ) -> None:
     with monkeypatch.context() as patched:
         for name in ("stdout", "stderr"):
-            patched.setattr(sys, name, _Gone(error, lines))
+            patched.setattr(sys, name, stream)
         code, *_ = cli("-m", "method=streaming,snapkv", "task.depths=1")
     assert code == 0
     status = [json.loads(file.read_text())["status"] for file in (tmp_path / "runs").glob("*/run.json")]
@@ -178,11 +145,3 @@ def test_kernels_that_are_built_are_announced_once(
     built.write_bytes(b"")
     assert library._cached("two") is None
     assert f"{built} is damaged" in capfd.readouterr().err
-
-
-def test_a_command_without_streams_runs(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patched:
-        for name in ("stdout", "stderr"):
-            patched.setattr(sys, name, None)
-        code, *_ = cli("method=streaming", "task.depths=1", "baseline=off")
-    assert code == 0

@@ -15,7 +15,6 @@ from harness.results.run_folder import load
 from tests import forks, signals
 from tests.fast import MODEL_ARGS, TASK_ARGS
 from tests.forks import Forked
-from tests.quick import mostly_slow
 from tests.talks import configured
 
 WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "stopped by SIGTERM", signal.SIGHUP: "stopped by SIGHUP"}
@@ -61,37 +60,18 @@ def test_a_run_is_closed_says_how_to_go_on_and_goes_on(
     assert load(run).status == "complete"
 
 
-COMMANDS = {
-    "harness.tune": ("harness.jobs.runner:Runner.record", "the same command goes on"),
-    "harness.serve": (
-        "harness.cachedattention.serving.runs:figures",
-        "the same command goes on after the runs that are finished",
-    ),
-    "harness.bench": ("harness.bench.common.limits:measured", "the rows so far are written, and marked as partial"),
-    "harness.observe": ("harness.attention_statistics.record:observe", "the same command begins anew"),
-    "harness.simulate": ("harness.cachedattention.simulation.outcome:simulated", "the same command begins anew"),
-    "harness.report": ("harness.results.run_folder:find", "the same command begins anew"),
-    "harness.doctor": ("harness.results.provenance:versions", "the same command begins anew"),
-    "harness.rescore": ("harness.results.run_folder:runs_below", "the same command begins anew"),
-}
-
-
-@pytest.mark.parametrize("name", mostly_slow(COMMANDS, "harness.tune"))
-def test_every_long_command_says_how_to_go_on(tmp_path: Path, name: str) -> None:
-    root, out = f"results.root={tmp_path / 'runs'}", f"--out={tmp_path / 'out'}"
-    talks = ["method=full", "task=talks", f"--config-dir={configured(tmp_path / 'conf')}"]
-    words = {
-        "harness.tune": [*STREAMING, root],
-        "harness.serve": [*talks, *MODEL_ARGS, "clock=busy", out],
-        "harness.bench": ["ops", out],
-        "harness.observe": ["key_spectrum", *MODEL_ARGS, "task.lengths=[300]", root],
-        "harness.simulate": ["sessions=20", out],
-        "harness.report": [str(tmp_path)],
-        "harness.doctor": [],
-        "harness.rescore": [str(tmp_path)],
-    }
-    place, go_on = COMMANDS[name]
-    stopped = Forked(signals.at, place, 1, (signal.SIGTERM,), tmp_path / "temporary", name, *words[name])
+@pytest.mark.parametrize(
+    ("name", "place", "words", "go_on"),
+    [
+        ("harness.bench", "harness.bench.common.limits:measured", ["ops", "--out={out}"], "the rows so far are"),
+        ("harness.report", "harness.results.run_folder:find", ["{out}"], "the same command begins anew"),
+    ],
+)
+def test_every_long_command_says_how_to_go_on(
+    tmp_path: Path, name: str, place: str, words: list[str], go_on: str
+) -> None:
+    words = [word.format(out=tmp_path / "out") for word in words]
+    stopped = Forked(signals.at, place, 1, (signal.SIGTERM,), tmp_path / "temporary", name, *words)
     assert stopped.wait() == 143, stopped.err
     assert f"\nstopped by SIGTERM; {go_on}" in stopped.err
     assert "Traceback" not in stopped.err
@@ -161,14 +141,13 @@ def test_handlers_of_others_stay_and_all_are_given_back() -> None:
 @pytest.mark.parametrize(
     ("words", "killed_at"),
     [
-        (STORE, partial(signals.killed_behind, 2)),
         (STORE, partial(signals.killed_behind, 4)),
         (
             ROWS,
             partial(signals.at, "harness.engine.batch.running_sequence:RunningSequence.finish", 2, (signal.SIGKILL,)),
         ),
     ],
-    ids=["store, within", "store, behind the last", "rows"],
+    ids=["store", "rows"],
 )
 def test_the_next_start_removes_what_a_killed_run_left(
     tmp_path: Path, words: tuple[str, ...], killed_at: Callable[..., None]
@@ -181,32 +160,3 @@ def test_the_next_start_removes_what_a_killed_run_left(
     again = Forked(signals.at, APPEND, 100, (), tmp_path / "temporary", "harness", *words)
     assert again.wait() == 0, again.err
     assert leftovers(tmp_path) == []
-
-
-SWALLOWING = """
-import os, signal, sys
-from pathlib import Path
-from harness.results.files import write_json
-from harness.terminal.stopping import Stoppable
-from tests import signals
-
-class Dying:
-    def __del__(self):
-        os.kill(os.getpid(), signal.SIGTERM)
-
-signals.from_a_terminal()
-with Stoppable("to go on: again") as stop:
-    Dying()
-    print("goes on")
-    write_json(Path(sys.argv[1]) / "a.json", {})
-    print("behind a write")
-sys.exit(stop.code)
-"""
-
-
-def test_a_signal_that_a_destructor_swallowed_is_not_forgotten(tmp_path: Path) -> None:
-    stopped = started(SWALLOWING, str(tmp_path))
-    assert stopped.wait() == 143, stopped.err
-    assert stopped.out == "goes on\n"
-    assert stopped.err.endswith("\nstopped by SIGTERM; to go on: again\n")
-    assert list(tmp_path.iterdir()) == []
