@@ -7,8 +7,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from harness.config.catalogue import Entry, entries
-from harness.config.experiments import Experiment, experiments
+from harness.config.catalogue import Entry, Experiment, entries, experiments
 from harness.config.keys import parameters_of, sections
 from kernels import ops
 from tests.official.comparison import HEAD, stored

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from evals.base import Example, Score, Task, TaskEnv, Turn
 from harness.cachedattention.serving.plan import Session
-from harness.jobs.planning.examples import PreparedExample
+from harness.jobs.examples import PreparedExample
 from harness.prompts.prompt import Prompt
 from tests.tiny import prompt
 

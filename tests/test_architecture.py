@@ -59,20 +59,7 @@ TRANSFORMERS = {
         "prompts/prompt",  # the day that chat templates are told
     )
 }
-HYDRA = {
-    "harness/commands/run.py",
-    *(
-        f"harness/config/{name}.py"
-        for name in (
-            "compose",
-            "experiments",
-            "grids",
-            "overrides",
-            "words",
-        )
-    ),
-    "harness/sweeps/launch.py",
-}
+HYDRA = {"harness/commands/run.py", "harness/config/compose.py", "harness/sweeps/sweep.py"}
 EVALS_KNOWN_TO_THE_HARNESS = (
     "evals.base",
     "evals.data",

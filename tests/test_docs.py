@@ -25,10 +25,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from harness.cachedattention.serving.plan import points as serve_points
 from harness.cachedattention.simulation.scenario import scenarios
 from harness.commands import serve
-from harness.config import grids
-from harness.config.compose import built, composed
-from harness.config.experiments import experiments
-from harness.config.overrides import checked
+from harness.config.catalogue import experiments
+from harness.config.compose import built, composed, read_search
 from harness.models import embedded
 from harness.models.random import Random
 from tests import forks
@@ -205,7 +203,7 @@ def check_module(module: str, words: list[str]) -> None:
     elif module == "harness.doctor":
         assert set(words) <= {"--model"}
     elif module == "harness.tune":
-        built(composed(grids.read([word for word in words if "=" in word]).words))
+        built(composed(read_search([word for word in words if "=" in word]).words))
     else:
         options = import_module(module)._parser().parse_intermixed_args(words)
         if module == "harness.simulate":
@@ -220,13 +218,14 @@ def check_run(words: list[str]) -> None:
 
 
 def points(overrides: Sequence[str], sweep: bool) -> list[list[str]]:
-    found = checked(overrides, sweep=sweep)
     if not sweep:
         return [list(overrides)]
     named = [word.partition("=")[2] for word in overrides if word.lstrip("+").startswith("experiment=")]
     grids = [f"{key}={values}" for name in named for key, values in experiments()[name].grid.items()]
-    values = [_values(word) for word in (*grids, *overrides) if word not in found.launcher]
-    assert found.jobs > 1, "a sweep of one job"
+    values = [
+        _values(word) for word in (*grids, *overrides) if not word.startswith(("hydra/launcher", "hydra.launcher"))
+    ]
+    assert max(map(len, values)) > 1, "a sweep of one job"
     return [[each[i % len(each)] for each in values] for i in range(max(map(len, values)))]
 
 

@@ -11,7 +11,7 @@ from harness.engine.batch.generation import never
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
 from harness.engine.graph import CapturedStep
-from harness.jobs.planning.examples import PreparedExample
+from harness.jobs.examples import PreparedExample
 
 TOKEN_S, STEP_S = 0.1, 1.0
 

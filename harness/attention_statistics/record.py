@@ -14,8 +14,8 @@ from harness.config.plugins import describe
 from harness.config.settings import Settings
 from harness.engine.calibration import observer
 from harness.engine.hf import layer_specs
-from harness.jobs.planning.effective import effective
-from harness.jobs.planning.examples import prepare
+from harness.jobs.examples import prepare
+from harness.jobs.resolve import resolve
 from harness.models.base import ModelSource, load
 from harness.reports.pictures import figures
 from harness.results.files import digest, write_json
@@ -29,7 +29,7 @@ SCHEMA = 1
 def observe(name: str, observation: Observation, task: Task, model: ModelSource, wanted: Settings) -> dict[str, Any]:
     """Return the figures of every layer on the task's first prompt, and what they were computed from."""
     info = model.describe()
-    settings = effective(wanted, Full(), info)
+    settings = resolve(wanted, Full(), info).settings
     item = prepare(task, model, settings)[0]
     loaded = load(model, settings.dtype, settings.device)
     specs = layer_specs(loaded.model)

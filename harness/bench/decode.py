@@ -35,10 +35,9 @@ from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
 from harness.engine.graph import usual_graphs
 from harness.engine.hf import routed
-from harness.jobs.planning.cache_bytes import CacheSpec
-from harness.jobs.planning.capacity import MemoryForecast, lacking, largest_batch, needed_by
-from harness.jobs.planning.examples import blank
-from harness.jobs.planning.machine import free_here
+from harness.jobs.examples import blank
+from harness.jobs.machine import free_here
+from harness.jobs.memory import CacheSpec, MemoryForecast, lacking, largest_batch, needed_by
 from harness.models.base import LoadedModel, ModelInfo
 from harness.models.devices import usual_chunk
 from harness.prompts.calibration import calibration_text

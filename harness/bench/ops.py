@@ -21,7 +21,7 @@ from harness.bench.common.output import Cell, failed_row
 from harness.bench.common.synthetic import LayerShape
 from harness.bench.op_cases import GROUPS, Inputs, OpCase
 from harness.bench.rivals import rival
-from harness.jobs.planning.machine import free_bytes
+from harness.jobs.machine import free_bytes
 from harness.terminal.arguments import count
 from kernels import ops
 from kernels.dispatch import REFERENCE, Op, use_backend

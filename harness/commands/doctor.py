@@ -88,7 +88,7 @@ def machine() -> Iterator[Check]:
     """Say what this machine has, and whether torch can use its GPUs and Triton compile for them."""
     import torch  # provenance asks only a torch that is loaded how many threads it uses
 
-    from harness.jobs.planning.machine import free_bytes
+    from harness.jobs.machine import free_bytes
 
     facts = provenance.machine()
     cpus, load = facts["cpus_usable"], facts["load_average"][0]

@@ -7,10 +7,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 
-from harness.config.catalogue import CONF, GROUPS, ConfigError, Entry, entries
+from harness.config.catalogue import CONF, EXPERIMENT, GROUPS, ConfigError, Entry, Experiment, entries, experiments
 from harness.config.errors import as_command
-from harness.config.experiments import GROUP as EXPERIMENT
-from harness.config.experiments import Experiment, experiments
 from harness.config.keys import parameters_of, settings_text
 from harness.reports.papers import Published, published
 from harness.terminal.arguments import typed

@@ -17,9 +17,8 @@ import yaml
 
 from harness.config.compose import built, composed
 from harness.config.errors import as_command
-from harness.config.overrides import settings as known_settings
 from harness.config.plugins import TARGET, build, suggestion
-from harness.config.settings import SettingsError
+from harness.config.settings import KEYS, SettingsError
 from harness.terminal.arguments import typed
 from harness.terminal.notices import say
 from harness.terminal.tables import Column, text_table
@@ -49,7 +48,7 @@ def _observe(what: str, words: Sequence[str], config_dirs: Sequence[Path]) -> No
     others = [word for word in words if word.partition("=")[0] not in own]
     for word in others:
         key = word.lstrip("+").partition("=")[0].partition(".")[0]
-        if key == "method" or (key in known_settings() and key not in READ):
+        if key == "method" or (key in KEYS and key not in READ):
             raise SettingsError(f"{word} changes nothing for {what}: no method runs. It reads {', '.join(READ)}.")
     _, task, model, settings = built(composed(others, config_dirs))
     from harness.attention_statistics.record import observe, place, write

@@ -14,8 +14,8 @@ from pathlib import Path
 from evals.base import Task
 from harness.config import plugins
 from harness.config.errors import as_command
-from harness.config.settings import Data, settings_of
-from harness.jobs.planning.examples import prepare
+from harness.config.settings import Data, settings_known_today
+from harness.jobs.examples import prepare
 from harness.results.compared import mean_score
 from harness.results.files import write_lines
 from harness.results.identity import of_all
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def rescore(run: StoredRun, data_root: Path | None = None) -> str:
     """Score the outputs of a run again, and return a sentence on what changed. `data_root` replaces the run's own."""
-    settings = settings_of(run.config)
+    settings = settings_known_today(run.config)
     if data_root is not None:
         settings = replace(settings, data=Data(str(data_root)))
     task: Task = plugins.build(run.config["task"], "task")

@@ -15,29 +15,27 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from yaml import MarkedYAMLError
 
-from harness.config.catalogue import CONF, GROUPS, ConfigError, config_dirs
-from harness.config.compose import explain, tell_hydra_the_schema
+from harness.config.catalogue import CONF, ConfigError, config_dirs
+from harness.config.compose import Composed, explain, read, taken, with_own_parameters
 from harness.config.errors import sentence
 from harness.config.keys import WITHOUT_WORDS, help_text
-from harness.config.overrides import read
 from harness.config.settings import Settings, settings_of
-from harness.config.words import asks_hydra
 from harness.results.provenance import git
-from harness.sweeps.group import Planner, run_jobs
-from harness.sweeps.jobs import JobConfig, groups, labels, with_own_settings
+from harness.sweeps.sweep import KnownPrompts, groups, labels, launch, lost, run_jobs, with_own_settings
 from harness.terminal.notices import complain, complain_once, lasting_output, say, say_once, tell_of_builds, warn
 from harness.terminal.progress import forget
 from harness.terminal.stopping import Stoppable
 from harness.trackers.session import Copies
 from kernels.temporary import TemporaryFolder
+
+COMPLETION = {"-sc", "--shell-completion"}  # words that are about Hydra itself, and no settings
 
 
 @dataclass
@@ -56,23 +54,22 @@ class Command:
 
     def run(self) -> None:
         """Run all jobs that were asked for."""
-        if asks_hydra(self.arguments):
+        if COMPLETION & {*self.arguments}:
             compose(self.arguments)
             return
-        words = read(self.arguments)
-        jobs = with_own_settings(compose(words.words), words.partial)
+        words, launcher = read(self.arguments)
+        folders = config_dirs(self.arguments)
+        jobs = with_own_settings(with_own_parameters(compose(words), folders))
         known = list[Settings]()
         for job in jobs:
             with suppress(ValueError):  # which the job says once it runs, and the others go on
                 known.append(settings_of(job.config))
         self.copies.open(known)
         self.labels, together = labels(jobs), groups(jobs)
-        if words.launcher and known and not any(settings.dry_run for settings in known):
-            from harness.sweeps.launch import launch, lost
-
+        if launcher and known and not any(settings.dry_run for settings in known):
             root = Path(known[0].results.root)
             try:
-                outcomes = launch(together, words.partial, words.launcher, root, config_dirs(self.arguments))
+                outcomes = launch(together, launcher, root, folders)
             except (HydraException, ValueError):
                 raise
             except Exception as error:
@@ -81,8 +78,8 @@ class Command:
             for reason in dict.fromkeys(reason for outcome in outcomes for _, reason in outcome.failures):
                 complain_once(reason)  # which a worker cannot say here
         else:
-            planner = Planner()
-            outcomes = [run_jobs(group, words.partial, planner, len(jobs)) for group in together]
+            prompts: KnownPrompts = {}
+            outcomes = [run_jobs(group, prompts, len(jobs)) for group in together]
         for outcome in outcomes:
             self.finished += outcome.folders
             self.failed += outcome.failures
@@ -106,19 +103,16 @@ class Command:
         return 1 if self.failed else 0
 
 
-def compose(words: Sequence[str]) -> list[JobConfig]:
+def compose(words: Sequence[str]) -> list[Composed]:
     """Every job that the words name. Hydra's own questions (--cfg, --info, -sc) it answers; they name none."""
     jobs = []
 
     @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
     def collect(config: DictConfig) -> None:
-        plain: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
-        about = HydraConfig.get()
-        presets = {kind: name for kind in GROUPS if (name := about.runtime.choices.get(kind))}
-        jobs.append(JobConfig(plain, presets, list(about.overrides.task)))
+        jobs.append(taken(config, HydraConfig.get()))
 
     with TemporaryFolder("kv-hydra-") as folder:
-        sys.argv[1:] = words if asks_hydra(words) else [*words, f"hydra.sweep.dir='{folder}'"]
+        sys.argv[1:] = words if COMPLETION & {*words} else [*words, f"hydra.sweep.dir='{folder}'"]
         collect()
     return jobs
 
@@ -147,7 +141,6 @@ def main() -> int:
     tell_of_builds()
     forget()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would print, and we can say it in a sentence
-    tell_hydra_the_schema()
     command = Command(arguments)
     with Stoppable(f"to go on: python -m harness {shlex.join(arguments)}") as stop:
         try:

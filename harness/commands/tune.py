@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from harness.config import grids
-from harness.config.compose import built, composed
+from harness.config.compose import built, composed, read_search
 from harness.config.errors import as_command
 from harness.config.settings import Results
 from harness.terminal.arguments import typed
@@ -32,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_intermixed_args(given)
     say_once.cache_clear()
     forget()
-    asked = grids.read(options.overrides, options.config_dir)
+    asked = read_search(options.overrides, options.config_dir)
     method, task, model, settings = built(composed(asked.words, options.config_dir))
     if settings.results.root == Results().root:
         settings = replace(settings, results=replace(settings.results, root=ROOT))

@@ -9,7 +9,7 @@ import ast
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
@@ -20,7 +20,9 @@ import yaml
 from harness.terminal.arguments import typed
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
-GROUPS = ("method", "task", "model")
+GROUPS, EXPERIMENT = ("method", "task", "model"), "experiment"
+FACTS = ("paper", "model", "data", "grid", "cost", "published", "run", "small")  # lines of an experiment's card
+_PACKAGE = "# @package _global_"
 # The lines of a method's card, in this order: what a reader must know before comparing it with another. They stand in
 # the comment at the head of its yaml, where `{name}` is the value of a parameter.
 CARD = (
@@ -293,3 +295,75 @@ def flatten(nested: Mapping[str, Any], prefix: str = "") -> Flat:
 
 def _comment(line: str) -> str:
     return line.partition(" #")[2].strip()
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A yaml file of conf/experiment/, which stands for the words of a command line, with a card. Hydra composes it;
+    here it is read to be listed.
+
+    A small variant names another experiment in its `defaults` and changes what makes it slow. What several files share
+    stands in one whose name begins with `_`. `folders` are searched for the experiments that it builds on."""
+
+    name: str
+    file: Path
+    folders: tuple[Path, ...] = (CONF,)
+
+    @cached_property
+    def bases(self) -> list[Experiment]:
+        """Return the experiments that its `defaults` name; the last says most, in Hydra as here."""
+        named = [line for line in self._content.get("defaults", []) if isinstance(line, str) and line != "_self_"]
+        known = _files(self.folders)
+        for name in named:
+            if name.removeprefix(f"/{EXPERIMENT}/") not in known:
+                raise ConfigError(
+                    f"{self.file}: there is no experiment {name}; its `defaults` may name those of conf/."
+                )
+        return [known[name.removeprefix(f"/{EXPERIMENT}/")] for name in named]
+
+    @property
+    def grid(self) -> dict[str, str]:
+        """Return the values of each swept key (hydra.sweeper.params), those of its bases among them."""
+        own = ((self._content.get("hydra") or {}).get("sweeper") or {}).get("params") or {}
+        inherited = {key: values for base in self.bases for key, values in base.grid.items()}
+        return inherited | {str(key): str(values) for key, values in own.items()}
+
+    @property
+    def headline(self) -> str:
+        """Return the first sentence of its card."""
+        return first_sentence(line for line in self._comment if line)
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """Return the card, line by line: this file's words over those of its bases."""
+        merged = {name: text for base in self.bases for name, text in base.facts.items()}
+        merged |= facts_in(self._comment, FACTS)
+        return {name: merged[name] for name in FACTS if name in merged}
+
+    @property
+    def command(self) -> str:
+        """Return the command line that runs it."""
+        sweep = "-m " if self.grid else ""
+        return f"{self.facts.get('run') or 'python -m harness'} {sweep}+{EXPERIMENT}={self.name}"
+
+    @cached_property
+    def _content(self) -> dict[str, Any]:
+        content = load(self.file) or {}
+        if not isinstance(content, dict) or not self.file.read_text(encoding="utf-8").startswith(_PACKAGE):
+            raise ConfigError(f"{self.file} must begin with the line `{_PACKAGE}` and hold keys with values.")
+        return content
+
+    @property
+    def _comment(self) -> list[str]:
+        """Return the lines of its card, which follows the line that names the package."""
+        return leading_comment(self.file)[1:]
+
+
+def experiments(folders: Sequence[Path] = (CONF,)) -> dict[str, Experiment]:
+    """Return the experiments by name; raise `NameTaken` where two folders hold one of the same name."""
+    return {name: file for name, file in _files(folders).items() if not name.rpartition("/")[2].startswith("_")}
+
+
+def _files(folders: Sequence[Path]) -> dict[str, Experiment]:
+    """Return all experiments by name, and the parts that they share."""
+    return {entry.name: Experiment(entry.name, entry.file, tuple(folders)) for entry in entries(EXPERIMENT, folders)}

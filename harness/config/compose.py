@@ -1,86 +1,278 @@
-"""Composes a configuration with Hydra for other commands and notebooks, and turns what Hydra says into a sentence."""
+"""Composes jobs with Hydra: the words of a command line in, plain values out.
+
+Hydra finds the yaml files, refuses keys that are not there and expands sweeps. Here its words are prepared, parameters
+go to the plug-ins that have them, and what Hydra says of a wrong word becomes a sentence.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
-from functools import cache
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from itertools import product
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, NamedTuple
 
-import yaml
 from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
-from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, QuotedString
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
 
 from harness.config import plugins
-from harness.config.catalogue import CONF, GROUPS
+from harness.config.catalogue import (
+    CONF,
+    EXPERIMENT,
+    GROUPS,
+    REMOVED_COMMANDS,
+    Entry,
+    commands,
+    config_dirs,
+    entries,
+    experiments,
+    plain,
+)
 from harness.config.errors import sentence
-from harness.config.overrides import Partial, checked
-from harness.config.plugins import suggestion, wrong_type
-from harness.config.settings import NESTED, RunConfig, Settings, SettingsError, settings_of
+from harness.config.plugins import suggestion
+from harness.config.settings import Settings, SettingsError, settings_of, unknown_setting
+from harness.terminal.arguments import typed
+
+LAUNCHER = "hydra/launcher"
+SWEEP = ("-m", "--multirun")
+VALUED = (  # Hydra's flags that take the next word
+    "--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd",
+)  # fmt: skip
+FLAGS = (*SWEEP, *VALUED, "--info", "-i", "--resolve", "--run", "-r", "--hydra-help", "--experimental-rerun")
+HOW = "write key=value, a list as key=[1,2], text with spaces or commas as key='\"a, b\"'"
+SET_BY_TUNE = {  # setting -> why a search has no choice of it
+    "seed": "it chooses on examples that no table is about",
+    "shared_prefill": "one prefill serves all values of a parameter",
+    "wandb": "a search is shown nowhere else",
+}
 
 
-@cache
-def tell_hydra_the_schema() -> None:
-    """Register the schema, once a process: Hydra checks every configuration against it."""
-    ConfigStore.instance().store("schema", RunConfig)
+class Composed(NamedTuple):
+    """Holds one job as plain values, so that any process can run it. `presets` are the yaml files of its method, task
+    and model, by group; `words` are its overrides."""
+
+    config: dict[str, Any]
+    presets: dict[str, str]
+    words: list[str]
 
 
-def composed(overrides: Sequence[str], config_dirs: Sequence[Path] = ()) -> dict[str, Any]:
-    """Return what `python -m harness OVERRIDES` would run, as plain values; raise `SettingsError` on a wrong
-    override."""
-    tell_hydra_the_schema()
-    read = checked(overrides, config_dirs)
+def composed(words: Sequence[str], config_dirs: Sequence[Path] = ()) -> dict[str, Any]:
+    """Return the configuration of one run; raise `SettingsError` on a wrong word."""
+    return compose_one(words, config_dirs).config
+
+
+def compose_one(words: Sequence[str], config_dirs: Sequence[Path] = ()) -> Composed:
+    """Return what `python -m harness WORDS` would run; raise `SettingsError` on a wrong word."""
+    ready = [*search_path(config_dirs), *for_hydra(words, config_dirs)]
     try:
         with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
-            config = compose("config", overrides=with_folders(read.words, config_dirs))
+            config = compose("config", overrides=ready, return_hydra_config=True)
     except HydraException as error:
         raise SettingsError(explain(error)) from error
-    plain: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
-    refuse_unknown(plain)
-    for kind, lacking in read.partial.items():  # left by the plug-in that an experiment chose first
-        plain[kind] = {name: value for name, value in plain[kind].items() if name not in lacking}
-    return plain
+    return with_own_parameters([taken(config, config.hydra)], config_dirs)[0]
 
 
-def refuse_unknown(config: Mapping[str, Any]) -> None:
-    """Raise `SettingsError` for a key that no setting has, as a user's own yaml file may bring one."""
-    for name in config.keys() - {known.name for known in fields(RunConfig)}:
-        raise SettingsError(f"There is no setting {name}: take it out of your yaml file.")
+def taken(config: Any, about: Any) -> Composed:
+    """Return a job as Hydra hands it over. `about` is Hydra's own part of the configuration."""
+    chosen = {group: about.runtime.choices[group] for group in GROUPS}
+    own = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
+    plain: dict[str, Any] = OmegaConf.to_container(own, resolve=True)  # type: ignore[assignment]
+    return Composed(plain, chosen, list(about.overrides.task))
 
 
-def with_folders(words: Sequence[str], config_dirs: Sequence[Path]) -> list[str]:
-    """Return `words` for Hydra, which looks for yaml files in these folders too."""
-    path = ",".join(f"file://{folder.resolve()}" for folder in config_dirs)
-    return [f"hydra.searchpath=[{path}]", *words] if path else list(words)
-
-
-def built(config: Mapping[str, Any], partial: Partial | None = None) -> tuple[Any, Any, Any, Settings]:
+def built(config: Mapping[str, Any]) -> tuple[Any, Any, Any, Settings]:
     """Build method, task, model and settings of a composed configuration."""
-    method, task, model = (plugins.build(config[kind], kind, (partial or {}).get(kind, ())) for kind in GROUPS)
-    return method, task, model, settings_of(config)
+    settings = settings_of(config)
+    return *(plugins.build(config[group], group) for group in GROUPS), settings
+
+
+def search_path(config_dirs: Sequence[Path]) -> list[str]:
+    """Return the word that has Hydra look for yaml files in these folders as well."""
+    folders = ",".join(f"file://{folder.resolve()}" for folder in config_dirs)
+    return [f"hydra.searchpath=[{folders}]"] if folders else []
+
+
+def read(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return what follows `python -m harness`, as Hydra takes it: flags first, then words; and the words that choose a
+    launcher and set it up."""
+    flags = [place for place, word in enumerate(arguments) if word.startswith("-")]
+    for place in flags:
+        flag, equals, value = arguments[place].partition("=")
+        if flag not in FLAGS:
+            value = value if equals else [*arguments, "VALUE"][place + 1]
+            raise SettingsError(f"{flag} is no flag: write settings without dashes, as in {flag.lstrip('-')}={value}.")
+    values = [place + 1 for place in flags if arguments[place] in VALUED and place + 1 < len(arguments)]
+    words = [word for place, word in enumerate(arguments) if place not in {*flags, *values}]
+    launcher = [word for word in words if word.startswith((f"{LAUNCHER}=", "hydra.launcher."))]
+    ready = for_hydra(words, config_dirs(arguments), sweep=any(flag in arguments for flag in SWEEP), runs=True)
+    return (
+        [arguments[place] for place in sorted({*flags, *values})] + [word for word in ready if word not in launcher],
+        [] if f"{LAUNCHER}=basic" in launcher else launcher,
+    )
+
+
+def for_hydra(
+    words: Sequence[str], config_dirs: Sequence[Path] = (), *, sweep: bool = False, runs: bool = False
+) -> list[str]:
+    """Return words as Hydra takes them: the home of a path is spelled out, and parameters, which not every plug-in of
+    a sweep has, get `++`. Raise `SettingsError` for an experiment whose grid needs -m, for one that is no run where
+    `runs` asks for one, and for two budgets."""
+    values = {key.lstrip("+"): value for key, _, value in (word.partition("=") for word in words)}
+    both = [f"{key}={values[key]}" for key in ("budget", "budget_bytes") if values.get(key, "null") != "null"]
+    if len(both) == 2:
+        raise SettingsError(f"{both[0]} would be ignored beside {both[1]}: leave one of them out.")
+    experiment = experiments((CONF, *config_dirs)).get(values.get(EXPERIMENT, ""))
+    grid = experiment.grid if experiment else {}
+    if "," in values.get(EXPERIMENT, ""):
+        raise SettingsError(f"{EXPERIMENT}={values[EXPERIMENT]}: give one experiment per command, it may hold a grid.")
+    if experiment and runs and "run" in experiment.facts:
+        raise SettingsError(f"{EXPERIMENT}={experiment.name} is no run: use `{experiment.command}`.")
+    if experiment and not sweep and (swept := sorted({key.lstrip("+") for key in grid} - values.keys())):
+        raise SettingsError(
+            f"{EXPERIMENT}={experiment.name} is a grid over {', '.join(swept)}: add -m, or give one value of each."
+        )
+    ready = []
+    for word in words:
+        key, equals, value = word.partition("=")
+        bare = key.lstrip("+")
+        if bare == EXPERIMENT:
+            key = f"+{bare}"
+        elif bare.partition(".")[0] in GROUPS and ("." in bare or value.startswith("{")):
+            key = bare if bare in grid else f"++{bare}"
+        ready.append(f"{key}{equals}{typed(value, f'{key}=') if value.startswith('~') else value}")
+    return ready
+
+
+def with_own_parameters(jobs: Sequence[Composed], config_dirs: Sequence[Path] = ()) -> list[Composed]:
+    """Return the jobs without parameters that their plug-ins lack and others have: a typed one that another job of the
+    sweep takes, one from a file that was written for another choice. What nobody has stays, and is refused when the
+    plug-in is built."""
+    for group in GROUPS:
+        known = {entry.name: entry for entry in entries(group, (CONF, *config_dirs))}
+        used = {name for job in jobs for name in known[job.presets[group]].settable}
+        for job in jobs:
+            own = known[job.presets[group]].settable
+            for name in [name for name in job.config[group] if name not in own]:
+                is_typed = any(word.lstrip("+").startswith(f"{group}.{name}=") for word in job.words)
+                if name in used or (not is_typed and any(name in entry.settable for entry in known.values())):
+                    del job.config[group][name]
+    return list(jobs)
 
 
 def explain(error: HydraException) -> str:
-    """Return what Hydra says of an override as a sentence: the nearest name that there is, or the type that is
-    wanted."""
+    """Return what Hydra says of a word as a sentence, with what is meant by the most frequent slips."""
+    text = str(error)
     if isinstance(error, MissingConfigException):
-        return f"Cannot find {error.missing_cfg_file}{suggestion(str(error.missing_cfg_file), error.options or [])}"
-    merging = re.search(r"Error merging override (\S+)", str(error))
-    if isinstance(error, ConfigCompositionException) and merging:
-        key, _, value = merging[1].lstrip("+").partition("=")
-        section, _, name = key.rpartition(".")
-        hints = get_type_hints(NESTED.get(section, Settings))
-        if not value and key not in NESTED:
-            return f"{key} is empty: give it a value, or leave it out."
+        group, _, name = str(error.missing_cfg_file).partition("/")
+        if group == "model" and ("/" in name or Path(name).is_dir()):
+            return f"There is no preset {name}; for a model of the hub or a folder write model=hf model.name={name}."
+        own = f"One of your own needs --config-dir=FOLDER, and its file FOLDER/{group}/{name}.yaml."
+        return f"There is no {group} {name!r}{suggestion(name, error.options or [])} {own}"
+    if isinstance(error, OverrideParseException):
+        return _unread(error.override)
+    if unknown := re.match(r"Could not override '([^']+)'", text):
+        return unknown_setting(unknown[1])
+    if several := re.match(r"Ambiguous value for argument '(.+)'", text):
         return (
-            wrong_type(key, yaml.safe_load(value) if value else "", hints[name]) if name in hints else sentence(error)
+            f"{several[1]} names several values: add -m to run them one after the other (a list is written in "
+            "brackets, as in dense_layers=[0,1])."
         )
-    if unknown := re.match(r"Could not override '([^']+)'", str(error)):
-        beside = map(str, getattr(error.__cause__, "parent_node", None) or ())
-        near = suggestion(unknown[1].rpartition(".")[2], [name for name in beside if not name.startswith("_")])
-        return f"There is no setting {unknown[1]}{near}"
     return sentence(error)
+
+
+def _unread(word: str) -> str:
+    if word in commands():
+        return f"{word} is a command and no setting: put it first, as in `python -m harness {word}`."
+    if word in REMOVED_COMMANDS:
+        return f"There is no command {word} any more: {REMOVED_COMMANDS[word]}. See CHANGELOG.md."
+    if near := get_close_matches(word, commands(), n=1):
+        return f"There is no command {word!r}; did you mean {near[0]}?"
+    return f"Cannot read {word!r}: {HOW}."
+
+
+# Commands that read several values of a key themselves: a search over parameters, and a server's combinations
+
+
+class Word(NamedTuple):
+    """Holds one value of a key. `text` is key=value, as a command line for one run says it."""
+
+    text: str
+    value: Any
+
+
+class Search(NamedTuple):
+    """Holds what a search was asked. `words` are those for one run; `values` are to be tried, by parameter; `chosen`
+    has the yaml files of method, task and model."""
+
+    words: list[str]
+    values: Mapping[str, tuple[Any, ...]]
+    chosen: Mapping[str, Entry]
+
+
+def read_search(words: Sequence[str], config_dirs: Sequence[Path] = ()) -> Search:
+    """Read the words of a search, where `method.kernel=3,7,15` names values to try and every other word is as for one
+    run. Raise `SettingsError` for what a search sets itself, and for several values of anything but a parameter."""
+    others, values = [], dict[str, tuple[Any, ...]]()
+    for key, choices in _by_key(words).items():
+        group, _, parameter = key.partition(".")
+        if group in SET_BY_TUNE:
+            raise SettingsError(f"{key} changes nothing for harness.tune, since {SET_BY_TUNE[group]}: leave it out.")
+        searched = group == "method" and parameter
+        if searched and choices[0].value == "":
+            raise SettingsError(f"{key} is empty: name the values to try, as in {key}=A,B.")
+        if len(choices) == 1:
+            others.append(choices[0].text)
+        elif searched:
+            values[parameter] = tuple(dict.fromkeys(choice.value for choice in choices))
+        else:
+            given = ",".join(plain(choice.value) for choice in choices)
+            raise SettingsError(f"{key}={given} names several values: parameters of the method alone have a grid.")
+    presets = compose_one(others, config_dirs).presets
+    folders = (CONF, *config_dirs)
+    chosen = {group: next(e for e in entries(group, folders) if e.name == presets[group]) for group in GROUPS}
+    for name in values.keys() - chosen["method"].settable:
+        near = suggestion(name, [f"method.{own}" for own in chosen["method"].settable - {plugins.TARGET}])
+        raise SettingsError(f"method={presets['method']} has no parameter {name}{near}")
+    return Search(others, values, chosen)
+
+
+def combinations(words: Sequence[str], slowest: str) -> Iterator[dict[str, Word]]:
+    """Yield every combination of the values, by key; those of `slowest` vary slowest."""
+    choices = _by_key(words)
+    keys = sorted(choices, key=lambda key: key != slowest)
+    for point in product(*(choices[key] for key in keys)):
+        yield dict(zip(keys, point, strict=True))
+
+
+def _by_key(words: Sequence[str]) -> dict[str, list[Word]]:
+    """Return the values that words name, by key; of two words for one key the last counts."""
+    found: dict[str, list[Word]] = {}
+    for word in words:
+        try:
+            override = OverridesParser.create().parse_override(word)
+        except HydraException as error:
+            raise SettingsError(_unread(word)) from error
+        found[override.key_or_group] = list(_values(override))
+    return found
+
+
+def _values(override: Override) -> Iterator[Word]:
+    if not override.is_sweep_override():
+        yield Word(str(override.input_line), _frozen(override.value()))
+        return
+    key = str(override.input_line).partition("=")[0]
+    if not override.is_discrete_sweep():
+        raise SettingsError(f"{override.input_line} has no steps: name the values, as in {key}=A,B.")
+    for text, value in zip(override.sweep_string_iterator(), override.sweep_iterator(), strict=True):
+        yield Word(f"{key}={text}", _frozen(value))
+
+
+def _frozen(value: Any) -> Any:
+    """Return a value as a method's fields hold it."""
+    if isinstance(value, list):
+        return tuple(map(_frozen, value))
+    return value.text if isinstance(value, QuotedString) else value

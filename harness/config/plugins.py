@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import types
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from difflib import get_close_matches
@@ -27,18 +27,13 @@ class PluginError(ValueError):
     """A method, task or model cannot be built from its configuration; the message says what to change."""
 
 
-def build(config: Mapping[str, Any], kind: str, partial: Collection[str] = ()) -> Any:
-    """The object that `config` describes. `kind` (method, task, model) is the word for it in errors.
-
-    `partial`: parameters of a sweep that its other plug-ins have; dropped where this one has none of that name.
-    """
+def build(config: Mapping[str, Any], kind: str) -> Any:
+    """Return the object that `config` describes. `kind` (method, task, model) is the word for it in errors."""
     values = dict(config)
     target = values.pop(TARGET, None)
     cls = _find(target, kind)
     hints = get_type_hints(cls)
     known = {field.name: hints[field.name] for field in fields(cls) if field.init}
-    for name in set(partial) - known.keys():
-        values.pop(name, None)
     for name in values.keys() - known.keys():
         raise PluginError(f"{kind}.{name} is not a parameter of {cls.__name__}{suggestion(name, known)}")
     for name in required(cls):
@@ -139,9 +134,9 @@ def is_size(hint: Any) -> bool:
     return {int, str} <= set(get_args(hint))
 
 
-def wrong_type(key: str, value: Any, hint: Any, shown: str | None = None) -> str:
+def wrong_type(key: str, value: Any, hint: Any) -> str:
     """Return a sentence on a value that is not of the annotated type, with the way to write a share in percent, a
-    single value where a list is wanted, and a mapping. `shown`: the value as the sentence has it."""
+    single value where a list is wanted, and a mapping."""
     if dataclasses.is_dataclass(hint):
         return f"{key} holds settings, to be named one by one, as {key}.{fields(hint)[0].name}=VALUE."
     end, percent = "", re.fullmatch(r"(\d+(?:\.\d+)?) ?%", plain(value))
@@ -152,7 +147,7 @@ def wrong_type(key: str, value: Any, hint: Any, shown: str | None = None) -> str
         end = f", as in '{key}={{name: {plain(value) if isinstance(value, str) else 'VALUE'}}}'"
     elif fits([value], hint):
         end = f", as in {key}=[{plain(value)}]"
-    return f"{key}={plain(value) if shown is None else shown} should be {spell(hint)}{end}."
+    return f"{key}={plain(value)} should be {spell(hint)}{end}."
 
 
 def spell(hint: Any) -> str:

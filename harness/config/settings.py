@@ -5,17 +5,17 @@ One key, one meaning, whatever the method. Imports neither torch nor hydra.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
-from math import ceil, inf
+from difflib import get_close_matches
+from math import inf
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Union, get_type_hints
+from typing import Any, get_type_hints
 
-from harness.config.backends import in_one_line
-from harness.config.catalogue import plain
-from harness.config.values import FROM_0, FROM_1, MOST_SEED, Range, check_values, expand_paths, size
+from harness.config.catalogue import GROUPS, REMOVED_KEYS, entries, flatten, plain
+from harness.config.plugins import wrong_type
+from harness.config.values import FROM_0, FROM_1, Range, backends_in_one_line, check_values, expand_paths, size
 from harness.config.values import SettingsError as SettingsError
 from harness.models.devices import usual_chunk
 from methods.budget import Budget, BudgetError
@@ -47,7 +47,7 @@ CHOICES = {
 RANGES = {
     **dict.fromkeys(("batch", "prefill_chunk", "threads", "budget_bytes", "budget_generated"), FROM_1),
     **dict.fromkeys(("warmup", "fidelity", "windows.sinks", "generation.top_k"), FROM_0),
-    "seed": Range(least=0, most=MOST_SEED),
+    "seed": Range(least=0, most=2**63 - 1),
     "comm": Range(above=0, most=1, hint="a share of the key cache, like 0.0078125"),
     "windows.recent_ratio": Range(least=0, below=1),
     "store.ttl_s": Range(above=0, hint="or null for no end"),
@@ -60,15 +60,7 @@ RANGES = {
 }
 PATHS = ("data.root", "results.root", "store.folder")
 # what changes neither an output nor a measured cost, and so is no part of a run's identity
-WITHOUT_EFFECT = (
-    "results",
-    "data",
-    "baseline",
-    "dry_run",
-    "wandb",
-    "likelihood",
-    "store.folder",
-)
+WITHOUT_EFFECT = ("results", "data", "baseline", "dry_run", "wandb", "likelihood", "store.folder")
 # may differ among jobs that share a prefill
 OWN = {
     "budget", "budget_bytes", "budget_rule", "align", "comm", "windows", "budget_generated",
@@ -76,11 +68,6 @@ OWN = {
 }  # fmt: skip
 
 TUNING_SEED = 271_828  # of the examples that harness.tune chooses parameters by; no table is about them
-
-
-def check_codec(key: str, codec: str | None) -> None:
-    if codec is not None and not codecs.is_codec(codec):
-        raise SettingsError(f"{key}={codec} is unknown: choose null, {codecs.choices()}.")
 
 
 @dataclass
@@ -106,17 +93,12 @@ class CommonWindows:
 class StoreSettings:
     """Sets up the store of history=store. Sizes are by tier; a tier of 0 bytes does not exist."""
 
-    host: Union[int, str] = "8GB"  # noqa: UP007 (OmegaConf reads this form)
-    disk: Union[int, str] = 0  # noqa: UP007
+    host: int | str = "8GB"
+    disk: int | str = 0
     folder: str | None = None
     policy: str = "scheduler_aware"
     ttl_s: float | None = None
     codec: str | None = None
-
-    @property
-    def given(self) -> str:
-        """Its settings that are not at their defaults, as on the command line."""
-        return ", ".join(f"store.{one.name}" for one in fields(self) if getattr(self, one.name) != one.default)
 
     @property
     def capacities(self) -> dict[str, int]:
@@ -127,20 +109,6 @@ class StoreSettings:
     def seconds_to_live(self) -> float:
         return inf if self.ttl_s is None else self.ttl_s
 
-    def check(self) -> None:
-        if not any(self.capacities.values()):
-            raise SettingsError("history=store has no tier to store in: set store.host=8GB, or store.disk.")
-        if self.folder is not None and not self.capacities["disk"]:
-            raise SettingsError(
-                "store.folder is about the disk tier, which has no bytes: set store.disk=100GB as well."
-            )
-        check_codec("store.codec", self.codec)
-        if self.codec is not None and BLOCK_TOKENS % (together := codecs.codec_of(self.codec).block):
-            raise SettingsError(
-                f"store.codec={self.codec} writes {together} tokens together, and the {BLOCK_TOKENS} tokens of a block "
-                "are no multiple of that: choose a group that divides them."
-            )
-
 
 @dataclass
 class OverflowSettings:
@@ -150,36 +118,6 @@ class OverflowSettings:
     by: str | None = None
     ratio: float = 0.5
     sinks: int = 0
-
-    def check(self, history: str) -> None:
-        if self.window is None:
-            if given := [one.name for one in fields(self) if getattr(self, one.name) != one.default]:
-                raise SettingsError(
-                    f"overflow.{given[0]} needs a window: set overflow.window=2048 as well, or leave it out."
-                )
-            return
-        if history == "recompute" and self.by not in (None, "truncate_tokens"):
-            raise SettingsError(
-                f"history=recompute has no cache for overflow.by={self.by}: set overflow.by=truncate_tokens."
-            )
-        if history == "store" and self.by == "truncate_rotated":
-            raise SettingsError(
-                "history=store has keys before their rotation, and overflow.by=truncate_rotated is about rotated ones: "
-                "set overflow.by=truncate_cache, or history=device_prefix without settings of the store."
-            )
-        self._check_share(self.window)
-
-    def _check_share(self, window: int) -> None:
-        stays = int(self.ratio * window)
-        if stays < 1:
-            raise SettingsError(
-                f"overflow.window={window} is too small: no token would stay of it; set {ceil(1 / self.ratio)} or more."
-            )
-        if self.sinks >= stays:
-            raise SettingsError(
-                f"overflow.sinks={self.sinks} must be fewer than the {stays} tokens that stay of "
-                f"overflow.window={window}."
-            )
 
     def resolved(self, history: str) -> OverflowSettings:
         """Return these settings with `by` said."""
@@ -214,8 +152,8 @@ class WandbSettings:
 class Settings:
     """Everything of a run but its method, task and model. conf/config.yaml says what each is for."""
 
-    budget: Union[int, float, None] = 0.2  # noqa: UP007 (OmegaConf reads this form)
-    budget_bytes: Union[int, str, None] = None  # noqa: UP007
+    budget: int | float | None = 0.2
+    budget_bytes: int | str | None = None
     budget_rule: str = "read"
     align: str = "tokens"
     comm: float | None = None
@@ -255,47 +193,65 @@ class Settings:
         for name, choices in CHOICES.items():
             if (value := attrgetter(name)(self)) not in choices:
                 raise SettingsError(f"{name}={value} is unknown: choose one of {', '.join(map(plain, choices))}.")
+        check_values(self, RANGES)
         try:
             Budget(1.0 if self.budget is None else self.budget)
         except BudgetError as error:
             raise SettingsError(str(error)) from error
-        check_values(self, RANGES)
         expand_paths(self, PATHS)
         self.budget_bytes = self.most_bytes  # however it is written, the run is the same
+        self.backends = backends_in_one_line(self.backends)
+        for key, codec in (("codec", self.codec), ("store.codec", self.store.codec)):
+            if codec is not None and not codecs.is_codec(codec):
+                raise SettingsError(f"{key}={codec} is unknown: choose null, {codecs.choices()}.")
+        if clashes := [*self._clashes(), *self._clashes_of_conversations()]:
+            raise SettingsError(clashes[0])
+
+    def _clashes(self) -> Iterator[str]:
+        """Yield which settings exclude each other, with what to do about it."""
         if self.budget_bytes is not None:
             limit = f"budget_bytes={self.budget_bytes}"
             if self.budget not in (None, Settings.budget):
-                raise SettingsError(f"budget={self.budget} would be ignored beside {limit}: leave one of them out.")
-            if self.dense_layers or self.budget_rule == "paper":
-                raise SettingsError(
-                    f"{limit} limits the bytes of all layers together: leave dense_layers and budget_rule=paper out."
-                )
-            if self.align == "moved_bytes":
-                raise SettingsError(
-                    f"{limit} limits bytes on the device, and align=moved_bytes those that move: leave one out."
+                yield f"budget={self.budget} would be ignored beside {limit}: leave one of them out."
+            if self.dense_layers or self.budget_rule == "paper" or self.align == "moved_bytes":
+                yield (
+                    f"{limit} limits the bytes of all layers on the device: leave dense_layers, budget_rule=paper and "
+                    "align=moved_bytes out."
                 )
         if self.budget_generated is not None and not self.says_budget:
-            raise SettingsError("budget_generated goes with a budget: set one; budget=1.0 leaves the prompt whole.")
-        check_codec("codec", self.codec)
-        self.backends = in_one_line(self.backends)
-        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
-            raise SettingsError(f"device={self.device} is unknown: choose auto, cpu, cuda or cuda:N.")
-        if self.questions == "shared" and self.protocol != "context":
-            raise SettingsError(
-                f"questions=shared seals a context before its questions, and protocol={self.protocol} seals them with "
-                "it: set protocol=context."
-            )
+            yield "budget_generated goes with a budget: set one; budget=1.0 leaves the prompt whole."
         if self.align != "tokens" and self.budget_rule == "paper":
-            raise SettingsError(
-                f"align={self.align} makes bytes equal, budget_rule=paper counts tokens as papers do: leave one out."
-            )
-        if self.history == "store":
-            self.store.check()
-        elif given := self.store.given:
-            raise SettingsError(f"history={self.history} has no store: set history=store, or leave {given} out.")
-        self.overflow.check(self.history)
+            yield f"align={self.align} makes bytes equal, budget_rule=paper counts tokens as papers do: leave one out."
+        if self.questions == "shared" and self.protocol != "context":
+            yield "questions=shared seals a context before its questions: set protocol=context as well."
         if not self.generation.temperature and (self.generation.top_k, self.generation.top_p) != (0, 1):
-            raise SettingsError("Greedy decoding ignores top_k and top_p: set generation.temperature above 0 as well.")
+            yield "Greedy decoding ignores top_k and top_p: set generation.temperature above 0 as well."
+
+    def _clashes_of_conversations(self) -> Iterator[str]:
+        """Yield the same for settings about conversations of several turns."""
+        store, overflow, stored = self.store, self.overflow, self.history == "store"
+        given = [f"store.{name}" for name, value in vars(StoreSettings()).items() if getattr(store, name) != value]
+        if given and not stored:
+            yield f"history={self.history} has no store: set history=store, or leave {', '.join(given)} out."
+        if stored and not any(store.capacities.values()):
+            yield "history=store has no tier to store in: set store.host=8GB, or store.disk."
+        if store.folder is not None and not store.capacities["disk"]:
+            yield "store.folder is about the disk tier, which has no bytes: set store.disk=100GB as well."
+        if store.codec is not None and BLOCK_TOKENS % codecs.codec_of(store.codec).block:
+            yield f"store.codec={store.codec} has groups that do not divide a block of {BLOCK_TOKENS} tokens: take 64."
+        if overflow.window is None:
+            if overflow != OverflowSettings():
+                yield "overflow.by, ratio and sinks need a window: set overflow.window=2048, or leave them out."
+            return
+        if self.history == "recompute" and overflow.by not in (None, "truncate_tokens"):
+            yield f"history=recompute has no cache for overflow.by={overflow.by}: set overflow.by=truncate_tokens."
+        if stored and overflow.by == "truncate_rotated":
+            yield "history=store keeps keys before their rotation: set overflow.by=truncate_cache or truncate_tokens."
+        if overflow.sinks >= (stays := int(overflow.ratio * overflow.window)):
+            yield (
+                f"overflow.window={overflow.window} keeps {stays} tokens, and overflow.sinks={overflow.sinks} must be "
+                "fewer: set a larger window."
+            )
 
     @property
     def says_budget(self) -> bool:
@@ -315,15 +271,10 @@ class Settings:
 
 
 NESTED: Mapping[str, Any] = {name: kind for name, kind in get_type_hints(Settings).items() if is_dataclass(kind)}
-
-
-@dataclass
-class RunConfig(Settings):
-    """`Settings` with the three plug-ins: what Hydra checks a command line against."""
-
-    method: Any = None
-    task: Any = None
-    model: Any = None
+KEYS = (
+    *(field.name for field in fields(Settings)),
+    *(f"{name}.{field.name}" for name, kind in NESTED.items() for field in fields(kind)),
+)
 
 
 def recorded_defaults(device: str = "cpu") -> dict[str, Any]:
@@ -334,12 +285,34 @@ def recorded_defaults(device: str = "cpu") -> dict[str, Any]:
 
 
 def settings_of(config: Mapping[str, Any]) -> Settings:
-    """Return a composed configuration, given as plain values, as checked `Settings`. Configurations of older versions
-    lack some settings, and have others that are gone, which are ignored."""
-    values = {one.name: config[one.name] for one in fields(Settings) if one.name in config}
+    """Return a composed configuration, given as plain values, as checked `Settings`. Raise `SettingsError` for a key
+    that no setting has, as a user's own yaml file may bring one."""
+    for name in config.keys() & NESTED:
+        if not isinstance(config[name], Mapping):
+            raise SettingsError(wrong_type(name, config[name], NESTED[name]))
+    keys = flatten({name: value for name, value in config.items() if name not in GROUPS})
+    for key in sorted(set(keys) - set(KEYS)):
+        raise SettingsError(unknown_setting(key))
+    return settings_known_today(config)
+
+
+def unknown_setting(key: str) -> str:
+    """Return a sentence on a key that no setting has: what replaces one that is gone, or the nearest one that exists, a
+    parameter of a plug-in among them."""
+    if key in REMOVED_KEYS:
+        return f"There is no setting {key} any more: {REMOVED_KEYS[key]}. See CHANGELOG.md."
+    owners = [f"{group}.{key}" for group in GROUPS if any(key in entry.values() for entry in entries(group))]
+    near = owners or get_close_matches(key, (*KEYS, *GROUPS, "experiment"), n=1, cutoff=0.5)
+    end = f"did you mean {near[0]}?" if near else "`python -m harness --help` shows them all."
+    return f"There is no setting {key}; {end}"
+
+
+def settings_known_today(config: Mapping[str, Any]) -> Settings:
+    """Return the settings of a run, whatever version made it: older ones lack some, and have others that are gone."""
+    values = {field.name: config[field.name] for field in fields(Settings) if field.name in config}
     nested = {
-        name: make(**{one.name: values[name][one.name] for one in fields(make) if one.name in values[name]})
-        for name, make in NESTED.items()
+        name: kind(**{field.name: values[name][field.name] for field in fields(kind) if field.name in values[name]})
+        for name, kind in NESTED.items()
         if name in values
     }
     return Settings(**values | nested)

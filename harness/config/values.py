@@ -1,5 +1,7 @@
-"""Which values settings may have: their types, ranges and sizes. One check for the settings of a run, the traffic of a
-server and a simulation, and the error that all settings raise. Imports neither torch nor hydra."""
+"""Which values settings may have: types, ranges, sizes, and the order of backends. Imports neither torch nor hydra.
+
+One check serves the settings of a run, the traffic of a server and a simulation.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +9,19 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, is_dataclass
 from functools import cache
-from typing import Any, get_type_hints
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import yaml
 
 from harness.config.catalogue import plain
-from harness.config.plugins import fits, is_size, wrong_type
+from harness.config.plugins import fits, is_size, suggestion, wrong_type
 from harness.terminal.arguments import typed
+from kernels import ops
 
 UNITS = {"": 1, **{f"{unit}B": 1000**power for power, unit in enumerate("KMGT", 1)}}
 UNITS |= {f"{unit}iB": 1024**power for power, unit in enumerate("KMGT", 1)}
-MOST_SEED = 2**63 - 1  # that torch takes
+_ORDERS = re.compile(r"\w+=\w+(,\w+)*(;\w+=\w+(,\w+)*)*")
 
 
 class SettingsError(ValueError):
@@ -24,7 +30,7 @@ class SettingsError(ValueError):
 
 @dataclass(frozen=True)
 class Range:
-    """Bounds a number; null is in every range. `hint`: what the ends mean, in words."""
+    """Bounds a number; null is in every range. `hint` says in words what the ends mean."""
 
     least: float | None = None
     above: float | None = None
@@ -42,28 +48,29 @@ class Range:
 
     def __str__(self) -> str:
         ends = {"at least": self.least, "above": self.above, "at most": self.most, "below": self.below}
-        named = [f"{word} {end}" for word, end in ends.items() if end is not None]
-        return " and ".join(named) + (f", {self.hint}" if self.hint else "")
+        named = " and ".join(f"{word} {end}" for word, end in ends.items() if end is not None)
+        return f"{named}, {self.hint}" if self.hint else named
 
 
 FROM_0, FROM_1, ABOVE_0 = Range(least=0), Range(least=1), Range(above=0)
-Ranges = Mapping[str, Range]
 
 
-def check_values(section: Any, ranges: Ranges, prefix: str = "") -> None:
+def check_values(section: Any, ranges: Mapping[str, Range], prefix: str = "") -> None:
     """Raise `SettingsError` for the first field of a dataclass, or of one in it, whose value is an empty text, of the
-    wrong type, no number (nan), no size that can be read, or out of its range. `ranges`: by key, as the command line
-    writes it."""
+    wrong type, no number (nan), no size that can be read, or out of its range. `ranges` has keys as the command line
+    writes them."""
     kind: type = type(section)
     for name, hint in _hints(kind).items():
         key, value = f"{prefix}{name}", getattr(section, name)
         if is_dataclass(value):
             check_values(value, ranges, f"{key}.")
             continue
+        if str in (hint, *get_args(hint)) and int not in get_args(hint) and type(value) in (int, float):
+            setattr(section, name, value := str(value))  # a name of digits, which Hydra reads as a number
         if isinstance(value, str) and not value.strip():  # a slip, as when a shell variable was not set
             raise SettingsError(f"{key} is empty: give it a value, or leave it out.")
         if not fits(value, hint):
-            raise SettingsError(wrong_type(key, value, hint, repr(value) if isinstance(value, str) else None))
+            raise SettingsError(wrong_type(key, value, hint))
         number = size(key, value) if is_size(hint) and value is not None else value
         if number is not None and key in ranges and not ranges[key].holds(number):
             raise SettingsError(f"{key}={plain(value)} must be {ranges[key]}.")
@@ -85,7 +92,37 @@ def _hints(kind: type) -> dict[str, Any]:
 
 def size(key: str, value: str | int) -> int:
     """Read a size in bytes: 128GB and 10TB are decimal, 128GiB is binary."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|)", str(value))
-    if not found:
+    parts = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|)", str(value))
+    if not parts:
         raise SettingsError(f"{key}={value} is no size: write bytes, or 128GB, 10TB, 64GiB.")
-    return int(float(found[1]) * UNITS[found[2]]) if found[2] or "." in found[1] else int(found[1])
+    return int(float(parts[1]) * UNITS[parts[2]]) if parts[2] or "." in parts[1] else int(parts[1])
+
+
+def backends_in_one_line(given: str | None) -> str | None:
+    """Return another order of backends than that of kernels/ops.py as a run records it, without a path:
+    "segment_attention=flash,triton;top_k=torch". The named backends are tried first. `given` is a yaml file such as
+    `top_k: [torch]`, or such a line; None where it changes no order."""
+    if given is None:
+        return None
+    try:
+        asked = orders(given) if _ORDERS.fullmatch(given) else yaml.safe_load(Path(given).expanduser().read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise SettingsError(
+            f"backends={given} cannot be read ({str(error).splitlines()[0]}): name a yaml file."
+        ) from error
+    if not fits(asked, dict) or not all(backends and fits(backends, list[str]) for backends in asked.values()):
+        raise SettingsError(f"backends={given} should name operations, each with a list: `top_k: [torch]`.")
+    known = {op.name: list(op.targets) for op in ops.ALL}
+    for name, backends in asked.items():
+        if name not in known:
+            raise SettingsError(f"backends: there is no operation {name!r}{suggestion(name, known)}")
+        if wrong := [backend for backend in backends if backend not in known[name]]:
+            raise SettingsError(f"backends: {name} has no backend {wrong[0]!r}: choose from {', '.join(known[name])}.")
+    changed = {name: backends for name, backends in asked.items() if known[name][: len(backends)] != backends}
+    return ";".join(f"{name}={','.join(backends)}" for name, backends in sorted(changed.items())) or None
+
+
+def orders(line: str | None) -> Mapping[str, list[str]]:
+    """Return the backends that such a line names by operation, as `ops.prefer` takes them."""
+    parts = [part.partition("=") for part in line.split(";")] if line else []
+    return {name: backends.split(",") for name, _, backends in parts}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from harness.jobs.examples import by_context
 from harness.jobs.job import Job
-from harness.jobs.planning.capacity import largest_batch, refusal, sealed, side_by_side, size
-from harness.jobs.planning.examples import by_context
-from harness.jobs.planning.machine import free_here
+from harness.jobs.machine import free_here, refusal
+from harness.jobs.memory import full_bytes, largest_batch, sealed_cost, size
 from harness.terminal.notices import alike, say
 from methods.base import CostError
 from methods.full import Full
@@ -60,12 +60,12 @@ def _budget(job: Job) -> str:
 def _bytes(job: Job) -> str:
     """Return the bytes of the method after its longest prompts, and of Full, whose cache a prefill holds."""
     info = job.model.describe()
-    full = f"{size(side_by_side(info, job.settings, job.items))} for Full at its longest"
+    full = f"{size(full_bytes(info, job.settings, job.items))} for Full at its longest"
     if isinstance(job.method, Full):
         return full
     name = type(job.method).__name__
     try:
-        cost = sealed(job.cache_spec, info, job.items)
+        cost = sealed_cost(job.cache_spec, info, job.items)
     except CostError:
         return f"{full}; {name} does not say what it holds"
     told = [f"{size(count)} on the {tier}" for tier, count in cost.held.items() if count]

@@ -1,4 +1,4 @@
-"""Jobs from open folder to summary, alone or in a sweep. `evaluate` is the Python name of a run.
+"""Jobs from settings to summary: plan, open the folders, load the model, attach the methods, run, record.
 
 evaluate(PQCache(...), Niah(...), SmolLM2(), budget=0.2).summary["score"]
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from time import perf_counter
@@ -22,9 +23,9 @@ from harness.config.errors import own_line, sentence
 from harness.config.settings import Settings, SettingsError
 from harness.engine.cache import KVCache
 from harness.engine.hf import routed
+from harness.jobs.examples import PreparedExample, by_context, room
 from harness.jobs.job import Job, Presets
-from harness.jobs.planning.capacity import of_conversations
-from harness.jobs.planning.examples import PreparedExample, by_context, room
+from harness.jobs.memory import conversation_bytes
 from harness.jobs.prefill import Prefilled, SharedPrefill, Usage
 from harness.jobs.questions import Failed
 from harness.jobs.runner import Runner
@@ -33,12 +34,11 @@ from harness.results.provenance import provenance
 from harness.results.records import FailedExample, Record
 from harness.results.run_folder import Run, StoredRun
 from harness.terminal.notices import lasting_output, warn
-from harness.terminal.progress import progress
+from harness.terminal.progress import announce, progress
 from methods.base import AttnInput, KVLayer, Method, refuse_other_than_method
 
 OF_COMMANDS = ("dry_run", "wandb.project")  # settings that `python -m harness` reads before it runs jobs
-Items = Sequence[PreparedExample]
-FAILED_BATCHES = 3  # that end a run, one after the other
+FAILED_BATCHES = 3  # in a row that end a run
 OnError = Callable[[Exception], None]
 
 
@@ -75,27 +75,20 @@ def evaluate_together(jobs: Sequence[Job], on_error: OnError | None = None) -> l
     """
     errors = list[Exception]()
     report = on_error or errors.append
-    made: dict[Path, StoredRun] = {}
-    for group in _groups(jobs):
+    groups: dict[str, dict[Path, Job]] = {}  # jobs that run together, each folder once
+    for job in jobs:
+        for one in ([job.full] if job.full and job.settings.baseline == "run" else []) + [job]:
+            name = "shared" if one.settings.shared_prefill else str(one.folder)
+            groups.setdefault(name, {}).setdefault(one.folder, one)
+    runs: dict[Path, StoredRun] = {}
+    for group in groups.values():
         with reporting(report):
-            for job in run_group(group, report):
+            for job in _run_group(list(group.values()), report):
                 full = job.full
-                made[job.folder] = job.stored((made.get(full.folder) or full.finished()) if full else None)
+                runs[job.folder] = job.stored((runs.get(full.folder) or full.finished()) if full else None)
     if errors:
         raise errors[0]
-    return list(made.values())
-
-
-def _groups(jobs: Sequence[Job]) -> Iterable[list[Job]]:
-    """Return the jobs that run together, each folder once: those with a shared prefill, with `baseline=run` Full among
-    them, and each of the others alone."""
-    found: dict[str, dict[Path, Job]] = {}
-    for job in jobs:
-        full = [job.full] if job.full and job.settings.baseline == "run" else []
-        for one in (*full, job):
-            name = "shared" if one.settings.shared_prefill else str(one.folder)
-            found.setdefault(name, {}).setdefault(one.folder, one)
-    return [list(group.values()) for group in found.values()]
+    return list(runs.values())
 
 
 @contextmanager
@@ -106,20 +99,23 @@ def reporting(report: OnError) -> Iterator[None]:
         report(error)
 
 
-def run_group(jobs: Sequence[Job], on_error: OnError) -> list[Job]:
+def _run_group(jobs: Sequence[Job], on_error: OnError) -> list[Job]:
     """Generate what is not there yet, and return the jobs that are complete then. Ctrl-C and errors leave folders that
     the same command continues."""
-    assert len({job.identity["prompts"] for job in jobs}) == 1
     if unfinished := [job for job in jobs if not job.is_done()]:
         unfinished[0].refuse_memory(unfinished[1:])
     with ExitStack() as stack:
-        runs = list(_opened(jobs, stack, on_error))
+        runs = []
+        for job in sorted(jobs, key=lambda job: job.folder):  # so that two processes do not wait for each other
+            with reporting(on_error):
+                runs.append(_open(job, stack, on_error))
         lacking = [run for run in runs if run.pending]
         for run in runs:
             if not run.pending:
                 run.close("complete")  # before anything can fail
-        with _attempt(*lacking):
-            _generate(lacking)
+        if lacking:
+            with _failing(*lacking):
+                _generate(lacking)
         for run in lacking:
             if not run.failed:
                 run.end()
@@ -127,27 +123,41 @@ def run_group(jobs: Sequence[Job], on_error: OnError) -> list[Job]:
     return [job for job in jobs if job.folder in complete]
 
 
-def _opened(jobs: Sequence[Job], stack: ExitStack, on_error: OnError) -> Iterator[_Run]:
-    """Open the folders. Wait for other processes that are at the same runs; what they finish need not be run again. In
-    the order of their folders, so that two that wait for each other's do not lock up."""
-    for job in sorted(jobs, key=lambda job: job.folder):
-        with reporting(on_error):
-            job.remove_leftovers()
-            root = Path(job.settings.results.root)
-            run = stack.enter_context(_Run.open(root, job.config, job.identity, *job.names, wait=True))
-            run.job, run.on_error = job, on_error
-            run.complement(**job.facts())
-            job.announce(run.pending)
-            yield run
+def _open(job: Job, stack: ExitStack, on_error: OnError) -> _OpenRun:
+    """Open the folder of a job. Where another process is at the same run, wait for it: what it finishes need not be run
+    again."""
+    job.remove_leftovers()
+    root = Path(job.settings.results.root)
+    run = stack.enter_context(_OpenRun.open(root, job.config, job.identity, *job.names, wait=True))
+    run.job, run.on_error = job, on_error
+    run.complement(**job.facts())
+    announce(job.label, job.folder, len(job.items) - len(run.pending), len(job.items))
+    return run
 
 
-class _Run(Run):
-    """The run of one of these jobs: its folder, and what makes its records."""
+def _generate(runs: Sequence[_OpenRun]) -> None:
+    """Load the model, attach the methods, and generate what the runs lack."""
+    first = runs[0].job
+    loaded = first.load()
+    with ExitStack() as runners, routed(loaded.model):
+        for run in runs:
+            with _failing(run):
+                run.attach(loaded, runners)
+        pending = [item for item in first.items if any(run.lacks(item) for run in runs)]
+        tokens = [sum(len(turn.prompt.ids) for turn in item.turns) for item in pending]
+        label = first.label if len(runs) == 1 else f"{first.label.split()[0]}, {len(runs)} jobs"
+        records = _share_prefills(runs, pending) if first.settings.shared_prefill else _run_alone(runs[0], pending)
+        for _ in progress(records, label, tokens, size=lambda record: record.prompt_tokens):
+            pass
+
+
+class _OpenRun(Run):
+    """The run of a job: its folder, open for writing, and what makes its records."""
 
     job: Job
     on_error: OnError
     runner: Runner  # once the model is there
-    in_a_row = 0  # examples that failed since the last that did not
+    failed_in_a_row = 0
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
@@ -161,13 +171,13 @@ class _Run(Run):
 
     @property
     def pending(self) -> list[PreparedExample]:
-        return self.job.pending(self)
+        return [item for item in self.job.items if not self.contains(item.example.id)]
 
     def lacks(self, item: PreparedExample) -> bool:
-        """Say whether the example is still to be tried in this session."""
+        """Return whether the example is still to be tried in this session."""
         return not (self.failed or self.contains(item.example.id) or item.example.id in self.tried)
 
-    def start(self, loaded: LoadedModel, stack: ExitStack) -> None:
+    def attach(self, loaded: LoadedModel, stack: ExitStack) -> None:
         """Attach the method. The runner is closed with `stack`, whatever goes wrong after it."""
         job = self.job
         self.note(provenance=provenance(job.settings.device), **job.facts())
@@ -179,23 +189,16 @@ class _Run(Run):
         self.runner = Runner(job.task, job.settings, job.folder, attachment, loaded)
         stack.callback(self._close_runner)
         self.runner.used(usage.backends)
-        self.runner.kept.expect(of_conversations(job.model.describe(), job.settings, self.pending))
+        self.runner.kept.expect(conversation_bytes(job.model.describe(), job.settings, self.pending))
 
     def _close_runner(self) -> None:
-        with _attempt(self):
+        with _failing(self):
             self.runner.close()
-
-    def absorb(self, layer: KVLayer, x: AttnInput) -> None:
-        if self.prefill_error is None:
-            try:
-                layer.absorb(x)
-            except Exception as error:
-                self.prefill_error = error
 
     def answers(
         self, items: Iterable[PreparedExample], prefilled: dict[str, Prefilled] | None = None
     ) -> Iterator[Record | FailedExample]:
-        """Yield the answers as they end, each once it is on disk."""
+        """Yield the records of answers as they end, each once it is on disk."""
         for answer in self.runner.answers(items, prefilled):
             if isinstance(answer, Failed):
                 yield self.give_up(answer)
@@ -203,13 +206,13 @@ class _Run(Run):
             record = self.runner.record(answer)
             self.note(**self.runner.notes)  # first, so that no kill leaves a record without them
             self.append(record)
-            self.in_a_row = 0
+            self.failed_in_a_row = 0
             yield record
 
     def give_up(self, failed: Failed) -> FailedExample:
         """Write down that an example failed. Raise its error where as many batches in a row have failed as end a
         run."""
-        example, error = failed.item.example, failed.error
+        example, error, label = failed.item.example, failed.error, self.job.label
         why = f"{type(error).__name__}: {sentence(error)}{f' ({line})' if (line := own_line(error)) else ''}"
         tokens = sum(len(turn.prompt.ids) for turn in failed.item.turns)
         record = FailedExample(example.id, example.group, failed.item.sha256, tokens, why)
@@ -217,10 +220,10 @@ class _Run(Run):
         self.append_failed(record)
         self.tried.add(example.id)
         self.last_error = error
-        self.in_a_row += 1
-        warn(f"{self.job.label}: example {example.id} failed ({why}).")
-        if self.in_a_row >= FAILED_BATCHES * self.job.settings.batch:
-            warn(f"{self.job.label}: {self.in_a_row} examples in a row failed, which ends the run.")
+        self.failed_in_a_row += 1
+        warn(f"{label}: example {example.id} failed ({why}).")
+        if self.failed_in_a_row >= FAILED_BATCHES * self.job.settings.batch:
+            warn(f"{label}: {self.failed_in_a_row} examples in a row failed, which ends the run.")
             raise error
         return record
 
@@ -235,8 +238,8 @@ class _Run(Run):
 
 
 @contextmanager
-def _attempt(*runs: _Run) -> Iterator[None]:
-    """Let what goes wrong inside fail these jobs, and no other."""
+def _failing(*runs: _OpenRun) -> Iterator[None]:
+    """Let what goes wrong inside fail these runs, and no other."""
     try:
         yield
     except Exception as error:
@@ -246,77 +249,53 @@ def _attempt(*runs: _Run) -> Iterator[None]:
         runs[0].on_error(error)
 
 
-def _generate(runs: Sequence[_Run]) -> None:
-    """Generate what the runs lack."""
-    if not runs:
-        return
-    first = runs[0].job
-    loaded = first.load()
-    with ExitStack() as runners:
-        for run in runs:
-            with _attempt(run):
-                run.start(loaded, runners)
-        pending = [item for item in first.items if any(run.lacks(item) for run in runs)]
-        tokens = [sum(len(turn.prompt.ids) for turn in item.turns) for item in pending]
-        label = first.label if len(runs) == 1 else f"{first.label.split()[0]}, {len(runs)} jobs"
-        with routed(loaded.model):
-            made = _records(runs, pending)
-            for _ in progress(made, label, tokens, size=lambda record: record.prompt_tokens):
-                pass
-
-
-def _records(runs: Sequence[_Run], pending: Items) -> Iterator[Record | FailedExample]:
-    """Yield one record per item of `pending`, whoever made it, for the bar."""
-    settings = runs[0].job.settings
-    if settings.shared_prefill:
-        started = [run.runner for run in runs if not run.failed]
-        if not started:
-            return
-        stage = started[0].engine.attachment.stage
-        groups = list(by_context(pending, stage)) if settings.questions == "shared" else [[item] for item in pending]
-        for start in range(0, len(groups), settings.batch):
-            yield from _answers(runs, groups[start : start + settings.batch]).values()
-        return
-    [run] = runs
+def _run_alone(run: _OpenRun, pending: Sequence[PreparedExample]) -> Iterator[Record | FailedExample]:
     if not run.failed:
-        with _attempt(run):
+        with _failing(run):
             run.runner.warm_up(pending)
             yield from run.answers(pending)
 
 
-def _answers(runs: Sequence[_Run], batch: Sequence[Items]) -> dict[str, Record | FailedExample]:
-    """Return the records by the id of the example. batch: examples by context, each with one prefill for all runs that
-    lack some."""
-    waiting = _prefilled(runs, batch)
-    made: dict[str, Record | FailedExample] = {}
-    while waiting:  # caches are freed behind their answers
-        run, prefilled = waiting.pop(0)
-        with _attempt(run):
-            items = [item for group in batch for item in group if run.lacks(item)]
-            made |= {record.id: record for record in run.answers(items, prefilled)}
-    return made
+def _share_prefills(runs: Sequence[_OpenRun], pending: Sequence[PreparedExample]) -> Iterator[Record | FailedExample]:
+    """Yield one record per item of `pending`, whoever made it. A context is prefilled once for all runs that lack an
+    example on it; then each run answers in its turn, and its caches are gone after that."""
+    started = [run for run in runs if not run.failed]
+    if not started:
+        return
+    settings, stage = started[0].job.settings, started[0].runner.engine.attachment.stage
+    contexts = list(by_context(pending, stage)) if settings.questions == "shared" else [[item] for item in pending]
+    for start in range(0, len(contexts), settings.batch):
+        batch = contexts[start : start + settings.batch]
+        prefilled: dict[_OpenRun, dict[str, Prefilled]] = {run: {} for run in started}
+        for items in batch:
+            asking = [run for run in started if any(map(run.lacks, items))]
+            with _failing(*asking):
+                for run, cache in _prefill(asking, items):
+                    prefilled[run][next(filter(run.lacks, items)).example.id] = cache
+        records: dict[str, Record | FailedExample] = {}
+        for run in started:
+            with _failing(run):
+                lacking = [item for items in batch for item in items if run.lacks(item)]
+                records |= {record.id: record for record in run.answers(lacking, prefilled.pop(run))}
+        yield from records.values()
 
 
-def _prefilled(runs: Sequence[_Run], batch: Sequence[Items]) -> list[tuple[_Run, dict[str, Prefilled]]]:
-    """Return the prefills of each run by the first example on a context that it lacks, but for runs that have failed
-    meanwhile."""
-    found: dict[_Run, dict[str, Prefilled]] = {run: {} for run in runs}
-    for group in batch:
-        asking = [run for run in runs if any(map(run.lacks, group))]
-        with _attempt(*asking):
-            for run, prefilled in _prefill(asking, group):
-                found[run][next(filter(run.lacks, group), group[0]).example.id] = prefilled
-    return [(run, prefilled) for run, prefilled in found.items() if prefilled and not run.failed]
-
-
-def _prefill(asking: Sequence[_Run], items: Items) -> Iterator[tuple[_Run, Prefilled]]:
+def _prefill(asking: Sequence[_OpenRun], items: Sequence[PreparedExample]) -> Iterator[tuple[_OpenRun, Prefilled]]:
     """Prefill a context once for all of these runs. One that cannot take it in fails in `items`, and all do where the
     prefill itself fails."""
     if not asking:
         return
-    first, caches = asking[0].runner, dict[_Run, KVCache]()
+    first, caches = asking[0].runner, dict[_OpenRun, KVCache]()
     for run in asking:
         run.prefill_error = None
+
+    def absorb(run: _OpenRun, layer: KVLayer, x: AttnInput) -> None:
+        if run.prefill_error is None:
+            try:
+                layer.absorb(x)
+            except Exception as error:
+                run.prefill_error = error
+
     try:
         with Usage(first.device) as usage:
             began = perf_counter()
@@ -324,7 +303,7 @@ def _prefill(asking: Sequence[_Run], items: Items) -> Iterator[tuple[_Run, Prefi
             shared = SharedPrefill(first.engine, ids, room(items) - ids.shape[1])
             for run in asking:
                 try:
-                    caches[run] = shared.cache(run.runner.engine, run.absorb)
+                    caches[run] = shared.cache(run.runner.engine, partial(absorb, run))
                 except Exception as error:
                     run.prefill_error = error
             logits = shared.run(context)
@@ -335,6 +314,6 @@ def _prefill(asking: Sequence[_Run], items: Items) -> Iterator[tuple[_Run, Prefi
         if run.prefill_error is None:
             yield run, Prefilled(caches[run], logits, began, usage)
             continue
-        with _attempt(run):
+        with _failing(run):
             for item in filter(run.lacks, items):
                 run.give_up(Failed(item, run.prefill_error))

@@ -28,7 +28,7 @@ from harness.engine.finite import NotFiniteError
 from harness.engine.graph import CaptureBroke
 from harness.engine.saved_state import Snapshot
 from harness.engine.wait import wait_for
-from harness.jobs.planning.examples import PreparedExample
+from harness.jobs.examples import PreparedExample
 from harness.jobs.prefill import Prefilled, Usage, larger
 from harness.prompts.prompt import Tokenizer
 from harness.prompts.teacher import answer_ids

@@ -29,7 +29,7 @@ from harness.engine.graph import CudaGraphs
 from harness.engine.sampling import Greedy, MinLength, Sampled, Sampler
 from harness.engine.trace import Tracer, profile_file
 from harness.engine.wait import wait_for
-from harness.jobs.planning.examples import PreparedExample, by_context, room
+from harness.jobs.examples import PreparedExample, by_context, room
 from harness.jobs.prefill import Prefilled, Usage
 from harness.jobs.questions import (
     ContextSession,

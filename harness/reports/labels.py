@@ -20,7 +20,7 @@ NOT_NAMED = ("budget", "budget_bytes", "warmup", *WITHOUT_EFFECT)  # no part of 
 SAID_BY_TABLE = ("dtype", "device", "threads", "placement", "shared_prefill")  # in a line above it, a column, a stamp
 # where they are no default: such rows mean something else by a token, or read another
 ALWAYS_NAMED = ("budget_rule", "codec")
-# what a run on a GPU writes of these where its method has no use for them (harness/jobs/planning/effective.py)
+# what a run on a GPU writes of these where its method has no use for them (harness/jobs/resolve.py)
 UNUSED: Flat = {"prefill_chunk": None, "overlap": "auto"}
 WHOLE = ("store.", "overflow.")  # keys that their last word does not explain: store.disk, overflow.by
 LONGEST = 40  # characters of a value; a longer one, such as a template, is named by its hash

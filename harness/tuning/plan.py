@@ -15,9 +15,9 @@ from evals.base import Task
 from harness.config.catalogue import plain
 from harness.config.errors import sentence
 from harness.config.settings import TUNING_SEED, CommonWindows, Settings, SettingsError
+from harness.jobs.examples import PreparedExample, prepare
 from harness.jobs.job import Job, Presets
-from harness.jobs.planning.effective import method_of, without_effect
-from harness.jobs.planning.examples import PreparedExample, prepare
+from harness.jobs.resolve import resolve
 from harness.models.base import ModelSource
 from harness.terminal.notices import say_once
 from harness.tuning.search import KEPT, Examples, curve_points, most_combinations
@@ -52,9 +52,10 @@ class SearchPlan:
     ) -> SearchPlan:
         """Plan a search whose start is configured like one run, with the reserved seed. `names`:
         what the command line calls method, task and model; `asked`: its grids."""
-        for words in without_effect(wanted, method):
+        resolved = resolve(wanted, method, model.describe())
+        for words in resolved.notes:
             say_once(words)
-        method = method_of(wanted, method, model.describe())
+        method = resolved.method
         settings = replace(
             wanted, seed=TUNING_SEED, shared_prefill=True, likelihood="off", comm=None, windows=CommonWindows()
         )

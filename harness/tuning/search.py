@@ -15,9 +15,9 @@ from statistics import fmean
 from typing import Any
 
 from harness.jobs.evaluate import evaluate_together, reporting
+from harness.jobs.examples import PreparedExample
 from harness.jobs.job import Job
-from harness.jobs.planning.examples import PreparedExample
-from harness.jobs.planning.machine import free_bytes
+from harness.jobs.machine import free_bytes
 from harness.results.compared import mean_score
 from harness.results.measures import over_known
 from harness.results.records import Record

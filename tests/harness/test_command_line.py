@@ -135,7 +135,7 @@ def test_dry_run_loads_no_weights_and_writes_nothing(cli: Cli, tmp_path: Path, m
 
     cuts = iter([30, 7, 512, 8])
     findings = lambda *prompt: [Finding("warning", "cut", f"{next(cuts)} tokens were cut.")]  # noqa: E731
-    monkeypatch.setattr("harness.jobs.planning.examples.lint", findings)
+    monkeypatch.setattr("harness.jobs.examples.lint", findings)
     monkeypatch.setattr("harness.models.random.Random.build", refuse)
     code, out, err = cli("dry_run=true")
     assert code == 0, err
@@ -183,7 +183,7 @@ def test_help_and_a_wrong_setting_are_answered_without_torch() -> None:
         assert done.stdout.splitlines()[-1] == str(int("budget=1.5" in words))
 
 
-@pytest.mark.parametrize("asked", [0.2, 1.0, 1, 512, 0, -3, 0.0, 1.5, -0.1, True])
+@pytest.mark.parametrize("asked", [0.2, 1.0, 1, 512, 0, -3, 0.0, 1.5, -0.1])
 def test_a_budget_is_refused_early_in_the_words_of_the_methods(asked: float) -> None:
     def refusal(make: Callable[..., object]) -> str | None:
         try:

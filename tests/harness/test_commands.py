@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness.config.catalogue import REMOVED_COMMANDS, REMOVED_KEYS, commands
-from harness.config.overrides import checked
+from harness.config.compose import composed
 from harness.config.settings import SettingsError
 from tests import forks
 from tests.forks import Forked
@@ -23,13 +23,13 @@ def test_a_command_may_stand_behind_the_harness(name: str) -> None:
 
 def test_a_command_among_settings_is_told_where_it_belongs() -> None:
     with pytest.raises(SettingsError, match="report is a"):
-        checked(["method=full", "report"])
+        composed(["method=full", "report"])
 
 
 def test_what_has_gone_says_what_replaces_it() -> None:
     for word, instead in (*REMOVED_COMMANDS.items(), *((f"{key}=on", text) for key, text in REMOVED_KEYS.items())):
         if not word.startswith("bench "):
             with pytest.raises(SettingsError, match=re.escape(instead)):
-                checked([word])
+                composed([word])
     changelog = (Path(__file__).parents[2] / "CHANGELOG.md").read_text(encoding="utf-8")
     assert [name for name in (*REMOVED_COMMANDS, *REMOVED_KEYS) if f"`{name}" not in changelog] == []

@@ -8,16 +8,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from harness.config.backends import orders
 from harness.config.catalogue import plain
 from harness.config.compose import built, composed
 from harness.config.settings import SettingsError
+from harness.config.values import orders
 from harness.engine.engine import Engine
 from harness.engine.graph import CudaGraphs
 from harness.jobs.job import attach
-from harness.jobs.planning.checks import check_fit
-from harness.jobs.planning.effective import budget_of, effective, method_of, without_effect
-from harness.jobs.planning.machine import check_machine
+from harness.jobs.machine import check_machine
+from harness.jobs.resolve import resolve
 from harness.models.base import LoadedModel, load
 from harness.terminal.notices import say_once
 from kernels import ops
@@ -63,16 +62,14 @@ def ready(words: Mapping[str, Any], config_dir: str | None = None) -> Ready:
     except SettingsError as error:  # the advice names an option of our own command
         raise SettingsError(str(error).replace("--config-dir", "config_dir", 1)) from error
     check_machine(wanted)
-    info = source.describe()
-    method = method_of(wanted, given, info)
-    check_fit(wanted, method, info)
-    for note in without_effect(wanted, given, words.keys()):
+    resolved = resolve(wanted, given, source.describe())
+    for note in resolved.notes:
         say_once(note)
-    settings = effective(wanted, method, info)
+    settings = resolved.settings
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     ops.prefer(orders(settings.backends))
     loaded = load(source, settings.dtype, settings.device)
-    attachment = attach(loaded, method, budget_of(settings, method, info), settings)
+    attachment = attach(loaded, resolved.method, resolved.budget, settings)
     graphs = CudaGraphs(loaded.model.device) if settings.graphs == "on" else None
     return Ready(loaded, Engine(attachment, prefill_chunk=settings.prefill_chunk, graphs=graphs))

@@ -25,7 +25,7 @@ from harness.engine.batch.running import RunningBatch
 from harness.engine.batch.running_sequence import RunningSequence
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
-from harness.jobs.planning.examples import PreparedExample
+from harness.jobs.examples import PreparedExample
 from harness.jobs.questions import Ending
 
 

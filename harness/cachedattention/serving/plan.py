@@ -15,13 +15,12 @@ import numpy as np
 
 from harness.cachedattention.simulation.trace import TurnLengths, timed
 from harness.config.catalogue import GROUPS, REMOVED_KEYS
-from harness.config.compose import built, composed
-from harness.config.grids import Word, combinations
-from harness.config.overrides import settings as known_settings
+from harness.config.compose import Word, built, combinations, composed
 from harness.config.plugins import suggestion
+from harness.config.settings import KEYS
 from harness.config.values import ABOVE_0, FROM_0, FROM_1, Range, SettingsError, check_values
+from harness.jobs.examples import PreparedExample
 from harness.jobs.job import Job
-from harness.jobs.planning.examples import PreparedExample
 from harness.results.files import digest
 
 VERSION = 3  # of the loop: goes up when its times mean something else
@@ -112,7 +111,7 @@ def _refuse_unread(key: str) -> None:
         return
     if key in REMOVED_KEYS:
         raise SettingsError(f"There is no setting {key} any more: {REMOVED_KEYS[key]}. See CHANGELOG.md.")
-    if first in known_settings():
+    if first in KEYS:
         raise SettingsError(f"{key} changes nothing for harness.serve: {INSTEAD.get(first, 'leave it out')}.")
     raise SettingsError(f"There is no setting {key}{suggestion(key, (*OWN, *READ, *GROUPS))}")
 

@@ -17,7 +17,7 @@ from harness.cachedattention.simulation.costs import Prices
 from harness.cachedattention.turns.stored import StoredCaches
 from harness.config.settings import Settings
 from harness.engine.hf import routed
-from harness.jobs.planning.capacity import of_conversations
+from harness.jobs.memory import conversation_bytes
 from harness.jobs.runner import Runner
 from harness.results.files import digest, read_json, write_csv, write_json, write_lines
 from harness.results.provenance import provenance
@@ -95,7 +95,7 @@ def served(plan: ServingPlan, folder: Path) -> ServedRow:
     with routed(loaded.model), _with_empty_folder(job.settings) as settings:
         attachment = job.attachment(loaded, {})
         with closing(Runner(job.task, settings, folder, attachment, loaded, traffic.read_buffer)) as runner:
-            runner.kept.expect(of_conversations(job.model.describe(), settings, job.items))
+            runner.kept.expect(conversation_bytes(job.model.describe(), settings, job.items))
             runner.warm_up(job.items)
             clock, kept = Clock(sleep=time.sleep if traffic.clock == "wall" else None), runner.kept
             loop = ServingLoop(runner.engine, kept, clock, ending=runner.ending, slots=traffic.slots)

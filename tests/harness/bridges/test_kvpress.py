@@ -29,8 +29,8 @@ from harness.engine.cache import KVCache
 from harness.engine.finite import NotFiniteError
 from harness.engine.footprint import footprint
 from harness.engine.hf import Rotary
+from harness.jobs.alignment import shapes
 from harness.jobs.evaluate import evaluate
-from harness.jobs.planning.alignment import shapes
 from harness.models.random import Random
 from harness.results.identity import code_of
 from kernels.rope import rotate

@@ -42,20 +42,6 @@ def test_a_run_with_the_other_kernels_installed(tmp_path: Path, site: Path, ours
     assert "streaming" in done.stdout
 
 
-@pytest.mark.slow
-def test_where_transformers_was_imported_first(tmp_path: Path, site: Path) -> None:
-    code = "import transformers, harness; from transformers import LlamaForCausalLM; from kernels import ops"
-    done = python(tmp_path, ROOT, site, code=["-c", code])
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.slow
-def test_without_the_remedy_transformers_would_import_our_folder(tmp_path: Path, site: Path) -> None:
-    """What the tests above are about still happens in the installed transformers."""
-    done = python(tmp_path, ROOT, site, code=["-c", "from transformers import LlamaForCausalLM"])
-    assert "cannot import name" in done.stderr
-
-
 def test_one_that_is_imported_already_is_named(tmp_path: Path, site: Path) -> None:
     (site / "kernels" / "__init__.py").write_text("")
     done = python(tmp_path, site, ROOT, code=["-c", "import kernels, harness"])

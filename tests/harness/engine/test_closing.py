@@ -18,7 +18,7 @@ from harness.engine.attach import Attachment, attached
 from harness.engine.cache import KVCache, UnsupportedError
 from harness.engine.engine import Engine
 from harness.engine.footprint import footprint
-from harness.jobs.planning.effective import effective
+from harness.jobs.resolve import resolve
 from harness.models.random import Random
 from methods.base import AttnInput, KVLayer, Method
 from methods.full import Full
@@ -222,10 +222,10 @@ def test_prompts_come_in_chunks_on_a_gpu_unless_that_changes_what_is_read() -> N
     info = Random(shape="tiny").describe()
 
     def chunk(device: str, method: Method, asked: int | None = None) -> int | None:
-        return effective(Settings(device=device, prefill_chunk=asked), method, info).prefill_chunk
+        return resolve(Settings(device=device, prefill_chunk=asked), method, info).settings.prefill_chunk
 
     assert [chunk(device, Full()) for device in ("cpu", "cuda", "cuda:1")] == [None, 8192, 8192]
     assert (chunk("cuda", small("infllm")), chunk("cuda", small("infllm"), 512)) == (None, 512)
     assert (chunk("cpu", Full(), 512), chunk("cuda", Full(), 100_000)) == (512, 100_000)
     unasked = recorded_defaults("cuda")
-    assert asdict(effective(Settings(device="cuda"), Full(), info))["prefill_chunk"] == unasked["prefill_chunk"]
+    assert asdict(resolve(Settings(device="cuda"), Full(), info).settings)["prefill_chunk"] == unasked["prefill_chunk"]

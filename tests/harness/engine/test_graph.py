@@ -22,7 +22,7 @@ from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
 from harness.engine.graph import CaptureBroke, CapturedStep, CudaGraphs, StepCapture
 from harness.engine.trace import Tracer
-from harness.jobs.planning.effective import effective
+from harness.jobs.resolve import resolve
 from harness.models.random import Random
 from harness.results.identity import asked
 from kernels.dispatch import use_backend
@@ -389,7 +389,7 @@ def test_a_failed_capture_leaves_the_stream_that_was_current(monkeypatch: pytest
 
 def test_graphs_are_on_where_there_is_a_gpu_and_a_cpus_runs_keep_their_identity() -> None:
     full, info = Full(), Random(shape="tiny").describe()
-    resolved = {device: effective(Settings(device=device), full, info) for device in ("cpu", "cuda")}
+    resolved = {device: resolve(Settings(device=device), full, info).settings for device in ("cpu", "cuda")}
     assert {device: settings.graphs for device, settings in resolved.items()} == {"cpu": "off", "cuda": "on"}
     identities = {device: asked(asdict(settings), {}) for device, settings in resolved.items()}
     assert "graphs" not in identities["cpu"]

@@ -175,7 +175,7 @@ def test_a_run_whose_steps_are_captured_is_another_run_with_the_same_answers(
     with pytest.raises(SettingsError, match=r"graphs=on .*device=cpu"):
         run(tmp_path, graphs="on")
     monkeypatch.setattr("harness.jobs.runner.CudaGraphs", lambda device: Tape())
-    monkeypatch.setattr("harness.jobs.planning.effective.refuse_graphs", lambda *_: None)
+    monkeypatch.setattr("harness.jobs.resolve.refuse_graphs", lambda *_: None)
     for batch in (1, 2):
         made = run(tmp_path, batch=batch, graphs="on")
         assert made.info["plain_steps"] is None

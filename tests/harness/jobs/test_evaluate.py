@@ -7,7 +7,6 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import pytest
@@ -17,17 +16,14 @@ import yaml
 from evals.base import Score
 from evals.longbench import LongBench
 from harness.commands.report import print_report
-from harness.config.settings import Data, GenerationSettings, Results, Settings, SettingsError
+from harness.config.settings import Data, GenerationSettings, Results, Settings
 from harness.jobs.evaluate import evaluate
 from harness.jobs.job import Job
-from harness.jobs.planning.effective import with_own_limit
 from harness.models.devices import DeviceError
 from harness.models.hub import HuggingFace
 from harness.results.files import read_json
 from harness.results.run_folder import Run, StoredRun
-from harness.terminal.notices import say_once
 from methods.full import Full
-from methods.pqcache import PQCache
 from tests import forks
 from tests.failures import third_record_fails
 from tests.fake_records import rewrite
@@ -62,24 +58,10 @@ def test_a_run_holds_everything_a_table_needs(tmp_path: Path) -> None:
         assert record.sealed
         assert len(record.token_s) == len(record.tokens)
     summary = made.summary
-    assert summary["status"] == "complete"
-    assert (summary["method"], summary["placement"], summary["budget"]["asked"]) == ("pqcache", "host", 0.2)
-    assert summary["host_is_cpu"]
-    assert summary["full"] is not None
-    assert {path.name for path in made.folder.iterdir()} >= {
-        "config.yaml", "run.json", "examples.jsonl", "summary.json"
-    }  # fmt: skip
-
-
-@pytest.mark.tokens
-def test_a_cache_on_the_device_reports_its_hits(tmp_path: Path) -> None:
-    plain = run(tmp_path, budget=0.2, placement="host", baseline="off")
-    cached = replace(PQ, cache_tokens=160, cache_block=16)
-    made = run(tmp_path, cached, budget=0.2, placement="host", baseline="off")
-    assert [record.tokens for record in made.records] == [record.tokens for record in plain.records]
-    assert all(record.measured["hit_rate"] and 0 < record.measured["hit_rate"] < 1 for record in made.records)
-    assert made.summary["memory"]["hit_rate"] == fmean(record.measured["hit_rate"] or 0 for record in made.records)
-    assert plain.summary["memory"]["hit_rate"] is None
+    assert (summary["status"], summary["method"], summary["placement"]) == ("complete", "pqcache", "host")
+    assert (summary["budget"]["asked"], summary["full"] is None) == (0.2, False)
+    names = {path.name for path in made.folder.iterdir()}
+    assert names >= {"config.yaml", "run.json", "examples.jsonl", "summary.json"}
 
 
 @both
@@ -137,24 +119,15 @@ def test_corrected_answers_are_another_run(
 
 
 @pytest.mark.tokens
-def test_a_budget_over_everything_gives_fulls_outputs(tmp_path: Path) -> None:
-    full = run(tmp_path, Full())
-    for method in (PQ, STREAMING):
-        made = run(tmp_path, method, budget=1.0)
-        assert [record.tokens for record in made.records] == [record.tokens for record in full.records]
-
-
-@pytest.mark.tokens
 @both
-@pytest.mark.parametrize("damage", ["", '{"id": "half a li'])
-def test_an_error_in_the_middle_loses_and_repeats_nothing(tmp_path: Path, damage: str, shared: bool) -> None:
+def test_an_error_in_the_middle_loses_and_repeats_nothing(tmp_path: Path, shared: bool) -> None:
     whole = run(tmp_path / "whole", baseline="off", shared_prefill=shared)
     with third_record_fails():
         run(tmp_path / "torn", baseline="off", shared_prefill=shared)
     (lines,) = (tmp_path / "torn").glob("*/examples.jsonl")
     assert lines.read_text().count("\n") == 2
     with lines.open("a") as file:
-        file.write(damage)
+        file.write('{"id": "half a li')
     assert without_times(run(tmp_path / "torn", baseline="off", shared_prefill=shared)) == without_times(whole)
 
 
@@ -209,19 +182,8 @@ def test_kill_9_then_the_same_command(tmp_path: Path) -> None:
     assert len(ids) == len(set(ids)) == 12
 
 
-def test_protocol_context_seals_before_the_question(tmp_path: Path) -> None:
-    made = run(tmp_path, protocol="context", budget=0.2)
-    for record in made.records:
-        assert record.context_tokens is not None
-        assert record.context_tokens < record.prompt_tokens
-        assert record.measured["attended_prompt"] == int(0.2 * record.context_tokens)
-        assert record.question_s
-
-
 @pytest.mark.tokens
 def test_sampling_is_the_same_after_a_resume(tmp_path: Path) -> None:
-    from harness.config.settings import GenerationSettings
-
     hot = GenerationSettings(temperature=3.0)
     whole = run(tmp_path / "whole", Full(), generation=hot)
     part = run(tmp_path / "part", Full(), generation=hot)
@@ -229,11 +191,6 @@ def test_sampling_is_the_same_after_a_resume(tmp_path: Path) -> None:
     first, *_ = lines.read_text().splitlines(keepends=True)
     lines.write_text(first)
     assert without_times(run(tmp_path / "part", Full(), generation=hot)) == without_times(whole) == without_times(part)
-
-
-def test_a_method_object_is_a_value() -> None:
-    assert PQCache(m=2, b=4, iterations=3, seed=1, sinks=4) == PQ
-    assert hash(PQ) == hash(replace(PQ))
 
 
 @pytest.mark.parametrize(("gpus", "device", "dtype"), [(0, "cpu", "fp32"), (1, "cuda", "bf16")])
@@ -258,27 +215,16 @@ def test_a_limit_that_is_the_examples_own_is_no_other_run() -> None:
     )
     assert own.identity == same.identity != other.identity
     assert [item.new_tokens for item in same.items] == [6] * 4
-    given = [replace(item, forced=(1, 2)) for item in same.items]  # texts in place of answers, which it would cut
-    typed = Settings(generation=GenerationSettings(max_new_tokens=6))
-    assert with_own_limit(typed, given) == typed
 
 
-@pytest.mark.parametrize("wrong", [{"device": "cuda"}, {"device": "cuda:7"}])
+@pytest.mark.parametrize("wrong", ["cuda", "cuda:7", "cdua"])
 def test_a_device_that_is_not_here_leaves_no_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    with pytest.raises(DeviceError, match="is not available"):
-        run(tmp_path, **wrong)
-    with pytest.raises(SettingsError, match="device=cdua is"):
-        run(tmp_path, device="cdua")
+    with pytest.raises(DeviceError, match=f"device={wrong}"):
+        run(tmp_path, device=wrong)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_fp16_on_a_cpu_is_called_slow(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    say_once.cache_clear()
-    run(tmp_path, dtype="fp16", device="cpu", task=niah(depths=1))
-    assert capsys.readouterr().err.count("ten times slower") == 1  # not once more for Full
 
 
 def test_methods_started_together_share_one_full(tmp_path: Path) -> None:

@@ -20,9 +20,9 @@ from harness.engine.batch.running import RunningBatch
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
 from harness.engine.hf import routed
-from harness.jobs.planning.cache_bytes import CacheSpec
-from harness.jobs.planning.capacity import MemoryForecast, needed, refusal
-from harness.jobs.planning.examples import PreparedExample, prepare
+from harness.jobs.examples import PreparedExample, prepare
+from harness.jobs.machine import refusal
+from harness.jobs.memory import CacheSpec, MemoryForecast, needed
 from harness.jobs.prefill import SharedPrefill
 from harness.models.base import ModelInfo
 from kernels import ops
@@ -165,7 +165,7 @@ def test_a_prompt_whose_cache_exceeds_the_device_runs_from_elsewhere(name: str, 
         asked = changed(cache_spec, device="cuda" if placement == HOST else "cpu", **settings)
         return refusal(forecast(asked), asked.settings, ROOM, 10 * ROOM if placement == HOST else None)
 
-    assert "free on" in str(refused(placement=DEVICE))
+    assert "are free" in str(refused(placement=DEVICE))
     assert refused() is None
     assert peaks(cache_spec).peaks[DEVICE] <= ROOM
 

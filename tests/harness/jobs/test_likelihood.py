@@ -13,7 +13,7 @@ import torch
 from evals.base import Example, Task, TaskEnv
 from evals.niah import Niah
 from harness.config.settings import GenerationSettings, Settings
-from harness.jobs.planning.examples import PreparedExample, prepare
+from harness.jobs.examples import PreparedExample, prepare
 from harness.models.base import load
 from harness.prompts.teacher import answer_ids
 from harness.results.measures import MEASURES
@@ -150,15 +150,6 @@ def test_an_answer_follows_behind_white_space() -> None:
 @pytest.mark.parametrize("changes", [{"trace": "on"}, {"generation": GenerationSettings(force_length=True)}], ids=str)
 def test_a_run_about_time_measures_none(tmp_path: Path, changes: dict[str, Any]) -> None:
     assert nll_of(run(tmp_path, PQ, niah(depths=1), **changes).records) == [None]
-
-
-def test_a_finished_run_without_it_says_how_to_get_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    without = run(tmp_path, PQ, likelihood="off")
-    assert "likelihood" not in capsys.readouterr().err
-    assert nll_of(run(tmp_path, PQ).records) == [None, None]
-    said = " ".join(capsys.readouterr().err.split())
-    assert f"2 of 2 examples in {without.folder} were run with likelihood=off and have no likelihood" in said
-    assert "delete that folder" in said
 
 
 def test_it_is_no_part_of_the_identity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from evals.base import Task
 from evals.multiturn import Multiturn
 from evals.scbench import SCBench
 from harness.config.settings import Data, Settings
-from harness.jobs.planning.examples import prepare
+from harness.jobs.examples import prepare
 from harness.models.base import load
 from harness.reports.compare import comparisons
 from harness.reports.groups import ago_scores, turn_scores

@@ -26,7 +26,7 @@ from harness.engine.batch.generation import Generation
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
 from harness.engine.footprint import footprint
-from harness.jobs.planning.examples import PreparedExample, by_context, prepare
+from harness.jobs.examples import PreparedExample, by_context, prepare
 from harness.jobs.questions import SealedContext
 from harness.models.base import load
 from harness.reports.compare import comparisons

@@ -12,7 +12,7 @@ import pytest
 from evals.base import Task
 from harness.config.settings import Results, Settings
 from harness.jobs.evaluate import evaluate
-from harness.jobs.planning.examples import prepare
+from harness.jobs.examples import prepare
 from harness.models.random import Random
 from harness.results.records import Record
 from harness.results.run_folder import StoredRun

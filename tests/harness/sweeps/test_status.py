@@ -38,16 +38,8 @@ def test_runs_are_counted_by_their_state(tmp_path: Path, capsys: pytest.CaptureF
     assert f"running 1/4 process {os.getpid()} on " in str(rows)
 
 
-def test_a_run_whose_run_json_cannot_be_read_has_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = write_run(tmp_path, [record("a")])
-    (folder / "run.json").write_text("{")
-    assert status([str(tmp_path)]) == 1
-    assert f"delete {folder} and run the same command again" in capsys.readouterr().out
-
-
-def test_nothing_to_look_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert status([str(tmp_path / "none")]) == 2
-    assert status([str(tmp_path)]) == 2
-    err = capsys.readouterr().err
-    assert f"{tmp_path / 'none'}; " in err
-    assert f"{tmp_path}: " in err
+def test_what_cannot_be_read_has_failed_and_no_runs_are_an_error(tmp_path: Path) -> None:
+    (write_run(tmp_path / "runs", [record("a")]) / "run.json").write_text("{")
+    assert status([str(tmp_path / "runs")]) == 1
+    (tmp_path / "empty").mkdir()
+    assert status([str(tmp_path / "empty")]) == status([str(tmp_path / "none")]) == 2

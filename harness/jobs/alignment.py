@@ -1,0 +1,96 @@
+"""`align=moved_bytes|device_bytes`: `budget` names bytes, and each method reads as many tokens as it gets for them.
+
+A budget of T tokens stands for their keys and values in every layer. A method then gets the token budget with which
+its own cost, by the formula it declares, comes closest to these bytes without exceeding them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NoReturn
+
+import torch
+from torch import Tensor
+
+from harness.models.base import ModelInfo
+from methods.base import Budget, BudgetError, LayerSpec, LayerWorkload, Method
+from methods.tiers.codec import Codec
+
+AlignedBytes = Literal["moved_bytes", "device_bytes"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlignedBudget(Budget):
+    """Counts a budget in bytes: those of `asked` tokens over the layers of `specs`. Lengths that a run is not about, as
+    within a chunked prefill, are not refused."""
+
+    measure: AlignedBytes
+    method: Method
+    specs: Sequence[LayerSpec]
+    placement: str
+    element_bytes: int
+    codec: Codec | None = None
+    most_bytes: int | None = None  # as budget_bytes says it, in place of tokens
+    solved: dict[tuple[int, int], int] = field(default_factory=dict, compare=False)
+
+    def tokens(self, sealed: int, layer: int) -> int:
+        asked = Budget.tokens(self, sealed, layer)
+        if self.is_fixed(sealed, asked):
+            return asked
+        if (sealed, asked) not in self.solved:
+            self.solved[sealed, asked] = self.solve(sealed, asked)
+        return self.solved[sealed, asked]
+
+    def solve(self, sealed: int, asked: int) -> int:
+        """Return the tokens to read of `sealed` for the bytes of `asked`; the nearest end of the range where none will
+        do."""
+        least = self.method.smallest_budget
+        more = range(least + 1, sealed)
+        return least + bisect_right(more, self.target(asked), key=lambda tokens: self.paid(sealed, tokens))
+
+    def paid(self, sealed: int, tokens: int) -> int:
+        """Return the bytes of all layers when the method reads `tokens` of `sealed`."""
+        how = (sealed, tokens, self.placement, self.element_bytes)
+        costs = [self.method.cost(LayerWorkload(spec, *how, codec=self.codec)) for spec in self.specs]
+        return sum(cost.moved_bytes_per_step if self.measure == "moved_bytes" else cost.device_bytes for cost in costs)
+
+    def target(self, tokens: int) -> int:
+        """Return the bytes of the keys and values of `tokens`, all layers."""
+        rows = (LayerWorkload(spec, 1, 1, self.placement, self.element_bytes).row_bytes for spec in self.specs)
+        return tokens * sum(rows)
+
+    def is_fixed(self, sealed: int, asked: int) -> bool:
+        """Return whether there is nothing to solve: all is read, or all but one in any case."""
+        return asked >= sealed or sealed <= self.method.smallest_budget + 1
+
+    def refuse(self, sealed: int) -> None:
+        """Raise where no token budget costs what was asked for."""
+        asked = Budget(self.asked).tokens(sealed, 0)
+        least, most = (self.paid(sealed, tokens) for tokens in (self.method.smallest_budget, sealed - 1))
+        if self.is_fixed(sealed, asked) or least <= self.target(asked) <= most:
+            return
+        token, does = self.target(1), "moves" if self.measure == "moved_bytes" else "holds on the device"
+        low, high = -(-least // token), most // token  # whole tokens, as a budget counts them
+        setting, unit, way_out = f"align={self.measure}", "tokens' keys and values", "use align=tokens"
+        if self.most_bytes is not None:
+            low, high = low * token, (high + 1) * token - 1
+            setting, unit, way_out = f"budget_bytes={self.most_bytes}", "bytes", "set budget in place of budget_bytes"
+        raise BudgetError(
+            f"{setting}: with placement={self.placement} {type(self.method).__name__} {does}, of {sealed} prompt "
+            f"tokens, {low} to {high} {unit}, and the budget asks for {asked} tokens': choose in between, or {way_out}."
+        )
+
+
+def shapes(info: ModelInfo) -> list[LayerSpec]:
+    """Return what a method is told of the layers of a model that is not loaded: enough for a cost, nothing that
+    runs."""
+    count = info.num_whole_layers
+    heads = (count, info.num_heads, info.num_kv_heads, info.head_dim, info.head_dim**-0.5)
+    sinks = torch.zeros(info.num_heads) if info.sink_logits else None
+    return [LayerSpec(index, *heads, _not_loaded, _not_loaded, sink_logits=sinks) for index in range(count)]
+
+
+def _not_loaded(x: Tensor) -> NoReturn:
+    raise AssertionError("a cost needs no weights")

@@ -1,0 +1,99 @@
+"""What a run finds on its machine: threads, a device, a folder that can be written, and memory, which it must fit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from harness.config.settings import Settings, SettingsError
+from harness.jobs.memory import MemoryForecast, lacking, size
+from harness.models.devices import check_device
+from harness.results.files import unwritable
+from methods.tiers.tier import DEVICE, HOST
+
+MEMINFO, CGROUPS, OWN_CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+def check_machine(settings: Settings) -> None:
+    """Raise for threads, a device or a folder of results that this machine does not have."""
+    cpus, root = os.cpu_count() or 1, settings.results.root
+    if settings.threads is not None and settings.threads > cpus:
+        raise SettingsError(f"threads={settings.threads} is too many: choose at most {cpus}, the CPUs of this machine.")
+    if settings.device != "auto":
+        check_device(settings.device)
+    if why := unwritable(Path(root)):
+        raise SettingsError(f"results.root={root} cannot be written, for {why}: choose another folder.")
+
+
+def free_here(device: str) -> tuple[int | None, int | None]:
+    """Return what can be allocated on `device` now, and in host memory where that is another; None: unknown."""
+    return free_bytes(device), free_bytes("cpu") if device != "cpu" else None
+
+
+def free_bytes(device: str) -> int | None:
+    """Return what can be allocated on `device` now, by the system and the limits of our control groups; None:
+    unknown."""
+    if device != "cpu":
+        import torch
+
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+    available = [int(line.split()[1]) * 1024 for line in _lines(MEMINFO) if line.startswith("MemAvailable:")]
+    return min((*available, *_room_in_groups()), default=None)
+
+
+def _room_in_groups() -> Iterator[int]:
+    """Yield what is left in each of our control groups. Version 2 has one tree; under version 1 memory is a tree of its
+    own. Pages of files can be given back."""
+    for line in _lines(OWN_CGROUP):
+        _, controllers, path = line.split(":", 2)
+        names = {"": ("memory.max", "memory.current"), "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes")}
+        if controllers not in names:
+            continue
+        own = CGROUPS / controllers / path.lstrip("/")
+        for folder in (own, *own.parents):
+            limit, used = ("".join(_lines(folder / name)) for name in names[controllers])
+            if folder.is_relative_to(CGROUPS) and limit.isdigit() and used.isdigit():  # "max": no limit
+                kept = dict(line.split() for line in _lines(folder / "memory.stat"))
+                yield int(limit) - int(used) + int(kept.get("total_inactive_file") or kept.get("inactive_file") or 0)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def refuse(need: MemoryForecast, settings: Settings) -> None:
+    """Raise `SettingsError` where a run does not fit into what is free now."""
+    if reason := refusal(need, settings, *free_here(settings.device)):
+        raise SettingsError(reason)
+
+
+def refusal(need: MemoryForecast, settings: Settings, free: int | None, free_host: int | None = None) -> str | None:
+    """Return why `need` does not fit into `free` bytes of the device, and `free_host` of the host, and what helps; None
+    where it fits, or where nobody knows."""
+    tier = lacking(need, free, free_host)
+    if tier is None:
+        return None
+    if tier == HOST:
+        helps = {"placement=disk": settings.placement == HOST, "a smaller store.host": settings.history == "store"}
+        needs, there = f"{size(need.host)} of host memory beside {settings.device}", free_host
+    else:
+        halves = settings.dtype == "fp32"
+        fits = need.weights <= (free or 0)  # otherwise nothing but dtype and model helps
+        helps = {
+            f"dtype=bf16 ({size(need.total // 2)})": halves,
+            "a smaller model": need.weights // (1 + halves) > (free or 0),
+            "shared_prefill=false, which holds one cache at a time": fits and settings.shared_prefill,
+            "placement=host": fits and settings.batch > 1 and settings.device != "cpu" and settings.placement == DEVICE,
+            "a smaller store": fits and settings.history == "store",
+            "prefill_chunk=2048": fits and settings.prefill_chunk is None and need.activations > need.kv,
+        }
+        needs, there = f"{need} in {settings.dtype}", free
+    if tier == HOST or fits:
+        helps |= {"a smaller batch": settings.batch > 1, "fewer tokens": True}
+    advice = " or ".join(words for words, applies in helps.items() if applies)
+    return f"The run needs {needs} but only {size(there or 0)} are free: use {advice}."

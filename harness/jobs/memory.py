@@ -1,0 +1,397 @@
+"""Forecasts the bytes of a run, and refuses before weights load what does not fit: the system would kill it without a
+word.
+
+The bytes of one example come from the formulas of its method (`cost` and `transient` of methods/base/method.py), else
+from Full's. A layer takes memory when the prompt reaches it. Where rows leave the device, a layer seals as soon as the
+prompt is through it, and the prompt's hidden states are there as well; where they stay, all layers seal after the
+prefill. Most is taken while a chunk passes through a layer, while a layer seals, or in a step.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from harness.config.settings import WRITE_BUFFER, Settings
+from harness.jobs.alignment import shapes
+from harness.jobs.examples import PreparedExample
+from harness.models.architectures import ARCHITECTURES
+from harness.models.base import DTYPE_BYTES, ModelInfo, torch_dtype
+from harness.terminal.tables import BYTES, scaled
+from kernels.block import TOKENS_AT_ONCE, fits_compiled
+from kernels.step_inputs import MOST_KEPT_BYTES
+from methods.base import Budget, Cost, CostError, LayerWorkload, Method, PeakExtra
+from methods.tiers import codecs
+from methods.tiers.pinned_memory import pinned_bytes, reservation_bytes
+from methods.tiers.tier import DEVICE, HOST, TIERS
+
+MOST_SEQUENCES = 4096  # that are looked for to fit together
+
+
+def size(count: int) -> str:
+    (value,), unit = scaled([float(count)], BYTES)
+    return f"{value} {unit}"
+
+
+class CacheSpec(NamedTuple):
+    """Says what decides which bytes the caches of a job take."""
+
+    settings: Settings
+    method: Method
+    budget: Budget | None
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryForecast:
+    """Bytes that a run takes on its device when they are most, and in host memory beside a GPU. `kv`: what sealed
+    layers hold, and keys and values of the prompt in the others; `method`: what these take on top; `activations` are 0
+    where most is held after the prefill."""
+
+    weights: int
+    kv: int
+    activations: int
+    method: int = 0
+    host: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv + self.activations + self.method
+
+    def __str__(self) -> str:
+        parts = {"weights": self.weights, "KV cache": self.kv, "activations": self.activations}
+        parts["the method's own"] = self.method
+        named = ", ".join(f"{name} {size(part)}" for name, part in parts.items() if part)
+        return f"{size(self.total)} ({named})" + (f" and {size(self.host)} of host memory" if self.host else "")
+
+
+def needed(
+    info: ModelInfo,
+    cache_spec: CacheSpec,
+    items: Sequence[PreparedExample],
+    *,
+    loaded: bool = False,
+    beside: Sequence[CacheSpec] = (),
+) -> MemoryForecast:
+    """Forecast the bytes of a run. `loaded`: the weights are there already. `beside`: the jobs that share the
+    prefill."""
+    settings, specs = cache_spec.settings, [cache_spec, *beside]
+    running = _longest(items, settings.batch)
+    states = _states(info, settings, max(len(item.prompt.ids) for item in items))
+    caches = []  # by job, of each example that runs
+    for spec in specs:
+        known = {id(item): cache_bytes(spec, info, item, states) for item in running}  # one may stand there often
+        caches.append([known[id(item)] for item in running])
+    peaks = _shared_peaks(caches) if settings.shared_prefill else _own_peaks(caches[0], settings)
+    most = max(peaks, key=lambda peak: peak.total)
+    more = stored_bytes(info, settings, items) * len(specs)
+    if settings.shared_prefill or any(spec.settings.fidelity for spec in specs):
+        more += full_bytes(info, settings, items)  # of Full's own cache, which fills the others or is compared with
+    host = max(sum(cache.host for cache in of_job) for of_job in caches)
+    if settings.device != "cpu":
+        host += max(cache.gathered for of_job in caches for cache in of_job)
+    host += stored_bytes(info, settings, items, host=True) * len(specs)
+    weights = 0 if loaded else info.weight_bytes(settings.dtype)
+    return MemoryForecast(weights, most.kv + more, most.states, most.kept + most.more, host)
+
+
+def needed_by(
+    info: ModelInfo, cache_spec: CacheSpec, item: PreparedExample, count: int, *, loaded: bool = False
+) -> MemoryForecast:
+    """Forecast the bytes of `count` sequences like `item` that run together."""
+    together = cache_spec._replace(settings=replace(cache_spec.settings, batch=count))
+    return needed(info, together, [item] * count, loaded=loaded)
+
+
+def largest_batch(
+    info: ModelInfo,
+    cache_spec: CacheSpec,
+    item: PreparedExample,
+    free: int | None,
+    free_host: int | None = None,
+    *,
+    loaded: bool = False,
+) -> tuple[int, str]:
+    """Return how many sequences like `item` fit into `free` bytes of the device and `free_host` of the host, and which
+    of the two ends there. Unknown memory holds all."""
+
+    def ended(count: int) -> str | None:
+        return lacking(needed_by(info, cache_spec, item, count, loaded=loaded), free, free_host)
+
+    most = bisect_left(range(1, MOST_SEQUENCES + 1), True, key=lambda count: ended(count) is not None)
+    return most, ended(most + 1) or DEVICE
+
+
+def lacking(need: MemoryForecast, free: int | None, free_host: int | None = None) -> str | None:
+    """Return which memory is too small, the device's or the host's; None where both hold `need`, or nobody knows."""
+    if free is not None and need.total > free:
+        return DEVICE
+    return HOST if free_host is not None and need.host > free_host else None
+
+
+def full_bytes(info: ModelInfo, settings: Settings, items: Sequence[PreparedExample]) -> int:
+    """Return the bytes of keys and values that `batch` examples hold together, at most, under Full."""
+    return sum(info.kv_bytes(settings.dtype, item.room) for item in _longest(items, settings.batch))
+
+
+def sealed_cost(cache_spec: CacheSpec, info: ModelInfo, items: Sequence[PreparedExample]) -> Cost:
+    """Return the bytes that `batch` examples hold in each tier once they are sealed, at most, by the formula of the
+    method; raise `CostError` where it declares none."""
+    settings, total = cache_spec.settings, Cost(0)
+    for item in _longest(items, settings.batch):
+        total += Cost(_sliding_bytes(info, settings, item))
+        for case in _workloads(cache_spec, info, item):
+            total += cache_spec.method.cost(case)
+    return total
+
+
+def conversation_bytes(info: ModelInfo, settings: Settings, items: Iterable[PreparedExample]) -> int:
+    """Return the bytes of all keys and values of conversations, which are kept between turns."""
+    return sum(info.kv_bytes(settings.dtype, item.room) for item in items if item.further)
+
+
+def stored_bytes(info: ModelInfo, settings: Settings, items: Sequence[PreparedExample], *, host: bool = False) -> int:
+    """Return the bytes that a store of conversations holds on a CPU at most, or with `host` those that it pins in host
+    memory for a GPU."""
+    on_cpu = settings.device == "cpu"
+    if settings.history != "store" or host == on_cpu:
+        return 0
+    expected, room = conversation_bytes(info, settings, items), settings.store.capacities[HOST]
+    return min(expected, room) if on_cpu else pinned_bytes(expected, room + WRITE_BUFFER)
+
+
+def _longest(items: Sequence[PreparedExample], count: int) -> list[PreparedExample]:
+    return sorted(items, key=lambda item: item.room)[-count:]
+
+
+def _sliding_bytes(info: ModelInfo, settings: Settings, item: PreparedExample) -> int:
+    """Return the bytes of layers that slide, which hold their windows."""
+    return info.kv_bytes(settings.dtype, item.room, slide=True) if info.num_whole_layers < info.num_layers else 0
+
+
+class PeakBytes(NamedTuple):
+    """Bytes on the device at one moment of a prompt."""
+
+    kv: int  # keys and values of the prompt, as Full holds them, and all that sealed layers hold
+    kept: int  # the method's own, from the first chunk in a layer until it seals
+    more: int  # and what it takes at this moment alone
+    states: int  # hidden states of the prompt
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+class CacheBytes(NamedTuple):
+    """Bytes of the cache of one example, and of the rows that travel in a step of it."""
+
+    prefill: PeakBytes  # when most is held while a chunk passes through a layer
+    seal: PeakBytes  # when most is held while a layer seals
+    sealed: int
+    host: int  # beside a GPU
+    arriving: int  # on the device, of a layer whose rows come while others compute
+    read: int  # on the device, of the layer that attends
+    gathered: int  # in host memory, of chosen rows that are collected there before they go to the device
+    joint: int  # what a step of several sequences copies of this one and changes: its hit caches
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    case: LayerWorkload
+    cost: Cost
+    extra: PeakExtra
+    sealed: int  # bytes on the device once it is sealed
+    sealing: int  # on top of the prompt's keys and values, while it seals
+
+
+def cache_bytes(cache_spec: CacheSpec, info: ModelInfo, item: PreparedExample, states: tuple[int, int]) -> CacheBytes:
+    """Return the bytes of one example. `states`: hidden states within a layer and between two (`_states`)."""
+    settings, method = cache_spec.settings, cache_spec.method
+    on_cpu, in_files = settings.device == "cpu", TIERS[settings.placement].in_files
+    layers, ahead = list(_layers(cache_spec, info, item)), settings.overlap == "on"
+    early = settings.placement != DEVICE or method.closes_early
+    if early and _by_blocks(info) and not settings.shared_prefill:
+        prefill, seal = _sealing_early(layers, states, bool(item.further))
+    else:
+        prefill, seal = _sealing_late(layers, states[0])
+    sliding, beside = _sliding_bytes(info, settings, item), sum(x.extra.beside for x in layers) if ahead else 0
+    more = sliding + (beside if on_cpu else 0)
+    moved = max(_in_step(settings, layer.case, layer.cost.moved_bytes_per_step) for layer in layers)
+    if on_cpu and not in_files and not _steps_together(settings):
+        moved = 0  # rows of the host tier are read where they lie
+    costs = [layer.cost for layer in layers]
+    chosen = [cost.moved_bytes_per_step for cost in costs if cost.moved_bytes_per_step < sum(cost.away.values())]
+    joint = sum(_in_step(settings, layer.case, layer.extra.stepping) for layer in layers)
+    return CacheBytes(
+        prefill._replace(kv=prefill.kv + more),
+        seal._replace(kv=seal.kv + more),
+        sliding + sum(layer.sealed for layer in layers),
+        0 if on_cpu else _pinned(cache_spec, info, item) + beside,
+        arriving=moved if ahead and method.asks_ahead else 0,
+        read=moved,
+        gathered=max(chosen, default=0) if in_files and moved else 0,
+        joint=joint if _steps_together(settings) else 0,
+    )
+
+
+def _layers(cache_spec: CacheSpec, info: ModelInfo, item: PreparedExample) -> Iterator[_Layer]:
+    settings, method, cases = cache_spec.settings, cache_spec.method, _workloads(cache_spec, info, item)
+    chunk = min(len(item.prompt.ids), settings.prefill_chunk or len(item.prompt.ids))
+    try:
+        told = [(case, method.cost(case), method.transient(case, chunk)) for case in cases]
+    except CostError:
+        told = [(case, Cost(case.dense_bytes), PeakExtra()) for case in cases]
+    for case, cost, extra in told:
+        here = [tier for tier in cost.held if settings.device == "cpu" and not TIERS[tier].in_files]
+        sealed = sum(cost.held[tier] for tier in {DEVICE, *here})
+        made = cost.beside(case) + sealed - cost.device_bytes
+        yield _Layer(case, cost, extra, sealed, max(extra.seal, made))
+
+
+def _workloads(
+    cache_spec: CacheSpec, info: ModelInfo, item: PreparedExample, sealed: int | None = None
+) -> list[LayerWorkload]:
+    """Return what a cost is asked for, layer by layer, once the last turn is sealed, or so many tokens of it."""
+    settings, budget = cache_spec.settings, cache_spec.budget
+    codec = None if settings.codec is None else codecs.codec_of(settings.codec)
+    prompt = item.sealed(settings.protocol)[-1] if sealed is None else sealed
+    how = (settings.placement, DTYPE_BYTES[settings.dtype], item.room - prompt, codec)
+    return [
+        LayerWorkload(spec, prompt, prompt if budget is None else budget.tokens(prompt, spec.index), *how)
+        for spec in shapes(info)
+    ]
+
+
+def _pinned(cache_spec: CacheSpec, info: ModelInfo, item: PreparedExample) -> int:
+    """Return the bytes of host memory that are pinned for one example before its prompt begins: as many as a prompt
+    takes that fills its cache."""
+    if cache_spec.settings.placement != HOST:
+        return 0
+    cases = _workloads(cache_spec, info, item, item.room)
+    try:
+        return reservation_bytes([cache_spec.method.cost(case).away.get(HOST, 0) for case in cases])
+    except CostError:
+        return 0
+
+
+def _sealing_late(layers: Sequence[_Layer], passing: int) -> tuple[PeakBytes, PeakBytes]:
+    """Return the peaks where layers seal after the prefill: all are whole when the first one seals, and no hidden
+    states are left."""
+    kv, kept = sum(layer.case.dense_bytes for layer in layers), sum(layer.extra.kept for layer in layers)
+    sealing, held = 0, kv + kept
+    for layer in layers:
+        sealing = max(sealing, held + layer.sealing)
+        held += layer.sealed - layer.case.dense_bytes - layer.extra.kept
+    prefill = max(layer.extra.prefill for layer in layers)
+    return PeakBytes(kv, kept, prefill, passing), PeakBytes(kv, kept, sealing - kv - kept, 0)
+
+
+def _sealing_early(layers: Sequence[_Layer], states: tuple[int, int], further: bool) -> tuple[PeakBytes, PeakBytes]:
+    """Return the peaks where each layer seals once the prompt is through it: one layer is whole at a time, with what is
+    noted for the next one. `further`: layers that the prompt of a further turn has not reached are sealed as in the
+    turn before."""
+    prefills, seals, (passing, between) = [], [], states
+    for at, layer in enumerate(layers):
+        before = sum(other.sealed - other.extra.stepping for other in layers[:at])
+        after = sum(other.sealed for other in layers[at + 1 :]) if further else 0
+        kv, kept = before + layer.case.dense_bytes + after, sum(other.extra.kept for other in layers[at : at + 2])
+        prefills.append(PeakBytes(kv, kept, layer.extra.prefill, passing))
+        seals.append(PeakBytes(kv, kept, layer.sealing, between if layer is not layers[-1] else 0))
+    return max(prefills, key=lambda peak: peak.total), max(seals, key=lambda peak: peak.total)
+
+
+def _own_peaks(caches: Sequence[CacheBytes], settings: Settings) -> list[PeakBytes]:
+    """Return the peaks of a run by itself: the last of these caches is filled with the others there, which are sealed
+    and have taken a step together; or all take one, in each layer together or one after the other."""
+    *others, longest = caches
+    sealed = sum(cache.sealed for cache in others)
+    before = _stepping(others, settings, whole=_captured(settings)) if others else 0
+    return [
+        longest.prefill._replace(kv=longest.prefill.kv + sealed, more=longest.prefill.more + before),
+        longest.seal._replace(kv=longest.seal.kv + sealed, more=longest.seal.more + before),
+        PeakBytes(longest.sealed + sealed, 0, _stepping(caches, settings, whole=True), 0),
+    ]
+
+
+def _shared_peaks(of_jobs: Sequence[Sequence[CacheBytes]]) -> list[PeakBytes]:
+    """Return the peaks of jobs that share a prefill: nothing is sealed before all is prefilled."""
+    caches = [cache for of_job in of_jobs for cache in of_job]
+    kv, kept = sum(cache.prefill.kv for cache in caches), sum(cache.prefill.kept for cache in caches)
+    return [
+        PeakBytes(kv, kept, max(peak.more for peak in peaks), peaks[0].states)
+        for peaks in ([cache.prefill for cache in caches], [cache.seal for cache in caches])
+    ]
+
+
+def _stepping(caches: Sequence[CacheBytes], settings: Settings, *, whole: bool) -> int:
+    """Return the bytes that a step of these sequences takes; without `whole` those that stay after it. Who steps
+    together has as much room as the longest each. Captured steps of half as many sequences, of a quarter, and so on,
+    stay as well."""
+    longest, count = caches[-1], len(caches)
+    free = _power_of_two(count) - count if _captured(settings) else 0
+    joint = sum(cache.joint for cache in caches) + free * longest.joint
+    taken = joint + sum(cache.arriving for cache in caches) + free * longest.arriving
+    if whole:
+        read = max(cache.read + (cache.gathered if settings.device == "cpu" else 0) for cache in caches)
+        taken += read * (count + free if _steps_together(settings) else 1)
+    return taken + (min(joint, MOST_KEPT_BYTES) if _captured(settings) and count > 1 else 0)
+
+
+def _steps_together(settings: Settings) -> bool:
+    """Return whether a layer's step is of all sequences of a batch at once, where their method lets it; a captured one
+    is also where there is one sequence."""
+    return (settings.batch > 1 or settings.graphs == "on") and not TIERS[settings.placement].in_files
+
+
+def _captured(settings: Settings) -> bool:
+    """Return whether a step may be captured, which then has room for powers of two of sequences and of the rows of
+    each."""
+    return settings.graphs == "on" and _steps_together(settings)
+
+
+def _in_step(settings: Settings, case: LayerWorkload, nbytes: int) -> int:
+    """Return the bytes of rows as a step holds them for one sequence."""
+    rows = -(-nbytes // case.row_bytes)
+    return nbytes * _power_of_two(rows) // rows if rows and _captured(settings) else nbytes
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << (count - 1).bit_length() if count else 0
+
+
+def _by_blocks(info: ModelInfo) -> bool:
+    """Return whether the model runs by harness/engine/forward.py, and so layer by layer."""
+    known = ARCHITECTURES.get(info.architecture)
+    return known is not None and known.by_blocks
+
+
+def _states(info: ModelInfo, settings: Settings, prompt: int) -> tuple[int, int]:
+    """Return the bytes of a prompt's hidden states: while one of its chunks passes through a layer, and between two
+    layers. Layer by layer, those of all its chunks are there, and their angles; a model that runs its own forward has
+    those of one chunk."""
+    rows = min(prompt, settings.prefill_chunk or prompt)
+    waiting = prompt - rows if _by_blocks(info) else 0
+    hidden, heads, groups = info.hidden_size, info.num_heads * info.head_dim, info.num_kv_heads * info.head_dim
+    # in attention the residual, its norm, queries, keys, values and what they attend to live together; around the MLP
+    # two residuals and what was attended to
+    in_layer = max(rows * 2 * (hidden + heads + groups), rows * (2 * hidden + heads) + _in_mlp(info, settings, rows))
+    angles, number = 2 * info.head_dim * (rows + waiting), DTYPE_BYTES[settings.dtype]
+    return (in_layer + waiting * hidden + angles) * number, ((rows + waiting) * hidden + angles) * number
+
+
+def _in_mlp(info: ModelInfo, settings: Settings, rows: int) -> int:
+    """Return how many numbers an MLP holds between its products: of some tokens at once, or of all where the model runs
+    its own forward, which an expert of GPT-OSS takes in nine steps."""
+    hidden, inner, dtype = info.hidden_size, info.inner_size, torch_dtype(settings.dtype)
+    if not _by_blocks(info):
+        return rows * (info.chosen_experts * (hidden + 9 * inner) or hidden + 3 * inner)
+    at_once = TOKENS_AT_ONCE["cpu" if settings.device == "cpu" else "cuda"]
+    widths = (info.num_heads * info.head_dim, hidden, info.num_kv_heads * info.head_dim)
+    if settings.device == "cpu" and fits_compiled(widths, inner, dtype):
+        with suppress(ImportError):
+            from kernels.cpu.block import FAST  # which builds compiled code
+
+            at_once = 0 if FAST.get(dtype, False) else at_once
+    return min(rows, at_once) * (3 * hidden + 2 * inner)

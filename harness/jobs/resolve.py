@@ -1,0 +1,274 @@
+"""Settings as they apply to a run, resolved and checked once, before any weights load.
+
+`resolve` knows method and model: `auto` becomes a value, and what the method has no use for its neutral value, so that
+equal runs have one identity. `resolve_for_examples` knows the prompts as well. Both refuse what cannot run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from evals.base import Task
+from harness.cachedattention.store.history_store import has_rows
+from harness.config import plugins
+from harness.config.settings import CommonWindows, OverflowSettings, Settings, SettingsError, StoreSettings
+from harness.jobs.alignment import AlignedBudget, shapes
+from harness.jobs.examples import PreparedExample, by_context
+from harness.models.base import DTYPE_BYTES, ModelInfo
+from harness.models.devices import choose_device, usual_chunk
+from harness.prompts.calibration import MOST
+from harness.results.files import unwritable
+from harness.terminal.notices import say_once
+from methods.base import Budget, Method, PaperBudget, check_layers
+from methods.full import Full
+from methods.tiers import codecs
+from methods.tiers.codec import Codec
+from methods.tiers.tier import DEVICE
+
+OF_BUDGETS: dict[str, Any] = {  # what a method without a budget has no use for, and the values that say so
+    "budget": None, "budget_bytes": None, "budget_rule": "read", "align": "tokens", "dense_layers": [],
+    "budget_generated": None,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """Holds method, settings and budget as the engine takes them, the method with the parameters that `comm` and
+    `windows` stand for. `notes` say which settings change nothing."""
+
+    method: Method
+    settings: Settings
+    budget: Budget | None
+    notes: list[str]
+
+
+def resolve(wanted: Settings, given: Method, info: ModelInfo) -> Resolved:
+    """Return what applies of `wanted` to a method and a model; raise `SettingsError` for what cannot run."""
+    device = choose_device(wanted.device)
+    refuse_graphs(wanted, device)
+    method = given.with_windows(**vars(wanted.windows))
+    if wanted.comm is not None:
+        method = method.at_communication(wanted.comm, info.head_dim)
+    _check_method(wanted, method, info)
+    on_gpu = device != "cpu"
+    changes: dict[str, Any] = {
+        "device": device,
+        "comm": None,  # the method's parameters say both
+        "windows": CommonWindows(),
+        "overflow": _overflow(wanted),
+    }
+    if wanted.dtype == "auto":
+        changes["dtype"] = info.dtype if on_gpu else "fp32"
+    if wanted.overlap == ("auto" if on_gpu else "off"):  # `auto` is on where a bus is crossed, else off
+        changes["overlap"] = "on" if on_gpu else "auto"
+    if wanted.graphs == "auto":
+        changes["graphs"] = "on" if on_gpu else "off"
+    if wanted.prefill_chunk is None:
+        changes["prefill_chunk"] = usual_chunk(device, method.dense_prefill)
+    if wanted.budget_bytes is not None:
+        changes |= {"budget": None, "align": "device_bytes"}
+    for neutral, _ in _idle(wanted, method):
+        changes |= {key: value for key, value in neutral.items() if "." not in key}
+    settings = replace(wanted, **changes)
+    return Resolved(method, settings, _budget(settings, method, info), list(_notes(wanted, method)))
+
+
+def refuse_graphs(settings: Settings, device: str) -> None:
+    if settings.graphs == "on" and device == "cpu":
+        raise SettingsError("graphs=on captures CUDA graphs, and device=cpu has none: leave graphs out.")
+
+
+def codec_of(settings: Settings) -> Codec | None:
+    """Return the codec as the engine takes it."""
+    return None if settings.codec is None else codecs.codec_of(settings.codec)
+
+
+def _overflow(settings: Settings) -> OverflowSettings:
+    overflow = settings.overflow
+    if overflow.window is None or overflow.by is not None:
+        return overflow
+    return replace(overflow, by="truncate_tokens" if settings.history == "recompute" else "truncate_cache")
+
+
+def _budget(settings: Settings, method: Method, info: ModelInfo) -> Budget | None:
+    """Return the budget as the engine takes it; None where the method reads everything."""
+    if not method.uses_budget:
+        return None
+    asked, most_bytes, specs = settings.budget, settings.most_bytes, shapes(info)
+    if most_bytes is not None:  # as many tokens as would take so many bytes, for align=device_bytes
+        row = info.kv_bytes(settings.dtype, 1) // info.num_layers
+        asked = max(1, most_bytes // (row * len(specs)))
+    assert asked is not None  # or the method would have been refused
+    plain = Budget(asked, tuple(settings.dense_layers), generated=settings.budget_generated)
+    if settings.budget_rule == "paper":
+        return PaperBudget(plain.asked, plain.dense_layers, plain.generated, count=method.paper_tokens)
+    if settings.align == "tokens":
+        return plain
+    return AlignedBudget(
+        plain.asked,
+        plain.dense_layers,
+        generated=plain.generated,
+        measure=settings.align,  # type: ignore[arg-type]
+        method=method,
+        specs=[spec for spec in specs if spec.index not in plain.dense_layers],
+        placement=settings.placement,
+        element_bytes=DTYPE_BYTES[settings.dtype],
+        codec=codec_of(settings),
+        most_bytes=most_bytes,
+    )
+
+
+def _idle(settings: Settings, method: Method) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield the settings that the method has no use for: the values that say so, and why."""
+    windows = ("sinks", "recent_ratio")
+    if not method.uses_budget:
+        yield OF_BUDGETS | dict.fromkeys(("comm", *(f"windows.{name}" for name in windows))), "which uses no budget"
+    else:
+        lacking = [f"windows.{name}" for name in windows if name not in method.window_names]
+        yield dict.fromkeys(lacking), "which has no such windows"
+        if type(method).at_communication is Method.at_communication:
+            yield {"comm": None}, "whose scoring moves nothing"
+        if not method.paper_differs:
+            yield {"budget_rule": "read"}, "whose paper counts as we do"
+    if not method.offloads:
+        yield {"placement": DEVICE, "overlap": "auto"}, "which keeps nothing elsewhere"
+    elif settings.placement == DEVICE:
+        yield {"overlap": "auto"}, f"since placement={DEVICE}"
+    if not method.encodes:
+        yield {"codec": None}, "which has no tokens that it is meant for"
+    if not method.dense_prefill:
+        yield {"shared_prefill": False}, "whose prefill is not Full's, so that it runs by itself"
+
+
+def _notes(wanted: Settings, method: Method) -> Iterator[str]:
+    """Yield sentences on settings that are not at their defaults and change nothing for the method."""
+    usual = Settings()
+    for neutral, why in _idle(wanted, method):
+        asked = {key: attrgetter(key)(wanted) for key in sorted(neutral)}
+        names = [key for key, value in asked.items() if value not in (neutral[key], attrgetter(key)(usual))]
+        if names:
+            verb = "changes" if len(names) == 1 else "change"
+            yield f"{' and '.join(names)} {verb} nothing for {type(method).__name__}, {why}"
+    if isinstance(method, Full) and wanted.baseline != usual.baseline:
+        yield "baseline changes nothing for Full, which is the baseline"
+    if wanted.shared_prefill and method.dense_prefill and wanted.warmup != usual.warmup:
+        yield "warmup changes nothing under shared_prefill=true, which measures no times"
+
+
+def _check_method(settings: Settings, method: Method, info: ModelInfo) -> None:
+    """Raise where settings, method and model do not go together."""
+    name, store = type(method).__name__, settings.store
+    if method.uses_budget and not settings.says_budget:
+        raise SettingsError(
+            f"budget=null leaves {name} without a budget: set budget=1.0 for the whole prompt, or less."
+        )
+    if method.calibration_tokens > MOST:
+        raise SettingsError(f"method.calibration_tokens={method.calibration_tokens} is too many: set at most {MOST}.")
+    with plugins.naming("method", plugins.describe(method)):
+        method.check_model(shapes(info)[0])
+    check_layers("dense_layers", settings.dense_layers, info.num_whole_layers)
+    for key, codec, applies in (("codec", settings.codec, method.encodes), ("store.codec", store.codec, True)):
+        if codec is not None and applies:
+            try:
+                codecs.codec_of(codec).check(info.head_dim)
+            except ValueError as error:
+                raise SettingsError(f"{key}={codec}: {error}") from error
+    if settings.history != "store":
+        return
+    if store.folder is not None and (why := unwritable(Path(store.folder))):
+        raise SettingsError(f"store.folder={store.folder} cannot be used: {why}; name another folder.")
+    codes = method.encodes and store.codec == settings.codec  # which are stored as they are
+    if store.codec is not None and not codes and not has_rows(method, settings.codec, settings.budget_generated):
+        raise SettingsError(
+            f"store.codec={store.codec} is about the rows of methods that keep all of them as the model made them, and "
+            f"{name} stores something else here: leave it out."
+        )
+
+
+def resolve_for_examples(resolved: Resolved, task: Task, items: Sequence[PreparedExample], info: ModelInfo) -> Settings:
+    """Return the settings as they apply to these examples, and say which change nothing; raise `SettingsError` for what
+    the examples do not take."""
+    settings, method = resolved.settings, resolved.method
+    for note in _notes_here(settings, task, items):
+        say_once(note)
+    limit = settings.generation.max_new_tokens
+    turns = [turn for item in items for turn in item.turns]
+    if limit is not None and all(turn.example.max_new_tokens == limit and not turn.given for turn in turns):
+        settings = replace(settings, generation=replace(settings.generation, max_new_tokens=None))
+    if settings.questions == "shared" and all(len(group) == 1 for group in by_context(items)):
+        say_once("questions=shared changes nothing here: no two examples have the same context")
+        settings = replace(settings, questions="separate")
+    settings = _conversations(settings, task, items, info)
+    if (budget := resolved.budget) is not None:
+        if isinstance(budget, AlignedBudget):
+            for length in sorted({item.sealed(settings.protocol)[0] for item in items}):
+                budget.refuse(length)
+        if 0 not in budget.dense_layers:
+            method.check(budget, 0)
+    return settings
+
+
+def _notes_here(settings: Settings, task: Task, items: Sequence[PreparedExample]) -> Iterator[str]:
+    """Yield sentences on settings that change nothing for these examples."""
+    usual, wanted = Settings(), settings.generation
+    turns = [turn for item in items for turn in item.turns]
+    given = all(turn.given for turn in turns)
+    for name in ("temperature", "top_k", "top_p", "force_length"):
+        if given and getattr(wanted, name) != getattr(usual.generation, name):
+            yield f"generation.{name} changes nothing here: all that is answered is given"
+    if settings.seed != usual.seed and not task.seeded and (given or not wanted.temperature):
+        yield "seed changes nothing here: the task has the same examples whatever it is, and no token is drawn"
+    if settings.chat == "none" and not any(turn.example.chat for turn in turns):
+        yield "chat=none changes nothing here: this task has no prompt wrapped"
+    if settings.protocol == "context" and all(turn.prompt.split == len(turn.prompt.ids) for turn in turns):
+        yield "protocol=context changes nothing here: no question follows a context"
+
+
+def _conversations(settings: Settings, task: Task, items: Sequence[PreparedExample], info: ModelInfo) -> Settings:
+    """Return the settings with history and overflow left out where no example has a second turn, and overflow where
+    every conversation fits; raise `SettingsError` for what conversations do not take."""
+    history, window, store = settings.history, settings.overflow.window, settings.store
+    if window is None and task.fills is not None:
+        raise SettingsError(f"This task overflows a window of {task.fills} tokens: set overflow.window={task.fills}.")
+    if not any(item.further for item in items):
+        if history != "device_prefix":
+            say_once(f"history={history} changes nothing here: no example has a second turn")
+        if window is not None:
+            say_once("overflow changes nothing here: no example has a second turn")
+        return replace(settings, history="device_prefix", store=StoreSettings(), overflow=OverflowSettings())
+    if settings.fidelity:
+        raise SettingsError(
+            f"fidelity={settings.fidelity} follows one turn, and this task's examples have several: set fidelity=0."
+        )
+    if settings.questions == "shared" and (history != "device_prefix" or window is not None):
+        raise SettingsError(
+            f"questions=shared goes back to one cache, which history={history} or overflow.window changes between "
+            "turns: set questions=separate."
+        )
+    if window is not None:
+        longest = max((turn for item in items for turn in item.turns), key=lambda turn: turn.tokens)
+        if window < (least := max(longest.tokens, task.fills or 0)):
+            raise SettingsError(
+                f"overflow.window={window} is too small for {longest.example.id} and what the task fills: set "
+                f"overflow.window={least} or more."
+            )
+        if window > info.limit:
+            raise SettingsError(f"overflow.window={window} is more than the model takes: set at most {info.limit}.")
+        if all(sum(turn.tokens for turn in item.turns) <= window for item in items):
+            say_once(f"overflow.window={window} changes nothing here: every conversation fits")
+            settings = replace(settings, overflow=OverflowSettings())
+    for tier, room in store.capacities.items() if history == "store" else ():
+        if 0 < room < info.kv_bytes(settings.dtype, 1):
+            raise SettingsError(
+                f"store.{tier}={getattr(store, tier)} is in bytes and holds no token: set store.{tier}=8GB, say."
+            )
+    if settings.says_budget and settings.protocol == "context" and history != "device_prefix":
+        say_once(
+            f"history={history} seals each later turn anew, over all that was fed before it; history=device_prefix "
+            "seals the first context alone"
+        )
+    return settings

@@ -1,0 +1,306 @@
+"""The jobs of a command: which run together, and how Hydra's launchers get them, unmodified, each group as one job.
+
+What is left of an earlier command lies in the run folders alone: a job whose folder is complete ends at once, and one
+whose folder another process writes waits for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from textwrap import shorten
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from filelock import FileLock, Timeout
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from harness.config import plugins
+from harness.config.catalogue import CONF
+from harness.config.compose import LAUNCHER, Composed, built, search_path
+from harness.config.errors import is_memory, one_sentence
+from harness.config.plugins import suggestion
+from harness.config.settings import OWN, Settings, SettingsError
+from harness.results.files import canonical
+from harness.terminal.notices import complain_once, lasting_output, say_once
+from harness.terminal.progress import numbered
+from harness.terminal.stopping import Stoppable
+
+if TYPE_CHECKING:
+    from harness.jobs.examples import PreparedExample
+    from harness.jobs.job import Job
+
+OF_A_BUDGET = (
+    "budget", "budget_bytes", "budget_rule", "align", "comm", "windows", "dense_layers", "budget_generated",
+)  # fmt: skip
+QUIET = (
+    "hydra/job_logging=none", "hydra/hydra_logging=none", "hydra.output_subdir=null", "hydra.sweep.subdir=.",
+    "hydra.job.chdir=false", "hydra.job.name=kv-harness",
+)  # fmt: skip
+INSTALL = "joblib, ray and submitit_* come with pip install 'kv-harness[launchers]'"
+RAY_STORE_BYTES = 78_643_200  # the least that Ray takes: nothing of ours is stored there
+LOOK_S = 1.0  # between two looks whether the command is still there
+JobGroup = Mapping[int, Composed]  # jobs that run together, by their numbers among all of the command
+KnownPrompts = dict[str, "list[PreparedExample]"]  # of the latest job, by what they were asked for
+_taken: list[FileLock] = []  # the GPU of this worker
+_prompts: KnownPrompts = {}  # of this worker
+
+
+# Which jobs there are
+
+
+def with_own_settings(jobs: Sequence[Composed]) -> list[Composed]:
+    """Return the jobs of a sweep without settings that are meant for others of them, each run once: budgets are for the
+    methods that have one, and settings of the store for the jobs with a store. Where no job uses them, they stay, and
+    are said to change nothing."""
+    if len(jobs) == 1:
+        return list(jobs)
+    usual, found = asdict(Settings()), dict[str, Composed]()
+    budgets = [_uses_budget(job) for job in jobs]
+    stores = [job.config.get("history") == "store" for job in jobs]
+    for job, has_budget, has_store in zip(jobs, budgets, stores, strict=True):
+        config, words = dict(job.config), job.words
+        if any(budgets) and not has_budget:
+            config |= {key: usual[key] for key in OF_A_BUDGET}
+            words = [word for word in words if re.split(r"[.=]", word.lstrip("+"))[0] not in OF_A_BUDGET]
+        if any(stores) and not has_store:
+            config["store"] = usual["store"]
+        found.setdefault(canonical(config), Composed(config, job.presets, words))
+    return list(found.values())
+
+
+def _uses_budget(job: Composed) -> bool:
+    try:
+        return bool(plugins.build(job.config["method"], "method").uses_budget)
+    except Exception:  # it is refused when its job runs
+        return True
+
+
+def groups(jobs: Sequence[Composed]) -> list[dict[int, Composed]]:
+    """Return the jobs that run together, each with its number: under `shared_prefill=true` those that can share one
+    prefill, otherwise each alone."""
+    found: dict[str, dict[int, Composed]] = {}
+    for number, job in enumerate(jobs):
+        common = {key: value for key, value in job.config.items() if key not in OWN | {"method"}}
+        key = canonical(common) if job.config.get("shared_prefill") else str(number)
+        found.setdefault(key, {})[number] = job
+    return list(found.values())
+
+
+def labels(jobs: Sequence[Composed]) -> list[str]:
+    """Return what tells each job from the others: its overrides without those that all share; a single job needs no
+    name."""
+    common = set.intersection(*(set(job.words) for job in jobs)) if jobs else set[str]()
+    return [" ".join(word.lstrip("+") for word in job.words if word not in common) for job in jobs]
+
+
+# One group, in whichever process
+
+
+class GroupOutcome(NamedTuple):
+    """Says what became of a group of jobs."""
+
+    folders: list[Path]  # of finished runs, Full before what is held against it
+    failures: list[tuple[int, str]]  # the number of a job, and a sentence on what went wrong
+
+
+def run_jobs(group: JobGroup, prompts: KnownPrompts, jobs: int, aloud: bool = True) -> GroupOutcome:
+    """Run the jobs of a group, of `jobs` in the command; a dry run shows what they would do. An error fails its own job
+    alone, and is said at once if `aloud`. `prompts` keeps those of one job for the next."""
+    planned: dict[int, Job] = {}
+    failures, errors = list[tuple[int, str]](), list[Exception]()
+
+    def failed(error: Exception, number: int | None = None) -> None:
+        notes = " ".join(getattr(error, "__notes__", ()))  # which name the folder of the run that failed
+        of_folder = [number for number, job in planned.items() if f"{job.folder}/" in notes]
+        failures.append((number if number is not None else [*of_folder, *group][0], one_sentence(error)))
+        errors.append(error)
+        if aloud:
+            complain_once(failures[-1][1])
+
+    with numbered(min(group) + 1, jobs if len(group) == 1 else 1, aloud):
+        for number, composed in group.items():
+            try:
+                job = _planned(composed, prompts)
+                if job.settings.dry_run:
+                    from harness.jobs.dry_run import show
+
+                    show(job)
+                    continue
+                _ = job.full  # which is refused before anything runs, too
+                planned[number] = job
+            except Exception as error:
+                failed(error, number)
+        runs = []
+        if planned:
+            from harness.jobs.evaluate import evaluate_together
+
+            runs = evaluate_together(list(planned.values()), failed)
+    if any(map(is_memory, errors)):
+        _give_back_memory(errors)
+    pairs = [(run.full_folder, run.folder) for run in runs]
+    return GroupOutcome(list(dict.fromkeys(folder for pair in pairs for folder in pair if folder)), failures)
+
+
+def _planned(composed: Composed, prompts: KnownPrompts) -> Job:
+    """Plan a job. Prompts are made once for jobs that follow one another and ask the same of the same model: those of a
+    large task take minutes."""
+    method, task, model, settings = built(composed.config)
+    from harness.jobs.job import Job  # and torch, which a wrong word on the command line does not wait for
+
+    key = str((task, model, {name: value for name, value in asdict(settings).items() if name not in OWN}))
+    if key not in prompts:
+        prompts.clear()  # two sets of prompts are never there at once
+    job = Job.plan(method, task, model, settings, prompts.get(key), composed.presets)
+    prompts[key] = job.items
+    return job
+
+
+def _give_back_memory(errors: Sequence[Exception]) -> None:
+    """Drop the tensors that filled the memory, which the frames of an error hold: the next jobs need it."""
+    import torch
+
+    for error in errors:
+        traceback.clear_frames(error.__traceback__)
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+# Workers
+
+
+class CommandProcess(NamedTuple):
+    """The process that asked for the sweep, its working directory and its search path."""
+
+    process: int
+    folder: str
+    path: list[str]
+
+
+def launch(
+    groups: Sequence[JobGroup], words: Sequence[str], root: Path, config_dirs: Sequence[Path] = ()
+) -> list[GroupOutcome]:
+    """Run the groups with a launcher, and return what became of each. `words`: the overrides that choose the launcher
+    and set it up; `root`: results.root, where submitit keeps what its jobs print."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
+        hydra: Any = GlobalHydra.instance().hydra
+        name, known = words_of(words).get(LAUNCHER, "basic"), hydra.config_loader.get_group_options(LAUNCHER)
+        if name not in known:
+            raise SettingsError(f"There is no launcher {name!r}{suggestion(name, known)} {INSTALL}.")
+        folder = (root / "sweeps").resolve()
+        numbers = ",".join(map(str, range(len(groups))))
+        common = [*QUIET, f"hydra.sweep.dir='{folder}'", *search_path(config_dirs), *words]
+        target = hydra.compose_config(None, common, run_mode=RunMode.MULTIRUN).hydra.launcher._target_.lower()
+        devices = {job.config["device"] for group in groups for job in group.values()}
+        gpus = [] if devices == {"cpu"} else visible_gpus()
+        own = usual_words(target, gpus, len(groups), "hydra.launcher.ray.init.address" in words_of(words))
+        given = [] if "ray" in target or "slurm" in target else gpus  # these hand them out themselves
+        command = CommandProcess(os.getpid(), os.getcwd(), list(sys.path))
+        task = functools.partial(_work, groups, command, given, folder)
+        say_once(f"{sum(map(len, groups))} jobs go to {name}; see `python -m harness.status {root}`")
+        try:
+            [returns] = hydra.multirun(None, task, [*own, *common, f"+group={numbers}"])
+        finally:
+            if "ray" in sys.modules:  # a local cluster ends with its sweep, not with this process
+                with suppress(Exception):
+                    sys.modules["ray"].shutdown()
+        return [returned.return_value for returned in returns]
+
+
+def usual_words(target: str, gpus: Sequence[str], groups: int, is_joined: bool) -> list[str]:
+    """Return what we say of workers unless the user does: one per GPU, otherwise two. `target`: the launcher's class;
+    `is_joined`: whether Ray runs already, elsewhere."""
+    workers = min(groups, len(gpus) or min(2, len(os.sched_getaffinity(0))))
+    if "joblib" in target:
+        return [f"hydra.launcher.n_jobs={workers}", "hydra.launcher.batch_size=1"]
+    if "ray" not in target:
+        return []
+    words = [f"remote.num_gpus={int(bool(gpus))}", "remote.max_calls=0"]  # a worker keeps its model
+    if not is_joined:
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # Ray then listens on the loopback alone
+        words += [f"init.num_cpus={workers}", f"init.num_gpus={len(gpus)}", "init.include_dashboard=false"]
+        words.append(f"init.object_store_memory={RAY_STORE_BYTES}")
+    return [f"++hydra.launcher.ray.{word}" for word in words]
+
+
+def words_of(words: Sequence[str]) -> dict[str, str]:
+    """Return overrides by key, the last of each."""
+    return {key.lstrip("+"): value for key, _, value in (word.partition("=") for word in words)}
+
+
+def lost(error: Exception) -> str:
+    """Return what a launcher says of a worker that is gone: its first sentence, and the signal that ended it."""
+    text = " ".join(str(error).split())
+    first, signals = re.split(r"(?<=\.) ", text)[0].rstrip("."), sorted(set(re.findall(r"\bSIG[A-Z]+\b", text)))
+    memory = ["SIGKILL comes from the system where memory runs out"] if "SIGKILL" in signals else []
+    return "; ".join([f"{type(error).__name__}: {shorten(first, 200, placeholder=' ...')}", *signals, *memory])
+
+
+def visible_gpus() -> list[str]:
+    """Return the GPUs as CUDA_VISIBLE_DEVICES names them, otherwise by number."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is not None:
+        return [name for name in given.split(",") if name.strip() not in ("", "-1")]
+    import torch
+
+    return [str(number) for number in range(torch.cuda.device_count())]
+
+
+@lasting_output()
+def _work(
+    groups: Sequence[JobGroup], command: CommandProcess, gpus: Sequence[str], folder: Path, _: DictConfig
+) -> GroupOutcome:
+    """Run one group, in a process that a launcher started."""
+    os.chdir(command.folder)
+    sys.path += [path for path in command.path if path not in sys.path]
+    _end_with(command.process)
+    if gpus and not _taken:
+        _take_gpu(gpus, folder)
+    with Stoppable() as stop:
+        outcome = run_jobs(groups[HydraConfig.get().job.num], _prompts, sum(map(len, groups)), aloud=False)
+    if stop.code:  # a signal: joblib would hand this process the next group
+        gc.collect()  # the files of what was under way
+        os._exit(stop.code)
+    return outcome
+
+
+@functools.cache
+def _end_with(command: int) -> None:
+    """Have this worker stop soon after its command is gone: one of joblib's would wait for minutes, with its memory.
+    Workers of the other launchers are no children of the command."""
+
+    def watch() -> None:
+        while os.getppid() == command:
+            time.sleep(LOOK_S)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    if os.getppid() == command:
+        threading.Thread(target=watch, daemon=True).start()
+
+
+def _take_gpu(gpus: Sequence[str], folder: Path) -> None:
+    """Give this worker a GPU that no other worker has, for as long as it lives; where there are more workers than GPUs,
+    some share one."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpus[os.getpid() % len(gpus)]
+    for gpu in gpus:
+        lock = FileLock(folder / f"gpu-{gpu}.lock", thread_local=False)
+        with suppress(Timeout):
+            lock.acquire(timeout=0)
+            _taken.append(lock)
+            os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+            return
