@@ -8,8 +8,8 @@ concern of a task: see harness/cachedattention/serving/."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,8 +24,6 @@ from evals.multiturn.texts import Passages, Reader, Script, located, opened, tol
 from evals.needles import NEEDLES, scored_digits
 
 ABOUT = ("any", "first")
-OF_DRAWN = ("opening", "question_share", "correlation", "haystack")
-OF_QUESTIONS = ("about", "template", "max_new_tokens")
 SPARE_TOKENS = 8  # for a BOS, and for what pieces may grow by when they are tokenised apart
 
 
@@ -66,18 +64,6 @@ class Multiturn(Task):
             raise TaskError("task.question_share must lie between 0 and 1, task.correlation between -1 and 1.")
         if any(part not in self.template for part in ("{text}", "{question}")):
             raise TaskError("task.template must hold {text} and {question}.")
-        if self.source is not None:
-            self._refuse(OF_DRAWN, "shapes drawn conversations", "task.source")
-        if self.replies == "forced":
-            self._refuse(OF_QUESTIONS, "is of questions about facts", "task.replies=forced")
-
-    def _refuse(self, names: Sequence[str], what: str, beside: str) -> None:
-        """Raise `TaskError` if any of the parameters `names` is set although it has no effect with
-        the setting `beside`."""
-        defaults = {field.name: field.default for field in fields(self)}
-        for name in names:
-            if getattr(self, name) != defaults[name]:
-                raise TaskError(f"task.{name} {what} and changes nothing beside {beside}: leave one of them out.")
 
     @property
     def metric(self) -> str:  # type: ignore[override]
@@ -107,29 +93,13 @@ class Multiturn(Task):
         if builder.lengths:
             self._made["statistics"] = length_distribution.statistics(builder.lengths, self._made.get("scale", 1.0))
         if made < self.conversations:
-            raise self._too_few(made, builder, longest)
-
-    def _too_few(self, made: int, builder: Builder, turns: int) -> TaskError:
-        """Return the error for too few conversations. `turns`: how many the longest conversation
-        has."""
-        origin = str(self._made["origin"]).removeprefix("local:")
-        kind = "" if self.turns is None else f" of {self.turns} turns"
-        return TaskError(
-            f"{origin} gives {made} conversations{kind} that fit into {builder.limit} tokens, fewer than "
-            f"task.conversations={self.conversations}: {self._remedy(made, turns, builder.excess)}."
-        )
-
-    def _remedy(self, made: int, turns: int, excess: int) -> str:
-        """Return the advice what to set. Drawing fewer conversations draws others, which may not
-        fit either; a lower opening saves at most its own tokens."""
-        if self.source is not None and made:
-            return f"set task.conversations={made}"
-        if self.turns is not None and turns < self.turns:
-            return f"none has more than {turns} turns, so set task.turns={turns} or fewer"
-        room = "raise task.longest" if self.longest else "take a model with a longer window"
-        shorter = [] if self.source is not None or self.opening <= excess else [f"lower task.opening={self.opening}"]
-        fewer = [] if self.turns is None else ["set fewer task.turns"]
-        return " or ".join([room, *shorter, *fewer])
+            origin = str(self._made["origin"]).removeprefix("local:")
+            kind = "" if self.turns is None else f" of {self.turns} turns"
+            raise TaskError(
+                f"{origin} gives {made} conversations{kind} that fit into {limit} tokens, fewer than "
+                f"task.conversations={self.conversations}, and the longest has {longest} turns: lower "
+                "task.conversations, task.turns or task.opening, or raise task.longest."
+            )
 
     def score(self, example: Example, output: str) -> Score:
         if not example.teacher_forced:

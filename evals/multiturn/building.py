@@ -41,8 +41,7 @@ class Said(NamedTuple):
 @dataclass
 class Builder:
     """Build conversations of at most `limit` tokens; the fields up to `max_new_tokens` are the
-    task's. `lengths` collects the tokens of each turn made so far; `excess` is by how many tokens
-    the longest unshortenable conversation is too long."""
+    task's. `lengths` collects the tokens of each turn made so far."""
 
     env: TaskEnv
     limit: int
@@ -52,7 +51,6 @@ class Builder:
     template: str
     max_new_tokens: int
     lengths: list[list[tuple[int, int]]] = field(default_factory=list)
-    excess: int = 0
 
     def __post_init__(self) -> None:
         first = self.env.text.count("")
@@ -75,7 +73,6 @@ class Builder:
             elif (shorter := script.shortened(totals[-1] - self.limit)) is not None:
                 script = shorter
             else:
-                self.excess = max(self.excess, totals[-1] - self.limit)
                 return None
             said = self._said(script, count, seed)
         self.lengths.append([turn.tokens for turn in said])

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 from evals.base import TaskEnv, TaskError
 from evals.data import Content, Row, Source, check, open_content, rows_of
@@ -16,32 +15,6 @@ from evals.multiturn import length_distribution
 LAYOUTS = "{id, conversations: [{from, value}]} as in ShareGPT, or {question_id, turns: [text]} as in MT-bench"
 NAMES = dict.fromkeys(("id?", "question_id?"), "text or a whole number")
 SKIPS = 3  # sentences passed over as too long for the rest of a passage
-
-
-class Script(Protocol):
-    """Supply the text of one conversation. After `begin`, turns are read in order: first the
-    user's, then the reply."""
-
-    name: str
-
-    def begin(self) -> None:
-        """Start reading from the beginning, for the first time or again."""
-
-    def __len__(self) -> int:
-        """Return the number of turns."""
-
-    def user(self, turn: int, facts: Sequence[str], spent: int) -> str:
-        """Return what the user says in `turn`, counted from 0, including `facts`. `spent`: tokens
-        of all else in the turn."""
-
-    def reply(self, turn: int, spent: int = 0) -> str:
-        """Return the text's own reply in `turn`. Raises `TaskError` if a file has none."""
-
-    def reply_tokens(self, turn: int) -> int:
-        """Return how many tokens a reply is meant to have; 0 if that is unknown."""
-
-    def shortened(self, tokens: int) -> Script | None:
-        """Return a script that is about `tokens` shorter, or None if it cannot be."""
 
 
 class Reader:
@@ -62,7 +35,8 @@ class Reader:
 
 
 class Passages:
-    """Make a conversation of consecutive passages of a text, in whole sentences.
+    """Make a conversation of consecutive passages of a text, in whole sentences. After `begin`, its
+    turns are read in order: first the user's, then the reply.
 
     `parts`: tokens of the question and of the answer of each turn. `opening`: the least tokens of
     the first question."""
@@ -78,7 +52,8 @@ class Passages:
         self._rest = self._reader.sentences(self._start)
 
     def user(self, turn: int, facts: Sequence[str], spent: int) -> str:
-        """Return a passage with `facts` between its sentences, at even distances."""
+        """Return a passage with `facts` between its sentences, at even distances. `spent`: tokens of
+        all else in the turn."""
         sentences = self._passage(self._parts[turn][0] - spent, least=not facts)
         for number, fact in reversed(list(enumerate(facts, 1))):
             sentences.insert(number * len(sentences) // (len(facts) + 1), fact)
@@ -137,6 +112,9 @@ class Told:
 
     def shortened(self, tokens: int) -> None:
         """Return None, since a file's words stay as they are."""
+
+
+Script = Passages | Told  # what supplies the text of one conversation, turn by turn, after `begin`
 
 
 def located(path: str, root: Path | None) -> tuple[Source, Path | None]:

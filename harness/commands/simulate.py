@@ -37,16 +37,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     folder = options.out or ROOT / f"{kind}-{asked[:8]}"
     folder.mkdir(parents=True, exist_ok=True)
     rows = [outcome.simulated(run, known) for run in runs]
-    for line in dict.fromkeys(outcome.trace_line(row["trace"]) for row in rows):
-        say(line)
-    say(f"\n{outcome.table(rows, runs)}")
+    say(outcome.table(rows, runs))
     if figure:
         say(f"\n{figure.table(rows)}")
     made = {"schema": SCHEMA, "figure": options.figure, "words": options.overrides, "costs": asdict(known)}
     write_json(folder / "simulation.json", made | {"provenance": provenance(), "runs": rows})
     write_csv(folder / "simulation.csv", [row["settings"] | row["figures"] for row in rows])
-    drawn = figure.draw(rows, folder / f"figure_{figure.number}.png") if figure else ()
-    say(f"\nwrote {folder}/simulation.json, .csv" + "".join(f", {path.name}" for path in drawn))
+    say(f"\nwrote {folder}/simulation.json, .csv")
 
 
 def _parser() -> argparse.ArgumentParser:

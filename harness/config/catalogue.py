@@ -74,6 +74,7 @@ REMOVED_KEYS = {
     "reuse_steps": "pass it to `attached` in Python",
     "store.block_tokens": f"{_ALWAYS}: blocks have 256 tokens",
     "store.copies": _ALWAYS,
+    "store.codec": f"{_ALWAYS}: rows are stored as the model made them",
     "store.device": "set store.host; history=device_prefix leaves caches on the device",
     "store.durable": _ALWAYS,
     "store.io_threads": f"{_ALWAYS}: two threads read",

@@ -98,7 +98,6 @@ class StoreSettings:
     folder: str | None = None
     policy: str = "scheduler_aware"
     ttl_s: float | None = None
-    codec: str | None = None
 
     @property
     def capacities(self) -> dict[str, int]:
@@ -201,9 +200,8 @@ class Settings:
         expand_paths(self, PATHS)
         self.budget_bytes = self.most_bytes  # however it is written, the run is the same
         self.backends = backends_in_one_line(self.backends)
-        for key, codec in (("codec", self.codec), ("store.codec", self.store.codec)):
-            if codec is not None and not codecs.is_codec(codec):
-                raise SettingsError(f"{key}={codec} is unknown: choose null, {codecs.choices()}.")
+        if self.codec is not None and not codecs.is_codec(self.codec):
+            raise SettingsError(f"codec={self.codec} is unknown: choose null, {codecs.choices()}.")
         if clashes := [*self._clashes(), *self._clashes_of_conversations()]:
             raise SettingsError(clashes[0])
 
@@ -237,8 +235,6 @@ class Settings:
             yield "history=store has no tier to store in: set store.host=8GB, or store.disk."
         if store.folder is not None and not store.capacities["disk"]:
             yield "store.folder is about the disk tier, which has no bytes: set store.disk=100GB as well."
-        if store.codec is not None and BLOCK_TOKENS % codecs.codec_of(store.codec).block:
-            yield f"store.codec={store.codec} has groups that do not divide a block of {BLOCK_TOKENS} tokens: take 64."
         if overflow.window is None:
             if overflow != OverflowSettings():
                 yield "overflow.by, ratio and sinks need a window: set overflow.window=2048, or leave them out."

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from evals.base import Task
-from harness.cachedattention.store.history_store import has_rows
 from harness.config import plugins
 from harness.config.settings import CommonWindows, OverflowSettings, Settings, SettingsError, StoreSettings
 from harness.jobs.alignment import AlignedBudget, shapes
@@ -161,32 +160,24 @@ def _notes(wanted: Settings, method: Method) -> Iterator[str]:
 
 def _check_method(settings: Settings, method: Method, info: ModelInfo) -> None:
     """Raise where settings, method and model do not go together."""
-    name, store = type(method).__name__, settings.store
     if method.uses_budget and not settings.says_budget:
         raise SettingsError(
-            f"budget=null leaves {name} without a budget: set budget=1.0 for the whole prompt, or less."
+            f"budget=null leaves {type(method).__name__} without a budget: set budget=1.0 for the whole prompt, or "
+            "less."
         )
     if method.calibration_tokens > MOST:
         raise SettingsError(f"method.calibration_tokens={method.calibration_tokens} is too many: set at most {MOST}.")
     with plugins.naming("method", plugins.describe(method)):
         method.check_model(shapes(info)[0])
     check_layers("dense_layers", settings.dense_layers, info.num_whole_layers)
-    for key, codec, applies in (("codec", settings.codec, method.encodes), ("store.codec", store.codec, True)):
-        if codec is not None and applies:
-            try:
-                codecs.codec_of(codec).check(info.head_dim)
-            except ValueError as error:
-                raise SettingsError(f"{key}={codec}: {error}") from error
-    if settings.history != "store":
-        return
-    if store.folder is not None and (why := unwritable(Path(store.folder))):
-        raise SettingsError(f"store.folder={store.folder} cannot be used: {why}; name another folder.")
-    codes = method.encodes and store.codec == settings.codec  # which are stored as they are
-    if store.codec is not None and not codes and not has_rows(method, settings.codec, settings.budget_generated):
-        raise SettingsError(
-            f"store.codec={store.codec} is about the rows of methods that keep all of them as the model made them, and "
-            f"{name} stores something else here: leave it out."
-        )
+    if settings.codec is not None and method.encodes:
+        try:
+            codecs.codec_of(settings.codec).check(info.head_dim)
+        except ValueError as error:
+            raise SettingsError(f"codec={settings.codec}: {error}") from error
+    folder = settings.store.folder if settings.history == "store" else None
+    if folder is not None and (why := unwritable(Path(folder))):
+        raise SettingsError(f"store.folder={folder} cannot be used: {why}; name another folder.")
 
 
 def resolve_for_examples(resolved: Resolved, task: Task, items: Sequence[PreparedExample], info: ModelInfo) -> Settings:

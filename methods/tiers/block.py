@@ -8,7 +8,6 @@ group stay in `k` and `v`, after the others."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -59,59 +58,6 @@ class SplitRows:
             at += part.shape[-2]
 
 
-@dataclass(frozen=True, slots=True)
-class Format:
-    """Say how blocks of tokens are encoded: rows named `LAYER.k` and `LAYER.v` [B G T D] by a
-    codec; without one any rows as they are. `dtype`: the dtype after decoding. Tokens of different
-    blocks are never encoded together."""
-
-    codec: Codec = PLAIN
-    dtype: torch.dtype = torch.float32
-
-    def like(self, rows: Tensors) -> Tensors:
-        """Return names, shapes and dtypes of the result of `encode` for such rows, as tensors of
-        the meta device."""
-        if self.codec == PLAIN:
-            return {name: torch.empty_like(x, device="meta") for name, x in rows.items()}
-        return {name: x for layer in _layers(rows) for name, x in self._like(layer, rows[f"{layer}.{K}"])}
-
-    def encode(self, rows: Tensors) -> Tensors:
-        """Encode rows by the codec, under their new names."""
-        if self.codec == PLAIN:
-            return rows
-        return {name: x for layer in _layers(rows) for name, x in self._encoded(layer, rows)}
-
-    def decode(self, rows: Tensors) -> Tensors:
-        """Return the rows that `encode` was given, up to the codec's error."""
-        if self.codec == PLAIN:
-            return rows
-        return {name: x for layer in _layers(rows) for name, x in self._decoded(layer, rows)}
-
-    def _encoded(self, layer: str, rows: Tensors) -> Iterator[tuple[str, Tensor]]:
-        k, v = rows[f"{layer}.{K}"], rows[f"{layer}.{V}"]
-        whole = k.shape[2] - k.shape[2] % self.codec.block
-        encoded = self.codec.encode(k[:, :, :whole], v[:, :, :whole]) if whole else Encoded(())
-        tail = [k[:, :, whole:], v[:, :, whole:]] if whole < k.shape[2] else []
-        yield from ((f"{layer}.{name}", x) for name, x in named(self.codec, encoded, tail).items())
-
-    def _like(self, layer: str, k: Tensor) -> Iterator[tuple[str, Tensor]]:
-        groups, tail = divmod(k.shape[2], self.codec.block)
-        if groups:
-            layout = self.codec.layout(k.shape[3], k.dtype)
-            for kind, count, parts in ((CODES, k.shape[2] - tail, layout.tokens), (RANGES, groups, layout.blocks)):
-                for place, (width, dtype) in enumerate(parts):
-                    yield f"{layer}.{kind}{place}", torch.empty(*k.shape[:2], count, width, dtype=dtype, device="meta")
-        if tail:
-            yield from ((f"{layer}.{name}", torch.empty_like(k[:, :, :tail], device="meta")) for name in (K, V))
-
-    def _decoded(self, layer: str, rows: Tensors) -> Iterator[tuple[str, Tensor]]:
-        held = {name.partition(".")[2]: x for name, x in rows.items() if name.startswith(f"{layer}.")}
-        encoded, tail = unnamed(self.codec, held)
-        parts = [self.codec.decode_whole(encoded, self.dtype)] if encoded.tokens else []
-        for name, *whole in zip((K, V), *parts, *([tail] if tail else []), strict=True):
-            yield f"{layer}.{name}", torch.cat(whole, 2)
-
-
 def named(codec: Codec, encoded: Encoded, tail: Sequence[Tensor] = ()) -> Tensors:
     """Return what a codec wrote, and K and V of later tokens that fill no group, by name."""
     if codec == PLAIN:
@@ -138,7 +84,3 @@ def tokens_in(held: Mapping[str, Tensor]) -> int:
 def stays_away(name: str) -> bool:
     """Return whether a tensor of this name lies away from the device."""
     return FAR in name.split(".")
-
-
-def _layers(rows: Tensors) -> Sequence[str]:
-    return list(dict.fromkeys(name.partition(".")[0] for name in rows))

@@ -57,7 +57,6 @@ OTHERS: dict[str, Other] = {
     "store.folder": Other("kept", ON_DISK),
     "store.policy": Other("lru", STORE),
     "store.ttl_s": Other(60.0, STORE),
-    "store.codec": Other("int8", STORE),
     "overflow.window": Other(90),
     "overflow.by": Other("truncate_tokens", WINDOW),
     "overflow.ratio": Other(0.25, WINDOW),

@@ -1,4 +1,4 @@
-"""What is recorded of a turn, the totals of a run, and runs side by side: as a table, as rows, and as a picture.
+"""What is recorded of a turn, the totals of a run, and runs side by side.
 
 Hit rates count all turns, also first ones, which have no history to be found (`returning` is the share of turns that
 have one). Prefill throughput counts whole prompts, reused tokens included, as CachedAttention does.
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from harness.terminal.tables import Column, number, share, text_table
 from methods.tiers.tier import DISK, HOST, TIERS
 
 GPUS = 1  # this harness runs on one device
-MARKS = "osD^vPX"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,60 +96,21 @@ def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
     return {f"{name}_s": float(np.mean(values)), f"{name}_p50_s": p50, f"{name}_p90_s": p90, f"{name}_p99_s": p99}
 
 
-@dataclass(frozen=True)
-class ShownRun:
-    """A run as it is shown. `named`: the keys that vary, apart from the rate; `figures`: its totals."""
-
-    named: Mapping[str, str]
-    rate: float
-    figures: Mapping[str, Any]
-
-    @property
-    def flat(self) -> dict[str, Any]:
-        """Return one row of a spreadsheet."""
-        return {**self.named, "rate": self.rate, **self.figures}
-
-
-def table(runs: Sequence[ShownRun]) -> str:
-    """Return the table for the terminal. A run of an earlier command may lack some figures."""
-    totals = [run.figures for run in runs]
-    named = [Column(key, "", [run.named[key] for run in runs], left=True) for key in runs[0].named]
+def table(named: Sequence[Mapping[str, str]], rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the table for the terminal. `named`: the keys that vary between the runs, apart from the rate. A run of an
+    earlier command may lack some figures."""
+    first = [Column(key, "", [run[key] for run in named], left=True) for key in named[0]]
     shares = {"hit_rate": "hits", **{f"hit_rate_{tier}": f"{tier}\nhits" for tier in TIERS}, "reused_tokens": "reused"}
     seconds = {"ttft_p50_s": "TTFT\np50", "ttft_p90_s": "TTFT\np90", "ttft_p99_s": "TTFT\np99", "queue_s": "queue",
                "load_s": "load", "save_s": "save"}  # fmt: skip
     columns = [
-        number("rate", "1/s", [run.rate for run in runs]),
-        *(number(head, "s", [one[key] or None for one in totals]) for key, head in seconds.items()),
-        *(share(head, [one[key] or None for one in totals]) for key, head in shares.items()),
-        number("prefill", "tok/s", [one["prefill_tok_s"] for one in totals]),
-        number("busy", "s", [one["busy_s"] for one in totals]),
-        Column("cost", "$", [f"{one['cost_usd']:.2g}" for one in totals]),
-        number("turns", "", [one["turns"] for one in totals]),
-        Column("lost", "", [str(one.get("lost_turns") or "") for one in totals]),
+        number("rate", "1/s", [row["rate"] for row in rows]),
+        *(number(head, "s", [row[key] or None for row in rows]) for key, head in seconds.items()),
+        *(share(head, [row[key] or None for row in rows]) for key, head in shares.items()),
+        number("prefill", "tok/s", [row["prefill_tok_s"] for row in rows]),
+        number("busy", "s", [row["busy_s"] for row in rows]),
+        Column("cost", "$", [f"{row['cost_usd']:.2g}" for row in rows]),
+        number("turns", "", [row["turns"] for row in rows]),
+        Column("lost", "", [str(row.get("lost_turns") or "") for row in rows]),
     ]
-    return text_table([*named, *columns])
-
-
-def draw(runs: Sequence[ShownRun], path: Path, title: str) -> tuple[Path, Path]:
-    """Draw p90 of TTFT against the rate, with a line per system: a PNG at `path`, and a PDF of the same name."""
-    from matplotlib.ticker import LogLocator, NullLocator
-
-    from harness.reports.pictures import figures as pictures
-
-    picture, [axes] = pictures.side_by_side(1)
-    systems: dict[str, list[tuple[float, float]]] = {}
-    for run in runs:
-        systems.setdefault(" ".join(run.named.values()), []).append((run.rate, run.figures["ttft_p90_s"]))
-    for place, (system, points) in enumerate(systems.items()):
-        mark = f"{MARKS[place % len(MARKS)]}-"
-        axes.plot(*zip(*sorted(points), strict=True), mark, label=system or None, markersize=4)
-    axes.set(xscale="log", yscale="log", xlabel="new sessions per second", ylabel="p90 of TTFT (s)")
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axis.set_major_formatter(lambda value, _: f"{value:g}")
-        axis.set_minor_locator(NullLocator())
-    pictures.framed(axes)
-    if runs[0].named:
-        axes.legend(frameon=False, fontsize=8.5)
-    pictures.title(picture, title)
-    return pictures.save(picture, path)
+    return text_table([*first, *columns])

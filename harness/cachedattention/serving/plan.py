@@ -32,14 +32,6 @@ READ = (  # keys of a run that the loop reads
     "data", "history", "store",
 )  # fmt: skip
 RANGES = {"rate": ABOVE_0, "think_s": FROM_0, "slots": FROM_1, "read_buffer": Range(least=0, hint="which is none")}
-INSTEAD = {
-    "batch": "slots=N says how many turns run side by side",
-    "overflow": "conversations must fit the model's window",
-    "protocol": "a turn is prefilled and sealed whole",
-    "questions": "every turn is the next one of a conversation",
-    "results": "--out DIR says where files go",
-    "baseline": "method=full,NAME serves Full as well",
-}
 TASK = "task=multiturn"  # where none is named
 OF_STORE = ("store.", "read_buffer")
 
@@ -107,12 +99,16 @@ def _point(chosen: Mapping[str, Word], varied: Sequence[str], others_store: bool
 
 def _refuse_unread(key: str) -> None:
     first = key.partition(".")[0]
+    if key == "store.folder":
+        raise SettingsError("A server's disk tier is temporary: leave store.folder out, and set TMPDIR for its place.")
     if key in OWN or first in (*READ, *GROUPS):
         return
     if key in REMOVED_KEYS:
         raise SettingsError(f"There is no setting {key} any more: {REMOVED_KEYS[key]}. See CHANGELOG.md.")
     if first in KEYS:
-        raise SettingsError(f"{key} changes nothing for harness.serve: {INSTEAD.get(first, 'leave it out')}.")
+        raise SettingsError(
+            f"{key} changes nothing for harness.serve: leave it out. docs/conversations.md says what it reads."
+        )
     raise SettingsError(f"There is no setting {key}{suggestion(key, (*OWN, *READ, *GROUPS))}")
 
 
@@ -154,13 +150,7 @@ class ServingPlan:
                 "This task is about overflow, which a server does not have: choose another, as multiturn."
             )
         job = Job.plan(method, task, model, replace(settings, batch=point.traffic.slots))
-        turns = [turn for item in job.items for turn in item.turns]
-        if any(turn.given for turn in turns):
-            raise SettingsError(
-                "A server goes on with its own answers, and those of this task are fed: choose another, as "
-                "task=multiturn with task.replies=own."
-            )
-        if any(turn.prompt.replaces_answer for turn in turns):
+        if any(turn.given or turn.prompt.replaces_answer for item in job.items for turn in item.turns):
             raise SettingsError(
                 "A server goes on with its own answers, and this task puts others in their place: set "
                 "task.replies=own, or task.golden=false for task=scbench."

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import asdict, replace
+from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from harness.cachedattention.serving.figures import Answer, ShownRun, cost, draw, figures, table
+from harness.cachedattention.serving.figures import Answer, cost, figures, table
 from harness.cachedattention.serving.loop import Clock, ServingLoop
 from harness.cachedattention.serving.plan import ServingPlan, TrafficPoint
 from harness.cachedattention.simulation.costs import Prices
 from harness.cachedattention.turns.stored import StoredCaches
-from harness.config.settings import Settings
 from harness.engine.hf import routed
 from harness.jobs.memory import conversation_bytes
 from harness.jobs.runner import Runner
@@ -24,7 +23,6 @@ from harness.results.provenance import provenance
 from harness.terminal.notices import warn
 from harness.terminal.progress import progress
 from harness.terminal.tables import digits, percent
-from kernels.temporary import TemporaryFolder
 
 SCHEMA = 1
 RUN, TURNS = "serving.json", "turns.jsonl"
@@ -66,25 +64,23 @@ class Runs:
             first = f"p90 of TTFT {digits(totals['ttft_p90_s'])} s, hits {percent(totals['hit_rate'])} %"
             warn(f"{plan.label}: {first}{' (was there already)' * known}")
 
-    @property
-    def shown(self) -> list[ShownRun]:
-        rows = zip(self.plans, self.rows, strict=True)
-        return [ShownRun(plan.point.others, plan.rate, row["figures"]) for plan, row in rows]
-
     def text(self) -> str:
-        return table(self.shown)
+        return table([plan.point.others for plan in self.plans], self._flat)
+
+    @property
+    def _flat(self) -> list[ServedRow]:
+        """Return one row of a spreadsheet for each run."""
+        rows = zip(self.plans, self.rows, strict=True)
+        return [{**plan.point.others, "rate": plan.rate, **row["figures"]} for plan, row in rows]
 
     def write(self) -> list[Path]:
-        """Write the tables and the picture; return their files. The same runs at the same prices have the same
-        folder."""
+        """Write the tables; return their files. The same runs at the same prices have the same folder."""
         asked = {"runs": [plan.identity for plan in self.plans], "prices": asdict(self.prices)}
         folder = self.out / "tables" / f"{len(self.plans)}-runs-{digest(asked)[:8]}"
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / RUN, {"schema": SCHEMA, "runs": self.rows})
-        write_csv(folder / "serving.csv", [run.flat for run in self.shown])
-        job, traffic = self.plans[0].job, self.plans[0].point.traffic
-        title = f"{job.model.describe().name}, {len(job.items)} conversations, {traffic.slots} slots"
-        return [folder / RUN, folder / "serving.csv", *draw(self.shown, folder / "ttft.png", title)]
+        write_csv(folder / "serving.csv", self._flat)
+        return [folder / RUN, folder / "serving.csv"]
 
 
 def served(plan: ServingPlan, folder: Path) -> ServedRow:
@@ -92,10 +88,10 @@ def served(plan: ServingPlan, folder: Path) -> ServedRow:
     job, traffic = plan.job, plan.point.traffic
     job.refuse_memory()
     loaded = job.load()
-    with routed(loaded.model), _with_empty_folder(job.settings) as settings:
+    with routed(loaded.model):
         attachment = job.attachment(loaded, {})
-        with closing(Runner(job.task, settings, folder, attachment, loaded, traffic.read_buffer)) as runner:
-            runner.kept.expect(conversation_bytes(job.model.describe(), settings, job.items))
+        with closing(Runner(job.task, job.settings, folder, attachment, loaded, traffic.read_buffer)) as runner:
+            runner.kept.expect(conversation_bytes(job.model.describe(), job.settings, job.items))
             runner.warm_up(job.items)
             clock, kept = Clock(sleep=time.sleep if traffic.clock == "wall" else None), runner.kept
             loop = ServingLoop(runner.engine, kept, clock, ending=runner.ending, slots=traffic.slots)
@@ -115,18 +111,6 @@ def served(plan: ServingPlan, folder: Path) -> ServedRow:
         "store": stored,
         "provenance": provenance(job.settings.device),
     }
-
-
-@contextmanager
-def _with_empty_folder(settings: Settings) -> Iterator[Settings]:
-    """Give the settings an empty folder inside `store.folder`, where that is named; it goes with the run."""
-    if settings.store.folder is None:
-        yield settings
-        return
-    parent = Path(settings.store.folder)
-    parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryFolder("kv-serve-", parent) as folder:
-        yield replace(settings, store=replace(settings.store, folder=str(folder)))
 
 
 def _scored(plan: ServingPlan, answers: Sequence[Answer], runner: Runner) -> Iterator[ServedRow]:

@@ -122,12 +122,3 @@ def table(rows: Sequence[SimulatedRow], runs: Sequence[Scenario]) -> str:
         quantity("disk\nread", [one["disk_read_bytes"] for one in all_figures], GB, hide_zeros=True),
     ]
     return text_table([*named, *figures])
-
-
-def trace_line(trace: SimulatedRow) -> str:
-    """Return the statistics of a trace in one line."""
-    return (
-        f"{trace['sessions']} sessions, {trace['turns']} turns ({trace['mean_turns']:.2f} each, one alone in "
-        f"{100 * trace['one_turn']:.0f} %), over 2K tokens {100 * trace['over_2k_tokens']:.0f} %, over 4K "
-        f"{100 * trace['over_4k_tokens']:.0f} %, mean {trace['mean_tokens']:.0f}"
-    )

@@ -7,26 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure as Picture
-
 from harness.cachedattention.simulation.outcome import SimulatedRow
 from harness.cachedattention.simulation.scenario import Scenario, scenarios
 from harness.config.settings import SettingsError
-from harness.reports.pictures import figures
 from harness.results.files import read_yaml
 from harness.terminal.tables import Column, digits, percent, text_table
 
 FILE = Path(__file__).with_name("paper.yaml")
-OURS, MISSED, THEIRS = "#2a6fbb", "#b9cfe6", "#c8442b"
 FAR = 0.10  # points of a share; a quarter of any other number
 FAR_TEXT = "more than 10 points from the paper, or a quarter of another number"
-ELSEWHERE = {
-    "18": "single prefills were measured: results/published/cachedattention/history.json",
-    "19": "pre-loading was measured: results/published/cachedattention/overlap.json",
-    "20": "saving was measured: results/published/cachedattention/overlap.json",
-    "23": "its load is not printed, `python -m harness.simulate ttl_s=3600 rate=0.25,1.0 host=32GB "
-    "disk=0,300GB,1TB,3TB` makes one like it",
-}
 SHARES = ("hit_rate", "hit_rate_host", "storage_share")
 SIGNS = {"value": "", "saving": "saved", "speedup": "x", "points": "points"}
 
@@ -82,10 +71,9 @@ class Figure:
         made = {run.partition("=")[0]: run for run in self.runs}
         for word in words:
             key = word.partition("=")[0]
-            if key in made:
-                raise SettingsError(f"--figure {self.number} makes its runs with {made[key]}: leave out {word}.")
-            if "," in word:
-                raise SettingsError(f"--figure {self.number} compares single runs: give {key} one value, not {word}.")
+            if key in made or "," in word:
+                kept = made.get(key, f"one value of {key}")
+                raise SettingsError(f"--figure {self.number} makes its runs with {kept}: leave out {word}.")
         for scenario in scenarios([*self.runs, *words]):
             if not self.skip or any(getattr(scenario, key) != value for key, value in self.skip.items()):
                 yield scenario
@@ -105,35 +93,12 @@ class Figure:
         notes = [f"! not reproduced: {FAR_TEXT}"] * any(missed)
         return "\n".join([shown, *notes])
 
-    def draw(self, rows: Sequence[SimulatedRow], path: Path) -> Sequence[Path]:
-        """Draw our numbers as bars, and the paper's as lines over them: a PNG at `path`, and a PDF of the same name."""
-        picture = Picture(figsize=(6.5, 0.9 + 0.3 * len(self.claims)), layout="constrained")
-        axes = picture.subplots()
-        places = range(len(self.claims))
-        ours = [claim.ours(rows) for claim in self.claims]
-        missed = [claim.is_missed(value) for claim, value in zip(self.claims, ours, strict=True)]
-        for is_missed, color, label in ((False, OURS, "simulated"), (True, MISSED, "simulated, not reproduced")):
-            at = [place for place in places if missed[place] == is_missed]
-            if at:
-                axes.barh(at, [ours[place] for place in at], color=color, height=0.6, label=label)
-        for place, claim in zip(places, self.claims, strict=True):
-            name = "paper" if not place else None
-            axes.plot([claim.paper] * 2, [place - 0.4, place + 0.4], color=THEIRS, linewidth=2.5, label=name)
-        axes.set_yticks(places, [claim.name for claim in self.claims])
-        axes.invert_yaxis()
-        axes.spines[["top", "right"]].set_visible(False)
-        figures.plain(axes)
-        axes.legend(frameon=False, fontsize=8.5)
-        figures.title(picture, f"CachedAttention, figure {self.number}: {self.title}")
-        return figures.save(picture, path)
-
 
 def figure(number: str) -> Figure:
     """Return a figure of the paper. Raise `SettingsError` where it is not simulated."""
     known = read_yaml(FILE)
     if number not in known:
-        where = f": {ELSEWHERE[number]}" if number in ELSEWHERE else ""
-        raise SettingsError(f"--figure {number} is not simulated{where}: choose one of {', '.join(known)}.")
+        raise SettingsError(f"--figure {number} is not simulated: choose one of {', '.join(known)}.")
     plain = known[number]
     claims = [PaperClaim(**claim) for claim in plain["claims"]]
     return Figure(number, plain["title"], plain["runs"], plain.get("skip", {}), claims)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from itertools import product
-from typing import Any, Literal, get_args, get_type_hints
-
-import yaml
+from typing import Literal, get_type_hints
 
 from harness.cachedattention.simulation.trace import TracedConversation, drawn
-from harness.cachedattention.store.placement import POLICIES, without_copies
+from harness.cachedattention.store.placement import POLICIES
+from harness.config.grids import combinations
 from harness.config.plugins import fits, spell, suggestion
 from harness.config.values import ABOVE_0, FROM_0, Range, SettingsError, check_values, size
-from methods.tiers.tier import DISK, TIERS
+from methods.tiers.tier import TIERS
 
 RECOMPUTE = "recompute"
 RANGES = {
@@ -58,11 +56,6 @@ class Scenario:
             return
         if not any(self.capacities.values()):
             raise SettingsError(f"policy={self.policy} has no tier to store in: set host=128GB, or policy={RECOMPUTE}.")
-        if self.copies and self.capacities[DISK]:
-            try:
-                without_copies(self.capacities)
-            except ValueError as error:
-                raise SettingsError(f"{error}: raise disk={self.disk}, or set copies=false.") from error
 
     @property
     def capacities(self) -> dict[str, int]:
@@ -76,31 +69,14 @@ class Scenario:
 
 def scenarios(words: Sequence[str]) -> Iterator[Scenario]:
     """Yield all combinations of the values in `key=value,value`; the last of two words for one key wins."""
-    given: dict[str, list[Any]] = {}
-    for word in words:
-        key, equals, values = word.partition("=")
-        if not equals:
-            raise SettingsError(f"Cannot read {word!r}: write key=value, several values as key=a,b.")
-        given[key] = [_value(key, value) for value in values.split(",")]
-    for point in product(*given.values()):
-        yield Scenario(**dict(zip(given, point, strict=True)))
-
-
-def _value(key: str, text: str) -> Any:
     hints = get_type_hints(Scenario)
-    if key not in hints:
-        raise SettingsError(f"simulate has no key {key!r}{suggestion(key, hints)}")
-    if text in get_args(hints[key]):
-        return text  # a word as it stands: YAML reads off as false
-    if not text.strip():
-        raise SettingsError(f"{key} is empty: give it a value, or leave it out.")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise SettingsError(f"Cannot read {key}={text}: write a plain value.") from error
-    if not fits(value, hints[key]):
-        raise SettingsError(f"{key}={text} should be {spell(hints[key])}.")
-    return value
+    for point in combinations(words, slowest=""):
+        for key, word in point.items():
+            if key not in hints:
+                raise SettingsError(f"simulate has no key {key!r}{suggestion(key, hints)}")
+            if not fits(word.value, hints[key]):
+                raise SettingsError(f"{word.text} should be {spell(hints[key])}.")
+        yield Scenario(**{key: word.value for key, word in point.items()})
 
 
 def varied(runs: Sequence[Scenario]) -> list[str]:

@@ -1,7 +1,7 @@
 """Consecutive tokens of a session with their rows, and the file of such a block.
 
 A block is never changed, only made anew under another name. Its file is a safetensors file whose tensors can be read
-and checked one by one: its head holds the SHA-256 of each tensor and of the token ids, its session that of the head.
+and checked one by one: its head holds the SHA-256 of each tensor, its session that of the head.
 Files are read, not mapped: one that is cut off meanwhile is an error, not a crash.
 """
 
@@ -11,8 +11,7 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from io import BufferedReader
@@ -29,7 +28,7 @@ from methods.tiers.rows import HostRows, Place
 
 
 class DamagedBlock(ValueError):
-    """Raised where a block's file is missing, or is not what was written."""
+    """Raised where a block's file is not what was written."""
 
 
 class NotSaved(RuntimeError):
@@ -56,7 +55,7 @@ class Loss(StrEnum):
 
 def loss_by(error: Exception) -> Loss:
     """Return the loss that `error`, one of `LOST`, means."""
-    if isinstance(error, DamagedBlock):
+    if isinstance(error, (DamagedBlock, FileNotFoundError)):
         return Loss.DAMAGED
     if isinstance(error, NotSaved):
         return Loss.NOT_COPIED
@@ -131,7 +130,7 @@ class FoundHistory:
     rest: Tensors = field(default_factory=dict)
 
 
-TOKENS, SUM = "tokens", "sha256."
+SUM = "sha256."
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
@@ -144,7 +143,7 @@ def write(path: Path, block: Block) -> WrittenFile:
     assert block.rows is not None
     tensors = {name: rows.cpu() for name, rows in block.rows.items()}
     sums = {f"{SUM}{name}": _sum(rows) for name, rows in tensors.items()}
-    data = save(tensors, sums | {TOKENS: _sum(torch.tensor(block.tokens))})
+    data = save(tensors, {"tokens": str(len(block.tokens)), **sums})  # which are none of a block without rows
     with replacing(path) as file:
         file.write(data)
     return WrittenFile(hashlib.sha256(data[: 8 + _length(data)]).hexdigest(), len(data))
@@ -152,12 +151,12 @@ def write(path: Path, block: Block) -> WrittenFile:
 
 class BlockFile:
     """A block's file, whose head is read and checked at once, and whose rows are when they are asked for. Both raise
-    `DamagedBlock`."""
+    `DamagedBlock` where they are not what was written, and OSError."""
 
     def __init__(self, path: Path, block: Block) -> None:
         assert block.file is not None
         self.path = path
-        with _damage(path), open(path, "rb") as file:
+        with open(path, "rb") as file:
             head = file.read(8)
             head += file.read(min(_length(head), block.file.bytes))
             whole = os.fstat(file.fileno()).st_size == block.file.bytes
@@ -166,8 +165,6 @@ class BlockFile:
         self._tensors: dict[str, Any] = json.loads(head[8:])
         self._sums: dict[str, str] = self._tensors.pop("__metadata__")
         self._start = len(head)
-        if self._sums[TOKENS] != _sum(torch.tensor(block.tokens)):
-            raise DamagedBlock(f"{path} holds other tokens")
 
     @property
     def names(self) -> list[str]:
@@ -176,26 +173,16 @@ class BlockFile:
 
     def read(self, names: Iterable[str], place: Place) -> Tensors:
         """Read the named rows into host memory of `place`."""
-        with _damage(self.path), open(self.path, "rb") as file:
+        with open(self.path, "rb") as file:
             return {name: self._tensor(file, name, place) for name in names}
 
     def _tensor(self, file: BufferedReader, name: str, place: Place) -> Tensor:
-        if name not in self._tensors:
-            raise DamagedBlock(f"{self.path} lacks {name}")
         about = self._tensors[name]
         tensor = HostRows.room(about["shape"], DTYPES[about["dtype"]], place)
         file.seek(self._start + about["data_offsets"][0])
         if file.readinto(_bytes(tensor)) < tensor.nbytes or _sum(tensor) != self._sums[SUM + name]:
             raise DamagedBlock(f"{self.path} is not what was written")
         return tensor
-
-
-@contextmanager
-def _damage(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise DamagedBlock(f"{path} cannot be read: {error}") from error
 
 
 def _length(data: bytes) -> int:

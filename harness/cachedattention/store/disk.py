@@ -159,14 +159,10 @@ class Disk:
         self.touch(key)
 
     def _written(self, blocks: Sequence[Block]) -> Iterator[Block]:
-        folders = set()
         for block in blocks:
             path = self.path(block)
             path.parent.mkdir(exist_ok=True)
-            folders.add(path.parent)
             yield replace(block, rows=None, file=write(path, block))
-        for folder in folders:
-            _sync(folder)
 
     def _remove(self, blocks: Sequence[Block]) -> None:
         for block in blocks:
@@ -196,15 +192,6 @@ def _unlink(path: Path) -> None:
 
 def _sizes(blocks: Sequence[Block]) -> dict[str, int]:
     return {block.name: block.size for block in blocks}
-
-
-def _sync(folder: Path) -> None:
-    """Make the names in a folder reach the disk."""
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def warn(message: str) -> None:

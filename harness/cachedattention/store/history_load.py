@@ -13,7 +13,7 @@ import torch
 
 from harness.cachedattention.store.block import LOST, Block, HistoryLost, has_rest, joined, length
 from harness.cachedattention.store.stored_sessions import StoredSessions
-from methods.tiers.block import Format, Tensors
+from methods.tiers.block import Tensors
 from methods.tiers.lanes import Spans
 from methods.tiers.transfer import beside_the_model, reached
 
@@ -50,7 +50,6 @@ class HistoryLoad:
         new: int,
         read_buffer: int | None,
         prepare: Prepare,
-        format_: Format,
     ) -> None:
         """Load `parts` of the session `key`. `new`: tokens that the job has to compute. `read_buffer`: layers to load
         before it begins, None for as many as `MeasuredSpeeds` advises. `prepare`: what the thread that copies does with
@@ -59,7 +58,7 @@ class HistoryLoad:
         self.size = sum(part.size for part in parts)
         self._contents, self._key = contents, key
         self._after = reached(contents.place.device)  # what `prepare` uses was made on the caller's stream
-        self._prepare, self._format = prepare, format_
+        self._prepare = prepare
         self._count, self._rest = len(parts), has_rest(parts)
         self._copies: dict[int, Future[LayerRows]] = {}
         self._spans = Spans()
@@ -150,8 +149,7 @@ class HistoryLoad:
         rest = {name: x.clone() for name, x in parts.pop().items()} if self._rest else {}
         device = self._contents.place.device
         with beside_the_model(device, self._after):
-            near = [{name: x.to(device, non_blocking=True) for name, x in part.items()} for part in parts]
-            rows = joined([self._format.decode(part) for part in near])
+            rows = joined([{name: x.to(device, non_blocking=True) for name, x in part.items()} for part in parts])
             layer = self._prepare(number, (rows, rest))
         self._spans.add(began, perf_counter())
         return layer

@@ -35,8 +35,7 @@ from harness.cachedattention.store.statistics import Statistics
 from harness.cachedattention.store.stored_sessions import StoredSessions
 from harness.cachedattention.store.upload import MakeStored, UploadToHost, as_given
 from methods.base import Method
-from methods.tiers.block import Format, SplitRows, Tensors
-from methods.tiers.codec import PLAIN, Codec
+from methods.tiers.block import SplitRows, Tensors
 from methods.tiers.pinned_memory import PinnedPool
 from methods.tiers.rows import Place, copied_into
 from methods.tiers.tier import DISK, HOST
@@ -57,9 +56,8 @@ class HistoryStore:
     """A store of sessions in tiers. `host`, `disk`: their bytes, 0 for none; `folder`: that of the disk. `ttl_s`:
     seconds since its last use after which a session is dropped. `on`: the device of rows that are handed out. `threads`
     read for jobs that wait; with 0 the caller does everything. `write_buffer`: bytes that may wait to be written, on
-    top of the tiers. `codec`: how rows are written smaller, to be read back in `dtype`; the fingerprint must name it.
-    `engine`: moves all rows of the device, and lends pinned memory (`expect`); by default the store has one of its own,
-    which lends none. `clock` never jumps."""
+    top of the tiers. `engine`: moves all rows of the device, and lends pinned memory (`expect`); by default the store
+    has one of its own, which lends none. `clock` never jumps."""
 
     def __init__(
         self,
@@ -74,15 +72,13 @@ class HistoryStore:
         on: str = "cpu",
         threads: int = 2,
         write_buffer: int = 256 * 10**6,
-        codec: Codec = PLAIN,
-        dtype: torch.dtype = torch.float32,
         engine: TransferEngine | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if bool(disk) != (folder is not None):
             raise HistoryError("a disk tier needs both: disk, its bytes, and folder, its place")
         self.fingerprint, self.block_tokens, self.threads = fingerprint, block_tokens, threads
-        self.format, engine = Format(codec, dtype), engine or TransferEngine()
+        engine = engine or TransferEngine()
         self.placement = Placement({HOST: host, DISK: disk}, policy or SchedulerAware(), ttl_s)
         self.pinned_pool = PinnedPool(engine.pinned_memory, host + write_buffer)
         self.contents = StoredSessions(
@@ -94,7 +90,7 @@ class HistoryStore:
             write_buffer=write_buffer,
             clock=clock,
         )
-        self._blocks = partial(UploadToHost, length=block_tokens, format_=self.format, place=self.contents.place)
+        self._blocks = partial(UploadToHost, length=block_tokens, place=self.contents.place)
         self._closed = False
         self.contents.carry_out(self.placement.expire(clock()))
 
@@ -121,13 +117,14 @@ class HistoryStore:
 
         The session counts as used, and moves into a faster tier, when the job begins (`HistoryLoad.begin`)."""
         key = self._fresh(session)
-        self.statistics.asked(len(tokens))
+        self.statistics.lookups += 1
+        self.statistics.asked_tokens += len(tokens)
         parts = self.contents.covered(key, tokens, lineage)
         if not parts:
             return None
         new = len(tokens) - length(parts)
         try:
-            return HistoryLoad(self.contents, key, parts, new, read_buffer, prepare, self.format)
+            return HistoryLoad(self.contents, key, parts, new, read_buffer, prepare)
         except HistoryLost:
             return None
 
@@ -191,8 +188,6 @@ class HistoryStore:
     def truncate(self, session: str, keep: float = 0.5) -> int:
         """Drop the oldest tokens down to a share; return how many. With a rest all of them go. Rows that stay were
         computed in sight of those that went, so they are found under their new `lineage` alone."""
-        if not 0 <= keep <= 1:
-            raise ValueError(f"keep={keep} should be a share, from 0 to 1")
         key = self._fresh(session)
         known = self.contents.blocks.get(key, [])
         count = length(known)
@@ -269,7 +264,6 @@ class HistoryStore:
 
     def _without_first(self, block: Block, drop: int) -> Block:
         """Return a block of its own name without the first `drop` tokens."""
-        decoded = self.format.decode(dict(self.contents.read(block).rows or {}))
-        encoded = self.format.encode({name: x[..., drop:, :] for name, x in decoded.items()})
-        rows = {name: copied_into(HOST, x, self.contents.place) for name, x in encoded.items()}
+        cut = {name: x[..., drop:, :] for name, x in (self.contents.read(block).rows or {}).items()}
+        rows = {name: copied_into(HOST, x, self.contents.place) for name, x in cut.items()}
         return Block(uuid4().hex, block.tokens[drop:], sum(x.nbytes for x in rows.values()), rows)

@@ -16,6 +16,7 @@ from itertools import islice
 from math import inf
 from typing import ClassVar, Generic, TypeVar
 
+from harness.config.values import SettingsError
 from methods.tiers.tier import DEVICE, DISK, HOST, TIERS
 
 SLACK = 64  # stale entries of the heap that are not worth a new one
@@ -218,10 +219,11 @@ def in_order(moves: Sequence[Move]) -> list[Move]:
 
 
 def without_copies(capacities: Mapping[str, int]) -> int:
-    """Return the bytes of the disk that copies of all that faster tiers hold leave free. Raise ValueError if none."""
+    """Return the bytes of the disk that copies of all that faster tiers hold leave free. Raise `SettingsError` if
+    none."""
     left = 2 * capacities[DISK] - sum(capacities.values())
     if left <= 0:
-        raise ValueError("copies=true needs a disk larger than the memory whose copies it is to hold")
+        raise SettingsError("disk is too small for copies of what lies in memory: raise disk, or set copies=false.")
     return left
 
 

@@ -14,9 +14,8 @@ class Statistics:
     worth a place when saved; `lost`: to damaged files and errors of the disk.
 
     `load_s`: in which rows were on their way to jobs, `hidden_s` of them while these computed or had not begun;
-    `exposed_s`: in which jobs waited for them. `leaving_s`: in which rows were on their way from the device to host
-    memory, `leaving_hidden_s` of them while no call of the store saved. `saving_s`: in which the disk was changed.
-    Callers waited `write_waits` times, `write_wait_s` in all, as a write buffer was full.
+    `exposed_s`: in which jobs waited for them. Callers waited `write_waits` times, `write_wait_s` in all, as a write
+    buffer was full.
     """
 
     lookups: int = 0
@@ -32,15 +31,8 @@ class Statistics:
     load_s: float = 0.0
     hidden_s: float = 0.0
     exposed_s: float = 0.0
-    leaving_s: float = 0.0
-    leaving_hidden_s: float = 0.0
-    saving_s: float = 0.0
     write_waits: int = 0
     write_wait_s: float = 0.0
-
-    def asked(self, tokens: int) -> None:
-        self.lookups += 1
-        self.asked_tokens += tokens
 
     def found(self, tier: str, tokens: int, count: int = 1) -> None:
         """Count a hit; `count` -1 takes it back."""
@@ -72,19 +64,11 @@ class MeasuredSpeeds:
         self._tokens += tokens
         self._prefill_s += seconds
 
-    def bandwidth(self, tier: str) -> float | None:
-        """Return B, in bytes per second, or None before anything was measured."""
-        return self._bytes[tier] / seconds if (seconds := self._loading_s.get(tier, 0.0)) else None
-
-    def prefill(self) -> float | None:
-        """Return T_pref, in seconds per token, or None before anything was measured."""
-        return self._prefill_s / self._tokens if self._tokens else None
-
     def read_buffer(self, tier: str, size: int, layers: int, new: int) -> int:
         """Return the read buffer in layers, for a history of `size` bytes (B T_load L_hist) and `new` tokens; all
         layers before the first measurement."""
-        bandwidth, prefill = self.bandwidth(tier), self.prefill()
-        if bandwidth is None or prefill is None:
+        loading_s = self._loading_s.get(tier, 0.0)
+        if not (loading_s and self._tokens):
             return layers
-        buffer = size - bandwidth * prefill * new
+        buffer = size - self._bytes[tier] / loading_s * self._prefill_s / self._tokens * new
         return max(0, min(layers, ceil(buffer / size * layers)))

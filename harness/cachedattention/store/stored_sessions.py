@@ -45,15 +45,7 @@ class WriteBuffer:
 
     def submit(self, action: Callable[[], T], finished: Callable[[Future[T]], None], size: int = 0) -> None:
         """Run `action` after all that were submitted before. `size`: bytes that wait for it in memory."""
-
-        def timed() -> T:
-            began = perf_counter()
-            try:
-                return action()
-            finally:
-                self._statistics.saving_s += perf_counter() - began
-
-        self.follow(self._worker.submit(timed), finished, size)
+        self.follow(self._worker.submit(action), finished, size)
 
     def follow(self, future: Future[T], finished: Callable[[Future[T]], None], size: int) -> None:
         """Track a future that was submitted elsewhere."""
@@ -201,8 +193,6 @@ class StoredSessions:
         self.leaving.collect()
         while self._uploads and self._uploads[0][1].finished:
             key, upload = self._uploads.popleft()
-            self.statistics.leaving_s += upload.spans.seconds
-            self.statistics.leaving_hidden_s += upload.hidden_s
             if key in self.blocks:
                 self.attempt(key, self._take_arrived)
             upload.release()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from harness.cachedattention.store.block import Block, NotSaved, by_layer
-from methods.tiers.block import Format, SplitRows, Tensors
+from methods.tiers.block import SplitRows, Tensors
 from methods.tiers.lanes import INLINE, Spans, TransferLane
 from methods.tiers.rows import Place, copied_into
 from methods.tiers.tier import HOST
@@ -59,7 +59,6 @@ class UploadToHost:
         rest: Mapping[str, Tensor],
         *,
         length: int,
-        format_: Format,
         place: Place,
         stored: MakeStored = as_given,
         lane: TransferLane = INLINE,
@@ -68,16 +67,10 @@ class UploadToHost:
         belongs to all of them, makes a last block without tokens; without rows there is one block of tokens before it.
         `place`: the device that the rows leave, and the host memory to which they go."""
         began = perf_counter()
-        self._format, self._stored, self._place = format_, stored, place
+        self._stored, self._place = stored, place
         self._after = reached(place.device)
-        self.error: NotSaved | None = None
         self.spans, self.waits = Spans(), Spans()  # in which rows were on their way, and in which the caller waited
         parts = {name: x if isinstance(x, SplitRows) else SplitRows(x) for name, x in layers.items()}
-        for name, part in parts.items():
-            if (shape := part.like.shape)[-2:-1] != (len(tokens),):
-                raise ValueError(
-                    f"{name} is {list(shape)}: it should have {len(tokens)} tokens in its last but one place"
-                )
         length = length if layers else max(1, len(tokens))
         cuts = [slice(start, min(start + length, len(tokens))) for start in range(0, len(tokens), length)]
         self._cuts = [*cuts, *([None] if rest else [])]  # which tokens go into each block; None for the rest
@@ -90,17 +83,13 @@ class UploadToHost:
             coming[number] = lane.submit(partial(self._layer, number, own, whole))
             self.layers.append((coming[number], size))
         self.blocks: list[Block] = []
-        shapes, likes = {name: part.like for name, part in parts.items()}, dict[int, Tensors]()
+        token_bytes = sum(part.like.nbytes for part in parts.values()) // max(1, len(tokens))
         for at, cut in enumerate(self._cuts):
-            like: Mapping[str, Tensor] = rest
-            if cut is not None:
-                size = cut.stop - cut.start
-                if size not in likes:
-                    likes[size] = format_.like({name: x[..., :size, :] for name, x in shapes.items()})
-                like = likes[size]
-            rows = ArrivingRows({name: coming[layer] for layer, own in by_layer(like).items() for name in own}, at)
             text = () if cut is None else tuple(tokens[cut])
-            self.blocks.append(Block(uuid4().hex, text, sum(x.nbytes for x in like.values()), rows))
+            size = sum(x.nbytes for x in rest.values()) if cut is None else token_bytes * len(text)
+            by_number = by_layer(rest if cut is None else parts)
+            rows = ArrivingRows({name: coming[number] for number, own in by_number.items() for name in own}, at)
+            self.blocks.append(Block(uuid4().hex, text, size, rows))
         self.waited(began)
 
     @property
@@ -139,14 +128,10 @@ class UploadToHost:
                 stored = self._stored(number, rows) if rows else {}
                 return [self._copied(stored, rest, cut) for cut in self._cuts]
         except Exception as error:
-            why = f"{type(error).__name__}: {error}"
-            self.error = self.error or NotSaved(f"rows could not be copied from the device ({why})")
-            raise self.error from error
+            raise NotSaved(f"rows could not be copied from the device ({type(error).__name__}: {error})") from error
         finally:
             self.spans.add(began, perf_counter())
 
     def _copied(self, stored: Parts, rest: Tensors, cut: slice | None) -> Tensors:
-        part = rest
-        if cut is not None:
-            part = self._format.encode({name: x.cut(cut.start, cut.stop).joined() for name, x in stored.items()})
+        part = rest if cut is None else {name: x.cut(cut.start, cut.stop).joined() for name, x in stored.items()}
         return {name: copied_into(HOST, x, self._place) for name, x in part.items()}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 
 from harness.cachedattention.store.disk import HistoryError
@@ -20,8 +19,6 @@ from harness.models.base import LoadedModel
 from harness.prompts.prompt import Tools
 from harness.results.files import canonical
 from kernels.temporary import TemporaryFolder
-from methods.tiers import codecs
-from methods.tiers.codec import PLAIN
 from methods.tiers.tier import DISK, HOST
 
 ROTARY = ("rope_parameters", "partial_rotary_factor", "max_position_embeddings")
@@ -57,14 +54,11 @@ def opened_caches(
         return
     wanted = settings.store
     whose = fingerprint(attachment, loaded, protocol=settings.protocol)
-    codec = PLAIN if wanted.codec is None else codecs.codec_of(wanted.codec)
-    for spec in attachment.model_specs:
-        codec.check(spec.head_dim)
     is_temporary = wanted.capacities[DISK] and not wanted.folder
     with TemporaryFolder("kv-history-") if is_temporary else nullcontext() as temporary:
         try:
             store = HistoryStore(
-                whose if wanted.codec is None else replace(whose, codec=wanted.codec),
+                whose,
                 host=wanted.capacities[HOST],
                 disk=wanted.capacities[DISK],
                 folder=temporary or (Path(wanted.folder) / run if wanted.folder else None),
@@ -72,8 +66,6 @@ def opened_caches(
                 block_tokens=BLOCK_TOKENS,
                 ttl_s=wanted.seconds_to_live,
                 on=str(attachment.model.device),
-                codec=codec,
-                dtype=attachment.model.dtype,
                 engine=attachment.engine,
                 threads=IO_THREADS,
                 write_buffer=WRITE_BUFFER,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,7 +26,6 @@ from harness.engine.attach import Attachment
 from harness.engine.cache import KVCache
 from methods.layers.storage import FIRST
 from methods.tiers.block import FAR, K, SplitRows, Tensors, V, stays_away
-from methods.tiers.codec import PLAIN
 
 CacheContents = Sequence[Mapping[str, Tensor]]  # by layer, as `KVCache.contents` gives them
 NEAR = {K: "k0", V: "v0"}  # of all heads together, in a state
@@ -128,15 +126,9 @@ def _alike(rotations: Sequence[Rotation]) -> list[int]:
     return [next(first for first, other in enumerate(angles) if other.equal(own)) for own in angles]
 
 
-class TokensDigest(NamedTuple):
-    """The length and the hash of tokens, by which they are known again without being kept."""
-
-    length: int
-    digest: int
-
-    @classmethod
-    def of(cls, tokens: Sequence[int]) -> TokensDigest:
-        return cls(len(tokens), hash(tuple(tokens)))
+def _known_again(tokens: Sequence[int]) -> tuple[int, int]:
+    """Return the length and the hash of tokens, by which they are known again without being kept."""
+    return len(tokens), hash(tuple(tokens))
 
 
 class StoredCaches(CachesBetweenTurns):
@@ -171,7 +163,7 @@ class StoredCaches(CachesBetweenTurns):
         self._lineage_of: WeakKeyDictionary[KVCache, str] = WeakKeyDictionary()  # of caches that are in use
         self._sent: WeakKeyDictionary[KVCache, tuple[int, UploadToHost]] = WeakKeyDictionary()  # from which token on
         self._ahead: dict[str, tuple[list[int], HistoryLoad | None]] = {}  # by session, with the tokens asked for
-        self._held: dict[str, TokensDigest] = {}  # by session: what is to be found of it
+        self._held: dict[str, tuple[int, int]] = {}  # by session: what is to be found of it
         self._asked: WeakKeyDictionary[KVCache, tuple[str, Sequence[int]]] = WeakKeyDictionary()  # of it, by whom
 
     def expect(self, size: int) -> None:
@@ -204,10 +196,9 @@ class StoredCaches(CachesBetweenTurns):
     def _to_be_found(self, session: str, tokens: Sequence[int]) -> int:
         """Return how many of the first `tokens` were stored, where computing them again would not give the same."""
         held = self._held.get(session)
-        if held is None or TokensDigest.of(tokens[: held.length]) != held:
+        if held is None or _known_again(tokens[: held[0]]) != held:
             return 0
-        plain = self.store.format.codec == PLAIN and self._lineage(session) == EXACT
-        return 0 if plain and self.form.repeatable else held.length
+        return 0 if self._lineage(session) == EXACT and self.form.repeatable else held[0]
 
     def _lost(self, session: str, held: Sequence[int], cache: KVCache) -> Loss | None:
         """Return why `held` is lost, which was to be found and which `cache` will compute again; None for no tokens."""
@@ -242,7 +233,7 @@ class StoredCaches(CachesBetweenTurns):
 
     def _keep(self, session: str, tokens: Sequence[int], cache: KVCache) -> Sequence[UploadToHost]:
         contents, lineage = cache.contents(), self._lineage_of.pop(cache, EXACT)
-        self._lineages[session], self._held[session] = lineage, TokensDigest.of(tokens)
+        self._lineages[session], self._held[session] = lineage, _known_again(tokens)
         stage = self._stages[session] = self._stage(len(tokens)) if cache.fits(len(tokens)) else None
         if stage is None:
             self._held.pop(session)
@@ -274,8 +265,6 @@ class StoredCaches(CachesBetweenTurns):
     ) -> list[int]:
         """Cut a history as `CachesBetweenTurns.shorten` does. Rows before their rotation are dropped where they lie, if
         the oldest go and nothing is rotated."""
-        if naive:
-            raise ValueError("A store has keys before their rotation: take the device's own cache for NKVT.")
         before = self._lineage(session)
         if sinks or not self.form.rows_alone:
             kept = super().shorten(session, tokens, keep, capacity, sinks=sinks)
@@ -285,7 +274,7 @@ class StoredCaches(CachesBetweenTurns):
             if self.store.known(session, tokens, before) == len(tokens):
                 self.store.truncate(session, (keep + 0.5) / len(tokens))
             kept = both_ends(tokens, keep, sinks)
-        text = TokensDigest.of(kept)
+        text = _known_again(kept)
         if self._held.get(session) != text:  # it is to be found, and is not there if it got lost
             self._held[session] = text
             self._lineages[session] = cut_lineage(before, tokens, len(tokens) - len(kept), sinks)

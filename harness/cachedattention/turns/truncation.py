@@ -8,7 +8,6 @@ first tokens, at which heads look that need nothing else (StreamingLLM, arXiv 23
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -55,19 +54,13 @@ class Rotation:
         """Return keys that are rotated to `source` as they are at `target`, in the model's dtype."""
         return self.on(self.off(keys, source), target)
 
-    def steady(self, tokens: int) -> int:
-        """Return how many tokens, `tokens` at most, a text may have before the angles at its start change."""
-        if self._alike(tokens):
-            return tokens
-        return 1 + bisect_left(range(2, tokens), True, key=lambda reach: not self._alike(reach))
-
     def check(self, tokens: int) -> None:
         """Raise `RotationError` where the keys of a text of `tokens` tokens depend on the forwards it came in."""
-        if (steady := self.steady(tokens)) < tokens:
+        if not self._alike(tokens):
             raise RotationError(
-                f"This model's rotary scaling (dynamic or LongRoPE) changes all angles once a text exceeds {steady} "
+                f"This model's rotary scaling (dynamic or LongRoPE) changes all angles before a text has {tokens} "
                 "tokens, so what is cut from a longer history does not fit the shorter text: set overflow.by="
-                "truncate_tokens, which computes that text anew, or an overflow.window of at most that many tokens."
+                "truncate_tokens, which computes that text anew, or a smaller overflow.window."
             )
 
     def fixed(self, positions: Tensor, text: int = 0) -> Rotation:
@@ -82,11 +75,8 @@ class Rotation:
         if not rows.shape[-2]:
             return rows.float()
         cos, sin = self._at(positions.flatten().clamp(min=0))
-        if positions.dim() == 1:
-            cos, sin = (part.to(rows.device).unsqueeze(0) for part in (cos, sin))
-            return way(rows.float().reshape(rows.shape[:-2].numel(), 1, *rows.shape[-2:]), cos, sin).view(rows.shape)
         flat = rows.float().reshape(rows.shape[:-2].numel(), 1, *rows.shape[-2:])  # every head as a sequence of its own
-        cos, sin = (part.to(rows.device).view(flat.shape[0], flat.shape[2], -1) for part in (cos, sin))
+        cos, sin = (part.to(rows.device).unflatten(0, (-1, rows.shape[-2])) for part in (cos, sin))
         turned = way(flat, cos, sin).view(rows.shape)
         return torch.where((positions < 0).unsqueeze(-1).to(rows.device), rows.float(), turned)
 
@@ -120,8 +110,6 @@ def truncated(
     `layers`: of a cache of the same method, for what its policies hold. `naive`: keys stay rotated to where they stood
     (the paper's NKVT), though what follows goes on after H-1.
     """
-    if not 0 <= sinks < keep:
-        raise ValueError(f"keep={keep} with sinks={sinks} leaves no recent history: keep more, or start a fresh cache")
     length = min(keep, max(rows for state in contents for rows in _rows(state)))
     if length == int(contents[0]["seen"]):
         return [dict(state) for state in contents]

@@ -8,24 +8,20 @@ from typing import Any
 
 import pytest
 
-from harness.cachedattention.store.history_store import HistoryStore
 from harness.cachedattention.turns import opening
-from harness.config.compose import Composed
-from harness.config.settings import OverflowSettings, Settings, SettingsError, StoreSettings
+from harness.config.settings import Settings, SettingsError, StoreSettings
 from harness.reports.compare import comparisons
 from harness.reports.document import as_text
 from harness.reports.groups import turn_reuse
 from harness.reports.notes import STAMPS, stamps
 from harness.results.run_folder import StoredRun, load
-from harness.sweeps.sweep import with_own_settings
 from harness.terminal.tables import digits
 from methods.base import Method
 from methods.full import Full
 from methods.h2o import H2O
 from methods.pqcache import PQCache
 from methods.snapkv import SnapKV
-from tests.fast import niah
-from tests.harness.jobs.test_questions import Balances, Given, Retold, run
+from tests.harness.jobs.test_questions import Balances, run
 from tests.histories import full_disk
 
 TALKS = Balances(talks=True)
@@ -81,16 +77,6 @@ def test_what_was_evicted_stays_evicted(tmp_path: Path) -> None:
     stayed = talked(tmp_path, H2O())
     for changes in ({"batch": 2, "store": DISK}, {"shared_prefill": True}):
         assert tokens(talked(tmp_path, H2O(), history="store", **changes)) == tokens(stayed)
-
-
-@pytest.mark.tokens
-@pytest.mark.parametrize("protocol", ["prompt", "context"])
-def test_a_given_reply_is_read_behind_what_was_stored(tmp_path: Path, protocol: str) -> None:
-    made = [
-        run(tmp_path, Full(), Given(), protocol=protocol, history=history) for history in ("device_prefix", "store")
-    ]
-    assert tokens(made[0]) == tokens(made[1])
-    assert [turn.hit_tier for turn in made[1].records[0].turns or ()] == [None, "host", "host", "host"]
 
 
 @pytest.mark.parametrize(
@@ -178,39 +164,6 @@ def test_a_run_leaves_its_conversations_in_a_folder_of_its_own(tmp_path: Path) -
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_a_folder_that_no_store_can_use_is_refused_before_a_run_begins(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    store = StoreSettings(disk="1GB", folder=str(tmp_path / "file"))
-    with pytest.raises(SettingsError, match="folder"):
-        talked(tmp_path / "runs", Full(), history="store", store=store)
-    assert not list((tmp_path / "runs").glob("*"))
-
-
-def test_rows_are_stored_in_few_bits_where_rows_are_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "BLOCK_TOKENS", 8)
-    store = StoreSettings(host="1GB", codec="int8g8")
-    made = talked(tmp_path, Full(), history="store", store=store)
-    assert [turn.hit_tier for record in made.records for turn in record.replies[1:]].count("host") == 3 * len(
-        made.records
-    )
-    with pytest.raises(SettingsError, match=r"store\.codec"):
-        talked(tmp_path, H2O(), history="store", store=store, budget=0.5)
-
-
-def test_where_nothing_has_a_second_turn_the_run_is_the_plain_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    one, plain = (run(tmp_path, task=niah(depths=2), history=how) for how in ("store", "device_prefix"))
-    assert one.folder == plain.folder
-    assert "history=store changes" in capsys.readouterr().err
-
-
-def test_a_store_is_for_the_points_of_a_sweep_that_have_one() -> None:
-    both = [Composed({"history": how, "store": vars(DISK)}, {}, []) for how in ("store", "recompute")]
-    assert [job.config["store"] for job in with_own_settings(both)] == [vars(DISK), vars(StoreSettings())]
-    assert with_own_settings(both[1:]) == both[1:]  # which the settings refuse
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -220,8 +173,6 @@ def test_a_store_is_for_the_points_of_a_sweep_that_have_one() -> None:
         ({"history": "store", "store": StoreSettings(folder="x")}, "set store.disk"),
         ({"history": "store", "store": StoreSettings(policy="lur")}, "lru"),
         ({"history": "store", "store": StoreSettings(ttl_s=0)}, "above 0"),
-        ({"history": "store", "store": StoreSettings(codec="int9")}, "int4g64"),
-        ({"history": "store", "store": StoreSettings(codec="int8g48")}, "int8g48"),
         ({"history": "stores"}, "device_prefix, store, recompute"),
     ],
     ids=str,
@@ -229,30 +180,3 @@ def test_a_store_is_for_the_points_of_a_sweep_that_have_one() -> None:
 def test_what_a_store_cannot_be_is_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(SettingsError, match=words):
         Settings(**changes)
-
-
-def test_questions_on_one_context_keep_their_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shared = {"protocol": "context", "questions": "shared", "baseline": "off"}
-    for changes in (
-        {"history": "recompute"},
-        {"history": "store", "store": DISK},
-        {"overflow": OverflowSettings(window=400)},
-    ):
-        with pytest.raises(SettingsError, match="questions=separate"):
-            run(tmp_path, Full(), Retold(), **shared | changes)
-    assert run(tmp_path, Full(), Retold(), **shared | changes | {"questions": "separate"}).records
-    assert run(tmp_path, Full(), TALKS, **shared | changes).records  # where none have one context, nothing is shared
-    assert "questions=shared changes" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
-def test_a_run_has_one_store_from_its_first_context_to_its_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
-) -> None:
-    """Conversations that are over still take room in it, whoever prefills the next."""
-    opened, real = list[HistoryStore](), HistoryStore.__enter__
-    monkeypatch.setattr(HistoryStore, "__enter__", lambda store: opened.append(store) or real(store))  # type: ignore[func-returns-value]
-    made = talked(tmp_path, Full(), history="store", shared_prefill=shared, warmup=1)
-    assert len(made.records) == 2
-    [store] = opened
-    assert store.statistics.hits["host"] == 2 * 3

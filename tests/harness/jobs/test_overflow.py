@@ -61,15 +61,6 @@ def test_truncated_text_is_computed_again_wherever_its_cache_was(tmp_path: Path,
     assert said(talked(tmp_path, protocol=protocol)) != again
 
 
-@pytest.mark.tokens
-def test_the_three_ways_differ_behind_the_overflow_alone(tmp_path: Path) -> None:
-    ways = ("truncate_cache", "truncate_tokens", "truncate_rotated")
-    cache, tokens, rotated = (said(talked(tmp_path, by=by)) for by in ways)
-    for one in cache:
-        assert cache[one][0] == tokens[one][0] == rotated[one][0]
-    assert len({str(one) for one in (cache, tokens, rotated)}) == 3
-
-
 def test_records_say_what_left_and_what_was_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prefills = counted(monkeypatch)
     for first, second, *rest in turns(talked(tmp_path)):
@@ -110,13 +101,6 @@ def test_a_window_is_refused_that_a_turn_does_not_fit_or_the_model_has_not(tmp_p
     assert turns(talked(tmp_path, window=least))[0][1].dropped_tokens
     with pytest.raises(SettingsError, match=r"overflow\.window=.*131072"):
         talked(tmp_path, window=200_000)
-
-
-def test_where_every_conversation_fits_the_run_is_the_plain_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert talked(tmp_path, window=4096).folder == talked(tmp_path, window=None).folder
-    assert "overflow.window=4096 changes" in capsys.readouterr().err
 
 
 def test_a_task_about_overflow_needs_a_window(tmp_path: Path) -> None:

@@ -86,13 +86,6 @@ def test_turns_wait_first_come_first_served_and_ttft_counts_it() -> None:
     assert [one.ttft_s for one in order] == pytest.approx([1.0, 1.5, 6.4, 7.3])
 
 
-def test_a_sequence_that_leaves_lets_the_next_in_at_once() -> None:
-    made = served(session("a", 0.0, (10, 2)), session("b", 0.0, (10, 9)), session("c", 0.0, (10, 2)))
-    assert end(made["a", 1]) == pytest.approx(3.0)  # b's prefill lies between its two tokens
-    assert made["c", 1].queue_s == pytest.approx(3.0)
-    assert end(made["b", 1]) > end(made["c", 1])
-
-
 def test_a_prefill_halts_the_others() -> None:
     """b's 30 tokens come while a answers."""
     halted = served(session("a", 0.0, (10, 8)), session("b", 1.5, (30, 2)))
@@ -115,81 +108,6 @@ def test_tokens_are_those_of_each_conversation_alone(kind: Kind, method: Method)
             key: answer.tokens for key, answer in together.items() if key[0] == one.name
         }
     assert len(together) == 15
-
-
-@pytest.mark.parametrize("kind", [DevicePrefix, CachesBetweenTurns, StoredCaches])
-def test_the_last_turn_of_a_conversation_is_saved_nowhere(kind: type[CachesBetweenTurns]) -> None:
-    """Three turns are followed by another one; neither conversation is known any more when all is over."""
-    told: dict[str, list[str]] = {"ahead": [], "kept": []}
-
-    class Counted(kind):  # type: ignore[misc, valid-type]
-        def _leave_ahead(self, session: str, *given: Any) -> None:
-            told["ahead"].append(session)
-            super()._leave_ahead(session, *given)
-
-        def _keep(self, session: str, *given: Any) -> Any:
-            told["kept"].append(session)
-            return super()._keep(session, *given)
-
-    def counted(kv: Attachment) -> CachesBetweenTurns:
-        plain = store(kv)
-        assert isinstance(plain, StoredCaches)
-        more = (kv, plain.store) if kind is StoredCaches else ()
-        made: CachesBetweenTurns = Counted(plain.start, *more)
-        return made
-
-    with server(counted) as loop:
-        answers = list(loop.serve([session("a", 0.0, (10, 2), (4, 2), (4, 2)), session("b", 0.5, (10, 2), (4, 2))]))
-        histories = loop.caches
-        known = histories._alive if isinstance(histories, DevicePrefix) else getattr(histories, "_held", {})
-        assert not known
-    assert len(answers) == 5
-    assert sorted(told["ahead"]) == sorted(told["kept"]) == ["a", "a", "b"]
-    assert not any(one.save_ahead_s for one in answers if (one.session, one.turn) in (("a", 3), ("b", 2)))
-
-
-def test_idle_time_is_no_work_and_may_be_skipped() -> None:
-    for sleeps in (True, False):
-        time = Time()
-        with attached(tiny("llama"), Full()) as kv:
-            clock = Clock(time, time.passes if sleeps else None)
-            loop = ServingLoop(Timed(kv, time), recompute(kv), clock, ending=ending, slots=2)
-            [first, second] = loop.serve([session("a", 2.0, (10, 4), (6, 3))])
-        assert (first.arrived_s, second.arrived_s) == pytest.approx((2.0, 11.0))
-        assert clock.idle_s == pytest.approx(7.0)
-        assert clock.now() == pytest.approx(15.0)
-        assert time.now == pytest.approx(15.0 if sleeps else 8.0)
-
-
-class Queue(CachesBetweenTurns):
-    """Notes what it is told of waiting turns."""
-
-    def __init__(self, kv: Attachment) -> None:
-        super().__init__(lambda capacity: kv.start(KVCache, capacity=capacity))
-        self.told: list[str] = []
-
-    def enqueue(self, session: str) -> None:
-        self.told.append(f"+{session}")
-
-    def dequeue(self, session: str) -> None:
-        self.told.append(f"-{session}")
-
-    def prefetch(self) -> None:
-        self.told.append("look ahead")
-
-    def resume(self, session: str, tokens: Sequence[int], capacity: int, whole: int = 0) -> ResumedCache:
-        self.told.append(f"resume {session}")
-        return super().resume(session, tokens, capacity, whole)
-
-
-def test_histories_hear_of_each_turn_that_waits() -> None:
-    with server(Queue, slots=1) as loop:
-        list(loop.serve([session("a", 0.0, (10, 2)), session("b", 0.5, (10, 2))]))
-        assert isinstance(loop.caches, Queue)
-        assert loop.caches.told == [
-            "+a", "look ahead", "-a", "resume a", "look ahead",
-            "+b", "look ahead", "-b", "resume b", "look ahead",
-        ]  # fmt: skip
 
 
 @pytest.mark.tokens

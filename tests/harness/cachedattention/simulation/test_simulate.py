@@ -14,7 +14,7 @@ from harness.cachedattention.simulation.costs import Costs, Hardware, Prices, Se
 from harness.cachedattention.simulation.outcome import simulated
 from harness.cachedattention.simulation.scenario import Scenario, scenarios
 from harness.cachedattention.simulation.server import ServedTurn, Server
-from harness.cachedattention.simulation.trace import TracedConversation, TurnLengths, drawn, statistics
+from harness.cachedattention.simulation.trace import TracedConversation, TurnLengths
 from harness.commands.simulate import main
 
 GB = 10**9
@@ -51,12 +51,6 @@ def test_two_turns_by_hand() -> None:
     assert second.busy_s == pytest.approx(4 + 2.0)  # the answer before, and this prefill: no idle time
 
 
-def test_without_a_store_the_history_is_computed_again() -> None:
-    second = served([talk("a", 2.0, (10, 4), (6, 3))], policy="recompute")[1]
-    assert (second.tier, second.load_s) == (None, 0.0)
-    assert second.prefill_s == pytest.approx((6 + 14) * 0.1)
-
-
 def test_loading_hides_behind_computing_and_with_a_buffer_behind_the_job_before() -> None:
     """a comes again at 19 s, while b computes from 15 to 21 s; 10.4 s of loading, 0.6 s of computing."""
     trace = [talk("a", 0.0, (100, 4), (6, 3)), talk("b", 15.0, (60, 40))]
@@ -85,13 +79,6 @@ def test_the_read_buffer_holds_what_computing_will_not_hide() -> None:
     assert c.exposed_s == pytest.approx(10.0 - 0.5)
 
 
-def test_a_job_waits_for_what_is_still_on_its_way_from_disk() -> None:
-    """No host memory: 14 GB at 2 GB/s, and then as layers arrive over PCIe."""
-    second = served([talk("a", 0.0, (10, 4), (6, 3), think_s=7.0)], host=0, preload="off")[1]
-    assert second.tier == "disk"
-    assert second.exposed_s == pytest.approx(7 + 1.4)
-
-
 @pytest.mark.parametrize(("duplex", "waits_s"), [(False, 2.0), (True, 0.0)])
 def test_writing_occupies_the_disk_unless_it_reads_meanwhile(duplex: bool, waits_s: float) -> None:
     """a comes again at 25 s, while the 14 GB of b are written from 20 to 27."""
@@ -99,15 +86,6 @@ def test_writing_occupies_the_disk_unless_it_reads_meanwhile(duplex: bool, waits
     trace = [talk("a", 0.0, (10, 4), (6, 3), think_s=20.0), talk("b", 15.0, (10, 4))]
     again = next(job for job in served(trace, prices, host=0, preload="off") if job.turn == 1)
     assert again.exposed_s == pytest.approx(waits_s + 7 + 1.4)
-
-
-@pytest.mark.parametrize(("size", "waits_s"), [("14GB", 0.0), ("13GB", 7.0)])
-def test_the_server_waits_where_more_is_to_be_written_than_the_buffer_holds(size: str, waits_s: float) -> None:
-    """14 GB from 5 s on, at 2 GB/s; the next question comes 20 s later, whatever the server did meanwhile."""
-    trace = [talk("a", 0.0, (10, 4), (6, 3), think_s=20.0)]
-    second = served(trace, host=0, preload="off", write_buffer=size)[1]
-    assert second.start_s == pytest.approx(25.0)
-    assert second.busy_s == pytest.approx(4.0 + waits_s + 0.6 + 7 + 1.4)
 
 
 def test_a_session_that_comes_back_from_disk_is_written_no_second_time_while_there_is_room() -> None:
@@ -140,76 +118,19 @@ def test_a_time_to_live_ends_while_the_user_thinks() -> None:
     assert served(trace, ttl_s=101.0)[1].tier == "host"
 
 
-@pytest.mark.parametrize(("model", "share"), [("llama-13b", 0.164), ("llama-65b", 0.09), ("falcon-40b", 0.09)])
-def test_the_papers_storage_shares_follow_from_its_prices(model: str, share: float) -> None:
-    known = costs.load()
-    gpus, storage = known.prices.usd(1.0, known.models[model].gpus, 128 * GB, 10_000 * GB)
-    assert storage / (gpus + storage) == pytest.approx(share, abs=0.002)
-
-
-def test_the_costs_are_those_that_the_paper_prints() -> None:
-    """Section 2.4: 2K tokens of LLaMA-65B take 5 GB, 0.192 s over PCIe. Section 4.1: it has four GPUs."""
-    known = costs.load()
-    model = known.models["llama-65b"]
-    assert model.gpus == 4
-    assert 2048 * model.kv_bytes_per_token == pytest.approx(5 * GB, rel=0.08)
-    assert 2048 * model.kv_bytes_per_token / known.hardware.pcie_bytes_per_s == pytest.approx(0.192, rel=0.08)
-
-
-def test_a_prefill_that_others_wait_for_can_count_in_their_decoding_too() -> None:
-    """b's prefill of 1 s halts a's decoding; a's own, of 2 s, halts nobody."""
-    trace = [talk("a", 0.0, (20, 10)), talk("b", 5.0, (10, 4))]
-    assert [job.halts for job in served(trace)] == [False, True]
-    known = replace(costs.load(), models={"toy": priced().models["toy"]})
-    settings = {"model": "toy", "policy": "recompute", "warmup": 0, "sessions": 20}
-    told = simulated(Scenario(**settings), known)["figures"]  # type: ignore[arg-type]
-    assert told["gpu_hours"] < told["gpu_hours_with_halts"] < 2 * told["gpu_hours"]
-    ratio = told["gpu_hours_with_halts"] / told["gpu_hours"]
-    assert told["cost_usd_with_halts"] / told["cost_usd"] == pytest.approx(ratio)
-
-
-def test_a_store_without_limits_misses_turns_without_a_history_alone() -> None:
-    """First turns, and those that fill the window by themselves."""
-    scenario = Scenario(sessions=300, warmup=100, host="100TB", disk="200TB")
-    figures = simulated(scenario, costs.load())["figures"]
-    assert figures["hit_rate"] == pytest.approx(figures["returning"])
-    assert figures["hit_rate_host"] == figures["hit_rate"]
-    jobs = served([talk("a", 0.0, (10, 10), (60, 60))], priced(window=100))
-    assert [(job.tier, job.history) for job in jobs] == [(None, 0), (None, 0)]
-
-
-@pytest.mark.parametrize(("duplex", "from_host"), [(False, 0.5), (True, 0.7)])
-def test_where_a_queue_builds_up_looking_ahead_wins(duplex: bool, from_host: float) -> None:
-    """The regime of the paper: more turns come than are served, and the store holds a part of the sessions. What the
-    disk has to write leaves less time to fetch ahead."""
+def test_where_a_queue_builds_up_looking_ahead_wins() -> None:
+    """The regime of the paper: more turns come than are served, and the store holds a part of the sessions."""
     shape = {"sessions": 600, "warmup": 600, "rate": 2.0, "host": "20GB", "disk": "200GB"}
-    known = costs.load()
-    known = replace(known, hardware=replace(known.hardware, disk_duplex=duplex))
-    rates = {}
+    known, rates = costs.load(), {}
     for policy in ("scheduler_aware", "lru", "fifo", "recompute"):
         figures = simulated(Scenario(policy=policy, **shape), known)["figures"]  # type: ignore[arg-type]
         rates[policy] = figures["hit_rate"]
         if policy == "scheduler_aware":
-            assert figures["hit_rate_host"] > from_host * figures["hit_rate"]
+            assert figures["hit_rate_host"] > 0.5 * figures["hit_rate"]
         else:
             assert figures["hit_rate_host"] < 0.1
     assert rates["scheduler_aware"] > 1.5 * max(rates["lru"], rates["fifo"])
     assert rates["recompute"] == 0
-
-
-def test_the_drawn_trace_is_like_sharegpt() -> None:
-    shape = {"think_s": 30.0, "question_share": 0.3, "correlation": 0.3}
-    found = statistics(drawn(9000, 1.0, **shape))  # type: ignore[arg-type]
-    assert found["mean_turns"] == pytest.approx(5.75, abs=0.15)
-    assert found["one_turn"] == pytest.approx(0.27, abs=0.015)
-    assert found["over_2k_tokens"] == pytest.approx(0.47, abs=0.015)
-    assert found["over_4k_tokens"] == pytest.approx(0.30, abs=0.015)
-    assert found["question_share"] == pytest.approx(0.3, abs=0.01)
-    assert found["turns"] == pytest.approx(52_000, rel=0.02)
-    again = drawn(9000, 1.0, **shape)  # type: ignore[arg-type]
-    assert again == drawn(9000, 1.0, **shape)  # type: ignore[arg-type]
-    assert again != drawn(9000, 1.0, seed=1, **shape)  # type: ignore[arg-type]
-    assert again[-1].start_s == pytest.approx(9000, rel=0.05)
 
 
 def test_a_key_with_several_values_makes_several_runs() -> None:
@@ -239,30 +160,22 @@ def test_errors_name_what_is_legal(word: str, said: str, tmp_path: Path, capsys:
     assert said in capsys.readouterr().err
 
 
-def test_costs_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_costs_of_ones_own_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "costs.yaml"
     path.write_text(costs.FILE.read_text().replace("gpus: 2", "gpus: 0"))
     assert main(["sessions=20", "--costs", str(path), "--out", str(tmp_path)]) == 2
     assert "gpus=0" in capsys.readouterr().err
     path.write_text(costs.FILE.read_text().replace("gpu_usd_per_hour: 5.0", "gpu_usd_per_hour: 10.0"))
-    figures = {}
+    paid = {}
     for name, words in (("usual", []), ("twice", ["--costs", str(path)])):
-        words = [*words, "policy=recompute", "sessions=20", "warmup=0", "--out", str(tmp_path / name)]
-        assert main(words) == 0
-        stored = json.loads((tmp_path / name / "simulation.json").read_text())
-        figures[name] = stored["runs"][0]["figures"]
-        assert stored["costs"]["prices"]["gpu_usd_per_hour"] == (5.0 if name == "usual" else 10.0)
-    assert figures["twice"]["cost_usd"] == pytest.approx(2 * figures["usual"]["cost_usd"])
-
-
-def test_table_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["policy=lru,recompute", "sessions=30", "warmup=20", "--out", str(tmp_path)]) == 0
-    shown = capsys.readouterr().out
-    assert "30 sessions" in shown
-    assert "recompute" in shown
-    runs = json.loads((tmp_path / "simulation.json").read_text())["runs"]
-    with open(tmp_path / "simulation.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["policy"] for row in rows] == ["lru", "recompute"]
-    assert [float(row["hit_rate"]) for row in rows] == [run["figures"]["hit_rate"] for run in runs]
-    assert runs[0]["figures"]["hit_rate"] > 0
+        out = tmp_path / name
+        assert main([*words, "policy=recompute,lru", "sessions=30", "warmup=0", "--out", str(out)]) == 0
+        made = json.loads((out / "simulation.json").read_text())["runs"]
+        with open(out / "simulation.csv", newline="") as file:
+            rows = list(csv.DictReader(file))
+        assert [float(row["hit_rate"]) for row in rows] == [run["figures"]["hit_rate"] for run in made]
+        assert rows[1]["policy"] == "lru"
+        assert float(rows[1]["hit_rate"]) > 0
+        paid[name] = made[0]["figures"]["cost_usd"]
+    assert paid["twice"] == pytest.approx(2 * paid["usual"])
+    assert "recompute" in capsys.readouterr().out

@@ -41,17 +41,6 @@ def test_figure_9_the_nearest_jobs_are_fetched_and_the_farthest_make_way() -> No
     assert placed(placement) == {"2": HOST, "3": HOST, "4": DISK, "5": DISK, "6": DISK, "7": DISK}
 
 
-def test_a_session_with_a_waiting_job_outlives_more_recent_ones() -> None:
-    aware, lru = Placement({DISK: 2}, SchedulerAware()), Placement({DISK: 2}, LRU())
-    for placement in (aware, lru):
-        placement.save("old", 1, 0)
-        placement.save("new", 1, 1)
-        placement.queue.join("old")
-        placement.save("newest", 1, 2)
-    assert set(aware.items) == {"old", "newest"}
-    assert set(lru.items) == {"new", "newest"}
-
-
 def test_fifo_counts_from_the_arrival_in_a_tier() -> None:
     """The oldest session falls to disk; used again it is the newest in host memory, and the others leave before it."""
     placement = Placement({HOST: 2, DISK: 2}, FIFO())
@@ -63,50 +52,6 @@ def test_fifo_counts_from_the_arrival_in_a_tier() -> None:
     assert placed(placement) == {"a": HOST, "b": DISK, "c": DISK, "d": HOST}
     placement.save("e", 1, 3)  # a, in host memory for longest, falls; b, on disk for longest, is gone
     assert placed(placement) == {"a": DISK, "c": DISK, "d": HOST, "e": HOST}
-
-
-def test_what_is_too_large_for_its_place_makes_nobody_leave() -> None:
-    """Room for 4 would take both others, and the second has a nearer job: none of them moves."""
-    placement = Placement({DISK: 5}, SchedulerAware())
-    for session in ("a", "b"):
-        placement.save(session, 2, 0)
-    placement.queue.join("b")
-    assert placement.save("large", 4, 1) == [Move("large", None, None, 4)]
-    assert set(placement.items) == {"a", "b"}
-
-
-def test_a_session_is_dropped_when_its_time_to_live_is_over() -> None:
-    placement = Placement({DISK: 5}, LRU(), ttl_s=10)
-    placement.save("a", 1, 0)
-    placement.save("b", 1, 3)
-    placement.use("a", 8)
-    assert placement.expire(13) == []
-    assert placement.expire(13.5) == [Move("b", DISK, None, 1)]
-    assert placement.expire(18.5) == [Move("a", DISK, None, 1)]
-
-
-def test_the_window_counts_jobs_that_wait_not_those_that_started_out_of_turn() -> None:
-    """The jobs of x to z came before b's and c's and have left: both are among the next three."""
-    placement = Placement({DISK: 3}, SchedulerAware())
-    for session in "cbd":  # c is the longest unused, then b
-        placement.save(session, 1, 0)
-    for session in "axyzbc":
-        placement.queue.join(session)
-    for session in "xyz":
-        placement.queue.leave(session)
-    assert placement.queue.horizon(3) == 6
-    placement.save("a", 1, 1)
-    assert set(placement.items) == {"a", "b", "c"}
-    placement.queue.leave("b")
-    assert (list(placement.queue), placement.queue.ticket("b")) == (["a", "c"], None)
-
-
-def test_copies_have_room_on_a_disk_that_is_larger_than_memory() -> None:
-    placement = Placement({"device": 1, HOST: 2, DISK: 5}, LRU(), copies=True)
-    assert [tier.capacity for tier in placement.levels] == [1, 2, 2]
-    assert Placement({HOST: 2}, LRU(), copies=True).names == [HOST]  # nothing comes up
-    with pytest.raises(ValueError, match="copies=true"):
-        Placement({HOST: 2, DISK: 2}, LRU(), copies=True)
 
 
 @pytest.mark.parametrize("policy", POLICIES.values())

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness.cachedattention.store.block import BlockFile, HistoryLost
-from harness.cachedattention.store.disk import HistoryWarning
+from harness.cachedattention.store.block import BlockFile
 from harness.cachedattention.store.history_store import HistoryStore
 from harness.cachedattention.store.placement import LRU
 from harness.cachedattention.store.statistics import MeasuredSpeeds
@@ -97,15 +96,6 @@ def test_a_full_write_buffer_makes_save_wait(buffer: int, waits: bool, tmp_path:
         put(store, "a", "b", "c")
         assert store.contents.saving.held <= buffer
         assert bool(store.statistics.write_waits) == bool(store.statistics.write_wait_s) == waits
-
-
-def test_close_writes_all_that_waits(tmp_path: Path) -> None:
-    names = [f"s{number}" for number in range(20)]
-    with opened(tmp_path, host=5 * SIZE, **THREADS) as store:
-        put(store, *names)
-    with opened(tmp_path, host=0) as store:
-        assert all(right(store.get(name, TOKENS), name, TOKENS) for name in names)
-        assert store.statistics.reused_tokens == 20 * 11
 
 
 def test_prefetching_runs_ahead_in_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,37 +187,6 @@ def test_the_default_buffer_is_what_the_prefill_cannot_hide() -> None:
     speeds.loaded("host", 4000, 2.0)
     assert speeds.read_buffer("host", 1000, 10, 5) == 10
     speeds.prefilled(100, 5.0)
-    assert (speeds.bandwidth("host"), speeds.prefill(), speeds.bandwidth("disk")) == (2000.0, 0.05, None)
     # S_buf = B (T_load L_hist - T_pref L_new) = 1000 - 2000 * 0.05 * new
     assert [speeds.read_buffer("host", 1000, 10, new) for new in (0, 1, 5, 8, 10, 50)] == [10, 9, 5, 2, 0, 0]
     assert speeds.read_buffer("disk", 1000, 10, 5) == 10
-
-
-def flip(path: Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 4
-    path.write_bytes(data)
-
-
-def test_damage_that_is_found_in_the_midst_of_a_job_ends_its_loading(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with opened(tmp_path, host=0, **THREADS) as store, second_layer_held_back(monkeypatch) as go:
-        put(store, "a", "b")
-        store.flush()
-        assert store.contents.disk
-        path = store.contents.disk.path(store.contents.blocks[store._key("a")][1])
-        flip(path, path.stat().st_size - 1)  # of the last layer
-        loading = store.open("a", TOKENS)
-        assert loading is not None
-        assert loading.layer(0)[0].keys() == {"0.k", "0.v"}
-        go.set()
-        with (
-            pytest.warns(HistoryWarning, match="'a' is lost"),
-            pytest.raises(HistoryLost),
-        ):
-            loading.layer(1)
-        assert (store.tier("a"), store.statistics.lost, store.statistics.reused_tokens) == (None, 1, 0)
-        assert right(store.get("b", TOKENS), "b", TOKENS)
-        store.flush()
-        assert len(list(tmp_path.rglob("*.safetensors"))) == 3

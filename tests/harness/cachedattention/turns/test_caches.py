@@ -157,24 +157,3 @@ def test_a_text_that_goes_on_otherwise(name: str, reused: int) -> None:
         assert talk.said == wanted.said
     else:
         assert talk.said[:NEW] == wanted.said[:NEW]
-
-
-@pytest.mark.tokens
-@pytest.mark.parametrize("name", ["full", "h2o"])
-def test_what_has_no_room_is_computed_again(name: str) -> None:
-    with attach(small(name), 0.4) as kv, plain(kv, CachesBetweenTurns) as recompute:
-        talk, wanted = Talk(kv, stored(kv, host=1000)).turns(), Talk(kv, recompute).turns()
-    assert talk.said == wanted.said
-    assert {found.tier for found in talk.found} == {None}
-
-
-def test_a_turn_writes_its_own_rows_alone() -> None:
-    with attach(Full(), None) as kv:
-        histories = stored(kv, host=9 * MB)
-        talk = Talk(kv, histories).turns(LENGTHS[:2])
-        [parts] = histories.store.contents.blocks.values()
-        before = [block.name for block in parts]
-        talk.turns(LENGTHS[2:])
-        [parts] = histories.store.contents.blocks.values()
-        assert [block.name for block in parts][: len(before)] == before
-        assert len(parts) > len(before)

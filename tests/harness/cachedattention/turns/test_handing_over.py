@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from harness.cachedattention.turns.stored import StoredCaches
 from harness.engine.attach import Attachment, attached
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
@@ -71,30 +70,6 @@ def test_saving_moves_nothing_to_the_device(name: str, how: dict[str, Any], plac
         histories.close()
 
 
-@pytest.mark.parametrize(
-    ("name", "how"),
-    [*((name, {}) for name in WHOLE), *((name, {"codec": INT4}) for name in CODED)],
-    ids=lambda value: value if isinstance(value, str) else "int4" if value else "plain",
-)
-def test_a_state_that_is_stored_whole_comes_back_in_its_codes(name: str, how: dict[str, Any]) -> None:
-    """Into its own tier; the next prefill alone brings it to the device."""
-    with attach(name, **how) as kv:
-        histories, turn = stored(kv, host=9 * MB), fed(kv)
-        held = footprint(turn.cache.layers)
-        histories.save("alice", turn.tokens, turn.cache)
-        found = histories.resume("alice", turn.tokens, CAPACITY)
-        found.cache.await_layers()
-        assert found.reused == len(turn.tokens)
-        assert crossed(found.cache) == 0
-        again = footprint(found.cache.layers)
-        assert 0 < again["host"] <= held["host"]
-        for old, new in zip(turn.cache.contents(), found.cache.contents(), strict=True):
-            away = [key for key in old if "far" in key.split(".")]
-            assert away or "far.first" not in old
-            assert all(torch.equal(old[key], new[key]) for key in away)
-        histories.close()
-
-
 @pytest.mark.tokens
 @pytest.mark.parametrize("name", [*BY_TOKEN, *WHOLE])
 @pytest.mark.parametrize("placement", ["host", "disk"])
@@ -103,25 +78,3 @@ def test_it_says_what_a_cache_says_that_stayed(name: str, placement: str, tmp_pa
         wanted, talk = lasting(kv), Talk(kv, stored(kv, tmp_path / "store", disk=9 * MB)).turns()
     assert talk.said == wanted.said
     assert [found.reused for found in talk.found] == [found.reused for found in wanted.found]
-
-
-def sizes(kv: Attachment, **settings: Any) -> int:
-    histories, turn = stored(kv, host=9 * MB, **settings), fed(kv)
-    assert isinstance(histories, StoredCaches)
-    histories.save("alice", turn.tokens, turn.cache)
-    histories.store.flush()
-    size = sum(histories.store.bytes_by_tier().values())
-    histories.close()
-    return size
-
-
-def test_codes_are_what_is_stored() -> None:
-    """Not what they stand for: in 4 bits the middle of the prompt takes an eighth and its ranges."""
-    with attach("infllm") as kv:
-        plain = sizes(kv)
-    with attach("infllm", codec=INT4) as kv:
-        codes = sizes(kv)
-        assert codes == sizes(kv, codec=INT4)  # the same codec changes nothing
-        pools = [layer.far for layer in fed(kv).cache.layers]
-    saved = sum((2 * pool.spec.head_dim * 4 - pool.token_bytes) * pool.encoded * 2 for pool in pools)
-    assert plain - codes == saved > 0

@@ -11,36 +11,12 @@ import torch
 
 from harness.cachedattention.store.block import BlockFile
 from harness.engine.cache import KVCache
-from harness.engine.engine import Engine
 from methods.base import AttnInput
 from methods.full import Full
 from methods.tiers.rows import Place
-from tests.harness.cachedattention.turns.test_caches import CAPACITY, LENGTHS, MB, NEW, Talk, lasting, stored
+from tests.harness.cachedattention.turns.test_caches import LENGTHS, MB, NEW, Talk, lasting, stored
 from tests.methods.test_contract import attach
 from tests.tiny import prompt
-
-
-def test_a_layer_is_asked_for_when_it_is_used_and_not_before() -> None:
-    with attach(Full(), None) as kv:
-        engine, given = Engine(kv), kv.start(KVCache, capacity=CAPACITY)
-        engine.prefill(given, prompt(40))
-        given.seal()
-        contents = given.contents()
-        cache, order = kv.start(KVCache, capacity=CAPACITY), []
-        cache.refill_by_layer(40, lambda layer: order.append(f"asked {layer}") or contents[layer])  # type: ignore[func-returns-value]
-        attend = cache.attend
-
-        def noting(layer: int, x: AttnInput) -> torch.Tensor:
-            order.append(f"used {layer}")
-            return attend(layer, x)
-
-        cache.attend = noting  # type: ignore[method-assign]
-        logits = engine.prefill(cache, prompt(5, seed=1))
-        layers = range(len(cache.layers))
-        assert order == [step for layer in layers for step in (f"used {layer}", f"asked {layer}")]
-        whole = kv.start(KVCache, capacity=CAPACITY)
-        whole.refill(contents)
-        assert torch.equal(logits, engine.prefill(whole, prompt(5, seed=1)))
 
 
 @pytest.mark.tokens

@@ -11,16 +11,11 @@ import pytest
 from harness.cachedattention.store.block import Loss
 from harness.cachedattention.store.history_store import HistoryStore
 from harness.cachedattention.turns.stored import StoredCaches, StoredForm
-from harness.engine.attach import Attachment, attached
-from harness.models.random import Random
-from methods.base import Budget
+from harness.engine.attach import Attachment
 from methods.full import Full
-from methods.pqcache import PQCache
-from methods.tiers.codec import IntCodec
-from tests.harness.cachedattention.turns.test_caches import CAPACITY, LENGTHS, MB, NEW, Talk, lasting, stored
+from tests.harness.cachedattention.turns.test_caches import CAPACITY, LENGTHS, MB, Talk, lasting, stored
 from tests.histories import full_disk
 from tests.methods.test_contract import attach, small, walked
-from tests.tiny import tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore::harness.cachedattention.store.disk.HistoryWarning")
 EXACT_ON_A_MISS = {"full", "full_offloaded"}
@@ -51,25 +46,6 @@ def test_a_full_disk_changes_no_answer_or_the_turn_says_so(name: str, tmp_path: 
     assert [found.lost for found in talk.found] == [None, None, None if repeatable else Loss.DISK_FULL, None]
     if repeatable:
         assert talk.said == wanted.said
-
-
-@pytest.mark.parametrize(
-    ("how", "repeatable"),
-    [
-        ({"method": Full()}, True),
-        ({"method": Full(offload=True), "placement": "host"}, True),
-        ({"method": PQCache(), "budget": 0.2}, False),
-        ({"method": PQCache(), "budget": 0.2, "placement": "host", "codec": IntCodec(bits=8, group=16)}, False),
-        ({"method": PQCache(), "budget": Budget(0.4, generated=4)}, False),
-    ],
-    ids=str,
-)
-def test_what_makes_a_recomputation_give_the_same(how: dict[str, Any], repeatable: bool) -> None:
-    with attached(tiny("llama"), **how) as kv:
-        assert StoredForm(kv).repeatable == repeatable
-    rounded = Random(shape="tiny", layers=2).load("bf16", "cpu").model  # by prefills otherwise than by steps
-    with attached(rounded, **how) as kv:
-        assert not StoredForm(kv).repeatable
 
 
 def damaged(store: HistoryStore) -> None:
@@ -113,17 +89,6 @@ def test_a_history_that_had_to_leave_is_lost_as_well(name: str, store: dict[str,
     with attach(small(name), 0.4) as kv:
         talk = Talk(kv, stored(kv, **store, clock=lambda: float(next(now)))).turns()
     assert [found.lost for found in talk.found] == [None, *[None if name == "full" else loss] * 3]
-
-
-@pytest.mark.parametrize("name", ["pqcache", "h2o"])
-def test_what_was_computed_behind_a_loss_is_found_by_its_own_conversation_alone(name: str, tmp_path: Path) -> None:
-    """Another run has the same text as long as answers agree, and other rows."""
-    with attach(small(name), 0.4) as kv:
-        talk = losing(kv, tmp_path, turn=1)
-        assert talk.found[3].reused == len(talk.fed) - LENGTHS[3] - NEW
-        again = stored(kv, tmp_path, disk=9 * MB)
-        assert again.resume("alice", talk.fed, CAPACITY).reused == 0
-        again.close()
 
 
 @pytest.mark.parametrize("sinks", [0, 2])

@@ -69,18 +69,6 @@ def test_moved_keys_are_the_models_at_their_new_positions(make: Any) -> None:
         assert_close(rotation.move(wanted, there, here), keys, atol=2e-4, rtol=1e-4)
 
 
-def test_heads_may_keep_different_tokens() -> None:
-    [rotation, *_] = rotations(tiny("llama"))
-    keys = torch.randn(1, 2, 4, 16)
-    places = torch.tensor([[[3, 9, 40, 41], [-1, 2, 40, 41]]])
-    off = rotation.off(keys, places)
-    assert torch.equal(off[0, 1, 0], keys[0, 1, 0])  # no row
-    for head, first in ((0, 0), (1, 1)):
-        alone = rotation.off(keys[:, head : head + 1, first:], places[0, head, first:])
-        assert_close(off[:, head : head + 1, first:], alone, atol=0, rtol=0)
-    assert_close(rotation.on(off, places), keys)
-
-
 @pytest.mark.parametrize("name", BY_REACH)
 def test_angles_that_depend_on_the_text_follow_its_reach(name: str) -> None:
     """Keys of a short forward become those of a long one, whatever the module was asked meanwhile."""
@@ -100,9 +88,9 @@ def test_texts_that_outgrow_their_angles_are_refused(name: str) -> None:
     model = scaled(BY_REACH[name], max_position_embeddings=ORIGINAL if name == "dynamic" else 4 * ORIGINAL)
     [rotation, *_] = rotations(model)
     rotation.check(ORIGINAL)
-    with pytest.raises(RotationError, match=str(ORIGINAL)):
+    with pytest.raises(RotationError):
         rotation.check(ORIGINAL + 1)
-    with pytest.raises(RotationError, match=str(ORIGINAL)):
+    with pytest.raises(RotationError):
         rotation.check(3 * ORIGINAL)
     for rope in SCALED.values():
         rotations(scaled(rope))[0].check(100_000)

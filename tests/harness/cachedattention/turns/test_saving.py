@@ -51,53 +51,6 @@ def saved_one_turn(talk: Talk) -> None:
     talk.caches.store.flush()
 
 
-def contents(histories: StoredCaches) -> list[tuple[str, tuple[int, ...], int, dict[str, Any]]]:
-    """Of every block in memory: session, tokens, size and rows."""
-    histories.store.flush()
-    return [
-        (key, block.tokens, block.size, {name: x.tolist() for name, x in (block.rows or {}).items()})
-        for key, parts in histories.store.contents.blocks.items()
-        for block in parts
-    ]
-
-
-@pytest.mark.tokens
-@devices
-@pytest.mark.parametrize(
-    ("name", "how"),
-    [
-        ("full", {"architecture": "gemma3_text", "tier": "host"}),
-        ("pqcache", {"placement": "host"}),
-        ("h2o", {"tier": "disk", "write_buffer": 0}),
-    ],
-    ids=str,
-)
-def test_tokens_and_contents_are_the_same_as_without_threads(
-    name: str, how: dict[str, Any], device: str, tmp_path: Path
-) -> None:
-    tier, placement = how.get("tier", "host"), how.get("placement", "device")
-    settings = {key: how[key] for key in how.keys() & {"write_buffer"}} | TIERS[tier] | {"on": device}
-    model = deepcopy(tiny(how.get("architecture", "llama"))).to(device)  # type: ignore[arg-type]
-    with attached(model, small(name), budget=0.4, placement=placement, calibration=prompt(64, seed=9)) as kv:
-        talks = [
-            Talk(kv, stored(kv, tmp_path / str(threads) if tier == "disk" else None, threads=threads, **settings))
-            for threads in (0, 2)
-        ]
-        for talk in talks:
-            talk.turns()
-        apart, beside = (talk.caches for talk in talks)
-        assert isinstance(apart, StoredCaches)
-        assert isinstance(beside, StoredCaches)
-        assert talks[0].said == talks[1].said == lasting(kv).said
-        assert contents(apart) == contents(beside)
-        told, other = (one.store.statistics for one in (apart, beside))
-        assert (told.hits, told.moved, told.reused_tokens) == (other.hits, other.moved, other.reused_tokens)
-        assert told.leaving_s > told.leaving_hidden_s == 0
-        assert other.leaving_s >= other.leaving_hidden_s >= 0
-        apart.close()
-        beside.close()
-
-
 @pytest.mark.tokens
 def test_a_turn_begins_while_the_one_before_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its last layer waits for the last one saved, and for no other."""
@@ -149,20 +102,9 @@ def test_an_error_of_the_thread_costs_the_hit(
 
 
 @pytest.mark.tokens
-def test_what_was_begun_ahead_is_left_where_the_store_has_lost_the_session() -> None:
-    """Between the prefill and the end of the turn: then all rows are saved."""
-    with attach(Full(), None) as kv:
-        wanted, talk = lasting(kv), Talk(kv, stored(kv, host=9 * MB))
-        histories: Any = talk.caches
-        ahead = histories.save_ahead
-
-        def loses(session: str, tokens: list[int], cache: KVCache) -> None:
-            ahead(session, tokens, cache)
-            histories.store.truncate(session, 0.0)
-
-        histories.save_ahead = loses
-        talk.turns()
-        assert talk.said == wanted.said
-        assert [found.tier for found in talk.found] == [None, "host", "host", "host"]
-        assert len(histories._sent) == 0
-        histories.close()
+@devices
+@pytest.mark.parametrize(("name", "placement"), [("full", "device"), ("pqcache", "host"), ("h2o", "device")])
+def test_a_device_changes_no_token(name: str, placement: str, device: str) -> None:
+    model: Any = deepcopy(tiny("llama")).to(device)  # type: ignore[arg-type]
+    with attached(model, small(name), budget=0.4, placement=placement, calibration=prompt(64, seed=9)) as kv:
+        assert Talk(kv, stored(kv, host=9 * MB, on=device)).turns().said == lasting(kv).said

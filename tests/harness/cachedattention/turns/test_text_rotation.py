@@ -11,14 +11,12 @@ import torch
 
 from harness.cachedattention.turns.caches import CachesBetweenTurns, DevicePrefix
 from harness.cachedattention.turns.conversation import Conversation
-from harness.cachedattention.turns.truncation import RotationError
 from harness.engine.attach import Attachment, attached
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
 from methods.full import Full
 from tests.harness.cachedattention.turns.test_caches import TIERS, stored
-from tests.methods.test_contract import small
-from tests.tiny import BORDER, by_length, prompt
+from tests.tiny import by_length, prompt
 
 NEW, TURNS, CAPACITY = 6, (20, 12, 14, 8, 10), 160  # crosses BORDER between turns or within an answer
 CASES = [("phi3", "longrope"), ("llama", "longrope"), ("llama", "dynamic")]
@@ -102,29 +100,3 @@ def test_kept_histories_change_no_answer(architecture: str, kind: str, where: st
     else:
         assert not talk.reused[-1]
         assert talk.outgrown[-1]
-
-
-@each_model
-@pytest.mark.parametrize("name", ["quest", "shadowkv", "snapkv", "streaming"])
-def test_methods_that_choose_agree_wherever_histories_are(architecture: str, kind: str, name: str) -> None:
-    with attached(by_length(architecture, kind), small(name), budget=0.6) as kv:
-        assert talked(kv, "host").said == talked(kv, "device_prefix").said
-
-
-@each_model
-def test_a_question_that_is_fed_token_by_token_is_part_of_the_text(architecture: str, kind: str) -> None:
-    """Under protocol=context."""
-    with attached(by_length(architecture, kind), Full()) as kv:
-        wanted = talked(kv, "recompute")
-        for where in ("recompute", "device_prefix", "host"):
-            assert talked(kv, where, by_token=True).said == wanted.said
-
-
-def test_what_is_cut_from_a_text_that_was_rotated_otherwise_is_refused() -> None:
-    with attached(by_length("llama", "longrope"), Full()) as kv, histories(kv, "device_prefix") as kept:
-        cache = kv.start(KVCache, capacity=CAPACITY)
-        engine, text = Engine(kv), prompt(BORDER + 6)
-        engine.prefill(cache, text)
-        kept.save("alice", text[0].tolist(), cache)
-        with pytest.raises(RotationError):
-            kept.shorten("alice", text[0].tolist(), 30, CAPACITY)

@@ -15,7 +15,7 @@ from harness.engine.attach import Attachment, attached
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
 from methods.adakv import AdaKV
-from methods.base import Budget, Method
+from methods.base import Method
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
@@ -127,40 +127,3 @@ def test_every_method_goes_on_behind_a_shorter_history(method: Method, sinks: in
         logits = answered(kv, cache)
     assert logits.isfinite().all()
     assert cache.num_tokens == 16 + NEW
-
-
-@pytest.mark.parametrize("method", EVICTING, ids=lambda method: type(method).__name__)
-def test_a_list_of_dropped_tokens_is_taken_over(method: Method) -> None:
-    """What a method has kept moves together and all of it stays."""
-    model, ids = tiny("llama"), prompt(SEEN)
-    with attached(model, method, budget=30) as kv:
-        before = fed(kv, ids)
-        kept = [_keys(state) for state in before.contents()]
-        cache = shortened(kv, before, 70)
-        after = [_keys(state) for state in cache.contents()]
-    most = max(keys.shape[-2] for layer in kept for keys in layer)
-    assert cache.num_tokens == most < 70
-    for old, new in zip(kept, after, strict=True):
-        assert [keys.shape for keys in old] == [keys.shape for keys in new]
-
-
-def _keys(state: Any) -> list[Tensor]:
-    return [x for name, x in state.items() if name[:1] == "k"]
-
-
-def test_heads_of_different_numbers_lose_their_oldest() -> None:
-    model, ids = tiny("llama"), prompt(SEEN)
-    with attached(model, AdaKV(window=4, kernel=3), budget=Budget(30)) as kv:
-        before = fed(kv, ids).contents()
-        cut = shortened(kv, fed(kv, ids), 36)
-    fewer = 0
-    for state, old in zip(cut.contents(), before, strict=True):
-        counts = [state[name].shape[-2] for name in ("k0", "k1")]
-        fewer += sum(old[name].shape[-2] for name in ("k0", "k1")) - sum(counts)
-        assert sum(counts) % 2 == 0
-        assert max(counts) <= 36
-        for head, count in enumerate(counts):
-            assert torch.equal(state[f"v{head}"], old[f"v{head}"][..., -count:, :])
-            if "positions" in state:
-                assert state["positions"][0, head, -count:].tolist() == list(range(36 - count, 36))
-    assert fewer > 0
