@@ -8,7 +8,7 @@ from typing import Literal, get_type_hints
 
 from harness.cachedattention.simulation.trace import TracedConversation, drawn
 from harness.cachedattention.store.placement import POLICIES
-from harness.config.grids import combinations
+from harness.config.compose import combinations
 from harness.config.plugins import fits, spell, suggestion
 from harness.config.values import ABOVE_0, FROM_0, Range, SettingsError, check_values, size
 from methods.tiers.tier import TIERS
