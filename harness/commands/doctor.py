@@ -63,10 +63,9 @@ def checks(with_model: bool) -> Iterator[Check]:
     for subject, place in (("results", Path("results/runs")), ("cache", cache_root())):
         there = next(folder for folder in (place.absolute(), *place.absolute().parents) if folder.exists())
         free = shutil.disk_usage(there).free
+        yield Check("note" if free < 2 * GIB else "ok", subject, f"{place}, {free / GIB:.0f} GiB free")
         if not os.access(there, os.W_OK):
             yield Check("bad", subject, f"{there} is not writable: set results.root or KV_HARNESS_CACHE")
-        else:
-            yield Check("note" if free < 2 * GIB else "ok", subject, f"{place}, {free / GIB:.0f} GiB free")
     yield from (Check("bad", "names", problem) for problem in clashes())
     if with_model:
         yield _needle()

@@ -59,10 +59,6 @@ def show(run: StoredRun, options: argparse.Namespace, width: int) -> Iterator[st
         if record.details:
             details = {name: digits(x) if isinstance(x, float) else x for name, x in record.details.items()}
             yield "  " + ", ".join(f"{name} {value}" for name, value in details.items())
-        if record.trace:
-            parts = ", ".join(f"{part} {digits(1e3 * seconds)}" for part, seconds in record.trace["parts_s"].items())
-            steps, step_ms = record.trace["steps"], digits(1e3 * record.trace["step_s"])
-            yield f"  decode step, median of {steps}: {step_ms} ms ({parts})"
         for number, reply in enumerate(record.replies, 1):
             if record.turns:
                 yield f"  turn {number}: {_result(reply)}"

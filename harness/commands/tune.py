@@ -41,8 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     names = {group: entry.name for group, entry in asked.chosen.items()}
     out, command = options.out or Path(settings.results.root), f"python -m harness.tune {shlex.join(given)}"
-    name = f"{names['method']}_tuned" if options.name is None else options.name
-    path = preset_path(out, name, command)
+    path = preset_path(out, names["method"], command)
     plan = SearchPlan.of(method, task, model, settings, names, asked.values)
     say("\n".join(plan.lines()))
     if settings.dry_run:
@@ -50,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     findings = search(plan, warn)
     say("\n" + "\n".join(findings.lines()))
     findings.write_preset(path, asked.chosen["method"], command)
-    say(f"wrote {path}\nrun it: python -m harness --config-dir {out} method={name} ...")
+    say(f"wrote {path}\nrun it: python -m harness --config-dir {out} method={path.stem} ...")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -59,7 +58,6 @@ def _parser() -> argparse.ArgumentParser:
         "overrides", nargs="+", metavar="KEY=VALUE", help="as for python -m harness; method.PARAMETER may name several"
     )
     parser.add_argument("--out", type=typed, metavar="DIR", help=f"for the preset, else results.root ({ROOT})")
-    parser.add_argument("--name", metavar="NAME", help="of the preset, else METHOD_tuned")
     parser.add_argument("--config-dir", "-cd", type=typed, action="append", default=[], help="more yaml files")
     return parser
 

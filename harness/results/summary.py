@@ -13,7 +13,6 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
@@ -301,20 +300,16 @@ class Neighbours:
     """Find the runs of Full that lie in the same folder as a run, each read once."""
 
     def __init__(self, known: Sequence[StoredRun] = ()) -> None:
-        self._read: dict[Path, StoredRun | None] = {run.folder.resolve(): run for run in known}
+        self._read = {run.folder.resolve(): run for run in known}
 
     def fulls(self, run: StoredRun) -> list[StoredRun]:
         """Return the runs of Full in the folder that holds the run's own, but for those that cannot be read."""
         own = run.folder.resolve()
-        folders = sorted(path.parent for path in own.parent.glob(f"*-{FULL}-*/{INFO}"))
-        return [other for folder in folders if folder != own and (other := self._run(folder)) is not None]
-
-    def _run(self, folder: Path) -> StoredRun | None:
-        if folder not in self._read:
-            self._read[folder] = None
+        folders = {path.parent for path in own.parent.glob(f"*-{FULL}-*/{INFO}")} - {own}
+        for folder in folders - self._read.keys():
             with suppress(StoreError):
                 self._read[folder] = load(folder)
-        return self._read[folder]
+        return [self._read[folder] for folder in sorted(folders) if folder in self._read]
 
 
 def summary_of(run: StoredRun, full: StoredRun | None) -> dict[str, Any]:

@@ -3,7 +3,6 @@ origin."""
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,7 +31,6 @@ from methods.base import Method
 from methods.tiers.tier import DEVICE, TIERS
 
 WIDTH = 118
-NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 
 
 def search(plan: SearchPlan, say: Callable[[str], None]) -> Findings:
@@ -98,10 +96,9 @@ class Findings:
         """Write the chosen method as a preset based on `base`, with comments that say where it comes from."""
         changes = self.plan.space.label(self.best) or "the start's own values"
         headline = f"{self.start_name} tuned on {self.plan.start.label.split()[0]}: {changes}."
-        wrapped = [
-            textwrap.wrap(text, WIDTH, break_on_hyphens=False, break_long_words=False) for text in self._origin()
-        ]
-        comments = [f"# {line}" for line in (headline, command, *(line for lines in wrapped for line in lines))]
+        comments = [headline, command]
+        for paragraph in self._origin():
+            comments += textwrap.wrap(paragraph, WIDTH, break_on_hyphens=False, break_long_words=False)
         usual, values, defaults = describe(build(base.values(), "method")), describe(self.method), list[str]()
         if base.file.parent in (CONF / "method", path.parent.resolve()):
             values = {name: value for name, value in values.items() if value != usual[name]}
@@ -115,11 +112,6 @@ class Findings:
         info, seed = self.plan.start.model.describe(), self.plan.start.wanted.seed
         revision = f" ({info.revision.rpartition(':')[2][:12]})" if info.revision else ""
         yield f"Model {info.name}{revision}, examples of seed {seed}, commit {str(git()['commit'] or 'unknown')[:12]}."
-        chosen = next(row for row in self.rows if row.label == self._label(self.best))
-        yield (
-            f"Chosen among {len(self.search.trials.records)} points by {chosen.n} examples, where {self.start_name} "
-            f"scores {self.rows[0].score} and this {chosen.score}."
-        )
         scores = ", ".join(f"{row.label} {row.score}" for row in self.reported)
         yield f"Held out, {self.reported[0].n} other examples: {scores}."
         yield " ".join(self.verdict())
@@ -187,15 +179,10 @@ def spelled(mean: float, ends: stats.Interval | None, sign: bool = False) -> str
     return with_ci(mean, [ends.low, ends.high] if ends else None, sign)
 
 
-def preset_path(folder: Path, name: str, command: str) -> Path:
-    """Return the file of a preset. Raises `SettingsError` if `name` is no plain word, so would lead to another folder,
-    or if the file is there and was not written by the same command."""
-    if not NAME.fullmatch(name):
-        raise SettingsError(
-            f"--name {name!r} is no name for a preset, which method=NAME is to find: give letters, digits, - and _, "
-            "and choose the folder with --out."
-        )
-    path = folder / "method" / f"{name}.yaml"
+def preset_path(folder: Path, method: str, command: str) -> Path:
+    """Return the file of a method's preset. Raises `SettingsError` if it is there and was not written by the same
+    command."""
+    path = folder / "method" / f"{method}_tuned.yaml"
     if path.is_file() and f"# {command}" not in path.read_text(encoding="utf-8").splitlines():
-        raise SettingsError(f"{path} is there already, and not from this search: give another --name or --out.")
+        raise SettingsError(f"{path} is there already, and not from this search: give another --out.")
     return path

@@ -13,9 +13,7 @@ import pytest
 
 from evals.base import Example, TaskEnv
 from evals.niah import Niah
-from harness.config.settings import Settings
 from harness.prompts.prompt_lint import Finding
-from methods.base import Budget
 from tests.harness.conftest import Outside
 
 ROOT = Path(__file__).parents[2]
@@ -83,25 +81,21 @@ def broken(outside: Outside) -> Broken:
     return Broken(*outside("Broken", BROKEN, "sinks: 4\npositions: cache\nwhen: started\n"))
 
 
-@pytest.mark.parametrize("shared", ["false", "true"])
-def test_a_method_that_raises_fails_its_own_job_alone(cli: Cli, tmp_path: Path, broken: Broken, shared: str) -> None:
+@pytest.mark.parametrize(("shared", "kind"), [("false", "KeyError"), ("true", "KeyError"), ("false", "ValueError")])
+def test_a_method_that_raises_fails_its_own_job_alone(
+    cli: Cli, tmp_path: Path, broken: Broken, shared: str, kind: str
+) -> None:
+    """A ValueError is our kind of error, but what it says need not tell its author where to look."""
+    broken.file.write_text(BROKEN.replace("KeyError", kind))
     sweep = ["-m", f"--config-dir={broken.conf}", "method=broken,streaming", f"shared_prefill={shared}"]
     code, out, err = cli(*sweep)
     assert code == 1
     [text] = (tmp_path / "runs").glob("*/error.txt")
-    assert f"error: KeyError: 'no such head' ({broken.file}, line 13). The traceback is in {text}." in err
+    assert f"({broken.file}, line 13). The traceback is in {text}." in err
     assert "Traceback" not in err
     assert "in start" in text.read_text()
     assert "streaming" in out
-    assert out.splitlines()[-1].startswith("  method=broken: KeyError")
-
-
-def test_a_value_error_of_a_method_names_its_line_too(cli: Cli, tmp_path: Path, broken: Broken) -> None:
-    """It is our kind of error, but what it says need not tell its author where to look."""
-    broken.file.write_text(BROKEN.replace("KeyError", "ValueError"))
-    code, _, err = cli(f"--config-dir={broken.conf}", "method=broken", "baseline=off")
-    assert code == 1
-    assert f"({broken.file}, line 13)" in err
+    assert out.splitlines()[-1].startswith("  method=broken: ")
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -161,12 +155,6 @@ def test_a_grid_makes_its_prompts_once(cli: Cli, monkeypatch: pytest.MonkeyPatch
     assert len(made) == 1
 
 
-def test_without_words_nothing_runs_and_examples_are_shown() -> None:
-    done = subprocess.run([sys.executable, "-m", "harness"], cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.count("python -m harness") >= 3
-
-
 def test_a_model_of_the_hub_is_told_how_it_is_named(cli: Cli) -> None:
     code, _, err = cli("model=Qwen/Qwen3-8B")
     assert code == 1
@@ -181,15 +169,3 @@ def test_help_and_a_wrong_setting_are_answered_without_torch() -> None:
         assert done.returncode == 0, done.stderr
         assert named in done.stdout + done.stderr
         assert done.stdout.splitlines()[-1] == str(int("budget=1.5" in words))
-
-
-@pytest.mark.parametrize("asked", [0.2, 1.0, 1, 512, 0, -3, 0.0, 1.5, -0.1])
-def test_a_budget_is_refused_early_in_the_words_of_the_methods(asked: float) -> None:
-    def refusal(make: Callable[..., object]) -> str | None:
-        try:
-            make(asked)
-        except ValueError as error:
-            return str(error)
-        return None
-
-    assert refusal(lambda budget: Settings(budget=budget)) == refusal(Budget)

@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 
-import methods
 from harness.config.plugins import describe
 from harness.config.settings import Settings
 from harness.results import identity as identities
-from harness.results.identity import CORE, code_of, identity
+from harness.results.identity import code_of, identity
 from methods.full import Full
 from methods.h2o import H2O
 from methods.pqcache import PQCache
@@ -68,11 +67,6 @@ def test_a_change_in_one_method_reruns_that_method_alone(monkeypatch: pytest.Mon
         after = [made(method) for method in (H2O(), PQ, Full())]
         assert after[1:] == before[1:]
         assert (after[0] == before[0]) is same
-
-
-def test_every_room_of_the_methods_is_shared_by_plug_ins() -> None:
-    rooms = {f"methods.{path.name}" for path in Path(methods.__path__[0]).iterdir() if (path / "__init__.py").is_file()}
-    assert rooms <= {*CORE}
 
 
 def test_a_plug_ins_modules_are_those_outside_the_core() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -15,7 +14,6 @@ import pytest
 from harness.results.lock import is_locked
 from harness.results.records import RecordError
 from harness.results.run_folder import FolderInUse, Run, StoreError, find, load, read_records
-from kernels.temporary import replacing
 from tests.fake_records import config, record, rewrite, write_run
 
 ROOT = Path(__file__).parents[3]
@@ -209,31 +207,6 @@ def test_a_session_without_records_keeps_what_the_last_one_said(tmp_path: Path) 
         "complete", {"machine": "first"}, {"sdpa": ["cpu"]},
     )  # fmt: skip
     assert "earlier" not in stored.info
-
-
-def test_what_a_killed_write_left_is_removed_and_a_living_ones_is_not(tmp_path: Path) -> None:
-    folder = write_run(tmp_path, [record("a")])
-
-    def writes() -> int:
-        """A process that has written a file, and not yet renamed it."""
-        hears, said = os.pipe()
-        if not (child := os.fork()):
-            with replacing(folder / "summary.json") as file:
-                file.write(b"half")
-                os.write(said, b".")
-                signal.pause()
-        os.read(hears, 1)
-        for end in (hears, said):
-            os.close(end)
-        return child
-
-    children = [writes(), writes()]
-    for left in (1, 0):
-        child = children.pop()
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        write_run(tmp_path, [])
-        assert len(list(folder.glob(".summary.json.*"))) == left
 
 
 def test_a_waiter_goes_on_where_a_killed_holder_stopped(tmp_path: Path, writer: subprocess.Popen[bytes]) -> None:

@@ -15,9 +15,7 @@ from typing import Any
 
 import pytest
 
-from harness.terminal.notices import BUILDING, say_once, tell_of_builds
 from harness.terminal.progress import EVERY_S, numbered, progress
-from kernels.cpu.ffi import library
 
 Cli = Callable[..., tuple[int, str, str]]
 ROOT = Path(__file__).parents[3]
@@ -125,23 +123,3 @@ def test_what_follows_a_reader_that_left_goes_nowhere_until_the_end() -> None:
     command = f"{sys.executable} -c {shlex.quote(dedent(script))} | head -1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_kernels_that_are_built_are_announced_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    try:
-        compiler = library._compiler()
-    except ImportError as error:
-        pytest.skip(str(error))
-    monkeypatch.setenv("KV_HARNESS_CACHE", str(tmp_path))
-    say_once.cache_clear()
-    tell_of_builds()
-    tell_of_builds()
-    for name in ("one", "two"):
-        built = library._build(library.SOURCES / "team.cpp", "", name, compiler)
-        assert built.is_file()
-    assert capfd.readouterr().err == f"note: {BUILDING}.\n"
-    built.write_bytes(b"")
-    assert library._cached("two") is None
-    assert f"{built} is damaged" in capfd.readouterr().err

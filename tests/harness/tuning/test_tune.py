@@ -65,7 +65,7 @@ def test_the_planted_value_is_found_and_reported_on_examples_that_had_no_say(
     text = preset.read_text()
     assert yaml.safe_load(text)["gain"] == 1.0
     assert yaml.safe_load(text)["unused"] == 1  # makes no difference, so it stays
-    assert "planted_tuned" not in text.splitlines()[0]
+    assert text.startswith("# planted tuned on echo: gain=1.0.\n# python -m harness.tune ")
     assert "Held out, 4 other" in text
     assert "gain=1.0 100.0 [" in text
     for told in (out, text):
@@ -144,9 +144,6 @@ def test_a_dry_run_counts_and_runs_nothing(run: Tune, tmp_path: Path) -> None:
         (["task=longbench"], "whatever the seed"),
         (["task.by_seed=false"], "whatever the seed"),
         (["task.rounds=1", "task.depths=1"], "task.samples"),
-        (["--name=../../evil", "dry_run=true"], "'../../evil'"),
-        (["--name=", "dry_run=true"], "--name"),
-        (["--name=a b", "dry_run=true"], "'a b'"),
     ],
 )
 def test_wrong_input_is_told_in_a_sentence(run: Tune, words: list[str], named: str) -> None:
