@@ -7,12 +7,10 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from methods.adakv import AdaKV, whole_shares
+from methods.adakv import AdaKV
 from tests.methods.synthetic import SHAPES, Sequences, Shape, attention
 from tests.methods.test_snapkv import _pooled, _votes
 
@@ -68,17 +66,6 @@ def test_each_head_keeps_its_share_of_the_best_votes_and_the_window(shape: Shape
     assert layer.attended == (BUDGET, STEPS)
 
 
-def test_normalised_votes_favour_the_head_whose_best_tokens_hold_more() -> None:
-    s = sequences(SHAPES[0])
-    (layer,) = s.start(replace(METHOD, normalize=True, floor=0.0), BUDGET)
-    even, peaked = torch.full((100,), 0.010), torch.cat([torch.full((3,), 0.2), torch.full((97,), 0.009)])
-    policy = layer.keeps  # type: ignore[attr-defined]
-    scaled = policy.shares([even, peaked], 10)
-    assert scaled == [0, 20]  # 0.010 * 0.10 < 0.009 * 0.45
-    policy.method = replace(METHOD, floor=0.0)
-    assert policy.shares([even, peaked], 10) == [17, 3]
-
-
 def test_a_further_turn_votes_among_what_every_head_still_has() -> None:
     again = PROMPT + 30
     s = sequences(SHAPES[1], again + 1)
@@ -97,16 +84,3 @@ def test_a_further_turn_votes_among_what_every_head_still_has() -> None:
     read = [[[*head, again] for head in one] for one in kept_by(layer)]
     (out,) = s.decode([layer], again)
     assert_close(out, attention(s.q(0)[:, :, again, None], s.k(0), s.v[0], read, s.shape.dim**-0.5))
-
-
-@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=8), st.integers(0, 4))
-def test_whole_shares_add_up_and_respect_every_limit(pairs: list[tuple[int, int]], quarters: int) -> None:
-    won, most = [n for n, _ in pairs], [n + more for n, more in pairs]
-    each = sum(won) // len(won)
-    won[0] -= sum(won) - each * len(won)
-    if won[0] < 0:
-        return
-    asked = [(1 - quarters / 4) * n + quarters / 4 * each for n in won]
-    made = whole_shares(asked, [max(n, each) for n in most])
-    assert sum(made) == each * len(won)
-    assert all(abs(n - wish) <= 1 for n, wish in zip(made, asked, strict=True))

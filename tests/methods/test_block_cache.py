@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from harness.engine.attach import attached
-from harness.engine.footprint import footprint
 from kernels.reference import Segment
 from methods.base import CacheState, Request
 from methods.parts.block_cache import BlockCache
@@ -19,7 +18,6 @@ from methods.pools import Pool
 from methods.pqcache import PQCache
 from tests.fast import PQ
 from tests.methods.test_contract import assert_same, turn
-from tests.methods.test_costs import expected
 from tests.tiny import prompt, tiny
 
 BATCH, GROUPS, LENGTH, DIM, SIZE = 2, 2, 61, 16, 8  # the eighth block holds 5 tokens
@@ -118,18 +116,3 @@ def test_tokens_are_those_without_it(changes: dict[str, Any], batch: int) -> Non
     assert_same(cached, plain)
     traffic = layers[0].cache.traffic.settle()
     assert 0 < traffic.found <= traffic.looked_up
-
-
-@pytest.mark.parametrize("cache_tokens", [24, 40, 1000])
-def test_its_cost(cache_tokens: int) -> None:
-    """Held: as the formula says. Moved: never more."""
-    method = replace(CACHED, cache_tokens=cache_tokens)
-    with attached(tiny("llama"), method, budget=0.3, placement="host") as kv:
-        cache = kv.cache(capacity=403)
-        turn(kv, cache, prompt(400), steps=1)
-        traffic, held = cache.traffic, footprint(cache.layers)
-        assert kv.budget is not None
-        formula = expected(method, kv.specs, kv.budget, "host")
-    assert held == pytest.approx(formula.held, rel=0.02)
-    assert traffic.to_device_bytes <= formula.moved_bytes_per_step
-    assert (traffic.to_device_bytes == 0) == (cache_tokens == 1000)

@@ -7,7 +7,6 @@ import torch
 
 from harness.engine.attach import attached
 from harness.engine.footprint import footprint
-from methods.full import Full
 from methods.tiers.codec import Codec, FloatCodec, IntCodec
 from tests.methods.test_contract import NAMES, Step, assert_same, small, turn
 from tests.tiny import prompt, tiny
@@ -50,29 +49,3 @@ def test_more_bits_are_closer(name: str) -> None:
     errors = [float((steps(name, IntCodec(bits=bits, group=8))[0][0].logits - plain).std()) for bits in (2, 4, 8)]
     assert errors[0] > errors[1] > 3 * errors[2]
     assert errors[2] < 0.2 * float(plain.std())
-
-
-def test_floats_of_8_bits_take_as_many_bytes_as_they_say() -> None:
-    """A byte for each number, and two scales of two bytes for each token and KV head."""
-    layers, heads, dim = 3, 2, 16
-    _, (_, host, _) = steps("pqcache", FloatCodec(), "host")
-    _, (_, plain, _) = steps("pqcache", None, "host")
-    tokens = plain // (layers * 2 * heads * 2 * dim * 4)  # of a batch of two, in fp32
-    assert 0 < tokens < LENGTH
-    assert host == layers * 2 * heads * tokens * (2 * dim + 4)
-
-
-def test_a_method_that_reads_everything_takes_no_codec() -> None:
-    with pytest.raises(ValueError, match="codec"):
-        steps("full", IntCodec(bits=4))
-
-
-def test_full_brings_its_prompt_back_in_each_step() -> None:
-    row, layers = 2 * 2 * 16 * 4, 3
-    with attached(tiny("llama"), Full(offload=True), placement="host") as kv:
-        cache = kv.cache(capacity=LENGTH + 8)
-        turn(kv, cache, prompt(LENGTH), steps=5)
-        held, traffic = footprint(cache.layers), cache.traffic
-    assert held["host"] == layers * LENGTH * row
-    assert held["device"] == layers * 8 * row
-    assert traffic.to_device_bytes == 5 * held["host"]

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
-from weakref import ref
 
 import pytest
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing import assert_close
 
 from harness.config.catalogue import CONF, Entry
@@ -204,18 +200,6 @@ def test_no_method_reads_more_of_the_prompt_than_its_budget(name: str, length: i
         assert found - read == (0 if excess is None else excess.item())
 
 
-@walked
-def test_a_long_answer_changes_neither_the_budget_nor_what_is_counted(name: str) -> None:
-    """100 steps: windows and choices keep the sizes of the seal, and no generated token is dropped."""
-    method, length = small(name), 61
-    with attach(method, 0.4) as kv:
-        steps = turn(kv, kv.cache(capacity=length + 100), prompt(length), steps=100)
-    for layer in range(3):
-        assert [later for _, later in (step.attended[layer] for step in steps)] == list(range(1, 101))
-        sizes = {read for read, _ in (step.attended[layer] for step in steps)}
-        assert len(sizes) == 1 or hasattr(method, "alpha")  # InfiniGen asks for as many as it needs
-
-
 def _check_positions(method: Method, positions: Tensor | None, read: float, length: int) -> None:
     if positions is None:
         assert read == length
@@ -258,23 +242,6 @@ def test_memory_that_was_never_written_is_never_read(name: str, placement: str) 
     wanted = run(method, ids, 0.5, placement=placement)
     with fresh_memory_full_of_nan():
         assert_same(run(method, ids, 0.5, placement=placement), wanted)
-
-
-@in_each_place
-def test_memory_is_free_when_the_cache_is_let_go(name: str, placement: str) -> None:
-    """At once: what waits for the next pass for cycles takes a multiple of the memory until then."""
-    method = small(name)
-    gc.disable()
-    try:
-        with attach(method, 0.4, placement=placement) as kv:
-            cache = kv.cache(capacity=100)
-            turn(kv, cache, prompt(61))
-            turn(kv, cache, prompt(7, seed=1))
-            layers = [ref(layer) for layer in cache.layers]
-            del cache
-            assert [layer() for layer in layers] == [None] * len(layers)
-    finally:
-        gc.enable()
 
 
 @pytest.mark.tokens
@@ -342,59 +309,6 @@ def test_a_turn_goes_on_in_another_cache(name: str, room: int) -> None:
         for ours, other in zip(mine.read, theirs.read, strict=True):
             assert (ours is None) == (other is None)
             assert ours is None or other is None or torch.equal(ours.sort(-1).values, other.sort(-1).values)
-
-
-@pytest.mark.tokens
-@pytest.mark.parametrize("name", [name for name in NAMES if small(name).rows_stay])
-def test_rows_that_stay_are_the_same_after_a_further_turn(name: str) -> None:
-    """A store appends to what it has of them, and never writes it again."""
-    with attach(small(name), 0.4) as kv:
-        cache = kv.cache(capacity=120)
-        turn(kv, cache, prompt(61))
-        before = [{key: state[key].clone() for key in ("k0", "v0")} for state in cache.contents()]
-        turn(kv, cache, prompt(26, seed=1))
-        for old, now in zip(before, cache.contents(), strict=True):
-            assert all(torch.equal(now[key][:, :, : x.shape[2]], x) for key, x in old.items())
-
-
-@methods
-def test_a_layer_keeps_what_it_holds_on_its_own_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The layers of a large model lie on several devices. Here the model's first is one that holds no numbers."""
-    method, ids = small(name), prompt(71)
-    wanted, request = usual_run(small(name), 71), Attachment.request
-    elsewhere = torch.device("meta")
-    monkeypatch.setattr(Attachment, "request", lambda self, **size: replace(request(self, **size), device=elsewhere))
-    assert_same(run(method, ids, 0.4), wanted)
-
-
-@pytest.mark.tokens
-@methods
-def test_a_fresh_cache_knows_nothing_of_the_one_before(name: str) -> None:
-    ids = prompt(71)
-    with attach(small(name), 0.4) as kv:
-        turn(kv, kv.cache(capacity=100), prompt(90, seed=5))
-        after = turn(kv, kv.cache(capacity=79), ids)
-    assert_same(after, usual_run(small(name), 71))
-
-
-class Watching(KVCache):
-    """Notes the storage of every layer's attention input."""
-
-    def attend(self, layer: int, x: AttnInput) -> Tensor:
-        self.__dict__.setdefault("inputs", []).append(StorageWeakRef(x.hidden.untyped_storage()))
-        return super().attend(layer, x)
-
-
-@methods
-def test_no_layer_keeps_its_attention_input_alive(name: str) -> None:
-    """It is [B S E], larger than the layer's keys and values together."""
-    with attach(small(name), 0.4) as kv:
-        made = kv.cache(capacity=79)
-        cache = Watching(made.layers, made.state)
-        turn(kv, cache, prompt(71), steps=2)
-    gc.collect()
-    assert len(cache.inputs) == 3 * 3  # type: ignore[attr-defined]
-    assert all(ref.expired() for ref in cache.inputs)  # type: ignore[attr-defined]
 
 
 class SharedPrefill(KVCache):

@@ -8,17 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from harness.bench.common.operations import bytes_read
 from harness.config.plugins import build
 from harness.engine.attach import attached
-from harness.engine.engine import Engine
 from harness.engine.footprint import footprint
 from harness.engine.trace import Tracer
 from methods.base import Budget, Cost, CostError, LayerSpec, LayerWorkload, Method
 from methods.parts import costs
 from methods.shadowkv import ShadowKV
 from methods.tiers.codec import Codec, IntCodec
-from tests.dispatched import operations
 from tests.methods.test_contract import NAMES, _yaml, small
 from tests.tiny import prompt, tiny
 
@@ -100,23 +97,6 @@ def test_the_formula_is_what_is_held_and_moved(name: str, placement: str, budget
     assert_near(*measured(method, budget, placement))
 
 
-@torch.inference_mode()
-def test_rebuilding_keys_reads_the_rows_that_were_chosen() -> None:
-    """In the first step, in which no chunk is found; cos and sin of every position beside."""
-    method, ids = method_of("shadowkv"), prompt(LENGTH)
-    with attached(tiny("llama"), method, budget=Budget(0.3)) as kv:
-        engine = Engine(kv)
-        cache = engine.cache(ids, RESERVE)
-        engine.prefill(cache, ids)
-        cache.seal()
-        with operations() as called:
-            engine.decode(ids[:, :1], cache, None)
-    rebuilding = [bytes_read(name, arguments) for name, arguments in called if name == "rebuild_keys"]
-    case = LayerWorkload(kv.specs[0], LENGTH, int(0.3 * LENGTH), "device", element_bytes=4)
-    angles = 2 * 2 * 16 * 4 * method.plan(case.budget, LENGTH).top * method.chunk
-    assert rebuilding == [rebuilt(method, case) + angles] * len(kv.specs)
-
-
 @pytest.mark.parametrize("name", [name for name in NAMES if small(name).encodes])
 @pytest.mark.parametrize(("placement", "bits"), [("device", 4), ("host", 2), ("disk", 8)])
 def test_the_formula_knows_the_codec(name: str, placement: str, bits: int) -> None:
@@ -143,14 +123,6 @@ def test_parameters_count(name: str, changes: dict[str, Any]) -> None:
         assert_near(*measured(method, Budget(0.3), placement))
 
 
-def test_a_union_of_columns_costs_at_most_both_sets() -> None:
-    """How many columns queries and keys have in common depends on the text."""
-    method = replace(method_of("infinigen"), partial_ratio=0.5, column_rule="union")  # type: ignore[type-var]
-    alone = replace(method, column_rule="query")
-    (real, formula), (fewer, _) = (measured(one, Budget(0.3), "device") for one in (method, alone))
-    assert fewer.device_bytes < real.device_bytes < formula.device_bytes
-
-
 def plain(name: str) -> Any:
     return build(_yaml(name), "method")
 
@@ -162,14 +134,9 @@ def test_communication_as_in_the_papers_comparison(share: float) -> None:
     assert (pq.m, pq.b) == (2 * steps, 6 if steps == 1 else 8)
     assert plain("sparq").at_communication(share, 128).r == steps
     assert replace(plain("infllm"), block=128).at_communication(share, 128).repr_topk == steps
+    assert plain("h2o").at_communication(1 / 128, 128).compensation == "literal"
     for name in ("full", "oracle", "streaming", "lm_infinite", "quest", "snapkv", "pyramidkv", "shadowkv", "infinigen"):
         assert plain(name).at_communication(share, 128) == plain(name)
-
-
-def test_the_evicting_baseline_is_compensated() -> None:
-    assert plain("h2o").at_communication(1 / 128, 128).compensation == "literal"
-    exact = replace(plain("h2o"), compensation="bytes")
-    assert exact.at_communication(1 / 128, 128) == exact
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from methods.infinigen import InfiniGen
 from methods.infllm import InfLLM
 from methods.oracle import Oracle
 from methods.snapkv import SnapKV
-from methods.sparq import SparQ
 from tests.methods.synthetic import SHAPES, Sequences, attention
 from tests.methods.test_contract import small, walked
 from tests.tiny import prompt, tiny
@@ -84,17 +83,6 @@ def test_h2o_keeps_the_generated_tokens_that_drew_most_attention() -> None:
     assert torch.equal(layer.store.k, s.k(0).gather(2, at))  # a further turn is told where they stood
 
 
-def test_sparqs_mean_value_is_of_the_tokens_that_are_left() -> None:
-    """Values that are all one have a mean of one, however many tokens have left."""
-    s = Sequences(SHAPES[1], PROMPT + STEPS)
-    s.v.fill_(1)
-    layers = s.start(SparQ(r=4), Budget(20, generated=MOST))
-    s.seal(layers, 0, PROMPT)
-    for position in range(PROMPT, s.length):
-        (out,) = s.decode(layers, position)
-        torch.testing.assert_close(out, torch.ones_like(out))
-
-
 @pytest.mark.tokens
 @walked
 def test_as_many_as_are_generated_change_nothing_and_fewer_are_never_exceeded(name: str) -> None:
@@ -114,15 +102,6 @@ def test_as_many_as_are_generated_change_nothing_and_fewer_are_never_exceeded(na
         dense = 1 / 3 if getattr(method, "dense_layers", ()) else 0
         limited = sum(min(n, MOST) for n in range(1, wholes + 1)) / wholes
         assert total == pytest.approx(dense * (wholes + 1) / 2 + (1 - dense) * limited)
-
-
-def test_memory_is_reserved_for_as_many_as_are_kept() -> None:
-    sizes = {}
-    for most in (None, MOST):
-        with attached(tiny("llama"), Oracle(sinks=2), budget=Budget(0.4, generated=most)) as kv:
-            sizes[most] = Engine(kv).generate(prompt(71), max_new_tokens=100).kv["device"]
-    rows = 3 * 2 * 2 * 16 * 4  # layers, K and V, KV heads, head size, fp32
-    assert sizes == {None: rows * 171, MOST: rows * (71 + MOST)}
 
 
 def test_methods_that_need_all_refuse_by_name() -> None:

@@ -67,14 +67,6 @@ def test_compensated_h2o_keeps_its_share_of_the_prompt_more(compensation: str, k
     assert layers[0].attended.prompt == kept
 
 
-def test_a_further_turn_is_compensated_for_all_tokens_so_far() -> None:
-    s = Sequences(Shape(2, 2, 64), 900)
-    layers = s.start(replace(METHOD, compensation="literal"), 100)
-    for start, end, kept in ((0, 300, 102), (300, 900, 107)):  # 300/128 = 2, 900/128 = 7
-        s.seal(layers, start, end)
-        assert layers[0].attended.prompt == kept
-
-
 def test_a_further_turn_evicts_by_all_queries_so_far() -> None:
     """Replays the second seal: what was kept brings its sums, and generated and new tokens have added theirs."""
     shape, first, second = Shape(2, 2, 64), 40, 60

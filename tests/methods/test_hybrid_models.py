@@ -14,11 +14,9 @@ from torch.testing import assert_close
 from transformers import PreTrainedModel
 
 from harness.engine.attach import attached
-from harness.engine.cache import KVCache
 from harness.engine.engine import Engine, Generation
 from harness.engine.footprint import footprint
 from methods.base import CacheState, Method
-from methods.h2o import H2O
 from methods.lm_infinite import LMInfinite
 from methods.sparq import SparQ
 from tests.harness.engine.test_hf import generated
@@ -106,21 +104,6 @@ def test_a_sink_is_one_more_term_of_the_sum(method: Method, phase: int) -> None:
     assert_close(1 / given - 1 / plain, (SINKS - logit).exp(), rtol=1e-4, atol=1e-4)
 
 
-def test_h2o_counts_what_the_sink_leaves() -> None:
-    text, end = Sequences(SHAPE, 90), 80
-    (spec,), state = text.specs, CacheState(text.request(BUDGET))
-    (layer,) = H2O(sinks=0).start([replace(spec, sink_logits=SINKS)], state)
-    layer.prefill(text.at(0, 0, 50))
-    layer.absorb(text.at(0, 50, end))
-    layer.seal()
-    q, k = text.q(0)[:, :, :end], text.k(0)[:, :, :end].repeat_interleave(3, 1)
-    logits = (q @ k.mT * spec.scale).masked_fill(torch.ones(end, end).triu(1).bool(), float("-inf"))
-    weights = torch.cat([logits, SINKS.view(1, 6, 1, 1).expand(2, 6, end, 1)], -1).softmax(-1)[..., :-1]
-    wanted = weights.sum(2).unflatten(1, (2, 3)).sum(2)
-    received = layer.keeps.received[..., : layer.positions.shape[2]]
-    assert_close(received, wanted.gather(2, layer.positions), rtol=1e-4, atol=1e-4)
-
-
 def test_sparqs_mean_value_leaves_the_sink_its_weight() -> None:
     """With all channels its softmax is exact, and values that are all one give the sum of the weights."""
     text = Sequences(SHAPE, 90)
@@ -149,19 +132,3 @@ def test_quests_heads_of_different_counts_leave_the_sink_its_weight(select_per: 
     seen[..., -1] = True  # the token itself
     lse = logits.masked_fill(~seen, float("-inf")).logsumexp(-1)
     assert_close(out, torch.sigmoid(lse - SINKS)[..., None, None].expand_as(out))
-
-
-@pytest.mark.tokens
-@hybrid
-@torch.inference_mode()
-def test_a_turn_may_be_stored_and_go_on_in_another_cache(architecture: str) -> None:
-    """With room for more tokens, where the ring had not come round yet."""
-    with attach(small("snapkv"), architecture) as kv:
-        for length in (16, LENGTH):
-            engine, ids, more = Engine(kv), prompt(length), prompt(20, seed=3)
-            caches = [kv.start(KVCache, capacity=room) for room in (length + 30, length + 40)]
-            logits = engine.prefill(caches[0], ids)
-            engine.complete(caches[0], logits, ids[:, :0], began=0.0, max_new_tokens=4)
-            caches[1].refill([{name: x.clone() for name, x in held.items()} for held in caches[0].contents()])
-            caches[0].open_turn()
-            assert_close(*(engine.prefill(cache, more) for cache in caches))

@@ -137,15 +137,6 @@ def test_in_a_model_the_guess_is_layer_ls_query_of_the_normed_input_before_it(mo
     torch.testing.assert_close(q, rotate(plain, cos, sin))
 
 
-def test_prepare_stacks_the_rotated_queries_of_a_group() -> None:
-    text = Sequences(Shape(6, 2, 64), 40, LAYERS)
-    skews = METHOD.prepare(text.specs, lambda tokens: (text.at(i, 0, tokens) for i in range(LAYERS)))
-    stacked = text.q(1)[0, 3:6].reshape(-1, 64)
-    expected = torch.linalg.svd(stacked, full_matrices=False).Vh.T
-    assert ((skews[1][1].T @ expected).abs() - torch.eye(64)).abs().max() < 1e-3  # equal up to signs
-    assert replace(METHOD, skew=False).prepare(text.specs, pytest.fail) is None
-
-
 def test_zeros_stand_behind_partial_keys_whose_room_has_grown() -> None:
     """A step of several sequences reads rows as far as the widest ones, and so past the end of the last row."""
     text = Sequences(SHAPES[0], 9)

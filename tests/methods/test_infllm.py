@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from kernels.rope import rotate
-from methods.base import BudgetError
 from methods.infllm import InfLLM, InfLLMRead
 from methods.layers import Layer
 from tests.methods.synthetic import SHAPES, Sequences, Shape
@@ -97,32 +96,3 @@ def test_prefill_and_every_step_are_the_formulas(shape: Shape) -> None:
             torch.testing.assert_close(out[b], expected, atol=1e-5, rtol=1e-4)
             tokens = sorted([0, 1, 2, *(3 + 8 * n + i for n in chosen for i in range(8)), *range(67, PROMPT)])
             assert read[b].sort().values.tolist() == [tokens] * shape.groups
-
-
-def test_a_prompt_in_chunks_is_planned_as_it_comes() -> None:
-    text = Sequences(SHAPES[1], PROMPT + 1)
-    layer = start(text, 0.6)
-    text.prefill([layer], 0, PROMPT, chunk=40)
-    layer.seal()
-    assert 3 + WINDOW + 8 < layer.attended.prompt <= int(0.6 * PROMPT)
-    assert torch.isfinite(layer.decode(text.at(0, PROMPT, PROMPT + 1))).all()
-
-
-def test_what_is_read_stays_within_every_budget() -> None:
-    text = Sequences(Shape(1, 1, 16), 90)
-    for prompt in (30, 57, 90):
-        for budget in range(METHOD.smallest_budget, prompt, 3):
-            layer = start(text, budget)
-            layer.prefill(text.at(0, 0, prompt))
-            layer.seal()
-            assert budget - 8 < layer.attended.prompt <= budget
-            assert layer.reads.plan.top >= 8
-
-
-def test_a_shared_prefill_and_small_budgets_are_refused() -> None:
-    text = Sequences(SHAPES[1], PROMPT)
-    assert not METHOD.dense_prefill
-    with pytest.raises(ValueError, match="share a prefill"):
-        start(text, METHOD.smallest_budget).absorb(text.at(0, 0, PROMPT))
-    with pytest.raises(BudgetError, match="at least 19"):
-        start(text, METHOD.smallest_budget - 1)

@@ -11,13 +11,8 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from harness.engine.allocations import Allocations
-from harness.engine.footprint import footprint
-from kernels import ops
-from kernels.coded import Coded
-from kernels.dispatch import watched
 from methods.kivi import Kivi
-from tests.methods.synthetic import SHAPES, Sequences, Shape
+from tests.methods.synthetic import Sequences, Shape
 
 SMALL = Kivi(bits=4, group=8, residual=16)
 
@@ -81,37 +76,6 @@ def test_attention_over_codes_and_waiting_tokens(bits: int, placement: str, shap
     assert layers[0].attended == (sealed, 33)
 
 
-@pytest.mark.parametrize(("bits", "shape"), zip((2, 4, 8), SHAPES, strict=True), ids=str)
-def test_bytes_after_a_long_answer(bits: int, shape: Shape) -> None:
-    """Counted by hand: bits of codes, two fp16 numbers per group of both, and the waiting tokens in fp32."""
-    s, method = Sequences(shape, 200), replace(SMALL, bits=bits, group=32, residual=64)
-    layers = s.start(method, None)
-    s.seal(layers, 0, 170)
-    for position in range(170, 200):
-        s.decode(layers, position)
-    heads, quantised = shape.batch * shape.groups, 192
-    codes = 2 * quantised * shape.dim * bits / 8
-    ranges = 2 * 4 * quantised * shape.dim / 32
-    waiting = 64 * 3 * shape.dim * 4  # keys and values, and the values of the block before
-    assert footprint(layers)["device"] == pytest.approx(heads * (codes + ranges + waiting), rel=0.02)
-    assert layers[0].store.length == 8  # type: ignore[attr-defined]
-
-
-def test_a_further_turn_attends_to_what_the_codes_hold() -> None:
-    """Codes come back as numbers for the prefill, and go again: what was quantised once is what it was."""
-    s = Sequences(Shape(4, 2, 32), 90)
-    layers = s.start(SMALL, None)
-    s.seal(layers, 0, 40)
-    s.decode(layers, 40)
-    layer: Any = layers[0]
-    before = layer.far.whole().wait()
-    s.seal(layers, 41, 70)
-    after = layer.far.whole().wait()  # type: ignore[union-attr]
-    assert (layer.far.length, layer.store.length) == (64, 6)  # type: ignore[union-attr]
-    for old, new, scale in zip(before[:2], after[:2], (s.k(0), s.v[0]), strict=True):
-        assert_close(old, new[:, :, : old.shape[2]], atol=2e-3 * float(scale.abs().max()), rtol=0)
-
-
 def test_a_further_turn_has_the_last_values_exactly() -> None:
     """Those that no step has read as codes yet: `residual` of them, over the end of the last block of codes."""
     s = Sequences(Shape(4, 2, 32, batch=2), 60)
@@ -126,44 +90,9 @@ def test_a_further_turn_has_the_last_values_exactly() -> None:
     assert layer.recent is None
 
 
-def test_a_short_prompt_is_no_codes_until_a_block_is_full() -> None:
-    s = Sequences(Shape(4, 2, 32), 40)
-    layers = s.start(SMALL, None)
-    s.seal(layers, 0, 9)
-    layer: Any = layers[0]
-    assert layer.far is None
-    for position in range(9, 20):
-        s.decode(layers, position)
-    assert (layer.far.length, layer.store.length) == (16, 4)
-
-
 def test_a_step_is_captured_where_no_block_fills_before_the_end() -> None:
     for length, refused in ((47, False), (48, True)):  # 8 of the prompt wait, and 7 or 8 follow
         s = Sequences(Shape(4, 2, 32), length)
         layers = s.start(SMALL, None)
         s.seal(layers, 0, 40)
         assert bool(layers[0].capture_refusal()) == refused
-
-
-def test_a_step_decodes_no_more_than_one_block() -> None:
-    """Beside that, attention reads codes: what a step allocates does not grow with the prompt."""
-    peaks = []
-    for sealed in (256, 1024):
-        s = Sequences(Shape(4, 2, 64), sealed + 1)
-        (layer,) = layers = s.start(replace(SMALL, group=32, residual=64), None)
-        s.seal(layers, 0, sealed)
-        s.decode(layers, sealed)
-        seen: list[tuple[str, int]] = []
-
-        def around(name: str, arguments: tuple[Any, ...], call: Any, seen: list[tuple[str, int]] = seen) -> Any:
-            seen.extend((name, x.k.shape[2]) for x in arguments if isinstance(x, Coded))
-            return call()
-
-        q = s.q(0)[:, :, -1:].clone()
-        with watched(around), Allocations() as counted:
-            layer.attend_all(q)
-        assert seen == [("decode_rows", 64), ("coded_attention", sealed - 64)]
-        peaks.append(counted.peak)
-    (codes,) = layer.far.segments().wait()  # type: ignore[union-attr]
-    if ops.coded_attention.refusal("cpu", q, codes, 1.0) is None:
-        assert peaks[1] == peaks[0]

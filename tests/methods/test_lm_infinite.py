@@ -46,13 +46,6 @@ def test_prompt_and_steps_equal_loops(shape: Shape) -> None:
     assert layers[0].attended == (BUDGET, STEPS)
 
 
-def test_a_budget_in_tokens_makes_chunks_irrelevant() -> None:
-    s = Sequences(SHAPES[1], PROMPT)
-    whole = s.prefill(s.start(METHOD, BUDGET), 0, PROMPT)
-    chunked = s.prefill(s.start(METHOD, BUDGET), 0, PROMPT, chunk=13)
-    assert_close(chunked, whole)
-
-
 def test_a_further_turn_is_windowed_over_what_is_left() -> None:
     s = Sequences(SHAPES[1], PROMPT + 8)
     layers = s.start(METHOD, BUDGET)
@@ -60,25 +53,3 @@ def test_a_further_turn_is_windowed_over_what_is_left() -> None:
     (out,) = s.prefill(layers, PROMPT, s.length)
     for i, p in enumerate(range(PROMPT, s.length)):
         assert_close(out[:, :, i], _expected(s, p, [0, 1, 2, *range(p - LOCAL + 1, p + 1)]), atol=1e-5, rtol=1e-4)
-
-
-def test_distances_survive_a_stretched_rotation() -> None:
-    """YaRN scales cos and sin: every logit then carries the square of that, near or far."""
-    s = Sequences(SHAPES[0], PROMPT + 1, stretch=1.2)
-    plain = Sequences(SHAPES[0], PROMPT + 1)
-    plain.weight *= 1.2**2
-    outs = []
-    for sequences in (s, plain):
-        layers = sequences.start(METHOD, BUDGET)
-        outs.append(torch.cat([*sequences.prefill(layers, 0, PROMPT)], 2))
-        layers[0].seal()
-        outs.append(sequences.decode(layers, PROMPT)[0])
-    assert_close(outs[:2], outs[2:])
-
-
-def test_a_shared_prefill_is_refused() -> None:
-    s = Sequences(SHAPES[0], 9)
-    with pytest.raises(ValueError, match="cannot share"):
-        s.start(METHOD, 5)[0].absorb(s.at(0, 0, 8))
-    with pytest.raises(ValueError, match="n_init"):
-        LMInfinite(n_init=-1)

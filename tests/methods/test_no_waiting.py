@@ -13,17 +13,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.engine.attach import attached
 from harness.engine.engine import Engine
 from harness.engine.graph import capture_refusal
-from harness.engine.sampling import Greedy
 from kernels.dispatch import use_backend
 from methods.base import Budget, Method
-from methods.tiers.codec import IntCodec
-from tests.methods.test_contract import NAMES, attach, in_each_place, small, turn
+from tests.methods.test_contract import attach, in_each_place, small, turn
 from tests.tape import Tape
 from tests.tiny import prompt, tiny
 
@@ -149,61 +146,6 @@ def test_captured_steps_of_other_parameters_are_the_same(name: str, changes: dic
             assert moved >= before > 0
             captured.kv["device"] = plain.kv["device"]  # which holds the numbers of those that are to come
         assert (captured.tokens, captured.measured, captured.kv) == (plain.tokens, plain.measured, plain.kv)
-
-
-@torch.inference_mode()
-def test_neither_does_a_choice_among_codes_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What several sequences chose is the same as where each one's count is known."""
-    logits, codec = list[Tensor](), IntCodec(bits=8, group=16)
-    how: dict[str, Any] = {"budget": 0.5, "calibration": prompt(64, seed=9), "codec": codec}
-    for queued in (True, False):
-        as_on_a_gpu(monkeypatch, queued)
-        with attached(tiny("llama"), small("infinigen"), **how) as kv:
-            turn(kv, kv.cache(capacity=82), prompt(80), steps=2)  # what the policies return is checked
-            cache = kv.cache(capacity=110, batch=2)
-            turn(kv, cache, prompt(80, batch=2), steps=2)
-            with nothing_read(monkeypatch) if queued else use_backend("torch"):
-                logits.append(kv.model(prompt(1, batch=2), past_key_values=cache, use_cache=True).logits)
-    assert_close(*logits)
-
-
-class Noting(Greedy):
-    """How many values were read from one token to the next."""
-
-    def __init__(self) -> None:
-        self.reads, self.seen = 0, list[int]()
-
-    def pick(self, logits: Tensor) -> Tensor:
-        self.seen.append(self.reads)
-        self.reads = 0
-        return super().pick(logits)
-
-
-READY = [pytest.param(small(name), 80, id=name) for name in NAMES]
-RAGGED = pytest.param(replace(small("quest"), last_page=False), 79, id="quest, a short last page")  # type: ignore[call-arg]
-
-
-@pytest.mark.parametrize(("method", "length"), [*READY, RAGGED])
-def test_the_engine_reads_a_steps_token_and_nothing_else(
-    method: Method, length: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    as_on_a_gpu(monkeypatch)
-    sampler = Noting()
-
-    def counted(plain: Any) -> Any:
-        def read(*args: Any, **how: Any) -> Any:
-            sampler.reads += 1
-            return plain(*args, **how)
-
-        return read
-
-    with attach(method, 0.5) as kv, use_backend("torch"), monkeypatch.context() as patch:
-        Engine(kv).generate(prompt(length), max_new_tokens=2)  # what its policies return is checked
-        for reading in READS:
-            patch.setattr(Tensor, reading, counted(getattr(Tensor, reading)))
-        made = Engine(kv).generate(prompt(length), max_new_tokens=6, sampler=sampler)
-    assert made.measured["attended_prompt"]
-    assert sampler.seen[2:] == [1] * 4  # the seal lies in the second token's time
 
 
 @pytest.mark.parametrize(("name", "how", "changes", "why"), EXCEPTIONS)

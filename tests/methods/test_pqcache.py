@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +12,8 @@ from torch.testing import assert_close
 
 from harness.engine.attach import attached
 from kernels import ops
-from methods.base import AttnInput
 from methods.layers import Layer
-from methods.parts import kmeans_iterations
-from methods.parts.kmeans_iterations import LENGTHS, Fit, measure, polynomial
+from methods.parts.kmeans_iterations import LENGTHS, Fit, polynomial
 from methods.pqcache import PQCache, PQRead
 from tests.fast import PQ
 from tests.methods.synthetic import SHAPES, Sequences, Shape, attention
@@ -135,33 +132,6 @@ def test_the_fit_finds_the_coefficients_it_is_made_of() -> None:
     assert falling[1] > 0
 
 
-class OnDevice(torch.Tensor):
-    """Keys that lie with the model, until they are asked for on the CPU."""
-
-    def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:
-        return self.as_subclass(torch.Tensor)
-
-
-def test_what_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A whole model's prefill over its layers; the same keys in 3 and in 9 rounds, none ended early, by the CPU."""
-    now, clustered = [0.0], []
-    monkeypatch.setattr(kmeans_iterations, "perf_counter", lambda: now[0])
-
-    def observe(tokens: int) -> Iterator[AttnInput]:
-        now[0] += 10 * tokens * 1e-3
-        empty = torch.empty(0)
-        yield AttnInput(empty, torch.empty(1, 2, tokens, 16).as_subclass(OnDevice), empty, empty, empty, empty, 0)
-
-    def cluster(keys: Any, count: int) -> None:
-        assert not isinstance(keys, OnDevice)
-        clustered.append((keys.shape[2], count))
-        now[0] += keys.shape[2] * count * 1e-6
-
-    fit = measure(10, observe, cluster)
-    assert fit == pytest.approx((0, 1e-3, 0, 3e-6, 0, 1e-6, 0), abs=1e-9)
-    assert set(clustered) == {(length, count) for length in LENGTHS for count in (3, 9)}
-
-
 def limits(monkeypatch: pytest.MonkeyPatch, method: PQCache, **how: Any) -> list[int]:
     """How many rounds the layers of a 90-token prompt were allowed."""
     made: list[int] = []
@@ -174,10 +144,6 @@ def limits(monkeypatch: pytest.MonkeyPatch, method: PQCache, **how: Any) -> list
         cache.seal()
     monkeypatch.setattr(ops, "kmeans", kmeans)
     return made
-
-
-def test_a_fixed_number_is_kept_whatever_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert limits(monkeypatch, replace(PQ, iterations=7)) == [7] * 3
 
 
 def test_a_fit_is_timed_once_and_serves_both_placements(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +160,3 @@ def test_a_fit_is_timed_once_and_serves_both_placements(monkeypatch: pytest.Monk
     with attached(tiny("llama"), AUTO, budget=0.2) as kv:
         elsewhere = replace(AUTO, **AUTO.measured(kv.prepared))
     assert limits(monkeypatch, elsewhere) == first  # no calibration text: nothing is timed
-
-
-def test_a_fit_from_a_yaml_can_be_hashed() -> None:
-    assert hash(replace(PQ, iterations=list(SLOW))) == hash(replace(PQ, iterations=tuple(SLOW)))

@@ -9,9 +9,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from methods.base import Budget, LayerWorkload
 from methods.quest import Quest
-from tests.methods.recorded import Recorded
 from tests.methods.synthetic import SHAPES, Sequences, Shape, attention
 
 METHOD = Quest(page_size=4, min_pages=2, dense_layers=(), select_per="query_head", last_page=True)
@@ -74,14 +72,6 @@ def test_step_equals_loops(shape: Shape, prompt: int, select_per: str, last_page
     assert layers[0].attended.generated == STEPS
 
 
-def test_layers_that_a_run_wants_dense_are_so_beside_its_own() -> None:
-    s = Sequences(SHAPES[1], 61, layers=4)
-    layers = s.start(replace(METHOD, dense_layers=(0,)), Budget(10, dense_layers=(2,)))
-    s.seal(layers, 0, 60)
-    s.decode(layers, 60)
-    assert [layer.attended.prompt for layer in layers] == [60, 8, 60, 8]
-
-
 @pytest.mark.parametrize("prompt", [80, 83], ids=["whole", "partial"])
 @pytest.mark.parametrize("last_page", [True, False], ids=["last", "any"])
 def test_what_query_heads_share_moves_once(prompt: int, last_page: bool) -> None:
@@ -99,19 +89,3 @@ def test_what_query_heads_share_moves_once(prompt: int, last_page: bool) -> None
         unions = [{j for head in group for j in head} for group in heads]
         assert traffic.settle().to_device_bytes - before == row_bytes * sum(map(len, unions))
         assert sum(map(len, unions)) < sum(len(head) for group in heads for head in group)
-
-
-@pytest.mark.slow
-@pytest.mark.model
-@pytest.mark.parametrize("budget", [0.1, 0.2, 0.5])
-def test_its_cost_expects_what_a_models_heads_share(budget: float) -> None:
-    prompt = 999
-    s, method = Recorded(1000, layers=[2, 8, 14, 20, 26]), Quest(dense_layers=())
-    layers = s.start(method, budget, placement="host")
-    s.seal(layers, 0, prompt)
-    traffic = layers[0].cache.traffic
-    before = traffic.settle().to_device_bytes
-    s.decode(layers, prompt)
-    cases = [LayerWorkload(layer.spec, prompt, int(budget * prompt), "host", 4) for layer in layers]
-    expected = sum(method.cost(case).moved_bytes_per_step for case in cases)
-    assert traffic.settle().to_device_bytes - before == pytest.approx(expected, rel=0.1)

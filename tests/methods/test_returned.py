@@ -167,35 +167,6 @@ def test_what_is_right_runs(policy: Any) -> None:
     generate(Own(policy=policy, wrong=lambda rows: rows), Budget(0.2, generated=8))
 
 
-class Misreporting(Layer):
-    """A layer of one's own, which says that it has read what it has not."""
-
-    def read_positions(self) -> Tensor:
-        return torch.tensor([3, LENGTH]).expand(1, self.spec.num_kv_heads, -1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layered(Method):
-    uses_budget = False
-
-    def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
-        return [Misreporting(spec, cache, self) for spec in specs]
-
-
-def test_positions_that_a_layer_reports_are_checked_too() -> None:
-    with pytest.raises(ReturnedError, match=r"Misreporting\.read_positions"):
-        generate(Layered(), 1.0)
-
-
-def test_a_further_turn_is_checked_as_well() -> None:
-    method = Own(policy=MyKeep, wrong=at(5, 4), of_turns=(2,))
-    with attached(tiny("llama"), method, budget=0.2) as kv:
-        cache = kv.cache(capacity=200)
-        turn(kv, cache, prompt(LENGTH))
-        with pytest.raises(ReturnedError, match=r"MyKeep\.keep returned 4"):
-            turn(kv, cache, prompt(30, seed=1))
-
-
 def places(method: Method) -> Iterator[tuple[str, IntCodec | None]]:
     for placement in ("device", "host", "disk") if method.offloads else ("device",):
         yield placement, None

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from methods.base import Budget, BudgetError
+from methods.base import Budget
 from methods.rocketkv import RocketKV
 from tests.methods.synthetic import SHAPES, Sequences, Shape, assert_best, attention
-from tests.methods.test_costs import assert_near, measured
 from tests.methods.test_snapkv import _check_kept, _pooled, _votes
 
 METHOD = RocketKV(window=7, kernel=5)
@@ -118,19 +117,3 @@ def test_a_further_turn_chooses_among_what_is_left() -> None:
         *(x.flatten(0, 1).tolist() for x in (before, after, layer.read_positions())), strict=True
     ):
         assert set(read) <= set(new) <= {*old, *range(PROMPT, end)}
-
-
-@pytest.mark.parametrize(
-    ("changes", "budget"),
-    [({}, 0.05), ({}, 0.3), ({}, 0.6), ({"split": 0.0, "page_size": 3}, 0.1), ({"split": 1.0}, 0.1)],
-)
-@pytest.mark.parametrize("placement", ["device", "host"])
-def test_kept_tokens_and_bounds_are_what_it_costs(changes: dict, budget: float, placement: str) -> None:
-    assert_near(*measured(replace(METHOD, **changes), Budget(budget), placement))
-
-
-def test_the_smallest_budget_keeps_the_window_and_one_more() -> None:
-    method = replace(METHOD, split=1.0)
-    assert method.keeps(method.smallest_budget, 1000) == 8
-    with pytest.raises(BudgetError, match="at least 4"):
-        Sequences(SHAPES[0], 100).start(method, 3)

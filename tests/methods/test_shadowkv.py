@@ -138,16 +138,6 @@ def test_a_further_turn_keeps_outliers_and_local_chunks_exact() -> None:
     torch.testing.assert_close(layer.store.v, text.v[0])
 
 
-def test_stretched_rotations_are_undone() -> None:
-    text = Sequences(SHAPES[1], PROMPT + 1, stretch=1.14)
-    layer = sealed(text, replace(METHOD, rank=1.0))
-    out = layer.decode(text.at(0, PROMPT, PROMPT + 1))
-    read = layer.read_positions()
-    positions = [[[*head, PROMPT] for head in sequence] for sequence in read.tolist()]
-    expected = attention(text.at(0, PROMPT, PROMPT + 1).q, text.k(0), text.v[0], positions, text.shape.dim**-0.5)
-    torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-3)
-
-
 def test_budget_is_the_papers_at_its_size() -> None:
     paper = ShadowKV(chunk=8, rank=160, local_chunks=4, outlier_share=0.158, solver="gram_fp64", hit_cache=True)
     assert paper.plan(2464 + 7, 131072 + 7) == (16384 - 4, 39, 48, 256)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from methods.base import Budget
 from methods.snapkv import SnapKV
 from tests.methods.synthetic import SHAPES, Sequences, Shape, attention
 
@@ -90,13 +89,3 @@ def test_a_further_turn_shorter_than_the_window_votes_with_its_own_queries(selec
     assert after[..., -7:].tolist() == torch.arange(end - 7, end).expand(*after.shape[:2], -1).tolist()
     for old, new in zip(before.flatten(0, 1).tolist(), after.flatten(0, 1).tolist(), strict=True):
         assert set(new) <= {*old, *range(PROMPT, end)}
-
-
-def test_a_turn_that_was_read_whole_is_not_said_of_the_next() -> None:
-    s = Sequences(SHAPES[1], 60)
-    (layer,) = s.start(METHOD, Budget(0.5))
-    s.seal([layer], 0, 6)
-    assert "6 prompt tokens" in str(layer.fallback)
-    s.seal([layer], 6, 60)
-    assert layer.evicted
-    assert layer.fallback is None

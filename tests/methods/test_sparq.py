@@ -96,16 +96,3 @@ def test_a_reused_selection_scores_nothing() -> None:
     rows = TOP * 2 * 96 * 2 * 2 * 4
     assert moved == [moved[0], rows, moved[0]]
     assert moved[0] > rows
-
-
-def test_a_query_of_zeros_reads_everything_evenly() -> None:
-    s = _sequences(SHAPES[0])
-    s.weight.zero_()
-    layers = s.start(replace(METHOD, mean_value=True), BUDGET)
-    s.seal(layers, 0, PROMPT)
-    (out,) = s.decode(layers, PROMPT)
-    share = (BUDGET + 1) / (PROMPT + 1)
-    read = layers[0].read_positions()
-    rows = torch.cat([read, torch.full((1, 4, 1), PROMPT)], -1)
-    chosen = s.v[0].gather(2, rows.unsqueeze(-1).expand(-1, -1, -1, 64)).mean(2)
-    assert_close(out[:, :, 0], share * chosen + (1 - share) * s.v[0][:, :, : PROMPT + 1].mean(2))

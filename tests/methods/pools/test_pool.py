@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
@@ -191,28 +190,6 @@ def test_what_a_pool_hands_over_goes_on_in_another_tier(tier: str, codec: str, c
             assert torch.equal(x, back)
     with pytest.raises(ValueError, match="codec"):
         Pool(spec_of(), cache_of(tmp_path, tier, codec, batch=1), count).take(held)
-
-
-@pytest.fixture
-def open_files() -> Callable[[], int]:
-    folder = Path("/proc/self/fd")
-    if not folder.exists():
-        pytest.skip("needs /proc")
-    return lambda: len(list(folder.iterdir()))
-
-
-def test_files_go_with_the_pool_and_stay_closed(tmp_path: Path, open_files: Callable[[], int]) -> None:
-    before = open_files()
-    pools = [Pool(spec_of(), cache_of(tmp_path, "disk", "int4"), 20) for _ in range(10)]
-    for pool in pools:
-        pool.append(*tokens(20))
-    found = [pool.gather(torch.arange(3).expand(BATCH, HEADS, -1)).wait() for pool in pools]
-    assert open_files() <= before + 1
-    assert len(list(tmp_path.glob("*/*.rows"))) == 30
-    del pool, pools
-    gc.collect()
-    assert not list(tmp_path.iterdir())
-    assert torch.equal(found[0].k, found[9].k)  # what was read is there without the file
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
-import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -17,7 +15,6 @@ from methods.tiers.pinned_memory import (
     PinnedMemory,
     PinnedPool,
     PinnedReservation,
-    pinned_bytes,
     registered,
     reservation_bytes,
 )
@@ -44,28 +41,6 @@ class Pins:
 
 def rows(reservation: PinnedReservation, layer: int, count: int) -> HostRows:
     return HostRows((1, 2, count, 8), torch.float32, Place(CPU, None, reservation.regions[layer]))
-
-
-def test_memory_is_registered_as_it_is_and_let_go_of_once_nothing_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA's own calls, of which torch checks the results."""
-    called = list[tuple[object, ...]]()
-
-    class Runtime:
-        def cudaHostRegister(self, *given: object) -> str:
-            called.append(("pin", *given))
-            return "success"
-
-        def cudaHostUnregister(self, *given: object) -> str:
-            called.append(("unpin", *given))
-            return "success"
-
-    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
-    monkeypatch.setattr(torch.cuda, "check_error", lambda result: called.append((result,)))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: called.append(("waits",)))
-    memory = torch.empty(5000, dtype=torch.uint8)
-    registered(memory)()
-    place = memory.data_ptr()
-    assert called == [("pin", place, 5000, 0), ("success",), ("waits",), ("unpin", place), ("success",)]
 
 
 def test_nothing_is_registered_for_rows_of_no_bytes() -> None:
@@ -138,22 +113,6 @@ def test_an_error_of_a_gpu_is_not_left_for_the_next_call() -> None:
     assert torch.ones(4, device="cuda").sum().item() == 4
 
 
-def test_memory_that_other_threads_give_back_meanwhile_is_not_lost() -> None:
-    """As a store's threads do, which drop the last reference to a block."""
-    pins = Pins()
-    pinned_memory = PinnedMemory(pins)
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(4) as threads:
-            list(threads.map(lambda _: [pinned_memory.lend(4096) for _ in range(50)] and None, range(200)))
-    finally:
-        sys.setswitchinterval(0.005)
-    gc.collect()
-    assert pins.held
-    pinned_memory.close()
-    assert pins.held == []
-
-
 KB = 1024
 
 
@@ -164,22 +123,6 @@ def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def cut(pool: PinnedPool, size: int) -> Tensor:
     return pool.cut((size,), torch.uint8)
-
-
-def test_it_pins_what_is_expected_in_steps_and_up_to_its_limit() -> None:
-    pins = Pins()
-    pool = PinnedPool(PinnedMemory(pins), limit=200 * KB)
-    for expected, held in (
-        (10, [64]),
-        (64 * KB - 10, [64]),
-        (1, [64, 64]),
-        (10**9, [64, 64, 72]),
-        (10**9, [64, 64, 72]),
-    ):
-        pool.expect(expected)
-        assert [size // KB for size in pins.held] == held
-        assert pool.bytes == sum(pins.held)
-    assert (pinned_bytes(1, 10**6), pinned_bytes(64 * KB, 10**6), pinned_bytes(10**6, 5)) == (64 * KB, 64 * KB, 5)
 
 
 def test_rows_share_no_memory_and_what_is_gone_makes_room() -> None:
@@ -202,17 +145,6 @@ def test_rows_share_no_memory_and_what_is_gone_makes_room() -> None:
     held.clear()
     assert cut(pool, 256 * KB).data_ptr() == reservation
     assert pins.made == 1
-
-
-def test_a_tensor_without_room_lies_in_ordinary_memory_and_nothing_is_pinned_for_it() -> None:
-    pins = Pins()
-    pool = PinnedPool(PinnedMemory(pins), limit=64 * KB)
-    pool.expect(1)
-    first, second, none = cut(pool, 40 * KB), cut(pool, 40 * KB), pool.cut((3, 0), torch.float16)
-    assert (first.nbytes, second.nbytes, none.shape, pins.made) == (40 * KB, 40 * KB, (3, 0), 1)
-    other = PinnedPool(None, limit=64 * KB)
-    other.expect(10)
-    assert (other.bytes, other.cut((2, 3), torch.bfloat16).shape) == (0, (2, 3))
 
 
 def test_memory_goes_back_once_no_row_lies_there_and_serves_a_cache_then() -> None:

@@ -18,7 +18,7 @@ from methods.tiers import transfer
 from methods.tiers.lanes import INLINE, TransferLane
 from methods.tiers.rows import HostRows, Place
 from methods.tiers.traffic import Traffic
-from methods.tiers.transfer import TransferEngine, shared_engine
+from methods.tiers.transfer import TransferEngine
 from tests.dispatched import DispatchRecorder
 
 CPU = torch.device("cpu")
@@ -121,26 +121,6 @@ def test_rows_that_come_within_a_step_leave_the_models_stream_and_join_it(monkey
     assert traffic.to_device_bytes == 8
 
 
-def test_an_engine_that_one_user_closes_has_drained_all_and_serves_the_others() -> None:
-    engine, going, traffic = shared_engine(CPU), threading.Event(), Traffic()
-
-    def read(moved: Traffic) -> str:
-        assert going.wait(10)
-        return threading.current_thread().name
-
-    before = set(threading.enumerate())
-    arrival = engine.begin(read, traffic, CPU, ahead=True)
-    timer = threading.Timer(0.05, going.set)
-    timer.start()
-    shared_engine(CPU).close()
-    timer.join()
-    assert set(threading.enumerate()) <= before
-    assert arrival.wait().startswith("transfer-move")
-    assert engine.begin(read, traffic, CPU, ahead=True).wait().startswith("transfer-move")
-    engine.close()
-    assert set(threading.enumerate()) <= before
-
-
 def test_what_waits_for_something_keeps_nothing_else_waiting() -> None:
     lane, (first, second) = TransferLane("test", 1), (Future[None](), Future[None]())
     late = lane.submit(lambda: "late", after=[first, second])
@@ -163,24 +143,6 @@ def test_an_error_is_raised_where_its_rows_are_waited_for() -> None:
         with pytest.raises(OSError, match="disk"):
             engine.begin(lambda traffic: fail(), Traffic(), CPU, ahead=True).wait()
         engine.close()
-
-
-def test_rows_that_nobody_can_wait_for_any_more_do_not_move() -> None:
-    engine, going, moved = TransferEngine(threads=1), threading.Event(), list[str]()
-
-    def read(name: str, traffic: Traffic) -> str:
-        going.wait(10)
-        moved.append(name)
-        return name
-
-    first, dropped, last = (
-        engine.begin(lambda traffic, name=name: read(name, traffic), Traffic(), CPU, ahead=True)  # type: ignore[misc]
-        for name in ("first", "dropped", "last")
-    )
-    del dropped
-    going.set()
-    assert (first.wait(), last.wait(), moved) == ("first", "last", ["first", "last"])
-    engine.close()
 
 
 ELSEWHERE = torch.device("meta")  # a device that is not the CPU, and computes nothing
