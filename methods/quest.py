@@ -62,9 +62,10 @@ class QuestRead(Read[int], capturable=True, of_each={"bounds": 2}):
 
     def read(self, x: AttnInput, plan: int) -> Tensor:
         rows = self.chosen(x.q, plan)
+        since = self.store.since(0 if self.layer.far is not None else self.sealed)  # what came after the seal
         if self.uneven:
-            return self._attend_uneven(x.q, rows)
-        return self.attend(x.q, self._pages(rows), self._since())
+            return self._attend_uneven(x.q, rows, since)
+        return self.attend(x.q, self._pages(rows), since)
 
     def rows_of(self, rows: Tensor, plan: int) -> Tensor:
         return rows.masked_fill(rows >= self.sealed, -1)
@@ -82,11 +83,7 @@ class QuestRead(Read[int], capturable=True, of_each={"bounds": 2}):
             return self.fetch(rows)
         return self.store.between(0, self.sealed)._replace(rows=rows)
 
-    def _since(self) -> Segment:
-        """Return what came after the seal."""
-        return self.store.since(0 if self.layer.far is not None else self.sealed)
-
-    def _attend_uneven(self, q: Tensor, rows: Tensor) -> Tensor:
+    def _attend_uneven(self, q: Tensor, rows: Tensor, since: Segment) -> Tensor:
         """Attend where each head reads a number of rows of its own, as different sequences do.
         Missing rows come last."""
         rows = rows.sort(-1).values
@@ -96,7 +93,7 @@ class QuestRead(Read[int], capturable=True, of_each={"bounds": 2}):
         alone = q.view(len(k), -1, 1, q.shape[3])
         read = Segment(k, v, live=(rows < self.sealed).sum(-1).flatten())
         out, lse = ops.segment_attention_with_lse(alone, [read], self.spec.scale)
-        late_out, late_lse = ops.segment_attention_with_lse(q, [self._since()], self.spec.scale)
+        late_out, late_lse = ops.segment_attention_with_lse(q, [since], self.spec.scale)
         out, lse = out.view_as(q), lse.view_as(late_lse)
         merged = ops.merge_attention([out, late_out], [lse, late_lse])
         return with_sink(merged, torch.logaddexp(lse, late_lse), self.spec.sink_logits)

@@ -75,11 +75,7 @@ class BatchedStore(KVStore):
         self._keys, self._values = (with_free_slots(side, dead=dead) for side in zip(*rows, strict=True))
         self._lengths = per_sequence([store.length for store in stores for _ in store.k_rows], dead)
         self._segments: dict[tuple[int | PerSequence, int | PerSequence | None], Segment] = {}
-        self._heads, self.cache = stores[0].heads, cache
-
-    @property
-    def heads(self) -> int:
-        return self._heads
+        self.heads, self.cache = stores[0].heads, cache
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """Store one new token of each sequence. k, v [B G 1 D]"""

@@ -42,13 +42,8 @@ class KVStore:
         shape = (request.batch, spec.num_kv_heads, capacity, spec.head_dim)
         self.k_rows = DeviceRows.room(shape, request.dtype, Place(request.device))  # [B G C D]
         self.v_rows = DeviceRows.room(shape, request.dtype, Place(request.device))
-        self.cache = cache
+        self.cache, self.heads = cache, spec.num_kv_heads  # a token has so many rows of K and V
         self.length = 0
-
-    @property
-    def heads(self) -> int:
-        """Return how many rows of K and V a token has."""
-        return self.k_rows.shape[1]
 
     @property
     def k(self) -> Tensor:
@@ -144,24 +139,12 @@ class PerHeadStore(KVStore):
     def __init__(self, spec: LayerSpec, cache: CacheState, k: Sequence[Tensor], v: Sequence[Tensor], room: int) -> None:
         """Fill the stores. k, v: [S D] of every head, one sequence after the other. `room`: tokens
         that may follow in each."""
-        self.cache, self._heads = cache, spec.num_kv_heads
+        self.cache, self.heads = cache, spec.num_kv_heads
         alone = CacheState(replace(cache.request, batch=1), counters=cache.counters)
         self.stores = [KVStore(replace(spec, num_kv_heads=1), alone, len(keys) + room) for keys in k]
         for store, keys, values in zip(self.stores, k, v, strict=True):
             store.append(keys[None, None], values[None, None])
         self.length = sum(store.length for store in self.stores) // len(self.stores)
-
-    @property
-    def heads(self) -> int:
-        return self._heads
-
-    @property
-    def k(self) -> Tensor:
-        raise TypeError("Heads that hold different numbers of tokens have no common tensor of keys.")
-
-    @property
-    def v(self) -> Tensor:
-        raise TypeError("Heads that hold different numbers of tokens have no common tensor of values.")
 
     def per_head(self) -> list[tuple[Tensor, Tensor]]:
         return [(store.k[0, 0], store.v[0, 0]) for store in self.stores]
