@@ -155,12 +155,6 @@ def test_a_grid_makes_its_prompts_once(cli: Cli, monkeypatch: pytest.MonkeyPatch
     assert len(made) == 1
 
 
-def test_a_model_of_the_hub_is_told_how_it_is_named(cli: Cli) -> None:
-    code, _, err = cli("model=Qwen/Qwen3-8B")
-    assert code == 1
-    assert "model=hf model.name=Qwen/Qwen3-8B" in err
-
-
 def test_help_and_a_wrong_setting_are_answered_without_torch() -> None:
     code = "import sys; from harness.__main__ import main; print(main()); sys.exit('torch' in sys.modules)"
     for words, named in ((["--help"], "method="), (["budget=1.5"], "budget=1.5")):

@@ -114,22 +114,15 @@ def test_later_scores_stay_until_an_example_is_made_anew(results: Path, monkeypa
     settings = Settings(results=Results(str(results)))
     again = evaluate(Full(), niah(depths=2), MODEL, settings)
     assert (again.folder, again.summary["score"]["mean"]) == (place, 0.25)
+    (place / RESCORED).unlink()
+    assert report.main([str(results)]) == 2
+    assert rescore.main([str(place)]) == 0
     lines = (place / "examples.jsonl").read_text().splitlines(keepends=True)
     (place / "examples.jsonl").write_text(lines[0])
     again = evaluate(Full(), niah(depths=2), MODEL, settings)
     assert (again.folder, len(again.records)) == (place, 2)
     assert "rescored" not in plain(place / "run.json")
     assert not (place / RESCORED).exists()
-
-
-@pytest.mark.usefixtures("other_scorer")
-def test_a_run_whose_later_scores_are_gone_is_left_out_until_they_are_made_again(results: Path) -> None:
-    place = folder(results, "streaming")
-    assert rescore.main([str(place)]) == 0
-    (place / RESCORED).unlink()
-    assert report.main([str(results)]) == 2
-    assert rescore.main([str(place)]) == 0
-    assert report.main([str(results)]) == 0
 
 
 @pytest.mark.parametrize(

@@ -52,12 +52,6 @@ def test_a_run_that_failed_says_why(tmp_path: Path, shown: Any) -> None:
     assert "python -m harness " in finish
 
 
-def test_long_runs_are_cut_short_and_say_so(tmp_path: Path, shown: Any) -> None:
-    folder = str(write_run(tmp_path, [record(f"e{i}") for i in range(30)]))
-    assert "10 more:" in shown(folder)
-    assert "[e29]" in shown(folder, "--all")
-
-
 def test_diff_says_what_differs_between_the_runs(tmp_path: Path) -> None:
     def keys(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
         folders = [write_run(tmp_path / name, [record()], "quest", **run) for name, run in (("a", ours), ("b", theirs))]
@@ -78,7 +72,7 @@ def test_diff_says_what_differs_between_the_runs(tmp_path: Path) -> None:
     assert keys({"facts": code}, {"facts": changed}) == ["the code of methods.quest"]
 
 
-def test_diff_shows_what_differs_and_where(pair: tuple[str, str], shown: Any) -> None:
+def test_diff_shows_what_differs_and_where(pair: tuple[str, str], shown: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     text = shown(pair[0], "--diff", pair[1])
     assert "2 examples in" in text
     assert "token: 2" in text
@@ -86,6 +80,9 @@ def test_diff_shows_what_differs_and_where(pair: tuple[str, str], shown: Any) ->
     assert "▶4817" in text
     assert "▶9, maybe" in text
     assert max(map(len, text.splitlines()[2:])) <= 61
+    monkeypatch.setattr(show, "FIRST", 1)
+    assert "2 more:" in shown(pair[0])
+    assert "[d]" in shown(pair[0], "--all")
     assert "same tokens" in shown(pair[0], "--diff", pair[1], "--all")
     assert "same tokens" in shown(pair[0], "--diff", pair[1], "--id", "a")
     assert show.first_difference([1, 2], [1, 2, 3]) == 2  # one output may be the beginning of the other

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from harness.reports.page import page
 from harness.results.alarms import AlarmRow, alarms
 from harness.results.records import Record
 from harness.results.run_folder import StoredRun, load
-from methods.h2o import H2O
 from tests.fake_records import config, record, records, rewrite, write_run
 
 SPARSE = {"attended_prompt": 10.0, "attended_total": 12.0}
@@ -168,13 +166,3 @@ def test_every_form_of_a_report_says_that_the_machine_was_shared(tmp_path: Path)
     for text in (as_text([table]), as_markdown([table]), as_latex([table]), page([table], [])):
         assert "Caution: quest 10%: " in text
         assert "L: load:" in text
-
-
-def test_a_run_notes_what_its_alarms_need(cli: Callable[..., Any], tmp_path: Path) -> None:
-    code, _, err = cli("method=h2o", "budget=0.5", "task.depths=1")
-    assert code == 0, err
-    [table] = comparisons([load(path.parent) for path in tmp_path.glob("runs/*/run.json")])
-    assert ("simulated", 2) in [(alarm.kind, alarm.count) for alarm in table.alarms]
-    [file] = tmp_path.glob("runs/niah-h2o-*/run.json")
-    info = json.loads(file.read_text())
-    assert (info["weights"], info["budget_use"]) == ("random", {"paper_leaves_out": H2O().paper_differs})

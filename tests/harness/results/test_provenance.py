@@ -16,25 +16,18 @@ from harness.results.provenance import git, source_hash, versions  # as they are
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.fixture
-def project(tmp_path: Path) -> Path:
+def test_source_hash_sees_content_and_name(tmp_path: Path) -> None:
     for package in provenance.PACKAGES:
-        (tmp_path / package / "sub").mkdir(parents=True)
-        (tmp_path / package / "sub" / "a.py").write_text(package)
-    return tmp_path
-
-
-def test_source_hash_sees_content_and_name(project: Path) -> None:
-    plain = source_hash(root=project)
-    assert plain == source_hash(root=project)
-    seen = {plain}
-    (project / "kernels" / "fast.cpp").write_text("int a;")
-    seen.add(source_hash(root=project))
-    (project / "kernels" / "fast.cpp").rename(project / "kernels" / "faster.cpp")
-    seen.add(source_hash(root=project))
-    (project / "methods" / "sub" / "a.py").write_text("changed")
-    seen.add(source_hash(root=project))
-    assert len(seen) == 4
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "a.py").write_text(package)
+    hashes = [source_hash(root=tmp_path)]
+    (tmp_path / "evals" / "notes.md").write_text("no source")
+    assert source_hash(root=tmp_path) == hashes[0]
+    (tmp_path / "kernels" / "fast.cpp").write_text("int a;")
+    hashes.append(source_hash(root=tmp_path))
+    (tmp_path / "kernels" / "fast.cpp").rename(tmp_path / "kernels" / "faster.cpp")
+    hashes.append(source_hash(root=tmp_path))
+    assert len({*hashes}) == 3
 
 
 def test_git_knows_its_own_checkout_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,14 +78,6 @@ def test_same_identity_resumes_and_keeps_the_order(tmp_path: Path) -> None:
     assert (place / "run.json").read_bytes() == before
 
 
-def test_another_identity_opens_another_folder(tmp_path: Path) -> None:
-    first, second, third = opened(tmp_path, seed=1), opened(tmp_path, seed=2), opened(tmp_path, seed=1.0)
-    assert len({run.folder for run in (first, second, third)}) == 3
-    for run in (first, second, third):
-        run.close("complete")
-    assert len(find([tmp_path, first.folder])) == 3
-
-
 def test_leaving_by_an_error_is_a_failed_run(tmp_path: Path) -> None:
     run = opened(tmp_path)
     run.append(record("a"))
@@ -112,7 +104,9 @@ def test_kill_9_costs_only_the_line_being_written(tmp_path: Path, writer: subpro
     assert [r.id for r in load(folder).records] == list("abc")  # a reader leaves the half line alone
     with pytest.raises(FolderInUse, match=str(writer.pid)):
         opened(tmp_path)
-    opened(tmp_path, other=1).close("complete")  # another folder is free
+    opened(tmp_path, seed=1).close("complete")  # another folder is free
+    opened(tmp_path, seed=1.0).close("complete")
+    assert len(find([tmp_path, folder])) == 3
     writer.send_signal(signal.SIGKILL)
     writer.wait()
     assert load(folder).status == "interrupted"

@@ -106,10 +106,6 @@ def test_under_nohup_a_terminal_may_hang_up(tmp_path: Path) -> None:
     assert load(only_run(tmp_path / "runs")).status == "complete"
 
 
-def started(text: str, *words: str) -> Forked:
-    return Forked(signals.script, text, *words)
-
-
 OTHERS = """
 import signal, sys
 from harness.terminal.stopping import SIGNALS, Stoppable
@@ -133,7 +129,7 @@ sys.exit(stop.code)
 
 def test_handlers_of_others_stay_and_all_are_given_back() -> None:
     """As submitit has one for SIGTERM and one for SIGUSR2, by which it queues its job again."""
-    stopped = started(OTHERS)
+    stopped = Forked(signals.script, OTHERS)
     assert stopped.wait() == 129, stopped.err
     assert stopped.out == "bypassed\nbypassed\n"
 
