@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -151,18 +150,9 @@ def main(options: argparse.Namespace) -> None:
         for (side, dtype), reason in failures.items():
             label = f"{tokens} tokens, {side} {dtype}"
             report.add(output.failed_row(label, reason), f"{label}: {reason}")
-    report.finish(_draw)
+    report.finish()
 
 
 def _told(row: output.BenchRow) -> str:
     times = (f"{name} {row[key]['ratio'].median:.3f}" for name, key in (("TTFT", "ttft_s"), ("TPOT", "tpot_s")))
     return f"ours / generate, {row['dtype']}: {', '.join(times)}"
-
-
-def _draw(path: Path, rows: Sequence[output.BenchRow], title: str) -> None:
-    shown = [
-        {"label": f"{key[:4].upper()}, {row['prompt_tokens']} tokens, {row['dtype']}", "ratio": row[key]["ratio"]}
-        for row in rows
-        for key in ("ttft_s", "tpot_s")
-    ]
-    output.bars(path, shown, label="label", y="ratio", unit="ours / generate", title=title)

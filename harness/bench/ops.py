@@ -149,4 +149,4 @@ def main(options: argparse.Namespace) -> None:
     )
     report = output.Report("ops", title, options, TABLE, limits=known, synthetic=True)
     run(options, known, report)
-    report.finish(partial(output.bars, label="label", y="reference", unit="times as fast as plain torch"))
+    report.finish()

@@ -168,21 +168,6 @@ def lines(
     figure.savefig(path, dpi=120)
 
 
-def bars(path: Path, rows: Sequence[BenchRow], *, label: str, y: str, unit: str, title: str) -> None:
-    """Draw one bar per row with its interval."""
-    shown = [row for row in rows if row[y]]
-    figure, axes = _axes(0.3 * len(shown) + 1.2)
-    places, ends = range(len(shown)), [[abs(row[y][end] - row[y][0]) for row in shown] for end in (1, 2)]
-    axes.barh(places, [row[y][0] for row in shown], xerr=ends, color="#56b4e9", ecolor="#666666")
-    axes.set_yticks(places, [row[label] for row in shown], fontsize=7)
-    axes.invert_yaxis()
-    axes.axvline(1, color="#222222", linewidth=0.8)
-    axes.set(xlabel=unit, title=title, xlim=(0, None))
-    axes.grid(True, axis="x", color="#e3e3e3")
-    axes.set_axisbelow(True)
-    figure.savefig(path, dpi=120)
-
-
 def _axes(inches: float) -> tuple[Any, Any]:
     """Return a figure of that height, and its axes."""
     from matplotlib.figure import Figure

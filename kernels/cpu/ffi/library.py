@@ -10,7 +10,6 @@ import os
 import shutil
 import subprocess
 import sys
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -58,8 +57,9 @@ def team() -> ctypes.CDLL:
 
 def _load(name: str, calls: str, mode: int = ctypes.RTLD_LOCAL) -> ctypes.CDLL:
     compiler = _compiler()
-    stem = f"{name}-{_key(name, calls, compiler)}"
-    built = _cached(stem) or _build(SOURCES / f"{name}.cpp", calls, stem, compiler)
+    built = _folder() / f"{name}-{_key(name, calls, compiler)}.so"
+    if not built.exists():
+        _build(SOURCES / f"{name}.cpp", calls, built, compiler)
     try:
         return ctypes.CDLL(str(built), mode)
     except OSError as error:
@@ -88,24 +88,7 @@ def _key(name: str, calls: str, compiler: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def _cached(stem: str) -> Path | None:
-    """Return the library if it is as it was built, or None. A damaged one, whose content differs
-    from what its name says, would compute wrongly or kill the process; it stays until the build
-    puts the same file in its place."""
-    for file in _folder().glob(f"{stem}-*.so"):
-        with suppress(OSError):
-            if file.name == _named(stem, file):
-                return file
-        log.warning("%s is damaged and is built again", file)
-    return None
-
-
-def _named(stem: str, file: Path) -> str:
-    """Return the library's name in the cache, which ends in the hash of its content."""
-    return f"{stem}-{hashlib.sha256(file.read_bytes()).hexdigest()[:16]}.so"
-
-
-def _build(source: Path, calls: str, stem: str, compiler: str) -> Path:
+def _build(source: Path, calls: str, built: Path, compiler: str) -> None:
     """Build into a temporary file and rename it, so that concurrent processes each build and none
     loads half a library."""
     log.info("building %s (once per machine and version)", source.name)
@@ -115,7 +98,7 @@ def _build(source: Path, calls: str, stem: str, compiler: str) -> Path:
             fresh = folder / source.with_suffix(".so").name
             (folder / "calls.hpp").write_text(calls)
             _run([compiler, *FLAGS, f"-march={march()}", f"-I{folder}", str(source), "-o", str(fresh)])
-            return fresh.replace(_folder() / _named(stem, fresh))
+            fresh.replace(built)
     except OSError as error:
         raise ImportError(f"cannot write into {_folder()}: {error.strerror}; set KV_HARNESS_CACHE") from error
 
