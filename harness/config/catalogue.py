@@ -70,6 +70,7 @@ REMOVED_KEYS = {
     "layer_budgets": "use a method with budgets of its own per layer, such as pyramidkv, or dense_layers",
     "memory_check": f"{_ALWAYS}: what does not fit is always refused before it loads",
     "progress": f"{_ALWAYS}: send stderr elsewhere, as with 2> log.txt",
+    "read_buffer": f"{_ALWAYS}: as many layers as the paper's formula says load ahead",
     "replay": "take conversations from a file with task.source=FILE; arrivals are drawn by seed",
     "reuse_steps": "pass it to `attached` in Python",
     "store.block_tokens": f"{_ALWAYS}: blocks have 256 tokens",

@@ -89,11 +89,10 @@ class Runner:
         folder: Path,
         attachment: Attachment,
         loaded: LoadedModel,
-        read_buffer: int | None = None,
     ) -> None:
-        """`folder` takes the profile of trace=on. `read_buffer`: of the store; None for the paper's formula."""
+        """`folder` takes the profile of trace=on."""
         self.task, self.settings, self.loaded, self.folder = task, settings, loaded, folder
-        self.read_buffer, self._closing = read_buffer, ExitStack()
+        self._closing = ExitStack()
         self.device = loaded.model.device
         self.overflow = Overflow(settings.overflow) if settings.overflow.window is not None else None
         self.engine = Engine(
@@ -111,7 +110,7 @@ class Runner:
     @cached_property
     def kept(self) -> CachesBetweenTurns:
         """Caches of conversations between their turns: one store for the whole run, opened when it is first asked."""
-        opened = opened_caches(self.settings, self.engine.attachment, self.loaded, self.folder.name, self.read_buffer)
+        opened = opened_caches(self.settings, self.engine.attachment, self.loaded, self.folder.name)
         return self._closing.enter_context(opened)
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from harness.cachedattention.simulation.scenario import Scenario
 from harness.commands import tune
 from harness.config.settings import SettingsError
 from tests.fast import MODEL_ARGS, TASK_ARGS
-from tests.harness.test_every_setting import OTHERS, STORE, Changes, Other, keys
+from tests.harness.test_every_setting import OTHERS, Changes, Other, keys
 from tests.talks import configured
 
 
@@ -74,7 +74,6 @@ SERVED: dict[str, Other] = {
     "rate": Other(2.0),
     "think_s": Other(9.0),
     "slots": Other(2),
-    "read_buffer": Other(1, STORE),
     "clock": Other("busy"),
 }
 

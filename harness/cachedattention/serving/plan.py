@@ -18,7 +18,7 @@ from harness.config.catalogue import GROUPS, REMOVED_KEYS
 from harness.config.compose import Word, built, combinations, composed
 from harness.config.plugins import suggestion
 from harness.config.settings import KEYS
-from harness.config.values import ABOVE_0, FROM_0, FROM_1, Range, SettingsError, check_values
+from harness.config.values import ABOVE_0, FROM_0, FROM_1, SettingsError, check_values
 from harness.jobs.examples import PreparedExample
 from harness.jobs.job import Job
 from harness.results.files import digest
@@ -31,9 +31,8 @@ READ = (  # keys of a run that the loop reads
     "dtype", "device", "prefill_chunk", "seed", "threads", "warmup", "graphs", "backends", "generation",
     "data", "history", "store",
 )  # fmt: skip
-RANGES = {"rate": ABOVE_0, "think_s": FROM_0, "slots": FROM_1, "read_buffer": Range(least=0, hint="which is none")}
+RANGES = {"rate": ABOVE_0, "think_s": FROM_0, "slots": FROM_1}
 TASK = "task=multiturn"  # where none is named
-OF_STORE = ("store.", "read_buffer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +42,6 @@ class TrafficSettings:
     rate: float = 1.0  # new sessions per second, a Poisson process
     think_s: float = 5.0  # mean, from an answer to the next question
     slots: int = 4  # turns that run side by side
-    read_buffer: int | None = None  # layers that the next turn loads before it has a slot; null: by the paper's formula
     clock: str = "wall"  # busy: idle time is skipped
 
     def __post_init__(self) -> None:
@@ -81,8 +79,6 @@ def points(words: Sequence[str]) -> list[TrafficPoint]:
         _refuse_unread(key)
     varied = [key for key in chosen[0] if len({point[key].text for point in chosen}) > 1]
     stored = ["history" in point and point["history"].value == "store" for point in chosen]
-    if "read_buffer" in chosen[0] and not any(stored):
-        raise SettingsError("read_buffer changes nothing without history=store.")
     runs = [_point(point, varied, any(stored) and not own) for point, own in zip(chosen, stored, strict=True)]
     return list({(run.system, run.traffic.rate): run for run in runs}.values())
 
@@ -90,7 +86,7 @@ def points(words: Sequence[str]) -> list[TrafficPoint]:
 def _point(chosen: Mapping[str, Word], varied: Sequence[str], others_store: bool) -> TrafficPoint:
     """Return the run of one combination. `others_store`: settings of the store belong to other combinations."""
     if others_store:
-        chosen = {key: word for key, word in chosen.items() if not key.startswith(OF_STORE)}
+        chosen = {key: word for key, word in chosen.items() if not key.startswith("store.")}
     traffic = TrafficSettings(**{key: word.value for key, word in chosen.items() if key in OWN})
     named = {key: chosen[key].text.partition("=")[2] if key in chosen else "" for key in varied}
     task = [] if "task" in chosen else [TASK]

@@ -90,7 +90,7 @@ def served(plan: ServingPlan, folder: Path) -> ServedRow:
     loaded = job.load()
     with routed(loaded.model):
         attachment = job.attachment(loaded, {})
-        with closing(Runner(job.task, job.settings, folder, attachment, loaded, traffic.read_buffer)) as runner:
+        with closing(Runner(job.task, job.settings, folder, attachment, loaded)) as runner:
             runner.kept.expect(conversation_bytes(job.model.describe(), job.settings, job.items))
             runner.warm_up(job.items)
             clock, kept = Clock(sleep=time.sleep if traffic.clock == "wall" else None), runner.kept

@@ -43,10 +43,10 @@ def fingerprint(attachment: Attachment, loaded: LoadedModel, **more: object) -> 
 
 @contextmanager
 def opened_caches(
-    settings: Settings, attachment: Attachment, loaded: LoadedModel, run: str, read_buffer: int | None = None
+    settings: Settings, attachment: Attachment, loaded: LoadedModel, run: str
 ) -> Iterator[CachesBetweenTurns]:
     """Open the caches that `settings.history` names; they are closed on leaving. `run` names the folder of the disk
-    tier inside `store.folder`. `read_buffer`: layers that a store loads before a turn begins."""
+    tier inside `store.folder`."""
     if settings.history != "store":
         caches = in_memory(settings.history, attachment)
         yield caches
@@ -73,7 +73,7 @@ def opened_caches(
         except HistoryError as error:
             raise SettingsError(f"store.folder: {error}.") from error
         with store:
-            yield StoredCaches(_starting(attachment), attachment, store, read_buffer)
+            yield StoredCaches(_starting(attachment), attachment, store)
 
 
 def in_memory(history: str, attachment: Attachment) -> CachesBetweenTurns:

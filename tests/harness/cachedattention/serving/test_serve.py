@@ -150,10 +150,6 @@ def test_settings_of_the_store_are_for_the_points_that_have_one() -> None:
     assert (store.words, recompute.words) == (
         ("task=niah", "history=store", "store.host=1GB"), ("task=niah", "history=recompute"),
     )  # fmt: skip
-    made = points(["history=store,recompute", "read_buffer=0,4"])
-    assert [one.system for one in made] == [
-        "history=store read_buffer=0", "history=store read_buffer=4", "history=recompute",
-    ]  # fmt: skip
 
 
 def test_totals_by_hand() -> None:

@@ -140,11 +140,3 @@ def test_simulator_and_store_agree(policy: str, tmp_path: Path, monkeypatch: pyt
     assert {None, "host"} <= {job.tier for job in jobs}
     ways = {(move.source, move.target) for move in moves}
     assert {("host", "disk"), ("disk", "host"), ("disk", None)} <= ways
-
-
-def test_questions_of_the_same_moment_have_the_same_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With so little memory two questions come at 72.75 s, of which the one that was known later has the first name."""
-    monkeypatch.setattr("harness.cachedattention.simulation.server.BLOCK_TOKENS", BLOCK)
-    monkeypatch.setattr("harness.cachedattention.store.history_store.Placement", Logged)
-    given = "scheduler_aware", 10 * TOKEN_BYTES, 150 * TOKEN_BYTES
-    assert served(*given, tmp_path) == simulated(*given)

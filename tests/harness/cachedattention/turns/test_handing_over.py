@@ -14,7 +14,7 @@ from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
 from harness.engine.footprint import footprint
 from methods.tiers.codec import IntCodec
-from tests.harness.cachedattention.turns.test_caches import CAPACITY, LENGTHS, MB, NEW, Talk, lasting, stored
+from tests.harness.cachedattention.turns.test_caches import CAPACITY, LENGTHS, MB, NEW, stored
 from tests.methods.test_contract import small
 from tests.tiny import prompt, tiny
 
@@ -68,13 +68,3 @@ def test_saving_moves_nothing_to_the_device(name: str, how: dict[str, Any], plac
         assert crossed(turn.cache) == before
         assert footprint(turn.cache.layers) == held  # nothing came back to stay
         histories.close()
-
-
-@pytest.mark.tokens
-@pytest.mark.parametrize("name", [*BY_TOKEN, *WHOLE])
-@pytest.mark.parametrize("placement", ["host", "disk"])
-def test_it_says_what_a_cache_says_that_stayed(name: str, placement: str, tmp_path: Path) -> None:
-    with attach(name, placement, disk=tmp_path) as kv:
-        wanted, talk = lasting(kv), Talk(kv, stored(kv, tmp_path / "store", disk=9 * MB)).turns()
-    assert talk.said == wanted.said
-    assert [found.reused for found in talk.found] == [found.reused for found in wanted.found]

@@ -67,24 +67,6 @@ def talked(
 
 
 @each_model
-def test_a_history_that_is_recomputed_is_generate_on_the_whole_text(architecture: str, kind: str) -> None:
-    with attached(by_length(architecture, kind), Full()) as kv:
-        talk = talked(kv, "recompute")
-    text: list[int] = []
-    for number, (length, said) in enumerate(zip(TURNS, talk.said, strict=True)):
-        text += prompt(length, seed=number)[0].tolist()
-        made = by_length(architecture, kind).generate(
-            (ids := torch.tensor([text])),
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=NEW,
-            min_new_tokens=NEW,
-            do_sample=False,
-        )
-        assert made[0, len(text) :].tolist() == said, number
-        text += said
-
-
-@each_model
 @pytest.mark.parametrize("where", ["device_prefix", "host"])
 @pytest.mark.parametrize("turns", [TURNS, (40, 12, 20, 8), (30, 23, 8, 8)], ids=["between", "jump", "within"])
 def test_kept_histories_change_no_answer(architecture: str, kind: str, where: str, turns: tuple[int, ...]) -> None:
