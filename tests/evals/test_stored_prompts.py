@@ -51,7 +51,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 OUTPUTS = [
     "", "The answer is 18.\nQ: 5?", "#### 1,234", "It is 1234567 and 12345", "in paris\nLondon", "Paragraph 3 段落3",
-    "b (B) A", "Eat a sandwich in the park.", "City, Date", "x = y + 1", "张三", "The cat sat. A dog ran", "0.5",
+    "b (B) A", "Eat a sandwich in the park.", "City, Date", "x = y + 1", "张三",
+    "\x00\x1f -1e999 NaN", "7" * 5000, "(" * 900 + "\\", "`//\n#", "The cat sat. A dog ran", "0.5",
 ]  # fmt: skip
 
 

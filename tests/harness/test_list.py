@@ -50,10 +50,3 @@ def test_a_preset_is_its_base_with_its_own_values(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [name for name, entry in METHODS.items() if entry.base])
 def test_the_command_line_composes_a_preset_as_the_page_says(name: str) -> None:
     assert composed([f"method={name}"])["method"] == METHODS[name].values()
-
-
-def test_a_class_that_cannot_be_found_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "method").mkdir()
-    (tmp_path / "method" / "ends.yaml").write_text("# Ends.\n_target_: nowhere.ends.Ends\n")
-    assert main(["--config-dir", str(tmp_path), "method=ends"]) != 0
-    assert "on PYTHONPATH" in capsys.readouterr().err
