@@ -82,7 +82,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 
 @both
-@pytest.mark.parametrize("phase", ["start", "attend", "seal"])
+@pytest.mark.parametrize("phase", ["start", "decode", "seal"])
 def test_one_example_that_fails_does_not_end_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str, shared: bool
 ) -> None:
@@ -112,7 +112,7 @@ def test_one_example_that_fails_does_not_end_a_run(
 
 def test_pairs_with_full_leave_out_what_failed_on_either_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = [record.id for record in run(tmp_path / "whole", Streaming()).records]
-    monkeypatch.setattr(Moody, "at", {1: "attend"})
+    monkeypatch.setattr(Moody, "at", {1: "decode"})
     made = run(tmp_path, baseline="run")
     assert made.full_folder is not None
     full = load(made.full_folder)
@@ -127,7 +127,7 @@ def test_pairs_with_full_leave_out_what_failed_on_either_side(tmp_path: Path, mo
     assert reused.full_folder == full.folder
 
 
-@pytest.mark.parametrize("phase", ["seal", "decode", "attend"])
+@pytest.mark.parametrize("phase", ["seal", "decode", "prefill"])
 def test_of_a_batch_the_one_that_fails_is_named_and_the_others_run_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str
 ) -> None:
@@ -156,7 +156,7 @@ def test_of_a_batch_the_one_that_fails_is_named_and_the_others_run_on(
 def test_a_run_whose_examples_all_fail_ends_with_their_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], shared: bool
 ) -> None:
-    monkeypatch.setattr(Moody, "at", {0: "attend", 1: "start"})
+    monkeypatch.setattr(Moody, "at", {0: "decode", 1: "start"})
     task = niah(depths=2)
     with pytest.raises(ValueError, match="not today"):
         evaluate(Moody(), task, MODEL, settings(tmp_path, shared_prefill=shared))
@@ -171,7 +171,7 @@ def test_a_run_whose_examples_all_fail_ends_with_their_error(
 def test_three_batches_in_a_row_that_fail_end_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], batch: int, tried: int
 ) -> None:
-    monkeypatch.setattr(Moody, "at", {number: "attend" for number in range(1, 20)})
+    monkeypatch.setattr(Moody, "at", {number: "decode" for number in range(1, 20)})
     with pytest.raises(ValueError, match="not today"):
         evaluate(Moody(), niah(depths=12), MODEL, settings(tmp_path, batch=batch))
     (folder,) = tmp_path.iterdir()
@@ -186,7 +186,7 @@ def test_three_batches_in_a_row_that_fail_end_a_run(
 def test_what_no_other_example_survives_ends_a_run_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception], shared: bool
 ) -> None:
-    monkeypatch.setattr(Moody, "at", {1: "attend"})
+    monkeypatch.setattr(Moody, "at", {1: "decode"})
     monkeypatch.setattr(Moody, "error", error)
     with pytest.raises(error, match="not today"):
         run(tmp_path, shared_prefill=shared)
@@ -219,7 +219,7 @@ def test_questions_on_one_context_fail_one_by_one(
 
 def test_a_choice_that_fails_fails_its_example_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = evaluate(Streaming(), Colours(), MODEL, settings(tmp_path / "whole"))
-    monkeypatch.setattr(Moody, "at", {0: "attend"})
+    monkeypatch.setattr(Moody, "at", {0: "decode"})
     made = evaluate(Moody(), Colours(), MODEL, settings(tmp_path))
     assert (len(made.records), len(made.failed)) == (len(whole.records) - 1, 1)
     assert [one.output for one in made.records] == [
@@ -275,7 +275,7 @@ def test_caches_of_examples_that_failed_do_not_pile_up(
 
     monkeypatch.setattr(Moody, "start", noted)
     monkeypatch.setattr(Run, "append_failed", counted)
-    monkeypatch.setattr(Moody, "at", {number: "attend" for number in (1, 3, 5)})
+    monkeypatch.setattr(Moody, "at", {number: "decode" for number in (1, 3, 5)})
     made = evaluate(Moody(), niah(depths=6), MODEL, settings(tmp_path, batch=batch))
     assert len(made.failed) == 3
     assert max(alive) <= batch + 1
