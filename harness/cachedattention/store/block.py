@@ -86,11 +86,11 @@ class Block:
 
 def by_layer(names: Iterable[str]) -> dict[int, list[str]]:
     """Return the names by the layer with which they begin; names without a number come with layer 0."""
-    found: dict[int, list[str]] = {}
+    layers: dict[int, list[str]] = {}
     for name in names:
         number = name.partition(".")[0]
-        found.setdefault(int(number) if number.isdigit() else 0, []).append(name)
-    return found
+        layers.setdefault(int(number) if number.isdigit() else 0, []).append(name)
+    return layers
 
 
 def joined(parts: Sequence[Tensors]) -> Tensors:

@@ -38,14 +38,14 @@ class Overflow:
         assert settings.window is not None
         self.settings, self.window = settings, settings.window
 
-    def keep(self, held: int, new: int) -> int:
-        """Return how many of `held` tokens stay where `new` ones are to fit in. Where first tokens always stay, none
+    def keep(self, history: int, new: int) -> int:
+        """Return how many of `history` tokens stay where `new` ones are to fit in. Where first tokens always stay, none
         stay unless others do."""
-        while held and held + new > self.window:
-            held = int(held * self.settings.ratio)
-            if held <= self.settings.sinks:
+        while history and history + new > self.window:
+            history = int(history * self.settings.ratio)
+            if history <= self.settings.sinks:
                 return 0
-        return held
+        return history
 
     def make_room(self, caches: CachesBetweenTurns, session: str, fed: Sequence[int], new: int) -> list[int]:
         """Cut a history before a turn of `new` tokens, its answer's included, and return the tokens that stay. `fed`:

@@ -91,17 +91,17 @@ class StoredForm:
         `KVCache.refill_by_layer` in a text of `text` tokens. Any thread may call it."""
         fixed = self._fixed(torch.arange(tokens, device=device), text) if self.by_token else {}
 
-        def state(number: int, layer: LayerRows) -> LayerRows:
+        def prepared(number: int, layer: LayerRows) -> LayerRows:
             rows, rest = ({name.partition(".")[2]: x for name, x in part.items()} for part in layer)
-            made = {name: x if name == SEEN or stays_away(name) else x.to(device) for name, x in rest.items()}
+            state = {name: x if name == SEEN or stays_away(name) else x.to(device) for name, x in rest.items()}
             if rows:
                 keys, values = (rows[kind].to(device) for kind in (K, V))
                 positions = torch.arange(keys.shape[2], device=device)
-                made |= {NEAR[K]: fixed[self._kinds[number]].on(keys, positions), NEAR[V]: values}
-                made[SEEN] = torch.tensor(keys.shape[2])
-            return made, {}
+                state |= {NEAR[K]: fixed[self._kinds[number]].on(keys, positions), NEAR[V]: values}
+                state[SEEN] = torch.tensor(keys.shape[2])
+            return state, {}
 
-        return state
+        return prepared
 
     def _has_rows(self, state: Mapping[str, Tensor]) -> bool:
         return self.by_token and NEAR[K] in state

@@ -166,7 +166,7 @@ def _sources(state: LayerState) -> list[Tensor]:
         return [torch.arange(seen - rows[0], seen)]
     if len(rows) == 1:
         return [places]
-    return [one[one.shape[0] - count :] for one, count in zip(places.flatten(0, 1), rows, strict=True)]
+    return [own[own.shape[0] - count :] for own, count in zip(places.flatten(0, 1), rows, strict=True)]
 
 
 def _positions(counts: Sequence[int], heads: Sequence[int], length: int, device: torch.device) -> Tensor:

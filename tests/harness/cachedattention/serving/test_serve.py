@@ -18,7 +18,6 @@ from harness.cachedattention.simulation import costs
 from harness.cachedattention.turns import opening
 from harness.commands.serve import main
 from tests.fast import MODEL_ARGS
-from tests.histories import full_disk
 from tests.talks import configured, item
 
 Serve = Callable[..., tuple[int, str, str]]
@@ -93,23 +92,6 @@ def test_a_disk_tier_is_empty_at_first_and_a_finished_run_is_not_made_again(serv
     code, _, err = serve(*words, "think_s=0.01")
     assert (code, err.count("already")) == (0, 2), err
     assert [(folder / "turns.jsonl").read_bytes() for folder, _ in _folders(tmp_path / "out")] == before
-
-
-@pytest.mark.filterwarnings("ignore::harness.cachedattention.store.disk.HistoryWarning")
-def test_turns_that_a_full_disk_has_changed_are_counted(
-    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    full_disk(monkeypatch)
-    words = ("task=talks", "method=full,streaming", "history=store", "store.host=0", "store.disk=1GB", "budget=0.5")
-    monkeypatch.setattr(opening, "WRITE_BUFFER", 0)  # a turn that comes at once would find rows that wait to be written
-    code, out, err = serve(*words, "rate=50", "think_s=0.01")
-    assert code == 0, err
-    for folder, run in _folders(tmp_path / "out"):
-        lost = {key: one["lost_to"] for key, one in turns(folder).items()}
-        full_itself = run["settings"]["method"]["_target_"].endswith("Full")
-        assert lost == {key: None if full_itself or key[1] == 1 else "the disk is full" for key in lost}
-        assert run["figures"]["lost_turns"] == (0 if full_itself else 3)
-    assert "lost" in out
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import csv
-import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -41,17 +39,6 @@ def test_a_figure_has_the_papers_numbers(tmp_path: Path, capsys: pytest.CaptureF
     shown = capsys.readouterr().out
     assert "82.0 %" in shown
     assert {path.name for path in tmp_path.iterdir()} == {"simulation.json", "simulation.csv"}
-
-
-def published(name: str) -> list[dict[str, Any]]:
-    text = (REFERENCE.parents[1] / "published" / "cachedattention" / f"{name}.json").read_text("utf-8")
-    return list(json.loads(text)["runs"])
-
-
-def test_what_the_simulator_does_not_reproduce_is_marked() -> None:
-    shown = figure("21").table(published("figure_21"))
-    marked = [line.split(":")[0] for line in shown.splitlines() if line.rstrip().endswith("!")]
-    assert marked == ["2TB, scheduler_aware", "10TB, lru", "10TB, fifo"]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
 from methods.base import Budget
 from methods.full import Full
-from methods.streaming import Streaming
 from methods.tiers.codec import IntCodec
 from tests.methods.test_contract import attach, small, walked
 from tests.tiny import prompt, tiny
@@ -127,16 +126,6 @@ def test_full_says_what_it_says_over_the_whole_text(tier: str, architecture: str
     assert [found.reused for found in wanted.found] == [0] * 4
     assert [found.tier for found in talk.found] == [None, *[tier] * 3]
     assert talk.found[-1].reused == len(talk.fed) - LENGTHS[-1] - NEW
-
-
-@pytest.mark.tokens
-def test_a_method_that_evicts_goes_on_with_what_it_kept() -> None:
-    """Computed again it would keep other tokens."""
-    with attach(Streaming(sinks=2), 0.3) as kv, plain(kv, CachesBetweenTurns) as recompute:
-        talk, again = Talk(kv, stored(kv, host=9 * MB)).turns(), Talk(kv, recompute).turns()
-        assert talk.said == lasting(kv).said
-        assert talk.said[:NEW] == again.said[:NEW]
-        assert talk.said != again.said
 
 
 @pytest.mark.tokens

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -76,19 +75,6 @@ def test_what_is_found_out_in_the_midst_of_a_turn(
         talk.turns(LENGTHS[2:])
         assert talk.found[2].lost == (None if name == "full" else Loss.DAMAGED)
         assert name != "full" or talk.said == lasting(kv).said
-
-
-@pytest.mark.parametrize(
-    ("store", "loss"),
-    [({"host": 1000}, Loss.NO_ROOM), ({"host": 9 * MB, "ttl_s": 10.0}, Loss.TOO_OLD)],
-    ids=["no room", "too old"],
-)
-@pytest.mark.parametrize("name", ["full", "snapkv"])
-def test_a_history_that_had_to_leave_is_lost_as_well(name: str, store: dict[str, Any], loss: Loss) -> None:
-    now = iter(range(0, 10_000, 11))
-    with attach(small(name), 0.4) as kv:
-        talk = Talk(kv, stored(kv, **store, clock=lambda: float(next(now)))).turns()
-    assert [found.lost for found in talk.found] == [None, *[None if name == "full" else loss] * 3]
 
 
 @pytest.mark.parametrize("sinks", [0, 2])
