@@ -137,7 +137,7 @@ def outcome(root: Path, fault: Fault) -> str:
             killer = failure(root, tests_of(root, fault.file))
             path.write_text(whole, encoding="utf-8")
             result = f"killed by {killer}" if killer not in ("", "timeout") else killer or "survived"
-            if "::" in killer and failure(root, [killer]):
+            if "::" in killer and failure(root, [killer]) == killer:
                 result = f"undecided, as {killer} fails without the fault too"
             print(f"{fault.file}:{fault.line}: {line.strip()}  ->  {faulty.strip()}  {result}", flush=True)
             return result

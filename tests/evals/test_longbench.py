@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from evals.longbench import DATASETS, ENGLISH, PRESETS, LongBench
 
 # of all 21 templates of LongBench's dataset2prompt.json
 PROMPTS_SHA256 = "e7d865d712fe45e2455f5e864ac474001d7758d68d349e76ffbcdd382483358f"
-FEW_SHOT = ("trec", "triviaqa", "samsum", "lsht")
 
 
 class Words:
@@ -81,14 +79,6 @@ class TestExamples:
         assert fixed.max_prompt_tokens == 3500
         with pytest.raises(TaskError, match="window of 140 tokens is too small"):
             list(task(datasets="qasper").examples(env(root, window=140)))
-
-    def test_chinese_needs_jieba_before_the_first_example(
-        self, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setitem(sys.modules, "jieba", None)
-        with pytest.raises(TaskError, match="pip install 'jieba"):
-            next(task(datasets="all").examples(env(write())))
-        assert len(list(task(datasets=["lsht", "passage_retrieval_zh"]).examples(env(write())))) == 2
 
 
 class TestAverages:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,14 +14,6 @@ from harness.config.catalogue import CONF, entries
 from tests.evals.counting import CountedText
 
 TASKS = [entry.name for entry in entries("task") if entry.name != "lm_eval"]  # its data are lm-eval's own affair
-# what a folder has to offer beside the default, where the default asks for more than shared data holds
-SMALLER: dict[str, dict[str, Any]] = {
-    "longbench": {"datasets": ["multi_news"]},
-    "niah_pqcache": {"lengths": [3000], "depths": 1},
-    "niah_shadowkv": {"lengths": [16384], "depths": [50]},
-    "ruler": {"tasks": ["niah_single_2", "qa_1", "qa_2"], "lengths": [4096], "samples": 1},
-}
-NOT_THERE = {"scbench"}  # shared data have none of it
 BUILT_IN = {"multiturn", "niah", "niah_pqcache", "niah_shadowkv", "overflow"}  # their text comes with Python
 
 
@@ -40,10 +31,10 @@ def _offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
 
 
-def first_examples(name: str, root: Path | None, **changes: Any) -> list[Example]:
+def first_examples(name: str, root: Path | None) -> list[Example]:
     (entry,) = (entry for entry in entries("task", (CONF,)) if entry.name == name)
     values = {key: value for key, value, _ in entry.parameters()}
-    task: Task = plugins.build({"_target_": entry.target} | values | changes, "task")
+    task: Task = plugins.build({"_target_": entry.target} | values, "task")
     env = TaskEnv(text=CountedText(), seed=42, data_root=root)
     return list(islice(task.examples(env), 3))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -12,13 +11,13 @@ import pytest
 
 from evals.base import Example, Task, TaskEnv
 from harness.config.catalogue import flatten
-from harness.config.settings import NESTED, WITHOUT_EFFECT, Settings, SettingsError
+from harness.config.settings import NESTED, WITHOUT_EFFECT, Settings
 from harness.engine.attach import attached
 from harness.jobs.job import Job
 from harness.terminal.notices import say_once
 from methods.base import Method
 from methods.layers import Layer
-from tests.fast import MODEL, PQ, niah, run
+from tests.fast import MODEL, niah
 from tests.methods.test_contract import NAMES, small
 from tests.talks import Talks
 from tests.tiny import prompt, tiny
@@ -167,11 +166,6 @@ def test_none_is_ignored_in_silence(name: str, task: Task, always: Changes, caps
             if job is None or before is None or not shows(key, value, before, job):
                 ignored[key] = f"beside {companions}: refused {refused!r}, said {said!r}"
     assert not ignored
-
-
-def test_two_budgets_are_refused_in_python_too(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"budget=0\.3 .*budget_bytes=30000"):
-        run(tmp_path, PQ, NEEDLES, budget=0.3, budget_bytes=30_000)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if small(name).uses_budget])
