@@ -55,7 +55,7 @@ ROOMS: dict[str, set[str] | None] = {
 TRANSFORMERS = {
     f"harness/{name}.py"
     for name in (
-        *(f"engine/{name}" for name in ("attach", "cache", "calibration", "forward", "hf", "loop/calls", "rotation")),
+        *(f"engine/{name}" for name in ("attach", "cache", "forward", "hf", "loop", "rotation")),
         "prompts/prompt",  # the day that chat templates are told
     )
 }

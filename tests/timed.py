@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from harness.engine.attach import Attachment
-from harness.engine.batch.generation import never
+from harness.engine.batch.running_sequence import never
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
 from harness.engine.graph import CapturedStep

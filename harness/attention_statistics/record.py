@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from evals.base import Task
-from harness.attention_statistics.observation import Observation
+from harness.attention_statistics.observations import Observation
 from harness.config.plugins import describe
 from harness.config.settings import Settings
-from harness.engine.calibration import observer
+from harness.engine.attach import observer
 from harness.engine.hf import layer_specs
 from harness.jobs.examples import prepare
 from harness.jobs.resolve import resolve

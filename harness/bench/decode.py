@@ -29,8 +29,8 @@ from harness.bench.common.output import Cell
 from harness.bench.common.synthetic import LayerShape
 from harness.config.settings import Settings
 from harness.engine.attach import Attachment
-from harness.engine.batch.generation import Generation
 from harness.engine.batch.running import RunningBatch
+from harness.engine.batch.running_sequence import Generation
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
 from harness.engine.graph import usual_graphs
@@ -40,7 +40,7 @@ from harness.jobs.machine import free_here
 from harness.jobs.memory import CacheSpec, MemoryForecast, lacking, largest_batch, needed_by
 from harness.models.base import LoadedModel, ModelInfo
 from harness.models.devices import usual_chunk
-from harness.prompts.calibration import calibration_text
+from harness.prompts.prompt import calibration_text
 from methods.base import Budget, BudgetError, Method
 from methods.full import Full
 from methods.tiers.tier import DEVICE, TIERS

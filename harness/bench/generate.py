@@ -24,7 +24,7 @@ from harness.engine.attach import attached
 from harness.engine.engine import Engine
 from harness.engine.graph import usual_graphs
 from harness.models.base import LoadedModel
-from harness.prompts.calibration import calibration_text
+from harness.prompts.prompt import calibration_text
 from methods.full import Full
 
 RunsBySide = Mapping[tuple[str, str], Sequence["TimedRun"]]  # by whose run and dtype, a value per round

@@ -24,10 +24,10 @@ from harness.terminal.notices import say
 from harness.terminal.tables import Column, text_table
 
 OBSERVATIONS = {
-    "key_spectrum": "harness.attention_statistics.keys.KeySpectrum",
-    "chunk_cosines": "harness.attention_statistics.keys.ChunkCosines",
-    "attention_mass": "harness.attention_statistics.weights.AttentionMass",
-    "heavy_hitters": "harness.attention_statistics.weights.HeavyHitters",
+    "key_spectrum": "harness.attention_statistics.observations.KeySpectrum",
+    "chunk_cosines": "harness.attention_statistics.observations.ChunkCosines",
+    "attention_mass": "harness.attention_statistics.observations.AttentionMass",
+    "heavy_hitters": "harness.attention_statistics.observations.HeavyHitters",
 }
 READ = ("experiment", "task", "model", "chat", "dtype", "device", "seed", "data", "results")  # of a run's keys
 

@@ -32,7 +32,7 @@ from harness.sweeps.sweep import KnownPrompts, groups, labels, launch, lost, run
 from harness.terminal.notices import complain, complain_once, lasting_output, say, say_once, tell_of_builds, warn
 from harness.terminal.progress import forget
 from harness.terminal.stopping import Stoppable
-from harness.trackers.session import Copies
+from harness.trackers.wandb import Copies
 from kernels.temporary import TemporaryFolder
 
 COMPLETION = {"-sc", "--shell-completion"}  # words that are about Hydra itself, and no settings

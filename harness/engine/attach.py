@@ -11,25 +11,38 @@ for: the one that it has returned (`return_dict_in_generate=True`), or one made 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from harness.engine.cache import KVCache
-from harness.engine.calibration import observer
-from harness.engine.hf import layer_specs, routed
-from harness.engine.loop.cache import STEP, LoopCache, LoopUsage
-from harness.engine.loop.calls import LoopCalls
+from harness.engine.hf import is_routed, layer_specs, routed
+from harness.engine.loop import STEP, LoopCache, LoopCalls, LoopUsage
 from harness.engine.rotation import text_rotary
-from harness.engine.wait import wait_for
-from methods.base import Budget, CacheState, Checks, CostError, LayerWorkload, Method, Request, refuse_other_than_method
+from harness.models.devices import wait_for
+from methods.base import (
+    AttnInput,
+    Budget,
+    CacheState,
+    Checks,
+    CostError,
+    KVLayer,
+    LayerSpec,
+    LayerWorkload,
+    Method,
+    Request,
+    refuse_other_than_method,
+)
+from methods.full import Full
+from methods.layers import Layer, Policy
 from methods.layers.window import check_growth, check_length, start_layers, whole_layers
 from methods.tiers.codec import Codec
 from methods.tiers.pinned_memory import PinnedReservation
@@ -59,7 +72,7 @@ class Attachment:
         refuse_other_than_method(method)
         if capacity is not None:
             _refuse_number("capacity", capacity, least=1)
-        _refuse(model, placement, reuse_steps, codec, disk)
+        _refuse(model, placement, reuse_steps, codec)
         name = type(method).__name__
         if placement != DEVICE and not method.offloads:
             raise ValueError(f"{name} keeps nothing on the {placement}: use placement=device with it.")
@@ -123,19 +136,16 @@ class Attachment:
         they take memory when rows arrive."""
         if self.engine.pinned_memory is None or request.placement != HOST or request.grows:
             return None
-        try:
-            layers = [self.method.cost(case).away.get(HOST, 0) for case in self._full_cases(request)]
-        except CostError:
-            return None
-        return self.engine.pinned_memory.reserve([request.batch * rows for rows in layers])
-
-    def _full_cases(self, request: Request) -> Iterator[LayerWorkload]:
-        """Yield the workload of each layer with a prompt that fills the cache, since no other sends
-        more rows away."""
-        for spec in self.specs:
+        away = []
+        for spec in self.specs:  # with a prompt that fills the cache, since no other sends more rows away
             budget = request.capacity if self.budget is None else self.budget.tokens(request.capacity, spec.index)
             size = request.dtype.itemsize
-            yield LayerWorkload(spec, request.capacity, budget, request.placement, size, codec=request.codec)
+            case = LayerWorkload(spec, request.capacity, budget, request.placement, size, codec=request.codec)
+            try:
+                away.append(request.batch * self.method.cost(case).away.get(HOST, 0))
+            except CostError:
+                return None
+        return self.engine.pinned_memory.reserve(away)
 
     def cache(self, *, capacity: int, batch: int = 1) -> LoopCache:
         """Return a fresh cache for `model.generate` or a loop of your own; sizes as in `start`."""
@@ -153,21 +163,21 @@ class Attachment:
         if self.capacity is not None:
             return self.cache(capacity=self.capacity, batch=batch)
         cache = self.start(LoopCache, capacity=tokens + STEP, batch=batch, grows=True)
-        cache.may_grow = self._check_growth
+
+        def check(before: int, after: int) -> None:
+            check_length(self.method, self.model_specs, after)
+            check_growth(self.model_specs, before, after)
+
+        cache.may_grow = check
         self._handed_out.append(cache.usage)
         return cache
-
-    def _check_growth(self, before: int, after: int) -> None:
-        """Raise `ValueError` if layers that were made for `before` tokens cannot serve `after`
-        tokens."""
-        check_length(self.method, self.model_specs, after)
-        check_growth(self.model_specs, before, after)
 
     def warn_of_unsealed(self) -> None:
         """Warn of a cache that saw only prompt tokens: it has left nothing out, so a score from it
         is not the method's."""
         tokens = max((usage.tokens for usage in self._handed_out if not usage.sealed), default=0)
-        if self._limits(tokens):
+        budget = self.budget
+        if budget is not None and not all(budget.covers(tokens, spec.index) for spec in self.specs):
             warnings.warn(
                 f"A cache of {type(self.method).__name__} took in {tokens} tokens and was never sealed, so nothing was "
                 "read under its budget: feed the answer one token at a time, or call cache.seal() after the prompt.",
@@ -185,11 +195,6 @@ class Attachment:
                 stacklevel=4,
             )
 
-    def _limits(self, tokens: int) -> bool:
-        """Return whether the budget leaves out any of `tokens` tokens."""
-        budget = self.budget
-        return budget is not None and not all(budget.covers(tokens, spec.index) for spec in self.specs)
-
     def _prepare(self, calibration: Tensor | None) -> tuple[object, float]:
         """Return what the method prepared for this model, and the seconds that took when it was
         prepared."""
@@ -202,7 +207,7 @@ class Attachment:
         return known[self.method]
 
 
-def _refuse(model: object, placement: object, reuse_steps: object, codec: object, disk: Path | None) -> None:
+def _refuse(model: object, placement: object, reuse_steps: object, codec: object) -> None:
     """Raise `ValueError` if no attachment can be made of these arguments."""
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"model={model!r} is not a model: pass a loaded one, as from_pretrained returns it.")
@@ -213,8 +218,6 @@ def _refuse(model: object, placement: object, reuse_steps: object, codec: object
         raise ValueError(
             f"codec={codec!r} is not a codec: pass one, such as codec_of({str(codec)!r}) of methods.tiers.codecs."
         )
-    if disk is not None and not Path(disk).is_dir():
-        raise ValueError(f"disk={str(disk)!r} is not a folder: make it, or leave disk out for a temporary one.")
 
 
 def _refuse_number(key: str, number: object, *, least: int) -> None:
@@ -251,3 +254,45 @@ def attached(
         yield attachment
     attachment.warn_of_unsealed()
     attachment.warn_of_fallbacks()
+
+
+class _LastInput(Policy):
+    """Remember the last attention input of a layer with full attention."""
+
+    last: AttnInput | None = None
+
+    def observe(self, x: AttnInput) -> None:
+        self.last = x
+
+
+def observer(
+    model: PreTrainedModel, specs: Sequence[LayerSpec], text: Tensor | None
+) -> Callable[[int], Iterator[AttnInput]]:
+    """Return `observe(tokens)`, which runs the first tokens of `text` [1 S] once and yields the
+    attention input of each layer that a method serves (methods/layers/window.py), in order.
+    `specs`: those of all layers of the model, which may be attached already."""
+
+    @torch.inference_mode()
+    def observe(tokens: int) -> Iterator[AttnInput]:
+        if text is None or text.shape[1] < tokens:
+            raise ValueError(
+                f"This method calibrates itself on {tokens} tokens of text: pass attached(..., calibration=ids) with "
+                f"token ids [1 S], S >= {tokens}."
+            )
+        request = Request(batch=1, capacity=tokens, dtype=model.dtype, device=model.device)
+        state = CacheState(request)
+        watches: list[_LastInput] = []
+
+        def start(whole: Sequence[LayerSpec], cache: CacheState) -> Sequence[KVLayer]:
+            watches.extend(_LastInput() for _ in whole)
+            return [Layer(spec, cache, Full(), watch) for spec, watch in zip(whole, watches, strict=True)]
+
+        layers = start_layers(specs, state, start)
+        ids = text[:, :tokens].to(model.device)
+        with nullcontext() if is_routed(model) else routed(model):
+            model(ids, past_key_values=KVCache(layers, state), logits_to_keep=1, use_cache=True)
+        for watch in watches:
+            assert watch.last is not None
+            yield watch.last
+
+    return observe

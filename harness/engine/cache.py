@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers import Cache
 
 from harness.engine.rotation import TextRotary
-from harness.engine.watch import Watch
 from kernels.step_inputs import StepInputs
 from methods.base import AttnInput, CacheState, KVLayer, NextRow
 from methods.base.state import StepCounters
@@ -44,7 +43,6 @@ class KVCache(Cache):
     closes_early = False  # a layer closes as soon as the prompt is complete in it
     rotary: TextRotary | None = None  # rotates the text by its length; None if all texts are rotated alike
     prompt_tokens = 0  # length of the whole text up to the answer, where `rotary` needs it
-    recomputes_rows = False  # each row is computed again by itself when its text outgrows its rotation
     recomputed = 0  # how often the text was computed again because it outgrew its rotation
 
     def __init__(self, layers: Sequence[KVLayer], state: CacheState) -> None:
@@ -54,8 +52,8 @@ class KVCache(Cache):
         self.sealed = False
         self.num_tokens = 0
         self._further = False  # a turn has been sealed, here or where the contents come from
-        self._sealed_tokens = 0  # tokens of all prompts and the answers between them when it was last sealed
-        self.watch: Watch | None = None
+        self.sealed_tokens = 0  # tokens of all prompts and the answers between them when it was last sealed
+        self.watch: Any = None  # the `Fidelity` that compares steps with exact attention, if there is one
         self._awaited: dict[int, State] = {}  # layers whose states are still to come
         self._closed: set[int] = set()  # layers that have sealed ahead of the others
         self.closed_s = 0.0  # seconds that these took
@@ -71,7 +69,7 @@ class KVCache(Cache):
             if layer not in self._closed:
                 self.close(layer)
         self._closed.clear()
-        self.sealed, self._further, self._sealed_tokens = True, True, self.num_tokens
+        self.sealed, self._further, self.sealed_tokens = True, True, self.num_tokens
 
     def close(self, layer: int) -> None:
         """Seal one layer ahead of `seal`: the prompt is complete in it."""
@@ -161,11 +159,6 @@ class KVCache(Cache):
         """Return how many tokens of the text are known."""
         return sum(part.shape[1] for part in self._text)
 
-    def expect_columns(self, columns: int) -> None:
-        """Set how many columns, padding included, a loop will have fed when the prompt is
-        complete."""
-        self.prompt_tokens = max(self.prompt_tokens, columns)
-
     def text(self, ids: Tensor) -> Tensor:
         """Return the whole text [B S], with the token ids [B T] that are fed next."""
         if self.known_text < self.num_tokens:
@@ -174,11 +167,6 @@ class KVCache(Cache):
                 "cache was not told the text: call cache.expect_text(ids) with the ids of all tokens so far."
             )
         return torch.cat([torch.cat(self._text, 1)[:, : self.num_tokens], ids.to(self._text[0].device)], 1)
-
-    @property
-    def sealed_tokens(self) -> int:
-        """Return how many tokens the cache held when it was last sealed."""
-        return self._sealed_tokens
 
     def text_lengths(self, arriving: int) -> list[int]:
         """Return the lengths of the texts to which the next tokens belong: one number for all rows,
@@ -297,7 +285,7 @@ class KVCache(Cache):
         heads = {"read_positions": [spec.num_kv_heads], "selected_positions": [spec.num_kv_heads, spec.num_heads]}
         for name, counts in heads.items():
             if (positions := getattr(layer, name)()) is not None:
-                whose, tokens = f"In layer {spec.index}, {type(layer).__name__}.{name} returned", self._sealed_tokens
+                whose, tokens = f"In layer {spec.index}, {type(layer).__name__}.{name} returned", self.sealed_tokens
                 batch, device = request.batch, request.device
                 check_rows(positions, whose, batch=batch, heads=counts, tokens=tokens, device=device, gaps=True)
 
@@ -366,12 +354,6 @@ class KVCache(Cache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         raise UnsupportedError("Beam search reorders the cache, which KV methods cannot follow: use num_beams=1.")
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        raise UnsupportedError(
-            "Contrastive search tries several tokens on one cache, which KV methods cannot follow: search greedily, or "
-            "draw."
-        )
 
     def activate_past_recording(self) -> None:
         raise UnsupportedError(

@@ -10,7 +10,7 @@ during the prefill, as soon as the prompt is through it."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
+from contextlib import nullcontext
 from functools import partial
 from time import perf_counter
 
@@ -18,26 +18,36 @@ import torch
 from torch import Tensor
 
 from harness.engine.attach import Attachment
-from harness.engine.batch.generation import Generation, Stop
+from harness.engine.batch.cache import SlotsCache
 from harness.engine.batch.running import RunningBatch
-from harness.engine.batch.running_sequence import RunningSequence
-from harness.engine.batch.stepper import Stepper
+from harness.engine.batch.running_sequence import Generation, RunningSequence, Stop
 from harness.engine.cache import KVCache
 from harness.engine.fidelity import Fidelity
-from harness.engine.finite import NotFiniteError, not_finite
-from harness.engine.forward import nothing
-from harness.engine.graph import StepCapture
+from harness.engine.forward import by_blocks, nothing
+from harness.engine.graph import CapturedStep, KeptSteps, StepCapture, capture_refusal
 from harness.engine.sampling import Sampler
-from harness.engine.wait import wait_for
-from harness.models.devices import usual_chunk
-from harness.prompts.teacher import Forced
+from harness.engine.trace import Tracer
+from harness.models.base import DTYPES
+from harness.models.devices import usual_chunk, wait_for
+from kernels.threads import step_threads
 from methods.base import KVLayer
 
 
-class Engine(Stepper):
-    """Run an attached model. `prefill_chunk`: tokens of a prompt that pass through a layer at once;
-    None for the usual number on the model's device (harness/models/devices.py). `fidelity`: compare
-    every n-th step with exact attention (engine/fidelity.py); 0 for never."""
+class NotFiniteError(ValueError):
+    """Report logits that hold NaN or infinity, and say what to try."""
+
+
+class Engine:
+    """Run the forwards of an attached model: prompts, and steps of the sequences that run together.
+
+    `forward`: the model by blocks (engine/forward.py); None if the model runs its own forward, for
+    the reason in `plain_reason`. `plain_steps`: why decode steps were not captured. `tracer`: clocks
+    the parts of each step."""
+
+    tracer: Tracer | None = None
+    plain_steps: str | None = None
+    unclocked: str | None = None  # why the time that steps waited for moving rows is unknown
+    one_by_one: str | None = None  # why members of the last batch attended one after the other
 
     def __init__(
         self,
@@ -47,7 +57,14 @@ class Engine(Stepper):
         fidelity: int = 0,
         graphs: StepCapture | None = None,
     ) -> None:
-        super().__init__(attachment, graphs)
+        """`prefill_chunk`: tokens of a prompt that pass through a layer at once; None for the usual
+        number on the model's device (harness/models/devices.py). `fidelity`: compare every n-th step
+        with exact attention (engine/fidelity.py); 0 for never. `graphs`: captures decode steps
+        (engine/graph.py)."""
+        self.attachment = attachment
+        self.model = attachment.model
+        self.graphs, self.kept = graphs, KeptSteps()
+        self.forward, self.plain_reason = by_blocks(self.model)
         self.prefill_chunk = prefill_chunk or usual_chunk(self.model.device.type, attachment.method.dense_prefill)
         self.fidelity = fidelity
 
@@ -74,29 +91,20 @@ class Engine(Stepper):
         )
         generation = _to_the_end(batch, slot)
         if generation.not_finite is not None:
-            raise self.not_finite(prompt, generation.tokens, generation.not_finite, context_tokens)
+            raise self.not_finite(generation.not_finite)
         return generation
 
-    def not_finite(
-        self, prompt: Tensor, answers: Sequence[Sequence[int]], token: int, context_tokens: int | None
-    ) -> NotFiniteError:
-        """Return the error for prompts [B S] in whose `answers` the logits of `token`, counted from
-        0, are the first that are not finite. The attached model reads everything up to there again,
-        by its own modules."""
-        by_modules = copy(self)
-        by_modules.forward = by_modules.graphs = by_modules.tracer = None
-        by_modules.fidelity, tokens = 0, token + 1
-        # an answer that ended before goes on with its last token
-        fed = torch.tensor([[*answer, *[answer[-1]] * tokens][:tokens] for answer in answers])
-
-        def read() -> None:
-            batch = RunningBatch(by_modules)
-            slot = by_modules.join(
-                batch, prompt, max_new_tokens=tokens, context_tokens=context_tokens, sampler=Forced(fed)
-            )
-            _to_the_end(batch, slot)
-
-        return not_finite(self.model, type(self.attachment.method).__name__, token, read)
+    def not_finite(self, token: int) -> NotFiniteError:
+        """Return the error for an answer in which the logits of `token`, counted from 0, are the
+        first that are not finite."""
+        dtype = next(short for short, name in DTYPES.items() if self.model.dtype == getattr(torch, name))
+        fault = f"The logits of the answer's first {token + 1} tokens are not all finite in {dtype}"
+        for name, weight in self.model.named_parameters():
+            if not bool(weight.isfinite().all()):
+                return NotFiniteError(f"{fault}, and the model's {name} is not: fetch or convert the model again.")
+        wider = {"fp16": "Try dtype=bf16 or dtype=fp32, and run", "bf16": "Try dtype=fp32, and run"}.get(dtype, "Run")
+        method = type(self.attachment.method).__name__
+        return NotFiniteError(f"{fault}. {wider} method=full to see whether {method} is at fault.")
 
     def join(
         self,
@@ -172,6 +180,58 @@ class Engine(Stepper):
             cache.note_step(token, logits)
         vars(cache.traffic).update(vars(traffic))
         return logits
+
+    def run(self, ids: Tensor, cache: KVCache) -> Tensor:
+        """Run the model on ids [B T]. Return the logits of the last token [B V]."""
+        if self.forward is not None:
+            return self.forward(ids, cache)
+        places = cache.positions(ids.shape[1], ids.device)
+        output = self.model(ids, position_ids=places, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        logits: Tensor = output.logits[:, -1]
+        return logits
+
+    def decode(self, ids: Tensor, cache: KVCache, captured: CapturedStep | None) -> Tensor:
+        """Run one decode step for ids [B 1]. Return logits [B V]."""
+        if self.attachment.rotary is not None:
+            if cache.outgrows:
+                return self.recompute(ids, cache)
+            cache.note_text(ids)
+        traced = self.tracer.step(cache) if self.tracer is not None else nullcontext()
+        with traced, step_threads(self.model.device):
+            return captured(ids) if captured is not None else self.run(ids, cache)
+
+    def joined(self, caches: Sequence[KVCache]) -> KVCache:
+        """Return the cache with which `caches` take a step together. If steps are captured, it is
+        one of a fixed size, so that other sequences can use the captured step."""
+        refused = self.traced or next((why for cache in caches if (why := capture_refusal(self.forward, cache))), None)
+        sized = self.graphs is not None and refused is None
+        if len(caches) == 1 and not sized:
+            return caches[0]
+        slots = SlotsCache(caches, self.traced, sized=sized)
+        if len(caches) == 1:
+            return caches[0] if slots.step_inputs is None else slots
+        self.one_by_one = slots.alone
+        return slots
+
+    def captured(self, cache: KVCache) -> CapturedStep | None:
+        """Return the captured step of a sealed cache, or None if its steps cannot be captured."""
+        if self.graphs is None:
+            return None
+        reason = self.traced or capture_refusal(self.forward, cache)
+        if reason is None:
+            assert self.forward is not None
+            return CapturedStep(self.forward, cache, self.graphs, self.kept)
+        self.plain_steps = reason
+        return None
+
+    @property
+    def traced(self) -> str | None:
+        """Return why each layer runs by itself if steps are clocked, else None."""
+        return "trace=on clocks each step's parts" if self.tracer is not None else None
+
+    def close(self, captured: CapturedStep) -> None:
+        """Stop using a captured step; its cache goes on without it."""
+        captured.close()
 
     def _close(self, cache: KVCache, layer: int) -> None:
         wait_for(self.model.device)

@@ -4,7 +4,8 @@ The first step after a seal runs as always, but already in the form that is capt
 the device (methods/base/state.py), and tokens are written and read through them. Then the step
 is captured, which runs nothing on the device, and its changes to Python objects are undone. Both
 count in the time to the second token, as the seal does; the time per output token is that of
-replays alone. If the capture fails, steps run uncaptured and the reason is kept.
+replays alone. A capture that fails is an error: `capture_refusal` knows beforehand what cannot be
+captured.
 
 A step of a size (`SlotsCache`) is kept when its sequences leave it, and serves other sequences of
 this size: their first step runs as always, and the inputs it records are copied to where the
@@ -13,10 +14,10 @@ and whenever sequences join or leave."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -24,15 +25,14 @@ from torch import Tensor
 from harness.engine.batch.cache import SlotsCache
 from harness.engine.cache import KVCache
 from harness.engine.forward import BlockForward
-from harness.engine.kept_steps import KeptStep, KeptSteps
 from harness.engine.saved_state import SavedState
-from harness.engine.wait import wait_for
+from harness.models.devices import wait_for
 from kernels.ragged import Ragged
-from kernels.step_inputs import recording_inputs
+from kernels.step_inputs import MOST_KEPT_BYTES, StepInputs, recording_inputs
 from methods.base import CacheState
 from methods.tiers.traffic import Traffic
 
-RECOVERS = "2.12"  # the first torch whose allocator leaves a capture also when the end of the capture fails
+MOST = 64  # captured steps that are kept for other sequences
 
 
 class StepCapture(Protocol):
@@ -47,7 +47,7 @@ class StepCapture(Protocol):
 
 
 class CaptureBroke(RuntimeError):
-    """Report a capture that failed in a way from which this torch cannot recover."""
+    """Report a capture that failed, and say how to run without."""
 
 
 class CudaGraphs:
@@ -88,13 +88,6 @@ class CudaGraphs:
                     result = step()
                 finally:
                     graph.capture_end()
-        except Exception as error:
-            if torch.__version__ < RECOVERS:
-                raise CaptureBroke(
-                    f"capturing a decode step failed ({_first_cause(error)}), and torch {torch.__version__} cannot go "
-                    f"on after that: set graphs=off, or install torch {RECOVERS} or newer."
-                ) from error
-            raise
         finally:
             torch.cuda.set_stream(current)  # if the end of the capture fails, torch stays on the capture's stream
         return graph, result
@@ -106,12 +99,58 @@ def usual_graphs(device: torch.device) -> StepCapture | None:
     return None if device.type == "cpu" else CudaGraphs(device)
 
 
+class KeptStep(NamedTuple):
+    """Hold a captured step: its input `token`, its output `logits`, and `step_inputs`, the tensors
+    that describe its sequences, into which the values of others may be written. `form` is the form
+    of their caches. `joined` are tensors that policies joined for these sequences, as hit caches;
+    `results` are those in which a step leaves what it chose."""
+
+    token: Tensor
+    logits: Tensor
+    replay: Callable[[], Any]
+    form: Hashable
+    step_inputs: StepInputs
+    joined: list[dict[str, Tensor]]
+    results: list[dict[str, Tensor | Ragged]]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for layer in self.joined for x in layer.values())
+
+
+class KeptSteps:
+    """Keep captured steps of one engine that no sequences use at present, for sequences of the same
+    size: as many slots, the same methods and kinds of layers, and the same powers of two of lengths
+    and budgets. At most MOST steps and MOST_KEPT_BYTES are kept, those used last; the very last one
+    stays however large it is."""
+
+    def __init__(self) -> None:
+        self._steps: list[KeptStep] = []  # in order of their last use
+
+    def take(self, cache: SlotsCache) -> KeptStep | None:
+        """Return a captured step for the sequences of `cache`, which have taken their first step;
+        None if none fits."""
+        form, inputs = cache.form, cache.step_inputs
+        assert inputs is not None
+        for at, step in enumerate(self._steps):
+            if step.form == form and step.step_inputs.kinds == inputs.kinds and step.step_inputs.take_over(inputs):
+                return self._steps.pop(at)
+        return None
+
+    def give_back(self, step: KeptStep) -> list[KeptStep]:
+        """Keep a step that its sequences no longer use. Return the steps that had to go for it."""
+        self._steps.append(step)
+        dropped: list[KeptStep] = []
+        while len(self._steps) > MOST or (
+            len(self._steps) > 1 and sum(kept.nbytes for kept in self._steps) > MOST_KEPT_BYTES
+        ):
+            dropped.append(self._steps.pop(0))
+        return dropped
+
+
 class CapturedStep:
     """Capture and replay the decode step of one sealed cache: `step(token)` takes tokens [B 1] and
-    returns logits [B V], which the next call overwrites.
-
-    `failure`: why the step could not be captured; steps then run uncaptured, from the state before
-    the capture."""
+    returns logits [B V], which the next call overwrites."""
 
     def __init__(
         self, forward: BlockForward, cache: KVCache, graphs: StepCapture, kept: KeptSteps | None = None
@@ -120,7 +159,6 @@ class CapturedStep:
         self.forward, self.cache, self.graphs, self.kept = forward, cache, graphs, kept
         self._counters = [member.counters for member in cache.members]
         self._capture_s: float | None = None  # seconds of the capture, until they are taken
-        self.failure: str | None = None
         self._token: Tensor
         self._replay: Callable[[], Any] | None = None
         self._logits: Tensor
@@ -131,8 +169,6 @@ class CapturedStep:
     def __call__(self, token: Tensor) -> Tensor:
         rows = len(token)
         token = token if not self.cache.free else torch.cat([token, token.new_zeros(self.cache.free, 1)])
-        if self.failure is not None:
-            return self.forward(token, self.cache)[:rows]
         if self._replay is None:
             return self._first(token)[:rows]
         self._token.copy_(token)
@@ -173,8 +209,7 @@ class CapturedStep:
         began = perf_counter()
         if not self._serve_by_kept():
             self._capture()
-        if self.failure is None:
-            self._capture_s = perf_counter() - began
+        self._capture_s = perf_counter() - began
         return logits
 
     def _serve_by_kept(self) -> bool:
@@ -200,22 +235,20 @@ class CapturedStep:
         counted = [state.traffic.copy() for state in states]
         before = SavedState(self.cache)
         held = self.cache.results() if isinstance(self.cache, SlotsCache) else []
-        self._say_capturing(True)
+        counting = {*self._counters, self.cache.counters}
+        for counters in counting:
+            counters.capturing = True
         try:
             replay, self._logits = self.graphs.capture(self._step)
-        except CaptureBroke:
-            raise
-        except Exception as error:  # whatever it is, uncaptured steps can go on
-            self.failure = f"capturing a step failed: {_first_cause(error)}"
-        else:
-            self._say_capturing(False)
+            for counters in counting:
+                counters.capturing = False
             self._moved = [(state, state.traffic.less(was)) for state, was in zip(states, counted, strict=True)]
             self._replay, self._after = replay, SavedState(self.cache).since(before).restore
             self._kept = self._for_others(replay, held)
+        except Exception as error:
+            raise CaptureBroke(f"Capturing a decode step failed ({_first_cause(error)}): set graphs=off.") from error
         finally:
             before.restore()  # the step has not run
-        if self.failure is not None:
-            self.close()
 
     def _for_others(self, replay: Callable[[], Any], before: Sequence[Mapping[str, Any]]) -> KeptStep | None:
         """Return the step for others to use, if it reaches all memory of its sequences through
@@ -245,10 +278,6 @@ class CapturedStep:
         for counters in self._counters:
             counters.advance()
         return logits
-
-    def _say_capturing(self, capturing: bool) -> None:
-        for counters in {*self._counters, self.cache.counters}:
-            counters.capturing = capturing
 
 
 def _results(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Tensor | Ragged]:

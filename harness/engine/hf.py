@@ -49,7 +49,7 @@ def _attention(
     position_ids: Tensor | None = None,
     use_cache: bool | None = None,
     output_router_logits: bool | None = None,
-    sliding_window: int | None = None,
+    sliding_window: int | None = None,  # the layer's spec has both
     s_aux: Tensor | None = None,
     **unknown: Any,
 ) -> tuple[Tensor, None]:
@@ -65,23 +65,8 @@ def _attention(
     cache = kv_call.cache
     place = module.layer_idx
     assert isinstance(place, int)
-    _check_spec(module, cache.layers[place].spec, cache.capacity, sliding_window, s_aux)
     x = AttnInput(query, key, value, *kv_call.rotation, kv_call.hidden, cache.num_tokens)
     return cache.attend(place, x).transpose(1, 2), None
-
-
-def _check_spec(
-    module: nn.Module, spec: LayerSpec, tokens: int, window: int | None, sink_logits: Tensor | None
-) -> None:
-    """Raise `UnsupportedError` if the module wants something that the layer's spec does not
-    contain."""
-    if window is not None and window < tokens and window != spec.window:
-        raise UnsupportedError(
-            f"{type(module).__name__} slides over {window} tokens, which its config does not say of this layer: this "
-            "engine would attend to all."
-        )
-    if (sink_logits is None) != (spec.sink_logits is None):
-        raise UnsupportedError(f"{type(module).__name__} passes s_aux, which this engine would ignore.")
 
 
 def _mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> None:
@@ -122,8 +107,6 @@ class _Forwards:
         if isinstance(cache := kwargs.get("past_key_values"), KVCache):
             cache.begin()
             if self.rotary is not None:
-                if self.rotary.prompt_tokens:
-                    cache.expect_columns(self.rotary.prompt_tokens)
                 self.rotary.lengths = cache.text_lengths(_arriving(args, kwargs))
         torch.set_grad_enabled(False)
         return args, kwargs
@@ -198,15 +181,10 @@ def layer_specs(model: PreTrainedModel) -> list[LayerSpec]:
             device=next(module.parameters()).device,
             project_query=QueryProjection(module, model),
             window=window,
-            sink_logits=_sink_logits(module),
+            sink_logits=None if (sinks := getattr(module, "sinks", None)) is None else sinks.detach().float(),
         )
         for index, (module, window) in enumerate(zip(modules, windows, strict=True))
     ]
-
-
-def _sink_logits(module: Any) -> Tensor | None:
-    sinks: Tensor | None = getattr(module, "sinks", None)
-    return None if sinks is None else sinks.detach().float()
 
 
 class Rotary:

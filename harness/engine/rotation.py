@@ -9,7 +9,7 @@ is fed in one piece to a model that has seen no other."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from inspect import unwrap
@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import PreTrainedModel
 
-from harness.models.architectures import ARCHITECTURES
+from harness.models.base import ARCHITECTURES
 
 KINDS = ("dynamic", "longrope")
 REMEMBERED = 64  # lengths whose frequencies are kept at a time
@@ -40,7 +40,6 @@ class TextRotary(nn.Module):
         self.drops_at = drops_at
         self.rope_type: str | dict[str, str] = own.rope_type
         self.lengths: Sequence[int] | None = None  # of the texts in the next forward; None: up to the largest position
-        self.prompt_tokens = 0  # length of a prompt that `model.generate` feeds in chunks
         self._plain = unwrap(type(rotary).forward)  # without the update of frequencies
         self._frequencies: dict[tuple[int, tuple[str, ...]], Tensor] = {}
 
@@ -55,7 +54,11 @@ class TextRotary(nn.Module):
         texts that are rotated alike."""
         reached = 0
         parameters: dict[str, Any] = self.own.config.rope_parameters
-        for kind, own in [(self.rope_type, parameters)] if isinstance(self.rope_type, str) else self._by_layer_type():
+        if isinstance(self.rope_type, str):
+            rotations = [(self.rope_type, parameters)]
+        else:
+            rotations = [(kind, parameters[name]) for name, kind in self.rope_type.items()]
+        for kind, own in rotations:
             if "dynamic" in kind:
                 reached = max(reached, tokens if tokens > self.own.original_max_seq_len else 0)
             elif kind == "longrope":
@@ -103,11 +106,6 @@ class TextRotary(nn.Module):
             self._frequencies[stage, kind] = getattr(self.own, name).clone()
         return self._frequencies[stage, kind].to(device)
 
-    def _by_layer_type(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        assert isinstance(self.rope_type, dict)
-        for name, kind in self.rope_type.items():
-            yield kind, self.own.config.rope_parameters[name]
-
 
 def _depends(kind: str) -> bool:
     return any(name in kind for name in KINDS)
@@ -127,53 +125,15 @@ def text_rotary(model: PreTrainedModel) -> TextRotary | None:
     return TextRotary(rotary, model.config.original_max_position_embeddings if drops else None)
 
 
-def _prefill_as_whole(prefill: Callable[..., Any], rotary: TextRotary) -> Callable[..., Any]:
-    """Return transformers' `model._prefill` with chunks that are rotated as parts of the whole
-    prompt."""
-
-    def prefilled(input_ids: Tensor, config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        mask = model_kwargs.get("attention_mask")
-        rotary.prompt_tokens = (input_ids if mask is None else mask).shape[1]
-        try:
-            return prefill(input_ids, config, model_kwargs, *args, **kwargs)
-        finally:
-            rotary.prompt_tokens = 0
-
-    return prefilled
-
-
-def _keeping_rows(model: PreTrainedModel, prepare: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `model.prepare_inputs_for_generation` so changed that it drops no cache that computes
-    its rows again by itself."""
-
-    plain: Any = GenerationMixin.prepare_inputs_for_generation
-
-    def prepared(input_ids: Tensor, **kwargs: Any) -> Any:
-        by_row = getattr(kwargs.get("past_key_values"), "recomputes_rows", False)
-        if by_row and kwargs.get("next_sequence_length") == 1:
-            return plain(model, input_ids, **kwargs)
-        return prepare(input_ids, **kwargs)
-
-    return prepared
-
-
 @contextmanager
 def in_place(model: PreTrainedModel, rotary: TextRotary | None) -> Iterator[None]:
-    """Let the model, and its `generate`, rotate by `rotary` until the block is left."""
+    """Let the model rotate by `rotary` until the block is left."""
     if rotary is None:
         yield
         return
     decoder: Any = model.get_decoder()
-    loop: Any = model
     before, decoder.rotary_emb = decoder.rotary_emb, rotary
-    replaced = {
-        "_prefill": _prefill_as_whole(loop._prefill, rotary),
-        "prepare_inputs_for_generation": _keeping_rows(model, loop.prepare_inputs_for_generation),
-    }
-    vars(model).update(replaced)
     try:
         yield
     finally:
         decoder.rotary_emb = before
-        for name in replaced:
-            del vars(model)[name]

@@ -8,26 +8,22 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile, record_function
 
 from harness.engine.cache import KVCache
 from harness.engine.step_parts import PHASES, phase_of
-from harness.engine.wait import wait_for
+from harness.models.devices import wait_for
 from kernels.dispatch import watched
 from methods.base import AttnInput
 
 METHOD = "method"
-PROFILE = "trace.json.gz"  # name in the folder of a run
-PROFILED = range(1, 4)  # steps of the first example that are profiled, and left out of the medians
 
 # Bytes of an index that operations which score candidates read, by their arguments. Also where the arguments were
 # gathered for the operation, the index is read once.
@@ -43,26 +39,18 @@ _ATTEND = PHASES["attend"][:2]  # of a decode step
 Seen = Callable[[str, tuple[Any, ...], Any], None]  # an operation, its arguments, its result
 
 
-def profile_file(folder: Path) -> Path | None:
-    """Return the file for a run's torch.profiler trace, or None if it exists already."""
-    file = folder / PROFILE
-    return None if file.exists() else file
-
-
 class Stopwatch:
-    """Clock named spans on `device`. `labelled`: also name them in the trace of a
-    torch.profiler."""
+    """Clock named spans on `device`."""
 
-    def __init__(self, device: torch.device, labelled: bool = False) -> None:
-        self.device, self.labelled = device, labelled
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self._spans: list[tuple[str, Any, Any]] = []
 
     @contextmanager
-    def span(self, name: str, label: str = "") -> Iterator[None]:
-        with record_function(label or name) if self.labelled else nullcontext():
-            began = self._mark()
-            yield
-            self._spans.append((name, began, self._mark()))
+    def span(self, name: str) -> Iterator[None]:
+        began = self._mark()
+        yield
+        self._spans.append((name, began, self._mark()))
 
     def totals(self) -> dict[str, float]:
         """Return the seconds of each name, 0 for names without a span. This waits for the
@@ -93,7 +81,7 @@ def clocked(watch: Stopwatch, seen: Seen | None = None) -> Iterator[None]:
             return call()
         within = True
         try:
-            with watch.span(phase_of(name), name):
+            with watch.span(phase_of(name)):
                 result = call()
         finally:
             within = False
@@ -121,30 +109,24 @@ class IndexBytes:
 
 
 class Tracer:
-    """Clock decode steps, and profile a few of the first ones into the file `profiled` (None: do
-    not profile). The steps must run the layers' own `decode`, one call each."""
+    """Clock decode steps. The steps must run the layers' own `decode`, one call each."""
 
-    last: dict[str, float] | None = None  # seconds of the last step's parts; None if it was profiled
+    last: dict[str, float] | None = None  # seconds of the last step's parts
 
-    def __init__(self, device: torch.device, profiled: Path | None = None) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._file = profiled
-        self._profiler: profile | None = None
-        self._count = 0
         self._indices: dict[int, int] = {}  # id of a layer -> index bytes that its decode has read
 
     @contextmanager
     def step(self, cache: KVCache) -> Iterator[None]:
         """Clock one decode step."""
-        if self._file is not None and self._count == PROFILED.start:
-            self._start()
-        watch = Stopwatch(self.device, self._profiler is not None)
-        with _clocked_layers(cache, watch, self._indices), watch.span("step", "decode step"):
+        watch = Stopwatch(self.device)
+        with _clocked_layers(cache, watch, self._indices), watch.span("step"):
             yield
-        self.last = _parts(watch.totals()) if self._profiler is None else None
-        self._count += 1
-        if self._count == PROFILED.stop:
-            self._stop()
+        spent = watch.totals()
+        phases = {phase: spent[phase] for phase in PHASES}
+        rest, model = spent[METHOD] - sum(phases.values()), spent["step"] - spent[METHOD]
+        self.last = {**phases, "rest": rest, "model": model, "step": spent["step"]}
 
     def bytes_read(self, cache: KVCache) -> float | None:
         """Return the bytes of keys, values and indices that the last step of `cache` read, or None
@@ -156,34 +138,10 @@ class Tracer:
     def medians(self, steps: Sequence[Mapping[str, float]]) -> dict[str, Any] | None:
         """Return the medians over the steps of a finished generation, in seconds; None without
         steps."""
-        self._stop()
         if not steps:
             return None
         middle = {name: median(step[name] for step in steps) for name in steps[0]}
         return {"steps": len(steps), "step_s": middle.pop("step"), "parts_s": middle}
-
-    def _start(self) -> None:
-        activities = [ProfilerActivity.CPU]
-        if self.device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
-        self._profiler = profile(activities=activities)
-        self._profiler.start()
-
-    def _stop(self) -> None:
-        """End the profile and write its trace, whole or not at all."""
-        if self._profiler is None or self._file is None:
-            return
-        self._profiler.stop()
-        part = self._file.with_name(f"unfinished-{self._file.name}")
-        self._profiler.export_chrome_trace(str(part))
-        part.replace(self._file)
-        self._profiler = self._file = None
-
-
-def _parts(spent: dict[str, float]) -> dict[str, float]:
-    phases = {phase: spent[phase] for phase in PHASES}
-    rest, model = spent[METHOD] - sum(phases.values()), spent["step"] - spent[METHOD]
-    return {**phases, "rest": rest, "model": model, "step": spent["step"]}
 
 
 @contextmanager

@@ -160,7 +160,8 @@ def _item(example: Example, tokenizer: Tokenizer, settings: Settings, window: in
         forced = forced_ids(turn, prompt, tokenizer)[:limit]
         choices = choices_ids(turn, prompt, tokenizer)
         new_tokens = max(map(len, choices), default=0) or len(forced) or limit or turn.max_new_tokens
-        findings = lint(turn, prompt, tokenizer, window, new_tokens, 0 if most else sum(one.room for one in made))
+        before = 0 if most else sum(one.room for one in made)
+        findings = list(lint(turn, prompt, tokenizer, window, new_tokens, before))
         made.append(PreparedExample(turn, prompt, new_tokens, tuple(findings), forced, choices, by_steps=bool(choices)))
     found = dict.fromkeys(finding for one in made for finding in one.findings)
     return replace(made[0], example=example, findings=tuple(found), further=tuple(made[1:]), most=most)

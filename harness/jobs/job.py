@@ -22,7 +22,7 @@ from harness.jobs.machine import check_machine, refuse
 from harness.jobs.memory import CacheSpec, MemoryForecast, needed, size
 from harness.jobs.resolve import codec_of, resolve, resolve_for_examples
 from harness.models.base import LoadedModel, ModelError, ModelSource, is_loaded, load
-from harness.prompts.calibration import calibration_text
+from harness.prompts.prompt import calibration_text
 from harness.results.files import writing
 from harness.results.identity import identity
 from harness.results.records import FailedExample, Record, StoreError

@@ -18,8 +18,7 @@ from typing import NamedTuple
 from harness.config.settings import WRITE_BUFFER, Settings
 from harness.jobs.alignment import shapes
 from harness.jobs.examples import PreparedExample
-from harness.models.architectures import ARCHITECTURES
-from harness.models.base import DTYPE_BYTES, ModelInfo, torch_dtype
+from harness.models.base import ARCHITECTURES, DTYPE_BYTES, ModelInfo, torch_dtype
 from harness.terminal.tables import BYTES, scaled
 from kernels.block import TOKENS_AT_ONCE, fits_compiled
 from kernels.step_inputs import MOST_KEPT_BYTES

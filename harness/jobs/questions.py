@@ -18,18 +18,15 @@ from harness.cachedattention.store.disk import HistoryError
 from harness.cachedattention.turns.caches import CachesBetweenTurns, Saved
 from harness.cachedattention.turns.conversation import Conversation, Overflow
 from harness.config.errors import is_memory
-from harness.engine.batch.generation import Generation
 from harness.engine.batch.running import RunningBatch
-from harness.engine.batch.running_sequence import RunningSequence, seal
-from harness.engine.batch.stepper import Stepper
+from harness.engine.batch.running_sequence import Generation, RunningSequence, seal
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
-from harness.engine.finite import NotFiniteError
 from harness.engine.graph import CaptureBroke
 from harness.engine.saved_state import Snapshot
-from harness.engine.wait import wait_for
 from harness.jobs.examples import PreparedExample
 from harness.jobs.prefill import Prefilled, Usage, larger
+from harness.models.devices import wait_for
 from harness.prompts.prompt import Tokenizer
 from harness.prompts.teacher import answer_ids
 from harness.results.records import PEAKS, StoreError
@@ -106,7 +103,7 @@ def refuse_to_go_on(error: Exception) -> None:
 class Likelihood:
     """Feeds references to the caches of one engine, in plain steps, one cache at a time."""
 
-    stepper: Stepper
+    engine: Engine
     tokenizer: Tokenizer
 
     def references(self, item: PreparedExample) -> list[tuple[int, ...]]:
@@ -126,7 +123,7 @@ class Likelihood:
         """
         fed, costs = [*question, *reference], list[float]()
         for place, token in enumerate(fed[:-1]):
-            logits = self.stepper.decode(torch.tensor([[token]], device=self.stepper.model.device), cache, None)
+            logits = self.engine.decode(torch.tensor([[token]], device=self.engine.model.device), cache, None)
             if place + 1 >= len(question):
                 costs.append(-logits[0].float().log_softmax(-1)[fed[place + 1]].item())
         return fmean(costs) if costs else None
@@ -218,7 +215,7 @@ class ContextSession:
         """Take in the answer of a turn; one that a given reply replaces leaves no trace. Raise `NotFiniteError` for one
         that came from logits that are not finite."""
         if made.not_finite is not None:
-            raise self._not_finite(made.tokens[0], made.not_finite)
+            raise self.engine.not_finite(made.not_finite)
         self.transcript.turns.append(made)
         if self._unanswered is not None:
             self._unanswered.restore()
@@ -311,12 +308,9 @@ class ContextSession:
             cache.watch = None  # comes back with the snapshot
             costs.append(cost := self.likelihood.measure(cache, question, reference))
             if cost is not None and not isfinite(cost):
-                raise self._not_finite(reference, len(reference) - 1)
+                raise self.engine.not_finite(len(reference) - 1)
             snapshot.restore()
         return min((cost for cost in costs if cost is not None), default=None)
-
-    def _not_finite(self, answer: Sequence[int], token: int) -> NotFiniteError:
-        return self.engine.not_finite(self._tensor(self.talk.text), [answer], token, self._context)
 
     def _prefill(self, cache: KVCache, tokens: Sequence[int]) -> Tensor:
         return self.engine.prefill(cache, self._tensor(tokens), whole=True)

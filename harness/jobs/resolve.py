@@ -19,7 +19,7 @@ from harness.jobs.alignment import AlignedBudget, shapes
 from harness.jobs.examples import PreparedExample, by_context
 from harness.models.base import DTYPE_BYTES, ModelInfo
 from harness.models.devices import choose_device, usual_chunk
-from harness.prompts.calibration import MOST
+from harness.prompts.prompt import MOST
 from harness.results.files import unwritable
 from harness.terminal.notices import say_once
 from methods.base import Budget, Method, PaperBudget, check_layers

@@ -21,14 +21,12 @@ from harness.cachedattention.turns.conversation import Overflow, without_eos
 from harness.cachedattention.turns.opening import in_memory, opened_caches
 from harness.config.settings import Settings
 from harness.engine.attach import Attachment
-from harness.engine.batch.generation import Generation, Stop, after, never
 from harness.engine.batch.running import RunningBatch
-from harness.engine.batch.running_sequence import RunningSequence
+from harness.engine.batch.running_sequence import Generation, RunningSequence, Stop, after, never
 from harness.engine.engine import Engine
 from harness.engine.graph import CudaGraphs
 from harness.engine.sampling import Greedy, MinLength, Sampled, Sampler
-from harness.engine.trace import Tracer, profile_file
-from harness.engine.wait import wait_for
+from harness.engine.trace import Tracer
 from harness.jobs.examples import PreparedExample, by_context, room
 from harness.jobs.prefill import Prefilled, Usage
 from harness.jobs.questions import (
@@ -41,6 +39,7 @@ from harness.jobs.questions import (
     whole_examples,
 )
 from harness.models.base import LoadedModel
+from harness.models.devices import wait_for
 from harness.prompts.stops import StopRule
 from harness.prompts.teacher import Forced
 from harness.results.measures import MEASURES
@@ -90,7 +89,6 @@ class Runner:
         attachment: Attachment,
         loaded: LoadedModel,
     ) -> None:
-        """`folder` takes the profile of trace=on."""
         self.task, self.settings, self.loaded, self.folder = task, settings, loaded, folder
         self._closing = ExitStack()
         self.device = loaded.model.device
@@ -105,7 +103,7 @@ class Runner:
         self.likelihood = Likelihood(self.engine, loaded.tokenizer) if settings.measures_likelihood else None
         self._backends: dict[str, set[str]] = {}
         if settings.trace == "on":
-            self.engine.tracer = Tracer(self.device, profile_file(folder))
+            self.engine.tracer = Tracer(self.device)
 
     @cached_property
     def kept(self) -> CachesBetweenTurns:

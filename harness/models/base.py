@@ -9,9 +9,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
-from harness.models.architectures import SINK_LOGITS
 from harness.models.devices import check_device
 
 if TYPE_CHECKING:
@@ -22,6 +21,33 @@ Weights = Literal["embedded", "hub", "local", "random"]
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 SLIDING = "sliding_attention"  # transformers' name for such a layer
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+class Architecture(NamedTuple):
+    """Say how a class of transformers is run here."""
+
+    model_type: str  # transformers' name in config.json
+    by_blocks: bool  # its decoder layers are built as kernels/block.py describes, so engine/forward.py can run them
+    unlike: str = ""  # how its decoder layers differ from those
+    drops_cache: bool = False  # `generate` computes a text again that outgrows LongRoPE's original length
+    sink_logits: bool = False  # its softmax has an additional term per query head (kernels/sink_logits.py)
+
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": Architecture("llama", by_blocks=True),
+    "MistralForCausalLM": Architecture("mistral", by_blocks=True),
+    "Qwen2ForCausalLM": Architecture("qwen2", by_blocks=True),
+    "Qwen3ForCausalLM": Architecture("qwen3", by_blocks=True),
+    "Phi3ForCausalLM": Architecture("phi3", by_blocks=True, drops_cache=True),
+    # The text model alone (1B); the larger ones are Gemma3ForConditionalGeneration
+    "Gemma3ForCausalLM": Architecture(
+        "gemma3_text", by_blocks=False, unlike="it has norms after its sublayers as well, and a GELU MLP"
+    ),
+    "GptOssForCausalLM": Architecture(
+        "gpt_oss", by_blocks=False, sink_logits=True, unlike="its MLP is a mixture of experts"
+    ),
+}
+SINK_LOGITS = tuple(known.model_type for known in ARCHITECTURES.values() if known.sink_logits)
 
 
 class ModelError(ValueError):
@@ -129,21 +155,34 @@ class ModelSource(ABC):
         return _described(self, self.identity())
 
     def load(self, dtype: str, device: str) -> LoadedModel:
+        import torch
+        import transformers
+
         target, place = torch_dtype(dtype), check_device(device)
         name, revision, weights = self.identity()
         tokenizer = self.tokenizer()
-        _quiet()
-        _make_current(place)
+        logging: Any = transformers.utils.logging
+        logging.disable_progress_bar()  # the harness draws its own
+        if ":" in place:  # kernels are launched and graphs captured on the current device, by default the first
+            torch.cuda.set_device(place)
         model = self.build(target, place)
         model.train(False).requires_grad_(False)
-        _align(model)
+        for weight in model.parameters():  # at the start of a cache line, where they are read faster
+            if weight.device.type == "cpu" and weight.data_ptr() % 64:
+                weight.data = weight.data.clone()
         longest = limit(self.context_window(), sliding_windows(model.config))
         return LoadedModel(model, tokenizer, name, revision, longest, eos_ids(model, tokenizer), weights)
 
 
 @cache
 def _described(source: ModelSource, identity: Identity) -> ModelInfo:
-    config = source.config()
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    config, auto = source.config(), cast(Any, AutoModelForCausalLM)
+    with torch.device("meta"):
+        parameters = int(auto.from_config(config).num_parameters())  # tied ones count once
+    saved = str(config.dtype).removeprefix("torch.")
     return ModelInfo(
         *identity,
         architecture=(config.architectures or ["?"])[0],
@@ -157,36 +196,11 @@ def _described(source: ModelSource, identity: Identity) -> ModelInfo:
         inner_size=config.intermediate_size,
         chosen_experts=getattr(config, "num_experts_per_tok", 0),
         vocab_size=config.vocab_size,
-        num_parameters=count_parameters(config),
-        dtype=own_dtype(config),
+        num_parameters=parameters,
+        dtype=next((name for name, full in DTYPES.items() if full == saved), "fp32"),  # fp32: transformers' default
         layer_windows=sliding_windows(config),
         sink_logits=config.model_type in SINK_LOGITS,
     )
-
-
-def _make_current(device: str) -> None:
-    """Make `device` the current one: kernels are launched and graphs captured on the current
-    device, by default the first."""
-    import torch
-
-    if ":" in device:
-        torch.cuda.set_device(device)
-
-
-def _align(model: PreTrainedModel) -> None:
-    """Move weights to the start of a cache line, where they are read faster; those mapped from a
-    file begin anywhere."""
-    for weight in model.parameters():
-        if weight.device.type == "cpu" and weight.data_ptr() % 64:
-            weight.data = weight.data.clone()
-
-
-def _quiet() -> None:
-    """Turn off transformers' progress bars: the harness draws its own."""
-    import transformers
-
-    logging: Any = transformers.utils.logging
-    logging.disable_progress_bar()
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -197,13 +211,6 @@ def torch_dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, DTYPES[name])
     assert isinstance(dtype, torch.dtype)
     return dtype
-
-
-def own_dtype(config: PreTrainedConfig) -> str:
-    """Return the dtype in which the checkpoint was saved; fp32, transformers' default, if its
-    config names no known dtype."""
-    saved = str(config.dtype).removeprefix("torch.")
-    return next((name for name, full in DTYPES.items() if full == saved), "fp32")
 
 
 def limit(window: int, layer_windows: Sequence[int | None]) -> int:
@@ -220,16 +227,6 @@ def sliding_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
         window = None
     kinds = getattr(config, "layer_types", None) or [SLIDING] * config.num_hidden_layers
     return tuple(window if kind == SLIDING else None for kind in kinds)
-
-
-def count_parameters(config: PreTrainedConfig) -> int:
-    """Count the parameters without allocating them; tied ones count once."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    auto: Any = AutoModelForCausalLM
-    with torch.device("meta"):
-        return int(auto.from_config(config).num_parameters())
 
 
 def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

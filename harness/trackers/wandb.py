@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import netrc
 import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from evals.hub import reachable
+from harness.config.errors import one_sentence
+from harness.config.settings import Settings
 from harness.terminal.notices import say_once
+from kernels.temporary import TemporaryFolder
 
 if TYPE_CHECKING:
     from harness.trackers.finished import FinishedRun
@@ -88,3 +93,38 @@ def _has_login(server: str) -> bool:
         return urlsplit(server).hostname in netrc.netrc(os.environ.get("NETRC")).hosts
     except (OSError, netrc.NetrcParseError):
         return False
+
+
+class Copies:
+    """Send copies of runs to the projects of the jobs; by default there is none. What fails here is reported in a
+    sentence, and the runs are complete."""
+
+    def __init__(self) -> None:
+        self.projects: list[Wandb] = []
+
+    def open(self, jobs: Iterable[Settings]) -> None:
+        """Find the projects that the jobs name, and report what is missing for them."""
+        named = [job.wandb for job in jobs if not job.dry_run]
+        projects = dict.fromkeys(Wandb(job.project) for job in named if job.project is not None)
+        for project in projects:
+            if reason := project.missing():
+                say_once(f"{reason}: nothing goes to wandb, the runs go on without it")
+            else:
+                self.projects.append(project)
+
+    def publish(self, folders: Sequence[Path]) -> None:
+        """Send a copy of each finished run to each project."""
+        if not self.projects or not folders:
+            return
+        from harness.trackers.finished import finished  # matplotlib
+
+        try:
+            with TemporaryFolder("kv-trackers-") as scratch:
+                for run in finished(folders, scratch):
+                    for project in self.projects:
+                        try:
+                            project.publish(run)
+                        except Exception as error:
+                            say_once(f"{run.folder.name} was not sent to wandb: {one_sentence(error).rstrip('.')}")
+        except KeyboardInterrupt:
+            say_once("stopped sending; the runs are complete, and the same command sends them again")

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from harness.engine.allocations import Allocations
 from kernels import column_sums as module
 from kernels import ops, reference, sink_logits, windowed
 from kernels.dispatch import use_backend
 from kernels.reference import Segment
 from kernels.windowed import windowed_attention
+from tests.allocations import Allocations
 from tests.kernels.op_cases import WINDOWS, random, stored
 
 

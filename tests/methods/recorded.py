@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.engine.calibration import observer
+from harness.engine.attach import observer
 from harness.engine.hf import layer_specs
 from harness.models import embedded
-from harness.prompts.calibration import calibration_text
+from harness.prompts.prompt import calibration_text
 from kernels.rope import rotate
 from methods.base import AttnInput, LayerSpec
 from tests.methods.synthetic import Sequences, Shape

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from harness.engine.wait import wait_for
+from harness.models.devices import wait_for
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Call = Callable[[], Any]

@@ -1,20 +1,82 @@
-"""Makes a press from nested mappings, as yaml and command line give them, and refuses by name what
-cannot run here."""
+"""Imports kvpress without its changes to transformers, makes a press from nested mappings, as yaml and
+command line give them, and refuses by name what cannot run here."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
 from importlib import import_module
+from importlib.metadata import version
+from importlib.util import find_spec
 from inspect import Parameter, signature
+from types import ModuleType
 from typing import Any
 
-from harness.bridges.kvpress.package import KVPressError, package
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
 from harness.config.plugins import suggestion
 
+RELEASE = "0.5.5"  # this bridge calls its hooks; another release could be another method under the same name
+INSTALL = f"pip install --no-deps kvpress=={RELEASE} 'cachetools<6' fire termcolor"
 RATIO = "compression_ratio"
 FROM_A_HUB = ("DuoAttentionPress", "KVzapPress", "LUKVPress", "QFilterPress")
 WINDOWS = ("window_size",), ("n_sink",), ("sink_size_start", "sink_size_end")  # fields whose sums count tokens
 OWN_WEIGHTS = {"ExpectedAttentionStatsPress": "stats_folder"}  # class -> the field that names a folder with weights
+
+
+class KVPressError(ValueError):
+    """Return why a press cannot run here, and what to do."""
+
+
+@cache
+def package() -> Any:
+    """Return the module `kvpress`. Raises `KVPressError` if it is not installed, or in another
+    release."""
+    try:
+        if (release := version("kvpress")) != RELEASE:
+            raise KVPressError(
+                f"kvpress {release} is installed, and presses run here as {RELEASE} has them: `{INSTALL}`."
+            )
+        with unpatched(), without_data_sets():
+            return import_module("kvpress")
+    except ImportError as error:
+        raise KVPressError(
+            f"kvpress cannot be imported ({error}): install it beside this project with `{INSTALL}`, without its "
+            "dependencies, because it requires another release of transformers."
+        ) from error
+
+
+@contextmanager
+def unpatched() -> Iterator[None]:
+    """Undo the change that the first import of kvpress makes to all attention functions of
+    transformers: it wraps each in one that hides masked keys. Here masked keys are removed instead.
+    A program that has imported kvpress before wants the wrappers and keeps them."""
+    wanted, before = "kvpress" in sys.modules, dict(ALL_ATTENTION_FUNCTIONS.items())
+    yield
+    for name, function in before.items() if not wanted else ():
+        if ALL_ATTENTION_FUNCTIONS[name] is not function:
+            del ALL_ATTENTION_FUNCTIONS[name]  # the wrapper registered in this process
+        if ALL_ATTENTION_FUNCTIONS.get(name) is not function:
+            ALL_ATTENTION_FUNCTIONS[name] = function
+
+
+@contextmanager
+def without_data_sets() -> Iterator[None]:
+    """Provide kvpress with an empty module `datasets` if there is none: it imports it for
+    statistics that it would compute from data sets of a hub, and presses that need those are
+    refused here."""
+    if find_spec("datasets") is not None:
+        yield
+        return
+    module = ModuleType("datasets")
+    module.load_dataset = None  # type: ignore[attr-defined]
+    sys.modules["datasets"] = module
+    try:
+        yield
+    finally:
+        del sys.modules["datasets"]
 
 
 def build(mapping: Mapping[str, Any], key: str = "press") -> Any:
@@ -116,10 +178,7 @@ def _refuse(press: Any, key: str) -> None:
     if isinstance(press, package().ObservedAttentionPress):
         raise KVPressError(f"{key}: {name} needs the weights of eager attention, which are never formed here: use h2o.")
     if isinstance(press, package().DMSPress):
-        raise KVPressError(
-            f"{key}: {name} evicts what is below a threshold, so that layers differ in how much they keep in all: no "
-            "budget holds."
-        )
+        raise KVPressError(f"{key}: {name} evicts what is below a threshold, so that no budget holds: choose another.")
     folder = OWN_WEIGHTS.get(name)
     if name in FROM_A_HUB or (folder and getattr(press, folder) is None):
         instead = f"set {key}.{folder}" if folder else "choose another"

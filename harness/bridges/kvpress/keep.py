@@ -3,7 +3,7 @@ values."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import nextafter
@@ -13,14 +13,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from harness.bridges.kvpress.building import nested, set_ratio
-from harness.bridges.kvpress.package import KVPressError, package
-from harness.bridges.kvpress.rows import Rows, places_of
+from harness.bridges.kvpress.building import KVPressError, package, set_ratio
 from harness.engine.hf import QueryProjection, Rotary
 from kernels.rope import rotate_by
 from methods.base import AttnInput, LayerSpec
+from methods.base.pieces import pieces
 from methods.layers import Evict
 
+Rows = tuple[Tensor, Tensor]  # keys and values, each [B G S D]
+WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers by size, to see the bits of numbers
 MASKED = "masked_key_indices"  # attribute of the attention module in which a press leaves the keys to hide
 
 
@@ -112,8 +113,6 @@ def press_one(press: Any, spec: LayerSpec, hidden: Tensor, given: Sequence[Tenso
     with (
         lent_module(spec) as module,
         torch.random.fork_rng([device] if hidden.is_cuda else []),
-        _naming(press, spec),
-        _with_scores_watched(press, spec),
     ):
         torch.manual_seed(spec.index)  # a press that draws random numbers must draw the same again
         call = {
@@ -122,7 +121,13 @@ def press_one(press: Any, spec: LayerSpec, hidden: Tensor, given: Sequence[Tenso
             "cache_position": positions,
             "position_embeddings": (cos, sin),
         }
-        press.forward_hook(module, [], call, [None, None])
+        try:
+            press.forward_hook(module, [], call, [None, None])
+        except Exception as error:
+            raise KVPressError(
+                f"{type(press).__name__} of kvpress fails in layer {spec.index} ({type(error).__name__}: {error}): "
+                "change its parameters, the budget or the prompt."
+            ) from error
         masked = getattr(module, MASKED, None)
     visible = torch.ones(layer.keys.shape[:3], dtype=torch.bool, device=device)
     if masked is not None:
@@ -158,58 +163,13 @@ def lent_module(spec: LayerSpec) -> Iterator[Any]:
     assert isinstance(spec.project_query, QueryProjection)
     assert isinstance(spec.rope, Rotary)
     module: nn.Module = spec.project_query.module
-    before = {name: getattr(module, name) for name in ("rotary_emb", MASKED) if hasattr(module, name)}
     module.rotary_emb = LentRotary(spec.rope)
     try:
         yield module
     finally:
         for name in ("rotary_emb", MASKED):
-            if name in before:
-                setattr(module, name, before[name])
-            elif hasattr(module, name):
+            if hasattr(module, name):
                 delattr(module, name)
-
-
-@contextmanager
-def _with_scores_watched(press: Any, spec: LayerSpec) -> Iterator[None]:
-    """Refuse scores with NaN, from `press` and presses in it: they would choose at random what
-    stays."""
-
-    def watched(score: Callable[..., Tensor], name: str) -> Callable[..., Tensor]:
-        def call(*arguments: Any, **keywords: Any) -> Tensor:
-            scores = score(*arguments, **keywords)
-            if bool(scores.isnan().any()):
-                raise KVPressError(
-                    f"{name} of kvpress gives scores in layer {spec.index} that are NaN, which say nothing of what is "
-                    "to stay: correct the press, or choose another."
-                )
-            return scores
-
-        return call
-
-    scoring = [each for each in nested(press) if hasattr(each, "score")]
-    for each in scoring:
-        each.score = watched(each.score, type(each).__name__)
-    try:
-        yield
-    finally:
-        for each in scoring:
-            del each.score
-
-
-@contextmanager
-def _naming(press: Any, spec: LayerSpec) -> Iterator[None]:
-    """Name the press in the errors that it raises."""
-    try:
-        yield
-    except KVPressError:
-        raise
-    except Exception as error:
-        name = type(press).__name__
-        raise KVPressError(
-            f"{name} of kvpress fails in layer {spec.index} ({type(error).__name__}: {error}): change its parameters, "
-            "the budget or the prompt."
-        ) from error
 
 
 def ratio_for(tokens: int, kept: int) -> float:
@@ -219,3 +179,37 @@ def ratio_for(tokens: int, kept: int) -> float:
     while int(tokens * (1 - ratio)) < kept:
         ratio = nextafter(ratio, 0)
     return ratio
+
+
+def places_of(given: Rows, kept: Rows) -> Tensor | None:
+    """Return where the rows of `kept` stand in `given`, int64 [B G K], or None if one of them is
+    not there bit for bit.
+
+    Rows that are equal bit for bit are distinguished by their order.
+    """
+    hashes, source = _hashes(given).sort(dim=-1, stable=True)
+    wanted, order = _hashes(kept).sort(dim=-1, stable=True)
+    repeats = torch.arange(wanted.shape[-1], device=wanted.device) - torch.searchsorted(wanted, wanted)
+    found = (torch.searchsorted(hashes, wanted) + repeats).clamp(max=hashes.shape[-1] - 1)
+    places = torch.empty_like(order).scatter_(-1, order, source.gather(-1, found))
+    return places if all(_equal_at(x, places, y) for x, y in zip(given, kept, strict=True)) else None
+
+
+def _hashes(rows: Rows) -> Tensor:
+    """Return a number for every row that depends on all its bits, int64 [B G S]."""
+    factors = torch.randint(2**62, (2, rows[0].shape[-1]), generator=torch.Generator().manual_seed(0))
+    both = list(zip(map(_bits, rows), factors.to(rows[0].device), strict=True))
+
+    return torch.cat(
+        [sum((bits[:, :, part].long() * factor).sum(-1) for bits, factor in both) for part in pieces(rows[0].shape[2])],
+        -1,
+    )
+
+
+def _equal_at(x: Tensor, places: Tensor, wanted: Tensor) -> bool:
+    across = places.unsqueeze(-1).expand(-1, -1, -1, x.shape[-1])
+    return torch.equal(_bits(x).gather(2, across), _bits(wanted))
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(WORDS[x.element_size()])

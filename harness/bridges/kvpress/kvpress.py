@@ -24,10 +24,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
-from harness.bridges.kvpress.building import build, check_mapping, set_ratio, windows
+from harness.bridges.kvpress.building import KVPressError, build, check_mapping, set_ratio, windows
 from harness.bridges.kvpress.keep import PressEvict
-from harness.bridges.kvpress.package import KVPressError
-from harness.bridges.kvpress.working import working_bytes
 from harness.engine.hf import QueryProjection
 from methods.base import CacheState, Cost, CostError, Grids, KVLayer, LayerSpec, LayerWorkload, Method
 from methods.base.cost import PeakExtra
@@ -88,14 +86,14 @@ class KVPress(Method):
 
     def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
         """Return the memory of the layer's input, taken to be as wide as the queries, until the
-        seal. The seal adds that input in one piece and the working memory of the press, which
-        includes copies of keys and values."""
+        seal. The seal adds that input in one piece, the copies of keys and values that the press is
+        given, and as much again for what it computes."""
         kept = PeakExtra(kept=case.sealed * case.query_bytes)
         if self.reads_whole(case):
             return kept
-        leaving = case.sealed * case.row_bytes + costs.evicting(case, case.budget)  # besides the rows that it returns
-        working = max(working_bytes(self.press, case), leaving)
-        return kept + PeakExtra(seal=case.sealed * case.query_bytes + working)
+        copies = case.sealed * case.row_bytes
+        working = max(copies, costs.evicting(case, case.budget))
+        return kept + PeakExtra(seal=case.sealed * case.query_bytes + copies + working)
 
     def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
         """Make a press for each sequence, which all layers share."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,20 +15,73 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, po
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from harness.bridges.lm_eval.setup import ready
 from harness.bridges.lm_eval.texts import FreeAnswer, ScoredQuestion, ScoredWindow, log_likelihood, side_by_side
+from harness.config.catalogue import plain
+from harness.config.compose import built, composed
 from harness.config.settings import SettingsError
-from harness.engine.finite import NotFiniteError
+from harness.config.values import orders
+from harness.engine.engine import Engine, NotFiniteError
+from harness.engine.graph import CudaGraphs
 from harness.engine.hf import routed
 from harness.engine.sampling import Greedy, Sampled, Sampler
+from harness.jobs.job import attach
+from harness.jobs.machine import check_machine
+from harness.jobs.resolve import resolve
+from harness.models.base import LoadedModel, load
 from harness.prompts.prompt import in_template
 from harness.prompts.stops import StopRule
-from harness.terminal.notices import alike, warn
+from harness.terminal.notices import alike, say_once, warn
+from kernels import ops
 from methods.full import Full
 
 EncodedPair = tuple[tuple[str, str], list[int], list[int]]  # texts of context and continuation, and their tokens
+READ = (
+    "model",
+    "method",
+    "budget",
+    "budget_rule",
+    "comm",
+    "windows",
+    "dense_layers",
+    "budget_generated",
+    "placement",
+    "codec",
+    "overlap",
+    "dtype",
+    "device",
+    "prefill_chunk",
+    "threads",
+    "graphs",
+    "backends",
+)  # fmt: skip; the keys of a run that are read here
 ITS_DEVICE = "cuda:0"  # the default of lm-eval's command, also on machines without a GPU
 DRAWN = ("do_sample", "temperature", "top_k", "top_p")  # keywords of a request that say how tokens are picked
+
+
+def ready(words: Mapping[str, Any], config_dir: str | None = None) -> tuple[LoadedModel, Engine]:
+    """Return the model and the engine of its attached method, configured by `words` as
+    `python -m harness KEY=VALUE ...` is. `config_dir`: a folder with method/NAME.yaml and model/NAME.yaml of a user's
+    own, as for `--config-dir`. Raises `SettingsError` for a key that has no effect here."""
+    for key in words:
+        if key.partition(".")[0] not in READ:
+            raise SettingsError(f"{key} is not a key of lm-eval's model: use one of {', '.join(READ)}.")
+    folders = [] if config_dir is None else [Path(config_dir)]
+    try:
+        given, _, source, wanted = built(composed([f"{key}={plain(value)}" for key, value in words.items()], folders))
+    except SettingsError as error:  # the advice names an option of our own command
+        raise SettingsError(str(error).replace("--config-dir", "config_dir", 1)) from error
+    check_machine(wanted)
+    resolved = resolve(wanted, given, source.describe())
+    for note in resolved.notes:
+        say_once(note)
+    settings = resolved.settings
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    ops.prefer(orders(settings.backends))
+    loaded = load(source, settings.dtype, settings.device)
+    attachment = attach(loaded, resolved.method, resolved.budget, settings)
+    graphs = CudaGraphs(loaded.model.device) if settings.graphs == "on" else None
+    return loaded, Engine(attachment, prefill_chunk=settings.prefill_chunk, graphs=graphs)
 
 
 class KVHarnessLM(TemplateLM):
@@ -54,8 +108,6 @@ class KVHarnessLM(TemplateLM):
         a user's own methods. `words`: keys of a run, such as model=, method=, budget=."""
         super().__init__()
         self.batch_size = _whole("batch_size", batch_size)
-        if max_batch_size is not None:
-            raise SettingsError("max_batch_size goes with batch_size=auto, which is refused: leave it out.")
         chosen = {} if device in (None, ITS_DEVICE) else {"device": device}
         self.loaded, self.engine = ready(words | chosen, config_dir)
         self.tokenizer: Any = self.loaded.tokenizer
@@ -65,7 +117,12 @@ class KVHarnessLM(TemplateLM):
         self.max_length = self.loaded.window if max_length is None else _whole("max_length", max_length)
         self.max_gen_toks = _whole("max_gen_toks", max_gen_toks)
         self.add_bos_token, self.seed = add_bos_token, seed
-        self.rolling_context = self._share(rolling_context)
+        if not isinstance(rolling_context, (int, float)) or not (0 if self._full else 1e-9) <= rolling_context < 1:
+            raise SettingsError(
+                f"rolling_context={rolling_context!r} is no share of a window to seal: give a number like 0.5; only "
+                "method=full takes 0."
+            )
+        self.rolling_context = rolling_context
         self._device = self.loaded.model.device
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
@@ -149,10 +206,7 @@ class KVHarnessLM(TemplateLM):
         with routed(self.loaded.model), tqdm(total=count, desc=f"Running {what}", disable=quiet) as bar:
             for text, slot in side_by_side(self.engine, texts, self.batch_size):
                 if slot.out.not_finite is not None:
-                    raise NotFiniteError(
-                        f"The logits of request {text.number} hold NaN or infinity in {self.loaded.model.dtype}: check "
-                        "the weights or take another dtype; `python -m harness` with this model names the layer."
-                    )
+                    raise NotFiniteError(f"Request {text.number}: {self.engine.not_finite(slot.out.not_finite)}")
                 numbers.add(text.number)
                 if slot.out.fallback:
                     fell_back.setdefault(text.number, slot.out.fallback)
@@ -217,18 +271,6 @@ class KVHarnessLM(TemplateLM):
     @property
     def _full(self) -> bool:
         return isinstance(self.engine.attachment.method, Full)
-
-    def _share(self, rolling_context: object) -> float:
-        if not isinstance(rolling_context, (int, float)) or isinstance(rolling_context, bool):
-            raise SettingsError(f"rolling_context={rolling_context!r} is not a share: give a number like 0.5.")
-        if not 0 <= rolling_context < 1:
-            raise SettingsError(f"rolling_context={rolling_context} is not below 1: give a number like 0.5.")
-        if not rolling_context and not self._full:
-            raise SettingsError(
-                f"rolling_context=0 seals nothing of a window, so {type(self.engine.attachment.method).__name__} would "
-                "score as Full: give a share like 0.5, or method=full."
-            )
-        return rolling_context
 
 
 def _whole(key: str, number: int | str) -> int:

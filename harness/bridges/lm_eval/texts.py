@@ -6,50 +6,39 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from time import perf_counter
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from harness.engine.batch.generation import after
 from harness.engine.batch.running import RunningBatch
-from harness.engine.batch.running_sequence import RunningSequence
+from harness.engine.batch.running_sequence import RunningSequence, after
 from harness.engine.engine import Engine
 from harness.engine.saved_state import Snapshot
 from harness.prompts.teacher import Forced
 
+Text: TypeAlias = "FreeAnswer | ScoredQuestion | ScoredWindow"
 CHUNK = 512  # tokens of a window whose logits are computed at a time
 
 
-class InBatch(Protocol):
-    """Run in a batch, one sequence after the other."""
+def side_by_side(engine: Engine, texts: Iterator[Text], size: int) -> Iterator[tuple[Text, RunningSequence]]:
+    """Run `size` of `texts` together. Yield each text with each of its sequences that has ended.
+    `text.next(batch)` starts the next sequence of a text, and returns None if there is none left."""
+    batch, running = RunningBatch(engine), dict[RunningSequence, Text]()
 
-    def next(self, batch: RunningBatch) -> RunningSequence | None:
-        """Start the next sequence in `batch`; return None if there is none left."""
+    def go_on(text: Text) -> None:
+        if (slot := text.next(batch)) is not None:
+            running[slot] = text
 
-
-AnyInBatch = TypeVar("AnyInBatch", bound=InBatch)
-
-
-def side_by_side(
-    engine: Engine, texts: Iterator[AnyInBatch], size: int
-) -> Iterator[tuple[AnyInBatch, RunningSequence]]:
-    """Run `size` of `texts` together. Yield each text with each of its sequences that has ended."""
-    batch, running = RunningBatch(engine), dict[RunningSequence, AnyInBatch]()
     while True:
         while len(running) < size and (text := next(texts, None)) is not None:
-            _go_on(text, batch, running)
+            go_on(text)
         if not running:
             return
         for slot in batch.step():
             text = running.pop(slot)
             yield text, slot
-            _go_on(text, batch, running)
-
-
-def _go_on(text: AnyInBatch, batch: RunningBatch, running: dict[RunningSequence, AnyInBatch]) -> None:
-    if (slot := text.next(batch)) is not None:
-        running[slot] = text
+            go_on(text)
 
 
 class FreeAnswer:

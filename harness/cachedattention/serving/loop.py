@@ -20,9 +20,8 @@ from harness.cachedattention.serving.figures import Answer
 from harness.cachedattention.serving.plan import Session
 from harness.cachedattention.turns.caches import CachesBetweenTurns, Saved
 from harness.cachedattention.turns.conversation import Conversation
-from harness.engine.batch.generation import Stop
 from harness.engine.batch.running import RunningBatch
-from harness.engine.batch.running_sequence import RunningSequence
+from harness.engine.batch.running_sequence import RunningSequence, Stop
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
 from harness.jobs.examples import PreparedExample

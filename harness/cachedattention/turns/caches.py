@@ -17,7 +17,7 @@ from harness.cachedattention.store.history_load import HistoryLoad
 from harness.cachedattention.store.upload import UploadToHost
 from harness.cachedattention.turns.truncation import Rotation, truncated
 from harness.engine.cache import KVCache
-from harness.engine.wait import wait_for
+from harness.models.devices import wait_for
 from methods.tiers.tier import DEVICE
 
 Prefill = Callable[[KVCache, Sequence[int]], Tensor]  # -> logits of the last token [1 V]

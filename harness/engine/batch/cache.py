@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from harness.engine.batch.groups import Attending, StepGroup, shared_layer
 from harness.engine.cache import KVCache
 from kernels.per_sequence import per_sequence
 from kernels.ragged import Ragged
@@ -21,6 +20,24 @@ from methods.layers.batched import Slots, alone_because, form, hand_back, link, 
 from methods.tiers.traffic import Traffic
 
 CHECKED = "what a method returns is checked, or compared with exact attention, one sequence after the other"
+
+
+class StepGroup(NamedTuple):
+    """Hold one member, or several members whose sequences take a layer's step together."""
+
+    layer: Any  # the member's own KVLayer, or the Layer that several members share
+    members: tuple[int, ...]
+    rows: Tensor | slice  # rows of these members and of free slots, among the rows of all members
+    joint: bool
+
+
+class Attending(NamedTuple):
+    """Say how one member attends: alone in some layers, through a shared layer in the others."""
+
+    alone: list[KVLayer]
+    together: list[tuple[Layer, Layer]]  # its own layer, and the shared one
+    first: dict[int, int]  # id of a shared layer -> the row in it with which this member's sequences begin
+    lags: bool  # all layers of the method are shared
 
 
 class SlotsCache(KVCache):
@@ -41,7 +58,11 @@ class SlotsCache(KVCache):
         self._counters.start()
         self.sealed = True
         self.num_tokens = max(member.num_tokens for member in members)
-        reasons = [[alone or self._reason(member, layer) for layer in member.layers] for member in members]
+        checked = [member.watch is not None or member.state.checking for member in members]
+        reasons = [
+            [alone or (CHECKED if is_checked else alone_because(layer)) for layer in member.layers]
+            for member, is_checked in zip(members, checked, strict=True)
+        ]
         self.alone = next((reason for by_member in zip(*reasons, strict=True) for reason in by_member if reason), None)
         self._forms = [_forms(*pair) for pair in zip(members, reasons, strict=True)]
         self.step_inputs = StepInputs() if sized and self.alone is None else None
@@ -196,9 +217,7 @@ class SlotsCache(KVCache):
     @property
     def policies(self) -> list[Policy]:
         """Return the policies of all shared layers."""
-        return [
-            mine for groups in self._groups for group in groups if group.joint for mine in shared_layer(group).policies
-        ]
+        return [policy for groups in self._groups for group in groups if group.joint for policy in group.layer.policies]
 
     def results(self) -> list[dict[str, Any]]:
         """Return the attributes of each policy of the shared layers."""
@@ -261,16 +280,9 @@ class SlotsCache(KVCache):
                 alike.setdefault(number if reason else self._forms[number], []).append(number)
             groups.append([self._group(layers, numbers, shared) for numbers in alike.values()])
             joint = [group for group in groups[-1] if group.joint]
-            linked += [
-                (shared_layer(group), [cast(Layer, layers[number]) for number in group.members]) for group in joint
-            ]
+            linked += [(group.layer, [cast(Layer, layers[number]) for number in group.members]) for group in joint]
         link(linked)
         return groups
-
-    @staticmethod
-    def _reason(member: KVCache, layer: KVLayer) -> str | None:
-        """Return why a member attends alone in a layer, or None."""
-        return CHECKED if member.watch is not None or member.state.checking else alone_because(layer)
 
     def _group(self, layers: Sequence[KVLayer], members: Sequence[int], shared: dict[Hashable, Any]) -> StepGroup:
         spans = [range(sum(self._sizes[:number]), sum(self._sizes[: number + 1])) for number in members]
@@ -303,7 +315,7 @@ class SlotsCache(KVCache):
             if not group.joint:
                 alone.append(layer)
                 continue
-            joint.append((cast(Layer, layer), shared_layer(group)))
+            joint.append((cast(Layer, layer), group.layer))
             first[id(group.layer)] = sum(self._sizes[other] for other in group.members if other < number)
         lags = not {id(layer) for layer in alone} & {id(layer) for layer in member.method_layers}
         return Attending(alone, joint, first, lags)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from harness.engine.batch.cache import SlotsCache
-from harness.engine.batch.generation import Generation, Stop, never
-from harness.engine.batch.running_sequence import RunningSequence
-from harness.engine.batch.stepper import Stepper
+from harness.engine.batch.running_sequence import Generation, RunningSequence, Stop, never
 from harness.engine.cache import KVCache
 from harness.engine.graph import CapturedStep
 from harness.engine.sampling import Greedy, Sampler
@@ -26,8 +25,9 @@ class RunningBatch:
     method allows it (`SlotsCache`). If a layer of one sequence cannot be captured, all of them run
     uncaptured."""
 
-    def __init__(self, stepper: Stepper) -> None:
-        self.stepper = stepper
+    def __init__(self, engine: Any) -> None:
+        """`engine`: the `Engine` that runs the forwards; it makes batches of its own for single answers."""
+        self.engine = engine
         self.sequences: list[RunningSequence] = []
         self._together: list[RunningSequence] = []  # the sequences in `_cache` and `_captured`
         self._rows: list[int] = []  # rows of each of them
@@ -74,13 +74,13 @@ class RunningBatch:
         if slot in self._together:
             self._part()
         slot.finish()
-        out, watch, stepper = slot.out, slot.cache.watch, self.stepper
-        stepper.unclocked = out.unclocked or stepper.unclocked
+        out, watch, engine = slot.out, slot.cache.watch, self.engine
+        engine.unclocked = out.unclocked or engine.unclocked
         if watch is not None:
-            exact = stepper.attachment.method.dense_prefill  # else Full's prompt is not the method's
-            out.fidelity = [watch.report(stepper.model, i, tokens, exact) for i, tokens in enumerate(out.tokens)]
-        if stepper.tracer is not None:
-            out.trace = stepper.tracer.medians(slot.parts)
+            exact = engine.attachment.method.dense_prefill  # else Full's prompt is not the method's
+            out.fidelity = [watch.report(engine.model, i, tokens, exact) for i, tokens in enumerate(out.tokens)]
+        if engine.tracer is not None:
+            out.trace = engine.tracer.medians(slot.parts)
             out.measured["read_bytes_per_step"] = fmean(slot.read) if slot.read else None
         return out
 
@@ -90,7 +90,7 @@ class RunningBatch:
         if any(slot in self._together for slot in slots):
             captured, self._captured, self._together, self._cache = self._captured, None, [], None
             if captured is not None:
-                self.stepper.close(captured)
+                self.engine.close(captured)
 
     def _advance(self, running: list[RunningSequence]) -> None:
         if not (running := self._recompute(running)):
@@ -101,9 +101,9 @@ class RunningBatch:
         if running != self._together:
             self._gather(running)
         assert self._cache is not None
-        fed = [slot.next().to(self.stepper.model.device) for slot in running]
+        fed = [slot.next().to(self.engine.model.device) for slot in running]
         try:
-            logits = self.stepper.decode(fed[0] if len(fed) == 1 else torch.cat(fed), self._cache, self._captured)
+            logits = self.engine.decode(fed[0] if len(fed) == 1 else torch.cat(fed), self._cache, self._captured)
         except BaseException:
             self._part()  # each cache stays as it was before the step
             raise
@@ -119,7 +119,7 @@ class RunningBatch:
     def _recompute(self, running: list[RunningSequence]) -> list[RunningSequence]:
         """Let each sequence whose text outgrows its rotation take its step alone. Return the other
         sequences."""
-        rotary = self.stepper.attachment.rotary
+        rotary = self.engine.attachment.rotary
         if rotary is None or rotary.drops_at is None:
             return running
         for number, slot in enumerate(self._together):
@@ -129,8 +129,8 @@ class RunningBatch:
             self._part()
         for slot in outgrowing:
             slot.clock.resume()
-            began, token = perf_counter(), slot.next().to(self.stepper.model.device)
-            slot.take(self.stepper.decode(token, slot.cache, None))
+            began, token = perf_counter(), slot.next().to(self.engine.model.device)
+            slot.take(self.engine.decode(token, slot.cache, None))
             slot.clock.pause()
             slot.bill(perf_counter() - began, None, 1)
         return [slot for slot in running if slot not in outgrowing]
@@ -149,7 +149,7 @@ class RunningBatch:
             slot.note_reads(self._cache.catch_up(number))
 
     def _note(self, running: list[RunningSequence], seconds: float, capture_s: float | None) -> None:
-        tracer = self.stepper.tracer
+        tracer = self.engine.tracer
         for slot in running:
             slot.bill(seconds - (capture_s or 0.0), capture_s, len(running))
             if tracer is None:
@@ -164,12 +164,12 @@ class RunningBatch:
         self._part()
         caches = [slot.cache for slot in running]
         self._together, self._rows = running, [slot.rows for slot in running]
-        self._cache = self.stepper.joined(caches)
-        self._captured = self.stepper.captured(self._cache)
+        self._cache = self.engine.joined(caches)
+        self._captured = self.engine.captured(self._cache)
 
     def _part(self) -> None:
         if self._captured is not None:
-            self.stepper.close(self._captured)
+            self.engine.close(self._captured)
         for number, slot in enumerate(self._together):
             self._catch_up(number, slot)
         self._together, self._cache, self._captured = [], None, None  # so that nothing outlives its sequence

@@ -1,19 +1,66 @@
-"""Holds one sequence of a running batch: its cache, its tokens, its clock and its counters."""
+"""Holds one sequence of a running batch: its cache, its tokens, its clock and its counters, and what it
+gave in the end."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from harness.engine.batch.generation import LEFT, LENGTH, UNCLOCKED, Generation, Stop
 from harness.engine.cache import KVCache
 from harness.engine.footprint import footprint
 from harness.engine.sampling import Sampler
-from harness.engine.wait import wait_for
+from harness.models.devices import wait_for
 from harness.prompts.teacher import Forced
+
+Stop = Callable[[list[int]], str | None]  # tokens so far -> why to stop, or None
+UNION_EVERY = 8  # steps; counting a union takes a few percent of a step
+LENGTH, FORCED, LEFT = "length", "forced", "left"
+UNCLOCKED = "a captured step runs as a whole and cannot be clocked inside; graphs=off clocks transfers"
+
+
+def never(tokens: list[int]) -> str | None:
+    """Return None for any tokens: the answer runs to its length limit."""
+    return None
+
+
+def after(count: int) -> Stop:
+    """Return a rule that stops after the last of `count` given tokens."""
+    return lambda tokens: FORCED if len(tokens) == count else None
+
+
+@dataclass(slots=True)
+class Generation:
+    """Hold the answer of one sequence, or of B sequences of equal length that share a cache, and
+    its measurements.
+
+    Seconds count from the start of the prefill. The clock stands still while other sequences of the
+    batch join or leave (harness/engine/batch/running_sequence.py)."""
+
+    tokens: list[list[int]]  # per sequence, including the token that stopped it
+    stops: list[str]  # per sequence, why it ended
+    token_s: list[float] = field(default_factory=list)  # when step i's tokens were on the host
+    seal_s: float | None = None
+    question_s: float | None = None
+    share_s: float = 0.0  # machine seconds: its prefill and seal, and an equal part of each step it was in
+    decode_share_s: float = 0.0  # machine seconds after the second token
+    sealed: bool = False
+    fallback: str | None = None
+    measured: dict[str, float | None] = field(default_factory=dict)  # means over steps (harness/results/measures.py)
+    kv: dict[str, int] = field(default_factory=dict)  # bytes held per tier
+    fidelity: list[dict[str, Any] | None] | None = None  # per sequence
+    nll: list[float] | None = None  # per sequence, where the tokens were given (harness/prompts/teacher.py)
+    likeliest: list[bool] | None = None  # per sequence, whether the model would have chosen every given token
+    trace: dict[str, Any] | None = None  # medians over its clocked steps (harness/engine/trace.py)
+    not_finite: int | None = None  # index of the first token whose logits held NaN or infinity
+    unclocked: str | None = None  # why the time its steps waited for moving rows is unknown
+    recomputed: int = 0  # how often its text was computed again because it outgrew the model's rotation
+    capture_s: float | None = None  # time to capture its first decode step, part of the second token's time
 
 
 def seal(cache: KVCache) -> float:
@@ -24,9 +71,6 @@ def seal(cache: KVCache) -> float:
     cache.seal()
     wait_for(device)
     return cache.closed_s + perf_counter() - before
-
-
-UNION_EVERY = 8  # steps; counting a union takes a few percent of a step
 
 
 class SlotClock:
@@ -158,10 +202,13 @@ class RunningSequence:
         if isinstance(self.sampler, Forced):
             out.nll, out.likeliest = self.sampler.mean_nll(), self.sampler.likeliest.tolist()
         if steps:
-            attended = self._mean_prompt_reads()
+            layers = len(self.cache.method_layers)
+            unread = torch.cat(self._device_reads).double().mean(1).sum().item() if self._device_reads else 0.0
+            attended = (self._prompt_reads + unread) / (steps * layers)
+            excess = sum(map(float, self._excess)) / (len(self._excess) * layers)  # of the union over heads
             out.measured |= {
                 "attended_prompt": attended,
-                "union_prompt": attended + self._mean_excess(),
+                "union_prompt": attended + excess,
                 "attended_total": attended + self._other_reads / steps,
                 "moved_bytes_per_step": (traffic.total_bytes - before.total_bytes) / steps,
                 "from_disk_bytes_per_step": (traffic.from_disk_bytes - before.from_disk_bytes) / steps,
@@ -204,12 +251,3 @@ class RunningSequence:
         if unread := [count for count in prompt if isinstance(count, Tensor)]:
             self._device_reads.append(torch.stack([count.to(self._device) for count in unread]))  # a copy
         self._other_reads += sum(generated) / len(generated)
-
-    def _mean_prompt_reads(self) -> float:
-        """Return the prompt tokens that a head read, mean over layers and steps."""
-        unread = torch.cat(self._device_reads).double().mean(1).sum().item() if self._device_reads else 0.0
-        return (self._prompt_reads + unread) / (self._steps * len(self.cache.method_layers))
-
-    def _mean_excess(self) -> float:
-        """Return the tokens that the union over heads adds, mean over layers and steps."""
-        return sum(map(float, self._excess)) / (len(self._excess) * len(self.cache.method_layers))

@@ -10,11 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.attention_statistics.keys import ChunkCosines, KeySpectrum
-from harness.attention_statistics.observation import Figures, Observation
-from harness.attention_statistics.weights import AttentionMass, HeavyHitters
+from harness.attention_statistics.observations import (
+    AttentionMass,
+    ChunkCosines,
+    Figures,
+    HeavyHitters,
+    KeySpectrum,
+    Observation,
+)
 from harness.commands.observe import OBSERVATIONS, main
-from harness.engine.calibration import observer
+from harness.engine.attach import observer
 from harness.engine.hf import layer_specs
 from tests.quick import mostly_slow
 from tests.tiny import eager, prompt, tiny

@@ -15,13 +15,10 @@ from harness.config.settings import SettingsError
 from harness.engine.attach import attached
 from harness.engine.batch.running import RunningBatch
 from harness.engine.engine import Engine
-from harness.engine.finite import NotFiniteError
 from harness.engine.hf import routed
 from harness.engine.saved_state import Snapshot
 from harness.prompts.stops import StopRule
-from harness.terminal.notices import say_once
 from methods.full import Full
-from methods.streaming import Streaming
 from tests.forks import Forked, module
 from tests.tiny import BORDER, by_length, prompt, tiny
 
@@ -30,9 +27,8 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model, model_registry
 
 from harness.bridges.lm_eval.model import KVHarnessLM
-from harness.bridges.lm_eval.setup import ready
 from harness.bridges.lm_eval.texts import ScoredQuestion, ScoredWindow, log_likelihood
-from harness.commands.lm_eval import MODEL, _device
+from harness.commands.lm_eval import MODEL
 
 TEXT = "A fact stands in a long text, and the text goes on. " * 3
 SHARED = dict.fromkeys(("model.shape",), "tiny") | {"model": "random", "model.layers": 2, "threads": 1}
@@ -164,8 +160,6 @@ def test_a_rolling_likelihood_seals_a_share_of_each_window() -> None:
     assert abs(value - other) > 1e-3
     all_of_it = ours("streaming", budget=1.0, max_length=200)
     assert all_of_it.loglikelihood_rolling(whole) == pytest.approx([other], abs=1e-3)
-    with pytest.raises(SettingsError, match=r"rolling_context=0.*Streaming"):
-        ours("streaming", budget=0.6, rolling_context=0)
 
 
 def test_drawn_answers_are_the_same_again() -> None:
@@ -179,17 +173,16 @@ def test_drawn_answers_are_the_same_again() -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ({"batch_size": "auto"}, "batch_size=auto is refused: it is how many sequences step together"),
-        ({"batch_size": "auto:4"}, "batch_size=auto:4 is refused"),
-        ({"batch_size": 0}, "batch_size=0 should be a whole number from 1"),
-        ({"max_batch_size": 8}, "max_batch_size goes with batch_size=auto"),
-        ({"max_length": "long"}, "max_length=long should be a whole number"),
-        ({"rolling_context": 1}, "rolling_context=1 is not"),
-        ({"rolling_context": "half"}, "rolling_context='half' is not"),
+        ({"batch_size": "auto:4"}, "batch_size=auto:4"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"max_length": "long"}, "max_length=long"),
+        ({"rolling_context": 1}, "rolling_context=1"),
+        ({"rolling_context": "half"}, "rolling_context='half'"),
+        ({"method": "streaming", "budget": 0.6, "rolling_context": 0}, "rolling_context=0"),
         ({"task": "niah"}, "task is not a key"),
-        ({"method": "snapvk"}, "There is no method 'snapvk'; did you mean snapkv?. One of your own needs config_dir="),
-        ({"method": "snapkv", "config_dir": "/nowhere"}, "config_dir /nowhere is not a folder"),
-        ({"device": "cuda:7"}, "device=cuda:7 is not available"),
+        ({"method": "snapvk"}, "snapkv"),
+        ({"method": "snapkv", "config_dir": "/nowhere"}, "/nowhere"),
+        ({"device": "cuda:7"}, "device=cuda:7"),
     ],
 )
 def test_wrong_arguments_get_a_sentence(words: dict[str, Any], says: str) -> None:
@@ -197,14 +190,16 @@ def test_wrong_arguments_get_a_sentence(words: dict[str, Any], says: str) -> Non
         KVHarnessLM(**SHARED | {"method": "full"} | words)
 
 
-def test_wrong_requests_get_a_sentence() -> None:
-    lm = ours(max_length=200)
-    with pytest.raises(SettingsError, match=r"num_beams.*gen_kwargs"):
-        lm.generate_until(asked("generate_until", (TEXT, {"num_beams": 2, "max_gen_toks": 9})))
-    with pytest.raises(SettingsError, match=r"max_gen_toks=200.*200 tokens"):
-        lm.generate_until(asked("generate_until", (TEXT, {"max_gen_toks": 200})))
-    with pytest.raises(SettingsError, match="max_length=200"):
-        lm.loglikelihood(asked("loglikelihood", ("x", TEXT * 2)))
+def test_wrong_requests_are_refused_and_short_ones_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    lm = ours("snapkv", budget=0.2, batch_size=2, max_length=600)
+    for wrong in ({"num_beams": 2, "max_gen_toks": 9}, {"max_gen_toks": 600}):
+        with pytest.raises(SettingsError, match=next(iter(wrong))):
+            lm.generate_until(asked("generate_until", (TEXT, wrong)))
+    texts = [TEXT[:length] for length in (1, 12, 150)] + [TEXT * 3]
+    lm.generate_until(asked("generate_until", *((text, {"until": [], "max_gen_toks": 5}) for text in texts)))
+    assert "2 of 4 requests" in capsys.readouterr().err
+    info = lm.get_model_info()
+    assert (info["kv_requests"], sum(info["kv_fell_back"].values()), info["kv_device"]) == (4, 2, "cpu")
 
 
 def own_task(folder: Path) -> Path:
@@ -250,56 +245,12 @@ def test_their_command_knows_our_model(tmp_path: Path) -> None:
     assert "|acc" in ran.out
 
 
-def test_their_results_name_the_device_of_our_model() -> None:
-    run = ["lm-eval", "run", "--model", MODEL]
-    assert _device([*run, "--model_args", "model=smollm2,device=cpu"]) == ["--device", "cpu"]
-    assert _device([*run, "--model_args", "model=smollm2", "--device", "cuda:1"]) == []
-    assert _device(["lm-eval", "run", "--model", "hf"]) == []
-    assert ours().get_model_info()["kv_device"] == "cpu"
-
-
-def test_a_budget_that_changes_nothing_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    say_once.cache_clear()
-    ready(SHARED | {"method": "full", "budget": 0.2})  # the default, which was asked for all the same
-    assert "budget changes nothing" in capsys.readouterr().err
-
-
 def test_the_class_stands_where_coming_releases_look() -> None:
     text = (Path(__file__).parents[3] / "pyproject.toml").read_text()
     assert f'{MODEL} = "{KVHarnessLM.__module__}:{KVHarnessLM.__name__}"' in text
     if MODEL not in model_registry:
         model_registry.register(MODEL, target=f"{KVHarnessLM.__module__}:{KVHarnessLM.__name__}")
     assert get_model(MODEL) is KVHarnessLM
-
-
-def test_requests_that_are_read_whole_are_counted_and_told(capsys: pytest.CaptureFixture[str]) -> None:
-    """Whatever is asked, and a short request ends no run: SnapKV's window of 32 fits into a fifth of 165 tokens."""
-    lm = ours("snapkv", budget=0.2, batch_size=2, max_length=600)
-    texts = [TEXT[:length] for length in (1, 12, 150)] + [TEXT * 3]
-    assert [len(lm.tok_encode(text)) for text in texts] == [1, 12, 150, 468]
-    before = lm.get_model_info()
-    answers = lm.generate_until(asked("generate_until", *((text, {"until": [], "max_gen_toks": 5}) for text in texts)))
-    told = capsys.readouterr().err
-    assert all(words in told for words in ("2 of 4 requests", "2 to 30", "12 to 150"))
-    full = ours(max_length=600, batch_size=2).generate_until(
-        asked("generate_until", *((text, {"until": [], "max_gen_toks": 5}) for text in texts))
-    )
-    assert answers[:3] == full[:3]
-    lm.loglikelihood(asked("loglikelihood", (texts[1], " no"), (texts[1], " yes"), (texts[3], " no")))
-    lm.loglikelihood_rolling(asked("loglikelihood_rolling", (texts[3],), (texts[1],)))
-    info = lm.get_model_info()
-    assert info["kv_requests"] - before["kv_requests"] == 9
-    assert sum(info["kv_fell_back"].values()) - sum(before["kv_fell_back"].values()) == 5
-    assert ours(max_length=600, batch_size=2).get_model_info()["kv_fell_back"] == {}
-
-
-def test_dates_in_chat_templates_stand_still() -> None:
-    lm = ours()
-    lm.tokenizer.chat_template = "{{ strftime_now('%H:%M:%S') }}, {{ date_string }}"
-    try:
-        assert lm.apply_chat_template([{"role": "user", "content": "Hello"}]) == "00:00:00, 26 Jul 2024"
-    finally:
-        lm.tokenizer.chat_template = None
 
 
 START = {"SpecialToken": {"id": "<s>", "type_id": 0}}
@@ -352,23 +303,3 @@ def test_bos_stands_where_their_own_model_puts_it(
     for pair in (("Why is it", " so ?"), (chat, " so")):
         assert lm._encode_pair(*pair) == wanted._encode_pair(*pair)
     assert lm.tok_encode("Why is it").count(0) == (add if add is not None else processor is not None)
-
-
-@pytest.mark.parametrize("kind", ["answers", "likelihoods"])
-def test_logits_that_are_not_finite_end_the_requests_by_their_number(kind: str) -> None:
-    lm = KVHarnessLM(**SHARED, method="full", batch_size=2)
-    weight = lm.loaded.model.get_parameter("model.layers.1.mlp.up_proj.weight").data
-    sound = weight.clone()
-    weight.fill_(float("nan"))
-    try:
-        with pytest.raises(NotFiniteError, match=r"request \d.*torch\.float32"):
-            lm.generate_until(QUESTIONS) if kind == "answers" else lm.loglikelihood(CHOICES)
-    finally:
-        weight.copy_(sound)
-
-
-def test_a_method_of_ones_own_comes_from_its_folder(tmp_path: Path) -> None:
-    (tmp_path / "method").mkdir()
-    (tmp_path / "method" / "mine.yaml").write_text("_target_: methods.streaming.Streaming\nsinks: 3\n")
-    lm = KVHarnessLM(**SHARED, method="mine", budget=0.5, config_dir=str(tmp_path))
-    assert lm.engine.attachment.method == Streaming(sinks=3)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -16,66 +14,49 @@ from torch import Tensor
 
 from harness.engine import engine as engine_module
 from harness.engine import graph as graph_module
-from harness.engine.attach import Attachment, attached
+from harness.engine.attach import attached
 from harness.engine.batch import running as running_module
 from harness.engine.batch import running_sequence as slot_module
-from harness.engine.batch.generation import Generation
 from harness.engine.batch.running import RunningBatch
-from harness.engine.batch.running_sequence import UNION_EVERY, RunningSequence
+from harness.engine.batch.running_sequence import UNION_EVERY, Generation, RunningSequence
 from harness.engine.engine import Engine
 from harness.engine.hf import KVCache
 from harness.engine.sampling import Greedy, Sampled
-from harness.engine.wait import wait_for
 from kernels.dispatch import use_backend
-from methods.base import AttnInput, BudgetError, CacheState, Request
+from methods.base import AttnInput, BudgetError
 from methods.full import Full
 from methods.layers import Layer
 from methods.quest import Quest
 from methods.snapkv import SnapKV
-from tests.fast import PQ, niah, run
-from tests.methods.test_contract import NAMES, small
+from tests.fast import PQ
 from tests.tape import Tape
 from tests.tiny import prompt, tiny
 
-
-def test_token_times_rise_and_seal_lies_before_the_second() -> None:
-    with attached(tiny("llama"), PQ, budget=0.3) as kv:
-        made = Engine(kv).generate(prompt(100), max_new_tokens=6)
-    assert len(made.token_s) == len(made.tokens[0]) == 6
-    assert made.token_s == sorted(made.token_s)
-    assert made.sealed
-    assert made.seal_s < made.token_s[1] - made.token_s[0]
-    assert (made.measured["attended_prompt"], made.measured["attended_total"]) == (30, 30 + (1 + 2 + 3 + 4 + 5) / 5)
-
-
-def test_a_single_token_needs_no_seal() -> None:
-    with attached(tiny("llama"), PQ, budget=0.3) as kv:
-        made = Engine(kv).generate(prompt(50), max_new_tokens=1)
-    assert not made.sealed
-    assert (made.stops, made.measured, len(made.token_s)) == (["length"], {}, 1)
+IDS = torch.ones(1, 3, dtype=torch.long)
 
 
 @pytest.mark.parametrize(
-    ("ids", "new", "says"),
+    ("ids", "more"),
+    [("a text", {}), ([[1, 2, 3]], {}), (IDS[0], {}), (IDS[:, :0], {}), (IDS.float(), {}), (IDS, {"max_new_tokens": 0})]
+    + [(IDS, {"context_tokens": count}) for count in (0, -1, 4)],
+)
+def test_what_is_no_prompt_is_refused(ids: Any, more: dict[str, int]) -> None:
+    wrong = next(iter(more), "prompt")
+    with attached(tiny("llama"), Full()) as kv, pytest.raises(ValueError, match=wrong):
+        Engine(kv).generate(ids, **{"max_new_tokens": 2} | more)
+
+
+@pytest.mark.parametrize(
+    ("method", "budget", "error", "wrong"),
     [
-        ("a text", 4, "prompt should be token ids"),
-        ([[1, 2, 3]], 4, "prompt should be token ids"),
-        (torch.ones(3, dtype=torch.long), 4, "prompt should be token ids"),
-        (torch.ones(1, 0, dtype=torch.long), 4, "with at least one token"),
-        (torch.ones(1, 3), 4, "prompt should be token ids"),
-        (torch.ones(1, 3, dtype=torch.long), 0, "max_new_tokens=0 should be at least 1"),
+        ("snapkv", 0.2, ValueError, "'snapkv'"),
+        (SnapKV, 0.2, ValueError, "SnapKV is a class"),
+        *((SnapKV(), budget, BudgetError, "budget=") for budget in (None, "0.2", True, [0.2], 2.0)),
     ],
 )
-def test_what_is_no_prompt_is_refused_in_a_sentence(ids: Any, new: int, says: str) -> None:
-    with attached(tiny("llama"), Full()) as kv, pytest.raises(ValueError, match=says):
-        Engine(kv).generate(ids, max_new_tokens=new)
-
-
-@pytest.mark.parametrize("context", [0, -1, 51])
-def test_a_context_outside_its_prompt_is_refused(context: int) -> None:
-    says = f"context_tokens={context} should be from 1 to the prompt's 50"
-    with attached(tiny("llama"), Full()) as kv, pytest.raises(ValueError, match=says):
-        Engine(kv).generate(prompt(50), max_new_tokens=2, context_tokens=context)
+def test_methods_and_budgets_that_are_none_are_refused(method: Any, budget: Any, error: Any, wrong: str) -> None:
+    with pytest.raises(error, match=wrong), attached(tiny("llama"), method, budget=budget):
+        pass
 
 
 def unions(cache: KVCache) -> list[float]:
@@ -237,12 +218,6 @@ def test_the_seal_is_clocked_until_the_device_is_done(monkeypatch: pytest.Monkey
     assert made.token_s == pytest.approx([PREFILL, second, second + STEP, second + 2 * STEP])
 
 
-def test_a_seal_behind_a_context_holds_none_of_its_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = generate(monkeypatch, context=25)
-    assert (made.seal_s, made.question_s) == (pytest.approx(SEAL), pytest.approx(5 * STEP))
-    assert made.token_s[0] == pytest.approx(PREFILL + SEAL + 5 * STEP)
-
-
 def test_capturing_is_clocked_without_the_step_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     made = generate(monkeypatch, captured=True)
     assert made.capture_s == pytest.approx(CAPTURE)
@@ -281,65 +256,3 @@ def test_a_capture_for_others_is_in_no_token_s_time(monkeypatch: pytest.MonkeyPa
     assert first.out.token_s[:3] == pytest.approx([PREFILL, begun + STEP, begun + 3 * STEP])
     assert second.out.token_s[:2] == pytest.approx([PREFILL, begun + 2 * STEP])
     assert first.out.share_s + second.out.share_s == pytest.approx(device.now)
-
-
-def test_waiting_is_for_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    waited: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
-    for name in ("cpu", "cuda:1"):
-        wait_for(torch.device(name))
-    assert waited == [torch.device("cuda:1")]
-
-
-BUDGETED = [name for name in NAMES if small(name).uses_budget]
-
-
-@pytest.mark.parametrize("name", BUDGETED)
-def test_a_method_with_a_budget_is_given_one(name: str) -> None:
-    """Without one it would read everything, as Full does."""
-    method, model = small(name), tiny("llama")
-    wanted = f"{type(method).__name__} was given no budget: set budget=0.2 .* or budget=1.0 for all of it"
-    with pytest.raises(BudgetError, match=wanted), attached(model, method, calibration=prompt(64)):
-        pass
-    specs = Attachment(model, Full()).specs
-    request = Request(batch=1, capacity=80, dtype=torch.float32, device=torch.device("cpu"))
-    with pytest.raises(BudgetError, match=wanted):
-        method.start(specs, CacheState(request))
-
-
-def test_methods_without_a_budget_need_none() -> None:
-    for name in sorted({*NAMES} - {*BUDGETED}):
-        with attached(tiny("llama"), small(name)) as kv:
-            assert kv.budget is None
-
-
-@pytest.mark.parametrize(
-    ("method", "says"),
-    [
-        ("snapkv", "'snapkv' is not a method"),
-        (SnapKV, "SnapKV is a class"),
-        (None, "None is not a method"),
-    ],
-)
-def test_what_is_no_method_is_refused_in_a_sentence(tmp_path: Path, method: Any, says: str) -> None:
-    wanted = f"^{re.escape(says)}"
-    with pytest.raises(ValueError, match=wanted), attached(tiny("llama"), method, budget=0.2):
-        pass
-    with pytest.raises(ValueError, match=wanted):
-        run(tmp_path, method, niah())
-
-
-@pytest.mark.parametrize("method", [SnapKV(), Full()])
-@pytest.mark.parametrize(("budget", "shown"), [("0.2", "'0.2'"), (True, "True"), ([0.2], r"\[0.2\]"), (2.0, "2.0")])
-def test_a_budget_of_another_kind_is_refused_in_a_sentence(method: Any, budget: Any, shown: str) -> None:
-    wanted = f"budget={shown} is neither a share of the prompt .* nor a number of tokens"
-    with pytest.raises(BudgetError, match=wanted), attached(tiny("llama"), method, budget=budget):
-        pass
-
-
-def test_a_run_without_a_budget_is_refused_before_weights_are_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("harness.models.random.Random.build", lambda *_: pytest.fail("weights were loaded"))
-    with pytest.raises(ValueError, match=r"budget=null.*budget_bytes"):
-        run(tmp_path, PQ, niah(), budget=None)

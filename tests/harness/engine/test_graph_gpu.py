@@ -20,7 +20,7 @@ pytest.importorskip("transformers")
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness.engine.attach import attached
-from harness.engine.batch.generation import Generation
+from harness.engine.batch.running_sequence import Generation
 from harness.engine.engine import Engine
 from harness.engine.graph import CudaGraphs
 from kernels.dispatch import use_backend

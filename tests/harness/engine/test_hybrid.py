@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from harness.engine.attach import Attachment, attached
-from harness.engine.cache import KVCache, UnsupportedError
 from harness.engine.engine import Engine, Generation
 from harness.engine.footprint import footprint
 from harness.engine.saved_state import Snapshot
@@ -20,7 +18,6 @@ from methods.full import Full
 from methods.oracle import Oracle
 from tests.harness.engine.test_generate import conversation
 from tests.harness.engine.test_hf import NEW, generated
-from tests.quick import mostly_slow
 from tests.tape import Tape
 from tests.tiny import HYBRID, SHAPE, WINDOW, prompt, tiny
 
@@ -41,8 +38,8 @@ def answer(kv: Attachment, length: int, chunk: int | None = None, graphs: Any = 
 
 @pytest.mark.tokens
 @hybrid
-@pytest.mark.parametrize("length", [1, WINDOW - NEW, WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW + 5])
-@pytest.mark.parametrize("chunk", mostly_slow([None, 7, WINDOW + 3], None, 7))
+@pytest.mark.parametrize("length", [1, WINDOW - NEW, WINDOW, WINDOW + 1, 3 * WINDOW + 5])
+@pytest.mark.parametrize("chunk", [None, 7])
 def test_texts_around_the_window_are_generates(architecture: str, length: int, chunk: int | None) -> None:
     with attached(tiny(architecture), Full()) as kv:
         made = answer(kv, length, chunk)
@@ -52,13 +49,6 @@ def test_texts_around_the_window_are_generates(architecture: str, length: int, c
 @cache
 def generates(architecture: str, length: int) -> list[list[int]]:
     return generated(tiny(architecture), prompt(length))
-
-
-@hybrid
-def test_they_run_their_own_forward_and_say_why(architecture: str) -> None:
-    with attached(tiny(architecture), Full()) as kv:
-        reason = Engine(kv).plain_reason
-    assert ("GELU" if architecture == "gemma3_text" else "experts") in reason
 
 
 @pytest.mark.tokens
@@ -104,25 +94,6 @@ def test_layers_that_slide_take_the_bytes_of_their_window_and_no_budget(architec
 
 
 @pytest.mark.tokens
-@hybrid
-@pytest.mark.parametrize("budget", [1.0, 0.2])
-def test_fidelity_measures_the_layers_of_the_method(architecture: str, budget: float) -> None:
-    with attached(tiny(architecture), Oracle(sinks=0, recent_ratio=0), budget=budget) as kv:
-        made = Engine(kv, fidelity=1).generate(prompt(90), max_new_tokens=NEW)
-        assert made.tokens == Engine(kv).generate(prompt(90), max_new_tokens=NEW).tokens
-        found = made.fidelity[0]
-        assert len(found["mass_per_head"]) == len(kv.specs)
-    if budget == 1:
-        assert found["error"] < 1e-5
-        assert found["mass"] == 1
-        assert found["kl"] < 1e-6
-    else:
-        assert 0 < found["mass"] < 1
-        assert found["error"] > 0.01
-        assert found["kl"] > 1e-3
-
-
-@pytest.mark.tokens
 def test_layers_without_a_rotation_have_the_identity() -> None:
     model = other("smollm3", no_rope_layers=[1, 0, 1])
     wanted = generated(model, prompt(50))
@@ -163,33 +134,3 @@ def test_where_every_layer_slides_a_method_needs_a_text_within_the_window() -> N
         made = answer(kv, 50)
     assert made.measured["attended_prompt"] < WINDOW  # of those that are in the window, fewer with every step
     assert made.measured["attended_total"] == WINDOW
-
-
-def test_an_answer_may_be_longer_than_the_window_of_every_layer() -> None:
-    """The prompt is out of it then."""
-    model = other("mistral", sliding_window=WINDOW)
-    with attached(model, Full()) as kv:
-        made = answer(kv, 50, new=WINDOW + 6)
-    assert len(made.tokens[0]) == WINDOW + 6
-    assert made.measured["union_prompt"] == made.measured["attended_prompt"] < WINDOW  # means over steps
-    assert made.measured["attended_total"] == WINDOW
-
-
-def test_what_a_config_does_not_say_is_refused() -> None:
-    with attached(tiny("gpt_oss"), Full()) as kv:
-        plain = list(kv.model_specs)
-        kv.model_specs = [replace(spec, window=None) for spec in plain]
-        with pytest.raises(UnsupportedError, match="slides over 24"):
-            answer(kv, 50)
-        kv.model_specs = [replace(spec, sink_logits=None) for spec in plain]
-        with pytest.raises(UnsupportedError, match="passes s_aux"):
-            answer(kv, 50)
-
-
-@hybrid
-def test_a_short_text_reserves_no_more_than_its_own_room(architecture: str) -> None:
-    with attached(tiny(architecture), Full()) as kv:
-        short = kv.start(KVCache, capacity=9)
-        Engine(kv).prefill(short, prompt(5))
-    layers = short.layers
-    assert footprint(layers)["device"] == len(layers) * 9 * ROW

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from weakref import ref
 
@@ -15,32 +12,22 @@ import torch
 from torch import Tensor
 
 from harness.engine.attach import Attachment, attached
-from harness.engine.batch.cache import SlotsCache
-from harness.engine.batch.generation import Generation
 from harness.engine.batch.running import RunningBatch
-from harness.engine.batch.running_sequence import RunningSequence
+from harness.engine.batch.running_sequence import Generation, RunningSequence
 from harness.engine.engine import Engine
-from kernels.dispatch import use_backend
-from kernels.ragged import Ragged
 from kernels.step_inputs import StepInputs, record_input, recording_inputs
 from methods.base import Method
-from methods.full import Full
-from methods.kivi import Kivi
 from methods.shadowkv import ShadowKV
-from methods.tiers.codec import Codec, FloatCodec, IntCodec
-from methods.tiers.transfer import TransferEngine
 from tests.harness.engine.test_together import (
     TOGETHER,
     assert_together_as_alone,
     attach_compiled,
     compilable,
     engine_of,
-    launched,
-    reason,
 )
 from tests.methods.test_contract import attach, small
 from tests.tape import Tape
-from tests.tiny import prompt, tiny
+from tests.tiny import prompt
 
 # lengths, budgets and rooms of each of these are between two powers of two
 LENGTHS = (100, 119, 97, 113, 105, 118, 99, 117, 110, 103, 116, 112)
@@ -93,19 +80,8 @@ def test_twelve_examples_that_come_and_go_are_captured_once_for_each_size(name: 
     assert not tape.dropped
 
 
-@pytest.mark.tokens
-def test_a_longer_text_and_a_larger_budget_are_other_sizes() -> None:
-    with attach(small("pqcache"), 40) as kv:
-        plain, engine, tape = engines(kv)
-        for length in (115, 121, 205, 231):
-            ids = prompt(length, seed=length)
-            made, alone = (one.generate(ids, max_new_tokens=5) for one in (engine, plain))
-            assert seen(made) == seen(alone)
-    assert tape.captured == 1  # that of 129 to 256 tokens: the first answer was of the other size
-
-
 def test_the_steps_that_were_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harness.engine.kept_steps.MOST", 2)
+    monkeypatch.setattr("harness.engine.graph.MOST", 2)
     with attach(small("snapkv"), 0.5) as kv:
         _, engine, tape = engines(kv)
         for length, captured, dropped in ((230, 1, 0), (111, 1, 0), (450, 2, 1), (112, 2, 1), (231, 3, 2)):
@@ -143,55 +119,6 @@ def test_a_budget_that_needs_more_room_is_another_size(name: str) -> None:
     assert engine.plain_steps is None
 
 
-@pytest.mark.tokens
-def test_rows_behind_those_that_a_sequence_asks_for_are_not_checked() -> None:
-    """InfiniGen's sequences ask for fewer tokens than a captured step has room for."""
-    with attach(replace(small("infinigen"), alpha=0.5), 0.5) as kv:  # type: ignore[call-arg]
-        ids = prompt(250)
-        made, alone = (engine.generate(ids, max_new_tokens=9) for engine in (Engine(kv, graphs=Tape()), Engine(kv)))
-    assert made.tokens == alone.tokens
-    assert alone.measured["attended_prompt"] < 150  # 166.7 with a whole budget
-
-
-@pytest.mark.tokens
-def test_a_step_that_takes_memory_itself_is_captured_for_each() -> None:
-    """As plain torch does, for which a sequence is a tensor."""
-    from kernels.dispatch import use_backend
-
-    with attach(small("snapkv"), 0.5) as kv, use_backend("torch"):
-        plain, engine, tape = engines(kv)
-        made = in_a_batch(engine, 2)
-        alone = [plain.generate(ids, max_new_tokens=new) for ids, new in examples()]
-    assert [seen(one) for one in made] == [seen(one) for one in alone]
-    assert tape.captured == tape.dropped > 8
-
-
-@pytest.mark.tokens
-def test_three_sequences_whose_step_is_not_captured_have_no_free_slot(tmp_path: Path) -> None:
-    with attached(tiny("llama"), Full(offload=True), placement="disk", disk=tmp_path) as kv:
-        plain, engine, _ = engines(kv)
-        made = in_a_batch(engine, 3, few=3)
-        assert [seen(one)[0] for one in made] == [seen(one)[0] for one in in_a_batch(plain, 1, few=3)]
-    assert engine.plain_steps is not None
-
-
-@torch.inference_mode()
-def test_free_slots_read_nothing_and_write_nowhere() -> None:
-    with attach(small("full"), None) as kv:
-        engine, caches = engine_of(kv), []
-        for length in (60, 71, 83):
-            ids = prompt(length, seed=length)
-            caches.append(engine.cache(ids, 8))
-            engine.prefill(caches[-1], ids)
-            caches[-1].seal()
-        slots = SlotsCache(caches, sized=True)
-        assert slots.free == 1
-        for _ in range(3):
-            engine.decode(torch.full((4, 1), 5), slots, None)
-        layer = slots._groups[0][0].layer
-        assert layer.store.since(0).live.tolist() == [64, 75, 87, 0]  # type: ignore[union-attr]
-
-
 def test_a_tensor_used_twice_cannot_stand_for_two() -> None:
     one, other = StepInputs(), StepInputs()
     number = torch.tensor([3])
@@ -204,16 +131,6 @@ def test_a_tensor_used_twice_cannot_stand_for_two() -> None:
     assert number.item() == 3
     assert other.take_over(one)
     assert [held.item() for held in other.tensors] == [3, 3]
-
-
-def test_the_memory_of_several_is_read_through_its_table() -> None:
-    inputs, parts = StepInputs(), [torch.zeros(1, 2, size, 16) for size in (5, 7)]
-    with recording_inputs(inputs):
-        assert Ragged(parts).table.shape == (2, 3)
-        assert not inputs.read_memory
-        assert Ragged(parts).whole.shape == (2, 2, 7, 16)
-    assert inputs.read_memory
-    assert len(inputs.tensors) == 1
 
 
 THREE = ("full", "snapkv", "pqcache")
@@ -234,15 +151,6 @@ class Remembered(Tape):
     @property
     def alive(self) -> int:
         return sum(graph() is not None for graph in self.graphs)
-
-
-@contextmanager
-def no_pass_for_cycles() -> Any:
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 @pytest.mark.tokens
@@ -267,28 +175,6 @@ def test_a_kept_step_reads_nothing_of_the_sequence_it_was_captured_for(name: str
                         if isinstance(x, Tensor):
                             x.fill_(torch.nan if x.is_floating_point() else 0)
     assert len(graphs.graphs) == 2
-
-
-def test_memory_is_returned_when_sequences_and_engines_go() -> None:
-    """A kept step holds its own alone, and one that is not kept goes with its sequence."""
-    with attach(small("snapkv"), 0.5) as kv, no_pass_for_cycles():
-        graphs = Remembered()
-        engine = Engine(kv, graphs=graphs)
-        engine.generate(prompt(60), max_new_tokens=4)
-        batch = RunningBatch(engine)
-        slot = engine.join(batch, prompt(80), max_new_tokens=4)
-        layers = [ref(layer) for layer in slot.cache.layers]
-        while batch.sequences:
-            batch.step()
-        del slot
-        assert [layer() for layer in layers] == [None] * len(layers)
-        kept = graphs.alive
-        assert kept
-        with use_backend("torch"):
-            engine.generate(prompt(81), max_new_tokens=4)
-        assert len(graphs.graphs) > kept == graphs.alive
-        del engine, batch
-        assert not graphs.alive
 
 
 ON_HOST = ("full_offloaded", "pqcache", "quest", "sparq", "rocketkv", "infinigen", "shadowkv")
@@ -317,16 +203,6 @@ def test_members_get_and_move_what_each_does_alone(name: str) -> None:
 
 
 @pytest.mark.tokens
-@pytest.mark.parametrize("codec", [IntCodec(bits=4, group=16), FloatCodec()], ids=["int4", "fp8"])
-@pytest.mark.parametrize("name", ["pqcache", "quest", "sparq"])
-def test_so_do_members_whose_tokens_are_codes(name: str, codec: Codec) -> None:
-    alike = [prompt(length) for length in (100, 119, 97)]
-    for prompts, budget, graphs in ((UNEQUAL, 20, None), (alike, 0.5, Tape())):
-        with attach_on_host(name, budget, codec=codec) as kv:
-            assert_together_as_alone(kv, prompts, graphs)
-
-
-@pytest.mark.tokens
 @on_host
 def test_examples_that_come_and_go_are_captured_once_for_each_size(name: str) -> None:
     with attach_on_host(name, 0.5) as kv:
@@ -338,31 +214,6 @@ def test_examples_that_come_and_go_are_captured_once_for_each_size(name: str) ->
     assert made[0].measured["moved_bytes_per_step"] > 0
     assert tape.captured <= 3 * CAPTURED.get(name, 1)
     assert not tape.dropped
-
-
-@on_host
-@torch.inference_mode()
-def test_a_step_launches_no_more_for_more_members(name: str) -> None:
-    with attach_on_host(name, 0.5) as kv:
-        engine = engine_of(kv)
-        two, four = (launched(engine, count) for count in (2, 4))
-    assert two == four
-    assert sum(two.values())
-
-
-@pytest.mark.tokens
-def test_a_turn_goes_on_where_prompts_are_clustered_beside_later_layers() -> None:
-    """Whoever joins others waits for its clusters first."""
-    with attach_on_host("pqcache") as kv:
-        wanted = [engine_of(kv).generate(ids, max_new_tokens=5).tokens for ids in UNEQUAL]
-        kv.engine, kv.ahead = TransferEngine(works=True), True
-        engine = engine_of(kv)
-        batch = RunningBatch(engine)
-        slots = [engine.join(batch, ids, max_new_tokens=5) for ids in UNEQUAL]
-        while batch.sequences:
-            batch.step()
-    assert engine.one_by_one is None
-    assert [slot.out.tokens for slot in slots] == wanted
 
 
 @pytest.mark.tokens
@@ -385,8 +236,3 @@ def test_members_with_hit_caches_get_the_same_and_move_no_more() -> None:
             assert 0 < other.measured.pop("moved_bytes_per_step") <= before
             assert (other.tokens, other.measured) == (one.tokens, one.measured)
             assert 0 < other.measured["hit_rate"] < 1
-
-
-def test_codes_of_kivi_come_for_one_after_the_other() -> None:
-    with attached(compilable("kivi"), Kivi(residual=48, group=8), placement="host") as kv:
-        assert "codes of placement=host" in str(reason(engine_of(kv)))

@@ -106,19 +106,3 @@ def test_a_batch_shares_no_memory_and_a_cache_that_grows_takes_its_own(monkeypat
         assert held == [len(place) for place in watched.places[:2]]
         del caches
     assert not watched.places
-
-
-def test_what_is_pinned_counts_as_held_and_as_the_forecast_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the prompt and behind it."""
-    watched, method = Watched(monkeypatch), small("quest")
-    with attached(tiny("llama"), method, budget=0.4, placement="host") as kv, torch.inference_mode():
-        kv.engine = TransferEngine(pinned_memory=PinnedMemory(watched.pin))
-        cache = kv.start(KVCache, capacity=100)
-        (pinned,) = map(len, watched.places)
-        assert footprint(cache.layers)["host"] == pinned
-        Engine(kv).prefill(cache, prompt(80), whole=True)
-        cache.seal()
-        assert footprint(cache.layers)["host"] == pinned
-        rows = [layer.far.held()["k"].untyped_storage().nbytes() for layer in cache.layers if layer.far]
-        assert 0 < sum(rows) < pinned
-        del rows, cache

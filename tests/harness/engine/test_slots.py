@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from weakref import ref
 
@@ -12,16 +12,12 @@ import torch
 from torch import Tensor
 
 from harness.engine.attach import Attachment, attached
-from harness.engine.batch.cache import SlotsCache
-from harness.engine.batch.generation import Generation, Stop
 from harness.engine.batch.running import RunningBatch
-from harness.engine.cache import UnsupportedError
+from harness.engine.batch.running_sequence import Generation, Stop
 from harness.engine.engine import Engine
 from harness.engine.sampling import Sampled, Sampler
-from harness.engine.trace import Tracer
 from harness.prompts.teacher import Forced
 from kernels.dispatch import use_backend
-from methods.full import Full
 from methods.oracle import Oracle
 from tests.methods.test_contract import NAMES, attach, small, walked
 from tests.quick import slow_if
@@ -75,14 +71,6 @@ def assert_the_same(made: Sequence[Generation], wanted: Sequence[Generation]) ->
         assert {name: getattr(one, name) for name in MEASURED} == {name: getattr(other, name) for name in MEASURED}
 
 
-def sampled(seed: int) -> Sampler:
-    return Sampled(1.5, 0, 0.9, torch.Generator().manual_seed(seed))
-
-
-def forced(seed: int) -> Sampler:
-    return Forced(prompt(6, seed=seed))
-
-
 SLOTS = ("full", "h2o", "infllm", "pqcache", "quest", "shadowkv")  # of which all tests are quick
 
 
@@ -134,40 +122,6 @@ def test_every_architecture_steps_in_slots(architecture: str) -> None:
 
 
 @pytest.mark.tokens
-def test_a_step_that_one_slot_refuses_runs_plain_and_says_why() -> None:
-    """Until that slot has left. Caches of several attachments may run together."""
-    with attached(tiny("llama"), ORACLE, budget=0.5) as kv, use_backend("torch"):
-        reusing = Attachment(kv.model, ORACLE, 0.5, reuse_steps=1)
-        wanted = Engine(kv).generate(prompt(60), max_new_tokens=6)
-        engine = Engine(kv, graphs=Tape())
-        batch = RunningBatch(engine)
-        slot = engine.join(batch, prompt(60), max_new_tokens=6)
-        other = Engine(reusing).join(batch, prompt(70), max_new_tokens=3)
-        batch.step()
-        assert "reuse_steps=1" in (engine.plain_steps or "")
-        while batch.sequences:
-            batch.step()
-    assert other.out.capture_s is None
-    assert slot.out.capture_s is not None
-    assert slot.out.tokens == wanted.tokens
-
-
-@pytest.mark.tokens
-@pytest.mark.parametrize("make", [sampled, forced], ids=["sampled", "forced"])
-def test_each_slot_picks_its_own_tokens(make: Callable[[int], Sampler]) -> None:
-    with attached(tiny("llama"), ORACLE, budget=0.5) as kv:
-        engine, batch = Engine(kv), RunningBatch(Engine(kv))
-        slots = [engine.join(batch, prompt(50 + i), max_new_tokens=6, sampler=make(i)) for i in range(3)]
-        while batch.sequences:
-            batch.step()
-        wanted = [engine.generate(prompt(50 + i), max_new_tokens=6, sampler=make(i)) for i in range(3)]
-    assert [slot.out.tokens for slot in slots] == [one.tokens for one in wanted]
-    for slot, one in zip(slots, wanted, strict=True):
-        assert (slot.out.nll is None) == (one.nll is None)
-        assert slot.out.nll is None or slot.out.nll == pytest.approx(one.nll)
-
-
-@pytest.mark.tokens
 def test_fidelity_is_each_slot_s_own() -> None:
     with attach(ORACLE, 0.3) as kv:
         engine = engine_of(kv, fidelity=2)
@@ -178,24 +132,6 @@ def test_fidelity_is_each_slot_s_own() -> None:
         assert mine["first_difference"] == theirs["first_difference"]
         for name in ("steps", "recall", "mass", "error", "kl"):
             assert mine[name] == pytest.approx(theirs[name], abs=1e-4)
-
-
-def test_a_trace_is_of_the_steps_that_a_slot_was_in() -> None:
-    with attach(ORACLE, 0.3) as kv:
-        engine = engine_of(kv)
-        engine.tracer = Tracer(torch.device("cpu"))
-        made = together(engine)
-    assert [one.trace["steps"] for one in made if one.trace] == [7, 2, 7, 7, 7]
-
-
-def test_what_ends_with_its_first_token_never_steps() -> None:
-    with attached(tiny("llama"), ORACLE, budget=0.5) as kv:
-        engine, batch = Engine(kv), RunningBatch(Engine(kv))
-        short = engine.join(batch, prompt(50), max_new_tokens=1)
-        long = engine.join(batch, prompt(60), max_new_tokens=3)
-        assert batch.step() == [short]
-        assert (short.out.stops, short.out.sealed, len(short.out.tokens[0])) == (["length"], False, 1)
-        assert len(long.out.tokens[0]) == 2
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -212,14 +148,38 @@ def test_a_cache_is_freed_once_its_slot_has_left(count: int) -> None:
         assert cache() is None
 
 
-def test_a_batch_of_slots_takes_one_token_of_each_and_no_prompt() -> None:
-    with attached(tiny("llama"), Full()) as kv:
-        engine = Engine(kv)
-        caches = [engine.cache(prompt(length), 8) for length in (20, 30)]
-        for cache, length in zip(caches, (20, 30), strict=True):
-            engine.prefill(cache, prompt(length))
-            cache.seal()
-        slots = SlotsCache(caches)
-        assert slots.positions(1, torch.device("cpu")).tolist() == [[20], [30]]
-        with pytest.raises(UnsupportedError, match="2 tokens at once"):
-            kv.model(prompt(2, batch=2), past_key_values=slots, position_ids=slots.positions(2, torch.device("cpu")))
+@pytest.mark.tokens
+@pytest.mark.parametrize("kind", ["sampled", "forced"])
+def test_each_slot_picks_its_own_tokens(kind: str) -> None:
+    def sampler(seed: int) -> Sampler:
+        return (
+            Sampled(1.5, 0, 0.9, torch.Generator().manual_seed(seed))
+            if kind == "sampled"
+            else Forced(prompt(6, seed=seed))
+        )
+
+    with attached(tiny("llama"), ORACLE, budget=0.5) as kv:
+        engine, batch = Engine(kv), RunningBatch(Engine(kv))
+        slots = [engine.join(batch, prompt(50 + i), max_new_tokens=6, sampler=sampler(i)) for i in range(3)]
+        while batch.sequences:
+            batch.step()
+        wanted = [engine.generate(prompt(50 + i), max_new_tokens=6, sampler=sampler(i)) for i in range(3)]
+    assert [slot.out.tokens for slot in slots] == [alone.tokens for alone in wanted]
+    assert [slot.out.nll and pytest.approx(slot.out.nll) for slot in slots] == [alone.nll for alone in wanted]
+
+
+@pytest.mark.tokens
+def test_a_step_that_one_slot_refuses_runs_plain_until_it_has_left() -> None:
+    """Caches of several attachments may run together."""
+    with attached(tiny("llama"), ORACLE, budget=0.5) as kv, use_backend("torch"):
+        reusing = Attachment(kv.model, ORACLE, 0.5, reuse_steps=1)
+        wanted = Engine(kv).generate(prompt(60), max_new_tokens=6)
+        engine = Engine(kv, graphs=Tape())
+        batch = RunningBatch(engine)
+        slot = engine.join(batch, prompt(60), max_new_tokens=6)
+        other = Engine(reusing).join(batch, prompt(70), max_new_tokens=3)
+        while batch.sequences:
+            batch.step()
+    assert "reuse_steps=1" in (engine.plain_steps or "")
+    assert (other.out.capture_s is None, slot.out.capture_s is None) == (True, False)
+    assert slot.out.tokens == wanted.tokens

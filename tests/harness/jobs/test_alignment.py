@@ -10,7 +10,7 @@ import pytest
 
 from harness.config.settings import Results, Settings, SettingsError
 from harness.engine.attach import attached
-from harness.engine.batch.generation import never
+from harness.engine.batch.running_sequence import never
 from harness.engine.engine import Engine
 from harness.jobs.alignment import AlignedBudget, AlignedBytes, shapes
 from harness.jobs.evaluate import evaluate

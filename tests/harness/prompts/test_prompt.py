@@ -90,14 +90,13 @@ def test_bos_stands_once_at_most(template: str, added: int, adds: bool) -> None:
     assert tok.bos_token_id not in prompt.ids[1:]
 
 
-def test_the_system_text_is_a_turn_of_its_own_or_leads_the_bare_text() -> None:
-    with_turn = render(example(system="Be brief."), tokenizer(), chat="template")
-    assert with_turn.text.startswith("<|system|>\nBe brief.</s>\n<|user|>\nThe secret")
-    assert "system" not in render(example(), tokenizer(), chat="template").text
-    assert render(example(system="Be brief."), tokenizer(), chat="none").text.startswith("Be brief.\n\nThe secret")
-
-
 def test_what_a_template_cannot_do_is_said() -> None:
+    assert codes(example(prefix="It is", system="Be brief."), tokenizer(DATED, bos=True)) == {}
+    for broken in ("{% for m in messages %}", "{{ tools | length }}" + PLAIN, "{{ now() }}" + PLAIN):
+        with pytest.raises(PromptError, match="chat=none"):
+            render(example(), tokenizer(broken), chat="template")
+        assert codes(example(), tokenizer(broken), chat="none") == {}
+        assert not _end_of_turn(tokenizer(broken))  # which loading a model asks for
     with pytest.raises(PromptError, match="no system turn"):
         render(example(system="Be brief."), tokenizer(NO_SYSTEM), chat="template")
     with pytest.raises(PromptError, match="no chat template: set chat=none"):
@@ -125,16 +124,6 @@ def test_prompts_do_not_change_with_the_date(template: str, date: str) -> None:
         assert text.startswith(date) or (made is render_turn and date not in text)
     before = datetime.now()
     assert before <= chat_template_utils.datetime.now()  # the clock of everyone else goes on
-
-
-@pytest.mark.parametrize("broken", ["{% for m in messages %}", "{{ tools | length }}" + PLAIN, "{{ now() }}" + PLAIN])
-def test_a_broken_template_is_named_and_needless_without_it(broken: str) -> None:
-    tok = tokenizer(broken)
-    with pytest.raises(PromptError, match=r"The chat template refuses this prompt \(.*\): set chat=none"):
-        render(example(), tok, chat="template")
-    assert render(example(), tok, chat="none").text == example().context + example().question
-    assert codes(example(), tok, chat="none") == {}
-    assert not _end_of_turn(tok)  # which loading a model asks for
 
 
 # where the context ends
@@ -203,13 +192,6 @@ def test_a_question_that_was_cut_leaves_the_split_at_the_end() -> None:
     assert tok.decode(prompt.ids[prompt.split :]) == "</s>\n<|assistant|>\n"
 
 
-def test_a_prompt_within_the_limit_is_left_alone() -> None:
-    tok = tokenizer()
-    needed = len(tok(example().context + example().question)["input_ids"])
-    assert render(example(max_prompt_tokens=needed), tok, chat="none").cut_tokens == 0
-    assert render(example(max_prompt_tokens=needed - 1), tok, chat="none").cut_tokens > 0
-
-
 # what tasks are told
 
 
@@ -221,13 +203,6 @@ def test_count_is_the_length_of_the_rendered_prompt_without_an_added_bos() -> No
     assert tools.count(one.context + one.question, one.prefix, system=one.system) == len(prompt.ids) - 1
     bare = render(example(), tok, chat="none")
     assert tools.count(bare.text, chat=False) == Tools(tok, "none").count(bare.text) == len(bare.ids) - 1
-
-
-def test_encode_adds_nothing_and_decode_gives_it_back() -> None:
-    tools = Tools(tokenizer(bos=True), "none")
-    text = "The old city, 4711 .  日本 "
-    assert tools.decode(tools.encode(text)) == text
-    assert tools.decode([*tools.encode("<s>"), *tools.encode("city")]) == "city"
 
 
 def test_the_fingerprint_names_tokenizer_template_and_switch() -> None:
@@ -250,35 +225,12 @@ def codes(one: Example, tok: PreTrainedTokenizerFast, *, chat: str = "template",
     return {finding.code: finding.level for finding in lint(one, prompt, tok, window, one.max_new_tokens)}
 
 
-def test_a_sound_prompt_has_no_findings() -> None:
-    for template in (PLAIN, STRIPPING, DATED):
-        assert codes(example(prefix="It is", system="Be brief."), tokenizer(template, bos=True)) == {}
-
-
 def test_lint_names_each_fault() -> None:
     tok = tokenizer()
     assert codes(example(context=" ", question=""), tok) == {"empty": "error"}
     assert codes(example(context="in <s>strike</s> text"), tok) == {"special_token": "warning"}
     doubled = tokenizer("{{ bos_token }}" + STRIPPING)
     assert codes(example(), doubled) == {"double_bos": "error"}
-
-
-def test_lint_finds_templates_that_do_not_open_the_answer() -> None:
-    turns = "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}</s>\n{% endfor %}"
-    assert codes(example(), tokenizer(turns)) == {"generation_prompt": "warning"}
-    assert codes(example(system="Be brief."), tokenizer(turns.replace("</s>\n", "</s>"))) == {
-        "generation_prompt": "warning"
-    }
-    assert codes(example(), tokenizer(PLAIN + "{{ eos_token }}")) == {"eos": "error"}
-    assert codes(example(), tokenizer(PLAIN + "{{ eos_token }}"), chat="none") == {}
-    thinking = turns + "{% if add_generation_prompt %}<|assistant|>\n<think>\n\n</think>\n\n{% endif %}"
-    instructed = (  # the end of the user's turn opens the assistant's (Mistral)
-        "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %} {{ m.content }}</s>"
-        "{% endif %}{% endfor %}"
-    )
-    answered = "{% for m in messages %}{{ m.content }}</s>{% endfor %}"  # and so does EOS here
-    for sound in (thinking, instructed, answered):
-        assert codes(example(), tokenizer(sound)) == {}
 
 
 def test_lint_counts_new_tokens_against_the_window() -> None:
@@ -295,13 +247,6 @@ def test_lint_tells_a_lost_answer_from_a_cut() -> None:
     assert codes(lost, tok) == {"cut": "warning", "answer_cut": "warning"}
     assert codes(replace(lost, context="It is 4711. " + filler), tok) == {"cut": "warning"}
     assert codes(replace(lost, references=("not in the text",)), tok) == {"cut": "warning"}
-
-
-def test_lint_wants_the_prefix_behind_the_header() -> None:
-    one = example(prefix="It is")
-    prompt = render(one, tokenizer(), chat="template")
-    misplaced = replace(prompt, text=prompt.text.replace("<|assistant|>\nIt is", "It is<|assistant|>\n"))
-    assert [f.code for f in lint(one, misplaced, tokenizer(), 1000, 8)] == ["prefix"]
 
 
 # stops
@@ -338,11 +283,6 @@ def test_the_first_tokens_can_neither_stop_nor_be_cut(minimum: int) -> None:
     assert stop_after("</s>" * minimum + "city</s>", (), minimum)[:2] == ("eos", "city")
 
 
-def test_an_empty_stop_string_is_refused() -> None:
-    with pytest.raises(ValueError, match="stop string is empty"):
-        StopRule(tokenizer(), (), ("",), 0)
-
-
 # the embedded model's tokenizer
 
 
@@ -352,7 +292,7 @@ def test_the_embedded_chat_prompt_holds_its_bos_three_times_and_is_sound() -> No
     one = example(prefix="The number is")
     prompt = render(one, tok, chat="template")
     assert prompt.ids.count(tok.bos_token_id) == 3  # system, user, assistant; none added
-    assert lint(one, prompt, tok, 8192, 8) == []
+    assert list(lint(one, prompt, tok, 8192, 8)) == []
     assert tok.decode(prompt.ids[prompt.split :]) == (
         " What is the secret number?<|im_end|>\n<|im_start|>assistant\nThe number is"
     )

@@ -14,7 +14,7 @@ from evals.base import Example, Score, Task, TaskEnv
 from evals.perplexity import WikiText2
 from harness.config.settings import Data, Results, Settings
 from harness.engine.attach import attached
-from harness.engine.batch.generation import after
+from harness.engine.batch.running_sequence import after
 from harness.engine.engine import Engine
 from harness.engine.sampling import Greedy, MinLength
 from harness.jobs import job
@@ -127,12 +127,3 @@ def test_a_run_never_picks_an_end_before_the_least_length(tmp_path: Path, monkey
     (later,) = evaluate(Full(), Line(1), MODEL, settings).records
     assert (at_once.tokens, at_once.stop) == (free.tokens[:1], "eos")
     assert later.tokens[0] != free.tokens[0]
-
-
-def test_a_run_holds_the_text_that_was_fed_and_its_perplexity(root: Path) -> None:
-    made = run(root, Full())
-    fed = "".join(bytes(MODEL.tokenizer().decode(r.tokens), "utf-8").decode() for r in made.records)
-    assert TEXT.encode()[260 : 260 + 3 * 40].decode() == fed
-    nll = [r.details["nll"] for r in made.records]
-    assert made.summary["score"]["averages"]["perplexity"] == pytest.approx(2.718281828459045 ** (sum(nll) / 3))
-    assert all(len(r.token_s) == len(r.tokens) == 40 for r in made.records)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.engine.batch.generation import Generation
+from harness.engine.batch.running_sequence import Generation
 from harness.reports.columns import measurements
 from harness.reports.compare import comparisons
 from harness.reports.document import as_rows

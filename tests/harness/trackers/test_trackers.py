@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 
-from harness.config.settings import Settings, SettingsError, WandbSettings
+from harness.config.settings import Settings, WandbSettings
 from harness.results.run_folder import load
 from harness.results.summary import summary_of, write_summary
 from harness.terminal.notices import say_once
 from harness.trackers.finished import FinishedRun
-from harness.trackers.session import Copies
-from harness.trackers.wandb import Wandb
+from harness.trackers.wandb import Copies, Wandb
 from tests.fake_records import records, write_run
 
 BLOCK = 32_768
@@ -73,18 +72,17 @@ def opened(project: str = "kv", **changes: Any) -> Copies:
 # settings
 
 
-def test_wrong_settings_are_refused() -> None:
-    with pytest.raises(SettingsError, match=r"wandb\.project is empty"):
-        Settings(wandb=WandbSettings(""))
-
-
 def test_a_copy_is_no_part_of_an_identity(cli: Callable[..., Any], listed: list[FinishedRun]) -> None:
-    words = ("method=full", "task.depths=1")
+    words = ("method=streaming", "budget=0.5", "task.depths=1")
     assert cli(*words)[0] == 0
     code, _, err = cli(*words, "wandb.project=kv")
     assert code == 0
-    assert "finished, reused" in err
-    assert len(listed) == 1
+    assert "reused" in err
+    assert [run.words["method"] for run in listed] == ["full", "streaming"]
+    folders = [run.folder for run in listed]
+    listed.clear()
+    opened(dry_run=True).publish(folders)
+    assert listed == []
 
 
 # wandb
@@ -188,17 +186,6 @@ def listed(monkeypatch: pytest.MonkeyPatch) -> list[FinishedRun]:
     monkeypatch.setattr(Wandb, "missing", lambda project: None)
     monkeypatch.setattr(Wandb, "publish", publish)
     return found
-
-
-def test_a_dry_run_opens_none(listed: list[FinishedRun], runs: list[Path]) -> None:
-    opened(dry_run=True).publish(runs)
-    assert listed == []
-
-
-def test_a_command_sends_its_runs_and_their_full(listed: list[FinishedRun], cli: Callable[..., Any]) -> None:
-    code, _, err = cli("method=streaming", "task.depths=1", "budget=0.5", "wandb.project=kv")
-    assert code == 0, err
-    assert [run.words["method"] for run in listed] == ["full", "streaming"]
 
 
 @pytest.mark.slow

@@ -1,0 +1,294 @@
+"""Serves loops that know nothing of methods, such as `model.generate`: the caches that they are
+given, and what is done to each call of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from harness.engine.batch.cache import SlotsCache
+from harness.engine.cache import KVCache, RoomError, UnsupportedError
+from methods.base import AttnInput, CacheState, KVLayer
+
+STEP = 1024  # tokens by which a cache grows at least, so that few steps copy its rows
+OURS = "leave it out, and the attached method's cache is used"
+
+
+@dataclass
+class LoopUsage:
+    """Record what a cache was used for; the record outlives the cache."""
+
+    tokens: int = 0
+    sealed: bool = False  # in some turn
+    fallback: str | None = None  # what the method did instead of its rule in some turn, and why
+
+
+class LoopCache(KVCache):
+    """Infer the phase from the number of tokens in a forward.
+
+    The first forward is prompt. After it, a forward of several tokens opens a turn or continues it,
+    and the first forward of one token seals it. Call `open_turn` before a forward of one token that
+    is prompt: a turn of one token, or the last token of a prefill in chunks."""
+
+    may_grow: Callable[[int, int], None] | None = None  # raises `ValueError` for a larger capacity; None: never grows
+    _prompt_next = False  # the next forward is prompt, whatever its length
+
+    def __init__(self, layers: Sequence[KVLayer], state: CacheState) -> None:
+        super().__init__(layers, state)
+        self.usage = LoopUsage()
+
+    @property
+    def prompt_next(self) -> bool:
+        """Return whether the next forward is prompt, whatever its length."""
+        return self._prompt_next
+
+    def open_turn(self) -> None:
+        super().open_turn()
+        self._prompt_next = True
+
+    def seal(self) -> None:
+        super().seal()
+        self.usage.sealed, self._prompt_next = True, False
+        self.usage.fallback = self.fallback or self.usage.fallback
+
+    def end(self) -> None:
+        super().end()
+        self.usage.tokens = self.num_tokens
+
+    def make_room(self, tokens: int) -> bool:
+        """Grow if `tokens` more do not fit and the cache may grow. Return whether it has grown,
+        which moves all its rows."""
+        needed = self.num_tokens + tokens
+        if self.may_grow is None or needed <= self.capacity:
+            return False
+        more = max(needed - self.capacity, STEP)
+        self.may_grow(self.capacity, self.capacity + more)
+        self.grow(more)
+        return True
+
+    def _check_room(self, sequences: int, tokens: int) -> None:
+        self.make_room(tokens)
+        super()._check_room(sequences, tokens)
+
+    def _arrive(self, tokens: int) -> None:
+        super()._arrive(tokens)
+        if tokens > 1 or self._prompt_next or not self.num_tokens:
+            self.sealed = self._prompt_next = False
+        elif not self.sealed:
+            self.seal()
+
+
+class PaddedCache(LoopCache):
+    """Split what arrives by its mask. A prompt is computed row by row, without the padding, and
+    steps are taken together, as in a `RunningBatch`. Each row gets what it gets alone.
+
+    `num_tokens` counts columns of the loop's tensors, padding included. In a further turn padding
+    comes after the last token of the answer, which a loop feeds with the new turn."""
+
+    def __init__(self, members: Sequence[LoopCache]) -> None:
+        """`members`: fresh caches of one sequence each."""
+        super().__init__(members[0].layers, members[0].state)
+        self._members = tuple(members)
+        self._slots: SlotsCache | None = None  # steps the members together; made again after their memory moved
+        self._mask = torch.empty(len(members), 0, dtype=torch.bool)  # [B columns], mask of the forwards so far
+        self._turn = 0  # the column with which the turn began
+        self._upcoming = self._mask  # mask including the current forward
+        self._tokens: list[Tensor] = []  # per row, the columns of the current forward that hold tokens
+
+    @property
+    def members(self) -> tuple[LoopCache, ...]:
+        """Return the caches of the rows, up to date with every step so far."""
+        self._catch_up()
+        return self._members
+
+    @property
+    def capacity(self) -> int:
+        return max(member.capacity for member in self._members)
+
+    def read_mask(self, mask: Tensor | None, tokens: int, device: torch.device) -> Tensor:
+        """Split the next forward, of `tokens` columns, by `mask` [B columns]; None: without
+        padding. Return the positions of its tokens [B tokens]."""
+        if mask is None:
+            mask = torch.cat([self._mask, self._mask.new_ones(len(self._members), tokens)], 1)
+        self._check_room(len(mask), tokens)
+        mask = mask.bool().cpu()
+        self._catch_up()
+        before, new = mask.split([mask.shape[1] - tokens, tokens], 1)
+        if not torch.equal(before, self._mask):
+            raise UnsupportedError(
+                "The attention mask differs from that of earlier forwards: pass it for all tokens so far, with padding."
+            )
+        if self.sealed:
+            self._turn = self.num_tokens
+        turn = mask[:, self._turn + (self._turn > 0) :]
+        if not torch.equal(turn, turn.cummax(1).values):
+            raise UnsupportedError(
+                "The attention mask hides tokens after the first of a row: only padding on the left is supported "
+                "(tokenizer.padding_side='left')."
+            )
+        if tokens == 1 and self._turn == self.num_tokens and not new.all():
+            raise UnsupportedError("The mask hides the only token of a row: a step takes one token of every row.")
+        self._upcoming, self._tokens = mask, [row.nonzero().view(-1).to(device) for row in new]
+        begins = torch.tensor([member.num_tokens for member in self._members]).view(-1, 1)
+        return (begins + new.cumsum(1) - 1).clamp(min=0).to(device)
+
+    def text_lengths(self, arriving: int) -> list[int]:
+        """Return the length of each row's text."""
+        pairs = zip(self._members, self._tokens, strict=True)
+        return [member.note_length(member.num_tokens + len(tokens)) for member, tokens in pairs]
+
+    def open_turn(self) -> None:
+        super().open_turn()
+        self._part()
+
+    def seal(self) -> None:
+        for member in self._members:
+            if not member.prompt_next:
+                member.seal()
+        self.sealed, self._prompt_next = True, False
+
+    def begin(self) -> None:
+        super().begin()
+        for member in self._members:
+            member.begin()
+
+    def end(self) -> None:
+        self.num_tokens += self._arriving
+        if self._arriving:
+            self._mask = self._upcoming
+        if self.sealed and self._slots is not None:
+            self._slots.end()
+        else:
+            for member in self._members:
+                member.end()
+
+    def attend(self, layer: int, x: AttnInput) -> Tensor:
+        if not self._arriving:
+            self.expect(x.k.shape[0], x.k.shape[2])
+        if self.sealed and self._slots is not None:
+            return self._slots.attend(layer, x)
+        out = torch.zeros_like(x.q)
+        for row, (member, tokens) in enumerate(zip(self._members, self._tokens, strict=True)):
+            if len(tokens):
+                out[row, :, tokens] = member.attend(layer, _row(x, row, tokens, member.num_tokens))[0]
+        return out
+
+    def contents(self) -> list[dict[str, Tensor]]:
+        raise UnsupportedError("Rows of a padded batch are caches of their own: ask each of cache.members.")
+
+    def refill(self, contents: Sequence[Mapping[str, Tensor]]) -> None:
+        self.contents()
+
+    def _check_room(self, sequences: int, tokens: int) -> None:
+        if sequences != len(self._members):
+            raise RoomError(
+                f"The cache holds {len(self._members)} padded rows and {sequences} arrive: go on with those."
+            )
+
+    def _arrive(self, tokens: int) -> None:
+        super()._arrive(tokens)
+        if self.sealed:
+            self._begin_step()
+            return
+        self._part()
+        for member in self._members:
+            member.open_turn()
+
+    def _begin_step(self) -> None:
+        self._catch_up()
+        if any(member.prompt_next for member in self._members):  # such a row steps alone, and so do the others
+            self._part()
+            return
+        for member in self._members:
+            if not member.sealed:
+                member.seal()
+        if any([member.make_room(1) for member in self._members]):
+            self._slots = None
+        if self._slots is None:
+            self._slots = SlotsCache(self._members)
+        self._slots.begin()
+
+    def _part(self) -> None:
+        """Let the members continue one by one."""
+        self._catch_up()
+        self._slots = None
+
+    def _catch_up(self) -> None:
+        """Update each member with the steps that were counted for all at once, and with what the
+        last of them chose for it."""
+        if self._slots is not None:
+            for number in range(len(self._members)):
+                self._slots.catch_up(number)
+
+
+def _row(x: AttnInput, row: int, tokens: Tensor, start: int) -> AttnInput:
+    """Return the attention input of some `tokens` [N] of one row, without the padding around
+    them."""
+    own = slice(row, row + 1)
+    q, k, v = (part[own].index_select(2, tokens) for part in (x.q, x.k, x.v))
+    cos, sin, hidden = (part[own].index_select(1, tokens) for part in (x.cos, x.sin, x.hidden))
+    return AttnInput(q, k, v, cos, sin, hidden, start)
+
+
+class LoopCalls:
+    """Replace None or an empty `DynamicCache`, which `generate`, `pipeline` and `model(ids)` bring,
+    by a cache of ours, and split batches that are padded on the left."""
+
+    def __init__(self, make: Callable[..., LoopCache]) -> None:
+        """`make(batch=..., tokens=...)`: returns a cache for `batch` sequences whose first forward
+        brings `tokens` tokens."""
+        self.make = make
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the call's keywords with our cache and without a mask that has been read. Raises
+        `UnsupportedError` for what our caches would compute wrongly."""
+        call = dict(zip(signature(model.forward).parameters, args, strict=False)) | kwargs if args else dict(kwargs)
+        given, mask = call.get("past_key_values"), call.get("attention_mask")
+        arriving: Tensor = call["inputs_embeds"] if call.get("input_ids") is None else call["input_ids"]
+        batch, tokens = arriving.shape[:2]
+        if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[0] != batch):
+            raise UnsupportedError(
+                f"A custom attention mask was given: only padding on the left is supported, as [{batch} S]."
+            )
+        padded = mask is not None and not bool(mask.all())
+        if not isinstance(given, KVCache):
+            _refuse(given, call.get("use_cache"), model)
+            if padded:
+                fresh: LoopCache = PaddedCache([self.make(batch=1, tokens=tokens) for _ in range(batch)])
+            else:
+                fresh = self.make(batch=batch, tokens=tokens)
+            if given is not None:  # loops go on with the object that they made and passed
+                vars(given).clear()
+                given.__class__ = type(fresh)
+                vars(given).update(vars(fresh))
+            call["past_key_values"] = given = fresh if given is None else given
+        if isinstance(given, PaddedCache):
+            call["position_ids"] = given.read_mask(mask, tokens, arriving.device)
+        elif padded:
+            raise UnsupportedError(
+                "This cache holds rows of equal length and the mask pads some: leave past_key_values out in the first "
+                "turn, or give turns of equal length."
+            )
+        return call | {"attention_mask": None}  # it has been read, and each look at it would wait for a GPU
+
+
+def _refuse(given: object, use_cache: bool | None, model: Any) -> None:
+    """Raise `UnsupportedError` unless a cache of ours may replace `given`."""
+    if use_cache is False or (use_cache is None and model.config.use_cache is False):
+        raise UnsupportedError("use_cache=False leaves an attached method without a cache: leave it out.")
+    if given is None:
+        return
+    if type(given) is not DynamicCache:
+        raise UnsupportedError(f"A {type(given).__name__} (cache_implementation=...) was given: {OURS}.")
+    if given.offloading:
+        raise UnsupportedError(f"cache_implementation='offloaded' was given: {OURS}; placement=host moves its tokens.")
+    if given.get_seq_length():
+        raise UnsupportedError(
+            f"The DynamicCache holds {given.get_seq_length()} tokens of a model without method: {OURS}."
+        )

@@ -1,2 +1,0 @@
-"""Serves loops that are not ours, such as `model.generate`: their caches, and how a forward gets
-one."""
