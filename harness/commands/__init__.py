@@ -1,2 +1,2 @@
 """What a user types: one file per command, its work in the other rooms. `run` is `python -m harness` with no command's
-name behind it. The commands serve and bench are rooms of their own, with a `__main__.py`."""
+name after it. The commands serve and bench are rooms of their own, with a `__main__.py`."""

@@ -1,7 +1,7 @@
 """`kv-harness lm-eval run --model kv_harness --model_args model=smollm2,method=pqcache,budget=0.2 --tasks ...`.
 
 lm-evaluation-harness's own command, which then knows a model `kv_harness`: any of our models under any method. What
-else stands behind `lm-eval` is that project's: `run`, `ls`, `validate` and their options.
+else stands after `lm-eval` is that project's: `run`, `ls`, `validate` and their options.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def _device(words: Sequence[str]) -> list[str]:
     ours = any(word.endswith(MODEL) for word in words)
     if not ours or any(word.startswith(("--device", "--config", "-C")) for word in words):
         return []
-    said = re.search(r"\bdevice=([\w:]+)", " ".join(words))
-    return ["--device", choose_device(said[1] if said else "auto")]
+    named = re.search(r"\bdevice=([\w:]+)", " ".join(words))
+    return ["--device", choose_device(named[1] if named else "auto")]
 
 
 if __name__ == "__main__":

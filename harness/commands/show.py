@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     width = shutil.get_terminal_size((120, 40)).columns
     run = load(options.run)
-    if options.id and options.id not in [*(one.id for one in run.records), *(one.id for one in run.failed)]:
+    if options.id and options.id not in [*(record.id for record in run.records), *(failed.id for failed in run.failed)]:
         raise StoreError(f"no example --id {options.id} in {run.folder}: without --id all are shown")
     for line in diff(run, load(options.diff), options, width) if options.diff else show(run, options, width):
         say(line)

@@ -191,7 +191,7 @@ def warnings(
         "were computed anew because their text outgrew a length from which the model rotates all of it otherwise": [
             bool(record.recomputed) for record in records
         ],
-        "ran into the token limit": [any(one.stop == "length" for one in record.replies) for record in records],
+        "ran into the token limit": [any(reply.stop == "length" for reply in record.replies) for record in records],
     }
     yield from (f"{sum(true)} of {n} examples {what}" for what, true in counts.items() if any(true))
     for warning, count in alike([warning for record in records for warning in record.warnings]):

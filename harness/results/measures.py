@@ -1,8 +1,8 @@
 """The one table of numbers that are measured of an answer's decode steps. It imports no torch.
 
 A new number is its line here, its line in docs/results.md, and its measurement, an entry of `Generation.measured`:
-`RunningSequence.finish` makes it (harness/engine/batch/running_sequence.py), or `RunningBatch.leave` (running.py beside
-it) from what a tracer noted. Records, summaries, tables, the report page, the CSV and trackers read this table. A
+`RunningSequence.finish` makes it (harness/engine/batch/running_sequence.py), or `RunningBatch.leave` (running.py
+there) from what a tracer noted. Records, summaries, tables, the report page, the CSV and trackers read this table. A
 number of a conversation is the mean over its turns, one of a run the mean over its examples."""
 
 from __future__ import annotations
@@ -74,4 +74,4 @@ def over_known(reduce: Callable[[list[float]], float], values: Sequence[Value]) 
 
 def means(measured: Sequence[Mapping[str, Value]]) -> dict[str, Value]:
     """Return the mean of each measure over turns or examples, as far as it is known."""
-    return {key: over_known(fmean, [one.get(key) for one in measured]) for key in MEASURES}
+    return {key: over_known(fmean, [numbers.get(key) for numbers in measured]) for key in MEASURES}

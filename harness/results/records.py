@@ -40,7 +40,7 @@ class Reply:
     details: dict[str, Any]
     token_s: list[float]  # one per token: from the start of prefill until each token was on the host
     share_s: float | None = None  # of the machine's time: own load, prefill, seal and save, an equal part of its steps
-    decode_share_s: float | None = None  # the same of the steps behind the second token
+    decode_share_s: float | None = None  # the same of the steps after the second token
     seal_s: float | None
     question_s: float | None
     measured: Mapping[str, float | None]  # the numbers of harness/results/measures.py, a key each
@@ -58,9 +58,9 @@ class Reply:
     lost_to: str | None = None  # why it is gone, the first of a conversation's
     new_tokens: int | None = None  # that were computed, the history's too where it was not found
     load_s: float | None = None  # waited until the cache was there, within the first token's time
-    hidden_s: float | None = None  # in which layers were on their way beside the turn's own computing
+    hidden_s: float | None = None  # in which layers were on their way during the turn's own computing
     save_ahead_s: float | None = None  # handing over the prompt's rows, within the first token's time; null as save_s
-    save_s: float | None = None  # behind the last token; null where no turn follows
+    save_s: float | None = None  # after the last token; null where no turn follows
     save_hidden_s: float | None = None  # in which its rows left the device while nobody waited for that
 
     def __post_init__(self) -> None:
@@ -106,7 +106,7 @@ class Reply:
 
     @property
     def sealed_at(self) -> int:
-        """Tokens behind whose last the cache was sealed."""
+        """Return how many tokens there were when the cache was sealed."""
         return self.history_tokens + self.prompt_tokens if self.context_tokens is None else self.context_tokens
 
     @property
@@ -131,7 +131,7 @@ class Record(Reply):
     prompt_sha256: str
     device_peak_bytes: int | None
     host_peak_bytes: int | None
-    peaks: dict[str, int | None] | None = None  # the same of the prefill, and of all behind it: PEAKS
+    peaks: dict[str, int | None] | None = None  # the same of the prefill, and of all after it: PEAKS
     warnings: list[str]
     fidelity: dict[str, Any] | None
     prompt_ids: list[int] | None
@@ -206,16 +206,16 @@ class FailedExample:
 def flat(plain: Mapping[str, Any]) -> dict[str, Any]:
     """Return a reply's fields as a line has them: a key for the bytes of each tier, and for each number measured."""
     others = {name: value for name, value in plain.items() if name not in (KV, MEASURED)}
-    held = {bytes_key(tier): size for tier, size in plain[KV].items()}
-    return others | held | {name: plain[MEASURED].get(name) for name in MEASURES}
+    sizes = {bytes_key(tier): size for tier, size in plain[KV].items()}
+    return others | sizes | {name: plain[MEASURED].get(name) for name in MEASURES}
 
 
 def nested(plain: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that `flat` wrote, and none that are unknown today. Lines that are older than a tier have no
     bytes there; numbers that are younger than a line were not measured."""
-    held = {tier: plain[bytes_key(tier)] for tier in TIERS if bytes_key(tier) in plain}
+    sizes = {tier: plain[bytes_key(tier)] for tier in TIERS if bytes_key(tier) in plain}
     others = {key: plain[key] for key in FIELDS if key in plain}
-    return others | {KV: held, MEASURED: {name: plain.get(name) for name in MEASURES}}
+    return others | {KV: sizes, MEASURED: {name: plain.get(name) for name in MEASURES}}
 
 
 def whole(turns: Sequence[Reply]) -> dict[str, Any]:

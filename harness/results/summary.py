@@ -205,8 +205,10 @@ def _turn(replies: Sequence[tuple[str, Reply]], timed: bool) -> dict[str, Any]:
         "tokens": fmean(reply.history_tokens + reply.prompt_tokens for reply in own),
         "lost_turns": over_known(sum, [reply.lost_turns for reply in own]),
         "hits": dict(sorted(Counter(reply.hit_tier for reply in own if reply.hit_tier).items())),
-        **{name: over_known(fmean, [getattr(one, name) for one in own]) for name in ("reused_tokens", "new_tokens")},
-        **{name: over_known(median, [getattr(one, name) for one in clocked]) for name in HISTORY_S},
+        **{
+            name: over_known(fmean, [getattr(reply, name) for reply in own]) for name in ("reused_tokens", "new_tokens")
+        },
+        **{name: over_known(median, [getattr(reply, name) for reply in clocked]) for name in HISTORY_S},
     }
 
 
@@ -272,8 +274,8 @@ def likelihood(records: Sequence[Record], full: Sequence[Record] | None) -> dict
         return None
     by_group = {group: {"mean": fmean(costs), "n": len(costs)} for group, costs in groups.items()}
     mean = fmean(group["mean"] for group in by_group.values())
-    beside = _likelihood_beside(records, full or [])
-    return {"n": sum(map(len, groups.values())), "mean": mean, "groups": by_group, "full": beside}
+    difference = _likelihood_beside(records, full or [])
+    return {"n": sum(map(len, groups.values())), "mean": mean, "groups": by_group, "full": difference}
 
 
 def cost_of(record: Record) -> float | None:
@@ -336,8 +338,8 @@ def reference(run: StoredRun, others: Sequence[StoredRun]) -> StoredRun | None:
     that shares most examples."""
 
     def nearness(full: StoredRun) -> tuple[bool, int, int]:
-        ours, theirs = (one.info.get("identity") or {} for one in (run, full))
-        ours, theirs = ({"core": one.get("core")} | (one.get("code") or {}) for one in (ours, theirs))
+        identities = [compared.info.get("identity") or {} for compared in (run, full)]
+        ours, theirs = ({"core": known.get("core")} | (known.get("code") or {}) for known in identities)
         same_code = all(ours[name] == theirs[name] for name in ours.keys() & theirs.keys())
         shared = sum(run.config.get(name) == full.config.get(name) for name in run.config)
         return same_code, shared, len(paired(run.records, full.records))
