@@ -89,18 +89,6 @@ def test_every_step_is_the_papers_simulation(
         assert layers[0].attended.prompt == PROMPT  # dense
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_pool_with_room_for_all_is_no_pool(policy: Eviction) -> None:
-    text = Sequences(SHAPES[1], PROMPT + STEPS, 2)
-    outs = []
-    for capacity in (None, 1.0, PROMPT + STEPS):
-        layers = started(text, replace(POOLED, pool_capacity=capacity, pool_policy=policy))
-        assert layers[1].reads.pool is None
-        outs.append(torch.cat([text.decode(layers, t)[1] for t in range(PROMPT, PROMPT + STEPS)], 2))
-    assert torch.equal(outs[0], outs[1])
-    assert torch.equal(outs[0], outs[2])
-
-
 def test_what_cannot_be_done_is_refused_by_name() -> None:
     text = Sequences(SHAPES[0], PROMPT + STEPS, 2)
     layers = started(text, POOLED)

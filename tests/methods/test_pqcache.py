@@ -112,18 +112,6 @@ def test_the_papers_formula() -> None:
     assert SLOW.iterations(8192) == int((prefill - few) / each + 3) == 4
 
 
-def test_longer_prompts_hide_more_rounds_within_bounds() -> None:
-    made = [SLOW.iterations(tokens) for tokens in range(1, 200_000, 500)]
-    assert made == sorted(made)
-    assert (made[0], made[-1]) == (3, 23)
-    assert replace_round(SLOW, 1e-9).iterations(100_000) == 300
-    assert replace_round(SLOW, 0.0).iterations(100) == 3  # three rounds take longer than the prefill already
-
-
-def replace_round(fit: Fit, each: float) -> Fit:
-    return fit._replace(one_1=each, one_0=0.0)
-
-
 def test_the_fit_finds_the_coefficients_it_is_made_of() -> None:
     seconds = [PAPER[0] * s**2 + PAPER[1] * s + PAPER[2] for s in LENGTHS]
     assert polynomial(LENGTHS, seconds, 2) == pytest.approx(PAPER, rel=1e-3)

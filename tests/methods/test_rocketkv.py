@@ -85,23 +85,6 @@ def test_the_papers_own_example() -> None:
     assert 128 / r == pytest.approx(2.1, abs=0.05)
 
 
-@pytest.mark.parametrize(
-    ("changes", "budget", "unused"),
-    [
-        ({}, 0.1, set()),
-        ({}, 0.2, {"pages"}),
-        ({}, 0.5, {"eviction", "pages"}),
-        ({"page_size": 1}, 0.2, set()),  # what is asked for is no fallback
-        ({"page_size": 4}, 0.6, {"eviction"}),
-        ({"split": 0.0, "page_size": 1}, 0.6, set()),
-    ],
-)
-def test_what_a_large_budget_leaves_out_is_said(changes: dict, budget: float, unused: set[str]) -> None:
-    (layer,) = (s := _sequences(SHAPES[0])).start(replace(METHOD, **changes), Budget(budget))
-    s.seal([layer], 0, PROMPT)
-    assert {part for part in ("eviction", "pages") if part in (layer.fallback or "")} == unused
-
-
 def test_a_further_turn_chooses_among_what_is_left() -> None:
     s, end = _sequences(SHAPES[1], PROMPT + 40), PROMPT + 30
     (layer,) = s.start(METHOD, Budget(0.1))

@@ -145,24 +145,3 @@ def test_rows_share_no_memory_and_what_is_gone_makes_room() -> None:
     held.clear()
     assert cut(pool, 256 * KB).data_ptr() == reservation
     assert pins.made == 1
-
-
-def test_memory_goes_back_once_no_row_lies_there_and_serves_a_cache_then() -> None:
-    pins = Pins()
-    pinned_memory = PinnedMemory(pins)
-    pool = PinnedPool(pinned_memory, limit=128 * KB)
-    for _ in range(2):
-        pool.expect(64 * KB)
-    first, second = cut(pool, 40 * KB), cut(pool, 60 * KB)
-    pool.close()
-    assert cut(pool, 10).nbytes == 10  # in ordinary memory
-    pool.expect(10**6)
-    del first
-    gc.collect()
-    reservation = pinned_memory.reserve([32 * KB])
-    assert pins.made == 2
-    pinned_memory.close()
-    assert len(pins.held) == 2
-    del second, reservation
-    gc.collect()
-    assert pins.held == []
