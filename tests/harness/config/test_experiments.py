@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from harness.commands.list import main
 from harness.config import plugins
 from harness.config.catalogue import EXPERIMENT, FACTS, Experiment, entries, experiments
 from harness.config.compose import combinations, composed
@@ -156,12 +155,6 @@ def test_a_shared_part_gives_values_and_card_and_is_no_experiment() -> None:
 def test_wrong_words_about_experiments(word: str) -> None:
     with pytest.raises(SettingsError, match="pqcache_fig9b"):
         composed([f"+experiment={word}"])
-
-
-def test_list_shows_cards(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["experiment=small/pqcache_fig9b"]) == 0
-    assert "python -m harness -m +experiment=small/pqcache_fig9b" in capsys.readouterr().out
-    assert main(["experiment=pqcache_fig9x"]) == 2
 
 
 def write(folder: Path, content: str) -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from dataclasses import dataclass, replace
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 from weakref import ref
 
@@ -15,11 +14,9 @@ from evals.base import Example, TaskEnv
 from evals.niah import Niah
 from harness.config.settings import GenerationSettings, SettingsError
 from harness.engine.engine import Engine
-from harness.results.files import read_json
 from harness.results.records import Record
 from harness.results.run_folder import StoredRun
 from methods.base import Method
-from methods.full import Full
 from tests import fast
 from tests.failures import third_record_fails
 from tests.fast import PQ, STREAMING
@@ -97,33 +94,6 @@ def test_each_example_gets_what_it_gets_alone(tmp_path: Path, changes: dict[str,
     assert len({record.kv["device"] for record in together.values()}) > 1
 
 
-def test_fidelity_is_each_example_s_own(tmp_path: Path) -> None:
-    alone, together = (records(run(tmp_path, fidelity=1, batch=batch)) for batch in (1, 3))
-    for name, record in together.items():
-        mine, theirs = record.fidelity, alone[name].fidelity
-        assert mine is not None
-        assert theirs is not None
-        assert mine["steps"] == theirs["steps"]
-        assert [mine[key] for key in ("recall", "mass", "kl")] == pytest.approx(
-            [theirs[key] for key in ("recall", "mass", "kl")], abs=1e-4
-        )
-
-
-def test_a_traced_batch_counts_the_steps_of_each(tmp_path: Path) -> None:
-    for record in run(tmp_path, batch=3, trace="on").records:
-        steps = len(record.tokens) - 1
-        assert record.trace is not None
-        assert record.trace["steps"] == steps
-
-
-def test_seconds_add_up_over_the_examples_of_a_batch(tmp_path: Path) -> None:
-    began = perf_counter()
-    made = run(tmp_path, batch=3)
-    elapsed = perf_counter() - began
-    assert 0 < sum(record.share_s or 0 for record in made.records) <= elapsed
-    assert all(0 < (record.decode_share_s or 0) < (record.share_s or 0) for record in made.records)
-
-
 @pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
 def test_no_more_caches_are_held_than_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
     """While a prompt is prefilled, those that have ended are gone."""
@@ -155,14 +125,6 @@ def test_an_error_in_a_batch_loses_and_repeats_nothing(tmp_path: Path) -> None:
     assert {name: own(one) for name, one in records(again).items()} == {
         name: own(one) for name, one in records(whole).items()
     }
-
-
-def test_a_table_knows_the_throughput_of_a_batch(tmp_path: Path) -> None:
-    made = run(tmp_path, Full(), batch=3, generation=GenerationSettings(force_length=True))
-    tokens = sum(len(record.tokens) - 2 for record in made.records)
-    seconds = sum(record.decode_share_s or 0 for record in made.records)
-    assert made.summary["throughput_tok_s"] == pytest.approx(tokens / seconds)
-    assert read_json(made.folder / "summary.json")["batch"] == 3
 
 
 @pytest.mark.tokens

@@ -16,7 +16,7 @@ from harness.jobs.job import Job
 from harness.jobs.machine import refusal
 from harness.jobs.memory import CacheSpec, MemoryForecast, needed
 from methods.full import Full
-from methods.tiers.pinned_memory import STEP_BYTES, reservation_bytes
+from methods.tiers.pinned_memory import reservation_bytes
 from tests.fast import MODEL, PQ, STREAMING, niah
 from tests.harness.jobs.test_questions import Balances
 
@@ -130,21 +130,6 @@ def test_a_store_on_the_device_counts_up_to_its_room() -> None:
     ):
         settings = replace(plain, device=device, history="store", store=store)
         assert needed(info, full(settings), items).kv == needed(info, full(plain), items).kv + more
-
-
-def test_what_a_store_pins_beside_a_gpu_counts_as_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    info, plain = MODEL.describe(), Settings(device="cuda", dtype="fp32", history="store")
-    items = prepare(Balances(talks=True), MODEL, plain)
-    assert needed(info, full(plain), items).host == STEP_BYTES  # no more at once than a step has
-    monkeypatch.setattr("harness.jobs.memory.WRITE_BUFFER", 300)
-    for store, pinned in (
-        (StoreSettings(host=0, disk="1TB"), 300),
-        (StoreSettings(host=500), 800),
-    ):
-        assert needed(info, full(replace(plain, store=store)), items).host == pinned
-        assert needed(info, full(replace(plain, store=store, device="cpu")), items).host == 0
-    for history in ("recompute", "device_prefix"):
-        assert needed(info, full(replace(plain, history=history)), items).host == 0
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])

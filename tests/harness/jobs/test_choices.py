@@ -116,14 +116,6 @@ def test_however_it_is_run(tmp_path: Path, changes: dict[str, Any]) -> None:
         assert costs == pytest.approx(outputs(alone)[name], abs=1e-3)
 
 
-def test_a_run_is_continued(tmp_path: Path) -> None:
-    first = run(tmp_path, PQ, Colours(), budget=0.3)
-    again = run(tmp_path, PQ, Colours(), budget=0.3)
-    assert outputs(first) == outputs(again)
-    other = run(tmp_path, PQ, Colours(choices=(" green",)), budget=0.3)
-    assert other.folder != first.folder
-
-
 def test_a_choice_without_text_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PromptError, match="colour-0 has"):
         run(tmp_path, PQ, Colours(choices=("red", "")), budget=0.3)

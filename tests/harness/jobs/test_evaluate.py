@@ -10,24 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
 from evals.base import Score
 from evals.longbench import LongBench
-from harness.commands.report import print_report
 from harness.config.settings import Data, GenerationSettings, Results, Settings
 from harness.jobs.evaluate import evaluate
 from harness.jobs.job import Job
 from harness.models.devices import DeviceError
-from harness.models.hub import HuggingFace
 from harness.results.files import read_json
 from harness.results.run_folder import Run, StoredRun
 from methods.full import Full
 from tests import forks
 from tests.failures import third_record_fails
 from tests.fake_records import rewrite
-from tests.fast import MODEL, MODEL_ARGS, PQ, STREAMING, TASK_ARGS, niah
+from tests.fast import MODEL, MODEL_ARGS, PQ, TASK_ARGS, niah
 from tests.forks import Forked
 
 both = pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
@@ -85,16 +82,6 @@ def test_what_does_not_apply_is_no_part_of_the_identity(tmp_path: Path) -> None:
     assert other.folder != run(tmp_path, budget=0.3, baseline="off").folder
     assert other.folder != run(tmp_path, replace(PQ, m=4), budget=0.1, baseline="off").folder
     assert other.folder != run(tmp_path, budget=0.1, baseline="off", task=niah(depths=3)).folder
-
-
-@both
-def test_baseline_reuse_takes_a_finished_full_only(tmp_path: Path, shared: bool) -> None:
-    assert run(tmp_path, baseline="off", shared_prefill=shared).summary["full"] is None
-    assert run(tmp_path, STREAMING, baseline="reuse", shared_prefill=shared).summary["full"] is None
-    full = run(tmp_path, Full(), shared_prefill=shared)
-    reused = run(tmp_path, STREAMING, baseline="reuse", shared_prefill=shared)
-    assert reused.full_folder == full.folder
-    assert reused.summary["full"]["mean"] == full.summary["score"]["mean"]
 
 
 def test_corrected_answers_are_another_run(
@@ -235,20 +222,3 @@ def test_methods_started_together_share_one_full(tmp_path: Path) -> None:
     infos = {info["method"]: info for info in map(read_json, tmp_path.glob("*/run.json"))}
     assert infos.keys() == {"full", *methods}
     assert all(info["status"] == "complete" and "earlier" not in info for info in infos.values())
-
-
-def test_a_window_beyond_the_trained_one_is_a_caution_in_the_row(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "model"
-    MODEL.build(torch.float32, "cpu").save_pretrained(folder)
-    MODEL.tokenizer().save_pretrained(folder)
-    settings = Settings(results=Results(root=str(tmp_path)), baseline="off", warmup=0)
-    for window, cautions in ((None, 0), (2**20, 1)):
-        model = HuggingFace(str(folder), window=window)
-        trained = model.describe().trained_window
-        made = evaluate(STREAMING, niah(depths=1), model, settings)
-        told = f"model.window={window} goes beyond the {trained} tokens"
-        assert sum(line.startswith(told) for line in made.summary["warnings"]) == cautions
-        print_report([made.folder])
-        assert (f"Caution: all rows: {told}" in capsys.readouterr().out) == bool(cautions)

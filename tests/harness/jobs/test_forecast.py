@@ -20,14 +20,12 @@ from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
 from harness.engine.hf import routed
 from harness.jobs.examples import PreparedExample, prepare
-from harness.jobs.machine import refusal
 from harness.jobs.memory import CacheSpec, MemoryForecast, needed
 from harness.jobs.prefill import SharedPrefill
 from harness.models.base import ModelInfo
 from kernels import ops
 from methods.base import Budget, Method
 from methods.tiers.tier import DEVICE, DISK, HOST
-from methods.tiers.transfer import TransferEngine
 from tests.allocations import Allocations
 from tests.fast import MODEL, niah
 from tests.methods.test_contract import NAMES, _yaml
@@ -36,8 +34,6 @@ from tests.tiny import SHAPE
 
 PROMPT, NEW, LAYERS = 2800, 4, 8
 FLOOR = 16 * 2**20  # below it nothing is promised, though it holds where little is left on the device
-ROOM = 15 * 2**20  # of a device that has less than all keys and values take
-OFFLOADING = ["full_offloaded", "infinigen", "infllm", "pqcache", "quest", "rocketkv", "shadowkv", "sparq"]
 WIDE = SHAPE | {
     "hidden_size": 192, "intermediate_size": 192, "num_hidden_layers": LAYERS, "num_attention_heads": 6,
     "num_key_value_heads": 3, "head_dim": 32,
@@ -134,42 +130,6 @@ def assert_foreseen(cache_spec: CacheSpec) -> None:
         assert forecast(changed(cache_spec, device="cuda")).host == pytest.approx(real.peaks[HOST], rel=0.1)
 
 
-@torch.inference_mode()
-def test_rows_that_come_while_others_attend_are_foreseen() -> None:
-    """Each sequence of a batch asks for a layer ahead: that lies there while another's prompt is computed."""
-    cache_spec = changed(holder_of("full_offloaded", DISK, 300), batch=3)
-    attachment = Attachment(model(), cache_spec.method, None, DISK, overlap=True)
-    attachment.engine = TransferEngine()  # rows come when they are asked for, and not when a thread gets to it
-    with routed(attachment.model), Allocations() as counted:
-        engine = Engine(attachment, prefill_chunk=300)
-        caches = [attachment.start(KVCache, capacity=PROMPT + NEW) for _ in range(3)]
-        for cache in caches:
-            engine.prefill(cache, ids(1), whole=True)
-            cache.seal()
-            engine.run(ids(2, 1), cache)
-    with_rows, without = (forecast(changed(cache_spec, overlap=overlap)) for overlap in ("on", "off"))
-    assert with_rows.total == pytest.approx(counted.peaks[DEVICE], rel=0.1)
-    assert with_rows.total - without.total >= 2 * info().kv_bytes("fp32", PROMPT) // LAYERS
-
-
-@pytest.mark.parametrize("placement", [HOST, DISK])
-@pytest.mark.parametrize("name", mostly_slow(OFFLOADING, "pqcache", "shadowkv"))
-def test_a_prompt_whose_cache_exceeds_the_device_runs_from_elsewhere(name: str, placement: str) -> None:
-    """All keys and values are more than the device has. Where they stay there the run is refused; where they leave it,
-    it fits, and holds no more while it runs."""
-    cache_spec = holder_of(name, placement, 300)
-    dense = info().kv_bytes("fp32", PROMPT + NEW)
-    assert dense > ROOM
-
-    def refused(**settings: object) -> str | None:
-        asked = changed(cache_spec, device="cuda" if placement == HOST else "cpu", **settings)
-        return refusal(forecast(asked), asked.settings, ROOM, 10 * ROOM if placement == HOST else None)
-
-    assert "are free" in str(refused(placement=DEVICE))
-    assert refused() is None
-    assert peaks(cache_spec).peaks[DEVICE] <= ROOM
-
-
 CASES = [
     (name, place, chunk)
     for name in NAMES
@@ -204,36 +164,6 @@ def test_the_peak_on_a_gpu_is_what_was_forecast(case: tuple[str, str, int | None
     before = torch.cuda.memory_allocated()
     take_turns(attachment, cache_spec)
     assert torch.cuda.max_memory_allocated() - before <= max(1.1 * forecast(cache_spec).total, FLOOR)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "placement", "parameters"),
-    [
-        ("infinigen", "device", {"pool_capacity": 0.8}),
-        ("infinigen", "host", {"pool_capacity": 0.8, "pool_policy": "fifo"}),
-        ("infinigen", "device", {"skew": False, "column_rule": "query"}),
-        ("infllm", "device", {"block": 64}),
-        ("pqcache", "host", {"b": 6, "m": 4}),
-        ("quest", "device", {"page_size": 4}),
-        ("shadowkv", "device", {"solver": "thin_svd"}),
-        ("snapkv", "device", {"select_per": "query_head"}),
-        ("sparq", "host", {"channel_copy": False}),
-    ],
-    ids=str,
-)
-def test_parameters_count(name: str, placement: str, parameters: dict[str, object]) -> None:
-    for chunk in (None, 300):
-        assert_foreseen(holder_of(name, placement, chunk, **parameters))
-
-
-@pytest.mark.parametrize("name", mostly_slow(["full_offloaded", "kivi", "shadowkv", "sparq"], "shadowkv"))
-def test_a_further_turn_takes_little_more(name: str) -> None:
-    """What the seal has made is gone once all keys and values are back."""
-    cache_spec, more = holder_of(name, "host", 300), 50
-    second = replace(item(), prompt=replace(item().prompt, ids=(7,) * more, split=more))
-    told = needed(info(), cache_spec, [replace(item(), further=(second,))], loaded=True)
-    assert told.total == pytest.approx(peaks(cache_spec, more).peak, rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -49,18 +49,6 @@ def test_forced_replies_have_the_likelihood_of_the_whole_text(tmp_path: Path) ->
     assert made.summary["score"]["averages"]["perplexity"] > 1
 
 
-@pytest.mark.parametrize("chat", ["template", "none"])
-def test_many_turns_fit_the_length_that_was_asked_for(tmp_path: Path, chat: str) -> None:
-    """What a template, or nothing but a gap, puts between turns counts as well."""
-    said = [{"from": who, "value": f"{who} {turn}"} for turn in range(30) for who in ("human", "gpt")]
-    (tmp_path / "long.json").write_text(json.dumps([{"id": "long", "conversations": said}]))
-    for longest in range(600, 800, 25):
-        task = Multiturn(source="long.json", replies="forced", conversations=1, longest=longest)
-        [item] = prepare(task, MODEL, Settings(chat=chat, data=Data(str(tmp_path))))
-        assert sum(turn.tokens for turn in item.turns) <= longest
-        assert len(item.turns) > 9
-
-
 @pytest.mark.parametrize("replies", ["own", "given"])
 def test_a_table_shows_the_score_by_turn_and_by_turns_ago(tmp_path: Path, replies: str) -> None:
     made = run(tmp_path, Multiturn(**SHORT, replies=replies, about="first", max_new_tokens=4), PQ)

@@ -2,52 +2,38 @@
 
 from __future__ import annotations
 
-import gc
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean
 from time import perf_counter
 from typing import Any, ClassVar
-from weakref import ReferenceType, ref
 
 import pytest
 import torch
 from torch import Tensor
 
 from evals.base import Example, Score, Task, TaskEnv, Turn
-from evals.longbench import LongBench
-from harness.commands.rescore import main as rescore
-from harness.commands.show import main as show
-from harness.config.settings import Data, GenerationSettings, Settings, SettingsError
+from harness.config.settings import GenerationSettings, Settings
 from harness.engine.attach import attached
 from harness.engine.batch.running_sequence import Generation
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
-from harness.engine.footprint import footprint
 from harness.jobs.examples import PreparedExample, by_context, prepare
 from harness.jobs.questions import SealedContext
 from harness.models.base import load
-from harness.reports.compare import comparisons
-from harness.reports.document import as_text
-from harness.reports.groups import turn_scores, turn_times
-from harness.results.files import read_json
 from harness.results.run_folder import StoredRun
-from harness.results.run_folder import load as load_run
 from harness.terminal.notices import say_once
 from kernels.dispatch import use_backend
 from methods.base import Method
 from methods.full import Full
 from methods.h2o import H2O
 from methods.snapkv import SnapKV
-from methods.tiers.codec import IntCodec
 from tests import fast
 from tests.fast import MODEL, PQ, niah
 from tests.methods.test_contract import attach, small, walked
 from tests.quick import mostly_slow
 from tests.tape import Tape
-from tests.tiny import HYBRID, prompt, tiny
+from tests.tiny import HYBRID, prompt
 
 CONTEXT, NEW = prompt(61), 4
 QUESTIONS = [prompt(2 + i % 4, seed=i) for i in range(1, 11)]
@@ -118,15 +104,6 @@ def test_what_steps_leave_behind_is_taken_back(name: str, reuse_steps: int) -> N
 
 
 @pytest.mark.tokens
-@pytest.mark.parametrize("name", ["pqcache", "sparq"])
-def test_pools_on_a_disk_and_under_a_codec_go_back(name: str, tmp_path: Path) -> None:
-    method, codec = small(name), IntCodec(bits=4, group=16)
-    with attached(tiny("llama"), method, budget=0.4, placement="disk", codec=codec, disk=tmp_path) as kv:
-        engine = Engine(kv)
-        assert [seen(made) for made in together(engine)] == [seen(made) for made in apart(engine)]
-
-
-@pytest.mark.tokens
 @pytest.mark.parametrize("name", mostly_slow(["full", "h2o", "infinigen", "infllm", "pqcache"], "pqcache"))
 def test_steps_are_captured_anew_for_each_question(name: str) -> None:
     with attach(small(name), 0.4) as kv, use_backend("torch"):
@@ -134,26 +111,6 @@ def test_steps_are_captured_anew_for_each_question(name: str) -> None:
         made = together(captured)
         assert [one.tokens for one in made] == [one.tokens for one in apart(plain)]
         assert all(one.capture_s for one in made)
-
-
-@pytest.mark.tokens
-def test_fidelity_is_measured_for_each_question_by_itself() -> None:
-    with attach(small("pqcache"), 0.4) as kv:
-        engine = Engine(kv, fidelity=2)
-        assert [seen(made) for made in together(engine)] == [seen(made) for made in apart(engine)]
-
-
-def test_only_what_steps_may_change_is_copied() -> None:
-    with attach(Full(), None) as kv, torch.inference_mode():
-        engine = Engine(kv)
-        cache = engine.cache(CONTEXT, NEW)
-        engine.prefill(cache, CONTEXT)
-        assert not SealedContext(cache, 0.0).snapshot.nbytes
-    with attach(small("infinigen"), 0.4) as kv, torch.inference_mode():
-        engine = Engine(kv)
-        cache = engine.cache(CONTEXT, NEW)
-        engine.prefill(cache, CONTEXT)
-        assert 0 < SealedContext(cache, 0.0).snapshot.nbytes < footprint(cache.layers)["device"]
 
 
 # whole runs
@@ -299,11 +256,6 @@ def test_where_no_context_has_two_questions_the_run_is_the_plain_one(
     assert "questions=shared changes" in capsys.readouterr().err
 
 
-def test_questions_are_shared_under_protocol_context_alone() -> None:
-    with pytest.raises(SettingsError, match="set protocol=context"):
-        Settings(questions="shared")
-
-
 @pytest.mark.tokens
 @pytest.mark.parametrize("protocol", ["prompt", "context"])
 def test_a_conversation_keeps_the_models_own_answers(tmp_path: Path, protocol: str) -> None:
@@ -378,88 +330,3 @@ def test_an_answer_that_is_replaced_leaves_no_trace(tmp_path: Path, method: Meth
             assert (len(mine.tokens), len(their.tokens)) == (2, 9)
             assert mine.tokens == their.tokens[:2]
             assert mine.history_tokens == their.history_tokens
-
-
-@pytest.mark.tokens
-def test_the_record_of_a_conversation_is_that_of_its_turns(tmp_path: Path) -> None:
-    made = run(tmp_path, PQ, Balances(talks=True), protocol="prompt")
-    record = made.records[0]
-    turns = record.turns or []
-    assert len(turns) == 4
-    assert record.tokens == [token for turn in turns for token in turn.tokens]
-    assert record.score == fmean(turn.score for turn in turns)
-    assert record.details == {"length": fmean(turn.details["length"] for turn in turns)}
-    assert record.token_s[-1] == pytest.approx(sum(turn.token_s[-1] for turn in turns))
-    assert all(turn.seal_s for turn in turns)
-    shares = [turn.measured["attended_prompt"] / (turn.history_tokens + turn.prompt_tokens) for turn in turns]  # type: ignore[operator]
-    assert shares == pytest.approx([0.3] * 4, abs=0.01)
-    assert record.attended_share == pytest.approx(fmean(shares))
-
-
-def test_what_follows_one_turn_is_refused_for_several(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="follows one turn"):
-        run(tmp_path, PQ, Balances(talks=True), fidelity=2)
-
-
-@pytest.mark.tokens
-def test_a_conversation_is_shown_and_scored_again_turn_by_turn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    made = run(tmp_path, PQ, Balances(talks=True))
-    assert show([str(made.folder)]) == 0
-    shown = capsys.readouterr().out
-    assert all(shown.count(f"turn {number}: ") == 2 for number in (1, 2, 3, 4))
-    monkeypatch.setattr(Balances, "score", lambda self, example, output: Score(float(example.id.endswith("turn 3"))))
-    assert rescore([str(made.folder)]) == 0
-    again = load_run(made.folder).records[0]
-    assert again.score == 0.25
-    assert [turn.score for turn in again.turns or ()] == [0, 0, 1, 0]
-    assert again.tokens == made.records[0].tokens
-
-
-def test_a_table_says_what_was_shared_and_what_a_turn_scored(tmp_path: Path) -> None:
-    shared = run(tmp_path, Full(), questions="shared")
-    text = as_text(comparisons([load_run(shared.folder)]))
-    assert "8 questions on" in text
-    assert "TTFT later" in text
-    [table] = comparisons([load_run(run(tmp_path, Full(), Balances(talks=True)).folder)])
-    for made in (turn_scores(table), turn_times(table)):
-        assert [column.head for column in made[2:]] == ["turn 1", "turn 2", "turn 3", "turn 4"]
-        assert all("n = 2" in column.unit and all(column.cells) for column in made[2:])
-    assert not turn_scores(comparisons([load_run(shared.folder)])[0])
-
-
-@pytest.mark.parametrize("how", mostly_slow([{}, {"questions": "shared"}], {"questions": "shared"}), ids=str)
-def test_no_cache_outlives_its_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any]) -> None:
-    """Another beside it would take as much memory again."""
-    made, alive, real = list[ReferenceType[KVCache]](), list[int](), Engine.cache
-
-    def watched(*given: Any) -> KVCache:
-        gc.collect()
-        alive.append(sum(cache() is not None for cache in made))
-        made.append(ref(cache := real(*given)))
-        return cache
-
-    monkeypatch.setattr(Engine, "cache", watched)
-    run(tmp_path, task=Balances(talks=not how), **how)
-    assert alive == [0, 0]
-
-
-def test_operations_of_a_seal_are_named_where_it_is_shared(tmp_path: Path) -> None:
-    backends = [
-        read_json(run(tmp_path, questions=how).folder / "run.json")["backends"] for how in ("separate", "shared")
-    ]
-    assert "kmeans" in backends[0]
-    assert backends[1] == backends[0]
-
-
-def test_rows_of_one_document_share_its_context(tmp_path: Path) -> None:
-    """As in LongBench's multifieldqa and qasper. The prompt's words behind the document are each question's own."""
-    rows = [("A paper.", "Who?"), ("Another one.", "Who?"), ("A paper.", "When?")]
-    lines = [json.dumps({"context": text, "input": asked, "answers": ["x"]}) for text, asked in rows]
-    (tmp_path / "longbench").mkdir()
-    (tmp_path / "longbench" / "qasper.jsonl").write_text("\n".join(lines))
-    settings = Settings(data=Data(str(tmp_path)), chat="none")
-    items = prepare(LongBench(datasets=["qasper"]), MODEL, settings)
-    groups = [[item.example.id for item in group] for group in by_context(items)]
-    assert groups == [["qasper-0", "qasper-2"], ["qasper-1"]]

@@ -13,7 +13,6 @@ from harness.config.settings import Results, Settings
 from harness.jobs.evaluate import evaluate, evaluate_together
 from harness.jobs.job import Job
 from harness.jobs.runner import Runner
-from harness.results.files import read_json
 from harness.results.lock import is_locked
 from harness.results.run_folder import load
 from methods.base import CacheState, KVLayer, LayerSpec
@@ -60,17 +59,6 @@ def test_equal_to_separate_runs(tmp_path: Path, protocol: str) -> None:
 
 
 @pytest.mark.tokens
-def test_batches_share_a_prefill_too(tmp_path: Path) -> None:
-    task = niah(needle="passkey")
-    one, two = (
-        evaluate(PQ, task, MODEL, settings(tmp_path, shared_prefill=True, batch=batch, baseline="off"))
-        for batch in (1, 2)
-    )
-    assert one.folder != two.folder
-    assert [record.tokens for record in one.records] == [record.tokens for record in two.records]
-
-
-@pytest.mark.tokens
 def test_a_method_with_a_prefill_of_its_own_runs_beside(tmp_path: Path) -> None:
     """It is the run that it would be alone, with its times, held against the Full of the sweep."""
     task = niah(depths=2)
@@ -104,29 +92,6 @@ def test_a_torn_sweep_goes_on_where_each_job_stopped(tmp_path: Path, shared: boo
     assert again[0].records == whole[0].records
     assert again[1].records[0] == whole[1].records[0]
     assert [r.tokens for r in again[1].records] == [r.tokens for r in whole[1].records]
-
-
-@both
-def test_each_job_names_the_operations_that_ran_for_it(tmp_path: Path, shared: bool) -> None:
-    wanted = [Job.plan(m, niah(depths=1), MODEL, settings(tmp_path, shared_prefill=shared)) for m in (PQ, Full())]
-    full, pq = (read_json(made.folder / "run.json")["backends"] for made in evaluate_together(wanted))
-    assert "prefill_attention" in pq
-    assert "prefill_attention" in full
-    assert "kmeans" in pq
-    assert "kmeans" not in full
-
-
-@both
-def test_each_record_has_its_memory_peak(tmp_path: Path, shared: bool) -> None:
-    for made in evaluate_together([Job.plan(PQ, niah(depths=2), MODEL, settings(tmp_path, shared_prefill=shared))]):
-        for record in made.records:
-            assert record.device_peak_bytes is None
-            assert record.host_peak_bytes is not None
-            assert record.host_peak_bytes > record.kv["device"]
-            assert record.peaks is not None
-            phases = record.peaks["prefill_host"], record.peaks["decode_host"]
-            assert record.host_peak_bytes == max(phases)  # type: ignore[type-var]
-            assert record.peaks["prefill_device"] is record.peaks["decode_device"] is None
 
 
 @both
@@ -183,51 +148,3 @@ def test_a_job_that_fails_fails_alone(
     again = evaluate_together(wanted)
     assert [one.summary["status"] for one in again] == ["complete"] * 3
     assert not text.exists()
-
-
-@both
-def test_without_a_handler_the_error_is_raised_and_the_others_are_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
-) -> None:
-    monkeypatch.setattr(Broken, "fails", "attend")
-    with pytest.raises(KeyError, match="attend"):
-        evaluate(Broken(), niah(depths=2), MODEL, settings(tmp_path, shared_prefill=shared))
-    stored = {run.info["method"]: run.status for run in map(load, tmp_path.iterdir())}
-    assert stored.pop("full") == "complete"
-    assert list(stored.values()) == ["failed"]
-
-
-@both
-def test_where_full_fails_the_others_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool) -> None:
-    def fail(*_: object) -> None:
-        raise KeyError("no Full today")
-
-    monkeypatch.setattr(Full, "start", fail)
-    failed: list[Exception] = []
-    wanted = [Job.plan(m, niah(depths=2), MODEL, settings(tmp_path, shared_prefill=shared)) for m in (PQ, STREAMING)]
-    made = evaluate_together(wanted, failed.append)
-    assert [(one.summary["method"], one.full_folder) for one in made] == [("pqcache", None), ("streaming", None)]
-    assert [str(error) for error in failed] == ["'no Full today'"]
-    monkeypatch.undo()
-    assert all(one.full_folder for one in evaluate_together(wanted) if one.summary["method"] != "full")
-
-
-@both
-def test_a_model_that_does_not_load_leaves_finished_runs_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
-) -> None:
-    task, chosen = niah(depths=2), settings(tmp_path, shared_prefill=shared)
-    full = evaluate(Full(), task, MODEL, chosen)
-
-    def fail(*_: object) -> None:
-        raise OSError("no weights")
-
-    monkeypatch.setattr("harness.jobs.job.load", fail)
-    failed: list[Exception] = []
-    made = evaluate_together([Job.plan(m, task, MODEL, chosen) for m in (Full(), PQ)], failed.append)
-    assert [one.folder for one in made] == [full.folder]
-    assert [str(error) for error in failed] == ["no weights"]
-    assert {run.info["method"]: run.status for run in map(load, tmp_path.iterdir())} == {
-        "full": "complete",
-        "pqcache": "failed",
-    }

@@ -18,7 +18,6 @@ from harness.results.records import Record
 from harness.results.run_folder import StoredRun
 from methods.base import Method
 from methods.full import Full
-from methods.snapkv import SnapKV
 from tests.harness.jobs.test_questions import Balances
 
 LONGROPE, DYNAMIC = "longrope", "dynamic"
@@ -104,15 +103,6 @@ def test_batch_chunks_and_protocol_change_no_answer(tmp_path: Path, kind: str, p
     )
 
 
-@pytest.mark.parametrize("phi", [False, True])
-def test_an_answers_likelihood_does_not_change_what_follows(tmp_path: Path, phi: bool) -> None:
-    """The right answer is fed across the border, and taken back."""
-    model = ByLength(phi=phi, border=prompts(Balances())[3])
-    ways = [run(tmp_path / likelihood, model, Balances(), likelihood=likelihood) for likelihood in ("on", "off")]
-    assert answers(ways[0].records) == answers(ways[1].records)
-    assert all(record.measured["answer_nll"] is not None for record in ways[0].records)
-
-
 @pytest.mark.parametrize(("kind", "phi"), [(LONGROPE, False), (LONGROPE, True), (DYNAMIC, False)])
 def test_conversations_are_the_same_wherever_histories_are(tmp_path: Path, kind: str, phi: bool) -> None:
     model = ByLength(kind=kind, phi=phi, border=max(prompts(Balances())) + 40)
@@ -126,11 +116,3 @@ def test_conversations_are_the_same_wherever_histories_are(tmp_path: Path, kind:
         assert answers(records) == wanted, history
         assert all(record.recomputed for record in records)
         assert all(any(turn.reused_tokens for turn in record.replies) for record in records)
-
-
-def test_a_method_that_evicts_runs_across_the_border(tmp_path: Path) -> None:
-    model = ByLength(phi=True, border=prompts(Balances())[3])
-    alone = run(tmp_path / "alone", model, Balances(), SnapKV(window=4), budget=0.5)
-    beside = run(tmp_path / "beside", model, Balances(), SnapKV(window=4), budget=0.5, batch=8)
-    assert answers(alone.records) == answers(beside.records)
-    assert sum(record.recomputed for record in alone.records) > 0
