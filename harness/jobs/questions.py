@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from math import isfinite
-from statistics import fmean
 from time import perf_counter
 from typing import Any
 
@@ -19,16 +17,24 @@ from harness.cachedattention.turns.caches import CachesBetweenTurns, Saved
 from harness.cachedattention.turns.conversation import Conversation, Overflow
 from harness.config.errors import is_memory
 from harness.engine.batch.running import RunningBatch
+<<<<<<< HEAD
 from harness.engine.batch.running_sequence import Generation, RunningSequence, seal
+=======
+from harness.engine.batch.running_sequence import RunningSequence, seal
+>>>>>>> 3b5e9cb1 (jobs: likelihood in one file; tests name the phases that layers have)
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
 from harness.engine.graph import CaptureBroke
 from harness.engine.saved_state import Snapshot
 from harness.jobs.examples import PreparedExample
+from harness.jobs.likelihood import Likelihood
 from harness.jobs.prefill import Prefilled, Usage, larger
+<<<<<<< HEAD
 from harness.models.devices import wait_for
 from harness.prompts.prompt import Tokenizer
 from harness.prompts.teacher import answer_ids
+=======
+>>>>>>> 3b5e9cb1 (jobs: likelihood in one file; tests name the phases that layers have)
 from harness.results.records import PEAKS, StoreError
 from kernels.dispatch import BackendError
 from methods.layers.returned import ReturnedError
@@ -99,6 +105,7 @@ def refuse_to_go_on(error: Exception) -> None:
         raise error
 
 
+<<<<<<< HEAD
 @dataclass(frozen=True, slots=True)
 class Likelihood:
     """Feeds references to the caches of one engine, in plain steps, one cache at a time."""
@@ -129,6 +136,8 @@ class Likelihood:
         return fmean(costs) if costs else None
 
 
+=======
+>>>>>>> 3b5e9cb1 (jobs: likelihood in one file; tests name the phases that layers have)
 class SealedContext:
     """A context that is prefilled and sealed once, for several questions.
 
@@ -317,49 +326,3 @@ class ContextSession:
 
     def _tensor(self, ids: Sequence[int]) -> Tensor:
         return torch.tensor([ids], dtype=torch.long, device=self.engine.model.device)
-
-
-def whole_examples(
-    items: Iterable[PreparedExample], transcripts: Iterable[Transcript | Failed]
-) -> Iterator[Transcript | Failed]:
-    """Yield the transcripts of `items` as their parts end; a part that is a choice waits for the others of its item. An
-    item fails with the first of its parts that does."""
-    asked = {part.example.id: item for item in items for part in item.parts}
-    answered, failed = defaultdict[str, list[Transcript]](list), set[str]()
-    for transcript in transcripts:
-        item = asked[transcript.item.example.id]
-        if item.example.id in failed:
-            continue
-        if isinstance(transcript, Failed):
-            failed.add(item.example.id)
-            yield replace(transcript, item=item)
-            continue
-        if not item.choices:
-            yield transcript
-            continue
-        parts = answered[item.example.id]
-        parts.append(transcript)
-        if len(parts) == len(item.choices):
-            yield _joined(item, answered.pop(item.example.id))
-
-
-def _joined(item: PreparedExample, parts: Sequence[Transcript]) -> Transcript:
-    """Return the transcripts of `item.parts` as that of `item`. Times and counts are the first choice's, whose clock
-    began with the prefill; shares of the machine's time are those of all."""
-    first, *others = parts
-    generations = [part.turns[0] for part in parts]
-    for other in others:
-        first.decode.add(other.decode)
-    summed = {name: sum(getattr(made, name) for made in generations) for name in ("share_s", "decode_share_s")}
-    return replace(first, item=item, turns=[replace(generations[0], **summed)], choices=generations)
-
-
-def choices_output(choices: Sequence[Generation]) -> str:
-    """Return what a task is handed as the output (`evals.base.read_choices`)."""
-    return json.dumps([_weighed(made) for made in choices])
-
-
-def _weighed(made: Generation) -> tuple[float, bool]:
-    assert made.nll is not None
-    assert made.likeliest is not None
-    return -made.nll[0] * len(made.tokens[0]), made.likeliest[0]

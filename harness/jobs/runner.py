@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -28,16 +28,9 @@ from harness.engine.graph import CudaGraphs
 from harness.engine.sampling import Greedy, MinLength, Sampled, Sampler
 from harness.engine.trace import Tracer
 from harness.jobs.examples import PreparedExample, by_context, room
+from harness.jobs.likelihood import Likelihood, choices_output
 from harness.jobs.prefill import Prefilled, Usage
-from harness.jobs.questions import (
-    ContextSession,
-    Failed,
-    Likelihood,
-    Transcript,
-    choices_output,
-    refuse_to_go_on,
-    whole_examples,
-)
+from harness.jobs.questions import ContextSession, Failed, Transcript, refuse_to_go_on
 from harness.models.base import LoadedModel
 from harness.models.devices import wait_for
 from harness.prompts.stops import StopRule
@@ -137,7 +130,7 @@ class Runner:
         nothing outlives its answer. `kept`: where conversations are between their turns, in place of the run's own."""
         items = list(items)
         kept = kept or self.kept  # opened before a clock runs
-        return whole_examples(items, self._transcripts(items, prefilled, kept))
+        return _whole_examples(items, self._transcripts(items, prefilled, kept))
 
     def _transcripts(
         self, items: Sequence[PreparedExample], prefilled: dict[str, Prefilled] | None, kept: CachesBetweenTurns
@@ -163,8 +156,12 @@ class Runner:
         kept: CachesBetweenTurns,
         side: SideBySide,
     ) -> Iterator[Failed]:
+        """Begin a context, with a prefill of its own unless it is one of `prefilled`."""
         try:
-            asking = self._asking(items, prefilled, kept)
+            ready = prefilled.pop(items[0].example.id, None) or self._prefill(items)
+            context = self._context(items[0])
+            likelihood, ending = self.likelihood, self.ending
+            asking = ContextSession(self.engine, kept, items, ready, context, ending, self.overflow, likelihood)
         except Exception as error:
             yield from (Failed(item, error) for item in items)
         else:
@@ -195,14 +192,6 @@ class Runner:
             if asking.answered:
                 yield asking.transcript
             yield from self._go_on(asking, side)
-
-    def _asking(
-        self, items: Sequence[PreparedExample], prefilled: dict[str, Prefilled], kept: CachesBetweenTurns
-    ) -> ContextSession:
-        """Begin a context, with a prefill of its own unless it is one of `prefilled`."""
-        ready = prefilled.pop(items[0].example.id, None) or self._prefill(items)
-        context = self._context(items[0])
-        return ContextSession(self.engine, kept, items, ready, context, self.ending, self.overflow, self.likelihood)
 
     def _prefill(self, items: Sequence[PreparedExample]) -> Prefilled:
         ids, context = self.prompt(items[0])
@@ -247,18 +236,14 @@ class Runner:
     @property
     def notes(self) -> dict[str, Any]:
         """The entries of run.json on how the engine ran, as far as is known by now."""
+        uncaptured = "graphs=off" if self.device.type == "cuda" and self.settings.graphs == "off" else None
         return {
             "own_forward": self.engine.plain_reason,
-            "plain_steps": self.engine.plain_steps or self._uncaptured,
+            "plain_steps": self.engine.plain_steps or uncaptured,
             "one_by_one": self.engine.one_by_one,
             "unclocked": self.engine.unclocked,
             "backends": {name: sorted(found) for name, found in self._backends.items()},
         }
-
-    @property
-    def _uncaptured(self) -> str | None:
-        """The setting by which no step was to be captured on a GPU."""
-        return "graphs=off" if self.device.type == "cuda" and self.settings.graphs == "off" else None
 
     def prompt(self, item: PreparedExample) -> tuple[Tensor, int]:
         """Return the token ids [1 S], and how many of S are prefilled."""
@@ -275,41 +260,28 @@ class Runner:
         return context if self.settings.protocol == "context" else None
 
     def ending(self, item: PreparedExample) -> dict[str, Any]:
-        """Return how the engine picks tokens for `item`, and when it stops."""
-        return {"max_new_tokens": item.new_tokens, "stops": [self._stop(item)], "sampler": self._sampler(item)}
-
-    def _stop(self, item: PreparedExample) -> Stop:
+        """Return how the engine picks tokens for `item`, and when it stops. Sampling starts from the example's own
+        seed, so that a resumed run draws the same; where the example has a least length, nothing ends before it."""
+        wanted, rule = self.settings.generation, self._rule(item)
+        stop: Stop = never if wanted.force_length else rule
+        sampler: Sampler = Greedy()
+        if wanted.temperature:
+            digest = hashlib.sha256(f"{self.settings.seed}/{item.example.id}".encode()).digest()
+            generator = torch.Generator(self.device).manual_seed(int.from_bytes(digest[:4]))
+            sampler = Sampled(wanted.temperature, wanted.top_k, wanted.top_p, generator)
+        if least := item.example.min_new_tokens:
+            sampler = MinLength(sampler, [rule.ends], least)
         if item.forced:
-            return after(len(item.forced))
-        if self.settings.generation.force_length:
-            return never
-        return self._rule(item)
-
-    def _rule(self, item: PreparedExample) -> StopRule:
-        example = item.example
-        return StopRule(self.loaded.tokenizer, self.loaded.eos_ids, example.stop, example.min_new_tokens)
+            sampler, stop = Forced(torch.tensor([item.forced])), after(len(item.forced))
+        return {"max_new_tokens": item.new_tokens, "stops": [stop], "sampler": sampler}
 
     def output(self, item: PreparedExample, tokens: Sequence[int]) -> str:
         """Return the text of an answer."""
         return self._rule(item).text(tokens)
 
-    def _sampler(self, item: PreparedExample) -> Sampler:
-        """Return the sampler that is asked for; where the example has a least length, nothing ends before it; where a
-        text is given, that is fed."""
-        if item.forced:
-            return Forced(torch.tensor([item.forced]))
-        sampler, least = self._free_sampler(item), item.example.min_new_tokens
-        return MinLength(sampler, [self._rule(item).ends], least) if least else sampler
-
-    def _free_sampler(self, item: PreparedExample) -> Sampler:
-        """Return the sampler of a free answer. Sampling starts from the example's own seed, so that a resumed run draws
-        the same."""
-        wanted = self.settings.generation
-        if not wanted.temperature:
-            return Greedy()
-        digest = hashlib.sha256(f"{self.settings.seed}/{item.example.id}".encode()).digest()
-        generator = torch.Generator(self.device).manual_seed(int.from_bytes(digest[:4]))
-        return Sampled(wanted.temperature, wanted.top_k, wanted.top_p, generator)
+    def _rule(self, item: PreparedExample) -> StopRule:
+        example = item.example
+        return StopRule(self.loaded.tokenizer, self.loaded.eos_ids, example.stop, example.min_new_tokens)
 
     def record(self, transcript: Transcript) -> Record:
         item, [first, *_] = transcript.item, transcript.turns
@@ -358,6 +330,41 @@ class Runner:
             history += len(turn.prompt.ids)
             if not (later and later.prompt.replaces_answer):
                 history += len(without_eos(tokens, stop))
+
+
+def _whole_examples(
+    items: Iterable[PreparedExample], transcripts: Iterable[Transcript | Failed]
+) -> Iterator[Transcript | Failed]:
+    """Yield the transcripts of `items` as their parts end; a part that is a choice waits for the others of its item. An
+    item fails with the first of its parts that does."""
+    asked = {part.example.id: item for item in items for part in item.parts}
+    answered, failed = defaultdict[str, list[Transcript]](list), set[str]()
+    for transcript in transcripts:
+        item = asked[transcript.item.example.id]
+        if item.example.id in failed:
+            continue
+        if isinstance(transcript, Failed):
+            failed.add(item.example.id)
+            yield replace(transcript, item=item)
+            continue
+        if not item.choices:
+            yield transcript
+            continue
+        parts = answered[item.example.id]
+        parts.append(transcript)
+        if len(parts) == len(item.choices):
+            yield _joined(item, answered.pop(item.example.id))
+
+
+def _joined(item: PreparedExample, parts: Sequence[Transcript]) -> Transcript:
+    """Return the transcripts of `item.parts` as that of `item`. Times and counts are the first choice's, whose clock
+    began with the prefill; shares of the machine's time are those of all."""
+    first, *others = parts
+    generations = [part.turns[0] for part in parts]
+    for other in others:
+        first.decode.add(other.decode)
+    summed = {name: sum(getattr(made, name) for made in generations) for name in ("share_s", "decode_share_s")}
+    return replace(first, item=item, turns=[replace(generations[0], **summed)], choices=generations)
 
 
 def _shortened(item: PreparedExample) -> PreparedExample:
