@@ -9,9 +9,9 @@ from statistics import fmean
 
 import torch
 
-from harness.engine.batch.generation import Generation
-from harness.engine.batch.stepper import Stepper
+from harness.engine.batch.running_sequence import Generation
 from harness.engine.cache import KVCache
+from harness.engine.engine import Engine
 from harness.jobs.examples import PreparedExample
 from harness.prompts.prompt import Tokenizer
 from harness.prompts.teacher import answer_ids
@@ -21,7 +21,7 @@ from harness.prompts.teacher import answer_ids
 class Likelihood:
     """Feeds references to the caches of one engine, in plain steps, one cache at a time."""
 
-    stepper: Stepper
+    engine: Engine
     tokenizer: Tokenizer
 
     def references(self, item: PreparedExample) -> list[tuple[int, ...]]:
@@ -41,7 +41,7 @@ class Likelihood:
         """
         fed, costs = [*question, *reference], list[float]()
         for place, token in enumerate(fed[:-1]):
-            logits = self.stepper.decode(torch.tensor([[token]], device=self.stepper.model.device), cache, None)
+            logits = self.engine.decode(torch.tensor([[token]], device=self.engine.model.device), cache, None)
             if place + 1 >= len(question):
                 costs.append(-logits[0].float().log_softmax(-1)[fed[place + 1]].item())
         return fmean(costs) if costs else None

@@ -17,11 +17,7 @@ from harness.cachedattention.turns.caches import CachesBetweenTurns, Saved
 from harness.cachedattention.turns.conversation import Conversation, Overflow
 from harness.config.errors import is_memory
 from harness.engine.batch.running import RunningBatch
-<<<<<<< HEAD
 from harness.engine.batch.running_sequence import Generation, RunningSequence, seal
-=======
-from harness.engine.batch.running_sequence import RunningSequence, seal
->>>>>>> 3b5e9cb1 (jobs: likelihood in one file; tests name the phases that layers have)
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
 from harness.engine.graph import CaptureBroke
@@ -29,12 +25,7 @@ from harness.engine.saved_state import Snapshot
 from harness.jobs.examples import PreparedExample
 from harness.jobs.likelihood import Likelihood
 from harness.jobs.prefill import Prefilled, Usage, larger
-<<<<<<< HEAD
 from harness.models.devices import wait_for
-from harness.prompts.prompt import Tokenizer
-from harness.prompts.teacher import answer_ids
-=======
->>>>>>> 3b5e9cb1 (jobs: likelihood in one file; tests name the phases that layers have)
 from harness.results.records import PEAKS, StoreError
 from kernels.dispatch import BackendError
 from methods.layers.returned import ReturnedError
@@ -105,39 +96,6 @@ def refuse_to_go_on(error: Exception) -> None:
         raise error
 
 
-<<<<<<< HEAD
-@dataclass(frozen=True, slots=True)
-class Likelihood:
-    """Feeds references to the caches of one engine, in plain steps, one cache at a time."""
-
-    engine: Engine
-    tokenizer: Tokenizer
-
-    def references(self, item: PreparedExample) -> list[tuple[int, ...]]:
-        """Return the tokens of each right answer to `item`, cut to as many as the model may answer. Of a text that is
-        fed by force there is none, because the run itself measures that."""
-        if item.forced:
-            return []
-        found = dict.fromkeys(filter(None, item.example.references))
-        return [answer_ids(reference, item.prompt, self.tokenizer)[: item.new_tokens] for reference in found]
-
-    def measure(self, cache: KVCache, question: Sequence[int], reference: Sequence[int]) -> float | None:
-        """Return the mean cost of the tokens of `reference` whose probabilities decode steps gave, in nats; None where
-        there is none.
-
-        cache: sealed, and left with the tokens fed. question: what is fed before the answer (protocol=context); without
-        one, the first token's probability is the prefill's, the same under every method, and does not count.
-        """
-        fed, costs = [*question, *reference], list[float]()
-        for place, token in enumerate(fed[:-1]):
-            logits = self.engine.decode(torch.tensor([[token]], device=self.engine.model.device), cache, None)
-            if place + 1 >= len(question):
-                costs.append(-logits[0].float().log_softmax(-1)[fed[place + 1]].item())
-        return fmean(costs) if costs else None
-
-
-=======
->>>>>>> 3b5e9cb1 (jobs: likelihood in one file; tests name the phases that layers have)
 class SealedContext:
     """A context that is prefilled and sealed once, for several questions.
 
