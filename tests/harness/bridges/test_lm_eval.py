@@ -181,7 +181,6 @@ def test_drawn_answers_are_the_same_again() -> None:
         ({"method": "streaming", "budget": 0.6, "rolling_context": 0}, "rolling_context=0"),
         ({"task": "niah"}, "task is not a key"),
         ({"method": "snapvk"}, "snapkv"),
-        ({"method": "snapkv", "config_dir": "/nowhere"}, "/nowhere"),
         ({"device": "cuda:7"}, "device=cuda:7"),
     ],
 )
