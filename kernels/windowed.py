@@ -21,7 +21,7 @@ def windowed_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, first: int
     outs, lses = [], []
     for logits, _, keys in _blocks(q, k, scale, first, window):
         lse = logits.logsumexp(-1)
-        weights = (logits - lse.clamp(min=torch.finfo(lse.dtype).min).unsqueeze(-1)).exp().to(v.dtype)
+        weights = logits.sub_(lse.clamp(min=torch.finfo(lse.dtype).min).unsqueeze(-1)).exp_().to(v.dtype)
         folded = weights.view(q.shape[0], v.shape[1], logits.shape[1] * logits.shape[2] // v.shape[1], logits.shape[3])
         outs.append((folded @ v[:, :, keys]).view(*logits.shape[:3], -1))
         lses.append(lse)
@@ -36,14 +36,15 @@ def windowed_sums(q: Tensor, k: Tensor, lse: Tensor, scale: float, first: int, w
     """
     sums = q.new_zeros(*q.shape[:2], k.shape[2], dtype=torch.float32)
     for logits, queries, keys in _blocks(q, k, scale, first, window):
-        sums[:, :, keys] += (logits - lse[:, :, queries].unsqueeze(-1)).exp().sum(2)
+        sums[:, :, keys] += logits.sub_(lse[:, :, queries].unsqueeze(-1)).exp_().sum(2)
     return sums
 
 
 def _blocks(q: Tensor, k: Tensor, scale: float, first: int, window: int) -> Iterator[tuple[Tensor, slice, slice]]:
     """Yield logits [B H t s] (fp32) of blocks of queries with the keys that some of them see, minus
     infinity where a query does not see a key. The query heads of a group are folded into the token
-    axis, so no key is repeated."""
+    axis, so no key is repeated. The logits are the caller's to change: they are most of the memory
+    that is taken here."""
     (batch, heads, new, dim), (groups, stored) = q.shape, k.shape[1:3]
     keys_at_most = max(1, min(window + _QUERIES_AT_ONCE, stored))
     at_once = min(_QUERIES_AT_ONCE, max(_LEAST_QUERIES, _WEIGHTS_AT_ONCE // (batch * heads * keys_at_most)))
@@ -53,7 +54,7 @@ def _blocks(q: Tensor, k: Tensor, scale: float, first: int, window: int) -> Iter
         begin = min(max(0, first + queries.start - window + 1), stored)
         keys = slice(begin, max(begin, min(first + queries.stop, stored)))
         folded = q[:, :, queries].reshape(batch, groups, -1, dim)
-        logits = (folded @ k[:, :, keys].transpose(-1, -2)).float() * scale
+        logits = (folded @ k[:, :, keys].transpose(-1, -2)).float().mul_(scale)
         logits = logits.view(batch, heads, len(places), keys.stop - keys.start)
         behind = places.unsqueeze(1) - torch.arange(stored, device=q.device)[keys]
-        yield logits.masked_fill((behind < 0) | (behind >= window), float("-inf")), queries, keys
+        yield logits.masked_fill_((behind < 0) | (behind >= window), float("-inf")), queries, keys
