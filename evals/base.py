@@ -18,19 +18,21 @@ NO_DATA_ROOT = "(none is set)"  # stands in errors where no data root is set; ca
 
 
 class TaskError(ValueError):
-    """Say what a task cannot do of what the user asked, and what to do instead."""
+    """Report that a task cannot do what the user asked; the message says why, and what to do
+    instead."""
 
 
 class MissingData(TaskError):
-    """Say which files of a data set cannot be found, and how to get them."""
+    """Report data files that cannot be found; the message names them and says how to get them."""
 
 
 class TextTools(Protocol):
-    """List what a task may know of the model's tokenizer and chat template."""
+    """Give a task what it may know of the model's tokenizer and chat template."""
 
     @property
     def fingerprint(self) -> str:
-        """Name tokenizer and chat template, for the key under which generated data are cached."""
+        """Return a text that identifies tokenizer and chat template; it is part of the key under
+        which generated prompts are cached."""
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`, without special tokens."""
@@ -45,7 +47,8 @@ class TextTools(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskEnv:
-    """Hold what a run provides to a task that makes its examples."""
+    """Hold what a run gives a task to make its examples with: the tokenizer's tools, the seed, the
+    folders of data and caches, and the model's window."""
 
     text: TextTools
     seed: int
@@ -56,8 +59,9 @@ class TaskEnv:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Hold what the user says after the answer to the turn before. The conversation contains the
-    model's own answer, unless a `reply` replaces it."""
+    """Hold one user turn of a conversation after the first. It follows the answer to the turn
+    before, which stands in the conversation in the model's own words, unless `reply` replaces it.
+    """
 
     question: str
     references: tuple[str, ...]
@@ -136,8 +140,8 @@ class Choice(NamedTuple):
 
 
 def read_choices(output: str) -> list[Choice]:
-    """Return the choices in the output that the harness passes to `score` for an example with
-    choices, in their order."""
+    """Parse the output of an example with `choices`, which the harness writes as JSON: the
+    likelihood of each choice, in the order of `Example.choices`."""
     return [Choice(*choice) for choice in json.loads(output)]
 
 
@@ -163,13 +167,14 @@ class Task(ABC):
     chance: ClassVar[float | None] = 0.0  # what guessing scores; None where scores are small by nature
 
     def require(self, data_root: Path | None) -> None:  # noqa: B027 (most tasks make their own text)
-        """Raise `TaskError` if data are missing. It is called before a model is looked at, which
-        takes longer."""
+        """Raise `TaskError` if the task's data are neither in `data_root` nor on the hub. It is
+        called before the model is loaded, which takes longer."""
 
     @property
     def fills(self) -> int | None:
-        """Return the window, in tokens, that the conversations are meant to outgrow
-        (`overflow.window`); None if they are not."""
+        """Return how many tokens the conversations are made to exceed, for tasks that test what
+        happens when a conversation outgrows the window (the run's `overflow.window`); None for
+        other tasks."""
         return None
 
     @abstractmethod

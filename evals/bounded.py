@@ -24,10 +24,10 @@ _PRECISE, _STEPS = 1e-10, 100  # precision of an end; steps to it at most, where
 
 
 def upper_p(values: Floats, weights: Floats, mean: float | Floats, top: float) -> Floats:
-    """Return the one-sided p of "the mean is `mean`" against a smaller mean.
+    """Return the one-sided p-value of the hypothesis that the mean is `mean`, against the
+    alternative that it is smaller.
 
-    values [.. N] do not exceed `top`; weights [N] add up to 1.
-    """
+    values [.. N] do not exceed `top`; weights [N] add up to 1."""
     deviations = values - np.asarray(mean)[..., None]
     shapes = weights * _size(np.maximum(-deviations, 0), weights)[..., None]
     last = np.broadcast_to(top - np.asarray(mean), deviations.shape[:-1])[..., None]
@@ -35,8 +35,8 @@ def upper_p(values: Floats, weights: Floats, mean: float | Floats, top: float) -
 
 
 def upper_end(values: Floats, weights: Floats, top: float, level: float, between: tuple[float, float]) -> float:
-    """Return the mean in the range `between` at which `upper_p` falls to `level`, or the nearer end
-    of the range if there is none.
+    """Return the upper end of the mean's confidence interval: the mean in the range `between` at
+    which `upper_p` falls to `level`, or the nearer end of the range if there is none.
 
     The secant method, with the root kept between two ends, works on the scale of normal deviates,
     on which `upper_p` is almost a line: five steps suffice where its own scale takes fifteen.
@@ -124,8 +124,9 @@ def _integral(values: Floats, shapes: Floats) -> Floats:
 
 
 def _saddle(values: Floats, shapes: Floats) -> Floats:
-    """Find where the real integrand is smallest, between 0 and the branch point of the largest
-    value at 1. Newton's method steps; where a step leaves the bracket, halving takes its place."""
+    """Return the saddle point of each row of `values` [R N], whose largest is 1: where the
+    integrand of `tail` is smallest on the real axis, between 0 and its branch point at 1. Newton's
+    method steps; where a step leaves the bracket, halving takes its place."""
     low, high = np.zeros(len(values)), np.ones(len(values))
     saddle = np.full(len(values), 0.5)
     for _ in range(60):
@@ -140,8 +141,8 @@ def _saddle(values: Floats, shapes: Floats) -> Floats:
 
 
 def _size(push: Floats, weights: Floats) -> Floats:
-    """Return how many equally weighted examples these are worth. With equal weights that is all of
-    them; with unequal ones only those that push the mean count."""
+    """Return the effective number of examples, each counted by its `push` [.. N]: how far it lies
+    below the mean that is tested. With equal `weights` [N] that is the number of all examples."""
     largest = push.max(-1, keepdims=True)
     push = np.where(largest > 0, push / np.where(largest > 0, largest, 1.0), 1.0)
     return (push * weights).sum(-1) / (push * weights**2).sum(-1)

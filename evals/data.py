@@ -33,7 +33,8 @@ NAMED_FILES = 3  # how many missing files an error names
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Describe one file and the places where it may lie."""
+    """Describe one data file and where to find it: by glob patterns below the data root (`local`),
+    or else as a file of a data set on the Hugging Face hub."""
 
     name: str  # what messages and records call it: "longbench/qasper"
     local: tuple[str, ...]  # glob patterns below the data root; the first match is taken
@@ -44,8 +45,8 @@ class Source:
 
     @property
     def folder(self) -> str:
-        """Return the folder below the data root where the hub's file is found under its own name,
-        "" for the root."""
+        """Return the folder below the data root into which the hub's file can be downloaded so that
+        a pattern of `local` finds it; "" for the data root itself."""
         places = [pattern.split("/") for pattern in self.local]
         parts = self.hub_file.split("/")
         fitting = [place for place in places if fnmatch(self.hub_file, "/".join(place[-len(parts) :]))]
@@ -80,8 +81,8 @@ class Rows:
 
 
 def require(sources: Iterable[Source], root: Path | None) -> None:
-    """Raise one `TaskError` that names every source that no place has. The hub is asked only until
-    it fails once."""
+    """Raise one `TaskError` that names every source found neither below `root` nor on the hub. Once
+    the hub has failed, only its local cache is searched for the rest."""
     absent = [source for source in sources if _find(source, root) is None]
     for place, source in enumerate(absent):
         try:
@@ -117,13 +118,14 @@ def _is_cached(source: Source) -> bool:
 
 
 def open_rows(source: Source, env: TaskEnv, shape: Shape = ANY) -> Rows:
-    """Read the rows of a .jsonl, .json (one list) or .parquet file; a row that does not fit `shape`
-    is refused."""
+    """Read the rows of a .jsonl, .json (one list) or .parquet file. Raises `TaskError` for a row
+    that does not fit `shape` (`misfit` explains shapes)."""
     return rows_of(open_content(source, env), source.name, shape)
 
 
 def rows_of(content: Content, name: str, shape: Shape = ANY) -> Rows:
-    """Parse the rows of `content`, which errors call `name`, and check each against `shape`."""
+    """Parse the rows of a file that was read, and check each against `shape` (`misfit` explains
+    shapes). `name`: what errors call the file."""
     with _damage(f"{name}: {content.origin}"):
         rows = _parse(content)
     check(rows, [], f"{name}: {content.origin}")
@@ -135,7 +137,8 @@ def rows_of(content: Content, name: str, shape: Shape = ANY) -> Rows:
 
 
 def value_of(data: bytes | str, shape: Shape, place: str) -> Any:
-    """Parse the one JSON value in a file, or in a line of one; errors call it `place`."""
+    """Parse the one JSON value in `data`, a file or a line of one, and check it against `shape`
+    (`misfit` explains shapes). `place`: what errors call it."""
     with _damage(place):
         value = json.loads(data)
     check(value, shape, place)
@@ -149,19 +152,20 @@ def text_of(data: bytes, place: str) -> str:
 
 
 def check(value: Any, shape: Shape, place: str) -> None:
-    """Raise `TaskError` if a value of a file does not fit `shape`. `place` names the file and the
-    spot in it."""
+    """Raise `TaskError` if a value read from a file does not fit `shape` (`misfit` explains
+    shapes). `place` names the file and the spot in it."""
     if wrong := misfit(value, shape):
         raise TaskError(f"{place} {wrong}: correct the file, or fetch it again")
 
 
 def no_answer(place: str) -> TaskError:
-    """Return the error for a row, which `place` names with its file, that holds no right answer."""
+    """Return the error for a row that holds no right answer. `place` names the row and its file."""
     return TaskError(f"{place} has no right answer, so every output would score 0: correct the file, or drop the row")
 
 
 def too_few(place: str, what: str, count: int, samples: int) -> TaskError:
-    """Return the error for a file that holds fewer rows than `task.samples` asks for."""
+    """Return the error for a file, named by `place`, that holds only `count` rows where
+    task.samples asks for `samples`. `what`: the word for its rows, such as "records"."""
     remedy = f"set task.samples={count}" if count else "fetch or write it again"
     return TaskError(f"{place} holds {count} {what} and task.samples={samples} asks for more: {remedy}")
 
@@ -180,7 +184,8 @@ def open_content(source: Source, env: TaskEnv) -> Content:
 
 @contextmanager
 def _damage(place: str) -> Iterator[None]:
-    """Turn an error of parsing into a `TaskError` that names the damaged file."""
+    """Turn an error of parsing inside the block into a `TaskError` that names the damaged file,
+    `place`."""
     try:
         yield
     except (ValueError, RecursionError) as error:
@@ -316,7 +321,8 @@ def misfit(value: Any, shape: Shape, field: str = "") -> str | None:
 
 
 def _kind(value: Any, shape: Shape) -> tuple[str, bool]:
-    """Name what the value itself should be, leaving its parts aside, and say whether it is that."""
+    """Return what the value itself should be, in words and without its parts, and whether it is
+    that."""
     if isinstance(shape, str):
         return shape, any(KINDS[kind](value) for kind in shape.split(" or "))
     if isinstance(shape, dict):
@@ -328,7 +334,8 @@ def _kind(value: Any, shape: Shape) -> tuple[str, bool]:
 
 
 def _parts(value: Any, shape: Shape, field: str) -> Iterator[tuple[Any, Shape, str]]:
-    """Yield each part of a value with its shape and its name."""
+    """Yield each field or element of a value, with the shape that it should have and its name in
+    errors, such as "turns[1]"."""
     if isinstance(shape, dict):
         prefix = f"{field}." if field else ""
         for name, inner in shape.items():

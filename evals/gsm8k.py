@@ -88,8 +88,8 @@ def final_number(solution: str) -> str:
 
 
 def _same_text(answer: str, final: str) -> bool:
-    """Compare as lm-eval's exact match does: without commas, dollar signs, what precedes `#### `,
-    and one full stop at the end."""
+    """Compare two numbers as texts, as lm-eval's exact match does: without commas, dollar signs,
+    what precedes `#### `, and one full stop at the end."""
     return _bare(answer) == _bare(final)
 
 
@@ -98,7 +98,8 @@ def _bare(text: str) -> str:
 
 
 def _same_value(answer: str, final: str) -> bool:
-    """Compare values, with the reference read as PQCache reads an output, so that -10 equals 10."""
+    """Compare two numbers by value. The solution's, `final`, is read as PQCache reads an output,
+    which ignores signs, so that -10 equals 10."""
     wanted = pqcache(final)
     return wanted is not None and float(answer) == float(wanted)
 
@@ -113,7 +114,8 @@ READERS = {
 
 @dataclass(frozen=True)
 class Gsm8k(Task):
-    """Record four readings of every output; `extraction` names the one that counts."""
+    """Ask GSM8K's questions after worked examples. The number is taken from every output in four
+    ways (READERS); all are recorded, and the one that `extraction` names is the score."""
 
     version: ClassVar[str] = "1"
     seeded: ClassVar[bool] = False
@@ -177,7 +179,7 @@ class Gsm8k(Task):
         return Score(float(details[self.extraction]), details)
 
     def averages(self, groups: Mapping[str, float], details: Mapping[str, float] | None = None) -> dict[str, float]:
-        """Return `mean`, and the accuracy of each reading."""
+        """Return `mean`, and the accuracy by each way of reading the number from an output."""
         return super().averages(groups) | {name: details[name] for name in READERS if details and name in details}
 
     def provenance(self) -> dict[str, Any]:

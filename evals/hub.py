@@ -17,8 +17,8 @@ PROBE_S = 3.0  # without it the client retries for 15 to 23 s before it gives up
 
 
 class HubError(ValueError):
-    """Say why a file cannot be fetched from the hub, as half a sentence that the caller
-    completes."""
+    """Report that a file cannot be fetched from the hub. The message is half a sentence, which the
+    caller completes."""
 
 
 def fetch(repo: str, file: str, revision: str) -> tuple[Path, str]:
@@ -29,7 +29,8 @@ def fetch(repo: str, file: str, revision: str) -> tuple[Path, str]:
 
 
 def command(repo: str, files: Sequence[str], revision: str, folder: str) -> str:
-    """Return the shell command that downloads the files to DATA, a folder of the user's choice."""
+    """Return the shell command that downloads the files to `folder` inside DATA, which stands for a
+    folder of the user's choice."""
     place = "/".join(filter(None, ("DATA", folder)))
     return f"hf download {repo} {' '.join(files)} --repo-type dataset --revision {revision} --local-dir {place}"
 

@@ -28,7 +28,7 @@ ELSEWHERE = "ask it by `kv-harness lm-eval run` instead"
 
 
 class Leaf(NamedTuple):
-    """Hold one task of lm-eval with its documents."""
+    """Hold one of lm-eval's tasks (a group contains several) with its documents."""
 
     name: str
     task: Any
@@ -37,8 +37,8 @@ class Leaf(NamedTuple):
 
 @dataclass(frozen=True)
 class LmEval(Task):
-    """Ask every document of a task, or of all tasks of a group, and score with the first of its
-    metrics that grows with quality, unless `score_by` names another."""
+    """Ask every document of one of lm-eval's tasks, or of all tasks of a group. The score is the
+    first of the task's metrics that grows with quality, unless `score_by` names another."""
 
     seeded: ClassVar[bool] = False
     metric: ClassVar[str] = "lm-eval's metric"
@@ -64,8 +64,8 @@ class LmEval(Task):
 
     @property
     def version(self) -> str:  # type: ignore[override]
-        """Return our version, that of lm-eval, and a hash of the scoring parts of the tasks' yaml
-        files."""
+        """Return a text that changes whenever scores may: our version, that of lm-eval, and a hash
+        of the scoring parts of the tasks' yaml files."""
         own = {leaf.name: {key: leaf.task.dump_config().get(key) for key in SCORING} for leaf in self._leaves()}
         scoring = sha256(json.dumps(own, sort_keys=True, default=str).encode()).hexdigest()
         return f"1, lm-eval {installed('lm_eval')}, {scoring[:12]}"
@@ -127,8 +127,9 @@ class LmEval(Task):
         )
 
     def _choices(self, task: Any, requests: Sequence[Any], text: str) -> tuple[tuple[str, ...], str]:
-        """Return the texts to feed, and the prompt; white space at its end moves to the choices, as
-        in lm-eval. In a chat nothing stands between the assistant's header and a choice."""
+        """Return the choices as texts to be fed after the prompt, and the prompt `text` for them;
+        no choices for a task that generates. White space at the prompt's end moves to the choices,
+        as in lm-eval. In a chat nothing stands between the assistant's header and a choice."""
         if requests[0].request_type != "loglikelihood":
             return (), text
         choices = [request.args[1] for request in requests]
@@ -154,8 +155,9 @@ class LmEval(Task):
 
 @cache
 def _leaves(name: str, include_path: str | None, num_fewshot: int | None, metadata: str) -> tuple[Leaf, ...]:
-    """Return the tasks that `name` stands for. lm-eval's own tasks are listed, which takes long,
-    only if the folder has none of that name."""
+    """Return the tasks that `name` stands for: itself, or all of a group. lm-eval's own tasks are
+    listed, which takes long, only if the folder `include_path` has none of that name. `metadata`:
+    as JSON."""
     from lm_eval.tasks import TaskManager
 
     for own in (True, False) if include_path is None else (False, True):
@@ -194,8 +196,8 @@ def _leaf(name: str, task: Any, num_fewshot: int | None) -> Leaf:
 
 
 def _revision(docs: Any) -> str | None:
-    """Return the hub's commit, or a hash of local files: `datasets` keeps the rows in a folder of
-    that name."""
+    """Return the revision of the data: the hub's commit, or a hash of local files. The library
+    `datasets` names the folder after it in which it keeps the rows."""
     files = getattr(docs, "cache_files", None)
     return Path(files[0]["filename"]).parent.name if files else None
 
@@ -208,7 +210,8 @@ def _refuse(leaf: Leaf, requests: Sequence[Any], text: object) -> None:
 
 
 def _ending(leaf: Leaf, keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how an answer ends."""
+    """Return the fields of `Example` that say how an answer ends, `max_new_tokens` and `stop`, from
+    the keywords with which lm-eval asks for a generation."""
     from lm_eval.models.utils import normalize_gen_kwargs
 
     wanted: Any = normalize_gen_kwargs(dict(keywords))
@@ -218,8 +221,9 @@ def _ending(leaf: Leaf, keywords: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _split(text: str, asked: object, prefix: str) -> tuple[str, str, str]:
-    """Return context, question and the answer's first words. If something precedes a document's
-    text, such as few shots or a description, the text is the question."""
+    """Split a prompt into context, question and the answer's first words, `prefix`. Where few shots
+    or a description precede the document's own text, `asked`, these are the context and that is the
+    question; otherwise all is context."""
     prefix = prefix if text.endswith(prefix) else ""
     body = text.removesuffix(prefix)
     if isinstance(asked, str) and asked and len(body) > len(asked) and body.endswith(asked):
@@ -246,14 +250,15 @@ def _references(leaf: Leaf, number: int, doc: Any) -> tuple[str, ...]:
 
 
 def _data_of(config: Any) -> str:
-    """Name the files of a task, or its data set."""
+    """Return the names of a task's data files, or of its data set, for an error."""
     files = (config.dataset_kwargs or {}).get("data_files", config.dataset_path)
     split = config.test_split or config.validation_split
     return str(files.get(split, files) if isinstance(files, Mapping) else files)
 
 
 def _metrics(leaf: Leaf, doc: Any, resps: Sequence[Any]) -> Iterator[tuple[str, float]]:
-    """Yield the task's metrics, computed from the responses to its requests for one document."""
+    """Yield each of the task's metrics for one document, by its name and that of its filter.
+    `resps`: the model's responses to the requests that the document makes."""
     from lm_eval.api.instance import Instance
 
     kind = leaf.task.config.output_type

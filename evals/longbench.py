@@ -82,7 +82,8 @@ EVEN = tuple(name for name in ENGLISH if name not in ("narrativeqa", "musique", 
 
 @dataclass(frozen=True)
 class LongBench(Task):
-    """Score an output by its data set's own metric, as the best over the references."""
+    """Ask LongBench's questions on long documents. An output is scored by the metric of its data
+    set, as the best over the references."""
 
     version: ClassVar[str] = "1"
     seeded: ClassVar[bool] = False
@@ -110,7 +111,8 @@ class LongBench(Task):
         self.names()
 
     def names(self) -> tuple[str, ...]:
-        """Return the data sets of this run. A preset leaves out what LongBench-E does not have."""
+        """Return the names of the data sets that `datasets` selects. A preset leaves out those that
+        LongBench-E does not have."""
         offered = self._offered
         if isinstance(self.datasets, str) and self.datasets in PRESETS:
             return tuple(name for name in PRESETS[self.datasets] if name in offered)
@@ -202,8 +204,8 @@ class LongBench(Task):
         )
 
     def _limit(self, data_set: DataSet, env: TaskEnv) -> int | None:
-        """Return the most tokens of a bare prompt. The chat template is added to that, as in the
-        official runner."""
+        """Return how many tokens a prompt may have before the chat template is put around it, as in
+        the official runner; a longer one is cut. None: any number."""
         if self.max_prompt_tokens is not None or env.window is None:
             return self.max_prompt_tokens
         template = env.text.count("", chat=not data_set.plain)
@@ -213,7 +215,8 @@ class LongBench(Task):
         return limit
 
     def _shape(self, name: str) -> Shape:
-        """Return what a row must hold."""
+        """Return the fields that each row of data set `name` must have, as a shape
+        (`evals.data.misfit`)."""
         classes = "all_classes" if DATASETS[name].metric == "classification" else "all_classes?"
         length = "length" if self.subset == "longbench_e" else "length?"
         known = {classes: ["text"], length: "a whole number", "_id?": "text or a whole number"}
@@ -238,5 +241,5 @@ class LongBench(Task):
 
 
 def _bucket(row: Row) -> str:
-    """Name LongBench-E's length class of a row."""
+    """Return the length class of a row of LongBench-E: "0-4k", "4-8k" or "8k+"."""
     return "0-4k" if row["length"] < 4000 else "4-8k" if row["length"] < 8000 else "8k+"

@@ -21,7 +21,8 @@ SANDWICH = "eat a sandwich and sit in Dolores Park on a sunny day."
 
 
 class Planted(NamedTuple):
-    """Hold one needle with its values drawn."""
+    """Hold one needle (a fact to be hidden in a long text) with its random values filled in: the
+    sentence, the question about it, what it is about, and the right answers."""
 
     text: str
     question: str
@@ -31,7 +32,8 @@ class Planted(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Needle:
-    """Draw a needle with `plant`, and score an output against its answers with `score`."""
+    """Define one kind of needle: `plant` draws one, and `score` rates an output against its
+    answers."""
 
     plant: Callable[[random.Random], Planted]
     score: Callable[[Sequence[str], str], Score]
@@ -70,8 +72,8 @@ def _shared_start(a: str, b: str) -> int:
 
 
 def scored_digits(details: Mapping[str, float] | None) -> dict[str, float]:
-    """Return the share of leading digits for a task's averages, or nothing where answers are not
-    numbers."""
+    """Return `leading_digits_share` alone from the mean details of a run, for a task's averages;
+    nothing where answers are not numbers."""
     return {name: value for name, value in (details or {}).items() if name == "leading_digits_share"}
 
 
@@ -94,18 +96,19 @@ def _sandwich(rng: random.Random) -> Planted:
 
 
 def _magic_city(rng: random.Random) -> Planted:
-    """Draw a seven-digit number of a city, as ShadowKV and MInference do."""
+    """Draw a needle that gives a random city a seven-digit number, as ShadowKV and MInference
+    do."""
     return magic_number(rng.choice(CITIES), rng.randrange(1_000_000, 10_000_000))
 
 
 def magic_number(city: str, number: int) -> Planted:
-    """Plant `number` as the special magic number of `city`."""
+    """Return the needle that states `number` as the special magic number of `city`."""
     topic = f"the special magic {city} number"
     return Planted(f"\nThe special magic {city} number is: {number}\n", f"What is {topic}?", topic, (str(number),))
 
 
 def _passkey(rng: random.Random) -> Planted:
-    """Draw a number that is said twice, as Quest does."""
+    """Draw a needle that states a five-digit number twice, as Quest does."""
     number = str(rng.randrange(10_000, 50_000))
     return Planted(
         f"\nThe pass key is {number}. Remember it. {number} is the pass key.\n",

@@ -111,8 +111,9 @@ class Niah(Task):
     def _context(
         self, env: TaskEnv, tokens: Sequence[int], planted: Planted, length: int, depth: float
     ) -> tuple[str, int]:
-        """Return the haystack with its needle, and the token before which the needle went in.
-        Raises `TaskError` where there is too little room."""
+        """Return the haystack with its needle at `depth` percent, and the number of the token
+        before which the needle went in. `length`: tokens of the whole prompt, for which `tokens`
+        are cut. Raises `TaskError` where there is too little room."""
         needle = env.text.encode(planted.text)
         room = length - self._frame(env, planted) - len(needle)
         if room < 16:
@@ -125,8 +126,8 @@ class Niah(Task):
         return env.text.decode(hay[:at] + needle + hay[at:]), at
 
     def _frame(self, env: TaskEnv, planted: Planted) -> int:
-        """Return the tokens that are kept free for everything but the haystack: `buffer`, or the
-        number needed."""
+        """Return how many tokens of the length are kept free for everything but haystack and
+        needle: `buffer`, or as many as template, question and prefix need."""
         if self.buffer is not None:
             return self.buffer
         user = self.template.replace("{context}", "").replace("{question}", planted.question)
@@ -144,7 +145,8 @@ class Niah(Task):
 
 
 def filler(text: texts.Haystack, least: int, env: TaskEnv) -> list[int]:
-    """Return the first tokens of a text, `least` or more. A text that is too short is repeated."""
+    """Return the token ids with which a text begins, `least` or more. A text that is too short is
+    repeated."""
     tokens = env.text.encode(text.text[: 8 * least + 4096])
     while len(tokens) < least:
         tokens = tokens + tokens
@@ -162,8 +164,8 @@ def _sentence_ends(tokens: Sequence[int], env: TaskEnv) -> list[int]:
 
 
 def boundary(hay: Sequence[int], index: int, env: TaskEnv) -> int:
-    """Return the last sentence end at or before `index`, or 0 if there is none, as in the
-    original."""
+    """Return the last sentence end in the token ids `hay` at or before `index`, or 0 if there is
+    none, as in the original."""
     while index > 0 and not _is_end(hay[index - 1], env):
         index -= 1
     return index

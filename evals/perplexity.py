@@ -113,14 +113,16 @@ class WikiText2(Task):
 
 
 def _text(content: Content) -> str:
-    """Return the text as in the raw file, whose lines the hub keeps as rows, blank ones empty."""
+    """Return the text of WikiText-2 as its raw file has it, also where it comes as the hub's rows,
+    one a line, in which blank lines are empty."""
     if not content.origin.endswith(".parquet"):
         return text_of(content.data, f"wikitext2/test: {content.origin}")
     return "".join(row["text"] or " \n" for row in rows_of(content, "wikitext2/test", {"text": "text"}).rows)
 
 
 def _character_start(ids: list[int], at: int, tools: TextTools) -> int:
-    """Return the next place from `at` on where no character is split between two tokens."""
+    """Return the first index from `at` on at which `ids` can be cut without splitting a character
+    between two tokens."""
     while 0 < at < len(ids) and _UNDECODED in tools.decode(ids[at - 1 : at]) + tools.decode(ids[at : at + 1]):
         at += 1
     return at

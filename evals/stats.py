@@ -39,7 +39,7 @@ EXACT = 200
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Hold the two ends of an interval."""
+    """Hold the two ends of a confidence interval."""
 
     low: float
     high: float
@@ -47,7 +47,8 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Paired:
-    """Compare a method with a baseline on the same examples."""
+    """Hold the comparison of a method with a baseline on the same examples: the difference of their
+    means, its 95 % interval, and the p-value of no difference."""
 
     diff: float  # method - baseline
     ci: Interval
@@ -57,8 +58,9 @@ class Paired:
 def interval(
     scores: Sequence[float], groups: Sequence[str], *, units: Units = None, level: float = 1 - ALPHA
 ) -> Interval | None:
-    """Return the interval of the mean of group means, or None without a score. Where all scores are
-    0 or 1 it is Clopper and Pearson's.
+    """Return the confidence interval of the mean of group means, or None without a score. Where all
+    scores are 0 or 1 it is Clopper and Pearson's. `units`: the unit of each score; scores of one
+    unit count as one.
 
     >>> interval([1, 1, 1, 0], ["a"] * 4)
     Interval(low=0.194120..., high=0.993690...)
@@ -101,7 +103,8 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """Hold the values of one mean; none of them can lie beyond `low` and `high`."""
+    """Hold the values whose weighted mean is estimated. `weights` add up to 1; `low` and `high` are
+    the limits between which any value, also one that was not seen, must lie."""
 
     values: Floats
     weights: Floats
@@ -122,12 +125,13 @@ class _Sample:
 
     @property
     def mirrored(self) -> _Sample:
-        """Return the sample with all signs reversed."""
+        """Return the sample with the signs of its values reversed, so that a bound from above
+        becomes one from below."""
         return replace(self, values=-self.values, low=-self.high, high=-self.low)
 
     @property
     def p(self) -> float:
-        """Return the two-sided p of a mean of 0."""
+        """Return the two-sided p-value of the hypothesis that the mean is 0."""
         side = self if self.mean < 0 else self.mirrored
         return min(1.0, 2 * side.upper_p(0.0)) if self.mean else 1.0
 
@@ -135,8 +139,8 @@ class _Sample:
         return float(bounded.upper_p(self.values, self.weights, mean, self.high))
 
     def interval(self, level: float, pivot: float | None = None) -> Interval:
-        """Return an interval that leaves out `level` on either side. It leaves out `pivot` exactly
-        where the p of `pivot` says so."""
+        """Return the confidence interval of the mean, with an error of `level` on either side. It
+        leaves out the mean `pivot` exactly where the p-value of `pivot` says so."""
         return Interval(-self.mirrored._upper(level, pivot), self._upper(level, pivot))
 
     def _upper(self, level: float, pivot: float | None) -> float:
@@ -177,20 +181,21 @@ def _weights(groups: Sequence[str], size: int) -> Floats:
 
 
 def _is_dense(values: Floats) -> bool:
-    """Return whether the values show no point, be it 0, 1 or any other, on which many more might
-    lie."""
+    """Return whether the values look as if drawn from a continuous distribution: DENSE or more, no
+    two equal, none 0 or 1. If not, many unseen values might equal one of those seen."""
     return len(values) >= DENSE and len(np.unique(values)) == len(values) and not np.isin(values, (0, 1)).any()
 
 
 def _span(values: Floats) -> tuple[float, float]:
-    """Return the range of the values and 0, widened by half of itself on either side."""
+    """Return the range in which unseen values of a dense sample (`_is_dense`) are taken to lie:
+    that of the values and 0, widened by half of itself on either side."""
     low, high = min(0.0, float(values.min())), max(0.0, float(values.max()))
     return low - (high - low) / 2, high + (high - low) / 2
 
 
 @dataclass(frozen=True, slots=True)
 class Shift:
-    """Say by how much a method's costs exceed a baseline's on the same units."""
+    """Hold by how much a method's costs exceed a baseline's on the same units."""
 
     n: int  # units
     mean: float  # of the differences
@@ -226,15 +231,17 @@ def _unit_means(values: Floats, units: Units) -> Floats:
 
 
 def _pair_means(values: Floats) -> Floats:
-    """Return the means of all pairs, a value with itself among them, in order. As many of them lie
-    above a number as the signed-rank statistic of the differences to it says."""
+    """Return the means of all pairs of values, those of a value with itself included, in ascending
+    order (Walsh averages). The number of them above x is the signed-rank statistic of the
+    differences to x."""
     first, second = np.triu_indices(len(values))
     return np.sort((values[first] + values[second]) / 2)
 
 
 def _shift_interval(means: Floats, size: int) -> Interval | None:
-    """Return the numbers that the test does not refute. Its statistic steps at the means of
-    pairs."""
+    """Return the interval of the shifts that the signed-rank test does not refute, None if there
+    are too few units. `means`: those of pairs, in order, at which its statistic steps; `size`:
+    units."""
     from scipy import special  # here, because a bare GPU machine, whose tests import this module, has none
 
     if size <= EXACT:
@@ -246,8 +253,8 @@ def _shift_interval(means: Floats, size: int) -> Interval | None:
 
 
 def _at_most(count: int, size: int) -> float:
-    """Return the probability of a signed-rank statistic of at most `count` where signs fall by
-    chance."""
+    """Return the probability that the signed-rank statistic of `size` differences is at most
+    `count` where their signs fall by chance."""
     from scipy import special  # here, because a bare GPU machine, whose tests import this module, has none
 
     if size <= EXACT:
@@ -257,14 +264,14 @@ def _at_most(count: int, size: int) -> float:
 
 
 def _moments(size: int) -> tuple[float, float]:
-    """Return mean and standard deviation of the statistic."""
+    """Return mean and standard deviation of the signed-rank statistic of `size` differences."""
     return size * (size + 1) / 4, math.sqrt(size * (size + 1) * (2 * size + 1) / 24)
 
 
 @lru_cache(maxsize=64)
 def _distribution(size: int) -> Floats:
-    """Return P(statistic <= w) for each w: every rank from 1 to `size` has either sign with
-    probability 1/2."""
+    """Return P(signed-rank statistic <= w) for each w, where every rank from 1 to `size` has either
+    sign with probability 1/2."""
     shares = np.ones(1)
     for rank in range(1, size + 1):
         apart = np.zeros(rank)

@@ -31,7 +31,8 @@ def rouge_l(prediction: str, reference: str) -> float:
 
 
 def rouge_zh(prediction: str, reference: str) -> float:
-    """Return `rouge_l` over jieba's words. The official function stands one call deeper."""
+    """Return `rouge_l` over the words into which jieba splits Chinese text. The official function
+    is called one frame deeper, so one recursive call fewer is left to it."""
     return _score(" ".join(cut(prediction)), " ".join(cut(reference)), _CALLS - 1)
 
 
@@ -53,14 +54,14 @@ def _score(prediction: str, reference: str, calls: int) -> float:
 
 
 def _sentences(text: str) -> list[tuple[str, ...]]:
-    """Split a text at full stops into sentences of words, each sentence once. White space alone is
-    one empty word, as in the package."""
+    """Split a text at full stops into sentences of words, leaving out repeated ones. A sentence of
+    white space alone is one empty word, as in the package."""
     return list(dict.fromkeys(tuple(piece.split()) or ("",) for piece in text.split(".") if piece))
 
 
 def places_of(sentence: Sequence[str]) -> dict[str, int]:
-    """Return a number for each word, whose bit j is set where the sentence has the word at position
-    j."""
+    """Return a bit mask for each word of the sentence: bit j is set where the word stands at
+    position j."""
     places: dict[str, int] = {}
     for j, word in enumerate(sentence):
         places[word] = places.get(word, 0) | 1 << j
@@ -133,8 +134,8 @@ def _lines(text: str) -> list[list[str]]:
 
 
 def _common_places(x: Sequence[str], y: Sequence[str]) -> set[int]:
-    """Return the places in `x` of a longest common subsequence; of several, the one that the
-    package walks to."""
+    """Return the positions in `x` of a longest common subsequence of `x` and `y`; of several, the
+    one that Google's package finds."""
     flat = flat_places(y, x, places_of(x))
     found, i, j = set[int](), len(x), len(y)
     while i and j:

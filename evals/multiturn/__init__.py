@@ -29,9 +29,10 @@ SPARE_TOKENS = 8  # for a BOS, and for what pieces may grow by when they are tok
 
 @dataclass(frozen=True, kw_only=True)
 class Multiturn(Task):
-    """Make conversations from the settings below. `replies=own` leaves the model's words in the
-    conversation. `given` replaces them by the text's own once an answer is scored. `forced` feeds
-    the text's own words token by token: nothing is asked, and their likelihood is scored."""
+    """Make conversations that state facts and ask for them later. `replies` says what stands in the
+    conversation as the answers: `own`, the model's words; `given`, the text's own, once an answer
+    is scored; `forced`, the text's own fed token by token, where nothing is asked and their
+    likelihood is scored."""
 
     version: ClassVar[str] = "1"
 
@@ -114,8 +115,8 @@ class Multiturn(Task):
         return super().averages(groups) | scored_digits(details) | perplexity
 
     def provenance(self) -> dict[str, Any]:
-        """Return where the text is from, and `statistics` of the conversations. A reply in the
-        model's own words counts with the most tokens that it may have."""
+        """Return where the text is from, and `statistics` of the conversations' lengths. A reply in
+        the model's own words counts with the most tokens that it may have."""
         return dict(self._made)
 
     def _limit(self, env: TaskEnv) -> int:

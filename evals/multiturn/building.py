@@ -21,14 +21,14 @@ CLOSING_TOKENS = 4  # tokens that a template puts after an answer, at most
 
 
 class Fact(NamedTuple):
-    """Hold what one turn asks, and in which turn that was stated."""
+    """Hold the fact that one turn asks for, and the turn that stated it."""
 
     planted: Planted
     stated_in: int  # the number of that turn, from 0
 
 
 class Said(NamedTuple):
-    """Hold one turn and the tokens that it takes."""
+    """Hold one turn of a conversation that is being built, with the tokens that it takes."""
 
     user: tuple[str, str]  # the text, and the question about it
     references: tuple[str, ...]
@@ -40,8 +40,9 @@ class Said(NamedTuple):
 
 @dataclass
 class Builder:
-    """Build conversations of at most `limit` tokens; the fields up to `max_new_tokens` are the
-    task's. `lengths` collects the tokens of each turn made so far."""
+    """Build conversations of at most `limit` tokens; the fields from `turns` to `max_new_tokens`
+    are the task's. `lengths` collects the tokens of question and reply of each turn, conversation
+    by conversation."""
 
     env: TaskEnv
     limit: int
@@ -61,8 +62,8 @@ class Builder:
         self._between = self._count(self._gap) + closing  # tokens before a later turn
 
     def conversation(self, script: Script, seed: str) -> Example | None:
-        """Build one conversation, or return None if fewer than `turns` turns of the script fit, or
-        none at all."""
+        """Build a conversation from the text that `script` supplies, or return None if fewer than
+        `turns` of its turns fit, or none at all. `seed`: of the facts drawn for it."""
         count = min(len(script), self.turns or MOST_TURNS)
         if count < (self.turns or 1):
             return None
@@ -79,7 +80,7 @@ class Builder:
         return self._example(script.name, said)
 
     def _totals(self, said: Sequence[Said]) -> list[int]:
-        """Return the tokens of the conversation up to the end of each turn."""
+        """Return, for each turn, the tokens of the conversation up to its end."""
         replies = (0 if turn.reply is None else turn.tokens[1] for turn in said)
         gaps = (self._between * ((place > 0) + (turn.reply is not None)) for place, turn in enumerate(said))
         needs = (turn.tokens[0] + turn.room + reply + gap for turn, reply, gap in zip(said, replies, gaps, strict=True))
@@ -93,8 +94,8 @@ class Builder:
         return [self._asked(script, turn, facts) for turn in range(count)]
 
     def _facts(self, count: int, rng: random.Random) -> list[Fact]:
-        """Draw a fact for each turn to ask about, with no city twice. Those of the first turns are
-        the same for any `count`."""
+        """Draw the fact that each of `count` turns asks for, with no city twice. Those of the first
+        turns are the same for any `count`."""
         cities = rng.sample(CITIES, MOST_TURNS)
         drawn = ((rng.randrange(turn + 1), turn, rng.randrange(1_000_000, 10_000_000)) for turn in range(count))
         return [
@@ -103,14 +104,16 @@ class Builder:
         ]
 
     def _forced(self, script: Script, turn: int) -> Said:
-        """Make a turn of the text's own words on both sides."""
+        """Make turn number `turn` of the text's own words on both sides: no fact is stated or
+        asked."""
         frame = self._frames[turn > 0]
         text, reply = script.user(turn, (), frame), self._given(script, turn)
         tokens = frame + self._count(text), self._count(reply)
         return Said((text, ""), (reply,), tokens[1], None, tokens, {"turn": turn + 1})
 
     def _asked(self, script: Script, turn: int, facts: Sequence[Fact]) -> Said:
-        """Make a turn that states its facts and asks about one stated here or before."""
+        """Make turn number `turn`, which states the facts that belong there and asks for one stated
+        here or before. `facts`: the one that each turn asks for."""
         here = [_sentence(fact.planted) for fact in facts if fact.stated_in == turn]
         (asked, stated_in), frame = facts[turn], self._frames[turn > 0]
         before, _, after = self.template.partition("{text}")
@@ -125,7 +128,8 @@ class Builder:
         return Said((text, after), asked.answers, room, reply, tokens, data)
 
     def _given(self, script: Script, turn: int, answer: str = "") -> str:
-        """Return the text's own reply, put after the right answer."""
+        """Return the reply that the text itself has for a turn, put after the right answer if there
+        is one."""
         return " ".join(filter(None, (answer, script.reply(turn, self._count(answer)))))
 
     def _count(self, text: str) -> int:

@@ -41,14 +41,16 @@ def drawn(
 
 
 def parted(tokens: int, question_share: float) -> tuple[int, int]:
-    """Split a turn's tokens into those of the question and of the answer, at least one each."""
+    """Split a turn's tokens into those of the question and those of the answer, at least one each,
+    with about `question_share` of them in the question."""
     question = min(max(1, round(tokens * question_share)), tokens - 1)
     return question, tokens - question
 
 
 def opened(parts: Sequence[tuple[int, int]], least: int) -> list[tuple[int, int]]:
-    """Lengthen the first question of a session to `least` tokens, which all that follows gives up
-    as far as it can.
+    """Lengthen the first question of a conversation to at least `least` tokens; everything after it
+    shrinks in proportion to make up for that, as far as possible. `parts`: the tokens of question
+    and answer of each turn.
 
     >>> opened([(10, 20), (30, 40)], 55)
     [(55, 10), (15, 20)]
@@ -63,10 +65,11 @@ def opened(parts: Sequence[tuple[int, int]], least: int) -> list[tuple[int, int]
 
 
 def statistics(sessions: Sequence[Sequence[tuple[int, int]]], scale: float = 1.0) -> dict[str, float]:
-    """Return the numbers by which a set of sessions is judged.
+    """Return the statistics of lengths by which a set of conversations (sessions) is compared with
+    ShareGPT's.
 
-    `sessions`: tokens of the question and of the answer of each turn. `scale`: divides the tokens
-    for the shares of long sessions."""
+    `sessions`: tokens of the question and of the answer of each turn. `scale`: the limits of the
+    shares of long sessions are multiplied by it."""
     counts = np.array([len(session) for session in sessions])
     totals = np.array([sum(map(sum, session)) for session in sessions])
     questions = sum(question for session in sessions for question, _ in session)
@@ -86,8 +89,8 @@ SHAREGPT = {"conversations": [{"from": "text", "value": "text"}], "id?": "text o
 
 
 def exchanges(said: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Return the questions of a conversation in ShareGPT's layout, each with the answer right
-    behind it.
+    """Return each question of a conversation in ShareGPT's layout with its answer; one that is
+    not followed by an answer is left out.
 
     >>> exchanges([{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}])
     [('Hi', 'Hello')]
@@ -97,8 +100,8 @@ def exchanges(said: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
 
 
 def _turns(u: Floats) -> NDArray[np.intp]:
-    """Return the numbers of turns at the quantiles `u`: one turn, or two and more by a geometric
-    distribution that is cut off at the most."""
+    """Return numbers of turns, the quantiles `u` (from 0 to 1) of their distribution: one turn, or
+    two and more by a geometric distribution that is cut off at MOST_TURNS."""
     extra = np.arange(MOST_TURNS - 1)
     wanted = (MEAN_TURNS - ONE_TURN) / (1 - ONE_TURN) - 2
     ratio = brentq(lambda r: float((extra * r**extra).sum() / (r**extra).sum()) - wanted, 0.01, 1.5)
@@ -107,8 +110,8 @@ def _turns(u: Floats) -> NDArray[np.intp]:
 
 
 def _tokens(z: Floats) -> Floats:
-    """Return the tokens of sessions at the normal deviates `z`: log-normal, through the two
-    published shares."""
+    """Return the tokens of whole conversations for standard normal variables `z`: a log-normal
+    distribution through the two published shares, cut off at MOST_TOKENS."""
     (low, p_low), (high, p_high) = OVER.items()
     sigma = np.log(high / low) / (norm.isf(p_high) - norm.isf(p_low))
     mean = np.log(low) - sigma * norm.isf(p_low)
@@ -116,6 +119,6 @@ def _tokens(z: Floats) -> Floats:
 
 
 def _split(total: float, count: int, rng: np.random.Generator) -> list[int]:
-    """Split a session's tokens over its turns, at least two each."""
+    """Split a conversation's tokens at random over its `count` turns, at least two each."""
     weights = rng.gamma(EVENNESS, size=count)
     return [int(tokens) for tokens in np.maximum(2, (int(total) * weights / weights.sum()).round())]

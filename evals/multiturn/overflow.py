@@ -23,9 +23,10 @@ SPARE = 4  # by which pieces may grow when they are tokenised apart
 
 @dataclass(frozen=True, kw_only=True)
 class NeedlesBehindOverflow(Task):
-    """Fill `window` tokens with text, the first question and its answer; the run's
-    `overflow.window` should be the same. The needles stand among the last `facts` tokens of the
-    text."""
+    """Make conversations whose first turn fills the window, so that the questions after it overflow
+    it. `window`: tokens of the text, the first question and its answer together; the run's
+    `overflow.window` should be the same. The needles (facts asked for) stand among the last `facts`
+    tokens of the text."""
 
     version: ClassVar[str] = "1"
     metric: ClassVar[str] = "needle found"
@@ -89,7 +90,8 @@ class NeedlesBehindOverflow(Task):
         )
 
     def _with_needles(self, env: TaskEnv, hay: list[int], needles: Sequence[Sequence[int]]) -> list[int]:
-        """Insert the needles evenly over the last `facts` tokens, each after a sentence."""
+        """Insert the needles, token ids, evenly over the last `facts` tokens of `hay`, each after a
+        sentence."""
         first, share = len(hay) - self.facts, self.facts / len(needles)
         places = [max(first, boundary(hay, first + int(share * (one + 0.5)), env)) for one in range(len(needles))]
         for place, needle in reversed(list(zip(places, needles, strict=True))):

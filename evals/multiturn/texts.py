@@ -35,11 +35,11 @@ class Reader:
 
 
 class Passages:
-    """Make a conversation of consecutive passages of a text, in whole sentences. After `begin`, its
-    turns are read in order: first the user's, then the reply.
+    """Supply the text of a conversation: consecutive passages of one long text, in whole sentences.
+    After `begin`, its turns are read in order: first the user's, then the reply.
 
-    `parts`: tokens of the question and of the answer of each turn. `opening`: the least tokens of
-    the first question."""
+    `start`: number of the first sentence. `parts`: tokens of the question and of the answer of each
+    turn. `opening`: the least tokens of the first question."""
 
     def __init__(self, name: str, reader: Reader, start: int, parts: Sequence[tuple[int, int]], opening: int) -> None:
         self.name, self._reader, self._start = name, reader, start
@@ -52,8 +52,8 @@ class Passages:
         self._rest = self._reader.sentences(self._start)
 
     def user(self, turn: int, facts: Sequence[str], spent: int) -> str:
-        """Return a passage with `facts` between its sentences, at even distances. `spent`: tokens of
-        all else in the turn."""
+        """Return the user's passage in turn number `turn`, with `facts` between its sentences at
+        even distances. `spent`: tokens of all else in the turn."""
         sentences = self._passage(self._parts[turn][0] - spent, least=not facts)
         for number, fact in reversed(list(enumerate(facts, 1))):
             sentences.insert(number * len(sentences) // (len(facts) + 1), fact)
@@ -72,8 +72,8 @@ class Passages:
         return None if shorter._parts == self._parts else shorter
 
     def _passage(self, tokens: int, least: bool) -> list[str]:
-        """Take sentences until they come nearest to `tokens`, passing over a few that are too long;
-        with `least`, at least one."""
+        """Return the next sentences of the text, as many as come nearest to `tokens` together,
+        passing over a few that are too long. `least`: take at least one."""
         taken, skipped = list[str](), 0
         while skipped < SKIPS:
             sentence, count = next(self._rest)
@@ -86,10 +86,12 @@ class Passages:
 
 
 class Told:
-    """Supply a conversation from a file."""
+    """Supply the text of a conversation that stands in a file, with the same methods as
+    `Passages`."""
 
     def __init__(self, name: str, turns: Sequence[tuple[str, str | None]], env: TaskEnv, origin: str) -> None:
-        """Keep the turns of a conversation; `origin` names the file in errors."""
+        """Keep the `turns` of a conversation, each what the user says and the reply if there is
+        one; `origin` names the file in errors."""
         self.name, self._turns, self._env, self._origin = name, turns, env, origin
 
     def begin(self) -> None:
@@ -111,15 +113,16 @@ class Told:
         return len(self._env.text.encode(self._turns[turn][1] or ""))
 
     def shortened(self, tokens: int) -> None:
-        """Return None, since a file's words stay as they are."""
+        """Return None: a file's conversation cannot be made shorter, since its words stay as they
+        are."""
 
 
 Script = Passages | Told  # what supplies the text of one conversation, turn by turn, after `begin`
 
 
 def located(path: str, root: Path | None) -> tuple[Source, Path | None]:
-    """Return a file of conversations as a source, and the folder to look for it in. Its path is
-    absolute or relative to the data root."""
+    """Return a source for the file of conversations at `path`, absolute or relative to the data
+    root, and the folder in which to look for it."""
     name, file = f"task.source={path}", Path(path).expanduser()
     if file.is_file():
         return Source(name=name, local=(file.name,)), file.resolve().parent
@@ -153,7 +156,8 @@ def told(content: Content, env: TaskEnv) -> Iterator[Told]:
 
 
 def _turns(row: Row) -> list[tuple[str, str | None]]:
-    """Return what the user says in each turn, with the reply where there is one."""
+    """Return what the user says in each turn of a row's conversation, with the reply where there is
+    one."""
     if "conversations" in row:
         return [said for said in length_distribution.exchanges(row["conversations"]) if all(map(str.strip, said))]
     return [(question.strip(), None) for question in row["turns"]]

@@ -149,8 +149,8 @@ class Ruler(Task):
             self._provenance.setdefault("sha256", {})[f"{task}/{length}"] = digest.hexdigest()
 
     def _asked(self, questions: Sequence[Example]) -> Iterator[Example]:
-        """Yield the questions on one haystack, each as an example or all as the turns of one
-        conversation."""
+        """Yield the questions on one haystack: each as an example of its own, or all as the turns
+        of one conversation."""
         first, *rest = questions
         if self.conversation:
             said = tuple(Turn(one.question, one.references, one.prefix, data=one.data) for one in rest)
@@ -175,7 +175,7 @@ def _example(task: str, length: int, index: int, prompt: FilledTemplate) -> Exam
 
 
 def clean(output: str) -> str:
-    """Turn control characters into newlines.
+    """Strip an output and turn control characters in it into newlines, as RULER's scorer does.
 
     >>> clean(" 12\\t34 ")
     '12\\n34'

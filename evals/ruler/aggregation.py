@@ -24,8 +24,8 @@ ZETA = math.pi**2 / 6  # zeta(ALPHA)
 
 
 class CommonWords(Generator):
-    """List ten common words ten times as often as the others (six times below 4096 tokens), after
-    one worked example.
+    """Make the prompts of cwe: a list in which ten common words come ten times as often as the
+    others (six times below 4096 tokens), after one worked example.
 
     Where a chat template is used, the official script wraps the example in it too, so that the
     template stands twice in a prompt. Here the example is plain and inside the user turn, since a
@@ -79,8 +79,8 @@ def _numbered(words: Sequence[str]) -> str:
 
 
 class FrequentWords(Generator):
-    """Make up words whose frequencies fall with the square of their rank. The first rank is dots;
-    the next three are asked for.
+    """Make the prompts of fwe: invented words whose frequencies fall with the square of their rank.
+    The first rank is dots; the next three are asked for.
 
     The official script searches another way here: with one vocabulary for the whole search, then a
     new one for each sample."""
@@ -110,8 +110,8 @@ class FrequentWords(Generator):
         return prompts
 
     def _search(self) -> int:
-        """Return the last size before the prompt takes all the tokens there are. No random draw
-        depends on it."""
+        """Return the largest size, in words, at which a prompt stays below the tokens there are. No
+        random draw depends on it."""
         vocabulary = self._vocabulary()
         size = self._room // CODED_LETTERS
         while self.count(self._coded(vocabulary, size)) < self._room:
@@ -119,7 +119,8 @@ class FrequentWords(Generator):
         return size - self.unit
 
     def _shrinking(self, size: int) -> FilledTemplate:
-        """Shorten one sample until it fits, with the same vocabulary throughout."""
+        """Draw one prompt of `size` words and make it smaller until it fits, with the same
+        vocabulary throughout."""
         vocabulary = self._vocabulary()
         while size >= self.minimum(0):
             prompt = self.noted(self._coded(vocabulary, size))

@@ -33,8 +33,8 @@ GENERATOR = f"{OFFICIAL}-1 {FINE}"  # raised when any prompt changes: cached one
 
 
 class Factory:
-    """Make the prompts of one run. It reads data sets at once, and only those that the run's tasks
-    need."""
+    """Make RULER's prompts for one run. Data sets are read when it is made, and only those that the
+    run's tasks need."""
 
     def __init__(self, env: TaskEnv, tasks: Sequence[str], haystack_name: str, questions: int = 1) -> None:
         self._env, self._questions = env, questions
@@ -42,8 +42,8 @@ class Factory:
         self._corpora = {task: qa.load(task, env) for task in tasks if FAMILIES[task] == "qa"}
 
     def prompts(self, task: str, length: int, samples: int) -> list[FilledTemplate]:
-        """Return prompts from the cache, or make them and keep them there. Only making them asks the
-        tokenizer."""
+        """Return `samples` prompts of a task at a length, from the cache if it has them; else they
+        are made and kept there. Only making them asks the tokenizer."""
         if self._env.cache_dir is None:
             rows = self._rows(task, length, samples)
         else:
@@ -75,7 +75,7 @@ class Factory:
         return [replace(prompt, data={**stamp, **prompt.data}).row() for prompt in prompts]
 
     def _key(self, task: str, length: int, samples: int) -> dict[str, Any]:
-        """Return all that shapes the prompts."""
+        """Return everything that shapes the prompts, which names their file in the cache."""
         key: dict[str, Any] = {"generator": GENERATOR, "task": task, "length": length, "samples": samples}
         key |= {"seed": self._env.seed, "tokenizer": self._env.text.fingerprint, "words": words_sha256()}
         if self._haystack is not None and _uses_essay(task):
@@ -96,7 +96,8 @@ class Factory:
         return {"vt": "noise", "cwe": "words", "fwe": "words", "qa": "documents"}[FAMILIES[task]]
 
     def _generator(self, task: str, length: int) -> Generator:
-        """Return a generator at the start of its random stream."""
+        """Return the generator of a task's prompts at a length, with its random numbers at their
+        beginning."""
         text, streams = self._env.text, Streams(self._env.seed)
         match FAMILIES[task]:
             case "niah":

@@ -19,7 +19,8 @@ REDRAWS = 20  # draws at the smallest size, where the official scripts draw for 
 
 
 def bisect_size(low: int, high: int, fits: Callable[[int], bool]) -> int | None:
-    """Return the last size that fitted in the official binary search, or None if none did."""
+    """Return the last size for which `fits` held in the binary search between `low` and `high` that
+    the official scripts do, or None if it never did."""
     best = None
     while low <= high:
         middle = (low + high) // 2
@@ -53,10 +54,12 @@ class Generator(ABC):
 
     @abstractmethod
     def probe(self, size: int, index: int) -> FilledTemplate:
-        """Draw a new prompt as the size search looks at it."""
+        """Draw a new prompt with a haystack of `size`, as the search for a size counts it. `index`:
+        the number of the sample."""
 
     def sample(self, size: int, index: int) -> FilledTemplate:
-        """Draw a new prompt as it is asked."""
+        """Draw a new prompt as the model is asked. In some tasks it differs from what `probe` draws
+        for the size search."""
         return self.probe(size, index)
 
     def minimum(self, index: int) -> int:
@@ -72,7 +75,8 @@ class Generator(ABC):
         return max(self.text.count(one.user, one.prefix, chat=self.chat) for one in prompt.questions)
 
     def largest(self, tokens_per_unit: float) -> int:
-        """Return the size up to which the official search goes."""
+        """Return the size up to which the official search goes, where each word, line or document
+        takes `tokens_per_unit` tokens."""
         return max(int(self.length / tokens_per_unit * 3), self.unit * 2)
 
     def official(self, samples: int) -> list[FilledTemplate]:
@@ -82,7 +86,9 @@ class Generator(ABC):
         return [self.stepping_down(size, index) for index in range(samples)]
 
     def official_size(self, first: int, reserved: int) -> int:
-        """Find one size for all samples, with the first question; each probe is a new prompt."""
+        """Find one haystack size for all samples by the official search, with the first question;
+        each try draws a new prompt. `first`: the size from which the tokens per unit are estimated;
+        `reserved`: tokens kept free."""
         limit = self.length - reserved
         largest = self.largest(self.count(self.probe(first, 0)) / first)
         return bisect_size(self.unit, largest, lambda size: self.count(self.probe(size, 0)) <= limit) or self.unit
@@ -96,8 +102,8 @@ class Generator(ABC):
         return prompts
 
     def largest_prompt(self, start: int, draw: Callable[[int], FilledTemplate]) -> tuple[int, FilledTemplate]:
-        """Return the largest size that fits and the prompt drawn with it. The search gallops from
-        `start`, then bisects."""
+        """Return the largest size at which a prompt drawn by `draw(size)` fits, and that prompt.
+        The search gallops from `start`, then bisects."""
         low, high = self.minimum(0) - 1, self.length + 1  # a unit has at least one token
         best, size, step = None, start, 1
         while high - low > 1:
@@ -116,12 +122,13 @@ class Generator(ABC):
         return low, best
 
     def noted(self, prompt: FilledTemplate) -> FilledTemplate | None:
-        """Return the prompt with its token count noted, or None if it is too long."""
+        """Return the prompt with its token count in `data`, or None if it is too long."""
         tokens = self.count(prompt) + self.new_tokens
         return replace(prompt, data={**prompt.data, "tokens": tokens}) if tokens <= self.length else None
 
     def stepping_down(self, size: int, index: int) -> FilledTemplate:
-        """Draw again until the prompt fits, each time one unit smaller if possible."""
+        """Draw prompts until one fits, each time with a haystack that is one unit smaller if
+        possible, starting at `size`."""
         attempts = size // self.unit + REDRAWS
         for _ in range(attempts):
             prompt = self.noted(self.sample(size, index))

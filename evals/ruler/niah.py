@@ -21,8 +21,8 @@ DEPTHS = tuple(int(depth) for depth in np.round(np.linspace(0, 100, num=40)))  #
 
 @dataclass(frozen=True, slots=True)
 class Needles:
-    """Say what is hidden where: `keys` needles of `values` values each, of which `queries` keys are
-    asked for."""
+    """Define a kind of needle task: `keys` needles of `values` values each are hidden in a
+    haystack, and `queries` of the keys are asked for."""
 
     haystack: Literal["noise", "essay", "needle"]
     key_type: Literal["words", "uuids"] = "words"
@@ -45,8 +45,8 @@ KINDS = {
 
 
 def asked(kind: Needles, questions: int) -> Needles:
-    """Return the kind with enough keys for so many questions on a haystack, none of them asked for
-    twice."""
+    """Return the kind with enough keys (names of needles) that `questions` questions on one
+    haystack never ask for a key twice."""
     return replace(kind, keys=max(kind.keys, questions * kind.queries))
 
 
@@ -56,8 +56,8 @@ def essay_words(text: str) -> list[str]:
 
 
 class Niah(Generator):
-    """Hide needles of one kind. `essay` is the haystack in words, for the kinds that hide their
-    needles in essays."""
+    """Make the prompts of the niah tasks: needles of one kind in a haystack. `essay`: the
+    haystack's words, for the kinds that hide their needles in essays."""
 
     new_tokens = NEW_TOKENS["niah"]
 
@@ -115,8 +115,8 @@ class Niah(Generator):
         return names, values, needles
 
     def _in_essay(self, size: int, needles: list[str]) -> str:
-        """Put the needles between sentences at distinct depths. Text that is too short is
-        repeated."""
+        """Return `size` words of the essay with the needles between its sentences, at distinct
+        depths. Text that is too short is repeated."""
         words = self.essay if size <= len(self.essay) else list(self.essay) * -(-size // len(self.essay))
         sentences = split_sentences(" ".join(words[:size]).strip())
         depths = self.streams.python.sample(DEPTHS, len(needles))
@@ -127,7 +127,8 @@ class Niah(Generator):
         return " ".join([*pieces, " ".join(sentences[places[-1] :])])
 
     def _in_lines(self, size: int, needles: list[str]) -> str:
-        """Put the needles as lines between lines of noise, or between other needles."""
+        """Return `size` lines, of noise or of other needles, with the needles as lines between
+        them."""
         if self.kind.haystack == "noise":
             lines = [NOISE] * size
         else:

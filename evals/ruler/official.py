@@ -22,7 +22,8 @@ RECORD = {
 
 @dataclass(frozen=True, slots=True)
 class OfficialFile:
-    """Name one file with its task and length."""
+    """Describe one file that the official scripts wrote: its path, its task and its length in
+    tokens."""
 
     path: Path
     task: str
@@ -65,7 +66,8 @@ class OfficialFile:
 
 
 def find(source: Path, tasks: Sequence[str], lengths: Sequence[int]) -> Iterator[OfficialFile]:
-    """Yield one file for each length and task."""
+    """Yield the file of each length and task, from the folder `source` that the official scripts
+    wrote."""
     if not source.is_dir():
         raise TaskError(f"task.source={source} is not a folder: name the one that the official scripts wrote")
     for length in lengths:

@@ -53,8 +53,8 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Hold questions in file order over sorted distinct documents. `origin` and `sha256` say where
-    they are from."""
+    """Hold the questions of a data set, in file order, and its distinct documents, sorted. `origin`
+    and `sha256` say which file they are from."""
 
     questions: tuple[Question, ...]
     documents: tuple[str, ...]
@@ -82,7 +82,8 @@ def load(task: str, env: TaskEnv) -> Corpus:
 
 
 def _articles(rows: Sequence[Row]) -> dict[str, Any]:
-    """Arrange the hub's rows as the original file has them."""
+    """Arrange the rows that the hub has of SQuAD, one per question, by articles and paragraphs as
+    in the original file."""
     articles: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for number, row in enumerate(rows, 1):
         texts = [{"text": text} for text in row["answers"]["text"]]
@@ -97,8 +98,8 @@ def _articles(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _read_squad(content: Content, name: str) -> tuple[list[Question], list[str]]:
-    """Return the answerable questions and all documents; the other paragraphs of an article are
-    related."""
+    """Return the answerable questions of SQuAD and all documents, which are its paragraphs. The
+    other paragraphs of the question's article are its related documents."""
     if content.origin.endswith(".parquet"):
         data = _articles(rows_of(content, name, SQUAD_ROW).rows)
     else:
@@ -122,7 +123,8 @@ def _read_squad(content: Content, name: str) -> tuple[list[Question], list[str]]
 
 
 def _read_hotpotqa(content: Content, name: str) -> tuple[list[Question], list[str]]:
-    """Return questions and all documents; a question's own paragraphs are ten, two of them gold."""
+    """Return the questions of HotpotQA and all documents. A question has ten paragraphs of its own,
+    two of which (gold) contain the answer."""
     data = rows_of(content, name, HOTPOTQA_ROW).rows
     paragraphs = [[(title, f"{title}\n{''.join(lines)}") for title, lines in entry["context"]] for entry in data]
     documents = sorted({document for entry in paragraphs for _, document in entry})
@@ -137,11 +139,11 @@ def _read_hotpotqa(content: Content, name: str) -> tuple[list[Question], list[st
 
 
 class QuestionAnswering(Generator):
-    """Show `size` documents, those of the question among them, in an order that is the same for all
-    samples of a size.
+    """Make the prompts of qa_1 and qa_2: `size` documents, those of the question among them, in an
+    order that is the same for all samples of a size.
 
-    The finer generator starts from the gold documents, adds others as long as one fits, and passes
-    over questions whose gold documents do not."""
+    The finer generator starts from the gold documents, which contain the answer, adds others as
+    long as one fits, and passes over questions whose gold documents do not fit."""
 
     new_tokens = NEW_TOKENS["qa"]
 
@@ -188,8 +190,8 @@ class QuestionAnswering(Generator):
         return own + related + self.streams.python.sample(others, size - len(own) - len(related))
 
     def _filled(self, index: int) -> FilledTemplate | None:
-        """Return a prompt of the gold documents and as many of `TRIED` others, in random order, as
-        there is room for."""
+        """Return a prompt with the gold documents of question number `index` and as many of `TRIED`
+        others, in random order, as there is room for; None if the gold ones do not fit."""
         question = self.corpus.questions[index]
         chosen, best = list(question.gold), self.noted(self._ask(index, question.gold))
         if best is None:

@@ -15,8 +15,8 @@ DOCUMENT = "Document {i}:\n{document}"
 
 @dataclass(frozen=True, slots=True)
 class FilledTemplate:
-    """Hold a filled template. `context` ends where the template's {context} does; `prefix` begins
-    the answer."""
+    """Hold one prompt: a template with its fields filled in. `context` ends where the template's
+    {context} does, `question` is the rest of the user turn, and `prefix` begins the answer."""
 
     context: str
     question: str
@@ -40,7 +40,8 @@ class FilledTemplate:
         return self.context + self.question + self.prefix
 
     def asked_more(self, others: Sequence[FilledTemplate]) -> FilledTemplate:
-        """Return the template with the questions of `others` added, which have the same context."""
+        """Return this prompt with further questions: those of `others`, which have the same
+        context."""
         own = ("question", "prefix", "references", "data")
         return replace(self, more=tuple({name: getattr(one, name) for name in own} for one in others))
 
@@ -89,8 +90,8 @@ class Template:
         data: Mapping[str, Any] | None = None,
         **fields: str,
     ) -> FilledTemplate:
-        """Fill the template. `before` is a worked example that goes in front, inside the user
-        turn."""
+        """Fill the template with a context and the values of its other `fields`. `references`: the
+        right answers; `before`: a worked example that goes in front, inside the user turn."""
         head, tail, prefix = (part.format(**fields) for part in (self.head, self.tail, self.prefix))
         return FilledTemplate(before + head + context, tail, prefix, references, data or {})
 
@@ -101,21 +102,22 @@ class Template:
         return text.lstrip().startswith(starts)
 
     def question_start(self, text: str) -> int:
-        """Return where the question begins in a filled user turn, or -1 if it does not."""
+        """Return the index at which the question begins in a filled user turn, or -1 if there is
+        none."""
         marker = "\nWhat " if self.tail.startswith("\nWhat ") else self.tail.partition("{")[0]
         return text.rfind(marker)
 
     def prefix_start(self, text: str) -> int:
-        """Return where the answer prefix begins at the end of `text`, in its old spelling too, or
-        -1 if there is none."""
+        """Return the index at which the answer prefix begins at the end of `text`, in its old
+        spelling too, or -1 if `text` does not end with it."""
         start = text.rfind(self.prefix[:10])
         forms = (_prefix_pattern(template.prefix) for template in (self, self.singular()))
         return start if start >= 0 and any(re.fullmatch(form, text[start:]) for form in forms) else -1
 
 
 def _prefix_pattern(prefix: str) -> str:
-    """Return a pattern in which `{field}` stands for any text. The old generator writes `assgined`,
-    and trailing spaces may be lost."""
+    """Return a regular expression for an answer prefix, in which each `{field}` stands for any
+    text. The old generator writes `assgined`, and trailing spaces may be lost."""
     pattern = re.sub(r"\\\{\w+\\\}", ".+?", re.escape(prefix.rstrip()))
     return pattern.replace("assigned", "ass(?:igned|gined)") + r"\s*"
 

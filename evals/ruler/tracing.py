@@ -17,7 +17,7 @@ EXAMPLE_VALUE = "12345"
 
 
 class _Chain(Generator):
-    """Hide one chain in `size` lines of noise."""
+    """Make prompts with one chain of variable assignments, hidden in `size` lines of noise."""
 
     letters: int
 
@@ -43,8 +43,8 @@ class _Chain(Generator):
         return self.streams.value()
 
     def _names(self) -> list[str]:
-        """Draw distinct names; where some are equal, more are drawn after. The official script
-        breaks off here (once in 10^6 draws)."""
+        """Draw the distinct names of the chain's variables; where some are equal, more are drawn
+        after. The official script breaks off here (once in 10^6 draws)."""
         names = [self.streams.letters(ascii_uppercase, self.letters) for _ in range(HOPS + 1)]
         while len(set(names)) <= HOPS:
             names.append(self.streams.letters(ascii_uppercase, self.letters))
@@ -52,7 +52,8 @@ class _Chain(Generator):
 
 
 class _Example(_Chain):
-    """Draw the worked example: short names, a fixed value, never in a chat template of its own."""
+    """Draw the worked example that stands before the task: short names, a fixed value, never in a
+    chat template of its own."""
 
     new_tokens = 0
     letters = 3
@@ -63,8 +64,9 @@ class _Example(_Chain):
         self.is_fine, self.unit = False, 5
 
     def draw(self, *, smallest: bool) -> FilledTemplate:
-        """Draw the example. A tokenizer that needs more than the limit for five lines gets those;
-        the official script never ends there."""
+        """Draw the worked example, within its limit of tokens or with as few lines as possible
+        (`smallest`). A tokenizer that needs more than the limit for five lines gets those; the
+        official script never ends there."""
         if not smallest:
             try:
                 return self.official(1)[0]
@@ -77,8 +79,8 @@ class _Example(_Chain):
 
 
 class Tracing(_Chain):
-    """Put the example in front, inside the user turn, with new names and a new value in every
-    sample."""
+    """Make the prompts of vt: a worked example, then the chain to track. The example stands inside
+    the user turn, with new names and a new value in every sample."""
 
     new_tokens = NEW_TOKENS["vt"]
     letters = 5
@@ -94,7 +96,8 @@ class Tracing(_Chain):
         return [self.stepping_down(size, index) for index in range(samples)]
 
     def sample(self, size: int, index: int) -> FilledTemplate:
-        """Draw a prompt as it is asked. The chain is drawn before the example changes."""
+        """Draw a prompt as the model is asked, with a new worked example. The chain is drawn before
+        the example changes, as in the official script."""
         prompt = self.fill(size, before="")
         return FilledTemplate(
             f"{self._fresh_example()}\n{prompt.context}", prompt.question, prompt.prefix, prompt.references

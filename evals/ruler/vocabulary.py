@@ -17,8 +17,8 @@ import numpy as np
 
 
 class Streams:
-    """Draw from the same streams as the official scripts, which seed Python's and NumPy's global
-    generators once per process.
+    """Draw random numbers in the same order as the official scripts, which seed Python's and
+    NumPy's global generators once per process.
 
     Every draw below happens in the order of the scripts: one call more or less changes all later
     prompts."""
@@ -106,13 +106,14 @@ def word_lists() -> dict[str, tuple[str, ...]]:
 
 @lru_cache(maxsize=1)
 def words_sha256() -> str:
-    """Hash the word lists, which shape the prompts."""
+    """Return the SHA-256 of the word lists, which shape the prompts."""
     return hashlib.sha256(repr(sorted(word_lists().items())).encode()).hexdigest()
 
 
 @lru_cache(maxsize=1)
 def keys() -> PairIndex:
-    """Return all adjective-noun keys, from which RULER draws."""
+    """Return the keys by which RULER's needles are named, all strings `adjective-noun`, in the
+    order in which RULER draws from them."""
     lists = word_lists()
     return PairIndex(lists["adjective"], lists["noun"])
 

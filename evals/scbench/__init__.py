@@ -23,8 +23,9 @@ PLAIN_GAP = "\n\n"  # follows a given answer where there is no chat template
 
 @dataclass(frozen=True)
 class SCBench(Task):
-    """Make conversations or requests from rows. With `golden` the right answers stand in the
-    conversation, as officially, instead of the model's own."""
+    """Ask the questions that each row has on its one context, as the turns of a conversation or as
+    requests of their own (`mode`). With `golden` the right answers stand in the conversation, as
+    officially, instead of the model's own."""
 
     version: ClassVar[str] = "1"
     seeded: ClassVar[bool] = False
@@ -145,8 +146,8 @@ class SCBench(Task):
             yield Example(**common, context=context, question=question, unit=row_id)
 
     def _limit(self, env: TaskEnv, rest: int) -> int | None:
-        """Return the tokens that the bare first prompt may have. rest: tokens of all that follows
-        it."""
+        """Return how many tokens the first prompt may have before the chat template is put around
+        it, None for any number. `rest`: tokens of all that follows it."""
         if self.max_prompt_tokens is not None or env.window is None:
             return self.max_prompt_tokens
         limit = env.window - rest - env.text.count("") - SPARE_TOKENS
@@ -157,7 +158,7 @@ class SCBench(Task):
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """Hold one of a row's questions: what fills the templates, and what a right answer is."""
+    """Hold one of a row's questions: the values that fill the templates, and the right answers."""
 
     fields: Mapping[str, str]
     references: tuple[str, ...]
@@ -193,7 +194,8 @@ def _common(example_id: str, name: str, turn: _Asked, **data: Any) -> dict[str, 
 
 
 def _split(template: str, known: Mapping[str, str]) -> tuple[str, str]:
-    """Fill a template, and split it after its context."""
+    """Fill a template with the values `known`. Return the part up to the end of its context, and
+    the rest."""
     head, tail = template.split("{context}")
     return head.format_map(known) + known["context"], tail.format_map(known)
 

@@ -66,7 +66,8 @@ ANSWERS = {
 
 
 def shape(name: str) -> Shape:
-    """Return what a row of a task must hold."""
+    """Return the fields that each row of task `name` must have, as a shape
+    (`evals.data.misfit`)."""
     options = {"options": ("text",) * len(OPTIONS)} if name == "scbench_choice_eng" else {}
     turn = {"input": "text", "answer": ANSWERS.get(name, "text"), **options}
     context = "text or a list of numbers" if name == "scbench_mf" else "text"
@@ -74,8 +75,9 @@ def shape(name: str) -> Shape:
 
 
 def fields(name: str, row: Mapping[str, Any], turn: Mapping[str, Any]) -> dict[str, str]:
-    """Return what fills the braces of the templates. Raises ValueError if a right answer is not
-    among the options, or the question of a math_find input cannot be recognised."""
+    """Return the values that fill the braces of a task's templates for one question, `turn`, of a
+    row. Raises ValueError if a right answer is not among the options, or the question of a
+    math_find input cannot be recognised."""
     known = {"context": str(row["context"]), "input": turn["input"]}
     if name == "scbench_choice_eng":
         known |= zip(OPTIONS, turn["options"], strict=True)
@@ -98,7 +100,8 @@ def _asked(text: str) -> str:
 
 
 def names(tasks: str | list[str] | tuple[str, ...]) -> tuple[str, ...]:
-    """Return the tasks of a preset, of one name, or of a list of names."""
+    """Return the names of SCBench's tasks that a setting selects: a preset, one name, or a list of
+    names."""
     wanted = PRESETS.get(tasks, (tasks,)) if isinstance(tasks, str) else tuple(dict.fromkeys(tasks))
     for name in wanted:
         if name in ABSENT:
