@@ -99,7 +99,7 @@ class NameTaken(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A yaml file of a group."""
+    """A yaml file that describes a method, a task or a model."""
 
     name: str
     file: Path
@@ -111,20 +111,21 @@ class Entry:
 
     @property
     def base(self) -> Entry | None:
-        """The yaml file that a preset changes, which its `defaults` name: in the same folder or in conf/. None for all
-        other files."""
+        """The yaml file that this one changes, if this one is a preset: the file that its
+        `defaults` name, in the same folder or in conf/. None for a file that is no preset."""
         named = [name for name in self._own().get("defaults", []) if isinstance(name, str) and name != "_self_"]
         places = [folder / f"{name}.yaml" for name in named for folder in (self.file.parent, CONF / self._group)]
         return next((Entry(place.stem, place) for place in places if place.is_file()), None)
 
     def values(self) -> dict[str, Any]:
-        """`_target_` and every parameter, a preset's over those of its base."""
+        """Return `_target_` and all parameters with their values; a preset's override its
+        base's."""
         own = {key: value for key, value in self._own().items() if key != "defaults"}
         return own if self.base is None else self.base.values() | own
 
     def parameters(self) -> list[tuple[str, Any, str]]:
-        """Return name, default and comment of each, in the order of the file; a preset takes the comments of its base
-        where it has none."""
+        """Return name, default and comment of each parameter, in the order of the file. A preset
+        takes a comment from its base where it has none."""
         text = self.file.read_text(encoding="utf-8")
         lines = {line.partition(":")[0]: line for line in text.splitlines() if line[:1].isidentifier()}
         comments = {name: comment for name, _, comment in self.base.parameters()} if self.base else {}
@@ -138,23 +139,25 @@ class Entry:
 
     @property
     def settable(self) -> frozenset[str]:
-        """The parameters that the command line can set: the yaml's keys, and what the class's own body declares as
-        well."""
+        """The names of parameters that the command line can set: keys of the yaml, and fields that
+        the plug-in's class declares itself."""
         own = [node for node in self._annotated() if not ast.unparse(node.annotation).startswith("ClassVar")]
         declared = [name for node in own if not (name := ast.unparse(node.target)).startswith("_")]
         return frozenset(self.values()).union(declared)
 
     @property
     def bridged(self) -> bool:
-        """Says whether the plug-in runs another project's code, which must be installed."""
+        """True if the plug-in runs code of another project, which must be installed."""
         return str(self.target).startswith("harness.bridges.")
 
     def card(self) -> str:
-        """Docstring of the module that defines the plug-in, read without importing it."""
+        """Return the docstring of the module that defines the plug-in, read without importing
+        it."""
         return ast.get_docstring(self._module()) or ""
 
     def facts(self) -> dict[str, str]:
-        """The lines of the `card` that the plug-in's class declares, with the yaml's values in their places."""
+        """Return the lines of the card at the head of the yaml file (`CARD`), by name, with the
+        values of parameters filled in."""
         values = {key: plain(value) for key, value, _ in self.parameters()}
         return {name: text.format_map(values) for name, text in self._written_facts().items()}
 
@@ -187,13 +190,13 @@ class Entry:
 
 
 def leading_comment(file: Path) -> list[str]:
-    """Return the lines of the comment that a yaml file begins with, without their marks."""
+    """Return the lines of the comment at the head of a yaml file, without the `#`."""
     lines = file.read_text(encoding="utf-8").splitlines()
     return [line[1:].removeprefix(" ").rstrip() for line in takewhile(lambda line: line.startswith("#"), lines)]
 
 
 def first_sentence(comment: Iterable[str]) -> str:
-    """Return the first sentence of a comment, which may take several lines."""
+    """Return the first sentence of a comment, given as its lines."""
     text = ""
     for line in comment:
         text = f"{text} {line}".strip()
@@ -203,7 +206,8 @@ def first_sentence(comment: Iterable[str]) -> str:
 
 
 def facts_in(comment: Iterable[str], names: Sequence[str]) -> dict[str, str]:
-    """Read `name: text` for these names; what stands indented below a line goes on with it."""
+    """Return the lines `name: text` of a comment whose names are in `names`. Indented lines below
+    one belong to its text."""
     facts: dict[str, str] = {}
     for line in comment:
         name, colon, text = line.partition(":")
@@ -215,7 +219,8 @@ def facts_in(comment: Iterable[str], names: Sequence[str]) -> dict[str, str]:
 
 
 def load(file: Path) -> Any:
-    """Return what a yaml file holds, which is read once while the file stays as it is: do not change it."""
+    """Return the content of a yaml file. It is cached until the file changes, so callers must not
+    modify it."""
     try:
         return _content(file, *_stamp(file))
     except yaml.MarkedYAMLError as error:
@@ -245,8 +250,9 @@ def not_yaml(error: yaml.MarkedYAMLError) -> str:
 
 
 def entries(group: str, folders: Sequence[Path] = (CONF,)) -> list[Entry]:
-    """List the yaml files of a group; raise `NameTaken` where two folders hold a file of the same name: Hydra would
-    read the first alone. A file in a folder of its own is named with it, as in small/pqcache_fig9b."""
+    """Return the yaml files of a group (method, task, model), sorted by name. Raise `NameTaken` if
+    two folders hold a file of the same name, because Hydra would silently take the first. A file in
+    a subfolder has that in its name, as in small/pqcache_fig9b."""
     found: dict[str, Entry] = {}
     for file in (file for folder in folders for file in sorted((folder / group).rglob("*.yaml"))):
         name = file.as_posix().rpartition(f"/{group}/")[2].removesuffix(".yaml")
@@ -261,14 +267,16 @@ def entries(group: str, folders: Sequence[Path] = (CONF,)) -> list[Entry]:
 
 @cache
 def commands() -> frozenset[str]:
-    """Names that may stand behind `python -m harness`: the files of the room of commands, and rooms that are one."""
+    """Return the names of all commands, as in `python -m harness NAME`: the files of
+    harness/commands and the folders of harness with a `__main__.py`."""
     harness = CONF.parent / "harness"
     files = {file.stem for file in (harness / "commands").glob("*.py")} - {"__init__", "run"}
     return frozenset(files | {file.parent.name for file in harness.glob("*/__main__.py")})
 
 
 def config_dirs(arguments: Sequence[str]) -> list[Path]:
-    """Return the values of --config-dir, in any of argparse's spellings."""
+    """Return the folders that --config-dir names on a command line, in any of argparse's
+    spellings."""
     found = []
     for place, argument in enumerate(arguments):
         flag, equals, value = argument.partition("=")
@@ -278,7 +286,7 @@ def config_dirs(arguments: Sequence[str]) -> list[Path]:
 
 
 def plain(value: object) -> str:
-    """Return a value as it is written on the command line."""
+    """Return a value as text, as it is written on the command line."""
     if isinstance(value, (list, tuple)):
         return f"[{','.join(map(plain, value))}]"
     if isinstance(value, Mapping):
@@ -313,7 +321,8 @@ class Experiment:
 
     @cached_property
     def bases(self) -> list[Experiment]:
-        """Return the experiments that its `defaults` name; the last says most, in Hydra as here."""
+        """Return the experiments that its `defaults` name. As in Hydra, a later one overrides an
+        earlier one."""
         named = [line for line in self._content.get("defaults", []) if isinstance(line, str) and line != "_self_"]
         known = _files(self.folders)
         for name in named:
@@ -332,19 +341,20 @@ class Experiment:
 
     @property
     def headline(self) -> str:
-        """Return the first sentence of its card."""
+        """The first sentence of the experiment's card, the comment at the head of its file."""
         return first_sentence(line for line in self._comment if line)
 
     @property
     def facts(self) -> dict[str, str]:
-        """Return the card, line by line: this file's words over those of its bases."""
+        """The lines of the card by name (`FACTS`); lines of this file override those of its
+        bases."""
         merged = {name: text for base in self.bases for name, text in base.facts.items()}
         merged |= facts_in(self._comment, FACTS)
         return {name: merged[name] for name in FACTS if name in merged}
 
     @property
     def command(self) -> str:
-        """Return the command line that runs it."""
+        """The command line that runs the experiment."""
         sweep = "-m " if self.grid else ""
         return f"{self.facts.get('run') or 'python -m harness'} {sweep}+{EXPERIMENT}={self.name}"
 
@@ -357,7 +367,7 @@ class Experiment:
 
     @property
     def _comment(self) -> list[str]:
-        """Return the lines of its card, which follows the line that names the package."""
+        """The lines of its card, which stands below the line `# @package _global_`."""
         return leading_comment(self.file)[1:]
 
 
@@ -367,5 +377,6 @@ def experiments(folders: Sequence[Path] = (CONF,)) -> dict[str, Experiment]:
 
 
 def _files(folders: Sequence[Path]) -> dict[str, Experiment]:
-    """Return all experiments by name, and the parts that they share."""
+    """Return all yaml files of experiments by name, with those whose name begins with `_`, which
+    hold what several experiments share."""
     return {entry.name: Experiment(entry.name, entry.file, tuple(folders)) for entry in entries(EXPERIMENT, folders)}

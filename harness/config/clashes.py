@@ -1,7 +1,8 @@
-"""Keeps our plainly named packages ours in this process, whatever else is installed under those names.
+"""Makes sure that `import kernels`, `methods` and `evals` find our packages in this process,
+whatever else is installed under these names.
 
-PyPI's `kernels` (Hugging Face's hub kernels) may live beside us. Here transformers does without it: it would import
-our folder instead. Other processes are not touched.
+PyPI's `kernels` (Hugging Face's hub kernels) may be installed as well. transformers would then
+import our folder in its place, so in this process it is told that `kernels` is not installed.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class NameClashError(ImportError):
-    """Another package stands where one of ours should be."""
+    """Another package of the same name was imported in place of one of ours."""
 
 
 def clashes() -> list[str]:
-    """List what is wrong, one sentence each; nothing where all is well."""
+    """Return a sentence for each of our packages that is found elsewhere than in this project."""
     found = []
     for name in OURS:
         spec = find_spec(name)
@@ -35,7 +36,9 @@ def clashes() -> list[str]:
 
 
 def settle_clashes() -> None:
-    """Make our packages the ones that are found, and transformers blind for PyPI's `kernels`."""
+    """Put our packages first on the search path, and make transformers believe that PyPI's
+    `kernels` is not installed. Raise `NameClashError` if a wrong package has been imported
+    already."""
     if clashes():
         sys.path.insert(0, str(ROOT))
     if found := clashes():  # one was imported already
@@ -45,7 +48,7 @@ def settle_clashes() -> None:
 
 
 def hub_kernels() -> str | None:
-    """The version of PyPI's `kernels`, where it is installed."""
+    """Return the version of PyPI's `kernels` package, or None if it is not installed."""
     try:
         return version("kernels")
     except PackageNotFoundError:
@@ -53,7 +56,7 @@ def hub_kernels() -> str | None:
 
 
 def _hide_hub_kernels() -> None:
-    """Change transformers' answer to whether they are installed."""
+    """Make transformers believe that PyPI's `kernels` package is not installed."""
     import_utils = import_module("transformers.utils.import_utils")
 
     def is_kernels_available(*versions: str) -> bool:

@@ -52,8 +52,8 @@ SET_BY_TUNE = {  # setting -> why a search has no choice of it
 
 
 class Composed(NamedTuple):
-    """Holds one job as plain values, so that any process can run it. `presets` are the yaml files of its method, task
-    and model, by group; `words` are its overrides."""
+    """One job as plain values, so that any process can run it. `config`: the whole configuration;
+    `presets`: the names of the yaml files of its method, task and model; `words`: its overrides."""
 
     config: dict[str, Any]
     presets: dict[str, str]
@@ -61,12 +61,14 @@ class Composed(NamedTuple):
 
 
 def composed(words: Sequence[str], config_dirs: Sequence[Path] = ()) -> dict[str, Any]:
-    """Return the configuration of one run; raise `SettingsError` on a wrong word."""
+    """Return the configuration of the one run that the words of a command line describe. Raise
+    `SettingsError` for a wrong word."""
     return compose_one(words, config_dirs).config
 
 
 def compose_one(words: Sequence[str], config_dirs: Sequence[Path] = ()) -> Composed:
-    """Return what `python -m harness WORDS` would run; raise `SettingsError` on a wrong word."""
+    """Return the one job that `python -m harness WORDS` would run. Raise `SettingsError` for a
+    wrong word."""
     ready = [*search_path(config_dirs), *for_hydra(words, config_dirs)]
     try:
         with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
@@ -77,7 +79,8 @@ def compose_one(words: Sequence[str], config_dirs: Sequence[Path] = ()) -> Compo
 
 
 def taken(config: Any, about: Any) -> Composed:
-    """Return a job as Hydra hands it over. `about` is Hydra's own part of the configuration."""
+    """Return a job as plain values. `config`: the configuration that Hydra composed; `about`:
+    Hydra's own part of it (`config.hydra`)."""
     chosen = {group: about.runtime.choices[group] for group in GROUPS}
     own = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
     plain: dict[str, Any] = OmegaConf.to_container(own, resolve=True)  # type: ignore[assignment]
@@ -85,20 +88,22 @@ def taken(config: Any, about: Any) -> Composed:
 
 
 def built(config: Mapping[str, Any]) -> tuple[Any, Any, Any, Settings]:
-    """Build method, task, model and settings of a composed configuration."""
+    """Build the method, the task, the model and the settings that a composed configuration
+    describes."""
     settings = settings_of(config)
     return *(plugins.build(config[group], group) for group in GROUPS), settings
 
 
 def search_path(config_dirs: Sequence[Path]) -> list[str]:
-    """Return the word that has Hydra look for yaml files in these folders as well."""
+    """Return the override that makes Hydra look for yaml files in these folders as well; an empty
+    list if there are none."""
     folders = ",".join(f"file://{folder.resolve()}" for folder in config_dirs)
     return [f"hydra.searchpath=[{folders}]"] if folders else []
 
 
 def read(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return what follows `python -m harness`, as Hydra takes it: flags first, then words; and the words that choose a
-    launcher and set it up."""
+    """Split the arguments of `python -m harness` into those that Hydra takes (flags first, then
+    overrides) and the overrides that choose and configure a launcher."""
     flags = [place for place, word in enumerate(arguments) if word.startswith("-")]
     for place in flags:
         flag, equals, value = arguments[place].partition("=")
@@ -118,9 +123,12 @@ def read(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 def for_hydra(
     words: Sequence[str], config_dirs: Sequence[Path] = (), *, sweep: bool = False, runs: bool = False
 ) -> list[str]:
-    """Return words as Hydra takes them: the home of a path is spelled out, and parameters, which not every plug-in of
-    a sweep has, get `++`. Raise `SettingsError` for an experiment whose grid needs -m, for one that is no run where
-    `runs` asks for one, and for two budgets."""
+    """Return overrides in the form that Hydra takes: `~` becomes the home folder, `experiment` gets
+    `+`, and parameters of plug-ins get `++`, because not every plug-in of a sweep has them.
+
+    Raise `SettingsError` for both kinds of budget at once, for an experiment that is a grid without
+    `sweep` (-m), and, if `runs`, for an experiment that another command runs.
+    """
     values = {key.lstrip("+"): value for key, _, value in (word.partition("=") for word in words)}
     both = [f"{key}={values[key]}" for key in ("budget", "budget_bytes") if values.get(key, "null") != "null"]
     if len(both) == 2:
@@ -148,9 +156,9 @@ def for_hydra(
 
 
 def with_own_parameters(jobs: Sequence[Composed], config_dirs: Sequence[Path] = ()) -> list[Composed]:
-    """Return the jobs without parameters that their plug-ins lack and others have: a typed one that another job of the
-    sweep takes, one from a file that was written for another choice. What nobody has stays, and is refused when the
-    plug-in is built."""
+    """Return the jobs without parameters that their own plug-in lacks but another one has: one
+    typed for another job of the sweep, or one from a file written for another choice. A parameter
+    that no plug-in has stays, so that building the plug-in refuses it."""
     for group in GROUPS:
         known = {entry.name: entry for entry in entries(group, (CONF, *config_dirs))}
         used = {name for job in jobs for name in known[job.presets[group]].settable}
@@ -164,7 +172,8 @@ def with_own_parameters(jobs: Sequence[Composed], config_dirs: Sequence[Path] = 
 
 
 def explain(error: HydraException) -> str:
-    """Return what Hydra says of a word as a sentence, with what is meant by the most frequent slips."""
+    """Return Hydra's error about an override as a sentence for the user, with the likely
+    correction."""
     text = str(error)
     if isinstance(error, MissingConfigException):
         group, _, name = str(error.missing_cfg_file).partition("/")
@@ -198,15 +207,15 @@ def _unread(word: str) -> str:
 
 
 class Word(NamedTuple):
-    """Holds one value of a key. `text` is key=value, as a command line for one run says it."""
+    """One value of a key: `text` as the override key=value, `value` as Python has it."""
 
     text: str
     value: Any
 
 
 class Search(NamedTuple):
-    """Holds what a search was asked. `words` are those for one run; `values` are to be tried, by parameter; `chosen`
-    has the yaml files of method, task and model."""
+    """What `harness.tune` was asked: the overrides for one run (`words`), the values to try by
+    parameter, and the yaml files of method, task and model (`chosen`, by group)."""
 
     words: list[str]
     values: Mapping[str, tuple[Any, ...]]
@@ -214,8 +223,9 @@ class Search(NamedTuple):
 
 
 def read_search(words: Sequence[str], config_dirs: Sequence[Path] = ()) -> Search:
-    """Read the words of a search, where `method.kernel=3,7,15` names values to try and every other word is as for one
-    run. Raise `SettingsError` for what a search sets itself, and for several values of anything but a parameter."""
+    """Read the command line of `harness.tune`. `method.kernel=3,7,15` names values to try; all
+    other words are as for one run. Raise `SettingsError` for a setting that the search chooses
+    itself, and for several values of anything but a parameter of the method."""
     others, values = [], dict[str, tuple[Any, ...]]()
     for key, choices in _by_key(words).items():
         group, _, parameter = key.partition(".")
@@ -241,7 +251,8 @@ def read_search(words: Sequence[str], config_dirs: Sequence[Path] = ()) -> Searc
 
 
 def combinations(words: Sequence[str], slowest: str) -> Iterator[dict[str, Word]]:
-    """Yield every combination of the values, by key; those of `slowest` vary slowest."""
+    """Yield every combination of the values in `words`, as {key: value}. The value of the key
+    `slowest` changes least often."""
     choices = _by_key(words)
     keys = sorted(choices, key=lambda key: key != slowest)
     for point in product(*(choices[key] for key in keys)):
@@ -249,7 +260,8 @@ def combinations(words: Sequence[str], slowest: str) -> Iterator[dict[str, Word]
 
 
 def _by_key(words: Sequence[str]) -> dict[str, list[Word]]:
-    """Return the values that words name, by key; of two words for one key the last counts."""
+    """Return the values of each key in `words`; if two words have the same key, those of the
+    last."""
     found: dict[str, list[Word]] = {}
     for word in words:
         try:
@@ -272,7 +284,8 @@ def _values(override: Override) -> Iterator[Word]:
 
 
 def _frozen(value: Any) -> Any:
-    """Return a value as a method's fields hold it."""
+    """Return a value as a frozen dataclass holds it: lists become tuples, quoted text becomes
+    text."""
     if isinstance(value, list):
         return tuple(map(_frozen, value))
     return value.text if isinstance(value, QuotedString) else value

@@ -26,15 +26,16 @@ Main = Callable[..., int | None]
 
 
 def is_known(error: BaseException) -> bool:
-    """Say whether the message was written for the user. ValueError and its kind are ours by convention, down to the
-    libraries below us; memory and disk are the machine's."""
+    """Return True if the error's message was written for the user. By convention that holds for
+    ValueError and its subclasses; errors of memory, disk and Hydra count as well."""
     kinds = (ValueError, NotImplementedError, OSError, MemoryError, yaml.MarkedYAMLError)
     is_hydras = type(error).__module__ == "hydra.errors"  # which takes long to import
     return isinstance(error, kinds) or is_hydras or is_memory(error)
 
 
 def sentence(error: BaseException, data_root: str = "data.root=FOLDER") -> str:
-    """Return what to print in place of a traceback. `data_root`: how the command names the folder of the data."""
+    """Return the text that is printed in place of a traceback. `data_root`: how this command spells
+    the setting that names the folder of data sets."""
     return visible(_sentence(error, data_root))
 
 
@@ -58,8 +59,8 @@ def _sentence(error: BaseException, data_root: str) -> str:
 
 
 def one_sentence(error: BaseException) -> str:
-    """Return one sentence for any error; of one that nobody foresaw, its kind, the user's own line, and where the
-    traceback lies."""
+    """Return one sentence on any error. For an unforeseen one it names the class of the error, the
+    line of the user's own code, and the file with the traceback."""
     notes: list[str] = getattr(error, "__notes__", [])  # a run that failed keeps the traceback in its folder
     line = own_line(error)
     if is_known(error):
@@ -70,8 +71,9 @@ def one_sentence(error: BaseException) -> str:
 
 
 def explained(work: Callable[P, int | None]) -> Callable[P, int]:
-    """Wrap a command so that it returns its exit code: that of `work`, 0 where this gives none. An error is said in one
-    sentence; it gives 2 where it is the user's to fix, else 1."""
+    """Wrap a command so that it returns an exit code and prints an error as one sentence. The code
+    is 2 for an error that the user can fix, 1 for any other, and otherwise what `work` returns
+    (None counts as 0)."""
 
     @wraps(work)
     def coded(*args: P.args, **kwargs: P.kwargs) -> int:
@@ -85,8 +87,9 @@ def explained(work: Callable[P, int | None]) -> Callable[P, int]:
 
 
 def as_command(go_on: str = "the same command begins anew") -> Callable[[Main], Callable[..., int]]:
-    """Make a function the `main` of a command: it ends on a signal and says `go_on`, says an error in a sentence, and
-    goes on where nobody reads its output; the exit code tells them apart."""
+    """Make a function the `main` of a command: an error is printed as one sentence, a signal such
+    as Ctrl-C ends it in order and prints `go_on`, output that nobody reads does not stop it, and it
+    returns an exit code."""
 
     def decorated(main: Main) -> Callable[..., int]:
         @wraps(main)
@@ -102,8 +105,8 @@ def as_command(go_on: str = "the same command begins anew") -> Callable[[Main], 
 
 
 def own_line(error: BaseException) -> str | None:
-    """Return the last line of the user's own code that was under way, as of a plug-in from outside this project; None
-    where there is none."""
+    """Return file and line of the user's own code that raised the error, as in a plug-in from
+    outside this project; None if no such code was running."""
     others = [*(ROOT / name for name in PACKAGES), *map(Path, {*sysconfig.get_paths().values(), sys.prefix})]
     found = None
     for frame in traceback.extract_tb(error.__traceback__):
@@ -120,6 +123,7 @@ def _kept(error: BaseException) -> str:
 
 
 def is_memory(error: BaseException) -> bool:
-    """Say whether memory ran out: Python's, torch's on a CPU, or a GPU's."""
+    """Return True if the error means that memory ran out: Python's, torch's on the CPU, or a
+    GPU's."""
     text = str(error)
     return isinstance(error, MemoryError) or "out of memory" in text.lower() or "can't allocate memory" in text

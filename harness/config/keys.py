@@ -1,6 +1,8 @@
-"""Every key of the command line, with its default and meaning: `--help` and docs/settings.md.
+"""Lists every key of the command line with its default and meaning, for `--help` and
+docs/settings.md.
 
-Made from the comments of conf/ and the types in harness/config/settings.py. Imports neither torch nor hydra.
+It is made from the comments of conf/ and the types in harness/config/settings.py. It imports
+neither torch nor hydra.
 """
 
 from __future__ import annotations
@@ -52,17 +54,18 @@ class Setting(NamedTuple):
 
     @property
     def given(self) -> str:
-        """The setting as the command line writes it."""
+        """The setting with its default, as the command line writes it; a group of keys has no
+        default."""
         return f"{self.key}={self.default}" if self.values else self.key
 
     @property
     def described(self) -> str:
-        """The meaning, with the words to choose from."""
+        """The meaning, after the values that can be chosen, if it is a choice."""
         return f"({self.values}) {self.meaning}" if self.key in CHOICES else self.meaning
 
 
 def settings() -> list[Setting]:
-    """The keys of conf/config.yaml, in its order."""
+    """Return the settings of conf/config.yaml, in its order."""
     text = (CONF / "config.yaml").read_text(encoding="utf-8")
     body = text.partition("\n\n")[2].partition("\nhydra:")[0]
     return list(_settings(body.splitlines(), yaml.safe_load(text)))
@@ -90,13 +93,13 @@ def _values(key: str, hint: Any) -> str:
 
 
 def parameters_of(entry: Entry) -> list[tuple[str, str]]:
-    """`name=default` and meaning of each."""
+    """Return `name=default` and the meaning of each parameter of a method, task or model."""
     return [(f"{name}={plain(value)}", comment) for name, value, comment in entry.parameters()]
 
 
 def help_text(words: Sequence[str] = (), config_dirs: Sequence[Path] = ()) -> str:
-    """Return what `--help` prints: the settings, and the parameters of the methods, tasks and models that `words`
-    name."""
+    """Return what `--help` prints: the settings, and the parameters of those methods, tasks and
+    models that the command line names."""
     found = {group: entries(group, (CONF, *config_dirs)) for group in GROUPS}
     parts = [_USAGE, "\n".join(_names(group, found[group]) for group in GROUPS), settings_text(leave_out=RARE_SECTIONS)]
     for group, name in _named(words):
@@ -107,7 +110,7 @@ def help_text(words: Sequence[str] = (), config_dirs: Sequence[Path] = ()) -> st
 
 
 def _names(group: str, found: Sequence[Entry]) -> str:
-    """List what a group offers in one line; presets of a method are counted, not named."""
+    """Return one line with the names of a group; presets are counted, not named."""
     names = [entry.name for entry in found if entry.base is None]
     presets = f" and {len(found) - len(names)} presets (harness.list {group})" if len(names) < len(found) else ""
     return f"{group + '=':<8}{', '.join(names)}{presets}"
@@ -119,7 +122,8 @@ def _named(words: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def settings_text(leave_out: Sequence[str] = ()) -> str:
-    """Return the settings as lines for a terminal; sections that are left out are named at the end."""
+    """Return the settings as text for a terminal; the titles of sections in `leave_out` are listed
+    at the end."""
     lines = []
     for title, rows in sections():
         if title not in leave_out:

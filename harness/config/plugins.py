@@ -1,6 +1,7 @@
-"""Methods, tasks and models are frozen dataclasses named by a yaml's `_target_`: building one, describing one.
+"""Builds methods, tasks and models from their configuration, and describes them.
 
-The dataclass is the schema: it fills in what the yaml leaves out. Types are checked here, before any work.
+Each is a frozen dataclass that a yaml file names by `_target_`. The dataclass is the schema: it
+fills in what the yaml leaves out, and its types are checked here, before any work.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class PluginError(ValueError):
 
 
 def build(config: Mapping[str, Any], kind: str) -> Any:
-    """Return the object that `config` describes. `kind` (method, task, model) is the word for it in errors."""
+    """Return the plug-in that `config` describes: `_target_` names its class, all other keys are
+    parameters. `kind` (method, task or model) is what errors call it."""
     values = dict(config)
     target = values.pop(TARGET, None)
     cls = _find(target, kind)
@@ -48,7 +50,8 @@ def build(config: Mapping[str, Any], kind: str) -> Any:
 
 @contextmanager
 def naming(kind: str, parameters: Iterable[str]) -> Iterator[None]:
-    """A plug-in says its own parameters in its errors: they get the `kind` before them, as the command line wants."""
+    """Prefix the names of parameters in errors raised inside with their `kind`: a plug-in says
+    `kernel=4`, and the command line wants `method.kernel=4`."""
     try:
         yield
     except ValueError as error:
@@ -60,34 +63,34 @@ def naming(kind: str, parameters: Iterable[str]) -> Iterator[None]:
 
 
 def required(cls: Any) -> list[str]:
-    """Return the names of fields without a default."""
+    """Return the names of a dataclass's fields that have no default."""
     bare = dataclasses.MISSING
     return [f.name for f in fields(cls) if f.init and f.default is bare and f.default_factory is bare]
 
 
 def describe(plugin: Any) -> dict[str, Any]:
-    """The configuration that `build` makes `plugin` from."""
+    """Return the configuration from which `build` makes this plug-in."""
     cls = type(plugin)
     values = {field.name: getattr(plugin, field.name) for field in fields(plugin) if field.init}
     return {TARGET: f"{cls.__module__}.{cls.__qualname__}"} | values
 
 
 def defaults(plugin: Any) -> dict[str, Any]:
-    """Return the defaults of the parameters that have one."""
+    """Return the default of each parameter of a plug-in that has one."""
     bare = set(required(plugin))
     own = [field for field in fields(plugin) if field.init and field.name not in bare]
     return {f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory() for f in own}
 
 
 def changed(plugin: Any) -> list[str]:
-    """The parameters that are not at their defaults, as the command line writes them."""
+    """Return the parameters that are not at their defaults, as the command line writes them."""
     usual = {name: None for name in required(plugin)} | defaults(plugin)
     given = {name: value for name, value in describe(plugin).items() if name in usual}
     return [f"{name}={plain(value)}" for name, value in given.items() if value != usual[name]]
 
 
 def suggestion(name: str, known: Any) -> str:
-    """Return how an error about an unknown name goes on: with the nearest one, or all there are."""
+    """Return the end of an error about an unknown name: the nearest known one, or a list of all."""
     near = get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"; did you mean {near[0]}?" if near else f"; there is {', '.join(sorted(known)) or 'none'}."
 
@@ -110,7 +113,8 @@ def _find(target: Any, kind: str) -> type:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Say whether `value`, as yaml gives it, is of the annotated type; a whole number passes for a float."""
+    """Return True if `value`, as yaml gives it, is of the annotated type `hint`; a whole number is
+    accepted as a float."""
     origin, inner = get_origin(hint), get_args(hint)
     if hint is Any:
         return True
@@ -130,13 +134,14 @@ def fits(value: Any, hint: Any) -> bool:
 
 
 def is_size(hint: Any) -> bool:
-    """Say whether a setting of this type is a number of bytes, or a size in words."""
+    """Return True if a setting of this type is a number of bytes that may also be written as
+    "8GB"."""
     return {int, str} <= set(get_args(hint))
 
 
 def wrong_type(key: str, value: Any, hint: Any) -> str:
-    """Return a sentence on a value that is not of the annotated type, with the way to write a share in percent, a
-    single value where a list is wanted, and a mapping."""
+    """Return a sentence that says that `value` is not of the annotated type, with a hint for the
+    usual slips: a percentage, a single value in place of a list, text in place of a mapping."""
     if dataclasses.is_dataclass(hint):
         return f"{key} holds settings, to be named one by one, as {key}.{fields(hint)[0].name}=VALUE."
     end, percent = "", re.fullmatch(r"(\d+(?:\.\d+)?) ?%", plain(value))
@@ -151,7 +156,7 @@ def wrong_type(key: str, value: Any, hint: Any) -> str:
 
 
 def spell(hint: Any) -> str:
-    """A type in words: "a whole number", "a list of text" ..."""
+    """Return a type in words, such as "a whole number" or "a list, each text"."""
     origin, inner = get_origin(hint), get_args(hint)
     if is_size(hint):
         return "bytes, a size as 8GB, or null" if type(None) in inner else "bytes, or a size as 8GB"

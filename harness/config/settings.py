@@ -1,6 +1,6 @@
-"""The settings of a run beside its method, task and model: the schema of conf/config.yaml.
+"""The settings of a run besides its method, task and model: the schema of conf/config.yaml.
 
-One key, one meaning, whatever the method. Imports neither torch nor hydra.
+A key means the same whatever the method. Imports neither torch nor hydra.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ TUNING_SEED = 271_828  # of the examples that harness.tune chooses parameters by
 
 @dataclass
 class GenerationSettings:
-    """Says how tokens are picked. temperature 0 is greedy."""
+    """How tokens of an answer are picked. A temperature of 0 is greedy decoding."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -83,7 +83,8 @@ class GenerationSettings:
 
 @dataclass
 class CommonWindows:
-    """Overrides every method's sinks and window; null keeps the method's values."""
+    """Replaces the numbers of first tokens (sinks) and last tokens that a method always reads; None
+    keeps the method's own."""
 
     sinks: int | None = None
     recent_ratio: float | None = None  # of the budget behind the sinks
@@ -91,7 +92,8 @@ class CommonWindows:
 
 @dataclass
 class StoreSettings:
-    """Sets up the store of history=store. Sizes are by tier; a tier of 0 bytes does not exist."""
+    """The store of conversations between turns (history=store): the size of each tier, where 0
+    bytes means that it is not used, and the rules for what leaves it."""
 
     host: int | str = "8GB"
     disk: int | str = 0
@@ -101,7 +103,7 @@ class StoreSettings:
 
     @property
     def capacities(self) -> dict[str, int]:
-        """Bytes by tier."""
+        """The size of each tier in bytes."""
         return {tier: size(f"store.{tier}", getattr(self, tier)) for tier in (HOST, DISK)}
 
     @property
@@ -111,7 +113,8 @@ class StoreSettings:
 
 @dataclass
 class OverflowSettings:
-    """Says what happens to conversations that outgrow the window."""
+    """What happens to a conversation that has more than `window` tokens: which of them are
+    dropped."""
 
     window: int | None = None
     by: str | None = None
@@ -119,7 +122,7 @@ class OverflowSettings:
     sinks: int = 0
 
     def resolved(self, history: str) -> OverflowSettings:
-        """Return these settings with `by` said."""
+        """Return these settings with `by` filled in if a window is set; it depends on `history`."""
         if self.window is None or self.by is not None:
             return self
         return replace(self, by="truncate_tokens" if history == "recompute" else "truncate_cache")
@@ -149,7 +152,8 @@ class WandbSettings:
 
 @dataclass
 class Settings:
-    """Everything of a run but its method, task and model. conf/config.yaml says what each is for."""
+    """All settings of a run except its method, task and model. conf/config.yaml says what each
+    means."""
 
     budget: int | float | None = 0.2
     budget_bytes: int | str | None = None
@@ -206,7 +210,8 @@ class Settings:
             raise SettingsError(clashes[0])
 
     def _clashes(self) -> Iterator[str]:
-        """Yield which settings exclude each other, with what to do about it."""
+        """Yield a sentence for each combination of settings that exclude each other, with the
+        remedy."""
         if self.budget_bytes is not None:
             limit = f"budget_bytes={self.budget_bytes}"
             if self.budget not in (None, Settings.budget):
@@ -226,7 +231,8 @@ class Settings:
             yield "Greedy decoding ignores top_k and top_p: set generation.temperature above 0 as well."
 
     def _clashes_of_conversations(self) -> Iterator[str]:
-        """Yield the same for settings about conversations of several turns."""
+        """Yield the same for settings about conversations of several turns (history, store,
+        overflow)."""
         store, overflow, stored = self.store, self.overflow, self.history == "store"
         given = [f"store.{name}" for name, value in vars(StoreSettings()).items() if getattr(store, name) != value]
         if given and not stored:
@@ -251,18 +257,18 @@ class Settings:
 
     @property
     def says_budget(self) -> bool:
-        """Says whether one of the settings limits what a method reads or keeps."""
+        """True if `budget` or `budget_bytes` limits what a method reads or keeps."""
         return self.budget is not None or self.budget_bytes is not None
 
     @property
     def measures_likelihood(self) -> bool:
-        """Says whether right answers are fed before each answer. A run that forces lengths or clocks the parts of a
-        step is about time, and measures none."""
+        """True if the run measures how likely the right answers are before each answer. Runs about
+        time (forced lengths, traces) do not."""
         return self.likelihood == "on" and self.trace == "off" and not self.generation.force_length
 
     @property
     def most_bytes(self) -> int | None:
-        """The value of `budget_bytes` as a number."""
+        """`budget_bytes` as a number of bytes; None if it is not set."""
         return None if self.budget_bytes is None else size("budget_bytes", self.budget_bytes)
 
 
@@ -274,15 +280,15 @@ KEYS = (
 
 
 def recorded_defaults(device: str = "cpu") -> dict[str, Any]:
-    """Return what the folder of a run on `device` holds of settings that nobody set: the defaults, nested, with
-    `graphs` and `prefill_chunk` resolved."""
+    """Return the settings that a run folder records if nobody set any, as nested values: the
+    defaults, with `graphs` and `prefill_chunk` resolved for `device`."""
     resolved = {"graphs": "on" if device.startswith("cuda") else "off", "prefill_chunk": usual_chunk(device)}
     return asdict(Settings()) | resolved
 
 
 def settings_of(config: Mapping[str, Any]) -> Settings:
-    """Return a composed configuration, given as plain values, as checked `Settings`. Raise `SettingsError` for a key
-    that no setting has, as a user's own yaml file may bring one."""
+    """Return a composed configuration (plain values) as checked `Settings`. Raise `SettingsError`
+    for a key that is no setting."""
     for name in config.keys() & NESTED:
         if not isinstance(config[name], Mapping):
             raise SettingsError(wrong_type(name, config[name], NESTED[name]))
@@ -293,8 +299,8 @@ def settings_of(config: Mapping[str, Any]) -> Settings:
 
 
 def unknown_setting(key: str) -> str:
-    """Return a sentence on a key that no setting has: what replaces one that is gone, or the nearest one that exists, a
-    parameter of a plug-in among them."""
+    """Return a sentence on a key that is no setting: what replaces it if it was removed, else the
+    nearest setting or parameter."""
     if key in REMOVED_KEYS:
         return f"There is no setting {key} any more: {REMOVED_KEYS[key]}. See CHANGELOG.md."
     owners = [f"{group}.{key}" for group in GROUPS if any(key in entry.values() for entry in entries(group))]
@@ -304,7 +310,8 @@ def unknown_setting(key: str) -> str:
 
 
 def settings_known_today(config: Mapping[str, Any]) -> Settings:
-    """Return the settings of a run, whatever version made it: older ones lack some, and have others that are gone."""
+    """Return the settings of a recorded run, of whatever version: settings that it lacks get their
+    defaults, and those that no longer exist are ignored."""
     values = {field.name: config[field.name] for field in fields(Settings) if field.name in config}
     nested = {
         name: kind(**{field.name: values[name][field.name] for field in fields(kind) if field.name in values[name]})

@@ -1,6 +1,7 @@
-"""Which values settings may have: types, ranges, sizes, and the order of backends. Imports neither torch nor hydra.
+"""Checks the values of settings: types, ranges, sizes in bytes, and the order of backends. Imports
+neither torch nor hydra.
 
-One check serves the settings of a run, the traffic of a server and a simulation.
+The same checks serve a run, a server (harness.serve) and a simulation.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ _ORDERS = re.compile(r"\w+=\w+(,\w+)*(;\w+=\w+(,\w+)*)*")
 
 
 class SettingsError(ValueError):
-    """A setting has a value it cannot have; the message names it and what it may be."""
+    """A setting has a value that it cannot have. The message names the setting and the remedy."""
 
 
 @dataclass(frozen=True)
 class Range:
-    """Bounds a number; null is in every range. `hint` says in words what the ends mean."""
+    """The range of a number: `least` and `most` are inside, `above` and `below` outside. `hint`
+    says in words what an end means."""
 
     least: float | None = None
     above: float | None = None
@@ -56,9 +58,10 @@ FROM_0, FROM_1, ABOVE_0 = Range(least=0), Range(least=1), Range(above=0)
 
 
 def check_values(section: Any, ranges: Mapping[str, Range], prefix: str = "") -> None:
-    """Raise `SettingsError` for the first field of a dataclass, or of one in it, whose value is an empty text, of the
-    wrong type, no number (nan), no size that can be read, or out of its range. `ranges` has keys as the command line
-    writes them."""
+    """Raise `SettingsError` for the first field of a dataclass, or of a dataclass in it, that is
+    empty, has the wrong type, is not a number or size, or is outside its range. `ranges` has keys
+    as the command line writes them, such as "store.ttl_s"; `prefix` is what stands before the names
+    of `section` in such a key."""
     kind: type = type(section)
     for name, hint in _hints(kind).items():
         key, value = f"{prefix}{name}", getattr(section, name)
@@ -77,7 +80,7 @@ def check_values(section: Any, ranges: Mapping[str, Range], prefix: str = "") ->
 
 
 def expand_paths(settings: Any, keys: Iterable[str]) -> None:
-    """Put the user's home in place of ~ in these fields of a dataclass and of those in it."""
+    """Replace `~` by the user's home in these fields; a key may be nested, as in "data.root"."""
     for key in keys:
         section, _, name = key.rpartition(".")
         owner = getattr(settings, section) if section else settings
@@ -91,7 +94,8 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def size(key: str, value: str | int) -> int:
-    """Read a size in bytes: 128GB and 10TB are decimal, 128GiB is binary."""
+    """Return a size as a number of bytes. 128GB and 10TB are decimal, 128GiB is binary. `key` is
+    the setting that errors name."""
     parts = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|)", str(value))
     if not parts:
         raise SettingsError(f"{key}={value} is no size: write bytes, or 128GB, 10TB, 64GiB.")
@@ -99,9 +103,10 @@ def size(key: str, value: str | int) -> int:
 
 
 def backends_in_one_line(given: str | None) -> str | None:
-    """Return another order of backends than that of kernels/ops.py as a run records it, without a path:
-    "segment_attention=flash,triton;top_k=torch". The named backends are tried first. `given` is a yaml file such as
-    `top_k: [torch]`, or such a line; None where it changes no order."""
+    """Return an order of backends as a run records it, such as
+    "segment_attention=flash,triton;top_k=torch": the named backends are tried first. `given` is the
+    path of a yaml file such as `top_k: [torch]`, or such a line. None if the order is the usual
+    one."""
     if given is None:
         return None
     try:
@@ -123,6 +128,6 @@ def backends_in_one_line(given: str | None) -> str | None:
 
 
 def orders(line: str | None) -> Mapping[str, list[str]]:
-    """Return the backends that such a line names by operation, as `ops.prefer` takes them."""
+    """Return the backends by operation that such a line names, as `ops.prefer` takes them."""
     parts = [part.partition("=") for part in line.split(";")] if line else []
     return {name: backends.split(",") for name, _, backends in parts}

@@ -1,7 +1,9 @@
-"""Settings as they apply to a run, resolved and checked once, before any weights load.
+"""Resolves the settings that a user asked for into those that apply to a run, and refuses what
+cannot run, before any weights load.
 
-`resolve` knows method and model: `auto` becomes a value, and what the method has no use for its neutral value, so that
-equal runs have one identity. `resolve_for_examples` knows the prompts as well. Both refuse what cannot run.
+`resolve` knows method and model: `auto` becomes a value, and a setting that the method has no use
+for gets its neutral value, so that equal runs have the same identity. `resolve_for_examples` knows
+the prompts as well.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ OF_BUDGETS: dict[str, Any] = {  # what a method without a budget has no use for,
 
 @dataclass(frozen=True)
 class Resolved:
-    """Holds method, settings and budget as the engine takes them, the method with the parameters that `comm` and
-    `windows` stand for. `notes` say which settings change nothing."""
+    """Method, settings and budget as the engine takes them. `comm` and `windows` have become
+    parameters of the method. `notes` are sentences on settings that change nothing."""
 
     method: Method
     settings: Settings
@@ -46,7 +48,8 @@ class Resolved:
 
 
 def resolve(wanted: Settings, given: Method, info: ModelInfo) -> Resolved:
-    """Return what applies of `wanted` to a method and a model; raise `SettingsError` for what cannot run."""
+    """Return the settings that apply to a method and a model, with the method and the budget that
+    result. Raise `SettingsError` for what cannot run."""
     device = choose_device(wanted.device)
     refuse_graphs(wanted, device)
     method = given.with_windows(**vars(wanted.windows))
@@ -82,7 +85,7 @@ def refuse_graphs(settings: Settings, device: str) -> None:
 
 
 def codec_of(settings: Settings) -> Codec | None:
-    """Return the codec as the engine takes it."""
+    """Return the codec that the settings name, None without one."""
     return None if settings.codec is None else codecs.codec_of(settings.codec)
 
 
@@ -94,7 +97,7 @@ def _overflow(settings: Settings) -> OverflowSettings:
 
 
 def _budget(settings: Settings, method: Method, info: ModelInfo) -> Budget | None:
-    """Return the budget as the engine takes it; None where the method reads everything."""
+    """Return the budget that the settings ask for; None if the method reads everything."""
     if not method.uses_budget:
         return None
     asked, most_bytes, specs = settings.budget, settings.most_bytes, shapes(info)
@@ -122,7 +125,8 @@ def _budget(settings: Settings, method: Method, info: ModelInfo) -> Budget | Non
 
 
 def _idle(settings: Settings, method: Method) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield the settings that the method has no use for: the values that say so, and why."""
+    """Yield groups of settings that the method has no use for: {key: neutral value}, and the
+    reason."""
     windows = ("sinks", "recent_ratio")
     if not method.uses_budget:
         yield OF_BUDGETS | dict.fromkeys(("comm", *(f"windows.{name}" for name in windows))), "which uses no budget"
@@ -144,7 +148,8 @@ def _idle(settings: Settings, method: Method) -> Iterator[tuple[dict[str, Any], 
 
 
 def _notes(wanted: Settings, method: Method) -> Iterator[str]:
-    """Yield sentences on settings that are not at their defaults and change nothing for the method."""
+    """Yield a sentence for each setting that the user changed and that changes nothing for the
+    method."""
     usual = Settings()
     for neutral, why in _idle(wanted, method):
         asked = {key: attrgetter(key)(wanted) for key in sorted(neutral)}
@@ -159,7 +164,7 @@ def _notes(wanted: Settings, method: Method) -> Iterator[str]:
 
 
 def _check_method(settings: Settings, method: Method, info: ModelInfo) -> None:
-    """Raise where settings, method and model do not go together."""
+    """Raise if the settings, the method and the model do not go together."""
     if method.uses_budget and not settings.says_budget:
         raise SettingsError(
             f"budget=null leaves {type(method).__name__} without a budget: set budget=1.0 for the whole prompt, or "
@@ -181,8 +186,8 @@ def _check_method(settings: Settings, method: Method, info: ModelInfo) -> None:
 
 
 def resolve_for_examples(resolved: Resolved, task: Task, items: Sequence[PreparedExample], info: ModelInfo) -> Settings:
-    """Return the settings as they apply to these examples, and say which change nothing; raise `SettingsError` for what
-    the examples do not take."""
+    """Return the settings that apply to these examples, and print which settings change nothing for
+    them. Raise `SettingsError` for settings that do not suit the examples."""
     settings, method = resolved.settings, resolved.method
     for note in _notes_here(settings, task, items):
         say_once(note)
@@ -204,7 +209,8 @@ def resolve_for_examples(resolved: Resolved, task: Task, items: Sequence[Prepare
 
 
 def _notes_here(settings: Settings, task: Task, items: Sequence[PreparedExample]) -> Iterator[str]:
-    """Yield sentences on settings that change nothing for these examples."""
+    """Yield a sentence for each setting that the user changed and that changes nothing for these
+    examples."""
     usual, wanted = Settings(), settings.generation
     turns = [turn for item in items for turn in item.turns]
     given = all(turn.given for turn in turns)
@@ -220,8 +226,9 @@ def _notes_here(settings: Settings, task: Task, items: Sequence[PreparedExample]
 
 
 def _conversations(settings: Settings, task: Task, items: Sequence[PreparedExample], info: ModelInfo) -> Settings:
-    """Return the settings with history and overflow left out where no example has a second turn, and overflow where
-    every conversation fits; raise `SettingsError` for what conversations do not take."""
+    """Return the settings without `history` and `overflow` if no example has a second turn, and
+    without `overflow` if every conversation fits into the window. Raise `SettingsError` for
+    settings that do not suit conversations."""
     history, window, store = settings.history, settings.overflow.window, settings.store
     if window is None and task.fills is not None:
         raise SettingsError(f"This task overflows a window of {task.fills} tokens: set overflow.window={task.fills}.")

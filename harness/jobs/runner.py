@@ -1,4 +1,6 @@
-"""From prompts to records: one attached model, as many examples side by side as `batch` says."""
+"""Answers examples with one attached model: prompts in, records out, `settings.batch` examples at a
+time. It runs what it is given; which examples are still missing, and how an interrupted run
+resumes, is decided in evaluate.py."""
 
 from __future__ import annotations
 
@@ -47,7 +49,8 @@ OF_A_GENERATION = (  # fields of a Generation, and of a Reply as well
 
 @dataclass
 class SideBySide:
-    """Holds what is asked at one time, and what waits for that: examples that share a context, or one by itself."""
+    """What is running at the moment, and what waits to run. An entry of a queue is a list of
+    examples that share a context, or of one example."""
 
     batch: RunningBatch
     waiting: deque[list[PreparedExample]]
@@ -63,7 +66,8 @@ class SideBySide:
             self.running.pop(slot, None)
 
     def give_up(self, asking: ContextSession, error: Exception) -> Failed:
-        """Let the example that is asked fail; what waits for its context has it computed anew."""
+        """Return the current example of `asking` as failed. The examples that still wait on the
+        same context go back into the queue, and their context will be prefilled again."""
         failed = Failed(asking.asked, error)
         asking.give_up()
         if asking.waiting:
@@ -72,7 +76,8 @@ class SideBySide:
 
 
 class Runner:
-    """Turns items into records with one attached model. `close` it once all are answered."""
+    """Turns prepared examples into records with one method attached to one loaded model. Call
+    `close` after the last."""
 
     def __init__(
         self,
@@ -100,7 +105,8 @@ class Runner:
 
     @cached_property
     def kept(self) -> CachesBetweenTurns:
-        """Caches of conversations between their turns: one store for the whole run, opened when it is first asked."""
+        """The caches of conversations between their turns. There is one store for the whole run,
+        opened on first use."""
         opened = opened_caches(self.settings, self.engine.attachment, self.loaded, self.folder.name)
         return self._closing.enter_context(opened)
 
@@ -108,9 +114,10 @@ class Runner:
         self._closing.close()
 
     def warm_up(self, pending: Sequence[PreparedExample]) -> None:
-        """Run the shortest examples first: the first forwards pay for allocations, lazy imports and a look at what the
-        method returns; the shortest examples, with a further turn where there are any, take that off the clock. A store
-        sees none of it."""
+        """Run the `warmup` shortest examples, untimed and unrecorded, before the others: the first
+        forwards pay for allocations, lazy imports and a check of what the method returns.
+        Conversations come first, so that a further turn is warmed up, too. The store is not
+        used."""
         tracer, self.engine.tracer = self.engine.tracer, None
         by_length = sorted(pending, key=lambda item: (not item.further, len(item.prompt.ids)))
         kept = in_memory(self.settings.history, self.engine.attachment)
@@ -124,10 +131,15 @@ class Runner:
         prefilled: dict[str, Prefilled] | None = None,
         kept: CachesBetweenTurns | None = None,
     ) -> Iterator[Transcript | Failed]:
-        """Yield the answers to all `items` as they end: `batch` of them run side by side, and where one leaves the next
-        joins. An error that is one example's own ends that example alone; where several were in a step that fails, each
-        is asked again by itself. `prefilled`: by the id of the first example on a context; it is emptied, so that
-        nothing outlives its answer. `kept`: where conversations are between their turns, in place of the run's own."""
+        """Yield the answers to `items` in the order in which they end. `batch` examples run at a
+        time; when one ends, the next joins. If a step of several examples fails, each of them is
+        run again by itself, so that only the one at fault fails.
+
+        `prefilled`: prompts that have been prefilled already, by the id of the first example on a
+        context; entries are removed when they are used, so that no cache outlives its answers.
+        `kept`: where conversations keep their caches between turns, in place of the run's own
+        store.
+        """
         items = list(items)
         kept = kept or self.kept  # opened before a clock runs
         return _whole_examples(items, self._transcripts(items, prefilled, kept))
@@ -135,7 +147,9 @@ class Runner:
     def _transcripts(
         self, items: Sequence[PreparedExample], prefilled: dict[str, Prefilled] | None, kept: CachesBetweenTurns
     ) -> Iterator[Transcript | Failed]:
-        """Yield a transcript of each of `PreparedExample.parts`."""
+        """Yield what each example gave, in the order in which they end. An example with choices
+        gives one transcript per choice, because each choice runs as an example of its own
+        (`PreparedExample.parts`)."""
         shared = self.settings.questions == "shared"
         groups = by_context(items, self.engine.attachment.stage) if shared else ([item] for item in items)
         side = SideBySide(
@@ -156,7 +170,8 @@ class Runner:
         kept: CachesBetweenTurns,
         side: SideBySide,
     ) -> Iterator[Failed]:
-        """Begin a context, with a prefill of its own unless it is one of `prefilled`."""
+        """Start the examples of one context: use the cache in `prefilled`, or prefill one. Yield an
+        example only if it fails."""
         try:
             ready = prefilled.pop(items[0].example.id, None) or self._prefill(items)
             context = self._context(items[0])
@@ -168,8 +183,9 @@ class Runner:
             yield from self._go_on(asking, side)
 
     def _answered(self, side: SideBySide) -> Iterator[Transcript | Failed]:
-        """Step until turns end, and yield what they gave. A generator of its own, so that nothing here holds a cache
-        that has been asked everything."""
+        """Step all running sequences until some turns end, start what follows these turns, and
+        yield the examples that are finished. This is a function of its own so that no local
+        variable keeps the cache of a finished example alive."""
         try:
             ended = self._ended(side)
         except Exception as error:
@@ -203,7 +219,8 @@ class Runner:
         return Prefilled(cache, logits, began, usage)
 
     def _go_on(self, asking: ContextSession, side: SideBySide) -> Iterator[Failed]:
-        """Let what comes next on its cache run, if anything does."""
+        """Start the next turn or example on the cache of `asking`, if there is one. Yield an
+        example only if it fails."""
         try:
             slot = asking.next(side.batch)
         except Exception as error:
@@ -214,7 +231,8 @@ class Runner:
                 side.running[slot] = asking
 
     def _ended(self, side: SideBySide) -> list[tuple[ContextSession, Generation]]:
-        """Step until some turns have ended, and take them out of what runs."""
+        """Step until some turns have ended, and return these with their answers; they no longer
+        run."""
         if not side.running:
             return []
         with Usage(self.device) as usage:
@@ -229,13 +247,14 @@ class Runner:
         return over
 
     def used(self, backends: Mapping[str, Sequence[str]]) -> None:
-        """Note backends of operations that ran for this job."""
+        """Add backends of operations to those that this job has used."""
         for name, found in backends.items():
             self._backends.setdefault(name, set()).update(found)
 
     @property
     def notes(self) -> dict[str, Any]:
-        """The entries of run.json on how the engine ran, as far as is known by now."""
+        """The entries of run.json that say how the engine has run so far: why a model runs its own
+        forward, why steps were not captured, and which backends were used."""
         uncaptured = "graphs=off" if self.device.type == "cuda" and self.settings.graphs == "off" else None
         return {
             "own_forward": self.engine.plain_reason,
@@ -246,13 +265,15 @@ class Runner:
         }
 
     def prompt(self, item: PreparedExample) -> tuple[Tensor, int]:
-        """Return the token ids [1 S], and how many of S are prefilled."""
+        """Return the token ids [1 S] of a prompt, and how many of these S are prefilled before the
+        seal."""
         ids = torch.tensor([item.prompt.ids], device=self.device)
         context = self._context(item)
         return ids, ids.shape[1] if context is None else context
 
     def _context(self, item: PreparedExample) -> int | None:
-        """Return how many tokens are sealed before the question is read; None where it is sealed with them."""
+        """Return how many tokens of the prompt are prefilled and sealed before the rest is fed;
+        None if the whole prompt is sealed."""
         whole = len(item.prompt.ids)
         context = item.prompt.split if self.settings.protocol == "context" else whole
         if item.by_steps:
@@ -260,8 +281,9 @@ class Runner:
         return context if self.settings.protocol == "context" else None
 
     def ending(self, item: PreparedExample) -> dict[str, Any]:
-        """Return how the engine picks tokens for `item`, and when it stops. Sampling starts from the example's own
-        seed, so that a resumed run draws the same; where the example has a least length, nothing ends before it."""
+        """Return the arguments of the engine that say how tokens are picked for `item` and when it
+        stops. Sampling uses a seed made from the example's id, so that a resumed run draws the same
+        tokens. If the example has a least length, it cannot end earlier."""
         wanted, rule = self.settings.generation, self._rule(item)
         stop: Stop = never if wanted.force_length else rule
         sampler: Sampler = Greedy()
@@ -276,7 +298,7 @@ class Runner:
         return {"max_new_tokens": item.new_tokens, "stops": [stop], "sampler": sampler}
 
     def output(self, item: PreparedExample, tokens: Sequence[int]) -> str:
-        """Return the text of an answer."""
+        """Return the text of an answer, without what made it stop."""
         return self._rule(item).text(tokens)
 
     def _rule(self, item: PreparedExample) -> StopRule:
@@ -302,7 +324,7 @@ class Runner:
         )
 
     def _replies(self, transcript: Transcript) -> Iterator[dict[str, Any]]:
-        """Yield the fields of `Reply`, turn by turn."""
+        """Yield the fields of a `Reply` for each turn, with its score."""
         item, history = transcript.item, 0
         turns = item.turns, item.example.turns, transcript.turns, (*item.further, None), transcript.reuse or [{}]
         for turn, example, made, later, reuse in zip(*turns, strict=True):
@@ -357,8 +379,8 @@ def _whole_examples(
 
 
 def _joined(item: PreparedExample, parts: Sequence[Transcript]) -> Transcript:
-    """Return the transcripts of `item.parts` as that of `item`. Times and counts are the first choice's, whose clock
-    began with the prefill; shares of the machine's time are those of all."""
+    """Merge the transcripts of the choices of `item` into one. Times and counts are those of the
+    first choice, whose clock began with the prefill; shares of the machine's time are added up."""
     first, *others = parts
     generations = [part.turns[0] for part in parts]
     for other in others:
@@ -368,7 +390,7 @@ def _joined(item: PreparedExample, parts: Sequence[Transcript]) -> Transcript:
 
 
 def _shortened(item: PreparedExample) -> PreparedExample:
-    """Return two turns of it at most, and a few tokens of each answer."""
+    """Return the example cut down for a warm-up: at most two turns, a few tokens per answer."""
     turns = [replace(turn, new_tokens=min(turn.new_tokens, WARMUP_TOKENS)) for turn in item.turns[:2]]
     choices = tuple(choice[:WARMUP_TOKENS] for choice in item.choices)
     return replace(item, new_tokens=turns[0].new_tokens, further=tuple(turns[1:]), choices=choices)

@@ -1,7 +1,8 @@
-"""The jobs of a command: which run together, and how Hydra's launchers get them, unmodified, each group as one job.
+"""Runs the jobs of one command: says which of them run together as a group, and hands each group to
+one of Hydra's launchers as one job.
 
-What is left of an earlier command lies in the run folders alone: a job whose folder is complete ends at once, and one
-whose folder another process writes waits for it.
+Nothing is remembered between commands except the run folders: a job whose folder is complete ends
+at once, and a job whose folder another process is writing waits for it.
 """
 
 from __future__ import annotations
@@ -64,9 +65,10 @@ _prompts: KnownPrompts = {}  # of this worker
 
 
 def with_own_settings(jobs: Sequence[Composed]) -> list[Composed]:
-    """Return the jobs of a sweep without settings that are meant for others of them, each run once: budgets are for the
-    methods that have one, and settings of the store for the jobs with a store. Where no job uses them, they stay, and
-    are said to change nothing."""
+    """Return the jobs of a sweep with settings reset that do not concern them, and drop duplicates
+    that this leaves: budgets for methods without a budget, settings of the store for jobs without
+    one. If no job of the sweep uses such a setting, it stays, and a note says that it changes
+    nothing."""
     if len(jobs) == 1:
         return list(jobs)
     usual, found = asdict(Settings()), dict[str, Composed]()
@@ -91,8 +93,8 @@ def _uses_budget(job: Composed) -> bool:
 
 
 def groups(jobs: Sequence[Composed]) -> list[dict[int, Composed]]:
-    """Return the jobs that run together, each with its number: under `shared_prefill=true` those that can share one
-    prefill, otherwise each alone."""
+    """Return the jobs in groups that run together, each job with its number in the sweep: under
+    `shared_prefill=true` the jobs that can share a prefill, otherwise each job by itself."""
     found: dict[str, dict[int, Composed]] = {}
     for number, job in enumerate(jobs):
         common = {key: value for key, value in job.config.items() if key not in OWN | {"method"}}
@@ -102,8 +104,8 @@ def groups(jobs: Sequence[Composed]) -> list[dict[int, Composed]]:
 
 
 def labels(jobs: Sequence[Composed]) -> list[str]:
-    """Return what tells each job from the others: its overrides without those that all share; a single job needs no
-    name."""
+    """Return a name for each job: its overrides without those that all jobs have in common. A
+    single job has an empty name."""
     common = set.intersection(*(set(job.words) for job in jobs)) if jobs else set[str]()
     return [" ".join(word.lstrip("+") for word in job.words if word not in common) for job in jobs]
 
@@ -112,15 +114,19 @@ def labels(jobs: Sequence[Composed]) -> list[str]:
 
 
 class GroupOutcome(NamedTuple):
-    """Says what became of a group of jobs."""
+    """The finished runs and the errors of a group of jobs."""
 
     folders: list[Path]  # of finished runs, Full before what is held against it
     failures: list[tuple[int, str]]  # the number of a job, and a sentence on what went wrong
 
 
 def run_jobs(group: JobGroup, prompts: KnownPrompts, jobs: int, aloud: bool = True) -> GroupOutcome:
-    """Run the jobs of a group, of `jobs` in the command; a dry run shows what they would do. An error fails its own job
-    alone, and is said at once if `aloud`. `prompts` keeps those of one job for the next."""
+    """Run the jobs of a group; with dry_run=true, print what they would do. An error ends only its
+    own job.
+
+    `prompts`: a cache of the latest job's prompts, which the next job may reuse. `jobs`: the number
+    of jobs of the whole command. `aloud`: print errors as they happen.
+    """
     planned: dict[int, Job] = {}
     failures, errors = list[tuple[int, str]](), list[Exception]()
 
@@ -157,8 +163,8 @@ def run_jobs(group: JobGroup, prompts: KnownPrompts, jobs: int, aloud: bool = Tr
 
 
 def _planned(composed: Composed, prompts: KnownPrompts) -> Job:
-    """Plan a job. Prompts are made once for jobs that follow one another and ask the same of the same model: those of a
-    large task take minutes."""
+    """Plan a job. If it asks the same of the same model as the job before it, it reuses the prompts
+    in `prompts`, because those of a large task take minutes to make."""
     method, task, model, settings = built(composed.config)
     from harness.jobs.job import Job  # and torch, which a wrong word on the command line does not wait for
 
@@ -171,7 +177,8 @@ def _planned(composed: Composed, prompts: KnownPrompts) -> Job:
 
 
 def _give_back_memory(errors: Sequence[Exception]) -> None:
-    """Drop the tensors that filled the memory, which the frames of an error hold: the next jobs need it."""
+    """Free the tensors that the tracebacks of out-of-memory errors keep alive, for the next
+    jobs."""
     import torch
 
     for error in errors:
@@ -184,7 +191,7 @@ def _give_back_memory(errors: Sequence[Exception]) -> None:
 
 
 class CommandProcess(NamedTuple):
-    """The process that asked for the sweep, its working directory and its search path."""
+    """The process that started the sweep: its id, its working directory and its `sys.path`."""
 
     process: int
     folder: str
@@ -194,8 +201,9 @@ class CommandProcess(NamedTuple):
 def launch(
     groups: Sequence[JobGroup], words: Sequence[str], root: Path, config_dirs: Sequence[Path] = ()
 ) -> list[GroupOutcome]:
-    """Run the groups with a launcher, and return what became of each. `words`: the overrides that choose the launcher
-    and set it up; `root`: results.root, where submitit keeps what its jobs print."""
+    """Run the groups with one of Hydra's launchers, and return what became of each. `words`: the
+    overrides that choose and configure the launcher; `root`: results.root, below which submitit
+    keeps the output of its jobs."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
         hydra: Any = GlobalHydra.instance().hydra
@@ -223,8 +231,9 @@ def launch(
 
 
 def usual_words(target: str, gpus: Sequence[str], groups: int, is_joined: bool) -> list[str]:
-    """Return what we say of workers unless the user does: one per GPU, otherwise two. `target`: the launcher's class;
-    `is_joined`: whether Ray runs already, elsewhere."""
+    """Return overrides with our defaults for the launcher's workers: one per GPU, else two.
+    `target`: the launcher's class; `gpus`: the GPUs to share out; `is_joined`: the sweep uses a Ray
+    cluster that is running already."""
     workers = min(groups, len(gpus) or min(2, len(os.sched_getaffinity(0))))
     if "joblib" in target:
         return [f"hydra.launcher.n_jobs={workers}", "hydra.launcher.batch_size=1"]
@@ -239,12 +248,13 @@ def usual_words(target: str, gpus: Sequence[str], groups: int, is_joined: bool) 
 
 
 def words_of(words: Sequence[str]) -> dict[str, str]:
-    """Return overrides by key, the last of each."""
+    """Return the overrides as {key: value}; of several for one key, the last."""
     return {key.lstrip("+"): value for key, _, value in (word.partition("=") for word in words)}
 
 
 def lost(error: Exception) -> str:
-    """Return what a launcher says of a worker that is gone: its first sentence, and the signal that ended it."""
+    """Return one line on a worker process that died: the first sentence of the launcher's error,
+    and the signal that ended the process."""
     text = " ".join(str(error).split())
     first, signals = re.split(r"(?<=\.) ", text)[0].rstrip("."), sorted(set(re.findall(r"\bSIG[A-Z]+\b", text)))
     memory = ["SIGKILL comes from the system where memory runs out"] if "SIGKILL" in signals else []
@@ -252,7 +262,7 @@ def lost(error: Exception) -> str:
 
 
 def visible_gpus() -> list[str]:
-    """Return the GPUs as CUDA_VISIBLE_DEVICES names them, otherwise by number."""
+    """Return the names of the GPUs in CUDA_VISIBLE_DEVICES, or their numbers if it is not set."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is not None:
         return [name for name in given.split(",") if name.strip() not in ("", "-1")]
@@ -265,7 +275,7 @@ def visible_gpus() -> list[str]:
 def _work(
     groups: Sequence[JobGroup], command: CommandProcess, gpus: Sequence[str], folder: Path, _: DictConfig
 ) -> GroupOutcome:
-    """Run one group, in a process that a launcher started."""
+    """Run one group in a worker process that a launcher started; Hydra's job number says which."""
     os.chdir(command.folder)
     sys.path += [path for path in command.path if path not in sys.path]
     _end_with(command.process)
@@ -281,8 +291,9 @@ def _work(
 
 @functools.cache
 def _end_with(command: int) -> None:
-    """Have this worker stop soon after its command is gone: one of joblib's would wait for minutes, with its memory.
-    Workers of the other launchers are no children of the command."""
+    """Make this worker end soon after the process `command`, which started it. Without this, a
+    worker of joblib would keep its memory for minutes. Nothing happens in workers of other
+    launchers, which are not children of the command."""
 
     def watch() -> None:
         while os.getppid() == command:
@@ -294,8 +305,8 @@ def _end_with(command: int) -> None:
 
 
 def _take_gpu(gpus: Sequence[str], folder: Path) -> None:
-    """Give this worker a GPU that no other worker has, for as long as it lives; where there are more workers than GPUs,
-    some share one."""
+    """Reserve a GPU for this worker until it ends, by a lock file in `folder`, and make it the only
+    visible one. If there are more workers than GPUs, some share one."""
     os.environ["CUDA_VISIBLE_DEVICES"] = gpus[os.getpid() % len(gpus)]
     for gpu in gpus:
         lock = FileLock(folder / f"gpu-{gpu}.lock", thread_local=False)
