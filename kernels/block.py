@@ -22,14 +22,16 @@ _PANEL = 32  # outputs computed together; sums also go over multiples of it
 
 
 def fits_compiled(widths: Sequence[int], inner: int, dtype: torch.dtype) -> bool:
-    """Return whether compiled products pay off for a prompt on the CPU, with a block of such widths
-    and such an MLP. They need no memory between them."""
+    """Return whether the compiled matrix products pay off for a prompt on the CPU, in a decoder
+    block with such `widths` (channels in and out of its projections) and `inner` channels in the
+    MLP. They need no memory between products."""
     return inner <= MOST_INNER.get(dtype, 0) and not any(width % _PANEL for width in (*widths, inner))
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Linear:
-    """Multiply the last dimension by a weight, and add a bias if there is one."""
+    """Multiply the last dimension of a tensor by a weight matrix, and add a bias if there is
+    one."""
 
     weight: Tensor  # [out in]
     bias: Tensor | None = None  # [out]
@@ -62,7 +64,7 @@ class DecoderBlock:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Head:
-    """Hold the final norm and the projection to the vocabulary."""
+    """Hold the weights of a model's end: the final norm and the projection to the vocabulary."""
 
     eps: float
     norm: Tensor  # [E]
@@ -78,8 +80,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def attention_inputs(x: Tensor, block: DecoderBlock, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Norm x, project it and rotate the heads. x [B T E], cos, sin [1|B T R] -> normed [B T E], q
-    [B H T D], k, v [B G T D]"""
+    """Compute what attention needs from the block's input: norm x, project it to q, k and v, and
+    rotate q and k. x [B T E], cos, sin [1|B T R] -> normed [B T E], q [B H T D], k, v [B G T D]"""
     normed = rms_norm(x, block.norm, block.eps)
     q, k, v = (part(normed).unflatten(-1, (-1, block.head_dim)).transpose(1, 2) for part in (block.q, block.k, block.v))
     if block.q_norm is not None and block.k_norm is not None:
@@ -98,8 +100,8 @@ def attention_inputs_stored(
     row: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute `attention_inputs` of x + `added`, one token of each sequence, and also write its k
-    and v to a cache: to `row` ([1] for all sequences, or [B], int64) of keys and values [B G S D].
-    Return x + `added` and the results of `attention_inputs`."""
+    and v into a cache: into `row` ([1] for all sequences, or [B], int64) of `keys` and `values` [B
+    G S D]. Return x + `added`, normed, q, k and v."""
     x = x if added is None else x + added
     normed, q, k, v = ops.attention_inputs(x, block, cos, sin)
     rows = row.view(-1, 1, 1).expand(k.shape[:3])
@@ -109,8 +111,8 @@ def attention_inputs_stored(
 
 
 def block_output(x: Tensor, attended: Tensor, block: DecoderBlock) -> Tensor:
-    """Apply the output projection and the MLP, each with its residual. x [B T E], attended
-    [B H T D] -> [B T E]"""
+    """Compute what follows attention in a decoder block: the output projection and the MLP, each
+    with its residual. x [B T E], the block's input; attended [B H T D] -> [B T E]"""
     heads = attended.transpose(1, 2).flatten(2)
     parts = zip(x.split(TOKENS_AT_ONCE["cpu"], 1), heads.split(TOKENS_AT_ONCE["cpu"], 1), strict=True)
     outs = [torch.add(*_terms(some, seen, block)) for some, seen in parts]
@@ -118,18 +120,20 @@ def block_output(x: Tensor, attended: Tensor, block: DecoderBlock) -> Tensor:
 
 
 def block_output_apart(x: Tensor, attended: Tensor, block: DecoderBlock) -> tuple[Tensor, Tensor]:
-    """Compute the two parts whose sum `block_output` is, for `attention_inputs_stored` of the next
-    block."""
+    """Compute `block_output` without its last addition: return the residual stream and the MLP's
+    output, [B T E] each. `attention_inputs_stored` of the next block adds them together with its
+    norm."""
     return _terms(x, attended.transpose(1, 2).flatten(2), block)
 
 
 def _terms(x: Tensor, attended: Tensor, block: DecoderBlock) -> tuple[Tensor, Tensor]:
-    """Return the two terms of a block's last sum. x [B T E], attended [B T H*D]"""
+    """Return the two terms of a block's last sum: the residual stream after attention, and the
+    MLP's output. x [B T E], attended [B T H*D] -> [B T E] each"""
     x = x + block.o(attended)
     normed = rms_norm(x, block.mlp_norm, block.eps)
     return x, block.down(silu(block.gate(normed), inplace=True).mul_(block.up(normed)))
 
 
 def token_logits(x: Tensor, head: Head) -> Tensor:
-    """Norm x and project it to the vocabulary. x [B T E] -> [B T V]"""
+    """Apply the final norm to x and project it to the vocabulary. x [B T E] -> [B T V]"""
     return head.linear(rms_norm(x, head.norm, head.eps))

@@ -20,10 +20,12 @@ from kernels.reference import Segment, gather_rows, segment_attention_with_lse
 
 
 class Coded(NamedTuple):
-    """Name keys and values that are written as integers of `bits`, whole blocks of `block` tokens.
+    """Hold keys and values that are quantised to integers of `bits`, in whole blocks of `block`
+    tokens.
 
-    A number is least + code * step. Its range holds the least numbers of all groups, then their
-    steps. Sequences of different lengths have `Ragged` instead of tensors (kernels/ragged.py)."""
+    A number is least + code * step. A range tensor holds, for each group of numbers quantised
+    together, its least number, then for each its step. Sequences of different lengths have `Ragged`
+    instead of tensors (kernels/ragged.py)."""
 
     k: Tensor  # [B G S D*bits/8] uint8
     v: Tensor  # [B G S D*bits/8] uint8
@@ -34,30 +36,33 @@ class Coded(NamedTuple):
 
     @property
     def dim(self) -> int:
-        """Return the channels of a head."""
+        """Return the number of channels of a head."""
         return self.k_range.shape[3] // 2
 
     @property
     def all_four(self) -> tuple[Tensor, ...]:
-        """Return codes of keys and of values, then the ranges of both."""
+        """Return four tensors: the codes of keys, the codes of values, the ranges of keys, the
+        ranges of values."""
         return self[:4]
 
     @property
     def kind(self) -> tuple[int, int, int]:
-        """Return the groups of a value's channels, the bits of an integer, and the tokens that
-        share a range of keys."""
+        """Return the three numbers by which kernels tell formats apart: into how many groups a
+        value's channels are split, the bits of an integer, and how many tokens share a range of
+        keys."""
         return self.v_range.shape[3] // 2, self.bits, self.block
 
     def tokens(self, first: int | PerSequence, end: int | PerSequence) -> Coded:
-        """Return the tokens from `first` to `end`, which are whole blocks."""
+        """Return the tokens from `first` to `end`; both must be multiples of `block`."""
         k, v, v_range = (_between(x, first, end) for x in (self.k, self.v, self.v_range))
         k_range = _between(self.k_range, first // self.block, end // self.block)
         return self._replace(k=k, v=v, k_range=k_range, v_range=v_range)
 
 
 class CodedFloats(NamedTuple):
-    """Name keys and values that are written as floats of 8 bits (`float8_e4m3fn`), scaled for each
-    token and head. Sequences of different lengths have `Ragged` instead of tensors."""
+    """Hold keys and values that are written as floats of 8 bits (`float8_e4m3fn`), with one scale
+    for the key and one for the value of each token and head. Sequences of different lengths have
+    `Ragged` instead of tensors."""
 
     k: Tensor  # [B G S D] uint8
     v: Tensor  # [B G S D] uint8
@@ -65,22 +70,22 @@ class CodedFloats(NamedTuple):
 
     @property
     def dim(self) -> int:
-        """Return the channels of a head."""
+        """Return the number of channels of a head."""
         return self.k.shape[3]
 
     @property
     def all_four(self) -> tuple[Tensor, ...]:
-        """Return codes of keys and of values, then the scales of both, in the form of
-        `Coded.all_four`."""
+        """Return four tensors, as `Coded.all_four` does: codes of keys, codes of values, then the
+        scales twice."""
         return (*self, self.scales)
 
     @property
     def kind(self) -> tuple[int, int, int]:
-        """Return the numbers of `Coded.kind` that mark floats for the kernels: 0 bits."""
+        """Return the three numbers of `Coded.kind`; 0 bits mark floats for the kernels."""
         return 1, 0, 1
 
     def decoded(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return the numbers. -> k, v [B G S D]"""
+        """Return the keys and values as numbers of `dtype`, [B G S D] each."""
         of_key, of_value = self.scales.chunk(2, -1)
         return from_float8(self.k, of_key, dtype), from_float8(self.v, of_value, dtype)
 
@@ -94,8 +99,8 @@ def _between(x: Tensor, first: int | PerSequence, end: int | PerSequence) -> Ten
 
 @by_sequence
 def coded_attention(q: Tensor, coded: Codes, scale: float) -> tuple[Tensor, Tensor]:
-    """Attend from one token to all that are coded, and return the log-sum-exp of the softmax too. q
-    [B H 1 D] -> [B H 1 D], [B H] (fp32)"""
+    """Attend from one token per sequence to all tokens in `coded`, and return the log-sum-exp of
+    the softmax too. q [B H 1 D] -> [B H 1 D], [B H] (fp32)"""
     attended: tuple[Tensor, Tensor]
     if isinstance(coded, CodedFloats):
         attended = segment_attention_with_lse(q, [Segment(*coded.decoded(q.dtype))], scale)
@@ -110,11 +115,12 @@ def coded_attention(q: Tensor, coded: Codes, scale: float) -> tuple[Tensor, Tens
 
 @by_sequence
 def decode_rows(coded: Codes, rows: Tensor | None, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return decoded tokens k, v [B G K D] of each KV head. rows [B G K]: those of `k`, `v` and
-    `v_range`, or None for all; blocks [B G K]: the rows of `k_range` that belong to them.
+    """Turn codes of the tokens `rows` back into keys and values [B G K D]. rows [B G K]: indices
+    into `k`, `v` and `v_range`, or None for all; blocks [B G K]: for each token the index of its
+    block in `k_range`.
 
     There are two indices because moved rows have an order of their own, while `k_range` stays where
-    it is. Floats do not use `blocks`."""
+    it is. Floats (`CodedFloats`) do not use `blocks`."""
     if isinstance(coded, CodedFloats):
         return CodedFloats(*(x if rows is None else gather_rows(x, rows) for x in coded)).decoded(dtype)
     k, v, v_range = (x if rows is None else gather_rows(x, rows) for x in (coded.k, coded.v, coded.v_range))

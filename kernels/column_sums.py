@@ -15,10 +15,10 @@ _LEAST_QUERIES = 32
 
 
 def column_sums(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """Sum the causal softmax weights of the last T of S tokens over these queries.
+    """Return how much attention each key receives: its causal softmax weights summed over the
+    queries, which are the last T of S tokens.
 
-    q [B H T D], k [B G S D] -> [B H S] (fp32)
-    """
+    q [B H T D], k [B G S D] -> [B H S] (fp32)"""
     sums = q.new_zeros(*q.shape[:2], k.shape[2], dtype=torch.float32)
     for weights in _weights(q, k, scale):
         sums[..., : weights.shape[-1]] += weights.sum(2)
@@ -26,11 +26,10 @@ def column_sums(q: Tensor, k: Tensor, scale: float) -> Tensor:
 
 
 def prefill_attention_with_column_sums(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Compute causal attention of the last T of S tokens together with its column sums, so that the
-    logits are computed once.
+    """Compute causal attention of the last T of S tokens together with its column sums, the
+    attention that each key receives, so that the logits are computed once.
 
-    q [B H T D], k, v [B G S D] -> [B H T D], [B H S] (fp32)
-    """
+    q [B H T D], k, v [B G S D] -> [B H T D], [B H S] (fp32)"""
     batch, heads, _, dim = q.shape
     sums = q.new_zeros(batch, heads, k.shape[2], dtype=torch.float32)
     out = []

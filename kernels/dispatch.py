@@ -25,11 +25,12 @@ _around: ContextVar[Around | None] = ContextVar("around_operations", default=Non
 
 
 class BackendError(RuntimeError):
-    """Report that the requested backend cannot run, and why."""
+    """Report that the requested backend cannot run an operation, and why."""
 
 
 class Backend(NamedTuple):
-    """Run an operation, or return why it refuses a call."""
+    """Hold a backend's function for one operation, and its function that says why it refuses a
+    call."""
 
     run: Callable[..., Any]
     refuses: Callable[..., str | None] | None  # None: it serves every call
@@ -114,7 +115,8 @@ def forced_backend() -> str | None:
 
 @contextmanager
 def watched(around: Around) -> Iterator[None]:
-    """Run every operation through `around`, which may time it: for traces and benchmarks."""
+    """Inside this block, call `around(name, arguments, call)` for every operation, which must
+    return `call()` and may time it: for traces and benchmarks."""
     token = _around.set(around)
     try:
         yield

@@ -39,14 +39,15 @@ def prefill_attention_refuses(q: Tensor, k: Tensor, v: Tensor, scale: float) -> 
 
 
 def segment_attention(q: Tensor, segments: Sequence[Segment], scale: float) -> Tensor:
-    """Attend from one token to segments, as kernels/reference.py defines it."""
+    """Attend from one token per sequence to all tokens of the segments under one softmax, as
+    kernels/reference.py defines it. q [B H 1 D] -> [B H 1 D]"""
     return segment_attention_with_lse(q, segments, scale)[0]
 
 
 def segment_attention_with_lse(q: Tensor, segments: Sequence[Segment], scale: float) -> tuple[Tensor, Tensor]:
-    """Attend from one token to segments and return the log-sum-exp too, as kernels/reference.py
-    defines it. The library reads rows where they lie: it takes [B S G D] with any steps but the
-    last."""
+    """Attend from one token per sequence to segments and return the log-sum-exp too, [B H 1 D] and
+    [B H], as kernels/reference.py defines it. The library reads keys and values in place: it takes
+    [B S G D] with any strides but the last."""
     outs, lses = [], []
     for segment in segments:
         if not segment.k.shape[2]:

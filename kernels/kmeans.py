@@ -17,9 +17,10 @@ def assign(x: Tensor, centroids: Tensor) -> Tensor:
 
 
 def kmeans(x: Tensor, initial: Tensor, iterations: int, tolerance: float = 1e-4) -> tuple[Tensor, Tensor]:
-    """Cluster the points of each problem, from centroids at its points `initial`.
+    """Cluster the P points of each of N problems into C clusters, starting from the points
+    `initial` as centroids.
 
-    x [N P d] (fp32), initial [C] -> centroids [N C d], codes [N P]
+    x [N P d] (fp32), initial [C] -> centroids [N C d], codes [N P], the cluster of each point
 
     It stops after `iterations` rounds, or once the summed squared movement of the centroids is
     below `tolerance` times the mean variance of the data in every problem (scikit-learn's rule). A

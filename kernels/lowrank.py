@@ -26,8 +26,8 @@ def directions(gram_matrix: Tensor) -> Tensor:
 
 
 def low_rank(x: Tensor, rank: int, solver: str) -> tuple[Tensor, Tensor]:
-    """Factor x so that u @ basis is its best rank-r approximation. x [... N C] in fp32 -> u
-    [... N r], basis [... r C]
+    """Factor each matrix x [... N C] (fp32) so that u @ basis is its best approximation of rank r =
+    `rank`. Return u [... N r], basis [... r C]. `solver`: one of `SOLVERS`.
 
     Only the product is defined. The Gram matrix costs N C^2 and no copy of x; in fp32 it loses the
     directions whose singular values are below about 3e-4 of the largest, in fp64 none that fp32

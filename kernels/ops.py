@@ -73,7 +73,7 @@ def prefer(orders: Mapping[str, Sequence[str]]) -> None:
 
 
 def forget_used() -> None:
-    """Forget which backends have run."""
+    """Forget which backends have run, so that `used_backends` starts anew."""
     for op in ALL:
         op.used.clear()
 

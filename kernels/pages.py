@@ -23,16 +23,17 @@ def page_scores(q: Tensor, bounds: Tensor) -> Tensor:
 
 
 def by_sign(q: Tensor) -> Tensor:
-    """Return the positive parts of the channels, followed by the negative ones, since a positive
-    q_c is multiplied with the largest key. [... D] -> [... 2D]"""
+    """Return the positive parts of all channels of q followed by the negative parts, so that one
+    product with a page's largest and smallest keys bounds its logits. [... D] -> [... 2D]"""
     return torch.cat([q.clamp(min=0), q.clamp(max=0)], -1)
 
 
 def token_rows(chunks: Tensor | Ragged, size: int, last: int | PerSequence | None = None) -> Tensor:
-    """Return the tokens of chunks of `size` tokens, followed by those of the `last` chunk of each
-    sequence if it is given. chunks [B heads K] -> [B heads K * size], or [B heads (K + 1) * size]
+    """Return the tokens of the chunks with the numbers `chunks`, each of `size` consecutive tokens,
+    followed by those of the chunk `last` if it is given. chunks [B heads K] -> [B heads K * size],
+    or [B heads (K + 1) * size]
 
-    For several sequences, entries after the tokens of a shorter one are any existing tokens.
-    """
+    For several sequences with different K, entries after the tokens of a shorter one are any
+    existing tokens."""
     whole = filled(chunks) if last is None else appended(chunks, last)
     return (whole.unsqueeze(-1) * size + torch.arange(size, device=whole.device)).flatten(2)

@@ -14,10 +14,10 @@ from kernels.step_inputs import record_input
 class PerSequence:
     """Hold one whole number per sequence; arithmetic works sequence by sequence.
 
-    `dead`: how many of the last entries are free slots and no sequences; their numbers are and stay
-    zero. If `dead` is not None (0 is allowed), the step is one of a size: its numbers are recorded
-    as inputs (`record_input`), and `most` is rounded up to a power of two, so that the captured
-    step can serve other sequences."""
+    `dead`: how many of the last entries are free slots, which fill a batch up to a fixed size;
+    their numbers are and stay zero. If `dead` is not None (0 is allowed), the numbers belong to a
+    step of such a fixed size: they are recorded as its inputs (`record_input`), and `most` is
+    rounded up to a power of two, so that the step, once captured, can serve other sequences."""
 
     def __init__(self, values: Sequence[int], dead: int | None = None) -> None:
         self.values, self.dead = (*values, *(0,) * (dead or 0)), dead
@@ -26,7 +26,8 @@ class PerSequence:
 
     @cached_property
     def most(self) -> int:
-        """Return an upper bound of the numbers."""
+        """Return an upper bound of the numbers: the largest, or the next power of two in a step of
+        fixed size."""
         largest = max(self.values)
         return largest if self.dead is None or largest < 1 else 1 << (largest - 1).bit_length()
 
@@ -69,8 +70,9 @@ class PerSequence:
         return self._with(int.__rsub__, other)
 
     def _with(self, operate: Callable[[int, int], int], other: int | PerSequence) -> PerSequence:
-        """Return `operate` of each number and `other`. The result is cached: its numbers stay on
-        the device, where the next step with the same operands finds them."""
+        """Return a new `PerSequence` with `operate(number, other)` for each number. The result is
+        cached: its numbers stay on the device, where the next step with the same operands finds
+        them."""
         if (operate, other) not in self._results:
             others = other.values if isinstance(other, PerSequence) else (other,) * len(self)
             results = tuple(map(operate, self.values, others))
@@ -79,8 +81,8 @@ class PerSequence:
 
 
 class CountedOnDevice(PerSequence):
-    """Hold numbers [B] int64 that the device has computed, none above `most`. Reading `values`
-    waits for the device."""
+    """Hold numbers [B] int64, one per sequence, that the device has computed and the host does not
+    know; none is above `most`. Reading `values` waits for the device."""
 
     def __init__(self, numbers: Tensor, most: int) -> None:
         self._numbers, self.most, self.dead = numbers, most, None
@@ -97,8 +99,8 @@ class CountedOnDevice(PerSequence):
 
 
 def per_sequence(values: Sequence[int], dead: int | None = None) -> int | PerSequence:
-    """Return the number that all sequences share as an int, else a `PerSequence`; always the latter
-    where `dead`, the count of free slots, is given."""
+    """Return the number as an int if all sequences have the same one, else a `PerSequence`; always
+    the latter if `dead`, the count of free slots, is given."""
     return values[0] if dead is None and len(set(values)) == 1 else PerSequence(values, dead)
 
 

@@ -17,14 +17,14 @@ LEAST = 1e-20  # of what is divided by
 def pick_channels(
     q: Tensor, r: int | PerSequence, scale: float, spread: bool, facing: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Find the r channels with the largest sum of |q| over the group, and divide q in these
-    channels so that the logits of different query heads are comparable. q [B G g D] -> channels
-    [B G r], q in them times `scale` [B G g r]
+    """Find the r channels with the largest sum of |q| over the g query heads of a group. Return
+    them [B G r], and q in them [B G g r] times `scale`, divided so that the logits of different
+    query heads are comparable. q [B G g D]. SparQ (arXiv 2312.04985)
 
     `spread`, if all sequences want equally many: also return these queries unscaled as [B G g D],
-    zero in the other channels. `facing`: add D to the number of a channel in which the group's sum
-    of q is not positive. If a sequence wants fewer channels than another, further ones follow its
-    own, in which its queries are zero. SparQ (arXiv 2312.04985)"""
+    zero in the other channels; else None. `facing`: add D to the number of a channel in which the
+    group's sum of q is not positive. If a sequence wants fewer channels than another, further ones
+    follow its own, in which its queries are zero."""
     mass = q.float().abs()
     best = ops.top_k(mass.sum(2), r)
     channels = filled(best)

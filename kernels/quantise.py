@@ -17,11 +17,10 @@ _LARGEST_FLOAT8 = 448.0
 
 
 def quantise(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantise each group along the last dimension. x [... n] -> codes [... n] in uint8, least and
-    step [...] in fp16
+    """Quantise each group of n numbers (the last dimension) to integers of `bits`. x [... n] ->
+    codes [... n] in uint8, least and step [...] in fp16
 
-    Raises ValueError for numbers that are not finite or beyond fp16.
-    """
+    Raises ValueError for numbers that are not finite or beyond fp16."""
     x = x.float()
     levels = 2**bits - 1
     least = rounded_down(x.amin(-1))
@@ -42,8 +41,10 @@ def rounded_down(x: Tensor) -> Tensor:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes into bytes: the lowest bits of all bytes hold the first codes, and so on. uint8
-    [... n] -> uint8 [... n * bits / 8]"""
+    """Pack codes of `bits` each into bytes. uint8 [... n] -> uint8 [... n * bits / 8]
+
+    The first n * bits / 8 codes are the lowest bits of all bytes, the next ones the bits above, and
+    so on."""
     parts = codes.unflatten(-1, (8 // bits, -1)).unbind(-2)
     packed = parts[0].clone()
     for place, part in enumerate(parts[1:], 1):
@@ -61,22 +62,20 @@ def unpack(packed: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
 
 
 def dequantise(packed: Tensor, least: Tensor, step: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
-    """Turn packed codes back into numbers. packed [... n * bits / 8]; least and step [... c], each
-    for n/c numbers side by side -> [... n]
+    """Turn packed codes back into numbers, code * step + least. packed [... n * bits / 8]; least
+    and step [... c], each for n/c neighbouring numbers -> [... n]
 
-    Leading dimensions broadcast: many rows may share one `least` and `step`.
-    """
+    Leading dimensions broadcast: many rows may share one `least` and `step`."""
     codes = unpack(packed, bits, torch.float32)
     split = codes.unflatten(-1, (least.shape[-1], -1))
     return split.mul_(step.float().unsqueeze(-1)).add_(least.float().unsqueeze(-1)).flatten(-2).to(dtype)
 
 
 def to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Write each row as floats of 8 bits. x [... n] -> codes [... n] in uint8, scale [... 1] in
-    fp16, rounded upwards
+    """Write each row (the last dimension) as floats of 8 bits with one scale. x [... n] -> codes
+    [... n] in uint8, scale [... 1] in fp16, rounded upwards
 
-    Raises ValueError for numbers that are not finite or beyond fp16.
-    """
+    Raises ValueError for numbers that are not finite or beyond fp16."""
     x = x.float()
     scale = -rounded_down(-x.abs().amax(-1, keepdim=True) / _LARGEST_FLOAT8)
     if not bool(scale.isfinite().all()):

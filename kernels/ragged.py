@@ -24,25 +24,28 @@ RAGGED = "takes sequences of one length"  # why a backend refuses unequal ones
 
 
 class Ragged:
-    """Hold a tensor [1 ...] of every sequence; they differ only in dimension `dim`.
+    """Hold one tensor [1 ...] of every sequence in a batch; they differ only in the length of
+    dimension `dim`.
 
     `parts` are these tensors, `sizes` their lengths, and `table` [B 3] (int64) their addresses and
     the bytes from one entry of the second and of the third dimension to the next. `whole` [B ...]
-    holds all of them; entries after the shorter ones must not be read."""
+    is one padded tensor of all; entries after the shorter ones must not be read."""
 
     def __init__(
         self, parts: Sequence[Tensor], dim: int = 2, dead: int | None = None, reader: torch.device | None = None
     ) -> None:
-        """Combine tensors, which must stay where they are as long as this object lives. The last
-        `dead` ones are free slots (`PerSequence`): what is written there is lost. `reader`: the
-        device whose kernels read them, if it is not their own, as for pinned host memory."""
+        """Combine tensors [1 ...], which must stay where they are as long as this object lives. The
+        last `dead` ones belong to no sequence: they fill a batch up to a fixed size, and what is
+        written there is lost (free slots, see `PerSequence`). `reader`: the device whose kernels
+        read them, if it is not their own, as for pinned host memory."""
         self.parts, self.dim = parts, dim
         self.device = parts[0].device if reader is None else reader
         self.sizes = PerSequence([part.shape[dim] for part in parts[: len(parts) - (dead or 0)]], dead)
 
     @classmethod
     def filled_up(cls, whole: Tensor, sizes: PerSequence, dim: int = 2) -> Ragged:
-        """Combine the first `sizes` entries of each sequence in a tensor [B ...]."""
+        """Make a `Ragged` of a padded tensor [B ...] of which each sequence has the first `sizes`
+        entries in dimension `dim`."""
         ragged = cls.__new__(cls)
         ragged.whole, ragged.sizes, ragged.dim, ragged.device = whole, sizes, dim, whole.device
         return ragged
@@ -67,14 +70,18 @@ class Ragged:
 
     @cached_property
     def _kind(self) -> Hashable:
-        """Return the properties that a kernel assumes besides the table."""
+        """Return the properties that a kernel assumes besides the table of addresses; a captured
+        step can serve only sequences that share them."""
         return self.dtype, self.dim, self.sizes.most, self.first.stride(-1), self.alignment, self.dense
 
     @cached_property
     def alignment(self) -> int:
-        """Return a number of bytes, at most 16, of which all numbers in `table` are multiples. In a
-        step of a size it is 16 if the sequences allow it, else the size of one number, and always
-        the latter if rows are as long as a sequence."""
+        """Return a number of bytes, at most 16, of which all addresses and steps in `table` are
+        multiples, so that kernels may load so many bytes at once.
+
+        In a batch with a fixed number of slots (`sizes.dead` is not None) it is 16 if all sequences
+        allow it, else the size of one number, and always the latter if `dim` is the last
+        dimension."""
         bytes_ = gcd(16, *(number for place in self._places for number in place))
         if self.sizes.dead is None or (bytes_ == 16 and self.dim < self.first.dim() - 1):
             return bytes_
@@ -82,8 +89,9 @@ class Ragged:
 
     @cached_property
     def row_alignment(self) -> int:
-        """Return such a number for the addresses and the second dimension's steps only, for rows in
-        that dimension."""
+        """Return a number of bytes, at most 16, of which the addresses and the steps of the second
+        dimension are multiples; unlike `alignment`, for tensors whose rows are in that
+        dimension."""
         return gcd(16, *(number for place in self._places for number in place[:2]))
 
     @cached_property
@@ -111,7 +119,7 @@ class Ragged:
 
     @property
     def counts(self) -> Tensor:
-        """Return `sizes` as [B] int64, on the device that reads them."""
+        """Return the sequences' lengths as [B] int64, on the device that reads them."""
         return self.sizes.on(self.device)
 
     @cached_property
@@ -127,7 +135,8 @@ class Ragged:
         return Ragged(parts, swapped.get(self.dim, self.dim), self.sizes.dead, self.device)
 
     def slice(self, start: int | PerSequence, end: int | PerSequence) -> Ragged:
-        """Return entries `start` to `end` of each sequence."""
+        """Return a view of entries `start` to `end` of each sequence in dimension `dim`; free slots
+        get no entries."""
         live = len(self.parts) - (self.sizes.dead or 0)
         firsts, lasts = (values_per_sequence(number, len(self.parts))[:live] for number in (start, end))
         spans = zip(self.parts[:live], firsts, lasts, strict=True)
@@ -139,28 +148,31 @@ class Ragged:
 def with_free_slots(
     parts: Sequence[Tensor], dim: int = 2, dead: int | None = None, wider: int = 0, reader: torch.device | None = None
 ) -> Ragged:
-    """Combine tensors, followed for each free slot by memory of one entry that may be overwritten,
-    and as much again where rows may be written `wider` than they are. `reader`: as in `Ragged`;
-    free slots lie there."""
+    """Combine the tensors [1 ...] of several sequences, followed by `dead` free slots, which fill a
+    batch up to a fixed size: each gets memory of one entry that may be overwritten, and of `wider`
+    more where rows may be written wider than they are. `reader`: as in `Ragged`; free slots lie
+    there."""
     shape = [*parts[0].shape[:dim], 1 + wider, *parts[0].shape[dim + 1 :]]
     free = (parts[0].new_zeros(shape, device=reader).narrow(dim, 0, 1) for _ in range(dead or 0))
     return Ragged([*parts, *free], dim, dead, reader)
 
 
 def first_of(x: Tensor | Ragged) -> Tensor:
-    """Return a tensor with the dtype, device and strides of x: for several sequences that of the
-    first."""
+    """Return a tensor with the dtype, device and strides of x: x itself, or the first sequence's
+    tensor of a `Ragged`."""
     return x.first if isinstance(x, Ragged) else x
 
 
 def filled(x: Tensor | Ragged) -> Tensor:
-    """Return x [B ...], including entries after the shorter sequences, which must not be read."""
+    """Return x as one tensor [B ...], padded where sequences are shorter; the padding must not be
+    read."""
     return x.whole if isinstance(x, Ragged) else x
 
 
 def leading(x: Tensor | Ragged, count: int | PerSequence) -> Tensor:
-    """Return the first `count` entries of each sequence, [B ... count], as `Ragged` if the counts
-    differ; the policies' code treats it as a tensor."""
+    """Return the first `count` entries of each sequence's rows x [B ... S], as [B ... count], or as
+    `Ragged` if the counts differ. The declared type is Tensor because the policies' code treats
+    both alike."""
     whole = filled(x)
     if isinstance(count, PerSequence):
         return cast(Tensor, Ragged.filled_up(whole, count, whole.dim() - 1))
@@ -168,7 +180,7 @@ def leading(x: Tensor | Ragged, count: int | PerSequence) -> Tensor:
 
 
 def spanned(x: Tensor | Ragged, start: int, end: int | PerSequence) -> Tensor:
-    """Return the entries `start` to `end` of each sequence's rows [B ... S], as `Ragged` if the
+    """Return the entries `start` to `end` of each sequence's rows x [B ... S], as `Ragged` if the
     ends differ."""
     return leading(filled(x)[..., start:], end - start)
 
@@ -189,8 +201,8 @@ def too_few(x: Tensor | Ragged, count: int | PerSequence) -> bool:
 
 
 def appended(x: Tensor | Ragged, entry: int | PerSequence) -> Tensor:
-    """Append an entry to each sequence's rows. x [B ... S] -> [B ... S + 1], filled up as `filled`
-    is"""
+    """Append `entry`, one number for all or one per sequence, to the end of each sequence's rows. x
+    [B ... S] -> [B ... S + 1], padded where sequences are shorter"""
     whole = filled(x)
     ones = [1] * (whole.dim() - 1)
     entries = (
@@ -203,9 +215,10 @@ def appended(x: Tensor | Ragged, entry: int | PerSequence) -> Tensor:
 
 
 def by_sequence(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Let an operation of the plain-torch backend take `Ragged` and `PerSequence`: it is then
-    called for one sequence after the other, on the best backend for one sequence. Tensors among the
-    arguments are [B ...], or the same for all."""
+    """Decorate an operation of the plain-torch backend so that it also takes `Ragged` and
+    `PerSequence` arguments: it is then called for one sequence after the other, on the best backend
+    for one sequence, and the results are joined. Tensors among the arguments are [B ...], or the
+    same for all."""
 
     @wraps(run)
     def served(*arguments: Any) -> Any:
@@ -221,8 +234,9 @@ def by_sequence(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def sequence_by_sequence(arguments: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-    """Return the arguments of one call per sequence if sequences are unequal, without free slots;
-    else those of the call itself."""
+    """Split the arguments of a call for several unequal sequences into those of one call per
+    sequence, without free slots. If no argument is `Ragged` or `PerSequence`, return the arguments
+    of the call itself."""
     batch = _sequences(arguments)
     if batch is None:
         return [arguments]
@@ -231,7 +245,8 @@ def sequence_by_sequence(arguments: tuple[Any, ...]) -> list[tuple[Any, ...]]:
 
 
 def _sequences(arguments: Any) -> int | None:
-    """Return the number of sequences in unequal arguments, or None if there are none."""
+    """Return the number of sequences (and free slots) if an argument is `Ragged` or `PerSequence`,
+    also inside lists; None if no argument is."""
     for argument in arguments:
         if isinstance(argument, Ragged | PerSequence):
             return len(argument.sizes if isinstance(argument, Ragged) else argument)
@@ -241,7 +256,8 @@ def _sequences(arguments: Any) -> int | None:
 
 
 def _of(argument: Any, i: int, batch: int) -> Any:
-    """Return what belongs to sequence `i`."""
+    """Return the part of `argument` that belongs to sequence `i` of `batch`; lists are searched,
+    and what is the same for all sequences is returned as it is."""
     if isinstance(argument, Ragged):
         return argument.parts[i]
     if isinstance(argument, PerSequence):
@@ -267,8 +283,9 @@ def _numbers(arguments: Any) -> list[PerSequence]:
 
 
 def _joined(results: list[Any], numbers: Sequence[PerSequence]) -> Any:
-    """Join the results of the sequences; free slots get zeros. Sizes that equal those of an
-    argument become the same object, which may be on the device already."""
+    """Join the sequences' results into one: a tensor if their shapes are equal, else a `Ragged`;
+    tuples are joined item by item. Free slots get zeros. Sizes that equal one of `numbers`, which
+    came with the arguments, become the same object, which may be on the device already."""
     if isinstance(results[0], tuple):
         return tuple(_joined(list(same), numbers) for same in zip(*results, strict=True))
     if results[0] is None:

@@ -19,15 +19,14 @@ from kernels.rope import rotate
 
 
 class Segment(NamedTuple):
-    """Name keys and values to attend to: all of them, or `rows` of each KV head, or of each query
-    head.
+    """Name keys and values to attend to: all S tokens, or of each KV head (or each query head) only
+    the tokens whose indices are in `rows`.
 
     `live`: only the first `live` of S (or of `rows`) exist, and nothing after them is read. It lies
-    on the device, so that a captured step can be replayed while the number of tokens grows
-    (methods/base/state.py).
+    on the device, so that a decode step that was captured in a CUDA graph can be replayed while the
+    number of tokens grows (methods/base/state.py).
 
-    Sequences of different lengths have `Ragged` instead of tensors (kernels/ragged.py).
-    """
+    Sequences of different lengths have `Ragged` instead of tensors (kernels/ragged.py)."""
 
     k: Tensor  # [B G S D]
     v: Tensor  # [B G S D]
@@ -35,7 +34,8 @@ class Segment(NamedTuple):
     live: Tensor | None = None  # [1] or [B], int64
 
     def without_missing(self, scores: Tensor, value: float) -> Tensor:
-        """Return scores [B ... S], with `value` instead of those of missing tokens."""
+        """Return scores [B ... S], with `value` instead of those of missing tokens, which are the
+        tokens from `live` on."""
         return scores if self.live is None else without_missing(scores, self.live, value)
 
 
@@ -58,7 +58,8 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 @by_sequence
 def segment_attention(q: Tensor, segments: Sequence[Segment], scale: float) -> Tensor:
-    """Attend from one token to the union of segments under one softmax. q [B H 1 D] -> [B H 1 D]
+    """Attend from one token per sequence to the tokens of all segments together, under one softmax.
+    q [B H 1 D] -> [B H 1 D]
 
     The query heads that read the same rows are folded into the token axis, so no key or value is
     repeated for them."""
@@ -98,22 +99,23 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> Tensor:
 
 
 def _products(folded: Tensor, segment: Segment, k: Tensor) -> Tensor:
-    """Multiply the queries with a segment's keys. folded [B*groups g D], k [B groups K D] ->
-    [B*groups g K]"""
+    """Multiply the queries with a segment's keys; products with missing keys are minus infinity.
+    folded [B*groups g D], for g query heads of a group; k [B groups K D] -> [B*groups g K]"""
     logits = torch.bmm(folded, k.flatten(0, 1).transpose(1, 2))
     return segment.without_missing(logits.unflatten(0, k.shape[:2]), float("-inf")).flatten(0, 1)
 
 
 def _parts(segment: Segment, groups: int) -> tuple[Tensor, Tensor]:
-    """Return keys and values of a segment's tokens, [B groups K D] each. Values of missing tokens
-    are zero, since zero weight times NaN is NaN."""
+    """Return keys and values of the tokens that a segment names, [B groups K D] each, repeated so
+    that there are `groups` heads. Values of missing tokens are zero, since zero weight times NaN is
+    NaN."""
     k, v = (_rows_of(x, segment.rows, groups) for x in (segment.k, segment.v))
     return k, segment.without_missing(v.transpose(2, 3), 0).transpose(2, 3)
 
 
 def _rows_of(x: Tensor, rows: Tensor | None, groups: int) -> Tensor:
-    """Select rows, and repeat KV heads for as many groups. x [B G S D], rows [B G|H K] or None for
-    all -> [B groups K D]"""
+    """Return the tokens `rows` of x, with its KV heads repeated so that there are `groups` heads. x
+    [B G S D]; rows [B G|H K], or None for all S -> [B groups K D]"""
     if rows is not None:
         per_group = rows.shape[1] // x.shape[1] * rows.shape[2]
         x = gather_rows(x, rows.reshape(*x.shape[:2], per_group)).view(*rows.shape, x.shape[3])
@@ -122,7 +124,7 @@ def _rows_of(x: Tensor, rows: Tensor | None, groups: int) -> Tensor:
 
 @by_sequence
 def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """Copy rows of each KV head. x [B G S D], rows [B G K] -> [B G K D]
+    """Copy rows (tokens) of each KV head. x [B G S D], rows [B G K] -> [B G K D]
 
     They are read by one flat index_select over all heads' rows: ten times faster on a CPU than
     `gather` with an expanded index."""
@@ -133,12 +135,13 @@ def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
 
 @by_sequence
 def gather_tiers(far: Tensor, rows: Tensor, held: Tensor | None, slots: Tensor | None) -> Tensor:
-    """Copy rows of each KV head out of two tiers, to the device of the row numbers. far [B G S D],
-    on the device or in host memory, held [B G C D], rows and slots [B G K] -> [B G K D]
+    """Copy rows (tokens) of each KV head out of two places: `far`, which may be host memory, and
+    `held`, a cache on the device. far [B G S D], held [B G C D], rows and slots [B G K] -> [B G K
+    D], on the device of `rows`
 
-    A row whose slot is 0 or more is read from that place of `held`, any other one from `far`;
-    without `slots`, all are read from `far`. Kernels of a GPU read pinned host memory in place, so
-    that no row number moves to the host."""
+    `slots` says where in `held` each row is; -1: nowhere, so it is read from `far`. Without
+    `slots`, all are read from `far`. Kernels of a GPU read pinned host memory in place, so that no
+    row number moves to the host."""
     fetched = gather_rows(far, rows.to(far.device)).to(rows.device)
     if held is None or slots is None:
         return fetched
@@ -147,8 +150,8 @@ def gather_tiers(far: Tensor, rows: Tensor, held: Tensor | None, slots: Tensor |
 
 @by_sequence
 def put_rows(x: Tensor, rows: Tensor, values: Tensor) -> None:
-    """Write rows of each KV head into x. x [B G S D], rows [B G K], values [B G K D]. If a row
-    occurs twice, either value may stay.
+    """Write `values` into the rows (tokens) `rows` of each KV head of x. x [B G S D], rows [B G K],
+    values [B G K D]. If a row occurs twice, either value may stay.
 
     For several sequences, the rows of one may be shorter than D: its values are then zero in the
     channels that are missing, and backends may write these zeros after its rows."""
@@ -160,8 +163,8 @@ def put_rows(x: Tensor, rows: Tensor, values: Tensor) -> None:
 
 
 def _flat_rows(x: Tensor) -> Tensor | None:
-    """View all heads' rows as one matrix, with any rows between heads, or return None if the
-    strides do not allow it."""
+    """View x [B G S D] as one matrix [N D] that holds the rows of all heads one after the other,
+    perhaps with unused rows between two heads. Return None if the strides do not allow it."""
     (batch, groups, stored, dim), (over, step, row, channel) = x.shape, x.stride()
     if channel != 1 or row != dim or step % dim or (batch > 1 and over != groups * step):
         return None
@@ -169,7 +172,8 @@ def _flat_rows(x: Tensor) -> Tensor | None:
 
 
 def _flat_index(x: Tensor, rows: Tensor) -> Tensor:
-    """Return the rows' indices in the matrix of `_flat_rows`."""
+    """Return the places [B*G*K] of rows [B G K] of each head in the matrix that `_flat_rows` makes
+    of x."""
     batch, groups = rows.shape[:2]
     per_head = x.stride(1) // x.shape[3]
     heads = torch.arange(0, batch * groups * per_head, per_head, device=rows.device).view(batch, groups, 1)
@@ -177,8 +181,9 @@ def _flat_index(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def _or_of_counted(run: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, int], Tensor]:
-    """Let `top_k` take numbers that only the device knows: the greatest possible number is chosen,
-    the best first."""
+    """Let `top_k` also take counts that only the device knows (`CountedOnDevice`). Their greatest
+    possible number is chosen, the largest scores first, so that each sequence uses as many of the
+    leading ones as its count says."""
 
     @wraps(run)
     def served(scores: Tensor | Ragged, count: int | PerSequence) -> Tensor:
@@ -205,8 +210,8 @@ def top_k(scores: Tensor, count: int) -> Tensor:
 
 @by_sequence
 def row_scores(q: Tensor, x: Tensor) -> Tensor:
-    """Multiply every query of a group with every row of an index. q [B G g C], x [B G S C] ->
-    [B G g S] (fp32)
+    """Multiply the g query heads of each group (those that share a KV head) with every row of an
+    index, such as keys or means of chunks. q [B G g C], x [B G S C] -> [B G g S] (fp32)
 
     For several sequences, the rows of one may be shorter than C: its queries are then zero in the
     channels that are missing, and the memory after its rows must contain finite numbers, because
@@ -232,30 +237,30 @@ def channel_scores(q: Tensor, x: Tensor, channels: Tensor) -> Tensor:
 
 @by_sequence
 def channel_sums(q: Tensor, x: Tensor, channels: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum the `channel_scores` over the group, [B G S], and return each head's log of the sum of
-    their exponentials, [B G g]."""
+    """Sum the `channel_scores` over the g query heads of a group, [B G S], and return each head's
+    log of the sum of their exponentials, [B G g]."""
     scores = channel_scores(q, x, channels)
     return scores.sum(2), scores.logsumexp(-1)
 
 
 @by_sequence
 def group_weights(logits: Tensor, scale: float, reduce: str) -> Tensor:
-    """Take the softmax over the candidates, then the `sum` over the query heads of a group or the
-    `largest` of them.
+    """Turn logits into one weight per KV head and token: the softmax over the S candidates in each
+    query head, then over the query heads of a group their sum (`reduce` "sum") or the largest
+    ("largest").
 
-    logits [B G g S], before the scale -> [B G S] (fp32)
-    """
+    logits [B G g S], before the factor `scale` -> [B G S] (fp32)"""
     weights = (logits.float() * scale).softmax(-1)
     return weights.sum(2) if reduce == "sum" else weights.amax(2)
 
 
 @by_sequence
 def group_margins(logits: Tensor, candidates: int, reach: float) -> tuple[Tensor, Tensor]:
-    """Measure how far the first `candidates` lie below a query head's largest logit, at the head of
-    the group where it is least.
+    """Measure how far the first `candidates` of S tokens lie below the largest logit of their row.
+    Of the query heads of a group the one where a token comes closest counts.
 
-    logits [B G g S] -> [B G candidates] (fp32, up to 0), and how many come within `reach`: [B G].
-    InfiniGen (arXiv 2406.19707)"""
+    logits [B G g S] -> the margins [B G candidates] (fp32, 0 or negative), and how many of them are
+    at least -`reach`: [B G]. InfiniGen (arXiv 2406.19707)"""
     margins = (logits.float() - logits.float().amax(-1, keepdim=True))[..., :candidates].amax(2)
     return margins, (margins >= -reach).sum(-1)
 
@@ -276,8 +281,9 @@ def pq_scores(q: Tensor, centroids: Tensor, codes: Tensor) -> Tensor:
 
 @by_sequence
 def pq_weights(q: Tensor, centroids: Tensor, codes: Tensor, scale: float) -> Tensor:
-    """Take the softmax of `pq_scores`, and sum it over the query heads of a group. -> [B G S]
-    (fp32)"""
+    """Return the softmax of the logits that `pq_scores` approximates from codes, times `scale`,
+    summed over the query heads of a group. q [B H 1 D], centroids [B G m C d'], codes [B G S m] ->
+    [B G S] (fp32)"""
     return group_weights(pq_scores(q, centroids, codes), scale, "sum")
 
 

@@ -31,9 +31,9 @@ def unrotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate_by(x: Tensor, distance: int, rope: Callable[[Tensor], tuple[Tensor, Tensor]], text: int = 0) -> Tensor:
-    """Rotate already rotated rows [B G T D] further by `distance` positions; `rope` maps positions
-    [P] to cos, sin. `text`: the length of text by which they are rotated, if angles depend on it
-    (dynamic NTK, LongRoPE), else 0.
+    """Rotate already rotated keys x [B G T D] further by `distance` positions; `rope` maps
+    positions [P] to cos, sin. `text`: how many tokens long the text was whose length set their
+    angles, if angles depend on it (dynamic NTK, LongRoPE), else 0.
 
     This is a pure rotation: the stretch that RoPE scaling puts into cos and sin is in the rows
     already."""

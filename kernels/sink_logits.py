@@ -18,8 +18,9 @@ from kernels.reference import Segment
 
 
 def with_sink(out: Tensor, lse: Tensor, sink_logits: Tensor | None) -> Tensor:
-    """Turn attention without a sink into attention with it. out [B H T D], lse [B H T] or [B H],
-    sink_logits [H] or None"""
+    """Turn attention that was computed without a sink logit into attention with it, by scaling it
+    with sigmoid(lse - sink). out [B H T D], its log-sum-exp lse [B H T] or [B H], sink_logits [H]
+    or None -> [B H T D]"""
     if sink_logits is None:
         return out
     share = torch.sigmoid(lse.view(*out.shape[:3], 1) - sink_logits.view(-1, 1, 1))
@@ -27,16 +28,16 @@ def with_sink(out: Tensor, lse: Tensor, sink_logits: Tensor | None) -> Tensor:
 
 
 def lse_with_sink(lse: Tensor, sink_logits: Tensor | None) -> Tensor:
-    """Return the log of the denominator of a softmax, including the sink. lse [B H] or [B H T],
-    sink_logits [H] or None"""
+    """Return the log of the sum that a softmax divides by, including the sink logit. lse [B H] or
+    [B H T], without it; sink_logits [H] or None"""
     if sink_logits is None:
         return lse
     return torch.logaddexp(lse, sink_logits.view(-1, *[1] * (lse.dim() - 2)))
 
 
 def softmax(logits: Tensor, sink_logits: Tensor | None) -> Tensor:
-    """Return the weights of the tokens in a softmax with a sink, logits [B G g ... S], sink_logits
-    [H] -> the same shape, with sums below 1."""
+    """Return the weights of the tokens in a softmax with a sink logit. logits [B G g ... S],
+    sink_logits [H] or None -> the same shape, with sums below 1"""
     if sink_logits is None:
         return logits.softmax(-1)
     sink = sink_logits.view(*logits.shape[1:3], *[1] * (logits.dim() - 3)).expand(*logits.shape[:-1], 1)
@@ -44,8 +45,8 @@ def softmax(logits: Tensor, sink_logits: Tensor | None) -> Tensor:
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, sink_logits: Tensor | None) -> Tensor:
-    """Attend from the last T of S tokens to all before. q [B H T D], k, v [B G S D], sink_logits
-    [H] or None -> [B H T D]"""
+    """Attend from the last T of S tokens to all before them and themselves. q [B H T D], k, v [B G
+    S D], sink_logits [H] or None -> [B H T D]"""
     if sink_logits is None:
         plain: Tensor = ops.prefill_attention(q, k, v, scale)
         return plain
@@ -55,7 +56,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, sink_logits:
 def windowed_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, sink_logits: Tensor | None
 ) -> Tensor:
-    """Attend from the last T of S tokens; each sees the last `window` tokens up to itself."""
+    """Attend from the last T of S tokens; each sees the last `window` tokens up to itself. q [B H T
+    D], k, v [B G S D], sink_logits [H] or None -> [B H T D]"""
     out, lse = ops.windowed_attention(q, k, v, scale, k.shape[2] - q.shape[2], window)
     return with_sink(out, lse, sink_logits)
 
@@ -63,8 +65,8 @@ def windowed_attention(
 def segment_attention(
     q: Tensor, segments: Sequence[Segment | Codes], scale: float, sink_logits: Tensor | None
 ) -> Tensor:
-    """Attend from one token to the union of segments. q [B H 1 D], sink_logits [H] or None ->
-    [B H 1 D]"""
+    """Attend from one token per sequence to the tokens of all segments, plain or coded, under one
+    softmax. q [B H 1 D], sink_logits [H] or None -> [B H 1 D]"""
     if sink_logits is None and all(isinstance(segment, Segment) for segment in segments):
         plain: Tensor = ops.segment_attention(q, segments, scale)
         return plain
@@ -81,8 +83,9 @@ def segment_attention_with_lse(
 
 
 def _attended(q: Tensor, segments: Sequence[Segment | Codes], scale: float) -> tuple[Tensor, Tensor]:
-    """Attend without a sink. Codes are read by an operation of their own, and merged with the
-    rest."""
+    """Attend to all segments without a sink logit, and return the log-sum-exp too. Coded segments
+    are read by an operation of their own, and merged with the rest. q [B H 1 D] -> [B H 1 D], [B
+    H]"""
     parts = [ops.coded_attention(q, segment, scale) for segment in segments if not isinstance(segment, Segment)]
     if rest := [segment for segment in segments if isinstance(segment, Segment)]:
         parts.append(ops.segment_attention_with_lse(q, rest, scale))
@@ -94,8 +97,8 @@ def _attended(q: Tensor, segments: Sequence[Segment | Codes], scale: float) -> t
 
 
 def column_sums(q: Tensor, k: Tensor, scale: float, sink_logits: Tensor | None) -> Tensor:
-    """Sum what each key receives from the last T of S tokens. q [B H T D], k [B G S D] -> [B H S]
-    (fp32)"""
+    """Sum the attention weights that each key receives from the queries, which are the last T of S
+    tokens. q [B H T D], k [B G S D], sink_logits [H] or None -> [B H S] (fp32)"""
     if sink_logits is None:
         plain: Tensor = ops.column_sums(q, k, scale)
         return plain
@@ -105,7 +108,8 @@ def column_sums(q: Tensor, k: Tensor, scale: float, sink_logits: Tensor | None) 
 def causal_attention_with_column_sums(
     q: Tensor, k: Tensor, v: Tensor, scale: float, sink_logits: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return both `causal_attention` and `column_sums`."""
+    """Return what `causal_attention` and `column_sums` return, [B H T D] and [B H S], with the
+    logits computed once where there is no sink logit."""
     if sink_logits is None:
         plain: tuple[Tensor, Tensor] = ops.prefill_attention_with_column_sums(q, k, v, scale)
         return plain

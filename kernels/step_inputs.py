@@ -23,8 +23,9 @@ class CaptureError(RuntimeError):
 
 
 class StepInputs:
-    """Hold the recorded tensors of one step, each with its kind. Steps whose kinds differ cannot
-    replace each other."""
+    """Hold the small tensors that describe the sequences of one decode step, such as lengths and
+    addresses, each with its kind (what it means, its shape, dtype and device). A captured step can
+    serve other sequences only if their tensors have the same kinds."""
 
     def __init__(self) -> None:
         self.kinds: list[Hashable] = []
@@ -36,9 +37,9 @@ class StepInputs:
         self.tensors.append(tensor)
 
     def take_over(self, other: StepInputs) -> bool:
-        """Copy the tensors of another step of the same kinds into the tensors of this one; return
-        whether that was possible. It is not where this step uses one tensor twice and the other
-        step uses two different ones."""
+        """Copy the tensors of another step of the same kinds into the tensors of this one, so that
+        replaying this step serves the other's sequences. Return whether that was possible: it is
+        not where this step uses one tensor twice and the other step uses two different ones."""
         sources: dict[int, tuple[Tensor, Tensor]] = {}
         for target, source in zip(self.tensors, other.tensors, strict=True):
             if sources.setdefault(id(target), (target, source))[1] is not source:
@@ -62,14 +63,15 @@ def recording_inputs(inputs: StepInputs) -> Iterator[None]:
 
 
 def record_input(kind: Hashable, tensor: Tensor) -> Tensor:
-    """Record a tensor that describes the step's sequences, and return it."""
+    """Record a tensor that describes the step's sequences, if `recording_inputs` is active, and
+    return it. `kind`: what a captured step assumes about it besides shape and dtype."""
     if (inputs := _recording.get()) is not None:
         inputs.add(kind, tensor)
     return tensor
 
 
 def note_memory_read() -> None:
-    """Note that an operation reads a sequence's memory directly, so that its step cannot serve
-    other sequences."""
+    """Note that an operation reads a sequence's memory directly instead of through a table of
+    addresses, so that its step, once captured, cannot serve other sequences."""
     if (inputs := _recording.get()) is not None:
         inputs.read_memory = True

@@ -22,8 +22,8 @@ _seen: set[Path] = set()  # folders that this process has searched
 
 
 class TemporaryFolder:
-    """Make a folder in `parent`, by default in the system's place, that goes with this object, with
-    the block that it opens, or with the process. Its name begins with `start`."""
+    """Make a folder in `parent`, by default in the system's temporary folder. It is removed with
+    this object, at the end of a `with` block, or with the process. Its name begins with `start`."""
 
     def __init__(self, start: str, parent: Path | None = None) -> None:
         self.path, descriptor = _held(parent or Path(tempfile.gettempdir()), start, lambda path: path.mkdir(0o700))
@@ -38,8 +38,8 @@ class TemporaryFolder:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for writing that is at `path` when the block ends, so that readers see the old
-    one or the new one."""
+    """Open a temporary file for writing that replaces the file at `path` when the block ends
+    without an error, so that readers see the old content or the new one, never a part."""
     beside, descriptor = _held(path.parent, f".{path.name}.", lambda path: path.touch(exist_ok=False))
     try:
         with open(beside, "wb") as file:
@@ -55,8 +55,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def remove_abandoned(parent: Path) -> None:
-    """Remove from a folder what processes that are gone have left there. What cannot be read or
-    removed stays."""
+    """Remove from the folder `parent` the temporary files and folders made here by processes that
+    are gone. What cannot be read or removed stays."""
     _seen.add(parent)
     with suppress(OSError):
         for entry in list(os.scandir(parent)):
@@ -66,7 +66,8 @@ def remove_abandoned(parent: Path) -> None:
 
 
 def _held(parent: Path, start: str, make: Callable[[Path], None]) -> tuple[Path, int]:
-    """Make a file or a folder with a new name and lock it."""
+    """Make a temporary file or folder with a new name in `parent`, by `make`, and lock it. Return
+    its path and the open file descriptor that holds the lock."""
     if parent not in _seen:
         remove_abandoned(parent)
     while True:
@@ -89,7 +90,8 @@ def _remove_unless_held(path: Path) -> None:
 
 
 def _lock(descriptor: int) -> bool | None:
-    """Return whether the file is ours now; None where the file system has no locks."""
+    """Try to lock an open file without waiting. Return whether this process holds the lock now;
+    None where the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -100,15 +102,16 @@ def _lock(descriptor: int) -> bool | None:
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
-    """Return whether the name still leads to the open file, which another process may have removed
-    in between."""
+    """Return whether `path` still names the open file `descriptor`, which another process may have
+    removed in between."""
     with suppress(FileNotFoundError):
         return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))
     return False
 
 
 def _close(path: Path, descriptor: int, process: int) -> None:
-    """Remove the folder of an owner that ends; a fork of the owner may not."""
+    """Remove the folder and release its lock. A process forked from `process`, the one that made
+    it, does nothing."""
     if process == os.getpid():
         shutil.rmtree(path, ignore_errors=True)
         os.close(descriptor)

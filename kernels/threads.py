@@ -13,9 +13,10 @@ import torch
 
 @contextmanager
 def step_threads(device: torch.device) -> Iterator[None]:
-    """Limit torch's operations on a CPU to the threads that the compiled ones use
-    (kernels/cpu/team.cpp). A parallel region ends with its last thread, and a thread that lost its
-    core needs milliseconds to get it back."""
+    """Inside this block, limit torch's operations on a CPU to as many threads as the compiled
+    kernels use (kernels/cpu/team.cpp): fewer while another process keeps a core busy. A parallel
+    region ends with its last thread, and a thread that lost its core needs milliseconds to get it
+    back."""
     if device.type != "cpu":
         yield
         return

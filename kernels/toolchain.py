@@ -21,11 +21,12 @@ def unfit() -> str | None:
 
 
 def compiler() -> str | None:
-    """Return the C compiler that Triton takes: CC, else gcc, else clang; None if there is none."""
+    """Return the path of the C compiler that Triton takes: CC if it is set, else gcc, else clang;
+    None if there is none."""
     return shutil.which(os.environ.get("CC") or "gcc") or (None if os.environ.get("CC") else shutil.which("clang"))
 
 
 def headers() -> Path:
-    """Return where Python.h should be, as Triton looks for it."""
+    """Return the path where Python.h should be, as Triton looks for it."""
     scheme = sysconfig.get_default_scheme()
     return Path(sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"]) / "Python.h"

@@ -13,11 +13,11 @@ _WEIGHTS_AT_ONCE, _LEAST_QUERIES = 1 << 22, 16
 
 
 def windowed_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, first: int, window: int) -> tuple[Tensor, Tensor]:
-    """Attend within the window, and return the log of the sum that each softmax divides by, for
+    """Attend from queries that each see the last `window` keys only: query t of T sees those up to
+    key `first` + t. Return the attention, and the log of the sum that each softmax divides by, for
     `merge_attention`. A query that sees no key gets 0 and minus infinity.
 
-    q [B H T D], k, v [B G S D] -> [B H T D], [B H T] (fp32)
-    """
+    q [B H T D], k, v [B G S D] -> [B H T D], [B H T] (fp32)"""
     outs, lses = [], []
     for logits, _, keys in _blocks(q, k, scale, first, window):
         lse = logits.logsumexp(-1)
@@ -29,11 +29,11 @@ def windowed_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, first: int
 
 
 def windowed_sums(q: Tensor, k: Tensor, lse: Tensor, scale: float, first: int, window: int) -> Tensor:
-    """Sum what each key receives from softmaxes that divide by exp(lse), over these keys and any
-    others.
+    """Sum the softmax weights that each key receives from all queries that see it, as in
+    `windowed_attention`: query t sees the last `window` keys up to key `first` + t. Each softmax
+    divides by exp(lse), so it may also cover keys that are not in k.
 
-    q [B H T D], k [B G S D], lse [B H T] -> [B H S] (fp32)
-    """
+    q [B H T D], k [B G S D], lse [B H T] -> [B H S] (fp32)"""
     sums = q.new_zeros(*q.shape[:2], k.shape[2], dtype=torch.float32)
     for logits, queries, keys in _blocks(q, k, scale, first, window):
         sums[:, :, keys] += logits.sub_(lse[:, :, queries].unsqueeze(-1)).exp_().sum(2)
@@ -41,10 +41,12 @@ def windowed_sums(q: Tensor, k: Tensor, lse: Tensor, scale: float, first: int, w
 
 
 def _blocks(q: Tensor, k: Tensor, scale: float, first: int, window: int) -> Iterator[tuple[Tensor, slice, slice]]:
-    """Yield logits [B H t s] (fp32) of blocks of queries with the keys that some of them see, minus
-    infinity where a query does not see a key. The query heads of a group are folded into the token
-    axis, so no key is repeated. The logits are the caller's to change: they are most of the memory
-    that is taken here."""
+    """Yield for one block of queries after the other: their scaled logits [B H t s] (fp32), the
+    slice of the t queries, and the slice of the s keys that some of them see. Query t sees the last
+    `window` keys up to key `first` + t; other logits are minus infinity.
+
+    The query heads of a group are folded into the token axis, so no key is repeated. The caller may
+    overwrite the logits: they are most of the memory that is taken here."""
     (batch, heads, new, dim), (groups, stored) = q.shape, k.shape[1:3]
     keys_at_most = max(1, min(window + _QUERIES_AT_ONCE, stored))
     at_once = min(_QUERIES_AT_ONCE, max(_LEAST_QUERIES, _WEIGHTS_AT_ONCE // (batch * heads * keys_at_most)))

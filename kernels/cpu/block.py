@@ -37,7 +37,8 @@ class BlockWeights(Struct):
 
 
 class BlockInputs(Struct):
-    """Describe a call for the part of a block before attention, of a decode step or of a prompt."""
+    """Describe a call that computes what comes before attention in a decoder block (norm, q, k, v),
+    for a decode step or a prompt."""
 
     x = elements("batch * tokens * channels")
     cos = elements("angles * tokens * turned")
@@ -51,7 +52,8 @@ class BlockInputs(Struct):
 
 
 class BlockOutput(Struct):
-    """Describe a call for the part of a block after attention."""
+    """Describe a call that computes what follows attention in a decoder block: output projection
+    and MLP."""
 
     x = elements("rows * channels")
     attended = elements("rows * q_channels")
@@ -60,7 +62,8 @@ class BlockOutput(Struct):
 
 
 class HeadWeights(Struct):
-    """Describe the final norm and the projection to the vocabulary."""
+    """Describe the weights of a model's end: the final norm and the projection to the
+    vocabulary."""
 
     norm = elements("channels")
     weights = _linear("rows", "channels")
@@ -97,7 +100,8 @@ _NAME = "cpu"  # under which blocks and heads keep their packed weights
 
 
 def attention_inputs(x: Tensor, block: DecoderBlock, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Norm x, project it and rotate the heads, as kernels/block.py defines it."""
+    """Norm x [B T E], project it, and rotate the heads, as kernels/block.py defines it. Return
+    normed [B T E], q [B H T D], k and v [B G T D]."""
     x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
     (batch, tokens, channels), dim = x.shape, block.head_dim
     heads, kv_heads = block.q.weight.shape[0] // dim, block.k.weight.shape[0] // dim
@@ -119,7 +123,8 @@ def attention_inputs_refuses(x: Tensor, block: DecoderBlock, cos: Tensor, sin: T
 
 
 def block_output(x: Tensor, attended: Tensor, block: DecoderBlock) -> Tensor:
-    """Apply output projection and MLP, as kernels/block.py defines it."""
+    """Apply the output projection and the MLP to attended [B H T D], each with its residual, as
+    kernels/block.py defines it. x [B T E], the block's input -> [B T E]"""
     x = x.contiguous()
     (batch, tokens, channels), q_channels = x.shape, attended.shape[1] * attended.shape[3]
     # of one token the heads lie in the same order either way
@@ -150,7 +155,8 @@ def _is_step(x: Tensor) -> bool:
 
 
 def _multiplies(x: Tensor, block: DecoderBlock) -> bool:
-    """Return whether compiled products pay off for blocks of this size and so many tokens."""
+    """Return whether the compiled matrix products pay off for a prompt x [B T E] in this block,
+    given its sizes and the number of tokens."""
     fits = fits_compiled((*block.q.weight.shape, block.k.weight.shape[0]), block.gate.weight.shape[0], x.dtype)
     return FAST[x.dtype] and fits and x.shape[1] > 1 and x.shape[0] * x.shape[1] >= LEAST_TOKENS
 
@@ -174,7 +180,8 @@ def _unfit(x: Tensor, weights: DecoderBlock | Head) -> str | None:
 
 
 def _of_block(block: DecoderBlock) -> bytes:
-    """Return struct BlockWeights; its addresses hold as long as the block does."""
+    """Return the weights' addresses and sizes as the bytes of the C++ struct BlockWeights, packed
+    once per block; the addresses are valid as long as the block exists."""
     if (packed := block.prepared.get(_NAME)) is None:
         linears: dict[str, Tensor | None] = {}
         for name in _LINEARS:
@@ -190,7 +197,8 @@ def _of_block(block: DecoderBlock) -> bytes:
 
 
 def _of_head(head: Head) -> bytes:
-    """Return struct HeadWeights; its addresses hold as long as the head does."""
+    """Return the weights' addresses and sizes as the bytes of the C++ struct HeadWeights, packed
+    once per head; the addresses are valid as long as the head exists."""
     if (packed := head.prepared.get(_NAME)) is None:
         rows, channels = head.linear.weight.shape
         packed = head.prepared[_NAME] = HeadWeights.pack(

@@ -12,7 +12,8 @@ from kernels.ragged import RAGGED, Ragged, too_few
 
 
 class GroupWeights(Struct):
-    """Describe a call that turns the logits of each pair of sequence and KV head into weights."""
+    """Describe a call of the compiled function that turns logits into one weight per KV head and
+    token. A pair is one KV head of one sequence."""
 
     logits = floats("pairs * heads * count")
     out = floats("pairs * count", written=True)
@@ -23,7 +24,8 @@ class GroupWeights(Struct):
 
 
 class GroupMargins(Struct):
-    """Describe a call that measures how far candidates lie below a head's largest logit."""
+    """Describe a call of the compiled function that measures how far candidate tokens lie below the
+    largest logit of their row. A pair is one KV head of one sequence."""
 
     logits = floats("pairs * heads * count")
     out = floats("pairs * candidates", written=True)
@@ -34,7 +36,8 @@ class GroupMargins(Struct):
 
 
 class TopK(Struct):
-    """Describe a call that finds the k largest of each row."""
+    """Describe a call of the compiled function that finds the indices of the k largest numbers of
+    each row."""
 
     scores = floats()  # `rows` of `count`, `stride` entries apart
     out = int64s("rows * k", written=True)
@@ -53,7 +56,8 @@ _library = load(
 
 
 def group_weights(logits: Tensor | Ragged, scale: float, reduce: str) -> Tensor | Ragged:
-    """Turn logits into one weight per KV head and token, as kernels/reference.py defines it."""
+    """Turn logits [B G g S] into one weight per KV head and token, [B G S], as kernels/reference.py
+    defines it: a softmax in each query head, then the sum or the largest over the group."""
     batch, groups, heads, count = logits.shape
     x, counts = (logits.whole, logits.counts) if isinstance(logits, Ragged) else (logits, None)
     out = x.new_empty((batch, groups, count))
@@ -109,7 +113,7 @@ def top_k_refuses(scores: Tensor | Ragged, count: int | PerSequence) -> str | No
 
 
 def _evenly_spaced(x: Tensor) -> bool:
-    """Return whether all rows [... S] lie at multiples of one stride."""
+    """Return whether consecutive rows of x [... S] are all the same number of entries apart."""
     return x.dim() < 3 or x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
 
 

@@ -11,7 +11,8 @@ from kernels.ragged import Ragged, filled, first_of
 
 
 class CopyRows(Struct):
-    """Describe a call in which x and a block exchange rows of `width` bytes."""
+    """Describe a call of the compiled function that copies rows of `width` bytes from x to a
+    contiguous block, or from the block into x. A pair is one KV head of one sequence."""
 
     x = anything(strides="batch group row", written=True)  # [B G S D]
     table = int64s("pairs // groups * 3", optional=True)  # of `Ragged`, instead of the address and the strides above
@@ -22,7 +23,8 @@ class CopyRows(Struct):
 
 
 class CopyTiers(Struct):
-    """Describe a call that copies rows of `width` bytes out of two tensors."""
+    """Describe a call of the compiled function that copies rows of `width` bytes out of two
+    tensors: from `held` where `slots` says so, else from `far`."""
 
     far = anything(strides="batch group row")  # [B G S D]
     table = int64s("pairs // groups * 3", optional=True)  # of `Ragged`, instead of its address and strides
@@ -39,7 +41,8 @@ _library = load(
 
 
 def gather_rows(x: Tensor | Ragged, rows: Tensor | Ragged) -> Tensor | Ragged:
-    """Copy rows of each KV head out of x, as kernels/reference.py defines it."""
+    """Copy rows (tokens) of each KV head out of x [B G S D] at the indices rows [B G K], as
+    kernels/reference.py defines it. -> [B G K D]"""
     (first, table), sizes = _located(x), rows.sizes if isinstance(rows, Ragged) else None
     chosen = filled(rows).long().contiguous()
     out = torch.empty((*chosen.shape, first.shape[3]), dtype=first.dtype)
@@ -62,7 +65,8 @@ def _unfit(x: Tensor) -> str | None:
 def gather_tiers(
     far: Tensor | Ragged, rows: Tensor | Ragged, held: Tensor | None, slots: Tensor | None
 ) -> Tensor | Ragged:
-    """Copy rows of each KV head out of two tiers, as kernels/reference.py defines it."""
+    """Copy rows of each KV head out of `held` [B G C D], where `slots` [B G K] says so, else out of
+    `far` [B G S D], as kernels/reference.py defines it. -> [B G K D]"""
     if held is None or slots is None:
         return gather_rows(far, rows)
     (first, table), chosen, at = _located(far), filled(rows).long().contiguous(), slots.long().contiguous()

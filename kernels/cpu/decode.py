@@ -15,7 +15,8 @@ from kernels.reference import Segment
 
 
 class PackedSegment(bindings.Struct):
-    """Describe one segment of keys and values."""
+    """Describe the keys and values of one segment (kernels/reference.py), as the compiled attention
+    reads them."""
 
     k = elements(strides="batch group token")
     v = elements(strides="batch group token")
@@ -27,8 +28,8 @@ class PackedSegment(bindings.Struct):
 
 
 class SegmentAttention(bindings.Struct):
-    """Describe a call of attention over segments, which are packed before it, one after the
-    other."""
+    """Describe a call of the compiled attention from one token per sequence to segments; these are
+    packed before it, one after the other."""
 
     q = elements("batch * groups * heads * dim")
     out = elements("batch * groups * heads * dim", written=True)
@@ -45,8 +46,8 @@ _BYTES = {torch.float32: 4, torch.bfloat16: 2}
 
 
 def segment_attention(q: Tensor, segments: Sequence[Segment], scale: float) -> Tensor:
-    """Attend from one token to segments, as kernels/reference.py defines it. Neither rows nor heads
-    are copied."""
+    """Attend from one token per sequence to all tokens of the segments under one softmax, q [B H 1
+    D] -> [B H 1 D], as kernels/reference.py defines it. Neither rows nor heads are copied."""
     return _attend(q, segments, scale, None)
 
 

@@ -10,7 +10,7 @@ from kernels.cpu.ffi.library import load
 
 
 class KMeans(Struct):
-    """Describe a call that clusters the points of each problem."""
+    """Describe a call of the compiled k-means, which clusters the points of each problem."""
 
     x = floats("problems * points * dim")
     centroids = floats("problems * clusters * dim", written=True)  # the initial ones, then the final ones
@@ -26,7 +26,8 @@ _MOST_CLUSTERS = 4096  # because each 4096 points need a table of sums
 
 
 def kmeans(x: Tensor, initial: Tensor, iterations: int, tolerance: float = 1e-4) -> tuple[Tensor, Tensor]:
-    """Cluster the points of each problem, as kernels/kmeans.py defines it; codes are int32."""
+    """Cluster the points of each of N problems, as kernels/kmeans.py defines it: x [N P d], initial
+    [C] -> centroids [N C d], codes [N P] (int32)."""
     x = x.contiguous()
     problems, points, dim = x.shape
     centroids = x[:, initial]

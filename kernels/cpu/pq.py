@@ -11,7 +11,8 @@ from kernels.ragged import Ragged, first_of
 
 
 class PQWeights(Struct):
-    """Describe a call that weighs coded keys by their centroids' products with the queries."""
+    """Describe a call of the compiled function that computes softmax weights of product-quantised
+    keys from the products of queries with centroids. A pair is one KV head of one sequence."""
 
     q = elements("pairs * heads * parts * width")
     centroids = elements()  # [G m C d'] of each sequence
@@ -27,8 +28,9 @@ _library = load("pq", Function("pq_weights", PQWeights))
 
 
 def pq_weights(q: Tensor, centroids: Tensor | Ragged, codes: Tensor | Ragged, scale: float) -> Tensor | Ragged:
-    """Compute the softmax weights of coded keys, summed over a group, as kernels/reference.py
-    defines it."""
+    """Compute the softmax weights [B G S] of product-quantised keys, summed over a group's query
+    heads, as kernels/reference.py defines it. q [B H 1 D], centroids [B G m C d'], codes [B G S
+    m]."""
     batch, groups, parts, clusters, width = centroids.shape
     count = codes.shape[2]
     out = q.new_empty((batch, groups, count), dtype=torch.float32)

@@ -14,7 +14,8 @@ from kernels.reference import Segment
 
 
 class PrefillAttention(Struct):
-    """Describe a call of attention over a prompt, and of what each key receives."""
+    """Describe a call of the compiled attention over a prompt, which may also return what each key
+    receives and each query's log-sum-exp."""
 
     q = elements(strides="batch head token")  # [B H T D]
     k = elements(strides="batch group token")
@@ -37,8 +38,9 @@ _WIDE = bool(_library.has_wide_vectors())
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Compute causal attention, as kernels/reference.py defines it. The result lies in memory as
-    [B T H D], as the output projection needs it."""
+    """Compute causal attention of the last T of S tokens, q [B H T D], k, v [B G S D] -> [B H T D],
+    as kernels/reference.py defines it. The result lies in memory as [B T H D], as the output
+    projection needs it."""
     if q.shape[2] == 1:
         return decode.segment_attention(q, [Segment(k, v)], scale)
     out = q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3])).transpose(1, 2)
@@ -68,7 +70,8 @@ def _unfit(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 
 def column_sums(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """Sum the attention that each key receives, as kernels/column_sums.py defines it."""
+    """Sum the attention that each key receives from the queries, q [B H T D], k [B G S D] -> [B H
+    S], as kernels/column_sums.py defines it."""
     sums = q.new_zeros((*q.shape[:2], k.shape[2]), dtype=torch.float32)
     _run(q, k, None, None, sums, scale)
     return sums
@@ -79,7 +82,8 @@ def column_sums_refuses(q: Tensor, k: Tensor, scale: float) -> str | None:
 
 
 def prefill_attention_with_column_sums(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Compute causal attention and its column sums, as kernels/column_sums.py defines them."""
+    """Compute causal attention [B H T D] and the attention that each key receives, summed over
+    queries, [B H S], as kernels/column_sums.py defines them."""
     if q.shape[2] == 1:
         return _one_query(q, k, v, scale)
     out = q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3])).transpose(1, 2)
@@ -93,15 +97,17 @@ def prefill_attention_with_column_sums_refuses(q: Tensor, k: Tensor, v: Tensor, 
 
 
 def _one_query(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Serve a decode step, for which packing keys and values would not pay."""
+    """Compute `prefill_attention_with_column_sums` for a single query per sequence by the functions
+    of a decode step, since packing keys and values would not pay for one query."""
     out, lse = decode.segment_attention_with_lse(q, [Segment(k, v)], scale)
     logits = filled(scores.row_scores(q.reshape(q.shape[0], k.shape[1], -1, q.shape[3]), k))
     return out, logits.view(*q.shape[:2], -1).mul_(scale).sub_(lse.unsqueeze(-1)).exp_()
 
 
 def windowed_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, first: int, window: int) -> tuple[Tensor, Tensor]:
-    """Compute attention within a window, as kernels/windowed.py defines it. The result lies in
-    memory as [B T H D]."""
+    """Compute attention in which query t sees the last `window` keys up to key `first` + t, and its
+    log-sum-exp, as kernels/windowed.py defines it. -> [B H T D], which lies in memory as [B T H D],
+    and [B H T]"""
     out = q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3])).transpose(1, 2)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     _run(q, k, v, out, None, scale, lse=lse, seen=(first, window))
@@ -123,8 +129,9 @@ def _run(
     lse: Tensor | None = None,
     seen: tuple[int, int] | None = None,
 ) -> None:
-    """Write the results into out, sums and lse, those that are given. `seen`: the first query's
-    position and the window; None: the whole past."""
+    """Call the compiled function, which writes attention, column sums and log-sum-exps into `out`,
+    `sums` and `lse` where these are given. `seen`: the first query's position and the window; None:
+    each query sees its whole past."""
     batch, heads, fresh, dim = q.shape
     groups, stored = k.shape[1:3]
     first, window = seen or (stored - fresh, stored)

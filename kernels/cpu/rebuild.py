@@ -11,8 +11,8 @@ from kernels.ragged import Ragged, filled, first_of
 
 
 class RebuildKeys(Struct):
-    """Describe a call that rebuilds and rotates keys. A position is a row of u, of cos and of
-    sin."""
+    """Describe a call of the compiled function that rebuilds keys from low-rank factors and rotates
+    them. A position is a row of u, of cos and of sin."""
 
     u = elements(strides="batch row")
     basis = elements()  # [G r D] of each sequence
@@ -31,8 +31,8 @@ _library = load("rebuild", Function("rebuild_keys", RebuildKeys))
 def rebuild_keys(
     u: Tensor | Ragged, basis: Tensor | Ragged, positions: Tensor | Ragged, cos: Tensor | Ragged, sin: Tensor | Ragged
 ) -> Tensor | Ragged:
-    """Rebuild keys from their low-rank factors and rotate them, as kernels/reference.py defines
-    it."""
+    """Rebuild keys [B G K D] at `positions` [B G K] from their low-rank factors u [B S r] and basis
+    [B G r D], and rotate them by cos and sin, as kernels/reference.py defines it."""
     groups, rank, dim = first_of(basis).shape[1:]
     sizes, places = positions.sizes if isinstance(positions, Ragged) else None, filled(positions).long().contiguous()
     out = places.new_empty((*places.shape, dim), dtype=u.dtype)
@@ -76,7 +76,7 @@ def _unfit(u: Tensor, basis: Tensor, cos: Tensor, sin: Tensor) -> str | None:
 
 
 def _angles(x: Tensor | Ragged) -> Tensor:
-    """Return angles [P R], of several sequences the first one's."""
+    """Return cos or sin as [P R], a row per position; for several sequences the first one's."""
     return first_of(x).flatten(0, -2)
 
 

@@ -13,7 +13,8 @@ from kernels.ragged import Ragged, first_of
 
 
 class RowScores(Struct):
-    """Describe a call that multiplies each query with each row of an index."""
+    """Describe a call of the compiled function that multiplies each query with each row of an
+    index."""
 
     q = elements("batch * groups * heads * width")  # width: channels, filled up to whole cache lines with zeros
     x = elements(strides="batch group row")  # [B G S C]
@@ -31,7 +32,7 @@ _BYTES = {torch.float32: 4, torch.bfloat16: 2}
 
 def row_scores(q: Tensor, x: Tensor | Ragged) -> Tensor | Ragged:
     """Multiply every query of a group with every row of an index, as kernels/reference.py defines
-    it."""
+    it. q [B G g C], x [B G S C] -> [B G g S]"""
     batch, groups, heads, width = q.shape
     count, size = x.shape[2], x.dtype.itemsize
     first, table, counts = (x.first, x.table, x.counts) if isinstance(x, Ragged) else (x, None, None)
@@ -50,8 +51,8 @@ def row_scores_refuses(q: Tensor, x: Tensor | Ragged) -> str | None:
 
 
 def page_scores(q: Tensor, bounds: Tensor | Ragged) -> Tensor | Ragged:
-    """Bound the product of each query with the keys of each page, as kernels/pages.py defines
-    it."""
+    """Bound the product of each query q [B G g D] with the keys of each page, whose largest and
+    smallest values are bounds [B G P 2D], as kernels/pages.py defines it. -> [B G g P]"""
     return row_scores(by_sign(q), bounds)
 
 
@@ -60,7 +61,8 @@ def page_scores_refuses(q: Tensor, bounds: Tensor | Ragged) -> str | None:
 
 
 def _unfit(q: Tensor, x: Tensor, width: int) -> str | None:
-    """Return why rows of `width` channels cannot be multiplied, or None."""
+    """Return why the compiled function cannot multiply q with rows x of `width` channels, or
+    None."""
     if -(-width * _BYTES.get(q.dtype, 1) // 64) not in _LINES:
         return f"is not built for rows of {width} x {q.dtype}"
     if q.dtype not in _BYTES or q.is_cuda:

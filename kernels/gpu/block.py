@@ -24,7 +24,8 @@ _GATED = 512  # channels that one program gates
 
 
 def attention_inputs(x: Tensor, block: DecoderBlock, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Norm x, project it and rotate the heads, as kernels/block.py defines it."""
+    """Norm x [B T E], project it, and rotate the heads, as kernels/block.py defines it. Return
+    normed [B T E], q [B H T D], k and v [B G T D]."""
     return _inputs(x, _normed(x.flatten(0, 1), block.norm, block.eps), block, cos, sin, None)
 
 
@@ -75,8 +76,8 @@ def attention_inputs_stored_refuses(
 def _inputs(
     x: Tensor, normed: Tensor, block: DecoderBlock, cos: Tensor, sin: Tensor, store: NewRows | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Project the normed states [B*T E] and rotate the heads; write k and v to `store` if there is
-    one."""
+    """Project the normed states [B*T E] to q, k and v and rotate the heads; if there is a `store`,
+    write k and v into it too. Return what `attention_inputs` returns for x [B T E]."""
     whole = joint(block)[0]
     q, k, v = _products(normed, whole, block.q, block.k, block.v)
     q, k = turned(q, k, v, block, cos, sin, x.shape[0], store)
@@ -112,7 +113,8 @@ def block_output_apart_refuses(x: Tensor, attended: Tensor, block: DecoderBlock)
 
 
 def _parts(x: Tensor, attended: Tensor, block: DecoderBlock) -> tuple[Tensor, Tensor]:
-    """Return the two terms of a block's last sum for tokens [N E]. attended [N H*D]"""
+    """Return the two terms of a decoder block's last sum, the residual stream and the MLP's output,
+    for tokens x [N E] whose attention is attended [N H*D]. -> [N E] each"""
     middle, normed = _added_and_normed(x, block.o(attended), block.mlp_norm, block.eps)
     gate, up = _products(normed, joint(block)[1], block.gate, block.up)
     return middle, block.down(_gated(gate, up))
@@ -136,21 +138,22 @@ def _unfit(x: Tensor, weights: DecoderBlock | Head, *others: Tensor) -> str | No
 
 
 def _products(x: Tensor, whole: Linear | None, *parts: Linear) -> Sequence[Tensor]:
-    """Multiply x [N E] by each part, or by the one matrix that they are slices of."""
+    """Multiply x [N E] by each of `parts`, or by `whole`, the one matrix that they are slices of,
+    if there is one. Return one product per part."""
     if whole is None:
         return [part(x) for part in parts]
     return whole(x).split([len(part.weight) for part in parts], -1)
 
 
 def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Norm the rows of x [N E]."""
+    """Return RMSNorm of the rows of x [N E]."""
     out = x.new_empty(x.shape)
     _run_norm(x, None, weight, None, out, eps)
     return out
 
 
 def _added_and_normed(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return x + added, and the norm of that. [N E]"""
+    """Return x + added, and RMSNorm of that sum, [N E] each."""
     total, out = x.new_empty(x.shape), x.new_empty(x.shape)
     _run_norm(x, added, weight, total, out, eps)
     return total, out
@@ -172,7 +175,8 @@ def _gated(gate: Tensor, up: Tensor) -> Tensor:
 
 @triton.jit
 def _norm(x, added, weight, total, out, eps, xt: tl.int64, WIDTH: tl.constexpr, WIDE: tl.constexpr):
-    """Norm one row, after adding `added` to it if there is one."""
+    """Write RMSNorm of one row of x to `out`. If `added` is given, add it to the row first, and
+    write the sum to `total`."""
     row = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, WIDE)
     there = channel < WIDTH

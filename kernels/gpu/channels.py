@@ -17,8 +17,9 @@ _MOST_CHANNELS = 64  # channels that are taken at once
 
 
 def channel_sums(q: Tensor, x: Tensor | Ragged, channels: Tensor) -> tuple[Tensor | Ragged, Tensor]:
-    """Sum the scores of a few channels over the group, as kernels/reference.py defines it, without
-    copying channels or storing scores."""
+    """Multiply queries q [B G g r] and keys x [B G D S] in r chosen channels [B G r] alone. Return
+    the sum over the group, [B G S], and each head's log-sum-exp, [B G g], as kernels/reference.py
+    defines it. Channels are not copied, scores not stored."""
     (batch, groups, heads, _), count = q.shape, x.shape[3]
     sums = q.new_empty((batch, groups, count), dtype=torch.float32)
     lses = q.new_empty((batch, groups, heads, triton.cdiv(count, _BLOCK)), dtype=torch.float32)
@@ -27,7 +28,8 @@ def channel_sums(q: Tensor, x: Tensor | Ragged, channels: Tensor) -> tuple[Tenso
 
 
 def channel_scores(q: Tensor, x: Tensor | Ragged, channels: Tensor) -> Tensor | Ragged:
-    """Multiply in a few channels, as kernels/reference.py defines it, without copying them."""
+    """Multiply queries q [B G g r] and keys x [B G D S] in r chosen channels [B G r] alone, without
+    copying these, as kernels/reference.py defines it. -> [B G g S]"""
     scores = q.new_empty((*q.shape[:3], x.shape[3]), dtype=torch.float32)
     _run(q, x, channels, scores=scores)
     return Ragged.filled_up(scores, x.sizes, 3) if isinstance(x, Ragged) else scores
@@ -75,11 +77,12 @@ def _channels(
     GROUPS: tl.constexpr, HEADS: tl.constexpr, FOLD: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
     BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Compute scores of a block of tokens, and store them, or their sum over the heads and each
-    head's log-sum-exp.
+    """Compute the scores of a block of tokens from a few channels. If `stored` is given, write them
+    there, else write their sum over the group's heads to `sums` and each head's log-sum-exp to
+    `lses`.
 
-    Of several sequences, `counts` says how many tokens each has; a block after them has one of
-    minus infinity."""
+    For several sequences, `counts` says how many tokens each has; a block with none of them has a
+    log-sum-exp of minus infinity."""
     block, this = tl.program_id(0), tl.program_id(1).to(tl.int64)
     keys, step = head_rows(x, places, this // GROUPS, this % GROUPS, xb, xg, xc, ALIGNED)
     room = count

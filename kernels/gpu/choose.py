@@ -19,7 +19,7 @@ _BLOCK = 1024
 def log_sum_exp(logits: Tensor, scale: float, counts: Tensor | None = None) -> Tensor:
     """Return the log-sum-exp of each row of logits times `scale`. [... S] -> [...] (fp32)
 
-    counts [B]: how many entries of each sequence's rows are there; None: all."""
+    counts [B]: only so many leading entries of each sequence's rows exist; None: all."""
     count = logits.shape[-1]
     pieces = triton.cdiv(count, _PIECE)
     out: Tensor = logits.new_empty((*logits.shape[:-1], pieces), dtype=torch.float32)
@@ -32,7 +32,8 @@ def log_sum_exp(logits: Tensor, scale: float, counts: Tensor | None = None) -> T
 
 
 def group_weights(logits: Tensor | Ragged, scale: float, reduce: str) -> Tensor | Ragged:
-    """Turn logits into one weight per KV head and token, as kernels/reference.py defines it."""
+    """Turn logits [B G g S] into one weight per KV head and token, [B G S], as kernels/reference.py
+    defines it: a softmax in each query head, then the sum or the largest over the group."""
     (batch, groups, heads, count), counts = logits.shape, logits.counts if isinstance(logits, Ragged) else None
     x = filled(logits).contiguous()
     out = x.new_empty((batch, groups, count), dtype=torch.float32)
@@ -49,8 +50,10 @@ def group_weights_refuses(logits: Tensor | Ragged, scale: float, reduce: str) ->
 
 
 def group_margins(logits: Tensor, candidates: int | PerSequence, reach: float) -> tuple[Tensor | Ragged, Tensor]:
-    """Measure how far candidates lie below the largest logit, as kernels/reference.py defines it. A
-    first kernel finds the largest logit of each piece of a row, a second the margins."""
+    """Measure how far the first `candidates` tokens lie below the largest logit of logits [B G g
+    S], and how many come within `reach`: [B G candidates] and [B G], as kernels/reference.py
+    defines it. A first kernel finds the largest logit of each piece of a row, a second the
+    margins."""
     batch, groups, heads, count = logits.shape
     most, of_each = (
         (candidates.most, candidates.on(logits.device)) if isinstance(candidates, PerSequence) else (candidates, None)
@@ -83,8 +86,8 @@ def _unfit(logits: Tensor) -> str | None:
 
 @triton.jit(do_not_specialize=["count"])
 def _log_sum_exp(x, counts, out, scale, count, ROWS: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute the log-sum-exp of a piece of a row. Of several sequences, with ROWS each, `counts`
-    may say how many entries are there."""
+    """Compute the log-sum-exp of one piece of a row of x times `scale`. For several sequences, with
+    ROWS rows each, `counts` may say how many entries of a row exist."""
     row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     room = count
     if counts is not None:
@@ -109,7 +112,8 @@ def _log_sum_exp(x, counts, out, scale, count, ROWS: tl.constexpr, PIECE: tl.con
 def _weights(
     x, lse, counts, out, scale, count, GROUPS: tl.constexpr, HEADS: tl.constexpr, SUM: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Combine the heads' softmax weights of a block of tokens."""
+    """Combine the softmax weights of a group's query heads, for a block of tokens: their sum if
+    SUM, else the largest. `lse` holds the log-sum-exp of each row of x."""
     this = tl.program_id(1).to(tl.int64)
     room = count
     if counts is not None:
@@ -126,7 +130,8 @@ def _weights(
 
 @triton.jit(do_not_specialize=["count"])
 def _tops(x, tops, near, count, PIECE: tl.constexpr, BLOCK: tl.constexpr):
-    """Find the largest logit of a piece of a row, and reset the group's count."""
+    """Find the largest logit of one piece of a row of x, and set the group's entry in `near`, in
+    which `_margins` will count, to 0."""
     this, piece, head = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     pieces, heads = tl.num_programs(1), tl.num_programs(2)
     row = this * heads + head
@@ -145,9 +150,11 @@ def _margins(
     x, tops, of_each, out, near, reach, count, candidates, pieces, GROUPS: tl.constexpr, HEADS: tl.constexpr,
     PIECES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute the margins of a block of candidates, and count those within reach. The count is an
-    integer, so order does not matter. Of several sequences, `of_each` may say how many candidates
-    each has."""
+    """Compute how far each of a block of candidate tokens lies below the largest logit of its row
+    in x, at the query head of the group where it comes closest, and count in `near` those within
+    `reach`. `tops` holds the largest logit of each piece of a row. For several sequences, `of_each`
+    may hold the number of candidates of each. The count is an integer, so the order of additions
+    does not matter."""
     this, piece = tl.program_id(1).to(tl.int64), tl.arange(0, PIECES)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = at < candidates

@@ -35,7 +35,8 @@ _TILE = 2048  # numbers that a program decodes
 
 
 def coded_attention(q: Tensor, coded: Codes, scale: float) -> tuple[Tensor, Tensor]:
-    """Attend from one token to codes, as kernels/coded.py defines it; cut and merged as in
+    """Attend from one token per sequence to coded keys and values, as kernels/coded.py defines it:
+    q [B H 1 D] -> [B H 1 D], log-sum-exp [B H]. Tokens are cut into pieces and merged as in
     decode.py."""
     (batch, heads, _, dim), (_, groups, count, _) = q.shape, coded.k.shape
     q, block = q.contiguous(), _tokens_of_a_tile(coded)
@@ -65,7 +66,9 @@ def coded_attention_refuses(q: Tensor, coded: Codes, scale: float) -> str | None
 
 
 def decode_rows(coded: Codes, rows: Tensor | None, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Decode tokens of each KV head, as kernels/coded.py defines it."""
+    """Turn codes of the tokens `rows` (None: all) back into keys and values [B G K D], as
+    kernels/coded.py defines it. `blocks` [B G K] names the block of each token, whose range its key
+    shares."""
     (batch, groups, count), dim = blocks.shape, coded.dim
     tensors, tables, aligned = _located(coded)
     k, v = (blocks.new_empty((batch, groups, count, dim), dtype=dtype) for _ in range(2))
@@ -91,19 +94,22 @@ def decode_rows_refuses(coded: Codes, rows: Tensor | None, blocks: Tensor, dtype
 
 
 def _tokens_of_a_tile(coded: Codes) -> int:
-    """Return the largest power of two that divides a block, and _MOST at most."""
+    """Return how many tokens a program reads at a time: the largest power of two that divides a
+    block, and at most _MOST."""
     return _MOST if isinstance(coded, CodedFloats) else min(_MOST, coded.block & -coded.block)
 
 
 def _located(coded: Codes) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...], tuple[int, int]]:
-    """Return all four tensors, the tables of where they lie, if they are those of several
-    sequences, and the bytes that places of codes, and those of ranges, are multiples of."""
+    """Return where codes and ranges lie, for the kernels: the four tensors of `all_four`; for
+    several sequences the table of addresses of each, else None; and the numbers of bytes of which
+    all addresses of codes, and all of ranges, are multiples."""
     tensors, tables, aligned = zip(*map(located, coded.all_four), strict=True)
     return tensors, tables, (min(aligned[:2]), min(aligned[2:]))
 
 
 def _strides(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """Return what lies between sequences, heads and rows of all four tensors."""
+    """Return the strides of each tensor [B G S ...] over sequences, heads and rows, one tensor
+    after the other."""
     return tuple(stride for x in tensors for stride in x.stride()[:3])
 
 
@@ -128,8 +134,8 @@ def _unfit_blocks(coded: Codes) -> str | None:
 
 @triton.jit
 def _floats(row, scale, dim, there):
-    """Return the numbers of rows at the pointers `row` [n 1], times what stands at `scale` [n 1],
-    in fp32.
+    """Decode floats of 8 bits: return in fp32 the numbers of the rows at the pointers `row` [n 1],
+    each row times the scale at the pointer `scale` [n 1].
 
     With its bits in their places in fp16, a float of 8 bits is 256 times too small: no hardware
     need know the type."""
@@ -141,8 +147,9 @@ def _floats(row, scale, dim, there):
 
 @triton.jit
 def _numbers(row, range_row, dim, there, DIM: tl.constexpr, GROUPS: tl.constexpr, BITS: tl.constexpr):
-    """Return the numbers of rows at the pointers `row` [n 1] in fp32; ranges are those of GROUPS
-    groups of channels at `range_row`, [n 1] or [1 1]."""
+    """Decode integers of BITS: return in fp32 the numbers of the rows at the pointers `row` [n 1].
+    Each of GROUPS groups of channels has its least number and its step at the pointers `range_row`,
+    [n 1], or [1 1] if all rows share them."""
     width: tl.constexpr = DIM * BITS // 8
     codes = tl.load(row + dim % width, mask=there, other=0).to(tl.int32)
     codes = (codes >> (dim // width * BITS)) & ((1 << BITS) - 1)
@@ -160,11 +167,11 @@ def _attend_codes(
     GROUP: tl.constexpr, FOLD: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, RANGES: tl.constexpr,
     BITS: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, RANGE_ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Attend from the GROUP query heads of a KV head to one piece of its codes. SHARED tokens share
-    a range of keys.
+    """Attend from the GROUP query heads of one KV head to one piece of its coded tokens, and write
+    the output and the log-sum-exp of the piece. SHARED tokens share a range of keys.
 
-    counts: how many tokens each sequence has, else `count`. A piece without any has an lse of minus
-    infinity."""
+    counts: how many tokens each sequence has; None: `count`. A piece without any has a log-sum-exp
+    of minus infinity."""
     this, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     batch, group = this // HEADS, this % HEADS
     head, dim = tl.arange(0, FOLD), tl.arange(0, WIDE)[None, :]
@@ -216,7 +223,7 @@ def _decode_rows(
     WIDE: tl.constexpr, RANGES: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
     RANGE_ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Decode some rows of one head."""
+    """Decode the keys and values of some tokens of one KV head into `k_out` and `v_out`."""
     this = tl.program_id(1).to(tl.int64)
     batch, group = this // HEADS, this % HEADS
     place = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]

@@ -41,7 +41,8 @@ def unfit_floats(*tensors: Tensor) -> str | None:
 
 
 def unfit_heads(*tensors: Tensor) -> str | None:
-    """Return why no kernel can run on tensors of heads [... D], or None."""
+    """Return why no kernel can run on tensors whose last dimension is the channels of a head, or
+    None: channels must be contiguous, heads not too wide, and dtypes the same."""
     if any(x.stride(-1) != 1 for x in tensors):
         return "needs the channels of a row side by side"
     if tensors[0].shape[-1] * tensors[0].element_size() > _WIDEST:
@@ -50,8 +51,8 @@ def unfit_heads(*tensors: Tensor) -> str | None:
 
 
 def unfit_shape(x: Tensor | Ragged, *sizes: int | None) -> str | None:
-    """Return why no kernel can run on a tensor that does not have these sizes, or None: kernels
-    broadcast nothing. A size of None may be any."""
+    """Return why no kernel can run on x if its shape is not `sizes`, or None: kernels broadcast
+    nothing. A size of None allows any."""
     shape = tuple(x.shape)
     if len(shape) == len(sizes) and all(want in (None, have) for want, have in zip(sizes, shape, strict=True)):
         return None
@@ -59,14 +60,15 @@ def unfit_shape(x: Tensor | Ragged, *sizes: int | None) -> str | None:
 
 
 def unfit_numbers(numbers: Tensor | None, batch: int) -> str | None:
-    """Return why no kernel can run on numbers [1] for all sequences, or [B] for each, or None."""
+    """Return why no kernel can run unless `numbers` is [1], for all sequences, or [B], one for each
+    of the `batch`; None if it can."""
     if numbers is None or (numbers.dim() == 1 and len(numbers) in (1, batch)):
         return None
     return f"takes one number for all of {batch} sequences or one for each, got {list(numbers.shape)}"
 
 
 def unfit_sharing(heads: int, groups: int) -> str | None:
-    """Return why no kernel takes so many query heads of so many KV heads, or None."""
+    """Return why no kernel takes `heads` query heads that share `groups` KV heads, or None."""
     if heads % groups:
         return f"takes whole groups of heads, got {heads} query heads of {groups} KV heads"
     return unfit_group(heads // groups)
@@ -78,28 +80,28 @@ def unfit_group(heads: int) -> str | None:
 
 
 def located(x: Tensor | Ragged) -> tuple[Tensor, Tensor | None, int]:
-    """Return the arguments of `head_rows`: a tensor of x's dtype and strides and, for several
-    sequences, the table of their addresses and the bytes of which all addresses and steps are
-    multiples."""
+    """Return the arguments by which the kernels' `head_rows` finds x in memory: a tensor of x's
+    dtype and strides; for a `Ragged` the table of its sequences' addresses, else None; and the
+    number of bytes of which all addresses and steps are multiples."""
     return (x.first, x.table, x.alignment) if isinstance(x, Ragged) else (x, None, 1)
 
 
 def padded(size: int, least: int = 16) -> int:
-    """Return the side of a tile that holds `size`: a power of two, and at least what the tensor
-    cores take."""
+    """Return the side of a tile that holds `size` entries: a power of two, and at least `least`, by
+    default what the tensor cores take."""
     return max(least, triton.next_power_of_2(size))
 
 
 def split(count: int, programs: int, block: int) -> tuple[int, int]:
-    """Return how many pieces to cut `count` tokens into, and how long they are, so that they fill
-    the device with `programs` programs each."""
+    """Return into how many pieces to cut `count` tokens, and how long each is (a multiple of
+    `block`), so that the device is busy when each piece runs on `programs` programs."""
     wanted = max(1, _programs_wanted() // programs)
     length = triton.cdiv(triton.cdiv(count, wanted), block) * block
     return triton.cdiv(count, length), length
 
 
 def stages(x: Tensor) -> int:
-    """Return how many tiles of rows [... D] to load ahead."""
+    """Return how many tiles of rows x [... D] a kernel's loop loads ahead (Triton's num_stages)."""
     return 3 if x.shape[-1] * x.element_size() <= 256 else 2
 
 
@@ -109,16 +111,17 @@ def _device() -> Any:
 
 
 def _programs_wanted() -> int:
-    """Return how many programs to aim for: four per multiprocessor; few under the interpreter, but
-    enough to cut even small inputs."""
+    """Return how many programs a launch should have: four per multiprocessor; few under the
+    interpreter, but enough to cut even small inputs."""
     return 6 if INTERPRETED else 4 * _device().multi_processor_count
 
 
 @triton.jit
 def head_rows(x, places, sequence, group, xb, xg, xt, ALIGNED: tl.constexpr):
-    """Return the address of the rows of a KV head, and the step between rows: by x and its strides,
-    or by the `table` of `Ragged`, whose numbers are multiples of ALIGNED bytes. Without that hint
-    rows would be read entry by entry."""
+    """Return a pointer to the first row of a KV head, and the step between rows in entries. They
+    come from x and its strides xb, xg, xt, or for several sequences from `places`, the `table` of a
+    `Ragged`, whose numbers are multiples of ALIGNED bytes. Without that hint rows would be read
+    entry by entry."""
     if places is None:
         rows, step = x + sequence * xb + group * xg, xt
     else:
@@ -133,8 +136,9 @@ def head_rows(x, places, sequence, group, xb, xg, xt, ALIGNED: tl.constexpr):
 
 @triton.jit
 def row_places(x, places, sequence, xb, xt):
-    """Return the address of the rows of a sequence, and the entries between rows: by x and its
-    strides, or by the `table` of `Ragged` whose tensors have rows in their second dimension."""
+    """Return a pointer to the first row of a sequence, and the step between rows in entries. They
+    come from x and its strides xb, xt, or from `places`, the `table` of a `Ragged` whose tensors
+    have rows in their second dimension."""
     if places is None:
         rows, step = x + sequence * xb, xt
     else:
@@ -146,8 +150,8 @@ def row_places(x, places, sequence, xb, xt):
 
 @triton.jit
 def product(a, b):
-    """Return a @ b in fp32. The interpreter has no bfloat16 arithmetic, so there the inputs become
-    fp32 first."""
+    """Return the matrix product a @ b in fp32. The interpreter has no bfloat16 arithmetic, so there
+    the inputs become fp32 first."""
     if _interpreted:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, input_precision="tf32x3")
@@ -155,5 +159,5 @@ def product(a, b):
 
 @triton.jit
 def rounded(x, like):
-    """Round x in fp32 as if it were stored at `like`."""
+    """Round x (fp32) to the dtype that the pointer `like` points to, and return it in fp32."""
     return x.to(like.dtype.element_ty).to(tl.float32)

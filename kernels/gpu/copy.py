@@ -17,7 +17,8 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # onl
 
 
 def gather_rows(x: Tensor | Ragged, rows: Tensor | Ragged) -> Tensor | Ragged:
-    """Copy rows of each KV head out of x, as kernels/reference.py defines it."""
+    """Copy rows (tokens) of each KV head out of x [B G S D] at the indices rows [B G K], as
+    kernels/reference.py defines it. -> [B G K D]"""
     chosen = filled(rows)
     out = first_of(x).new_empty((*chosen.shape, x.shape[3]))
     _run(x, chosen, rows.counts if isinstance(rows, Ragged) else None, out, put=False)
@@ -31,8 +32,9 @@ def gather_rows_refuses(x: Tensor | Ragged, rows: Tensor | Ragged) -> str | None
 def gather_tiers(
     far: Tensor | Ragged, rows: Tensor | Ragged, held: Tensor | None, slots: Tensor | None
 ) -> Tensor | Ragged:
-    """Copy rows of each KV head out of two tiers, as kernels/reference.py defines it. Rows of
-    pinned host memory are read over the bus while the kernel runs."""
+    """Copy rows of each KV head out of `held` [B G C D], where `slots` [B G K] says so, else out of
+    `far` [B G S D], as kernels/reference.py defines it. -> [B G K D]. Rows in pinned host memory
+    are read over the bus while the kernel runs."""
     (first, places, aligned), chosen = located(far), filled(rows)
     (batch, groups, count), dim, word = chosen.shape, first.shape[3], _WORDS[first.element_size()]
     out = torch.empty((*chosen.shape, dim), dtype=first.dtype, device=chosen.device)
@@ -65,8 +67,8 @@ def gather_tiers_refuses(
 
 
 def _unfit(whole: Tensor | Ragged, rows: Tensor, *near: Tensor) -> str | None:
-    """Return why rows of a tensor cannot be copied, or None. `near`: what else must lie beside the
-    rows' numbers."""
+    """Return why no kernel can copy `rows` of `whole`, or None. `near`: other tensors of the call
+    that must be on the same device as `rows`."""
     x = first_of(whole)
     if reason := unfit_shape(whole, *rows.shape[:2], None, None):
         return reason
@@ -78,7 +80,8 @@ def _unfit(whole: Tensor | Ragged, rows: Tensor, *near: Tensor) -> str | None:
 
 
 def put_rows(x: Tensor | Ragged, rows: Tensor, values: Tensor) -> None:
-    """Write rows of each KV head into x, as kernels/reference.py defines it."""
+    """Write values [B G K D] into the rows [B G K] of each KV head of x [B G S D], as
+    kernels/reference.py defines it."""
     _run(x, rows, None, values if values.stride(3) == 1 else values.contiguous(), put=True)
 
 
@@ -108,8 +111,8 @@ def _copy(
     bb: tl.int64, bg: tl.int64, bk: tl.int64, count, GROUPS: tl.constexpr, DIM: tl.constexpr, PUT: tl.constexpr,
     WIDE: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Copy a tile of one head: some rows, some channels. Of several sequences, `counts` may say how
-    many rows are there."""
+    """Copy a tile, some rows and channels of one head, from x to `block`, or from `block` into x if
+    PUT. For several sequences, `counts` may say how many rows each has."""
     this = tl.program_id(1).to(tl.int64)
     place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     channel = tl.program_id(2) * WIDE + tl.arange(0, WIDE)
@@ -134,8 +137,9 @@ def _from_tiers(
     ht: tl.int64, count, GROUPS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Copy a tile of one head. A row that a slot holds is not read from `far`. For several
-    sequences, `counts` may say how many rows each has."""
+    """Copy a tile, some rows and channels of one head, to `out`: a row with a slot of 0 or more
+    from that slot of `held`, any other one from `far`. For several sequences, `counts` may say how
+    many rows each has."""
     this = tl.program_id(1).to(tl.int64)
     place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     channel = tl.program_id(2) * WIDE + tl.arange(0, WIDE)

@@ -38,8 +38,8 @@ _AT_ONCE = 3  # segments that one launch reads
 
 
 def segment_attention(q: Tensor, segments: Sequence[Segment], scale: float) -> Tensor:
-    """Attend from one token to segments, as kernels/reference.py defines it, without copying rows
-    or heads."""
+    """Attend from one token per sequence to all tokens of the segments under one softmax, q [B H 1
+    D] -> [B H 1 D], as kernels/reference.py defines it, without copying rows or heads."""
     return segment_attention_with_lse(q, segments, scale)[0]
 
 
@@ -96,7 +96,8 @@ def merge_attention_refuses(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> s
 
 
 def _cut(batch: int, segment: Segment) -> tuple[int, int]:
-    """Return the number and length of a segment's pieces; no pieces for an empty one."""
+    """Return into how many pieces the tokens of a segment are cut, and how long these are; (0, 0)
+    for an empty segment."""
     lists = segment.k if segment.rows is None else segment.rows
     return split(lists.shape[2], batch * lists.shape[1], _BLOCK) if lists.shape[2] else (0, 0)
 
@@ -104,8 +105,8 @@ def _cut(batch: int, segment: Segment) -> tuple[int, int]:
 def _read(
     q: Tensor, segments: Sequence[tuple[Segment, int, int]], scale: float, outs: Tensor, lses: Tensor, first: int
 ) -> None:
-    """Attend to each piece of a few segments, which come with the number and the length of theirs,
-    and write outs and lses from `first` on."""
+    """Attend to each piece of a few segments, given as (segment, number of pieces, length of a
+    piece). Write the results of the pieces into `outs` and `lses`, from place `first` on."""
     batch, heads, _, dim = q.shape
     given, numbers, shapes = zip(*(_arguments(heads, *segment) for segment in segments), strict=True)
     lists = lcm(*(shape[1] for shape in shapes))
@@ -118,8 +119,9 @@ def _read(
 
 
 def _arguments(heads: int, segment: Segment, pieces: int, length: int) -> tuple[Any, tuple[int, ...], tuple[int, ...]]:
-    """Return what `_attend` takes for a segment: tensors and strides, numbers that change, and
-    those that do not."""
+    """Return what the kernel `_attend` takes for one segment, cut into `pieces` of `length`: its
+    tensors and strides, the numbers that change from step to step, and the constants by which it is
+    compiled."""
     rows, live = _listed(segment)
     (k, k_places, k_aligned), (v, v_places, v_aligned) = map(located, segment[:2])
     lists, count = (k if rows is None else rows).shape[1], (segment.k if rows is None else rows).shape[2]
@@ -130,8 +132,8 @@ def _arguments(heads: int, segment: Segment, pieces: int, length: int) -> tuple[
 
 
 def _listed(segment: Segment) -> tuple[Tensor | None, Tensor | None]:
-    """Return a segment's rows, filled up where sequences have different numbers of them, and how
-    many each has."""
+    """Return a segment's `rows` [B lists K], padded where sequences have different numbers of them,
+    and how many exist for each sequence; None for all rows, and None where all exist."""
     k, _, rows, live = segment
     listed: Tensor | Ragged = k if rows is None else rows
     if not isinstance(listed, Ragged):
@@ -140,8 +142,9 @@ def _listed(segment: Segment) -> tuple[Tensor | None, Tensor | None]:
 
 
 def merged(outs: Tensor, lses: Tensor, out: Tensor, head_step: int, part_step: int) -> tuple[Tensor, Tensor]:
-    """Merge the parts of each head. outs [... D] and lses [...] hold part p of head h at h *
-    head_step + p * part_step."""
+    """Merge attention over the parts of each head into one softmax, and return it with its
+    log-sum-exp. The results of part p of head h are at h * head_step + p * part_step in outs [...
+    D] and lses [...]; `out` [B H T D] is written."""
     batch, heads, tokens, dim = out.shape
     lse = out.new_empty((batch, heads * tokens), dtype=torch.float32)
     parts = lses.numel() // lse.numel()
@@ -154,11 +157,11 @@ def _attend_to(
     q, segments, outs, lses, scale, this, piece, count, length, first, parts, INDEX: tl.constexpr,
     SHAPES: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Attend from the GROUP query heads that read one list of rows to one piece of it. A KV head
-    has SHARE lists.
+    """Attend from the GROUP query heads that share one list of rows (tokens) to one piece of that
+    list. A KV head has SHARE lists: one if its query heads read the same tokens.
 
-    live: how many rows of the list count, of EACH sequence or of all. A piece without any has an
-    lse of minus infinity."""
+    `live`: only so many rows of a list exist, one number for each sequence if EACH is 1, one for
+    all if it is 0. A piece without any has a log-sum-exp of minus infinity."""
     k, v, k_places, v_places, rows, live, kb, kg, kt, vb, vg, vt = segments[INDEX]
     EACH: tl.constexpr = SHAPES[INDEX][0]
     LISTS: tl.constexpr = SHAPES[INDEX][1]
@@ -206,9 +209,9 @@ def _attend(
     q, segments, outs, lses, scale, first, parts, c0, l0, p0, c1, l1, p1, c2, l2, p2, SEGMENTS: tl.constexpr,
     LISTS: tl.constexpr, SHAPES: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Attend to one piece of one of up to three segments. Of segment i there are ci rows, cut into
-    pi pieces of li. LISTS: a multiple of the lists of all; a segment with fewer leaves some
-    programs without work."""
+    """Attend to one piece of one of up to three segments. Segment i has ci rows in a list, cut into
+    pi pieces of li rows. LISTS is a multiple of every segment's number of lists; a segment with
+    fewer lists leaves some programs without work."""
     program, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     counts, lengths, pieces = (c0, c1, c2), (l0, l1, l2), (p0, p1, p2)
     for index in tl.static_range(SEGMENTS):
@@ -227,7 +230,8 @@ def _merge(
     outs, lses, out, lse, head_step: tl.int64, part_step: tl.int64, parts, DIM: tl.constexpr, WIDE: tl.constexpr,
     PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts of one head; an empty part has an lse of minus infinity."""
+    """Merge attention over the parts of one head into one softmax, weighted by their log-sum-exps;
+    an empty part has one of minus infinity."""
     head, dim = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
     top = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)

@@ -19,8 +19,9 @@ MOST_CHANNELS = 128
 
 
 def kmeans(x: Tensor, initial: Tensor, iterations: int, tolerance: float = 1e-4) -> tuple[Tensor, Tensor]:
-    """Cluster the points of each problem, as kernels/kmeans.py defines it; codes are int32. After
-    each round the host reads whether all problems have converged."""
+    """Cluster the points of each of N problems, as kernels/kmeans.py defines it: x [N P d], initial
+    [C] -> centroids [N C d], codes [N P] (int32). After each round the host reads whether all
+    problems have converged."""
     x = x.contiguous()
     centroids = x[:, initial].contiguous()
     bound = tolerance * x.var(dim=1, correction=0).mean(-1)
@@ -51,7 +52,8 @@ def _assign(x: Tensor, centroids: Tensor) -> Tensor:
 
 
 def _means(x: Tensor, codes: Tensor, centroids: Tensor) -> Tensor:
-    """Return the means of the points of each cluster; one without points keeps its centroid."""
+    """Return the mean of the points x [N P d] of each cluster, [N C d], where codes [N P] say which
+    cluster a point is in; one without points keeps its centroid."""
     (problems, points, dim), clusters = x.shape, centroids.shape[1]
     blocks = triton.cdiv(clusters, _CLUSTERS)
     pieces, length = split(points, problems * blocks, _SUMMED)
@@ -70,7 +72,8 @@ def _nearest(
     x, centroids, codes, points, CLUSTERS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, POINTS: tl.constexpr,
     STEP: tl.constexpr,
 ):  # fmt: skip
-    """Find the nearest centroid of each point of a block; of equal ones the first."""
+    """Write to `codes` the number of the nearest centroid for each point of a block of one problem;
+    of equally near ones the first."""
     problem = tl.program_id(1).to(tl.int64)
     point, channel = tl.program_id(0) * POINTS + tl.arange(0, POINTS), tl.arange(0, WIDE)
     there = (point < points)[:, None] & (channel < DIM)
@@ -94,7 +97,8 @@ def _sums(
     x, codes, sums, counts, points, length, CLUSTERS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
     POINTS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Sum and count the points of each cluster of a block, over one piece of the points."""
+    """Sum and count the points of each cluster, for a block of clusters of one problem, over one
+    piece of its points."""
     problem, piece = tl.program_id(0).to(tl.int64), tl.program_id(2)
     cluster, channel = tl.program_id(1) * STEP + tl.arange(0, STEP), tl.arange(0, WIDE)
     total = tl.zeros([STEP, WIDE], tl.float32)

@@ -15,7 +15,9 @@ _TOKENS = 1024  # that one program names
 
 
 def token_rows(chunks: Tensor | Ragged, size: int, last: int | PerSequence | None = None) -> Tensor:
-    """Name the tokens of chunks, as kernels/pages.py defines it."""
+    """Return the tokens of chunks of `size` tokens, and of the chunk `last` after them if it is
+    given, as kernels/pages.py defines it. chunks [B heads K] -> [B heads K * size], or [B heads (K
+    + 1) * size]"""
     whole, counts = filled(chunks), chunks.counts if isinstance(chunks, Ragged) else None
     batch, heads, room = whole.shape
     tokens = (room + (last is not None)) * size
@@ -40,8 +42,9 @@ def _token_rows(
     chunks, counts, of_each, out, cb: tl.int64, ch: tl.int64, ck: tl.int64, room, number: tl.int64, LAST: tl.constexpr,
     HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Name some tokens of one head's chunks. LAST: after them stands a chunk of that `number`, or
-    one `of_each`."""
+    """Write the numbers of a block of tokens of one head's chunks to `out`. LAST: the chunks are
+    followed by one more, of the given `number` or of the number in `of_each`, which has one per
+    sequence."""
     this = tl.program_id(1).to(tl.int64)
     sequence = this // HEADS
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

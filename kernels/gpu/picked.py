@@ -15,8 +15,9 @@ from kernels.picked import LEAST
 def pick_channels(
     q: Tensor, r: int | PerSequence, scale: float, spread: bool, facing: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Find the channels in which q is largest, as kernels/picked.py defines it; of equal ones the
-    first."""
+    """Find the r channels in which the query heads of each group are largest, as kernels/picked.py
+    defines it: q [B G g D] -> channels [B G r], q in them [B G g r], and with `spread` q that is
+    zero in all other channels [B G g D]. Of equal channels the first is taken."""
     batch, groups, heads, dim = q.shape
     counts, most = (r.on(q.device), r.most) if isinstance(r, PerSequence) else (None, r)
     channels = torch.empty((batch, groups, most), dtype=torch.int64, device=q.device)
@@ -37,7 +38,8 @@ def pick_channels_refuses(q: Tensor, r: int | PerSequence, scale: float, spread:
 
 
 def mean_counts(counts: Tensor, most: int | PerSequence) -> Tensor:
-    """Return the mean count of each sequence, as kernels/picked.py defines it."""
+    """Return the mean of counts [B G] over the heads of each sequence, rounded down, from 1 to
+    `most`, as kernels/picked.py defines it. -> [B]"""
     (batch, groups), limits = counts.shape, most.on(counts.device) if isinstance(most, PerSequence) else None
     out = torch.empty(batch, dtype=torch.int64, device=counts.device)
     _mean[(batch,)](
@@ -52,7 +54,8 @@ def mean_counts_refuses(counts: Tensor, most: int | PerSequence) -> str | None:
 
 @triton.jit(do_not_specialize=["most"])
 def _mean(counts, limits, out, most, GROUPS: tl.constexpr, WIDE: tl.constexpr):
-    """Average one sequence's counts."""
+    """Write the mean count of one sequence over its heads to `out`, from 1 to its entry in
+    `limits`, or to `most`."""
     this, group = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
     mean = tl.sum(tl.load(counts + this * GROUPS + group, mask=group < GROUPS, other=0), 0) // GROUPS
     if limits is not None:
@@ -65,8 +68,9 @@ def _pick(
     q, counts, channels, picked, whole, scale, most, GROUPS: tl.constexpr, HEADS: tl.constexpr, FOLD: tl.constexpr,
     DIM: tl.constexpr, WIDE: tl.constexpr, LEAST: tl.constexpr, FACING: tl.constexpr,
 ):  # fmt: skip
-    """Pick the channels of one group. Of several sequences, `counts` may say how many each wants,
-    of `most`."""
+    """Pick the channels of one group of query heads: those that fewer than the wanted number of
+    others exceed. For several sequences, `counts` may say how many channels each wants, up to
+    `most`."""
     this = tl.program_id(0).to(tl.int64)
     head, channel = tl.arange(0, FOLD)[:, None], tl.arange(0, WIDE)
     there = (head < HEADS) & (channel < DIM)

@@ -19,8 +19,9 @@ _MOST_CHANNELS = 128  # channels of a sub-vector that are taken at once
 
 
 def pq_weights(q: Tensor, centroids: Tensor | Ragged, codes: Tensor | Ragged, scale: float) -> Tensor | Ragged:
-    """Compute the softmax weights of coded keys, as kernels/reference.py defines it. Scores are
-    never written: codes are small, so looking them up twice is cheaper."""
+    """Compute the softmax weights [B G S] of product-quantised keys, summed over a group's query
+    heads, as kernels/reference.py defines it. q [B H 1 D], centroids [B G m C d'], codes [B G S m].
+    Scores are never written: codes are small, so looking them up twice is cheaper."""
     (batch, groups), count = centroids.shape[:2], codes.shape[2]
     heads = q.shape[1] // groups
     out = q.new_empty((batch, groups, count), dtype=torch.float32)
@@ -49,8 +50,9 @@ def pq_weights_refuses(q: Tensor, centroids: Tensor | Ragged, codes: Tensor | Ra
 
 
 def _table_of(q: Tensor, centroids: Tensor | Ragged) -> Tensor:
-    """Return the table [B G m C g] in fp32, with g padded to a power of two so that a lookup is one
-    aligned read."""
+    """Return the products of all centroids [B G m C d'] with the queries q [B H 1 D], as a table [B
+    G m C g] in fp32. g, the query heads of a group, is padded to a power of two so that looking up
+    a code is one aligned read."""
     batch, groups, parts, clusters, width = centroids.shape
     heads = q.shape[1] // groups
     block = min(_CLUSTERS, padded(clusters))
@@ -83,11 +85,11 @@ def _table(
     WIDTH: tl.constexpr, STEP: tl.constexpr, HEADS: tl.constexpr, FOLD: tl.constexpr, KEPT: tl.constexpr,
     BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Multiply a block of one sub-vector's centroids with the group's query heads; store KEPT
-    columns.
+    """Multiply a block of the centroids of one sub-vector with a group's query heads, and write
+    KEPT columns (heads, some of them padding) to `table`.
 
-    Of several sequences, `sizes` says how many centroids each has for a sub-vector.
-    """
+    For several sequences, `places` says where the centroids of each lie, and `sizes` how many a
+    sub-vector has."""
     this = tl.program_id(0).to(tl.int64)
     cluster, head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, FOLD)
     at, existing = (this * CLUSTERS + cluster)[:, None], cluster < CLUSTERS
@@ -114,11 +116,12 @@ def _look_up(
     count, GROUPS: tl.constexpr, PARTS: tl.constexpr, CLUSTERS: tl.constexpr, HEADS: tl.constexpr, FOLD: tl.constexpr,
     BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Compute each head's log-sum-exp of a block of tokens or, given that of whole rows, the
-    weights.
+    """Sum the table's entries of a block of tokens by their codes. If `lses` is given, write each
+    head's log-sum-exp of the block; else write the weights, using `lse`, the log-sum-exp of whole
+    rows.
 
-    Of several sequences, `counts` says how many tokens each has; a block after them has one of
-    minus infinity."""
+    For several sequences, `counts` says how many tokens each has; a block with none of them has a
+    log-sum-exp of minus infinity."""
     block, this = tl.program_id(0), tl.program_id(1).to(tl.int64)
     token, head = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, FOLD)
     mine, live = head < HEADS, token < count

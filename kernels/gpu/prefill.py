@@ -24,8 +24,9 @@ _FEW = 256  # so few queries do not fill a device, so the keys are cut as well
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Compute causal attention, as kernels/reference.py defines it. The result is laid out as
-    [B T H D], which the output projection wants."""
+    """Compute causal attention of the last T of S tokens, q [B H T D], k, v [B G S D] -> [B H T D],
+    as kernels/reference.py defines it. The result lies in memory as [B T H D], which the output
+    projection wants."""
     if q.shape[2] == 1:
         return decode.segment_attention(q, [Segment(k, v)], scale)
     return _attention(q, k, v, scale)[0]
@@ -38,7 +39,8 @@ def prefill_attention_refuses(q: Tensor, k: Tensor, v: Tensor, scale: float) -> 
 
 
 def column_sums(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """Sum the attention that each key receives, as kernels/column_sums.py defines it."""
+    """Sum the attention that each key receives from the queries, q [B H T D], k [B G S D] -> [B H
+    S], as kernels/column_sums.py defines it."""
     new, stored = q.shape[2], k.shape[2]
     rows = _rows_at_once(q)
     programs = q.shape[0] * q.shape[1] * triton.cdiv(new, rows)
@@ -53,7 +55,8 @@ def column_sums_refuses(q: Tensor, k: Tensor, scale: float) -> str | None:
 
 
 def prefill_attention_with_column_sums(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Compute causal attention and its column sums, as kernels/column_sums.py defines them."""
+    """Compute causal attention [B H T D] and the attention that each key receives, summed over
+    queries, [B H S], as kernels/column_sums.py defines them."""
     if q.shape[2] == 1:
         return _one_query(q, k, v, scale)
     out, lse = _attention(q, k, v, scale)
@@ -65,8 +68,9 @@ def prefill_attention_with_column_sums_refuses(q: Tensor, k: Tensor, v: Tensor, 
 
 
 def windowed_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, first: int, window: int) -> tuple[Tensor, Tensor]:
-    """Compute attention within a window, as kernels/windowed.py defines it. The result is laid out
-    as [B T H D]."""
+    """Compute attention in which query t sees the last `window` keys up to key `first` + t, and its
+    log-sum-exp, as kernels/windowed.py defines it. -> [B H T D], which lies in memory as [B T H D],
+    and [B H T]"""
     out = q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3])).transpose(1, 2)
     lse = q.new_empty((*q.shape[:3], 1), dtype=torch.float32)
     _run_rows(q, k, v, out, lse, scale, first, window)
@@ -93,19 +97,23 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, T
 
 
 def _one_query(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Serve a decode step, for which the keys must be cut."""
+    """Compute `prefill_attention_with_column_sums` for a single query per sequence by the decode
+    kernel, which cuts the keys into pieces: one query would leave most of the device idle
+    otherwise."""
     out, lse = decode.segment_attention_with_lse(q, [Segment(k, v)], scale)
     logits = filled(row_scores(q.reshape(q.shape[0], k.shape[1], -1, q.shape[3]), k))
     return out, logits.view(*q.shape[:2], -1).mul_(scale).sub_(lse.unsqueeze(-1)).exp_()
 
 
 def _unfit_last(q: Tensor, k: Tensor) -> str | None:
-    """Return why q cannot be the last of the tokens whose keys k holds, or None."""
+    """Return why the queries q cannot be those of the last tokens whose keys are in k, or None:
+    there must be no more queries than keys."""
     return f"takes no more queries than keys, got {q.shape[2]} and {k.shape[2]}" if q.shape[2] > k.shape[2] else None
 
 
 def _unfit(q: Tensor, k: Tensor, *v: Tensor) -> str | None:
-    """Return why no kernel can attend from q to k, and mix v, or None."""
+    """Return why no kernel can attend from q to keys k and values v, which may be left out, or
+    None."""
     if q.shape[1] % k.shape[1]:
         return f"takes whole groups of heads, got {q.shape[1]} query heads of {k.shape[1]} KV heads"
     sides = [unfit_shape(k, q.shape[0], None, None, q.shape[3]), *(unfit_shape(x, *k.shape) for x in v)]
@@ -113,7 +121,8 @@ def _unfit(q: Tensor, k: Tensor, *v: Tensor) -> str | None:
 
 
 def _unfit_query(q: Tensor, k: Tensor) -> str | None:
-    """Return why a single query, which goes the way of a decode step, cannot be served, or None."""
+    """Return why a single query per sequence, which the decode kernel serves, cannot be served, or
+    None. Several queries always can."""
     return unfit_group(q.shape[1] // k.shape[1]) if q.shape[2] == 1 else None
 
 
@@ -132,8 +141,9 @@ def _run_rows(
     window: int = EVERY,
     length: int | None = None,
 ) -> None:
-    """Write each query's log-sum-exp into lse [B H T pieces], for pieces of `length` keys, and with
-    v its attention into out. Query t sees the last `window` keys up to place `first` + t."""
+    """Write each query's log-sum-exp into lse [B H T pieces], one for each piece of `length` keys,
+    and if v is given its attention into `out`. Query t sees the last `window` keys up to key
+    `first` + t."""
     batch, heads, new, dim = q.shape
     rows, narrow = _rows_at_once(q), q.element_size() == 2
     (vb, vg, vt), (ob, oh, ot) = ((0, 0, 0) if x is None else x.stride()[:3] for x in (v, out))
@@ -148,8 +158,8 @@ def _run_rows(
 def _run_columns(
     q: Tensor, k: Tensor, lse: Tensor, scale: float, first: int | None = None, window: int = EVERY
 ) -> Tensor:
-    """Return the attention that each key receives, given lse, the log-sum-exp of each query.
-    [B H S]"""
+    """Return the attention that each key receives from all queries that see it, [B H S], given lse,
+    the log-sum-exp of each query. Query t sees the last `window` keys up to key `first` + t."""
     batch, heads, new, dim = q.shape
     stored, narrow = k.shape[2], q.element_size() == 2
     keys = 128 if narrow else 64
@@ -169,8 +179,8 @@ def _rows(
     length, pieces, HEADS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Take a block of queries over one piece of the keys before them: compute their log-sum-exp,
-    and with v their attention."""
+    """Attend from a block of queries of one head to one piece of the keys that they see: write
+    their log-sum-exp, and with v their attention."""
     block, this, piece = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     batch, head = this // HEADS, this % HEADS
     row, dim = block * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDE)
@@ -214,7 +224,8 @@ def _columns(
     new, stored, first, window, HEADS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Sum what a block of keys receives from all queries that see any of them."""
+    """Sum the softmax weights that a block of one head's keys receives from all queries that see
+    any of them."""
     this = tl.program_id(1).to(tl.int64)
     batch, head = this // HEADS, this % HEADS
     token, dim = tl.program_id(0) * KEYS + tl.arange(0, KEYS), tl.arange(0, WIDE)

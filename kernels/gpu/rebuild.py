@@ -26,8 +26,9 @@ _RANKS = 32  # ranks that are taken at once
 def rebuild_keys(
     u: Tensor | Ragged, basis: Tensor | Ragged, positions: Tensor | Ragged, cos: Tensor | Ragged, sin: Tensor | Ragged
 ) -> Tensor | Ragged:
-    """Rebuild keys from their low-rank factors and rotate them, as kernels/reference.py defines it,
-    without copying rows of u."""
+    """Rebuild keys [B G K D] at `positions` [B G K] from their low-rank factors u [B S r] and basis
+    [B G r D], and rotate them by cos and sin, as kernels/reference.py defines it. Rows of u are not
+    copied."""
     (groups, rank, dim), places = first_of(basis).shape[1:], filled(positions).contiguous()
     batch = len(places)
     count, half = places.shape[2], cos.shape[-1] // 2
@@ -64,7 +65,8 @@ def rebuild_keys_refuses(
 @triton.jit
 def _channels(u, basis, rows, live, first, WIDTH: tl.constexpr, WIDE: tl.constexpr, RANK: tl.constexpr,
               DIM: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
-    """Return WIDTH channels of the keys before rotation, from `first` on."""
+    """Return WIDTH channels, from channel `first` on, of a block of keys before their rotation: the
+    product of `rows` of u with those columns of the basis."""
     channel = tl.arange(0, WIDE)
     keys = tl.zeros([rows.shape[0], WIDE], tl.float32)
     for start in range(0, RANK, STEP):
@@ -82,11 +84,11 @@ def _rebuild(
     cs: tl.int64, ss: tl.int64, count, GROUPS: tl.constexpr, RANK: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
     WIDE: tl.constexpr, REST_WIDE: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Rebuild a block of keys and rotate channel i with i + HALF; channels from 2 * HALF on stay as
-    they are.
+    """Rebuild a block of one head's keys and rotate channel i with i + HALF; channels from 2 * HALF
+    on stay as they are.
 
-    Of several sequences, `of_u` and the like say where each one's factors and angles lie, and
-    `counts` how many keys are wanted."""
+    For several sequences, `of_u`, `of_basis`, `of_cos` and `of_sin` are tables of the addresses of
+    each one's tensors, and `counts` says how many keys each wants."""
     this = tl.program_id(1).to(tl.int64)
     sequence = this // GROUPS
     place, channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDE)

@@ -17,7 +17,7 @@ _TURNED = 16  # tokens of a head that one program rotates
 
 
 class NewRows(NamedTuple):
-    """Say where k and v of new tokens are written in addition."""
+    """Say where the keys and values of new tokens are also written: into one row of a cache."""
 
     keys: Tensor | Ragged  # [B G S D]
     values: Tensor | Ragged
@@ -27,8 +27,8 @@ class NewRows(NamedTuple):
 def turned(
     q: Tensor, k: Tensor, v: Tensor, block: DecoderBlock, cos: Tensor, sin: Tensor, batch: int, store: NewRows | None
 ) -> tuple[Tensor, Tensor]:
-    """Norm heads if the model does, rotate them and put them in order; write k and v to `store` if
-    there is one. q [B*T H*D], k, v [B*T G*D] -> [B H T D], [B G T D]"""
+    """Norm the heads of q and k if the model does, rotate them, and reorder them: q [B*T H*D], k, v
+    [B*T G*D] -> q [B H T D], k [B G T D]. If there is a `store`, write k and v into it too."""
     tokens, turning, dim = q.shape[0] // batch, cos.shape[2], block.head_dim
     heads, groups = q.shape[1] // dim, k.shape[1] // dim
     new_q, new_k = (q.new_empty((batch, count, tokens, dim)) for count in (heads, groups))
@@ -50,8 +50,8 @@ def turned(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [B G T D], as kernels/rope.py defines it: as the queries of a block that norms no
-    heads."""
+    """Rotate x [B G T D] by cos and sin, as kernels/rope.py defines it. It runs the kernel that
+    rotates a block's queries, without norms."""
     (batch, heads, tokens, dim), half = x.shape, cos.shape[-1] // 2
     rows, out = x.transpose(1, 2).reshape(batch * tokens, heads * dim), x.new_empty(x.shape)
     at_once = min(_TURNED, triton.next_power_of_2(tokens))
@@ -70,8 +70,8 @@ def rotate_refuses(x: Tensor, cos: Tensor, sin: Tensor) -> str | None:
 
 
 def unfit_angles(batch: int, tokens: int, dim: int, cos: Tensor, sin: Tensor) -> str | None:
-    """Return why no kernel can rotate heads of `dim` channels by cos and sin [1|B 1|T R], or
-    None."""
+    """Return why no kernel can rotate heads of `dim` channels by cos and sin [1|B 1|T R], for
+    `batch` sequences of `tokens` tokens, or None."""
     if cos.shape[-1] % 2 or cos.shape[-1] > dim:
         return f"turns pairs of up to {dim} channels, got {cos.shape[-1]}"
     for angle in (cos, sin):
@@ -82,14 +82,16 @@ def unfit_angles(batch: int, tokens: int, dim: int, cos: Tensor, sin: Tensor) ->
 
 
 def _angle_steps(cos: Tensor, sin: Tensor) -> tuple[int, ...]:
-    """Return what lies between the sequences of cos and of sin, and between their tokens: nothing
-    where all share one."""
+    """Return four strides in entries: those of cos and of sin from one sequence to the next, then
+    those of cos and of sin from one token to the next. A stride is 0 where all sequences or tokens
+    share one row."""
     return tuple(angle.stride(dim) if angle.shape[dim] > 1 else 0 for dim in (0, 1) for angle in (cos, sin))
 
 
 @triton.jit
 def _times(x, share, norm, at, there):
-    """Norm some channels of heads."""
+    """Finish RMSNorm for some channels `at` of heads: return x times `share` (one over the root
+    mean square of each row) times the weights `norm`, rounded as torch rounds."""
     gain = tl.load(norm + at, mask=there, other=0.0).to(tl.float32)
     return rounded(gain * rounded(x * share[:, None], norm), norm)
 
@@ -99,8 +101,9 @@ def _turn_head(
     x, out, stored, norm, cos, sin, eps, xt, ct, st, live, DIM: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr,
     REST_WIDE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Rotate channel i with i + HALF; channels from 2 * HALF on stay as they are. A single token
-    may also go to a row `stored`."""
+    """Rotate some tokens of one head from x to `out`: channel i with i + HALF; channels from 2 *
+    HALF on stay as they are. With weights `norm`, norm them first. A single token may also go to
+    the row at the pointer `stored`."""
     token = tl.arange(0, ROWS).to(tl.int64)[:, None]
     channel = tl.arange(0, WIDE)
     still = 2 * HALF + tl.arange(0, REST_WIDE)
@@ -131,7 +134,8 @@ def _turn_head(
 
 @triton.jit
 def _row_of(x, places, row, sequence, group, xb, xg, xt, EACH: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return where the row of a new token begins, in what a sequence holds for a KV head."""
+    """Return a pointer to the row of a cache into which a new token of this sequence and KV head
+    goes. `row` holds its number, one for each sequence if EACH is 1, one for all if it is 0."""
     first, step = head_rows(x, places, sequence, group, xb, xg, xt, ALIGNED)
     return first + tl.load(row + sequence * EACH) * step
 
@@ -144,9 +148,10 @@ def _turn(
     EACH: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
     WIDE: tl.constexpr, REST_WIDE: tl.constexpr, DIM_WIDE: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Norm and rotate some tokens of one query head or of one KV head. Where `keys` and `values`
-    are given there is one token, and its keys go there too, and those of further programs its
-    values: to `row`, of EACH sequence or of all."""
+    """Norm and rotate some tokens of one query head or one KV head. If a cache `keys` and `values`
+    is given, there is one token per sequence: its key is also written to `row` of the cache, and
+    further programs write its value. `row` holds one number for each sequence if EACH is 1, one for
+    all if it is 0."""
     first, head, batch = tl.program_id(0) * ROWS, tl.program_id(1), tl.program_id(2).to(tl.int64)
     live = first + tl.arange(0, ROWS) < tokens
     cos, sin = cos + batch * cb + first * ct, sin + batch * sb + first * st

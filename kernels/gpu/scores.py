@@ -26,19 +26,19 @@ _MOST_CHANNELS = 128  # channels of a row that are taken at once
 
 def row_scores(q: Tensor, x: Tensor | Ragged) -> Tensor | Ragged:
     """Multiply every query of a group with every row of an index, as kernels/reference.py defines
-    it."""
+    it. q [B G g C], x [B G S C] -> [B G g S]"""
     return _run(q, x, by_sign=False, live=None)
 
 
 def live_scores(q: Tensor, x: Tensor | Ragged, live: Tensor) -> Tensor:
-    """Compute scores of the rows that are there, as kernels/reference.py defines it. Others are not
-    read."""
+    """Compute `row_scores` of the first `live` rows of each sequence, with minus infinity for the
+    others, which are not read, as kernels/reference.py defines it. -> [B G g S]"""
     return filled(_run(q, x, by_sign=False, live=live))
 
 
 def page_scores(q: Tensor, bounds: Tensor | Ragged) -> Tensor | Ragged:
-    """Bound the product of each query with the keys of each page, as kernels/pages.py defines
-    it."""
+    """Bound the product of each query q [B G g D] with the keys of each page, whose largest and
+    smallest values are bounds [B G P 2D], as kernels/pages.py defines it. -> [B G g P]"""
     return _run(q, bounds, by_sign=True, live=None)
 
 
@@ -84,9 +84,10 @@ def _scores(
     GROUPS: tl.constexpr, HEADS: tl.constexpr, FOLD: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
     BLOCK: tl.constexpr, ALIGNED: tl.constexpr, BY_SIGN: tl.constexpr,
 ):  # fmt: skip
-    """Multiply a group's queries with a block of rows; of several sequences, `counts` says how many
-    each has. `live`: how many rows count, of EACH sequence or of all. BY_SIGN: the first half of a
-    row meets what is positive in a query, and the second half what is negative."""
+    """Multiply a group's queries with a block of rows of x. For several sequences, `counts` says
+    how many rows each has. `live`: only so many rows count, the others get minus infinity; it holds
+    one number for each sequence if EACH is 1, one for all if it is 0. BY_SIGN: the first half of a
+    row is multiplied with the positive parts of a query, the second half with the negative ones."""
     this = tl.program_id(1).to(tl.int64)
     rows, apart = head_rows(x, places, this // GROUPS, this % GROUPS, xb, xg, xt, ALIGNED)
     room = count

@@ -25,8 +25,8 @@ _LEAST = tl.constexpr(-(2**31))
 
 
 def top_k(scores: Tensor | Ragged, count: int | PerSequence) -> Tensor | Ragged:
-    """Find the indices of the largest scores, as kernels/reference.py defines it; of equal ones the
-    first in the row."""
+    """Find the indices of the `count` largest scores of each row, as kernels/reference.py defines
+    it; among equal scores the first in the row. [... S] -> [... count]"""
     whole, sizes = (scores.whole, scores.counts) if isinstance(scores, Ragged) else (scores, None)
     counts, most = (count.on(whole.device), count.most) if isinstance(count, PerSequence) else (None, count)
     rows = (whole if whole.stride(-1) == 1 else whole.contiguous()).flatten(0, -2)
@@ -55,8 +55,9 @@ def top_k_refuses(scores: Tensor | Ragged, count: int | PerSequence) -> str | No
 
 
 def _cuts(size: int, count: int) -> list[int]:
-    """Return into how many pieces each launch cuts the results of the one before; none if that
-    would not end."""
+    """Return the number of pieces into which each launch cuts the rows: those of the first launch
+    have `size` entries, those of later ones the `count` best of each piece before. An empty list
+    means that this would not end with one piece."""
     cuts = [triton.cdiv(size, _HELD)]
     while cuts[-1] > 1:
         left = cuts[-1] * count
@@ -70,12 +71,14 @@ def _cuts(size: int, count: int) -> list[int]:
 def _select(
     x: Tensor, names: Tensor | None, count: int, pieces: int, lists: int, sizes: Tensor | None, counts: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the indices, or the `names` [N S], of the best of each piece of rows x [N S], and with
-    several pieces their keys; with one piece the keys are not needed, and their tensor is empty.
+    """Find the `count` best entries of each of `pieces` pieces of the rows x [N S]. Return their
+    indices, or with `names` [N S] what stands there at these indices; and their keys (integers in
+    the order of the scores), for the next launch. With one piece there is no next launch, and the
+    tensor of keys is empty.
 
     A sequence has `lists` rows; for several sequences, `sizes` [B] may say how long they are, and
-    `counts` [B] how many are wanted. After these there are zeros, which are valid rows but no
-    results, and the least of keys."""
+    `counts` [B] how many are wanted. Places beyond a sequence's count hold zeros, which are valid
+    rows but no results, with the least of keys."""
     rows, size = x.shape
     out = torch.empty((rows, pieces * count), dtype=torch.int64, device=x.device)
     keys = torch.empty((rows, pieces * count if pieces > 1 else 0), dtype=torch.int32, device=x.device)
@@ -100,8 +103,9 @@ def _select(
 
 @triton.jit
 def _keys(x, at, live):
-    """Return integers in the order of the numbers; those of an earlier launch are integers
-    already."""
+    """Load numbers from x and return them as integers in the same order, so that they can be
+    compared bit by bit; where `live` is false, the least integer. The results of an earlier launch
+    are such integers already."""
     value = tl.load(x + at, mask=live, other=0)
     if value.dtype != tl.int32:
         bits = value.to(tl.float32).to(tl.int32, bitcast=True)
@@ -114,8 +118,9 @@ def _best(
     x, names, out, keys, sizes, counts, xt: tl.int64, size, count, LISTS: tl.constexpr, BLOCK: tl.constexpr,
     STEP: tl.constexpr,
 ):  # fmt: skip
-    """Find the `count` best of a piece of a row, or as many as the sequence's count says, followed
-    by zeros."""
+    """Find the `count` best entries of one piece of a row, or as many as the sequence's entry in
+    `counts` says, followed by zeros. The smallest of them is found bit by bit, then all that are
+    larger are written."""
     row, piece, pieces = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     room = count
     if sizes is not None:

@@ -24,8 +24,9 @@ def unfit_weights(weights: DecoderBlock | Head) -> str | None:
 
 
 def joint(block: DecoderBlock) -> tuple[Linear | None, Linear | None]:
-    """Return one matrix for q, k and v, and one for gate and up, if they are slices of it (as in
-    Phi-3). Nothing is copied."""
+    """Return one matrix for q, k and v, and one for gate and up, where these are slices of one
+    tensor (as in Phi-3), else None. Nothing is copied; with them one product does the work of
+    several."""
     if block not in _joint:
         _joint[block] = _joined((block.q, block.k, block.v)), _joined((block.gate, block.up))
     return _joint[block]
@@ -39,7 +40,8 @@ def _check(tensors: Sequence[Tensor]) -> str | None:
 
 
 def _unfit_sides(weights: DecoderBlock | Head) -> str | None:
-    """Return which weights do not fit together, or None: kernels broadcast none of them."""
+    """Return which of the weights has a shape that does not fit the others, or None: kernels
+    broadcast none of them."""
     if isinstance(weights, Head):
         return None
     width, inner = len(weights.norm), len(weights.gate.weight)
@@ -77,7 +79,8 @@ def _joined(linears: Sequence[Linear]) -> Linear | None:
 
 
 def _under_one_another(parts: Sequence[Tensor]) -> Tensor | None:
-    """Return one tensor over contiguous parts, if they follow one another in one storage."""
+    """Return one tensor that views all of `parts` as its rows, if they follow one another without a
+    gap in the same storage; else None."""
     first = parts[0]
     end, storage = first.data_ptr(), first.untyped_storage().data_ptr()
     for part in parts:

@@ -30,8 +30,8 @@ _ELEMENTS = (torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Field:
-    """Describe a number or a tensor. Each takes eight bytes, so no compiler puts gaps between
-    them."""
+    """Describe one field of a C++ struct: a number, or a tensor, of which it holds the address.
+    Each takes eight bytes, so no compiler puts gaps between them."""
 
     type: str  # its type in C++
     dtypes: tuple[torch.dtype, ...] = ()  # of a tensor; () is any; two: all such tensors share one
@@ -43,15 +43,16 @@ class Field:
 
 @dataclass(frozen=True)
 class FieldGroup:
-    """Describe fields that are a struct of their own in C++, and `<group>_<field>` in Python."""
+    """Describe several fields that form an inner struct in C++; Python passes them as
+    `<group>_<field>`."""
 
     type: str
     fields: dict[str, Field]
 
 
 def integer(least: int | None = 1) -> Field:
-    """Describe a size, or any number of at least `least` (None: any). C++ divides by sizes, and a
-    division by zero would end the process without an error message."""
+    """Describe an integer field: a size, or any number of at least `least` (None: any). C++ divides
+    by sizes, and a division by zero would end the process without an error message."""
     return Field("int64_t", least=least)
 
 
@@ -60,8 +61,8 @@ def real() -> Field:
 
 
 def elements(size: str | None = None, **how: Any) -> Field:
-    """Describe a tensor of float32 or bfloat16, the same for all of a call; the struct gets the
-    field `is_bf16`."""
+    """Describe a tensor field of float32 or bfloat16; all such tensors of a call must have the same
+    dtype, and the struct gets the field `is_bf16`. `size` and `how`: as in `_tensor`."""
     return _tensor("void", _ELEMENTS, size, **how)
 
 
@@ -90,14 +91,15 @@ def _tensor(
     written: bool = False,
     optional: bool = False,
 ) -> Field:
-    """Describe a tensor that is contiguous with `size` entries, or has `strides`. With neither, the
-    caller is responsible for the layout."""
+    """Describe a tensor field of C++ type `entry`*. It must be contiguous with `size` entries (an
+    expression in other fields), or `strides` names the dimensions whose strides are passed too.
+    With neither, the caller is responsible for the layout."""
     return Field(f"{'' if written else 'const '}{entry}*", dtypes, size, tuple(strides.split()), optional)
 
 
 class Struct:
-    """Describe a struct of C++. Subclasses list its fields; `pack` takes them by name and returns
-    the bytes of the struct."""
+    """Describe a struct of C++: subclasses list its fields as class attributes. `pack` takes their
+    values by name and returns the bytes of the struct; `header` holds its C++ definition."""
 
     fields: ClassVar[dict[str, Field]]
     pack: ClassVar[Callable[..., bytes]]
@@ -111,8 +113,8 @@ class Struct:
 
 
 class Function:
-    """Describe an `extern "C"` function that takes structs, or nothing. Callers pass the last
-    struct's fields by name, and the others packed."""
+    """Describe an `extern "C"` function that takes structs, or nothing. Python callers pass the
+    fields of the last struct by name, after the other structs as packed bytes."""
 
     def __init__(self, name: str, *structs: type[Struct], returns: str = "void") -> None:
         self.name, self.structs, self.returns = name, structs, returns
@@ -130,7 +132,8 @@ class Function:
 
 
 def header(functions: tuple[Function, ...]) -> str:
-    """Return the text of calls.hpp for these functions."""
+    """Return the text of the C++ header calls.hpp, with the structs and prototypes of these
+    functions."""
     structs = dict.fromkeys(struct for function in functions for struct in function.structs)
     parts = dict.fromkeys(part for struct in structs for part in struct.header)
     return "\n".join([_PREAMBLE, *parts, *(function.prototype for function in functions), ""])
@@ -149,8 +152,8 @@ _PREAMBLE = """// Made from the descriptions in kernels/cpu/*.py: see ffi/bindin
 
 
 def _header(name: str, fields: dict[str, Field | FieldGroup]) -> list[str]:
-    """Return the definition of a struct, after those it contains, and an assertion about its
-    size."""
+    """Return C++ code for a struct: the definitions of the structs it contains, its own, and an
+    assertion about its size."""
     groups = {field.type: field.fields for field in fields.values() if isinstance(field, FieldGroup)}
     inner = [_definition(name, parts) for name, parts in groups.items()]
     count = sum(1 + len(field.strides) for _, field in _flat(_with_dtype(fields)))
@@ -183,9 +186,10 @@ def _flat(fields: dict[str, Any]) -> Iterator[tuple[str, Field]]:
 
 
 def _checked(struct: type[Struct], entry: Any = None, before: int = 0) -> Callable[..., Any]:
-    """Write a function that takes the fields by name, checks them and packs them; a step makes
-    hundreds of calls. It passes the bytes to `entry`, after `before` packed structs, or returns
-    them if there is no `entry`."""
+    """Generate a Python function that takes a struct's fields by name, checks them, and packs them
+    to bytes. It passes these to the C function `entry`, after `before` structs that are packed
+    already, or returns them if there is no `entry`. It is generated as source code for speed, since
+    a step makes hundreds of calls."""
     fields = struct.fields
     typed = next((part for part, field in fields.items() if field.dtypes == _ELEMENTS and not field.optional), None)
     structs = [f"struct{i}" for i in range(before)]
@@ -218,8 +222,8 @@ def _checked(struct: type[Struct], entry: Any = None, before: int = 0) -> Callab
 
 
 def _checks(name: str, field: Field, first: bool) -> list[str]:
-    """Return lines that refuse a tensor C++ would misread. The `first` tensor sets the dtype for
-    all."""
+    """Return lines of Python source that raise an error if the tensor `name` does not fit `field`,
+    so that C++ would misread it. The `first` tensor sets the dtype for all."""
     if not field.type.endswith("*"):
         return []
     wrong = [f"not {name}.is_cpu"]
@@ -247,7 +251,8 @@ def _values(name: str, field: Field) -> list[str]:
 
 
 def _refusal(struct: str, fields: dict[str, Field]) -> Callable[[str, dict[str, Any]], ValueError]:
-    """Return a function that makes the error for an argument that C++ would misread."""
+    """Return a function that makes the error for an argument that does not fit its field; it gets
+    the argument's name and all arguments."""
 
     def refused(name: str, given: dict[str, Any]) -> ValueError:
         x = given[name]

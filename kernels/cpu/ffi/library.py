@@ -29,8 +29,9 @@ FLAGS = (
 
 
 def load(name: str, *functions: Function) -> SimpleNamespace:
-    """Load these functions of `name`.cpp, building it if it is not cached. Raises ImportError,
-    which says why, where it cannot."""
+    """Load these functions of the C++ file `name`.cpp, building it first if it is not cached.
+    Return a namespace with one Python function each. Raises ImportError, which says why, where it
+    cannot."""
     if sys.platform != "linux":
         raise ImportError(f"the compiled CPU backend is built on Linux only, not on {sys.platform}")
     team()
@@ -39,15 +40,15 @@ def load(name: str, *functions: Function) -> SimpleNamespace:
 
 
 def march() -> str:
-    """Return the processor to build for: this one, or KV_HARNESS_MARCH. x86-64-v3 is AVX2 without
-    AVX-512."""
+    """Return the processor to build for, as the compiler's -march names it: this machine's, or
+    KV_HARNESS_MARCH. x86-64-v3 is AVX2 without AVX-512."""
     return os.environ.get("KV_HARNESS_MARCH") or "native"
 
 
 @cache
 def team() -> ctypes.CDLL:
-    """Load the state that all libraries share (team.cpp); they find its functions among the global
-    names."""
+    """Load the library that holds the state which all compiled libraries share, such as the number
+    of threads (team.cpp); they find its functions among the global names."""
     remove_abandoned(_folder())
     library = _load("team", "", ctypes.RTLD_GLOBAL)
     library.kv_team_size.argtypes = [ctypes.c_int64]
@@ -80,7 +81,8 @@ def _folder() -> Path:
 
 
 def _key(name: str, calls: str, compiler: str) -> str:
-    """Hash the source, the flags, and what the compiler says about itself and the processor."""
+    """Return a hash of all that a built library depends on, for its file name: the source, the
+    flags, and what the compiler says about itself and the processor."""
     digest = hashlib.sha256(" ".join([*FLAGS, march(), calls]).encode())
     for file in (*sorted(SOURCES.glob("*.hpp")), SOURCES / f"{name}.cpp"):
         digest.update(file.read_bytes())
@@ -89,8 +91,8 @@ def _key(name: str, calls: str, compiler: str) -> str:
 
 
 def _build(source: Path, calls: str, built: Path, compiler: str) -> None:
-    """Build into a temporary file and rename it, so that concurrent processes each build and none
-    loads half a library."""
+    """Compile a C++ file to the library `built`, by way of a temporary file that is renamed, so
+    that concurrent processes each build and none loads half a library."""
     log.info("building %s (once per machine and version)", source.name)
     try:
         _folder().mkdir(parents=True, exist_ok=True)
