@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from evals.data import value_of
 from harness.models.base import ARCHITECTURES, Identity, ModelError, ModelSource
-from harness.models.snapshots import fingerprint, has_weights, snapshot
+from harness.models.snapshots import files_of, fingerprint, has_weights, snapshot
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +30,7 @@ CONFIG = {  # the parts of config.json that are read here; transformers checks w
     "rope_theta?": "a number above 0",
     "partial_rotary_factor?": "a number",
 }
+FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of types that need no decoding
 ROPE_THETA_SINCE = (4, 33)  # transformers, of Llama; every other architecture here has had it from its first release
 NAMED = 3  # names of tensors in an error
 
@@ -162,9 +163,24 @@ def check_config(config: dict[str, Any], name: str) -> None:
             f"The config.json of {name} lacks rope_theta, by which the model turns keys and queries, and transformers "
             "would take a number of its own: add the one that the model was trained with (in a local copy, if need be)."
         )
+    _check_rope_types(rope, name)
     partial = config.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0))
     if partial not in (None, 1.0):
         raise ModelError(f"{name} rotates only {partial:.0%} of each head, which is not supported: choose another.")
+
+
+def _check_rope_types(rope: Mapping[str, Any], name: str) -> None:
+    """Raise `ModelError` for a kind of rotation that transformers does not know."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    known = ["default", *ROPE_INIT_FUNCTIONS]
+    for kind in [rope, *(kind for kind in rope.values() if isinstance(kind, Mapping))]:
+        rope_type = kind.get("rope_type", kind.get("type", "default"))
+        if rope_type not in (*known, "su"):  # Phi-3's first name for LongRoPE
+            raise ModelError(
+                f"The config.json of {name} asks for rope_type={rope_type}, which is unknown: correct it to what the "
+                f"model was trained with, one of {', '.join(known)}."
+            )
 
 
 def _has_rope_theta(config: Mapping[str, Any], rope: Mapping[str, Any]) -> bool:
@@ -196,6 +212,22 @@ def check_tensors(folder: Path, model: PreTrainedModel, loading: Mapping[str, Co
                 f"{folder} {fault} {_named(names)}, by its config.json: fetch both again from one place, or correct "
                 "config.json; the model would compute something else."
             )
+    if coded := _coded(folder):
+        raise ModelError(
+            f"{folder} stores {_named(coded)} as integers or in 8 bits, and its config.json has no quantization_config "
+            "that says what they stand for: use the model it was made from."
+        )
+
+
+def _coded(folder: Path) -> list[str]:
+    """Return the names of the tensors that are not stored in 16 bits or more of floating point."""
+    from safetensors import safe_open
+
+    coded: list[str] = []
+    for file in (file for file in files_of(folder) if file.suffix == ".safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            coded += [name for name in sorted(tensors.keys()) if tensors.get_slice(name).get_dtype() not in FLOATS]
+    return coded
 
 
 def _named(names: Collection[str]) -> str:

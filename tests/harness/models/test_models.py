@@ -241,6 +241,7 @@ def test_a_sliding_window_limits_the_length(saved: Callable[[str], Path]) -> Non
         ({"rope_parameters": None}, "lacks rope_theta"),
         ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "lacks rope_theta"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}, "sliding_attention": {}}}, "lacks rope_theta"),
+        ({"rope_parameters": {"rope_type": "superrope", "rope_theta": 1e4}}, "superrope.* yarn, longrope"),
         ({"rope_theta": "1e5"}, "'rope_theta'"),
         ({"rope_parameters": {"rope_theta": -1.0}}, r"'rope_parameters\.rope_theta'"),
     ],
@@ -293,6 +294,8 @@ def without(*names: str) -> Callable[[Tensors], Tensors]:
         (without(HEAD), {}, f"lacks {HEAD}"),  # not tied
         (dict, {"num_hidden_layers": 2}, r"has, without a place in the model, model\.layers\.2\."),
         (lambda held: held | {UP: held[UP][:-8]}, {}, rf"other shapes in {UP} \(\[152, 128\] for \[160, 128"),
+        (lambda held: held | {UP: held[UP].to(torch.int8)}, {}, f"stores {UP} as"),
+        (lambda held: held | {UP: held[UP].to(torch.float8_e4m3fn)}, {}, f"stores {UP} as"),
     ],
 )
 def test_weights_that_are_not_those_of_the_config_are_refused_by_name(
