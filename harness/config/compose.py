@@ -96,7 +96,10 @@ def built(config: Mapping[str, Any]) -> tuple[Any, Any, Any, Settings]:
 
 def search_path(config_dirs: Sequence[Path]) -> list[str]:
     """Return the override that makes Hydra look for yaml files in these folders as well; an empty
-    list if there are none."""
+    list if there are none. Raise `SettingsError` for one that is not there."""
+    for folder in config_dirs:
+        if not folder.is_dir():
+            raise SettingsError(f"--config-dir={folder} is not a folder: name the one that holds method/NAME.yaml.")
     folders = ",".join(f"file://{folder.resolve()}" for folder in config_dirs)
     return [f"hydra.searchpath=[{folders}]"] if folders else []
 

@@ -182,6 +182,7 @@ def test_drawn_answers_are_the_same_again() -> None:
         ({"task": "niah"}, "task is not a key"),
         ({"method": "snapvk"}, "snapkv"),
         ({"device": "cuda:7"}, "device=cuda:7"),
+        ({"config_dir": "/nowhere"}, "config_dir=/nowhere"),
     ],
 )
 def test_wrong_arguments_get_a_sentence(words: dict[str, Any], says: str) -> None:
