@@ -240,13 +240,22 @@ def _references(leaf: Leaf, number: int, doc: Any) -> tuple[str, ...]:
         choices = leaf.task.doc_to_choice(doc)
         target = choices[target] if 0 <= target < len(choices) else None  # a label of -1 stands for none
     answers = tuple(target) if isinstance(target, (list, tuple)) else (target,)
-    if (
-        config.process_results is None
-        and config.doc_to_target not in (None, "")
-        and not any(answer is not None and str(answer).strip() for answer in answers)
-    ):
+    lacking = _lacks_fields(config.doc_to_target, doc) or not any(
+        answer is not None and str(answer).strip() for answer in answers
+    )
+    if config.process_results is None and config.doc_to_target not in (None, "") and lacking:
         raise no_answer(f"{leaf.name}: row {number + 1} of {_data_of(config)}")
     return tuple(map(str, answers))
+
+
+def _lacks_fields(template: Any, doc: Mapping[str, Any]) -> bool:
+    """Return whether a row has none of the fields that `template` shows: it would write None in
+    their place."""
+    from jinja2.meta import find_undeclared_variables
+    from lm_eval.utils import env
+
+    names = find_undeclared_variables(env.parse(template)) if isinstance(template, str) else ()
+    return bool(names) and all(doc.get(name) is None for name in names)
 
 
 def _data_of(config: Any) -> str:

@@ -119,7 +119,10 @@ def with_rows(folder: str, tmp_path: Path, name: str, rows: str) -> LmEval:
     return LmEval(name=name, include_path=str(tmp_path))
 
 
-@pytest.mark.parametrize(("name", "missing"), [("sums", {"a": " "}), ("pick", {"right": -1})])
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [("sums", {"a": " "}), ("sums", {"a": None}), ("pick", {"right": -1}), ("pick", {"right": None})],
+)
 def test_a_row_without_a_right_answer_is_named(folder: str, tmp_path: Path, name: str, missing: dict[str, Any]) -> None:
     rows = "".join(json.dumps(row) + "\n" for row in (ROWS[0], ROWS[1] | missing, ROWS[2]))
     with pytest.raises(TaskError, match=f"{name}: row 2 of {tmp_path}/other.jsonl has no right answer"):
