@@ -3,7 +3,7 @@ values."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import nextafter
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from harness.bridges.kvpress.building import KVPressError, package, set_ratio
+from harness.bridges.kvpress.building import KVPressError, nested, package, set_ratio
 from harness.engine.hf import QueryProjection, Rotary
 from kernels.rope import rotate_by
 from methods.base import AttnInput, LayerSpec
@@ -113,6 +113,7 @@ def press_one(press: Any, spec: LayerSpec, hidden: Tensor, given: Sequence[Tenso
     with (
         lent_module(spec) as module,
         torch.random.fork_rng([device] if hidden.is_cuda else []),
+        _without_nan(press, spec.index),
     ):
         torch.manual_seed(spec.index)  # a press that draws random numbers must draw the same again
         call = {
@@ -123,6 +124,8 @@ def press_one(press: Any, spec: LayerSpec, hidden: Tensor, given: Sequence[Tenso
         }
         try:
             press.forward_hook(module, [], call, [None, None])
+        except KVPressError:
+            raise
         except Exception as error:
             raise KVPressError(
                 f"{type(press).__name__} of kvpress fails in layer {spec.index} ({type(error).__name__}: {error}): "
@@ -170,6 +173,33 @@ def lent_module(spec: LayerSpec) -> Iterator[Any]:
         for name in ("rotary_emb", MASKED):
             if hasattr(module, name):
                 delattr(module, name)
+
+
+@contextmanager
+def _without_nan(press: Any, layer: int) -> Iterator[None]:
+    """Refuse scores that are NaN, from `press` and presses in it: they would choose at random what
+    stays."""
+
+    def checked(score: Callable[..., Tensor], name: str) -> Callable[..., Tensor]:
+        def call(*arguments: Any, **keywords: Any) -> Tensor:
+            scores = score(*arguments, **keywords)
+            if bool(scores.isnan().any()):
+                raise KVPressError(
+                    f"{name} of kvpress gives scores in layer {layer} that are NaN, which say nothing of what is to "
+                    "stay: correct the press, or choose another."
+                )
+            return scores
+
+        return call
+
+    scoring = [each for each in nested(press) if hasattr(each, "score")]
+    for each in scoring:
+        each.score = checked(each.score, type(each).__name__)
+    try:
+        yield
+    finally:
+        for each in scoring:
+            del each.score
 
 
 def ratio_for(tokens: int, kept: int) -> float:

@@ -245,6 +245,21 @@ def test_a_failing_press_is_named() -> None:
         sealed(kv)
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_scores_that_are_nan_are_refused_by_name(inside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "kvpress.KnormPress.score", lambda self, module, hidden, keys, *_: keys.norm(dim=-1) * torch.nan
+    )
+    press: dict[str, Any] = (
+        {"name": "ChunkKVPress", "press": {"name": "KnormPress"}} if inside else {"name": "KnormPress"}
+    )
+    with (
+        attached(tiny("llama"), KVPress(press=press), budget=60) as kv,
+        pytest.raises(KVPressError, match=r"^KnormPress.*layer 0.*NaN"),
+    ):
+        sealed(kv)
+
+
 @pytest.mark.parametrize("press", [SNAP, EXPECTED, PRESSES["two"], PRESSES["adakv"], {"name": "CompactorPress"}])
 def test_a_prompt_no_longer_than_a_presss_windows_is_read_whole(press: dict[str, Any]) -> None:
     method, model = KVPress(press=press), tiny("llama")
