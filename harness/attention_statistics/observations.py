@@ -28,8 +28,8 @@ AT_ONCE = 256  # queries at a time, because their weights take heads x queries x
 
 
 class Observation(ABC):
-    """Compute figures of each layer and draw them. Subclasses are frozen dataclasses; their fields are options of
-    the command line."""
+    """Compute numbers that describe the attention of each layer (its figures), and draw them.
+    Subclasses are frozen dataclasses; their fields are options of the command line."""
 
     title: ClassVar[str]
     columns: ClassVar[Mapping[str, str]]  # figure -> its heading in the table that is printed
@@ -37,7 +37,8 @@ class Observation(ABC):
 
     @abstractmethod
     def of_layer(self, x: AttnInput, spec: LayerSpec) -> Figures:
-        """Return the figures of one layer. x: a whole prompt, one sequence."""
+        """Return the figures of one layer, numbers and lists by name. x: its attention input for a
+        whole prompt of one sequence."""
 
     @abstractmethod
     def paint(self, panels: Sequence[Axes], layers: Sequence[Figures]) -> None:
@@ -259,7 +260,8 @@ class HeavyHitters(Observation):
 
 
 def mass_of_top(falling: Tensor, shares: Sequence[float]) -> dict[str, float]:
-    """Return how much of the sorted weights [N] the first shares of them hold; each share has at least one token."""
+    """Return what the largest weights hold together, for each share of the tokens. `falling` [N]:
+    weights that add up to 1, in falling order. Each share has at least one token."""
     tops = falling.double().cumsum(0)[[max(1, int(share * len(falling))) - 1 for share in shares]]
     return {f"top_{share:g}": top for share, top in zip(shares, rounded(tops), strict=True)}
 

@@ -49,7 +49,8 @@ def observe(name: str, observation: Observation, task: Task, model: ModelSource,
 
 
 def place(root: Path, result: dict[str, Any]) -> Path:
-    """Return the folder of a result, the same for the same model, prompt and options."""
+    """Return the folder below `root` for the result of an observation; it is the same for the same
+    model, prompt, settings and options."""
     own = {key: result[key] for key in ("what", "options", "model", "settings")} | {
         "sha256": result["prompt"]["sha256"]
     }

@@ -54,7 +54,8 @@ _prepared: WeakKeyDictionary[PreTrainedModel, dict[Method, tuple[object, float]]
 
 
 class Attachment:
-    """Make caches for the attached model. Parameters as in `attached`."""
+    """Hold a model and the KV method that is attached to it, and make the caches with which both
+    run. Parameters as in `attached`."""
 
     def __init__(
         self,
@@ -97,8 +98,8 @@ class Attachment:
         self._handed_out: list[LoopUsage] = []
 
     def stage(self, tokens: int) -> int:
-        """Return how a text of `tokens` tokens is rotated (`TextRotary.stage`); 0 if all texts are
-        rotated alike."""
+        """Return a number that is equal for texts which the model rotates by the same angles
+        (`TextRotary.stage`), for a text of `tokens` tokens; 0 if all texts are rotated alike."""
         return 0 if self.rotary is None else self.rotary.stage(tokens)
 
     def request(self, *, capacity: int, batch: int = 1, grows: bool = False) -> Request:
@@ -154,7 +155,7 @@ class Attachment:
         return cache
 
     def close(self) -> None:
-        """Wait for all rows that the device's engine moves, and end its threads."""
+        """Wait for all rows that the device's transfer engine is moving, and end its threads."""
         self.engine.close()
 
     def cache_of_call(self, *, batch: int, tokens: int) -> LoopCache:
@@ -173,8 +174,8 @@ class Attachment:
         return cache
 
     def warn_of_unsealed(self) -> None:
-        """Warn of a cache that saw only prompt tokens: it has left nothing out, so a score from it
-        is not the method's."""
+        """Warn if a cache saw only prompt tokens: it has left nothing out, so a score from it is
+        not the method's."""
         tokens = max((usage.tokens for usage in self._handed_out if not usage.sealed), default=0)
         budget = self.budget
         if budget is not None and not all(budget.covers(tokens, spec.index) for spec in self.specs):
@@ -185,8 +186,8 @@ class Attachment:
             )
 
     def warn_of_fallbacks(self) -> None:
-        """Count the caches whose method did something else than its rule, as where a prompt is too
-        short for it."""
+        """Warn if the method did something else than its rule in some of the caches, for example
+        because a prompt is too short for it."""
         fell_back = [usage.fallback for usage in self._handed_out if usage.fallback]
         if fell_back:
             warnings.warn(
@@ -196,8 +197,9 @@ class Attachment:
             )
 
     def _prepare(self, calibration: Tensor | None) -> tuple[object, float]:
-        """Return what the method prepared for this model, and the seconds that took when it was
-        prepared."""
+        """Return what the method has computed once for this model (`Method.prepare`), and the
+        seconds that it took. Both are remembered for later attachments of the same model and
+        method."""
         known = _prepared.setdefault(self.model, {})
         if self.method not in known:
             before = perf_counter()
@@ -268,9 +270,10 @@ class _LastInput(Policy):
 def observer(
     model: PreTrainedModel, specs: Sequence[LayerSpec], text: Tensor | None
 ) -> Callable[[int], Iterator[AttnInput]]:
-    """Return `observe(tokens)`, which runs the first tokens of `text` [1 S] once and yields the
-    attention input of each layer that a method serves (methods/layers/window.py), in order.
-    `specs`: those of all layers of the model, which may be attached already."""
+    """Return `observe(tokens)`, with which a method looks at the model when it prepares itself. It
+    runs the first tokens of `text` [1 S] once and yields the attention input of each layer that a
+    method serves (methods/layers/window.py), in order. `specs`: those of all layers of the model,
+    which may be attached already."""
 
     @torch.inference_mode()
     def observe(tokens: int) -> Iterator[AttnInput]:

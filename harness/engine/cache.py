@@ -2,7 +2,7 @@
 own the storage.
 
 Our own engine sets the phase itself, and its cache is a `KVCache`. A loop that does not, such as
-`model.generate`, gets a `LoopCache` (engine/loop/cache.py), which infers the phase from the number
+`model.generate`, gets a `LoopCache` (engine/loop.py), which infers the phase from the number
 of tokens in a forward."""
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ State = Callable[[int], Mapping[str, Tensor]]  # waits for the state of a layer 
 
 
 class UnsupportedError(NotImplementedError):
-    """Refuse a model or call that this engine would compute wrongly."""
+    """Report a model or call that is refused because this engine would compute it wrongly."""
 
 
 class RoomError(ValueError):
-    """Refuse more sequences or tokens than a cache was made for."""
+    """Report that more sequences or tokens arrive than a cache was made for."""
 
 
 class KVCache(Cache):
-    """Serve as the model's `past_key_values`. Call `seal` after the prompt, and `open_turn` before
-    a further turn."""
+    """Serve as the model's `past_key_values`: one `KVLayer` of the method for each layer. Call
+    `seal` after the prompt, and `open_turn` before a further turn."""
 
     layers: list[KVLayer]  # type: ignore[assignment]
     step_inputs: StepInputs | None = None  # of a step that other sequences can use (kernels/step_inputs.py)
@@ -63,7 +63,9 @@ class KVCache(Cache):
         self._text: list[Tensor] = []  # [B T] each, the pieces of the text that are known
 
     def seal(self) -> None:
-        """End the prompt: seal all layers that have not closed yet."""
+        """End the prompt: seal all layers that have not closed yet. When a layer is sealed, its
+        method chooses, indexes or moves what the prompt has left; from then on tokens come one at a
+        time."""
         self.await_layers()
         for layer in range(len(self.layers)):
             if layer not in self._closed:
@@ -72,7 +74,7 @@ class KVCache(Cache):
         self.sealed, self._further, self.sealed_tokens = True, True, self.num_tokens
 
     def close(self, layer: int) -> None:
-        """Seal one layer ahead of `seal`: the prompt is complete in it."""
+        """Seal one layer ahead of `seal`, because the prompt is complete in it already."""
         if not self._closed:
             self.state.checks.begin("further" if self._further else "first")
         self.layers[layer].seal()
@@ -104,8 +106,8 @@ class KVCache(Cache):
         return self.contents()
 
     def refill(self, contents: Sequence[Mapping[str, Tensor]]) -> None:
-        """Continue, in a fresh cache of the same model and method, where `contents` was taken, with
-        a further turn."""
+        """Fill this fresh cache with `contents`, taken from a cache of the same model and method,
+        and begin a further turn there."""
         for layer, state in zip(self.layers, contents, strict=True):
             layer.restore(state)
         self.num_tokens = int(contents[0]["seen"])
@@ -113,9 +115,9 @@ class KVCache(Cache):
         self.open_turn()
 
     def refill_by_layer(self, tokens: int, state: State) -> None:
-        """Continue after `tokens` tokens while the layers' states are still arriving:
-        `state(layer)` waits for the state of one layer, and is called just before the layer is
-        used."""
+        """Begin a further turn after `tokens` stored tokens while the layers' states are still
+        arriving: `state(layer)` waits for the state of one layer, and is called just before the
+        layer is used."""
         self._awaited = dict.fromkeys(range(len(self.layers)), state)
         self.num_tokens = tokens
         self._further = True
@@ -130,20 +132,20 @@ class KVCache(Cache):
         self.layers[layer].restore(self._awaited.pop(layer)(layer))
 
     def begin(self) -> None:
-        """Begin a forward of the model."""
+        """Prepare for a forward of the model, of which no token has arrived yet."""
         self._arriving = 0
 
     def end(self) -> None:
-        """End a forward of the model."""
+        """Count the tokens of a forward of the model that has ended."""
         self.num_tokens += self._arriving
 
     def expect_text(self, ids: Tensor) -> None:
-        """Set the whole text up to the answer, ids [B S]: it is rotated as one text, in whatever
-        pieces it is fed."""
+        """Set the whole text up to the answer, ids [B S], for models whose rotation depends on the
+        length of the text: it is rotated as one text, in whatever pieces it is fed."""
         self.prompt_tokens, self._text = ids.shape[1], [ids]
 
     def take_text(self, other: KVCache) -> None:
-        """Expect the same text as another cache."""
+        """Expect the same text as another cache does (`expect_text`)."""
         self.prompt_tokens, self._text = other.prompt_tokens, list(other._text)
 
     def note_text(self, ids: Tensor, *, prompt: bool = False) -> None:
@@ -156,7 +158,7 @@ class KVCache(Cache):
 
     @property
     def known_text(self) -> int:
-        """Return how many tokens of the text are known."""
+        """Return how many tokens of the text were set or noted (`expect_text`, `note_text`)."""
         return sum(part.shape[1] for part in self._text)
 
     def text(self, ids: Tensor) -> Tensor:
@@ -183,18 +185,20 @@ class KVCache(Cache):
         return length
 
     def fits(self, tokens: int) -> bool:
-        """Return whether all that is held is rotated as in a text of `tokens` tokens."""
+        """Return whether all that the cache holds is rotated as it would be in a text of `tokens`
+        tokens."""
         return self.rotary is None or self.stages <= {self.rotary.stage(tokens)}
 
     @property
     def outgrows(self) -> bool:
-        """Return whether `model.generate` computes the whole text again with the next token."""
+        """Return whether the next token makes the text too long for the rotation of the stored
+        keys, so that `model.generate` computes the whole text again with it (LongRoPE in Phi-3)."""
         border = None if self.rotary is None else self.rotary.drops_at
         return border is not None and self.num_tokens == border and self.prompt_tokens <= border
 
     @property
     def members(self) -> tuple[KVCache, ...]:
-        """Return the caches that hold the sequences: only this one."""
+        """Return the caches of the sequences that step together; here that is only this one."""
         return (self,)
 
     def positions(self, count: int, device: torch.device) -> Tensor:
@@ -220,7 +224,8 @@ class KVCache(Cache):
 
     @property
     def traffic(self) -> Traffic:
-        """Return the counted traffic; this waits for counts that are on the device."""
+        """Return the bytes and seconds counted for rows that moved between device, host and disk;
+        this waits for counts that are on the device."""
         return self.state.traffic.settle()
 
     @property
@@ -228,7 +233,8 @@ class KVCache(Cache):
         return self.state.counters
 
     def count_replayed(self, steps: int) -> None:
-        """Count `steps` steps that were replayed without the model's forward."""
+        """Count `steps` decode steps that were replayed from a captured graph, without the model's
+        forward."""
         self.num_tokens += steps
         self.counters.steps += steps
         for layer in self.layers:
@@ -240,8 +246,8 @@ class KVCache(Cache):
         return self.layers[layer].next_row() if self.sealed else None
 
     def note_step(self, fed: Tensor, logits: Tensor) -> None:
-        """Report a step that took `fed` [B 1] and gave `logits` [B V] to the observer, if there is
-        one."""
+        """Pass a decode step that took `fed` [B 1] and gave `logits` [B V] to `watch`, which
+        measures fidelity, if there is one."""
         if self.watch is not None:
             text = self.counters.text_tokens
             self.watch.note(fed, logits, 0 if self.rotary is None else self.rotary.stage(text))
@@ -280,7 +286,7 @@ class KVCache(Cache):
             )
 
     def _check_positions(self, layer: KVLayer) -> None:
-        """Check the prompt positions that a layer says its last step has read."""
+        """Check the prompt positions that a layer of the method says its last step has read."""
         spec, request = layer.spec, layer.request
         heads = {"read_positions": [spec.num_kv_heads], "selected_positions": [spec.num_kv_heads, spec.num_heads]}
         for name, counts in heads.items():
@@ -296,7 +302,8 @@ class KVCache(Cache):
         self._arrive(tokens)
 
     def _arrive(self, tokens: int) -> None:
-        """Note the tokens of a forward, when its first layer is reached."""
+        """Note how many tokens the forward brings. It is called when the forward reaches its first
+        layer."""
         self._arriving = tokens
 
     def grow(self, more: int) -> None:

@@ -34,7 +34,7 @@ from methods.base import KVLayer
 
 
 class NotFiniteError(ValueError):
-    """Report logits that hold NaN or infinity, and say what to try."""
+    """Report logits that hold NaN or infinity; the message says what to try."""
 
 
 class Engine:
@@ -116,7 +116,8 @@ class Engine:
         context_tokens: int | None = None,
         sampler: Sampler | None = None,
     ) -> RunningSequence:
-        """Prefill `prompt` [1 S] and add it to `batch`, which this engine steps. Arguments as in
+        """Prefill `prompt` [1 S] and add it to `batch`, a running batch of this engine. Return its
+        sequence, which `batch.step` decodes together with the others. Other arguments as in
         `generate`."""
         _check(prompt, max_new_tokens, context_tokens)
         prompt = prompt.to(self.model.device)
@@ -130,8 +131,8 @@ class Engine:
         )
 
     def cache(self, prompt: Tensor, max_new_tokens: int, shared: Sequence[KVLayer] | None = None) -> KVCache:
-        """Return a fresh cache for `prompt` [B S] and its answer. `shared`: layers that already
-        hold the prompt for fidelity."""
+        """Return a fresh cache for `prompt` [B S] and its answer. `shared`: layers with full
+        attention that hold the prompt already, with which its fidelity is measured."""
         batch, capacity = prompt.shape[0], prompt.shape[1] + max_new_tokens
         cache = self.attachment.start(KVCache, capacity=capacity, batch=batch)
         cache.expect_text(prompt)
@@ -144,7 +145,8 @@ class Engine:
         """Compute the prompt [B S]. Return the logits of its last token [B V].
 
         `whole`: the turn's prompt ends here. Where rows leave the device or the method wants it,
-        each layer then closes as soon as it is complete, and `seal` does the rest."""
+        each layer then closes, which means that it is sealed as soon as the prompt is through it,
+        and `seal` does the rest."""
         if cache.rotary is not None:
             cache.note_text(prompt, prompt=True)
         chunks = prompt.split(self.prefill_chunk or prompt.shape[1], dim=1)
@@ -191,7 +193,8 @@ class Engine:
         return logits
 
     def decode(self, ids: Tensor, cache: KVCache, captured: CapturedStep | None) -> Tensor:
-        """Run one decode step for ids [B 1]. Return logits [B V]."""
+        """Run one decode step for ids [B 1], by replaying the `captured` step of the cache if there
+        is one. Return logits [B V]."""
         if self.attachment.rotary is not None:
             if cache.outgrows:
                 return self.recompute(ids, cache)
@@ -226,7 +229,8 @@ class Engine:
 
     @property
     def traced(self) -> str | None:
-        """Return why each layer runs by itself if steps are clocked, else None."""
+        """Return the reason why steps are neither captured nor taken together while a tracer clocks
+        their parts; None without a tracer."""
         return "trace=on clocks each step's parts" if self.tracer is not None else None
 
     def close(self, captured: CapturedStep) -> None:
@@ -251,9 +255,10 @@ class Engine:
         stops: Sequence[Stop] | None = None,
         sampler: Sampler | None = None,
     ) -> Generation:
-        """Finish a prefilled cache: decode the question [B Q] (protocol=context, else Q = 0), seal
-        unless that is done, and decode the answer. The prefill's `logits` [B V] are not needed if
-        there is a question."""
+        """Answer on a prefilled cache: decode the question [B Q] (protocol=context, else Q = 0),
+        seal unless that is done, and decode the answer. `logits` [B V]: those of the prompt's last
+        token, not needed if there is a question. `began`: when the prefill began, by
+        `perf_counter`."""
         batch = RunningBatch(self)
         slot = batch.join(
             cache, logits, question, began=began, max_new_tokens=max_new_tokens, stops=stops, sampler=sampler

@@ -33,20 +33,21 @@ MEASURES = ("recall", "mass", "error")
 
 
 def reference_layers(specs: Sequence[LayerSpec], state: CacheState) -> list[KVLayer]:
-    """Return layers that hold a whole prompt, for one `Fidelity` or several. `specs`: those of all
-    layers of the model."""
+    """Return layers with full attention, which hold a whole prompt as the reference of one
+    `Fidelity` or several. `specs`: those of all layers of the model."""
     return start_layers(specs, state, lambda whole, cache: [Layer(spec, cache, Full()) for spec in whole])
 
 
 class Fidelity:
-    """Observe a generation (`Watch` in engine/watch.py) and measure the method's layers; layers
-    with a sliding window are exact. `prompt`: layers that hold the prompt already, where it is
-    shared."""
+    """Compare the decode steps of a cache, whose `watch` it is, with exact attention. Layers with a
+    sliding window are exact and are left out. `prompt`: layers that hold the prompt already, where
+    it is shared."""
 
     def __init__(
         self, specs: Sequence[LayerSpec], request: Request, every: int, prompt: Sequence[KVLayer] | None = None
     ) -> None:
-        """`specs`: those of all layers of the model."""
+        """`specs`: those of all layers of the model. `every`: how many steps there are from one
+        that is measured to the next."""
         self.every = every
         self.owns_prompt = prompt is None
         self.state = CacheState(request)
@@ -61,12 +62,14 @@ class Fidelity:
         self.lengths: list[int] = []  # length of text by which the model rotated each step
 
     def prefill(self, layer: int, x: AttnInput) -> None:
-        """Note that layer `layer` has attended to a chunk of the prompt."""
+        """Add the keys and values of a chunk of the prompt, the attention input `x`, to the
+        reference of layer `layer`, unless the prompt is shared."""
         if self.owns_prompt:
             self.prompt[layer].absorb(x)
 
     def decode(self, layer: KVLayer, x: AttnInput, out: Tensor) -> None:
-        """Note that `layer` has answered `out` [B H 1 D] to `x`."""
+        """Compare the output `out` [B H 1 D] of a layer's decode step with exact attention to its
+        input `x`, if this step is one of those that are measured."""
         if layer.spec.window is not None:
             return
         index = layer.spec.index
@@ -78,15 +81,16 @@ class Fidelity:
             self.sums[name][index] += value.cpu()
 
     def note(self, fed: Tensor, logits: Tensor, text: int = 0) -> None:
-        """Note that a decode forward took `fed` [B 1], rotated for a text of `text` tokens, and
-        gave `logits` [B V]."""
+        """Keep the tokens `fed` [B 1] and the `logits` [B V] of a decode step for the comparison
+        with Full. `text`: the length by which the model rotated them (`TextRotary.stage`)."""
         self.fed.append(fed)
         self.logits.append(logits)
         self.lengths.append(text)
 
     def _measure(self, layer: KVLayer, x: AttnInput, out: Tensor) -> dict[str, Tensor]:
-        """Return recall, mass and error, each [B G]: of the heads that select, by their own
-        weights. Where query heads choose for themselves, it is the mean over those of a KV head."""
+        """Return recall, mass and error of one step, each [B G]. They are computed for each head
+        that selects tokens, by its own weights. Where query heads choose for themselves, they are
+        means over those of a KV head."""
         prompt, since, spec = self.whole[layer.spec.index].store, self.since[layer.spec.index], layer.spec
         k, v = torch.cat([prompt.k, since.k], 2), torch.cat([prompt.v, since.v], 2)
         q = x.q.view(*k.shape[:2], spec.group, -1)

@@ -73,7 +73,7 @@ def _held(value: Any, tier: str, visited: set[int]) -> Iterator[tuple[Tensor | P
 
 def changing(value: Any, visited: set[int]) -> Iterator[Tensor]:
     """Yield the tensors reachable from `value` that a decode step may write to: all but those that
-    a store names in `steady`."""
+    a store of keys and values names in `steady`, to which steps only append."""
     if isinstance(value, Tensor):
         yield value
     elif not isinstance(value, (*_PLAIN, *_SHARED)) and id(value) not in visited:

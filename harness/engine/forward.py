@@ -35,7 +35,7 @@ BY_BLOCKS = [name for name, known in ARCHITECTURES.items() if known.by_blocks]
 
 
 class ForwardError(NotImplementedError):
-    """Return why this model cannot be run by blocks."""
+    """Report why this model cannot be run by blocks."""
 
 
 def nothing(*_: int) -> None:
@@ -43,8 +43,8 @@ def nothing(*_: int) -> None:
 
 
 class BlockForward:
-    """Run a model by blocks: `forward(ids, cache)` takes ids [B T] and returns the logits of the
-    last token [B V]."""
+    """Run a model by blocks, with a few operations per decoder layer: `forward(ids, cache)` takes
+    ids [B T] and returns the logits of the last token [B V]."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.decoder: Any = model.get_decoder()
@@ -96,8 +96,9 @@ class BlockForward:
         return [(start, *self.rotary.of_texts(x, at, lengths)) for start, x, at in chunks]
 
     def _layer(self, index: int, x: Stream, cos: Tensor, sin: Tensor, cache: KVCache, start: int) -> Stream:
-        """Compute one layer, x [B T hidden] -> [B T hidden]. The last layer returns [B 1 hidden],
-        as only the last token's logits are needed."""
+        """Compute decoder layer `index`, x [B T hidden] -> [B T hidden]. The last layer returns [B
+        1 hidden], as only the last token's logits are needed. `start`: position of the first of the
+        T tokens."""
         next_row = cache.next_row(index) if self.stores and cos.shape[1] == 1 else None
         if next_row is not None:
             return self._stored_layer(index, x, cos, sin, cache, start, next_row)
@@ -117,8 +118,9 @@ class BlockForward:
     def _stored_layer(
         self, index: int, x: Stream, cos: Tensor, sin: Tensor, cache: KVCache, start: int, next_row: NextRow
     ) -> Stream:
-        """Compute one layer for one token, whose k and v are stored where they are made. Its last
-        sum is left to the next layer."""
+        """Compute decoder layer `index` for one token, whose k and v are written directly to where
+        the cache stores them, `next_row`. The output is two parts, whose sum the next layer
+        computes."""
         block, parts = self.blocks[index], x if isinstance(x, tuple) else (x, None)
         total, normed, q, k, v = ops.attention_inputs_stored(*parts, block, cos, sin, *next_row)
         attended = cache.attend(index, AttnInput(q, k, v, cos, sin, normed, start, stored=True))

@@ -36,7 +36,8 @@ MOST = 64  # captured steps that are kept for other sequences
 
 
 class StepCapture(Protocol):
-    """Capture steps of one engine."""
+    """Define how the decode steps of an engine are captured, to be replayed without running
+    Python."""
 
     def capture(self, step: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
         """Record what `step` does without doing it. Return a function that does it again, and the
@@ -47,7 +48,7 @@ class StepCapture(Protocol):
 
 
 class CaptureBroke(RuntimeError):
-    """Report a capture that failed, and say how to run without."""
+    """Report a capture that failed; the message says how to run without."""
 
 
 class CudaGraphs:
@@ -101,9 +102,10 @@ def usual_graphs(device: torch.device) -> StepCapture | None:
 
 class KeptStep(NamedTuple):
     """Hold a captured step: its input `token`, its output `logits`, and `step_inputs`, the tensors
-    that describe its sequences, into which the values of others may be written. `form` is the form
-    of their caches. `joined` are tensors that policies joined for these sequences, as hit caches;
-    `results` are those in which a step leaves what it chose."""
+    that describe its sequences, into which the values of others may be written. `form`: what the
+    caches of those must have in common with its own (`SlotsCache.form`). `joined`: tensors that
+    hold the state of all its sequences and that a step changes, such as caches of hits. `results`:
+    the tensors in which a step leaves what it chose."""
 
     token: Tensor
     logits: Tensor
@@ -119,10 +121,10 @@ class KeptStep(NamedTuple):
 
 
 class KeptSteps:
-    """Keep captured steps of one engine that no sequences use at present, for sequences of the same
-    size: as many slots, the same methods and kinds of layers, and the same powers of two of lengths
-    and budgets. At most MOST steps and MOST_KEPT_BYTES are kept, those used last; the very last one
-    stays however large it is."""
+    """Keep captured steps of one engine that no sequences use at present, for others of the same
+    size: as many slots (rows of the batch), the same methods and kinds of layers, and the same
+    powers of two of lengths and budgets. At most MOST steps and MOST_KEPT_BYTES are kept, those
+    used last; the very last one stays however large it is."""
 
     def __init__(self) -> None:
         self._steps: list[KeptStep] = []  # in order of their last use
@@ -138,7 +140,8 @@ class KeptSteps:
         return None
 
     def give_back(self, step: KeptStep) -> list[KeptStep]:
-        """Keep a step that its sequences no longer use. Return the steps that had to go for it."""
+        """Keep a captured step that its sequences no longer use. Return the steps that are dropped
+        to make room for it."""
         self._steps.append(step)
         dropped: list[KeptStep] = []
         while len(self._steps) > MOST or (
@@ -183,8 +186,8 @@ class CapturedStep:
         return self._logits[:rows]
 
     def take_capture_s(self) -> float | None:
-        """Return the seconds of the capture after the step in which it happened; None after all
-        other steps."""
+        """Return the seconds that the capture took, once: after the step in which it happened.
+        Return None after all other steps."""
         taken, self._capture_s = self._capture_s, None
         return taken
 
@@ -251,9 +254,9 @@ class CapturedStep:
             before.restore()  # the step has not run
 
     def _for_others(self, replay: Callable[[], Any], before: Sequence[Mapping[str, Any]]) -> KeptStep | None:
-        """Return the step for others to use, if it reaches all memory of its sequences through
-        recorded inputs; else None. `before`: attributes of its policies before the capture, some of
-        which the capture has replaced."""
+        """Return the captured step in a form that other sequences can use, if it reaches all memory
+        of its own ones through recorded inputs; else None. `before`: attributes of the policies
+        before the capture, some of which the capture has replaced."""
         cache = self.cache
         if (
             not isinstance(cache, SlotsCache)
@@ -281,14 +284,15 @@ class CapturedStep:
 
 
 def _results(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Tensor | Ragged]:
-    """Return the tensors in which a captured step leaves what it chose."""
+    """Return the tensors in which a captured step leaves what it chose: those attributes of a
+    policy that differ `before` and `after` the capture."""
     replaced = {name: value for name, value in after.items() if value is not before.get(name)}
     return {name: value for name, value in replaced.items() if isinstance(value, Tensor | Ragged)}
 
 
 def _first_cause(error: BaseException) -> str:
-    """Return the first error in one line. The end of a capture fails because something inside it
-    failed."""
+    """Return, in one line, the error from which `error` and all others between them followed: the
+    end of a capture fails because something inside it failed."""
     while error.__context__ is not None:
         error = error.__context__
     return f"{type(error).__name__}: {error}".splitlines()[0]

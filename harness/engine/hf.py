@@ -28,8 +28,8 @@ FREQUENCIES_ONCE = ("gpt_oss",)  # models whose cos and sin are half as wide, no
 
 
 class _Call(NamedTuple):
-    """Hold what the pre-hook passes on to the attention function, which receives neither the cache
-    nor the hidden states."""
+    """Hold what the hook before an attention module passes on to `_attention`, which receives
+    neither the cache nor the hidden states."""
 
     cache: KVCache
     hidden: Tensor
@@ -53,7 +53,8 @@ def _attention(
     s_aux: Tensor | None = None,
     **unknown: Any,
 ) -> tuple[Tensor, None]:
-    """Compute transformers' attention function: [B H T D] in, [B T H D] out."""
+    """Attend through the KV cache that the call brings, in the place of transformers' own attention
+    function: [B H T D] in, [B T H D] out."""
     named = sorted(name for name, given in unknown.items() if given is not None)
     if named:
         raise UnsupportedError(f"{type(module).__name__} passes {', '.join(named)}, which this engine would ignore.")
@@ -93,8 +94,9 @@ def _before_attention(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
 
 
 class _Forwards:
-    """Hook into each forward of a model. Gradients are off inside: attention has none here, and
-    those of the rest would be silently wrong."""
+    """Run before and after each forward of a routed model: prepare the call, tell the cache, and
+    turn gradients off inside. Attention has none here, and those of the rest would be silently
+    wrong."""
 
     def __init__(self, prepare: PrepareCall | None, rotary: TextRotary | None) -> None:
         self.prepare, self.rotary = prepare, rotary
@@ -116,7 +118,8 @@ class _Forwards:
             cache.end()
 
     def always(self, *called: Any) -> None:
-        """Restore gradients and rotation after a forward, also after an error."""
+        """Undo after each forward what `before` has set, also after an error: gradients are
+        switched back to what they were, and the rotation no longer depends on this call's text."""
         torch.set_grad_enabled(self._gradients)
         if self.rotary is not None:
             self.rotary.lengths = None
@@ -165,7 +168,8 @@ def routed(model: PreTrainedModel, prepare: PrepareCall | None = None) -> Iterat
 
 
 def layer_specs(model: PreTrainedModel) -> list[LayerSpec]:
-    """Return the spec of each layer of the model, in order. A method serves some of them
+    """Return the spec of each layer of the model, in order: what a method may know of it, such as
+    head counts, scale, rotation and window. A method serves some of the layers
     (methods/layers/window.py)."""
     modules, windows = attention_modules(model), sliding_windows(model.config)
     rotary = text_rotary(model) or deepcopy(model.get_decoder().rotary_emb)
@@ -203,8 +207,8 @@ class Rotary:
         return _rotation(self.module, self._ask(positions))
 
     def of_text(self, tokens: int) -> Rotary:
-        """Return the rotation for a text of `tokens` tokens at all positions; 0: for a text that
-        ends with the last of them."""
+        """Return the rotation of a text of `tokens` tokens, the same for all its positions. 0: of a
+        text that ends with the last position asked for."""
         if not tokens or not isinstance(self.rotary, TextRotary):
             return self
         rotary = copy(self.rotary)
@@ -227,7 +231,8 @@ class Rotary:
 
 
 def _rotation(module: Any, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return cos and sin in the form of kernels/rope.py; a layer without rotation turns by 0."""
+    """Return the cos and sin that transformers has `given` a layer, in the form of kernels/rope.py;
+    a layer without rotation turns by 0."""
     cos, sin = given
     if not getattr(module, "use_rope", True):
         return torch.ones_like(cos), torch.zeros_like(sin)

@@ -30,11 +30,12 @@ class LoopUsage:
 
 
 class LoopCache(KVCache):
-    """Infer the phase from the number of tokens in a forward.
+    """Hold the cache of a loop that does not say where a prompt ends, such as `model.generate`: the
+    number of tokens in a forward tells.
 
     The first forward is prompt. After it, a forward of several tokens opens a turn or continues it,
-    and the first forward of one token seals it. Call `open_turn` before a forward of one token that
-    is prompt: a turn of one token, or the last token of a prefill in chunks."""
+    and the first forward of one token seals the cache. Call `open_turn` before a forward of one
+    token that is prompt: a turn of one token, or the last token of a prefill in chunks."""
 
     may_grow: Callable[[int, int], None] | None = None  # raises `ValueError` for a larger capacity; None: never grows
     _prompt_next = False  # the next forward is prompt, whatever its length
@@ -85,8 +86,9 @@ class LoopCache(KVCache):
 
 
 class PaddedCache(LoopCache):
-    """Split what arrives by its mask. A prompt is computed row by row, without the padding, and
-    steps are taken together, as in a `RunningBatch`. Each row gets what it gets alone.
+    """Hold the cache of a batch that is padded on the left: one cache for each row (`members`). A
+    prompt is computed row by row, without the padding, and steps are taken together, as in a
+    `RunningBatch`. Each row gets what it gets alone.
 
     `num_tokens` counts columns of the loop's tensors, padding included. In a further turn padding
     comes after the last token of the answer, which a loop feeds with the new turn."""
@@ -112,8 +114,8 @@ class PaddedCache(LoopCache):
         return max(member.capacity for member in self._members)
 
     def read_mask(self, mask: Tensor | None, tokens: int, device: torch.device) -> Tensor:
-        """Split the next forward, of `tokens` columns, by `mask` [B columns]; None: without
-        padding. Return the positions of its tokens [B tokens]."""
+        """Find by `mask` [B columns] which of the next forward's `tokens` columns hold tokens in
+        each row; None: all do. Return the positions of these tokens [B tokens]."""
         if mask is None:
             mask = torch.cat([self._mask, self._mask.new_ones(len(self._members), tokens)], 1)
         self._check_room(len(mask), tokens)
@@ -215,21 +217,21 @@ class PaddedCache(LoopCache):
         self._slots.begin()
 
     def _part(self) -> None:
-        """Let the members continue one by one."""
+        """Let each row's cache go on by itself, until rows step together again."""
         self._catch_up()
         self._slots = None
 
     def _catch_up(self) -> None:
-        """Update each member with the steps that were counted for all at once, and with what the
-        last of them chose for it."""
+        """Update the cache of each row with the steps that were counted for all rows at once, and
+        with what the last of these steps chose for it."""
         if self._slots is not None:
             for number in range(len(self._members)):
                 self._slots.catch_up(number)
 
 
 def _row(x: AttnInput, row: int, tokens: Tensor, start: int) -> AttnInput:
-    """Return the attention input of some `tokens` [N] of one row, without the padding around
-    them."""
+    """Return the attention input of one row at its columns `tokens` [N], which leaves out its
+    padding. `start`: the position of the first of them."""
     own = slice(row, row + 1)
     q, k, v = (part[own].index_select(2, tokens) for part in (x.q, x.k, x.v))
     cos, sin, hidden = (part[own].index_select(1, tokens) for part in (x.cos, x.sin, x.hidden))
@@ -237,8 +239,9 @@ def _row(x: AttnInput, row: int, tokens: Tensor, start: int) -> AttnInput:
 
 
 class LoopCalls:
-    """Replace None or an empty `DynamicCache`, which `generate`, `pipeline` and `model(ids)` bring,
-    by a cache of ours, and split batches that are padded on the left."""
+    """Prepare each call of an attached model: replace None or an empty `DynamicCache`, which
+    `generate`, `pipeline` and `model(ids)` bring, by a cache of ours, and split batches that are
+    padded on the left."""
 
     def __init__(self, make: Callable[..., LoopCache]) -> None:
         """`make(batch=..., tokens=...)`: returns a cache for `batch` sequences whose first forward

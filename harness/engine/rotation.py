@@ -26,8 +26,8 @@ REMEMBERED = 64  # lengths whose frequencies are kept at a time
 
 
 class TextRotary(nn.Module):
-    """Replace a model's rotary module while it is attached. It holds a copy of that module, whose
-    own state never changes.
+    """Replace a model's rotary module while it is attached, so that angles follow from the length
+    of the whole text. It holds a copy of that module, whose own state never changes.
 
     Texts of one `stage` are rotated alike. `drops_at`: the length up to which `model.generate`
     keeps the cache of a text; beyond it, the whole text is computed again (LongRoPE in Phi-3).
@@ -72,8 +72,9 @@ class TextRotary(nn.Module):
         return self.of_texts(x, position_ids, self.lengths or [int(position_ids.max()) + 1], *kind)
 
     def of_texts(self, x: Tensor, position_ids: Tensor, lengths: Sequence[int], *kind: str) -> tuple[Tensor, Tensor]:
-        """Return cos and sin for texts of `lengths` tokens: one number for all rows, or one per
-        row."""
+        """Return cos and sin of position_ids for texts of `lengths` tokens: one number for all
+        rows, or one per row. `kind`: the kind of layer, in models that rotate each kind in its own
+        way."""
         stages = [self.stage(length) for length in lengths]
         if len(set(stages)) == 1:
             return self._turned(x, position_ids, stages[0], *kind)
@@ -94,8 +95,8 @@ class TextRotary(nn.Module):
 
     @torch.no_grad()
     def frequencies(self, device: torch.device, stage: int, *kind: str) -> Tensor:
-        """Return the frequencies [R / 2] of a stage. Position 0 is asked for first, because that
-        resets the module's state."""
+        """Return the angles per position [R / 2] of texts of one stage, for one kind of layer.
+        Position 0 is asked for first, because that resets the module's state."""
         if (stage, kind) not in self._frequencies:
             if len(self._frequencies) >= REMEMBERED:
                 self._frequencies.clear()

@@ -43,8 +43,8 @@ class SavedState:
                 container.update(content)
 
     def since(self, before: SavedState) -> SavedState:
-        """Drop what is equal to the state `before`, so that restoring leaves it alone. Return this
-        object."""
+        """Leave out of this saved state whatever is equal in the earlier one, `before`, so that
+        restoring it changes only what differs. Return this object."""
         held = self._held.items()
         self._held = {at: kept for at, kept in held if not _same(kept[1], before._held.get(at, (None, None))[1])}
         return self

@@ -20,5 +20,6 @@ PARTS = (*PHASES, "rest", "model")  # rest: the method's time outside operations
 
 
 def phase_of(operation: str) -> str:
-    """Return the phase of an operation, or `rest` if no phase names it."""
+    """Return the phase of a decode step to which an operation belongs ("select", "fetch" or
+    "attend"), or "rest" if no phase names it."""
     return next((phase for phase, names in PHASES.items() if operation in names), "rest")

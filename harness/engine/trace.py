@@ -40,7 +40,7 @@ Seen = Callable[[str, tuple[Any, ...], Any], None]  # an operation, its argument
 
 
 class Stopwatch:
-    """Clock named spans on `device`."""
+    """Measure how long named spans of work on `device` take."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -71,8 +71,8 @@ class Stopwatch:
 
 @contextmanager
 def clocked(watch: Stopwatch, seen: Seen | None = None) -> Iterator[None]:
-    """Clock every operation that runs inside as a span of its phase, and pass it to `seen`. An
-    operation that another one calls belongs to the caller's span."""
+    """Clock every operation of kernels/ops.py that runs inside as a span of its phase (`phase_of`),
+    and pass it to `seen`. An operation that another one calls belongs to the caller's span."""
     within = False
 
     def around(name: str, arguments: tuple[Any, ...], call: Callable[[], Any]) -> Any:
@@ -109,7 +109,8 @@ class IndexBytes:
 
 
 class Tracer:
-    """Clock decode steps. The steps must run the layers' own `decode`, one call each."""
+    """Clock the parts of decode steps. The steps must run the layers' own `decode`, one call
+    each."""
 
     last: dict[str, float] | None = None  # seconds of the last step's parts
 
@@ -136,8 +137,8 @@ class Tracer:
         return sum(known) + sum(self._indices[id(layer)] for layer in cache.method_layers) if known == read else None
 
     def medians(self, steps: Sequence[Mapping[str, float]]) -> dict[str, Any] | None:
-        """Return the medians over the steps of a finished generation, in seconds; None without
-        steps."""
+        """Return the number of steps of a finished generation, and the medians of their seconds and
+        of those of each part (`steps` has them by name, as in `last`); None without steps."""
         if not steps:
             return None
         middle = {name: median(step[name] for step in steps) for name in steps[0]}

@@ -24,7 +24,7 @@ DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 class Architecture(NamedTuple):
-    """Say how a class of transformers is run here."""
+    """Describe how a model class of transformers is run here."""
 
     model_type: str  # transformers' name in config.json
     by_blocks: bool  # its decoder layers are built as kernels/block.py describes, so engine/forward.py can run them
@@ -51,7 +51,8 @@ SINK_LOGITS = tuple(known.model_type for known in ARCHITECTURES.values() if know
 
 
 class ModelError(ValueError):
-    """Say that a model cannot be used as the user asked, and what to do instead."""
+    """Report that a model cannot be used as the user asked; the message says why, and what to do
+    instead."""
 
 
 class Identity(NamedTuple):
@@ -214,9 +215,9 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def limit(window: int, layer_windows: Sequence[int | None]) -> int:
-    """Return the most tokens, prompt and answer: the model's window. If every layer slides, it is
-    the smallest window of a layer: beyond it a method would have no layer that sees the whole
-    text."""
+    """Return the most tokens, prompt and answer together, that a model is run with: its `window`.
+    If every layer slides, it is the smallest of `layer_windows`: beyond it a method would have no
+    layer that sees the whole text."""
     return min(window, *(window if seen is None else seen for seen in layer_windows)) if all(layer_windows) else window
 
 
@@ -230,8 +231,8 @@ def sliding_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
 
 
 def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return every token id that ends an answer. In many repositories the sources disagree, and a
-    missing id lowers all scores."""
+    """Return every token id that ends an answer, from all places that name one: in many
+    repositories they disagree, and a missing id lowers all scores."""
     stated = [getattr(model.generation_config, "eos_token_id", None), model.config.eos_token_id, tokenizer.eos_token_id]
     ids = {i for entry in stated for i in (entry if isinstance(entry, list) else [entry]) if i is not None}
     return tuple(sorted(ids | _end_of_turn(tokenizer)))
@@ -256,8 +257,8 @@ _loaded: dict[_Key, LoadedModel] = {}  # the model of the last run, which stays 
 
 
 def is_loaded(model: ModelSource, dtype: str, device: str) -> bool:
-    """Say whether the model is there from the last run; another model is let go of, so that its
-    memory counts as free."""
+    """Return whether this model is still loaded from the last run. Any other loaded model is
+    dropped, so that its memory counts as free."""
     if _key(model, dtype, device) not in _loaded:
         _loaded.clear()
     return bool(_loaded)
@@ -273,6 +274,6 @@ def load(model: ModelSource, dtype: str, device: str) -> LoadedModel:
 
 
 def _key(model: ModelSource, dtype: str, device: str) -> _Key:
-    """Return what tells loaded models apart: a local folder whose files were changed is another
-    model."""
+    """Return the key of a loaded model. It holds the revision, because a local folder whose files
+    were changed is another model."""
     return model, model.identity().revision, dtype, device

@@ -18,7 +18,8 @@ NODES = (Path("/dev/nvidia0"), Path("/dev/dxg"))  # device files of a GPU under 
 
 
 class DeviceError(ValueError):
-    """Say that the device a user asked for cannot be used, and what to do instead."""
+    """Report that the device a user asked for cannot be used; the message says why, and what to do
+    instead."""
 
 
 def choose_device(asked: str) -> str:
@@ -76,7 +77,8 @@ def gpu_is_there() -> bool:
 
 
 def driver() -> str:
-    """Return the version of NVIDIA's kernel driver, as text."""
+    """Return the version of NVIDIA's kernel driver as words for a message, such as "driver
+    550.54"."""
     with suppress(OSError):
         if version := re.search(r"\s(\d+\.[\d.]+)\s", DRIVER.read_text().splitlines()[0]):
             return f"driver {version[1]}"

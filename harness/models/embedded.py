@@ -48,7 +48,8 @@ LAYER_TENSORS = {
 
 @dataclass(frozen=True)
 class SmolLM2(ModelSource):
-    """Load the model of the wheel. It has no parameters, because the wheel holds one model."""
+    """Provide SmolLM2-135M-Instruct from the wheel. It has no parameters, because the wheel holds
+    one model."""
 
     def identity(self) -> Identity:
         return Identity(NAME, f"gguf-sha256:{_sha256(find_gguf())}", "embedded")
@@ -111,8 +112,9 @@ def _sha256(file: Path) -> str:
 
 
 def convert_into(folder: Path, file: Path) -> None:
-    """Convert the model so that `folder` holds it completely or does not exist. Where several
-    processes convert at once, the first one's folder stays."""
+    """Convert the GGUF file `file` to a model in the new folder `folder`, which in the end is
+    complete or does not exist. Where several processes convert at once, the first one's folder
+    stays."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as unfinished:
@@ -129,7 +131,8 @@ def convert_into(folder: Path, file: Path) -> None:
 
 
 def convert(file: Path, folder: Path) -> None:
-    """Write a Llama in a GGUF file to `folder` in the Hugging Face layout."""
+    """Convert the Llama model in the GGUF file `file` to the Hugging Face layout: config, tokenizer
+    and weights in fp32, written to the new folder `folder`."""
     from gguf import GGUFReader
     from safetensors.numpy import save_file
 
@@ -168,7 +171,8 @@ def _config(reader: GGUFReader) -> PreTrainedConfig:
 
 
 def _tokenizer(reader: GGUFReader) -> PreTrainedTokenizerBase:
-    """Return the byte-level BPE tokenizer, which takes every digit by itself.
+    """Return the byte-level BPE tokenizer that the GGUF file describes. Every digit is a token of
+    its own.
 
     Digits are split off first, as in the published tokenizer and in llama.cpp (`tokenizer.ggml.pre`
     = smollm); transformers' own GGUF reader omits this, and then splits the white space before a

@@ -37,8 +37,8 @@ NAMED = 3  # names of tensors in an error
 
 @dataclass(frozen=True)
 class HuggingFace(ModelSource):
-    """Load a model in the Hugging Face layout. `name`: hub id or folder. `revision`: branch, tag or
-    commit. `window`: the most tokens, None for the config's own."""
+    """Provide a model in the Hugging Face layout. `name`: hub id or folder. `revision`: branch, tag
+    or commit. `window`: the most tokens, None for the config's own."""
 
     name: str
     revision: str | None = None
@@ -104,8 +104,8 @@ class HuggingFace(ModelSource):
         return model.to(device)  # type: ignore[arg-type]
 
     def folder(self, *, weights: bool = False) -> Path:
-        """Return the folder with the files of one commit; download what is missing. `weights`:
-        including the large files."""
+        """Return the folder with the model's files of one commit; what is missing is downloaded.
+        `weights`: including the large files."""
         local = Path(self.name).expanduser()
         if not self._is_local():
             small = snapshot(self.name, self.revision, weights=False)
@@ -126,8 +126,9 @@ class HuggingFace(ModelSource):
 
 @contextmanager
 def _naming(place: Path) -> Iterator[None]:
-    """Name what transformers, or a library below it, cannot read: each has kinds of errors of its
-    own."""
+    """Turn an error that transformers, or a library below it, raises inside the block into a
+    `ModelError` that names `place`, the file or folder being read: each library has kinds of errors
+    of its own."""
     try:
         yield
     except (ModelError, OSError, MemoryError):
@@ -184,8 +185,9 @@ def _check_rope_types(rope: Mapping[str, Any], name: str) -> None:
 
 
 def _has_rope_theta(config: Mapping[str, Any], rope: Mapping[str, Any]) -> bool:
-    """Return whether the base of the rotation is known: `config` says it for all layers or for each
-    kind of them, or was written for Llama before there was a choice, when it was 10,000."""
+    """Return whether the base of the rotation is known: `config`, or its part about the rotation,
+    `rope`, says it for all layers or for each kind of them; or it was written for Llama before
+    there was a choice, when it was 10,000."""
     by_kind = [kind for kind in rope.values() if isinstance(kind, Mapping)]
     if any(place.get("rope_theta") is not None for place in (config, rope)):
         return True
@@ -231,6 +233,6 @@ def _coded(folder: Path) -> list[str]:
 
 
 def _named(names: Collection[str]) -> str:
-    """Return the first few of `names` and how many more there are."""
+    """Return the first few of `names` and the number of the others, as text for an error."""
     first, more = sorted(names)[:NAMED], len(names) - NAMED
     return ", ".join(first) + (f" and {more} more tensors" if more > 0 else "")

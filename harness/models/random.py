@@ -34,7 +34,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Random(ModelSource):
-    """Make a model with random weights. `shape`: a name in shapes.yaml. `layers`: how many, None
+    """Provide a model with random weights. `shape`: a name in shapes.yaml. `layers`: how many, None
     for all. `tokenizer_name`: one of TOKENIZERS."""
 
     shape: str = "smollm2"
@@ -97,7 +97,7 @@ class Random(ModelSource):
         return filled
 
     def _arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments of transformers' config."""
+        """Return the keyword arguments for the model's config in transformers."""
         public = {key: value for key, value in SHAPES[self.shape].items() if key not in ("model_type", "dtype")}
         return public if self.layers is None else public | {"num_hidden_layers": self.layers}
 
@@ -112,8 +112,9 @@ class Random(ModelSource):
 
 
 def fill(model: nn.Module, generator: torch.Generator) -> None:
-    """Draw matrices that keep the variance of their inputs; norms are 1, biases 0. Uniform numbers
-    are drawn faster than normal ones."""
+    """Fill a model with random weights: matrices are drawn so that their outputs have the variance
+    of their inputs; norms are 1, biases 0. The numbers are uniform, since those are drawn faster
+    than normal ones."""
     import torch
 
     with torch.no_grad():

@@ -29,8 +29,8 @@ ADVICE = "point model.name at a local folder, or use model=smollm2, which needs 
 
 
 def snapshot(name: str, revision: str | None, *, weights: bool) -> Path:
-    """Return the snapshot folder in the hub cache, named after its commit; download what is
-    missing."""
+    """Return the folder in the local hub cache that holds one commit of a repository, and is named
+    after it; what is missing is downloaded. `weights`: including the large files."""
     from huggingface_hub import constants as hub
 
     if folder := _cached(name, revision, weights=weights):

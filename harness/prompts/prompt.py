@@ -26,7 +26,8 @@ MOST = 4096  # tokens of ordinary text that a method may ask for to calibrate it
 
 
 class PromptError(ValueError):
-    """Return why an example cannot become a prompt of this model, and what to do instead."""
+    """Report that an example cannot become a prompt of this model; the message says why, and what
+    to do instead."""
 
 
 class Tokenizer(Protocol):
@@ -59,8 +60,8 @@ class Prompt:
 
 
 class Shell(NamedTuple):
-    """Hold the text around the user's text: `head` contains the system text, `tail` opens the
-    assistant's turn."""
+    """Hold the text that the chat template puts around the user's text: `head` contains the system
+    text, `tail` opens the assistant's turn."""
 
     head: str
     tail: str
@@ -95,8 +96,8 @@ class Tools:
 
 
 def render(example: Example, tokenizer: Tokenizer, *, chat: Chat) -> Prompt:
-    """Return the prompt of `example`. With `chat=none` nothing is wrapped in the chat template,
-    with `chat=template` what the example wants wrapped."""
+    """Return the prompt of `example`. With `chat=none` nothing is wrapped in the chat template;
+    with `chat=template` every example is wrapped unless it asks not to be (`Example.chat`)."""
     template = chat == "template" and example.chat
     context, question, cut_tokens = cut_middle(example, tokenizer)
     wrapped = wrap(tokenizer, context + question, example.system, template=template)
@@ -134,7 +135,8 @@ def wrap(tokenizer: Tokenizer, user: str, system: str, *, template: bool) -> str
 
 
 def _templated(tokenizer: Tokenizer, talk: Sequence[tuple[str, str]]) -> str:
-    """Return a conversation in the chat template. `talk`: pairs of role and text."""
+    """Return the text of a conversation in the chat template, up to the opening of the next answer.
+    `talk`: pairs of role and text. Raises `PromptError` where the template refuses it."""
     if not tokenizer.chat_template:
         raise PromptError("This model's tokenizer has no chat template: set chat=none, or use an instruct model.")
     turns = [{"role": role, "content": content} for role, content in talk]
@@ -145,7 +147,9 @@ def _templated(tokenizer: Tokenizer, talk: Sequence[tuple[str, str]]) -> str:
 
 
 def in_template(tokenizer: Tokenizer, turns: Sequence[Mapping[str, str]], **options: Any) -> str:
-    """Return `turns` in the chat template, for which today is a fixed day."""
+    """Return the text that the tokenizer's chat template makes of a conversation. `turns`: role and
+    content of each message; `options`: further arguments of `apply_chat_template`. A template that
+    writes today's date writes one fixed day, so that prompts stay the same."""
     with _on_template_day():
         text = tokenizer.apply_chat_template(list(turns), tokenize=False, date_string=TEMPLATE_DATE, **options)
     assert isinstance(text, str)
@@ -160,8 +164,9 @@ class _TemplateDay(datetime):
 
 @contextmanager
 def _on_template_day() -> Iterator[None]:
-    """Make `strftime_now` of a template write the fixed day. transformers passes no function of
-    ours to a template, and its own reads the clock by the module's `datetime`."""
+    """Make templates that ask for the date with `strftime_now` write the fixed day. transformers
+    passes no function of ours to a template, and its own reads the clock by the module's
+    `datetime`."""
     from transformers.utils import chat_template_utils
 
     clock: Any = chat_template_utils
@@ -184,8 +189,8 @@ def shell(tokenizer: Tokenizer, system: str = "", *, template: bool = True) -> S
 
 
 def _end_of_context(wrapped: str, context: str, question: str, around: Shell) -> int:
-    """Return the position in `wrapped` just after the context, also if the template strips the
-    user's text (Llama 3)."""
+    """Return the position just after the context in `wrapped`, the user's turn with the template's
+    text `around` it. It is found also if the template strips the user's text (Llama 3)."""
     user = context + question
     inside = wrapped[len(around.head) : len(wrapped) - len(around.tail)]
     if inside == user:
@@ -197,11 +202,10 @@ def _end_of_context(wrapped: str, context: str, question: str, around: Shell) ->
 
 
 def cut_middle(example: Example, tokenizer: Tokenizer) -> tuple[str, str, int]:
-    """Return context, question and the number of tokens cut, by LongBench's rule: the first and the
-    last half stay.
+    """Return context, question and the number of tokens cut from an example that is longer than its
+    `max_prompt_tokens`. As in LongBench, the first and the last half of so many tokens stay.
 
-    If the question was cut, what is left of it counts as context.
-    """
+    If the question was cut, what is left of it counts as context."""
     limit = example.max_prompt_tokens
     if limit is None:
         return example.context, example.question, 0
@@ -241,8 +245,8 @@ def adds_bos(tokenizer: Tokenizer) -> bool:
 
 
 def calibration_text(tokenizer: Tokenizer, tokens: int = MOST) -> list[int]:
-    """Return token ids of ordinary text: the end of Python's help topics, because haystacks are cut
-    from their beginning."""
+    """Return `tokens` token ids of ordinary text, on which a method may calibrate itself: the end
+    of Python's help topics, because haystacks are cut from their beginning."""
     tools = Tools(tokenizer, "none")
     text = load("pydoc", TaskEnv(text=tools, seed=0)).text
     return tools.encode(text[-8 * tokens :])[-tokens:]

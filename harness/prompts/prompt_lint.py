@@ -21,8 +21,9 @@ class Finding:
 def lint(
     example: Example, prompt: Prompt, tokenizer: Tokenizer, window: int, new_tokens: int, before: int = 0
 ) -> Iterator[Finding]:
-    """Yield the findings for a prompt. Errors make the run meaningless; warnings are to be
-    mentioned with the score. `before`: tokens of earlier turns."""
+    """Yield what is wrong with a prompt. Errors make the run meaningless; warnings are to be
+    mentioned with the score. `new_tokens`: the most that the answer may have; `before`: tokens of
+    earlier turns."""
     user, bos = example.context + example.question, tokenizer.bos_token_id
     if not prompt.ids or not user.strip():
         yield Finding("error", "empty", f"Example {example.id} has no text: check the task's data.")

@@ -18,7 +18,8 @@ TAIL = 400  # characters at the end of a prompt that decide how the text after i
 
 
 class Forced:
-    """Pick the given `tokens` [B N] one by one, as a sampler, and add up what they cost."""
+    """Stand in for a sampler to feed given tokens: pick those of `tokens` [B N] one by one,
+    whatever the logits say, and note the negative log-likelihood of each."""
 
     def __init__(self, tokens: Tensor) -> None:
         self.tokens = tokens
@@ -55,8 +56,9 @@ def choices_ids(example: Example, prompt: Prompt, tokenizer: Tokenizer) -> tuple
 
 
 def answer_ids(reference: str, prompt: Prompt, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the tokens of a right answer as a model would write it after `prompt`: after a space,
-    unless the prompt ends in white space or the answer begins with it."""
+    """Return the tokens of a right answer, `reference`, as a model would write it after `prompt`:
+    after a space, unless the prompt ends in white space or the answer begins with it. The
+    likelihood of right answers is measured on them."""
     end = prompt.text[-TAIL:]
     space = "" if end[-1:].isspace() or reference[:1].isspace() else " "
     return _following(end, tokenize(tokenizer, end).ids, space + reference, tokenizer)

@@ -23,7 +23,8 @@ KEPT = (SUMMARY, INFO, CONFIG)
 
 @dataclass(frozen=True, slots=True)
 class FinishedRun:
-    """Hold one run in its table. Keys are dotted, as in the CSV of a report."""
+    """Hold what is copied of one finished run: its config, numbers, pictures and files. Keys are
+    dotted, as in the CSV of a report."""
 
     folder: Path
     config: Mapping[str, Any]  # flat; values as yaml has them
@@ -34,8 +35,8 @@ class FinishedRun:
 
 
 def finished(folders: Sequence[Path], scratch: Path) -> Iterator[FinishedRun]:
-    """Yield the runs of these folders. `scratch` takes their pictures and tables, and must exist until they are
-    sent."""
+    """Yield what is to be copied of the runs in these folders. `scratch`: an existing folder for
+    their pictures and tables, which must stay until they are sent."""
     runs, damage = load_all(folders)
     for text in damage:
         say_once(f"not sent: {text}")

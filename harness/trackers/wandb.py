@@ -32,7 +32,8 @@ ARTIFACT = "run"  # type of the artifacts
 
 @dataclass(frozen=True)
 class Wandb:
-    """Name a project of Weights & Biases, of the user or team that the login or WANDB_ENTITY names."""
+    """Send copies of runs to a project of Weights & Biases, of the user or team that the login or
+    WANDB_ENTITY names."""
 
     project: str
 
@@ -96,8 +97,8 @@ def _has_login(server: str) -> bool:
 
 
 class Copies:
-    """Send copies of runs to the projects of the jobs; by default there is none. What fails here is reported in a
-    sentence, and the runs are complete."""
+    """Send copies of finished runs to the projects that the jobs name; by default there are none.
+    What fails here is reported in a sentence, and the runs are complete without it."""
 
     def __init__(self) -> None:
         self.projects: list[Wandb] = []

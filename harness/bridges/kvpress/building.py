@@ -27,7 +27,7 @@ OWN_WEIGHTS = {"ExpectedAttentionStatsPress": "stats_folder"}  # class -> the fi
 
 
 class KVPressError(ValueError):
-    """Return why a press cannot run here, and what to do."""
+    """Report that a press cannot run here; the message says why, and what to do."""
 
 
 @cache
@@ -118,8 +118,8 @@ def check_mapping(mapping: object, key: str = "press") -> None:
 
 
 def set_ratio(press: Any, ratio: float) -> bool:
-    """Let `press` remove the share `ratio` of the tokens; return whether its ratio can be set. In a
-    sequence of presses it is set for the one that has it."""
+    """Let `press` remove the share `ratio` of the tokens. Return whether its ratio can be set. In a
+    press that applies several presses one after the other, it is set for those that take one."""
     members = getattr(press, "presses", None)
     if members is not None:
         return any([set_ratio(member, ratio) for member in members])
@@ -131,7 +131,7 @@ def set_ratio(press: Any, ratio: float) -> bool:
 
 
 def nested(press: Any) -> Iterator[Any]:
-    """Yield the press and all presses in it."""
+    """Yield a press and all presses among its parameters, at any depth."""
     yield press
     for value in vars(press).values():
         for inner in value if isinstance(value, (list, tuple)) else [value]:

@@ -26,14 +26,15 @@ MASKED = "masked_key_indices"  # attribute of the attention module in which a pr
 
 
 class Pressed(NamedTuple):
-    """Hold what a press has left of the rows it was given."""
+    """Hold the rows, keys and values of tokens, that a press has left of those it was given."""
 
     rows: Rows  # keys and values [B G K D]
     visible: Tensor  # [B G K], which of them the press has not masked
 
 
 class PressEvict(Evict, capturable=True, of_each={}):
-    """Hold the layer's input until its first seal, and then let a press choose.
+    """Hold the layer's input until its first seal, and then let a press choose which keys and
+    values stay.
 
     `presses`: one per sequence. The layers of a cache share it, because a press may remember what
     it did in earlier layers."""
@@ -141,8 +142,8 @@ def press_one(press: Any, spec: LayerSpec, hidden: Tensor, given: Sequence[Tenso
 
 
 class LentRotary(nn.Module):
-    """Compute the rotation of one layer as presses ask for it: for its kind of layer, and with all
-    channels that turn, which models provide in different forms."""
+    """Compute the rotation of one layer in the form in which presses ask an attention module for
+    it: for its kind of layer, and with all channels that turn."""
 
     def __init__(self, rope: Rotary) -> None:
         super().__init__()
@@ -161,8 +162,8 @@ class LentRotary(nn.Module):
 
 @contextmanager
 def lent_module(spec: LayerSpec) -> Iterator[Any]:
-    """Yield the layer's attention module with the rotation that presses look for on it. Both the
-    rotation and what a press leaves there are removed afterwards."""
+    """Yield the layer's attention module, lent to a press with the rotation that presses look for
+    on it. Both the rotation and what a press leaves there are removed afterwards."""
     assert isinstance(spec.project_query, QueryProjection)
     assert isinstance(spec.rope, Rotary)
     module: nn.Module = spec.project_query.module

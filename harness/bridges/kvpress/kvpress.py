@@ -42,7 +42,8 @@ class Mapped(dict[str, Any]):
 
 @dataclass(frozen=True, kw_only=True)
 class KVPress(Method):
-    """Hold the press to use, as the mapping that the module describes."""
+    """Let a press of kvpress choose what stays of the prompt. `press`: its name and parameters, as
+    the mapping that the module describes."""
 
     selects: ClassVar[bool] = False
     closes_early: ClassVar[bool] = True  # a layer's input is held until its seal; kvpress too compresses layer by layer
@@ -85,9 +86,9 @@ class KVPress(Method):
         return costs.evict(case, case.budget)
 
     def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
-        """Return the memory of the layer's input, taken to be as wide as the queries, until the
-        seal. The seal adds that input in one piece, the copies of keys and values that the press is
-        given, and as much again for what it computes."""
+        """Return the memory that a layer takes for a time besides its cache: until the seal its
+        input, taken to be as wide as the queries. The seal adds that input in one piece, the copies
+        of keys and values that the press is given, and as much again for what it computes."""
         kept = PeakExtra(kept=case.sealed * case.query_bytes)
         if self.reads_whole(case):
             return kept
@@ -96,7 +97,8 @@ class KVPress(Method):
         return kept + PeakExtra(seal=case.sealed * case.query_bytes + copies + working)
 
     def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
-        """Make a press for each sequence, which all layers share."""
+        """Return the layers of a fresh cache, with a press for each sequence, which all layers
+        share."""
         projection = specs[0].project_query
         if not isinstance(projection, QueryProjection):
             raise KVPressError("A press needs the attention modules of a model: it cannot run on a layer alone.")
@@ -107,7 +109,7 @@ class KVPress(Method):
 
 
 def _modules(mapping: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the modules of a mapping's presses that are not kvpress's own."""
+    """Yield the modules in which a mapping's presses stand that are not kvpress's own."""
     if "." in mapping["name"]:
         yield mapping["name"].rpartition(".")[0]
     for value in mapping.values():

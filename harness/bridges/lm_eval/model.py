@@ -85,8 +85,9 @@ def ready(words: Mapping[str, Any], config_dir: str | None = None) -> tuple[Load
 
 
 class KVHarnessLM(TemplateLM):
-    """Answer and score as our own loop does. A batch steps sequences together, each with a cache of
-    its own, so an answer does not depend on the batch."""
+    """Provide lm-eval's interface to a model under a KV method: answers and likelihoods as in our
+    own loop. A batch steps sequences together, each with a cache of its own, so an answer does not
+    depend on the batch."""
 
     backend = "causal"
 
@@ -248,8 +249,8 @@ class KVHarnessLM(TemplateLM):
         return postprocess_generated_text(text, stop=self._until(keywords), think_end_token=None)
 
     def _questions(self, requests: Sequence[EncodedPair]) -> Iterator[ScoredQuestion]:
-        """Yield the questions of the requests, one per context. A context that is too long for its
-        continuation is cut on the left."""
+        """Yield the requests for likelihoods as questions, one for each context with all of its
+        continuations. A context that is too long for its continuation is cut on the left."""
         by_context = defaultdict[tuple[int, ...], dict[int, list[int]]](dict)
         for number, (_, context, continuation) in enumerate(requests):
             room = self.max_length + 1 - len(continuation)

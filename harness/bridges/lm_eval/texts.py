@@ -42,11 +42,12 @@ def side_by_side(engine: Engine, texts: Iterator[Text], size: int) -> Iterator[t
 
 
 class FreeAnswer:
-    """Run a request for an answer that the model writes itself."""
+    """Run one request for generated text: the model decodes freely after the prompt, until it ends
+    the answer or a stop is met."""
 
     def __init__(self, engine: Engine, number: int, ids: Sequence[int], ending: Mapping[str, Any]) -> None:
-        """`number`: the number of the request. `ending`: arguments of `Engine.join` that say how
-        tokens are picked and when to stop."""
+        """`number`: the number of the request. `ids`: tokens of the prompt. `ending`: arguments of
+        `Engine.join` that say how tokens are picked and when to stop."""
         self.engine, self.number, self._ending = engine, number, ending
         self._ids: Sequence[int] | None = ids
 
@@ -56,14 +57,15 @@ class FreeAnswer:
 
 
 def log_likelihood(slot: RunningSequence, uncounted: int = 0) -> float:
-    """Return the log-likelihood, in nats, of the tokens that were fed to `slot`, without the first
-    `uncounted`."""
+    """Return the log-likelihood, in nats, of the tokens that were fed to the sequence `slot` as its
+    answer (`Forced`), without the first `uncounted`."""
     assert isinstance(slot.sampler, Forced)
     return -sum(float(cost) for cost in slot.sampler.costs[uncounted:])
 
 
 class ScoredQuestion:
-    """Score the continuations of one context on one cache.
+    """Compute the likelihoods of several continuations of one context, one after the other on one
+    cache.
 
     All of the context but its last token is the prompt that the method seals. That token and the
     continuations are read by decode steps: otherwise the likelihood of a continuation's first token
@@ -111,7 +113,7 @@ class ScoredQuestion:
 
 
 class ScoredWindow:
-    """Score the last tokens of a text, each given all tokens before it.
+    """Compute the likelihood of the last tokens of a text, each given all tokens before it.
 
     Its first `sealed` tokens are the prompt, whose likelihoods come from the prefill; the method
     seals them and the other tokens are read by decode steps."""
@@ -154,7 +156,9 @@ class ScoredWindow:
 
 
 def _forced(batch: RunningBatch, cache: Any, logits: Tensor, tokens: Sequence[int]) -> RunningSequence:
-    """Feed `tokens` after the seal of `cache`. logits [1 V]: those of the token before them."""
+    """Add to `batch` a sequence whose answer is given: `tokens` are fed one by one to the sealed
+    `cache`, whatever the model would choose, and their likelihoods are noted (`Forced`). logits [1
+    V]: those of the token before them."""
     return batch.join(
         cache,
         logits,

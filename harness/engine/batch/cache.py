@@ -23,7 +23,8 @@ CHECKED = "what a method returns is checked, or compared with exact attention, o
 
 
 class StepGroup(NamedTuple):
-    """Hold one member, or several members whose sequences take a layer's step together."""
+    """Hold the members of a `SlotsCache` (caches that step together) that take the step of one
+    layer as one, through a layer that they share; or one member that takes it by itself."""
 
     layer: Any  # the member's own KVLayer, or the Layer that several members share
     members: tuple[int, ...]
@@ -32,7 +33,8 @@ class StepGroup(NamedTuple):
 
 
 class Attending(NamedTuple):
-    """Say how one member attends: alone in some layers, through a shared layer in the others."""
+    """Say in which layers one member of a `SlotsCache` attends alone, and in which through a layer
+    that it shares with others."""
 
     alone: list[KVLayer]
     together: list[tuple[Layer, Layer]]  # its own layer, and the shared one
@@ -113,7 +115,8 @@ class SlotsCache(KVCache):
         ]
 
     def _unheard(self, number: int) -> int:
-        """Return how many steps are missing in the `num_tokens` of a member."""
+        """Return how many steps are missing in the `num_tokens` of member number `number`, which
+        may be updated only now and then (`lags`)."""
         return 0 if self._attending[number].alone else self.behind(number)
 
     def begin(self) -> None:
@@ -134,8 +137,8 @@ class SlotsCache(KVCache):
         self.num_tokens += 1
 
     def next_row(self, layer: int) -> NextRow | None:
-        """Return where a layer stores the next token of each sequence, if all of them attend
-        together in it."""
+        """Return where layer `layer` stores the next token of each sequence, if all sequences
+        attend together in it; else None."""
         first, *others = self._groups[layer]
         return first.layer.next_row() if first.joint and not others else None
 
@@ -151,8 +154,8 @@ class SlotsCache(KVCache):
         return out
 
     def _share_seconds(self, members: Sequence[int], traffic: Traffic) -> None:
-        """Count seconds of waiting for all members of a group: all of them stand still while rows
-        of one arrive."""
+        """Add the seconds in which a group waited for moving rows to the traffic of each of its
+        members: all of them stand still while rows of one arrive."""
         for member in (self._members[number] for number in members):
             member.state.traffic.exposed_s += traffic.exposed_s
             member.state.traffic.hidden_s += traffic.hidden_s
@@ -165,17 +168,18 @@ class SlotsCache(KVCache):
         return member.attend(layer, replace(x, start=member.num_tokens))
 
     def lags(self, member: int) -> bool:
-        """Return whether a member need not be updated after each step, because it attends together
-        with others in all layers of the method."""
+        """Return whether a member's own counts need not be updated after each step (`catch_up` does
+        it later), because it attends together with others in all layers of the method."""
         return self._attending[member].lags
 
     def behind(self, member: int) -> int:
-        """Return how many steps are missing in a member."""
+        """Return how many steps are not yet counted in member number `member`."""
         return self._counters.steps - self._upto[member]
 
     def catch_up(self, member: int) -> int:
-        """Add the steps that were counted for all members at once to one member, with what the last
-        of them chose for it. Return how many steps were missing."""
+        """Bring member number `member` up to date: count the steps that were counted for all
+        members at once, and give it what the last of them chose for it. Return how many steps were
+        missing."""
         steps, cache, attending = self.behind(member), self._members[member], self._attending[member]
         self._upto[member] += steps
         if steps and not attending.alone:
@@ -207,8 +211,9 @@ class SlotsCache(KVCache):
 
     @property
     def form(self) -> Hashable:
-        """Return what caches must share, besides the recorded inputs, to use each other's captured
-        step: the forms of their layers and the number of slots of each form."""
+        """Return what caches must have in common, besides the recorded inputs, to use each other's
+        captured step: the forms of their layers (methods and kinds of storage) and the number of
+        slots, which are rows of the batch, for each form."""
         rows = dict.fromkeys(self._free, 0)
         for form_, size in zip(self._forms, self._sizes, strict=True):
             rows[form_] += size
@@ -216,29 +221,32 @@ class SlotsCache(KVCache):
 
     @property
     def policies(self) -> list[Policy]:
-        """Return the policies of all shared layers."""
+        """Return the policies (the methods' rules of what is kept and read) of all layers that
+        members share."""
         return [policy for groups in self._groups for group in groups if group.joint for policy in group.layer.policies]
 
     def results(self) -> list[dict[str, Any]]:
-        """Return the attributes of each policy of the shared layers."""
+        """Return a copy of the attributes of each policy in `policies`, among which are those in
+        which a step leaves what it chose."""
         return [dict(vars(policy)) for policy in self.policies]
 
     def joined(self) -> list[dict[str, Tensor]]:
-        """Return the tensors of all sequences that a step finds and changes: those of the policies
-        of shared layers, then those of the traffic."""
+        """Return the tensors that hold a state of all sequences together and that a step reads and
+        changes: those of each policy in `policies`, then those of the traffic counts."""
         return [*(policy.joined() for policy in self.policies), *(moved.tallies for moved in self._traffic.values())]
 
     def take_joined(self, joined: Sequence[Mapping[str, Tensor]]) -> None:
-        """Use the tensors of a captured step that was made for other sequences: from now on it
-        changes `joined` in place."""
+        """Replace the tensors that `joined` returns by those of a captured step that was made for
+        other sequences, since a replay of it changes these in place."""
         count = len(self.policies)
         self.take_results(joined[:count])
         for traffic, tallies in zip(self._traffic.values(), joined[count:], strict=True):
             traffic.tallies = dict(tallies)
 
     def take_results(self, results: Sequence[Mapping[str, Tensor | Ragged]]) -> None:
-        """Let the policies of shared layers refer to the tensors in which a captured step, made for
-        other sequences, leaves its results."""
+        """Let the policies refer to the tensors in which a captured step, made for other sequences,
+        leaves what it chose. `results`: by the name of the attribute, for each policy in
+        `policies`."""
         for policy, held in zip(self.policies, results, strict=True):
             for name, value in held.items():
                 if isinstance(value, Ragged):
@@ -246,8 +254,8 @@ class SlotsCache(KVCache):
                 setattr(policy, name, value)
 
     def _record_inputs(self) -> None:
-        """Record what a step finds in the policies of shared layers, besides the inputs it asks
-        for."""
+        """Record in `step_inputs` the tensors that a step finds in the policies of shared layers,
+        besides the inputs it asks for, so that other sequences can use the captured step."""
         if self.step_inputs is None:
             return
         for groups in self._groups:
@@ -258,8 +266,8 @@ class SlotsCache(KVCache):
                 self.step_inputs.add(name, tensor)
 
     def _slots(self) -> dict[Hashable, int]:
-        """Return how many slots are free for each form: in a step of a size up to the next power of
-        two, else none."""
+        """Return how many slots (rows of the batch) are free for each form of layers: in a step of
+        a fixed size, as many as are missing to the next power of two; else none."""
         rows: dict[Hashable, int] = {}
         for form_, size in zip(self._forms, self._sizes, strict=True):
             rows[form_] = rows.get(form_, 0) + size
@@ -269,8 +277,10 @@ class SlotsCache(KVCache):
         }
 
     def _grouped(self, reasons: Sequence[Sequence[str | None]]) -> list[list[StepGroup]]:
-        """Return the groups of members that take the step of each layer together. Members are
-        grouped alike in all layers in which they can be, because a method may link its layers."""
+        """Return, for each layer, the groups of members that take its step together. `reasons`: per
+        member and layer, why it must step alone, or None. Members are grouped alike in all layers
+        in which they can be, because a method may link its layers: one layer then reads what
+        another has chosen."""
         shared: dict[Hashable, Any] = {}
         groups, linked = [], []
         by_layer = (zip(*by_member, strict=True) for by_member in ([m.layers for m in self._members], reasons))
@@ -298,7 +308,8 @@ class SlotsCache(KVCache):
         return StepGroup(joint, tuple(members), torch.tensor(rows, device=self.state.request.device), joint=True)
 
     def _free_rows(self, form_: Hashable) -> range:
-        """Return the rows of the free slots of a form. They lie after the rows of all members."""
+        """Return the rows of the batch that are free slots of a form. They lie after the rows of
+        all members."""
         first = sum(self._sizes)
         for other, count in self._free.items():
             if other == form_:
@@ -322,8 +333,8 @@ class SlotsCache(KVCache):
 
 
 def _forms(member: KVCache, reasons: Sequence[str | None]) -> Hashable:
-    """Return the form of each layer in which a member can attend with others, None for the other
-    layers. Members with equal forms step together."""
+    """Return the form (`form` in methods/layers/batched.py) of each layer in which a member can
+    attend with others, None for the other layers. Members with equal forms step together."""
     return tuple(
         None if reason else form(cast(Layer, layer)) for layer, reason in zip(member.layers, reasons, strict=True)
     )

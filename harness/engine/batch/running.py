@@ -46,9 +46,10 @@ class RunningBatch:
         stops: Sequence[Stop] | None = None,
         sampler: Sampler | None = None,
     ) -> RunningSequence:
-        """Add a prefilled sequence, or B sequences that share `cache`. logits [B V]: those of its
-        last token. question [B Q]: tokens that are fed one by one after the seal (protocol=context,
-        else Q = 0); with a question, logits may be None."""
+        """Add a prefilled sequence, or B sequences that share `cache`, and return it. logits [B V]:
+        those of its last token. question [B Q]: tokens that are fed one by one after the seal
+        (protocol=context, else Q = 0); with a question, logits may be None. `began`: when the
+        prefill began, by `perf_counter`."""
         stops = list(stops or [never] * len(question))
         slot = RunningSequence(cache, question, stops, sampler or Greedy(), max_new_tokens, began)
         slot.begin(logits)
@@ -117,7 +118,8 @@ class RunningBatch:
         self._note(running, perf_counter() - began, capture_s)
 
     def _recompute(self, running: list[RunningSequence]) -> list[RunningSequence]:
-        """Let each sequence whose text outgrows its rotation take its step alone. Return the other
+        """Let each sequence take its step alone whose text becomes too long for the rotation of its
+        stored keys (`KVCache.outgrows`): that step computes the whole text again. Return the other
         sequences."""
         rotary = self.engine.attachment.rotary
         if rotary is None or rotary.drops_at is None:
@@ -136,8 +138,9 @@ class RunningBatch:
         return [slot for slot in running if slot not in outgrowing]
 
     def _note_reads(self, number: int, slot: RunningSequence) -> None:
-        """Note what the last step read. A sequence whose cache does not follow each step is brought
-        up to date where its union over heads is counted, and then notes all steps since."""
+        """Count how many tokens the last step read for sequence number `number`. Where its cache is
+        not updated after each step (`SlotsCache.lags`), that is done only when the union of what
+        the heads read is to be counted, for all steps since."""
         if not isinstance(self._cache, SlotsCache):
             slot.note_reads(1)
         elif slot.counts_union(self._cache.behind(number)) or not self._cache.lags(number):
@@ -160,7 +163,8 @@ class RunningBatch:
                 slot.parts.append(tracer.last)
 
     def _gather(self, running: list[RunningSequence]) -> None:
-        """Prepare steps for other sequences than those of the step before."""
+        """Form the joint cache of `running` and capture its steps, because other sequences took the
+        step before."""
         self._part()
         caches = [slot.cache for slot in running]
         self._together, self._rows = running, [slot.rows for slot in running]

@@ -135,8 +135,9 @@ class RunningSequence:
         return len(self.stops)
 
     def counts_union(self, steps: int) -> bool:
-        """Return whether the union over heads is counted after the last of the `steps` steps that
-        are not noted yet."""
+        """Return whether the union of the tokens that the heads of a group read is counted after
+        the last of the `steps` steps that are not noted yet; it is counted every UNION_EVERY steps.
+        """
         return self._unites and (self._steps + steps - 1) % UNION_EVERY == 0
 
     def begin(self, logits: Tensor | None) -> None:
@@ -161,12 +162,14 @@ class RunningSequence:
         return self._fed.popleft()
 
     def advance(self, fed: Tensor, logits: Tensor) -> None:
-        """Note a step that took `fed` [B 1] and gave `logits` [B V]."""
+        """Take the outcome of a decode step that fed the tokens `fed` [B 1] and gave `logits` [B
+        V]: pass it to fidelity, and pick the next token."""
         self.cache.note_step(fed, logits)
         self.take(logits)
 
     def take(self, logits: Tensor) -> None:
-        """Take the `logits` [B V] of the tokens that were fed last."""
+        """Pick the next token of the answer from the `logits` [B V] of the tokens that were fed
+        last, unless tokens of the question are still to be fed."""
         if self._fed:
             return
         if self._asked is not None:
@@ -175,8 +178,9 @@ class RunningSequence:
         self._take(logits)
 
     def bill(self, step_s: float, capture_s: float | None, together: int) -> None:
-        """Add the seconds of the last step, which `together` sequences took; each pays an equal
-        share. The time of a capture counts for sequences whose first capture it was."""
+        """Add the seconds of the last step to the sequence's machine time: an equal share for each
+        of the `together` sequences that took it. `capture_s`: seconds of a capture besides
+        `step_s`, if there was one; `decode_share_s` leaves them out."""
         self.out.share_s += (step_s + (capture_s or 0.0)) / together
         if len(self.out.token_s) > 2:
             self.out.decode_share_s += step_s / together
@@ -188,8 +192,8 @@ class RunningSequence:
             self.clock.skip(seconds)
 
     def finish(self) -> None:
-        """Take all measurements of the answer. The last token has its time already, so they are in
-        no clock."""
+        """Fill in all measurements of the answer in `out`. The last token has its time already, so
+        the seconds that this takes are in no clock."""
         out, steps = self.out, self._steps
         traffic, before = self.cache.traffic, self._before
         out.stops = [stop or LEFT for stop in out.stops]
@@ -236,8 +240,8 @@ class RunningSequence:
         self._fed.append(torch.tensor(ids).unsqueeze(1))
 
     def note_reads(self, steps: int) -> None:
-        """Note what the last `steps` steps read, which the cache knows of. Nothing waits for the
-        device."""
+        """Count how many tokens the layers read in the last `steps` steps, of which the cache
+        knows. Nothing waits for the device."""
         if not steps:
             return
         layers = self.cache.method_layers
