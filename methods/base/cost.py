@@ -13,7 +13,8 @@ from methods.tiers.tier import DEVICE, TIERS, tier_of
 
 @dataclass(frozen=True, slots=True)
 class LayerWorkload:
-    """Describe one layer and one sequence whose cost is computed, with its prompt sealed."""
+    """Describe the case for which a cost is computed: one layer and one sequence, after its prompt
+    was sealed (indexed, compressed or moved, as the method does at the end of a prompt)."""
 
     spec: LayerSpec
     sealed: int  # prompt tokens
@@ -29,24 +30,26 @@ class LayerWorkload:
 
     @property
     def row_bytes(self) -> int:
-        """Return the bytes of K and V of one token."""
+        """Return the bytes of K and V of one token in this layer, all KV heads together."""
         return 2 * self.spec.num_kv_heads * self.spec.head_dim * self.element_bytes
 
     @property
     def query_bytes(self) -> int:
-        """Return the bytes of the queries of one token."""
+        """Return the bytes of the queries of one token in this layer, all query heads together."""
         return self.spec.num_heads * self.spec.head_dim * self.element_bytes
 
     @property
     def dense_bytes(self) -> int:
-        """Return the bytes of K and V of all tokens, which a layer holds until its seal."""
+        """Return the bytes of K and V of all tokens for which there is room: what a layer holds
+        until its prompt is complete."""
         return self.capacity * self.row_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Hold the cost of a layer: bytes on the device, bytes that a step moves between host and
-    device, and bytes in other tiers, keyed by the tiers' names. `+` adds costs up.
+    """Hold the cost of a layer: bytes on the device, bytes that a decode step moves between host
+    and device, and bytes in other tiers (host memory, disk), keyed by the tiers' names. `+` adds
+    costs up.
 
     `read_bytes_per_step` are the bytes of the prompt's keys and values that a step attends to, and
     of the index by which it chooses them, each once, wherever they lie and as they are encoded.
@@ -59,22 +62,23 @@ class Cost:
 
     @staticmethod
     def placed(tier: str, held: int, moved: int = 0) -> Cost:
-        """Return the cost of `held` bytes in a tier, of which a step moves `moved` to the device;
-        on the device, none move."""
+        """Return the cost of `held` bytes in the tier named `tier`. Each step moves `moved` bytes
+        of them to the device, or none if they lie there."""
         return Cost(held) if tier == DEVICE else Cost(0, moved, {tier: held})
 
     @property
     def held(self) -> dict[str, int]:
-        """Return the bytes in every tier of the table. Raises `ValueError` for a tier that is not
-        in the table."""
+        """Return the bytes in every tier, keyed by its name. Raises `ValueError` if bytes were
+        given for a tier that does not exist."""
         for tier in self.away:
             tier_of(tier)
         return {tier: self.device_bytes if tier == DEVICE else self.away.get(tier, 0) for tier in TIERS}
 
     def beside(self, case: LayerWorkload) -> int:
-        """Return the bytes on the device that the seal adds while the prompt's keys and values are
-        still there: all that is held afterwards, or the rest if keys and values stay as they
-        are."""
+        """Return the bytes on the device that this layer's seal (what a method does at the end of a
+        prompt) adds to the prompt's keys and values, which are still there. If they stay as they
+        are, this is what comes in addition, such as an index; else it is all that the layer holds
+        afterwards."""
         stays = not any(self.away.values()) and self.device_bytes >= case.dense_bytes
         return self.device_bytes - (case.dense_bytes if stays else 0)
 
@@ -85,7 +89,7 @@ class Cost:
         return Cost(self.device_bytes + other.device_bytes, moved, away, read)
 
     def reading(self, count: int) -> Cost:
-        """Return this cost with `count` bytes read in a step."""
+        """Return a copy of this cost in which a step reads `count` bytes."""
         return replace(self, read_bytes_per_step=count)
 
 
@@ -94,11 +98,12 @@ class PeakExtra:
     """Hold the bytes that a layer takes temporarily on the device, in addition to keys and values
     of the prompt and to what a layer of Full takes. `+` adds them up.
 
-    `kept`: from the first chunk of the prompt to the seal. `prefill`: while a chunk passes through
-    the layer. `seal`: the most during the seal, if that is more than what the layer holds
-    afterwards. `stepping` counts the other way: bytes of the layer's cost that it takes only with
-    its first step, so that they are not there while other layers seal. `beside`: in host memory
-    with `overlap=on`, until work on the layer ends that later layers hide."""
+    `kept`: from the first chunk of the prompt to the seal (what the method does at its end).
+    `prefill`: while a chunk passes through the layer. `seal`: the most during the seal, if that is
+    more than what the layer holds afterwards. `stepping` counts the other way: bytes of the layer's
+    cost that it takes only with its first decode step, so that they are not there while other
+    layers seal. `beside`: in host memory with `overlap=on`, until work on the layer ends that runs
+    during later layers."""
 
     kept: int = 0
     prefill: int = 0

@@ -1,4 +1,4 @@
-"""Defines one layer of a method: its keys and values, and attention over them."""
+"""Defines what a layer of a method must offer: it holds keys and values, and attends over them."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class KVLayer(ABC):
     them. The caller sets the phase; it is never guessed from a shape. All inputs and outputs are on
     `self.request.device`.
 
-    `class MyLayer(KVLayer, capturable=True)` declares that a decode step can be captured in a graph
-    and replayed. A subclass does not inherit this, because what it overrides may count in Python or
-    wait for the device."""
+    `class MyLayer(KVLayer, capturable=True)` declares that a decode step can be captured in a CUDA
+    graph and replayed. A subclass does not inherit this, because what it overrides may count in
+    Python or wait for the device."""
 
     capturable: ClassVar[bool] = False
     diagnostics: ClassVar[tuple[str, ...]] = ()  # attributes for the record that do not count as bytes of the cache
@@ -48,7 +48,8 @@ class KVLayer(ABC):
 
     @abstractmethod
     def absorb(self, x: AttnInput) -> None:
-        """Store the next prompt chunk without attending, for a shared prefill."""
+        """Store the next prompt chunk without attending. It is called where one dense prefill
+        serves several methods, so that another layer computes the attention."""
 
     @abstractmethod
     def prefill(self, x: AttnInput) -> Tensor:
@@ -56,16 +57,17 @@ class KVLayer(ABC):
 
     @abstractmethod
     def seal(self) -> None:
-        """Index, compress, evict or move tokens, now that the prompt is complete."""
+        """Index, compress, evict or move stored tokens, now that the prompt is complete, and before
+        the first decode step."""
 
     @abstractmethod
     def decode(self, x: AttnInput) -> Tensor:
-        """Store one token and attend. Return [B H 1 D]."""
+        """Store one new token of each sequence, and attend from it. Return [B H 1 D]."""
 
     def next_row(self) -> NextRow | None:
-        """Return where the next `decode` stores k and v unchanged, so that the kernel that computes
-        them may write them there. None if that is not known on the device, or if storing does more
-        than that."""
+        """Return where the next `decode` would store k and v, so that the kernel that computes them
+        may write them there at once. None if that place is not known on the device, or if `decode`
+        does more with them than store them."""
         return None
 
     @property
@@ -74,26 +76,28 @@ class KVLayer(ABC):
 
     @property
     def reading(self) -> tuple[float | Tensor, float]:
-        """Return `attended` without waiting, for use between steps. If only the device knows how
-        many prompt tokens were read, they are a tensor [B] that the next step may overwrite."""
+        """Return what `attended` returns (prompt tokens and generated tokens that the last step
+        read) without waiting for the device. If only the device knows how many prompt tokens were
+        read, they are a tensor [B] that the next step may overwrite."""
         return self.attended
 
     def readings(self, steps: int) -> tuple[float | Tensor, float]:
-        """Return the sums of `reading` over the last `steps` steps. Several steps are counted at
-        once when a layer has taken them together with other sequences: each reads as many prompt
-        tokens as the last one, and one generated token more than the step before it, unless the
-        layer overrides this."""
+        """Return the sums of `reading` over the last `steps` steps: prompt tokens and generated
+        tokens. Several steps are counted at once when a layer has taken them together with other
+        sequences. Each is taken to have read as many prompt tokens as the last one, and one
+        generated token more than the step before it, unless the layer overrides this."""
         prompt, generated = self.reading
         return prompt * steps, generated * steps - steps * (steps - 1) // 2
 
     @abstractmethod
     def read_positions(self) -> Tensor | None:
-        """Return the prompt positions that the last step read, [B G K] without repeats, -1 where a
-        head read fewer; None for all."""
+        """Return the positions in the prompt of the tokens that the last step read, [B G K] without
+        repeats, -1 where a head read fewer; None if it read all."""
 
     def selected_positions(self) -> Tensor | None:
-        """Return the prompt positions that each selecting head read in the last step, [B H K] if
-        query heads choose for themselves."""
+        """Return the positions in the prompt of the tokens that each selecting head read in the
+        last step: [B G K], or [B H K] if query heads choose for themselves. None if all were
+        read."""
         return self.read_positions()
 
     def union_excess(self) -> Tensor | None:
@@ -110,41 +114,45 @@ class KVLayer(ABC):
         return None
 
     def generated_positions(self) -> Tensor | None:
-        """Return the positions since the seal that the last step read, [B G K], or [B H K] if query
-        heads keep their own; None for all."""
+        """Return the positions in the text of the generated tokens that the last step read, [B G
+        K], or [B H K] if query heads keep their own; None if it read all of them."""
         return None
 
     def grow(self, more: int) -> None:
-        """Make room for `more` tokens beyond the request's capacity. Tensors are moved, so captured
-        steps must not be replayed any more."""
+        """Make room for `more` tokens beyond the request's capacity. Tensors are moved, so decode
+        steps that were captured in a CUDA graph must not be replayed any more."""
         self.request = self.cache.request = replace(self.request, capacity=self.request.capacity + more)
 
     def reopen(self) -> None:  # noqa: B027 (most layers hold all they have on the device)
-        """Undo what the seal moved, before a further turn, whose prompt attends to everything."""
+        """Undo what `seal` moved, such as tokens on another tier, before a further turn of the
+        conversation, whose prompt attends to everything."""
 
     def state(self) -> dict[str, Tensor]:
-        """End the turn and return all that a further one needs of this layer, as tensors where they
-        lie. They are views: copy what should outlive the layer. A tensor whose name has a part
-        `far` lies away from the device and may stay there; others are restored on the device."""
+        """End the turn and return, by name, all that a further turn needs of this layer. The
+        tensors are views: copy what should outlive the layer. A tensor whose name has a part `far`
+        lies away from the device and may stay there; others are put on the device when they are
+        restored."""
         raise NotImplementedError(f"{type(self).__name__} cannot be saved between turns: write `state` and `restore`.")
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Take over, in a fresh layer, what `state` returned, so that a further turn may begin."""
+        """Take over, in a layer that has seen no token, what another layer's `state` returned, so
+        that a further turn may begin."""
         raise NotImplementedError(f"{type(self).__name__} cannot be restored: write `state` and `restore`.")
 
     def truncate(self, state: Mapping[str, Tensor], first: int, last: int) -> dict[str, Tensor]:
-        """Return the parts of `state`, except keys, values and positions, that belong to the
-        `first` and the `last` stored tokens of every head, as if these were stored one after the
-        other. `state` was taken after `reopen`; `rotated` [B heads S] in it names the positions by
-        which keys are rotated, if they differ from the tokens' own."""
+        """Return what is left of `state`, except keys, values and positions, when a conversation's
+        history is cut: the parts that belong to the `first` and the `last` stored tokens of every
+        head, joined as if these tokens followed one another. `state` was taken after `reopen`;
+        `rotated` [B heads S] in it names the positions by which keys are rotated, if they differ
+        from the tokens' own."""
         return {}
 
     def capture_refusal(self) -> str | None:
-        """Return why a decode step of this sealed layer cannot be captured
-        (methods/base/state.py), or None."""
+        """Return the reason for which a decode step of this layer, after its prompt, cannot be
+        captured in a CUDA graph (methods/base/state.py); None if it can."""
         return None if self.capturable else undeclared(type(self))
 
     def count_replayed(self, steps: int) -> None:
-        """Update what is counted in Python after `steps` steps that were replayed without
-        `decode`."""
+        """Add `steps` to what this layer counts in Python, such as its number of tokens: so many
+        steps were replayed from a captured one, which does not call `decode`."""
         raise NotImplementedError(f"{type(self).__name__} is capturable and must count the steps that are replayed.")

@@ -1,5 +1,5 @@
-"""Defines a method: its hyper-parameters, its demands on a model and a budget, and how it
-starts."""
+"""Defines what a method is: its hyper-parameters, what it demands of a model and a budget, and how
+it makes its layers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ LONG, SOME = 1 << 20, 1 << 10  # tokens of a prompt longer than all sinks and wi
 
 
 class _TupleForList(ABCMeta):
-    """Turn lists, which yaml and callers pass, into tuples: a method is a value and must have a
-    hash."""
+    """Turn lists among the arguments of a method's constructor, which yaml and callers pass, into
+    tuples: a method is a value and must have a hash."""
 
     def __call__(cls, *args: Any, **fields: Any) -> Any:
         return super().__call__(*args, **{name: _frozen(value) for name, value in fields.items()})
@@ -49,13 +49,14 @@ class Method(metaclass=_TupleForList):
 
     @property
     def offloads(self) -> bool:
-        """Return whether this method supports placement=host and disk."""
+        """Return whether this method can hold tokens in host memory or on disk (placement=host and
+        disk)."""
         return False
 
     @property
     def asks_ahead(self) -> bool:
-        """Return whether a step asks for a layer's rows while the layer before computes, which may
-        hide their transfer."""
+        """Return whether a decode step asks for the tokens that a layer will read while the layer
+        before it computes, which may hide their transfer."""
         return False
 
     @property
@@ -66,14 +67,14 @@ class Method(metaclass=_TupleForList):
 
     @property
     def smallest_budget(self) -> int:
-        """Return the least number of prompt tokens that contains this method's sinks and
-        windows."""
+        """Return the smallest budget, in prompt tokens, that has room for the tokens that this
+        method always reads, such as first tokens and windows."""
         return 1
 
     @property
     def calibration_tokens(self) -> int:
-        """Return how many tokens of text `prepare` observes at most; if this is 0, a run passes
-        none."""
+        """Return how many tokens of calibration text `prepare` observes at most; 0 if the method
+        needs no calibration."""
         return 0
 
     @property
@@ -84,32 +85,34 @@ class Method(metaclass=_TupleForList):
 
     def paper_tokens(self, budget: Callable[[int], int], sealed: int) -> int:
         """Return how many of `sealed` prompt tokens a KV head reads when the budget is counted as
-        in the paper.
+        in this method's paper, which may leave out first tokens or include an index.
 
-        `budget(n)` is the budget of n tokens, n itself where it covers them.
-        """
+        `budget(n)` is the budget in tokens for a prompt of n tokens, n itself where it covers
+        them."""
         return budget(sealed)
 
     def with_windows(self, **asked: int | float | None) -> Method:
-        """Return this method with `sinks` first tokens, and with `recent_ratio` of the rest for the
-        window, if it has such parameters; None keeps its own values."""
+        """Return this method with other values for the parameters that the settings `sinks` (first
+        tokens) and `recent_ratio` (share of the rest for the window at the end) name, so far as it
+        has such parameters; None leaves a value as it is."""
         given = {own: asked[name] for name, own in self.window_names.items() if asked[name] is not None}
         return replace(self, **given) if given else self  # type: ignore[type-var]
 
     def prepare(self, specs: Sequence[LayerSpec], observe: Callable[[int], Iterator[AttnInput]]) -> object:
-        """Compute what is needed once per model. `observe(tokens)` runs calibration text and yields
-        each layer's input."""
+        """Compute what is needed once per model, such as offline statistics, for
+        `Request.prepared`. `observe(tokens)` runs calibration text and yields each layer's
+        input."""
         return None
 
     def measured(self, prepared: object) -> Mapping[str, object]:
-        """Return the parts of `prepared` that were timed on this machine, as parameters with which
-        the run can be repeated elsewhere."""
+        """Return, as parameters of this method, what `prepare` has timed on this machine: with them
+        a run can be repeated elsewhere."""
         return {}
 
     @abstractmethod
     def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
-        """Return fresh layers for one batch, one per spec. Layers may be linked with one another
-        only here."""
+        """Return a new layer per spec, for one batch. Layers that refer to one another are
+        connected only here."""
 
     def reads_all(self, sealed: int, tokens: int) -> bool:
         """Return whether a budget of `tokens` leaves out nothing of a prompt of `sealed` tokens: it
@@ -127,12 +130,14 @@ class Method(metaclass=_TupleForList):
         )
 
     def reads_whole(self, case: LayerWorkload) -> bool:
-        """Return whether the budget leaves nothing to choose."""
+        """Return whether every step of `case` reads the whole prompt, because the budget leaves
+        nothing to choose."""
         return not self.uses_budget or self.reads_all(case.sealed, case.budget)
 
     def cost(self, case: LayerWorkload) -> Cost:
-        """Return the cost of `case` by formula. Where a step's traffic depends on the text, it is
-        an upper bound."""
+        """Return by formula what a layer holds, and what a step moves and reads. Where the moved
+        bytes depend on the text, they are an upper bound. Raises `CostError` if the method declares
+        no formula."""
         raise CostError(f"{type(self).__name__} declares no cost, so align=tokens is all it can do.")
 
     def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
@@ -142,16 +147,17 @@ class Method(metaclass=_TupleForList):
         return PeakExtra()
 
     def at_communication(self, share: float, head_dim: int) -> Method:
-        """Return this method with scoring that moves `share` of the 16-bit key cache per step, as
-        in PQCache's comparison.
+        """Return this method with its scoring of tokens set so that a step moves `share` of the key
+        cache, taken in 16 bits, to choose tokens; PQCache's comparison gives all methods the same
+        share.
 
         It is the method itself if scoring moves nothing and the comparison asks for no
         compensation."""
         return self
 
     def check_model(self, spec: LayerSpec) -> None:
-        """Raise `ValueError` if a parameter does not suit a model with such layers; no weights are
-        needed."""
+        """Raise `ValueError` if a parameter does not suit a model with layers like `spec`; no
+        weights are needed."""
 
     def require_budget(self, budget: Budget | None) -> None:
         """Raise `BudgetError` if this method uses a budget and has none: it would silently read
@@ -164,8 +170,9 @@ class Method(metaclass=_TupleForList):
 
     def check(self, budget: Budget | None, layer: int = 0) -> None:
         """Raise `BudgetError` if `budget` cannot hold this method's sinks and windows even in a
-        long prompt: so few tokens are a mistake in the configuration. `reads_all` handles prompts
-        that are too short for a share."""
+        long prompt (so few tokens are a mistake in the configuration), or if it limits generated
+        tokens and the method cannot drop any. Prompts that are too short for a share are handled by
+        `reads_all`."""
         if budget is not None and budget.generated is not None and self.generated_refusal is not None:
             name = type(self).__name__
             raise BudgetError(
@@ -183,8 +190,8 @@ class Method(metaclass=_TupleForList):
 
 
 def refuse_other_than_method(given: object) -> None:
-    """Raise `ValueError` if `given` is what is easily passed instead of a method: its name, or its
-    class."""
+    """Raise `ValueError` unless `given` is an instance of `Method`. What is easily passed instead
+    is a method's name, or its class."""
     if isinstance(given, Method):
         return
     what = f"{given.__name__} is a class" if isinstance(given, type) else f"{given!r} is not a method"

@@ -1,5 +1,5 @@
-"""Defines what a method receives: a layer's shape, what a batch asks for, and what one attention
-call sees."""
+"""Defines what a method receives: the shape of a layer, what a batch asks for, and the tensors of
+one attention call."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ANY_LENGTH = 2**40  # tokens: more than any cache holds
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """Hold what a layer knows before it sees a token.
+    """Describe one layer of a model, as far as a method knows it before the first token.
 
     A method's layers are those that see the whole text, numbered among themselves: in a model whose
     other layers have a sliding window, `index` 1 of `num_layers` 4 is the second of four layers
@@ -46,8 +46,9 @@ class LayerSpec:
         return self.num_heads // self.num_kv_heads
 
     def sinks_of(self, head: int | None = None) -> Tensor | None:
-        """Return the sink logits of all query heads, or those of one KV head's group; None if there
-        are none."""
+        """Return the sink logits (a learned logit per query head that takes part in the softmax
+        without a value) of all query heads, or of those of KV head number `head`; None if the model
+        has none."""
         if self.sink_logits is None or head is None:
             return self.sink_logits
         return self.sink_logits[head * self.group : (head + 1) * self.group]
@@ -73,24 +74,25 @@ class Request:
 
     @property
     def pooled(self) -> bool:
-        """Return whether tokens that are read only if chosen leave the store: for another tier, or
-        for fewer bits."""
+        """Return whether tokens that are read only if chosen leave the store on the device: they
+        are to lie on another tier, or in fewer bits."""
         return self.placement != DEVICE or self.codec is not None
 
     def place(self, layer: int) -> Place:
-        """Return the place for the rows of a layer."""
+        """Return where the tensors of the layer with index `layer` may lie: device, folder and
+        pinned memory."""
         return Place(self.device, self.disk, None if self.reservation is None else self.reservation.regions[layer])
 
     def covers_all(self, layer: int) -> bool:
-        """Return whether the budget leaves out nothing of the longest text that this cache may
-        hold."""
+        """Return whether the budget lets the layer with index `layer` read everything, even for the
+        longest text that this cache may hold."""
         longest = _ANY_LENGTH if self.grows else self.capacity
         return self.budget is None or self.budget.covers(longest, layer)
 
 
 @dataclass(frozen=True, slots=True)
 class AttnInput:
-    """Hold what one attention call of one layer sees."""
+    """Hold the tensors of one attention call in one layer."""
 
     q: Tensor  # [B H T D], rotated
     k: Tensor  # [B G T D], rotated; the new tokens only
@@ -103,7 +105,8 @@ class AttnInput:
 
 
 class NextRow(NamedTuple):
-    """Say where a layer stores the next token of each sequence."""
+    """Name the memory in which a layer stores the next token of each sequence: a kernel may write k
+    and v there itself."""
 
     keys: Tensor | Ragged  # [B G S D]
     values: Tensor | Ragged

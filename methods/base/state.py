@@ -24,20 +24,21 @@ T = TypeVar("T")
 
 
 def queues(device: torch.device) -> bool:
-    """Return whether work is launched on `device` and done later, so that reading a value waits for
-    all of it."""
+    """Return whether operations on `device` are launched and done later, as on a GPU, so that
+    reading a value waits for all of them."""
     return device.type != "cpu"
 
 
 def undeclared(cls: type) -> str:
-    """Return why a step of `cls`, which does not declare that it can be captured, is not
-    captured."""
+    """Return the reason for which a decode step of `cls` is not captured in a CUDA graph: the class
+    does not declare that it can be."""
     name = cls.__name__
     return f"{name} does not say that its step can be captured: if it can, write `class {name}(..., capturable=True)`"
 
 
 class StepCounters:
-    """Hold the counters of all layers of a cache."""
+    """Hold, for all layers of a cache, the numbers that grow by one with each decode step. While
+    steps are captured or replayed they are tensors on the device."""
 
     def __init__(self) -> None:
         self.running = False
@@ -50,11 +51,12 @@ class StepCounters:
         self._growths: dict[tuple[int, int, torch.device], Tensor] = {}  # by sequences, free slots and device
 
     def start(self) -> None:
-        """Begin to keep numbers on the device."""
+        """Keep the growing numbers on the device from now on, for steps that are captured in a
+        graph and replayed."""
         self.running = True
 
     def stop(self) -> None:
-        """Return to numbers in Python."""
+        """Use plain Python numbers again, and drop the tensors on the device."""
         self.running, self.steps = False, 0
         self._counters.clear()
         self._growths.clear()
@@ -67,8 +69,8 @@ class StepCounters:
         return self.first(value - self.steps, device)
 
     def first(self, value: int | PerSequence, device: torch.device) -> Tensor:
-        """Return a counter [1], or [B] for the numbers of several sequences, that held `value` when
-        counting started."""
+        """Return a counter on the device, by its value at the start of counting: [1], or [B] if
+        `value` has a number per sequence. It has grown by one with each step since then."""
         if (value, device) not in self._counters:
             if self.capturing:
                 raise CaptureError(f"asks for a count of {value + self.steps} that the step before had no use for")
@@ -81,7 +83,9 @@ class StepCounters:
         return record_input("count", self._counters[value, device])
 
     def _growth(self, value: int | PerSequence, device: torch.device) -> int | Tensor:
-        """Return what a step adds to a counter: one, and nothing for free slots."""
+        """Return what each step adds to the counter that began with `value`: 1, or with free slots
+        (places in a joint step for sequences that join later) a tensor [B] of ones, and zeros for
+        these."""
         if not isinstance(value, PerSequence) or value.dead is None:
             return 1
         slots = len(value), value.dead, device
@@ -99,7 +103,8 @@ class StepCounters:
         return first if count == 1 else first + torch.arange(count, device=device)
 
     def write(self, values: Tensor, into: Tensor, dim: int, start: int) -> None:
-        """Write `into[start:] = values` along `dim`, for as many entries as `values` has there."""
+        """Write `values` into `into` along `dim`, from index `start` on. It works in captured steps
+        too, where `start` grows."""
         count = values.shape[dim]
         if self.running:
             into.index_copy_(dim, self.positions(start, count, into.device), values)
@@ -107,7 +112,8 @@ class StepCounters:
             into.narrow(dim, start, count).copy_(values)
 
     def advance(self) -> None:
-        """Add one to every counter, at the end of a step and captured with it."""
+        """Add one to every counter, at the end of a decode step; the addition is captured with the
+        step."""
         if self._growths:
             grown = [self._growth(value, device) for value, device in self._counters]
             torch._foreach_add_(list(self._counters.values()), cast(list[Tensor], grown))
@@ -118,16 +124,16 @@ class StepCounters:
 
 @dataclass
 class Checks:
-    """Say whether return values of a method are checked: from the seal of a turn to its end, once
-    for a first turn and once for a further one. `pending` names the kinds of turns still to check,
-    and is shared by all caches of a run."""
+    """Say whether the return values of a method's functions are checked at the moment. They are
+    from the seal of a turn to its end, once in a run for a first turn and once for a further one.
+    `pending` names the kinds of turns still to check, and is shared by all caches of a run."""
 
     pending: set[str] = field(default_factory=set)
     on: bool = False
 
     def begin(self, turn: str) -> None:
-        """Start checking if `turn`, whose prompt is about to be sealed, is of a kind still to
-        check."""
+        """Turn the checks on if a turn of the kind `turn` ("first" or "further"), whose prompt is
+        complete, is still to be checked, and off otherwise."""
         self.on = turn in self.pending
         self.pending.discard(turn)
 
@@ -135,8 +141,9 @@ class Checks:
 @dataclass
 class CacheState:
     """Hold what all layers of a cache share: the `request`, what changes with every step
-    (`traffic`, `counters`, `checks`), and the `engine` that moves rows for all caches of the
-    device. `ahead`: rows move as soon as they are asked for, otherwise when they are waited for."""
+    (`traffic`, `counters`, `checks`), and the `engine` that moves keys and values between host and
+    device for all caches of the device. `ahead`: they move as soon as they are asked for, otherwise
+    when they are waited for."""
 
     request: Request
     traffic: Traffic = field(default_factory=Traffic)
@@ -146,36 +153,40 @@ class CacheState:
     ahead: bool = False
 
     def fetch(self, read: Callable[[Traffic], T]) -> Arrival[T]:
-        """Ask for the rows that `read` brings to the device and that are waited for later; in a
-        captured step, within the step."""
+        """Ask for keys and values that `read` brings to the device and counts in the traffic that
+        it gets. The result's `wait` returns what `read` returns. In a captured step they arrive
+        within the step."""
         device, running = self.request.device, self.counters.running
         return self.engine.begin(read, self.traffic, device, ahead=self.ahead, within_step=running)
 
     def work(self, compute: Callable[[], T]) -> Arrival[T]:
-        """Begin work on a prompt that later layers may hide, and whose result is waited for later;
-        only for a cache whose rows move `ahead`. It belongs to no step, and counts in no
-        `traffic`."""
+        """Begin to compute something on the CPU in parallel to the model, such as a clustering of a
+        prompt's keys; the result's `wait` returns what `compute` returns. Only caches whose rows
+        move `ahead` may do so. No bytes are counted for it."""
         assert self.ahead
         return self.engine.work(compute, self.request.device)
 
     def send(self, write: Callable[[Traffic], None]) -> None:
-        """Let `write` move rows away from the device."""
+        """Run `write`, which moves keys and values away from the device and counts them in the
+        traffic that it gets, and add that to the cache's traffic."""
         self.engine.send(write, self.traffic)
 
     @property
     def checking(self) -> bool:
-        """Return whether to check what a policy has just returned. While a step is captured,
-        nothing is computed to check."""
+        """Return whether to check what a method's function has just returned. While a step is
+        captured, nothing is computed to check."""
         return self.checks.on and not self.counters.capturing
 
     def on(self, device: torch.device | None) -> CacheState:
-        """Return this state for a layer that lies on `device`; None: on the request's device."""
+        """Return this state with `device` as its request's device, for a layer that lies there;
+        None: the state as it is."""
         if device is None or device == self.request.device:
             return self
         return replace(self, request=replace(self.request, device=device))
 
     def with_dense(self, layers: Iterable[int]) -> CacheState:
-        """Return this state with a budget that also reads `layers` whole."""
+        """Return this state with a budget under which the layers with the indices `layers` read
+        everything, in addition to those that did."""
         budget = self.request.budget
         if budget is None:
             return self

@@ -1,5 +1,6 @@
-"""Lets several sequences take a step together, in a layer whose store and indices combine those of
-several layers.
+"""Lets several sequences, each with a cache of its own, take a decode step together. Their layers
+at the same place of the model are combined in a joint layer, whose store, indices and policies read
+and write the memory of all of them.
 
 A policy writes its step once. For one sequence its attributes are tensors and whole numbers; for
 several they are `Ragged` and `PerSequence` (kernels/ragged.py), which the operations accept as
@@ -27,7 +28,8 @@ from methods.tiers.rows import HostRows, MemoryRows
 
 
 def alone_because(layer: KVLayer) -> str | None:
-    """Return why steps of a sealed layer are taken for one sequence after the other, or None."""
+    """Return the reason, in words for the record, for which this sealed layer must take its decode
+    steps apart from those of other sequences; None if it can share them."""
     kind = type(layer)
     if not isinstance(layer, Layer) or (kind.decode is not Layer.decode and "joined" not in vars(kind)):
         return f"{type(layer).__name__} attends for one sequence after the other"
@@ -41,31 +43,37 @@ def alone_because(layer: KVLayer) -> str | None:
 
 
 def form(layer: Layer) -> Hashable:
-    """Return what layers must share to take steps together."""
+    """Return a key that tells which layers of different sequences can share a decode step: those
+    whose keys are equal. It holds what one launch for all of them takes for granted: the classes,
+    the method, the number of heads, whether everything is read, and where and how tokens outside
+    the store are held."""
     reads_all = layer.reads is None or layer.reads.plan is None
     far = None if layer.far is None else (layer.far.tier, layer.far.codec)
     return type(layer), layer.method, layer.heads, reads_all, far, tuple(policy.form() for policy in layer.policies)
 
 
 class Slots(NamedTuple):
-    """Hold the layers whose sequences take a step together, and `dead`, how many free slots follow
-    them; None: there are no slots. `shared` maps the objects that layers of one sequence share to
-    those for several sequences."""
+    """Hold the layers that one joint decode step serves, each for one or more sequences. `dead`:
+    how many free slots follow their sequences, so that a captured step has places for sequences
+    that join later; None if the step has no slots. `shared`: a cache for `_several`, from the ids
+    of objects that the layers of one sequence share, such as its table of rotations, to the joint
+    object."""
 
     layers: Sequence[Layer]
     dead: int | None
     shared: dict[Hashable, Any]
 
     def of_rows(self, values: Sequence[int]) -> int | PerSequence:
-        """Return one number per layer as one number per sequence."""
+        """Return one number per sequence, given one number per layer; free slots get 0."""
         counted = zip(values, self.layers, strict=True)
         return per_sequence([value for value, layer in counted for _ in range(layer.request.batch)], self.dead)
 
 
 def together(slots: Slots, cache: CacheState) -> Layer:
-    """Return a layer whose `decode` takes one token of each sequence of `slots.layers`, which are
-    of one form. `cache`: the state of the joint step; its request counts all sequences and free
-    slots. What the layers count in Python is updated by `count_replayed`."""
+    """Return a joint layer whose `decode` takes one token of each sequence of `slots.layers`. These
+    layers must have equal keys (`form`). `cache`: the state of the joint step, whose request counts
+    all sequences and free slots. The layers' own lengths do not change in a joint step:
+    `count_replayed` of each updates them later."""
     layers = slots.layers
     for policy in (policy for layer in layers for policy in layer.policies):
         policy.settle()
@@ -87,9 +95,9 @@ def together(slots: Slots, cache: CacheState) -> Layer:
 
 
 def link(steps: Sequence[tuple[Layer, Sequence[Layer]]]) -> None:
-    """Link the layers and policies of several sequences with each other, as those of one sequence
-    are linked. `steps`: the layers that `together` has returned, with those that each is made
-    of."""
+    """Connect joint layers, and their policies, with one another where a method's layers refer to
+    other layers, as when one asks for the rows of the next. `steps`: each joint layer that
+    `together` has returned, with the layers of single sequences that it stands for."""
     joint_layers = {id(layer): joint for joint, layers in steps for layer in layers}
     for joint, layers in steps:
         joint.link(layers, joint_layers)
@@ -104,19 +112,22 @@ def link(steps: Sequence[tuple[Layer, Sequence[Layer]]]) -> None:
 
 
 def hand_back(joint: Layer, layer: Layer, first: int) -> None:
-    """Give `layer`, whose sequences are number `first` and following of those of `joint`, what the
-    last step chose and changed."""
+    """Copy to `layer`, one of the layers that `joint` stands for, what the last joint step chose
+    and changed. `first`: where the sequences of `layer` begin among those of `joint`."""
     for joined, policy in zip(joint.policies, layer.policies, strict=True):
         joined.hand_back(policy, slice(first, first + layer.request.batch))
 
 
 def _policies(layers: Sequence[Layer]) -> list[tuple[Policy, ...]]:
-    """Return each policy of the first layer, followed by the same policy of all layers."""
+    """Return a tuple for each policy of the first layer: that policy, followed by the corresponding
+    policies of all layers, the first one's included."""
     return [(same[0], *same) for same in zip(*(layer.policies for layer in layers), strict=True)]
 
 
 def _joined(policies: Sequence[Policy], layer: Layer, slots: Slots) -> Policy:
-    """Return a policy of the joint `layer` for the sequences of all layers."""
+    """Return a policy for the joint `layer`: a copy of the first of `policies` whose attributes
+    named in `of_each` combine those of all. `policies`: corresponding policies, one per layer of
+    `slots`."""
     joint = copy(policies[0])
     Policy.bind(joint, layer)  # a subclass's `bind` would reset it to a layer that has seen nothing
     for name, how in (type(joint).of_each or {}).items():
@@ -130,8 +141,9 @@ def _joined(policies: Sequence[Policy], layer: Layer, slots: Slots) -> Policy:
 
 
 def _plan(plans: Sequence[Any], slots: Slots) -> Any:
-    """Return the joint plan of several sequences. Its sinks are the same for all, as part of their
-    form."""
+    """Combine the plans of several sequences, which say how many tokens of each kind a step reads,
+    into one with a number per sequence. The number of sinks (first tokens) stays one number, since
+    sequences that step together have equally many."""
     if not isinstance(plans[0], tuple):
         return slots.of_rows(plans)
     numbers: Any = {name: [getattr(plan, name) for plan in plans] for name in plans[0]._fields}  # type: ignore[attr-defined]
@@ -143,7 +155,9 @@ def _plan(plans: Sequence[Any], slots: Slots) -> Any:
 def _several(
     values: Sequence[Any], how: int | Padded | None, most: int | None, cache: CacheState, slots: Slots
 ) -> Any:  # fmt: skip
-    """Return the joint value of an attribute whose values in several sequences are `values`."""
+    """Return what the joint policy has in place of an attribute whose values in the single layers
+    are `values`. `how`: the attribute's entry in `Policy.of_each`. `most`: the size to which
+    tensors are padded in the dimension of a `Padded`; None: the longest one's."""
     if isinstance(values[0], int):
         return slots.of_rows(values)
     if hasattr(values[0], "batched"):

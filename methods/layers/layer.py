@@ -1,4 +1,5 @@
-"""Defines the layer of every method: it stores, keeps, then reads, as its policies decide."""
+"""Defines the layer that every method uses. It stores keys and values and calls the policies, which
+decide what is kept of the prompt and what a decode step reads."""
 
 from __future__ import annotations
 
@@ -16,13 +17,15 @@ from methods.tiers.tier import DEVICE, HOST
 
 
 class Layer(Storage, capturable=True):
-    """Store the prompt whole. At the seal a `Keep` decides what stays, then a `Read` splits the
-    budget; tokens that are read only if chosen may leave the store for another place. Without
+    """Store keys and values of one layer, and let policies decide what happens with them. While the
+    prompt comes, all of it is stored. At the seal, the end of the prompt, a `Keep` policy decides
+    which tokens stay, and a `Read` policy prepares to choose the tokens that each decode step
+    reads; those that are read only if chosen may move to another tier or be quantised. Without
     policies everything is kept and read."""
 
     def __init__(self, spec: LayerSpec, cache: CacheState, method: Method, *policies: Policy) -> None:
-        """Bind the policies: at most one `Evict` and one `Read`, and any number that only
-        observe."""
+        """Bind the policies to this layer: at most one `Evict` and one `Read`, and any number of
+        others that only observe the tokens."""
         super().__init__(spec, cache, method)
         self.policies = policies or (Policy(),)
         self.keeps = next((policy for policy in policies if isinstance(policy, Evict)), None)
@@ -80,17 +83,20 @@ class Layer(Storage, capturable=True):
         return self.attends.decode(x)
 
     def joined(self, layers: Sequence[Layer], dead: int | None) -> None:
-        """Join what `layers` hold besides store, pool and policies, in the layer that takes steps
-        for all of them and `dead` free slots. A class with its own `decode` takes such steps only
-        if it overrides this method too."""
+        """Combine the attributes that a subclass holds in addition to store, pool and policies,
+        when this layer has just been made to take decode steps for the sequences of all `layers`
+        and `dead` free slots. A subclass with its own `decode` can take such joint steps only if it
+        overrides this."""
 
     def link(self, layers: Sequence[Layer], joint: Mapping[int, Layer]) -> None:
-        """Find other layers, in a joint layer of several `layers`. `joint`: the id of a layer ->
-        the joint layer that steps instead of it."""
+        """Replace references to other layers of the model, in this layer that takes steps for
+        several sequences, by references to the layers that do so there. `layers`: those of the
+        single sequences that this one stands for; `joint`: from the id of any such layer to the
+        layer that stands for it. A subclass overrides it if its layers refer to one another."""
 
     def together_refusal(self) -> str | None:
-        """Return why this layer, in its present state, takes its steps for one sequence after the
-        other, or None."""
+        """Return the reason for which this layer, in its present state, cannot share its decode
+        steps with other sequences; None if it can."""
         return None
 
     @property
@@ -113,7 +119,9 @@ class Layer(Storage, capturable=True):
         return self.positions if rows is None else self.positions_of(rows)
 
     def union_excess(self) -> Tensor | None:
-        """Compute the excess without a sort, and without waiting for the device."""
+        """Return by how many prompt tokens the union that a KV head read in the last step exceeds
+        the tokens of one of its query heads, [B], mean over heads; None if all query heads of a KV
+        head read the same. It is computed without a sort, and without waiting for the device."""
         choice = self.positions if self.reads is None or self.reads.plan is None else self.reads.rows
         if choice is None or choice.shape[1] == self.spec.num_kv_heads:
             return None
@@ -124,8 +132,9 @@ class Layer(Storage, capturable=True):
 
     @property
     def bytes_read(self) -> float:
-        """Return the bytes read, as they are encoded, wherever they lie. What is rebuilt counts as
-        the rows it replaces."""
+        """Return the bytes of keys and values that the last step read, in all sequences, in the
+        size in which they are held: quantised ones count less. Keys that are rebuilt from factors
+        count as plain rows."""
         rows, heads, (prompt, generated) = self.attends.read_rows(), self.request.batch * self.heads, self.attended
         if rows is None or self.heads != self.spec.num_kv_heads:  # then each head has copies of its own
             coded = 0 if self.far is None else self.far.encoded * heads
@@ -176,7 +185,8 @@ class Layer(Storage, capturable=True):
 
     @staticmethod
     def _count(rows: Tensor, start: int, end: int) -> int:
-        """Count the rows from `start` up to `end`."""
+        """Count the entries of rows whose value lies from `start` up to, but not including,
+        `end`."""
         return int(((rows >= start) & (rows < end)).sum())
 
     def _open(self, x: AttnInput) -> None:
@@ -204,8 +214,8 @@ class Layer(Storage, capturable=True):
             policy.grow(more)
 
     def _make_room(self, most: int) -> None:
-        """If the generated tokens fill their budget, drop an eighth of them before a token is
-        stored."""
+        """If `most` generated tokens are stored, let the policy drop an eighth of them, so that a
+        new one has room. `most` comes from the setting `budget_generated`."""
         count = self.store.length - self.prompt_rows
         if count < most:
             return
@@ -218,7 +228,7 @@ class Layer(Storage, capturable=True):
 
 
 class PolicyMethod(Method):
-    """Define methods each of whose layers is a `Layer` with a fresh policy of each class in
+    """Define a method whose layers are all a `Layer` with one new policy of each class in
     `policies`."""
 
     policies: ClassVar[tuple[type[Policy], ...]]
@@ -228,6 +238,7 @@ class PolicyMethod(Method):
 
 
 def _within(state: Mapping[str, Tensor], number: int) -> dict[str, Tensor]:
-    """Return the part of the state that belongs to the layer's policy of that number."""
+    """Return the part of a layer's saved state that belongs to its policy `number`, with the prefix
+    of that policy removed from the names."""
     prefix = f"{number}."
     return {name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)}

@@ -35,23 +35,27 @@ NEVER = torch.iinfo(torch.int32).max
 
 
 class LimitedPool:
-    """Give `slots` tokens of each KV head room. The tables have a column per prompt token;
-    generated tokens only take slots."""
+    """Decide which tokens a KV head keeps when it has room for only `slots` of them. It holds no
+    keys or values, only tables [B G S] with a column per prompt token: whether the token is still
+    there, and how it was used. Generated tokens take slots but have no column, as they never
+    leave."""
 
     def __init__(
         self, policy: Eviction, slots: int, shape: tuple[int, int, int], device: torch.device, counters: StepCounters
     ) -> None:
-        """Begin empty. shape: sequences, KV heads, tokens of the prompt. `counters` counts tokens
-        and fetches of captured steps, one of each per step."""
+        """Begin empty. `policy`: which token leaves when all slots are taken (see the module).
+        shape: sequences, KV heads, tokens of the prompt. `counters` holds growing numbers on the
+        device while steps are captured in a CUDA graph; each step adds one token and one fetch."""
         self.policy, self.slots, self.counters = policy, slots, counters
         self.uses = torch.zeros(shape, dtype=torch.int32, device=device)  # how often, or when last; 0 under fifo
         self.live = torch.zeros(shape, dtype=torch.bool, device=device)
         self.entered = self.step = 0  # tokens so far, and fetches
 
     def take(self, fetches: Iterable[Fetched]) -> None:
-        """Let the prompt enter token by token. `fetches`: what each token but the first fetches
-        before it enters, if the policy uses it; they may be computed one by one from what the pool
-        then holds."""
+        """Let the prompt enter token by token, each in all heads; once the slots are full, one
+        token per head leaves for each that enters. `fetches`: for each token but the first, what it
+        fetches before it enters. They are read only if the policy counts fetches, and may be
+        generated one by one from what the pool then holds."""
         remaining = iter(fetches)
         for column in range(self.live.shape[2]):
             if column and self.policy != "fifo":
@@ -63,8 +67,9 @@ class LimitedPool:
             self.uses[:, :, column] = self.step if self.policy == "lru" else 0
 
     def fetched(self, rows: Tensor, counts: Tensor) -> None:
-        """Count a fetch. rows [B G K], of which the first `counts` [B] are different tokens; the
-        others may be any."""
+        """Count one fetch for each of the tokens that a step has read. rows [B G K]: numbers of
+        prompt tokens, of which the first `counts` [B] of a sequence count, and differ; the rest are
+        padding."""
         self.step += 1
         read = leading_columns(rows, counts).expand_as(rows).int()
         if self.policy == "counter":
@@ -74,32 +79,36 @@ class LimitedPool:
             self.uses.scatter_reduce_(2, rows, read * now, "amax")
 
     def enter_generated(self) -> None:
-        """Let a token without a column in, in a step that may be captured."""
+        """Give a generated token a slot in each head; if all are taken, a prompt token leaves. This
+        works also in a step that is captured in a CUDA graph."""
         full, victims = self.counters.tensor(self.entered, self.live.device) >= self.slots, self._victims()
         self.live.scatter_(2, victims, self.live.gather(2, victims) & ~full)
         self.entered += 1
 
     def _victims(self) -> Tensor:
-        """Return the token of each head that leaves next, [B G 1]."""
+        """Return the number of the prompt token that leaves next in each head, [B G 1]. It is
+        chosen among the older half of the pool."""
         older = self.live & (self.live.cumsum(2) <= max(1, self.slots // 2))
         return self.uses.masked_fill(~older, NEVER).argmin(2, keepdim=True)
 
     def compact(self) -> Tensor:
-        """Drop the columns of evicted tokens, and return those that stay, [B G P], in order."""
+        """Remove the columns of tokens that have left from the tables. Return the numbers of the
+        tokens that stay, [B G P], ascending."""
         kept = self.live.nonzero()[:, 2].view(*self.live.shape[:2], -1)
         self.uses, self.live = self.uses.gather(2, kept), self.live.gather(2, kept)
         return kept
 
 
 def leading_columns(rows: Tensor, counts: Tensor) -> Tensor:
-    """Return which of rows [B G K] are among the first `counts` [B] of their sequence, bool
-    [B 1 K]."""
+    """Return a mask [B 1 K] of the first `counts` [B] columns of each sequence in rows [B G K]."""
     return torch.arange(rows.shape[2], device=rows.device) < counts.to(rows.device).view(-1, 1, 1)
 
 
 class PooledMethod(Method):
-    """Define methods with the parameters `pool_capacity`, a share of prompt and new tokens or a
-    number of tokens (None for all), and `pool_policy`. Dense layers keep all."""
+    """Define a method whose KV heads may have room for only a part of the tokens, with the
+    parameters `pool_capacity` (a share of prompt and new tokens, or a number of tokens; None for
+    all) and `pool_policy` (which token leaves when the room is full). Layers that the budget calls
+    dense hold all tokens."""
 
     pool_capacity: float | None
     pool_policy: Eviction
@@ -117,15 +126,16 @@ class PooledMethod(Method):
             raise ValueError(f"pool_policy={self.pool_policy!r} is unknown: choose counter, fifo or lru.")
 
     def slots(self, tokens: int) -> int | None:
-        """Return the slots of a pool that may see up to `tokens` tokens; None if it has room for
-        all."""
+        """Return for how many tokens per KV head there is room, in a cache that may see up to
+        `tokens` tokens; None if all have room."""
         asked = self.pool_capacity
         slots = tokens if asked is None else asked if isinstance(asked, int) else int(asked * tokens)
         return slots if slots < tokens else None
 
     def check(self, budget: Budget | None, layer: int = 0) -> None:
-        """Raise `BudgetError` also if a limited pool would have to be read whole even for a long
-        prompt, or would have to drop generated tokens."""
+        """Raise `BudgetError` if the budget does not fit this method, or if room for tokens is
+        limited and the budget covers even a long prompt, so that nothing is chosen, or limits
+        generated tokens, which must all stay."""
         super().check(budget, layer)
         if budget is None or self.slots(LONG) is None:
             return
@@ -140,14 +150,14 @@ class PooledMethod(Method):
             )
 
     def reads_whole(self, case: LayerWorkload) -> bool:
-        """Return whether the budget, or the pool, leaves nothing to choose: each generated token
-        needs a slot."""
+        """Return whether every step reads the whole prompt: the budget covers it, or the generated
+        tokens alone fill all slots, so that none can be given to the prompt."""
         slots = self.slots(case.capacity)
         return super().reads_whole(case) or (slots is not None and slots <= case.reserve)
 
     def kept(self, case: LayerWorkload) -> tuple[LayerWorkload, Cost]:
-        """Return `case` with what the pool keeps of its prompt, and the cost of its tables, of
-        which a step reads which tokens are there."""
+        """Return `case` with only as many prompt tokens as have room, and the cost of the tables
+        that count their use. A step reads one of these: the table of which tokens are there."""
         if (slots := self.slots(case.capacity)) is None:
             return case, Cost()
         left = min(case.sealed, slots)
@@ -156,8 +166,9 @@ class PooledMethod(Method):
         return replace(case, sealed=left, budget=min(case.budget, left)), tables
 
     def filling(self, case: LayerWorkload) -> PeakExtra:
-        """Return the memory of the prompt while it passes through the pool, and before: the queries
-        by which its tokens fetch."""
+        """Return the memory that is taken temporarily while the prompt enters the room: its
+        queries, kept until the seal if they decide which tokens leave, and the copies that dropping
+        tokens takes."""
         if (slots := self.slots(case.capacity)) is None:
             return PeakExtra()
         rehearsed = 0 if self.pool_policy == "fifo" else case.sealed * case.query_bytes
@@ -165,12 +176,13 @@ class PooledMethod(Method):
 
 
 class Pooled(Select, capturable=True):
-    """Let the prompt enter the pool at the seal (`fill`); then each new token takes a slot, and is
-    itself always read.
+    """Choose what a step reads while each KV head has room for only `slots` tokens. At the seal
+    (the end of the prompt) the prompt enters token by token (`fill`) and what has no room is
+    dropped; then each new token takes a slot, and is itself always read.
 
-    A subclass calls `fill` in `index`, hides evicted tokens by `present`, and tells the pool what
-    it fetched. While `rehearses`, it puts the queries [B H T D] by which the prompt's tokens fetch
-    into `rehearsed`. It has neither sinks nor window."""
+    A subclass calls `fill` in `index`, hides dropped tokens by `present`, and tells the pool what
+    it fetched. While `rehearses` is true, it appends the prompt's queries [B H T D] to `rehearsed`;
+    they decide which tokens count as used. There are no sinks and no window."""
 
     method: PooledMethod
     pool: LimitedPool | None = None
@@ -188,15 +200,17 @@ class Pooled(Select, capturable=True):
 
     @abstractmethod
     def fetches(self, q: Tensor) -> Fetched:
-        """Return what a token with query q [B H 1 D] fetches of the earlier tokens that are still
-        there."""
+        """Return which tokens a query q [B H 1 D] of the prompt would fetch, among the earlier ones
+        that still have room: rows [B G K], and how many of them count in each sequence, [B]."""
 
     @property
     def rehearses(self) -> bool:
         return self.slots is not None and self.method.pool_policy != "fifo"
 
     def seal(self, limit: int | None) -> None:
-        """Read a prompt whole that is too short for the pool, or that the budget covers."""
+        """Prepare for steps that read at most `limit` prompt tokens (None for all). A prompt is
+        read whole if the budget covers it, or if the generated tokens leave it no slot; then no
+        token leaves."""
         if self.slots is not None:
             capacity, new = self.method.pool_capacity, self.request.capacity - self.layer.seen
             if self.slots <= new and isinstance(capacity, int):
@@ -222,8 +236,8 @@ class Pooled(Select, capturable=True):
         return {}
 
     def fill(self) -> Tensor:
-        """Let the prompt pass through the pool and keep what it then holds. Return its rows
-        [B G P], in order."""
+        """Let the prompt enter token by token, and keep in the layer only what still has room at
+        the end. Return the numbers of the kept tokens, [B G P], ascending."""
         assert self.slots is not None
         assert self.plan is not None
         shape = (*self.store.k.shape[:2], self.sealed)
@@ -237,8 +251,8 @@ class Pooled(Select, capturable=True):
         return kept
 
     def present(self, x: Tensor) -> Tensor:
-        """Set x [B G S] or [B G g S], which has an entry per token, prompt tokens first, to -inf
-        for evicted tokens, in place."""
+        """Set the scores of dropped tokens to -inf, in place, and return x. x [B G S] or [B G g S]
+        has an entry per token, prompt tokens first."""
         if self.pool is not None:
             live = self.pool.live if x.dim() == 3 else self.pool.live.unsqueeze(2)
             x[..., : live.shape[-1]].masked_fill_(~live, float("-inf"))

@@ -1,5 +1,5 @@
-"""Defines what a method decides in a layer: the base class of all policies, which keeps and reads
-everything, and those that choose what stays of a prompt."""
+"""Defines the base classes of policies. A policy is what a method decides in one layer: which
+tokens of the prompt stay, and which a decode step reads."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from methods.pools import KVStore
 
 
 class Padded(NamedTuple):
-    """Mark tensors of several sequences that are joined with zeros after the shorter ones in
-    dimension `dim`, and say whether steps change them. `most`: the attribute with the greatest
-    possible length."""
+    """Mark an attribute in `Policy.of_each` whose tensors differ in length between sequences and
+    are copied into one tensor when these step together, with zeros after the shorter ones in
+    dimension `dim`. `changes`: steps write to it, so it is copied back afterwards. `most`: the name
+    of the attribute that holds the greatest possible length; None: the longest tensor decides."""
 
     dim: int
     changes: bool = True
@@ -38,9 +39,9 @@ class Policy:
     In a layer with several policies one attends, the `Read`, else the `Keep`
     (methods/layers/layer.py); the others only `observe`. Before `bind` a policy knows no layer.
 
-    `class MyKeep(Keep, capturable=True)` declares that a decode step can be captured in a graph and
-    replayed. A subclass does not inherit this, because what it overrides may count in Python or
-    wait for the device.
+    `class MyKeep(Keep, capturable=True)` declares that a decode step can be captured in a CUDA
+    graph and replayed. A subclass does not inherit this, because what it overrides may count in
+    Python or wait for the device.
 
     `of_each={"codes": 2}`, not inherited either, declares that several sequences may take a step
     together (methods/layers/batched.py), and names the attributes that a step uses besides the
@@ -66,8 +67,8 @@ class Policy:
         cls.capturable, cls.of_each = capturable, of_each
 
     def bind(self, layer: Storage) -> None:
-        """Become a policy of `layer`, which has not seen a token yet and owns this policy. The
-        policy only refers to the layer weakly: otherwise keys and values of a dropped cache would
+        """Become a policy of `layer`, which has not seen a token yet. The layer owns its policies,
+        so a policy refers to it only weakly: otherwise keys and values of a dropped cache would
         stay in memory until the next garbage collection."""
         self.layer, self.method = proxy(layer), layer.method
         self.spec, self.cache, self.request = layer.spec, layer.cache, layer.request
@@ -83,7 +84,8 @@ class Policy:
         return self.layer.sealed
 
     def reopen(self) -> None:
-        """Undo what the seal moved, before a further turn, whose prompt attends to everything."""
+        """Undo what this policy did at the end of the last prompt, before a further turn of the
+        conversation, whose prompt attends to everything that is stored."""
 
     def state(self) -> dict[str, Tensor]:
         """Return what must be stored between turns besides keys and values, because it cannot be
@@ -95,22 +97,23 @@ class Policy:
         """Take over what `state` returned; the layer holds its keys and values again."""
 
     def truncate(self, state: Mapping[str, Tensor], first: int, last: int) -> dict[str, Tensor]:
-        """Return the parts of `state` that belong to the `first` and the `last` stored tokens, as
-        if these were stored one after the other, because a conversation's history was cut. By
-        default that is all of it, as for a state without entries per token."""
+        """Return `state` (see `state`) for a conversation whose history was cut: of what it holds
+        per token, only the entries of the `first` and the `last` stored tokens remain, joined. By
+        default `state` is returned as it is, which is right if it has no entries per token."""
         return dict(state)
 
     def observe(self, x: AttnInput) -> None:
-        """Note a prompt chunk that has been stored, while another policy, or a shared prefill,
-        attends."""
+        """Take note of a prompt chunk, which is stored already. It is called where this policy does
+        not compute the attention itself: another policy does, or a prefill shared with Full did."""
 
     def prefill(self, x: AttnInput) -> Tensor:
-        """Attend causally, after a prompt chunk has been stored. Return [B H T D]."""
+        """Attend causally from a prompt chunk, whose keys and values are stored already, to all
+        that is stored. Return [B H T D]."""
         self.observe(x)
         return self.layer.attend_prompt(x.q)
 
     def decode(self, x: AttnInput) -> Tensor:
-        """Attend, after a token has been stored. Return [B H 1 D]."""
+        """Attend from one new token, whose key and value are stored already. Return [B H 1 D]."""
         return self.layer.attend_all(x.q)
 
     @property
@@ -119,61 +122,69 @@ class Policy:
 
     @property
     def reading(self) -> tuple[float | Tensor, float]:
-        """Return `attended` without waiting for the device (see `KVLayer.reading`)."""
+        """Return what `attended` returns, without waiting for the device: a count that only the
+        device knows is a tensor (see `KVLayer.reading`)."""
         return self.attended
 
     def readings(self, steps: int) -> tuple[float | Tensor, float]:
-        """Return the sums of `reading` over the last `steps` steps (see `KVLayer.readings`)."""
+        """Return the sums of `reading` over the last `steps` steps: prompt tokens, and generated
+        tokens (see `KVLayer.readings`)."""
         prompt, generated = self.reading
         return prompt * steps, generated * steps - steps * (steps - 1) // 2
 
     def read_rows(self) -> Tensor | None:
-        """Return the stored prompt tokens that the last step read, [B G K] without repeats, -1
-        where a head read fewer; None for all."""
+        """Return the prompt tokens that the last step read, as row numbers in the store, [B G K]
+        without repeats, -1 where a head read fewer; None if it read all."""
         return None
 
     def selected_rows(self) -> Tensor | None:
-        """Return the stored prompt tokens that each selecting head read in the last step, [B H K]
-        if query heads choose for themselves."""
+        """Return the prompt tokens that each head which chooses for itself read in the last step,
+        as row numbers in the store: [B G K], or [B H K] if query heads choose. None if all were
+        read."""
         return self.read_rows()
 
     def keep_generated(self, count: int, size: int) -> Tensor:
-        """Return the `size` of `count` generated tokens that every KV head keeps when
-        `budget_generated` has no room for more, as [B G size], ascending. By default these are the
-        last ones."""
+        """Return which generated tokens each KV head keeps when the setting `budget_generated` has
+        no room for more: `size` of the last `count`, numbered from 0, as [B G size], ascending. By
+        default the latest ones."""
         shape = (self.request.batch, self.layer.heads, -1)
         return torch.arange(count - size, count, device=self.request.device).expand(shape)
 
     def forget(self, count: int, rows: Tensor) -> None:
-        """Drop what belongs to the last `count` stored tokens, except to `rows` [B G K] of them."""
+        """Drop what this policy holds for the last `count` stored tokens, except for those that
+        stay: rows [B G K], numbered from the first of these `count`."""
 
     def form(self) -> Hashable:
-        """Return what sequences must share to take steps together, besides the method and the
-        shapes of a layer."""
+        """Return a key that must be equal for sequences whose policies share a decode step. The
+        method and the shapes of the layer are compared elsewhere, so the key holds only what else
+        must agree."""
         return None
 
     def link(self, members: Sequence[Policy], joint: Mapping[int, Policy]) -> None:
-        """Find the policies of other layers, in a joint policy of several `members`. `joint`: the
-        id of a member's policy -> the joint policy that steps instead of it."""
+        """Replace references to policies of other layers, in this policy that takes steps for
+        several sequences. `members`: the policies of the single sequences that it stands for;
+        `joint`: from the id of any such policy to the one that stands for it. A policy overrides it
+        if it refers to other layers."""
 
     def joined(self) -> dict[str, Tensor]:
-        """Return the tensors of all sequences that steps of this joint policy use, except those
-        that stay where they are."""
+        """Return, by name, the tensors that were made for the decode steps of several sequences
+        together and that these steps use. Attributes whose tensors stay in each sequence's own
+        memory are not among them."""
         held = {name: vars(self).get(name) for name in type(self).of_each or {}}
         return {name: value for name, value in held.items() if isinstance(value, Tensor)}
 
     def settle(self) -> None:
-        """Wait for background work whose results steps use, before steps with other sequences
-        begin."""
+        """Wait for background work, such as a clustering, whose result decode steps use. It is
+        called before this sequence begins to step together with others."""
 
     def together_refusal(self) -> str | None:
-        """Return why this policy, in its present state, takes its steps for one sequence after the
-        other, or None."""
+        """Return the reason for which this policy, in its present state, cannot share its decode
+        steps with other sequences; None if it can."""
         return f"{type(self).__name__} chooses for one sequence after the other" if self.of_each is None else None
 
     def hand_back(self, member: Policy, own: slice) -> None:
-        """Give `member`, whose sequences are the `own` ones of this joint policy, what steps have
-        changed."""
+        """Copy what joint steps have changed to `member`, the policy of one of the caches that this
+        joint policy stands for. `own`: which of the joint sequences belong to that cache."""
         for name, how in (type(self).of_each or {}).items():
             value = getattr(self, name, None)
             if isinstance(value, Tensor) and isinstance(how, Padded) and how.changes:
@@ -183,46 +194,47 @@ class Policy:
                 setattr(member, name, value[own].clone())
 
     def grow(self, more: int) -> None:
-        """Make room for `more` tokens in what is held besides the store, which has grown
-        already."""
+        """Make room for `more` tokens in the tensors named in `by_room`; the layer's own store has
+        grown already."""
         self.request = self.layer.request
         for name, dim in self.by_room.items():
             if (held := vars(self).get(name)) is not None and held.shape[dim]:
                 setattr(self, name, pad(held, (0, 0) * (held.dim() - 1 - dim) + (0, more)))
 
     def capture_refusal(self) -> str | None:
-        """Return why a decode step of the sealed layer cannot be captured
-        (methods/base/state.py), or None."""
+        """Return the reason for which a decode step cannot be captured in a CUDA graph
+        (methods/base/state.py); None if it can."""
         return None if self.capturable else undeclared(type(self))
 
     def count_replayed(self, steps: int) -> None:
-        """Update what is counted in Python after `steps` steps that were replayed without
-        `decode`."""
+        """Add `steps` to what this policy counts in Python: so many steps ran as replays of a
+        captured one, which does not call `decode`."""
 
 
 class Evict(Policy, ABC, capturable=True):
-    """Let a part of the prompt stay after the seal; what is stored later is kept whole.
+    """Let only a part of the prompt stay after the seal, the end of the prompt; tokens that come
+    later all stay.
 
-    If the budget covers the prompt nothing is evicted, and `evict` is not called.
-    """
+    If the budget covers the prompt, all of it stays, and `evict` is not called."""
 
     def size(self, budget: int) -> int:
-        """Return how many tokens stay under a budget of `budget` tokens; if it is no less than the
-        number stored, all stay."""
+        """Return how many stored tokens stay if the budget is `budget` tokens. A result of at least
+        the number stored means that all stay."""
         return budget
 
     @abstractmethod
     def evict(self, size: int) -> None:
-        """Choose `size` tokens and drop the others, by `layer.retain`, or by
+        """Choose `size` stored tokens and drop the others, by `layer.retain`, or by
         `layer.retain_per_head` if heads keep different numbers of them."""
 
     def close(self, evicted: int) -> None:
-        """Finish the seal: `evicted` tokens have left by this choice, and the store holds the
-        others."""
+        """Do what remains after the choice at the end of the prompt: `evicted` tokens were dropped,
+        and the store holds the others."""
 
 
 class Keep(Evict, capturable=True):
-    """Keep only the tokens that `keep` returns, equally many in every head."""
+    """Let only the tokens that `keep` returns stay after the end of the prompt, equally many in
+    every head."""
 
     @abstractmethod
     def keep(self, size: int) -> Tensor:
@@ -232,8 +244,8 @@ class Keep(Evict, capturable=True):
         """
 
     def first_and_last(self, first: int, size: int) -> Tensor:
-        """Return the `first` stored tokens and the last ones, `size` in all, for each KV head,
-        [B G size]."""
+        """Return the numbers of the `first` stored tokens and of the last ones, `size` in all, the
+        same for each KV head, [B G size]."""
         device, stored = self.request.device, self.store.length
         rows = [torch.arange(first, device=device), torch.arange(stored - size + first, stored, device=device)]
         return torch.cat(rows).expand(self.request.batch, self.spec.num_kv_heads, -1)

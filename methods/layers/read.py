@@ -22,7 +22,7 @@ PlanT = TypeVar("PlanT")  # says how a budget is spent
 
 
 class Read(Policy, ABC, Generic[PlanT], capturable=True):
-    """Read in each step a part of the stored prompt that the step chooses.
+    """Choose in each decode step the part of the stored prompt that the step reads.
 
     If the budget covers what is stored, all of it is read, and the methods below are not called. A
     choice is used again for `request.reuse_steps` further steps."""
@@ -35,43 +35,49 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
 
     @abstractmethod
     def split(self, budget: int) -> PlanT:
-        """Return how `budget` prompt tokens are spent."""
+        """Return a plan: how `budget`, a number of prompt tokens that a step may read, is divided
+        among sinks, window and chosen tokens, or whatever this method reads."""
 
     @abstractmethod
     def prepare(self, plan: PlanT) -> None:
-        """Index or compress the prompt, which is complete, and of which a step will read only a
-        part."""
+        """Index or compress the prompt at its end, when steps will read only a part of it."""
 
     @abstractmethod
     def select(self, q: Tensor, top: int) -> Tensor:
-        """Choose `top` tokens, pages or chunks for the query q [B H 1 D]. Return them in the form
-        of `rows`."""
+        """Choose the `top` best tokens, pages or chunks for the query q [B H 1 D]. Return their
+        numbers, [B G K], or [B H K] if each query head chooses; only this policy interprets
+        them."""
 
     @abstractmethod
     def read(self, x: AttnInput, plan: PlanT) -> Tensor:
-        """Attend, with the new token stored already. Return [B H 1 D]."""
+        """Attend from one new token, which is stored already, to the parts that `plan` names.
+        Return [B H 1 D]."""
 
     @abstractmethod
     def attended_under(self, plan: PlanT) -> Attended:
-        """Return what one selecting head read in the last step."""
+        """Return how many prompt tokens and generated tokens one head that chooses for itself read
+        in the last step."""
 
     @abstractmethod
     def rows_of(self, rows: Tensor, plan: PlanT) -> Tensor:
-        """Return the stored prompt tokens that each selecting head reads with the choice `rows`,
-        [B G K] or [B H K] without repeats, -1 where a head reads fewer."""
+        """Return the prompt tokens that each choosing head reads with the choice `rows` of
+        `select`, as row numbers in the store, [B G K] or [B H K] without repeats, -1 where a head
+        reads fewer."""
 
     def away(self, plan: PlanT) -> tuple[int, int] | None:
-        """Return the first and the end of the stored tokens that are read only if chosen, by
-        `fetch`: these may lie on another tier or be quantised. None if the policy places its tokens
-        itself."""
+        """Return (first, end): the stored tokens from `first` up to `end` are read only if chosen,
+        and only by `fetch`, so they may be moved to another tier or be quantised. None if the
+        policy places its tokens itself."""
         return None
 
     def sent_away(self, tokens: Segment) -> None:
-        """Note that the tokens of `away` have left the store. `tokens` [B G M D] are those that
-        left, still on the device."""
+        """Take note that the tokens of the range `away` have left the store for a pool on another
+        tier or in fewer bits. `tokens` [B G M D]: their keys and values, still on the device as
+        they were."""
 
     def seal(self, limit: int | None) -> None:
-        """Prepare for steps that may read `limit` of the stored tokens; None for all."""
+        """Prepare, at the end of the prompt, for decode steps that may read `limit` of the stored
+        tokens; None for all."""
         self.plan = None if limit is None or limit >= self.store.length else self.split(limit)
         self.rows = self.arrival = None
         if self.plan is not None:
@@ -81,15 +87,17 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
         return super().decode(x) if self.plan is None else self.read(x, self.plan)
 
     def send_for(self, rows: Tensor, slots: Tensor | None = None) -> None:
-        """Ask for chosen tokens [B G K] of those sent away, before the step that will `fetch` the
-        same; tokens that nobody will read are left out (`Pool.gather`)."""
+        """Begin to bring chosen tokens, rows [B G K] of the tokens that left the store, to the
+        device, before the step that will `fetch` the same rows. Tokens whose `slots` entry is 0 or
+        more will not be read and need not move (`Pool.gather`)."""
         assert self.layer.far is not None
         self.arrival = self.layer.far.gather(rows, slots)
 
     def fetch(self, rows: Tensor) -> Segment:
-        """Bring chosen tokens of those sent away to the device. rows [B G K] or [B H K] count from
-        the first of them. What several query heads of a group chose moves once: where it stands
-        first."""
+        """Return keys and values of chosen tokens, on the device, of those that were moved out of
+        the store. rows [B G K] or [B H K] are numbered from the first token that left. A token that
+        several query heads of a KV head chose is moved once; the segment's `rows` then say where
+        each head finds it."""
         far, groups, arrival = self.layer.far, self.spec.num_kv_heads, self.arrival
         assert far is not None
         self.arrival = None
@@ -124,8 +132,8 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
         return self.rows is None or self.age >= self.request.reuse_steps
 
     def chosen(self, q: Tensor, top: int) -> Tensor:
-        """Return the choice that this step reads: a new one, or the last one again. Call it once
-        per step."""
+        """Return the choice that this step reads: a new one by `select`, or the last one again
+        while `reuse_steps` lasts. Call it exactly once per step."""
         if self.rows is None or self.selects_next:
             self.rows, self.age = self.select(q, top), 0
             if self.cache.checking:
@@ -135,16 +143,16 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
         return self.rows
 
     def check_choice(self, rows: Tensor, top: int | None) -> None:
-        """Raise `ReturnedError` if `select` has returned tokens that do not exist, or one token
-        twice for a head."""
+        """Raise `ReturnedError` if the choice `rows` names tokens that do not exist, or one token
+        twice for a head. `top`: how many were to be chosen; None for any number."""
         self._check_selected(rows, None, None)
         assert self.plan is not None
         given, choosing = f"{type(self).__name__}.rows_of returned", (self.spec.num_kv_heads, self.spec.num_heads)
         self.layer.check_rows(given, self.rows_of(rows, self.plan), self.sealed, heads=choosing, gaps=True)
 
     def _check_selected(self, rows: Tensor, among: int | None, count: int | None) -> None:
-        """Raise `ReturnedError` unless rows are numbers below `among`, `count` of them for each
-        head; None: any."""
+        """Raise `ReturnedError` unless every head has `count` row numbers, all different and below
+        `among`. None allows any count, or any numbers."""
         choosing = self.spec.num_kv_heads, self.spec.num_heads
         self.layer.check_rows(f"{type(self).__name__}.select returned", rows, among, heads=choosing, count=count)
 
@@ -161,23 +169,26 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
 
 
 class Select(Read[Plan], capturable=True):
-    """Read in a step sinks, a window at the end of the prompt, `select`ed tokens between them, and
-    all later tokens.
+    """Choose single tokens for each decode step. A step reads the first tokens (sinks), a window at
+    the end of the prompt, the tokens that `select` returns from the middle between them, and all
+    later tokens.
 
-    The tokens between sinks and window, the middle, may lie elsewhere (`placement`, `codec`): only
-    the selected ones are then fetched."""
+    The middle may lie on another tier or be quantised (settings `placement` and `codec`): only the
+    selected tokens are then fetched."""
 
     @abstractmethod
     def index(self, keys: Tensor) -> None:
-        """Prepare for selection among the middle keys [B G M D]."""
+        """Prepare to choose among the middle tokens, those between sinks and window, by their keys
+        [B G M D]."""
 
     @abstractmethod
     def select(self, q: Tensor, top: int) -> Tensor:
-        """Return the `top` middle tokens to read, [B G top], as indices into the middle. q
-        [B H 1 D]"""
+        """Return the `top` tokens of the middle to read for the query q [B H 1 D], as [B G top],
+        numbered from the first token after the sinks."""
 
     def form(self) -> Hashable:
-        """Return the number of sinks, after which the tokens to choose from begin."""
+        """Return the number of sinks, which must be equal for sequences that share a decode step:
+        the tokens to choose from begin after them. None if everything is read."""
         return None if self.plan is None else self.plan.sinks
 
     def prepare(self, plan: Plan) -> None:
@@ -194,8 +205,8 @@ class Select(Read[Plan], capturable=True):
         return self.attend(x.q, sinks, self.middle()._replace(rows=rows), *rest)
 
     def always_read(self) -> list[Segment]:
-        """Return what every step reads: the sinks, the window at the end of the prompt, and all
-        that came after the seal."""
+        """Return the segments of the store that every step reads: the sinks, the window at the end
+        of the prompt, and all tokens that came after the prompt."""
         assert self.plan is not None
         layer, store = self.layer, self.layer.store
         if layer.far is not None:
@@ -203,13 +214,14 @@ class Select(Read[Plan], capturable=True):
         return [store.between(0, self.plan.sinks), store.since(layer.sealed - self.plan.local)]
 
     def middle(self) -> Segment:
-        """Return the tokens between sinks and window, in the store."""
+        """Return the keys and values between sinks and window, of which the step chooses, if they
+        are still in the store."""
         assert self.plan is not None
         return self.store.between(self.plan.sinks, self.sealed - self.plan.local)
 
     def check_choice(self, rows: Tensor, top: int | None) -> None:
-        """Raise `ReturnedError` unless the rows are tokens of the middle: `top` of them, None for
-        any number."""
+        """Raise `ReturnedError` unless `rows` names `top` different tokens of the middle for each
+        head; `top` None: any number of them."""
         assert self.plan is not None
         self._check_selected(rows, self.sealed - self.plan.sinks - self.plan.local, top)
         super().check_choice(rows, top)

@@ -21,9 +21,10 @@ def check_rows(
     given: object, whose: str, *, batch: int, heads: Sequence[int], tokens: int | None, device: torch.device,
     count: int | None = None, ascending: bool = False, gaps: bool = False,
 ) -> None:  # fmt: skip
-    """Raise `ReturnedError` unless `given` is int64 [B heads K] with different numbers from 0 to
-    below `tokens` for every head; None: any numbers. `whose`: who returned it, in words. `heads`:
-    how many heads there may be. `count`: K; None for any. `gaps`: -1 stands where a head has fewer."""
+    """Raise `ReturnedError` unless `given` is an int64 tensor [batch, heads, K] whose numbers, for
+    each head, differ and lie from 0 to below `tokens` (None: any numbers). `whose`: who returned
+    it, in words, for the message. `heads`: the numbers of heads that are allowed. `count`: the
+    wanted K; None for any. `gaps`: -1 may stand where a head has fewer."""
     fault = None
     if not isinstance(given, Tensor):
         fault = f"a {type(given).__name__}"
@@ -43,8 +44,8 @@ def check_rows(
 
 
 def _wrong_number(given: Tensor, tokens: int, ascending: bool, gaps: bool) -> str | None:
-    """Return which number is out of range, repeated or out of order, and for which head; None if
-    all are right."""
+    """Return in words which number is out of range, repeated or out of order, and for which head
+    and sequence; None if all are right. Arguments as in `check_rows`."""
     ordered = given if ascending else given.sort(-1).values
     before, after = ordered[..., :-1], ordered[..., 1:]
     outside = (given >= tokens) | (given < (-1 if gaps else 0))

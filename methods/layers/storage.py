@@ -1,5 +1,5 @@
-"""Defines what a layer holds, the prompt and generated tokens, on the device or elsewhere, and
-attention over it."""
+"""Defines what a layer holds: keys and values of prompt and generated tokens, on the device or
+elsewhere, and attention over them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ FIRST = f"{FAR}.first"  # name of the row in the store before which the tokens b
 
 
 class Storage(KVLayer):
-    """Hold keys and values of one layer. Stored tokens stand in `store`, in order, except for a
-    range that is in `far`."""
+    """Hold keys and values of one layer. Stored tokens lie in `store`, on the device and in order,
+    except for a range of the prompt that may have moved to the pool `far`, on another tier or in
+    fewer bits."""
 
     diagnostics: ClassVar[tuple[str, ...]] = ("positions", "later")
     far: Pool | None = None  # holds tokens of the sealed prompt from `first_far` on
@@ -50,38 +51,40 @@ class Storage(KVLayer):
 
     @property
     def stored(self) -> int:
-        """Return how many tokens are held, wherever they lie."""
+        """Return how many tokens are held, in the store and in the pool `far` together."""
         return self.store.length + self.away
 
     @property
     def away(self) -> int:
-        """Return how many tokens lie in `far`."""
+        """Return how many tokens lie in the pool `far`, outside the store."""
         return self.far.length if self.far is not None else 0
 
     @property
     def heads(self) -> int:
-        """Return how many rows of K and V a token has: one per KV head, or one per query head once
-        they keep different tokens."""
+        """Return how many key-value pairs are stored per token: one per KV head, or one per query
+        head once query heads keep different tokens."""
         return self.store.heads
 
     def spendable(self) -> int | None:
-        """Return how many of the tokens so far the budget lets a step read; None for all."""
+        """Return how many tokens the budget lets a step read if the prompt ends with those seen so
+        far; None if a step reads all."""
         budget = self.request.budget
         tokens = self.seen if budget is None else budget.tokens(self.seen, self.spec.index)
         return None if budget is None or self.method.reads_all(self.seen, tokens) else tokens
 
     def limit(self) -> int | None:
-        """Return how many prompt tokens a step may read after this seal; None for all. If all are
-        read though the budget does not cover them, `fallback` says so."""
+        """Return how many prompt tokens a step may read now that the prompt is complete; None for
+        all. If all are read though the budget does not cover them, `fallback` is set to the
+        reason."""
         self.fallback, limit, budget = None, self.spendable(), self.request.budget
         if limit is None and budget is not None and not budget.covers(self.seen, self.spec.index):
             self.fallback = self.method.whole_because(self.seen, budget.tokens(self.seen, self.spec.index))
         return limit
 
     def take_in(self, x: AttnInput) -> None:
-        """Store keys and values of new tokens, repeated if query heads have copies of their own.
-        Memory is taken when the first one comes: layers that a prompt has not reached yet hold
-        none."""
+        """Store the keys and values of new tokens; if query heads have copies of their own, each
+        gets one. The store is allocated when the first token comes, so layers that a prompt has not
+        reached yet take no memory."""
         if not self.seen:
             self.store = KVStore(self.spec, self.cache, self.request.capacity)
         self.seen += x.k.shape[2]
@@ -92,8 +95,8 @@ class Storage(KVLayer):
             self.store.append(*(side if copies == 1 else side.repeat_interleave(copies, 1) for side in (x.k, x.v)))
 
     def retain(self, rows: Tensor) -> None:
-        """Drop all stored tokens except `rows` [B G|H K], ascending; the store shrinks with them.
-        With a row per query head, each gets a copy of its own."""
+        """Drop all stored tokens except `rows`, [B G K] or [B H K], ascending, and shrink the store
+        to them. With rows per query head, each query head gets a copy of its own."""
         self.check_rows("layer.retain was given", rows, self.store.length, ascending=True)
         whole, room, heads = self.store, self.request.capacity - self.seen, rows.shape[1]
         self.positions = self.stored_positions().repeat_interleave(heads // self.heads, 1).gather(2, rows)
@@ -103,9 +106,9 @@ class Storage(KVLayer):
         self.sealed = rows.shape[2]
 
     def retain_per_head(self, rows: Sequence[Tensor]) -> None:
-        """Drop stored tokens where KV heads keep different numbers of them: `rows` of every head
-        stay, one sequence after the other, ascending. Their total is a multiple of the number of
-        heads."""
+        """Drop stored tokens where KV heads keep different numbers of them. `rows`: a tensor [K]
+        for every head, of the tokens that stay, ascending, one sequence after the other. Their
+        total must be a multiple of the number of heads."""
         whole, room = self.store, self.request.capacity - self.seen
         known = [places[places >= 0] for places in self.stored_positions().flatten(0, 1)]
         self._check_rows_per_head(rows, list(map(len, known)))
@@ -117,8 +120,9 @@ class Storage(KVLayer):
         self.sealed = self.store.length
 
     def rewrite(self, k: Tensor, v: Tensor) -> None:
-        """Replace all that is stored by rows [B G K D]. They keep the positions of the old rows if
-        there are as many, else they have none."""
+        """Replace all stored keys and values by others, k, v [B G K D], as a method does that
+        merges tokens. If there are as many as before they keep their positions in the text, else
+        they have none (-1)."""
         if k.shape[2] != self.store.length:
             self.positions = torch.full(k.shape[:3], -1, device=k.device)
         self.evicted += self.store.length - k.shape[2]
@@ -126,7 +130,8 @@ class Storage(KVLayer):
         self.store.append(k, v)
 
     def let_go(self, count: int, rows: Tensor) -> None:
-        """Drop all of the last `count` tokens except `rows` [B heads K], ascending."""
+        """Drop the last `count` stored tokens except those that rows [B heads K] name, ascending
+        and numbered from the first of these `count`."""
         places = self.stored_positions()[..., -count:].gather(2, rows)
         self.evicted += count - rows.shape[2]
         self.store.keep_of_last(count, rows)
@@ -135,17 +140,19 @@ class Storage(KVLayer):
     def check_rows(
         self, what: str, given: object, tokens: int | None, *, heads: Sequence[int] = (), **wanted: Any
     ) -> None:
-        """Raise `ReturnedError` if `given` is not what is `wanted` (`returned.check_rows`); only in
-        a run's first example. `what`: which call returned it, such as "MyKeep.keep returned".
-        `heads`: by default as many as K and V have, or query heads."""
+        """Raise `ReturnedError` if `given`, which a method returned, is not what is `wanted` (as in
+        `returned.check_rows`). It does so only in a run's first example. `what`: which call
+        returned it, such as "MyKeep.keep returned". `tokens`: the numbers must lie below it.
+        `heads`: the allowed numbers of heads; by default one per stored pair of K and V, or one per
+        query head."""
         if self.cache.checking:
             whose = f"In layer {self.spec.index} of {type(self.method).__name__}, {what}"
             wanted |= {"heads": heads or (self.heads, self.spec.num_heads), "tokens": tokens}
             check_rows(given, whose, batch=self.request.batch, device=self.request.device, **wanted)
 
     def _check_rows_per_head(self, rows: Sequence[Tensor], tokens: Sequence[int]) -> None:
-        """Raise `ReturnedError` if the rows are not those of the right number of heads, each of
-        which has so many `tokens`, one sequence after the other."""
+        """Raise `ReturnedError` unless there is a tensor in `rows` for every head of every
+        sequence, each with row numbers below that head's entry in `tokens`."""
         if not self.cache.checking:
             return
         whose = f"In layer {self.spec.index} of {type(self.method).__name__}, layer.retain_per_head was given"
@@ -160,7 +167,8 @@ class Storage(KVLayer):
             raise ReturnedError(f"{whose} {together} rows of {self.heads} heads. Wanted is a multiple of {self.heads}.")
 
     def send_away(self, first: int, end: int) -> Segment:
-        """Move stored tokens from `first` to `end` to `far`, and return them, still on the
+        """Move the stored tokens from `first` up to `end` out of the store to the pool `far`, which
+        may lie on another tier or quantise them. Return their keys and values, still on the
         device."""
         whole = self.store
         tokens = Segment(whole.k[:, :, first:end], whole.v[:, :, first:end])
@@ -172,11 +180,12 @@ class Storage(KVLayer):
         return tokens
 
     def new_pool(self, room: int) -> Pool:
-        """Make a pool for `room` tokens that leave the store."""
+        """Return an empty pool with room for `room` tokens that leave the store. A subclass
+        overrides it to use another codec."""
         return Pool(self.spec, self.cache, room)
 
     def bring_back(self) -> None:
-        """Move what was sent away back to its place in the store."""
+        """Move the tokens of the pool `far` back to their place in the store, decoded."""
         if self.far is None:
             return
         resident, first = self.store, self.first_far
@@ -187,7 +196,9 @@ class Storage(KVLayer):
         self.far = None
 
     def contents(self) -> dict[str, Tensor]:
-        """Return everything stored, where it lies; what was sent away as its pool encoded it."""
+        """Return all stored tensors by name, as views where they lie: `k0`, `v0`, ... of the store
+        (one pair, or one per head if heads differ), those of the pool `far` as it encoded them, and
+        what is needed to know the tokens' positions."""
         heads = self.store.per_head() if isinstance(self.store, PerHeadStore) else [(self.store.k, self.store.v)]
         tensors = {f"{name}{head}": x for head, both in enumerate(heads) for name, x in zip("kv", both, strict=True)}
         if self.evicted:
@@ -198,7 +209,8 @@ class Storage(KVLayer):
         return tensors | {"seen": torch.tensor(self.seen)}
 
     def refill(self, contents: Mapping[str, Tensor]) -> None:
-        """Take over what `contents` returned, in a layer that has seen no token."""
+        """Restore, in a new layer that has seen no token, what `contents` of another layer
+        returned."""
         seen, k, v = int(contents["seen"]), *([contents[name] for name in _numbered(contents, kind)] for kind in "kv")
         far = {key.partition(".")[2]: x for key, x in contents.items() if key.startswith(f"{FAR}.") and key != FIRST}
         room = 0 if far else self.request.capacity - seen
@@ -217,8 +229,8 @@ class Storage(KVLayer):
         self.positions = contents.get("positions")
 
     def attend_prompt(self, q: Tensor) -> Tensor:
-        """Attend from the last queries, causally, to all that is stored, q [B H T D] ->
-        [B H T D]."""
+        """Attend causally to everything stored, from queries of the last T stored tokens, q [B H T
+        D] -> [B H T D]."""
 
         def attend(q: Tensor, store: KVStore, head: int | None) -> Tensor:
             return sink_logits.causal_attention(q, store.k, store.v, self.spec.scale, self.spec.sinks_of(head))
@@ -226,8 +238,8 @@ class Storage(KVLayer):
         return self.store.each(q, attend)
 
     def attend_all(self, q: Tensor) -> Tensor:
-        """Attend from one query to all that is stored, wherever it lies, q [B H 1 D] ->
-        [B H 1 D]."""
+        """Attend from one query to everything stored, also to the pool `far`, q [B H 1 D] -> [B H 1
+        D]."""
         away = self.far.segments().wait() if self.far is not None else []
 
         def attend(q: Tensor, store: KVStore, head: int | None) -> Tensor:
@@ -237,23 +249,26 @@ class Storage(KVLayer):
         return self.store.each(q, attend)
 
     def attend(self, q: Tensor, *segments: Segment | Codes) -> Tensor:
-        """Attend under one softmax to all of `segments`, q [B H 1 D] -> [B H 1 D]."""
+        """Attend from one query to all of `segments`, under one softmax, q [B H 1 D] -> [B H 1
+        D]."""
         return sink_logits.segment_attention(q, segments, self.spec.scale, self.spec.sink_logits)
 
     def weights(self, q: Tensor, segment: Segment, lse: Tensor) -> Tensor:
-        """Return the weights that one token gives each of a segment's tokens, [B H S] fp32, in the
-        softmax that `lse` [B H] belongs to; 0 for missing tokens. q [B H 1 D]"""
+        """Return the attention weights of one query q [B H 1 D] on a segment's tokens, [B H S]
+        fp32. `lse` [B H] is the log-sum-exp of the whole softmax, of which the segment may be a
+        part. Tokens that a sequence does not have get 0."""
         logits = filled(ops.row_scores(q.view(*segment.k.shape[:2], -1, q.shape[3]), segment.k)).flatten(1, 2)
         return segment.without_missing((logits * self.spec.scale - lse.unsqueeze(-1)).exp(), 0)
 
     def stored_positions(self) -> Tensor:
-        """Return the position of every stored token in the sequence, [B heads S], -1 where a head
-        has fewer."""
+        """Return where in the text every stored token stood, [B heads S], -1 where a head has fewer
+        tokens."""
         prompt = self.positions if self.positions is not None else self._consecutive(0, self.sealed)
         return torch.cat([prompt, self.later_positions()], -1)
 
     def later_positions(self) -> Tensor:
-        """Return the positions of the stored tokens after the sealed prompt, [B heads S]."""
+        """Return where in the text the tokens stood that are stored after the prompt, [B heads
+        S]."""
         kept = [] if self.later is None else [self.later]
         new = self.store.length - self.prompt_rows - sum(part.shape[2] for part in kept)
         return torch.cat([*kept, self._consecutive(self.seen - new, self.seen)], -1)
@@ -262,27 +277,29 @@ class Storage(KVLayer):
         return torch.arange(start, end, device=self.request.device).expand(self.request.batch, self.heads, -1)
 
     def positions_of(self, rows: Tensor) -> Tensor:
-        """Return the positions of stored prompt tokens, rows [B heads K], -1 for none -> the same
-        shape."""
+        """Return where in the text stored prompt tokens stood, given their row numbers in the
+        store, rows [B heads K] -> the same shape. -1 stays -1."""
         if self.positions is None:
             return rows
         per_head = self.positions.repeat_interleave(rows.shape[1] // self.positions.shape[1], 1)
         return per_head.gather(2, rows.clamp(min=0)).where(rows >= 0, -1)
 
     def kept_positions(self) -> Tensor | None:
-        """Return the positions of all stored prompt tokens, [B G K], -1 where a KV head has fewer;
-        None before an eviction."""
+        """Return where in the text the stored prompt tokens stood, [B G K], -1 where a KV head has
+        fewer: of query heads with copies of their own, the union. None if no token was dropped."""
         if self.positions is None or self.heads == self.spec.num_kv_heads:
             return self.positions
         return union_per_kv_head(self.positions, self.spec.num_kv_heads, self.evicted + self.sealed)
 
 
 def _numbered(names: Iterable[str], kind: str) -> list[str]:
-    """Return the names that are `kind` and a number, in the order of the numbers."""
+    """Return the names that consist of the letter `kind` and a number, in the order of the numbers:
+    of k0, v0, k1 those of kind k are k0, k1."""
     return sorted((name for name in names if name[:1] == kind and name[1:].isdigit()), key=lambda name: int(name[1:]))
 
 
 def _side_by_side(rows: Sequence[Tensor], batch: int) -> Tensor:
-    """Stack rows of different lengths as [B heads K], with -1 before the shorter ones."""
+    """Stack lists of different lengths, one per head, as [batch heads K], with -1 before the
+    shorter ones."""
     widest = max(map(len, rows))
     return torch.stack([pad(row, (widest - len(row), 0), value=-1) for row in rows]).unflatten(0, (batch, -1))

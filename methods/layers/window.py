@@ -22,9 +22,9 @@ from methods.pools.device_store import misfit
 
 
 class WindowLayer(KVLayer, capturable=True):
-    """Keep rows of K and V in a ring, in which a decoded token replaces the oldest. A prompt chunk
-    attends together with the window before it, so a token sees the same however the prefill is
-    split.
+    """Hold keys and values of a layer in which the model itself slides: only the last `window`
+    tokens are kept, in a ring in which a decoded token replaces the oldest. A prompt chunk attends
+    together with the window before it, so a token sees the same however the prefill is split.
 
     `prefill` replaces the tensors of the ring, so a shallow copy of the layer is a snapshot until
     it decodes."""
@@ -90,8 +90,8 @@ class WindowLayer(KVLayer, capturable=True):
             self.size = size
 
     def _take(self, x: AttnInput) -> tuple[Tensor, Tensor]:
-        """Return keys and values of the window before the chunk and of the chunk; the last of them
-        become the ring."""
+        """Store a prompt chunk: its last tokens become the ring. Return keys and values [B G S D]
+        of the window before the chunk followed by the chunk, for its attention."""
         self._refuse_misfit(x)
         k, v = (torch.cat([*self._in_order(ring), new], 2) for ring, new in ((self.k, x.k), (self.v, x.v)))
         self.seen += x.k.shape[2]
@@ -100,18 +100,21 @@ class WindowLayer(KVLayer, capturable=True):
         return k, v
 
     def _ring(self, rows: Tensor) -> Tensor:
-        """Return a tensor with the size of the ring that holds the last of these rows [B G S D]."""
+        """Return a new tensor of the ring's size that begins with the last of these rows [B G S
+        D]."""
         ring = rows.new_empty(*rows.shape[:2], self.size, rows.shape[3])
         ring[:, :, : self.written] = rows[:, :, rows.shape[2] - self.written :]
         return ring
 
     def _in_order(self, ring: Tensor) -> list[Tensor]:
-        """Return the rows of the ring, the oldest token first, in two parts."""
+        """Return the rows of the ring in the order of the text, in two parts: those from the oldest
+        token to the end of the ring, and those before them in it."""
         oldest = self.written % self.size if self.written > self.size else 0
         return [ring[:, :, oldest : self.written], ring[:, :, :oldest]]
 
     def _stored(self) -> Segment:
-        """Return the window; while steps are captured, with all the room for it."""
+        """Return keys and values of the window. While steps are captured in a CUDA graph this is
+        the whole ring, with a count on the device of how many rows are filled."""
         if self.cache.counters.running:
             live = self.cache.counters.tensor(self.written, self.k.device).clamp(max=self.size)
             return Segment(self.k, self.v, live=live)
@@ -127,14 +130,16 @@ Start = Callable[[Sequence[LayerSpec], CacheState], Sequence[KVLayer]]
 
 
 def whole_layers(specs: Sequence[LayerSpec]) -> list[LayerSpec]:
-    """Return the specs of the layers that a method gets."""
+    """Return the specs of the layers that a method gets: those without a sliding window, numbered
+    anew from 0. In a model that slides in every layer these are all, treated as if they did not
+    slide."""
     seeing = [spec for spec in specs if spec.window is None] or [replace(spec, window=None) for spec in specs]
     return [replace(spec, index=index, num_layers=len(seeing)) for index, spec in enumerate(seeing)]
 
 
 def check_length(method: Method, specs: Sequence[LayerSpec], tokens: int) -> None:
-    """Raise `ValueError` if no layer sees the whole of `tokens` tokens and the method would choose
-    among them."""
+    """Raise `ValueError` if every layer slides over fewer than `tokens` tokens and the method
+    chooses tokens by a budget: no layer would be left for it."""
     if method.uses_budget and _all_slide(specs, tokens):
         raise ValueError(
             f"Every layer of this model slides over {specs[0].window} tokens and this text takes {tokens}, so "
@@ -143,8 +148,9 @@ def check_length(method: Method, specs: Sequence[LayerSpec], tokens: int) -> Non
 
 
 def check_growth(specs: Sequence[LayerSpec], before: int, after: int) -> None:
-    """Raise `ValueError` if a model that slides in every layer outgrows its window: `start_layers`
-    makes other layers then."""
+    """Raise `ValueError` if a text grows from `before` to `after` tokens of room, and only then
+    becomes longer than the window of a model that slides in every layer: such a cache needs other
+    layers (`start_layers`)."""
     if _all_slide(specs, after) and not _all_slide(specs, before):
         raise ValueError(
             f"Every layer of this model slides over {specs[0].window} tokens, and its cache was made for {before}: say "
@@ -157,8 +163,9 @@ def _all_slide(specs: Sequence[LayerSpec], tokens: int) -> bool:
 
 
 def start_layers(specs: Sequence[LayerSpec], cache: CacheState, start: Start) -> list[KVLayer]:
-    """Return a layer for each of the model's: layers with a sliding window keep it, and `start`
-    makes the others."""
+    """Return a cache layer for each layer of the model: a `WindowLayer` where the model slides, and
+    what `start` returns for the others. A model whose layers all slide gets layers of `start` only,
+    as long as its windows cover the cache's capacity."""
     if _all_slide(specs, cache.request.capacity):
         return [WindowLayer(spec, cache) for spec in specs]
     hybrid = any(spec.window is None for spec in specs)

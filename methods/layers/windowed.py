@@ -11,9 +11,9 @@ from methods.layers.layer import PolicyMethod
 
 
 class Windowed(PolicyMethod):
-    """Define methods that split a budget into `sinks` first tokens, `recent_ratio` of the rest as
-    the prompt's last tokens, and chosen tokens. PQCache's comparison takes the share of what
-    follows the sinks, and reads the sinks in addition."""
+    """Define a method that divides its budget into `sinks` first tokens, the prompt's last tokens
+    (a share `recent_ratio` of the rest), and chosen tokens. PQCache's comparison takes its budget
+    from what follows the sinks, and reads the sinks in addition."""
 
     window_names: ClassVar[Mapping[str, str]] = {"sinks": "sinks", "recent_ratio": "recent_ratio"}
     tunable: ClassVar[Grids] = {"sinks": (0, 4, 16, 32), "recent_ratio": (0.0, 0.125, 0.25, 0.5, 0.75)}
@@ -33,7 +33,8 @@ class Windowed(PolicyMethod):
         return self.sinks + 1
 
     def split(self, budget: int) -> Plan:
-        """Return how `budget` prompt tokens are spent."""
+        """Return how many of `budget` prompt tokens are spent on sinks, on the window at the
+        prompt's end, and on chosen tokens."""
         local = int((budget - self.sinks) * self.recent_ratio)
         return Plan(self.sinks, local, budget - self.sinks - local)
 

@@ -21,12 +21,13 @@ from methods.tiers.transfer import Arrival
 
 
 class BlockCache:
-    """Hold `slots` blocks of `size` tokens of `store`; each step may bring in up to `offered` of
-    them. Nothing waits for their number."""
+    """Keep `slots` of the blocks of `size` consecutive tokens that a pool (`store`) holds, copied
+    to the device. Each step may bring in up to `offered` new blocks in place of others. How many it
+    brings in only the device knows, and nothing waits for that number."""
 
     def __init__(self, store: Pool, tokens: Segment, *, size: int, slots: int, offered: int) -> None:
-        """Hold the last blocks from the start. tokens [B G M D]: those of `store`, still on the
-        device."""
+        """Begin with the last blocks of the pool `store`. tokens [B G M D]: all tokens that were
+        just sent to it, still on the device."""
         self.store, self.size = store, size
         count, device = -(-store.length // size), tokens.k.device
         self.slots = min(slots, count)
@@ -41,8 +42,9 @@ class BlockCache:
         self.coming: tuple[Tensor, Tensor, Tensor, Arrival[Segment]] | None = None
 
     def read(self, rows: Tensor) -> Segment:
-        """Return the keys and values of chosen tokens on the device, [B G K D] each. rows
-        [B G K]"""
+        """Return keys and values of chosen tokens on the device, [B G K D] each: from a held block,
+        or else moved from the pool. rows [B G K] are token numbers in the pool. Then ask for the
+        blocks that the next step shall hold."""
         self.take_in()
         blocks, traffic = rows // self.size, self.store.cache.traffic
         places = self._places().unsqueeze(1).expand(-1, rows.shape[1], -1).gather(2, blocks)
@@ -56,7 +58,8 @@ class BlockCache:
         return Segment(k, v)
 
     def take_in(self) -> None:
-        """Hold from now on what the last step has asked for; in a captured step, before it ends."""
+        """Put the blocks that the last step asked for into their places, once they have arrived.
+        `read` calls it first; a captured step calls it before it ends."""
         if self.coming is None:
             return
         (places, blocks, new, arrival), self.coming = self.coming, None
@@ -70,8 +73,8 @@ class BlockCache:
         self.blocks.scatter_(1, places, blocks)
 
     def _offer(self, blocks: Tensor) -> None:
-        """Offer the blocks with the most chosen tokens. blocks [B G K]: those of the chosen
-        tokens."""
+        """Count the use of the blocks with the most chosen tokens, and ask for those of them that
+        are not held; the least used ones leave. blocks [B G K]: the block of each chosen token."""
         self.step += 1
         chosen = torch.zeros_like(self.uses).scatter_add_(1, blocks.flatten(1), torch.ones_like(blocks).flatten(1))
         most = chosen.topk(self.offered)
@@ -89,7 +92,9 @@ class BlockCache:
             self._ask_for(kept & ~held, held & ~kept)
 
     def _ask_for(self, new: Tensor, leaving: Tensor) -> None:
-        """Ask for as many blocks as leave, and at most `offered`. new, leaving: bool [B blocks]"""
+        """Ask the pool for blocks to hold from the next step on. `new` and `leaving`, bool [B
+        blocks], mark equally many blocks, at most `offered`: those that come, and those whose
+        places they get."""
         places = leaving.gather(1, self.blocks).int().topk(self.offered).indices  # these first, then some that stay
         coming = new.int().topk(self.offered)
         fresh = coming.values > 0
@@ -99,20 +104,22 @@ class BlockCache:
         self.coming = places, blocks, fresh, self.store.gather(rows, slots)
 
     def _places(self) -> Tensor:
-        """Return the place that holds each block, -1 for none, [B blocks]."""
+        """Return for each block of the pool in which place it is held, [B blocks]; -1 if it is
+        not."""
         order = torch.arange(self.slots, device=self.order.device).expand_as(self.blocks)
         return torch.full_like(self.uses, -1).scatter(1, self.blocks, order)
 
     def _rows(self, blocks: Tensor) -> Tensor:
-        """Return the rows of blocks, or of places, [B N], the same for every KV head, as
-        [B G N*size]."""
+        """Return the numbers of all tokens in the given blocks, blocks [B N] -> [B G N*size], the
+        same for every KV head. With places instead of blocks they are rows of the held tensors."""
         groups = self.store.spec.num_kv_heads
         rows: Tensor = ops.token_rows(blocks.unsqueeze(1).expand(-1, groups, -1), self.size)
         return rows
 
 
 def cost(case: LayerWorkload, length: int, top: int, size: int, slots: int, offered: int) -> Cost:
-    """Return the cost of the cache, over `length` offloaded tokens of which `top` are chosen; moved
+    """Return the cost of a `BlockCache` over `length` tokens outside the device, of which a step
+    chooses `top`: `size` tokens per block, `slots` blocks held, `offered` new ones per step. Moved
     bytes are the most that a step can move."""
     blocks = -(-length // size)
     slots = min(slots, blocks)

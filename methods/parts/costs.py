@@ -1,5 +1,5 @@
-"""Computes costs that several methods share. Each method adds its own terms, in its own file; a
-test measures them."""
+"""Computes costs in bytes that several methods share. Each method adds its own terms, in its own
+file; a test compares the sums with what is measured."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def dense(case: LayerWorkload) -> Cost:
 
 
 def evict(case: LayerWorkload, kept: int, copies: int = 1) -> Cost:
-    """Return the cost of `kept` prompt tokens, in `copies` per KV head, with room for the generated
-    tokens: all of them are read."""
+    """Return the cost of a layer that has kept `kept` prompt tokens, in `copies` per KV head (one,
+    or one per query head), with room for the generated tokens. A step reads all of them."""
     if kept >= case.sealed:
         return dense(case)
     row_bytes = copies * case.row_bytes
@@ -27,8 +27,9 @@ def evict(case: LayerWorkload, kept: int, copies: int = 1) -> Cost:
 
 
 def evicting(case: LayerWorkload, kept: int, copies: int = 1) -> int:
-    """Return the bytes that an eviction takes besides the whole prompt: the kept rows, once
-    gathered and once in their store, and their positions."""
+    """Return the bytes on the device that dropping all but `kept` prompt tokens takes temporarily,
+    besides the whole prompt: the kept rows, once gathered and once in their new store, and their
+    positions. `copies`: how many copies a KV head keeps of each."""
     if kept >= case.sealed:
         return 0
     places = INT64 * case.spec.num_kv_heads * (2 * case.sealed + 3 * kept * copies)
@@ -36,16 +37,18 @@ def evicting(case: LayerWorkload, kept: int, copies: int = 1) -> int:
 
 
 def select(case: LayerWorkload, plan: Plan, index_bytes: int) -> Cost:
-    """Return the cost of all tokens, those between sinks and window where `placement` says, and of
-    the index on the device, which is read whole."""
+    """Return the cost of a method that holds all tokens and reads those of `plan`: sinks, a window
+    and chosen ones. The tokens between sinks and window lie where `case.placement` says; an index
+    of `index_bytes` lies on the device, and a step reads all of it."""
     middle = case.sealed - plan.sinks - plan.local
     held = Cost(case.dense_bytes + index_bytes).reading(sum(plan) * case.row_bytes + index_bytes)
     return held + sent_away(case, middle, plan.top)
 
 
 def sent_away(case: LayerWorkload, tokens: int, read: int) -> Cost:
-    """Return the difference in cost if `tokens` of the prompt leave the store for a pool, and a
-    step reads `read` of them."""
+    """Return the change in cost if `tokens` of the prompt leave the device's store for a pool on
+    another tier or in fewer bits, and a step reads `read` of them; no change if the case asks for
+    neither."""
     if case.placement == DEVICE and case.codec is None:
         return Cost(0)
     left = Cost(-tokens * case.row_bytes).reading(-read * case.row_bytes)
@@ -53,7 +56,8 @@ def sent_away(case: LayerWorkload, tokens: int, read: int) -> Cost:
 
 
 def pool(case: LayerWorkload, codec: Codec, tokens: int, read: int) -> Cost:
-    """Return the cost of a pool with room for `tokens`, of which a step reads `read`."""
+    """Return the cost of a pool (tokens outside the store, as `codec` encodes them) of `tokens`
+    tokens, of which a step reads `read`."""
     heads = case.spec.num_kv_heads
     layout = codec.layout(case.spec.head_dim, {2: torch.bfloat16, 4: torch.float32}[case.element_bytes])
     blocks, rest = divmod(tokens, codec.block)
@@ -66,18 +70,18 @@ def pool(case: LayerWorkload, codec: Codec, tokens: int, read: int) -> Cost:
 
 
 def offload(case: LayerWorkload, stored: int, moved: int) -> Cost:
-    """Return the difference in cost of another placement: `stored` bytes move there, and `moved` of
-    them come back in each step."""
+    """Return the change in cost if `stored` bytes move from the device to the case's placement, and
+    a step moves `moved` of them back."""
     return Cost(-stored) + Cost.placed(case.placement, stored, moved)
 
 
 def rebuilding(case: LayerWorkload, rank: int, tokens: int) -> int:
-    """Return the bytes read to rebuild keys of each KV head from factors of a rank: a row for each,
-    and the basis."""
+    """Return the bytes read to rebuild `tokens` keys of each KV head from low-rank factors: `rank`
+    numbers for each key, and the basis."""
     return case.spec.num_kv_heads * rank * (tokens + case.spec.head_dim) * case.element_bytes
 
 
 def rope_table(case: LayerWorkload) -> Cost:
-    """Return the cost of cos and sin of every position: one table for all layers, counted with the
-    first."""
+    """Return the cost of a table with cos and sin of every position. All layers share one, which is
+    counted in the first layer; it is zero for the others."""
     return Cost(2 * case.capacity * case.spec.head_dim * case.element_bytes if case.spec.index == 0 else 0)

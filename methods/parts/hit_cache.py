@@ -21,8 +21,9 @@ Load = Callable[[Tensor | Ragged, Tensor | None], Segment]  # chunks [B G K], an
 
 
 class HitCache:
-    """Let a policy hold keys and values of the K chunks per KV head that it read last, `size`
-    tokens each, of the `total` chunks that there are to choose from.
+    """Hold keys and values of the K chunks that each KV head read in the last step, on the device,
+    so that chunks chosen again are not loaded. It is a base class for policies. A chunk has `size`
+    tokens, and there are `total` to choose from.
 
     New chunks replace those that left. Heads with fewer new ones than others load some of theirs
     again, so that one rectangular block is moved and counted. Where nothing may wait for the number
@@ -36,20 +37,21 @@ class HitCache:
     held_v: Tensor  # [B G K size*D]
 
     def begin(self, count: int, like: Tensor) -> None:
-        """Make room for `count` chunks of each KV head, and hold none. like [B G S D]: has their
-        shape and dtype"""
+        """Allocate memory for `count` chunks of each KV head, and hold none. `like` [B G S D] gives
+        shape, dtype and device."""
         self.held = torch.full((*like.shape[:2], count), self._none, device=like.device)
         self.held_k, self.held_v = (like.new_zeros(*self.held.shape, self.size * like.shape[3]) for _ in "kv")
 
     @property
     def _none(self) -> int:
-        """Return the number that stands for no chunk."""
+        """Return the number, one past the last chunk, that stands for no chunk in `held`."""
         return self.total.most if isinstance(self.total, PerSequence) else self.total
 
     def read_through(self, chunks: Tensor | Ragged, load: Load, traffic: Traffic, *, may_wait: bool) -> Segment:
-        """Return the tokens of chunks [B G K], in any order, and count in `traffic` how many were
-        held. `load` loads the others, or all if nothing may wait for their number; even then only
-        missing ones move."""
+        """Return keys and values of chosen chunks, chunks [B G K], in any order, and count in
+        `traffic` how many were asked for and how many were held. `load` loads the others. If
+        nothing may wait for their number (`may_wait` is false, as in captured steps), it is called
+        for all chunks with the places of those that are held, which need not move."""
         if may_wait and not isinstance(chunks, Ragged):
             traffic.looked_up += chunks.numel()
             traffic.found += chunks.numel() - self._load_missing(chunks, load)
@@ -84,8 +86,8 @@ class HitCache:
         return int(missed)
 
     def _slots(self, chunks: Tensor | Ragged) -> Tensor:
-        """Return the places of chunks [B G K], -1 for those not held; 0 for chunks that a sequence
-        does not have. Waits for nothing."""
+        """Return for each of chunks [B G K] in which place it is held, -1 if it is not. Chunks that
+        a sequence does not have get 0. Nothing waits for the device."""
         chosen, held, there = filled(chunks), self.held, _present(chunks)
         if there is not None:
             chosen, held = (torch.where(there, x, self._none) for x in (chosen, held))
@@ -95,13 +97,14 @@ class HitCache:
         return slots if there is None else slots.masked_fill(~there, 0)
 
     def _hold_all(self, chunks: Tensor | Ragged, k: Tensor, v: Tensor) -> None:
-        """Hold all of chunks [B G K] from now on, in their order, in the memory of what was held.
-        k, v [B G K*size D]"""
+        """Replace all that is held by chunks [B G K] in this order, with their k and v [B G K*size
+        D]. The memory stays the same."""
         for mine, new in ((self.held, filled(chunks)), (self.held_k, k), (self.held_v, v)):
             mine.copy_(new.reshape(mine.shape))
 
     def _tokens(self, chunks: Tensor | Ragged) -> Segment:
-        """Return all tokens that are held, and how many of them belong to `chunks`."""
+        """Return all held keys and values as one segment [B G K*size D]. If sequences have
+        different numbers of `chunks`, its `live` says how many tokens of each are valid."""
         live = (chunks.sizes * self.size).on(self.held.device) if isinstance(chunks, Ragged) else None
         dim = self.held_k.shape[3] // self.size
         k, v = (x.view(*x.shape[:2], -1, dim) for x in (self.held_k, self.held_v))
@@ -109,20 +112,21 @@ class HitCache:
 
 
 def _present(chunks: Tensor | Ragged) -> Tensor | None:
-    """Return which of chunks [B G K] a sequence has, bool [B 1 K], or None if each has all."""
+    """Return a mask [B 1 K] of the entries of chunks [B G K] that are chunks, where sequences have
+    different numbers of them and the rest is padding; None if all have K."""
     if not isinstance(chunks, Ragged):
         return None
     return torch.arange(chunks.whole.shape[2], device=chunks.device) < chunks.counts.view(-1, 1, 1)
 
 
 def held_bytes(case: LayerWorkload, chunks: int, size: int) -> int:
-    """Return the bytes that a cache takes from the first step on: `chunks` of `size` tokens per KV
-    head, and their numbers."""
+    """Return the bytes that a `HitCache` takes on the device: `chunks` chunks of `size` tokens for
+    each KV head, and their numbers."""
     return chunks * (size * case.row_bytes + costs.INT64 * case.spec.num_kv_heads)
 
 
 def as_wide(x: Tensor, size: int, dim: int) -> Tensor:
-    """Return x with `size` entries in a dimension, filled up with zeros or with some of its zeros
-    cut."""
+    """Return x with exactly `size` entries in dimension `dim`: zeros are added at the end, or the
+    end, which then holds only padding, is cut off."""
     kept = x.narrow(dim, 0, min(size, x.shape[dim]))
     return pad(kept, (0, 0) * (x.dim() - 1 - dim) + (0, size - kept.shape[dim]))

@@ -28,8 +28,10 @@ Made = TypeVar("Made")
 
 
 class Fit(NamedTuple):
-    """Hold coefficients of the seconds of one layer, the highest power of s first. As plain numbers
-    it is a value of `method.iterations`."""
+    """Hold polynomials fitted to timings of one layer, in seconds by the number s of tokens: a
+    dense prefill (quadratic), a clustering in three iterations, and one further iteration (both
+    linear). The highest power comes first. As plain numbers they can be the value of
+    `method.iterations`."""
 
     prefill_2: float
     prefill_1: float
@@ -40,7 +42,8 @@ class Fit(NamedTuple):
     one_0: float
 
     def iterations(self, tokens: int) -> int:
-        """Return the iterations for `tokens` clustered tokens."""
+        """Return how many k-means iterations over `tokens` tokens take no longer than one layer's
+        prefill, at least 3 and at most 300."""
         prefill = (self.prefill_2 * tokens + self.prefill_1) * tokens + self.prefill_0
         spare = prefill - (self.few_1 * tokens + self.few_0)
         each = self.one_1 * tokens + self.one_0
@@ -50,8 +53,10 @@ class Fit(NamedTuple):
 def measure(
     layers: int, observe: Callable[[int], Iterator[AttnInput]], cluster: Callable[[Tensor, int], object]
 ) -> Fit:
-    """Time this machine. `observe` is as in `Method.prepare`; `cluster(keys, iterations)` clusters
-    keys [1 G S D] on the CPU, in exactly that many iterations."""
+    """Time prefill and clustering on this machine. `layers`: how many layers the model has.
+    `observe(tokens)` runs text through it and yields each layer's input, as in `Method.prepare`;
+    `cluster(keys, iterations)` clusters keys [1 G S D] on the CPU, in exactly that many
+    iterations."""
     prefill, few, more = [], [], []
     for tokens in LENGTHS:
         whole, x = _fastest(partial(lambda s: next(observe(s)), tokens))
@@ -64,11 +69,11 @@ def measure(
 
 
 def polynomial(lengths: Sequence[int], seconds: Sequence[float], degree: int) -> list[float]:
-    """Return coefficients, none negative, highest power first, 4 digits each: a least-squares fit
-    of the seconds per token.
+    """Fit a polynomial to `seconds` measured at `lengths` (numbers of tokens), by least squares of
+    the seconds per token. Return its coefficients, none negative, highest power first, 4 digits
+    each.
 
-    The best such fit is an ordinary one with some powers left out.
-    """
+    The best such fit is an ordinary one with some powers left out."""
     s, t = (torch.tensor(x, dtype=torch.float64) for x in (lengths, seconds))
     terms = torch.stack([(s / s.max()) ** power / s for power in range(degree, -1, -1)], 1)
     kept = [torch.tensor(mask) for mask in product((False, True), repeat=degree + 1) if any(mask)]
@@ -80,7 +85,8 @@ def polynomial(lengths: Sequence[int], seconds: Sequence[float], degree: int) ->
 
 
 def _fastest(call: Callable[[], Made]) -> tuple[float, Made]:
-    """Return the seconds until the device is done, and the call's result."""
+    """Call `call` up to three times. Return the seconds of the fastest call, until the device is
+    done, and the result of the last."""
     times: list[float] = []
     while len(times) < REPEATS and sum(times) < ENOUGH_S:
         _wait()

@@ -19,20 +19,23 @@ from methods.base.pieces import pieces
 
 
 def skewing(q: Tensor, groups: int) -> Tensor:
-    """Return the orthogonal A of each KV head, the strongest direction first. q [1 H T D], rotated
-    -> [G D D] in fp32"""
+    """Return an orthogonal matrix A for each KV head, [G D D] fp32: the directions in which its
+    queries are largest, the strongest first. q [1 H T D]: rotated queries of a calibration text;
+    `groups`: G."""
     stacked = q[0].unflatten(0, (groups, -1)).flatten(1, 2)
     return directions(gram(stacked)).float()
 
 
 def skewed(x: Tensor, skew: Tensor | None) -> Tensor:
-    """Multiply x [B G T D] by A [G D D]; without a skew, return x itself."""
+    """Return x A, the rows of x [B G T D] in the directions `skew` [G D D] of their KV head;
+    without a skew, x itself."""
     return x if skew is None else x @ skew
 
 
 def column_mass(x: Tensor, groups: int, skew: Tensor | None) -> Tensor:
-    """Sum |x A| over all rows of a KV head, or of its query heads. x [B G|H T D] -> [B G D]
-    (fp32)"""
+    """Return for each KV head and column how much weight it has: the sum of |x A| over all rows, of
+    the KV head itself (keys) or of its query heads. x [B G T D] or [B H T D]; `groups`: G; `skew`:
+    A [G D D]. Return [B G D] fp32."""
     mass = torch.zeros(x.shape[0], groups, x.shape[3], device=x.device)
     for part in pieces(x.shape[2]):
         grouped = x[:, :, part].float().unflatten(1, (groups, -1)).flatten(2, 3)  # [B G g*t D]
@@ -41,28 +44,29 @@ def column_mass(x: Tensor, groups: int, skew: Tensor | None) -> Tensor:
 
 
 def largest(x: Tensor, count: int) -> Tensor:
-    """Return which `count` entries of each row are largest. [B G D] -> bool"""
+    """Return a mask of the `count` largest entries in each row, [B G D] -> bool [B G D]."""
     return torch.zeros_like(x, dtype=torch.bool).scatter(-1, x.topk(count).indices, True)
 
 
 def narrowed(columns: Tensor, chosen: Tensor) -> Tensor:
-    """Put the chosen columns of A side by side; heads with fewer than others get columns of zeros.
+    """Return the chosen columns of each head's matrix next to one another, [B G D d']. Heads with
+    fewer chosen columns than others are filled up with columns of zeros.
 
-    columns [B G D D], chosen [B G D] -> [B G D d']
-    """
+    columns [B G D D]: the matrix A of each head; chosen [B G D]: bool"""
     at = chosen.int().topk(int(chosen.sum(-1).max())).indices
     return (columns * chosen.unsqueeze(2)).gather(3, at.unsqueeze(2).expand(-1, -1, columns.shape[2], -1))
 
 
 class GrowingRows:
-    """Hold rows in memory that is allocated beforehand, so that a step that appends can be
-    captured.
+    """Hold an index with a row per token, [B G rows W], to which decode steps append. The memory is
+    allocated beforehand, so that such a step can be captured in a CUDA graph.
 
-    Zeros follow each head's last row: some of several sequences may have shorter rows than others,
-    and are read and written up to the longest row (`row_scores`)."""
+    The row after each head's last one is zero: when several sequences step together, some may have
+    shorter rows than others, and are read and written up to the longest row (`row_scores`)."""
 
     def __init__(self, cache: CacheState, rows: Tensor, room: int) -> None:
-        """Begin with rows [B G T W]; `room`: the most rows there will be."""
+        """Begin with rows [B G T W]. `room`: how many rows there will be at most, these
+        included."""
         self.cache, self.length = cache, 0
         self.stored = rows.new_zeros(*rows.shape[:2], room + 1, rows.shape[3])[:, :, :room]
         self.append(rows)
@@ -70,23 +74,24 @@ class GrowingRows:
     def batched(
         self, indices: Sequence[GrowingRows], cache: CacheState, seen: int | PerSequence, dead: int | None
     ) -> GrowingRows:
-        """Return the rows of the sequences of `indices`, for a step that they take together (see
-        `Policy`)."""
+        """Return an index that reads and writes the rows of all `indices`, one per cache, for steps
+        that their sequences take together. `cache`: the state of the joint step; `seen`: how many
+        tokens each sequence has; `dead`: how many free slots follow the sequences."""
         return BatchedRows(indices, cache, dead)
 
     @property
     def filled(self) -> Tensor:
-        """Return a view [B G length W] of the rows so far."""
+        """Return a view [B G length W] of the rows stored so far."""
         return self.stored[:, :, : self.length]
 
     def scores(self, q: Tensor) -> Tensor:
-        """Return the products of queries with all rows so far, q [B G g W] -> [B G g length]."""
+        """Return the products of queries with all stored rows, q [B G g W] -> [B G g length]."""
         if not self.cache.counters.running:
             return cast(Tensor, ops.row_scores(q, self.filled))
         return cast(Tensor, ops.live_scores(q, self.stored, self.count()))
 
     def count(self) -> Tensor:
-        """Return the number of rows, as [1] int64, or [B] if sequences differ."""
+        """Return the number of stored rows as a tensor, [1] int64, or [B] if sequences differ."""
         return self.cache.counters.tensor(self.length, self.stored.device)
 
     def append(self, rows: Tensor) -> None:
@@ -99,7 +104,8 @@ class GrowingRows:
         self.stored = pad(self.stored, (0, 0, 0, more + 1))[:, :, :-1]
 
     def keep_of_last(self, count: int, rows: Tensor) -> None:
-        """Drop all of the last `count` rows except `rows` [B G K]."""
+        """Drop the last `count` rows except those that rows [B G K] name, numbered from the first
+        of these `count`."""
         start = self.length - count
         kept = ops.gather_rows(self.filled[:, :, start:], rows)
         self.length = start + rows.shape[2]
@@ -107,8 +113,9 @@ class GrowingRows:
 
 
 class BatchedRows(GrowingRows):
-    """Write to, and read from, the memory of several indices, whose rows may differ in length.
-    Their own lengths are updated later, by `count_replayed`."""
+    """Read and write the rows of several indices with a row per token, which may differ in length,
+    in place: for steps that their sequences take together. The lengths of the single indices are
+    updated later, by `count_replayed`."""
 
     def __init__(self, indices: Sequence[GrowingRows], cache: CacheState, dead: int | None) -> None:
         parts = [(part, rows.length) for rows in indices for part in rows.stored.split(1)]
@@ -120,6 +127,6 @@ class BatchedRows(GrowingRows):
         return self.cache.counters.first(self._lengths, self._rows.device)
 
     def append(self, rows: Tensor) -> None:
-        """Store one row of each sequence [B G 1 W], followed by zeros where it is shorter."""
+        """Store one new row of each sequence, [B G 1 W], after its last one."""
         at = self.count().view(-1, 1, 1).expand(*rows.shape[:3])
         ops.put_rows(self._rows, at, rows)

@@ -17,7 +17,8 @@ from methods.base import AttnInput, CacheState, LayerSpec
 
 
 class RopeTable:
-    """Hold cos and sin of every position so far [C R], in one table for all layers of a batch.
+    """Hold cos and sin of every position so far [C R], in one table for all layers of a batch, so
+    that keys can be rotated to other positions and back.
 
     They are kept as the model computed them: with LongRoPE and dynamic scaling they depend on the
     length of the call, so the rotary module might return others later. The sequences of a batch
@@ -30,18 +31,20 @@ class RopeTable:
         self.length = 0
 
     def note(self, x: AttnInput) -> None:
-        """Remember the positions of new tokens; the first layer that sees them does it for all."""
+        """Store cos and sin of the new tokens in x. Each layer calls it, and the first call for a
+        position does it for all."""
         self._write(x.cos, x.sin, x.start)
 
     def note_past(self, spec: LayerSpec, tokens: int) -> None:
-        """Remember the first `tokens` positions, as the model computes them now, for a cache that
-        was stored."""
+        """Store cos and sin of the first `tokens` positions, computed anew by the layer's
+        `spec.rope`, for a cache that was loaded from storage and has not seen these tokens."""
         dtype = self.cache.request.dtype
         cos, sin = spec.rope(torch.arange(tokens, device=self.cache.request.device))
         self._write(cos.to(dtype), sin.to(dtype), 0)
 
     def _write(self, cos: Tensor, sin: Tensor, start: int) -> None:
-        """Write cos, sin [1 T R] from position `start` on, unless they are there."""
+        """Store cos, sin [1 T R] for the positions from `start` on; do nothing if these are
+        known."""
         if start < self.length:
             return
         self.length = start + cos.shape[1]
@@ -53,7 +56,7 @@ class RopeTable:
         self.cache.counters.write(sin[0], self.sin, 0, start)
 
     def make_room(self) -> None:
-        """Make room for as many positions as the cache may hold, in case it has grown."""
+        """Enlarge the table if the cache may now hold more positions than it has rows."""
         more = max(self.cache.request.capacity, self.length) - len(self.cos)
         if more > 0:
             self.cos, self.sin = (pad(part, (0, 0, 0, more)) for part in (self.cos, self.sin))
@@ -61,21 +64,24 @@ class RopeTable:
     def batched(
         self, tables: Sequence[RopeTable], cache: CacheState, seen: int | PerSequence, dead: int | None
     ) -> RopeTable:
-        """Return the table of the sequences of `tables`, which are at the positions `seen` (see
-        `Policy`)."""
+        """Return a table that reads and writes those of all `tables`, one per cache, for steps that
+        their sequences take together. `cache`: the state of the joint step; `seen`: the next
+        position of each sequence; `dead`: how many free slots follow the sequences."""
         return RopeTables(tables, cache, seen, dead)
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotate rows [B G K D] to `positions`, [K], or [B G K] if the KV heads differ. Return
-        fp32."""
+        """Rotate rows [B G K D] that are not rotated to `positions`, [K], or [B G K] if KV heads
+        differ. Return fp32."""
         return self._apply(ops.rotate, x, positions)
 
     def unrotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Return rows before their rotation, in fp32."""
+        """Undo the rotation of rows [B G K D] that stand at `positions`, [K] or [B G K]. Return
+        fp32."""
         return self._apply(rope.unrotate, x, positions)
 
     def move(self, x: Tensor, positions: Tensor, target: int) -> Tensor:
-        """Rotate rows at `positions` as if they all stood at `target`, in their dtype."""
+        """Rotate rows [B G K D] that are rotated to `positions` so that all stand at the one
+        position `target`. The dtype stays the same."""
         there_cos, there_sin = self.cos[target].float(), self.sin[target].float()
 
         def both(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -97,7 +103,8 @@ class RopeTable:
 
 
 class RopeTables(RopeTable):
-    """Hold the tables of several sequences in place, cos and sin [C R] of each."""
+    """Read and write the tables of cos and sin [C R] of several caches in place, for steps that
+    their sequences take together."""
 
     def __init__(
         self, tables: Sequence[RopeTable], cache: CacheState, seen: int | PerSequence, dead: int | None
@@ -112,7 +119,8 @@ class RopeTables(RopeTable):
         self._noted = -1  # the last step that is in the tables
 
     def note(self, x: AttnInput) -> None:
-        """Write cos, sin [B 1 R] of each sequence's new token, once in a step."""
+        """Store cos, sin [B 1 R] of each sequence's new token in its own table. Only the first call
+        in a step does something."""
         counters = self.cache.counters
         if self._noted == counters.steps:
             return
