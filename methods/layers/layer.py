@@ -214,8 +214,8 @@ class Layer(Storage, capturable=True):
             policy.grow(more)
 
     def _make_room(self, most: int) -> None:
-        """If `most` generated tokens are stored, let the policy drop an eighth of them, so that a
-        new one has room. `most` comes from the setting `budget_generated`."""
+        """Drop generated tokens, an eighth of them as the policy chooses, if `most` of them are
+        stored, so that a new one has room. `most` comes from the setting `budget_generated`."""
         count = self.store.length - self.prompt_rows
         if count < most:
             return

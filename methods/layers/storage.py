@@ -120,9 +120,9 @@ class Storage(KVLayer):
         self.sealed = self.store.length
 
     def rewrite(self, k: Tensor, v: Tensor) -> None:
-        """Replace all stored keys and values by others, k, v [B G K D], as a method does that
-        merges tokens. If there are as many as before they keep their positions in the text, else
-        they have none (-1)."""
+        """Replace all stored keys and values by others that a method has computed from them, k, v
+        [B G K D]. If there are as many as before they keep their positions in the text, else they
+        have none (-1)."""
         if k.shape[2] != self.store.length:
             self.positions = torch.full(k.shape[:3], -1, device=k.device)
         self.evicted += self.store.length - k.shape[2]

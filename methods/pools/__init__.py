@@ -1,7 +1,8 @@
-"""Holds keys and values: what is kept of them, and where.
+"""Holds keys and values of one layer, in two kinds of containers.
 
-`KVStore` holds what steps write, as plain rows on the device; a `Pool` holds the rest, in the tier
-and the codec that the request names."""
+`KVStore` holds what decode steps write, as plain rows on the device; a `Pool` holds tokens that are
+read in part or seldom, in the tier (device, host memory, disk) and the codec that the request
+names."""
 
 from __future__ import annotations
 

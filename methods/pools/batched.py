@@ -1,5 +1,5 @@
-"""Holds keys and values of several sequences that step together, each in the store, the pool or the host rows
-of its own cache."""
+"""Combines the stores, pools and host rows of several sequences for steps that these take together.
+Keys and values stay in the memory of each sequence's own cache."""
 
 from __future__ import annotations
 
@@ -26,20 +26,22 @@ from methods.tiers.transfer import Arrival
 
 
 class BatchedHostRows:
-    """Read rows [B G C W] in place, as `HostRows` do. What moves is counted for each sequence by
-    itself."""
+    """Read rows [B G C W] of several sequences in place, in host memory, as `HostRows` does for one
+    cache. What moves is counted for each sequence by itself."""
 
     def __init__(self, rooms: Sequence[Tensor], device: torch.device, dim: int = 2, dead: int | None = None) -> None:
-        """rooms [1 G C W]: one per sequence. They differ in dimension `dim`; `device` reads them,
-        and `dead` slots are free (kernels/ragged.py)."""
+        """`rooms`: a tensor [1 G C W] per sequence, with all its rows. They differ in size in
+        dimension `dim`. `device` reads them. `dead`: how many free slots, places for sequences that
+        join later, follow them; None: there are no slots."""
         self.rows = with_free_slots(rooms, dim, dead, reader=device)
 
     def gather(
         self, rows: Tensor | Ragged, traffic: Traffic, slots: Tensor | None = None, held: Tensor | None = None
     ) -> Tensor:
         """Return chosen rows on the device, as `HostRows.gather` does, rows [B G K] -> [B G K W].
-        After the rows of a sequence that has fewer, values are arbitrary. With `slots`, all have
-        equally many; a missing row must have a slot."""
+        If sequences choose different numbers of rows, `rows` is `Ragged`, and what follows the
+        shorter ones is arbitrary. With `slots`, it is filled up to one number, and the padding must
+        have a slot of 0 or more, so that it does not move."""
         row_bytes, chosen = self.rows.shape[3] * self.rows.dtype.itemsize, filled(rows)
         if slots is not None and held is None:
             nothing = (*chosen.shape[:2], 1, self.rows.shape[3])
@@ -56,21 +58,21 @@ class BatchedHostRows:
         return pad(whole, (0, 0, 0, lacking)) if lacking else whole  # plain torch returns only existing rows
 
     def in_place(self, count: int, traffic: Traffic) -> Tensor:
-        """Return all rows, of which an operation reads `count` per head in place, and count
-        these."""
+        """Return all rows [B G C W], for an operation that reads `count` chosen rows of each head
+        in place, and count the bytes of these. Sequences differ in the width W of their rows."""
         entry_bytes = count * self.rows.shape[1] * self.rows.dtype.itemsize
         traffic.tally("to_device_bytes", self.rows.counts * entry_bytes)
         return cast(Tensor, self.rows)
 
 
 class BatchedStore(KVStore):
-    """Write to, and read from, the memory of `stores`. Growing lengths are counted in
-    `cache.counters`; the lengths of the stores themselves are updated later, by
-    `KVStore.advance`."""
+    """Write to, and read from, the memory of several stores in one operation. The growing lengths
+    are counted on the device, in `cache.counters`; the lengths in the stores themselves are updated
+    later, by `KVStore.advance`."""
 
     def __init__(self, stores: Sequence[KVStore], cache: CacheState, dead: int | None) -> None:
-        """`dead`: how many free slots follow the sequences of the stores; None: there are no
-        slots."""
+        """`stores`: one per cache, each with one or more sequences. `dead`: how many free slots,
+        places for sequences that join later, follow the sequences; None: there are no slots."""
         rows = [(k, v) for store in stores for k, v in zip(store.k_rows.split(1), store.v_rows.split(1), strict=True)]
         self._keys, self._values = (with_free_slots(side, dead=dead) for side in zip(*rows, strict=True))
         self._lengths = per_sequence([store.length for store in stores for _ in store.k_rows], dead)
@@ -78,7 +80,7 @@ class BatchedStore(KVStore):
         self.heads, self.cache = stores[0].heads, cache
 
     def append(self, k: Tensor, v: Tensor) -> None:
-        """Store one new token of each sequence. k, v [B G 1 D]"""
+        """Store one new token of each sequence in its own store, k, v [B G 1 D]."""
         rows = self.next_row().row.view(-1, 1, 1).expand(*k.shape[:3])
         ops.put_rows(self._keys, rows, k)
         ops.put_rows(self._values, rows, v)
@@ -87,13 +89,14 @@ class BatchedStore(KVStore):
         return NextRow(self._keys, self._values, self.cache.counters.first(self._lengths, self._keys.device))
 
     def count_written(self) -> None:
-        """Do nothing: `cache.counters` counts."""
+        """Do nothing: lengths are counted on the device, in `cache.counters`."""
 
     def count(self, more: int) -> Tensor:
         return self.cache.counters.first(self._lengths + 1 + more, self._keys.device)
 
     def since(self, start: int | PerSequence) -> Segment:
-        """Return the tokens from the `start`-th on, including the one that this step has stored."""
+        """Return the tokens from number `start` on, in each sequence, including the one that this
+        step has stored. `live` of the segment says on the device how many there are."""
         if (start, None) not in self._segments:
             live = self.cache.counters.first(self._lengths - start + 1, self._keys.device)
             self._segments[start, None] = self.between(start, self._keys.sizes)._replace(live=live)
@@ -107,11 +110,12 @@ class BatchedStore(KVStore):
 
 
 class BatchedPool:
-    """Read tokens from `pools`, which lie in one tier, on the device or on the host, and have one
-    codec."""
+    """Read tokens from the pools of several sequences in one operation. The pools lie in one tier,
+    on the device or on the host, and have one codec."""
 
     def __init__(self, pools: Sequence[Pool], cache: CacheState, dead: int | None) -> None:
-        """`dead`: as in `BatchedStore`."""
+        """`pools`: one per cache, each with one or more sequences. `dead`: how many free slots,
+        places for sequences that join later, follow the sequences; None: there are no slots."""
         self.tier, self.codec, self.cache, device = pools[0].tier, pools[0].codec, cache, cache.request.device
         rooms = [sequence for pool in pools for sequence in pool.rooms()]
         parts, tokens = [list(map(_readable, same)) for same in zip(*rooms, strict=True)], len(pools[0].layout.tokens)
@@ -126,12 +130,12 @@ class BatchedPool:
         self._tails, self._groups = tensors[-1].sizes, pools[0].spec.num_kv_heads
 
     def segments(self) -> Arrival[list[Segment | Codes]]:
-        """Ask for all codes on the device, as `Pool.segments` does if there are no tokens outside
-        of blocks."""
+        """Ask for all encoded tokens on the device, as `Pool.segments` does. Each pool must consist
+        of whole blocks, without plain tokens after them."""
         return self.cache.fetch(lambda traffic: [self._coded])
 
     def whole(self) -> Arrival[Segment]:
-        """Ask for all tokens, as `Pool.whole` does."""
+        """Ask for all tokens of the pools, decoded, on the device, as `Pool.whole` does."""
         every = torch.arange(self.length.most, device=self.cache.request.device)
         rows = Ragged.filled_up(every.expand(len(self.length), self._groups, -1), self.length)
         return self.gather(rows)
@@ -145,14 +149,16 @@ class BatchedPool:
         return self.codec.segment(Encoded(tokens, blocks), self.cache.request.dtype)
 
     def gather(self, rows: Tensor | Ragged, slots: Tensor | None = None) -> Arrival[Segment]:
-        """Ask for chosen tokens as `Pool.gather` does. If sequences choose different numbers of
-        them, the segment is filled up, and its `live` holds the numbers. Tokens with a slot,
-        equally many in all sequences, do not move from the host."""
+        """Ask for chosen tokens, decoded, on the device, as `Pool.gather` does. If sequences choose
+        different numbers of them, `rows` is `Ragged`, the segment is filled up, and its `live`
+        holds the numbers. Tokens whose `slots` entry is 0 or more do not move from the host; with
+        `slots`, all sequences choose equally many."""
         return self.cache.fetch(lambda traffic: self._chosen(rows, slots, traffic))
 
     def _chosen(self, rows: Tensor | Ragged, slots: Tensor | None, traffic: Traffic) -> Segment:
-        """Read each row both as a code and as a row after the codes, each time one that exists, and
-        take the right one."""
+        """Return chosen tokens, decoded. For each it reads both an encoded token and one of the
+        plain tokens that follow the whole blocks, always rows that exist, and takes the one that
+        was meant: so nothing depends on numbers that only the device knows."""
         chosen = filled(rows)
         by_group = chosen.reshape(len(chosen), self._groups, -1)
         encoded, tails = (numbers.on(chosen.device).view(-1, 1, 1) for numbers in (self.encoded, self._tails))
@@ -174,6 +180,6 @@ class BatchedPool:
 
 
 def _readable(room: Tensor) -> Tensor:
-    """Return a tensor of at least one row, which may be read; a row that was missing is not
-    used."""
+    """Return `room`, or one row of zeros if it has no rows, so that kernels may read there; the
+    zeros are never used."""
     return room if room.shape[2] else room.new_zeros((*room.shape[:2], 1, room.shape[3]))

@@ -17,8 +17,9 @@ from methods.tiers.tier import DEVICE
 
 
 def misfit(given: tuple[int, int], held: tuple[int, int]) -> ValueError:
-    """Return the error for a wrong number of sequences, or for more tokens than a cache was made
-    for. Both arguments: sequences, tokens."""
+    """Return the error for tokens that do not fit into a cache. `given` and `held` are pairs of
+    numbers, sequences and tokens: those that were to be stored, and those for which the cache was
+    made."""
     if given[0] != held[0]:
         return ValueError(f"The KV cache is for {held[0]} sequences but was given {given[0]}.")
     return ValueError(
@@ -31,8 +32,9 @@ Attend = Callable[[Tensor, "KVStore", int | None], Tensor]
 
 
 class KVStore:
-    """Hold rows of K and V in token order, in memory that is allocated beforehand. The tensors do
-    not move while the store lives, so a decode step that reads them can be captured."""
+    """Hold keys and values in token order on the device, in memory that is allocated beforehand.
+    The tensors do not move until `resize`, so a decode step that reads them can be captured in a
+    CUDA graph."""
 
     tier: ClassVar[str] = DEVICE
     steady: ClassVar[tuple[str, ...]] = ("k_rows", "v_rows")  # a step appends to them, and changes no existing row
@@ -56,11 +58,12 @@ class KVStore:
         return self.v_rows[:, :, : self.length]
 
     def per_head(self) -> list[tuple[Tensor, Tensor]]:
-        """Return K and V [S D] of every head, one sequence after the other."""
+        """Return a pair of keys and values [S D] for every KV head, one sequence after the
+        other."""
         return list(zip(self.k.flatten(0, 1), self.v.flatten(0, 1), strict=True))
 
     def append(self, k: Tensor, v: Tensor) -> None:
-        """Store new tokens after the others. k, v [B G T D]. Raises `ValueError` if there is no
+        """Store k, v [B G T D] of new tokens after the others. Raises `ValueError` if there is no
         room."""
         end = self.length + k.shape[2]
         batch, room = self.cache.request.batch, self.k_rows.shape[2]
@@ -71,19 +74,20 @@ class KVStore:
         self.length = end
 
     def next_row(self) -> NextRow | None:
-        """Return where `append` would write one more token of each sequence; None if only Python
-        knows, or if there is no room."""
+        """Return where `append` would write one more token of each sequence, as a row number on the
+        device; None if it is known only in Python, or if there is no room."""
         counters = self.cache.counters
         if not counters.running or self.length == self.k_rows.shape[2]:
             return None
         return NextRow(self.k_rows, self.v_rows, counters.tensor(self.length, self.k_rows.device))
 
     def count_written(self) -> None:
-        """Count a token of each sequence that was written to `next_row`."""
+        """Count one more token per sequence, which a kernel has written to `next_row` already."""
         self.length += 1
 
     def keep_of_last(self, count: int, rows: Tensor) -> None:
-        """Drop all of the last `count` tokens except `rows` [B G K], ascending."""
+        """Drop the last `count` tokens except those that rows [B G K] name, ascending and numbered
+        from the first of these `count`."""
         start = self.length - count
         at = rows.unsqueeze(-1).expand(-1, -1, -1, self.k_rows.shape[3])
         self.length = start + rows.shape[2]
@@ -91,8 +95,8 @@ class KVStore:
             x[:, :, start : self.length] = x[:, :, start : start + count].gather(2, at)
 
     def resize(self, room: int) -> None:
-        """Make room for `room` more tokens. The tensors move, so captured steps must not be
-        replayed any more."""
+        """Change the memory so that exactly `room` more tokens have room. The tensors move, so
+        captured steps must not be replayed any more."""
         for name in ("k_rows", "v_rows"):
             whole = getattr(self, name)
             shape = (*whole.shape[:2], self.length + room, whole.shape[3])
@@ -101,27 +105,29 @@ class KVStore:
             setattr(self, name, moved)
 
     def count(self, more: int) -> Tensor:
-        """Return the number of stored tokens plus `more`, as [1] int64, or [B] if sequences
-        differ."""
+        """Return the number of stored tokens plus `more` as a tensor on the device, [1] int64, or
+        [B] if sequences differ. In captured steps it grows with each replay."""
         return self.cache.counters.tensor(self.length + more, self.cache.request.device)
 
     def advance(self, steps: int) -> None:
-        """Count the tokens that replayed steps have appended."""
+        """Add `steps` to the length: so many steps were replayed from a captured one and have each
+        stored a token."""
         self.length += steps
 
     def each(self, q: Tensor, attend: Attend) -> Tensor:
-        """Call `attend` with the queries, this store and the number of its KV head; None for all
-        heads."""
+        """Return attend(q, this store, None): attention for all KV heads at once. `PerHeadStore`
+        calls `attend` for each head instead, with the head's number."""
         return attend(q, self, None)
 
     def between(self, start: int, end: int) -> Segment:
-        """Return the tokens from the `start`-th up to the `end`-th, which no step writes any
-        more."""
+        """Return keys and values of the tokens from number `start` up to `end`. They must be
+        complete: no later step writes there."""
         return Segment(self.k_rows[:, :, start:end], self.v_rows[:, :, start:end])
 
     def since(self, start: int) -> Segment:
-        """Return the tokens from the `start`-th on; while steps are captured, with all the room for
-        later ones."""
+        """Return keys and values of all tokens from number `start` on. While steps are captured,
+        this includes the empty rows for later tokens, and `live` says on the device how many are
+        valid."""
         if not self.cache.counters.running:
             stored = slice(start, self.length)
             return Segment(self.k_rows[:, :, stored], self.v_rows[:, :, stored])
@@ -130,15 +136,15 @@ class KVStore:
 
 
 class PerHeadStore(KVStore):
-    """Give every KV head of every sequence a store of its own, so that what a head does not keep
-    takes no memory.
+    """Hold keys and values of every KV head of every sequence in a store of its own, so that heads
+    may keep different numbers of tokens, and what a head drops takes no memory.
 
-    `length` is the mean over the heads, a whole number because the tokens of all heads are a
-    multiple of the heads."""
+    `length` is the mean over the heads, a whole number because the tokens of all heads together are
+    a multiple of the number of heads."""
 
     def __init__(self, spec: LayerSpec, cache: CacheState, k: Sequence[Tensor], v: Sequence[Tensor], room: int) -> None:
-        """Fill the stores. k, v: [S D] of every head, one sequence after the other. `room`: tokens
-        that may follow in each."""
+        """Fill the stores. k, v: a tensor [S D] for every head, one sequence after the other.
+        `room`: for how many later tokens each has room."""
         self.cache, self.heads = cache, spec.num_kv_heads
         alone = CacheState(replace(cache.request, batch=1), counters=cache.counters)
         self.stores = [KVStore(replace(spec, num_kv_heads=1), alone, len(keys) + room) for keys in k]
@@ -172,8 +178,9 @@ class PerHeadStore(KVStore):
         self.length += steps
 
     def each(self, q: Tensor, attend: Attend) -> Tensor:
-        """Call `attend` for every KV head, with its own queries [1 g T D], its store and its
-        number. q [B H T D] -> [B H T D]"""
+        """Call `attend` for every KV head of every sequence, with its own queries [1 g T D], its
+        store and the number of the KV head. Return the results as one tensor, q [B H T D] -> [B H T
+        D]."""
         queries = q.unflatten(1, (self.heads, -1)).flatten(0, 1).split(1)
         heads = cycle(range(self.heads))
         return torch.cat([attend(*head) for head in zip(queries, self.stores, heads, strict=False)]).view(q.shape)

@@ -1,5 +1,5 @@
-"""Holds keys and values of one layer that a step reads in part or seldom: encoded, and in a tier of
-their own."""
+"""Holds keys and values that a decode step reads in part or seldom: encoded by a codec, and in a
+tier (device, host memory or disk) of their own."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from methods.tiers.transfer import Arrival
 
 
 class Pool:
-    """Hold tokens, the oldest first. What a codec writes per token lies in `tier`. What it writes
-    per block lies on the device, as do, in full precision, the last tokens that do not fill a
-    block.
+    """Hold keys and values of one layer outside its store, the oldest token first. The tensors that
+    a codec writes per token lie in `tier`. What it writes per block of tokens lies on the device,
+    as do, in full precision, the last tokens that do not fill a block (the tail).
 
-    What moves is counted in `cache.traffic`. A pool may outlive its cache: assign another to
+    Bytes that move are counted in `cache.traffic`. A pool may outlive its cache: assign another to
     `cache`."""
 
     steady: ClassVar[tuple[str, ...]] = ("_tokens", "_blocks")  # as in KVStore
 
     def __init__(self, spec: LayerSpec, cache: CacheState, capacity: int, codec: Codec | None = None) -> None:
-        """Make room for `capacity` tokens of spec.num_kv_heads heads, in the tier that the request
-        names, and in its codec unless another is given."""
+        """Make room for `capacity` tokens of `spec.num_kv_heads` heads, in the tier that the
+        request names, and in the request's codec unless `codec` is given."""
         request = cache.request
         codec = codec or request.codec or PLAIN
         self.spec, self.cache, self.capacity, self.codec = spec, cache, capacity, codec
@@ -51,18 +51,19 @@ class Pool:
 
     @property
     def encoded(self) -> int:
-        """Return how many tokens are in whole blocks; the others are the tail."""
+        """Return how many tokens are in whole blocks and so are encoded; the others are plain."""
         return self.length // self.codec.block * self.codec.block
 
     @property
     def token_bytes(self) -> float:
-        """Return the bytes of an encoded token of one head, including its part of what is written
-        per block."""
+        """Return the bytes of an encoded token of one head, with its share of what is written per
+        block."""
         return self.layout.token_bytes + self.layout.block_bytes / self.codec.block
 
     def append(self, k: Tensor, v: Tensor) -> None:
-        """Store tokens that lie on the device. k, v [B G T D]. After tokens that do not fill a
-        block, no more can be stored."""
+        """Store k, v [B G T D], which lie on the device, after the other tokens. The last tokens
+        that do not fill a block stay plain on the device; once there are such tokens, no more can
+        be stored."""
         start = self.length
         assert start == self.encoded
         self._extend(start + k.shape[2])
@@ -76,9 +77,10 @@ class Pool:
             self._put(self._tail, (k[:, :, whole:], v[:, :, whole:]), 0)
 
     def gather(self, rows: Tensor, slots: Tensor | None = None) -> Arrival[Segment]:
-        """Ask for chosen tokens, decoded, on the device. rows [B G K], or [B H K] of query heads ->
-        k, v [B G|H K D]. Tokens whose slot, of the same shape, is 0 or more are not read: they need
-        not move."""
+        """Ask for chosen tokens, decoded, on the device; `wait` of the result returns k, v [B G K
+        D], for rows [B G K], or [B H K D] for rows [B H K] of query heads. Tokens whose entry in
+        `slots`, of the same shape as `rows`, is 0 or more need not move: their values are
+        arbitrary."""
         groups = self._tokens[0].shape[:2]
         by_group = rows.reshape(*groups, -1)
         unread = None if slots is None else slots.reshape(*groups, -1)
@@ -90,12 +92,13 @@ class Pool:
         return self.cache.fetch(read)
 
     def whole(self) -> Arrival[Segment]:
-        """Ask for all tokens, decoded, on the device. [B G S D]"""
+        """Ask for all tokens, decoded, on the device; `wait` of the result returns k, v [B G S
+        D]."""
         return self.cache.fetch(self._whole)
 
     def segments(self) -> Arrival[list[Segment | Codes]]:
         """Ask for all tokens on the device, for a step that attends to them: as codes if kernels
-        read codes."""
+        can read the codec's codes, else decoded, and the plain tokens of the tail."""
         return self.cache.fetch(self._segments)
 
     def _whole(self, traffic: Traffic) -> Segment:
@@ -110,16 +113,15 @@ class Pool:
         return written if self.length == self.encoded else [*written, self._last(traffic)]
 
     def channels(self, channels: Tensor) -> Tensor:
-        """Return channels [B G r] of all keys on the device, each with its tokens in a row.
-        [B G r S]"""
+        """Return the chosen channels [B G r] of all keys on the device, as [B G r S]."""
         if self.codec == PLAIN:
             tokens, length = self._tokens[0], self.length
             return self.cache.fetch(lambda traffic: tokens.columns(channels, length, traffic)).wait()
         return self.whole().wait().k.mT.gather(2, channels.unsqueeze(3).expand(-1, -1, -1, self.length))
 
     def held(self) -> Tensors:
-        """Return everything by name, as it is encoded and where it lies: nothing moves, and nothing
-        is decoded."""
+        """Return all tensors by name (methods/tiers/block.py), as they are encoded and where they
+        lie: nothing moves, and nothing is decoded."""
         blocks = self.encoded // self.codec.block
         tokens = tuple(rows.held(self.encoded) for rows in self._tokens)
         stored = Encoded(tokens, tuple(rows.held(blocks) for rows in self._blocks)) if blocks else Encoded(())
@@ -127,8 +129,8 @@ class Pool:
         return named(self.codec, stored, [rows.held(self.length - self.encoded) for rows in tail])
 
     def rooms(self) -> Iterator[list[Tensor]]:
-        """Yield for each sequence all rows with their room, where they lie: of the codec's tensors,
-        then of K and V after the last block."""
+        """Yield for each sequence a list of all its tensors, with their unused rows, where they
+        lie: those of the codec, then K and V of the plain tokens after the last block."""
         rows = [*self._tokens, *self._blocks, *self._tail]
         rooms = [x.held(x.shape[2]) for x in rows]
         if not self._tail:
@@ -137,8 +139,8 @@ class Pool:
         return (list(sequence) for sequence in zip(*(room.split(1) for room in rooms), strict=True))
 
     def take(self, held: Mapping[str, Tensor]) -> None:
-        """Store in this empty pool, in its own tier, what another pool's `held` returned, wherever
-        that lies now."""
+        """Fill this empty pool, in its own tier, with what another pool's `held` returned, on
+        whatever device it lies now."""
         stored, tail = unnamed(self.codec, held)
         self._extend(tokens_in(held))
         if tail:
@@ -153,13 +155,13 @@ class Pool:
                 rows.take(x, 0)
 
     def _stored(self, traffic: Traffic) -> Encoded:
-        """Bring all that is encoded to the device."""
+        """Return all encoded tokens on the device, and count what moves."""
         blocks = self.encoded // self.codec.block
         tokens = tuple(rows.first(self.encoded, traffic) for rows in self._tokens)
         return Encoded(tokens, tuple(rows.first(blocks, traffic) for rows in self._blocks))
 
     def _last(self, traffic: Traffic) -> Segment:
-        """Return the tokens that fill no block."""
+        """Return keys and values of the last tokens, which fill no block and are plain."""
         return Segment(*(rows.first(self.length - self.encoded, traffic) for rows in self._tail))
 
     def _rows(self, kind: type[Rows], count: int, width: int, dtype: torch.dtype) -> Rows:
@@ -176,13 +178,14 @@ class Pool:
 
     @staticmethod
     def _read(held: Sequence[Rows], rows: Tensor, traffic: Traffic, slots: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Read the same rows of tensors that lie in one tier; the row numbers are sent there
-        once."""
+        """Return the chosen rows of each tensor in `held`, on the device; all of them lie in one
+        tier, so the row numbers are sent there once. Arguments as in `Rows.gather`."""
         at = rows.to(held[0].home) if held else rows
         return tuple(x.gather(at, traffic, slots) for x in held)
 
     def _decoded(self, rows: Tensor, traffic: Traffic, slots: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the tokens `rows` of each head, decoded."""
+        """Return k, v of chosen tokens, decoded, rows [B G K] -> [B G K D], also of those that are
+        plain. `slots` as in `gather`."""
         encoded = self.encoded
         if encoded == self.length:
             return self._decoded_rows(rows, traffic, slots)
@@ -194,8 +197,8 @@ class Pool:
         return torch.where(late, k, decoded[0]), torch.where(late, v, decoded[1])
 
     def _decoded_rows(self, rows: Tensor, traffic: Traffic, slots: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return encoded tokens of each head [B G K], decoded. On the device they are read in
-        place."""
+        """Return k, v [B G K D] of chosen tokens that are encoded, decoded. On the device the codes
+        are read in place; from another tier they are moved first."""
         blocks, of_block = rows // self.codec.block, tuple(x.held(x.shape[2]) for x in self._blocks)
         dtype = self.cache.request.dtype
         if self.tier == DEVICE:
@@ -211,8 +214,9 @@ class Pool:
 
 
 def rows_for(x: Tensor, cache: CacheState, layer: int, *, away: bool = False) -> Rows:
-    """Put x [B G S W] of a layer into rows in the tier that the request names. `away`: x does not
-    come from the device."""
+    """Copy x [B G S W], a tensor of the layer with index `layer`, to rows in the tier that the
+    request names, and return these. `away`: x does not come from the device, so no bytes are
+    counted."""
     rows = rows_in(cache.request.placement)(x.shape, x.dtype, cache.request.place(layer))
     if away:
         rows.take(x, 0)

@@ -1,5 +1,5 @@
-"""Names keys and values of consecutive tokens as they are encoded: what a pool returns and what a
-store keeps.
+"""Gives names to the tensors that hold keys and values of consecutive tokens, plain or encoded:
+what a pool returns and what a store of conversations keeps.
 
 In one layer `k` and `v` are rows as they are; `codes0`, `codes1`, ... have a row per token and
 `ranges0`, ... a row per group of tokens that a codec encoded together. The tokens that fill no
@@ -20,26 +20,27 @@ Tensors = dict[str, Tensor]
 
 
 class SplitRows:
-    """Hold rows [..., tokens, width] of consecutive tokens, parts of which may lie in different
-    tiers."""
+    """Hold rows [..., tokens, width] of consecutive tokens as several tensors, one after the other,
+    which may lie on different devices, or in tiers such as host memory."""
 
     def __init__(self, *parts: Tensor) -> None:
         self.parts = [part for part in parts if part.shape[-2]] or list(parts[:1])
 
     @property
     def like(self) -> Tensor:
-        """Return a tensor of the meta device with the rows' shape, dtype and bytes."""
+        """Return a tensor without data (on the meta device) that has the shape, dtype and bytes of
+        all rows together."""
         first = self.parts[0]
         shape = (*first.shape[:-2], sum(part.shape[-2] for part in self.parts), first.shape[-1])
         return torch.empty(shape, dtype=first.dtype, device="meta")
 
     def cut(self, start: int, end: int) -> SplitRows:
-        """Return the tokens from `start` to `end`, as views."""
+        """Return the rows of the tokens from `start` up to `end`, as views."""
         return SplitRows(*(part[..., max(0, start - at) : max(0, end - at), :] for at, part in self._placed()))
 
     def each(self, change: Callable[[Tensor, int], Tensor]) -> SplitRows:
-        """Apply `change` to every part where it lies, with the number of tokens before it. Return
-        the result."""
+        """Return `change` applied to every part, where it lies. Its second argument is the number
+        of tokens before the part."""
         return SplitRows(*(change(part, at) for at, part in self._placed()))
 
     def joined(self) -> Tensor:
@@ -59,7 +60,8 @@ class SplitRows:
 
 
 def named(codec: Codec, encoded: Encoded, tail: Sequence[Tensor] = ()) -> Tensors:
-    """Return what a codec wrote, and K and V of later tokens that fill no group, by name."""
+    """Return a codec's tensors by name: those with a row per token, those with a row per group,
+    and, as `k` and `v`, the `tail`: plain keys and values of later tokens that fill no group."""
     if codec == PLAIN:
         return dict(zip((K, V), encoded.tokens, strict=True))
     kinds = ((CODES, encoded.tokens), (RANGES, encoded.blocks))
@@ -68,7 +70,8 @@ def named(codec: Codec, encoded: Encoded, tail: Sequence[Tensor] = ()) -> Tensor
 
 
 def unnamed(codec: Codec, held: Mapping[str, Tensor]) -> tuple[Encoded, Sequence[Tensor]]:
-    """Return what `named` was given, without tensors if there was nothing."""
+    """Return the two arguments, `encoded` and `tail`, from which `named` made `held`. Missing names
+    give no tensors."""
     tail = [held[name] for name in (K, V) if name in held]
     if codec == PLAIN:
         return Encoded(tuple(tail)), []
@@ -77,10 +80,11 @@ def unnamed(codec: Codec, held: Mapping[str, Tensor]) -> tuple[Encoded, Sequence
 
 
 def tokens_in(held: Mapping[str, Tensor]) -> int:
-    """Return how many tokens `named` was given."""
+    """Return how many tokens the tensors of a layer hold, by the names that `named` gives."""
     return sum(held[name].shape[2] for name in (f"{CODES}0", K) if name in held)
 
 
 def stays_away(name: str) -> bool:
-    """Return whether a tensor of this name lies away from the device."""
+    """Return whether a tensor of this name lies away from the device and may stay there: a part of
+    the name, between dots, is `far`."""
     return FAR in name.split(".")

@@ -1,4 +1,5 @@
-"""Defines how keys and values are encoded: as they are, in integers of 2, 4 or 8 bits, or in floats of 8."""
+"""Defines codecs, which encode keys and values: as they are, in integers of 2, 4 or 8 bits, or in
+floats of 8 bits."""
 
 from __future__ import annotations
 
@@ -17,44 +18,47 @@ from kernels.reference import Segment
 
 class Encoded(NamedTuple):
     """Hold keys and values as a codec writes them: tensors with a row per token, and tensors with a
-    row per block of tokens. Every tensor is [B G rows width]."""
+    row per block of tokens, such as the ranges that they share. Every tensor is [B G rows
+    width]."""
 
     tokens: tuple[Tensor, ...]
     blocks: tuple[Tensor, ...] = ()
 
 
 class Layout(NamedTuple):
-    """Say width and dtype of each tensor of an `Encoded`."""
+    """Give the width and dtype of each tensor that a codec writes: those with a row per token, and
+    those with a row per block of tokens."""
 
     tokens: tuple[tuple[int, torch.dtype], ...]
     blocks: tuple[tuple[int, torch.dtype], ...] = ()
 
     @property
     def token_bytes(self) -> int:
-        """Return the bytes that one head writes per token."""
+        """Return the bytes per token and head, without what is written per block."""
         return sum(width * dtype.itemsize for width, dtype in self.tokens)
 
     @property
     def block_bytes(self) -> int:
-        """Return the additional bytes that one head writes per block."""
+        """Return the bytes per block and head that are written in addition to those per token."""
         return sum(width * dtype.itemsize for width, dtype in self.blocks)
 
 
 class Codec(ABC):
-    """Encode whole blocks of tokens, and decode them token by token. A codec is a value, as a
-    method is: a frozen dataclass."""
+    """Encode keys and values in whole blocks of tokens, and decode them token by token. A codec is
+    a value, as a method is: a frozen dataclass."""
 
     @property
     def block(self) -> int:
-        """Return how many tokens are encoded together."""
+        """Return how many tokens are encoded together: only multiples of it can be encoded."""
         return 1
 
     def check(self, head_dim: int) -> None:  # noqa: B027 (most codecs support every head size)
-        """Raise `ValueError` if the codec does not support the head size."""
+        """Raise `ValueError` if the codec does not support heads of `head_dim` channels."""
 
     @abstractmethod
     def layout(self, head_dim: int, dtype: torch.dtype) -> Layout:
-        """Return the layout of `encode` for keys and values of `head_dim` channels in `dtype`."""
+        """Return the widths and dtypes of the tensors that `encode` returns, for keys and values of
+        `head_dim` channels in `dtype`."""
 
     @abstractmethod
     def encode(self, k: Tensor, v: Tensor) -> Encoded:
@@ -62,14 +66,16 @@ class Codec(ABC):
 
     @abstractmethod
     def decode(self, stored: Encoded, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return decoded tokens k, v [... D]. Tensors have the same leading dimensions, or ones
-        that broadcast: those of `blocks` hold the row of each token's block."""
+        """Return decoded keys and values [... D] in `dtype`, one pair for each row of
+        `stored.tokens`. The rows of `stored.blocks` are those of each token's block; they have the
+        same leading dimensions, or ones that broadcast."""
 
     def decode_rows(
         self, stored: Encoded, rows: Tensor | None, blocks: Tensor, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """Return chosen tokens of each head, decoded, k, v [B G K D]. rows [B G K], or None for all
-        that `tokens` holds; blocks [B G K]: the rows of `blocks` that belong to them."""
+        """Return chosen tokens of each head, decoded, k, v [B G K D]. rows [B G K]: their rows in
+        `stored.tokens`, or None for all that it holds. blocks [B G K]: the rows of `stored.blocks`
+        that belong to them."""
         if (codes := self.codes(stored)) is not None:
             decoded: tuple[Tensor, Tensor] = ops.decode_rows(codes, rows, blocks, dtype)
             return decoded
@@ -77,11 +83,13 @@ class Codec(ABC):
         return self.decode(Encoded(tokens, tuple(ops.gather_rows(x, blocks) for x in stored.blocks)), dtype)
 
     def codes(self, stored: Encoded) -> Codes | None:
-        """Return all encoded tokens as kernels read them; None if kernels do not know this codec."""
+        """Return the encoded tokens in the form in which attention kernels read them without
+        decoding; None if there are no kernels for this codec."""
         return None
 
     def segment(self, stored: Encoded, dtype: torch.dtype) -> Segment | Codes:
-        """Return what a step attends to of all encoded tokens: codes, if kernels read them."""
+        """Return all encoded tokens for attention: as codes if kernels read these, else decoded in
+        `dtype`."""
         codes = self.codes(stored)
         return Segment(*self.decode_whole(stored, dtype)) if codes is None else codes
 
@@ -94,7 +102,7 @@ class Codec(ABC):
 
 @dataclass(frozen=True)
 class Plain(Codec):
-    """Keep keys and values as they are."""
+    """Keep keys and values as they are: the codec that encodes nothing."""
 
     def layout(self, head_dim: int, dtype: torch.dtype) -> Layout:
         return Layout(((head_dim, dtype),) * 2)
@@ -170,8 +178,8 @@ class IntCodec(Codec):
 
 @dataclass(frozen=True, kw_only=True)
 class FloatCodec(Codec):
-    """Write `float8_e4m3fn`, times an fp16 scale for each token's key and for its value in each head. Per token: 2
-    * D bytes of codes and 4 of scales."""
+    """Write floats of 8 bits (`float8_e4m3fn`), times an fp16 scale for each token's key and for
+    its value in each head. Per token and head: 2 * D bytes of codes and 4 of scales."""
 
     def layout(self, head_dim: int, dtype: torch.dtype) -> Layout:
         return Layout(((head_dim, torch.uint8), (head_dim, torch.uint8), (2, torch.float16)))

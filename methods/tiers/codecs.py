@@ -1,5 +1,5 @@
-"""Lists the codecs that settings can name. It imports no torch: a class is loaded when it is asked
-for."""
+"""Lists the codecs, which encode keys and values in fewer bits, that settings can name. It imports
+no torch: a class is loaded when it is asked for."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spelling:
-    """Say how a codec is named. `pattern`: a regular expression for its names, whose groups are
-    arguments, whole numbers, of the class `codec`, given with its module. `choices`: these names in
-    the words of an error."""
+    """Say how a codec is named in settings. `pattern`: a regular expression for its names; its
+    named groups are whole numbers, the arguments of the codec's class. `codec`: that class, with
+    its module. `choices`: the names in words, for an error."""
 
     pattern: str
     codec: str
@@ -39,12 +39,12 @@ def is_codec(name: str) -> bool:
 
 
 def choices() -> str:
-    """Return all names, in words."""
+    """Return all names of codecs in words, for an error message."""
     return "; ".join(line.choices for line in CODECS)
 
 
 def codec_of(name: str) -> Codec:
-    """Return the codec of this name. Raises `ValueError` if there is none."""
+    """Return the codec that `name` names, such as int4g64. Raises `ValueError` if there is none."""
     for line in CODECS:
         if named := re.fullmatch(line.pattern, name):
             module, _, kind = line.codec.rpartition(".")

@@ -1,4 +1,5 @@
-"""Runs actions in parallel to the model, each lane in its order, and records when they ran."""
+"""Runs actions in threads in parallel to the model, each lane in its order, and records when they
+ran."""
 
 from __future__ import annotations
 
@@ -12,19 +13,21 @@ T = TypeVar("T")
 
 
 class TransferLane:
-    """Run one action after the other, or as many at a time as it has threads. With none the caller
-    runs them at once."""
+    """Run submitted actions in order, in as many threads of its own as `threads` says; with 0, the
+    caller runs each at once."""
 
     def __init__(self, name: str = "", threads: int = 0) -> None:
-        """`name`: name of the threads, after `transfer`."""
+        """`name`: what the threads are called, after `transfer-`. `threads`: how many actions run
+        at a time; 0: the caller runs them."""
         self.beside = threads > 0
         self._name, self._count = f"transfer-{name}", threads
         self._threads: ThreadPoolExecutor | None = None  # from the first thing on
         self._held, self._changed = 0, Condition()  # how many actions are neither done nor cancelled
 
     def submit(self, action: Callable[[], T], after: Iterable[Future[Any]] = ()) -> Future[T]:
-        """Run `action` once all of `after` have ended, whether or not they failed; until then it
-        blocks nothing in this lane. An action that has not begun can be cancelled."""
+        """Run `action` once all of `after` have ended, whether or not they failed, and return a
+        future of its result. While it waits, other actions in this lane may run. One that has not
+        begun can be cancelled."""
         handle: Future[T] = Future()
         if self.beside:
             with self._changed:
@@ -76,7 +79,8 @@ def _do(handle: Future[T], action: Callable[[], T]) -> None:
 
 
 def _when_ended(others: Iterator[Future[Any]], begin: Callable[[], None]) -> None:
-    """Call `begin` in the thread that ends the last of `others`."""
+    """Call `begin` when all of `others` have ended: at once, or in the thread that ends the
+    last."""
     for other in others:
         if not other.done():
             other.add_done_callback(lambda _: _when_ended(others, begin))
@@ -85,7 +89,8 @@ def _when_ended(others: Iterator[Future[Any]], begin: Callable[[], None]) -> Non
 
 
 class Spans:
-    """Hold spans of time as pairs of start and end. Any thread may add one."""
+    """Hold spans of time as pairs of start and end, in seconds of one clock. Any thread may add
+    one."""
 
     def __init__(self, *spans: tuple[float, float]) -> None:
         self._spans = list(spans)
@@ -94,7 +99,7 @@ class Spans:
         self._spans.append((began, ended))
 
     def since(self, moment: float) -> Spans:
-        """Return the parts of the spans that lie after `moment`."""
+        """Return the spans after `moment`; one that contains it is cut there."""
         return Spans(*((max(start, moment), end) for start, end in self._spans if end > moment))
 
     def __add__(self, other: Spans) -> Spans:
@@ -102,7 +107,8 @@ class Spans:
 
     @property
     def seconds(self) -> float:
-        """Return the seconds in which at least one of the spans ran."""
+        """Return the seconds in which at least one span ran; where spans overlap, time counts
+        once."""
         total, until = 0.0, 0.0
         for start, end in sorted(self._spans):
             total += max(0.0, end - max(start, until))
@@ -110,5 +116,5 @@ class Spans:
         return total
 
     def seconds_without(self, other: Spans) -> float:
-        """Return the seconds in which one of the spans ran, and none of `other`."""
+        """Return the seconds in which at least one of these spans ran, and none of `other`."""
         return (self + other).seconds - other.seconds

@@ -1,5 +1,5 @@
-"""Lends pinned host memory for rows that arrive later. It is pinned before any clock starts, and
-exactly as much as asked.
+"""Lends pinned host memory (which a GPU can read directly) for keys and values that arrive later.
+It is pinned before any clock starts, and exactly as much as asked.
 
 Torch pins memory when it creates a tensor there, which stalls the device, and rounds its size up to
 a power of two (6.1 GB take 8.6). Memory that is registered with CUDA keeps its size and serves one
@@ -27,8 +27,8 @@ _PARTS = 8  # the most tensors of rows in a layer: those of a codec, and a copy 
 
 
 def registered(memory: Tensor) -> Callable[[], None]:
-    """Pin memory for CUDA. Return a function that unpins it once nothing moves any more. Raises
-    `RuntimeError` if the system does not lock as much memory."""
+    """Pin host memory for CUDA. Return a function that unpins it, once the GPU has done its work.
+    Raises `RuntimeError` if the system does not allow so much locked memory."""
     cudart: Any = torch.cuda.cudart()
     address = memory.data_ptr()
     _check(cudart.cudaHostRegister(address, memory.nbytes, 0), f"pin {memory.nbytes} bytes of host memory")
@@ -41,9 +41,9 @@ def registered(memory: Tensor) -> Callable[[], None]:
 
 
 def _check(result: Any, what: str) -> None:
-    """Raise `RuntimeError` if CUDA could not do `what`. CUDA keeps its last error, and torch asks
-    for it after each launch: something is launched here at once, so that no later call is blamed
-    for this error."""
+    """Raise `RuntimeError` if `result`, which a CUDA function has returned, is an error. `what`:
+    what was tried, in words. CUDA keeps its last error, and torch asks for it after each launch:
+    something is launched here at once, so that no later call is blamed for this error."""
     try:
         torch.cuda.check_error(result)
     except RuntimeError as error:
@@ -55,7 +55,8 @@ def _check(result: Any, what: str) -> None:
 
 
 def reservation_bytes(layers: Sequence[int]) -> int:
-    """Return the bytes of a reservation whose layers hold rows of these sizes in bytes."""
+    """Return how many bytes to reserve for a cache whose layers hold `layers` bytes of keys and
+    values each, with room for alignment, in whole pages."""
     return -(-sum(map(_region_bytes, layers)) // _PAGE) * _PAGE
 
 
@@ -64,13 +65,13 @@ def _region_bytes(rows: int) -> int:
 
 
 class Lease:
-    """Keep memory from being lent to anybody else for as long as something refers to this
-    object."""
+    """Represent the right to use a piece of lent memory: it is lent to nobody else for as long as
+    something refers to this object."""
 
 
 class Region:
-    """Cut tensors out of a piece of lent memory. `_free` lists its free stretches, in order; no two
-    of them touch."""
+    """Cut tensors out of a piece of lent memory; what a tensor took is free again when it is
+    dropped. `_free` lists the free stretches as (start, end), in order; no two of them touch."""
 
     def __init__(self, memory: Tensor, lease: Lease) -> None:
         self._memory: Any = memory.numpy()
@@ -79,8 +80,8 @@ class Region:
         self._freed = deque[tuple[int, int]]()
 
     def cut(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-        """Return an uninitialised tensor with a storage of its own, which keeps this object alive;
-        None if no free stretch is long enough."""
+        """Return an uninitialised tensor in this memory, with a storage of its own; while it lives,
+        so does this object. None if no free stretch is long enough."""
         while self._freed:
             self._put_back(*self._freed.popleft())
         size = prod(shape) * dtype.itemsize
@@ -106,14 +107,15 @@ class Region:
 
 
 class PinnedReservation(NamedTuple):
-    """Hold pinned host memory for the rows of one cache, with one region per layer."""
+    """Hold pinned host memory for keys and values of one cache, divided into one region per
+    layer."""
 
     regions: list[Region]  # one per layer
     memory: Tensor  # uint8, contains all regions
 
     def spare(self, taken: Mapping[int, int]) -> int:
-        """Return the bytes that no rows take. `taken`: the sizes of all rows, keyed by their
-        addresses."""
+        """Return how many bytes of this memory hold no keys and values. `taken`: from the address
+        of each tensor, in this memory or elsewhere, to its size in bytes."""
         place = range(self.memory.data_ptr(), self.memory.data_ptr() + self.memory.nbytes)
         return self.memory.nbytes - sum(size for address, size in taken.items() if address in place)
 
@@ -124,22 +126,24 @@ class _Pinned(NamedTuple):
 
 
 class PinnedMemory:
-    """Lend pinned memory to the caches of a device and to the store of conversations. Memory that a
-    borrower has released is lent again if it is large enough; otherwise it is unpinned before more
-    is pinned."""
+    """Lend pinned host memory to the caches of a device and to the store of conversations. Memory
+    that a borrower has released is lent again if it is large enough; otherwise it is unpinned
+    before more is pinned."""
 
     def __init__(self, pin: Pin = registered) -> None:
         self._pin, self._idle, self._closed = pin, list[_Pinned](), False
 
     def reserve(self, layers: Sequence[int]) -> PinnedReservation:
-        """Return a reservation with room for rows of these sizes in bytes, one per layer."""
+        """Lend memory for a cache, as one region per layer. `layers`: the bytes that each layer
+        will hold."""
         memory, lease = self.lend(reservation_bytes(layers))
         sizes = [_region_bytes(rows) for rows in layers]
         return PinnedReservation([Region(part, lease) for part in memory[: sum(sizes)].split(sizes)], memory)
 
     def lend(self, size: int) -> tuple[Tensor, Lease]:
-        """Return memory [size] in bytes and its lease: it belongs to the caller as long as anything
-        refers to the lease. Raises `RuntimeError` if the system does not lock as much."""
+        """Lend `size` bytes: return them as a uint8 tensor [size], and a lease. The memory belongs
+        to the caller as long as anything refers to the lease. Raises `RuntimeError` if the system
+        does not allow so much locked memory."""
         if not size:  # CUDA refuses to pin nothing
             return torch.empty(0, dtype=torch.uint8), Lease()
         self._closed = False
@@ -160,8 +164,8 @@ class PinnedMemory:
         return pinned.memory[:size], lease
 
     def close(self) -> None:
-        """Unpin all memory that is not lent. The rest is unpinned when it is released, unless
-        memory is lent again before."""
+        """Unpin all memory that is not lent, and the rest as soon as it is released, unless memory
+        is lent again before."""
         self._closed = True
         self._unpin()
 
@@ -175,31 +179,31 @@ class PinnedMemory:
             pinned.undo()
 
     def _pop_idle(self) -> Iterator[_Pinned]:
-        """Remove and yield idle memory, one piece after the other: any thread may meanwhile drop
-        the last reference to a lease and so add a piece."""
+        """Remove and yield the pieces of memory that are not lent, one after the other; any thread
+        may meanwhile release another, which is then yielded too."""
         while self._idle:
             with suppress(IndexError):
                 yield self._idle.pop()
 
 
 def pinned_bytes(expected: int, limit: int) -> int:
-    """Return how many bytes a pool pins when `expected` bytes are needed and it may pin at most
-    `limit`."""
+    """Return how many bytes a `PinnedPool` pins for `expected` bytes: a multiple of 64 MiB, but at
+    most `limit`."""
     return min(limit, -(-expected // STEP_BYTES) * STEP_BYTES)
 
 
 class PinnedPool:
-    """Cut tensors out of pinned memory, at most `limit` bytes of it. Any thread may cut and release
-    them; a released tensor makes room again. If `pinned_memory` is None, all tensors lie in
-    ordinary memory."""
+    """Cut tensors out of pinned host memory, of which it pins more on demand, up to `limit` bytes.
+    Any thread may cut and release tensors; a released one makes room again. If `pinned_memory` is
+    None, all tensors lie in ordinary memory."""
 
     def __init__(self, pinned_memory: PinnedMemory | None, limit: int) -> None:
         self._pinned_memory, self._limit, self._expected, self.bytes = pinned_memory, limit, 0, 0
         self._regions, self._lock = list[Region](), Lock()
 
     def expect(self, size: int) -> None:
-        """Pin memory for `size` more bytes. Raises `RuntimeError` if the system does not lock as
-        much."""
+        """Make sure that memory is pinned for `size` more bytes than expected so far, within the
+        limit. Raises `RuntimeError` if the system does not allow so much locked memory."""
         self._expected += size
         lacking = pinned_bytes(self._expected, self._limit) - self.bytes
         if self._pinned_memory is None or lacking <= 0:
@@ -210,7 +214,8 @@ class PinnedPool:
             self.bytes += lacking
 
     def cut(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised tensor with a storage of its own."""
+        """Return an uninitialised tensor with a storage of its own: in pinned memory, or in
+        ordinary memory if there is no room."""
         with self._lock:
             cut = (region.cut(shape, dtype) for region in self._regions)
             pinned = next((x for x in cut if x is not None), None)

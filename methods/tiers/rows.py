@@ -1,5 +1,5 @@
-"""Holds rows of one tensor for each KV head, on the device, in host memory or on disk. Rows that
-move are counted."""
+"""Holds tensors [B G C W], with C rows per KV head, on the device, in host memory or on disk: a
+class for each tier. The bytes of rows that move to the device or away from it are counted here."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ BLOCK_BYTES = 64 * 1024  # from such pieces on a PCIe 5 link is full (vLLM PR 42
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Name where rows may lie. `device`: the device that computes. `folder`: for rows in files;
-    None: the system's temporary one. `region`: host memory that is pinned already; None: it is
-    taken when rows arrive."""
+    """Say where tensors may lie. `device`: the device that computes. `folder`: for rows in files;
+    None: the system's temporary one. `region`: host memory that is pinned already; None: memory is
+    pinned when rows arrive."""
 
     device: torch.device
     folder: Path | None = None
@@ -44,8 +44,9 @@ class PlaceError(ValueError):
 
 
 class Rows(ABC):
-    """Hold rows [B G C W]. What is `put` there comes from the device, and what is read goes
-    there."""
+    """Hold rows [B G C W] of keys, values or codes in one tier (device, host memory or disk). `put`
+    stores rows that come from the device, and what is read is returned on the device; bytes that
+    cross between the two are counted in the `traffic` given."""
 
     tier: ClassVar[str]
     steady: ClassVar[tuple[str, ...]] = ("stored",)  # a step appends to them, and changes no existing row
@@ -55,43 +56,45 @@ class Rows(ABC):
 
     @property
     def home(self) -> torch.device:
-        """Return the device on which the numbers of rows to read must lie."""
+        """Return the device on which the row numbers given to `gather` should lie."""
         return torch.device("cpu")
 
     @abstractmethod
     def take(self, x: Tensor, start: int) -> None:
-        """Store x [B G T W], wherever it lies, as rows `start` and following."""
+        """Store x [B G T W], from whatever device, as the rows from `start` on. Nothing is
+        counted."""
 
     @abstractmethod
     def _all(self) -> Tensor:
-        """Return all rows [B G C W], where they lie."""
+        """Return all rows [B G C W] where they lie; those on disk as a mapped file."""
 
     @abstractmethod
     def _send(self, x: Tensor, traffic: Traffic) -> Tensor:
-        """Bring rows that were read to the device, and count them in `traffic`."""
+        """Return rows that were read, on the device, and count their bytes in `traffic`."""
 
     def put(self, x: Tensor, start: int, traffic: Traffic) -> None:
-        """Store x [B G T W] from the device as rows `start` and following, and count it in
+        """Store x [B G T W] from the device as the rows from `start` on, and count its bytes in
         `traffic`."""
         self.take(x, start)
         traffic.to_host_bytes += x.nbytes
 
     def held(self, count: int) -> Tensor:
-        """Return the first `count` rows [B G count W] where they lie: nothing moves."""
+        """Return the first `count` rows [B G count W] where they lie. Nothing moves or is
+        counted."""
         return self._all()[:, :, :count]
 
     def gather(self, rows: Tensor, traffic: Traffic, slots: Tensor | None = None, held: Tensor | None = None) -> Tensor:
         """Return chosen rows on the device, rows [B G K] -> [B G K W].
 
-        Rows whose slot [B G K] is 0 or more do not move: they are copied from that place of `held`
-        [B G C W], or are arbitrary without it. A tier on the device may read its own rows
-        instead."""
+        `slots` [B G K] and `held` [B G C W] avoid moving what a cache on the device has: a row
+        whose slot is 0 or more is copied from that row of `held`, or is arbitrary if `held` is
+        None. The tier on the device may read its own rows instead."""
         stored = self._all()
         return self._send(ops.gather_rows(stored, rows.to(stored.device)), traffic)
 
     def columns(self, columns: Tensor, count: int, traffic: Traffic) -> Tensor:
-        """Return columns of the first `count` rows on the device, columns [B G N] ->
-        [B G N count]."""
+        """Return chosen columns of the first `count` rows on the device, columns [B G N] -> [B G N
+        count]."""
         stored = self._all()
         at = columns.to(stored.device).unsqueeze(3).expand(-1, -1, -1, count)
         return self._send(stored[:, :, :count].mT.gather(2, at), traffic)
@@ -102,7 +105,7 @@ class Rows(ABC):
 
 
 class MemoryRows(Rows):
-    """Hold rows as one tensor."""
+    """Hold rows in memory, as one tensor."""
 
     def __init__(self, shape: Shape, dtype: torch.dtype, place: Place) -> None:
         super().__init__(shape, dtype, place)
@@ -111,7 +114,8 @@ class MemoryRows(Rows):
     @classmethod
     @abstractmethod
     def room(cls, shape: Shape, dtype: torch.dtype, place: Place) -> Tensor:
-        """Allocate all memory that this tier takes, for tensors of any shape."""
+        """Allocate the memory for a tensor of this shape in this tier, uninitialised; the shape may
+        have any number of dimensions."""
 
     def take(self, x: Tensor, start: int) -> None:
         self.stored[:, :, start : start + x.shape[2]] = x
@@ -141,7 +145,8 @@ class DeviceRows(MemoryRows):
 
 
 class HostRows(MemoryRows):
-    """Hold rows in host memory, pinned if the device is a CUDA device."""
+    """Hold rows in host memory, which is pinned if the device is a CUDA device, so that kernels can
+    read it."""
 
     tier: ClassVar[str] = HOST
 
@@ -161,7 +166,8 @@ class HostRows(MemoryRows):
         return self.device
 
     def gather(self, rows: Tensor, traffic: Traffic, slots: Tensor | None = None, held: Tensor | None = None) -> Tensor:
-        """Let the device read the rows in place, so that nothing waits for their numbers."""
+        """Let a kernel on the device read the chosen rows in host memory, so that the host need not
+        wait for their numbers. Arguments as in `Rows.gather`."""
         if slots is not None and held is None:
             nothing = (*self.shape[:2], 1, self.shape[3])
             held, slots = self.stored.new_zeros(nothing, device=self.device), slots.clamp(max=0)
@@ -173,9 +179,10 @@ class HostRows(MemoryRows):
         return moved
 
     def first(self, count: int, traffic: Traffic) -> Tensor:
-        """Copy whole heads one by one, if each fills the link. With smaller pieces a copy takes
-        longer to start than to move: the device then reads them where they lie, if that memory is
-        pinned, or the host gathers them first."""
+        """Return the first `count` rows [B G count W] on the device. Whole heads are copied one by
+        one if each is large enough to fill the link. With smaller pieces a copy takes longer to
+        start than to move: the device then reads them where they lie, if that memory is pinned, or
+        the host gathers them first."""
         rows = self.held(count)
         if self.device.type == "cpu" or rows.is_contiguous():
             return self._send(rows, traffic)
@@ -190,8 +197,9 @@ class HostRows(MemoryRows):
         return moved
 
     def columns(self, columns: Tensor, count: int, traffic: Traffic) -> Tensor:
-        """Let the device read single numbers in place, so that nothing waits for the columns. A
-        real bus moves 32 bytes for each."""
+        """Let a kernel on the device read the chosen columns' numbers in host memory one by one, so
+        that the host need not wait for `columns`. A real bus moves 32 bytes for each; the bytes of
+        the numbers alone are counted."""
         every = torch.arange(count, device=columns.device) * self.shape[3]
         at = (columns.unsqueeze(3) + every).flatten(2)
         numbers = self.stored.view(*self.shape[:2], -1, 1)
@@ -205,9 +213,9 @@ class HostRows(MemoryRows):
 
 
 class DiskRows(Rows):
-    """Hold rows in a file of their own, which is deleted with this object, in a folder of this
-    process below the place's. The file is mapped for reading and unmapped at once, so it neither
-    stays in the memory of this process nor open; the system may still cache it."""
+    """Hold rows in a file, which is deleted with this object. It lies in a temporary folder of this
+    process, below `place.folder`. The file is mapped for reading and unmapped at once, so it
+    neither stays in the memory of this process nor open; the system may still cache it."""
 
     tier: ClassVar[str] = DISK
 
@@ -234,7 +242,8 @@ class DiskRows(Rows):
                 file.write(rows.contiguous().view(torch.uint8).numpy())
 
     def gather(self, rows: Tensor, traffic: Traffic, slots: Tensor | None = None, held: Tensor | None = None) -> Tensor:
-        """Read only the rows without a slot from the file."""
+        """Return chosen rows on the device, and read from the file only those that have no slot.
+        Arguments as in `Rows.gather`."""
         if slots is None:
             return super().gather(rows, traffic)
         heads = torch.arange(prod(self.shape[:2])).view(*self.shape[:2], 1)
@@ -259,7 +268,8 @@ class DiskRows(Rows):
 
 @contextmanager
 def _writing(folder: Path | None) -> Iterator[None]:
-    """Turn an error of writing rows into one that names the folder and what to do."""
+    """Turn an `OSError` in this block, such as a full disk, into a `PlaceError` that names the
+    folder and what to do."""
     try:
         yield
     except OSError as error:
@@ -270,13 +280,14 @@ def _writing(folder: Path | None) -> Iterator[None]:
 
 
 def _delete(file: Path, folder: TemporaryFolder) -> None:
-    """Delete the file. Its finalizer keeps `folder` until then: were that an attribute of the rows,
-    its bytes would count as theirs."""
+    """Delete the file of a `DiskRows`. Its finalizer, which calls this, keeps `folder` alive until
+    then: were the folder an attribute of the rows, its bytes would count as theirs."""
     file.unlink(missing_ok=True)
 
 
 def _folder_in(parent: Path | None) -> TemporaryFolder:
-    """Return the one folder for all rows there, which goes with the last of them."""
+    """Return the temporary folder in `parent` for the files of all rows of this process; it is
+    deleted when the last of them is."""
     if (folder := _folders.get(parent)) is None:
         folder = _folders[parent] = TemporaryFolder("kv-rows-", parent)
     return folder
@@ -286,14 +297,15 @@ _folders: WeakValueDictionary[Path | None, TemporaryFolder] = WeakValueDictionar
 
 
 def copied_into(tier: str, x: Tensor, place: Place) -> Tensor:
-    """Copy x, contiguous, into memory of a tier that does not lie in files."""
+    """Copy x, which is contiguous, into memory of the tier named `tier`, which must not be one of
+    files."""
     kind = rows_in(tier)
     assert issubclass(kind, MemoryRows)
     return kind.room(x.shape, x.dtype, place).copy_(x.detach())
 
 
 def rows_in(tier: str) -> type[Rows]:
-    """Return the class that holds rows in a tier of this name."""
+    """Return the class of rows for the tier named `tier`: device, host or disk."""
     module, _, name = tier_of(tier).rows.rpartition(".")
     kind: type[Rows] = getattr(import_module(module), name)
     return kind

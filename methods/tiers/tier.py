@@ -1,5 +1,5 @@
-"""Lists the tiers. Whatever holds, counts, stores or shows bytes by tier reads this table, and it
-imports no torch."""
+"""Lists the tiers, the places where keys and values may lie: device, host memory and disk. Whatever
+holds, counts, stores or shows bytes by tier reads this table, and it imports no torch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ TIERS: dict[str, Tier] = {  # name -> tier, the fastest first
 
 
 def tier_of(name: str) -> Tier:
-    """Return a tier of the table. Raises `ValueError` for a tier that is not in it."""
+    """Return the tier of this name. Raises `ValueError` if there is none."""
     if name not in TIERS:
         raise ValueError(
             f"{name!r} is not a tier: choose one of {', '.join(TIERS)}, or add its line to methods/tiers/tier.py."
@@ -59,5 +59,5 @@ def tier_of(name: str) -> Tier:
 
 
 def bytes_key(name: str) -> str:
-    """Return the key of a tier's bytes in records and summaries."""
+    """Return the name under which records and summaries hold the bytes in the tier `name`."""
     return f"kv_{name}_bytes"

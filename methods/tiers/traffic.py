@@ -1,4 +1,10 @@
-"""Counts bytes that move between tiers, where they move."""
+"""Defines `Traffic`, the counts of bytes that move between tiers and of rows that a cache on the
+device had.
+
+Bytes are added where they move: in methods/tiers/rows.py, and for sequences that step together in
+methods/pools/batched.py. `moved_bytes_per_step` in the results is made in
+harness/engine/batch/running_sequence.py (`finish`), from the counts before the first step and after
+the last one."""
 
 from __future__ import annotations
 
@@ -13,8 +19,9 @@ COUNTED = ("to_device_bytes", "to_host_bytes", "from_disk_bytes", "looked_up", "
 
 @dataclass
 class Traffic:
-    """Count bytes that crossed between host and device. What goes to a disk and comes from it
-    passes through the host, and is counted there as well."""
+    """Count bytes that crossed between host and device, in both directions. What goes to a disk or
+    comes from it passes through the host, and is counted there as well. Counts that only the device
+    knows wait in `tallies` until `settle`."""
 
     to_device_bytes: int = 0
     to_host_bytes: int = 0
@@ -31,22 +38,22 @@ class Traffic:
         return self.to_device_bytes + self.to_host_bytes
 
     def add(self, other: Traffic) -> None:
-        """Add the counts of another."""
+        """Add all counts of `other` to this one, those on the device included."""
         for name in COUNTED:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name, amount in other.tallies.items():
             self.tally(name, amount)
 
     def less(self, before: Traffic) -> Traffic:
-        """Return what was counted in Python since `before`, without times, which differ each
-        time."""
+        """Return the counts in Python minus those of `before`, without times: what a captured step
+        counts, which is added again for each replay of it."""
         counted = {name: getattr(self, name) - getattr(before, name) for name in COUNTED[:-2]}
         return Traffic(**counted)
 
     def tally(self, name: str, amount: Tensor) -> None:
-        """Count an `amount` that only the device knows, without waiting for it: [], or [B] for
-        sequences that step together. The tensor that holds the sum stays the same, so that captured
-        steps count as well."""
+        """Add `amount`, which only the device knows, to the count `name` without waiting for it: a
+        tensor [], or [B] for sequences that step together. The tensor that holds the sum stays the
+        same, so that replays of a captured step add to it as well."""
         if name in self.tallies:
             self.tallies[name] += amount
         else:
@@ -54,28 +61,33 @@ class Traffic:
 
     @classmethod
     def batched(cls, batch: int, device: torch.device) -> Traffic:
-        """Return a count for `batch` sequences that step together, each by itself."""
+        """Return an object that counts for `batch` sequences that step together, each by itself, in
+        tensors [batch] on the device."""
         tallies = {name: torch.zeros(batch, dtype=torch.int64, device=device) for name in TALLIED}
         return cls(tallies=tallies, several=True)
 
     def tally_each(self, name: str, amounts: Tensor) -> None:
-        """Tally amounts [B] of sequences: each by itself if they step together, else their sum."""
+        """Add `amounts` [B], a number per sequence, to the count `name` on the device: for each
+        sequence by itself if they step together, else their sum."""
         self.tally(name, amounts if self.several else amounts.sum())
 
     def hand_over(self, sequences: slice, to: Traffic) -> None:
-        """Move the tallies of some of several sequences to another count."""
+        """Move what was counted on the device for the given ones of several sequences to `to`, the
+        count of the cache that they belong to."""
         for name, sums in self.tallies.items():
             to.tally(name, sums[sequences].sum())
             sums[sequences] = 0
 
     @torch.inference_mode()
     def settle(self) -> Traffic:
-        """Return this object with all counts in Python. Waits for the device if it has counted."""
+        """Move all counts from the device into the Python numbers, waiting for the device if there
+        are any. Return this object."""
         for name, sum_ in self.tallies.items():
             setattr(self, name, getattr(self, name) + int(sum_))
             sum_.zero_()
         return self
 
     def copy(self) -> Traffic:
-        """Return a copy of the present counts."""
+        """Return a copy of the present counts, all in Python; it waits for the device
+        (`settle`)."""
         return replace(self.settle(), tallies={})

@@ -1,4 +1,5 @@
-"""Brings rows to the device while the model works, in the order in which they were asked for.
+"""Brings rows of keys and values to the device while the model works, in the order in which they
+were asked for.
 
 A method asks for rows as soon as it knows which (`begin`), goes on computing, and waits
 (`Arrival.wait`) when it needs them. Until then nothing happens, or, with `ahead`, rows move: in the
@@ -6,8 +7,7 @@ caller's thread, or in one of the engine's own, on a CUDA device on a stream par
 model's. A cache whose rows move ahead may also pass on work on a prompt that later layers hide,
 such as clustering its keys (`work`): an engine does one piece after the other.
 
-A device has one engine, whoever moves its rows (`shared_engine`).
-"""
+A device has one engine, whoever moves its rows (`shared_engine`)."""
 
 from __future__ import annotations
 
@@ -32,19 +32,20 @@ T = TypeVar("T")
 
 
 class TransferEngine:
-    """Move rows, and work in parallel to the model, for all caches of one device and for the store
-    of conversations."""
+    """Move keys and values between host and device, and compute on the CPU in parallel to the
+    model, for all caches of one device and for the store of conversations."""
 
     def __init__(self, *, threads: int = 0, works: bool = False, pinned_memory: PinnedMemory | None = None) -> None:
-        """`threads`: how many threads move rows that are asked for ahead; 0: the caller does.
-        `works`: a thread does what `work` gets. `pinned_memory`: host memory that is pinned before
-        a clock starts."""
+        """`threads`: how many threads move rows that are asked for ahead of their use; 0: the
+        caller moves them. `works`: whether a thread computes what `work` is given; else the caller
+        does. `pinned_memory`: lends host memory that is pinned before a clock starts."""
         self._lanes: WeakSet[TransferLane] = WeakSet()
         self.copy_lane, self.work_lane = self.lane("move", threads), self.lane("work", int(works))
         self.beside, self.pinned_memory = threads > 0, pinned_memory
 
     def lane(self, name: str, threads: int) -> TransferLane:
-        """Return another lane for rows of this device, which `close` drains too."""
+        """Return a lane, a queue of actions with `threads` threads of its own (with 0 the caller
+        runs them), for moving rows of this device; `close` waits for it too."""
         lane = TransferLane(name, threads) if threads else INLINE
         self._lanes.add(lane)
         return lane
@@ -58,16 +59,17 @@ class TransferEngine:
         ahead: bool = False,
         within_step: bool = False,
     ) -> Arrival[T]:
-        """Begin to bring to the device `on` what `read` returns; `read` counts the bytes that it
-        moves. If the rows are waited for, they count in `into` as well. `ahead`: rows move from now
-        on. `within_step`: they are waited for in this step, which may be captured, so no thread
-        takes part."""
+        """Return an `Arrival`, whose `wait` returns what `read` returns: keys and values on the
+        device `on`. `read` counts the bytes that it moves in the traffic that it gets; once they
+        are waited for, they are added to `into`. `ahead`: they move from now on, else when they are
+        waited for. `within_step`: they are waited for in this step, which may be captured in a CUDA
+        graph, so no thread takes part."""
         kind: type[Arrival[T]] = Branch if ahead and within_step else Arrival
         return kind(self.copy_lane if ahead and not within_step else INLINE, read, into, on, ahead)
 
     def work(self, compute: Callable[[], T], on: torch.device) -> Arrival[T]:
-        """Begin to compute something on the CPU in parallel to the model, once the device `on` has
-        done all its present work."""
+        """Begin to run `compute` on the CPU in parallel to the model, once the device `on` has done
+        all work launched so far. The result's `wait` returns what it returns."""
 
         def read(moved: Traffic) -> T:
             reach(on)
@@ -76,14 +78,15 @@ class TransferEngine:
         return Arrival(self.work_lane, read, Traffic(), on, ahead=True)
 
     def send(self, write: Callable[[Traffic], None], into: Traffic) -> None:
-        """Let `write` move rows away from the device and count the bytes."""
+        """Run `write`, which moves rows away from the device and counts the bytes in the traffic
+        that it gets, and add that to `into`."""
         moved = Traffic()
         write(moved)
         into.add(moved)
 
     def close(self) -> None:
-        """Wait for everything in all lanes, end the threads, and unpin unused memory. Another user
-        of the device starts new ones."""
+        """Wait for everything in all lanes, end the threads, and unpin memory that is not lent. The
+        engine may be used afterwards: threads start anew."""
         for lane in list(self._lanes):
             lane.close()
         if self.pinned_memory is not None:
@@ -94,7 +97,8 @@ _shared: WeakValueDictionary[object, TransferEngine] = WeakValueDictionary()
 
 
 def shared_engine(device: torch.device) -> TransferEngine:
-    """Return the engine of a device, which everything shares that moves rows there."""
+    """Return the one engine of a device, which all caches and the store of conversations share. It
+    is created at the first call, and again once nobody refers to it."""
     if (engine := _shared.get(device)) is None:
         pinned_memory = PinnedMemory() if device.type == "cuda" else None
         engine = _shared[device] = TransferEngine(threads=1, works=True, pinned_memory=pinned_memory)
@@ -102,13 +106,15 @@ def shared_engine(device: torch.device) -> TransferEngine:
 
 
 class Arrival(Generic[T]):
-    """Represent rows that are on their way, or a result of work. Rows that nobody waits for are not
-    counted, and do not move if the arrival is dropped before they begin to."""
+    """Represent something that can be waited for: keys and values on their way to the device, or a
+    result of work on the CPU. If nobody waits for the rows, they are not counted, and do not move
+    if this object is dropped before they begin to."""
 
     def __init__(
         self, by: TransferLane, read: Callable[[Traffic], T], into: Traffic, on: torch.device, ahead: bool
     ) -> None:
-        """`by`: the lane that reads. `ahead`: it begins now."""
+        """`by`: the lane that runs `read`. `into`: the counts to which the moved bytes are added at
+        the first `wait`. `on`: the device. `ahead`: begin now, else at the first `wait`."""
         self._by, self._into = by, into
         self._read: Callable[[Traffic], T] | None = read
         self._on = on
@@ -119,8 +125,8 @@ class Arrival(Generic[T]):
             self._start()
 
     def wait(self) -> T:
-        """Return the rows once they are there. Raises what reading them has raised. May be called
-        again."""
+        """Return what was asked for, once it is there. An error while reading is raised here. May
+        be called again."""
         if self._future is None:
             self._start()
         assert self._future is not None
@@ -137,7 +143,8 @@ class Arrival(Generic[T]):
         return rows
 
     def _reach(self, rows: T) -> None:
-        """Let the caller's stream use the rows, and the counts of what moved."""
+        """Make the rows, and the counts of what moved, safe to use on the caller's CUDA stream,
+        though another stream has written them."""
         if self._by is not INLINE:
             _keep_for_this_stream((rows, self._moved.tallies))
 
@@ -167,8 +174,9 @@ class Arrival(Generic[T]):
 
 
 class Branch(Arrival[T]):
-    """Represent rows that arrive within a step: on a CUDA device, on a stream that forks from the
-    model's where they are asked for, and joins it again where they are waited for."""
+    """Represent keys and values that arrive within one step: on a CUDA device, they are read on a
+    stream that forks from the model's where they are asked for, and joins it again where they are
+    waited for, which a CUDA graph can capture."""
 
     def _reach(self, rows: T) -> None:
         join(self._on)
@@ -180,8 +188,8 @@ class Branch(Arrival[T]):
 
 
 def _keep_for_this_stream(rows: object) -> None:
-    """Tell torch's allocator that the caller's stream uses memory which another stream has
-    allocated."""
+    """Tell torch's allocator that the caller's CUDA stream uses the tensors in `rows`, which
+    another stream has allocated, so that their memory is not given away too early."""
     for tensor in tree_leaves(rows):
         if isinstance(tensor, Tensor) and tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
@@ -189,8 +197,8 @@ def _keep_for_this_stream(rows: object) -> None:
 
 @contextmanager
 def beside_the_model(on: torch.device, behind: torch.cuda.Event | None = None) -> Iterator[None]:
-    """Run the work of this block after the event `behind`; it is complete at the end of the
-    block."""
+    """Run the GPU work of this block on a stream of its own, in parallel to the model's, after the
+    event `behind` (None: at once). When the block ends, its work is complete."""
     if on.type != "cuda":
         yield
         return
@@ -209,8 +217,9 @@ def _side(on: torch.device) -> torch.cuda.Stream:
 
 @contextmanager
 def forked(on: torch.device) -> Iterator[None]:
-    """Run the work of this block after all present work of the caller's stream, and in parallel to
-    its later work. A captured step has both as branches."""
+    """Run the GPU work of this block on a second stream, after all that the caller's stream has
+    been given so far, and in parallel to what it is given later. If a CUDA graph is being captured,
+    both become branches of it."""
     if on.type != "cuda":
         yield
         return
@@ -221,20 +230,21 @@ def forked(on: torch.device) -> Iterator[None]:
 
 
 def join(on: torch.device) -> None:
-    """Let the caller's stream continue after all that was `forked`, without waiting on the host."""
+    """Let the caller's CUDA stream wait for all work of `forked` blocks on the device `on`. The
+    host does not wait."""
     if on.type == "cuda":
         torch.cuda.current_stream(on).wait_stream(_side(on))
 
 
 def reach(on: torch.device) -> None:
-    """Wait until all present work of this thread's stream is done."""
+    """Wait on the host until all work that this thread's CUDA stream was given is done."""
     if on.type == "cuda":
         torch.cuda.current_stream(on).synchronize()
 
 
 def reached(on: torch.device) -> torch.cuda.Event | None:
-    """Return an event after all present work of the caller's stream; None if the device has no
-    streams."""
+    """Return a CUDA event that is reached once all work given to the caller's stream so far is
+    done; None if the device has no streams."""
     if on.type != "cuda":
         return None
     event = torch.cuda.Event()
