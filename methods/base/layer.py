@@ -114,8 +114,8 @@ class KVLayer(ABC):
         return None
 
     def generated_positions(self) -> Tensor | None:
-        """Return the positions in the text of the generated tokens that the last step read, [B G
-        K], or [B H K] if query heads keep their own; None if it read all of them."""
+        """Return the positions in the text of the generated tokens that the last step read,
+        [B G K], or [B H K] if query heads keep their own; None if it read all of them."""
         return None
 
     def grow(self, more: int) -> None:

@@ -61,8 +61,8 @@ class Method(metaclass=_TupleForList):
 
     @property
     def encodes(self) -> bool:
-        """Return whether this method supports a codec: it has tokens that a step reads only if they
-        are chosen."""
+        """Return whether this method supports a codec, which holds tokens in fewer bits: it has
+        tokens that a step reads only if they are chosen."""
         return False
 
     @property
@@ -117,8 +117,8 @@ class Method(metaclass=_TupleForList):
     def reads_all(self, sealed: int, tokens: int) -> bool:
         """Return whether a budget of `tokens` leaves out nothing of a prompt of `sealed` tokens: it
         covers the prompt, or it cannot hold the sinks and windows, so that nothing could be chosen.
-        The latter happens with a share of a short prompt; such a prompt is read whole and counted
-        (`whole_because`), and no length is refused."""
+        The latter happens with a share of a short prompt; such a prompt is read whole, for a reason
+        that is recorded (`whole_because`), and no length is refused."""
         return tokens >= sealed or tokens < self.smallest_budget
 
     def whole_because(self, sealed: int, tokens: int) -> str:

@@ -56,8 +56,8 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """Hold what one batch of sequences of equal length asks of a method. `capacity` counts prompt
-    and new tokens of all turns."""
+    """Hold the settings and sizes with which a method serves one batch of sequences of equal
+    length. `capacity` counts prompt and new tokens of all turns."""
 
     batch: int
     capacity: int

@@ -85,8 +85,9 @@ class Layer(Storage, capturable=True):
     def joined(self, layers: Sequence[Layer], dead: int | None) -> None:
         """Combine the attributes that a subclass holds in addition to store, pool and policies,
         when this layer has just been made to take decode steps for the sequences of all `layers`
-        and `dead` free slots. A subclass with its own `decode` can take such joint steps only if it
-        overrides this."""
+        together. `dead`: how many free slots, places for sequences that join later, follow them;
+        None: there are no slots. A subclass with its own `decode` can take such joint steps only if
+        it overrides this."""
 
     def link(self, layers: Sequence[Layer], joint: Mapping[int, Layer]) -> None:
         """Replace references to other layers of the model, in this layer that takes steps for

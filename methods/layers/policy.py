@@ -104,7 +104,8 @@ class Policy:
 
     def observe(self, x: AttnInput) -> None:
         """Take note of a prompt chunk, which is stored already. It is called where this policy does
-        not compute the attention itself: another policy does, or a prefill shared with Full did."""
+        not compute the attention itself: another policy does, or one dense prefill serves several
+        methods."""
 
     def prefill(self, x: AttnInput) -> Tensor:
         """Attend causally from a prompt chunk, whose keys and values are stored already, to all

@@ -229,8 +229,8 @@ class Storage(KVLayer):
         self.positions = contents.get("positions")
 
     def attend_prompt(self, q: Tensor) -> Tensor:
-        """Attend causally to everything stored, from queries of the last T stored tokens, q [B H T
-        D] -> [B H T D]."""
+        """Attend causally to everything stored, from queries of the last T stored tokens, q
+        [B H T D] -> [B H T D]."""
 
         def attend(q: Tensor, store: KVStore, head: int | None) -> Tensor:
             return sink_logits.causal_attention(q, store.k, store.v, self.spec.scale, self.spec.sinks_of(head))
@@ -238,8 +238,8 @@ class Storage(KVLayer):
         return self.store.each(q, attend)
 
     def attend_all(self, q: Tensor) -> Tensor:
-        """Attend from one query to everything stored, also to the pool `far`, q [B H 1 D] -> [B H 1
-        D]."""
+        """Attend from one query to everything stored, also to the pool `far`, q [B H 1 D] ->
+        [B H 1 D]."""
         away = self.far.segments().wait() if self.far is not None else []
 
         def attend(q: Tensor, store: KVStore, head: int | None) -> Tensor:
@@ -249,8 +249,8 @@ class Storage(KVLayer):
         return self.store.each(q, attend)
 
     def attend(self, q: Tensor, *segments: Segment | Codes) -> Tensor:
-        """Attend from one query to all of `segments`, under one softmax, q [B H 1 D] -> [B H 1
-        D]."""
+        """Attend from one query to all of `segments`, under one softmax, q [B H 1 D] ->
+        [B H 1 D]."""
         return sink_logits.segment_attention(q, segments, self.spec.scale, self.spec.sink_logits)
 
     def weights(self, q: Tensor, segment: Segment, lse: Tensor) -> Tensor:
@@ -267,8 +267,8 @@ class Storage(KVLayer):
         return torch.cat([prompt, self.later_positions()], -1)
 
     def later_positions(self) -> Tensor:
-        """Return where in the text the tokens stood that are stored after the prompt, [B heads
-        S]."""
+        """Return where in the text the tokens stood that are stored after the prompt,
+        [B heads S]."""
         kept = [] if self.later is None else [self.later]
         new = self.store.length - self.prompt_rows - sum(part.shape[2] for part in kept)
         return torch.cat([*kept, self._consecutive(self.seen - new, self.seen)], -1)

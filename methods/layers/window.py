@@ -100,8 +100,8 @@ class WindowLayer(KVLayer, capturable=True):
         return k, v
 
     def _ring(self, rows: Tensor) -> Tensor:
-        """Return a new tensor of the ring's size that begins with the last of these rows [B G S
-        D]."""
+        """Return a new tensor of the ring's size that begins with the last of these rows
+        [B G S D]."""
         ring = rows.new_empty(*rows.shape[:2], self.size, rows.shape[3])
         ring[:, :, : self.written] = rows[:, :, rows.shape[2] - self.written :]
         return ring

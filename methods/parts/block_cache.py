@@ -92,8 +92,8 @@ class BlockCache:
             self._ask_for(kept & ~held, held & ~kept)
 
     def _ask_for(self, new: Tensor, leaving: Tensor) -> None:
-        """Ask the pool for blocks to hold from the next step on. `new` and `leaving`, bool [B
-        blocks], mark equally many blocks, at most `offered`: those that come, and those whose
+        """Ask the pool for blocks to hold from the next step on. `new` and `leaving`, bool
+        [B blocks], mark equally many blocks, at most `offered`: those that come, and those whose
         places they get."""
         places = leaving.gather(1, self.blocks).int().topk(self.offered).indices  # these first, then some that stay
         coming = new.int().topk(self.offered)

@@ -97,8 +97,8 @@ class HitCache:
         return slots if there is None else slots.masked_fill(~there, 0)
 
     def _hold_all(self, chunks: Tensor | Ragged, k: Tensor, v: Tensor) -> None:
-        """Replace all that is held by chunks [B G K] in this order, with their k and v [B G K*size
-        D]. The memory stays the same."""
+        """Replace all that is held by chunks [B G K] in this order, with their k and v
+        [B G K*size D]. The memory stays the same."""
         for mine, new in ((self.held, filled(chunks)), (self.held_k, k), (self.held_v, v)):
             mine.copy_(new.reshape(mine.shape))
 

@@ -70,8 +70,8 @@ class RopeTable:
         return RopeTables(tables, cache, seen, dead)
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotate rows [B G K D] that are not rotated to `positions`, [K], or [B G K] if KV heads
-        differ. Return fp32."""
+        """Rotate rows [B G K D], which have no rotation yet, to `positions`, [K], or [B G K] if KV
+        heads differ. Return fp32."""
         return self._apply(ops.rotate, x, positions)
 
     def unrotate(self, x: Tensor, positions: Tensor) -> Tensor:
@@ -85,7 +85,8 @@ class RopeTable:
         there_cos, there_sin = self.cos[target].float(), self.sin[target].float()
 
         def both(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-            """Rotate back by one angle and forward by the other, in one rotation."""
+            """Rotate x back by the angle of cos and sin, and forward by that of the target, in one
+            rotation."""
             norm = cos.square() + sin.square()
             turn, tilt = cos * there_cos + sin * there_sin, cos * there_sin - sin * there_cos
             turned: Tensor = ops.rotate(x, turn / norm, tilt / norm)

@@ -179,8 +179,8 @@ class PerHeadStore(KVStore):
 
     def each(self, q: Tensor, attend: Attend) -> Tensor:
         """Call `attend` for every KV head of every sequence, with its own queries [1 g T D], its
-        store and the number of the KV head. Return the results as one tensor, q [B H T D] -> [B H T
-        D]."""
+        store and the number of the KV head. Return the results as one tensor, q [B H T D] ->
+        [B H T D]."""
         queries = q.unflatten(1, (self.heads, -1)).flatten(0, 1).split(1)
         heads = cycle(range(self.heads))
         return torch.cat([attend(*head) for head in zip(queries, self.stores, heads, strict=False)]).view(q.shape)

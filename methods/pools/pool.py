@@ -77,9 +77,9 @@ class Pool:
             self._put(self._tail, (k[:, :, whole:], v[:, :, whole:]), 0)
 
     def gather(self, rows: Tensor, slots: Tensor | None = None) -> Arrival[Segment]:
-        """Ask for chosen tokens, decoded, on the device; `wait` of the result returns k, v [B G K
-        D], for rows [B G K], or [B H K D] for rows [B H K] of query heads. Tokens whose entry in
-        `slots`, of the same shape as `rows`, is 0 or more need not move: their values are
+        """Ask for chosen tokens, decoded, on the device; `wait` of the result returns k, v
+        [B G K D], for rows [B G K], or [B H K D] for rows [B H K] of query heads. Tokens whose
+        entry in `slots`, of the same shape as `rows`, is 0 or more need not move: their values are
         arbitrary."""
         groups = self._tokens[0].shape[:2]
         by_group = rows.reshape(*groups, -1)
@@ -92,8 +92,8 @@ class Pool:
         return self.cache.fetch(read)
 
     def whole(self) -> Arrival[Segment]:
-        """Ask for all tokens, decoded, on the device; `wait` of the result returns k, v [B G S
-        D]."""
+        """Ask for all tokens, decoded, on the device; `wait` of the result returns k, v
+        [B G S D]."""
         return self.cache.fetch(self._whole)
 
     def segments(self) -> Arrival[list[Segment | Codes]]:

@@ -34,7 +34,7 @@ CODECS = [
 
 
 def is_codec(name: str) -> bool:
-    """Return whether the table has a codec of this name."""
+    """Return whether `name` names a codec, as int4 or fp8 does."""
     return any(re.fullmatch(line.pattern, name) for line in CODECS)
 
 

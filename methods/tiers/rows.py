@@ -40,7 +40,7 @@ class Place:
 
 
 class PlaceError(ValueError):
-    """Say why a folder cannot hold rows in files."""
+    """Report that a folder cannot hold the files of keys and values (placement=disk), and why."""
 
 
 class Rows(ABC):
@@ -93,8 +93,8 @@ class Rows(ABC):
         return self._send(ops.gather_rows(stored, rows.to(stored.device)), traffic)
 
     def columns(self, columns: Tensor, count: int, traffic: Traffic) -> Tensor:
-        """Return chosen columns of the first `count` rows on the device, columns [B G N] -> [B G N
-        count]."""
+        """Return chosen columns of the first `count` rows on the device, columns [B G N] ->
+        [B G N count]."""
         stored = self._all()
         at = columns.to(stored.device).unsqueeze(3).expand(-1, -1, -1, count)
         return self._send(stored[:, :, :count].mT.gather(2, at), traffic)
