@@ -1,4 +1,5 @@
-"""A hook of mkdocs: the site's files are the repository's documents, under their paths there."""
+"""A hook of mkdocs that makes the site of the repository's own documents, under the paths that they
+have there."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ SHOWN = ("README.md", "CONTRIBUTING.md", "docs/*.md", "docs/img/*", "results/pap
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Replace what mkdocs found below docs/: links from there to the rest of the repository would be broken."""
+    """Return the files of the site: those of the theme, and the repository's documents instead of
+    what mkdocs found below docs/, from where links to the rest of the repository would be
+    broken."""
     theme = [file for file in files if file.src_dir != config.docs_dir]
     paths = sorted({path for pattern in SHOWN for path in ROOT.glob(pattern) if path.is_file()})
     places = [path.relative_to(ROOT).as_posix() for path in paths]

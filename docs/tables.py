@@ -59,7 +59,7 @@ LIKELIHOODS = {
 
 
 def filled(page: str) -> str:
-    """Return the page with every marked table made again from the CSV files."""
+    """Return the Markdown page with every marked table made again from the published results."""
 
     def table(marker: re.Match[str]) -> str:
         head, kind, names, methods, end = marker.groups()
@@ -74,7 +74,9 @@ def filled(page: str) -> str:
 
 
 def listing(names: Sequence[str], methods: Sequence[str] = ()) -> str:
-    """Return a Markdown row per method and budget: Full first, then the methods by their mean score."""
+    """Return a Markdown table from the CSV files of these names, with a row per method and budget:
+    Full first, then the methods by their mean score. `methods`: presets to show beside Full; none
+    for all."""
     rows = pd.concat([pd.read_csv(PUBLISHED / f"{name}.csv") for name in names], ignore_index=True)
     if methods:
         rows = rows[rows["presets.method"].isin(["full", *methods])]
@@ -96,8 +98,9 @@ def listing(names: Sequence[str], methods: Sequence[str] = ()) -> str:
 
 
 def decode(names: Sequence[str], methods: Sequence[str] = ()) -> str:
-    """Return a Markdown row per method, in the order of the first file; a method that a later file lacks has empty
-    cells there."""
+    """Return a Markdown table of decode times from the JSON files of these names, one text length
+    each. It has a row per method, in the order of the first file; a method that a later file lacks
+    has empty cells there."""
     columns: dict[str, dict[str, str]] = {}
     for name in names:
         rows = json.loads((BENCHES / f"{name}.json").read_text(encoding="utf-8"))["rows"]
@@ -112,13 +115,15 @@ def decode(names: Sequence[str], methods: Sequence[str] = ()) -> str:
 
 
 def _estimate(values: Sequence[float], factor: float) -> str:
-    """Return a median with its interval, three digits each."""
+    """Return a median and its interval as text, three digits each; `values` are the median and the
+    interval's ends, and `factor` converts their unit."""
     middle, low, high = (f"{factor * value:#.3g}" for value in values)
     return f"{middle} ({low}-{high})"
 
 
 def _by_score(rows: pd.DataFrame) -> pd.DataFrame:
-    """Sort methods by their mean score at the budgets that most methods have."""
+    """Sort the rows of a table by method and budget: Full first, then the methods by their mean
+    score at those budgets that most methods have."""
     methods = rows.groupby("budget.asked")["method"].nunique()
     shared = rows[rows["budget.asked"].isin(methods[methods == methods.max()].index)]
     means = shared.groupby("method")["score.mean"].mean().sort_values(ascending=False)
@@ -134,8 +139,9 @@ def _markdown(cells: pd.DataFrame, words: int) -> str:
 
 
 def headline_rows(name: str) -> pd.DataFrame:
-    """Return the rows at the headline's budget: Full first, then each method by its best score, its authors' setting
-    before the tuned one. `method` is the preset without `_tuned`; `device`, `host`, `disk`, `held`, `moved`: MiB."""
+    """Return the rows of a published CSV file at the headline's budget: Full first, then each
+    method by its best score, its authors' setting before the tuned one. `method` is the preset's
+    name without `_tuned`; `device`, `host`, `disk`, `held` (their sum) and `moved` are MiB."""
     rows = pd.read_csv(PUBLISHED / f"{name}.csv")
     rows = rows[rows["budget.asked"].isna() | (rows["budget.asked"] == BUDGET)].copy()
     rows["module"], rows["preset"] = rows["method"], rows["presets.method"]
@@ -149,7 +155,8 @@ def headline_rows(name: str) -> pd.DataFrame:
 
 
 def headline(name: str) -> str:
-    """Return the Markdown table of a headline experiment, with the prompts and the noise floor below it."""
+    """Return the Markdown table of a headline experiment (all methods at one budget, with scores,
+    bytes and times), and below it the number of prompts and the noise floor."""
     rows = headline_rows(name)
     read, times = (headline_rows(f"{name}_{what}").loc[rows.index] for what in ("read", "times"))
     cells = {
@@ -212,9 +219,11 @@ def _prompts(rows: pd.DataFrame, name: str) -> str:
 
 
 def figure(name: str) -> Figure:
-    """Draw a line per method, best first: its score, what its likelihood loses, what it holds, what it moves.
+    """Draw README's figure of a headline experiment, with a line per method, best first: its score,
+    how much likelihood it loses, what it holds, and what it moves.
 
-    Dark marks are tuned settings, or the only one; faint ones are the authors'. Presses stand in the table alone."""
+    Dark marks are tuned settings, or the only one; faint ones are the authors'. Presses stand in
+    the table alone."""
     rows = headline_rows(name)
     full = rows[rows["is_full"]].iloc[0]
     shown = rows[~rows["is_full"] & ((rows["method"] == rows["module"]) | (rows["method"] == KIVI_2BIT))]

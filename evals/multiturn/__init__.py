@@ -1,5 +1,5 @@
-"""Asks about facts in conversations of several turns: a fact is stated in one turn, and asked for
-in a later one.
+"""A task that asks about facts in conversations of several turns: a fact is stated in one turn, and
+asked for in the same or a later one.
 
 Lengths are those of ShareGPT as CachedAttention publishes them (arXiv:2403.19708), scaled to the
 model's window, and texts are cut from essays; or both come from a file. When turns arrive is no
@@ -109,8 +109,9 @@ class Multiturn(Task):
         return Score(math.exp(-nll), {"nll": nll})
 
     def averages(self, groups: Mapping[str, float], details: Mapping[str, float] | None = None) -> dict[str, float]:
-        """Return `mean`; with forced replies also `perplexity`, from the mean over conversations of
-        their means over turns."""
+        """Return the means of the scores by group and over all. With forced replies also
+        `perplexity`, from the mean negative log-likelihood, in which every conversation counts
+        alike."""
         perplexity = {"perplexity": math.exp(details["nll"])} if details and "nll" in details else {}
         return super().averages(groups) | scored_digits(details) | perplexity
 
@@ -120,7 +121,7 @@ class Multiturn(Task):
         return dict(self._made)
 
     def _limit(self, env: TaskEnv) -> int:
-        """Return the most tokens that a conversation may have."""
+        """Return the most tokens that a conversation may have, its answers included."""
         if self.longest is not None and env.window is not None and self.longest > env.window:
             raise TaskError(f"task.longest={self.longest} exceeds the model's {env.window} tokens: choose fewer.")
         return (

@@ -1,5 +1,5 @@
-"""Turns the text of a conversation into its turns: which facts are stated where, what is asked,
-what fits."""
+"""Makes conversations of several turns from the text that is to stand in them: decides which facts
+are stated in which turn, what is asked, and how many turns fit."""
 
 from __future__ import annotations
 
@@ -62,8 +62,10 @@ class Builder:
         self._between = self._count(self._gap) + closing  # tokens before a later turn
 
     def conversation(self, script: Script, seed: str) -> Example | None:
-        """Build a conversation from the text that `script` supplies, or return None if fewer than
-        `turns` of its turns fit, or none at all. `seed`: of the facts drawn for it."""
+        """Build a conversation from the text that `script` supplies, with facts drawn from `seed`.
+        Turns that do not fit are left out; where the task wants a number of turns, or not even the
+        first fits, passages of text are shortened instead. Return None if fewer than `turns` turns
+        fit, or none at all."""
         count = min(len(script), self.turns or MOST_TURNS)
         if count < (self.turns or 1):
             return None

@@ -1,9 +1,9 @@
-"""Draws the lengths of conversations like those of ShareGPT, and computes the statistics by which
-such a set is judged.
+"""Draws how many turns and tokens conversations have, as in ShareGPT, and computes the statistics
+by which a set of conversations is judged.
 
 CachedAttention (arXiv:2403.19708, sections 2.3, 2.4 and 4.2) publishes that 27 % of the
 conversations have one turn, that they have 5.75 turns on average and 40 at most, that 47 % hold
-more than 2K tokens and 30 % more than 4K."""
+more than 2K tokens and 30 % more than 4K. A conversation is called a session here."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ Floats = NDArray[np.float64]
 def drawn(
     sessions: int, rng: np.random.Generator, *, correlation: float = 0.0, scale: float = 1.0, turns: int | None = None
 ) -> list[list[int]]:
-    """Draw the tokens of each turn of each session, question and answer together.
+    """Draw sessions (conversations); return for each the tokens of its turns, question and answer
+    together.
 
-    `correlation`: between the normal variables for turns and for tokens, as sessions with more
-    turns have more tokens. `scale`: multiplies all tokens. `turns`: of every session, instead of
-    drawn numbers."""
+    `correlation`: between the normal variables for the number of turns and for that of tokens, as
+    sessions with more turns have more tokens. `scale`: multiplies all tokens. `turns`: so many in
+    every session, instead of drawn numbers."""
     first = rng.standard_normal(sessions)
     second = correlation * first + np.sqrt(1 - correlation**2) * rng.standard_normal(sessions)
     counts = _turns(norm.cdf(first)) if turns is None else np.full(sessions, turns)

@@ -1,5 +1,5 @@
-"""Asks questions after an overflow: the first turn of a conversation fills the window, and the
-second overflows it.
+"""A task that asks questions after an overflow: the first turn of a conversation fills the window,
+and the second overflows it, so that the oldest tokens have to leave.
 
 CachedAttention (ATC 2024, section 4.3.5) feeds a long text to force a truncation, then asks a
 benchmark's questions. Here they are about facts (ShadowKV's needles) at the end of that text, in
@@ -109,7 +109,7 @@ class NeedlesBehindOverflow(Task):
 
 
 def _planted(rng: random.Random, count: int) -> list[Planted]:
-    """Draw `count` needles about different things."""
+    """Draw `count` needles (facts with their questions), all about different cities."""
     found: dict[str, Planted] = {}
     while len(found) < count:
         city_needle = NEEDLES["magic_city"].plant(rng)

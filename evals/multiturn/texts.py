@@ -1,5 +1,5 @@
-"""Supplies the text of conversations: real text cut to drawn lengths, or the conversations of a
-file."""
+"""Supplies the text of conversations, turn by turn: real text cut to drawn lengths, or the
+conversations of a file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SKIPS = 3  # sentences passed over as too long for the rest of a passage
 
 
 class Reader:
-    """Read a text sentence by sentence, over and over."""
+    """Splits a long text into sentences, and supplies them again and again from any place on."""
 
     def __init__(self, text: Haystack, env: TaskEnv) -> None:
         self._sentences, self._env = [one for one in split_sentences(text.text) if one.strip()], env
@@ -27,7 +27,8 @@ class Reader:
         return len(self._sentences)
 
     def sentences(self, start: int) -> Iterator[tuple[str, int]]:
-        """Yield sentences with their tokens, from number `start` on, without end."""
+        """Yield sentences, each with its number of tokens, from sentence number `start` on; after
+        the last one it goes on with the first."""
         while True:
             sentence = self._sentences[start % len(self)]
             yield sentence, len(self._env.text.encode(sentence))
@@ -95,7 +96,8 @@ class Told:
         self.name, self._turns, self._env, self._origin = name, turns, env, origin
 
     def begin(self) -> None:
-        """Do nothing: the conversation is complete already."""
+        """Do nothing, since the conversation is complete already; conversations made of passages
+        start to read here."""
 
     def __len__(self) -> int:
         return len(self._turns)
@@ -121,8 +123,8 @@ Script = Passages | Told  # what supplies the text of one conversation, turn by 
 
 
 def located(path: str, root: Path | None) -> tuple[Source, Path | None]:
-    """Return a source for the file of conversations at `path`, absolute or relative to the data
-    root, and the folder in which to look for it."""
+    """Return a file of conversations as a source of data, and the folder to look for it in. `path`
+    is absolute, or relative to the current folder or to the data root."""
     name, file = f"task.source={path}", Path(path).expanduser()
     if file.is_file():
         return Source(name=name, local=(file.name,)), file.resolve().parent
@@ -132,14 +134,14 @@ def located(path: str, root: Path | None) -> tuple[Source, Path | None]:
 
 
 def opened(path: str, env: TaskEnv) -> Content:
-    """Read a file of conversations, from where it is or from below the data root."""
+    """Open a file of conversations, which lies at `path` itself or below the data root."""
     source, root = located(path, env.data_root)
     return open_content(source, replace(env, data_root=root))
 
 
 def told(content: Content, env: TaskEnv) -> Iterator[Told]:
-    """Yield the conversations of a file that have a question, in the file's order. Raises
-    `TaskError` on a row of another layout."""
+    """Yield the conversations of a file that have a question, in the file's order. Raise
+    `TaskError` on a row of an unknown layout."""
     file = content.origin.removeprefix("local:")
     rows = rows_of(content, "task.source").rows
     for number, row in enumerate(rows, 1):

@@ -1,8 +1,9 @@
-"""What is recorded of a turn, the totals of a run, and runs side by side.
+"""What a served turn records, the totals of a run of `python -m harness.serve`, and the table that
+compares runs.
 
-Hit rates count all turns, also first ones, which have no history to be found (`returning` is the share of turns that
-have one). Prefill throughput counts whole prompts, reused tokens included, as CachedAttention does.
-"""
+Hit rates count all turns, also first ones, which have no history to be found (`returning` is the
+share of turns that have one). Prefill throughput counts whole prompts, reused tokens included, as
+CachedAttention does."""
 
 from __future__ import annotations
 
@@ -22,8 +23,9 @@ GPUS = 1  # this harness runs on one device
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The record of one turn. Seconds run on the loop's clock, those of `token_s` from the arrival of the question; the
-    seconds of loading and of saving ahead are wall time."""
+    """The record of one served turn of a conversation. Seconds run on the clock of the serving
+    loop, those of `token_s` from the arrival of the question; the seconds of loading and of saving
+    ahead are wall time."""
 
     session: str
     turn: int  # from 1
@@ -48,7 +50,8 @@ class Answer:
 
     @property
     def prefill_s(self) -> float:
-        """Return the seconds from the start of the job to the first token, loading included."""
+        """Return the seconds from the moment when the turn got its slot to its first token, the
+        loading of its history included."""
         return self.ttft_s - self.queue_s
 
     @property
@@ -57,8 +60,9 @@ class Answer:
 
 
 def figures(answers: Sequence[Answer], elapsed_s: float, idle_s: float) -> dict[str, Any]:
-    """Return the totals of a run: seconds, tokens, and shares from 0 to 1. The device is kept for the loop, so all time
-    that is not idle counts as busy."""
+    """Return the totals of a run from the records of its turns: seconds, tokens, and shares from 0
+    to 1. `elapsed_s`: seconds of the whole run; `idle_s`: those without any turn. The device is
+    kept for the run, so all the others count as busy."""
     prompts = sum(answer.prompt_tokens for answer in answers)
     prefill_s = sum(answer.prefill_s for answer in answers)
     hits = [answer for answer in answers if answer.tier]
@@ -86,7 +90,8 @@ def figures(answers: Sequence[Answer], elapsed_s: float, idle_s: float) -> dict[
 
 
 def cost(busy_s: float, prices: Prices, reserved: Mapping[str, int]) -> dict[str, float]:
-    """Return the cost of a device that is busy for `busy_s` seconds and of the storage `reserved` for it, in bytes."""
+    """Return what a run costs in dollars (`cost_usd`), and the storage's share of that: one device
+    that is busy for `busy_s` seconds, and the bytes `reserved` in each tier for as long."""
     device, storage = prices.usd(busy_s / 3600, GPUS, reserved.get(HOST, 0), reserved.get(DISK, 0))
     return {"cost_usd": device + storage, "storage_share": storage / (device + storage) if busy_s else 0.0}
 
@@ -97,8 +102,9 @@ def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
 
 
 def table(named: Sequence[Mapping[str, str]], rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the table for the terminal. `named`: the keys that vary between the runs, apart from the rate. A run of an
-    earlier command may lack some figures."""
+    """Return the terminal's table of served runs, one line each. `named`: for each run the values
+    of the keys that vary, apart from the rate; `rows`: the totals of the runs, some of which those
+    of an earlier version may lack."""
     first = [Column(key, "", [run[key] for run in named], left=True) for key in named[0]]
     shares = {"hit_rate": "hits", **{f"hit_rate_{tier}": f"{tier}\nhits" for tier in TIERS}, "reused_tokens": "reused"}
     seconds = {"ttft_p50_s": "TTFT\np50", "ttft_p90_s": "TTFT\np90", "ttft_p99_s": "TTFT\np99", "queue_s": "queue",

@@ -1,8 +1,9 @@
-"""One engine with slots that answers a trace of conversations: turns wait in order of arrival and run side by side.
+"""A serving loop: one engine with slots answers conversations that arrive in real time. Turns wait
+in order of arrival and run side by side, one per slot.
 
-A prefill halts the decoding of the others. The caches between turns learn of every turn that waits, so that a policy
-can look ahead. The simulator's server (simulation/server.py) does the same with numbers in place of a model.
-"""
+A prefill halts the decoding of the others. What keeps caches between turns learns of every turn
+that waits, so that a policy can look ahead. The simulator's server (simulation/server.py) does the
+same with numbers in place of a model."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ from harness.jobs.questions import Ending
 
 
 class Clock:
-    """A clock that runs from 0 at `start`. `source` gives seconds; `sleep` lets them pass, and without it the clock is
-    set forward instead."""
+    """A clock that runs from 0 at `start`, for a serving loop. `source` gives seconds; `sleep` lets
+    them pass while there is nothing to do, and without it the clock is set forward instead."""
 
     def __init__(
         self, source: Callable[[], float] = perf_counter, sleep: Callable[[float], None] | None = None
@@ -57,7 +58,8 @@ class Clock:
 
 
 class ServedConversation(Conversation):
-    """A conversation of the trace, with the times of its turn that waits or runs."""
+    """A conversation that is served, with the seconds its user thinks before each question and the
+    times of its current turn."""
 
     def __init__(self, caches: CachesBetweenTurns, session: Session) -> None:
         super().__init__(caches, session.name, session.item.room, len(session.item.turns))
@@ -67,13 +69,14 @@ class ServedConversation(Conversation):
 
     @property
     def question(self) -> PreparedExample:
-        """Return the turn that is asked next."""
+        """Return the turn of the user that is asked next."""
         return self._items[self.asked]
 
 
 class ServingLoop:
-    """The loop over arrivals, starts and steps. `ending` says how tokens are picked and when a turn stops, `slots` how
-    many turns run side by side."""
+    """A loop that serves conversations: it takes in questions as they arrive, starts turns in free
+    slots, and decodes one token of all running turns per step. `ending` says for a turn how tokens
+    are picked and when it stops; `slots`: how many turns run side by side."""
 
     def __init__(self, engine: Engine, caches: CachesBetweenTurns, clock: Clock, *, ending: Ending, slots: int) -> None:
         self.engine, self.caches, self.clock = engine, caches, clock
@@ -86,7 +89,8 @@ class ServingLoop:
         self._ended: deque[tuple[Answer, Saved]] = deque()
 
     def serve(self, sessions: Sequence[Session]) -> Iterator[Answer]:
-        """Yield the answers in the order in which they end."""
+        """Serve all turns of the sessions (conversations with times of arrival). Yield the record
+        of each turn, in the order in which they end."""
         self._coming = [
             (session.start_s, next(self._order), ServedConversation(self.caches, session)) for session in sessions
         ]
@@ -105,7 +109,8 @@ class ServingLoop:
         yield from self._complete_answers(wait=True)
 
     def _complete_answers(self, wait: bool = False) -> Iterator[Answer]:
-        """Yield the answers whose caches have left the device; with `wait` all of them."""
+        """Yield the records of ended turns whose keys and values have left the device, for only
+        then their times are complete; with `wait`, wait for all of them."""
         while self._ended and (wait or self._ended[0][1].finished):
             answer, saved = self._ended.popleft()
             yield replace(answer, save_hidden_s=saved.hidden_s())
@@ -119,13 +124,15 @@ class ServingLoop:
             self.caches.prefetch()
 
     def _look_ahead(self) -> None:
-        """Let the turn that is the next to get a slot load the first layers of its history."""
+        """Begin to load the first layers of the history of the turn that gets the next free
+        slot."""
         if self._waiting and self._waiting[0] is not self._next:
             self._next = self._waiting[0]
             self._next.ahead(self._next.question.prompt.ids)
 
     def _start(self, talk: ServedConversation) -> None:
-        """Give the turn a free slot: what is stored of its history comes into a cache, the rest is computed."""
+        """Give the conversation's turn a free slot: load what is stored of its history, compute the
+        rest of its prompt, and let it join the turns that decode."""
         talk.started_s, talk.token_s, self._next = self.clock.now(), [], None
         self.caches.dequeue(talk.session)
         turn = talk.question
@@ -151,7 +158,7 @@ class ServingLoop:
             self._running[slot] = talk
 
     def _prefill(self, cache: KVCache, tokens: Sequence[int]) -> Tensor:
-        """Prefill `tokens`; return the logits of the last one, [1 V]."""
+        """Prefill `tokens` into the cache; return the logits of the last one, [1 V]."""
         return self.engine.prefill(cache, self._tensor(tokens), whole=True)
 
     def _step(self) -> None:
@@ -161,7 +168,8 @@ class ServingLoop:
             self._finish(slot, self._running.pop(slot))
 
     def _finish(self, slot: RunningSequence, talk: ServedConversation) -> None:
-        """Save the history of a turn that has ended; its next question comes once the user has thought."""
+        """End a conversation's turn: save its cache, record its times, and plan its next question
+        for when the user has thought."""
         ended_s, found, [tokens], [stop] = self.clock.now(), talk.found, slot.out.tokens, slot.out.stops
         talk.answered(tokens, stop)
         saved = talk.save()

@@ -1,8 +1,9 @@
-"""What the runs of `python -m harness.serve` do, from its words to jobs, arrivals and identities.
+"""Turns the words of `python -m harness.serve` into checked runs: their jobs, times of arrival and
+identities.
 
-Every key may have several values, and every combination is a run. The rate varies slowest, so that the systems that are
-compared take turns at each rate. All is checked before any weights are loaded.
-"""
+Every key may have several values, and every combination is a run. The rate varies slowest, so that
+the systems that are compared take turns at each rate. All is checked before any weights are
+loaded."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ TASK = "task=multiturn"  # where none is named
 
 @dataclass(frozen=True, kw_only=True)
 class TrafficSettings:
-    """The settings of the arrivals, and of how they are served."""
+    """Settings of how conversations arrive, and of how they are served."""
 
     rate: float = 1.0  # new sessions per second, a Poisson process
     think_s: float = 5.0  # mean, from an answer to the next question
@@ -55,7 +56,9 @@ OWN = tuple(field.name for field in fields(TrafficSettings))
 
 @dataclass(frozen=True)
 class TrafficPoint:
-    """A run in words. `words`: those for `python -m harness`; `named`: the keys that vary, with their values here."""
+    """One run of `python -m harness.serve`, before its words are checked. `words`: those for
+    `python -m harness`; `named`: the keys that vary between the runs, with their values in this
+    one."""
 
     traffic: TrafficSettings
     words: tuple[str, ...]
@@ -63,17 +66,20 @@ class TrafficPoint:
 
     @property
     def system(self) -> str:
-        """Return what is compared with others at each rate."""
+        """Return the values of the keys that vary, apart from the rate, in one line: they name the
+        system that is compared with others at each rate."""
         return " ".join(f"{key}={value}" for key, value in self.others.items() if value)
 
     @property
     def others(self) -> dict[str, str]:
-        """Return the keys that vary, apart from the rate."""
+        """Return the keys that vary between the runs, apart from the rate (sessions per second),
+        with their values in this run."""
         return {key: value for key, value in self.named.items() if key != "rate"}
 
 
 def points(words: Sequence[str]) -> list[TrafficPoint]:
-    """Return a run for each combination of the values. Raise `SettingsError` for keys that change nothing."""
+    """Return one run for each combination of the values in `words`, which are `key=value,value`.
+    Raise `SettingsError` for keys that a server does not read."""
     chosen = list(combinations(words, slowest="rate"))
     for key in chosen[0]:
         _refuse_unread(key)
@@ -84,7 +90,9 @@ def points(words: Sequence[str]) -> list[TrafficPoint]:
 
 
 def _point(chosen: Mapping[str, Word], varied: Sequence[str], others_store: bool) -> TrafficPoint:
-    """Return the run of one combination. `others_store`: settings of the store belong to other combinations."""
+    """Return the run of one combination of values. `varied`: the keys that vary between runs.
+    `others_store`: other combinations have history=store and this one has not, so that settings of
+    the store are left out here."""
     if others_store:
         chosen = {key: word for key, word in chosen.items() if not key.startswith("store.")}
     traffic = TrafficSettings(**{key: word.value for key, word in chosen.items() if key in OWN})
@@ -110,7 +118,8 @@ def _refuse_unread(key: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A conversation. `think_s`: seconds from an answer to the next question, one less than there are turns."""
+    """A conversation that arrives at a server at `start_s`. `think_s`: seconds from each answer to
+    the next question, one fewer than there are turns."""
 
     item: PreparedExample
     start_s: float
@@ -122,8 +131,9 @@ class Session:
 
 
 def drawn(items: Sequence[PreparedExample], traffic: TrafficSettings, seed: int) -> list[Session]:
-    """Return sessions that come as a Poisson process, whose users think by an exponential law. The rate stretches the
-    arrivals, and changes nothing else."""
+    """Return the conversations with times. They arrive as a Poisson process, and users think for
+    exponentially distributed times before the next question. With the same `seed`, another rate
+    scales the times of arrival and changes nothing else."""
     turns = [[TurnLengths(len(turn.prompt.ids), turn.new_tokens) for turn in item.turns] for item in items]
     rng = np.random.default_rng(seed)
     times = timed([item.example.id for item in items], turns, traffic.rate, traffic.think_s, rng)
@@ -132,7 +142,8 @@ def drawn(items: Sequence[PreparedExample], traffic: TrafficSettings, seed: int)
 
 @dataclass(frozen=True)
 class ServingPlan:
-    """A checked run: its settings, its job, and its conversations."""
+    """A checked run of `python -m harness.serve`: its settings, the job that a run without traffic
+    would be, and the conversations with their times."""
 
     point: TrafficPoint
     job: Job
@@ -154,7 +165,7 @@ class ServingPlan:
         return cls(point, job, drawn(job.items, point.traffic, settings.seed))
 
     def at(self, point: TrafficPoint) -> ServingPlan:
-        """Return the plan of the same job with the arrivals of `point`."""
+        """Return the plan of the same job with the rate and the times of arrival of `point`."""
         return replace(self, point=point, sessions=drawn(self.job.items, point.traffic, self.job.settings.seed))
 
     @property
@@ -167,7 +178,8 @@ class ServingPlan:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Return what tells runs apart: a finished run of the same identity is not made again."""
+        """Return everything that shapes the run's results; a run with the same identity that has
+        finished is not made again."""
         times = [[session.start_s, list(session.think_s), session.item.sha256] for session in self.sessions]
         traffic = {key: value for key, value in asdict(self.point.traffic).items() if key not in ("rate", "think_s")}
         return {"version": VERSION, "trace": digest({"sessions": times}), **traffic, "job": self.job.identity}

@@ -1,4 +1,5 @@
-"""The runs of one command, from plans to the files of their folders."""
+"""Makes the runs of one command of `python -m harness.serve`, from their plans to the files in
+their folders."""
 
 from __future__ import annotations
 
@@ -30,8 +31,9 @@ ServedRow = dict[str, Any]  # what serving.json holds of a run
 
 
 class Runs:
-    """The runs of the command. `points` are planned at once, so that an error in the last is found before the first
-    runs."""
+    """All runs of one command of `python -m harness.serve`. `points`: what each run is to do; all
+    are planned at once, so that an error in the last is found before the first runs. `prices`: what
+    a device and storage cost; `out`: the folder of the results."""
 
     def __init__(
         self, points: Sequence[TrafficPoint], out: Path, prices: Prices, config_dirs: Sequence[Path] = ()
@@ -46,7 +48,8 @@ class Runs:
         self.rows: list[ServedRow] = []
 
     def serve(self) -> None:
-        """Run all plans; a finished run of an earlier command is not made again."""
+        """Make all runs, one after the other. A run that an earlier command has finished is read
+        from its folder instead."""
         for plan in self.plans:
             plan.job.remove_leftovers()
             folder = self.out / plan.folder
@@ -69,12 +72,14 @@ class Runs:
 
     @property
     def _flat(self) -> list[ServedRow]:
-        """Return one row of a spreadsheet for each run."""
+        """Return one row per run for a spreadsheet: the keys that vary, the rate, and the
+        totals."""
         rows = zip(self.plans, self.rows, strict=True)
         return [{**plan.point.others, "rate": plan.rate, **row["figures"]} for plan, row in rows]
 
     def write(self) -> list[Path]:
-        """Write the tables; return their files. The same runs at the same prices have the same folder."""
+        """Write the tables over all runs; return their files. The same runs at the same prices have
+        the same folder."""
         asked = {"runs": [plan.identity for plan in self.plans], "prices": asdict(self.prices)}
         folder = self.out / "tables" / f"{len(self.plans)}-runs-{digest(asked)[:8]}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -84,7 +89,9 @@ class Runs:
 
 
 def served(plan: ServingPlan, folder: Path) -> ServedRow:
-    """Run a plan; write its turns to `folder`, and return the rest."""
+    """Make one run: load the model, serve the conversations, and write the record of each turn to
+    `folder`. Return all else that is recorded: settings, totals, counts of the store and
+    provenance."""
     job, traffic = plan.job, plan.point.traffic
     job.refuse_memory()
     loaded = job.load()
@@ -114,7 +121,7 @@ def served(plan: ServingPlan, folder: Path) -> ServedRow:
 
 
 def _scored(plan: ServingPlan, answers: Sequence[Answer], runner: Runner) -> Iterator[ServedRow]:
-    """Yield the lines of turns.jsonl: the record of each turn, with its text and score."""
+    """Yield the lines of turns.jsonl: the record of each turn, with its text and its score."""
     items = {session.name: session.item.turns for session in plan.sessions}
     for answer in answers:
         item = items[answer.session][answer.turn - 1]

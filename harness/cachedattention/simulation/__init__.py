@@ -1,1 +1,2 @@
-"""The store's policies at the paper's scale: a trace of conversations, a server, costs; nothing is computed."""
+"""Simulates the store's policies at the paper's scale: a trace of conversations, a server, and
+costs; no model runs."""

@@ -1,4 +1,5 @@
-"""The costs of a token, a byte and an hour, read from a yaml that a user can replace; costs.yaml is the default."""
+"""What a token, a byte and an hour cost in a simulation, read from a YAML file that a user can
+replace (--costs); costs.yaml is the default."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ FILE = Path(__file__).with_name("costs.yaml")
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """Speeds of a machine. `disk_duplex`: the disk reads as if it did not write meanwhile."""
+    """Speeds of a simulated machine, in bytes per second. `disk_duplex`: the disk reads at full
+    speed while it writes."""
 
     pcie_bytes_per_s: float
     disk_bytes_per_s: float
@@ -33,14 +35,16 @@ class Prices:
     ssd_usd_per_gb_hour: float
 
     def usd(self, hours: float, gpus: int, host_bytes: int, disk_bytes: int) -> tuple[float, float]:
-        """Return what GPUs cost for `hours`, and the storage that is reserved meanwhile."""
+        """Return two sums in dollars: what `gpus` GPUs cost for so many hours, and what the storage
+        that is reserved for as long does."""
         storage = host_bytes / 1e9 * self.dram_usd_per_gb_hour + disk_bytes / 1e9 * self.ssd_usd_per_gb_hour
         return hours * gpus * self.gpu_usd_per_hour, hours * storage
 
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """The costs of a model as it is served. `window`: tokens of context; `batch`: slots; `decode_step_s`: of a whole
+    """What it costs a simulated server to run one model. `window`: tokens of context; `batch`:
+    slots, which are turns that run side by side; `decode_step_s`: seconds for a step of a whole
     batch."""
 
     kv_bytes_per_token: int
@@ -64,7 +68,8 @@ class Costs:
 
 
 def load(path: Path = FILE) -> Costs:
-    """Read a table of costs. Raise `SettingsError` with the key that is wrong."""
+    """Read a table of costs: speeds, prices and models. Raise `SettingsError` with the key that is
+    wrong."""
     try:
         plain = read_yaml(path)
         models = {name: _numbers(Served, values) for name, values in plain["models"].items()}
@@ -74,7 +79,8 @@ def load(path: Path = FILE) -> Costs:
 
 
 def _numbers(kind: Any, values: Mapping[str, Any]) -> Any:
-    """Return `kind` of these values, which must all be above 0."""
+    """Return an object of the dataclass `kind` with these values; raise ValueError where a number
+    is not above 0."""
     for name, value in values.items():
         if not (isinstance(value, bool) or value > 0):
             raise ValueError(f"{name}={value} should be a number above 0")

@@ -1,9 +1,8 @@
-"""The figures of simulated runs, as rows for a terminal, JSON and CSV.
+"""The figures of simulated runs: hit rates, times and costs, as rows for a terminal, JSON and CSV.
 
-The hit rate counts turns, first turns included, which have no history to be found, so that the paper's figures can be
-read (`returning` is the share of turns that have one: all but first turns and those that fill the window by
-themselves).
-"""
+The hit rate counts all turns as the paper's figures do, also first turns, which have no history to
+be found. `returning` is the share of turns that have one: all but first turns and those that fill
+the window by themselves."""
 
 from __future__ import annotations
 
@@ -27,7 +26,8 @@ GB = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1.0, "B"))
 
 
 def simulated(scenario: Scenario, costs: Costs) -> SimulatedRow:
-    """Simulate a run; return its `settings`, `trace` and `figures`."""
+    """Simulate one run; return its `settings`, statistics of its `trace` (the conversations), and
+    its `figures`."""
     server = Server(scenario, costs)
     trace = scenario.trace()
     turns = sum(len(one.turns) for one in trace)
@@ -45,7 +45,8 @@ def simulated(scenario: Scenario, costs: Costs) -> SimulatedRow:
 
 
 def _figures(server: Server, jobs: Sequence[ServedTurn]) -> SimulatedRow:
-    """Return the figures of the counted `jobs`; the last four are those of the whole run."""
+    """Return hit rates, times and counts over the turns `jobs`, which are those after the warm-up;
+    the last four figures are those of the whole run."""
     hits = [job for job in jobs if job.tier]
     prefill_s = np.array([job.prefill_s for job in jobs])
     waits_s = np.array([job.wait_s for job in jobs])
@@ -74,8 +75,9 @@ def _figures(server: Server, jobs: Sequence[ServedTurn]) -> SimulatedRow:
 
 
 def _cost(server: Server, jobs: Sequence[ServedTurn], costs: Costs) -> SimulatedRow:
-    """Return what the `jobs` cost. GPU time is the time in which the server is busy; storage is paid for as long, used
-    or not. `with_halts`: a prefill that others wait for counts in their decoding too, as the paper's GPU time may."""
+    """Return what serving the turns `jobs` costs. GPU time is the time in which the server is busy;
+    storage is paid for as long, used or not. `with_halts` in a name: a prefill that interrupts
+    others' decoding counts twice, as it may in the paper's GPU time."""
     hours = sum(job.busy_s for job in jobs) / 3600
     halts = sum(job.prefill_s for job in jobs if job.halts) / 3600
     sizes = server.scenario.capacities if server.store else dict.fromkeys(TIERS, 0)
@@ -90,7 +92,8 @@ def _cost(server: Server, jobs: Sequence[ServedTurn], costs: Costs) -> Simulated
 
 
 def _most_sessions(jobs: Sequence[ServedTurn], hour_s: float = 3600.0) -> int:
-    """Return the most different sessions that were served within an hour."""
+    """Return the largest number of different conversations that were served within any `hour_s`
+    seconds."""
     recent: Counter[str] = Counter()
     most = first = 0
     for job in jobs:
@@ -105,7 +108,8 @@ def _most_sessions(jobs: Sequence[ServedTurn], hour_s: float = 3600.0) -> int:
 
 
 def table(rows: Sequence[SimulatedRow], runs: Sequence[Scenario]) -> str:
-    """Return a table of the keys that differ between the runs, and of the figures."""
+    """Return the terminal's table of simulated runs, one line each: the keys that differ between
+    the runs, and the figures."""
     all_figures = [row["figures"] for row in rows]
     named = [Column(key, "", [str(getattr(run, key)) for run in runs], left=True) for key in varied(runs)]
     shares = {"hit_rate": "hits", **{f"hit_rate_{tier}": f"{tier}\nhits" for tier in TIERS}, "returning": "returning"}

@@ -1,4 +1,5 @@
-"""The paper's figures, made again by the simulator: the runs, and what the paper says of them (paper.yaml)."""
+"""The figures of the CachedAttention paper, made again by the simulator: which runs each needs, and
+what the paper says about them (paper.yaml)."""
 
 from __future__ import annotations
 
@@ -22,8 +23,9 @@ SIGNS = {"value": "", "saving": "saved", "speedup": "x", "points": "points"}
 
 @dataclass(frozen=True, kw_only=True)
 class PaperClaim:
-    """A number of the paper. `of`: the figure of a run that it is about; `at`: settings of that run; `over`: settings
-    of the run to which it is compared, in the way that `kind` names."""
+    """A number that the CachedAttention paper gives. `of`: the figure of a simulated run that it is
+    about, as `hit_rate`; `at`: settings of that run; `paper`: the number. Where it compares two
+    runs, `over` has the settings of the other one, and `kind` says how they are compared."""
 
     of: str
     at: Mapping[str, Any]
@@ -58,7 +60,9 @@ class PaperClaim:
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure of the paper: the words of its runs, the settings of runs to leave out, and its numbers."""
+    """A figure of the CachedAttention paper. `runs`: the words of the simulated runs that it needs,
+    as `policy=lru,fifo`; `skip`: settings of runs to leave out; `claims`: the numbers that the
+    paper gives."""
 
     number: str
     title: str
@@ -67,7 +71,8 @@ class Figure:
     claims: Sequence[PaperClaim]
 
     def scenarios(self, words: Sequence[str]) -> Iterator[Scenario]:
-        """Yield the runs of the figure. `words`: of keys that the figure leaves alone, one value each."""
+        """Yield the settings of each simulated run of the figure. `words`: further settings as
+        `key=value`, of keys that the figure leaves alone and with one value each."""
         made = {run.partition("=")[0]: run for run in self.runs}
         for word in words:
             key = word.partition("=")[0]
@@ -79,7 +84,8 @@ class Figure:
                 yield scenario
 
     def table(self, rows: Sequence[SimulatedRow]) -> str:
-        """Return a table of the paper's numbers and ours, with a mark at those that the simulator misses."""
+        """Return a table of the paper's numbers and those of the simulated `rows`, with a mark at
+        numbers that are far from the paper's."""
         ours = [claim.ours(rows) for claim in self.claims]
         missed = [claim.is_missed(value) for claim, value in zip(self.claims, ours, strict=True)]
         shown = text_table(
@@ -95,7 +101,8 @@ class Figure:
 
 
 def figure(number: str) -> Figure:
-    """Return a figure of the paper. Raise `SettingsError` where it is not simulated."""
+    """Return the runs and numbers of a figure of the paper, by its number. Raise `SettingsError`
+    where it is not simulated."""
     known = read_yaml(FILE)
     if number not in known:
         raise SettingsError(f"--figure {number} is not simulated: choose one of {', '.join(known)}.")

@@ -1,4 +1,5 @@
-"""The settings of a run of the simulator, as in `policy=lru disk=2TB`; several values of a key make several runs."""
+"""The settings of a simulated run, as in `policy=lru disk=2TB`; several values of a key make
+several runs."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ RANGES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """The settings of one run of the simulator."""
+    """The settings of one run of the simulator: a model, a store with a policy and tiers, and the
+    conversations that arrive."""
 
     model: str = "llama-13b"  # one of the cost table
     policy: str = "scheduler_aware"  # lru, fifo; recompute: no store, the history is computed in every turn
@@ -59,7 +61,7 @@ class Scenario:
 
     @property
     def capacities(self) -> dict[str, int]:
-        """Return the bytes of the tiers by name."""
+        """Return the bytes of each tier (device, host, disk) by its name."""
         return {tier: size(tier, getattr(self, tier)) for tier in TIERS}
 
     def trace(self) -> list[TracedConversation]:
@@ -68,7 +70,9 @@ class Scenario:
 
 
 def scenarios(words: Sequence[str]) -> Iterator[Scenario]:
-    """Yield all combinations of the values in `key=value,value`; the last of two words for one key wins."""
+    """Yield the settings of a run for each combination of the values in `words`, which are
+    `key=value,value`. Of two words for one key the last one counts. Raise `SettingsError` for
+    unknown keys and values of another type."""
     hints = get_type_hints(Scenario)
     for point in combinations(words, slowest=""):
         for key, word in point.items():
@@ -80,6 +84,7 @@ def scenarios(words: Sequence[str]) -> Iterator[Scenario]:
 
 
 def varied(runs: Sequence[Scenario]) -> list[str]:
-    """Return the keys in which the runs differ, and always policy."""
+    """Return the names of the settings in which the runs differ, and always `policy`, in the order
+    of the fields."""
     names = [field.name for field in fields(Scenario)]
     return [name for name in names if name == "policy" or len({getattr(run, name) for run in runs}) > 1]

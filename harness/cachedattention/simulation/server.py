@@ -1,8 +1,9 @@
-"""A simulated server with slots, driven from event to event: single prefills, and decode steps of the whole batch.
+"""A simulated server with slots, which goes from event to event: prefills of one turn each, and
+decode steps of all running turns.
 
-A prefill halts the decoding, as continuous batching does. Jobs run first come, first served. Saving from the device is
-taken to be hidden by decoding; loading is hidden as far as `preload` lets it.
-"""
+A prefill halts the decoding, as continuous batching does. Turns run first come, first served.
+Copying new keys and values off the device is taken to be hidden by decoding; loading is hidden as
+far as `preload` lets it."""
 
 from __future__ import annotations
 
@@ -23,8 +24,10 @@ from methods.tiers.tier import DISK, HOST
 
 
 class SimulatedDisk:
-    """A simulated disk, which reads and writes one after the other, or with `disk_duplex` at the same time. What waits
-    to be written lies in memory: more than `write_buffer` bytes of it make the caller wait, as in the store."""
+    """The disk of a simulated server, which reads and writes one after the other, or with
+    `disk_duplex` at the same time. What waits to be written lies in memory: more than
+    `write_buffer` bytes of it make the caller wait, as in the store. Times are seconds of the
+    simulation."""
 
     def __init__(self, capacity: int, hardware: Hardware, write_buffer: int) -> None:
         self.files: DiskAccount[int] = DiskAccount(capacity)
@@ -36,7 +39,8 @@ class SimulatedDisk:
         self._rows: dict[str, int] = {}  # of these, by session, what is of use to it
 
     def read(self, session: str, size: int, now_s: float) -> float:
-        """Read `size` bytes of a session that lies here; return when they will be in memory."""
+        """Read `size` bytes of a stored conversation that lies on this disk, without those that
+        still wait in memory to be written; return the time at which they are in memory."""
         self._collect(now_s)
         size -= min(size, self._rows.get(session, 0))
         self.read_bytes += size
@@ -45,8 +49,9 @@ class SimulatedDisk:
         return self._read_s if size else now_s
 
     def write(self, session: str, blocks: Mapping[int, int], held: int, now_s: float) -> float:
-        """Write what is new of `blocks`, names and bytes, which are all of the session. `held` bytes of rows stay in
-        memory until that is done. Return until when the caller waits."""
+        """Write those of `blocks`, all blocks of a stored conversation (bytes by name), that the
+        disk does not have yet. `held`: bytes that stay in memory until that is done. Return the
+        time until which the caller waits, `now_s` if it need not."""
         self._collect(now_s)
         self.files.make_room(session, blocks, self.files.drop)
         size = self.files.hold(session, blocks)
@@ -79,7 +84,7 @@ class SimulatedDisk:
 
 @dataclass(frozen=True, slots=True)
 class ServedTurn:
-    """The record of a turn that was served."""
+    """The record of a turn that a simulated server has served."""
 
     session: str
     turn: int
@@ -96,8 +101,8 @@ class ServedTurn:
 
 
 class Server:
-    """The simulated server of one scenario. `serve` drives it through a trace; `jobs` and `moves` record what it
-    did."""
+    """The simulated server of one scenario. `serve` lets it serve the conversations of a trace;
+    `jobs` records the turns and `moves` what the store moved between its tiers."""
 
     def __init__(self, scenario: Scenario, costs: Costs) -> None:
         self.scenario, self.hardware = scenario, costs.hardware
@@ -165,8 +170,8 @@ class Server:
         heappush(self._running, (self._steps + turn.answer, len(self.jobs), session))
 
     def _fit(self, state: OpenConversation, turn: TurnLengths) -> None:
-        """Cut the oldest tokens until question and answer fit the window, as `Overflow` of turns/conversation.py
-        does."""
+        """Cut the oldest tokens of the conversation's history until question and answer fit the
+        window, as `Overflow` of turns/conversation.py does, and what is stored of it likewise."""
         before = state.history
         while state.history and state.history + turn.question + turn.answer > self.model.window:
             state.history = int(state.history * self.scenario.truncation_ratio)
@@ -178,7 +183,8 @@ class Server:
                 self._cut(state, before - state.history, self.store)
 
     def _cut(self, state: OpenConversation, tokens: int, store: Placement) -> None:
-        """Cut a stored history where it lies; on disk the block that the cut goes through is read and written anew."""
+        """Drop the oldest `tokens` of a stored history in the tier where it lies. On disk, the
+        block through which the cut goes is read and written anew."""
         session, cut = state.conversation.name, state.drop(tokens)
         store.shrink(session, self._bytes(state))
         if store.tier(session) == DISK:
@@ -187,7 +193,8 @@ class Server:
             self._write(state, first * self.model.kv_bytes_per_token)
 
     def _find(self, session: str, state: OpenConversation) -> tuple[str | None, float]:
-        """Return the tier where the history lies, and since when it can be loaded from host memory."""
+        """Return the tier where the conversation's history is found, None on a miss, and the time
+        from which on it can be loaded from host memory."""
         tier = self.store.tier(session) if self.store and state.history else None
         if tier is None or self.store is None:
             return None, self.now_s
@@ -198,10 +205,12 @@ class Server:
         return DISK if tier == HOST and ready_s > self.now_s else tier, ready_s
 
     def _load(self, state: OpenConversation, tier: str | None, ready_s: float, compute_s: float) -> tuple[float, float]:
-        """Return the seconds to load the history, and how many of them the job waits for it. `ready_s`: since when its
-        rows lie in host memory and the job is known.
+        """Return the seconds that loading the history takes, and how many of them the turn waits
+        for it. `tier`: where it was found; `ready_s`: the time since when its rows lie in host
+        memory and the turn is known; `compute_s`: the seconds of its prefill.
 
-        The read buffer of the paper, S_buf = B (T_load L_hist - T_pref L_new) bytes, is what comes before the job."""
+        Before the turn begins, as much is loaded as the paper's read buffer holds: S_buf = B
+        (T_load L_hist - T_pref L_new) bytes."""
         previous_s, self._last_start_s = self._last_start_s, self.now_s
         if tier not in (HOST, DISK):
             return 0.0, 0.0
@@ -214,7 +223,8 @@ class Server:
         return load_s, max(0.0, self._pcie_free_s - self.now_s - compute_s)
 
     def _decode(self) -> None:
-        """Step to the end of an answer, or until a job comes that finds a slot."""
+        """Decode to the end of the next answer, or until a question arrives for which there is a
+        free slot."""
         steps = self._running[0][0] - self._steps
         if self._coming and len(self._running) < self.model.batch:
             steps = min(steps, int((self._coming[0][0] - self.now_s) / self.model.decode_step_s) + 1)
@@ -233,7 +243,8 @@ class Server:
             heappush(self._coming, (again_s, next(self._order), state.conversation.name))
 
     def _save(self, state: OpenConversation, store: Placement) -> None:
-        """Save as the store does: what is new of a session that it has, otherwise all of it."""
+        """Save the conversation's history after a turn, as the store does: only what is new of it
+        where the rest is stored already, otherwise all of it."""
         session, before = state.conversation.name, store.tier(state.conversation.name)
         if before is None:
             state.blocks.clear()
@@ -254,7 +265,8 @@ class Server:
                 self._carry_out(moves)
 
     def _carry_out(self, moves: Sequence[Move], on_its_way: str | None = None) -> None:
-        """Carry out the moves. `on_its_way`: a session that the caller itself reads or writes."""
+        """Carry out the store's moves between tiers. `on_its_way`: a conversation whose reads and
+        writes the caller makes itself."""
         self.moves += moves
         for move in in_order(moves):
             if move.target is None:
@@ -268,8 +280,9 @@ class Server:
                 self.disk.files.spare(move.session)
 
     def _write(self, state: OpenConversation, held: int) -> None:
-        """Write what is new of the session; the server waits if the write buffer is full. `held`: bytes of rows that
-        lie in memory until it is done."""
+        """Write those blocks of the conversation to disk that it does not have yet; the server's
+        time goes on if the write buffer is full. `held`: bytes of keys and values that stay in
+        memory until that is done."""
         sizes = state.sizes(self.model.kv_bytes_per_token)
         self._advance(self.disk.write(state.conversation.name, sizes, held, self.now_s) - self.now_s)
 
@@ -286,9 +299,9 @@ _names = count()
 
 @dataclass(slots=True)
 class OpenConversation:
-    """The state of a conversation. `history`: its tokens in the context, with window and cuts considered. `blocks`:
-    tokens of the blocks in which the store has them, by name; a block is never changed, only made anew under another
-    name."""
+    """The state of a conversation on a simulated server. `turn`: the next one; `history`: tokens of
+    the turns so far that are left in the window. `blocks`: the number of tokens of each block in
+    the store, by the block's name; a block is never changed, only made anew under another name."""
 
     conversation: TracedConversation
     turn: int = 0
@@ -297,12 +310,14 @@ class OpenConversation:
     blocks: dict[int, int] = field(default_factory=dict)
 
     def append(self, tokens: int, length: int) -> None:
-        """Append `tokens` in blocks of `length`, of which the last one may be shorter."""
+        """Add so many tokens to the stored history, in blocks of `length`, of which the last one
+        may be shorter."""
         for start in range(0, tokens, length):
             self.blocks[next(_names)] = min(length, tokens - start)
 
     def drop(self, tokens: int) -> int:
-        """Drop the oldest tokens; return the tokens of the block that the cut went through, 0 where there was none."""
+        """Drop so many of the oldest tokens from the stored history. Return the old length of the
+        block that the cut goes through, 0 where it goes through none."""
         kept: dict[int, int] = {}
         cut = 0
         for name, held in self.blocks.items():
@@ -316,5 +331,6 @@ class OpenConversation:
         return cut
 
     def sizes(self, token_bytes: int) -> Mapping[int, int]:
-        """Return the bytes of the blocks by name."""
+        """Return the bytes of each stored block by its name. `token_bytes`: bytes of a token's keys
+        and values."""
         return {name: tokens * token_bytes for name, tokens in self.blocks.items()}

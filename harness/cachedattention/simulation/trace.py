@@ -1,7 +1,8 @@
-"""Conversations as numbers: when they begin, and how long questions and answers are.
+"""A trace: conversations as numbers, which say when they begin, how long questions and answers are,
+and how long users think in between.
 
-The stand-in for ShareGPT has turns and tokens by the law of `evals/multiturn/length_distribution.py`, as
-`task=multiturn` has."""
+The stand-in for ShareGPT has turns and tokens by the law of
+`evals/multiturn/length_distribution.py`, as `task=multiturn` has."""
 
 from __future__ import annotations
 
@@ -20,14 +21,16 @@ class TurnLengths:
     answer: int
 
     def within(self, window: int) -> TurnLengths:
-        """Return the lengths cut to a window: the question to half of it, the answer to what is left."""
+        """Return the lengths cut to a window: the question to half of it, the answer to what the
+        question leaves."""
         question = min(self.question, window // 2)
         return TurnLengths(question, min(self.answer, window - question))
 
 
 @dataclass(frozen=True, slots=True)
 class TracedConversation:
-    """A conversation with its times. `think_s`: seconds from an answer to the next question, one less than turns."""
+    """A conversation as lengths and times, without text. `think_s`: seconds from each answer to the
+    next question, one fewer than there are turns."""
 
     name: str
     start_s: float
@@ -39,9 +42,10 @@ class TracedConversation:
 def drawn(
     sessions: int, rate: float, *, seed: int = 0, think_s: float, question_share: float, correlation: float
 ) -> list[TracedConversation]:
-    """Draw a trace. `rate`: new sessions per second, a Poisson process. `think_s`: mean of an exponential law.
-    `question_share`: share of a turn's tokens. `correlation`: of the normal variables from which numbers of turns and
-    of tokens are drawn, since sessions of more turns have more tokens."""
+    """Draw so many conversations. `rate`: new ones per second, a Poisson process. `think_s`: mean
+    seconds from an answer to the next question, an exponential law. `question_share`: the
+    question's share of a turn's tokens. `correlation`: between the normal variables from which
+    numbers of turns and of tokens are drawn, since conversations of more turns have more tokens."""
     rng = np.random.default_rng(seed)
     lengths = length_distribution.drawn(sessions, rng, correlation=correlation)
     turns = [
@@ -51,14 +55,16 @@ def drawn(
 
 
 def statistics(trace: Sequence[TracedConversation]) -> dict[str, float]:
-    """Return the statistics by which a stand-in for a trace is judged."""
+    """Return the statistics (turns and tokens of conversations) by which a drawn trace is compared
+    with a real one."""
     return length_distribution.statistics([[(turn.question, turn.answer) for turn in talk.turns] for talk in trace])
 
 
 def timed(
     names: Sequence[str], turns: Sequence[Sequence[TurnLengths]], rate: float, think_s: float, rng: np.random.Generator
 ) -> list[TracedConversation]:
-    """Give conversations times as in `drawn`; the rate stretches the arrivals, and changes nothing else."""
+    """Give conversations of known lengths their times, drawn as `drawn` says. Another rate scales
+    the times of arrival, and changes nothing else."""
     starts = np.cumsum(rng.exponential(1 / rate, len(names)))
     return [
         TracedConversation(name, float(start), tuple(own), tuple(rng.exponential(think_s, len(own) - 1).tolist()))

@@ -1,2 +1,3 @@
-"""Keys and values of conversations between their turns (CachedAttention, ATC 2024): a store with tiers, the policies
-that place sessions in them, and a simulator of both at the paper's scale."""
+"""A store that keeps the keys and values of conversations between their turns (CachedAttention, ATC
+2024): its tiers (host memory and disk), and the policies that decide which conversation lies in
+which tier."""

@@ -1,9 +1,11 @@
-"""Consecutive tokens of a session with their rows, and the file of such a block.
+"""A block: consecutive tokens (256 at most, by default) of a session, which is one conversation in
+the store, with the rows of these tokens, which are their keys and values; and the file that holds
+such a block.
 
-A block is never changed, only made anew under another name. Its file is a safetensors file whose tensors can be read
-and checked one by one: its head holds the SHA-256 of each tensor, its session that of the head.
-Files are read, not mapped: one that is cut off meanwhile is an error, not a crash.
-"""
+A block is never changed, only made anew under another name. Its file is a safetensors file whose
+tensors can be read and checked one by one: its head holds the SHA-256 of each tensor, and the file
+of the session holds that of the head. Files are read, not mapped: one that is cut off meanwhile is
+an error, not a crash."""
 
 from __future__ import annotations
 
@@ -28,22 +30,24 @@ from methods.tiers.rows import HostRows, Place
 
 
 class DamagedBlock(ValueError):
-    """Raised where a block's file is not what was written."""
+    """Raised where a file of stored keys and values is not what was written."""
 
 
 class NotSaved(RuntimeError):
-    """Raised where rows could not be brought to host memory."""
+    """Raised where keys and values could not be copied from the device to host memory."""
 
 
 class HistoryLost(RuntimeError):
-    """Raised where rows that were found cannot be read: compute their tokens again, in a fresh cache."""
+    """Raised where the stored keys and values of a conversation's history were found but cannot be
+    read; the caller computes these tokens again, in a fresh cache."""
 
 
 LOST = (OSError, DamagedBlock, NotSaved)  # what a session does not outlive
 
 
 class Loss(StrEnum):
-    """The reason why a session that was stored is not there any more, in the words of the records."""
+    """The reason why a conversation that was stored is not there any more, in the words of the
+    records."""
 
     DISK_FULL = "the disk is full"
     NO_ROOM = "the tiers are full"
@@ -54,7 +58,7 @@ class Loss(StrEnum):
 
 
 def loss_by(error: Exception) -> Loss:
-    """Return the loss that `error`, one of `LOST`, means."""
+    """Return the reason that records give for a session lost to `error`, which is one of `LOST`."""
     if isinstance(error, (DamagedBlock, FileNotFoundError)):
         return Loss.DAMAGED
     if isinstance(error, NotSaved):
@@ -65,7 +69,8 @@ def loss_by(error: Exception) -> Loss:
 
 @dataclass(frozen=True, slots=True)
 class WrittenFile:
-    """The size and checksum of a block's file. `sha256`: of its head, which holds those of the tensors."""
+    """The size in bytes and the checksum of a block's file. `sha256` is that of the file's head,
+    which in turn holds the checksum of every tensor."""
 
     sha256: str
     bytes: int
@@ -73,9 +78,11 @@ class WrittenFile:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Consecutive tokens of a session with their rows. `rows` is None where these lie on disk alone, else they are in
-    host memory, or on their way there (upload.py). A block without tokens holds what belongs to all tokens of a session
-    together. `file`: how the rows were written, if they were."""
+    """Consecutive tokens of a session (a stored conversation) with their rows, which are keys and
+    values by name. `rows` is None where these lie on disk alone; else they are in host memory, or
+    on their way there (upload.py). A block without tokens holds the tensors that belong to all
+    tokens of a session together. `file`: size and checksum of the block's file, None before it is
+    written."""
 
     name: str
     tokens: tuple[int, ...]
@@ -85,7 +92,8 @@ class Block:
 
 
 def by_layer(names: Iterable[str]) -> dict[int, list[str]]:
-    """Return the names by the layer with which they begin; names without a number come with layer 0."""
+    """Group names of tensors by the layer number with which they begin, as 3 in "3.k"; names
+    without a number come with layer 0."""
     layers: dict[int, list[str]] = {}
     for name in names:
         number = name.partition(".")[0]
@@ -94,17 +102,18 @@ def by_layer(names: Iterable[str]) -> dict[int, list[str]]:
 
 
 def joined(parts: Sequence[Tensors]) -> Tensors:
-    """Return the rows of blocks of tokens, copied into one tensor per name."""
+    """Concatenate the rows of several blocks along their tokens, into one tensor per name."""
     return {name: torch.cat([rows[name] for rows in parts], dim=-2) for name in parts[0]} if parts else {}
 
 
 def has_rest(parts: Sequence[Block]) -> bool:
-    """Return whether the last block belongs to all tokens together."""
+    """Return whether the last block is one without tokens, which holds what belongs to all tokens
+    of a session together."""
     return bool(parts) and not parts[-1].tokens
 
 
 def covered(parts: Sequence[Block], tokens: Sequence[int]) -> int:
-    """Return how many of the blocks, from the first on, hold just what `tokens` begin with."""
+    """Count the blocks, from the first on, whose tokens are those with which `tokens` begin."""
     start = 0
     for count, part in enumerate(parts):
         end = start + len(part.tokens)
@@ -115,14 +124,15 @@ def covered(parts: Sequence[Block], tokens: Sequence[int]) -> int:
 
 
 def length(parts: Sequence[Block]) -> int:
-    """Return the number of tokens of the blocks."""
+    """Return how many tokens the blocks hold together."""
     return sum(len(part.tokens) for part in parts)
 
 
 @dataclass(frozen=True, slots=True)
 class FoundHistory:
-    """The part of the tokens asked for that a store has: the first `tokens` of them, in `layers`; `tier` is None on a
-    miss."""
+    """The part of the tokens asked for that a store has. `tokens`: how many, from the first on;
+    `tier`: where they lay, None on a miss; `layers`: their keys and values by name; `rest`: tensors
+    that belong to all of them together."""
 
     tokens: int = 0
     tier: str | None = None
@@ -139,7 +149,8 @@ DTYPES = {
 
 
 def write(path: Path, block: Block) -> WrittenFile:
-    """Write a block's file. Readers see the whole file or none; it has reached the disk when its name has."""
+    """Write a block's file and return its size and checksum. Readers see the whole file or none;
+    its data has reached the disk before its name appears."""
     assert block.rows is not None
     tensors = {name: rows.cpu() for name, rows in block.rows.items()}
     sums = {f"{SUM}{name}": _sum(rows) for name, rows in tensors.items()}
@@ -150,8 +161,9 @@ def write(path: Path, block: Block) -> WrittenFile:
 
 
 class BlockFile:
-    """A block's file, whose head is read and checked at once, and whose rows are when they are asked for. Both raise
-    `DamagedBlock` where they are not what was written, and OSError."""
+    """The file of a block (consecutive tokens with their keys and values), opened for reading. Its
+    head is read and checked at once, its tensors when they are asked for. Both raise OSError, or
+    `DamagedBlock` where they are not what was written."""
 
     def __init__(self, path: Path, block: Block) -> None:
         assert block.file is not None
@@ -168,11 +180,12 @@ class BlockFile:
 
     @property
     def names(self) -> list[str]:
-        """Return the names of the rows."""
+        """Return the names of the tensors in the file."""
         return list(self._tensors)
 
     def read(self, names: Iterable[str], place: Place) -> Tensors:
-        """Read the named rows into host memory of `place`."""
+        """Read the named tensors into host memory, which is pinned where `place` has such memory.
+        Raise `DamagedBlock` where a tensor does not match its checksum."""
         with open(self.path, "rb") as file:
             return {name: self._tensor(file, name, place) for name in names}
 
@@ -186,12 +199,13 @@ class BlockFile:
 
 
 def _length(data: bytes) -> int:
-    """Return the length of a file's head, which its first 8 bytes give."""
+    """Return the length in bytes of a safetensors file's head, which the file's first 8 bytes
+    give."""
     return int.from_bytes(data[:8], "little")
 
 
 def _bytes(tensor: Tensor) -> Any:
-    """Return the bytes of a contiguous tensor, not copied."""
+    """View a contiguous tensor as an array of bytes, without a copy."""
     return tensor.flatten().view(torch.uint8).numpy()
 
 

@@ -1,11 +1,15 @@
-"""The disk tier: a folder of block files and of one small file per session, of one process at a time.
+"""The disk tier: a folder that holds a file for each block (consecutive tokens with their keys and
+values) and a small file for each session (a stored conversation), and that one process uses at a
+time.
 
-One thread opens it. Afterwards another one makes all changes, in their order, and any may read files whose blocks it
-was given, so the folder is always what it would have been a moment ago without threads. A process may be killed at any
-moment: every file is replaced as a whole, and the file of a session is written after those of its blocks.
+One thread opens the folder. From then on another thread makes all changes, in the order in which
+they were decided, so a reader finds the folder as it would be in a store without threads, at most a
+little late. Any thread may read the files of blocks that it was given. A process may be killed at
+any moment: every file is replaced as a whole, and the file of a session is written after those of
+its blocks.
 
-The spare copies that sessions leave when they move into memory (`DiskAccount`) outlive a crash too.
-"""
+The spare copies that sessions leave on disk when they move into memory (`DiskAccount`) outlive a
+crash too."""
 
 from __future__ import annotations
 
@@ -30,23 +34,28 @@ FORMAT = 6  # of a session's file
 
 
 class HistoryWarning(UserWarning):
-    """The warning that a session is lost, and that its tokens will be computed again."""
+    """The warning that a stored conversation is lost, and that its tokens will be computed
+    again."""
 
 
 class HistoryError(ValueError):
-    """Raised where a store cannot be opened or used like this; the message says what to do."""
+    """Raised where a store of conversations cannot be opened or used as asked; the message says
+    what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionOnDisk:
-    """A session's blocks, without rows and with files. `lineage`: EXACT, or which cut its rows come after."""
+    """A stored conversation as it lies on disk: its blocks, with their files and without tensors in
+    memory. `lineage`: a hash of what happened to the text before its rows were computed, such as
+    dropped tokens; EXACT where nothing did."""
 
     blocks: list[Block]
     lineage: str = EXACT
 
 
 class Disk:
-    """A folder with room for `capacity` bytes of rows; a file's header and its tokens come on top."""
+    """The disk tier of a store: a folder with room for `capacity` bytes of keys and values; the
+    heads of files and the token ids come on top."""
 
     def __init__(self, folder: Path, capacity: int) -> None:
         self.folder, self.files = folder, DiskAccount[str](capacity)
@@ -69,14 +78,16 @@ class Disk:
             raise
 
     def restored(self, now_s: float) -> Iterator[tuple[str, SessionOnDisk, float]]:
-        """Yield the sessions that an earlier process left, the least recently used first, each with the time of its
-        last use on the clock that says `now_s`."""
+        """Yield the sessions (stored conversations) that an earlier process left in the folder, the
+        least recently used first: key, content, and the time of last use. That time is on the clock
+        of the caller, which says `now_s` now."""
         for key, used_s in self._found:
             yield key, self.sessions[key], now_s - max(0.0, time.time() - used_s)
 
     def _restored(self) -> Iterator[tuple[str, float]]:
-        """Read the sessions, and remove what a crash has left: files that no session names, and sessions that lack a
-        file. Yield keys, and when they were used last."""
+        """Read the files of all sessions. Remove what a crash has left: blocks that no session
+        names, and sessions that lack a block. Yield each session's key and when it was used last,
+        in seconds of the wall clock, the least recently used first."""
         sizes = {path: path.lstat().st_size for path in (self.folder / "blocks").glob("*/*")}
         named: set[Path] = set()
         for path in sorted((self.folder / "sessions").iterdir(), key=lambda path: path.lstat().st_mtime_ns):
@@ -101,8 +112,9 @@ class Disk:
 
     @whole()
     def write(self, key: str, blocks: Sequence[Block], lineage: str) -> tuple[int, list[Block]]:
-        """Make `blocks` of `lineage` the session. Return the bytes written, which are those of blocks that it had not
-        yet, and all blocks as they lie on disk."""
+        """Make `blocks` all that the folder has of the session `key`, whose rows are of `lineage`;
+        write those that it does not have yet. Return the bytes written, and all blocks with their
+        files and without tensors in memory."""
         before = self.sessions[key].blocks if key in self.sessions else []
         known, names = {block.name: block for block in before}, {block.name for block in blocks}
         new = [block for block in blocks if block.name not in known]
@@ -119,7 +131,8 @@ class Disk:
         return self.files.hold(key, _sizes(blocks)), list(session.blocks)
 
     def touch(self, key: str) -> None:
-        """Note that the session was used, wherever it was found."""
+        """Note that the session was used just now, by the time stamp of its file; do nothing where
+        it is not on disk."""
         if key in self.sessions:
             self._used = max(time.time_ns(), self._used + 1)  # no two sessions at once, however the clock is set
             with suppress(OSError):
@@ -127,8 +140,8 @@ class Disk:
 
     @whole()
     def drop(self, key: str) -> None:
-        """Drop the session. Where its file cannot be removed, it is dropped when the folder is opened, since it lacks
-        its blocks."""
+        """Remove the session and the files of its blocks. Where the session's own file cannot be
+        removed now, it is when the folder is opened next, since its blocks are missing."""
         session = self.sessions.pop(key, None)
         if session is not None:
             _unlink(self._session_path(key))
@@ -145,7 +158,8 @@ class Disk:
         return self.folder / "sessions" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
 
     def _write_session(self, key: str, session: SessionOnDisk) -> None:
-        """Write the file of a session: a line with the checksum of all that follows."""
+        """Write the file of a session: one line with the checksum of all that follows, then key,
+        lineage and blocks as JSON."""
         blocks = [
             [block.name, block.tokens, block.size, block.file.sha256, block.file.bytes]
             for block in session.blocks
@@ -170,7 +184,8 @@ class Disk:
 
 
 def _session_in(path: Path) -> tuple[str, SessionOnDisk]:
-    """Return key and session of a file. Raise ValueError where it is not what was written."""
+    """Read the file of a session; return the session's key and content. Raise ValueError where it
+    is not what was written."""
     checksum, _, data = path.read_bytes().partition(b"\n")
     if hashlib.sha256(data).hexdigest().encode() != checksum:
         raise ValueError(f"{path} is not what was written")
@@ -185,7 +200,8 @@ def _session_in(path: Path) -> tuple[str, SessionOnDisk]:
 
 
 def _unlink(path: Path) -> None:
-    """Remove a file. What cannot be removed now is named by no session, and goes when the folder is opened again."""
+    """Remove a file, or leave it if that fails: no session names it any more, so it goes when the
+    folder is opened again."""
     with suppress(OSError):
         path.unlink()
 

@@ -1,4 +1,10 @@
-"""What must be the same before stored keys and values may be read again."""
+"""What must be the same before stored keys and values may be used again: the fingerprint of a whole
+store, and the lineage of each session.
+
+A lineage is a hash of what happened to a conversation before its rows were computed: tokens were
+dropped, rows were lost and computed again, or the model rotated them for a longer text. Rows of one
+lineage are never found under another, though their tokens are the same. EXACT is the lineage of
+rows that were computed in sight of their own text alone."""
 
 from __future__ import annotations
 
@@ -18,9 +24,11 @@ EXACT = ""  # rows that were computed in sight of their text alone
 
 @dataclass(frozen=True, kw_only=True)
 class Fingerprint:
-    """The conditions under which stored rows were made. `model`, `weights`: whose rows they are. `tokenizer`: a hash of
-    it. `rotary`: its settings, and whether keys lie before the rotation. `codec`: how rows are encoded. `method`: what
-    else shapes them, also what it has prepared, since what a method lets a token see is in the rows of later tokens."""
+    """The conditions under which keys and values were computed and stored; a store hands them out
+    under the same ones alone. `model`, `weights`: whose they are. `tokenizer`: a hash of it.
+    `rotary`: the rotary settings, and whether keys are stored before the rotation. `codec`: how
+    they are encoded. `method`: the method with its settings, and a digest of what it has prepared,
+    since what a method lets a token attend to shapes the rows of all later tokens."""
 
     model: str
     weights: str
@@ -36,27 +44,32 @@ class Fingerprint:
 
 
 def cut_lineage(lineage: str, tokens: Sequence[int], dropped: int, sinks: int = 0) -> str:
-    """Return the lineage of what stays of `tokens`, whose rows were of `lineage`: `dropped` of them left, after the
-    first `sinks`. Rows that stay were computed in sight of those that left, so they never serve as rows of the same
-    text."""
+    """Return the lineage (a hash that tells rows of the same tokens apart) of what stays when a
+    history is cut. `lineage` is that of the rows of `tokens` before; after the first `sinks` of
+    these, `dropped` tokens leave. Rows that stay were computed in sight of those that left, so they
+    must never pass for rows of the shorter text."""
     return _short({"before": [lineage, list(tokens)], "dropped": dropped, "sinks": sinks})
 
 
 def recomputed_lineage(lineage: str, tokens: Sequence[int]) -> str:
-    """Return the lineage of what is computed in one piece where rows of `tokens`, of `lineage`, were lost, and of all
-    that follows: a method that chooses had chosen otherwise, turn by turn."""
+    """Return the lineage (a hash that tells rows of the same tokens apart) of a history that was
+    lost and computed again. The lost rows were those of `tokens`, of `lineage`. A method that
+    evicts chose turn by turn then, and chooses once over the whole text now, so the new rows
+    differ, and so do all that follow them."""
     return _short({"before": [lineage, list(tokens)], "lost": True})
 
 
 def rotated_lineage(lineage: str, stage: int) -> str:
-    """Return the lineage of rows of `lineage` in texts so long that the model rotates them otherwise. Hidden states are
-    others too, so such rows never serve in shorter texts. `stage`: as `TextRotary` gives it; 0 for what all short texts
-    have."""
+    """Return the lineage of rows that were rotated for a long text, from their `lineage` in a short
+    one. Hidden states differ too, so such rows never serve a shorter text. `stage`: a number that
+    is equal for all texts that the model rotates alike (`TextRotary.stage`); 0, that of all short
+    texts, leaves the lineage as it is."""
     return lineage if not stage else _short({"before": lineage, "rotated for": stage})
 
 
 def content_digest(value: object) -> str:
-    """Return a hash of tensors bit by bit, in tuples, lists and mappings, and of what `repr` says of all else."""
+    """Return a hash of `value`, which may be nested in tuples, lists and mappings: of tensors bit
+    by bit, of everything else by its `repr`."""
     return _short({"value": _described(value)})
 
 

@@ -1,4 +1,5 @@
-"""A stored history on its way to a job, layer by layer (CachedAttention, section 3.2.1)."""
+"""A load: the stored keys and values of a conversation come back for its next turn, layer by layer,
+while the turn already computes (CachedAttention, section 3.2.1)."""
 
 from __future__ import annotations
 
@@ -22,14 +23,15 @@ Prepare = Callable[[int, LayerRows], LayerRows]
 
 
 def as_it_is(number: int, layer: LayerRows) -> LayerRows:
-    """Return a layer's rows unchanged."""
+    """Return a layer's rows unchanged, for a load whose rows need no preparation."""
     return layer
 
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """The overlap of loading and computing. `load_s`: seconds in which rows were on their way, `hidden_s` of them while
-    the job computed or had not begun. `exposed_s`: seconds in which the job waited."""
+    """How far loading stored keys and values overlapped with computing. `load_s`: seconds in which
+    rows were on their way, `hidden_s` of them while the turn computed or had not begun.
+    `exposed_s`: seconds in which the turn waited for rows."""
 
     load_s: float
     hidden_s: float
@@ -37,10 +39,12 @@ class Overlap:
 
 
 class HistoryLoad:
-    """A history on its way to a job: the first `tokens` of those asked for, found in `tier`. The first layers, as many
-    as the read buffer holds, come at once; after `begin` the others come too. `layer` waits for the rows of one.
+    """The stored keys and values of a conversation on their way to a turn: those of the first
+    `tokens` tokens asked for, found in `tier`. The first layers, as many as the read buffer holds,
+    are copied at once, the others after `begin`. `layer` waits for the rows of one layer.
 
-    It hands out copies, with rows on the device of the store, and belongs to the thread of the store."""
+    It hands out copies, on the device of the store, and must be used in the thread that uses the
+    store."""
 
     def __init__(
         self,
@@ -51,9 +55,11 @@ class HistoryLoad:
         read_buffer: int | None,
         prepare: Prepare,
     ) -> None:
-        """Load `parts` of the session `key`. `new`: tokens that the job has to compute. `read_buffer`: layers to load
-        before it begins, None for as many as `MeasuredSpeeds` advises. `prepare`: what the thread that copies does with
-        a layer next. Raise `HistoryLost` where a file is missing or is another one."""
+        """Load `parts`, the first blocks of the session `key`. `new`: tokens that the turn has yet
+        to compute. `read_buffer`: layers to load before the turn begins, None for as many as
+        `MeasuredSpeeds` advises. `prepare`: called with the number and the rows of each layer in
+        the thread that copies it; what it returns is handed out. Raise `HistoryLost` where a file
+        is missing or is another one."""
         self.tokens, self.tier, self.new = length(parts), contents.found_in(key) or "", new
         self.size = sum(part.size for part in parts)
         self._contents, self._key = contents, key
@@ -76,7 +82,8 @@ class HistoryLoad:
         self._submit(read_buffer)
 
     def begin(self) -> None:
-        """Begin the job: its own memory takes the other layers."""
+        """Begin the turn that asked for this history: copy the other layers too, and count the
+        session as used."""
         if self._began is None:
             self._began = perf_counter()
             self.tier = self._contents.use(self._key, self.fetch) or self.tier
@@ -85,8 +92,8 @@ class HistoryLoad:
             self._waits.add(self._began, perf_counter())
 
     def layer(self, number: int) -> LayerRows:
-        """Wait for a layer's rows and return them, once. Where this raises `HistoryLost`, nothing of this history may
-        be used."""
+        """Wait for a layer's rows and return them; each layer can be asked for once. Where this
+        raises `HistoryLost`, the caller must use nothing of this history."""
         self.begin()
         asked = perf_counter()
         try:
@@ -101,12 +108,13 @@ class HistoryLoad:
             self._waits.add(asked, perf_counter())
 
     def cancel(self) -> None:
-        """Copy no further layer, since none will be asked for."""
+        """Stop copying layers, since the caller will ask for none any more."""
         for copy in self._copies.values():
             copy.cancel()
 
     def all_layers(self) -> LayerRows:
-        """Wait for all layers and return their rows merged."""
+        """Wait for all layers. Return the keys and values of all of them by name, and likewise what
+        belongs to all tokens together."""
         self.begin()
         layers = [self.layer(number) for number in self.layers]
         return (
@@ -120,14 +128,17 @@ class HistoryLoad:
         return Overlap(loads.seconds, loads.seconds_without(self._waits), self._waits.seconds)
 
     def finish(self) -> Overlap:
-        """End the job, which has computed its new tokens; what that took decides the size of the next read buffer."""
+        """End the load once the turn has computed its new tokens. Note how long that took, from
+        which the size of the next read buffer follows, and return how far loading and computing
+        overlapped."""
         if self._began is not None:
             computing_s = perf_counter() - self._began - self._waits.seconds
             self._contents.speeds.prefilled(self.new, computing_s)
         return self.account()
 
     def account(self) -> Overlap:
-        """Count the load in the statistics, once all rows have been asked for."""
+        """Add the seconds of this load to the store's statistics, once all rows have been asked
+        for; return them."""
         self.cancel()
         overlap, statistics = self.overlap, self._contents.statistics
         self._contents.speeds.loaded(self.tier, self.size, overlap.load_s)
@@ -137,7 +148,8 @@ class HistoryLoad:
         return overlap
 
     def _submit(self, layers: int) -> None:
-        """Copy so many layers, those included that were submitted before."""
+        """Start to copy the first `layers` layers to the device, apart from those that were started
+        before."""
         for number in self.layers[:layers]:
             if number not in self._copies:
                 copy, rows = partial(self._copy, number), self.fetch.rows[number]
@@ -155,7 +167,8 @@ class HistoryLoad:
         return layer
 
     def _fail(self, error: Exception) -> NoReturn:
-        """Lose the session, unless it was given up or replaced before, and raise `HistoryLost`."""
+        """Drop the session from the store because of `error`, unless it has been given up or
+        replaced since, and raise `HistoryLost`."""
         self._contents.statistics.found(self.tier, self.tokens, count=-1)
         if self._contents.fetches.get(self._key) is self.fetch:
             self._contents.lose(self._key, error)

@@ -1,16 +1,19 @@
-"""Keys and values of conversations that outlive their turn, in tiers (CachedAttention, ATC 2024, sections 3.3 and 3.4).
+"""A store for the keys and values of conversations between their turns, in tiers (CachedAttention,
+ATC 2024, sections 3.3 and 3.4). What it keeps of one conversation is a session.
 
     with HistoryStore(fingerprint, host=8 * GB, disk=100 * GB, folder=Path("history")) as store:
         known = store.get("alice", tokens)  # the longest stored prefix, in blocks
         store.extend("alice", known.tokens, new_tokens, new_rows) or store.put("alice", tokens, rows)
 
-Rows are tensors [..., tokens, width] by name, keys before rotation, so that a truncated history stays valid. What is no
-row of a token goes into `rest`, tensors of any shape, which come back with all tokens of the session or not at all. A
-name begins with the number of its layer: `open` hands them over layer by layer. What is stored is found under its
-`lineage` alone: EXACT, or which cut its rows come after.
+Rows are tensors [..., tokens, width] by name, keys before rotation, so that a history stays valid
+when its oldest tokens leave. They are kept in blocks of up to 256 tokens. What is no row of a token
+goes into `rest`, tensors of any shape, which come back with all tokens of the session or not at
+all. A name begins with the number of its layer: `open` hands the rows over layer by layer. What is
+stored is found under its `lineage` alone, a hash of what happened to the text before the rows were
+computed (fingerprint.py); EXACT where nothing did.
 
-A store, and what it opens, belong to one thread. Threads of the store read files and write them meanwhile.
-"""
+A store, and what it opens, belong to one thread. Threads of the store read files and write them
+meanwhile."""
 
 from __future__ import annotations
 
@@ -47,17 +50,20 @@ NOTHING: Tensors = {}
 
 
 def has_rows(method: Method, codec: object, generated: int | None) -> bool:
-    """Return whether the cache of a run with this `codec` and this limit of `generated` tokens holds all rows as the
-    model made them; otherwise what the method has kept is stored whole."""
+    """Return whether a cache holds the key and value of every token as the model made them, so that
+    they can be stored token by token and any prefix can be used again. Otherwise the method's whole
+    state is stored. `generated`: the most generated tokens that a KV head keeps, None for all."""
     return method.rows_stay and codec is None and generated is None
 
 
 class HistoryStore:
-    """A store of sessions in tiers. `host`, `disk`: their bytes, 0 for none; `folder`: that of the disk. `ttl_s`:
-    seconds since its last use after which a session is dropped. `on`: the device of rows that are handed out. `threads`
-    read for jobs that wait; with 0 the caller does everything. `write_buffer`: bytes that may wait to be written, on
-    top of the tiers. `engine`: moves all rows of the device, and lends pinned memory (`expect`); by default the store
-    has one of its own, which lends none. `clock` never jumps."""
+    """A store that keeps the keys and values of conversations (its sessions) between turns, in host
+    memory and on disk. `host`, `disk`: bytes of each tier, 0 for none; `folder`: that of the disk
+    tier. `ttl_s`: seconds since its last use after which a session is dropped. `on`: the device to
+    which rows are handed out. `threads`: how many read for turns that wait; with 0 the caller does
+    everything itself. `write_buffer`: bytes that may wait to be written, on top of the tiers.
+    `engine`: moves all rows of the device and lends pinned memory (`expect`); by default the store
+    has one of its own, which lends none. `clock`: gives seconds and never jumps."""
 
     def __init__(
         self,
@@ -95,8 +101,8 @@ class HistoryStore:
         self.contents.carry_out(self.placement.expire(clock()))
 
     def expect(self, size: int) -> None:
-        """Prepare for `size` more bytes of rows: with a GPU, host memory for them is pinned now, up to the room of the
-        host tier and the write buffer. No later call pins any."""
+        """Prepare for `size` more bytes of keys and values: with a GPU, host memory for them is
+        pinned now, up to the room of the host tier and the write buffer. No later call pins any."""
         try:
             self.pinned_pool.expect(size)
         except RuntimeError as error:
@@ -110,12 +116,16 @@ class HistoryStore:
         prepare: Prepare = as_it_is,
         lineage: str = EXACT,
     ) -> HistoryLoad | None:
-        """Return the longest stored prefix of `tokens`, in whole blocks, layer by layer, or None on a miss. A session
-        with a rest is found as a whole or not at all. `read_buffer`: layers that come before the job begins, by default
-        as many as the paper's formula says (`MeasuredSpeeds`). `prepare`: what the thread that copies a layer does with
-        it next.
+        """Begin to load the longest stored prefix of `tokens`, in whole blocks (256 tokens at
+        most); return the load, which hands out layer by layer, or None on a miss. A session with a
+        rest (tensors that belong to all its tokens) is found as a whole or not at all.
+        `read_buffer`: layers that come before the turn begins, None for as many as the paper's
+        formula says (`MeasuredSpeeds`). `prepare`: what the thread that copies a layer does with it
+        next. `lineage`: a hash that the stored rows must carry, which tells what was dropped or
+        recomputed before them; EXACT for nothing.
 
-        The session counts as used, and moves into a faster tier, when the job begins (`HistoryLoad.begin`)."""
+        The session counts as used, and moves into a faster tier, when the turn begins
+        (`HistoryLoad.begin`)."""
         key = self._fresh(session)
         self.statistics.lookups += 1
         self.statistics.asked_tokens += len(tokens)
@@ -129,7 +139,8 @@ class HistoryStore:
             return None
 
     def get(self, session: str, tokens: Sequence[int], lineage: str = EXACT) -> FoundHistory:
-        """Return what `open` finds, with copies of all rows."""
+        """Return the longest stored prefix of `tokens`, as `open` finds it, with copies of all keys
+        and values on the store's device."""
         loading = self.open(session, tokens, lineage=lineage)
         if loading is None:
             return FoundHistory()
@@ -141,40 +152,49 @@ class HistoryStore:
         return FoundHistory(loading.tokens, loading.tier, layers, rest)
 
     def known(self, session: str, tokens: Sequence[int], lineage: str = EXACT) -> int:
-        """Return how many of the first `tokens` `get` would find, which `extend` may leave alone."""
+        """Return how many of `tokens`, from the first on, are stored already, so that `extend` need
+        not be given them."""
         return length(self.contents.covered(self._fresh(session), tokens, lineage))
 
     def loss(self, session: str) -> Loss | None:
-        """Return why the session is not there any more, or None where it is, or never was."""
+        """Return why the session (a stored conversation) is not there any more, or None where it
+        is, or never was."""
         return self.contents.losses.get(self._key(session))
 
     def lineage(self, session: str) -> str | None:
-        """Return the lineage of the session's rows, or None where there are none."""
+        """Return the lineage of the session's rows, a hash of what was dropped or recomputed before
+        them; None where nothing is stored."""
         return self.contents.lineages.get(self._key(session))
 
     def put(
         self, session: str, tokens: Sequence[int], layers: Given, rest: Rest = NOTHING, lineage: str = EXACT
     ) -> None:
-        """Store all that the session is now, in place of what was stored."""
+        """Replace all that is stored of the session by `tokens` and their keys and values `layers`,
+        tensors [..., tokens, width] by name. `rest`: tensors by name that belong to all tokens
+        together."""
         self.extend(session, 0, tokens, layers, rest, lineage)
 
     def extend(
         self, session: str, start: int, tokens: Sequence[int], layers: Given, rest: Rest = NOTHING, lineage: str = EXACT
     ) -> bool:
-        """Append `tokens` after the first `start`, of which no row is touched; `rest` replaces that of before. Return
-        False where these are not stored (any more): `put` the whole session then. What is given has been copied when
-        this returns."""
+        """Append `tokens` and their keys and values to the first `start` tokens of a session, which
+        stay untouched; `rest` replaces the tensors that belong to all tokens. Return False, storing
+        nothing, where no block ends after `start` tokens of this `lineage` (any more): `put` the
+        whole session then. All that is given has been copied when this returns."""
         return self.hold(session, start, [self._blocks(tokens, layers, rest)], lineage)
 
     def leave(
         self, tokens: Sequence[int], layers: Given, rest: Rest = NOTHING, stored: MakeStored = as_given
     ) -> UploadToHost:
-        """Return blocks for `hold`. What is given must stay as it is: a thread copies it by layer, as `stored` makes
-        it."""
+        """Begin to copy rows of `tokens` from the device into blocks in host memory, and return
+        this upload for `hold`. A thread copies layer by layer, after `stored` has changed a layer's
+        rows into those to store, so the caller must not change what is given meanwhile."""
         return self._blocks(tokens, layers, rest, stored=stored, lane=self.contents.leaving_lane)
 
     def hold(self, session: str, start: int, uploads: Sequence[UploadToHost], lineage: str = EXACT) -> bool:
-        """Do as `extend` with blocks on their way; wait for what is more than the write buffer."""
+        """Append blocks whose rows are still on their way from the device to the first `start`
+        tokens of a session, and return what `extend` would. The caller waits while more bytes are
+        on their way than the write buffer holds."""
         began, key = perf_counter(), self._fresh(session)
         known = self.contents.until(key, start, lineage)
         if known is None:
@@ -186,8 +206,10 @@ class HistoryStore:
         return True
 
     def truncate(self, session: str, keep: float = 0.5) -> int:
-        """Drop the oldest tokens down to a share; return how many. With a rest all of them go. Rows that stay were
-        computed in sight of those that went, so they are found under their new `lineage` alone."""
+        """Drop the oldest tokens of a session so that the share `keep` stays; return how many were
+        dropped. A session with a rest (tensors that belong to all tokens) loses all of them. Rows
+        that stay were computed in sight of those that went, so they get a new `lineage` and are
+        found under it alone."""
         key = self._fresh(session)
         known = self.contents.blocks.get(key, [])
         count = length(known)
@@ -213,15 +235,17 @@ class HistoryStore:
         return drop
 
     def enqueue(self, session: str) -> None:
-        """Note that a job of the session waits: the policy looks ahead at the jobs in this order."""
+        """Note that a turn of the session waits for its start: the policy looks ahead at waiting
+        turns, in the order of these calls."""
         self.placement.queue.join(self._key(session))
 
     def dequeue(self, session: str) -> None:
-        """Note that the session's job starts, or is given up."""
+        """Note that the session's turn does not wait any more: it starts, or is given up."""
         self.placement.queue.leave(self._key(session))
 
     def prefetch(self) -> None:
-        """Bring the sessions of the next jobs into host memory, as far as the policy looks ahead."""
+        """Bring the sessions of the next waiting turns from disk into host memory, as far as the
+        policy looks ahead."""
         for moves in self.placement.prefetch():
             self.contents.carry_out(moves, ahead=True)
 
@@ -236,11 +260,13 @@ class HistoryStore:
         return {tier.name: tier.bytes for tier in self.placement.levels}
 
     def flush(self) -> None:
-        """Wait until all is on disk that is on its way there; then it outlives the process, however that ends."""
+        """Wait until everything that is on its way to disk is there, so that it outlives the
+        process, however that ends."""
         self.contents.flush()
 
     def close(self) -> None:
-        """Leave on disk what has room there, the most recently used first, and wait for it."""
+        """Close the store for good. What lies in memory is written to disk first, the most recently
+        used sessions as far as there is room."""
         self._closed = True
         self.contents.close()
         self.pinned_pool.close()
@@ -255,7 +281,8 @@ class HistoryStore:
         return f"{self.fingerprint.digest}/{session}"
 
     def _fresh(self, session: str) -> str:
-        """Return the session's key, after what is too old was dropped."""
+        """Return the key of a session inside the store, after sessions that are older than their
+        time to live were dropped. Every public call begins with it."""
         if self._closed:
             raise HistoryError("the store is closed: open another one on its folder")
         self.contents.collect()
@@ -263,7 +290,8 @@ class HistoryStore:
         return self._key(session)
 
     def _without_first(self, block: Block, drop: int) -> Block:
-        """Return a block of its own name without the first `drop` tokens."""
+        """Return a copy of a block without its first `drop` tokens, under a new name; a block is
+        never changed itself."""
         cut = {name: x[..., drop:, :] for name, x in (self.contents.read(block).rows or {}).items()}
         rows = {name: copied_into(HOST, x, self.contents.place) for name, x in cut.items()}
         return Block(uuid4().hex, block.tokens[drop:], sum(x.nbytes for x in rows.values()), rows)

@@ -1,8 +1,9 @@
-"""The bookkeeping of which session lies in which tier, as its policy wants it (CachedAttention, section 3.3).
+"""The bookkeeping of which session (a stored conversation) lies in which tier, as a policy wants it
+(CachedAttention, section 3.3).
 
-A session lies in one tier, whole. What leaves a tier goes to the next slower one; what leaves the last one is gone. The
-store carries the moves out; the simulator counts and times them. Nothing here holds a tensor.
-"""
+A session lies in one tier, whole. What leaves a tier goes to the next slower one; what leaves the
+last one is gone. The store carries the moves out; the simulator counts and times them. Nothing here
+holds a tensor."""
 
 from __future__ import annotations
 
@@ -26,8 +27,9 @@ Rank = tuple[int, int]
 
 @dataclass(slots=True)
 class PlacedSession:
-    """A stored session. `entered`, when it came into its tier, and `used` are ticks of the store's own count, which no
-    clock disturbs; `used_s` is the time of the last use, for the time to live. `level`: its tier, 0 the fastest."""
+    """A stored conversation as the placement knows it. `entered` (when it came into its tier) and
+    `used` count the store's own ticks, which no clock disturbs; `used_s` is the time of the last
+    use in seconds, for the time to live. `level`: its tier, 0 the fastest."""
 
     session: str
     size: int  # bytes
@@ -38,23 +40,26 @@ class PlacedSession:
 
 
 class LRU:
-    """The policy by which the least recently used session leaves first: the one of the smallest rank."""
+    """The policy by which the least recently used session leaves a full tier first. A policy gives
+    each session a rank, and the smallest rank leaves."""
 
     name: ClassVar[str] = "lru"
 
     def rank(self, item: PlacedSession, ticket: int | None, horizon: int) -> Rank:
-        """Return the rank of a session. `ticket`: that of its waiting job, None without one; tickets below `horizon`
-        are in the window."""
+        """Return the rank of a session in its tier: the session of the smallest rank leaves first.
+        `ticket`: the number of its waiting job in order of arrival, None without one. `horizon`:
+        jobs with a ticket below it are within the window at which the policy looks ahead."""
         return 0, item.used
 
     def window(self, capacity: int, mean_size: float) -> int:
-        """Return how many waiting jobs to look ahead at, over tiers that hold `capacity` bytes; 0 for none."""
+        """Return how many of the next waiting jobs the policy looks ahead at, where the tiers hold
+        `capacity` bytes and a session has `mean_size` on average; 0 for none."""
         return 0
 
 
 class FIFO(LRU):
-    """The policy by which the session that has been in its tier for longest leaves first, used or not. What comes from
-    another tier is the last one in, so it always finds room."""
+    """The policy by which the session that came into its tier first leaves it first, used or not.
+    What moves there from another tier counts as the last to come, so it always finds room."""
 
     name = "fifo"
 
@@ -63,11 +68,11 @@ class FIFO(LRU):
 
 
 class SchedulerAware(LRU):
-    """CachedAttention's policy, with look-ahead windows over as many waiting jobs as there are sessions that fit.
+    """CachedAttention's policy, which looks ahead at as many waiting jobs as there are sessions
+    that fit into the tiers.
 
-    A session with a job in the window is exempt. Among the others the least recently used leaves first; where all
-    are exempt, the one whose job is nearest the tail.
-    """
+    A session with a job in that window is kept. Among the others the least recently used one leaves
+    first; where all have such a job, the one whose job is nearest the tail of the queue leaves."""
 
     name = "scheduler_aware"
 
@@ -82,7 +87,9 @@ POLICIES: Mapping[str, type[LRU]] = {policy.name: policy for policy in (Schedule
 
 
 class TierContents:
-    """The sessions in the tier `name`. A rank may rise without notice; where it falls, `push` must be called."""
+    """The sessions (stored conversations) that lie in the tier `name`, with a heap by the ranks of
+    a policy: the lowest rank leaves first. A rank may rise without notice; where it falls, `push`
+    must be called."""
 
     def __init__(self, name: str, capacity: int) -> None:
         self.name, self.capacity = name, capacity
@@ -123,12 +130,12 @@ class TierContents:
 
 
 class DiskAccount(Generic[Name]):
-    """The account of a disk of `capacity` bytes: names and sizes of the blocks in files, by session. The store and the
-    simulator keep it.
+    """An account of what lies on a disk of `capacity` bytes: names and sizes of the blocks in
+    files, by session. The store and the simulator keep one each.
 
-    A session that moved into memory leaves its files as a spare copy: it costs nothing while there is room, and saves
-    the writing when the session comes back. Spare copies go first where room is needed, the oldest one before all.
-    """
+    A session that moves into memory leaves its files as a spare copy: that costs nothing while
+    there is room, and saves writing them when the session comes back. Where room is needed, spare
+    copies go first, the oldest before the others."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity, self.bytes = capacity, 0
@@ -136,7 +143,9 @@ class DiskAccount(Generic[Name]):
         self._spare: OrderedDict[str, None] = OrderedDict()  # the first became one first
 
     def make_room(self, session: str, blocks: Mapping[Name, int], drop: Callable[[str], None]) -> None:
-        """Drop spare copies of others until `blocks`, all that the session has, fit. Raise OSError if none is left."""
+        """Call `drop` for spare copies of other sessions, files of what lies in memory too, until
+        `blocks`, all that `session` has, fit. Raise OSError where they do not fit and no spare copy
+        is left."""
         more = sum(blocks.values()) - sum(self._blocks.get(session, {}).values())
         while self.bytes + more > self.capacity:
             spare = next((other for other in self._spare if other != session), None)
@@ -145,7 +154,8 @@ class DiskAccount(Generic[Name]):
             drop(spare)
 
     def hold(self, session: str, blocks: Mapping[Name, int]) -> int:
-        """Note that `blocks` are all that the session has now; return the bytes of those that it had not yet."""
+        """Note that the session has just these `blocks` on disk now, sizes by name; return the
+        bytes of those that it did not have before."""
         before = self._blocks.get(session, {})
         self._blocks[session] = blocks
         self.bytes += sum(blocks.values()) - sum(before.values())
@@ -153,7 +163,8 @@ class DiskAccount(Generic[Name]):
         return sum(size for name, size in blocks.items() if name not in before)
 
     def spare(self, session: str) -> None:
-        """Note that the session lies in memory now, so that its files are a spare copy."""
+        """Note that the session moved into memory, so that its files on disk are a spare copy from
+        now on."""
         if session in self._blocks:
             self._spare[session] = None
 
@@ -163,8 +174,9 @@ class DiskAccount(Generic[Name]):
 
 
 class JobQueue:
-    """The jobs that wait, at most one of each session. A ticket is a job's number in order of arrival. Jobs may leave
-    out of turn, so the tickets of those that wait have gaps."""
+    """A queue of the turns that wait to be served, one per session at most. A turn's ticket is its
+    number in order of arrival. Turns may leave out of order, so the tickets of those that wait have
+    gaps."""
 
     def __init__(self) -> None:
         self._jobs: dict[int, str] = {}
@@ -176,7 +188,7 @@ class JobQueue:
         return len(self._jobs)
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over the sessions of the jobs."""
+        """Iterate over the names of the sessions whose jobs wait, in order of arrival."""
         return iter(self._jobs.values())
 
     def join(self, session: str) -> None:
@@ -185,27 +197,31 @@ class JobQueue:
         self._next += 1
 
     def leave(self, session: str) -> None:
-        """Remove the session's job, which starts or is given up."""
+        """Remove the session's waiting job, which starts or is given up."""
         ticket = self._tickets.pop(session)
         del self._jobs[ticket], self._order[bisect_left(self._order, ticket)]
 
     def ticket(self, session: str) -> int | None:
-        """Return the ticket of the session's job."""
+        """Return the number of the session's waiting job in order of arrival, or None where it has
+        none."""
         return self._tickets.get(session)
 
     def horizon(self, count: int) -> int:
-        """Return the number below which lie the tickets of the next `count` jobs, and of no others that wait."""
+        """Return a ticket (a job's number in order of arrival) such that of all waiting jobs just
+        the next `count` have smaller ones."""
         return self._order[count] if count < len(self._order) else self._next
 
     def between(self, start: int, end: int) -> list[str]:
-        """Return the sessions of the jobs whose tickets lie from `start` to below `end`."""
+        """Return the sessions whose waiting jobs have tickets (numbers in order of arrival) from
+        `start` to below `end`."""
         places = (bisect_left(self._order, ticket) for ticket in (start, end))
         return [self._jobs[ticket] for ticket in self._order[slice(*places)]]
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A session's way from tier to tier. `source` None: it comes from outside. `target` None: it leaves the store."""
+    """The move of a session (a stored conversation) from one tier to another. `source` None: it
+    comes from outside the store. `target` None: it leaves the store."""
 
     session: str
     source: str | None
@@ -214,13 +230,15 @@ class Move:
 
 
 def in_order(moves: Sequence[Move]) -> list[Move]:
-    """Return the moves as they are to be carried out: first what comes from disk, whose files may make room there."""
+    """Sort moves between tiers into the order in which they are to be carried out: what comes from
+    disk is first, because its files may make room there."""
     return sorted(moves, key=lambda move: move.source != DISK or move.target is None)
 
 
 def without_copies(capacities: Mapping[str, int]) -> int:
-    """Return the bytes of the disk that copies of all that faster tiers hold leave free. Raise `SettingsError` if
-    none."""
+    """Return how many of the disk's bytes stay free for sessions when it also keeps a copy of
+    everything that the faster tiers can hold. `capacities`: bytes by tier. Raise `SettingsError`
+    where nothing is left."""
     left = 2 * capacities[DISK] - sum(capacities.values())
     if left <= 0:
         raise SettingsError("disk is too small for copies of what lies in memory: raise disk, or set copies=false.")
@@ -228,10 +246,11 @@ def without_copies(capacities: Mapping[str, int]) -> int:
 
 
 class Placement:
-    """The record of which session lies in which tier. `capacities`: bytes by tier; a tier of 0 bytes does not exist.
-    `ttl_s`: seconds since the last use after which a session is dropped. `copies`: what lies on disk leaves as many
-    bytes free there as the tiers above hold, for spare copies of their sessions. Moves are to be carried out as
-    `in_order` says."""
+    """The record of which session (a stored conversation) lies in which tier; its methods return
+    the moves that follow from a change, which the caller carries out as `in_order` says.
+    `capacities`: bytes by tier; a tier of 0 bytes does not exist. `ttl_s`: seconds since its last
+    use after which a session is dropped. `copies`: keep as many bytes of the disk free as the tiers
+    above hold, for spare copies of their sessions."""
 
     def __init__(self, capacities: Mapping[str, int], policy: LRU, ttl_s: float = inf, copies: bool = False) -> None:
         given = {name: capacities[name] for name in TIERS if capacities.get(name)}
@@ -255,7 +274,9 @@ class Placement:
         return self._bytes / len(self.items) if self.items else 0.0
 
     def save(self, session: str, size: int, now_s: float, fastest: str | None = None) -> list[Move]:
-        """Put the session, of `size` bytes now, into the fastest tier that can hold it, `fastest` at best."""
+        """Put the session, which has `size` bytes now, into the fastest tier that can hold it,
+        though none faster than `fastest`. Return the moves that follow, those of sessions that make
+        way included."""
         moves: list[Move] = []
         item = self.items.get(session)
         if item:
@@ -272,15 +293,17 @@ class Placement:
         return moves
 
     def use(self, session: str, now_s: float) -> list[Move]:
-        """Bring the session, with which a job starts, into the fastest tier that can hold it."""
+        """Bring the session whose job starts now into the fastest tier that can hold it. Return the
+        moves that follow."""
         item = self.items[session]
         self._touch(item, now_s)
         self.levels[item.level].push(item, self.rank(item))
         return self._raise(item, 0)
 
     def prefetch(self) -> Iterator[list[Move]]:
-        """Bring the sessions of the next jobs from disk into host memory, where nothing more valuable has to give way.
-        Yield the moves of one session at a time, to be carried out before the next is asked for."""
+        """Bring the sessions of the next waiting jobs from disk into host memory, where nothing
+        more valuable has to give way. Yield the moves for one session at a time; carry them out
+        before asking for the next."""
         if HOST not in self.names or DISK not in self.names:
             return
         level = self.names.index(HOST)
@@ -293,14 +316,15 @@ class Placement:
                 yield moves
 
     def expire(self, now_s: float) -> list[Move]:
-        """Drop what was not used for `ttl_s`."""
+        """Drop all sessions that were not used for `ttl_s` seconds; return their moves out of the
+        store."""
         moves: list[Move] = []
         while self.items and now_s - (oldest := next(iter(self.items.values()))).used_s > self.ttl_s:
             moves += self.drop(oldest.session)
         return moves
 
     def shrink(self, session: str, size: int) -> None:
-        """Note that the session has fewer bytes now, in the tier where it lies."""
+        """Note that the session has only `size` bytes now; it stays in its tier."""
         item = self.items[session]
         tier = self.levels[item.level]
         tier.remove(item)
@@ -323,7 +347,9 @@ class Placement:
         return self.queue.horizon(self.policy.window(self._waiting_capacity, self.mean_size))
 
     def _note_fallen(self) -> None:
-        """Tell the tiers of ranks that fell: sessions that have grown shrink the window, which then loses jobs."""
+        """Tell the tiers which sessions have a lower rank now. Where sessions grow, fewer fit into
+        the tiers, so the policy looks ahead at fewer waiting jobs, and sessions whose jobs are no
+        longer among them may leave sooner."""
         horizon = self._horizon()
         for session in self.queue.between(horizon, self._farthest):
             if item := self.items.get(session):
@@ -336,7 +362,8 @@ class Placement:
         self.items.move_to_end(item.session)
 
     def _raise(self, item: PlacedSession, level: int) -> list[Move]:
-        """Move the session into a tier from `level` on that is faster than its own, if one takes it."""
+        """Move the session into the first tier from `level` on that has room for it and is faster
+        than its own; return the moves. It stays where it is if there is none."""
         moves: list[Move] = []
         tier = self.levels[item.level]
         tier.remove(item)  # so that what makes way may have its place
@@ -344,7 +371,8 @@ class Placement:
         return moves
 
     def _place(self, item: PlacedSession, level: int, source: str | None, moves: list[Move]) -> None:
-        """Move the session into the first tier from `level` on that takes it, or else out."""
+        """Move the session into the first tier from `level` on (0 is the fastest) that takes it, or
+        else out of the store. Append what moves to `moves`."""
         for slower in range(level, len(self.levels)):
             if self._make_room(slower, item, moves):
                 self._settle(item, slower, source, moves)
@@ -352,7 +380,9 @@ class Placement:
         moves.append(self._out(item, source))
 
     def _make_room(self, level: int, item: PlacedSession, moves: list[Move]) -> bool:
-        """Move lower ranks out of a tier until the session fits; return False where only higher ranks are left."""
+        """Move sessions of lower rank out of the tier `level` until the session `item` fits, and
+        append these moves to `moves`. Return False, and move nothing, where only higher ranks are
+        left."""
         tier = self.levels[level]
         if item.size > tier.capacity:
             return False

@@ -1,4 +1,5 @@
-"""Counts of what a store was asked and what it cost, and speeds that it has measured."""
+"""Counts of what a store of conversations was asked for and what that cost, and speeds that it has
+measured."""
 
 from __future__ import annotations
 
@@ -10,13 +11,13 @@ from typing import Any
 
 @dataclass
 class Statistics:
-    """The counts of one store. `dropped`: sessions that left for lack of room or by age; `refused`: too large or not
-    worth a place when saved; `lost`: to damaged files and errors of the disk.
+    """The counts of one store of conversations. Of sessions (stored conversations), `dropped` left
+    for lack of room or by age, `refused` were too large or not worth a place when they were saved,
+    `lost` fell to damaged files and errors of the disk.
 
-    `load_s`: in which rows were on their way to jobs, `hidden_s` of them while these computed or had not begun;
-    `exposed_s`: in which jobs waited for them. Callers waited `write_waits` times, `write_wait_s` in all, as a write
-    buffer was full.
-    """
+    Seconds: `load_s` in which keys and values were on their way to turns, `hidden_s` of them while
+    these computed or had not begun, `exposed_s` in which turns waited for them. Callers waited
+    `write_waits` times, `write_wait_s` in all, because a write buffer was full."""
 
     lookups: int = 0
     hits: Counter[str] = field(default_factory=Counter)  # by tier
@@ -35,7 +36,8 @@ class Statistics:
     write_wait_s: float = 0.0
 
     def found(self, tier: str, tokens: int, count: int = 1) -> None:
-        """Count a hit; `count` -1 takes it back."""
+        """Count a hit in `tier` that reuses `tokens`; `count` -1 takes one back, whose rows proved
+        to be unreadable."""
         self.hits[tier] += count
         self.reused_tokens += count * tokens
 
@@ -45,9 +47,11 @@ class Statistics:
 
 
 class MeasuredSpeeds:
-    """Measured speeds, and the size of the read buffer that follows from them (CachedAttention, section 3.2.1):
-    S_buf = B (T_load L_hist - T_pref L_new) bytes: what loading takes longer than the prefill of the new tokens is
-    loaded before the job begins. B is the bandwidth from a tier, T_load and T_pref are seconds per token."""
+    """Measured speeds of loading and of prefill, and the size of the read buffer that follows from
+    them: what is loaded before a turn begins to compute (CachedAttention, section 3.2.1), S_buf = B
+    (T_load L_hist - T_pref L_new) bytes, for which loading takes longer than the prefill of the new
+    tokens. B is the bandwidth from a tier, T_load and T_pref are seconds per token, L are tokens of
+    the history and new ones."""
 
     def __init__(self) -> None:
         self._bytes: Counter[str] = Counter()
@@ -60,13 +64,15 @@ class MeasuredSpeeds:
         self._loading_s[tier] = self._loading_s.get(tier, 0.0) + seconds
 
     def prefilled(self, tokens: int, seconds: float) -> None:
-        """Note a prefill of `tokens` new tokens in `seconds`, without those of waiting for rows."""
+        """Note that the prefill of `tokens` new tokens took `seconds`, without the time of waiting
+        for rows."""
         self._tokens += tokens
         self._prefill_s += seconds
 
     def read_buffer(self, tier: str, size: int, layers: int, new: int) -> int:
-        """Return the read buffer in layers, for a history of `size` bytes (B T_load L_hist) and `new` tokens; all
-        layers before the first measurement."""
+        """Return how many of the `layers` layers to load before a turn begins, for a stored history
+        of `size` bytes in `tier` and `new` tokens to compute. Before the first measurement these
+        are all layers."""
         loading_s = self._loading_s.get(tier, 0.0)
         if not (loading_s and self._tokens):
             return layers

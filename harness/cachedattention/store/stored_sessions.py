@@ -1,4 +1,5 @@
-"""The rows of sessions, where their placement says that they lie: in memory, or in the files of a disk."""
+"""The keys and values of sessions (stored conversations), kept where their placement says: in
+memory, or in the files of a disk."""
 
 from __future__ import annotations
 
@@ -28,15 +29,17 @@ T = TypeVar("T")
 
 
 def _ignored(_: Future[Any]) -> None:
-    """Leave it to the reader of the rows to find out that they did not come."""
+    """Do nothing when an upload of rows to host memory ends: whoever reads the rows finds out
+    whether they came."""
 
 
 Written = tuple[int, list[Block]]  # bytes written; the session's blocks as they lie on disk
 
 
 class WriteBuffer:
-    """A buffer in which `capacity` bytes of rows may wait for `worker`; what comes on top makes the caller wait. The
-    caller's own thread learns what became of them when it asks."""
+    """A queue of tasks for the thread `worker`, in which rows may wait that take `capacity` bytes;
+    a caller who submits more waits until there is room. Callbacks on finished tasks run in the
+    caller's own thread, when it calls `collect`, `drain` or one of the other methods."""
 
     def __init__(self, worker: TransferLane, capacity: int, statistics: Statistics) -> None:
         self._worker, self._capacity, self._statistics = worker, capacity, statistics
@@ -44,11 +47,13 @@ class WriteBuffer:
         self.held = 0
 
     def submit(self, action: Callable[[], T], finished: Callable[[Future[T]], None], size: int = 0) -> None:
-        """Run `action` after all that were submitted before. `size`: bytes that wait for it in memory."""
+        """Run `action` in the worker after all that were submitted before, and call `finished` with
+        its future afterwards. `size`: bytes of rows that wait for it in memory."""
         self.follow(self._worker.submit(action), finished, size)
 
     def follow(self, future: Future[T], finished: Callable[[Future[T]], None], size: int) -> None:
-        """Track a future that was submitted elsewhere."""
+        """Track `future`, which was submitted elsewhere, as `submit` does with its own: count
+        `size` bytes until it is done, then call `finished` with it."""
         self._changes.append((future, size, finished))
         self.held += size
         self.collect()
@@ -60,17 +65,18 @@ class WriteBuffer:
             self._statistics.write_wait_s += perf_counter() - began
 
     def collect(self) -> None:
-        """Call `finished` of everything that is done by now."""
+        """Call `finished` for every task that is done by now, in order, up to the first that is
+        not."""
         while self._changes and self._changes[0][0].done():
             self._finish_oldest()
 
     def drain(self) -> None:
-        """Wait for everything."""
+        """Wait until all tasks are done, and call `finished` for each."""
         while self._changes:
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
-        """Wait for the oldest and call its `finished`, which may submit more."""
+        """Wait for the oldest task and call its `finished`, which may submit more tasks."""
         future, size, finished = self._changes.popleft()
         future.exception()  # waits
         self.held -= size
@@ -78,9 +84,11 @@ class WriteBuffer:
 
 
 class Fetch:
-    """A read of one session's blocks in `lane`, layer by layer: `rows` are those of each layer, block by block. Blocks
-    that lie in memory are taken as they are, others are read into host memory of `place`. Missing, short and foreign
-    files are found at once (`DamagedBlock`), before anything is promised."""
+    """A read of one session's blocks (consecutive tokens with their keys and values) into host
+    memory, layer by layer, in the thread of `lane`. `rows` has a future per layer, of one
+    dictionary per block. Blocks that lie in memory are taken as they are, others are read from the
+    files that `path` names. Missing, short and foreign files raise at once (`DamagedBlock`), before
+    anything is promised."""
 
     def __init__(self, parts: Sequence[Block], path: Callable[[Block], Path], place: Place, lane: TransferLane) -> None:
         self._parts, self._place = list(parts), place
@@ -99,19 +107,20 @@ class Fetch:
 
     @property
     def reads_disk(self) -> bool:
-        """Return whether blocks are still being read from disk."""
+        """Return whether blocks of the session are still being read from disk."""
         return not self.finished and any(part.rows is None for part in self._parts)
 
     def brings(self, parts: Sequence[Block]) -> bool:
-        """Return whether this reads all of `parts` that do not lie in memory."""
+        """Return whether this fetch reads all those of `parts` whose rows do not lie in memory."""
         return {part.name for part in parts if part.rows is None} <= {part.name for part in self._parts}
 
     def wait(self) -> None:
-        """Wait for the end, good or bad, after which no file is read any more."""
+        """Wait until all layers are read or have failed, after which this fetch reads no file any
+        more."""
         wait(self.rows.values())
 
     def blocks(self) -> list[Block]:
-        """Wait for the end; return the blocks with all their rows."""
+        """Wait until all layers are read; return the session's blocks with their rows in memory."""
         layers = [rows.result() for rows in self.rows.values()]
         return [
             replace(part, rows={name: x for rows in layers for name, x in rows[place].items()})
@@ -130,14 +139,16 @@ class Fetch:
 
 
 class StoredSessions:
-    """The blocks of sessions by key, the lineages of their rows, and why those that are gone are. It carries out what
-    `placement` decides. What fails on its way is lost: forgotten, with a warning.
+    """The contents of a store: for each session (a stored conversation, by key) its blocks of
+    tokens with keys and values, the lineage of these (a hash of what was dropped or recomputed
+    before them), and for sessions that are gone the reason. It carries out the moves that
+    `placement` decides. A session whose move fails is lost: forgotten, with a warning.
 
-    One thread decides, and `blocks` is its view: blocks have rows until these are known to lie on disk, so what waits
-    to be written is found. Other threads bring rows from the device (`leaving`), read files (`fetches`), copy rows to
-    the device (`copying`) and, in the order of the decisions, change the disk (`saving`). With no `threads` the caller
-    does everything itself, at once. Whatever needs rows that are still on their way waits for them.
-    """
+    One thread decides, and `blocks` is its view: a block has rows in memory until it is known to
+    lie on disk, so what waits to be written can be found. Other threads bring rows from the device
+    (`leaving`), read files (`fetches`), copy rows to the device (`copying`) and, in the order of
+    the decisions, change the disk (`saving`). With 0 `threads` the caller does everything itself,
+    at once. Whatever needs rows that are still on their way waits for them."""
 
     def __init__(
         self,
@@ -170,7 +181,7 @@ class StoredSessions:
             self._restore(disk)
 
     def _restore(self, disk: Disk) -> None:
-        """Take over what an earlier process has left on disk."""
+        """Take over the sessions that an earlier process has left on disk."""
         for key, session, used_s in disk.restored(self.clock()):
             self.blocks[key], self.lineages[key] = list(session.blocks), session.lineage
             self._away[key] = None
@@ -178,18 +189,22 @@ class StoredSessions:
             self.carry_out([move for move in moves if move.target is None])
 
     def covered(self, key: str, tokens: Sequence[int], lineage: str) -> list[Block]:
-        """Return the blocks of the session, from the first on, that serve a text that begins with `tokens`."""
+        """Return the session's blocks, from the first on, whose tokens are those that `tokens`
+        begin with, where the session has this `lineage`. A session with a rest (tensors that belong
+        to all tokens) matches as a whole or not at all."""
         parts = self.blocks.get(key, []) if self.lineages.get(key) == lineage else []
         count = covered(parts, tokens)
         return [] if has_rest(parts) and count < len(parts) else parts[:count]
 
     def until(self, key: str, end: int, lineage: str) -> list[Block] | None:
-        """Return the blocks that hold the first `end` tokens, or None where no block ends there."""
+        """Return the blocks that hold just the first `end` tokens of a session of this `lineage`,
+        or None where no block ends there."""
         known = self.blocks.get(key, []) if self.lineages.get(key) == lineage else []
         return next((known[:count] for count in range(len(known) + 1) if length_of(known[:count]) == end), None)
 
     def collect(self) -> None:
-        """Take note of what other threads have done by now."""
+        """Take note of what other threads have finished by now: uploads from the device, writes to
+        disk, and reads from it."""
         self.leaving.collect()
         while self._uploads and self._uploads[0][1].finished:
             key, upload = self._uploads.popleft()
@@ -201,14 +216,16 @@ class StoredSessions:
             self.attempt(key, self._arrive)
 
     def _take_arrived(self, key: str) -> None:
-        """Let go of the session's uploads that have ended. Raise `NotSaved` if rows did not come."""
+        """Replace rows of the session that have arrived from the device by plain tensors, so that
+        their upload can be let go. Raise `NotSaved` where rows did not come."""
         self.blocks[key] = [
             replace(block, rows=dict(block.rows)) if isinstance(block.rows, ArrivingRows) and block.rows.done else block
             for block in self.blocks[key]
         ]
 
     def hold(self, key: str, parts: list[Block], lineage: str, moves: Sequence[Move]) -> None:
-        """Make `parts` the session, and carry out the moves of its placement."""
+        """Make `parts` all blocks of the session, of this `lineage`, and carry out `moves`, which
+        the placement decided for it."""
         self.blocks[key], self.lineages[key] = parts, lineage
         self.losses.pop(key, None)
         if self.placement.tier(key) not in (DISK, None):
@@ -221,12 +238,14 @@ class StoredSessions:
             self._forget(key, Loss.NO_ROOM)
 
     def settle(self, key: str) -> None:
-        """Bring what is new of a session to where the session lies."""
+        """Bring blocks of a session that lie elsewhere into the session's tier: write them to disk,
+        or read them from it."""
         self.attempt(key, self._write if self.placement.tier(key) == DISK else self._load)
 
     def follow(self, key: str, uploads: Sequence[UploadToHost], began: float) -> None:
-        """Follow rows of the session that are on their way from the device. The caller, who has waited since `began`,
-        waits for what is more than the write buffer."""
+        """Follow `uploads`, which copy rows of the session from the device to host memory. The
+        caller, who has waited since `began`, waits here while more bytes are on their way than the
+        write buffer holds."""
         for upload in uploads:
             self._uploads.append((key, upload))
             for future, size in upload.layers:
@@ -235,7 +254,9 @@ class StoredSessions:
             upload.waited(began)
 
     def carry_out(self, moves: Sequence[Move], *, ahead: bool = False, dropped_for: Loss = Loss.NO_ROOM) -> None:
-        """Carry out the moves. `ahead`: no job waits yet for what comes from disk."""
+        """Carry out moves of sessions between tiers. `ahead`: what is read from disk is fetched
+        ahead of its turn, so its reads have a lane of their own. `dropped_for`: the reason to
+        record for sessions that leave the store."""
         for move in in_order(moves):
             if move.session not in self.blocks:
                 continue
@@ -248,7 +269,9 @@ class StoredSessions:
         self.collect()
 
     def fetch(self, key: str, *, ahead: bool = False) -> Fetch:
-        """Read what lies on disk, unless that has begun already."""
+        """Return the read of the session's blocks into host memory, which begins now unless it has
+        before. `ahead`: it is for a turn that has not come up yet, and goes in a lane of its
+        own."""
         if key not in self.fetches:
             parts, lane = self.blocks[key], self._ahead if ahead else self._reading
             self.fetches[key] = Fetch(parts, self._path, self.place, lane)
@@ -256,8 +279,9 @@ class StoredSessions:
         return self.fetches[key]
 
     def use(self, key: str, fetch: Fetch) -> str | None:
-        """Begin a job with the session, whose rows `fetch` has begun to read: what that brings is not read again.
-        Return the tier where the session is found now, or None where it has left since."""
+        """Begin a turn that goes on with the session. `fetch` has begun to read its rows; what it
+        brings is not read again. Return the tier where the session is found now, or None where it
+        has left the store since."""
         self.collect()
         if (tier := self.found_in(key)) is not None:
             if fetch.brings(self.blocks[key]):
@@ -267,19 +291,23 @@ class StoredSessions:
         return tier
 
     def found_in(self, key: str) -> str | None:
-        """Return the tier that the session's rows come from: what is still on its way from disk is found there."""
+        """Return the tier that the session's rows come from, None where it is not stored. Rows that
+        are still being read from disk come from disk, though the placement has them in host memory
+        already."""
         fetch = self.fetches.get(key)
         return DISK if fetch is not None and fetch.reads_disk else self.placement.tier(key)
 
     def read(self, part: Block) -> Block:
-        """Return the block with its rows, from wherever these lie. Raise one of `LOST` where they cannot be read."""
+        """Return the block with its rows in memory, read from its file where needed. Raise one of
+        `LOST` where they cannot be read."""
         if part.rows is None:
             self.statistics.read_bytes += part.size
         [block] = Fetch([part], self._path, self.place, self._reading).blocks()
         return block
 
     def lose(self, key: str, error: Exception) -> None:
-        """Forget a session whose rows cannot be had, with a warning."""
+        """Forget a session, with a warning, because `error` kept its rows from being read, written
+        or copied."""
         self.statistics.lost += 1
         warn(f"the stored history of session {key.partition('/')[2]!r} is lost and will be computed again: {error}")
         if key in self.placement.items:
@@ -287,7 +315,7 @@ class StoredSessions:
         self._forget(key, loss_by(error))
 
     def flush(self) -> None:
-        """Wait until all is on disk that is on its way there."""
+        """Wait until all reads have ended and everything that is on its way to disk is there."""
         for key in list(self.fetches):
             self.attempt(key, self._arrive)
         self.leaving.drain()
@@ -295,7 +323,8 @@ class StoredSessions:
         self.saving.drain()
 
     def close(self) -> None:
-        """Leave on disk what has room there, the most recently used first, and end all threads."""
+        """Write to disk the sessions that have room there, the most recently used first, and end
+        all threads."""
         if self.disk is not None:
             self.flush()
             on_disk = sum(tier.bytes for tier in self.placement.levels if tier.name == DISK)
@@ -322,7 +351,8 @@ class StoredSessions:
             self.lose(key, error)
 
     def _write(self, key: str) -> None:
-        """Write the session into files; its rows in memory go as soon as these are there."""
+        """Begin to write the session's blocks into files; their rows in memory are let go as soon
+        as the files are there."""
         assert self.disk is not None
         self._arrive(key)
         self._away[key] = ticket = object()
@@ -331,7 +361,9 @@ class StoredSessions:
         self.saving.submit(write, partial(self._written, key, ticket), size)
 
     def _written(self, key: str, ticket: object, future: Future[Written]) -> None:
-        """Note the end of the write `ticket`. The session may have been brought back or replaced since it began."""
+        """Note that a write of the session has ended, for which `future` has its result. Unless the
+        session has been brought back into memory or written anew since, which `ticket` tells, its
+        rows in memory are let go."""
         leaves = self._away.get(key) is ticket
         error = future.exception()
         if error is None:
@@ -351,14 +383,16 @@ class StoredSessions:
             self.lose(key, error)
 
     def _load(self, key: str, *, ahead: bool = False) -> None:
-        """Bring the session into memory; its files become a spare copy."""
+        """Bring the session from disk into memory; its files stay as a spare copy. `ahead`: no turn
+        waits for it yet."""
         self._away.pop(key, None)
         away = any(block.rows is None for block in self.blocks[key])
         fetch = self.fetch(key, ahead=ahead) if away else None
         self._change(lambda disk: disk.files.spare(key), fetch)
 
     def _arrive(self, key: str) -> None:
-        """Wait until a fetch of the session has ended; its rows stay if the session was brought into memory."""
+        """Wait until the session's read from disk has ended, and keep the rows in memory if the
+        session belongs there now."""
         fetch = self.fetches.pop(key, None)
         if fetch is None:
             return
@@ -373,7 +407,8 @@ class StoredSessions:
         self._change(lambda disk: disk.drop(key), self.fetches.pop(key, None))
 
     def _change(self, action: Callable[[Disk], None], fetch: Fetch | None = None) -> None:
-        """Change the disk, once `fetch` has read all of the files that this concerns."""
+        """Let the writing thread call `action` with the disk, after all changes before it and once
+        `fetch` has read its files."""
         if (disk := self.disk) is None:
             return
 

@@ -1,4 +1,5 @@
-"""Rows on their way from the device into blocks in host memory, layer by layer (CachedAttention, section 3.2.2)."""
+"""An upload: keys and values of a turn on their way from the device into blocks in host memory,
+layer by layer, while the model goes on (CachedAttention, section 3.2.2)."""
 
 from __future__ import annotations
 
@@ -23,13 +24,14 @@ MakeStored = Callable[[int, Parts], Parts]  # a layer's rows, as they are stored
 
 
 def as_given(number: int, rows: Parts) -> Parts:
-    """Return a layer's rows unchanged."""
+    """Return a layer's rows unchanged, for rows that are stored as they are."""
     return rows
 
 
 class ArrivingRows(Mapping[str, Tensor]):
-    """The rows of the block at `place` of an upload, by name, each in its layer. Reading one waits for it, and raises
-    `NotSaved` where it does not come."""
+    """The rows of one block by name, in place of a plain dictionary while they are on their way
+    from the device: the block at `place` among those of an upload. Reading a row waits for its
+    layer, and raises `NotSaved` where it does not come."""
 
     def __init__(self, layers: Mapping[str, Future[list[Tensors]]], place: int) -> None:
         self._layers, self._place = layers, place
@@ -49,8 +51,9 @@ class ArrivingRows(Mapping[str, Tensor]):
 
 
 class UploadToHost:
-    """Blocks of consecutive tokens, whose rows are on their way into them: a lane copies them, layer by layer. Tensors
-    that were given are alive until their layer is copied, and must stay as they are."""
+    """Blocks of consecutive tokens whose keys and values are being copied from the device into host
+    memory, layer by layer, by the thread of a lane. The tensors given are kept alive until their
+    layer is copied, and the caller must not change them."""
 
     def __init__(
         self,
@@ -63,9 +66,11 @@ class UploadToHost:
         stored: MakeStored = as_given,
         lane: TransferLane = INLINE,
     ) -> None:
-        """Cut [..., tokens, width] into blocks of `length` tokens, of which the last one may be shorter. `rest`, which
-        belongs to all of them, makes a last block without tokens; without rows there is one block of tokens before it.
-        `place`: the device that the rows leave, and the host memory to which they go."""
+        """Begin to copy `layers`, tensors [..., tokens, width] by name, in blocks of `length`
+        tokens, of which the last one may be shorter; where there are none, one block without rows
+        holds all tokens. `rest`, tensors that belong to all tokens, makes a last block without
+        tokens. `place`: the device that the rows leave, and the host memory to which they go.
+        `stored`: changes the rows of a layer into those to store, in the copying thread."""
         began = perf_counter()
         self._stored, self._place = stored, place
         self._after = reached(place.device)
@@ -94,7 +99,7 @@ class UploadToHost:
 
     @property
     def text(self) -> list[int]:
-        """Return all tokens of the blocks."""
+        """Return the tokens of all blocks, in order."""
         return [token for block in self.blocks for token in block.tokens]
 
     @property
@@ -103,25 +108,28 @@ class UploadToHost:
 
     @property
     def hidden_s(self) -> float:
-        """Return the seconds in which rows were on their way and no caller waited; complete once `finished`."""
+        """Return the seconds in which rows were being copied and no caller waited; the number is
+        complete once `finished`."""
         return self.spans.seconds_without(self.waits)
 
     def waited(self, since: float) -> None:
-        """Note that the caller has waited, from a moment of `perf_counter` until now."""
+        """Note that the caller has waited for this upload, from `since` (a value of `perf_counter`)
+        until now."""
         self.waits.add(since, perf_counter())
 
     def wait(self) -> None:
-        """Wait for the end, good or bad."""
+        """Wait until every layer is copied or has failed."""
         for future, _ in self.layers:
             future.exception()
 
     def release(self) -> None:
-        """Let go of rows and blocks, once they are where they belong."""
+        """Drop the references to rows and blocks, once the session has them."""
         self.layers, self.blocks = [], []
 
     @torch.no_grad()
     def _layer(self, number: int, rows: Parts, rest: Tensors) -> list[Tensors]:
-        """Return copies of a layer's rows in host memory, block by block."""
+        """Copy a layer's rows and `rest` into host memory; return one dictionary of tensors per
+        block."""
         began = perf_counter()
         try:
             with beside_the_model(self._place.device, self._after):

@@ -1,1 +1,2 @@
-"""Conversations whose keys and values outlive the turn: stored at its end, back at the start of the next."""
+"""Conversations whose keys and values outlive the turn: they are stored at its end and come back at
+the start of the next."""

@@ -1,7 +1,8 @@
-"""Where a conversation's cache is between two turns: nowhere, on the device, or in a store (stored.py).
+"""Where a conversation's KV cache is between two turns: nowhere, on the device, or in a store
+(stored.py).
 
-`Conversation` (conversation.py) calls `resume`, `compute`, `save_ahead` and `save` in each turn, in this order.
-"""
+`Conversation` (conversation.py) calls `resume`, `compute`, `save_ahead` and `save` in each turn, in
+this order."""
 
 from __future__ import annotations
 
@@ -26,13 +27,14 @@ NewCache = Callable[[int], KVCache]  # tokens of all turns, prompts and answers,
 
 @dataclass(frozen=True, slots=True)
 class ResumedCache:
-    """A cache that holds the first `reused` tokens of those asked for, found in `tier`; None on a miss.
+    """The KV cache with which a turn of a conversation begins. It holds the first `reused` tokens
+    of the text, which were found in `tier`; None on a miss.
 
-    `load_s`: seconds that the turn has waited for it, also for a fresh one; `hidden_s`: seconds in which its layers
-    were on their way while the turn computed. Both are complete after `compute`, and so is `lost`: why what was stored
-    is not there, where computing it again gives something else. `outgrown`: it was there, and the longer text is
-    rotated otherwise.
-    """
+    `load_s`: seconds that the turn has waited for it, also for a fresh one; `hidden_s`: seconds in
+    which its layers were on their way while the turn computed. Both are complete after `compute`.
+    `lost`: the reason why a stored history is gone, if computing it again gives something else than
+    what was stored; also complete after `compute`. `outgrown`: the history was there, but the model
+    rotates the longer text otherwise, so it is computed again."""
 
     cache: KVCache
     reused: int = 0
@@ -46,8 +48,9 @@ class ResumedCache:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A turn that was saved. `save_s`: seconds that the caller waited at its end, without those of `save_ahead`; its
-    rows may still be on their way, in `uploads`."""
+    """What became of a turn's cache when it was saved. `save_s`: seconds that the caller waited at
+    the turn's end, without those of `save_ahead`. Keys and values may still be on their way to host
+    memory, in `uploads`."""
 
     save_s: float
     uploads: Sequence[UploadToHost] = ()
@@ -57,15 +60,18 @@ class Saved:
         return all(upload.finished for upload in self.uploads)
 
     def hidden_s(self) -> float:
-        """Wait until all rows have left the device; return the seconds of that in which nobody waited."""
+        """Wait until all rows have left the device; return in how many of these seconds rows moved
+        and no caller waited."""
         for upload in self.uploads:
             upload.wait()
         return sum(upload.hidden_s for upload in self.uploads)
 
 
 class CachesBetweenTurns:
-    """The caches of a run's conversations, one object per run. This class keeps nothing: every turn computes the whole
-    text again (history=recompute). `start` makes a fresh cache. `stores`: what is kept may get lost."""
+    """The KV caches of a run's conversations between their turns, one object per run. This class
+    keeps nothing: every turn computes the whole text again (history=recompute). `start`: makes a
+    fresh cache for so many tokens. `stores`: whether caches are kept in a store, which may lose
+    them."""
 
     stores: ClassVar[bool] = False
 
@@ -73,17 +79,19 @@ class CachesBetweenTurns:
         self.start = start
 
     def expect(self, size: int) -> None:
-        """Make room before any clock runs: conversations will come whose keys and values take `size` bytes."""
+        """Make room before any time is measured: conversations will come whose keys and values take
+        `size` bytes together."""
 
     def resume(self, session: str, tokens: Sequence[int], capacity: int, whole: int = 0) -> ResumedCache:
-        """Return a cache for the next turn, with as many of `tokens` as are to be had. Its layers may still be on their
-        way: each is waited for when it is used, and may prove damaged (`HistoryLost`, which `compute` handles).
+        """Return a cache for the next turn of the conversation `session` that holds as many of
+        `tokens`, from the first on, as were kept. Its layers may still be on their way: each is
+        waited for when it is used, and may prove damaged (`HistoryLost`, which `compute` handles).
 
-        `tokens`: the text so far, without what must be fed in any case, such as a prompt's last token for its logits. A
-        cache that `save` was given alive comes back as it is: `open_turn` before a prefill. `whole`: how many tokens
-        the text has with those; where that decides how the model rotates, a history that is rotated otherwise is of no
-        use.
-        """
+        `tokens`: the text so far, without what must be fed in any case, such as a prompt's last
+        token for its logits. A cache that stayed on the device comes back as `save` was given it:
+        call its `open_turn` before a prefill. `whole`: the length of the text with those tokens;
+        where a model rotates by the length of the text, a history that was rotated for another
+        length is of no use."""
         began = perf_counter()
         found = self._find(session, tokens, capacity, max(whole, len(tokens)))
         wait_for(found.cache.state.request.device)
@@ -93,8 +101,9 @@ class CachesBetweenTurns:
     def compute(
         self, found: ResumedCache, tokens: Sequence[int], prefill: Prefill
     ) -> tuple[ResumedCache, Tensor | None]:
-        """Prefill what `found` lacks of the text. Return what there was to be had, and the logits of the last token,
-        None where nothing was lacking. A history that proves damaged on its way is computed again, in a fresh cache."""
+        """Prefill what the cache `found` lacks of the text. Return `found` with its times and
+        losses complete, and the logits of the last token, None where nothing was lacking. A history
+        that proves damaged while it is loaded is computed again, in a fresh cache."""
         try:
             logits = _computed(found.cache, tokens[found.reused :], prefill)
         except HistoryLost:
@@ -108,14 +117,16 @@ class CachesBetweenTurns:
         return found, logits
 
     def save_ahead(self, session: str, tokens: Sequence[int], cache: KVCache) -> float:
-        """Let rows that `save` will be given begin to leave the device: the prompt is prefilled and not sealed.
-        `tokens`: all that was fed to `cache`. Return the seconds that the caller waited."""
+        """Begin to copy rows that `save` will be given from the device to the store, between
+        prefill and seal. `tokens`: all that was fed to `cache`. Return the seconds that the caller
+        waited."""
         began = perf_counter()
         self._leave_ahead(session, tokens, cache)
         return perf_counter() - began
 
     def save(self, session: str, tokens: Sequence[int], cache: KVCache) -> Saved:
-        """End a turn. `tokens`: all that was fed to `cache`, which belongs to this object from now on."""
+        """End a turn: keep `cache` for the next one. `tokens`: all that was fed to it. The cache
+        belongs to this object from now on."""
         began = perf_counter()
         uploads = self._keep(session, tokens, cache)
         return Saved(perf_counter() - began, uploads)
@@ -123,8 +134,9 @@ class CachesBetweenTurns:
     def shorten(
         self, session: str, tokens: Sequence[int], keep: int, capacity: int, *, sinks: int = 0, naive: bool = False
     ) -> list[int]:
-        """Cut a history of `tokens` to `keep` at most, its first `sinks` and its last (truncation.py). Return the text
-        that it stands for now. Where the history is gone, that text will be computed."""
+        """Cut the stored history of a conversation, `tokens`, to `keep` tokens at most: its first
+        `sinks` and its last ones (truncation.py). `naive`: keys stay rotated to where they stood.
+        Return the tokens that are left. Where the history is gone, the next turn computes them."""
         found = self.resume(session, tokens, capacity)
         try:
             found.cache.await_layers()
@@ -141,41 +153,47 @@ class CachesBetweenTurns:
         return kept
 
     def forget(self, session: str) -> None:
-        """Let go of a conversation that is over."""
+        """Drop what is kept of a conversation that is over."""
 
     def enqueue(self, session: str) -> None:
-        """Note that a turn of the session waits, after those that wait already."""
+        """Note that a turn of the conversation waits for its start, after those that wait
+        already."""
 
     def dequeue(self, session: str) -> None:
-        """Note that the session's turn starts, or is given up."""
+        """Note that the conversation's turn does not wait any more: it starts, or is given up."""
 
     def prefetch(self) -> None:
-        """Move the sessions of the turns that wait closer to the device."""
+        """Bring the histories of the turns that wait into a faster tier, as far as the store's
+        policy looks ahead."""
 
     def ahead(self, session: str, tokens: Sequence[int], whole: int = 0) -> None:
-        """Load the first layers, as many as the read buffer holds: the next `resume` will ask for just this."""
+        """Begin to load the first layers of a conversation's history, as many as the read buffer
+        holds, because the next `resume` will ask for it with the same arguments."""
 
     def close(self) -> None:
-        """End the run; call it once."""
+        """Let go of all caches at the end of the run; call it once."""
 
     def _find(self, session: str, tokens: Sequence[int], capacity: int, whole: int) -> ResumedCache:
         return ResumedCache(self.start(capacity))
 
     def _anew(self, found: ResumedCache) -> ResumedCache:
-        """Return a fresh cache where nothing of what was found may be used."""
+        """Return a fresh cache for the same text, in place of `found`, whose rows proved to be
+        damaged."""
         fresh = self.start(found.cache.capacity)
         fresh.take_text(found.cache)
         return ResumedCache(fresh, load_s=found.load_s)
 
     def _leave_ahead(self, session: str, tokens: Sequence[int], cache: KVCache) -> None:
-        """Begin to move rows, where some can leave before the turn has ended."""
+        """Begin to copy rows from the device, in classes that store them; here nothing happens."""
 
     def _keep(self, session: str, tokens: Sequence[int], cache: KVCache) -> Sequence[UploadToHost]:
-        """Keep the cache for the next turn; return the uploads that go on while the caller does."""
+        """Keep the cache for the next turn. Return the uploads that go on copying its rows to host
+        memory; none here."""
         return ()
 
     def _cut(self, cache: KVCache, tokens: Sequence[int], keep: int, capacity: int, sinks: int, naive: bool) -> KVCache:
-        """Return a fresh cache with what stays of `cache`, which holds `tokens`."""
+        """Return a fresh cache of `capacity` tokens with what stays of `cache`, which holds
+        `tokens`, when its history is cut to `keep` tokens as in `shorten`."""
         contents, fresh = cache.whole_contents(), self.start(capacity)
         rotations = [Rotation(layer.spec.rope, fresh.state.request.dtype) for layer in fresh.layers]
         for rotation in rotations:
@@ -186,8 +204,8 @@ class CachesBetweenTurns:
 
 
 class DevicePrefix(CachesBetweenTurns):
-    """Caches that stay alive on the device, as many as there are conversations. One that holds anything but the
-    beginning of what is asked for is of no use, and is let go."""
+    """Caches of conversations that stay on the device between two turns, one per conversation. A
+    cache that holds anything but the beginning of the text asked for is dropped."""
 
     def __init__(self, start: NewCache) -> None:
         super().__init__(start)
@@ -225,5 +243,5 @@ def _computed(cache: KVCache, tokens: Sequence[int], prefill: Prefill) -> Tensor
 
 
 def both_ends(tokens: Sequence[int], keep: int, sinks: int) -> list[int]:
-    """Return the first `sinks` tokens and the last ones, `keep` in all."""
+    """Return the first `sinks` tokens and the last ones, `keep` tokens in all."""
     return [*tokens[:sinks], *tokens[len(tokens) - keep + sinks :]]

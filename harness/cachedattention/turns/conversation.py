@@ -26,21 +26,22 @@ from harness.engine.cache import KVCache
 
 
 class Overflow:
-    """The rule for a conversation that outgrows the window: a share of its history stays (CachedAttention, section
-    3.4). `settings.window` is a number here, and `settings.by` one of three ways.
+    """The rule for a conversation that outgrows the window: when a turn does not fit, its history
+    is cut to a share, and the oldest tokens leave (CachedAttention, section 3.4). `settings.window`
+    is a number here, and `settings.by` one of three ways.
 
-    `truncate_cache` cuts the cache, whose keys are rotated again, to the start of the window. Its rivals are the
-    paper's: `truncate_tokens` (TT) cuts the text alone, which is then computed again; `truncate_rotated` (NKVT) cuts
-    the cache and leaves keys rotated to where they stood.
-    """
+    `truncate_cache` cuts the cache, and rotates its keys again to the start of the window. Its
+    rivals are the paper's: `truncate_tokens` (TT) cuts the text alone, which is then computed
+    again; `truncate_rotated` (NKVT) cuts the cache and leaves keys rotated to where they stood."""
 
     def __init__(self, settings: OverflowSettings) -> None:
         assert settings.window is not None
         self.settings, self.window = settings, settings.window
 
     def keep(self, history: int, new: int) -> int:
-        """Return how many of `history` tokens stay where `new` ones are to fit in. Where first tokens always stay, none
-        stay unless others do."""
+        """Return how many of `history` tokens may stay so that `new` tokens fit into the window.
+        Where some first tokens always stay (`overflow.sinks`) and nothing but these would be left,
+        return 0."""
         while history and history + new > self.window:
             history = int(history * self.settings.ratio)
             if history <= self.settings.sinks:
@@ -48,8 +49,9 @@ class Overflow:
         return history
 
     def make_room(self, caches: CachesBetweenTurns, session: str, fed: Sequence[int], new: int) -> list[int]:
-        """Cut a history before a turn of `new` tokens, its answer's included, and return the tokens that stay. `fed`:
-        all tokens of the history. Of a method that evicts, at most as many stay as it still held."""
+        """Cut the history of the conversation `session` before a turn of `new` tokens, those of its
+        answer included. `fed`: all tokens that the history holds. Return the tokens that stay; of a
+        method that evicts, at most as many as it still held."""
         keep = self.keep(len(fed), new)
         if keep == len(fed):
             return list(fed)
@@ -63,12 +65,14 @@ class Overflow:
 
 
 def without_eos(tokens: Sequence[int], stop: str) -> Sequence[int]:
-    """Return what stays of an answer in the text: its EOS gives way to the template's end of a turn."""
+    """Return the part of an answer that stays in the text: its EOS is left out, for the template
+    ends the turn in its own way."""
     return tokens[: len(tokens) - (stop == "eos")]
 
 
 class Conversation:
-    """A conversation of `turns` turns. `capacity`: the most tokens of all of them, prompts and answers."""
+    """One conversation of `turns` turns: its text, and how its KV cache comes into each turn and
+    out again. `capacity`: the most tokens of all turns together, prompts and answers."""
 
     def __init__(
         self,
@@ -80,8 +84,9 @@ class Conversation:
         overflow: Overflow | None = None,
         by_token: bool = False,
     ) -> None:
-        """Begin a conversation. `overflow`: None where its text always fits the window. `by_token`: what a further turn
-        adds is not prefilled but fed token by token (protocol=context)."""
+        """Begin a conversation, which `session` names in `caches`. `overflow`: the rule for when
+        its text outgrows the window, None where it always fits. `by_token`: what a later turn adds
+        is not prefilled but fed token by token (protocol=context)."""
         self.caches, self.session, self.capacity, self.turns = caches, session, capacity, turns
         self.overflow, self.by_token = overflow, by_token
         self.asked = 0  # turns that have begun
@@ -94,24 +99,26 @@ class Conversation:
 
     @property
     def over(self) -> bool:
-        """Return whether the turn that was asked last is the conversation's last."""
+        """Return whether the turn that was asked last is the conversation's last one."""
         return self.asked == self.turns
 
     @property
     def found(self) -> ResumedCache:
-        """Return this turn's cache, and what it had of the history."""
+        """Return this turn's cache, with how much of the history it held and where that was
+        found."""
         assert self._found is not None
         return self._found
 
     @property
     def unread(self) -> list[int]:
-        """Return the end of the text, which is to be fed token by token after the seal."""
+        """Return the tokens at the end of the text that the cache does not hold yet; they are fed
+        token by token after the seal."""
         return self.text[self.found.cache.num_tokens :]
 
     @torch.inference_mode()
     def ask(self, ids: Sequence[int], new_tokens: int = 0) -> None:
-        """Begin the next turn. If it does not fit the window with an answer of `new_tokens`, a part of the history
-        leaves text and cache."""
+        """Begin the next turn with the prompt `ids`. If it does not fit the window together with an
+        answer of `new_tokens`, the oldest part of the history leaves text and cache."""
         self.asked += 1
         self.text += ids
         if self.overflow is not None:
@@ -120,23 +127,27 @@ class Conversation:
             self.text, self.fed, self.dropped = stays + unread, len(stays), len(fed) - len(stays)
 
     def ahead(self, ids: Sequence[int]) -> None:
-        """Let the first layers of the history come: the next turn to begin, of all conversations, asks `ids` here."""
+        """Begin to load the first layers of the history for the turn that will ask `ids`; no turn
+        of any conversation may begin before that one."""
         self.caches.ahead(self.session, [*self.text, *ids][:-1], len(self.text) + len(ids))
 
     def resume(self) -> None:
-        """Take a cache with as much of the text as there is, but without its last token, whose logits are needed."""
+        """Take a cache that holds as much of the text as was kept. The text's last token is never
+        part of that, because its logits are needed."""
         asked = self.text[: min(self._prefilled, len(self.text) - 1)]
         self._found = self.caches.resume(self.session, asked, self.capacity, whole=len(self.text))
         self._expect_text(self._found.cache)
 
     def compute(self, prefill: Prefill) -> Tensor | None:
-        """Prefill what the cache lacks. Return the logits of the last token [1 V]; None where it is yet to be fed."""
+        """Prefill what the cache lacks of the text. Return the logits of the last token [1 V]; None
+        where that token is yet to be fed."""
         self._found, logits = self.caches.compute(self.found, self.text[: self._prefilled], prefill)
         self._begun()
         return logits
 
     def begin(self, cache: KVCache) -> None:
-        """Go on with `cache`, which the caller has filled with the beginning of the text or all of it."""
+        """Begin the turn with `cache`, which the caller has filled with the beginning of the text
+        or all of it, instead of `resume` and `compute`."""
         self._found = ResumedCache(cache)
         self._expect_text(cache)
         self._begun()
@@ -146,7 +157,8 @@ class Conversation:
 
     @torch.inference_mode()
     def save(self) -> Saved:
-        """End the turn: put its cache where the next one finds it, or nowhere if the conversation is over."""
+        """End the turn: keep its cache for the next one, or drop it if the conversation is over.
+        Return how long that took, and which rows are still being copied."""
         cache, self._found = self.found.cache, None
         if self.over:
             self.caches.forget(self.session)
@@ -163,7 +175,8 @@ class Conversation:
             cache.expect_text(torch.tensor([self.text], device=cache.state.request.device))
 
     def _begun(self) -> None:
-        """Note what was new, once the cache holds the prompt, and let its rows leave."""
+        """Count this turn's new tokens, once the cache holds the prompt, and begin to copy the
+        prompt's rows to the store."""
         self.new_tokens, self.save_ahead_s = len(self.text) - self.found.reused, 0.0
         if not self.over:
             cache = self.found.cache

@@ -1,4 +1,5 @@
-"""The caches between turns that the settings `history` and `store` name, opened for a run."""
+"""Opens for a run what keeps KV caches between the turns of conversations, as the settings
+`history` and `store` say."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ ROTARY = ("rope_parameters", "partial_rotary_factor", "max_position_embeddings")
 
 
 def fingerprint(attachment: Attachment, loaded: LoadedModel, **more: object) -> Fingerprint:
-    """Return what must be the same before stored rows are read again. `more`: what else shapes them, as the protocol
-    does."""
+    """Return what must be the same before stored keys and values are used again: model, tokenizer,
+    rotation, dtype, codec and method. `more`: what else shapes them, as the protocol does."""
     config = loaded.model.config.to_dict()
     rotary = {name: config.get(name) for name in ROTARY}
     run = (attachment.method, attachment.budget, attachment.reuse_steps, attachment.placement)
@@ -45,8 +46,8 @@ def fingerprint(attachment: Attachment, loaded: LoadedModel, **more: object) -> 
 def opened_caches(
     settings: Settings, attachment: Attachment, loaded: LoadedModel, run: str
 ) -> Iterator[CachesBetweenTurns]:
-    """Open the caches that `settings.history` names; they are closed on leaving. `run` names the folder of the disk
-    tier inside `store.folder`."""
+    """Yield what keeps caches between turns for `settings.history`, and close it on leaving. `run`
+    names the folder of the disk tier inside `store.folder`."""
     if settings.history != "store":
         caches = in_memory(settings.history, attachment)
         yield caches
@@ -77,8 +78,8 @@ def opened_caches(
 
 
 def in_memory(history: str, attachment: Attachment) -> CachesBetweenTurns:
-    """Return caches that keep nothing for history=recompute; else those that stay on the device, which stand in for a
-    store too."""
+    """Return what keeps caches between turns without a store: nothing for history=recompute, else
+    caches that stay on the device, which stand in for a store too."""
     return (CachesBetweenTurns if history == "recompute" else DevicePrefix)(_starting(attachment))
 
 

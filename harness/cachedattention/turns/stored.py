@@ -1,10 +1,11 @@
-"""Conversations in a `HistoryStore`: a turn loads what is stored of its text, and stores what is new.
+"""Conversations in a `HistoryStore`: a turn loads what is stored of its text, and stores what is
+new.
 
-What a cache holds is stored as rows of tokens, and as what is no row. Rows may be read in part and go on growing: keys
-and values of every token, in layers that keep all of them as the model made them, keys before their rotation. All else
-is the rest: windows, what a method that evicts has kept (at its positions), sums over queries, keys that a method
-rewrites. It serves where the text is the same to its last token.
-"""
+What a cache holds is stored in two kinds. Rows are the keys and values of every token, in layers
+that keep all of them as the model made them, with keys before their rotation: they may be read in
+part and go on growing. All else is the rest: windows, what a method that evicts has kept (at its
+positions), sums over queries, keys that a method rewrites. A rest can be used only where the next
+turn's text begins with just the tokens that were saved, to the last one."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ SEEN = "seen"
 
 
 class StoredForm:
-    """The form in which caches of one attachment, of one sequence each, are stored: rows of tokens and a rest."""
+    """The form in which the caches of one model and method are stored, of one sequence each: rows,
+    which are keys and values token by token, and a rest, which is all other state. It converts
+    between this form and a cache's contents."""
 
     def __init__(self, attachment: Attachment) -> None:
         dtype, budget = attachment.model.dtype, attachment.budget
@@ -47,13 +50,15 @@ class StoredForm:
         self._kinds = _alike(self.rotations)
 
     def check(self, tokens: int) -> None:
-        """Raise `RotationError` where a text of so many tokens cannot be cut to a shorter one."""
+        """Raise `RotationError` where the model rotates keys by the length of the text, so that the
+        rows of a text of so many tokens cannot serve a shorter one."""
         for rotation in self.rotations:
             rotation.check(tokens)
 
     def rows(self, contents: CacheContents, start: int, end: int) -> dict[str, SplitRows]:
-        """Return the rows of the tokens from `start` to `end`, [1 G T D] by name: views of where they lie, with keys as
-        they are rotated."""
+        """Return keys and values of the tokens from `start` to `end`, [1 G T D] under names as
+        "3.k" for layer 3. They are views of where the cache has them, on the device or in host
+        memory; keys are still rotated."""
         return {
             f"{layer}.{kind}": _in_order(state, kind).cut(start, end)
             for layer, state in enumerate(contents)
@@ -62,8 +67,10 @@ class StoredForm:
         }
 
     def unrotated(self, start: int, end: int, rows: Mapping[str, SplitRows], text: int) -> MakeStored:
-        """Return what makes `rows` of a layer into those that are stored, with keys before their rotation, each where
-        it lies. `text`: the length of the text that they are rotated for. Any thread may call it."""
+        """Return a function that turns rows of a layer into those to store: it undoes the rotation
+        of the keys, each where it lies. `start`, `end`: the positions of the tokens; `rows`: those
+        of all layers, for the devices on which they lie; `text`: the length of the text for which
+        they are rotated. Any thread may call the function."""
         places = {part.device for x in rows.values() for part in x.parts}
         fixed = {place: self._fixed(torch.arange(start, end, device=place), text) for place in places}
 
@@ -78,7 +85,8 @@ class StoredForm:
         return stored
 
     def rest(self, contents: CacheContents) -> Tensors:
-        """Return what is no row, named by its layer and its name there."""
+        """Return all tensors of a cache's contents that are no keys and values of single tokens,
+        under names as "3.NAME" for layer 3."""
         return {
             f"{layer}.{name}": x
             for layer, state in enumerate(contents)
@@ -87,8 +95,9 @@ class StoredForm:
         }
 
     def states(self, tokens: int, device: torch.device, text: int) -> Prepare:
-        """Return what makes the stored rows of a layer, of at most `tokens` tokens, into its state for
-        `KVCache.refill_by_layer` in a text of `text` tokens. Any thread may call it."""
+        """Return a function that turns the stored rows and rest of a layer, of at most `tokens`
+        tokens, into the layer's state for `KVCache.refill_by_layer`, with keys rotated as in a text
+        of `text` tokens. Any thread may call the function."""
         fixed = self._fixed(torch.arange(tokens, device=device), text) if self.by_token else {}
 
         def prepared(number: int, layer: LayerRows) -> LayerRows:
@@ -107,12 +116,14 @@ class StoredForm:
         return self.by_token and NEAR[K] in state
 
     def _fixed(self, positions: Tensor, text: int) -> dict[int, Rotation]:
-        """Return the fixed rotations, keyed by kind."""
+        """Return the rotations of these positions, with angles computed now. They are keyed by the
+        number of the first layer that has each."""
         return {kind: self.rotations[kind].fixed(positions, text) for kind in set(self._kinds)}
 
 
 def _in_order(state: Mapping[str, Tensor], kind: str) -> SplitRows:
-    """Return a layer's rows in the order of their tokens, wherever they lie."""
+    """Return a layer's keys or values (`kind`) in the order of their tokens, though some may lie in
+    host memory and others on the device."""
     near, away = state[NEAR[kind]], state.get(f"{FAR}.{kind}")
     if away is None:
         return SplitRows(near)
@@ -121,40 +132,47 @@ def _in_order(state: Mapping[str, Tensor], kind: str) -> SplitRows:
 
 
 def _alike(rotations: Sequence[Rotation]) -> list[int]:
-    """Return for each layer the first one that rotates as it does; most models know one or two rotations."""
+    """Return for each layer the number of the first layer with the same rotation; most models have
+    one or two rotations."""
     angles = [torch.cat(rotation.angles(torch.tensor([1])), 1) for rotation in rotations]
     return [next(first for first, other in enumerate(angles) if other.equal(own)) for own in angles]
 
 
 def _known_again(tokens: Sequence[int]) -> tuple[int, int]:
-    """Return the length and the hash of tokens, by which they are known again without being kept."""
+    """Return the length and the hash of tokens, by which the same tokens can be recognised later
+    without being kept."""
     return len(tokens), hash(tuple(tokens))
 
 
 class StoredCaches(CachesBetweenTurns):
-    """The caches of conversations in a store: between turns the device holds only what the store keeps there.
+    """The KV caches of conversations, kept in a store between turns: between two turns the device
+    holds only what the store has there.
 
-    A method whose rows stay (`Method.rows_stay`) uses any prefix that is stored, and a turn writes its own rows alone.
-    Every other method goes on where the text is the same to its last token, or else computes everything; a turn writes
-    the whole session.
+    A method that leaves all rows as the model made them (`Method.rows_stay`) uses any prefix that
+    is stored, and a turn writes its own rows alone. Every other method goes on only where the text
+    is the same to its last token, or else computes everything; each of its turns writes the whole
+    session.
 
-    What a cut left is of a lineage of its own, and so is what was computed after it (store/fingerprint.py). A session
-    is asked for under the lineage that it was saved with here, or as EXACT where it was not.
+    A history that was cut gets a lineage of its own, a hash under which its rows are stored, and so
+    does what is computed after it (store/fingerprint.py). A session is asked for under the lineage
+    with which it was saved here, EXACT if it was not.
 
-    A history that was stored and is not there is computed again, as any other text. Where that gives something else
-    than what was stored, the turn is `lost`, and what it computes is of a lineage of its own too.
+    A history that was stored and is gone is computed again, as any other text. Where that gives
+    something else than what was stored, the turn is `lost`, and what it computes gets a lineage of
+    its own too.
 
-    Where the model rotates by the length of the text, a history serves as long as the text is rotated as it was. Of a
-    text whose tokens are rotated in several ways nothing is stored, since no later text is rotated so.
-    """
+    Where the model rotates by the length of the text, a history serves as long as the text is
+    rotated as it was. A text whose tokens are rotated in several ways is not stored, since no later
+    text is rotated so."""
 
     stores = True
 
     def __init__(
         self, start: NewCache, attachment: Attachment, store: HistoryStore, read_buffer: int | None = None
     ) -> None:
-        """Keep caches in `store`. `read_buffer`: layers that `ahead` loads, None for as many as the paper's formula
-        says."""
+        """Keep caches of conversations in `store`. `start`: makes a fresh cache for so many tokens.
+        `read_buffer`: how many layers to load before a turn begins, None for as many as the paper's
+        formula says."""
         super().__init__(start)
         self.store, self.form, self.read_buffer = store, StoredForm(attachment), read_buffer
         self._device, self._stage = attachment.model.device, attachment.stage
@@ -194,14 +212,17 @@ class StoredCaches(CachesBetweenTurns):
         return replace(fresh, lost=self._lost(*self._asked.pop(found.cache), fresh.cache))
 
     def _to_be_found(self, session: str, tokens: Sequence[int]) -> int:
-        """Return how many of the first `tokens` were stored, where computing them again would not give the same."""
+        """Return how many of the first `tokens` should be in the store, by what was saved last; 0
+        where computing them again would give the same, so that losing them changes nothing."""
         held = self._held.get(session)
         if held is None or _known_again(tokens[: held[0]]) != held:
             return 0
         return 0 if self._lineage(session) == EXACT and self.form.repeatable else held[0]
 
     def _lost(self, session: str, held: Sequence[int], cache: KVCache) -> Loss | None:
-        """Return why `held` is lost, which was to be found and which `cache` will compute again; None for no tokens."""
+        """Return why the tokens `held`, which should have been in the store, are gone; None where
+        there are none. `cache` will compute them again: note the lineage (a hash that tells
+        recomputed rows from stored ones) of what it will hold."""
         if not held:
             return None
         loss = self.store.loss(session) or Loss.DAMAGED
@@ -222,7 +243,8 @@ class StoredCaches(CachesBetweenTurns):
         return self._lineages.get(session, EXACT)
 
     def _leave_ahead(self, session: str, tokens: Sequence[int], cache: KVCache) -> None:
-        """Let whole blocks of rows leave, of a method that keeps rows as they are: no later step writes to them."""
+        """Begin to copy whole blocks of the prompt's rows to host memory while the answer is
+        decoded, for methods that never change a row: no later step writes to them."""
         if not (self.form.by_token and self.store.threads and cache.fits(cache.capacity)):
             return
         lineage = rotated_lineage(self._lineage_of.get(cache, EXACT), self._stage(cache.capacity))
@@ -254,7 +276,8 @@ class StoredCaches(CachesBetweenTurns):
     def _upload(
         self, contents: CacheContents, tokens: Sequence[int], start: int, text: int, rest: Tensors = NOTHING
     ) -> UploadToHost:
-        """Send the rows of `tokens` from `start` on, which are rotated for a text of `text` tokens, to host memory."""
+        """Begin to copy the rows of `tokens` from `start` on, and `rest`, to host memory. `text`:
+        the length of the text for which the keys are rotated."""
         end = len(tokens)
         rows = self.form.rows(contents, start, end) if start < end else {}
         stored = self.form.unrotated(start, end, rows, text) if rows else as_given
@@ -263,8 +286,9 @@ class StoredCaches(CachesBetweenTurns):
     def shorten(
         self, session: str, tokens: Sequence[int], keep: int, capacity: int, *, sinks: int = 0, naive: bool = False
     ) -> list[int]:
-        """Cut a history as `CachesBetweenTurns.shorten` does. Rows before their rotation are dropped where they lie, if
-        the oldest go and nothing is rotated."""
+        """Cut a history as `CachesBetweenTurns.shorten` does. Where all state is rows of tokens and
+        no first tokens are kept, the store drops the oldest rows where they lie, and nothing is
+        loaded."""
         before = self._lineage(session)
         if sinks or not self.form.rows_alone:
             kept = super().shorten(session, tokens, keep, capacity, sinks=sinks)
@@ -306,14 +330,15 @@ class StoredCaches(CachesBetweenTurns):
         self.store.close()
 
     def _give_up(self, session: str) -> None:
-        """Cancel what is loaded ahead of a turn that does not come."""
+        """Cancel a load that was begun ahead of a turn of the session which does not come."""
         _, loading = self._ahead.pop(session, (None, None))
         if loading is not None:
             loading.cancel()
 
 
 def _begun(loading: HistoryLoad) -> bool:
-    """Begin to load; return False where the rows are lost with which the job begins."""
+    """Begin the turn that waits for this load; return False where rows that it needs at its start
+    are lost."""
     try:
         loading.begin()
     except HistoryLost:

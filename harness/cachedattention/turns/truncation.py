@@ -1,10 +1,11 @@
-"""A history that no longer fits the window loses its oldest tokens and stays valid (CachedAttention, section 3.4).
+"""Truncation: a history that no longer fits the window loses its oldest tokens, and its keys and
+values stay usable (CachedAttention, section 3.4).
 
-What stays of a cache goes on at positions 0 to H-1. A method that evicts has shortened its history already: the rows
-it kept move together, as the paper lets a list of dropped tokens do, and only what is more than H leaves. What stays
-was computed in sight of what went, so it is not what a recomputation of the shorter text gives. Nor has it the text's
-first tokens, at which heads look that need nothing else (StreamingLLM, arXiv 2309.17453), unless `sinks` keeps them.
-"""
+The H tokens that stay go on at positions 0 to H-1. A method that evicts has shortened its history
+already: the rows it kept move together, as the paper lets a list of dropped tokens do, and only
+rows beyond H leave. What stays was computed in sight of what went, so it is not what a
+recomputation of the shorter text gives. Nor has it the text's first tokens, at which heads look
+that need nothing else (StreamingLLM, arXiv 2309.17453), unless `sinks` keeps them."""
 
 from __future__ import annotations
 
@@ -23,39 +24,44 @@ Angles = Callable[[Tensor], tuple[Tensor, Tensor]]  # positions [P] -> cos, sin,
 
 
 class RotationError(ValueError):
-    """Raised where keys' rotations do not follow from their positions alone."""
+    """Raised where a model rotates keys by more than their positions (by the length of the text
+    too), so that a shortened history cannot use them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """The rotation of one layer's keys, with angles from the model's own rotary module (`LayerSpec.rope`), so that
-    scaled, partial and per-layer rotations are the model's. `dtype`: the model's, to which it rounds cos and sin; all
-    arithmetic is in fp32.
+    """The rotary embedding of one layer's keys, which can be undone, redone and moved to other
+    positions. Its angles come from the model's own rotary module (`LayerSpec.rope`), so that
+    scaled, partial and per-layer rotations are the model's. `dtype`: the model's, to which it
+    rounds cos and sin; all arithmetic is in fp32.
 
-    Keys are [..., T, D]; positions are [T], or [..., T] where heads keep different tokens (-1 for a row that is
-    none, which stays as it is).
+    Keys are [..., T, D]; positions are [T], or [..., T] where heads keep different tokens (-1 for a
+    row without a token, which stays as it is).
 
-    Dynamic and LongRoPE scaling turn every token of a forward by how far that forward reaches: as far as the last of
-    `positions`.
-    """
+    Dynamic and LongRoPE scaling rotate every token by the length of the text: here it ends with the
+    last of `positions`."""
 
     angles: Angles
     dtype: torch.dtype
 
     def off(self, keys: Tensor, positions: Tensor) -> Tensor:
-        """Return keys as before their rotation, in fp32, since a rounding here would be one more."""
+        """Undo the rotation of keys that stand at `positions`. The result is in fp32, to save one
+        rounding."""
         return self._turned(rope.unrotate, keys, positions)
 
     def on(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """Return what `off` gave, rotated to `positions`, in the model's dtype."""
+        """Rotate keys without rotation, as `off` returns them, to `positions`; the result has the
+        model's dtype."""
         return self._turned(rope.rotate, rows, positions).to(self.dtype)
 
     def move(self, keys: Tensor, source: Tensor, target: Tensor) -> Tensor:
-        """Return keys that are rotated to `source` as they are at `target`, in the model's dtype."""
+        """Rotate keys that stand at the positions `source` to the positions `target`; the result
+        has the model's dtype."""
         return self.on(self.off(keys, source), target)
 
     def check(self, tokens: int) -> None:
-        """Raise `RotationError` where the keys of a text of `tokens` tokens depend on the forwards it came in."""
+        """Raise `RotationError` where the model rotates a text of `tokens` tokens otherwise than a
+        short one, so that its keys do not fit a shortened text."""
         if not self._alike(tokens):
             raise RotationError(
                 f"This model's rotary scaling (dynamic or LongRoPE) changes all angles before a text has {tokens} "
@@ -64,8 +70,9 @@ class Rotation:
             )
 
     def fixed(self, positions: Tensor, text: int = 0) -> Rotation:
-        """Return the rotation of these consecutive positions alone, in a text of `text` tokens or one that ends with
-        them. It asks the model no more, so another thread may use it."""
+        """Return this rotation for the given consecutive positions alone, with angles computed now,
+        so that another thread can use it without calling the model. `text`: the length of the text;
+        by default it ends with these positions."""
         last = positions.new_tensor([max(text - 1, int(positions[-1]) if len(positions) else 0)])
         asked = self.angles(torch.cat([positions, last]))
         cos, sin = (part[:, :-1].to(positions.device) for part in asked)
@@ -81,12 +88,14 @@ class Rotation:
         return torch.where((positions < 0).unsqueeze(-1).to(rows.device), rows.float(), turned)
 
     def _at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin, [P R] fp32, with the model's roundings."""
+        """Return cos and sin at the positions, [P R] each, in fp32 but rounded to the model's dtype
+        as the model rounds them."""
         cos, sin = (part[0].to(self.dtype).float() for part in self.angles(positions))
         return cos, sin
 
     def _alike(self, reach: int) -> bool:
-        """Return whether position 1 has the angles that it has in the shortest text."""
+        """Return whether position 1 has the same angles in a text of `reach` tokens as in the
+        shortest text."""
         ends = (torch.tensor([1]), torch.tensor([1, max(1, reach - 1)]))
         short, long = (self.angles(end)[0][0, 0] for end in ends)
         return torch.equal(short, long)
@@ -104,12 +113,12 @@ def truncated(
     sinks: int = 0,
     naive: bool = False,
 ) -> list[dict[str, Tensor]]:
-    """Return `contents` of a cache with at most `keep` tokens of every head, for `refill` of a fresh one: the last
-    ones, or the first `sinks` and the last.
+    """Return the contents of a cache, layer by layer, cut to at most `keep` tokens of every head:
+    the last ones, or the first `sinks` and the last. They are for `refill` of a fresh cache.
 
-    `layers`: of a cache of the same method, for what its policies hold. `naive`: keys stay rotated to where they stood
-    (the paper's NKVT), though what follows goes on after H-1.
-    """
+    `layers`: those of a cache of the same method, which cut what their policies hold. `rotations`:
+    of each layer, by which keys move to positions 0 to H-1. `naive`: keys stay rotated to where
+    they stood (the paper's NKVT), though what follows goes on at position H."""
     length = min(keep, max(rows for state in contents for rows in _rows(state)))
     if length == int(contents[0]["seen"]):
         return [dict(state) for state in contents]
@@ -137,7 +146,8 @@ def _shorter(
 
 
 def _names(state: LayerState) -> list[tuple[str, str]]:
-    """Return the names of keys and values: of a layer that slides, of all heads together, or of every head."""
+    """Return the names of a layer's keys and values in its state: one pair for a sliding window or
+    for all heads together, else one pair per head."""
     if "k" in state:
         return [("k", "v")]
     heads = sum(name[:1] == "k" and name[1:].isdigit() for name in state)
@@ -149,8 +159,9 @@ def _rows(state: LayerState) -> list[int]:
 
 
 def _counts(rows: Sequence[int], length: int) -> list[int]:
-    """Return how many rows stay. Heads that keep different numbers have a whole number on average
-    (methods/pools/device_store.py)."""
+    """Return how many of its rows each head keeps, at most `length`. Where heads have different
+    numbers, one row more leaves some of them until their mean is a whole number, as
+    methods/pools/device_store.py needs it."""
     counts = [min(count, length) for count in rows]
     for _ in range(sum(counts) % len(counts)):
         counts[counts.index(max(counts))] -= 1
@@ -158,7 +169,8 @@ def _counts(rows: Sequence[int], length: int) -> list[int]:
 
 
 def _sources(state: LayerState) -> list[Tensor]:
-    """Return the positions to which the keys of each of `_names` are rotated: [T], or [B heads T]."""
+    """Return the positions to which the keys are rotated now, one tensor for each pair of `_names`:
+    [T], or [B heads T]."""
     rows, seen = _rows(state), int(state["seen"])
     stated = [*(x for name, x in state.items() if name.endswith(".rotated")), state.get("positions")]
     places = stated[0]
@@ -170,7 +182,9 @@ def _sources(state: LayerState) -> list[Tensor]:
 
 
 def _positions(counts: Sequence[int], heads: Sequence[int], length: int, device: torch.device) -> Tensor:
-    """Return new positions of fewer tokens than `length`: [B heads S], with -1 in front where a head has fewer."""
+    """Return the new positions where heads keep fewer tokens than `length`: [B heads S], ending
+    with length-1, with -1 in front where a head has fewer than the others. `counts`: the rows of
+    each head, or one number for all."""
     most = max(counts)
     rows = [pad(torch.arange(length - count, length, device=device), (most - count, 0), value=-1) for count in counts]
     together = torch.stack(rows)
