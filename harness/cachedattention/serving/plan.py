@@ -56,9 +56,8 @@ OWN = tuple(field.name for field in fields(TrafficSettings))
 
 @dataclass(frozen=True)
 class TrafficPoint:
-    """One run of `python -m harness.serve`, before its words are checked. `words`: those for
-    `python -m harness`; `named`: the keys that vary between the runs, with their values in this
-    one."""
+    """A run of `python -m harness.serve`, before its words are checked. `words`: those for `python
+    -m harness`; `named`: the keys that vary between the runs, with their values in this one."""
 
     traffic: TrafficSettings
     words: tuple[str, ...]

@@ -31,7 +31,7 @@ ServedRow = dict[str, Any]  # what serving.json holds of a run
 
 
 class Runs:
-    """All runs of one command of `python -m harness.serve`. `points`: what each run is to do; all
+    """The runs of one command of `python -m harness.serve`. `points`: what each run is to do; all
     are planned at once, so that an error in the last is found before the first runs. `prices`: what
     a device and storage cost; `out`: the folder of the results."""
 

@@ -43,7 +43,7 @@ class Prices:
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """What it costs a simulated server to run one model. `window`: tokens of context; `batch`:
+    """The costs of running one model on a simulated server. `window`: tokens of context; `batch`:
     slots, which are turns that run side by side; `decode_step_s`: seconds for a step of a whole
     batch."""
 

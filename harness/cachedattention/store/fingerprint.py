@@ -46,8 +46,8 @@ class Fingerprint:
 def cut_lineage(lineage: str, tokens: Sequence[int], dropped: int, sinks: int = 0) -> str:
     """Return the lineage (a hash that tells rows of the same tokens apart) of what stays when a
     history is cut. `lineage` is that of the rows of `tokens` before; after the first `sinks` of
-    these, `dropped` tokens leave. Rows that stay were computed in sight of those that left, so they
-    must never pass for rows of the shorter text."""
+    these, `dropped` tokens leave. The rows that stay were computed with attention to those that
+    leave, so they must never pass for rows of the shorter text."""
     return _short({"before": [lineage, list(tokens)], "dropped": dropped, "sinks": sinks})
 
 

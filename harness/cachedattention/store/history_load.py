@@ -29,8 +29,8 @@ def as_it_is(number: int, layer: LayerRows) -> LayerRows:
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """How far loading stored keys and values overlapped with computing. `load_s`: seconds in which
-    rows were on their way, `hidden_s` of them while the turn computed or had not begun.
+    """The overlap of loading stored keys and values with computing a turn. `load_s`: seconds in
+    which rows were on their way, `hidden_s` of them while the turn computed or had not begun.
     `exposed_s`: seconds in which the turn waited for rows."""
 
     load_s: float

@@ -207,9 +207,9 @@ class HistoryStore:
 
     def truncate(self, session: str, keep: float = 0.5) -> int:
         """Drop the oldest tokens of a session so that the share `keep` stays; return how many were
-        dropped. A session with a rest (tensors that belong to all tokens) loses all of them. Rows
-        that stay were computed in sight of those that went, so they get a new `lineage` and are
-        found under it alone."""
+        dropped. A session with a rest (tensors that belong to all tokens) loses all of them. The
+        rows that stay were computed with attention to those that went, so they get a new `lineage`,
+        a hash, and are found under it alone."""
         key = self._fresh(session)
         known = self.contents.blocks.get(key, [])
         count = length(known)

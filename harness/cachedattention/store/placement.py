@@ -46,9 +46,10 @@ class LRU:
     name: ClassVar[str] = "lru"
 
     def rank(self, item: PlacedSession, ticket: int | None, horizon: int) -> Rank:
-        """Return the rank of a session in its tier: the session of the smallest rank leaves first.
-        `ticket`: the number of its waiting job in order of arrival, None without one. `horizon`:
-        jobs with a ticket below it are within the window at which the policy looks ahead."""
+        """Return the rank of a session (a stored conversation) in its tier: the smallest rank
+        leaves first. `ticket`: the number of its waiting job in order of arrival, None without one.
+        `horizon`: jobs with a ticket below it are within the window at which the policy looks
+        ahead."""
         return 0, item.used
 
     def window(self, capacity: int, mean_size: float) -> int:
@@ -143,9 +144,9 @@ class DiskAccount(Generic[Name]):
         self._spare: OrderedDict[str, None] = OrderedDict()  # the first became one first
 
     def make_room(self, session: str, blocks: Mapping[Name, int], drop: Callable[[str], None]) -> None:
-        """Call `drop` for spare copies of other sessions, files of what lies in memory too, until
-        `blocks`, all that `session` has, fit. Raise OSError where they do not fit and no spare copy
-        is left."""
+        """Call `drop` for other sessions whose files are spare copies, since they lie in memory
+        too, until `blocks`, all that `session` has, fit. Raise OSError where they do not fit and no
+        spare copy is left."""
         more = sum(blocks.values()) - sum(self._blocks.get(session, {}).values())
         while self.bytes + more > self.capacity:
             spare = next((other for other in self._spare if other != session), None)
@@ -197,7 +198,7 @@ class JobQueue:
         self._next += 1
 
     def leave(self, session: str) -> None:
-        """Remove the session's waiting job, which starts or is given up."""
+        """Remove the session's waiting job (a turn to be served), which starts or is given up."""
         ticket = self._tickets.pop(session)
         del self._jobs[ticket], self._order[bisect_left(self._order, ticket)]
 

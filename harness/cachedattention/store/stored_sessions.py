@@ -85,10 +85,10 @@ class WriteBuffer:
 
 class Fetch:
     """A read of one session's blocks (consecutive tokens with their keys and values) into host
-    memory, layer by layer, in the thread of `lane`. `rows` has a future per layer, of one
-    dictionary per block. Blocks that lie in memory are taken as they are, others are read from the
-    files that `path` names. Missing, short and foreign files raise at once (`DamagedBlock`), before
-    anything is promised."""
+    memory, layer by layer, in another thread (that of `lane`). `rows` has a future per layer, of
+    one dictionary per block. Blocks that lie in memory are taken as they are, others are read from
+    the files that `path` names. Missing, short and foreign files raise at once (`DamagedBlock`),
+    before anything is promised."""
 
     def __init__(self, parts: Sequence[Block], path: Callable[[Block], Path], place: Place, lane: TransferLane) -> None:
         self._parts, self._place = list(parts), place
@@ -254,9 +254,9 @@ class StoredSessions:
             upload.waited(began)
 
     def carry_out(self, moves: Sequence[Move], *, ahead: bool = False, dropped_for: Loss = Loss.NO_ROOM) -> None:
-        """Carry out moves of sessions between tiers. `ahead`: what is read from disk is fetched
-        ahead of its turn, so its reads have a lane of their own. `dropped_for`: the reason to
-        record for sessions that leave the store."""
+        """Carry out moves of sessions (stored conversations) between tiers. `ahead`: no turn waits
+        yet for what is read from disk, so a thread of its own reads it. `dropped_for`: the reason
+        to record for sessions that leave the store."""
         for move in in_order(moves):
             if move.session not in self.blocks:
                 continue
@@ -270,8 +270,7 @@ class StoredSessions:
 
     def fetch(self, key: str, *, ahead: bool = False) -> Fetch:
         """Return the read of the session's blocks into host memory, which begins now unless it has
-        before. `ahead`: it is for a turn that has not come up yet, and goes in a lane of its
-        own."""
+        before. `ahead`: no turn waits for it yet, so a thread of its own reads."""
         if key not in self.fetches:
             parts, lane = self.blocks[key], self._ahead if ahead else self._reading
             self.fetches[key] = Fetch(parts, self._path, self.place, lane)

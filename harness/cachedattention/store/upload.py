@@ -52,8 +52,8 @@ class ArrivingRows(Mapping[str, Tensor]):
 
 class UploadToHost:
     """Blocks of consecutive tokens whose keys and values are being copied from the device into host
-    memory, layer by layer, by the thread of a lane. The tensors given are kept alive until their
-    layer is copied, and the caller must not change them."""
+    memory, layer by layer, by another thread (that of `lane`). The tensors given are kept alive
+    until their layer is copied, and the caller must not change them."""
 
     def __init__(
         self,

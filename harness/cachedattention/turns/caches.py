@@ -48,9 +48,9 @@ class ResumedCache:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What became of a turn's cache when it was saved. `save_s`: seconds that the caller waited at
-    the turn's end, without those of `save_ahead`. Keys and values may still be on their way to host
-    memory, in `uploads`."""
+    """The result of saving a turn's cache. `save_s`: seconds that the caller waited at the turn's
+    end, without those of `save_ahead`. Keys and values may still be on their way to host memory, in
+    `uploads`."""
 
     save_s: float
     uploads: Sequence[UploadToHost] = ()
@@ -117,9 +117,9 @@ class CachesBetweenTurns:
         return found, logits
 
     def save_ahead(self, session: str, tokens: Sequence[int], cache: KVCache) -> float:
-        """Begin to copy rows that `save` will be given from the device to the store, between
-        prefill and seal. `tokens`: all that was fed to `cache`. Return the seconds that the caller
-        waited."""
+        """Begin to copy rows of the prompt, which `save` will be given, from the device to the
+        store: after the prefill and before the seal, in which a method chooses what to keep.
+        `tokens`: all that was fed to `cache`. Return the seconds that the caller waited."""
         began = perf_counter()
         self._leave_ahead(session, tokens, cache)
         return perf_counter() - began

@@ -71,8 +71,8 @@ def without_eos(tokens: Sequence[int], stop: str) -> Sequence[int]:
 
 
 class Conversation:
-    """One conversation of `turns` turns: its text, and how its KV cache comes into each turn and
-    out again. `capacity`: the most tokens of all turns together, prompts and answers."""
+    """A conversation of `turns` turns: its text, and how its KV cache comes into each turn and out
+    again. `capacity`: the most tokens of all turns together, prompts and answers."""
 
     def __init__(
         self,
@@ -111,8 +111,8 @@ class Conversation:
 
     @property
     def unread(self) -> list[int]:
-        """Return the tokens at the end of the text that the cache does not hold yet; they are fed
-        token by token after the seal."""
+        """Return the tokens at the end of the text that the cache does not hold yet. They are fed
+        token by token after the seal, which ends the prompt for the method."""
         return self.text[self.found.cache.num_tokens :]
 
     @torch.inference_mode()

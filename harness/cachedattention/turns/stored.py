@@ -145,8 +145,8 @@ def _known_again(tokens: Sequence[int]) -> tuple[int, int]:
 
 
 class StoredCaches(CachesBetweenTurns):
-    """The KV caches of conversations, kept in a store between turns: between two turns the device
-    holds only what the store has there.
+    """The KV caches of conversations, which leave the device after each turn and lie in a store
+    until the next.
 
     A method that leaves all rows as the model made them (`Method.rows_stay`) uses any prefix that
     is stored, and a turn writes its own rows alone. Every other method goes on only where the text
@@ -221,8 +221,8 @@ class StoredCaches(CachesBetweenTurns):
 
     def _lost(self, session: str, held: Sequence[int], cache: KVCache) -> Loss | None:
         """Return why the tokens `held`, which should have been in the store, are gone; None where
-        there are none. `cache` will compute them again: note the lineage (a hash that tells
-        recomputed rows from stored ones) of what it will hold."""
+        there are none. Note the lineage (a hash that tells recomputed rows from stored ones) of
+        `cache`, which will compute them again."""
         if not held:
             return None
         loss = self.store.loss(session) or Loss.DAMAGED
