@@ -105,7 +105,7 @@ def leading_columns(rows: Tensor, counts: Tensor) -> Tensor:
 
 
 class PooledMethod(Method):
-    """Define a method that may hold only a part of the tokens outside the device, with the
+    """Define a method whose KV heads may have room for only a part of the tokens, with the
     parameters `pool_capacity` (a share of prompt and new tokens, or a number of tokens; None for
     all) and `pool_policy` (which token leaves when the room is full). Layers that the budget calls
     dense hold all tokens."""

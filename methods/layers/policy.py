@@ -80,7 +80,7 @@ class Policy:
 
     @property
     def sealed(self) -> int:
-        """Return how many stored tokens belong to the sealed prompt."""
+        """Return how many stored tokens belong to the prompt, as it was when it was complete."""
         return self.layer.sealed
 
     def reopen(self) -> None:
@@ -89,8 +89,8 @@ class Policy:
 
     def state(self) -> dict[str, Tensor]:
         """Return what must be stored between turns besides keys and values, because it cannot be
-        computed from them. By default that is nothing, and everything is computed again at the next
-        seal."""
+        computed from them. By default that is nothing, and everything is computed again at the end
+        of the next prompt."""
         return {}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 
 class ReturnedError(ValueError):
-    """Report that a policy returned what its contract rules out: which policy, in which layer, and
-    what it returned."""
+    """Report that a method's policy (what it decides in one layer) returned what its contract rules
+    out: which policy, in which layer, and what it returned."""
 
 
 def check_rows(

@@ -184,8 +184,8 @@ class Pool:
         return tuple(x.gather(at, traffic, slots) for x in held)
 
     def _decoded(self, rows: Tensor, traffic: Traffic, slots: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return k, v of chosen tokens, decoded, rows [B G K] -> [B G K D], also of those that are
-        plain. `slots` as in `gather`."""
+        """Return k, v [B G K D] of chosen tokens, rows [B G K]: those in whole blocks decoded, and
+        those of the plain tail as they are. `slots` as in `gather`."""
         encoded = self.encoded
         if encoded == self.length:
             return self._decoded_rows(rows, traffic, slots)

@@ -151,8 +151,8 @@ class HostRows(MemoryRows):
     tier: ClassVar[str] = HOST
 
     def take(self, x: Tensor, start: int) -> None:
-        """Copy head by head: between a GPU and the host torch would first copy rows with gaps
-        between them to another tensor on either side."""
+        """Store x [B G T W] as the rows from `start` on, head by head: between a GPU and the host
+        torch would first copy rows with gaps between them to another tensor on either side."""
         for stored, rows in zip(self.stored.flatten(0, 1), x.flatten(0, 1), strict=True):
             stored[start : start + x.shape[2]] = rows
 

@@ -144,7 +144,7 @@ class Arrival(Generic[T]):
 
     def _reach(self, rows: T) -> None:
         """Make the rows, and the counts of what moved, safe to use on the caller's CUDA stream,
-        though another stream has written them."""
+        though a thread has written them on another stream."""
         if self._by is not INLINE:
             _keep_for_this_stream((rows, self._moved.tallies))
 
