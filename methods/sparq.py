@@ -103,15 +103,13 @@ class SparQRead(Select, capturable=True, of_each={"by_channel": 3, "value_sum": 
         """Return `channel_sums` of picked [B G g r] in channels [B G r] over the middle keys,
         wherever these lie. Only these channels move if they come one by one."""
         copy, far, fetch = self.by_channel, self.layer.far, self.cache.fetch
-        every = torch.arange(channels.shape[2], device=channels.device).expand_as(channels)
         if isinstance(copy, BatchedHostRows):
             keys = fetch(partial(copy.in_place, channels.shape[2])).wait()
-        elif isinstance(copy, Rows) and far is not None:
-            keys, channels = fetch(partial(copy.gather, channels)).wait(), every
+        elif far is not None and (copy is None or isinstance(copy, Rows)):
+            keys = far.channels(channels) if copy is None else fetch(partial(copy.gather, channels)).wait()
+            channels = torch.arange(channels.shape[2], device=channels.device).expand_as(channels)
         elif isinstance(copy, Rows):
             keys = fetch(partial(copy.first, self.spec.head_dim)).wait()
-        elif copy is None and far is not None:
-            keys, channels = far.channels(channels), every
         else:
             keys = self.middle().k.mT if copy is None else copy
         sums: tuple[Tensor, Tensor] = ops.channel_sums(picked, keys, channels)
