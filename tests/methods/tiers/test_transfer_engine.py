@@ -34,15 +34,17 @@ def moving(size: int) -> Callable[[Traffic], Tensor]:
 
 
 def test_rows_come_while_the_caller_computes_and_the_rest_is_exposed() -> None:
-    going, traffic = threading.Event(), Traffic()
+    begun, going, traffic = threading.Event(), threading.Event(), Traffic()
     engine = TransferEngine(threads=1)
 
     def late(moved: Traffic) -> Tensor:
+        begun.set()
         assert going.wait(600)
         time.sleep(0.02)
         return moving(200)(moved)
 
     arrival = engine.begin(late, traffic, CPU, ahead=True)
+    assert begun.wait(600)
     time.sleep(0.02)
     going.set()
     assert arrival.wait() is ROWS
