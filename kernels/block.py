@@ -100,8 +100,8 @@ def attention_inputs_stored(
     row: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute `attention_inputs` of x + `added`, one token of each sequence, and also write its k
-    and v into a cache: into `row` ([1] for all sequences, or [B], int64) of `keys` and `values` [B
-    G S D]. Return x + `added`, normed, q, k and v."""
+    and v into a cache: into `row` ([1] for all sequences, or [B], int64) of `keys` and `values`
+    [B G S D]. Return x + `added`, normed, q, k and v."""
     x = x if added is None else x + added
     normed, q, k, v = ops.attention_inputs(x, block, cos, sin)
     rows = row.view(-1, 1, 1).expand(k.shape[:3])

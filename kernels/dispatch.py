@@ -38,7 +38,8 @@ class Backend(NamedTuple):
 
 
 class Op:
-    """Run one operation on its backends, which are listed in order of preference."""
+    """Define one operation, such as `top_k`: a call runs it on the first of its backends, which are
+    listed in order of preference, that does not refuse it."""
 
     def __init__(self, name: str, **targets: str) -> None:
         assert list(targets)[-1] == REFERENCE
@@ -99,7 +100,8 @@ def _missing(reason: str) -> Backend:
 
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Insist on one backend for every operation that has it, inside this block."""
+    """Inside this block, run every operation that has the backend `name` on it, and raise an error
+    if it refuses."""
     token = _forced.set(name)
     try:
         yield
@@ -108,8 +110,8 @@ def use_backend(name: str) -> Iterator[None]:
 
 
 def forced_backend() -> str | None:
-    """Return the backend that `use_backend` insists on, if any. Backends that run only on request
-    ask for it."""
+    """Return the name of the backend that `use_backend` insists on, or None. Backends that run only
+    on request ask for it."""
     return _forced.get()
 
 

@@ -65,9 +65,9 @@ ALL = tuple(value for value in list(globals().values()) if isinstance(value, Op)
 
 
 def prefer(orders: Mapping[str, Sequence[str]]) -> None:
-    """Try the named backends of an operation first, in their order, from now on in this process;
-    all others follow in the order of this file, which is also that of operations that are not
-    named."""
+    """Change in which order backends are tried, from now on in this process: those that `orders`
+    names for an operation come first, then all others in the order of this file. Operations that it
+    does not name get the order of this file."""
     for op in ALL:
         op.order = (*(first := orders.get(op.name, ())), *(name for name in op.targets if name not in first))
 

@@ -35,7 +35,7 @@ class PerSequence:
         return len(self.values)
 
     def on(self, device: torch.device) -> Tensor:
-        """Return the numbers as [B] int64, the same tensor for every call."""
+        """Return the numbers as a tensor [B] int64 on `device`, the same tensor for every call."""
         if device not in self._on:
             self._on[device] = torch.tensor(self.values, device=device)
         return record_input(("numbers", self.most), self._on[device])

@@ -111,7 +111,7 @@ class Ragged:
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of `whole`."""
+        """Return the shape of `whole`, the padded tensor of all sequences."""
         if "whole" in vars(self):
             return tuple(self.whole.shape)
         first_shape = list(self.first.shape)
@@ -128,7 +128,7 @@ class Ragged:
 
     @cached_property
     def mT(self) -> Ragged:
-        """Return views with the last two dimensions swapped."""
+        """Return a `Ragged` of views with the last two dimensions swapped."""
         last = self.first.dim() - 1
         swapped = {last: last - 1, last - 1: last}
         parts = [part.mT for part in self.parts]
@@ -192,8 +192,8 @@ def repeated(x: Tensor | Ragged, times: int) -> Tensor | Ragged:
 
 
 def too_few(x: Tensor | Ragged, count: int | PerSequence) -> bool:
-    """Return whether some sequence's rows [B ... S] have fewer entries than `count`; False if only
-    the device knows the count."""
+    """Return whether `count` asks more of some sequence's rows x [B ... S] than they have entries;
+    False if only the device knows the count."""
     if isinstance(count, CountedOnDevice):
         return False
     left = (x.sizes if isinstance(x, Ragged) else x.shape[-1]) - count

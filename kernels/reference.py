@@ -78,8 +78,9 @@ def segment_attention(q: Tensor, segments: Sequence[Segment], scale: float) -> T
 
 @by_sequence
 def segment_attention_with_lse(q: Tensor, segments: Sequence[Segment], scale: float) -> tuple[Tensor, Tensor]:
-    """Attend as `segment_attention` does, and return the log-sum-exp of the softmax too, for
-    `merge_attention`. -> [B H 1 D], [B H] (fp32)"""
+    """Attend from one token per sequence to the tokens of all segments under one softmax, and
+    return the log-sum-exp of the softmax too, for `merge_attention`. q [B H 1 D] -> [B H 1 D],
+    [B H] (fp32)"""
     batch, heads, _, dim = q.shape
     groups = max((s.k if s.rows is None else s.rows).shape[1] for s in segments)
     folded = q.view(batch, groups, heads // groups, dim)
@@ -89,8 +90,8 @@ def segment_attention_with_lse(q: Tensor, segments: Sequence[Segment], scale: fl
 
 
 def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> Tensor:
-    """Merge attention over separate parts, each perhaps with its own queries, into one softmax over
-    all of them.
+    """Merge attention over separate parts of the keys, each perhaps with its own queries, into one
+    softmax over all of them. `lses`: the log-sum-exp of each part's logits.
 
     outs [B H T D], lses [B H T], or [B H] of one token -> [B H T D]; every query must have seen a
     key in at least one part"""
@@ -136,8 +137,8 @@ def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
 @by_sequence
 def gather_tiers(far: Tensor, rows: Tensor, held: Tensor | None, slots: Tensor | None) -> Tensor:
     """Copy rows (tokens) of each KV head out of two places: `far`, which may be host memory, and
-    `held`, a cache on the device. far [B G S D], held [B G C D], rows and slots [B G K] -> [B G K
-    D], on the device of `rows`
+    `held`, a cache on the device. far [B G S D], held [B G C D], rows and slots [B G K] ->
+    [B G K D], on the device of `rows`
 
     `slots` says where in `held` each row is; -1: nowhere, so it is read from `far`. Without
     `slots`, all are read from `far`. Kernels of a GPU read pinned host memory in place, so that no
@@ -220,8 +221,9 @@ def row_scores(q: Tensor, x: Tensor) -> Tensor:
 
 
 def live_scores(q: Tensor, x: Tensor | Ragged, live: Tensor) -> Tensor:
-    """Compute `row_scores` of the first `live` rows of each sequence ([1] or [B], int64), with
-    minus infinity for all others. -> [B G g S] (fp32)"""
+    """Multiply the query heads of each group with the first `live` rows of each sequence ([1] or
+    [B], int64), as `row_scores` does; the other rows get minus infinity. q [B G g C], x [B G S C]
+    -> [B G g S] (fp32)"""
     return without_missing(filled(ops.row_scores(q, x)), live, float("-inf"))
 
 

@@ -45,8 +45,8 @@ def softmax(logits: Tensor, sink_logits: Tensor | None) -> Tensor:
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, sink_logits: Tensor | None) -> Tensor:
-    """Attend from the last T of S tokens to all before them and themselves. q [B H T D], k, v [B G
-    S D], sink_logits [H] or None -> [B H T D]"""
+    """Attend from the last T of S tokens to all before them and themselves. q [B H T D], k, v
+    [B G S D], sink_logits [H] or None -> [B H T D]"""
     if sink_logits is None:
         plain: Tensor = ops.prefill_attention(q, k, v, scale)
         return plain
@@ -56,8 +56,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, sink_logits:
 def windowed_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, sink_logits: Tensor | None
 ) -> Tensor:
-    """Attend from the last T of S tokens; each sees the last `window` tokens up to itself. q [B H T
-    D], k, v [B G S D], sink_logits [H] or None -> [B H T D]"""
+    """Attend from the last T of S tokens; each sees the last `window` tokens up to itself. q
+    [B H T D], k, v [B G S D], sink_logits [H] or None -> [B H T D]"""
     out, lse = ops.windowed_attention(q, k, v, scale, k.shape[2] - q.shape[2], window)
     return with_sink(out, lse, sink_logits)
 
@@ -76,16 +76,17 @@ def segment_attention(
 def segment_attention_with_lse(
     q: Tensor, segments: Sequence[Segment | Codes], scale: float, sink_logits: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Attend as `segment_attention` does, and return the log of the sum that the softmax divides by
-    too. -> [B H 1 D], [B H] (fp32)"""
+    """Attend from one token per sequence to the tokens of all segments, as `segment_attention`
+    does, and return the log of the sum that the softmax divides by too. -> [B H 1 D], [B H]
+    (fp32)"""
     out, lse = _attended(q, segments, scale)
     return with_sink(out, lse, sink_logits), lse_with_sink(lse, sink_logits)
 
 
 def _attended(q: Tensor, segments: Sequence[Segment | Codes], scale: float) -> tuple[Tensor, Tensor]:
     """Attend to all segments without a sink logit, and return the log-sum-exp too. Coded segments
-    are read by an operation of their own, and merged with the rest. q [B H 1 D] -> [B H 1 D], [B
-    H]"""
+    are read by an operation of their own, and merged with the rest. q [B H 1 D] -> [B H 1 D],
+    [B H]"""
     parts = [ops.coded_attention(q, segment, scale) for segment in segments if not isinstance(segment, Segment)]
     if rest := [segment for segment in segments if isinstance(segment, Segment)]:
         parts.append(ops.segment_attention_with_lse(q, rest, scale))

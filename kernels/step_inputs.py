@@ -19,7 +19,7 @@ MOST_KEPT_BYTES = 256 << 20  # memory of the captured steps that an engine keeps
 
 
 class CaptureError(RuntimeError):
-    """Report that a step did something that cannot be captured."""
+    """Report that a decode step did something that cannot be captured in a CUDA graph."""
 
 
 class StepInputs:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 @cache
 def unfit() -> str | None:
-    """Return why Triton cannot build a launcher here, or None."""
+    """Return why Triton cannot build the launcher of a kernel on this machine, or None."""
     if compiler() is None:
         return "there is no C compiler: install gcc or clang, or name one in CC"
     if not headers().is_file():

@@ -30,8 +30,9 @@ from methods.snapkv import SnapKeep, SnapKV
 
 
 class AdaKeep(SnapKeep, capturable=True):
-    """Divide the tokens of all heads, `size` per head on average, among the heads of each
-    sequence."""
+    """Evict tokens once the prompt is complete: of the tokens of all KV heads of a sequence, `size`
+    per head on average, keep those with the most votes, so that a head may keep more than
+    another."""
 
     method: AdaKV
 
@@ -48,7 +49,7 @@ class AdaKeep(SnapKeep, capturable=True):
         self.layer.retain_per_head(rows)
 
     def shares(self, votes: Sequence[Tensor], each: int) -> list[int]:
-        """Return how many of its voted tokens every head keeps, from the votes [M] of each head;
+        """Return how many of its voted tokens each KV head keeps, given the votes [M] of each head;
         the numbers add up to each * heads."""
         best = [vote.sort(descending=True).values for vote in votes]
         if self.method.normalize:
@@ -59,8 +60,9 @@ class AdaKeep(SnapKeep, capturable=True):
         return whole_shares([n * (1 - floor) + each * floor for n in won.tolist()], [len(vote) for vote in votes])
 
     def _votes_per_head(self) -> list[Tensor]:
-        """Return pooled votes for every stored token except the window: [M] of each head, one
-        sequence after the other."""
+        """Return the votes (attention from the last queries, pooled over neighbouring tokens) for
+        every stored token except the window: one tensor [M] per KV head, one sequence after the
+        other."""
         store = self.store
         if not isinstance(store, PerHeadStore):
             return [*self._votes().flatten(0, 1)]
@@ -72,8 +74,10 @@ class AdaKeep(SnapKeep, capturable=True):
 
 @dataclass(frozen=True, kw_only=True)
 class AdaKV(SnapKV):
-    """Hold SnapKV's parameters and two more. `floor`: the part of the even share that every head
-    gets. `normalize`: whether a head's votes are scaled first, as the module says."""
+    """Define Ada-KV, which evicts as SnapKV does and lets the KV heads of a layer share one budget,
+    by its parameters: SnapKV's and two more. `floor`: the part of an even share that every head
+    gets at least. `normalize`: whether a head's votes are first scaled by the part of them that its
+    best tokens hold."""
 
     policies = (AdaKeep,)
     tunable: ClassVar[Grids] = {**SnapKV.tunable, "floor": (0.0, 0.05, 0.2, 0.5)}
@@ -89,14 +93,16 @@ class AdaKV(SnapKV):
             raise ValueError("Ada-KV gives budgets to KV heads: leave select_per=kv_head.")
 
     def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
-        """Return SnapKV's memory and that of the sorted votes, with their numbers and heads."""
+        """Return the bytes that SnapKV takes temporarily, and those of the sorted votes with the
+        tokens' and heads' numbers."""
         ranked = (2 * costs.FP32 + 2 * costs.INT64) * case.spec.num_kv_heads * case.sealed
         return super().transient(case, chunk) + PeakExtra(seal=0 if self.reads_whole(case) else ranked)
 
 
 def whole_shares(asked: Sequence[float], most: Sequence[int]) -> list[int]:
-    """Return whole numbers near `asked`, none above `most`, that add up to the sum of `asked` (a
-    whole number, which `most` allows)."""
+    """Round `asked`, the tokens that each head is to keep, to whole numbers with the same sum,
+    which must be whole. No head gets more than its entry in `most`, whose sum must be large
+    enough."""
     given = [min(int(wish), limit) for wish, limit in zip(asked, most, strict=True)]
     for _ in range(round(sum(asked)) - sum(given)):
         open_heads = [head for head, limit in enumerate(most) if given[head] < limit]

@@ -27,8 +27,8 @@ def is_budget(asked: object) -> bool:
 
 
 def check_layers(name: str, layers: Sequence[int], num_layers: int) -> None:
-    """Raise `BudgetError` if `layers`, the value of `name`, names one that the model does not
-    have."""
+    """Raise `BudgetError` if `layers` names a layer that a model of `num_layers` does not have.
+    `name`: the setting that has this value, for the error message."""
     for layer in layers:
         if not 0 <= layer < num_layers:
             raise BudgetError(
@@ -39,11 +39,11 @@ def check_layers(name: str, layers: Sequence[int], num_layers: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Hold a share of the prompt as a float in (0, 1], or a number of tokens as an int >= 1 (all,
-    from the prompt's length on).
+    """Hold a budget, the number of prompt tokens that a decode step may read: a share of the prompt
+    as a float in (0, 1], or a number of tokens as an int >= 1 (all, if the prompt is not longer).
 
-    `dense_layers` read everything. `generated` limits the generated tokens that each KV head keeps,
-    the current one included; None keeps all."""
+    Layers in `dense_layers` read everything. `generated` limits how many generated tokens each KV
+    head keeps, the current one included; None keeps all."""
 
     asked: int | float
     dense_layers: tuple[int, ...] = ()
@@ -62,23 +62,26 @@ class Budget:
             )
 
     def most_generated(self, layer: int) -> int | None:
-        """Return the most generated tokens that a KV head of `layer` keeps; None for all."""
+        """Return the most generated tokens that a KV head of layer number `layer` keeps; None for
+        all."""
         return None if layer in self.dense_layers else self.generated
 
     def tokens(self, sealed: int, layer: int) -> int:
-        """Return how many of `sealed` prompt tokens a KV head of `layer` may read: at least one, at
-        most all."""
+        """Return how many tokens of a prompt of `sealed` tokens a KV head of layer number `layer`
+        may read: at least one, at most all."""
         if layer in self.dense_layers:
             return sealed
         return min(sealed, self.asked if isinstance(self.asked, int) else max(1, int(self.asked * sealed)))
 
     def covers(self, sealed: int, layer: int) -> bool:
-        """Return whether a KV head of `layer` may read all `sealed` prompt tokens."""
+        """Return whether a KV head of layer number `layer` may read all tokens of a prompt of
+        `sealed` tokens."""
         return self.tokens(sealed, layer) >= sealed
 
     def least(self, needed: int, sealed: int, layer: int) -> int:
-        """Return the smallest number of tokens that, as a budget, lets a KV head read `needed` of
-        `sealed` tokens."""
+        """Return the smallest value of `asked`, as a number of tokens, with which a KV head of
+        `layer` may read `needed` tokens of a prompt of `sealed` tokens. It is for error
+        messages."""
 
         def read(asked: int) -> int:
             return replace(self, asked=asked).tokens(sealed, layer)
@@ -91,7 +94,8 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class PaperBudget(Budget):
-    """Count a budget as the method's own paper does: `count` is the method's `paper_tokens`."""
+    """Hold a budget that is counted as a method's own paper counts it, perhaps without sinks or
+    including an index; `count` (the method's `paper_tokens`) turns it into prompt tokens."""
 
     count: Callable[[Callable[[int], int], int], int] = field(kw_only=True)
 

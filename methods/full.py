@@ -22,11 +22,11 @@ from methods.tiers.transfer import Arrival
 
 @dataclass(frozen=True, kw_only=True)
 class Full(Method):
-    """Keep everything and read it in each step. `offload`: the prompt lies where `placement` says,
-    and each step brings all of it to the device, layer by layer.
+    """Define the method that keeps every token and reads all of them in each step, with which other
+    methods are compared. `offload`: the prompt lies where the request's `placement` says, such as
+    host memory, and each step brings all of it to the device, layer by layer.
 
-    On the device the store is preallocated, so a step copies only its own token.
-    """
+    On the device the store is preallocated, so a step copies only its own token."""
 
     uses_budget: ClassVar[bool] = False
     rows_stay: ClassVar[bool] = True
@@ -54,9 +54,9 @@ class Full(Method):
 
 
 class OffloadedLayer(Layer, capturable=True):
-    """Send the prompt away at the seal; generated tokens stay on the device. While a layer attends,
-    the prompt of the next one is on its way, and during the last layer that of the first, for the
-    next step."""
+    """Send the prompt to host memory or disk once it is complete; generated tokens stay on the
+    device. While a layer attends, the prompt of the next one is on its way back, and during the
+    last layer that of the first, for the next step."""
 
     following: ref[OffloadedLayer]
     arrival: Arrival[Segment] | None = None
@@ -75,7 +75,9 @@ class OffloadedLayer(Layer, capturable=True):
         return super().decode(x)
 
     def joined(self, layers: Sequence[Layer], dead: int | None) -> None:
-        """Drop what is on its way: each joint step of several sequences asks for its own."""
+        """Forget the transfers that these layers have started for single sequences, since a step
+        that serves several sequences together fetches their prompts itself. `layers`: those of the
+        sequences; `dead`: how many slots of the batch no sequence uses."""
         for layer in (self, *cast(Sequence[OffloadedLayer], layers)):
             layer.arrival = None
 
@@ -84,7 +86,8 @@ class OffloadedLayer(Layer, capturable=True):
         self.following = ref(cast(OffloadedLayer, joint[id(following)]))
 
     def send_for(self) -> None:
-        """Ask for the prompt, unless it is here or on its way."""
+        """Start to bring the layer's offloaded prompt to the device, unless it is there or on its
+        way."""
         if self.far is not None and self.arrival is None:
             self.arrival = self.far.whole()
 

@@ -32,8 +32,8 @@ EXTRA = {"none": 0.0, "literal": 1 / 128, "bytes": 1 / 256}
 
 
 class H2OKeep(Keep, capturable=True, of_each={"received": Padded(2)}):
-    """Add up the attention that every stored token receives, in all phases; the sums of evicted
-    tokens are dropped with them."""
+    """Add up the attention that every stored token receives, in the prompt and in decode steps;
+    evict the tokens with the smallest sums at the prompt's end, and their sums with them."""
 
     by_room: ClassVar[Mapping[str, int]] = {"received": 2}
     method: H2O
@@ -60,7 +60,8 @@ class H2OKeep(Keep, capturable=True, of_each={"received": Padded(2)}):
         return out
 
     def _count(self, sums: Tensor) -> None:
-        """Add what the stored tokens received. sums [B H S]"""
+        """Add the attention that the stored tokens received in this call. sums [B H S], summed here
+        over the query heads of each KV head"""
         grouped = sums.unflatten(1, (self.spec.num_kv_heads, -1)).sum(2)
         self.received[..., : grouped.shape[-1]].add_(grouped)
 
@@ -77,7 +78,8 @@ class H2OKeep(Keep, capturable=True, of_each={"received": Padded(2)}):
         return rows
 
     def keep_generated(self, count: int, size: int) -> Tensor:
-        """Keep the latest tokens, and of the others those with the largest sums."""
+        """Return which `size` of the last `count` stored tokens, the generated ones, each KV head
+        keeps, [B G size]: the latest, and of the others those that received the most attention."""
         plan = Plan(0, int(size * self.method.recent_ratio), 0)
         received = self.received[..., self.store.length - count : self.store.length - plan.local]
         return between_ends(ops.top_k(received, size - plan.local), plan, count)
@@ -100,8 +102,10 @@ class H2OKeep(Keep, capturable=True, of_each={"received": Padded(2)}):
 
 @dataclass(frozen=True, kw_only=True)
 class H2O(Windowed):
-    """Hold the parameters. `sinks`, `recent_ratio`: how the budget is split, see `Windowed`.
-    `compensation`: what is kept beyond it, as the module says."""
+    """Define H2O, which keeps the tokens that received most attention and the most recent ones, by
+    its parameters. `sinks`, `recent_ratio`: how many first and what share of recent tokens are kept
+    in any case. `compensation`: what is kept beyond the budget in return for moving nothing:
+    nothing, 1/128 (`literal`) or 1/256 (`bytes`) of the prompt."""
 
     policies = (H2OKeep,)
     selects: ClassVar[bool] = False
@@ -116,7 +120,7 @@ class H2O(Windowed):
             raise ValueError(f"compensation={self.compensation!r} is unknown: choose one of {', '.join(EXTRA)}.")
 
     def kept(self, case: LayerWorkload) -> int:
-        """Return how many prompt tokens stay."""
+        """Return how many prompt tokens stay in each KV head of the layer that `case` describes."""
         most = case.budget + int(EXTRA[self.compensation] * case.sealed)
         return case.sealed if self.reads_whole(case) else min(case.sealed, most)
 
@@ -125,14 +129,16 @@ class H2O(Windowed):
         return costs.evict(case, kept) + Cost(costs.FP32 * case.spec.num_kv_heads * (kept + case.reserve))
 
     def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
-        """Return the memory of the sums so far, and of the sums of a chunk by query head and by KV
-        head."""
+        """Return the bytes taken temporarily: the sums of attention so far, and the sums of a chunk
+        by query head and by KV head."""
         received = costs.FP32 * case.spec.num_kv_heads * case.capacity
         sums = costs.FP32 * (case.spec.num_heads + case.spec.num_kv_heads) * case.sealed
         return PeakExtra(received, sums, received + costs.evicting(case, self.kept(case)))
 
     def at_communication(self, share: float, head_dim: int) -> H2O:
-        """Keep more, since nothing is moved: H2O(C)."""
+        """Return H2O(C), which keeps 1/128 of the prompt beyond the budget, since it moves nothing:
+        PQCache's comparison so compensates for the `share` of the key cache that other methods move
+        per step."""
         if share != 1 / 128:
             raise CostError(f"comm={share} has no H2O(C): the paper compensates comm=0.0078125 (1/128) alone.")
         return replace(self, compensation="literal") if self.compensation == "none" else self

@@ -54,8 +54,8 @@ OF_EACH = {"basis": Padded(3, changes=False, most="widest"), "partial": None}
 
 
 class Follower(NamedTuple):
-    """Name a policy of the next layer, for which this layer guesses, and its `rows` among those
-    that step here; None: all."""
+    """Name the part of the next layer (`read`) for which this layer guesses the tokens to read.
+    `rows`: which sequences of this layer's step it belongs to; None: all."""
 
     read: InfiniGenRead
     rows: slice | None = None
@@ -67,11 +67,12 @@ class Follower(NamedTuple):
 
 
 class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
-    """Read what the layer before has chosen. There are no sinks and no window: the whole budget
-    limits that choice.
+    """Read in each step the prompt tokens that were guessed from the attention input of the layer
+    before. There are no sinks and no window: the whole budget limits that choice.
 
-    On a GPU, and while steps are captured, counts stay on the device: as many rows as the limit are
-    chosen, and the first n' of them are read or moved."""
+    Each sequence reads n' of the tokens chosen for it. On a GPU, and while steps are captured in a
+    CUDA graph, the host does not know n': as many rows as the limit are chosen, best first, and the
+    device reads or moves the first n' of them."""
 
     diagnostics = (*Pooled.diagnostics, "counts", "read_in_steps")
     method: InfiniGen
@@ -86,7 +87,9 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
         return Plan(sinks=0, local=0, top=budget)
 
     def index(self, keys: Tensor) -> None:
-        """Keep the skewed keys in the columns in which the prompt's queries, or keys, are largest."""
+        """Build what later steps guess from: the prompt's keys [B G S D], skewed (multiplied by the
+        matrix A of the KV head) and reduced to the columns in which the prompt's queries, or keys,
+        are largest."""
         width, _ = self.method.columns(self.spec.head_dim)
         chosen = largest(self.query_mass, width)
         if self.method.column_rule == "union":
@@ -99,20 +102,23 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
             self.partial = GrowingRows(self.cache, kept, self.store.k_rows.shape[2])
 
     def guessed_query(self, before: AttnInput) -> Tensor:
-        """Apply this layer's query projection to the attention input of the layer before, which
-        runs at the same position."""
+        """Return a guess of this layer's rotated query: its query projection applied to the
+        attention input of the layer before, at the same position. [B H T D]"""
         hidden, cos, sin = (x.to(self.request.device) for x in (before.hidden, before.cos, before.sin))
         turned: Tensor = ops.rotate(self.spec.project_query(hidden), cos, sin)
         return turned
 
     def logits(self, q: Tensor) -> Tensor:
-        """Return the guessed logits [B G g n] of the past tokens, for rotated q [B H 1 D]."""
+        """Return the logits [B G g n] of the n past tokens as the partial keys approximate them,
+        for rotated queries q [B H 1 D]; evicted tokens have minus infinity."""
         grouped = q.view(len(q), self.spec.num_kv_heads, self.spec.group, -1).float()
         return self.present(self.partial.scores((grouped @ self.basis.float() * self.spec.scale).to(q.dtype)))
 
     def fetches(self, q: Tensor) -> Fetched:
-        """Choose for a token with query q as many prompt tokens as come within `alpha` of a query
-        head's largest logit, from one to the budget. Nothing is fetched here."""
+        """Choose the prompt tokens to read for a query q [B H 1 D], by approximate logits: in every
+        KV head as many of the best as come, on average over the KV heads, within `alpha` of a query
+        head's largest logit, from one to the budget. Return rows [B G K] and how many of them each
+        sequence reads, [B]. Nothing is fetched here."""
         assert self.plan is not None
         logits, limit = self.logits(q), cast(int | PerSequence, self.plan.top)
         ranks, near = ops.group_margins(logits, self.sealed, self.method.alpha)
@@ -130,19 +136,21 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
 
     @property
     def _reads_counts(self) -> bool:
-        """Return whether a step reads how many tokens it fetches, which on a GPU waits for it."""
+        """Return whether the host reads how many tokens a step fetches. On a GPU it does not, since
+        it would have to wait for the device."""
         return not (self.cache.counters.running or queues(self.request.device))
 
     def guess(self, before: AttnInput) -> None:
-        """Choose this step's tokens from the attention input of the layer before."""
+        """Choose the prompt tokens that this layer reads in the coming step, from the attention
+        input of the layer before, and start to fetch them if they are not on the device."""
         if self.plan is not None and self.selects_next:
             self.guessed = self.fetches(self.guessed_query(before))
             if self.layer.far is not None:
                 self._send_for(*self.guessed)  # they arrive while the layer before computes
 
     def select(self, q: Tensor, top: int) -> Tensor:
-        """Return what the layer before has chosen: the true query is known too late to fetch for
-        it."""
+        """Return the tokens that were chosen while the layer before computed, [B G K]. The query q
+        is not used: it is known too late to fetch tokens for it."""
         assert self.guessed is not None
         (rows, self.counts), self.guessed = self.guessed, None
         if self.pool is not None:
@@ -169,7 +177,8 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
         self.send_for(rows, unread)
 
     def attend(self, q: Tensor, *segments: Segment) -> Tensor:
-        """Attend to no more than the first n' of the chosen rows of each sequence."""
+        """Attend to segments under one softmax, q [B H 1 D] -> [B H 1 D]; of the chosen rows each
+        sequence reads only as many as its count says."""
         if self.plan is None or (self._reads_counts and len(self.counts) == 1):
             return super().attend(q, *segments)
         fetched = self.layer.far is not None  # the chosen rows are then the first segment, else those with `rows`
@@ -193,13 +202,14 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
 
     @property
     def _skew(self) -> Tensor | None:
-        """Return A [G D D], or None without a skew."""
+        """Return the orthogonal matrix A of each KV head, [G D D], which concentrates queries in
+        few columns; None if keys are not skewed."""
         matrices = self.request.prepared if self.method.skew else None
         return matrices[self.spec.index] if isinstance(matrices, tuple) else None
 
     @property
     def widest(self) -> int:
-        """Return the most columns of partial keys, which is at most twice the fewest."""
+        """Return the most columns that partial keys can have, which is at most twice the fewest."""
         return self.method.columns(self.spec.head_dim)[1]
 
     def forget(self, count: int, rows: Tensor) -> None:
@@ -227,8 +237,10 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
         return super().joined() | ({} if read is None else {"read_in_steps": read})
 
     def link(self, members: Sequence[Policy], joint: Mapping[int, Policy]) -> None:
-        """Guess for the next layer's policies: the next layer takes its step for all sequences, or
-        for one after the other."""
+        """Find the next layer's policies, for which this joint policy of several sequences
+        (`members`) guesses: one for all sequences, or one each where the next layer steps for one
+        sequence after the other. `joint`: the id of a member's policy -> the joint policy that
+        steps instead of it."""
         if self.plan is not None:
             self.read_in_steps = torch.zeros(self.request.batch, dtype=torch.int64, device=self.request.device)
         reads = [follower.read for member in members for follower in cast(InfiniGenRead, member).followers]
@@ -268,20 +280,22 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
         return prompt if read is None else read, generated
 
     def check_choice(self, rows: Tensor, top: int | None) -> None:
-        """Raise `ReturnedError` unless each sequence reads different tokens of the prompt. Rows
-        after its count are not read."""
+        """Raise `ReturnedError` unless each head's chosen `rows` are different tokens of the
+        prompt. Rows beyond a sequence's count are not read and may be any."""
         given, choosing = f"{type(self).__name__}.select returned", (self.spec.num_kv_heads, self.spec.num_heads)
         self.layer.check_rows(given, self.selected_rows(), self.sealed, heads=choosing, gaps=True)
 
     def selected_rows(self) -> Tensor | None:
-        """Return the rows read, with -1 where a sequence reads fewer tokens than another."""
+        """Return the prompt tokens that the last step read, [B G K], with -1 where a sequence reads
+        fewer tokens than another; None if it read all."""
         rows = super().selected_rows()
         return None if rows is None else rows.masked_fill(~leading_columns(rows, self.counts), -1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class InfiniGen(PooledMethod):
-    """Hold the parameters, which the yaml explains."""
+    """Define InfiniGen, which guesses a layer's tokens from the attention input of the layer
+    before, by its parameters. conf/method/infinigen.yaml explains each."""
 
     offloads: ClassVar[bool] = True
     asks_ahead: ClassVar[bool] = True
@@ -312,7 +326,9 @@ class InfiniGen(PooledMethod):
                 raise ValueError(f"{name}={value!r} is unknown: choose {' or '.join(choices)}.")
 
     def columns(self, head_dim: int) -> tuple[int, int]:
-        """Return the fewest and the most columns of a partial key."""
+        """Return the fewest and the most columns of a partial key, which holds a part of a key's
+        `head_dim` columns: more than `partial_ratio` of them where those of queries and of keys are
+        united."""
         width = int(self.partial_ratio * head_dim)
         return width, min(2 * width, head_dim) if self.column_rule == "union" else width
 
@@ -329,23 +345,24 @@ class InfiniGen(PooledMethod):
         return costs.select(case, Plan(0, 0, case.budget), index_bytes=0) + index + tables
 
     def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
-        """Return the memory of the partial keys twice, and for a limited pool that of the queries
-        that fill it."""
+        """Return the bytes taken temporarily at the prompt's end: the partial keys twice, and for a
+        limited pool the queries that decide what stays in it."""
         if self.reads_whole(case):
             return PeakExtra()
         return self.filling(case) + PeakExtra(seal=2 * self._partial_bytes(case, case.capacity + 1))
 
     def _partial_bytes(self, case: LayerWorkload, rows: int) -> int:
-        """Return the most bytes of `rows` rows of partial keys and of their basis. One more row is
-        held than there are tokens (`GrowingRows`)."""
+        """Return the most bytes of `rows` rows of partial keys and of their basis, for all KV heads
+        of a layer. One more row is held than there are tokens (`GrowingRows`)."""
         dim = case.spec.head_dim
         return case.spec.num_kv_heads * self.columns(dim)[1] * (rows + dim) * case.element_bytes
 
     def prepare(
         self, specs: Sequence[LayerSpec], observe: Callable[[int], Iterator[AttnInput]]
     ) -> tuple[Tensor, ...] | None:
-        """Return A of every layer, [G D D]: the principal directions of the queries of a group's
-        heads, stacked."""
+        """Compute once per model, from calibration text, the matrix A of every layer, [G D D]: per
+        KV head the principal directions of the queries of its query heads, stacked. None if `skew`
+        is off."""
         if not self.skew:
             return None
         inputs = zip(specs, observe(self.calibration_tokens), strict=True)

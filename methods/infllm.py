@@ -37,8 +37,9 @@ from methods.parts.rope_table import RopeTable
 
 
 class InfLLMRead(Select, capturable=True):
-    """Read blocks as the middle tokens. Their keys are stored as if they stood at position 0, all
-    others truly rotated."""
+    """Read in each step the first tokens, a local window, and the blocks of earlier tokens that
+    suit the query best. Keys of blocks are stored as if they stood at position 0, all others in
+    their true rotation."""
 
     by_room: ClassVar[Mapping[str, int]] = {"mass": 2, "far_k": 2}
     method: InfLLM
@@ -50,15 +51,17 @@ class InfLLMRead(Select, capturable=True):
     far_end = 0  # position of the first token that has not left the window; the room after it is for the others
 
     def select(self, q: Tensor, top: int) -> Tensor:
-        """Select the blocks, `top` tokens in all and the same for all heads, that have the largest
-        summed product with the mean of far queries q [B H T D]. Return [B G top]."""
+        """Return the tokens of the best blocks, `top` tokens in all and the same for all KV heads,
+        [B G top]. The best blocks have the largest product of their representatives with the mean
+        of queries q [B H T D], summed over heads."""
         scores = ops.row_scores(q.mean(2, keepdim=True), self.representatives).sum((1, 2))
         best = ops.top_k(scores, top // self.method.block).unsqueeze(1)
         rows: Tensor = ops.token_rows(best.expand(-1, self.spec.num_kv_heads, -1), self.method.block)
         return rows
 
     def _fill_blocks(self, seen: int) -> None:
-        """Put tokens that have left the window into blocks as soon as they fill one."""
+        """Make blocks of tokens that have left the window, as soon as there are enough for one:
+        move their keys to position 0 and compute their representatives. `seen`: tokens so far."""
         size, filled = self.method.block, (seen - self.n_local - self.method.n_init) // self.method.block
         if filled <= self.blocks:
             return
@@ -87,8 +90,10 @@ class InfLLMRead(Select, capturable=True):
         return out
 
     def _execute(self, q: Tensor, far_q: Tensor, first: int) -> Tensor:
-        """Attend under one softmax to the blocks read, the first tokens and the window. q, far_q
-        [B H T D] at positions from `first` on."""
+        """Attend from a block of queries, under one softmax, to the chosen blocks of tokens, the
+        first tokens and the window, and add to `mass` what each token of the window received. q
+        [B H T D] at positions from `first` on; far_q: the same queries rotated for tokens outside
+        the window."""
         end, scale = first + q.shape[2], self.spec.scale
         outside = self._after if self.blocks else 0  # from there on, tokens are in no block and are no first tokens
         far_end = end - self.n_local  # tokens before it are far, at least from the last query
@@ -112,8 +117,9 @@ class InfLLMRead(Select, capturable=True):
         return with_sink(ops.merge_attention(outs, lses) if len(parts) > 1 else outs[0], lse, sinks)
 
     def split(self, budget: int) -> Plan:
-        """Return a plan whose window at the end of the prompt includes the tokens that have not
-        filled a block yet."""
+        """Say how the budget is spent once the prompt is complete, and arrange the keys for decode
+        steps. The plan's window includes the tokens that have left the window but fill no block
+        yet."""
         self.n_local, _ = self.method.spend(budget)
         self._fill_blocks(self.sealed)
         size, n_init, self.far_end = self.method.block, self.method.n_init, self._after
@@ -125,7 +131,8 @@ class InfLLMRead(Select, capturable=True):
         return Plan(n_init, local, min((budget - n_init - local) // size, self.blocks) * size)
 
     def index(self, keys: Tensor) -> None:
-        """Do nothing: the representatives exist since the blocks were filled."""
+        """Do nothing: blocks get their representatives, by which they are found, when they are
+        filled."""
 
     def decode(self, x: AttnInput) -> Tensor:
         self.rope_table.note(x)
@@ -159,17 +166,18 @@ class InfLLMRead(Select, capturable=True):
         self.representatives = torch.empty(*shape, 0, spec.head_dim, dtype=request.dtype, device=request.device)
 
     def _far_query(self, q: Tensor, first: int) -> Tensor:
-        """Rotate the queries at positions from `first` on as if they stood n_local - 1 after all
-        far keys."""
+        """Rotate queries [B H T D], at positions from `first` on, as if they stood n_local - 1
+        after keys at position 0: so all tokens outside the window are read at that distance."""
         return self.rope_table.move(q, self._positions(first, first + q.shape[2]), self.n_local - 1)
 
     @property
     def _after(self) -> int:
-        """Return the position of the first token after the blocks."""
+        """Return the position of the first token after all those that are in blocks."""
         return self.method.n_init + self.blocks * self.method.block
 
     def _leave(self, window: int) -> None:
-        """Treat the tokens before position `window` as far from now on."""
+        """Note that the tokens before position `window` have left the window: store their keys
+        among the far ones, rotated to position 0."""
         if self.far_end < window:
             place = self.far_end - self._after + self.method.n_init
             self.cache.counters.write(self._moved(self.far_end, window), self.far_k, 2, place)
@@ -188,7 +196,7 @@ class InfLLMRead(Select, capturable=True):
         return [Segment(self.far_k[:, :, :first], v[:, :, :first]), blocks, others]
 
     def _near(self, window: int) -> Segment:
-        """Return the n_local tokens from position `window` on."""
+        """Return keys and values of the window: the n_local tokens from position `window` on."""
         first = window - self.layer.away
         if not self.cache.counters.running:
             return self.store.since(first)
@@ -196,7 +204,8 @@ class InfLLMRead(Select, capturable=True):
         return Segment(self.store.k_rows.index_select(2, rows), self.store.v_rows.index_select(2, rows))
 
     def _moved(self, start: int, end: int) -> Tensor:
-        """Return keys of tokens outside the host's blocks, as if they stood at position 0."""
+        """Return the keys of the tokens from position `start` to `end`, rotated as if they all
+        stood at position 0. They must be in the store and not in blocks on the host."""
         positions = self._positions(start, end)
         keys = self.store.k_rows.index_select(2, positions - self.layer.away if start else positions)
         return self.rope_table.move(keys, positions, 0)
@@ -205,7 +214,9 @@ class InfLLMRead(Select, capturable=True):
         return self.cache.counters.positions(start, end - start, self.request.device)
 
     def state(self) -> dict[str, Tensor]:
-        """Return keys' positions too: those of blocks stand at 0."""
+        """Return what a further turn needs besides keys and values: the attention that each token
+        received, the representatives of blocks, and the positions by which keys are rotated, since
+        those of blocks are stored at 0."""
         seen = self._positions(0, self.layer.seen)
         rotated = torch.where((seen >= self.method.n_init) & (seen < self._after), 0, seen)
         return {"mass": self.mass[..., : self.layer.seen], "representatives": self.representatives, "rotated": rotated}
@@ -224,11 +235,10 @@ class InfLLMRead(Select, capturable=True):
 
 
 def representatives(keys: Tensor, drawn: Tensor, block: int, top: int) -> Tensor:
-    """Return per query head the mean key of the `top` tokens of each block that drew the most
-    attention.
+    """Return, per query head and block of `block` tokens, the mean key of the `top` tokens that
+    drew the most attention.
 
-    keys [B G N*block D], drawn [B H N*block] -> [B H N D]
-    """
+    keys [B G N*block D], drawn (their attention) [B H N*block] -> [B H N D]"""
     per_head = keys.unflatten(2, (-1, block)).repeat_interleave(drawn.shape[1] // keys.shape[1], dim=1)
     best = drawn.unflatten(2, (-1, block)).topk(top).indices
     return per_head.gather(3, best.unsqueeze(-1).expand(*best.shape, keys.shape[3])).mean(3)
@@ -236,7 +246,8 @@ def representatives(keys: Tensor, drawn: Tensor, block: int, top: int) -> Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class InfLLM(Method):
-    """Hold the parameters, which the yaml explains."""
+    """Define InfLLM, which reads a local window and retrieved blocks of earlier tokens, by its
+    parameters. conf/method/infllm.yaml explains each."""
 
     offloads: ClassVar[bool] = True
     encodes: ClassVar[bool] = True
@@ -263,19 +274,20 @@ class InfLLM(Method):
 
     @property
     def smallest_budget(self) -> int:
-        """Return room for the first tokens, one local token, an almost full block, and one block to
-        select."""
+        """Return the smallest possible budget in tokens: the first tokens, one local token, an
+        almost full block, and one block to select."""
         return self.n_init + 2 * self.block
 
     def spend(self, budget: int) -> tuple[int, int]:
-        """Return n_local and the number of blocks to read, with room for an unfinished block."""
+        """Split a budget of tokens: return n_local, the length of the window, and how many blocks a
+        step reads. First tokens and an unfinished block are subtracted before."""
         spare = budget - self.n_init - (self.block - 1)
         blocks = max(1, int(spare * (1 - self.local_ratio) / self.block))
         return spare - blocks * self.block, blocks
 
     def paper_tokens(self, budget: Callable[[int], int], sealed: int) -> int:
-        """Count first tokens and an unfinished block in addition; the released code also rounds the
-        blocks up."""
+        """Return the tokens read when the budget is counted as in the paper, where first tokens and
+        an unfinished block come on top. The released code also rounds the blocks up."""
         return self.n_init + self.block - 1 + budget(sealed - self.n_init)
 
     def cost(self, case: LayerWorkload) -> Cost:
@@ -292,9 +304,9 @@ class InfLLM(Method):
         return (chosen + shared).reading(chosen.read_bytes_per_step - far * case.row_bytes // 2)
 
     def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
-        """Return the memory of an execution block of queries, eleven times in fp32 while its parts
-        are merged, and of the blocks that it reads, once gathered and once joined with the first
-        tokens."""
+        """Return the bytes taken temporarily: those of an execution block of queries, eleven times
+        in fp32 while the parts of its attention are merged, and those of the blocks that it reads,
+        once gathered and once joined with the first tokens."""
         shared = costs.rope_table(case).device_bytes
         if self.reads_whole(case):
             return PeakExtra(kept=shared)
@@ -306,7 +318,8 @@ class InfLLM(Method):
         return PeakExtra(shared + drawn * case.capacity + represented, prefill)
 
     def at_communication(self, share: float, head_dim: int) -> InfLLM:
-        """Return this method with a block represented by a `share` of its tokens."""
+        """Return this method with each block represented by a `share` of its tokens, so that
+        finding blocks reads that share of the key cache, as in PQCache's comparison."""
         tokens = int(share * self.block)
         if not 1 <= tokens <= self.block:
             raise CostError(

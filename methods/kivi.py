@@ -31,7 +31,8 @@ from methods.tiers.tier import DEVICE
 
 
 class KiviLayer(Layer, capturable=True):
-    """Hold the tokens that wait in the store, and the exact values of the block before them."""
+    """Hold a layer's tokens as quantised codes, except the latest ones, which wait in the store in
+    full precision until they fill a block, and the exact values of the last block of codes."""
 
     method: Kivi
     parts: tuple[list[Coded], Coded] | None = None  # codes of several sequences, which do not change
@@ -69,16 +70,17 @@ class KiviLayer(Layer, capturable=True):
         return self.attend(q, *older, exact, self.store.since(0))
 
     def _parts(self, far: Pool) -> tuple[list[Coded], Coded]:
-        """Return the codes of all blocks but the last, and those of the last."""
+        """Return the codes of all blocks of tokens but the last, as a list that is empty if there
+        are none, and the codes of the last block."""
         (codes,) = far.segments().wait()
         assert isinstance(codes, Coded)
         count = far.length - self.method.residual
         return ([codes.tokens(0, count)] if count else []), codes.tokens(count, far.length)
 
     def _with_recent(self, v: Tensor, newer: Tensor) -> Tensor:
-        """Replace values in v [B G S D], decoded, by exact ones for the tokens that are followed by
-        fewer than `residual` others, and return it. `newer`: the number of later tokens that are
-        not codes; it lies on the device, as a step may be captured."""
+        """Put exact values into v [B G S D], decoded from codes, for the tokens that are followed
+        by fewer than `residual` others, and return v. `newer`: how many later tokens are not codes;
+        it is a tensor on the device, since a step may be captured in a CUDA graph."""
         assert self.recent is not None
         count = self.method.residual
         old = torch.arange(count, device=v.device).view(-1, 1) < newer.view(-1, 1, 1, 1)
@@ -136,8 +138,9 @@ class KiviLayer(Layer, capturable=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Kivi(Method):
-    """Hold the parameters. `bits`: 2, 4 or 8. `group`: how many numbers share a range. `residual`:
-    how many tokens' keys are quantised together, and how many of the last values are exact."""
+    """Define KIVI, which keeps and reads all tokens, most of them quantised, by its parameters.
+    `bits` of a code: 2, 4 or 8. `group`: how many numbers share a range. `residual`: how many
+    tokens' keys are quantised together, and how many of the last values are exact."""
 
     uses_budget: ClassVar[bool] = False
     offloads: ClassVar[bool] = True

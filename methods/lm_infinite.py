@@ -34,8 +34,8 @@ from methods.parts.rope_table import RopeTable
 
 
 class LMInfiniteKeep(Keep, capturable=True):
-    """Store keys in their true rotation, and rotate the first ones again for each query far from
-    them."""
+    """Keep the first tokens and a window of recent ones. Keys are stored in their true rotation;
+    the first ones are rotated again for each query that is further than the window from them."""
 
     method: LMInfinite
     n_local: int | None = None  # length of the window; None: everything is read
@@ -82,13 +82,14 @@ class LMInfiniteKeep(Keep, capturable=True):
         return None if tokens is None else max(1, tokens - self.method.n_init)
 
     def _first_places(self, count: int) -> Tensor:
-        """Return the positions of the first stored tokens: the first of the text, unless a history
-        was truncated."""
+        """Return the positions in the text of the first `count` stored tokens: 0, 1 and so on,
+        unless the conversation's history was cut."""
         return self.layer.stored_positions()[0, 0, :count]
 
     def _first(self, q: Tensor, start: int, n_local: int) -> tuple[Tensor, Tensor]:
-        """Return attention to the first tokens, in their true or their shifted rotation, and its
-        log-sum-exp. [B H T D], [B H T]"""
+        """Attend from queries at positions from `start` on to the first tokens alone. Where these
+        are further away than `n_local`, they are read as if they were n_local away. Return the
+        attention [B H T D] and its log-sum-exp [B H T]."""
         count = self.first_keys.shape[2]
         places = torch.arange(start, start + q.shape[2], device=q.device)
         distance = places.unsqueeze(1) - self._first_places(count)
@@ -100,8 +101,8 @@ class LMInfiniteKeep(Keep, capturable=True):
         return (weights @ self.store.v[:, :, :count]).view_as(q), logits.logsumexp(-1).flatten(1, 2)
 
     def _logits(self, q: Tensor, k: Tensor) -> Tensor:
-        """Return the scaled products of queries and keys, q [B H T D], k [B G S D] ->
-        [B G g T S]."""
+        """Return the products of queries and keys times the layer's scale, q [B H T D], k [B G S D]
+        -> [B G g T S], for g query heads of a group."""
         folded = q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1]) @ k.transpose(-1, -2)
         return folded.view(*k.shape[:2], self.spec.group, q.shape[2], -1).float() * self.spec.scale
 
@@ -111,8 +112,9 @@ class LMInfiniteKeep(Keep, capturable=True):
 
 @dataclass(frozen=True, kw_only=True)
 class LMInfinite(Method):
-    """Hold the parameter `n_init`: how many first tokens are always read; with 10 and 100 the
-    paper's authors got the same results."""
+    """Define LM-Infinite, which reads a window of recent tokens and the first ones, by its
+    parameter `n_init`: how many first tokens are always read. The paper's authors got the same
+    results with 10 and 100."""
 
     selects: ClassVar[bool] = False
     dense_prefill: ClassVar[bool] = False
@@ -130,7 +132,8 @@ class LMInfinite(Method):
         return self.n_init + 1
 
     def paper_tokens(self, budget: Callable[[int], int], sealed: int) -> int:
-        """Count the first tokens in addition, since the paper sets the window's length."""
+        """Return the tokens read when the budget is counted as in the paper: it sets the window's
+        length, so the first tokens come on top."""
         return self.n_init + budget(sealed - self.n_init)
 
     def cost(self, case: LayerWorkload) -> Cost:
@@ -140,8 +143,9 @@ class LMInfinite(Method):
         return costs.evict(case, case.budget) + costs.rope_table(case) + Cost(first)
 
     def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
-        """Return the memory of attention to the first tokens and of the queries rotated for it, for
-        some tokens at a time: six times in fp32 while it is merged with attention to the window."""
+        """Return the bytes taken temporarily by attention to the first tokens and by the queries
+        rotated for it, a part of a chunk at a time: six times in fp32 while it is merged with
+        attention to the window."""
         kept = PeakExtra(kept=costs.rope_table(case).device_bytes)
         if self.reads_whole(case):
             return kept

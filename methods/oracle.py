@@ -24,7 +24,8 @@ from methods.parts import costs
 
 
 class OracleRead(Select, capturable=True, of_each={}):
-    """Rank tokens by softmax over all stored tokens, summed over the query heads of a group."""
+    """Read in each step the tokens with the largest true attention weights, summed over the query
+    heads of a KV head."""
 
     method: Oracle
 
@@ -32,7 +33,7 @@ class OracleRead(Select, capturable=True, of_each={}):
         return self.method.split(budget)
 
     def index(self, keys: Tensor) -> None:
-        """Do nothing: the keys themselves are the index."""
+        """Do nothing: tokens are found by the keys themselves, without an index."""
 
     def select(self, q: Tensor, top: int) -> Tensor:
         stored = self.store.since(0)
@@ -47,7 +48,9 @@ class OracleRead(Select, capturable=True, of_each={}):
 
 @dataclass(frozen=True, kw_only=True)
 class Oracle(Windowed):
-    """Hold the parameters `sinks` and `recent_ratio`, which split the budget (see `Windowed`)."""
+    """Define the oracle, which reads the tokens with the largest true attention weights, by its
+    parameters: of the budget, `sinks` first tokens and a share `recent_ratio` of the rest, the last
+    tokens, are always read."""
 
     policies = (OracleRead,)
     rows_stay: ClassVar[bool] = True

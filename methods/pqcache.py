@@ -39,7 +39,8 @@ from methods.tiers.transfer import Arrival
 
 
 class PQRead(Select, capturable=True, of_each={"centroids": 3, "codes": 2}):
-    """Select by the softmax of coded keys."""
+    """Read in each step the prompt tokens with the largest softmax weights, as product-quantised
+    keys approximate them."""
 
     method: PQCache
     centroids: Tensor  # [B G m C d'], in the cache's dtype
@@ -97,8 +98,10 @@ class PQRead(Select, capturable=True, of_each={"centroids": 3, "codes": 2}):
 
 @dataclass(frozen=True, kw_only=True)
 class PQCache(Windowed):
-    """Hold m sub-vectors of 2^b centroids, the k-means, and the split of the budget (see
-    `Windowed`)."""
+    """Define PQCache, which finds tokens by product quantisation of the keys, by its parameters: a
+    key is split into `m` sub-vectors, each coded by one of 2^`b` centroids that k-means finds.
+    `sinks` and `recent_ratio` say how many first and last tokens are always read;
+    conf/method/pqcache.yaml explains the others."""
 
     policies = (PQRead,)
     offloads: ClassVar[bool] = True
@@ -146,15 +149,17 @@ class PQCache(Windowed):
         return max(LENGTHS) if self.iterations == "auto" else 0
 
     def rounds(self, tokens: int, prepared: object) -> int:
-        """Return the most rounds of k-means for `tokens` clustered tokens; `prepared` is what
-        `prepare` returned."""
+        """Return the most rounds of k-means that may run for `tokens` keys. `prepared`: what
+        `prepare` returned, from which `iterations=auto` computes it."""
         if isinstance(self.iterations, int):
             return self.iterations
         assert isinstance(prepared, Fit)
         return prepared.iterations(tokens)
 
     def prepare(self, specs: Sequence[LayerSpec], observe: Callable[[int], Iterator[AttnInput]]) -> Fit | None:
-        """Return the fit for `iterations=auto`, or None for a fixed number."""
+        """Return a fit that says, for any prompt length, how many rounds of k-means take no longer
+        than a layer's prefill: from times measured here (`iterations=auto`), or from coefficients
+        given as `iterations`. None for a fixed number of rounds."""
         if isinstance(self.iterations, int):
             return None
         if self.iterations == "auto":
@@ -162,8 +167,10 @@ class PQCache(Windowed):
         return Fit(*self.iterations)
 
     def coded(self, keys: Tensor, rounds: int, tolerance: float | None = None) -> tuple[Tensor, Tensor]:
-        """Cluster the sub-vectors of keys [B G M D]. Return centroids [B G m C d'] in their dtype
-        and codes [B G M m], of one byte if that is enough. `tolerance` replaces the method's."""
+        """Product-quantise keys [B G M D]: split each into m sub-vectors of d' channels and cluster
+        these by k-means in at most `rounds` rounds. Return centroids [B G m C d'] in the keys'
+        dtype and codes [B G M m], the number of each sub-vector's centroid, of one byte if that is
+        enough. `tolerance` of k-means: by default the method's."""
         batch, groups, count, dim = keys.shape
         clusters = min(2**self.b, count)
         points = torch.empty(batch * groups * self.m, count, dim // self.m, device=keys.device)  # one copy in fp32
@@ -192,8 +199,8 @@ class PQCache(Windowed):
         return chosen + block_cache.cost(case, middle, plan.top, self.cache_block, self.slots, self.cache_offered)
 
     def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
-        """Return the memory of the clustered keys in fp32, of their codes before they are converted
-        to small integers, and of the keys themselves while they wait to be clustered."""
+        """Return the bytes taken temporarily: the clustered keys in fp32, their codes before they
+        are converted to small integers, and the keys themselves while they wait to be clustered."""
         if self.reads_whole(case):
             return PeakExtra()
         plan, spec = self.split(case.budget), case.spec
@@ -203,12 +210,13 @@ class PQCache(Windowed):
 
     @property
     def slots(self) -> int:
-        """Return how many blocks the cache holds."""
+        """Return how many blocks of tokens the cache of offloaded tokens on the device holds."""
         return self.cache_tokens // self.cache_block
 
     def at_communication(self, share: float, head_dim: int) -> PQCache:
-        """Return this method moving m bytes of codes per key of 2 * head_dim bytes; up to 1/128 the
-        paper takes 6 bits instead of 8."""
+        """Return this method with m sub-vectors, so that their codes of one byte each are a `share`
+        of a key's 2 * head_dim bytes, as in PQCache's comparison. Up to 1/128 codes have 6 bits
+        instead of 8, as in the paper."""
         asked = 2 * share * head_dim
         m = round(asked)
         if m < 1 or head_dim % m or not isclose(m, asked, rel_tol=1e-3):

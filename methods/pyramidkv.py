@@ -25,7 +25,8 @@ from methods.snapkv import SnapKeep, SnapKV
 
 
 class PyramidKeep(SnapKeep, capturable=True, of_each={}):
-    """Keep the layer's own share of all layers' budgets."""
+    """Evict tokens as SnapKV does, with a number of kept tokens of the layer's own: lower layers
+    keep more."""
 
     method: PyramidKV
 
@@ -37,9 +38,10 @@ class PyramidKeep(SnapKeep, capturable=True, of_each={}):
 
 @dataclass(frozen=True, kw_only=True)
 class PyramidKV(SnapKV):
-    """Hold SnapKV's parameters and two more. `beta`: how many times smaller than the mean the last
-    layer's voted share is. `rounding`: whether the layers' amounts add up to the budget (exact) or
-    are the authors' whole numbers."""
+    """Define PyramidKV, which evicts as SnapKV does and keeps more tokens in lower layers, by its
+    parameters: SnapKV's and two more. `beta`: how many times smaller than the mean the last layer's
+    voted share is. `rounding`: whether the layers' amounts add up to the budget (exact) or are the
+    authors' whole numbers (released)."""
 
     policies = (PyramidKeep,)
     tunable: ClassVar[Grids] = {**SnapKV.tunable, "beta": (5, 10, 20, 40)}
@@ -57,7 +59,8 @@ class PyramidKV(SnapKV):
         return self.layer_budgets(case.budget, case.sealed, case.spec.num_layers)[case.spec.index]
 
     def uniform(self, tokens: int, sealed: int, layers: int) -> str | None:
-        """Return why there is no pyramid for a budget of `tokens`, or None."""
+        """Return why all layers keep the same number of tokens under a budget of `tokens` of
+        `sealed` prompt tokens, or None if they form a pyramid."""
         if layers == 1:
             return "a single layer leaves nothing to distribute"
         if 2 * (tokens - self.window) > sealed:
@@ -65,8 +68,8 @@ class PyramidKV(SnapKV):
         return None
 
     def layer_budgets(self, tokens: int, sealed: int, layers: int) -> list[int]:
-        """Return what each layer keeps of `sealed` prompt tokens, first to last: together layers *
-        tokens, or more with released rounding."""
+        """Return how many of `sealed` prompt tokens each layer keeps, first layer to last: together
+        layers * `tokens`, or more with rounding=released."""
         if self.uniform(tokens, sealed, layers):
             return [tokens] * layers
         line = pyramid if self.rounding == "exact" else released_pyramid
@@ -75,8 +78,9 @@ class PyramidKV(SnapKV):
 
 
 def pyramid(mean: int, most: int, layers: int, beta: float) -> list[int]:
-    """Return amounts on a falling line that add up to layers * mean; the first is at most `most`,
-    and mean is at most `most`."""
+    """Return one whole number per layer on a falling straight line, that add up to layers * mean;
+    the last is about mean / beta, or more where `most` limits the first. mean must not exceed
+    `most`."""
     last = mean / Fraction(beta)
     first = min(2 * mean - last, Fraction(most))
     step = 2 * (first - mean) / (layers - 1)
@@ -86,8 +90,8 @@ def pyramid(mean: int, most: int, layers: int, beta: float) -> list[int]:
 
 
 def released_pyramid(mean: int, most: int, layers: int, beta: float) -> list[int]:
-    """Return the authors' whole numbers for the same line: its end and its step are rounded
-    down."""
+    """Return the authors' whole numbers for the line of `pyramid`: its end and its step are rounded
+    down, so the sum may be larger than layers * mean."""
     last = int(mean // beta)
     first = min(2 * mean - last, most)
     step = (first - (2 * mean - first)) // (layers - 1)

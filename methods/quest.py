@@ -34,8 +34,9 @@ from methods.parts import costs
 
 
 class QuestRead(Read[int], capturable=True, of_each={"bounds": 2}):
-    """Read as many pages as the plan says; the prompt's last page may be shorter. A selecting head
-    is a query or a KV head."""
+    """Read in each step as many pages of prompt tokens as the budget holds, those whose keys could
+    reach the largest logits. The prompt's last page may be shorter. Each KV head chooses for
+    itself, or each query head."""
 
     method: Quest
     bounds: Tensor  # [B G P 2D], the largest and the smallest key of each page
@@ -49,8 +50,9 @@ class QuestRead(Read[int], capturable=True, of_each={"bounds": 2}):
         self.uneven = not self.method.last_page and self.sealed % self.method.page_size != 0
 
     def select(self, q: Tensor, top: int) -> Tensor:
-        """Return the tokens of the `top` best pages, q [B H 1 D] -> [B H|G K]; numbers from
-        `sealed` on stand for missing tokens."""
+        """Return the tokens of the `top` best pages for each selecting head, q [B H 1 D] ->
+        [B H|G K]. Where a head chose the shorter last page, numbers from `sealed` (the prompt's
+        length) on stand for missing tokens."""
         groups = q.view(q.shape[0], self.spec.num_kv_heads, self.spec.group, -1)
         scores = ops.page_scores(groups, self.bounds)  # [B G g P]
         whole, size, last = filled(scores), self.method.page_size, (self.sealed - 1) // self.method.page_size
@@ -71,21 +73,23 @@ class QuestRead(Read[int], capturable=True, of_each={"bounds": 2}):
         return rows.masked_fill(rows >= self.sealed, -1)
 
     def _tokens(self, pages: int) -> int:
-        """Return how many tokens `pages` pages hold, including the prompt's last one, if it is
-        always read, which may be shorter."""
+        """Return how many tokens `pages` chosen pages hold; with `last_page` one of them is the
+        prompt's last page, which may be shorter."""
         size = self.method.page_size
         last = self.sealed - (self.sealed - 1) // size * size
         return (pages - 1) * size + last if self.method.last_page else pages * size
 
     def _pages(self, rows: Tensor) -> Segment:
-        """Return chosen tokens of the prompt. rows [B H|G K]"""
+        """Return keys and values of chosen prompt tokens, rows [B H|G K], brought to the device if
+        they are elsewhere."""
         if self.layer.far is not None:
             return self.fetch(rows)
         return self.store.between(0, self.sealed)._replace(rows=rows)
 
     def _attend_uneven(self, q: Tensor, rows: Tensor, since: Segment) -> Tensor:
-        """Attend where each head reads a number of rows of its own, as different sequences do.
-        Missing rows come last."""
+        """Attend where each head reads a different number of prompt tokens: heads are treated as
+        sequences of different lengths. q [B H 1 D]; rows [B H|G K] from `sealed` on are missing;
+        `since`: the generated tokens, which all heads read. -> [B H 1 D]"""
         rows = rows.sort(-1).values
         pages = self._pages(rows.clamp(max=self.sealed - 1))
         chosen = (x if pages.rows is None else gather_per_head(x, pages.rows) for x in pages[:2])
@@ -124,9 +128,10 @@ class QuestRead(Read[int], capturable=True, of_each={"bounds": 2}):
 
 @dataclass(frozen=True, kw_only=True)
 class Quest(Method):
-    """Hold the parameters. `page_size`: tokens of a page. `min_pages`: how many pages a budget must
-    hold. `dense_layers`: layers that read everything. `select_per` and `last_page`: as the module
-    says."""
+    """Define Quest, which reads the pages whose keys could reach the largest logits, by its
+    parameters. `page_size`: tokens of a page. `min_pages`: how many pages a budget must hold.
+    `dense_layers`: layers that read everything. `select_per`: whether query heads or KV heads
+    choose. `last_page`: whether the prompt's last page is always read."""
 
     offloads: ClassVar[bool] = True
     encodes: ClassVar[bool] = True
@@ -155,11 +160,11 @@ class Quest(Method):
         return super().reads_whole(case) or case.spec.index in self.dense_layers
 
     def cost(self, case: LayerWorkload) -> Cost:
-        """Return the bytes that `case` takes. If query heads choose, the moved bytes are an
-        expectation: g heads of a group read together what 1 + (g-1)/4 heads that chose
-        independently would. On SmolLM2 135M (g=3, 1K of an essay) that is 0.95 to 1.02 times what
-        moves, at budgets of 5 to 50 %. Heads that agree less move more, at most g times one head's
-        bytes."""
+        """Return the bytes that a layer's cache takes, moves and reads. If query heads choose, the
+        moved bytes are an expectation: g heads of a group read together what 1 + (g-1)/4 heads that
+        chose independently would. On SmolLM2 135M (g=3, 1K of an essay) that is 0.95 to 1.02 times
+        what moves, at budgets of 5 to 50 %. Heads that agree less move more, at most g times one
+        head's bytes."""
         if self.reads_whole(case):
             return costs.dense(case)
         pages = ceil(case.sealed / self.page_size)
@@ -179,8 +184,8 @@ class Quest(Method):
 
 
 def page_bounds(keys: Tensor, size: int) -> Tensor:
-    """Return the largest and the smallest value of each channel in each page. keys [B G S D] ->
-    [B G P 2D]"""
+    """Return the largest and then the smallest value of each channel over the keys of each page of
+    `size` tokens; the last page may be shorter. keys [B G S D] -> [B G P 2D]"""
     whole = keys.shape[2] // size * size
     parts = [keys[:, :, :whole].unflatten(2, (-1, size))]
     if whole < keys.shape[2]:  # padding the last page would raise its bound

@@ -41,7 +41,8 @@ from methods.snapkv import SnapKeep, SnapKV
 
 
 class RocketKeep(SnapKeep, capturable=True, of_each={}):
-    """Evict as the first stage does."""
+    """Evict a part of the prompt for good, when it is complete: the first of RocketKV's two
+    stages."""
 
     method: RocketKV
 
@@ -50,7 +51,9 @@ class RocketKeep(SnapKeep, capturable=True, of_each={}):
 
 
 class RocketRead(Select, capturable=True, of_each={"bounds": 3, "channels": None}):
-    """Select as the second stage does, without sinks and window: all kept tokens compete."""
+    """Select in each step among the tokens that the first stage has kept, by a few channels of the
+    bounds of their pages: the second of RocketKV's two stages. There are no sinks and no window:
+    all kept tokens compete."""
 
     method: RocketKV
     bounds: Tensor  # [B G 2D P], the largest key of each page, then the smallest; [B G D P] for pages of one token
@@ -78,15 +81,17 @@ class RocketRead(Select, capturable=True, of_each={"bounds": 3, "channels": None
         return rows
 
     def form(self) -> int | None:
-        """Return the tokens of a page, by which pages become tokens; a page of one token has a
-        single key instead of two bounds."""
+        """Return the tokens of a page. Sequences must share it to take steps together, because
+        bounds of pages of one token have another shape; None if everything is read."""
         return None if self.plan is None else self.size
 
 
 @dataclass(frozen=True, kw_only=True)
 class RocketKV(SnapKV):
-    """Hold SnapKV's parameters and three more. `split`: from 0 (evict nothing) to 1 (evict all that
-    is not needed). `page_size`: tokens of a page. `r`: channels of a bound that are read."""
+    """Define RocketKV, which evicts a part of the prompt and selects among the rest in each step,
+    by its parameters: SnapKV's and three more. `split` says how much of the compression eviction
+    does, from 0 (it evicts nothing) to 1 (all). `page_size`: tokens of a page. `r`: channels of a
+    page's bounds that are read. None lets the budget decide."""
 
     policies = (RocketKeep, RocketRead)
     selects: ClassVar[bool] = True
@@ -111,33 +116,34 @@ class RocketKV(SnapKV):
 
     @property
     def smallest_budget(self) -> int:
-        """Return half of what must be kept, the window and one token, since at least twice the
-        budget is kept."""
+        """Return half of the window and one token: the first stage keeps at least twice the budget,
+        and that must hold the window and one token more."""
         return self.window // 2 + 1
 
     def paper_tokens(self, budget: Callable[[int], int], sealed: int) -> int:
-        """Return half of the paper's budget, since finding tokens takes as much of it as attending
-        to them."""
+        """Return the tokens read when the budget is counted as in the paper: half of it, since
+        finding tokens takes as much of it as attending to them."""
         tokens = budget(sealed)
         return tokens if tokens >= sealed else tokens // 2
 
     def keeps(self, budget: int, seen: int) -> int:
-        """Return how many of `seen` tokens the first stage keeps, so that the second can select
-        `budget` of them."""
+        """Return how many of `seen` prompt tokens the first stage keeps; in each step the second
+        stage then selects `budget` of them."""
         ratio = max(1.0, seen / (2 * budget))
         split = min(0.2 + 0.06 * log2(ratio), 0.8) if self.split is None else self.split
         return min(seen, max(2 * budget, int(seen / ratio**split)))
 
     def pages(self, budget: int, kept: int, head_dim: int) -> tuple[int, int]:
-        """Return the tokens of a page, and the channels read of it, for selecting `budget` tokens
-        of `kept`."""
+        """Return how many tokens a page has, and how many channels of its bounds are read, so that
+        scoring `kept` tokens costs about as much as reading the `budget` selected ones."""
         ratio = max(1.0, kept / (2 * budget))
         size = self.page_size or min(floor(ratio), ceil(sqrt(ratio)))
         return size, self.r or min(head_dim, max(1, round(head_dim * size / ratio)))
 
     def left_out(self, budget: int, kept: int, seen: int, head_dim: int) -> str | None:
-        """Return which parts of the method have no effect on `seen` tokens because of the budget,
-        and not of a parameter; None if all have."""
+        """Return, as a sentence for reports, which parts of the method do nothing because the
+        budget is so large, for a prompt of `seen` tokens of which `kept` stay; None if all work.
+        Parts that a parameter switches off are not named."""
         size, _ = self.pages(budget, kept, head_dim)
         without = [
             *["eviction"] * (kept == seen and self.split != 0),

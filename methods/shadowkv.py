@@ -45,8 +45,9 @@ from methods.tiers.rows import Rows
 
 
 class ChunkPlan(NamedTuple):
-    """Say how a budget is spent: on the last `local` tokens, and on `outliers` and `top` of the
-    `candidates`, the chunks before."""
+    """Say how a budget is spent. The prompt's last `local` tokens are always read. Of the
+    `candidates`, the chunks of tokens before them, `outliers` are always read and `top` are
+    selected in each step."""
 
     candidates: int
     local: int
@@ -61,7 +62,9 @@ OF_EACH = {
 
 
 class ShadowRead(HitCache, Read[ChunkPlan], capturable=True, of_each=OF_EACH):
-    """Choose chunks. Under a budget `store` holds outliers, local chunks and generated tokens, in
+    """Read in each step the chunks of tokens whose mean keys suit the query best: their keys are
+    rebuilt from low-rank factors, and their values fetched. `store` holds what is always read:
+    outliers (chunks that their mean represents badly), the last chunks and generated tokens, in
     this order."""
 
     method: ShadowKV
@@ -79,7 +82,9 @@ class ShadowRead(HitCache, Read[ChunkPlan], capturable=True, of_each=OF_EACH):
         return self.method.plan(budget, self.sealed)
 
     def prepare(self, plan: ChunkPlan) -> None:
-        """Factorise the keys, find landmarks and outliers, and keep the rest of the prompt exactly."""
+        """Compress the complete prompt: factorise its keys, send its values away, compute the mean
+        keys (landmarks) by which chunks are found, and keep outliers and the last tokens
+        exactly."""
         whole, count, size = self.store, plan.candidates, self.method.chunk
         self.size, self.total = size, count
         self._factorise(whole.k, count)
@@ -93,8 +98,9 @@ class ShadowRead(HitCache, Read[ChunkPlan], capturable=True, of_each=OF_EACH):
         self.store.append(whole.k[:, :, local], whole.v[:, :, local])
 
     def _factorise(self, keys: Tensor, count: int) -> None:
-        """Factorise all keys [B G S D] of the prompt before their rotation, as one matrix, and keep
-        only the candidates' rows of u."""
+        """Factorise all keys [B G S D] of the prompt before their rotation, those of all KV heads
+        as one matrix, into u and basis. Keep only the rows of u of the first `count` chunks, which
+        may be selected."""
         batch, groups, tokens, dim = keys.shape
         joint = torch.empty(batch, tokens, groups * dim, device=keys.device)
         by_head = joint.unflatten(2, (groups, dim)).transpose(1, 2)
@@ -106,7 +112,9 @@ class ShadowRead(HitCache, Read[ChunkPlan], capturable=True, of_each=OF_EACH):
         self.basis = basis.unflatten(2, (groups, -1)).transpose(1, 2).to(keys.dtype).contiguous()
 
     def _index(self, keys: Tensor, outliers: int) -> None:
-        """Compute the landmarks, and find the outliers, which have none. keys [B G N c D]"""
+        """Compute the landmarks, the mean keys by which chunks are found, and pick as outliers the
+        `outliers` chunks that their mean represents worst; these get no landmark. keys [B G N c D]:
+        N chunks of c tokens"""
         at_once = keys.split(max(1, TOKENS_AT_ONCE // self.method.chunk), 2)
         means, lowest = (torch.cat(parts, 2) for parts in zip(*map(landmarks, at_once), strict=True))
         self.outliers = ops.top_k(-lowest, outliers)
@@ -117,7 +125,8 @@ class ShadowRead(HitCache, Read[ChunkPlan], capturable=True, of_each=OF_EACH):
         self.chunks = chunks.unsqueeze(-1)
 
     def select(self, q: Tensor, top: int) -> Tensor:
-        """Return the `top` chunks to read, q [B H 1 D] -> [B G top]."""
+        """Return the numbers of the `top` chunks to read, by the products of the query with the
+        landmarks. q [B H 1 D] -> [B G top]"""
         logits = ops.row_scores(q.view(*self.landmarks.shape[:2], self.spec.group, -1), self.landmarks)
         weights = ops.group_weights(logits, self.spec.scale, "largest")
         return leading(filled(ops.gather_rows(self.chunks, ops.top_k(weights, top))).squeeze(-1), top)
@@ -133,8 +142,9 @@ class ShadowRead(HitCache, Read[ChunkPlan], capturable=True, of_each=OF_EACH):
         return self.attend(x.q, self.store.since(0), chosen)
 
     def _rebuild(self, chunks: Tensor | Ragged, slots: Tensor | None = None) -> Segment:
-        """Return the K*c tokens of chunks [B G K]: keys from their factors, and values from their
-        rows, which arrive meanwhile, or from their `slots` in the hit cache."""
+        """Return keys and values of the tokens of chunks [B G K]: keys rebuilt from their factors,
+        while the values are fetched. `slots` [B G K] names the places in the cache of earlier
+        chunks on the device where values are; -1: not there."""
         coming, size = self._values(chunks, slots), self.method.chunk
         sizes = chunks.sizes if isinstance(chunks, Ragged) else chunks.shape[2]
         positions: Tensor | Ragged = leading(ops.token_rows(chunks, size), sizes * size)
@@ -144,8 +154,9 @@ class ShadowRead(HitCache, Read[ChunkPlan], capturable=True, of_each=OF_EACH):
         return Segment(filled(keys), values, live=live)
 
     def _values(self, chunks: Tensor | Ragged, slots: Tensor | None) -> Callable[[], Tensor]:
-        """Ask for the values of chunks, and return a function that waits for them. Those of several
-        sequences on the device are there already."""
+        """Start to fetch the values of chunks [B G K], and return a function that waits for them
+        and returns them. `slots`: as in `_rebuild`. On the device, those of several sequences are
+        there already."""
         if not isinstance(held := self.values, Rows | BatchedHostRows):
             here = filled(ops.gather_rows(held, chunks))
             return lambda: here
@@ -169,12 +180,14 @@ class ShadowRead(HitCache, Read[ChunkPlan], capturable=True, of_each=OF_EACH):
         return Attended(exact + plan.top * self.method.chunk, self.store.length - exact)
 
     def settle(self) -> None:
-        """Allocate the hit cache with the first step, when the memory of the seal is free again."""
+        """Allocate the cache of chunks on the device before the first step reads, and not earlier:
+        the memory that compressing the prompt took is then free again."""
         if self.method.hit_cache and self.plan is not None and "held" not in vars(self):
             self.begin(self.plan.top, self.store.k)
 
     def state(self) -> dict[str, Tensor]:
-        """Return the compressed candidates, with their values where these lie."""
+        """Return what a further turn needs besides the store: the compressed chunks, that is their
+        factors, their values, and which are outliers. It is empty if everything is read."""
         if self.plan is None:
             return {}
         values = cast(Rows, self.values).held(self.plan.candidates)
@@ -193,12 +206,13 @@ class ShadowRead(HitCache, Read[ChunkPlan], capturable=True, of_each=OF_EACH):
         self.layer.evicted -= rebuilt
 
     def form(self) -> int | None:
-        """Return the rank of the keys' factors, which a short prompt limits."""
+        """Return the rank of the keys' factors, which a short prompt limits: sequences must share
+        it to take steps together. None if everything is read."""
         return None if self.plan is None else self.basis.shape[2]
 
     def reopen(self) -> None:
-        """Rebuild the candidates, with the outliers' exact keys among them, before a further turn,
-        which attends to everything."""
+        """Put the whole prompt back into the store before a further turn, which attends to
+        everything: keys rebuilt from their factors, except those of outliers, which are exact."""
         if self.plan is None:
             return
         resident, self.layer.store = self.store, KVStore(self.spec, self.cache, self.request.capacity)
@@ -214,16 +228,19 @@ class ShadowRead(HitCache, Read[ChunkPlan], capturable=True, of_each=OF_EACH):
 
 
 def landmarks(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean key of each chunk, and the lowest cosine of one of its keys to it.
-    [B G N c D] -> [B G N D], [B G N] (fp32)"""
+    """Return the mean key of each chunk of c keys, and the lowest cosine between that mean and one
+    of the chunk's keys. [B G N c D] -> [B G N D], [B G N] (fp32)"""
     means = keys.float().mean(3)
     return means, cosine_similarity(keys.float(), means.unsqueeze(3), dim=-1).amin(3)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShadowKV(Method):
-    """Hold the parameters. Sizes are in chunks, except for `rank`: a whole number, or a share of a
-    layer's key channels."""
+    """Define ShadowKV, which keeps keys as low-rank factors and values on the host, by its
+    parameters. `chunk`: tokens of a chunk. `rank` of the factors: a whole number, or a share of a
+    layer's key channels. `local_chunks`: how many last chunks are always read. `outlier_share`: the
+    share of the other chunks read that are outliers. `hit_cache`: whether chunks chosen again stay
+    on the device."""
 
     offloads: ClassVar[bool] = True
     tunable: ClassVar[Grids] = {
@@ -256,7 +273,8 @@ class ShadowKV(Method):
 
     @property
     def smallest_budget(self) -> int:
-        """Return room for the local chunks, the longest incomplete one, and one to select."""
+        """Return the smallest possible budget in tokens: the local chunks, the longest incomplete
+        chunk, and one chunk to select."""
         return (self.local_chunks + 2) * self.chunk - 1
 
     def plan(self, budget: int, sealed: int) -> ChunkPlan:
@@ -267,8 +285,8 @@ class ShadowKV(Method):
         return ChunkPlan(candidates, local, outliers, spare - outliers)
 
     def paper_tokens(self, budget: Callable[[int], int], sealed: int) -> int:
-        """Count outliers and local tokens in addition, since the paper's budget is that of the
-        retrieved chunks."""
+        """Return the tokens read when the budget is counted as in the paper, where it is that of
+        the retrieved chunks: outliers and local tokens come on top."""
         whole = self.plan(sealed, sealed)
         wanted = max(1, budget(sealed) // self.chunk)
         spent = range(whole.candidates + 1)  # chunks, outliers and retrieved together
@@ -280,8 +298,8 @@ class ShadowKV(Method):
         return min(rank, tokens, channels)
 
     def cost(self, case: LayerWorkload) -> Cost:
-        """Return the bytes that `case` takes if no chunk is found on the device, so that a step
-        fetches all it chooses."""
+        """Return the bytes that a layer's cache takes, moves and reads if no chosen chunk is on the
+        device already, so that a step fetches all it chooses."""
         if self.reads_whole(case):
             return costs.dense(case) + costs.rope_table(case)
         plan, spec, size = self.plan(case.budget, case.sealed), case.spec, case.element_bytes
@@ -297,8 +315,8 @@ class ShadowKV(Method):
         return device.reading(read) + costs.offload(case, plan.candidates * values, plan.top * values)
 
     def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
-        """Return the memory of all keys in fp32 and of their factor, in fp32 and as it is kept, or
-        of some of the keys in fp64."""
+        """Return the bytes taken temporarily: all keys in fp32 and the factor u, in fp32 and as it
+        is kept, or a part of the keys in fp64 if that is more."""
         kept = PeakExtra(kept=costs.rope_table(case).device_bytes)
         if self.reads_whole(case):
             return kept

@@ -28,7 +28,8 @@ from methods.pools import KVStore
 
 
 class SnapKeep(Keep, capturable=True, of_each={}):
-    """Hold the last `window` queries of the turn until the seal."""
+    """Collect the prompt's last `window` queries, and let them vote, when the prompt is complete,
+    for the tokens that stay."""
 
     method: SnapKV
     queries: Tensor | None = None  # [B H <=window D]
@@ -46,13 +47,15 @@ class SnapKeep(Keep, capturable=True, of_each={}):
         self.queries = None
 
     def _votes(self) -> Tensor:
-        """Return pooled votes for every stored token except the window, [B G S] or [B H S]."""
+        """Return the votes for every stored token except the window, [B G S] or [B H S]: the
+        attention that it received from the last queries, pooled over neighbouring tokens."""
         assert self.queries is not None
         return self.pooled_votes(self.queries, self.store)
 
     def pooled_votes(self, queries: Tensor, store: KVStore, head: int | None = None) -> Tensor:
-        """Return the votes of queries [B H w D] for all KV heads, or for `head`, which has this
-        store to itself. [B G|H S]"""
+        """Return the attention that each token of `store` except the window receives from queries
+        [B H w D], pooled over neighbouring tokens, [B G|H S]: for all KV heads, or for KV head
+        number `head` alone, if `store` is its own."""
         sums = column_sums(queries, store.k, self.spec.scale, self.spec.sinks_of(head))  # [B H S]
         sums = sums[..., : store.length - self.method.window]  # before pooling, which would spread the window's votes
         if self.method.select_per == "kv_head":
@@ -63,8 +66,10 @@ class SnapKeep(Keep, capturable=True, of_each={}):
 
 @dataclass(frozen=True, kw_only=True)
 class SnapKV(PolicyMethod):
-    """Hold the parameters. `window`: how many last queries vote, whose tokens are kept too.
-    `kernel`: over how many tokens votes are pooled, an odd number (1: none)."""
+    """Define SnapKV, which keeps the prompt tokens that its last queries attend to, by its
+    parameters. `window`: how many last queries vote, whose tokens are kept too. `kernel`: over how
+    many neighbouring tokens votes are pooled, an odd number (1: none), by `pooling`. `select_per`:
+    whether each KV head or each query head keeps tokens of its own."""
 
     policies: ClassVar[tuple[type[Policy], ...]] = (SnapKeep,)
     selects: ClassVar[bool] = False
@@ -94,7 +99,7 @@ class SnapKV(PolicyMethod):
         return self.window + 1
 
     def kept(self, case: LayerWorkload) -> int:
-        """Return how many prompt tokens stay in this layer."""
+        """Return how many prompt tokens stay in the layer that `case` describes."""
         return case.budget
 
     def cost(self, case: LayerWorkload) -> Cost:
@@ -103,8 +108,8 @@ class SnapKV(PolicyMethod):
         return costs.evict(case, self.kept(case), case.spec.group if self.select_per == "query_head" else 1)
 
     def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
-        """Return the memory of the queries that will vote, and of the votes by query head, then
-        twice by KV head."""
+        """Return the bytes taken temporarily: the queries that will vote, and the votes by query
+        head, then twice by KV head."""
         kept = PeakExtra(kept=self.window * case.query_bytes)
         if self.reads_whole(case):
             return kept

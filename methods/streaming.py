@@ -24,8 +24,9 @@ from methods.parts import costs
 
 
 class StreamingKeep(Keep, capturable=True, of_each={}):
-    """Keep sinks and recent tokens, and rotate the sinks forward by the number of evicted
-    tokens."""
+    """Keep the first tokens (sinks) and the most recent ones when the prompt is complete, and
+    rotate the sinks' keys forward by the number of evicted tokens, so that they seem to stand right
+    before the others."""
 
     method: Streaming
     turned = 0  # positions by which the sinks were rotated forward
@@ -40,8 +41,8 @@ class StreamingKeep(Keep, capturable=True, of_each={}):
             self.turned += evicted
 
     def state(self) -> dict[str, Tensor]:
-        """Return the positions by which keys are rotated, once the sinks are no longer rotated by
-        their own."""
+        """Return the positions by which the stored keys are rotated, which differ from the tokens'
+        own once sinks were rotated forward; nothing if they do not."""
         if not self.turned:
             return {}
         rotated = self.layer.stored_positions().clone()
@@ -58,9 +59,10 @@ class StreamingKeep(Keep, capturable=True, of_each={}):
 
 @dataclass(frozen=True, kw_only=True)
 class Streaming(PolicyMethod):
-    """Hold the parameters. `sinks`: how many first tokens are kept. `positions`: `cache` (the
-
-    paper: places in the cache) or `original` (true positions)."""
+    """Define StreamingLLM, which keeps the first tokens and the most recent ones, by its
+    parameters. `sinks`: how many first tokens are kept. `positions`: `cache`, where the kept keys
+    are rotated by their places in the cache (as in the paper), or `original`, by their true
+    positions."""
 
     policies = (StreamingKeep,)
     selects: ClassVar[bool] = False

@@ -19,7 +19,7 @@ def _linear(outs: str, ins: str) -> FieldGroup:
 
 
 class BlockWeights(Struct):
-    """Describe the weights of a decoder block (DecoderBlock in kernels/block.py)."""
+    """Describe the C++ struct of a decoder block's weights (`DecoderBlock` in kernels/block.py)."""
 
     norm = elements("channels")
     q_norm = elements("head_dim", optional=True)

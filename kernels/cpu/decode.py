@@ -46,8 +46,9 @@ _BYTES = {torch.float32: 4, torch.bfloat16: 2}
 
 
 def segment_attention(q: Tensor, segments: Sequence[Segment], scale: float) -> Tensor:
-    """Attend from one token per sequence to all tokens of the segments under one softmax, q [B H 1
-    D] -> [B H 1 D], as kernels/reference.py defines it. Neither rows nor heads are copied."""
+    """Attend from one token per sequence to all tokens of the segments under one softmax, q
+    [B H 1 D] -> [B H 1 D], as kernels/reference.py defines it. Neither rows nor heads are
+    copied."""
     return _attend(q, segments, scale, None)
 
 

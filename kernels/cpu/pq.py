@@ -29,8 +29,8 @@ _library = load("pq", Function("pq_weights", PQWeights))
 
 def pq_weights(q: Tensor, centroids: Tensor | Ragged, codes: Tensor | Ragged, scale: float) -> Tensor | Ragged:
     """Compute the softmax weights [B G S] of product-quantised keys, summed over a group's query
-    heads, as kernels/reference.py defines it. q [B H 1 D], centroids [B G m C d'], codes [B G S
-    m]."""
+    heads, as kernels/reference.py defines it. q [B H 1 D], centroids [B G m C d'], codes
+    [B G S m]."""
     batch, groups, parts, clusters, width = centroids.shape
     count = codes.shape[2]
     out = q.new_empty((batch, groups, count), dtype=torch.float32)

@@ -70,8 +70,8 @@ def _unfit(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 
 def column_sums(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """Sum the attention that each key receives from the queries, q [B H T D], k [B G S D] -> [B H
-    S], as kernels/column_sums.py defines it."""
+    """Sum the attention that each key receives from the queries, q [B H T D], k [B G S D] ->
+    [B H S], as kernels/column_sums.py defines it."""
     sums = q.new_zeros((*q.shape[:2], k.shape[2]), dtype=torch.float32)
     _run(q, k, None, None, sums, scale)
     return sums

@@ -50,8 +50,8 @@ def group_weights_refuses(logits: Tensor | Ragged, scale: float, reduce: str) ->
 
 
 def group_margins(logits: Tensor, candidates: int | PerSequence, reach: float) -> tuple[Tensor | Ragged, Tensor]:
-    """Measure how far the first `candidates` tokens lie below the largest logit of logits [B G g
-    S], and how many come within `reach`: [B G candidates] and [B G], as kernels/reference.py
+    """Measure how far the first `candidates` tokens lie below the largest logit of logits
+    [B G g S], and how many come within `reach`: [B G candidates] and [B G], as kernels/reference.py
     defines it. A first kernel finds the largest logit of each piece of a row, a second the
     margins."""
     batch, groups, heads, count = logits.shape

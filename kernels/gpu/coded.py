@@ -125,7 +125,8 @@ def _unfit(coded: Codes) -> str | None:
 
 
 def _unfit_blocks(coded: Codes) -> str | None:
-    """Return why there are too few ranges for the keys, or None."""
+    """Return why the kernel cannot attend to these codes, or None: there must be a range for each
+    block of keys."""
     blocks, block = coded.all_four[2].shape[2], coded.kind[2]
     if coded.k.shape[2] > blocks * block:
         return f"takes a range for each {block} keys, got {blocks} for {coded.k.shape[2]}"
@@ -223,7 +224,8 @@ def _decode_rows(
     WIDE: tl.constexpr, RANGES: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
     RANGE_ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Decode the keys and values of some tokens of one KV head into `k_out` and `v_out`."""
+    """Decode the keys and values of some tokens of one KV head into `k_out` and `v_out`. `counts`:
+    how many of them each sequence has; None: `count`."""
     this = tl.program_id(1).to(tl.int64)
     batch, group = this // HEADS, this % HEADS
     place = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]

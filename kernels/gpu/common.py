@@ -22,7 +22,8 @@ _interpreted = tl.constexpr(INTERPRETED)
 
 
 def unfit(*tensors: Tensor | Ragged) -> str | None:
-    """Return why no kernel can run on these tensors, or None."""
+    """Return why no kernel can run on these tensors, or None: they must be plain tensors on the
+    current CUDA device, or the interpreter must be asked for."""
     if any(isinstance(x, Ragged) for x in tensors):
         return RAGGED
     if INTERPRETED:
@@ -75,7 +76,7 @@ def unfit_sharing(heads: int, groups: int) -> str | None:
 
 
 def unfit_group(heads: int) -> str | None:
-    """Return why no kernel takes this many query heads per KV head, or None."""
+    """Return why no kernel takes `heads` query heads per KV head, or None."""
     return None if heads <= _MOST_SHARING else f"takes up to {_MOST_SHARING} query heads of a KV head, got {heads}"
 
 

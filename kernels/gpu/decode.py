@@ -38,8 +38,8 @@ _AT_ONCE = 3  # segments that one launch reads
 
 
 def segment_attention(q: Tensor, segments: Sequence[Segment], scale: float) -> Tensor:
-    """Attend from one token per sequence to all tokens of the segments under one softmax, q [B H 1
-    D] -> [B H 1 D], as kernels/reference.py defines it, without copying rows or heads."""
+    """Attend from one token per sequence to all tokens of the segments under one softmax, q
+    [B H 1 D] -> [B H 1 D], as kernels/reference.py defines it, without copying rows or heads."""
     return segment_attention_with_lse(q, segments, scale)[0]
 
 
@@ -143,8 +143,8 @@ def _listed(segment: Segment) -> tuple[Tensor | None, Tensor | None]:
 
 def merged(outs: Tensor, lses: Tensor, out: Tensor, head_step: int, part_step: int) -> tuple[Tensor, Tensor]:
     """Merge attention over the parts of each head into one softmax, and return it with its
-    log-sum-exp. The results of part p of head h are at h * head_step + p * part_step in outs [...
-    D] and lses [...]; `out` [B H T D] is written."""
+    log-sum-exp. The results of part p of head h are at h * head_step + p * part_step in outs
+    [... D] and lses [...]; `out` [B H T D] is written."""
     batch, heads, tokens, dim = out.shape
     lse = out.new_empty((batch, heads * tokens), dtype=torch.float32)
     parts = lses.numel() // lse.numel()

@@ -16,8 +16,8 @@ _TOKENS = 1024  # that one program names
 
 def token_rows(chunks: Tensor | Ragged, size: int, last: int | PerSequence | None = None) -> Tensor:
     """Return the tokens of chunks of `size` tokens, and of the chunk `last` after them if it is
-    given, as kernels/pages.py defines it. chunks [B heads K] -> [B heads K * size], or [B heads (K
-    + 1) * size]"""
+    given, as kernels/pages.py defines it. chunks [B heads K] -> [B heads K * size], or
+    [B heads (K + 1) * size]"""
     whole, counts = filled(chunks), chunks.counts if isinstance(chunks, Ragged) else None
     batch, heads, room = whole.shape
     tokens = (room + (last is not None)) * size

@@ -50,9 +50,9 @@ def pq_weights_refuses(q: Tensor, centroids: Tensor | Ragged, codes: Tensor | Ra
 
 
 def _table_of(q: Tensor, centroids: Tensor | Ragged) -> Tensor:
-    """Return the products of all centroids [B G m C d'] with the queries q [B H 1 D], as a table [B
-    G m C g] in fp32. g, the query heads of a group, is padded to a power of two so that looking up
-    a code is one aligned read."""
+    """Return the products of all centroids [B G m C d'] with the queries q [B H 1 D], as a table
+    [B G m C g] in fp32. g, the query heads of a group, is padded to a power of two so that looking
+    up a code is one aligned read."""
     batch, groups, parts, clusters, width = centroids.shape
     heads = q.shape[1] // groups
     block = min(_CLUSTERS, padded(clusters))

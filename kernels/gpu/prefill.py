@@ -39,8 +39,8 @@ def prefill_attention_refuses(q: Tensor, k: Tensor, v: Tensor, scale: float) -> 
 
 
 def column_sums(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """Sum the attention that each key receives from the queries, q [B H T D], k [B G S D] -> [B H
-    S], as kernels/column_sums.py defines it."""
+    """Sum the attention that each key receives from the queries, q [B H T D], k [B G S D] ->
+    [B H S], as kernels/column_sums.py defines it."""
     new, stored = q.shape[2], k.shape[2]
     rows = _rows_at_once(q)
     programs = q.shape[0] * q.shape[1] * triton.cdiv(new, rows)

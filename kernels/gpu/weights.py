@@ -17,7 +17,8 @@ _joint: WeakKeyDictionary[DecoderBlock, tuple[Linear | None, Linear | None]] = W
 
 
 def unfit_weights(weights: DecoderBlock | Head) -> str | None:
-    """Return why no kernel can read these weights, or None."""
+    """Return why no kernel can read these weights, or None: they must be contiguous, of one dtype
+    and device, and fit together. The answer is cached per block."""
     if weights not in _unfit:
         _unfit[weights] = _check(_tensors(weights)) or _unfit_sides(weights)
     return _unfit[weights]
