@@ -222,8 +222,8 @@ def figure(name: str) -> Figure:
     """Draw README's figure of a headline experiment, with a line per method, best first: its score,
     how much likelihood it loses, what it holds, and what it moves.
 
-    Dark marks are tuned settings, or the only one; faint ones are the authors'. Presses stand in
-    the table alone."""
+    Dark marks are tuned settings, or the only one; faint ones are the authors'. Methods of kvpress
+    ("presses") stand in the table alone."""
     rows = headline_rows(name)
     full = rows[rows["is_full"]].iloc[0]
     shown = rows[~rows["is_full"] & ((rows["method"] == rows["module"]) | (rows["method"] == KIVI_2BIT))]

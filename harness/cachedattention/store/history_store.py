@@ -187,8 +187,9 @@ class HistoryStore:
         self, tokens: Sequence[int], layers: Given, rest: Rest = NOTHING, stored: MakeStored = as_given
     ) -> UploadToHost:
         """Begin to copy rows of `tokens` from the device into blocks in host memory, and return
-        this upload for `hold`. A thread copies layer by layer, after `stored` has changed a layer's
-        rows into those to store, so the caller must not change what is given meanwhile."""
+        this upload for `hold`. `rest`: tensors that belong to all tokens together. A thread copies
+        layer by layer, after `stored` has changed a layer's rows into those to store, so the caller
+        must not change what is given meanwhile."""
         return self._blocks(tokens, layers, rest, stored=stored, lane=self.contents.leaving_lane)
 
     def hold(self, session: str, start: int, uploads: Sequence[UploadToHost], lineage: str = EXACT) -> bool:
@@ -281,8 +282,9 @@ class HistoryStore:
         return f"{self.fingerprint.digest}/{session}"
 
     def _fresh(self, session: str) -> str:
-        """Return the key of a session inside the store, after sessions that are older than their
-        time to live were dropped. Every public call begins with it."""
+        """Return the key of a session inside the store, after all sessions that are older than
+        their time to live were dropped. Calls that look for sessions or change them begin with it.
+        Raise `HistoryError` where the store is closed."""
         if self._closed:
             raise HistoryError("the store is closed: open another one on its folder")
         self.contents.collect()

@@ -406,8 +406,8 @@ class StoredSessions:
         self._change(lambda disk: disk.drop(key), self.fetches.pop(key, None))
 
     def _change(self, action: Callable[[Disk], None], fetch: Fetch | None = None) -> None:
-        """Let the writing thread call `action` with the disk, after all changes before it and once
-        `fetch` has read its files."""
+        """Let the thread that writes call `action` with the disk, after all changes before it, and
+        only once `fetch` has read the files that `action` may remove."""
         if (disk := self.disk) is None:
             return
 

@@ -46,8 +46,9 @@ def fingerprint(attachment: Attachment, loaded: LoadedModel, **more: object) -> 
 def opened_caches(
     settings: Settings, attachment: Attachment, loaded: LoadedModel, run: str
 ) -> Iterator[CachesBetweenTurns]:
-    """Yield what keeps caches between turns for `settings.history`, and close it on leaving. `run`
-    names the folder of the disk tier inside `store.folder`."""
+    """Yield the object that keeps KV caches between the turns of conversations, as
+    `settings.history` asks, and close it on leaving. `run` names the folder of the disk tier inside
+    `store.folder`."""
     if settings.history != "store":
         caches = in_memory(settings.history, attachment)
         yield caches
@@ -78,8 +79,8 @@ def opened_caches(
 
 
 def in_memory(history: str, attachment: Attachment) -> CachesBetweenTurns:
-    """Return what keeps caches between turns without a store: nothing for history=recompute, else
-    caches that stay on the device, which stand in for a store too."""
+    """Return an object for KV caches between turns that needs no store: one that keeps nothing for
+    history=recompute, else one that leaves them on the device, which stands in for a store too."""
     return (CachesBetweenTurns if history == "recompute" else DevicePrefix)(_starting(attachment))
 
 
