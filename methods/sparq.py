@@ -40,8 +40,10 @@ from methods.tiers.rows import Rows
 
 
 class SparQRead(Select, capturable=True, of_each={"by_channel": 3, "value_sum": None, "covered": None}):
-    """Select by approximate logits. The sum of values and the share of unread tokens are kept only
-    for `mean_value`."""
+    """Read in each step the prompt tokens with the largest approximate logits, which come from a
+    few channels of queries and keys. With `mean_value`, the mean of all values stands for the
+    tokens that are not read; the sum of values and the share of unread tokens are kept for that
+    alone."""
 
     method: SparQ
     by_channel: Rows | BatchedHostRows | Tensor | None = None  # the middle keys [B G D M]
@@ -71,8 +73,9 @@ class SparQRead(Select, capturable=True, of_each={"by_channel": 3, "value_sum": 
         return rows
 
     def attend(self, q: Tensor, *segments: Segment) -> Tensor:
-        """Attend. After a selection, let the approximate queries attend to the same rows in the
-        same pass, to measure the share of their softmax on the rows read."""
+        """Attend to segments under one softmax, q [B H 1 D] -> [B H 1 D]. After a selection, let
+        the approximate queries (zero in all but the picked channels) attend to the same rows in the
+        same pass, to measure how much of their softmax lies on the rows read (`covered`)."""
         if self.approximate is None:
             return super().attend(q, *segments)
         (query, middle), self.approximate = self.approximate, None
@@ -100,8 +103,10 @@ class SparQRead(Select, capturable=True, of_each={"by_channel": 3, "value_sum": 
         return torch.lerp(mean, read.float(), self.covered).to(out.dtype).view_as(out)
 
     def _scores(self, picked: Tensor, channels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `channel_sums` of picked [B G g r] in channels [B G r] over the middle keys,
-        wherever these lie. Only these channels move if they come one by one."""
+        """Return the approximate logits of the middle tokens, which are all between sinks and
+        window, summed over each group's query heads, [B G M], and each head's log-sum-exp, [B G g].
+        picked [B G g r]: queries in the channels [B G r]. Keys may lie on the host; then at most
+        these channels of them move."""
         copy, far, fetch = self.by_channel, self.layer.far, self.cache.fetch
         if isinstance(copy, BatchedHostRows):
             keys = fetch(partial(copy.in_place, channels.shape[2])).wait()
@@ -116,7 +121,8 @@ class SparQRead(Select, capturable=True, of_each={"by_channel": 3, "value_sum": 
         return sums
 
     def forget(self, count: int, rows: Tensor) -> None:
-        """Subtract the dropped tokens from the sum of values."""
+        """Subtract from the sum of values those of the last `count` tokens that are dropped, which
+        are all but `rows` [B G K] of them."""
         if self.plan is not None and self.method.mean_value:
             last = self.store.v[:, :, -count:]
             self.value_sum += ops.gather_rows(last, rows).sum(2, keepdim=True, dtype=torch.float32)
@@ -133,8 +139,10 @@ class SparQRead(Select, capturable=True, of_each={"by_channel": 3, "value_sum": 
 
 @dataclass(frozen=True, kw_only=True)
 class SparQ(Windowed):
-    """Hold the parameters. `r`: channels of a key that are read. `mean_value`, `channel_copy`: as
-    the module says. The budget is split as in `Windowed`."""
+    """Define SparQ, which finds tokens by a few channels of their keys, by its parameters. `r`: how
+    many channels of a key are read. `mean_value`: whether the mean of all values stands for unread
+    tokens. `channel_copy`: whether keys are stored a second time, channel by channel. `sinks`,
+    `recent_ratio`: how many first and last tokens are always read."""
 
     policies = (SparQRead,)
     offloads: ClassVar[bool] = True
@@ -167,12 +175,13 @@ class SparQ(Windowed):
         return costs.select(case, plan, means) + channels + costs.offload(case, copy, self.r * column)
 
     def paper_tokens(self, budget: Callable[[int], int], sealed: int) -> int:
-        """Return k, which is a share of the whole prompt and includes the window; PQCache's
-        comparison adds its sinks."""
+        """Return the tokens read when the budget is counted as in the paper: its k is a share of
+        the whole prompt and includes the window. Sinks come on top, as in PQCache's comparison."""
         return self.sinks + budget(sealed)
 
     def at_communication(self, share: float, head_dim: int) -> SparQ:
-        """Return this method reading r of the head_dim channels."""
+        """Return this method reading a `share` of a key's `head_dim` channels, as in PQCache's
+        comparison."""
         r = int(share * head_dim)
         if not 1 <= r <= head_dim:
             raise CostError(
