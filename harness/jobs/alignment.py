@@ -1,7 +1,9 @@
-"""`align=moved_bytes|device_bytes`: `budget` names bytes, and each method reads as many tokens as it gets for them.
+"""`align=moved_bytes|device_bytes`: the user's `budget` stands for bytes, and each method gets the
+number of tokens that costs it as many.
 
-A budget of T tokens stands for their keys and values in every layer. A method then gets the token budget with which
-its own cost, by the formula it declares, comes closest to these bytes without exceeding them.
+A budget of T tokens stands for the bytes of T tokens' keys and values in every layer. A method then
+gets the token budget whose cost, by the formula that the method declares (`Method.cost`), comes
+closest to these bytes without exceeding them.
 """
 
 from __future__ import annotations
@@ -23,8 +25,10 @@ AlignedBytes = Literal["moved_bytes", "device_bytes"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlignedBudget(Budget):
-    """Counts a budget in bytes: those of `asked` tokens over the layers of `specs`. Lengths that a run is not about, as
-    within a chunked prefill, are not refused."""
+    """A budget that counts bytes: it grants the method as many tokens as cost no more than the keys
+    and values of `asked` tokens do in the layers of `specs`. A prompt length for which no token
+    count costs that gets the nearest one; `refuse` raises for it where it is a length of the run
+    itself."""
 
     measure: AlignedBytes
     method: Method
@@ -44,29 +48,34 @@ class AlignedBudget(Budget):
         return self.solved[sealed, asked]
 
     def solve(self, sealed: int, asked: int) -> int:
-        """Return the tokens to read of `sealed` for the bytes of `asked`; the nearest end of the range where none will
-        do."""
+        """Return how many of `sealed` prompt tokens to read, so that the bytes are at most those of
+        the keys and values of `asked` tokens; the least or the most possible where no number gives
+        that."""
         least = self.method.smallest_budget
         more = range(least + 1, sealed)
         return least + bisect_right(more, self.target(asked), key=lambda tokens: self.paid(sealed, tokens))
 
     def paid(self, sealed: int, tokens: int) -> int:
-        """Return the bytes of all layers when the method reads `tokens` of `sealed`."""
+        """Return the bytes, summed over the layers, that the method moves per step or holds on the
+        device (`measure` says which) when it reads `tokens` of `sealed` prompt tokens."""
         how = (sealed, tokens, self.placement, self.element_bytes)
         costs = [self.method.cost(LayerWorkload(spec, *how, codec=self.codec)) for spec in self.specs]
         return sum(cost.moved_bytes_per_step if self.measure == "moved_bytes" else cost.device_bytes for cost in costs)
 
     def target(self, tokens: int) -> int:
-        """Return the bytes of the keys and values of `tokens`, all layers."""
+        """Return the bytes that the keys and values of so many tokens take, summed over the
+        layers."""
         rows = (LayerWorkload(spec, 1, 1, self.placement, self.element_bytes).row_bytes for spec in self.specs)
         return tokens * sum(rows)
 
     def is_fixed(self, sealed: int, asked: int) -> bool:
-        """Return whether there is nothing to solve: all is read, or all but one in any case."""
+        """Return True if there is no token count to choose: the budget covers the whole prompt of
+        `sealed` tokens, or the prompt is hardly longer than the method's smallest budget."""
         return asked >= sealed or sealed <= self.method.smallest_budget + 1
 
     def refuse(self, sealed: int) -> None:
-        """Raise where no token budget costs what was asked for."""
+        """Raise `BudgetError` if no token budget costs the bytes that were asked for, on a prompt
+        of `sealed` tokens."""
         asked = Budget(self.asked).tokens(sealed, 0)
         least, most = (self.paid(sealed, tokens) for tokens in (self.method.smallest_budget, sealed - 1))
         if self.is_fixed(sealed, asked) or least <= self.target(asked) <= most:
@@ -84,8 +93,8 @@ class AlignedBudget(Budget):
 
 
 def shapes(info: ModelInfo) -> list[LayerSpec]:
-    """Return what a method is told of the layers of a model that is not loaded: enough for a cost, nothing that
-    runs."""
+    """Return one `LayerSpec` per layer of a model that is not loaded. It suffices to compute a
+    method's cost; it has no weights, so nothing can run with it."""
     count = info.num_whole_layers
     heads = (count, info.num_heads, info.num_kv_heads, info.head_dim, info.head_dim**-0.5)
     sinks = torch.zeros(info.num_heads) if info.sink_logits else None

@@ -17,7 +17,7 @@ HEAD, TAIL = 300, 300  # characters of each
 
 
 def show(job: Job) -> None:
-    """Print what a job would do."""
+    """Print what a job would do: its first prompts, lengths, bytes, budget and folder."""
     full, settings = job.full, job.settings
     for item in job.items[:SHOWN]:
         text = item.prompt.text
@@ -44,8 +44,8 @@ def show(job: Job) -> None:
 
 
 def _budget(job: Job) -> str:
-    """Return the budget in tokens, over the layers that it rules; a prompt that is no longer than sinks and windows is
-    read whole."""
+    """Return a sentence on how many prompt tokens a step reads, over the layers that have a budget.
+    A prompt that is no longer than the method's first and last tokens is read whole."""
     budget, layers = job.budget, range(job.model.describe().num_whole_layers)
     prompts = [tokens for item in job.items for tokens in item.sealed(job.settings.protocol)]
     ruled = [layer for layer in layers if budget is not None and layer not in budget.dense_layers]
@@ -58,7 +58,8 @@ def _budget(job: Job) -> str:
 
 
 def _bytes(job: Job) -> str:
-    """Return the bytes of the method after its longest prompts, and of Full, whose cache a prefill holds."""
+    """Return a sentence on the bytes that the method holds after the longest prompts, and on those
+    of Full's cache."""
     info = job.model.describe()
     full = f"{size(full_bytes(info, job.settings, job.items))} for Full at its longest"
     if isinstance(job.method, Full):
@@ -78,14 +79,16 @@ def _range(counts: Sequence[int]) -> str:
 
 
 def _memory(job: Job) -> str:
-    """Return the error that the run would be refused with, or that it fits."""
+    """Return the error with which the run would be refused for lack of memory, or what it needs and
+    what is free."""
     need, (free, free_host) = job.need(), free_here(job.settings.device)
     fits = f"needs {need}; {size(free) if free is not None else 'unknown'} free on {job.settings.device}"
     return refusal(need, job.settings, free, free_host) or fits
 
 
 def _batch(job: Job) -> str:
-    """Return how many sequences as long as the longest example fit at once."""
+    """Return a sentence on how many sequences as long as the longest example fit into memory at
+    once."""
     free, free_host = free_here(job.settings.device)
     if free is None:
         return "unknown: nobody knows how much memory is free"
@@ -95,7 +98,7 @@ def _batch(job: Job) -> str:
 
 
 def _beside(full: Job) -> str:
-    """Return Full's folder, and whether this command runs it."""
+    """Return Full's folder, with a word on whether this command runs Full as well."""
     if full.is_done():
         return f"{full.folder}, finished already"
     return f"{full.folder}, " + ("runs too" if full.settings.baseline == "run" else "not run with baseline=reuse")

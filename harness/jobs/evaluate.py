@@ -1,10 +1,13 @@
-"""Jobs from settings to summary: plan, open the folders, load the model, attach the methods, run, record.
+"""Runs jobs from beginning to end: refuse what does not fit into memory, open the run folders, load
+the model, attach the methods, run the examples that are missing, record them, write summaries.
 
 evaluate(PQCache(...), Niah(...), SmolLM2(), budget=0.2).summary["score"]
 
-Jobs run in groups: under `shared_prefill=true` all jobs whose prompt outputs are Full's are one, any other job is one
-by itself. Folders, locks, errors and what is measured are the same for both, and an error of one job leaves the others
-alone.
+An interrupted run resumes here: `_open` opens its folder, and `_OpenRun.pending` lists only the
+examples that the folder has no record of yet. How an example becomes an answer is in runner.py.
+
+Jobs run in groups. Under `shared_prefill=true` all jobs whose methods prefill as Full does form one
+group; any other job is a group by itself. An error of one job leaves the others alone.
 """
 
 from __future__ import annotations
@@ -52,10 +55,12 @@ def evaluate(
     presets: Presets | None = None,
     **changes: Any,
 ) -> StoredRun:
-    """Run `task` with `model` under `method`, and Full unless `baseline=off`. `changes` are fields of `Settings`.
-    `presets`: what tables call method, task and model, in place of the names of their modules.
+    """Run `task` with `model` under `method`, and under Full as well unless `baseline=off`. Return
+    the method's run, as its folder holds it.
 
-    The same call again finds the finished run; an interrupted one goes on where it stopped.
+    `changes` are fields of `Settings`. `presets`: the names that tables give method, task and
+    model, in place of the names of their modules. The same call again finds the finished run; an
+    interrupted one goes on where it stopped.
     """
     refuse_other_than_method(method)
     asked = replace(settings or Settings(), **changes)
@@ -67,11 +72,11 @@ def evaluate(
 
 @lasting_output()
 def evaluate_together(jobs: Sequence[Job], on_error: OnError | None = None) -> list[StoredRun]:
-    """Run jobs, and their Full unless that was there, and read what they left. Under `shared_prefill=true`
-    they must have the same prompts.
+    """Run jobs, and the Full that each is compared with, and return the finished runs as their
+    folders hold them. Under `shared_prefill=true` the jobs must have the same prompts.
 
-    A job that fails, Full too, leaves nothing here and all others alone. Its error goes to `on_error`; without one, the
-    first is raised once all jobs are through.
+    A job that fails (Full is one, too) is missing from the result and leaves the others alone. Its
+    error goes to `on_error`; without `on_error`, the first error is raised after the last job.
     """
     errors = list[Exception]()
     report = on_error or errors.append
@@ -100,8 +105,8 @@ def reporting(report: OnError) -> Iterator[None]:
 
 
 def _run_group(jobs: Sequence[Job], on_error: OnError) -> list[Job]:
-    """Generate what is not there yet, and return the jobs that are complete then. Ctrl-C and errors leave folders that
-    the same command continues."""
+    """Run the examples that the folders of a group of jobs lack, and return the jobs that are
+    complete afterwards. After Ctrl-C or an error the same command continues from the folders."""
     if unfinished := [job for job in jobs if not job.is_done()]:
         unfinished[0].refuse_memory(unfinished[1:])
     with ExitStack() as stack:
@@ -124,8 +129,8 @@ def _run_group(jobs: Sequence[Job], on_error: OnError) -> list[Job]:
 
 
 def _open(job: Job, stack: ExitStack, on_error: OnError) -> _OpenRun:
-    """Open the folder of a job. Where another process is at the same run, wait for it: what it finishes need not be run
-    again."""
+    """Open the folder of a job for writing; examples that it holds already are not run again. If
+    another process is running the same job, wait for it and use what it recorded."""
     job.remove_leftovers()
     root = Path(job.settings.results.root)
     run = stack.enter_context(_OpenRun.open(root, job.config, job.identity, *job.names, wait=True))
@@ -136,7 +141,7 @@ def _open(job: Job, stack: ExitStack, on_error: OnError) -> _OpenRun:
 
 
 def _generate(runs: Sequence[_OpenRun]) -> None:
-    """Load the model, attach the methods, and generate what the runs lack."""
+    """Load the model, attach the methods, and run every example that one of the runs lacks."""
     first = runs[0].job
     loaded = first.load()
     with ExitStack() as runners, routed(loaded.model):
@@ -152,7 +157,8 @@ def _generate(runs: Sequence[_OpenRun]) -> None:
 
 
 class _OpenRun(Run):
-    """The run of a job: its folder, open for writing, and what makes its records."""
+    """The run of a job while it is in progress: its folder, open for writing, and the `Runner` that
+    answers its examples once the model is loaded."""
 
     job: Job
     on_error: OnError
@@ -174,11 +180,13 @@ class _OpenRun(Run):
         return [item for item in self.job.items if not self.contains(item.example.id)]
 
     def lacks(self, item: PreparedExample) -> bool:
-        """Return whether the example is still to be tried in this session."""
+        """Return True if the example is still to be run: the folder has no record of it, and it has
+        not failed since this process opened the folder."""
         return not (self.failed or self.contains(item.example.id) or item.example.id in self.tried)
 
     def attach(self, loaded: LoadedModel, stack: ExitStack) -> None:
-        """Attach the method. The runner is closed with `stack`, whatever goes wrong after it."""
+        """Attach the method to the loaded model and make the runner. `stack` closes the runner
+        later, even after an error."""
         job = self.job
         self.note(provenance=provenance(job.settings.device), **job.facts())
         with Usage(loaded.model.device) as usage:
@@ -198,7 +206,8 @@ class _OpenRun(Run):
     def answers(
         self, items: Iterable[PreparedExample], prefilled: dict[str, Prefilled] | None = None
     ) -> Iterator[Record | FailedExample]:
-        """Yield the records of answers as they end, each once it is on disk."""
+        """Run `items` and yield their records as they end, each after it has been written to disk.
+        `prefilled`: prompts that have been prefilled already, by the example's id."""
         for answer in self.runner.answers(items, prefilled):
             if isinstance(answer, Failed):
                 yield self.give_up(answer)
@@ -210,8 +219,8 @@ class _OpenRun(Run):
             yield record
 
     def give_up(self, failed: Failed) -> FailedExample:
-        """Write down that an example failed. Raise its error where as many batches in a row have failed as end a
-        run."""
+        """Record that an example failed, and return that record. Raise its error if so many
+        examples in a row have failed that the run should end (FAILED_BATCHES batches)."""
         example, error, label = failed.item.example, failed.error, self.job.label
         why = f"{type(error).__name__}: {sentence(error)}{f' ({line})' if (line := own_line(error)) else ''}"
         tokens = sum(len(turn.prompt.ids) for turn in failed.item.turns)
@@ -228,7 +237,8 @@ class _OpenRun(Run):
         return record
 
     def end(self) -> None:
-        """Close the run, whose examples have all been tried."""
+        """Close the run after all its examples have been tried: as failed if none of them
+        succeeded, otherwise as complete."""
         if self.last_error is not None and not self.records():
             warn(f"{self.job.label}: every example failed.")
             self.fail(self.last_error)
@@ -239,7 +249,8 @@ class _OpenRun(Run):
 
 @contextmanager
 def _failing(*runs: _OpenRun) -> Iterator[None]:
-    """Let what goes wrong inside fail these runs, and no other."""
+    """Catch an error inside the `with`, mark these runs as failed, and report it; other runs go
+    on."""
     try:
         yield
     except Exception as error:
@@ -257,8 +268,9 @@ def _run_alone(run: _OpenRun, pending: Sequence[PreparedExample]) -> Iterator[Re
 
 
 def _share_prefills(runs: Sequence[_OpenRun], pending: Sequence[PreparedExample]) -> Iterator[Record | FailedExample]:
-    """Yield one record per item of `pending`, whoever made it. A context is prefilled once for all runs that lack an
-    example on it; then each run answers in its turn, and its caches are gone after that."""
+    """Run `pending` for several runs under `shared_prefill=true`, and yield one record per example,
+    of whichever run. Each context is prefilled once for all runs that lack an example on it; then
+    the runs answer one after the other, and each run's caches are dropped when it has answered."""
     started = [run for run in runs if not run.failed]
     if not started:
         return
@@ -281,8 +293,9 @@ def _share_prefills(runs: Sequence[_OpenRun], pending: Sequence[PreparedExample]
 
 
 def _prefill(asking: Sequence[_OpenRun], items: Sequence[PreparedExample]) -> Iterator[tuple[_OpenRun, Prefilled]]:
-    """Prefill a context once for all of these runs. One that cannot take it in fails in `items`, and all do where the
-    prefill itself fails."""
+    """Prefill the context that `items` share, once for all `asking` runs, and yield each run with
+    its filled cache. If a run's method cannot take in the prompt, `items` fail in that run alone;
+    if the prefill itself fails, they fail in all runs."""
     if not asking:
         return
     first, caches = asking[0].runner, dict[_OpenRun, KVCache]()

@@ -1,4 +1,4 @@
-"""The examples of a task as token ids, each seen through by lint."""
+"""The examples of a task as token ids, each checked by harness/prompts/prompt_lint.py."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from harness.results.files import canonical
 
 @dataclass(frozen=True, slots=True)
 class PreparedExample:
-    """An example as token ids, ready to run."""
+    """An example as token ids, ready to run. A conversation's later turns are in `further`."""
 
     example: Example
     prompt: Prompt
@@ -38,13 +38,15 @@ class PreparedExample:
 
     @property
     def given(self) -> bool:
-        """Says whether all that is answered is given."""
+        """Return True if every answer is fed by force (`forced` or `choices`), so that the model
+        chooses no token itself."""
         return bool(self.forced or self.choices)
 
     @property
     def parts(self) -> tuple[PreparedExample, ...]:
-        """The examples that are asked on one cache, one after the other: itself, or its choices as texts that are
-        forced."""
+        """Return what the engine runs for this example, one after the other on one cache: for a
+        question with choices one example per choice, whose tokens are fed by force; otherwise the
+        example itself."""
         return tuple(
             replace(
                 self,
@@ -59,18 +61,20 @@ class PreparedExample:
 
     @property
     def tokens(self) -> int:
-        """The tokens of this turn's prompt and answer, at most."""
+        """The most tokens that this turn's prompt and answer have together."""
         return len(self.prompt.ids) + self.new_tokens
 
     @property
     def room(self) -> int:
-        """The tokens of all turns, prompts and answers, at most; a last token that is fed with the next turn is one."""
+        """The most tokens that a cache must hold for this example: prompts and answers of all
+        turns, or `most` where older tokens leave the cache."""
         needed = sum(turn.tokens for turn in self.turns)
         return needed if self.most is None else min(needed, self.most)
 
     def sealed(self, protocol: str) -> list[int]:
-        """Return how many tokens are sealed with each turn, at most; under protocol=context those of the context
-        alone."""
+        """Return, for each turn, the most tokens that the cache holds when the prompt ends and the
+        method digests it (the seal). Under protocol=context this is one number, the context's
+        tokens."""
         if protocol == "context":
             return [self.prompt.split]
         before = accumulate((turn.tokens for turn in self.turns), initial=0)
@@ -79,7 +83,7 @@ class PreparedExample:
 
     @property
     def sha256(self) -> str:
-        """The hash of all that is fed."""
+        """The hash of all tokens that are fed: prompts of all turns, and texts fed by force."""
         ids = ",".join(map(str, self.prompt.ids))
         given = [self.forced] if self.forced else self.choices
         forced = "".join(f":{','.join(map(str, text))}" for text in given)
@@ -88,13 +92,14 @@ class PreparedExample:
 
     @property
     def answers_sha256(self) -> str:
-        """Return the hash of what outputs are scored by and averaged under: right answers, groups and further data."""
+        """The hash of all that outputs are scored by and averaged over: right answers, groups,
+        data."""
         turns = [[turn.group, turn.references, turn.data] for turn in self.example.turns]
         return hashlib.sha256(canonical({"unit": self.example.unit, "turns": turns}).encode()).hexdigest()
 
 
 def blank(tokens: int, new_tokens: int) -> PreparedExample:
-    """Return an example of which nothing but its lengths is known."""
+    """Return an example with these lengths and no content, for forecasts of memory."""
     example = Example(id="blank", group="blank", context="", references=(), max_new_tokens=new_tokens)
     return PreparedExample(example, Prompt((0,) * tokens, tokens, 0, 0, template=False, text=""), new_tokens, ())
 
@@ -102,8 +107,12 @@ def blank(tokens: int, new_tokens: int) -> PreparedExample:
 def by_context(
     items: Iterable[PreparedExample], stage: Callable[[int], int] = lambda tokens: 0
 ) -> Iterator[list[PreparedExample]]:
-    """Yield the examples whose contexts are the same, in the order in which contexts first come up: the same tokens,
-    rotated alike. `stage` tells prompts of so many tokens apart that a model rotates in different ways."""
+    """Yield lists of examples with the same context, in the order in which the contexts first
+    occur. An example without a question after its context is a list by itself.
+
+    `stage` maps a prompt length to a number; prompts with different numbers are kept apart, because
+    the model rotates them with different frequencies (as with long and short RoPE factors).
+    """
     groups: dict[tuple[object, ...], list[PreparedExample]] = {}
     for item in items:
         ids, split = item.prompt.ids, item.prompt.split
@@ -113,7 +122,8 @@ def by_context(
 
 
 def room(items: Sequence[PreparedExample]) -> int:
-    """Return the tokens that a cache must hold on which all of `items` are asked, one after the other."""
+    """Return the tokens that a cache must hold if all of `items` are asked on it in turn: those of
+    the longest."""
     return max(item.room for item in items)
 
 
@@ -128,7 +138,8 @@ def _task_env(settings: Settings, tokenizer: Tokenizer, window: int) -> TaskEnv:
 
 
 def prepare(task: Task, source: ModelSource, settings: Settings) -> list[PreparedExample]:
-    """Return all examples of `task` as prompts of `source`; stop at the first that lint finds an error in."""
+    """Return all examples of `task`, with the prompts that the model of `source` gets. Raise
+    `LintError` for the first prompt with an error."""
     info, tokenizer = source.describe(), source.tokenizer()
     with plugins.naming("task", plugins.describe(task)):
         examples = task.examples(_task_env(settings, tokenizer, info.limit))
@@ -138,7 +149,7 @@ def prepare(task: Task, source: ModelSource, settings: Settings) -> list[Prepare
 def itemised(
     examples: Iterable[Example], tokenizer: Tokenizer, settings: Settings, window: int
 ) -> list[PreparedExample]:
-    """Return `examples` as prompts of a model that takes `window` tokens."""
+    """Return `examples` as prompts of a model whose context window has `window` tokens."""
     items = []
     for example in examples:
         items.append(_item(example, tokenizer, settings, window))
@@ -150,8 +161,9 @@ def itemised(
 
 
 def _item(example: Example, tokenizer: Tokenizer, settings: Settings, window: int) -> PreparedExample:
-    """Render an example. Each turn is seen through by itself, and has what the ones before it leave of the window: all
-    of it, where these are let go of."""
+    """Turn an example into token ids, turn by turn, and check each turn's prompt. What earlier
+    turns take of the model's window is not there for later ones, unless `overflow.window` drops old
+    tokens."""
     made: list[PreparedExample] = []
     most = settings.overflow.window
     for turn in example.turns:
@@ -168,7 +180,7 @@ def _item(example: Example, tokenizer: Tokenizer, settings: Settings, window: in
 
 
 def _refuse(item: PreparedExample) -> None:
-    """Stop on the first error that lint found, before more prompts are made."""
+    """Raise `LintError` if the checks found an error in this prompt."""
     for finding in item.findings:
         if finding.level == "error":
             raise LintError(f"Example {item.example.id}: {finding.message}")

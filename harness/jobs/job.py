@@ -40,7 +40,8 @@ Presets = Mapping[str, str]  # method, task, model -> the name of the yaml that 
 
 @dataclass(frozen=True)
 class Job:
-    """A run that has been checked and can start: nothing here has loaded weights yet."""
+    """A planned run: its settings and prompts have been checked, and no weights are loaded yet.
+    `Job.plan` makes one; harness/jobs/evaluate.py runs it."""
 
     method: Method
     task: Task
@@ -65,9 +66,12 @@ class Job:
         *,
         beside: bool = False,
     ) -> Job:
-        """Resolve the settings, make the prompts, check all that can be checked, and say which of the settings change
-        nothing. `items`: the prompts, where they are known. `beside`: it is the Full of another job, whose settings
-        these are."""
+        """Plan a run: resolve the settings, make the prompts, raise for all that cannot run, and
+        tell the user which settings change nothing.
+
+        `items`: the prompts, if they have been made already. `beside`: this is the Full that
+        another job is compared with, so that notes about the same settings are not printed twice.
+        """
         check_machine(wanted)
         task.require(wanted.data.folder())
         info = model.describe()
@@ -88,7 +92,8 @@ class Job:
 
     @cached_property
     def full(self) -> Job | None:
-        """Full on the same examples, to hold this job against; None where none is, or it is one."""
+        """The job that runs Full on the same examples, which this job is compared with; None with
+        baseline=off, and for Full itself."""
         if self.settings.baseline == "off" or isinstance(self.method, Full):
             return None
         shared = replace(self.settings, shared_prefill=self.wanted.shared_prefill)
@@ -97,13 +102,14 @@ class Job:
 
     @property
     def names(self) -> tuple[str, str]:
-        """The names of task and method, as their modules are called."""
+        """The names of the task's and the method's modules, as in ("niah", "pqcache")."""
         task, method = (str(self.config[kind][plugins.TARGET]).split(".")[-2] for kind in ("task", "method"))
         return task, method
 
     @property
     def label(self) -> str:
-        """Task, method, what of it is not the default, and the budget."""
+        """The words that name this job in messages: task, method, the method's parameters that are
+        not at their defaults, and the budget."""
         named = self.presets or {}
         task, method = (named.get(kind, name) for kind, name in zip(("task", "method"), self.names, strict=True))
         budget, in_bytes = self.settings.budget, self.settings.most_bytes
@@ -118,17 +124,18 @@ class Job:
         return CacheSpec(self.settings, self.method, self.budget)
 
     def need(self, beside: Sequence[Job] = ()) -> MemoryForecast:
-        """Forecast the bytes of this job and of those `beside` it in a shared prefill."""
+        """Forecast the memory of this job, and of the jobs `beside` it that share its prefill."""
         loaded = is_loaded(self.model, self.settings.dtype, self.settings.device)
         cache_specs = [job.cache_spec for job in beside]
         return needed(self.model.describe(), self.cache_spec, self.items, loaded=loaded, beside=cache_specs)
 
     def refuse_memory(self, beside: Sequence[Job] = ()) -> None:
-        """Raise `SettingsError` where they do not fit."""
+        """Raise `SettingsError` if this job and those `beside` it do not fit into free memory."""
         refuse(self.need(beside), self.settings)
 
     def load(self) -> LoadedModel:
-        """Load the model, which computes with the job's threads and backends from now on."""
+        """Load the model, and set the threads and the order of backends of this process. Raise
+        `ModelError` if the model's files have changed since the job was planned."""
         if self.settings.threads is not None:
             torch.set_num_threads(self.settings.threads)
         ops.prefer(orders(self.settings.backends))
@@ -140,8 +147,9 @@ class Job:
         return loaded
 
     def attachment(self, loaded: LoadedModel, info: Mapping[str, Any]) -> Attachment:
-        """Attach the method to the model. `info`: run.json, which keeps the parameters that an earlier session measured
-        on its machine (`measured`): others would make other answers."""
+        """Attach the method to the model. `info` is run.json: parameters that the method measured
+        on this machine when the run began stand there (`measured`) and are used again on resuming,
+        because other values would give other answers."""
         method = replace(self.method, **info.get("measured", {}))  # type: ignore[type-var]
         return attach(loaded, method, self.budget, self.settings)
 
@@ -152,13 +160,13 @@ class Job:
         return Run.place(Path(self.settings.results.root), self.identity, *self.names)
 
     def remove_leftovers(self) -> None:
-        """Remove temporary files that processes left which were killed."""
+        """Remove temporary files of processes that were killed."""
         for folder in {Path(gettempdir()), Path(self.settings.store.folder or gettempdir())}:
             remove_abandoned(folder)
 
     def finished(self) -> StoredRun | None:
-        """Return what an earlier run left that has tried every example; None where there is none, and where it cannot
-        be read, which is said."""
+        """Return the run in this job's folder if it has tried every example; None if not, or if it
+        cannot be read, which is printed."""
         if not (self.folder / INFO).is_file():
             return None
         try:
@@ -169,14 +177,15 @@ class Job:
             return None
 
     def is_done(self) -> bool:
-        """Return whether the folder holds every example already."""
+        """Return True if the folder has a record of every example."""
         return (self.folder / INFO).is_file() and self._has_all(read_records(self.folder))
 
     def _has_all(self, records: Sequence[Record | FailedExample]) -> bool:
         return {record.id for record in records} >= {item.example.id for item in self.items}
 
     def stored(self, full: StoredRun | None = None) -> StoredRun:
-        """Return what the run's folder holds now, with its summary brought up to date."""
+        """Write summary.json anew from the records in the folder, and return the run. `full`: the
+        run of Full that the summary compares it with."""
         run = load_run(self.folder)
         summary = summary_of(run, load_run(full.folder) if full else None)
         with writing(self.folder):
@@ -184,7 +193,8 @@ class Job:
         return replace(run, summary=summary, full_folder=full.folder if full else None)
 
     def facts(self) -> dict[str, Any]:
-        """Return what run.json says of this run besides its configuration, whoever runs it."""
+        """Return the entries of run.json that describe this run besides its configuration and do
+        not depend on the machine: the task's version and metric, names of presets, cautions."""
         described = self.model.describe()
         return {
             "task_info": {"version": self.task.version, "metric": self.task.metric, "chance": self.task.chance}
@@ -200,7 +210,7 @@ class Job:
 
 
 def attach(loaded: LoadedModel, method: Method, budget: Budget | None, settings: Settings) -> Attachment:
-    """Attach a method to a loaded model. `settings` are those that apply (`harness.jobs.resolve`)."""
+    """Attach a method to a loaded model. `settings` must be resolved (harness/jobs/resolve.py)."""
     return Attachment(
         loaded.model,
         method,

@@ -1,4 +1,5 @@
-"""The likelihood of given texts: of the right answers after a prompt, and of the choices of a question."""
+"""Measures how likely given texts are: the right answers after a prompt, and the choices of a
+question with several."""
 
 from __future__ import annotations
 
@@ -19,25 +20,28 @@ from harness.prompts.teacher import answer_ids
 
 @dataclass(frozen=True, slots=True)
 class Likelihood:
-    """Feeds references to the caches of one engine, in plain steps, one cache at a time."""
+    """Measures the likelihood of right answers: feeds their tokens, step by step, to a cache that
+    holds the prompt."""
 
     engine: Engine
     tokenizer: Tokenizer
 
     def references(self, item: PreparedExample) -> list[tuple[int, ...]]:
-        """Return the tokens of each right answer to `item`, cut to as many as the model may answer. Of a text that is
-        fed by force there is none, because the run itself measures that."""
+        """Return the tokens of each right answer to `item`, cut to the number of tokens that the
+        model may answer. The list is empty for an example whose text is fed by force: there the run
+        itself measures the likelihood."""
         if item.forced:
             return []
         found = dict.fromkeys(filter(None, item.example.references))
         return [answer_ids(reference, item.prompt, self.tokenizer)[: item.new_tokens] for reference in found]
 
     def measure(self, cache: KVCache, question: Sequence[int], reference: Sequence[int]) -> float | None:
-        """Return the mean cost of the tokens of `reference` whose probabilities decode steps gave, in nats; None where
-        there is none.
+        """Return the mean negative log-likelihood, in nats per token, of the tokens of `reference`
+        that decode steps predicted; None if there is none.
 
-        cache: sealed, and left with the tokens fed. question: what is fed before the answer (protocol=context); without
-        one, the first token's probability is the prefill's, the same under every method, and does not count.
+        `cache` must be sealed; it holds the fed tokens afterwards. `question`: tokens to feed
+        before the answer (protocol=context). Without a question, the first answer token is
+        predicted by the prefill; that prediction is the same under every method, so it is left out.
         """
         fed, costs = [*question, *reference], list[float]()
         for place, token in enumerate(fed[:-1]):
@@ -48,8 +52,9 @@ class Likelihood:
 
 
 def choices_output(choices: Sequence[Generation]) -> str:
-    """Return what a task is handed as the output of a question with choices (`evals.base.read_choices`): of each its
-    likelihood, and whether every token of it was the likeliest."""
+    """Return JSON, which the task scores as the output of a question with choices
+    (`evals.base.read_choices`): for each choice its log-likelihood, and whether each of its tokens
+    was the most likely one."""
     weighed = []
     for generation in choices:
         assert generation.nll is not None

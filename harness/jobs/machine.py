@@ -1,4 +1,5 @@
-"""What a run finds on its machine: threads, a device, a folder that can be written, and memory, which it must fit."""
+"""Checks a run against its machine: CPUs for its threads, the device, a writable results folder,
+and enough free memory."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ MEMINFO, CGROUPS, OWN_CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup"), Pa
 
 
 def check_machine(settings: Settings) -> None:
-    """Raise for threads, a device or a folder of results that this machine does not have."""
+    """Raise if this machine lacks the CPUs or the device that the settings name, or if the folder
+    of results cannot be written."""
     cpus, root = os.cpu_count() or 1, settings.results.root
     if settings.threads is not None and settings.threads > cpus:
         raise SettingsError(f"threads={settings.threads} is too many: choose at most {cpus}, the CPUs of this machine.")
@@ -27,13 +29,14 @@ def check_machine(settings: Settings) -> None:
 
 
 def free_here(device: str) -> tuple[int | None, int | None]:
-    """Return what can be allocated on `device` now, and in host memory where that is another; None: unknown."""
+    """Return the free bytes of `device`, and those of the host if the device is a GPU; None where a
+    number is unknown or does not apply."""
     return free_bytes(device), free_bytes("cpu") if device != "cpu" else None
 
 
 def free_bytes(device: str) -> int | None:
-    """Return what can be allocated on `device` now, by the system and the limits of our control groups; None:
-    unknown."""
+    """Return the bytes that can be allocated on `device` now, within the limits of our control
+    groups (cgroups); None if unknown."""
     if device != "cpu":
         import torch
 
@@ -44,8 +47,8 @@ def free_bytes(device: str) -> int | None:
 
 
 def _room_in_groups() -> Iterator[int]:
-    """Yield what is left in each of our control groups. Version 2 has one tree; under version 1 memory is a tree of its
-    own. Pages of files can be given back."""
+    """Yield the free bytes of each control group (cgroup, version 1 or 2) that this process is in.
+    Cached file pages count as free, because the system takes them back when needed."""
     for line in _lines(OWN_CGROUP):
         _, controllers, path = line.split(":", 2)
         names = {"": ("memory.max", "memory.current"), "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes")}
@@ -67,14 +70,15 @@ def _lines(path: Path) -> list[str]:
 
 
 def refuse(need: MemoryForecast, settings: Settings) -> None:
-    """Raise `SettingsError` where a run does not fit into what is free now."""
+    """Raise `SettingsError` if a run needs more memory than is free now."""
     if reason := refusal(need, settings, *free_here(settings.device)):
         raise SettingsError(reason)
 
 
 def refusal(need: MemoryForecast, settings: Settings, free: int | None, free_host: int | None = None) -> str | None:
-    """Return why `need` does not fit into `free` bytes of the device, and `free_host` of the host, and what helps; None
-    where it fits, or where nobody knows."""
+    """Return a sentence that says why `need` does not fit into `free` bytes of the device and
+    `free_host` bytes of the host, and which settings would help; None if it fits, or if the free
+    bytes are unknown."""
     tier = lacking(need, free, free_host)
     if tier is None:
         return None

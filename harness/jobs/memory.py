@@ -36,7 +36,7 @@ def size(count: int) -> str:
 
 
 class CacheSpec(NamedTuple):
-    """Says what decides which bytes the caches of a job take."""
+    """What determines the size of a job's caches."""
 
     settings: Settings
     method: Method
@@ -45,9 +45,10 @@ class CacheSpec(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MemoryForecast:
-    """Bytes that a run takes on its device when they are most, and in host memory beside a GPU. `kv`: what sealed
-    layers hold, and keys and values of the prompt in the others; `method`: what these take on top; `activations` are 0
-    where most is held after the prefill."""
+    """The bytes of a run at its peak, on its device and (with a GPU) in host memory. `kv`: the keys
+    and values of the prompt in layers that the method has not digested yet, and what sealed layers
+    hold; `method`: what the method needs on top of that; `activations`: 0 where the peak comes
+    after the prefill."""
 
     weights: int
     kv: int
@@ -74,8 +75,8 @@ def needed(
     loaded: bool = False,
     beside: Sequence[CacheSpec] = (),
 ) -> MemoryForecast:
-    """Forecast the bytes of a run. `loaded`: the weights are there already. `beside`: the jobs that share the
-    prefill."""
+    """Forecast the peak bytes of a run over `items`. `loaded`: the weights are in memory already
+    and are not counted. `beside`: the jobs that share the prefill with this one."""
     settings, specs = cache_spec.settings, [cache_spec, *beside]
     running = _longest(items, settings.batch)
     states = _states(info, settings, max(len(item.prompt.ids) for item in items))
@@ -113,8 +114,8 @@ def largest_batch(
     *,
     loaded: bool = False,
 ) -> tuple[int, str]:
-    """Return how many sequences like `item` fit into `free` bytes of the device and `free_host` of the host, and which
-    of the two ends there. Unknown memory holds all."""
+    """Return how many sequences like `item` fit into `free` bytes of the device and `free_host` of
+    the host, and the tier that is full first. Where the free bytes are unknown (None), all fit."""
 
     def ended(count: int) -> str | None:
         return lacking(needed_by(info, cache_spec, item, count, loaded=loaded), free, free_host)
@@ -124,20 +125,21 @@ def largest_batch(
 
 
 def lacking(need: MemoryForecast, free: int | None, free_host: int | None = None) -> str | None:
-    """Return which memory is too small, the device's or the host's; None where both hold `need`, or nobody knows."""
+    """Return the tier that is too small for `need`, the device or the host; None if both suffice,
+    or if their free bytes are unknown."""
     if free is not None and need.total > free:
         return DEVICE
     return HOST if free_host is not None and need.host > free_host else None
 
 
 def full_bytes(info: ModelInfo, settings: Settings, items: Sequence[PreparedExample]) -> int:
-    """Return the bytes of keys and values that `batch` examples hold together, at most, under Full."""
+    """Return the bytes of Full's keys and values for the `batch` longest examples together."""
     return sum(info.kv_bytes(settings.dtype, item.room) for item in _longest(items, settings.batch))
 
 
 def sealed_cost(cache_spec: CacheSpec, info: ModelInfo, items: Sequence[PreparedExample]) -> Cost:
-    """Return the bytes that `batch` examples hold in each tier once they are sealed, at most, by the formula of the
-    method; raise `CostError` where it declares none."""
+    """Return what the `batch` longest examples hold in each tier after the seal, by the method's
+    own formula. Raise `CostError` if the method declares none."""
     settings, total = cache_spec.settings, Cost(0)
     for item in _longest(items, settings.batch):
         total += Cost(_sliding_bytes(info, settings, item))
@@ -147,13 +149,15 @@ def sealed_cost(cache_spec: CacheSpec, info: ModelInfo, items: Sequence[Prepared
 
 
 def conversation_bytes(info: ModelInfo, settings: Settings, items: Iterable[PreparedExample]) -> int:
-    """Return the bytes of all keys and values of conversations, which are kept between turns."""
+    """Return the bytes of the keys and values of all examples with several turns, whose caches are
+    kept between turns."""
     return sum(info.kv_bytes(settings.dtype, item.room) for item in items if item.further)
 
 
 def stored_bytes(info: ModelInfo, settings: Settings, items: Sequence[PreparedExample], *, host: bool = False) -> int:
-    """Return the bytes that a store of conversations holds on a CPU at most, or with `host` those that it pins in host
-    memory for a GPU."""
+    """Return the most bytes of memory that the store of conversations (history=store) takes: on a
+    CPU run those of its host tier, or with `host` those that it pins in host memory beside a
+    GPU."""
     on_cpu = settings.device == "cpu"
     if settings.history != "store" or host == on_cpu:
         return 0
@@ -166,7 +170,7 @@ def _longest(items: Sequence[PreparedExample], count: int) -> list[PreparedExamp
 
 
 def _sliding_bytes(info: ModelInfo, settings: Settings, item: PreparedExample) -> int:
-    """Return the bytes of layers that slide, which hold their windows."""
+    """Return the bytes that sliding-window layers hold, which no method serves."""
     return info.kv_bytes(settings.dtype, item.room, slide=True) if info.num_whole_layers < info.num_layers else 0
 
 
@@ -184,7 +188,8 @@ class PeakBytes(NamedTuple):
 
 
 class CacheBytes(NamedTuple):
-    """Bytes of the cache of one example, and of the rows that travel in a step of it."""
+    """The bytes of one example's cache, and of the keys and values that a decode step of it
+    moves."""
 
     prefill: PeakBytes  # when most is held while a chunk passes through a layer
     seal: PeakBytes  # when most is held while a layer seals
@@ -206,7 +211,8 @@ class _Layer:
 
 
 def cache_bytes(cache_spec: CacheSpec, info: ModelInfo, item: PreparedExample, states: tuple[int, int]) -> CacheBytes:
-    """Return the bytes of one example. `states`: hidden states within a layer and between two (`_states`)."""
+    """Return the bytes of one example's cache. `states`: the bytes of hidden states while a chunk
+    passes through a layer, and between two layers (`_states`)."""
     settings, method = cache_spec.settings, cache_spec.method
     on_cpu, in_files = settings.device == "cpu", TIERS[settings.placement].in_files
     layers, ahead = list(_layers(cache_spec, info, item)), settings.overlap == "on"
@@ -252,7 +258,8 @@ def _layers(cache_spec: CacheSpec, info: ModelInfo, item: PreparedExample) -> It
 def _workloads(
     cache_spec: CacheSpec, info: ModelInfo, item: PreparedExample, sealed: int | None = None
 ) -> list[LayerWorkload]:
-    """Return what a cost is asked for, layer by layer, once the last turn is sealed, or so many tokens of it."""
+    """Return what `Method.cost` takes, layer by layer: the state after the last turn is sealed, or
+    after `sealed` tokens are."""
     settings, budget = cache_spec.settings, cache_spec.budget
     codec = None if settings.codec is None else codecs.codec_of(settings.codec)
     prompt = item.sealed(settings.protocol)[-1] if sealed is None else sealed
@@ -264,8 +271,8 @@ def _workloads(
 
 
 def _pinned(cache_spec: CacheSpec, info: ModelInfo, item: PreparedExample) -> int:
-    """Return the bytes of host memory that are pinned for one example before its prompt begins: as many as a prompt
-    takes that fills its cache."""
+    """Return the bytes of host memory that are pinned for one example before its prefill: enough
+    for a prompt that fills the cache."""
     if cache_spec.settings.placement != HOST:
         return 0
     cases = _workloads(cache_spec, info, item, item.room)
@@ -276,8 +283,8 @@ def _pinned(cache_spec: CacheSpec, info: ModelInfo, item: PreparedExample) -> in
 
 
 def _sealing_late(layers: Sequence[_Layer], passing: int) -> tuple[PeakBytes, PeakBytes]:
-    """Return the peaks where layers seal after the prefill: all are whole when the first one seals, and no hidden
-    states are left."""
+    """Return the peaks during the prefill and during the seal, where all layers seal after the
+    whole prefill. `passing`: bytes of hidden states while a chunk passes through a layer."""
     kv, kept = sum(layer.case.dense_bytes for layer in layers), sum(layer.extra.kept for layer in layers)
     sealing, held = 0, kv + kept
     for layer in layers:
@@ -288,9 +295,10 @@ def _sealing_late(layers: Sequence[_Layer], passing: int) -> tuple[PeakBytes, Pe
 
 
 def _sealing_early(layers: Sequence[_Layer], states: tuple[int, int], further: bool) -> tuple[PeakBytes, PeakBytes]:
-    """Return the peaks where each layer seals once the prompt is through it: one layer is whole at a time, with what is
-    noted for the next one. `further`: layers that the prompt of a further turn has not reached are sealed as in the
-    turn before."""
+    """Return the peaks during the prefill and during the seals, where each layer seals as soon as
+    the prompt has passed through it, so that one layer at a time holds the whole prompt. `states`
+    as in `cache_bytes`; `further`: in a further turn, layers that the prompt has not reached yet
+    are still sealed from the turn before."""
     prefills, seals, (passing, between) = [], [], states
     for at, layer in enumerate(layers):
         before = sum(other.sealed - other.extra.stepping for other in layers[:at])
@@ -302,8 +310,8 @@ def _sealing_early(layers: Sequence[_Layer], states: tuple[int, int], further: b
 
 
 def _own_peaks(caches: Sequence[CacheBytes], settings: Settings) -> list[PeakBytes]:
-    """Return the peaks of a run by itself: the last of these caches is filled with the others there, which are sealed
-    and have taken a step together; or all take one, in each layer together or one after the other."""
+    """Return the candidates for the peak of a run that shares no prefill: the last example of the
+    batch is prefilled or sealed while the others are there already, or all take a step together."""
     *others, longest = caches
     sealed = sum(cache.sealed for cache in others)
     before = _stepping(others, settings, whole=_captured(settings)) if others else 0
@@ -315,7 +323,8 @@ def _own_peaks(caches: Sequence[CacheBytes], settings: Settings) -> list[PeakByt
 
 
 def _shared_peaks(of_jobs: Sequence[Sequence[CacheBytes]]) -> list[PeakBytes]:
-    """Return the peaks of jobs that share a prefill: nothing is sealed before all is prefilled."""
+    """Return the candidates for the peak of jobs that share a prefill. `of_jobs`: by job, the
+    caches of its examples. Nothing is sealed before the whole prompt is prefilled."""
     caches = [cache for of_job in of_jobs for cache in of_job]
     kv, kept = sum(cache.prefill.kv for cache in caches), sum(cache.prefill.kept for cache in caches)
     return [
@@ -325,9 +334,13 @@ def _shared_peaks(of_jobs: Sequence[Sequence[CacheBytes]]) -> list[PeakBytes]:
 
 
 def _stepping(caches: Sequence[CacheBytes], settings: Settings, *, whole: bool) -> int:
-    """Return the bytes that a step of these sequences takes; without `whole` those that stay after it. Who steps
-    together has as much room as the longest each. Captured steps of half as many sequences, of a quarter, and so on,
-    stay as well."""
+    """Return the bytes that a decode step of these sequences takes on the device; without `whole`,
+    only those that stay allocated after the step.
+
+    Sequences that step together are each given as much room as the longest. With captured CUDA
+    graphs, the number of sequences is rounded up to a power of two, and graphs of smaller batches
+    stay.
+    """
     longest, count = caches[-1], len(caches)
     free = _power_of_two(count) - count if _captured(settings) else 0
     joint = sum(cache.joint for cache in caches) + free * longest.joint
@@ -339,19 +352,20 @@ def _stepping(caches: Sequence[CacheBytes], settings: Settings, *, whole: bool) 
 
 
 def _steps_together(settings: Settings) -> bool:
-    """Return whether a layer's step is of all sequences of a batch at once, where their method lets it; a captured one
-    is also where there is one sequence."""
+    """Return True if the sequences of a batch attend in one call per layer, as far as their method
+    allows it. With graphs=on this is so for a single sequence, too."""
     return (settings.batch > 1 or settings.graphs == "on") and not TIERS[settings.placement].in_files
 
 
 def _captured(settings: Settings) -> bool:
-    """Return whether a step may be captured, which then has room for powers of two of sequences and of the rows of
-    each."""
+    """Return True if decode steps may be captured as CUDA graphs. Their buffers are then rounded up
+    to powers of two, in sequences and in rows (tokens of a KV head) per sequence."""
     return settings.graphs == "on" and _steps_together(settings)
 
 
 def _in_step(settings: Settings, case: LayerWorkload, nbytes: int) -> int:
-    """Return the bytes of rows as a step holds them for one sequence."""
+    """Return the bytes that a step allocates for `nbytes` of one sequence's keys and values: as
+    many, or rounded up to a power of two of rows where the step is captured."""
     rows = -(-nbytes // case.row_bytes)
     return nbytes * _power_of_two(rows) // rows if rows and _captured(settings) else nbytes
 
@@ -361,15 +375,16 @@ def _power_of_two(count: int) -> int:
 
 
 def _by_blocks(info: ModelInfo) -> bool:
-    """Return whether the model runs by harness/engine/forward.py, and so layer by layer."""
+    """Return True if harness/engine/forward.py runs the model, layer by layer; False if
+    transformers' own forward does."""
     known = ARCHITECTURES.get(info.architecture)
     return known is not None and known.by_blocks
 
 
 def _states(info: ModelInfo, settings: Settings, prompt: int) -> tuple[int, int]:
-    """Return the bytes of a prompt's hidden states: while one of its chunks passes through a layer, and between two
-    layers. Layer by layer, those of all its chunks are there, and their angles; a model that runs its own forward has
-    those of one chunk."""
+    """Return the bytes of a prompt's hidden states: while one of its chunks passes through a layer,
+    and between two layers. If the model runs layer by layer, the states of all chunks are held at
+    once; otherwise those of one chunk."""
     rows = min(prompt, settings.prefill_chunk or prompt)
     waiting = prompt - rows if _by_blocks(info) else 0
     hidden, heads, groups = info.hidden_size, info.num_heads * info.head_dim, info.num_kv_heads * info.head_dim
@@ -381,8 +396,9 @@ def _states(info: ModelInfo, settings: Settings, prompt: int) -> tuple[int, int]
 
 
 def _in_mlp(info: ModelInfo, settings: Settings, rows: int) -> int:
-    """Return how many numbers an MLP holds between its products: of some tokens at once, or of all where the model runs
-    its own forward, which an expert of GPT-OSS takes in nine steps."""
+    """Return how many numbers an MLP holds at once for `rows` tokens. Our own forward computes some
+    tokens at a time; a model that runs its own forward takes all, for which an expert of GPT-OSS
+    needs nine intermediate tensors."""
     hidden, inner, dtype = info.hidden_size, info.inner_size, torch_dtype(settings.dtype)
     if not _by_blocks(info):
         return rows * (info.chosen_experts * (hidden + 9 * inner) or hidden + 3 * inner)

@@ -1,8 +1,10 @@
-"""The prefill of a prompt: what it used, and one for all methods whose prompt outputs are Full's.
+"""A prefilled prompt with the memory and backends that it used, and one prefill for several methods
+(`shared_prefill=true`).
 
-They differ only in what they keep and read; so Full attends once per prompt and every method absorbs the same keys and
-values. Scores and fidelity are those of separate runs; the cost of the prefill is not paid by the method that is
-scored, so these runs are stamped `simulated` and their speed cells stay empty.
+Methods whose prefill is dense compute the same prompt outputs as Full and differ only in what they
+keep and read. So Full attends once per prompt, and every method absorbs the same keys and values.
+Scores and fidelity are those of separate runs. Times are not, so these runs are marked `simulated`
+and their speed cells stay empty.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class Usage:
-    """Measures what runs inside `with`, or several such stretches (`add`): backends of operations and peak memory. A
-    peak is null where the system keeps none."""
+    """Measures what runs inside `with Usage(...)`: the backends that operations used, and the peak
+    of memory; None where the system does not report a peak."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -50,7 +52,7 @@ class Usage:
             self.device_bytes = torch.cuda.max_memory_allocated(self.device)
 
     def add(self, other: Usage) -> None:
-        """Count that stretch as well."""
+        """Merge the measurement of another stretch of work into this one."""
         for name, found in other.backends.items():
             self.backends[name] = sorted({*self.backends.get(name, ()), *found})
         self.host_bytes = larger(self.host_bytes, other.host_bytes)
@@ -58,12 +60,13 @@ class Usage:
 
 
 def larger(one: int | None, other: int | None) -> int | None:
-    """Return the larger of those that are known."""
+    """Return the larger of two numbers, ignoring None; None if both are."""
     return max((value for value in (one, other) if value is not None), default=None)
 
 
 def _reset_host() -> bool:
-    """Say whether the peak begins anew here; otherwise it would be that of something earlier."""
+    """Reset the kernel's record of this process's peak memory; return False if it cannot be reset,
+    so that the record would include earlier work."""
     try:
         _RESET.write_text("5")
     except OSError:
@@ -86,7 +89,8 @@ class Prefilled(NamedTuple):
 
 
 class _Front(KVCache):
-    """The cache that attends; what its layers see others absorb as well."""
+    """The cache that Full attends with in a shared prefill: it passes each layer's input on to the
+    caches of the other methods (`followers`)."""
 
     def __init__(
         self, layers: Sequence[KVLayer], state: CacheState, followers: Sequence[tuple[KVCache, Absorb]]
@@ -107,7 +111,8 @@ class _Front(KVCache):
 
 
 class SharedPrefill:
-    """The prefill of `prompts` [B S], which fills every cache that was made for it."""
+    """One prefill of `prompts` [B S] that fills a cache for each of several methods. Call `cache`
+    once per method, then `run`."""
 
     def __init__(self, engine: Engine, prompts: Tensor, new_tokens: int) -> None:
         self.engine, self.prompts, self.new_tokens = engine, prompts, new_tokens
@@ -117,13 +122,15 @@ class SharedPrefill:
         self.followers: list[tuple[KVCache, Absorb]] = []
 
     def cache(self, engine: Engine, absorb: Absorb) -> KVCache:
-        """Return a cache of `engine`'s method, to be filled by `run`. `absorb` hands a layer its input."""
+        """Return an empty cache of `engine`'s method, which `run` will fill. `absorb` is called
+        with each layer of that cache and the layer's attention input."""
         cache = engine.cache(self.prompts, self.new_tokens, self.layers)
         self.followers.append((cache, absorb))
         return cache
 
     def run(self, tokens: int) -> Tensor:
-        """Prefill the first `tokens` of each prompt. -> logits of the last [B V]"""
+        """Prefill the first `tokens` of each prompt into all caches, and return the last token's
+        logits [B V]."""
         front = _Front(self.layers, self.state, self.followers)
         front.rotary = self.engine.attachment.rotary
         front.expect_text(self.prompts)

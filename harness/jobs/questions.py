@@ -1,4 +1,5 @@
-"""What is asked on one cache: the turns of an example, and under questions=shared the next example with its context."""
+"""Asks, on one cache, what belongs together: the turns of a conversation, and under
+questions=shared the examples that have the same context."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ Ending = Callable[[PreparedExample], dict[str, Any]]  # how tokens are picked fo
 
 @dataclass
 class Transcript:
-    """Holds what an example gave, turn by turn, and what ran meanwhile used: its prefills, and the steps that it was
-    in."""
+    """What one example gave, turn by turn, with the memory and backends that its prefills and its
+    decode steps used."""
 
     item: PreparedExample
     prefill: Usage
@@ -48,7 +49,8 @@ class Transcript:
 
     @property
     def peaks(self) -> dict[str, Any]:
-        """Fields of a record. Peaks are the process', with all that runs beside."""
+        """The peaks of memory as fields of a `Record`. They are the whole process's, so sequences
+        that run at the same time are included."""
         prefill, decode = self.prefill, self.decode
         peaks = (prefill.device_bytes, prefill.host_bytes, decode.device_bytes, decode.host_bytes)
         return {
@@ -60,7 +62,8 @@ class Transcript:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """An example that got no answer, and why. Raises an error that is not the example's own."""
+    """An example that got no answer, with its error. Constructing one raises the error instead if
+    it would hit every other example as well (`refuse_to_go_on`)."""
 
     item: PreparedExample
     error: Exception
@@ -74,7 +77,8 @@ class Failed:
 
 
 def _let_go(error: BaseException) -> None:
-    """Clear the frames of `error`, which hold the example's cache, and leave out those that still run."""
+    """Clear the frames of the error's traceback, which keep the example's cache alive. Frames that
+    are still running are cut out of the traceback."""
     place = error.__traceback__
     while place is not None:
         try:
@@ -85,9 +89,9 @@ def _let_go(error: BaseException) -> None:
 
 
 def refuse_to_go_on(error: Exception) -> None:
-    """Raise `error` where no other example can be expected to do better: memory, disk, device, results, a backend that
-    was asked for or what a method returns, which only the first example checks, are at fault. A history that is lost
-    gets here where store.lost=fail says that it ends the run."""
+    """Raise `error` if other examples would fail the same way, so that the run must end: for lack
+    of memory, a full disk, a broken device, a results folder that cannot be written, a backend that
+    was asked for and refuses, or a method that returns something wrong."""
     kinds = (
         OSError, StoreError, HistoryError, BackendError, CaptureBroke, ReturnedError, torch.AcceleratorError,
         torch.OutOfMemoryError,
@@ -106,7 +110,8 @@ class SealedContext:
 
     @torch.inference_mode()
     def __init__(self, cache: KVCache, began: float) -> None:
-        """Seals `cache`. `began`: when its prefill did."""
+        """Seal `cache` and keep a copy of its state. `began`: the clock's time when its prefill
+        began."""
         self.cache, self._device = cache, cache.state.request.device
         self.seal_s = seal(cache)
         before = perf_counter()
@@ -115,7 +120,8 @@ class SealedContext:
         self._began: float | None = began + perf_counter() - before
 
     def begin(self) -> float:
-        """Make the cache ready for the next question, and return when its clock began."""
+        """Put the cache back to its state after the seal, and return the time at which the next
+        question's clock began: for the first question when the prefill did, for later ones now."""
         if self._began is not None:
             began, self._began = self._began, None
             return began
@@ -125,8 +131,9 @@ class SealedContext:
 
 
 class ContextSession:
-    """Examples with one context, asked one after the other on one cache in a running batch. `next` lets the next turn
-    run, once the one before has ended."""
+    """Examples with the same context, asked one after the other on one cache. The cache is one
+    sequence of a running batch: call `next` to start a turn, let the batch step until the turn
+    ends, give its answer to `ended`, and call `next` again."""
 
     def __init__(
         self,
@@ -139,8 +146,10 @@ class ContextSession:
         overflow: Overflow | None,
         likelihood: Likelihood | None,
     ) -> None:
-        """`context`: tokens of the first of `items` that were prefilled; None for its whole prompt. `overflow`: None
-        where no history outgrows the window. `likelihood`: measures right answers; None where nothing does."""
+        """`prefilled`: the filled cache of the first item's prompt, or of its first `context`
+        tokens. `ending`: returns, for a turn, how tokens are picked and when it stops. `overflow`:
+        how old tokens leave a conversation; None where none do. `likelihood`: measures right
+        answers; None to skip that."""
         self.engine, self.caches, self.ending, self.overflow = engine, caches, ending, overflow
         self.likelihood = likelihood
         self._prefilled: Prefilled | None = prefilled  # until the last example begins
@@ -156,7 +165,7 @@ class ContextSession:
 
     @property
     def answered(self) -> bool:
-        """Says whether the example that is asked has had all its turns."""
+        """Return True if all turns of the current example have been answered."""
         return self.talk.over
 
     @property
@@ -165,7 +174,8 @@ class ContextSession:
         return list(self._waiting)
 
     def next(self, batch: RunningBatch) -> RunningSequence | None:
-        """Let the next turn run; None where nothing is left to ask."""
+        """Start the next turn, or the next example's first, in `batch`; return None if none is
+        left."""
         if self._turns:
             return self._turn(batch, self._turns.popleft())
         if not self._waiting:
@@ -174,13 +184,15 @@ class ContextSession:
         return self._question(batch, self.asked)
 
     def give_up(self) -> None:
-        """Drop what is kept of the conversation of the example that is asked, which gets no answer."""
+        """Drop the stored conversation of the current example, which failed."""
         self.caches.forget(self.asked.example.id)
 
     @torch.inference_mode()
     def ended(self, made: Generation) -> None:
-        """Take in the answer of a turn; one that a given reply replaces leaves no trace. Raise `NotFiniteError` for one
-        that came from logits that are not finite."""
+        """Take in the answer of a turn that has ended, and save the cache for the next turn. If the
+        task dictates the reply that the next turn builds on, the model's own answer is recorded,
+        and its tokens are removed from the cache. Raise `NotFiniteError` for an answer from logits
+        that are not finite."""
         if made.not_finite is not None:
             raise self.engine.not_finite(made.not_finite)
         self.transcript.turns.append(made)
@@ -196,7 +208,7 @@ class ContextSession:
             self.transcript.reuse[-1]["save_s"] = self._saved.save_s
 
     def _question(self, batch: RunningBatch, item: PreparedExample) -> RunningSequence:
-        """Begin the first turn of an example."""
+        """Start the first turn of an example on the prefilled cache."""
         ready, later = self._prefilled, self._first if item.example.id != self._first else None
         assert ready is not None
         if not self._waiting:
@@ -226,8 +238,9 @@ class ContextSession:
         return self._before_the_answer(slot, item)
 
     def _turn(self, batch: RunningBatch, turn: PreparedExample) -> RunningSequence:
-        """Begin a further turn: prefilled and sealed with all before it; under protocol=context read token by token
-        behind what was fed before, which is sealed anew where the cache did not stay."""
+        """Start a further turn of a conversation: get its cache back, prefill what is missing, and
+        seal it. Under protocol=context, a cache that stayed in memory is not sealed anew; the
+        turn's tokens are fed one by one."""
         began, talk = perf_counter(), self.talk
         with Usage(self.engine.model.device) as usage:
             talk.ask(turn.prompt.ids, turn.new_tokens)
@@ -248,15 +261,16 @@ class ContextSession:
         return batch.join(cache, logits, unread, began=began, **self.ending(turn))
 
     def _counts(self) -> dict[str, Any]:
-        """Return the token counts of the current turn."""
+        """Return the token counts of the current turn, as fields of its reply."""
         talk = self.talk
         ahead = {} if talk.over else {"save_ahead_s": talk.save_ahead_s}
         return {"reused_tokens": talk.found.reused, "new_tokens": talk.new_tokens, **ahead}
 
     @torch.inference_mode()
     def _before_the_answer(self, slot: RunningSequence, turn: PreparedExample) -> RunningSequence:
-        """Return `slot`, with the likelihood of the right answer to `turn` and with its cache kept where a given reply
-        follows. Neither is in a clock; an answer of one token ends before the seal and has neither."""
+        """Before the answer begins, measure the likelihood of the right answers, and keep a copy of
+        the cache if the task dictates the reply (see `ended`). Return `slot`, the turn's sequence.
+        Neither is in a clock. An answer of one token ends before the seal, so it gets neither."""
         references = self.likelihood.references(turn) if self.likelihood and not slot.ended else []
         replaced = bool(self._turns) and self._turns[0].prompt.replaces_answer and not slot.ended
         if replaced or references:
@@ -268,7 +282,8 @@ class ContextSession:
         return slot
 
     def _cost(self, cache: KVCache, references: Sequence[Sequence[int]], snapshot: Snapshot) -> float | None:
-        """Return the cost of the most likely of the right answers, and put `cache` back."""
+        """Return the mean negative log-likelihood of the most likely of the right answers
+        `references`, and put `cache` back to `snapshot`."""
         assert self.likelihood is not None
         question, costs = self.talk.unread, list[float | None]()
         for reference in references:
