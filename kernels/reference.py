@@ -40,7 +40,8 @@ class Segment(NamedTuple):
 
 
 def without_missing(scores: Tensor, live: Tensor, value: float) -> Tensor:
-    """Return scores [B ... S], with `value` from index `live` ([1] or [B], int64) on."""
+    """Return scores [B ... S] with `value` in place of those of tokens that do not exist, which are
+    the tokens from index `live` ([1] or [B], int64) on."""
     missing = torch.arange(scores.shape[-1], device=scores.device) >= live.unsqueeze(-1)  # [1|B S]
     return scores.masked_fill(missing.view(-1, *[1] * (scores.dim() - 2), scores.shape[-1]), value)
 

@@ -79,9 +79,8 @@ class Budget:
         return self.tokens(sealed, layer) >= sealed
 
     def least(self, needed: int, sealed: int, layer: int) -> int:
-        """Return the smallest value of `asked`, as a number of tokens, with which a KV head of
-        `layer` may read `needed` tokens of a prompt of `sealed` tokens. It is for error
-        messages."""
+        """Return the smallest budget, as a number of tokens, with which a KV head of layer number
+        `layer` may read `needed` tokens of a prompt of `sealed` tokens; error messages name it."""
 
         def read(asked: int) -> int:
             return replace(self, asked=asked).tokens(sealed, layer)

@@ -104,8 +104,8 @@ class H2OKeep(Keep, capturable=True, of_each={"received": Padded(2)}):
 class H2O(Windowed):
     """Define H2O, which keeps the tokens that received most attention and the most recent ones, by
     its parameters. `sinks`, `recent_ratio`: how many first and what share of recent tokens are kept
-    in any case. `compensation`: what is kept beyond the budget in return for moving nothing:
-    nothing, 1/128 (`literal`) or 1/256 (`bytes`) of the prompt."""
+    in any case. `compensation`: what is kept beyond the budget, in return for moving no tokens:
+    none, or 1/128 (`literal`) or 1/256 (`bytes`) of the prompt."""
 
     policies = (H2OKeep,)
     selects: ClassVar[bool] = False

@@ -24,9 +24,9 @@ from methods.parts import costs
 
 
 class StreamingKeep(Keep, capturable=True, of_each={}):
-    """Keep the first tokens (sinks) and the most recent ones when the prompt is complete, and
-    rotate the sinks' keys forward by the number of evicted tokens, so that they seem to stand right
-    before the others."""
+    """Keep the first tokens (sinks) and the most recent ones when the prompt is complete. With
+    `positions` "cache", rotate the sinks' keys forward by the number of evicted tokens, so that
+    they seem to stand right before the others."""
 
     method: Streaming
     turned = 0  # positions by which the sinks were rotated forward

@@ -31,8 +31,8 @@ _BYTES = {torch.float32: 4, torch.bfloat16: 2}
 
 
 def row_scores(q: Tensor, x: Tensor | Ragged) -> Tensor | Ragged:
-    """Multiply every query of a group with every row of an index, as kernels/reference.py defines
-    it. q [B G g C], x [B G S C] -> [B G g S]"""
+    """Multiply the g query heads of each group (those that share a KV head) with every row of an
+    index, as kernels/reference.py defines it. q [B G g C], x [B G S C] -> [B G g S]"""
     batch, groups, heads, width = q.shape
     count, size = x.shape[2], x.dtype.itemsize
     first, table, counts = (x.first, x.table, x.counts) if isinstance(x, Ragged) else (x, None, None)

@@ -179,8 +179,8 @@ def _rows(
     length, pieces, HEADS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Attend from a block of queries of one head to one piece of the keys that they see: write
-    their log-sum-exp, and with v their attention."""
+    """Attend from a block of queries of one head to one piece of the keys that they see: write each
+    query's log-sum-exp to `lse`, and with v its attention to `out`."""
     block, this, piece = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     batch, head = this // HEADS, this % HEADS
     row, dim = block * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDE)

@@ -25,8 +25,8 @@ _MOST_CHANNELS = 128  # channels of a row that are taken at once
 
 
 def row_scores(q: Tensor, x: Tensor | Ragged) -> Tensor | Ragged:
-    """Multiply every query of a group with every row of an index, as kernels/reference.py defines
-    it. q [B G g C], x [B G S C] -> [B G g S]"""
+    """Multiply the g query heads of each group (those that share a KV head) with every row of an
+    index, as kernels/reference.py defines it. q [B G g C], x [B G S C] -> [B G g S]"""
     return _run(q, x, by_sign=False, live=None)
 
 

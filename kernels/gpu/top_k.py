@@ -118,9 +118,9 @@ def _best(
     x, names, out, keys, sizes, counts, xt: tl.int64, size, count, LISTS: tl.constexpr, BLOCK: tl.constexpr,
     STEP: tl.constexpr,
 ):  # fmt: skip
-    """Find the `count` best entries of one piece of a row, or as many as the sequence's entry in
-    `counts` says, followed by zeros. The smallest of them is found bit by bit, then all that are
-    larger are written."""
+    """Find the `count` largest entries of one piece of a row of x, or as many as the sequence's
+    entry in `counts` says, and write their indices, followed by zeros. The smallest of them is
+    found bit by bit, then all that are larger are written."""
     row, piece, pieces = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     room = count
     if sizes is not None:
