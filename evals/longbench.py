@@ -168,10 +168,10 @@ class LongBench(Task):
 
     def averages(self, groups: Mapping[str, float], details: Mapping[str, float] | None = None) -> dict[str, float]:
         """Return `mean` over data sets, as most papers do, and the mean of each category,
-        `avg_leaderboard` over the six categories, and both readings of code_sim, over rows.
+        `avg_leaderboard` over the six categories, and code_sim over rows by each of its two
+        backends.
 
-        An average over a fixed list of data sets appears only where all of them were run.
-        """
+        An average over a fixed list of data sets appears only where all of them were run."""
         by_set: dict[str, list[float]] = {}
         by_bucket: dict[str, list[float]] = {}
         for group, value in groups.items():

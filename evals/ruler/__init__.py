@@ -113,8 +113,8 @@ class Ruler(Task):
         return Score(match(output, example.references), {"null": float(not clean(output)), **digits})
 
     def averages(self, groups: Mapping[str, float], details: Mapping[str, float] | None = None) -> dict[str, float]:
-        """Return `mean`, the means of lengths and of tasks, RULER's summaries where they are
-        defined, and the digits of needles."""
+        """Return `mean`, the means of lengths and of tasks, RULER's summaries over lengths where
+        they are defined, and the share of leading digits (evals/needles.py)."""
         averages = super().averages(groups) | means(groups, part=1) | means(groups, part=0)
         by_length = {int(length): score for length, score in means(groups, part=1).items()}
         if len(by_length) > 1:

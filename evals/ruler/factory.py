@@ -133,7 +133,7 @@ def _dumps(value: Any) -> str:
 
 
 def _keep(path: Path, text: str) -> None:
-    """Write a file of prompts, whole or not at all."""
+    """Write a file of generated prompts to the cache, whole or not at all."""
     unfinished = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -36,11 +36,12 @@ class TooShort(TaskError):
 
 
 class Generator(ABC):
-    """Draw the prompts of one task at one length. The size of a haystack counts words, lines or
-    documents.
+    """Draw the prompts of one of RULER's tasks at one length. The size of a haystack counts words,
+    lines or documents.
 
-    Below `OFFICIAL_FROM` tokens the unit is one, and every sample has a size of its own. From there
-    on, units, random draws and their order are those of the official scripts."""
+    Below `OFFICIAL_FROM` tokens sizes go in steps (the unit) of one, and every sample has a size of
+    its own. From there on, units, random draws and their order are those of the official scripts.
+    """
 
     new_tokens: ClassVar[int]
     chat: ClassVar[bool] = True  # whether prompts are counted inside the chat template

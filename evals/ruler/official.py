@@ -30,7 +30,7 @@ class OfficialFile:
     length: int
 
     def prompts(self, samples: int) -> list[FilledTemplate]:
-        """Read the first `samples` records."""
+        """Return the prompts that the first `samples` records of the file hold."""
         content = self.path.read_bytes()
         lines = text_of(content, self._place).split("\n")  # other line separators may stand inside a record
         numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]

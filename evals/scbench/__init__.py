@@ -80,8 +80,8 @@ class SCBench(Task):
         return Score(value)
 
     def averages(self, groups: Mapping[str, float], details: Mapping[str, float] | None = None) -> dict[str, float]:
-        """Return `mean` over tasks, the paper's skills of which all tasks ran, and scores by whole
-        answers where the official ones go by characters."""
+        """Return `mean` over tasks, the mean of each of the paper's skills whose tasks all ran,
+        and, where official scores compare single characters, those that compare whole answers."""
         skills = {
             skill: fmean(groups[task] for task in tasks)
             for skill, tasks in SKILLS.items()
@@ -108,8 +108,8 @@ class SCBench(Task):
         )
 
     def _conversation(self, row_id: str, name: str, turns: Sequence[_Asked], env: TaskEnv) -> Iterator[Example]:
-        """Yield one row as a conversation. In a chat template, later turns of math_find ask in
-        front what the last turn asks, as officially."""
+        """Yield one row as a conversation. With a chat template, later turns of math_find begin
+        with the question of the row's last turn, as in the official code."""
         plain = env.text.count("") == 0
         gap = PLAIN_GAP if plain and self.golden else ""
         template = PROMPTS[name].later_plain if plain else PROMPTS[name].later
@@ -136,7 +136,8 @@ class SCBench(Task):
         )
 
     def _requests(self, row_id: str, name: str, turns: Sequence[_Asked], env: TaskEnv) -> Iterator[Example]:
-        """Yield one row as requests on one context, which is cut alone, so that all share it."""
+        """Yield one row as an example for each of its questions. Where they are too long, only the
+        context is cut, so that all share the same."""
         questions = [PROMPTS[name].later.format_map(turn.fields) for turn in turns]
         longest = max(len(env.text.encode(question)) for question in questions)
         context = PROMPTS[name].context.format_map(turns[0].fields)

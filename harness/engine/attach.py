@@ -132,9 +132,9 @@ class Attachment:
         return cache
 
     def _reservation(self, request: Request) -> PinnedReservation | None:
-        """Return pinned host memory for all rows that a cache may send there, so that none is
-        pinned later. Return None for a cache that grows, and for a method without a cost formula:
-        they take memory when rows arrive."""
+        """Reserve pinned host memory for all keys and values that a cache may send there, so that
+        none is pinned later. Return None for a cache that grows, and for a method without a cost
+        formula: they take memory when rows arrive."""
         if self.engine.pinned_memory is None or request.placement != HOST or request.grows:
             return None
         away = []
@@ -155,7 +155,8 @@ class Attachment:
         return cache
 
     def close(self) -> None:
-        """Wait for all rows that the device's transfer engine is moving, and end its threads."""
+        """Wait until the device's transfer engine has moved all keys and values that are on their
+        way, and end its threads."""
         self.engine.close()
 
     def cache_of_call(self, *, batch: int, tokens: int) -> LoopCache:

@@ -46,7 +46,8 @@ class KVCache(Cache):
     recomputed = 0  # how often the text was computed again because it outgrew its rotation
 
     def __init__(self, layers: Sequence[KVLayer], state: CacheState) -> None:
-        """`state`: the state that the layers were started with."""
+        """`state`: what all layers share, such as the request and the counts of steps and traffic;
+        the layers were started with it."""
         self.layers = list(layers)
         self.state = state
         self.sealed = False
@@ -82,7 +83,8 @@ class KVCache(Cache):
 
     @property
     def has_closed(self) -> bool:
-        """Return whether all layers have closed, so that `seal` only begins the next phase."""
+        """Return whether all layers were sealed ahead of `seal` (`close`), so that `seal` only
+        begins the next phase."""
         return len(self._closed) == len(self.layers)
 
     def open_turn(self) -> None:
@@ -92,8 +94,8 @@ class KVCache(Cache):
         self.closed_s = 0.0
 
     def contents(self) -> list[dict[str, Tensor]]:
-        """End the turn and return what each layer needs for a further one (`KVLayer.state`). The
-        tensors are views: copy what should last."""
+        """End the turn and return what each layer of the cache needs to continue with a further one
+        (`KVLayer.state`). The tensors are views: copy what should last."""
         self.await_layers()
         return [layer.state() for layer in self.layers]
 
@@ -124,7 +126,7 @@ class KVCache(Cache):
         self.open_turn()
 
     def await_layers(self) -> None:
-        """Wait until the states of all layers have arrived."""
+        """Wait until the states of all layers have arrived that `refill_by_layer` has promised."""
         for layer in list(self._awaited):
             self._await(layer)
 
@@ -171,13 +173,14 @@ class KVCache(Cache):
         return torch.cat([torch.cat(self._text, 1)[:, : self.num_tokens], ids.to(self._text[0].device)], 1)
 
     def text_lengths(self, arriving: int) -> list[int]:
-        """Return the lengths of the texts to which the next tokens belong: one number for all rows,
-        or one per row."""
+        """Return the lengths of the texts to which the next tokens belong, by which the model
+        rotates them: one number for all rows, or one per row."""
         return [self.note_length(self.num_tokens + arriving)]
 
     def note_length(self, tokens: int) -> int:
-        """Note that the next forward ends with token number `tokens`. Return the length of the text
-        to which it belongs."""
+        """Return the length of the text by which the next forward is rotated, whose last token is
+        number `tokens`: the whole prompt, or the tokens so far where they are more. It is noted for
+        `fits`."""
         length = max(self.prompt_tokens, tokens)
         if self.rotary is not None:
             self.stages.add(self.rotary.stage(length))
@@ -241,8 +244,8 @@ class KVCache(Cache):
             layer.count_replayed(steps)
 
     def next_row(self, layer: int) -> NextRow | None:
-        """Return where a layer stores the next token of each sequence, if the code that computes
-        its k and v may write them there."""
+        """Return where a layer stores the next token of each sequence, so that its k and v can be
+        written there as they are computed. Return None if they must pass through `attend`."""
         return self.layers[layer].next_row() if self.sealed else None
 
     def note_step(self, fed: Tensor, logits: Tensor) -> None:
@@ -307,7 +310,7 @@ class KVCache(Cache):
         self._arriving = tokens
 
     def grow(self, more: int) -> None:
-        """Make room for `more` tokens beyond the capacity; all rows are moved."""
+        """Make room for `more` tokens beyond the capacity. All stored keys and values are moved."""
         for layer in self.layers:
             layer.grow(more)
         request = self.state.request

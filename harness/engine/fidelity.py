@@ -112,8 +112,9 @@ class Fidelity:
         return {"recall": recall, "mass": mass, "error": error}
 
     def against_full(self, model: nn.Module) -> tuple[Tensor, Tensor]:
-        """Run Full on the same text, in one forward for each length by which the model rotates
-        (mostly one). Return KL(Full, method) in nats [B n] and Full's choices [B n]."""
+        """Run Full, which is exact attention, on the same text, in one forward for each length by
+        which the model rotates (mostly one). Return KL(Full, method) in nats [B n] and Full's
+        choices [B n] of the n tokens fed."""
         sealed = self.whole[0].store.length
         layers = [layer if isinstance(layer, Layer) else copy(layer) for layer in self.prompt]
         cache = KVCache(layers, self.state)
@@ -133,8 +134,9 @@ class Fidelity:
         return (exact.exp() * (exact - ours)).sum(-1), full.argmax(-1)
 
     def report(self, model: nn.Module, place: int, tokens: Sequence[int], compare: bool) -> dict[str, Any] | None:
-        """Return the record's `fidelity` for sequence `place`, None if no step was measured.
-        `compare`: Full's prompt equals the method's, so compare with Full."""
+        """Return what a record says of the fidelity of sequence number `place`: its means over
+        steps, None if no step was measured. `tokens`: its answer. `compare`: compare it with
+        Full's, which makes sense only where Full's prompt equals the method's."""
         if not self.measured:
             return None
         record: dict[str, Any] = {"every": self.every, "steps": self.measured}
@@ -154,8 +156,10 @@ class Fidelity:
 
 
 def _of_the_prompt(weights: Tensor, read: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return recall and the mass that was read. weights [B G|H N] of the prompt's tokens; read
-    [B G|H K], or None for all."""
+    """Return, for each head, the share of its heaviest prompt tokens that were read, as many as
+    were read in all (recall), and the weight of those that were read (mass). weights [B G|H N]:
+    attention weights of the prompt's tokens; read [B G|H K]: their positions, -1 for none, or None
+    for all."""
     if read is None:
         return torch.ones_like(weights[..., 0]), weights.sum(-1)
     is_read, count = _marked(read, weights), (read >= 0).sum(-1, keepdim=True)

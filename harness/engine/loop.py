@@ -63,8 +63,8 @@ class LoopCache(KVCache):
         self.usage.tokens = self.num_tokens
 
     def make_room(self, tokens: int) -> bool:
-        """Grow if `tokens` more do not fit and the cache may grow. Return whether it has grown,
-        which moves all its rows."""
+        """Grow if `tokens` more do not fit and the cache may grow. Return whether it has grown, in
+        which case its keys and values lie elsewhere now."""
         needed = self.num_tokens + tokens
         if self.may_grow is None or needed <= self.capacity:
             return False
@@ -141,7 +141,7 @@ class PaddedCache(LoopCache):
         return (begins + new.cumsum(1) - 1).clamp(min=0).to(device)
 
     def text_lengths(self, arriving: int) -> list[int]:
-        """Return the length of each row's text."""
+        """Return the length of each row's text, by which the model rotates it."""
         pairs = zip(self._members, self._tokens, strict=True)
         return [member.note_length(member.num_tokens + len(tokens)) for member, tokens in pairs]
 

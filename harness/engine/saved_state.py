@@ -34,7 +34,8 @@ class SavedState:
         self._keep(cache)
 
     def restore(self) -> None:
-        """Restore all containers. It may be called again after further changes."""
+        """Set every saved list, dict and set back to the content that it had. It may be called
+        again after further changes."""
         for container, content in self._held.values():
             if isinstance(container, list):
                 container[:] = content
@@ -86,11 +87,12 @@ class Snapshot:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the copies."""
+        """Return how many bytes the copies of the cache's tensors take."""
         return sum(copied.nbytes() for _, copied in self._contents)
 
     def restore(self) -> None:
-        """Restore the cache. It may be called again after further steps."""
+        """Set the cache back to the state that was saved. It may be called again after further
+        steps."""
         self._cache.traffic.settle()  # moves what the device has counted of these steps into Python's counts
         self._python.restore()
         for storage, held in self._contents:

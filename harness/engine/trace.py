@@ -71,8 +71,9 @@ class Stopwatch:
 
 @contextmanager
 def clocked(watch: Stopwatch, seen: Seen | None = None) -> Iterator[None]:
-    """Clock every operation of kernels/ops.py that runs inside as a span of its phase (`phase_of`),
-    and pass it to `seen`. An operation that another one calls belongs to the caller's span."""
+    """Clock every operation of kernels/ops.py that runs inside as a span of its phase (`phase_of`).
+    `seen` gets its name, arguments and result. An operation that another one calls belongs to the
+    caller's span."""
     within = False
 
     def around(name: str, arguments: tuple[Any, ...], call: Callable[[], Any]) -> Any:
@@ -94,8 +95,9 @@ def clocked(watch: Stopwatch, seen: Seen | None = None) -> Iterator[None]:
 
 
 class IndexBytes:
-    """Add up the index bytes that the operations of one layer's step read. Keys that were attended
-    to are read already: a method that asks for their weights (H2O, InfLLM) reads no index there."""
+    """Add up the bytes that one layer's step reads from its index, which is what a method scores to
+    choose tokens. Keys that were attended to are read already: a method that asks for their weights
+    (H2O, InfLLM) reads no index there."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -120,7 +122,8 @@ class Tracer:
 
     @contextmanager
     def step(self, cache: KVCache) -> Iterator[None]:
-        """Clock one decode step."""
+        """Measure, inside the block, how long each part of a decode step of `cache` takes. The
+        seconds are in `last` afterwards."""
         watch = Stopwatch(self.device)
         with _clocked_layers(cache, watch, self._indices), watch.span("step"):
             yield
@@ -137,8 +140,9 @@ class Tracer:
         return sum(known) + sum(self._indices[id(layer)] for layer in cache.method_layers) if known == read else None
 
     def medians(self, steps: Sequence[Mapping[str, float]]) -> dict[str, Any] | None:
-        """Return the number of steps of a finished generation, and the medians of their seconds and
-        of those of each part (`steps` has them by name, as in `last`); None without steps."""
+        """Return the number of a generation's decode steps and the medians of their seconds, of the
+        whole step and of each part; None without steps. `steps`: the seconds of each step, by part.
+        """
         if not steps:
             return None
         middle = {name: median(step[name] for step in steps) for name in steps[0]}

@@ -38,8 +38,8 @@ class Wandb:
     project: str
 
     def missing(self) -> str | None:
-        """Return why no run can be sent, or None. It is called before anything runs, and prints what will be done
-        differently."""
+        """Return why no run can be sent to this project, or None. It is called before anything
+        runs. Where copies can only be kept offline, it prints so."""
         if find_spec("wandb") is None:
             return "the package wandb is not installed (`pip install wandb`)"
         if reason := _offline_because():
@@ -47,8 +47,8 @@ class Wandb:
         return None
 
     def publish(self, run: FinishedRun) -> None:
-        """Send a copy of `run`, which replaces an earlier one of the same run. It asks nothing, and may raise
-        anything."""
+        """Send a copy of `run`, which replaces an earlier one of the same run. It never asks the
+        user anything, and passes on any error of wandb's."""
         import wandb
 
         quiet = wandb.Settings(

@@ -76,7 +76,8 @@ class PressEvict(Evict, capturable=True, of_each={}):
         self.waiting, self.hidden, self.presses = False, [], []
 
     def _retain(self, name: str, places: Tensor, visible: Tensor) -> None:
-        """Keep only the visible rows among those at `places`; both are [B G K]."""
+        """Keep of the stored prompt only the rows at `places` that are `visible`, which means that
+        the press has not masked them; both are [B G K]. `name`: the press, for errors."""
         if bool(visible.all()):
             if places.shape[2] < self.store.length:
                 self.layer.retain(places.sort(-1).values)
@@ -104,8 +105,9 @@ class PressEvict(Evict, capturable=True, of_each={}):
 
 @torch.no_grad()
 def press_one(press: Any, spec: LayerSpec, hidden: Tensor, given: Sequence[Tensor], size: int) -> Pressed:
-    """Let a press do to one sequence what it does after its attention module. hidden [1 S E],
-    given: keys and values [1 G S D]; `size` of the S tokens are to stay."""
+    """Let a press compress the keys and values of one sequence in one layer, as it would in its
+    hook after the attention module. hidden [1 S E]: the layer's input; given: keys and values [1 G
+    S D]; `size` of the S tokens are to stay."""
     tokens, device = hidden.shape[1], hidden.device
     set_ratio(press, ratio_for(tokens, size))
     layer = SimpleNamespace(keys=given[0].clone(), values=given[1].clone())  # some presses write into them

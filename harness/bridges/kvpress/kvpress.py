@@ -63,12 +63,13 @@ class KVPress(Method):
 
     @cached_property
     def windows(self) -> int:
-        """Return how many tokens the press's windows and sinks take."""
+        """Return how many tokens the press's windows and sinks take. It works only on prompts that
+        are longer."""
         return windows(build(self.press))
 
     def reads_all(self, sealed: int, tokens: int) -> bool:
-        """Return whether nothing is left out: the budget covers the prompt, or the press needs a
-        longer one."""
+        """Return whether nothing is left out of a prompt of `sealed` tokens: the budget of `tokens`
+        covers it, or the press works only on a longer one."""
         return tokens >= sealed or sealed <= self.windows
 
     def whole_because(self, sealed: int, tokens: int) -> str:

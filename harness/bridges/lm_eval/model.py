@@ -171,7 +171,8 @@ class KVHarnessLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """Return the token before the first token of a text: BOS, if there is one."""
+        """Return the token that stands before the first token of a text: BOS, or EOS where there is
+        no BOS."""
         bos: int | None = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else bos
 

@@ -43,7 +43,8 @@ class Attending(NamedTuple):
 
 
 class SlotsCache(KVCache):
-    """Step sealed caches of any lengths together, each with as many rows as its request has
+    """Serve as the one cache of a decode step that several sequences take together, whatever their
+    lengths. Each member is a sealed cache of its own, with as many rows of the batch as it has
     sequences. What a method computes for one of them does not depend on the others.
 
     Where a layer's policies allow it, all members attend in one launch per operation. Where they
@@ -107,7 +108,7 @@ class SlotsCache(KVCache):
                 member._text.append(own)
 
     def text_lengths(self, arriving: int) -> list[int]:
-        """Return the length of each row's text."""
+        """Return the length of each row's text, by which the model rotates it."""
         return [
             length
             for number, (member, rows) in enumerate(zip(self._members, self._sizes, strict=True))
@@ -204,7 +205,7 @@ class SlotsCache(KVCache):
         self.num_tokens += steps
 
     def _refuse_full(self) -> None:
-        """Raise the `RoomError` of the member that has no room left."""
+        """Raise `RoomError` for the member whose cache has no room for another token."""
         for number, (member, rows) in enumerate(zip(self._members, self._sizes, strict=True)):
             self.catch_up(number)
             member.expect(rows, 1)
@@ -318,7 +319,8 @@ class SlotsCache(KVCache):
         raise AssertionError("a form of no member")
 
     def _places(self, number: int) -> Attending:
-        """Return how a member attends: its layers of its own, and its places in shared layers."""
+        """Return in which layers member number `number` attends alone, and where it stands in the
+        layers that it shares."""
         member, alone, joint = self._members[number], list[KVLayer](), list[tuple[Layer, Layer]]()
         first: dict[int, int] = {}
         for layer, groups in zip(member.layers, self._groups, strict=True):

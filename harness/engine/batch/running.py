@@ -147,7 +147,8 @@ class RunningBatch:
             self._catch_up(number, slot)
 
     def _catch_up(self, number: int, slot: RunningSequence) -> None:
-        """Bring a sequence's cache and counts up to date; a cache that steps alone already is."""
+        """Count in a sequence's own cache the steps that were counted for the whole batch at once,
+        and note what they read; a cache that steps alone is up to date already."""
         if isinstance(self._cache, SlotsCache):
             slot.note_reads(self._cache.catch_up(number))
 

@@ -126,8 +126,8 @@ class RunningSequence:
 
     @property
     def crosses_bus(self) -> bool:
-        """Return whether rows of the host take time to come to the device: on a CPU they lie there
-        already."""
+        """Return whether keys and values that the host holds take time to come to the device. On a
+        CPU they lie there already."""
         return self._device.type != "cpu"
 
     @property
