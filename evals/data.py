@@ -69,7 +69,7 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Hold all rows of one file, and where they came from."""
+    """Hold all rows of one data file, and where they came from."""
 
     rows: list[Row]
     origin: str
@@ -93,8 +93,9 @@ def require(sources: Iterable[Source], root: Path | None) -> None:
 
 
 def _missing(sources: Sequence[Source], root: Path | None, reason: str) -> MissingData:
-    """Return the error for files that no place has: what is missing, why, and what brings it. Only
-    the first files are named where there are many."""
+    """Return the error for data files found neither locally nor on the hub: which they are, why
+    (`reason`), and what command or folder brings them. Only the first files are named where there
+    are many."""
     named = [source.name for source in sources[:NAMED_FILES]]
     more = [f"{len(sources) - NAMED_FILES} more"] * (len(sources) > NAMED_FILES)
     of_hub: dict[tuple[str, str, str], list[str]] = {}

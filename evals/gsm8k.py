@@ -21,7 +21,8 @@ PQCACHE_SHA256 = "840c910d893478051921f2cc46461522157930646af523c97c350746046f09
 
 
 class Form(NamedTuple):
-    """Say how a question follows the worked examples, and where an output ends."""
+    """Hold a form of GSM8K's prompt: how the question follows the worked examples, and the texts at
+    which an output ends."""
 
     question: str
     stop: tuple[str, ...]
@@ -34,7 +35,8 @@ FORMS = {
 
 
 class Reader(NamedTuple):
-    """Extract an answer from an output, and say whether it equals the solution's."""
+    """Hold one way of scoring an output: how the answer is extracted from it, and when it equals
+    the solution's."""
 
     extract: Callable[[str], str | None]
     equal: Callable[[str, str], bool]  # takes the extracted answer and the solution's final number
@@ -62,8 +64,8 @@ def flexible(output: str) -> str | None:
 
 
 def pqcache(output: str) -> str | None:
-    """Take the last number before the model asks itself a new question; commas go first, and signs
-    are not seen (PQCache).
+    """Return the last number in the output, as PQCache reads it: up to where the model asks itself a
+    new question, with commas removed and signs ignored.
 
     >>> pqcache("It is -1,000.5\\nQuestion: 7?")
     '1000.5'

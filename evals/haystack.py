@@ -23,7 +23,7 @@ SPLITTER = r"(?<=[.!?])\s+"  # stands in for NLTK's punkt, whose data no package
 
 @dataclass(frozen=True, slots=True)
 class Haystack:
-    """Hold one long text and the SHA-256 of its UTF-8 bytes."""
+    """Hold one long text in which needles can be hidden, and the SHA-256 of its UTF-8 bytes."""
 
     name: str
     text: str

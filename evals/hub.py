@@ -22,8 +22,8 @@ class HubError(ValueError):
 
 
 def fetch(repo: str, file: str, revision: str) -> tuple[Path, str]:
-    """Return the file's path in the cache and the commit that it belongs to. A cached file costs no
-    network."""
+    """Return the path of a data set's file in the hub's local cache, and the commit that it belongs
+    to. It is downloaded if it is not there."""
     path = cached(repo, file, revision) or _download(repo, file, revision)
     return path, path.parents[file.count("/")].name  # .../snapshots/COMMIT/FILE
 

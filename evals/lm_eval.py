@@ -232,8 +232,8 @@ def _split(text: str, asked: object, prefix: str) -> tuple[str, str, str]:
 
 
 def _references(leaf: Leaf, number: int, doc: Any) -> tuple[str, ...]:
-    """Return the right answers as texts. Raises `TaskError` if a document has none and the task
-    scores by them."""
+    """Return the right answers to a document of lm-eval as texts. Raises `TaskError` if it has none
+    and the task scores by them. `number`: the row of the document."""
     config = leaf.task.config
     target = leaf.task.doc_to_target(doc)
     if isinstance(target, int) and config.doc_to_choice is not None:

@@ -28,7 +28,7 @@ CATEGORIES = ("single_doc_qa", "multi_doc_qa", "summarization", "few_shot", "syn
 
 
 class DataSet(NamedTuple):
-    """Describe one data set: how it is asked and how it is scored."""
+    """Describe one of LongBench's data sets: how it is asked and how it is scored."""
 
     category: str
     metric: str

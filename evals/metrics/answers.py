@@ -42,7 +42,7 @@ def classification(prediction: str, reference: str, all_classes: Sequence[str]) 
     """Return 1 / number of class names found in the prediction, or 0 if the right one is not among
     them.
 
-    Names inside the right name do not count. But the official code drops them from the list that it
+    Names inside the right name do not count. But LongBench's code drops them from the list that it
     walks over, so that the neighbour of a dropped name stays; that is kept here.
 
     >>> classification("ABCD", "ABCD", ["A", "AB", "ABC", "ABCD"])
@@ -102,8 +102,8 @@ def f1(prediction: Sequence[str], reference: Sequence[str]) -> float:
 
 
 def code_sim(prediction: str, reference: str, backend: str = "levenshtein") -> float:
-    """Return fuzz.ratio of the prediction's first line without `` ` ``, `#` and `//`, in whole
-    percents.
+    """Return how similar the prediction's first line of code is to the reference, from 0 to 1 in
+    whole percents: fuzz.ratio of the first line without `` ` ``, `#` and `//`.
 
     fuzzywuzzy takes Levenshtein's ratio where python-Levenshtein is installed and difflib's where
     it is not; the two differ by 1.4 points on repobench-p. Papers on KV caches use Levenshtein's.

@@ -69,8 +69,8 @@ def places_of(sentence: Sequence[str]) -> dict[str, int]:
 
 
 def _common_words(x: tuple[str, ...], y: tuple[str, ...], places: dict[str, int], calls: int) -> set[str] | None:
-    """Return the words of the common subsequence that the package's walk finds, or None where it
-    takes more than `calls` calls.
+    """Return the words of the common subsequence that the package `rouge` finds, or None where its
+    walk takes more than `calls` calls. `places`: where y has each word (`places_of`).
 
     The walk starts at the ends of x and y. Where the words differ, it shortens x if that keeps a
     longer common subsequence than shortening y would: exactly where y's last word adds to it."""

@@ -28,8 +28,8 @@ Group = tuple[str, int, Callable[[], list[FilledTemplate]]]  # task, length, and
 
 @dataclass(frozen=True, kw_only=True)
 class Ruler(Task):
-    """Make prompts that equal those of the official scripts from 1024 tokens on; shorter ones come
-    from a finer generator.
+    """Ask RULER's tasks. From 1024 tokens on, prompts equal those of the official scripts; shorter
+    ones come from a finer generator.
 
     A length counts chat template, prompt, answer prefix and the tokens kept free for the answer.
     The context of an example ends where the template's {context} ends. With a chat template, cwe's

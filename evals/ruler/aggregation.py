@@ -24,8 +24,8 @@ ZETA = math.pi**2 / 6  # zeta(ALPHA)
 
 
 class CommonWords(Generator):
-    """Make the prompts of cwe: a list in which ten common words come ten times as often as the
-    others (six times below 4096 tokens), after one worked example.
+    """Make the prompts of RULER's cwe (common words): a list in which ten common words come ten
+    times as often as the others (six times below 4096 tokens), after one worked example.
 
     Where a chat template is used, the official script wraps the example in it too, so that the
     template stands twice in a prompt. Here the example is plain and inside the user turn, since a
@@ -79,8 +79,8 @@ def _numbered(words: Sequence[str]) -> str:
 
 
 class FrequentWords(Generator):
-    """Make the prompts of fwe: invented words whose frequencies fall with the square of their rank.
-    The first rank is dots; the next three are asked for.
+    """Make the prompts of RULER's fwe (frequent words): invented words whose frequencies fall with
+    the square of their rank. The first rank is dots; the next three are asked for.
 
     The official script searches another way here: with one vocabulary for the whole search, then a
     new one for each sample."""

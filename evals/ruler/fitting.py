@@ -20,7 +20,7 @@ REDRAWS = 20  # draws at the smallest size, where the official scripts draw for 
 
 def bisect_size(low: int, high: int, fits: Callable[[int], bool]) -> int | None:
     """Return the last size for which `fits` held in the binary search between `low` and `high` that
-    the official scripts do, or None if it never did."""
+    RULER's scripts do, or None if it never did."""
     best = None
     while low <= high:
         middle = (low + high) // 2
@@ -64,7 +64,8 @@ class Generator(ABC):
         return self.probe(size, index)
 
     def minimum(self, index: int) -> int:
-        """Return the size below which a prompt is no longer the task."""
+        """Return the smallest haystack with which a prompt still is the task. `index`: the number
+        of the sample."""
         return 1
 
     def prompts(self, samples: int) -> list[FilledTemplate]:
@@ -76,18 +77,18 @@ class Generator(ABC):
         return max(self.text.count(one.user, one.prefix, chat=self.chat) for one in prompt.questions)
 
     def largest(self, tokens_per_unit: float) -> int:
-        """Return the size up to which the official search goes, where each word, line or document
-        takes `tokens_per_unit` tokens."""
+        """Return the largest haystack size that the search of RULER's scripts tries, where each
+        word, line or document takes `tokens_per_unit` tokens."""
         return max(int(self.length / tokens_per_unit * 3), self.unit * 2)
 
     def official(self, samples: int) -> list[FilledTemplate]:
-        """Draw prompts as the official scripts do: search one size, then step down where a sample
-        does not fit it."""
+        """Draw `samples` prompts as RULER's scripts do: search one haystack size for all, then step
+        down where a sample does not fit."""
         size = self.official_size(self.unit, reserved=self.new_tokens)
         return [self.stepping_down(size, index) for index in range(samples)]
 
     def official_size(self, first: int, reserved: int) -> int:
-        """Find one haystack size for all samples by the official search, with the first question;
+        """Find one haystack size for all samples as RULER's scripts do, with the first question;
         each try draws a new prompt. `first`: the size from which the tokens per unit are estimated;
         `reserved`: tokens kept free."""
         limit = self.length - reserved
@@ -123,7 +124,7 @@ class Generator(ABC):
         return low, best
 
     def noted(self, prompt: FilledTemplate) -> FilledTemplate | None:
-        """Return the prompt with its token count in `data`, or None if it is too long."""
+        """Return the prompt with its token count written into `data`, or None if it is too long."""
         tokens = self.count(prompt) + self.new_tokens
         return replace(prompt, data={**prompt.data, "tokens": tokens}) if tokens <= self.length else None
 

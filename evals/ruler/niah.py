@@ -56,7 +56,7 @@ def essay_words(text: str) -> list[str]:
 
 
 class Niah(Generator):
-    """Make the prompts of the niah tasks: needles of one kind in a haystack. `essay`: the
+    """Make the prompts of RULER's niah tasks: needles of one kind in a haystack. `essay`: the
     haystack's words, for the kinds that hide their needles in essays."""
 
     new_tokens = NEW_TOKENS["niah"]

@@ -22,8 +22,8 @@ RECORD = {
 
 @dataclass(frozen=True, slots=True)
 class OfficialFile:
-    """Describe one file that the official scripts wrote: its path, its task and its length in
-    tokens."""
+    """Describe one file of prompts that RULER's own scripts wrote: its path, its task and its
+    length in tokens."""
 
     path: Path
     task: str
@@ -66,7 +66,7 @@ class OfficialFile:
 
 
 def find(source: Path, tasks: Sequence[str], lengths: Sequence[int]) -> Iterator[OfficialFile]:
-    """Yield the file of each length and task, from the folder `source` that the official scripts
+    """Yield the file of each length and task, from the folder `source` that RULER's own scripts
     wrote."""
     if not source.is_dir():
         raise TaskError(f"task.source={source} is not a folder: name the one that the official scripts wrote")
@@ -76,8 +76,8 @@ def find(source: Path, tasks: Sequence[str], lengths: Sequence[int]) -> Iterator
 
 
 def _in_folder(source: Path, task: str, length: int, *, only_length: bool) -> Path:
-    """Find the file of a task and length. Files outside a folder of their length are taken for the
-    one length that is asked for."""
+    """Return the path of the file for a task and length. A file that is in no folder of its length
+    is taken only where that is the one length asked for (`only_length`)."""
     places = [source / str(length) / task / "validation.jsonl", source / str(length) / f"{task}.jsonl"]
     if only_length:
         places += [source / task / "validation.jsonl", source / f"{task}.jsonl"]

@@ -139,8 +139,8 @@ def _read_hotpotqa(content: Content, name: str) -> tuple[list[Question], list[st
 
 
 class QuestionAnswering(Generator):
-    """Make the prompts of qa_1 and qa_2: `size` documents, those of the question among them, in an
-    order that is the same for all samples of a size.
+    """Make the prompts of RULER's qa_1 and qa_2: `size` documents, those of the question among
+    them, in an order that is the same for all samples of a size.
 
     The finer generator starts from the gold documents, which contain the answer, adds others as
     long as one fits, and passes over questions whose gold documents do not fit."""

@@ -56,8 +56,8 @@ class FilledTemplate:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """Hold the user turn as `text`, and what goes after the assistant header as `prefix`, which
-    starts with a space."""
+    """Hold one of RULER's prompt templates: the user turn as `text`, and what goes after the
+    assistant header as `prefix`, which starts with a space."""
 
     text: str
     prefix: str
@@ -71,8 +71,9 @@ class Template:
         return self.text.partition("{context}")[2]
 
     def singular(self) -> Template:
-        """Return the wording for one value of one key. It edits the task's own text, before a chat
-        template surrounds it."""
+        """Return the template in the singular, for one value of one key: "A special magic number",
+        not "Some special magic numbers". It edits the task's own text, before a chat template
+        surrounds it."""
 
         def edit(text: str) -> str:
             for old, new in (("Some", "A"), ("are all", "is"), ("are", "is"), ("answers", "answer")):
@@ -96,8 +97,8 @@ class Template:
         return FilledTemplate(before + head + context, tail, prefix, references, data or {})
 
     def opens(self, text: str) -> bool:
-        """Return whether `text` starts with this template, in singular or plural: then no chat
-        template is in front of it."""
+        """Return whether `text` starts with this template, in singular or plural. If not, a chat
+        template may stand in front of it."""
         starts = (self.head[:18], self.singular().head[:15])
         return text.lstrip().startswith(starts)
 

@@ -17,7 +17,8 @@ EXAMPLE_VALUE = "12345"
 
 
 class _Chain(Generator):
-    """Make prompts with one chain of variable assignments, hidden in `size` lines of noise."""
+    """Make prompts with one chain of variable assignments, hidden in `size` lines of noise, as in
+    RULER's vt."""
 
     letters: int
 
@@ -52,8 +53,8 @@ class _Chain(Generator):
 
 
 class _Example(_Chain):
-    """Draw the worked example that stands before the task: short names, a fixed value, never in a
-    chat template of its own."""
+    """Draw the worked example that stands before the task in RULER's vt: short names, a fixed
+    value, never in a chat template of its own."""
 
     new_tokens = 0
     letters = 3
@@ -79,8 +80,9 @@ class _Example(_Chain):
 
 
 class Tracing(_Chain):
-    """Make the prompts of vt: a worked example, then the chain to track. The example stands inside
-    the user turn, with new names and a new value in every sample."""
+    """Make the prompts of RULER's vt (variable tracking): a worked example, then the chain to
+    track. The example stands inside the user turn, with new names and a new value in every sample.
+    """
 
     new_tokens = NEW_TOKENS["vt"]
     letters = 5

@@ -17,8 +17,8 @@ import numpy as np
 
 
 class Streams:
-    """Draw random numbers in the same order as the official scripts, which seed Python's and
-    NumPy's global generators once per process.
+    """Draw random numbers in the same order as RULER's scripts, which seed Python's and NumPy's
+    global generators once per process.
 
     Every draw below happens in the order of the scripts: one call more or less changes all later
     prompts."""

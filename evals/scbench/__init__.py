@@ -159,7 +159,8 @@ class SCBench(Task):
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """Hold one of a row's questions: the values that fill the templates, and the right answers."""
+    """Hold one question of a row of SCBench's data: the values that fill the prompt templates, and
+    the right answers."""
 
     fields: Mapping[str, str]
     references: tuple[str, ...]
@@ -176,7 +177,8 @@ class _Asked:
 
 
 def _answer(name: str, references: Sequence[str]) -> Any:
-    """Return the answer as the scorers take it: several texts where the file has a list."""
+    """Return the right answer in the type that the task's scorer takes: several texts where the
+    file has a list, a number for math_find, else one text. `name`: the task."""
     if name in LISTS or len(references) > 1:
         return references
     if name == "scbench_mf":

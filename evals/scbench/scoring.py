@@ -24,8 +24,8 @@ def contains(output: str, answer: str) -> float:
 
 
 def contains_any(output: str, answers: Sequence[str]) -> float:
-    """Score 1 if one of the answers stands in the output, whatever its case. The official code
-    hands over many_shot's answer, a text, as the list of its characters, any of which will do.
+    """Score 1 if one of the answers stands in the output, whatever its case. SCBench's code hands
+    over many_shot's answer, a text, as the list of its characters, any of which will do.
 
     >>> contains_any("b", "(B)"), contains_any("(C)", "(B)"), contains_any("C", "(B)")
     (1.0, 1.0, 0.0)
@@ -34,8 +34,8 @@ def contains_any(output: str, answers: Sequence[str]) -> float:
 
 
 def share_contained(output: str, answers: Sequence[str]) -> float:
-    """Return the share of the answers that stand in the output, whatever their case, to two places
-    as officially.
+    """Return the share of the answers that stand in the output, whatever their case, rounded to two
+    places as SCBench's code does.
 
     >>> share_contained("A1, b2", ["A1", "B2", "C3"])
     0.67
@@ -59,8 +59,9 @@ def first_number(output: str, answer: float) -> float:
 
 
 def characters_f1(output: str, answers: Sequence[str]) -> float:
-    """Return the best F1 of bags of characters. The official code hands over qa_chn's answer, a
-    text, as the list of its characters, and so takes the best F1 with one of them."""
+    """Return the best F1 of the output's characters with those of an answer. SCBench's code hands
+    over qa_chn's answer, a text, as the list of its characters, and so takes the best F1 with one
+    of them."""
     return max((f1(_characters(output), _characters(answer)) for answer in answers), default=0.0)
 
 

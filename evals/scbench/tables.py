@@ -42,9 +42,9 @@ OPENING = {"scbench_summary": "This paper"}  # begins answers after the first, i
 
 
 class Prompts(NamedTuple):
-    """Hold a task's templates: `first` opens a conversation; `context` is what several requests
-    share; `later` is a request on it, or a later turn; `later_plain` is a later turn without a chat
-    template."""
+    """Hold the prompt templates of one of SCBench's tasks: `first` opens a conversation; `context`
+    is what several requests share; `later` is a request on it, or a later turn; `later_plain` is a
+    later turn without a chat template."""
 
     first: str
     context: str
@@ -88,7 +88,8 @@ def fields(name: str, row: Mapping[str, Any], turn: Mapping[str, Any]) -> dict[s
 
 
 def _asked(text: str) -> str:
-    """Return the question that math_find puts before its input.
+    """Return the question that SCBench puts before the input of its task math_find, made of the
+    input's last sentence.
 
     >>> _asked("Answer with one number. The 2nd largest number is:")
     'What is the 2nd largest number?'

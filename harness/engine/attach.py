@@ -260,7 +260,8 @@ def attached(
 
 
 class _LastInput(Policy):
-    """Remember the last attention input of a layer with full attention."""
+    """Remember what a layer with full attention was last given: queries, keys, values and hidden
+    states."""
 
     last: AttnInput | None = None
 

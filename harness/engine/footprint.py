@@ -29,7 +29,8 @@ _PLAIN = (str, bytes, int, float, type, ModuleType)
 
 
 def footprint(layers: Sequence[KVLayer]) -> dict[str, int]:
-    """Return the bytes that layers hold, for every tier of the table (methods/tiers/tier.py).
+    """Return the bytes that layers hold, for every tier: device, host and disk
+    (methods/tiers/tier.py).
 
     Whole storages are counted once, however many views there are, in the slowest tier that holds
     one: on a CPU, rows that came from the host are views of host memory. Reserved but unused rows
@@ -57,8 +58,8 @@ def footprint(layers: Sequence[KVLayer]) -> dict[str, int]:
 
 
 def _held(value: Any, tier: str, visited: set[int]) -> Iterator[tuple[Tensor | Path, str]]:
-    """Yield the tensors and files reachable from `value`, each with its tier; an object with a
-    `tier` decides for what it holds."""
+    """Yield the tensors and files reachable from `value`, each with the tier (device, host or disk)
+    that it lies in. `tier`: that of `value`; an object with a `tier` decides for what it holds."""
     if isinstance(value, Tensor) or (isinstance(value, Path) and tier_of(tier).in_files):
         yield value, tier
         return

@@ -94,9 +94,9 @@ def _before_attention(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
 
 
 class _Forwards:
-    """Run before and after each forward of a routed model: prepare the call, tell the cache, and
-    turn gradients off inside. Attention has none here, and those of the rest would be silently
-    wrong."""
+    """Hold the hooks that run before and after each forward of an attached model: they prepare the
+    call, tell the cache, and turn gradients off inside. Attention has none here, and those of the
+    rest would be silently wrong."""
 
     def __init__(self, prepare: PrepareCall | None, rotary: TextRotary | None) -> None:
         self.prepare, self.rotary = prepare, rotary
@@ -142,11 +142,10 @@ def is_routed(model: PreTrainedModel) -> bool:
 
 @contextmanager
 def routed(model: PreTrainedModel, prepare: PrepareCall | None = None) -> Iterator[None]:
-    """Route attention to the cache of each call, until the block is left. A model cannot be routed
-    twice at a time.
+    """Send the attention of every layer to the KV cache that each call of the model brings, until
+    the block is left. A model cannot be routed twice at a time.
 
-    `prepare`: maps each call of the model to the keywords to use, for example to add a cache.
-    """
+    `prepare`: maps each call of the model to the keywords to use, for example to add a cache."""
     if is_routed(model):
         raise UnsupportedError("This model is attached already: leave the other `with attached(...)` block first.")
     AttentionInterface.register(NAME, _attention)

@@ -22,7 +22,8 @@ OURS = "leave it out, and the attached method's cache is used"
 
 @dataclass
 class LoopUsage:
-    """Record what a cache was used for; the record outlives the cache."""
+    """Record how far a cache was used by a loop such as `model.generate`. The record outlives the
+    cache."""
 
     tokens: int = 0
     sealed: bool = False  # in some turn

@@ -50,8 +50,8 @@ class Sampled:
 
 @dataclass(slots=True)
 class MinLength:
-    """Pick by `sampler`, but none of the token ids `barred[i]` among the first `count` tokens of
-    sequence i.
+    """Pick tokens by `sampler`, but bar some of them at the beginning: among the first `count`
+    tokens of sequence i, none of the ids `barred[i]` is picked.
 
     Tokens that would end the answer thus have no probability (generate's `min_length`), which
     differs from picking an end and going on after it."""

@@ -24,7 +24,7 @@ DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 class Architecture(NamedTuple):
-    """Describe how a model class of transformers is run here."""
+    """Describe how one model class of transformers is run here."""
 
     model_type: str  # transformers' name in config.json
     by_blocks: bool  # its decoder layers are built as kernels/block.py describes, so engine/forward.py can run them

@@ -12,8 +12,8 @@ MARGIN = 4  # tokens decoded beyond the longest stop string, for pieces of a cha
 
 
 class StopRule:
-    """Decide after each new token whether the answer ends; call it with all new tokens. The first
-    `min_new_tokens` tokens can neither stop the answer nor be cut."""
+    """Decide after each new token whether the answer ends: called with all new tokens, it returns
+    the reason or None. The first `min_new_tokens` tokens can neither stop the answer nor be cut."""
 
     def __init__(
         self, tokenizer: Tokenizer, eos_ids: Iterable[int], stop_strings: Sequence[str], min_new_tokens: int

@@ -70,8 +70,8 @@ def _after(prompt: Prompt, text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def _following(text: str, ids: Sequence[int], added: str, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the tokens of `added` as they follow `text`, whose tokens are `ids`. If the two would
-    join into other tokens, it is tokenised alone."""
+    """Return the tokens of `added` as they follow `text`, whose tokens are `ids`, in one text. If a
+    token would reach across the border, `added` is tokenised alone."""
     joined, ends = tokenize(tokenizer, text + added)
     start = next((i for i, end in enumerate(ends) if end > len(text)), len(joined))
     if joined[:start] == list(ids):

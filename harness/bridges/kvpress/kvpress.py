@@ -34,7 +34,7 @@ from methods.parts import costs
 
 
 class Mapped(dict[str, Any]):
-    """Hold a mapping that does not change and has a hash, as methods must."""
+    """Hold a mapping that does not change and has a hash, which the parameters of a method need."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(tuple(sorted((name, hash(value)) for name, value in self.items())))

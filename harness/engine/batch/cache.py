@@ -343,6 +343,6 @@ def _forms(member: KVCache, reasons: Sequence[str | None]) -> Hashable:
 
 
 def _rows_of(x: AttnInput, rows: Tensor | slice) -> AttnInput:
-    """Return the attention input of some of the sequences. Each row has its own positions, so all
-    parts of x are [B ...]."""
+    """Return the attention input of some of the sequences, those at `rows` of the batch. Each row
+    has its own positions, so all parts of x are [B ...]."""
     return AttnInput(x.q[rows], x.k[rows], x.v[rows], x.cos[rows], x.sin[rows], x.hidden[rows], x.start)

@@ -18,7 +18,8 @@ from harness.engine.sampling import Greedy, Sampler
 
 
 class RunningBatch:
-    """Step several sequences, each of which has a cache of its own.
+    """Decode several sequences together, one token per step; they may join and leave at any time.
+    Each has a cache of its own.
 
     Lengths, budgets, bytes and traffic are therefore counted per sequence, and each gets the tokens
     that it gets alone. The model's products are computed together, and attention as well where the
@@ -86,7 +87,7 @@ class RunningBatch:
         return out
 
     def abandon(self, slots: Sequence[RunningSequence]) -> None:
-        """Drop `slots` after an error, whatever state their caches are in."""
+        """Drop the sequences `slots` after an error, whatever state their caches are in."""
         self.sequences = [slot for slot in self.sequences if slot not in slots]
         if any(slot in self._together for slot in slots):
             captured, self._captured, self._together, self._cache = self._captured, None, [], None

@@ -64,7 +64,8 @@ class Generation:
 
 
 def seal(cache: KVCache) -> float:
-    """Seal a cache. Return the seconds, including those of layers that have closed before."""
+    """Seal a cache: its prompt ends, and the method digests it. Return the seconds that this took,
+    including those of layers that were sealed before."""
     device = cache.state.request.device
     wait_for(device)  # under protocol=context the prefill may be under way
     before = perf_counter()
@@ -74,7 +75,8 @@ def seal(cache: KVCache) -> float:
 
 
 class SlotClock:
-    """Count the seconds since `began`, without those in which the clock was paused."""
+    """Count the seconds of one sequence since `began`, without those in which its clock was
+    paused."""
 
     def __init__(self, began: float) -> None:
         self._began = began
