@@ -10,12 +10,14 @@ during the prefill, as soon as the prompt is through it."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
+from copy import copy
 from functools import partial
 from time import perf_counter
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from harness.engine.attach import Attachment
 from harness.engine.batch.cache import SlotsCache
@@ -29,6 +31,7 @@ from harness.engine.sampling import Sampler
 from harness.engine.trace import Tracer
 from harness.models.base import DTYPES
 from harness.models.devices import usual_chunk, wait_for
+from harness.prompts.teacher import Forced
 from kernels.threads import step_threads
 from methods.base import KVLayer
 
@@ -91,17 +94,38 @@ class Engine:
         )
         generation = _to_the_end(batch, slot)
         if generation.not_finite is not None:
-            raise self.not_finite(generation.not_finite)
+            raise self.not_finite(prompt, generation.tokens, generation.not_finite, context_tokens)
         return generation
 
-    def not_finite(self, token: int) -> NotFiniteError:
-        """Return the error for an answer in which the logits of `token`, counted from 0, are the
-        first that are not finite."""
+    def not_finite(
+        self, prompt: Tensor, answers: Sequence[Sequence[int]], token: int, context_tokens: int | None = None
+    ) -> NotFiniteError:
+        """Return the error for prompts [B S] in whose `answers` the logits of `token`, counted from
+        0, are the first that are not finite. It names the first part of the model that gives such
+        numbers when the model's own modules read everything up to there again."""
+        by_modules, tokens = copy(self), token + 1
+        by_modules.forward = by_modules.graphs = by_modules.tracer = None
+        by_modules.fidelity = 0
+        # an answer that ended before goes on with its last token
+        fed = torch.tensor([[*answer, *[answer[-1]] * tokens][:tokens] for answer in answers])
+        first: list[tuple[str, nn.Module]] = []
+        with ExitStack() as hooks:
+            for place, module in _places(self.model):
+                hooks.callback(module.register_forward_hook(partial(_note_not_finite, first, place)).remove)
+            batch = RunningBatch(by_modules)
+            asked = by_modules.join(
+                batch, prompt, max_new_tokens=tokens, context_tokens=context_tokens, sampler=Forced(fed)
+            )
+            _to_the_end(batch, asked)
+        fault = f"The logits of the answer's first {tokens} tokens are not all finite"
+        if not first:
+            return NotFiniteError(f"{fault}, but those of the model's own modules are: set backends=torch.")
         dtype = next(short for short, name in DTYPES.items() if self.model.dtype == getattr(torch, name))
-        fault = f"The logits of the answer's first {token + 1} tokens are not all finite in {dtype}"
-        for name, weight in self.model.named_parameters():
+        place, module = first[0]
+        fault += f": {place} is the first part of the model whose output is not finite, in {dtype}"
+        for name, weight in module.named_parameters():
             if not bool(weight.isfinite().all()):
-                return NotFiniteError(f"{fault}, and the model's {name} is not: fetch or convert the model again.")
+                return NotFiniteError(f"{fault}, and neither is its {name}: fetch or convert the model again.")
         wider = {"fp16": "Try dtype=bf16 or dtype=fp32, and run", "bf16": "Try dtype=fp32, and run"}.get(dtype, "Run")
         method = type(self.attachment.method).__name__
         return NotFiniteError(f"{fault}. {wider} method=full to see whether {method} is at fault.")
@@ -270,6 +294,23 @@ def _to_the_end(batch: RunningBatch, slot: RunningSequence) -> Generation:
     while batch.sequences:
         batch.step()
     return slot.out
+
+
+def _places(model: Any) -> list[tuple[str, nn.Module]]:
+    """Return the parts of a model with their names, in the order in which they run."""
+    decoder = model.get_decoder()
+    layers = [(f"layer {number}", layer) for number, layer in enumerate(decoder.layers)]
+    ends = [("the last norm", decoder.norm), ("the output layer", model.get_output_embeddings())]
+    return [("the embedding", decoder.embed_tokens), *layers, *ends]
+
+
+def _note_not_finite(
+    first: list[tuple[str, nn.Module]], place: str, module: nn.Module, arguments: tuple[Any, ...], output: Any
+) -> None:
+    """Put a module in `first`, which is empty until then, if its output holds NaN or infinity."""
+    states = output[0] if isinstance(output, tuple) else output
+    if not first and not bool(states.isfinite().all()):
+        first.append((place, module))
 
 
 def _check(prompt: object, max_new_tokens: int, context_tokens: int | None) -> None:

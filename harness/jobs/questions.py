@@ -20,7 +20,7 @@ from harness.config.errors import is_memory
 from harness.engine.batch.running import RunningBatch
 from harness.engine.batch.running_sequence import Generation, RunningSequence, seal
 from harness.engine.cache import KVCache
-from harness.engine.engine import Engine
+from harness.engine.engine import Engine, NotFiniteError
 from harness.engine.graph import CaptureBroke
 from harness.engine.saved_state import Snapshot
 from harness.jobs.examples import PreparedExample
@@ -194,7 +194,7 @@ class ContextSession:
         and its tokens are removed from the cache. Raise `NotFiniteError` for an answer from logits
         that are not finite."""
         if made.not_finite is not None:
-            raise self.engine.not_finite(made.not_finite)
+            raise self._not_finite(made.tokens[0], made.not_finite)
         self.transcript.turns.append(made)
         if self._unanswered is not None:
             self._unanswered.restore()
@@ -290,9 +290,12 @@ class ContextSession:
             cache.watch = None  # comes back with the snapshot
             costs.append(cost := self.likelihood.measure(cache, question, reference))
             if cost is not None and not isfinite(cost):
-                raise self.engine.not_finite(len(reference) - 1)
+                raise self._not_finite(reference, len(reference) - 1)
             snapshot.restore()
         return min((cost for cost in costs if cost is not None), default=None)
+
+    def _not_finite(self, answer: Sequence[int], token: int) -> NotFiniteError:
+        return self.engine.not_finite(self._tensor(self.talk.text), [answer], token, self._context)
 
     def _prefill(self, cache: KVCache, tokens: Sequence[int]) -> Tensor:
         return self.engine.prefill(cache, self._tensor(tokens), whole=True)

@@ -208,7 +208,10 @@ class KVHarnessLM(TemplateLM):
         with routed(self.loaded.model), tqdm(total=count, desc=f"Running {what}", disable=quiet) as bar:
             for text, slot in side_by_side(self.engine, texts, self.batch_size):
                 if slot.out.not_finite is not None:
-                    raise NotFiniteError(f"Request {text.number}: {self.engine.not_finite(slot.out.not_finite)}")
+                    raise NotFiniteError(
+                        f"The logits of request {text.number} hold NaN or infinity in {self.loaded.model.dtype}: check "
+                        "the weights or take another dtype; `python -m harness` with this model names the layer."
+                    )
                 numbers.add(text.number)
                 if slot.out.fallback:
                     fell_back.setdefault(text.number, slot.out.fallback)

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from harness.config.settings import GenerationSettings, Results, Settings
-from harness.engine.engine import NotFiniteError
+from harness.engine.attach import attached
+from harness.engine.engine import Engine, NotFiniteError
 from harness.jobs.evaluate import evaluate, evaluate_together
 from harness.jobs.job import Job
 from harness.jobs.questions import ContextSession
@@ -22,6 +23,7 @@ from methods.full import Full
 from methods.streaming import Streaming
 from tests.fast import MODEL, niah
 from tests.harness.jobs.test_questions import Retold
+from tests.tiny import prompt, tiny
 
 Damage = Callable[..., HuggingFace]
 both = pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
@@ -228,10 +230,30 @@ def test_a_nan_in_a_weight_ends_a_run_by_layer_and_weight(
 ) -> None:
     model = damaged("model.layers.1.mlp.up_proj.weight", float("nan"))
     changes = {"likelihood": likelihood, "generation": GenerationSettings(temperature=temperature)}
-    with pytest.raises(NotFiniteError, match=r"fp32.*layers\.1\.mlp\.up_proj\.weight"):
+    with pytest.raises(NotFiniteError, match=r"layer 1 .*fp32.*mlp\.up_proj\.weight"):
         evaluate(Full(), niah(), model, settings(tmp_path / "runs", **changes))
     (folder,) = (tmp_path / "runs").iterdir()
     assert [len(failed.error) > 50 for failed in load(folder).failed] == [True] * 3
+
+
+def test_a_step_of_a_method_that_stops_being_finite_is_found_by_its_layer() -> None:
+    class Overflows(Streaming):
+        def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
+            layers, steps = super().start(specs, cache), list[Any]()
+            decode = layers[1].decode
+
+            def third(x: Any) -> Any:
+                steps.append(x)
+                return decode(x) * (float("inf") if len(steps) == 3 else 1)
+
+            layers[1].decode = third  # type: ignore[method-assign]
+            return layers
+
+    with (
+        attached(tiny("llama"), Overflows(), budget=0.5) as kv,
+        pytest.raises(NotFiniteError, match=r"layer 1 .*method=full.*Overflows"),
+    ):
+        Engine(kv).generate(prompt(40), max_new_tokens=8)
 
 
 def test_jobs_with_one_prefill_fail_alone_in_their_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
