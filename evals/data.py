@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 from evals import hub
@@ -252,19 +253,31 @@ def _read_member(source: Source, path: Path) -> bytes:
 
 @contextmanager
 def data_errors_in_a_sentence() -> Iterator[None]:
-    """Turn the error that `datasets` raises for a file it cannot read into a `TaskError` that names the
-    row."""
+    """Turn the error that `datasets` raises for a file it cannot read into a `TaskError` that names
+    file and row, and that of a template for which all rows lack a field."""
     try:
         yield
     except Exception as error:
+        if type(error).__module__ == "jinja2.exceptions":
+            raise TaskError(f"A template does not fit the data ({error}): correct the yaml file or its data") from error
         if type(error).__module__ != "datasets.exceptions":
             raise
-        cause: BaseException = error
-        while cause.__cause__ is not None:
+        file, cause = _file_that_was_read(error), error
+        while isinstance(cause.__cause__, Exception):
             cause = cause.__cause__
         reason = " ".join(str(cause).split()).rstrip(".")
         reason = re.sub(r"\bin row (\d+)", lambda row: f"in row {int(row[1]) + 1}", reason)  # which counts from 0
-        raise TaskError(f"The data set cannot be read ({reason}): correct its file") from error
+        raise TaskError(f"{file or 'A data set'} cannot be read ({reason}): correct the file") from error
+
+
+def _file_that_was_read(error: BaseException | None) -> str | None:
+    """Return the file at which a reader of `datasets`, each of which calls it `file`, has stopped."""
+    while error is not None:
+        for frame, _ in walk_tb(error.__traceback__):
+            if "packaged_modules" in frame.f_code.co_filename and "file" in frame.f_locals:
+                return str(frame.f_locals["file"])
+        error = error.__cause__
+    return None
 
 
 _HALF = re.compile("[\ud800-\udfff]")  # half of a surrogate pair, which JSON can spell and no tokenizer takes

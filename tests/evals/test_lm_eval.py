@@ -129,6 +129,14 @@ def test_a_row_without_a_right_answer_is_named(folder: str, tmp_path: Path, name
         list(with_rows(folder, tmp_path, name, rows).examples(ENV))
 
 
+@pytest.mark.parametrize(
+    ("rows", "says"), [(json.dumps(ROWS[0]) + '\n{"q": oops}\n', "other.jsonl .*row 2"), ('{"q": "1"}\n', "'a'")]
+)
+def test_data_that_do_not_fit_get_a_sentence(folder: str, tmp_path: Path, rows: str, says: str) -> None:
+    with pytest.raises(TaskError, match=says):
+        list(with_rows(folder, tmp_path, "sums", rows).examples(ENV))
+
+
 def test_choices_are_fed_behind_the_prompt(folder: str) -> None:
     task, found = examples(folder, "pick")
     assert found[0].context == "2 + 3?\nAnswer:"  # white space at the end is the choices'
