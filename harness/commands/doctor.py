@@ -74,7 +74,8 @@ def checks(with_model: bool) -> Iterator[Check]:
 
 
 def machine() -> Iterator[Check]:
-    """Say what this machine has, and whether torch can use its GPUs and Triton compile for them."""
+    """Yield checks of the CPU, the memory and the GPUs: can torch use them, and can Triton compile
+    for them?"""
     import torch  # provenance asks only a torch that is loaded how many threads it uses
 
     from harness.jobs.machine import free_bytes
@@ -104,7 +105,8 @@ def machine() -> Iterator[Check]:
 
 
 def _needle() -> Check:
-    """Run one needle whose answer is known, and look for the answer in the output."""
+    """Run one needle-in-a-haystack example under Full, and check that the output holds the
+    answer."""
     from harness.config.compose import built, composed
     from harness.jobs.evaluate import evaluate
 

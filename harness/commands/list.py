@@ -38,7 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _answer(word: str, known: ByGroup) -> list[str]:
-    """Return what a word of the command line asks for: the settings, all of a group, or the cards of a name."""
+    """Return what a word of the command line asks for: the list of settings, the list of a group
+    (`method`), or the card of each thing with that name."""
     if word == SETTINGS:
         return [settings_text().rstrip()]
     if word in known:
@@ -55,7 +56,7 @@ def _answer(word: str, known: ByGroup) -> list[str]:
 
 
 def _summary(known: ByGroup) -> Iterator[str]:
-    """Describe each method, task and model in a line; presets and experiments are counted."""
+    """Yield one line per method, task and model; presets and experiments are only counted."""
     for group in GROUPS:
         every = list(known[group].values())
         own = [entry for entry in every if not (isinstance(entry, Entry) and entry.base)]
@@ -81,7 +82,8 @@ def _card(group: str, entry: Entry) -> str:
 
 
 def experiment_card(experiment: Experiment) -> str:
-    """Return the card of an experiment: what it reproduces and costs, what the paper says, what it runs."""
+    """Return the card of an experiment: the table or figure that it reproduces, its cost, the
+    paper's numbers, and the command that runs it."""
     numbers = [f"  {row.said}" for row in expected(experiment)]
     grid = aligned((key.lstrip("+"), values) for key, values in experiment.grid.items())
     parts = [f"{EXPERIMENT}={experiment.name}", experiment.headline, "", *aligned(experiment.facts.items())]
@@ -92,7 +94,8 @@ def experiment_card(experiment: Experiment) -> str:
 
 
 def expected(experiment: Experiment) -> list[Published]:
-    """Return the numbers that are published for an experiment, or for the one that it is a variant of."""
+    """Return the published numbers for an experiment; if it has none, those for the experiments
+    that it is a variant of."""
     return published(experiment.name) or [row for base in experiment.bases for row in expected(base)]
 
 

@@ -41,7 +41,8 @@ def _hand_over() -> None:
 
 
 def _device(words: Sequence[str]) -> list[str]:
-    """`--device` with the one that our model will take, where nobody says it: lm-eval would write down `cuda:0`."""
+    """Return `--device` with the device that our model will use, if the user did not give one:
+    lm-eval would record `cuda:0` otherwise. An empty list if there is nothing to add."""
     from harness.models.devices import choose_device
 
     ours = any(word.endswith(MODEL) for word in words)

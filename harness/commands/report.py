@@ -1,4 +1,5 @@
-"""`python -m harness.report DIR...`: one row per run, one table per task, model and protocol; as a page too."""
+"""`python -m harness.report DIR...`: one row per run, one table per task, model and protocol; as a
+page too."""
 
 from __future__ import annotations
 
@@ -56,14 +57,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _more(folders: Sequence[Path]) -> str:
-    """Return the line that says where the rest of a report is."""
+    """Return the line below a short report that says how to see the rest of it."""
     named = [os.path.relpath(folder) if folder.is_relative_to(Path.cwd()) else str(folder) for folder in folders]
     command = shlex.join(["python", "-m", "harness.report", *named]) if len(named) == 1 else "this command"
     return f"More: {command} --details, or --html PAGE for one page."
 
 
 def print_report(folders: Sequence[Path]) -> None:
-    """Print the first table of these runs, as at the end of a command that made them."""
+    """Load these run folders and print their first table. `python -m harness` calls this at its
+    end."""
     runs, unreadable = load_all(folders)
     root = Path(os.path.commonpath([folder.parent for folder in folders]))
     show("\n" + overview_text(comparisons(runs), _more([root]), colour=shows_colour(sys.stdout)))
@@ -74,7 +76,7 @@ def print_report(folders: Sequence[Path]) -> None:
 def _written(
     tables: Sequence[Comparison], compared: Sequence[Comparison], options: argparse.Namespace, left_out: Sequence[str]
 ) -> Iterator[Path]:
-    """Yield the files that were asked for, once each is there."""
+    """Write the files that the options ask for, and yield each path once it is written."""
     for path, write in ((options.md, as_markdown), (options.tex, as_latex)):
         if path:
             path.parent.mkdir(parents=True, exist_ok=True)

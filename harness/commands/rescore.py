@@ -48,7 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def rescore(run: StoredRun, data_root: Path | None = None) -> str:
-    """Score the outputs of a run again, and return a sentence on what changed. `data_root` replaces the run's own."""
+    """Score the outputs of a finished run with today's scorer and write rescored.jsonl. Return a
+    sentence on what changed. `data_root` replaces the folder of data sets that the run used."""
     settings = settings_known_today(run.config)
     if data_root is not None:
         settings = replace(settings, data=Data(str(data_root)))

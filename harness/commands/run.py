@@ -40,7 +40,7 @@ COMPLETION = {"-sc", "--shell-completion"}  # words that are about Hydra itself,
 
 @dataclass
 class Command:
-    """Holds what was typed and what came of it."""
+    """One `python -m harness` command line, and the runs and failures that came of it."""
 
     arguments: list[str]
     finished: list[Path] = field(default_factory=list)  # run folders, for the table
@@ -53,7 +53,7 @@ class Command:
         complain_once(message)
 
     def run(self) -> None:
-        """Run all jobs that were asked for."""
+        """Run all jobs of the command line, here or through a launcher."""
         if COMPLETION & {*self.arguments}:
             compose(self.arguments)
             return
@@ -85,7 +85,8 @@ class Command:
             self.failed += outcome.failures
 
     def report(self) -> int:
-        """Print the table at the end, and of a sweep which jobs failed, each reason once. Return the exit code."""
+        """Print the table of the finished runs, and after a sweep the jobs that failed, grouped by
+        reason. Return the exit code."""
         if self.finished:
             from harness.commands.report import print_report
 
@@ -104,7 +105,8 @@ class Command:
 
 
 def compose(words: Sequence[str]) -> list[Composed]:
-    """Every job that the words name. Hydra's own questions (--cfg, --info, -sc) it answers; they name none."""
+    """Return every job that the words of the command line name. For Hydra's own options (--cfg,
+    --info, -sc) Hydra prints its answer, and the list is empty."""
     jobs = []
 
     @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")

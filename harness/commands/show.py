@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def show(run: StoredRun, options: argparse.Namespace, width: int) -> Iterator[str]:
-    """Yield the state of a run, then id, group, score and output of each example."""
+    """Yield lines on a run: its state, then id, group, score and output of each example."""
     yield f"{run.folder.name}: {len(run.records)} examples, {run.status}"
     if run.status == "failed":
         yield f"It failed: {' '.join(str(run.info.get('error')).split())} ({run.folder / ERROR} has the traceback)."
@@ -68,7 +68,8 @@ def show(run: StoredRun, options: argparse.Namespace, width: int) -> Iterator[st
 
 
 def diff(run: StoredRun, other: StoredRun, options: argparse.Namespace, width: int) -> Iterator[str]:
-    """Yield in what two runs differ, then side by side the examples whose output differs."""
+    """Yield lines on two runs: the settings and versions that differ, then the examples whose
+    outputs differ, side by side."""
     theirs = {record.id: record for record in other.records}
     pairs = [(record, theirs[record.id]) for record in run.records if record.id in theirs]
     if not pairs:
@@ -85,8 +86,8 @@ def diff(run: StoredRun, other: StoredRun, options: argparse.Namespace, width: i
 
 
 def differing(run: StoredRun, other: StoredRun) -> list[str]:
-    """Return what differs between two runs: settings with both values, then code and versions. An older run has later
-    settings at their defaults."""
+    """Return a text for each thing that differs between two runs: settings with both values, then
+    code and versions. A setting that an older run does not know counts as its default."""
     usual = flatten(recorded_defaults())
     ours, theirs = (
         {key: value for key, value in (usual | flatten(one.config)).items() if key.split(".")[0] not in WITHOUT_EFFECT}
@@ -100,7 +101,7 @@ def differing(run: StoredRun, other: StoredRun) -> list[str]:
 
 
 def first_difference(a: Sequence[object], b: Sequence[object]) -> int | None:
-    """Return the index of the first token in which two outputs differ; None where they are the same."""
+    """Return the index of the first item in which two outputs differ; None if they are equal."""
     return next((i for i, (x, y) in enumerate(zip_longest(a, b)) if x != y), None)
 
 
@@ -123,7 +124,7 @@ def _result(record: Reply) -> str:
 
 
 def _wrapped(text: str, width: int) -> Iterator[str]:
-    """Yield lines of at most `width` characters; lines of the text stay lines."""
+    """Yield the text as lines of at most `width` characters; its own line breaks stay."""
     for line in text.split("\n"):
         yield from textwrap.wrap(visible(line).expandtabs(4), max(10, width), drop_whitespace=False) or [""]
 

@@ -27,7 +27,7 @@ NOT_FINISHED = 3
 
 
 class RunState(NamedTuple):
-    """Shows one run at a glance. `done`: its examples that have an answer."""
+    """The progress of one run. `done`: how many of its examples have an answer."""
 
     folder: Path
     state: str  # one of STATES
@@ -57,7 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def state_of(folder: Path) -> RunState:
-    """Return how far a run is. One that nobody writes and that has not said how it ended was killed."""
+    """Return the progress of the run in a folder. A run that has not recorded an end and that no
+    process is writing was killed: it is `interrupted`."""
     try:
         info = read_info(folder)
         done = sum("error" not in plain for _, plain in read_lines(folder / EXAMPLES))

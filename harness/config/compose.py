@@ -217,8 +217,8 @@ class Word(NamedTuple):
 
 
 class Search(NamedTuple):
-    """What `harness.tune` was asked: the overrides for one run (`words`), the values to try by
-    parameter, and the yaml files of method, task and model (`chosen`, by group)."""
+    """Holds the question to `harness.tune`: the overrides for one run (`words`), the values to try
+    by parameter, and the yaml files of method, task and model (`chosen`, by group)."""
 
     words: list[str]
     values: Mapping[str, tuple[Any, ...]]

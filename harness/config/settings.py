@@ -72,7 +72,7 @@ TUNING_SEED = 271_828  # of the examples that harness.tune chooses parameters by
 
 @dataclass
 class GenerationSettings:
-    """How tokens of an answer are picked. A temperature of 0 is greedy decoding."""
+    """Sets how the tokens of an answer are picked. A temperature of 0 is greedy decoding."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -113,8 +113,7 @@ class StoreSettings:
 
 @dataclass
 class OverflowSettings:
-    """What happens to a conversation that has more than `window` tokens: which of them are
-    dropped."""
+    """Sets which tokens of a conversation are dropped once it has more than `window` of them."""
 
     window: int | None = None
     by: str | None = None

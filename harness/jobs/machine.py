@@ -1,5 +1,5 @@
-"""Checks a run against its machine: CPUs for its threads, the device, a writable results folder,
-and enough free memory."""
+"""Checks a run against its machine: CPUs for its threads, the device, a folder of results that can
+be written, and enough free memory."""
 
 from __future__ import annotations
 

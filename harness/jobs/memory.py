@@ -36,7 +36,7 @@ def size(count: int) -> str:
 
 
 class CacheSpec(NamedTuple):
-    """What determines the size of a job's caches."""
+    """Holds all that determines the size of a job's caches."""
 
     settings: Settings
     method: Method

@@ -36,8 +36,8 @@ Ending = Callable[[PreparedExample], dict[str, Any]]  # how tokens are picked fo
 
 @dataclass
 class Transcript:
-    """What one example gave, turn by turn, with the memory and backends that its prefills and its
-    decode steps used."""
+    """Holds the answers of one example, turn by turn, with the memory and backends that its
+    prefills and its decode steps used."""
 
     item: PreparedExample
     prefill: Usage

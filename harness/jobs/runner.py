@@ -49,8 +49,8 @@ OF_A_GENERATION = (  # fields of a Generation, and of a Reply as well
 
 @dataclass
 class SideBySide:
-    """What is running at the moment, and what waits to run. An entry of a queue is a list of
-    examples that share a context, or of one example."""
+    """Holds the sequences that run at the moment and those that wait. An entry of a queue is a list
+    of examples that share a context, or of one example."""
 
     batch: RunningBatch
     waiting: deque[list[PreparedExample]]

@@ -1,4 +1,5 @@
-"""What a reader must know before the numbers are believed: warnings of one run, and alarms above a table of runs."""
+"""Warnings of one run, and alarms above a table of runs: what a reader must know before believing
+the numbers."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ MARGIN, MARGIN_SHARE = 0.5, 0.1  # load that the system makes by itself: of a CP
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """`count` rows `of` the rows of a table deserve doubt for one reason."""
+    """A reason to doubt `count` of the `of` rows of a table."""
 
     kind: str  # one of MEANINGS
     count: int
@@ -44,12 +45,13 @@ class Alarm:
 
     @property
     def red(self) -> bool:
-        """Return whether something is wrong until it is explained; otherwise the rows mean less than they seem to."""
+        """True if the alarm points to a likely bug, which must be explained first; False if the
+        rows only mean less than they seem to."""
         return self.kind in RED
 
     @property
     def text(self) -> str:
-        """Return the alarm in words, with the rows that it counts."""
+        """The alarm in words, with the titles of its rows."""
         rows = "all rows" if self.count == self.of > 1 else ", ".join(self.rows)
         if self.kind == "simulated":
             return f"{rows}: {self.reason}"
@@ -57,7 +59,8 @@ class Alarm:
 
 
 class AlarmRow(NamedTuple):
-    """A run in its table."""
+    """A row of a table, as the alarms look at it: a run, the Full that it is compared with, its
+    summary."""
 
     title: str
     run: StoredRun
@@ -90,7 +93,8 @@ def alarms(rows: Sequence[AlarmRow]) -> list[Alarm]:
 
 
 def _is_as_full(row: AlarmRow) -> bool:
-    """Return whether a row that read a part of the prompt has Full's outputs, wrong ones among them."""
+    """Return True if a row that read only part of the prompt gave exactly Full's outputs, including
+    wrong ones: perhaps the method did not run."""
     pairs = paired(row.run.records, row.full.records if row.full else [])
     in_part = all(ours.attended_share is not None and ours.attended_share < 1 for ours, _ in pairs)
     same = all(ours.answer == theirs.answer for ours, theirs in pairs)
@@ -99,13 +103,15 @@ def _is_as_full(row: AlarmRow) -> bool:
 
 
 def at_chance(full: Sequence[Record], chance: float | None) -> bool:
-    """Return whether Full itself fails, so that every method looks as good as Full."""
+    """Return True if Full's mean score is near guessing (`chance`), so that no method can look
+    worse."""
     return chance is not None and bool(full) and mean_score(full) <= chance + NEAR
 
 
 def _budgets(rows: Sequence[AlarmRow]) -> Iterator[tuple[list[AlarmRow], str]]:
-    """Yield the rows with a budget for each setting by which it does not mean the same in all of them, with what it
-    means."""
+    """Yield (rows, reason) for each setting because of which the budgets of these rows do not mean
+    the same, such as a share in one row and bytes in another. `reason` names the rows with each
+    meaning."""
     ruled = [row for row in rows if any(row.summary["budget"].get(key) for key in ("asked", "layers", "bytes"))]
     meanings: dict[str, Callable[[AlarmRow], str | None]] = {
         "budget": _unit,
@@ -136,7 +142,8 @@ def _unit(row: AlarmRow) -> str:
 
 
 def _shared_the_machine(row: AlarmRow) -> bool:
-    """Return whether the row shows times and the load of the machine was above what the run's own threads make."""
+    """Return True if the row shows times and other processes used the machine during the run: the
+    load average was higher than the run's own threads explain."""
     if row.summary["simulated"] and not row.summary.get("trace"):
         return False
     config, info = row.run.config, row.run.info
@@ -171,7 +178,8 @@ def warnings(
     info: Mapping[str, Any],
     failed: Sequence[FailedExample] = (),
 ) -> Iterator[str]:
-    """Yield what a reader must know before believing the row of a run, from its own records."""
+    """Yield sentences that a reader must know before believing a run's numbers, found in its own
+    records. `full`: the records of the Full that it is compared with; `info`: run.json."""
     n, chance = len(records), info.get("task_info", {}).get("chance", 0.0)
     yield from info.get("cautions", ())
     for reason, count in alike([example.error for example in failed]):

@@ -1,4 +1,4 @@
-"""Runs and records side by side: the examples that two share, and their scores by group."""
+"""Compares two runs: the examples that both have, and mean scores by group."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ GIVEN = ("model_revision", "prompts", "answers")  # parts of an identity; runs t
 
 
 def given(run: StoredRun) -> dict[str, Any]:
-    """Return what the run was given, by the names of `GIVEN`: the hash of its model, of its prompts, and of the right
-    answers that its scores, perhaps later ones, come from. A part is None where the run is older than it."""
+    """Return what the run was given, by the names in `GIVEN`: hashes of its model, of its prompts
+    and of its right answers (of today's, if the run was scored again). None for a hash that an
+    older run does not have."""
     identity, again = run.info.get("identity") or {}, (run.info.get("rescored") or {}).get("present") or {}
     return {name: again.get(name, identity.get(name)) for name in GIVEN}
 
 
 def paired(records: Sequence[Record], others: Sequence[Record]) -> list[tuple[Record, Record]]:
-    """Return the examples of both runs that have the same id and the same prompt."""
+    """Return the pairs of records that have the same id and the same prompt in both runs."""
     known = {(other.id, other.prompt_sha256): other for other in others}
     return [(r, known[r.id, r.prompt_sha256]) for r in records if (r.id, r.prompt_sha256) in known]
 
 
 def for_statistics(pairs: Sequence[tuple[Record, Record]]) -> tuple[list[float], list[float], list[str], list[str]]:
-    """Return pairs as evals/stats.py takes them: our scores, theirs, groups and units."""
+    """Return four lists, as evals/stats.py takes them: our scores, their scores, groups, and units
+    (the texts or examples that count as independent)."""
     ours = [record for record, _ in pairs]
     scores, theirs = [record.score for record in ours], [record.score for _, record in pairs]
     return scores, theirs, [record.group for record in ours], [record.independent for record in ours]
@@ -43,5 +45,5 @@ def group_means(records: Sequence[Record]) -> dict[str, float]:
 
 
 def mean_score(records: Sequence[Record]) -> float:
-    """Return the mean of group means."""
+    """Return the mean of the group means, so that every group of examples counts the same."""
     return fmean(group_means(records).values())

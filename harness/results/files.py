@@ -20,18 +20,18 @@ DELETE_LINE = "delete that line and run the same command again, which makes what
 
 
 def canonical(plain: Mapping[str, Any], sort: bool = True) -> str:
-    """Return JSON text; sorted, it is the same for equal values and can be hashed."""
+    """Return JSON text. If sorted, it is the same for equal values, so that it can be hashed."""
     return json.dumps(plain, sort_keys=sort, ensure_ascii=False, allow_nan=False)
 
 
 def plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration as it is read back: a tuple is a list."""
+    """Return a configuration as it comes back from a file: tuples have become lists."""
     values: dict[str, Any] = json.loads(canonical(config, sort=False))
     return values
 
 
 def digest(plain: Mapping[str, Any]) -> str:
-    """Return a hash that is the same for equal values: a name for what they stand for."""
+    """Return a SHA-256 hash that is the same for equal values."""
     return hashlib.sha256(canonical(plain).encode()).hexdigest()
 
 
@@ -52,7 +52,8 @@ def write_json(path: Path, plain: Mapping[str, Any]) -> None:
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows, some of which may lack columns. pandas is imported here because benchmarks run without it."""
+    """Write rows as CSV; a row may lack columns. pandas is imported here because benchmarks must
+    run without it."""
     import pandas
 
     names = dict.fromkeys(name for row in sorted(rows, key=len, reverse=True) for name in row)
@@ -60,19 +61,21 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def write_yaml(path: Path, config: Mapping[str, Any]) -> None:
-    """Write a configuration as YAML in the order of `plain`; tuples become lists."""
+    """Write a configuration as YAML; tuples become lists, and keys keep their order."""
     write_atomically(path, yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True))
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Readers see the old file or the new one, never a part."""
+    """Replace a file by `text` in one step: readers see the old file or the new one, never a
+    part."""
     with whole(), replacing(path) as file:
         file.write(text.encode())
 
 
 def whole_lines(path: Path) -> list[bytes]:
-    """Return the lines of a file that grows line by line; none where there is no file. Half a last line, of a write
-    that a kill tore or that goes on, is left out."""
+    """Return the complete lines of a file that grows line by line; an empty list if it does not
+    exist. Half a last line, which a killed process leaves or a running one is writing, is left
+    out."""
     try:
         return path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     except OSError as error:
@@ -80,8 +83,8 @@ def whole_lines(path: Path) -> list[bytes]:
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each line of a JSONL file, with file and line number as text for an error about it. Raise `RecordError` for
-    a line that is no JSON object."""
+    """Yield (place, object) for each line of a JSONL file; `place` is file and line number, for
+    errors. Raise `RecordError` for a line that is no JSON object."""
     for number, line in enumerate(whole_lines(path), 1):
         where = f"{path}, line {number}"
         try:
@@ -94,8 +97,8 @@ def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def append_line(path: Path, text: str) -> None:
-    """Append a line, which is on disk when this returns, so that a crash later costs nothing of it; where it cannot be
-    written, as on a full disk, no part of it is there. The caller holds the folder's lock."""
+    """Append a line to a file; it is safely on disk when this returns. If it cannot be written, as
+    on a full disk, no part of it stays. The caller must hold the folder's lock."""
     line = text.encode() + b"\n"
     with writing(path.parent), whole(), open(path, "ab", buffering=0) as file:
         end = file.tell()
@@ -109,14 +112,15 @@ def append_line(path: Path, text: str) -> None:
 
 
 def drop_half_line(path: Path) -> None:
-    """Cuts off a last line without its newline, which a crash in the middle of a write leaves."""
+    """Cut off a last line that does not end in a newline, as a crash during a write leaves it."""
     if path.exists():
         with open(path, "r+b") as file:
             file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def unwritable(folder: Path) -> str | None:
-    """Say why nothing can be written there, without a try; None where names and modes allow it."""
+    """Return the reason why nothing can be written in a folder, judged by permissions without
+    writing; None if writing should work."""
     there = next(place for place in (folder, *folder.absolute().parents) if os.path.exists(place))
     if not there.is_dir():
         return f"{there} is a file"
@@ -125,7 +129,8 @@ def unwritable(folder: Path) -> str | None:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Says in one sentence that, and why, a folder below the results root cannot be written."""
+    """Turn an `OSError` inside into a `StoreError` that says which folder cannot be written, and
+    why."""
     try:
         yield
     except OSError as error:

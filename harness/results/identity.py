@@ -1,10 +1,12 @@
-"""What makes a run the run it is: the same identity is continued, another one opens another folder.
+"""The identity of a run: a run with the same identity is continued, one with another identity gets
+another folder.
 
-It holds the configuration without keys at their defaults (so that a new key orphans no result), the code of the
-plug-ins, the version of all other code, and what task, model, prompts and right answers are. The code is a hash of what
-it means for each module, which comments, docstrings and layout leave alone: for the modules that define a run's method,
-task and model, and all they import from outside the shared core, the standard library and installed packages. Commit,
-dirty flag and hash of all sources are information in run.json; nothing depends on them.
+The identity holds the configuration without keys at their defaults (so that a new key orphans no
+result), hashes of the plug-ins' code, the version of all other code, and hashes of model, prompts
+and right answers. The code hash of a module ignores comments, docstrings and layout. It covers the
+modules that define a run's method, task and model, and all that they import except the shared core,
+the standard library and installed packages. Commit, dirty flag and the hash of all sources are only
+recorded in run.json; nothing depends on them.
 """
 
 from __future__ import annotations
@@ -46,8 +48,9 @@ Values = Mapping[str, Any]
 def identity(
     config: Values, named: Values, *, revision: str | None, prompts: Iterable[str], answers: Iterable[str]
 ) -> dict[str, Any]:
-    """Return the identity of the run that `config` resolves to. `named`: its method, task and model; `prompts` and
-    `answers`: the hashes of each example's prompt and of what its output is scored by."""
+    """Return the identity of the run that `config` describes, as plain values. `named`: its method,
+    task and model; `prompts` and `answers`: a hash per example of its prompt and of its right
+    answers."""
     return asked(config, named) | {
         "core": CORE_VERSION,
         "code": code_of(*named.values()),
@@ -59,12 +62,12 @@ def identity(
 
 
 def of_all(hashes: Iterable[str]) -> str:
-    """Return one hash of the hashes of all examples, in their order."""
+    """Return one hash over the hashes of all examples, in their order."""
     return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
 def asked(config: Values, named: Values) -> dict[str, Any]:
-    """Return `config` without what changes no result and without what is at its default."""
+    """Return `config` without keys that change no result and without values at their defaults."""
     usual = recorded_defaults() | {kind: plugins.defaults(plugin) for kind, plugin in named.items()}
     asked: dict[str, Any] = {}
     for key, value in config.items():
@@ -77,7 +80,8 @@ def asked(config: Values, named: Values) -> dict[str, Any]:
 
 
 def model_name(config: Mapping[str, Any]) -> str:
-    """Return the hub's name or the folder, else the class, with the shape of random weights."""
+    """Return the model's name on the hub or its folder; without one, its class, and for random
+    weights the shape."""
     model = config.get("model")
     if isinstance(model, Mapping):
         kind = str(model.get("_target_", "unknown")).rpartition(".")[2]
@@ -86,20 +90,22 @@ def model_name(config: Mapping[str, Any]) -> str:
 
 
 def word(key: str) -> str:
-    """Return a part of an identity in words; a setting is its own."""
+    """Return the name of a part of an identity in words; settings keep their names."""
     return f"the code of {key.removeprefix('code.')}" if key.startswith("code.") else PARTS.get(key, key)
 
 
 def _same(key: str, one: Values, other: Values) -> bool:
-    """Return whether two values are stored alike: a tuple is a list, but 1 (a token) is not 1.0 (the whole prompt)."""
+    """Return True if a key has the same value in both mappings as JSON stores it: a tuple equals a
+    list, but 1 (one token) is not 1.0 (the whole prompt)."""
     if key in one and key in other:
         return canonical({key: one[key]}) == canonical({key: other[key]})
     return key not in one and key not in other
 
 
 def code_of(*plugins: Any) -> dict[str, str]:
-    """Return the hash of what each module means. A plug-in defined where there is no file, as in a notebook, has none.
-    One that is told which code to run says in `modules` where that stands."""
+    """Return a hash of the code of each module that the plug-ins are defined in or import from
+    outside the shared core. A plug-in without a source file, as in a notebook, has no hash. A
+    plug-in that runs code named by a parameter lists its modules in `modules`."""
     pending = [type(plugin).__module__ for plugin in plugins]
     pending += [module for plugin in plugins for module in getattr(plugin, "modules", ())]
     packages = {*OURS, *(name.partition(".")[0] for name in pending)}
@@ -114,19 +120,21 @@ def code_of(*plugins: Any) -> dict[str, str]:
 
 @lru_cache(maxsize=256)
 def _read(source: bytes, name: str, is_package: bool) -> tuple[str, tuple[str, ...]]:
-    """Return the hash and the imported names of a module."""
+    """Return the hash of a module's code, and the names that it imports."""
     tree = ast.parse(source)
     package = name if is_package else name.rpartition(".")[0]
     return meaning(tree), tuple(dict.fromkeys(_imports(tree, package)))
 
 
 def meaning(tree: ast.AST) -> str:
-    """Return a hash of the syntax tree; the same with every version of Python that parses it alike."""
+    """Return a hash of a syntax tree that ignores layout and docstrings and is the same under every
+    version of Python."""
     return hashlib.sha256(repr(_shape(tree)).encode()).hexdigest()[:16]
 
 
 def _shape(node: Any) -> Any:
-    """Return a syntax tree without places, docstrings (any statement that is but a text), and fields that are empty."""
+    """Return a syntax tree as nested tuples, without positions, docstrings (any statement that is
+    only a string) and empty fields."""
     if isinstance(node, list):
         return [_shape(one) for one in node if not _is_text(one)]
     if not isinstance(node, ast.AST):
@@ -140,7 +148,8 @@ def _is_text(node: Any) -> bool:
 
 
 def _imports(tree: ast.AST, package: str) -> Iterator[str]:
-    """Yield dotted names that may be modules: `from a import b` gives a and a.b."""
+    """Yield the dotted names that a module imports; `from a import b` gives a and a.b, since b may
+    be a module."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -154,7 +163,8 @@ def _is_core(module: str) -> bool:
 
 
 def _is_own(module: str, packages: set[str]) -> bool:
-    """Return whether a module belongs to a plug-in, or at least to no package with a version number."""
+    """Return True if a module belongs to a plug-in or is in no installed package, so that no
+    version number stands for its code."""
     first = module.partition(".")[0]
     if first in packages:
         return True
@@ -163,7 +173,8 @@ def _is_own(module: str, packages: set[str]) -> bool:
 
 
 def _file(module: str) -> Path | None:
-    """Return the file of a module's source, or None. Its parents are imported, and not the module itself."""
+    """Return the source file of a module, or None. Finding it imports the module's parent packages,
+    but not the module itself."""
     origin = getattr(sys.modules.get(module), "__file__", None)
     if origin is None:
         with suppress(ImportError, ValueError, AttributeError):  # no module, but a name in one

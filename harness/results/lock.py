@@ -1,4 +1,5 @@
-"""One writer per folder: a lock that the system drops when its process dies, however it dies."""
+"""One writer per folder: a file lock, which the system releases when the process that holds it
+ends."""
 
 from __future__ import annotations
 
@@ -19,15 +20,15 @@ _held: set[Path] = set()  # by this process, which would wait for itself for eve
 
 
 class FolderInUse(StoreError):
-    """Another process writes this folder."""
+    """Another process is writing this folder."""
 
 
 class FolderLock:
-    """Lock a folder by a file in it; the file stays, only the lock comes and goes."""
+    """A lock on a folder, by a lock file in it. The file stays when the lock is released."""
 
     def __init__(self, folder: Path, *, wait: bool = False) -> None:
-        """Take the lock, and `wait` for another process to release it; without `wait`, and where this process holds
-        it already, raise `FolderInUse`."""
+        """Take the lock. If another process holds it, `wait` until that one releases it; without
+        `wait`, or if this process holds it already, raise `FolderInUse`."""
         self.folder = folder.resolve()
         self._lock = FileLock(folder / NAME, thread_local=False)
         try:
@@ -50,7 +51,7 @@ class FolderLock:
 
 
 def is_locked(folder: Path) -> bool:
-    """Return whether a process is writing the folder now."""
+    """Return True if a process is writing the folder now."""
     if not (folder / NAME).exists():
         return False
     try:
@@ -63,7 +64,7 @@ def is_locked(folder: Path) -> bool:
 
 
 def owner(folder: Path) -> str:
-    """Say in words which process took the lock last."""
+    """Return the process that took the lock last, in words."""
     with suppress(OSError, ValueError, KeyError, TypeError):  # it may have left no name
         holder = json.loads((folder / NAME).read_text())
         return f"process {holder['pid']} on {holder['host']}"

@@ -1,9 +1,11 @@
-"""The one table of numbers that are measured of an answer's decode steps. It imports no torch.
+"""The one table of the numbers that are measured in an answer's decode steps. It imports no torch.
 
-A new number is its line here, its line in docs/results.md, and its measurement, an entry of `Generation.measured`:
-`RunningSequence.finish` makes it (harness/engine/batch/running_sequence.py), or `RunningBatch.leave` (running.py
-there) from what a tracer noted. Records, summaries, tables, the report page, the CSV and trackers read this table. A
-number of a conversation is the mean over its turns, one of a run the mean over its examples."""
+A new number needs a line here, a line in docs/results.md, and its measurement: an entry of
+`Generation.measured`, made by `RunningSequence.finish` (harness/engine/batch/running_sequence.py),
+or by `RunningBatch.leave` (running.py there) from what a tracer noted. Records, summaries, tables,
+the report page, the CSV and trackers read this table. The number of a conversation is the mean over
+its turns, that of a run the mean over its examples.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,12 @@ Value = float | None  # null where it was not measured
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measure:
-    """Describe a number of a reply.
+    """Describes a number that is measured for each reply.
 
-    `unit`: what it counts. `in_memory`: whether it stands in the section `memory` of summary.json; otherwise the
-    summary works it out (harness/results/summary.py). `head`: above its column in the main table, None where it has
-    none; `shown`: what the head means. `hides_zeros`: the column stays out where nothing but 0 is in it.
+    `unit`: the unit it is stored in. `in_memory`: True if its mean stands in the section `memory`
+    of summary.json; otherwise harness/results/summary.py derives something else from it. `head`:
+    the head of its column in the main table, None without a column; `shown`: what the head means.
+    `hides_zeros`: the column is left out if it holds only zeros.
     """
 
     unit: Literal["tokens", "bytes", "share", "seconds", "nats"]
@@ -67,11 +70,12 @@ MEASURES: dict[str, Measure] = {  # by key of a line of examples.jsonl; docs/res
 
 
 def over_known(reduce: Callable[[list[float]], float], values: Sequence[Value]) -> Value:
-    """Return one number for those values that are known, null where none is."""
+    """Apply `reduce` to the values that are not None; return None if there are none."""
     known = [value for value in values if value is not None]
     return reduce(known) if known else None
 
 
 def means(measured: Sequence[Mapping[str, Value]]) -> dict[str, Value]:
-    """Return the mean of each measure over turns or examples, as far as it is known."""
+    """Return the mean of each measure of `MEASURES` over turns or examples, ignoring unknown
+    values."""
     return {key: over_known(fmean, [numbers.get(key) for numbers in measured]) for key in MEASURES}

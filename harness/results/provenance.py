@@ -1,4 +1,5 @@
-"""What a run must say of itself: the code that ran, the versions around it, the machine under it."""
+"""The origin of a run's numbers, as run.json records it: the code, the versions of packages, the
+machine."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ DISTRIBUTIONS = ("torch", "transformers", "triton", "pyarrow", "numpy", "scipy",
 
 
 def now() -> str:
-    """Return the time in ISO 8601, UTC, whole seconds."""
+    """Return the current time as ISO 8601 text, UTC, in whole seconds."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
@@ -39,7 +40,7 @@ def source_hash(root: Path = ROOT) -> str:
 
 
 def git() -> dict[str, Any]:
-    """Return commit and dirty flag of the checkout that holds this file; null where git does not know it."""
+    """Return commit and dirty flag of this project's checkout; None where git does not know it."""
     unknown = {"commit": None, "dirty": None}
     if _git("ls-files", "--error-unmatch", Path(__file__).name) is None:
         return unknown
@@ -56,7 +57,7 @@ def _git(*arguments: str) -> str | None:
 
 
 def versions(distributions: Sequence[str] = DISTRIBUTIONS) -> dict[str, str | None]:
-    """Return installed versions, null where absent. It imports nothing."""
+    """Return the installed version of each package, None if it is missing. Nothing is imported."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for name in distributions:
         try:
@@ -67,8 +68,8 @@ def versions(distributions: Sequence[str] = DISTRIBUTIONS) -> dict[str, str | No
 
 
 def machine(device: str = "cpu") -> dict[str, Any]:
-    """Return what this machine is at this moment; the load average tells whether it was idle. Threads are asked only of
-    a torch that is loaded already."""
+    """Return the facts of this machine, with its present load average. The number of threads is
+    None unless torch has been imported."""
     cpuinfo, loaded = "", sys.modules.get("torch")
     with suppress(OSError):  # a system without /proc
         cpuinfo = Path("/proc/cpuinfo").read_text()  # a paragraph per logical CPU
@@ -96,12 +97,12 @@ def machine(device: str = "cpu") -> dict[str, Any]:
 
 
 def load_average() -> list[float]:
-    """Return how many processes ran or waited to, mean over 1, 5 and 15 minutes."""
+    """Return the mean number of running or waiting processes over the last 1, 5 and 15 minutes."""
     return [round(load, 2) for load in os.getloadavg()]
 
 
 def provenance(device: str = "cpu") -> dict[str, Any]:
-    """Return everything above, as it is stored in run.json."""
+    """Return everything that this module knows, as run.json stores it."""
     return {
         "time": now(),
         "sources": source_hash(),

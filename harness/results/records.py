@@ -1,4 +1,5 @@
-"""One line of `examples.jsonl`: what was asked, what came out, when each token came, and what it cost."""
+"""One line of `examples.jsonl`: what was asked of an example, the answer, the time of each token,
+and the cost."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ class RecordError(StoreError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """Holds what one user turn gave. In a further turn, the clock begins with its own prefill, or under
-    protocol=context with its question."""
+    """The answer to one user turn. The clock of a further turn begins with its own prefill, or
+    under protocol=context with its question."""
 
     history_tokens: int = 0  # of earlier turns, prompts and answers
     prompt_tokens: int
@@ -72,7 +73,8 @@ class Reply:
 
     @property
     def answer(self) -> tuple[str, tuple[int, ...]]:
-        """Return what tells two generations apart; for forced tokens that is their likelihood."""
+        """What is compared to see if two generations are the same: text and tokens. For a text that
+        was fed by force, `output` is its likelihood."""
         return self.output, tuple(self.tokens)
 
     @property
@@ -85,28 +87,29 @@ class Reply:
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time per token after the second; null where there is no third."""
+        """The mean time per token after the second; None if there is no third token."""
         return fmean(intervals) if (intervals := self.intervals_s) else None
 
     @property
     def replies(self) -> Sequence[Reply]:
-        """Return one reply for each user turn."""
+        """The replies, one for each user turn."""
         return (self,)
 
     @property
     def intervals_s(self) -> list[float]:
-        """Gaps between tokens from the second on: the gap before it holds the seal."""
+        """The times between successive tokens from the second on. The time before the second token
+        is left out, because it includes the seal."""
         return [b - a for reply in self.replies for a, b in pairwise(reply.token_s[1:])]
 
     @property
     def sealed_tokens(self) -> int:
-        """Return how many tokens a budget is a share of: the context where it was sealed alone, else the prompt; of a
-        conversation, the mean over its turns."""
+        """The number of tokens that a budget is a share of: those of the context if it was sealed
+        alone, else those of the prompt. For a conversation, the mean over its turns."""
         return round(fmean(reply.sealed_at for reply in self.replies))
 
     @property
     def sealed_at(self) -> int:
-        """Return how many tokens there were when the cache was sealed."""
+        """The number of tokens in the cache when the method digested the prompt (the seal)."""
         return self.history_tokens + self.prompt_tokens if self.context_tokens is None else self.context_tokens
 
     @property
@@ -114,16 +117,17 @@ class Reply:
         return self.share("attended")
 
     def share(self, what: str) -> float | None:
-        """Return `attended` or `union` prompt tokens as a share of what was sealed."""
+        """Return the number of prompt tokens that steps read as a share of the sealed ones. `what`:
+        "attended" for the tokens per query head, "union" for the distinct tokens per KV head."""
         known = [(reply.measured.get(f"{what}_prompt"), reply.sealed_at) for reply in self.replies]
         return over_known(fmean, [tokens / sealed for tokens, sealed in known if tokens is not None and sealed])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record(Reply):
-    """Holds one example of one run, raw: every table can be made again from these lines.
+    """The raw record of one example; every table can be made again from these lines.
 
-    Of a conversation, what `Reply` holds is of all turns together: see `whole`.
+    For a conversation, the fields of `Reply` describe all turns together (`whole`).
     """
 
     id: str
@@ -141,7 +145,8 @@ class Record(Reply):
 
     @property
     def independent(self) -> str:
-        """Return the unit that statistics count as one."""
+        """The id of the unit that statistics count as one: the text that several questions are
+        about, or the example itself."""
         return self.unit or self.id
 
     @property
@@ -149,7 +154,7 @@ class Record(Reply):
         return self.turns or (self,)
 
     def rescored(self, line: Mapping[str, Any]) -> Record:
-        """Return the record with later scores of the same outputs, as a line of rescored.jsonl gives them."""
+        """Return the record with the later scores of a line of rescored.jsonl."""
         again = line.get("turns", [line])
         turns = self.turns and [
             replace(turn, score=one["score"], details=one["details"])
@@ -158,7 +163,7 @@ class Record(Reply):
         return replace(self, score=line["score"], details=line["details"], turns=turns)
 
     def to_json(self) -> str:
-        """Return the record as one line of JSON without its newline."""
+        """Return the record as one line of JSON, without a newline."""
         plain = flat({name: getattr(self, name) for name in FIELDS})
         if self.turns:
             plain["turns"] = [flat(asdict(turn)) for turn in self.turns]
@@ -169,8 +174,9 @@ class Record(Reply):
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any], where: str) -> Record:
-        """Return the record of a line. Keys that are unknown today are ignored, in a line and in its turns: older
-        versions wrote more. Raise `RecordError`, which begins with `where`, for a line that lacks a key."""
+        """Return the record that a line of examples.jsonl holds. Unknown keys are ignored, because
+        older versions wrote more of them. Raise `RecordError`, whose message begins with `where`,
+        if a key is missing."""
         if missing := REQUIRED - plain.keys():
             lacking = ", ".join(f"no {key!r}" for key in sorted(missing))
             raise RecordError(f"{where}: {lacking}; another version of the harness wrote this run, or no run at all")
@@ -183,7 +189,8 @@ class Record(Reply):
 
 @dataclass(frozen=True, slots=True)
 class FailedExample:
-    """The line of an example that got no answer; the next session tries it again."""
+    """The line of an example that got no answer. The next time that the run is started, the example
+    is tried again."""
 
     id: str
     group: str
@@ -192,7 +199,7 @@ class FailedExample:
     error: str  # its class and message
 
     def to_json(self) -> str:
-        """Return the record as one line of JSON without its newline."""
+        """Return the failed example as one line of JSON, without a newline."""
         return json.dumps(asdict(self), ensure_ascii=False, separators=(",", ":"))
 
     @classmethod
@@ -204,23 +211,25 @@ class FailedExample:
 
 
 def flat(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a reply's fields as a line has them: a key for the bytes of each tier, and for each number measured."""
+    """Return a reply's fields as a line stores them: the mappings `kv` and `measured` become one
+    key per tier and one per measure."""
     others = {name: value for name, value in plain.items() if name not in (KV, MEASURED)}
     sizes = {bytes_key(tier): size for tier, size in plain[KV].items()}
     return others | sizes | {name: plain[MEASURED].get(name) for name in MEASURES}
 
 
 def nested(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that `flat` wrote, and none that are unknown today. Lines that are older than a tier have no
-    bytes there; numbers that are younger than a line were not measured."""
+    """Return the fields of a reply or record from a line that `flat` made; unknown keys are
+    dropped. Tiers that an older line lacks hold no bytes, and measures that it lacks are None."""
     sizes = {tier: plain[bytes_key(tier)] for tier in TIERS if bytes_key(tier) in plain}
     others = {key: plain[key] for key in FIELDS if key in plain}
     return others | {KV: sizes, MEASURED: {name: plain.get(name) for name in MEASURES}}
 
 
 def whole(turns: Sequence[Reply]) -> dict[str, Any]:
-    """A conversation as one reply. Score, attention and traffic: means over turns; tokens and seconds: all of them, on
-    a clock on which one turn follows the other at once; bytes: the last turn's."""
+    """Return the fields of one reply that stands for all turns of a conversation. Scores and
+    measures are means over the turns; tokens and seconds are added up, as if each turn followed the
+    last at once; bytes held are the last turn's."""
     ends = list(accumulate((turn.token_s[-1] for turn in turns), initial=0.0))
     first, last = turns[0], turns[-1]
     sums = ("share_s", "decode_share_s", "seal_s", "question_s", "capture_s", *HISTORY_S)
@@ -247,7 +256,8 @@ def whole(turns: Sequence[Reply]) -> dict[str, Any]:
 
 
 def scored(turns: Sequence[tuple[float, Mapping[str, Any]]]) -> dict[str, Any]:
-    """`score` and `details` of a conversation: means over its turns, of details that are numbers."""
+    """Return `score` and `details` of a conversation: the means over its turns. Details that are
+    not numbers are dropped."""
     named = {name for _, details in turns for name, value in details.items() if isinstance(value, (int, float))}
     means = {name: over_known(fmean, [details.get(name) for _, details in turns]) for name in sorted(named)}
     return {"score": fmean(score for score, _ in turns), "details": means}

@@ -1,9 +1,10 @@
-"""The folder of one run: what ran, one line per example, and how to go on after a crash.
+"""The folder of one run, and how an interrupted run is continued from it.
 
-`run.json` (configuration, status, times, provenance) is replaced as a whole, `examples.jsonl` (the results themselves)
-only grows, and half a last line of it, which a kill leaves, is dropped. All else is derived: `summary.json` and
-`config.yaml` are copies for other programs and people, `rescored.jsonl` holds later scores of the same outputs, and
-`error.txt` the traceback of a session that failed.
+`examples.jsonl` holds the results: one line per example. It only grows; half a last line, which a
+kill leaves, is dropped when the folder is opened again. `run.json` (configuration, status, times,
+provenance) is always replaced as a whole. Everything else is derived: `summary.json` and
+`config.yaml` are copies for other programs and people, `rescored.jsonl` holds later scores of the
+same outputs, and `error.txt` the traceback of the last failure.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ OF_SESSION = (
 
 
 class Run:
-    """A run folder open for writing, by this process alone. `info` is what stands in run.json.
+    """A run folder that this process alone has open for writing. `info` is the content of run.json.
 
-    A session begins with the first record that it adds, and run.json with provenance and backends is written before
-    that record: whatever the moment of a kill, a folder says where its records come from. A session that adds nothing
-    leaves run.json as it is but for the status.
+    Each opening is a session. A session's provenance is written to run.json before the first record
+    that it adds, so that a folder says where its records come from even after a kill. A session
+    that adds no record changes only the status in run.json.
     """
 
     def __init__(self, folder: Path, lock: FolderLock, digest: str, config: Mapping[str, Any]) -> None:
@@ -73,10 +74,8 @@ class Run:
         *,
         wait: bool = False,
     ) -> Self:
-        """Return the run of an identity: the same one finds the same folder and goes on there.
-
-        Where another process writes it: `wait` until that is done, or raise `FolderInUse`.
-        """
+        """Open the folder of the run with this identity; if it exists, the run is continued there.
+        If another process is writing it, `wait` until that one ends, or raise `FolderInUse`."""
         folder = cls.place(root, identity, task, method)
         with files.writing(root):
             folder.mkdir(parents=True, exist_ok=True)
@@ -94,7 +93,7 @@ class Run:
 
     @staticmethod
     def place(root: Path, identity: Mapping[str, Any], task: str, method: str) -> Path:
-        """Return the folder of a run, which may not exist yet."""
+        """Return the path of a run's folder, which need not exist."""
         names = [re.sub(r"[^A-Za-z0-9._+]+", "_", name) for name in (task, method)]
         return root / "-".join([*names, files.digest(identity)[:8]])
 
@@ -102,14 +101,15 @@ class Run:
         return example_id in self._ids
 
     def append(self, record: Record) -> None:
-        """Append a record, which is on disk when this returns."""
+        """Append the record of an answered example; it is on disk when this returns."""
         if record.id in self._ids:
             raise StoreError(f"example {record.id!r} is already in {self.folder}: the ids of a task must differ")
         self.append_failed(record)
         self._ids.add(record.id)
 
     def append_failed(self, failed: FailedExample | Record) -> None:
-        """Append the line of an example that may be tried again."""
+        """Append a line without counting its example as done, so that a failed example is tried
+        again later."""
         line = failed.to_json()
         if not self._begun:
             self._begin()
@@ -120,15 +120,16 @@ class Run:
         return read_records(self.folder)
 
     def note(self, **facts: Any) -> None:
-        """Add facts to run.json: provenance, task_info, num_expected, simulated, host_is_cpu, backends."""
+        """Add facts to run.json, such as provenance, num_expected or backends."""
         if any(key not in self.info or self.info[key] != value for key, value in facts.items()):
             self.info |= facts
             if self._begun:
                 write_info(self.folder, self.info)
 
     def complement(self, **facts: Any) -> None:
-        """Add facts that hold whoever makes the records, where run.json lacks them: a session without work adds these
-        alone."""
+        """Add facts to run.json that it lacks and that do not depend on the session, such as the
+        task's name. Unlike those of `note`, they are also written if this session adds no
+        record."""
         for known in (self._before, self.info):
             known.update({key: value for key, value in facts.items() if key not in known})
 
@@ -140,7 +141,7 @@ class Run:
             (self.folder / RESCORED).unlink(missing_ok=True)
 
     def close(self, status: str, error: str | None = None) -> None:
-        """End the session as complete, failed or interrupted."""
+        """End the session with the status complete, failed or interrupted, and release the lock."""
         if self._begun:
             self.info |= {"status": status, "ended": now(), "load_average_ended": load_average(), "error": error}
         else:
@@ -158,8 +159,8 @@ class Run:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, raised: BaseException | None, _: object) -> None:
-        """Close a run that did not reach `close` as interrupted or failed. submitit and Ray end a process by
-        SystemExit."""
+        """Close a run that has not been closed: as interrupted after Ctrl-C or SystemExit (by which
+        submitit and Ray end a process), otherwise as failed."""
         if self._closed:
             return
         if raised is None or isinstance(raised, (KeyboardInterrupt, SystemExit)):
@@ -168,7 +169,8 @@ class Run:
             self.fail(raised)
 
     def fail(self, error: BaseException) -> None:
-        """Close the run as failed, with the traceback in error.txt; the note of `error` says where."""
+        """Close the run as failed and write the traceback to error.txt; a note on `error` names
+        that file."""
         path = self.folder / ERROR
         with suppress(OSError):  # a disk that is full may be the error
             files.write_atomically(path, "".join(traceback.format_exception(error)))
@@ -177,7 +179,8 @@ class Run:
 
 
 def _left_by_earlier_sessions(folder: Path, digest: str) -> dict[str, Any]:
-    """Return run.json of the run with this identity; empty where no session has begun yet."""
+    """Return the run.json that earlier sessions left; empty if there was none. Raise `StoreError`
+    if the folder belongs to another run (`digest` is the hash of this one's identity)."""
     if not (folder / INFO).exists():
         if files.whole_lines(folder / EXAMPLES):
             raise StoreError(
@@ -192,8 +195,8 @@ def _left_by_earlier_sessions(folder: Path, digest: str) -> dict[str, Any]:
 
 
 def _continued(before: Mapping[str, Any], records: int) -> dict[str, Any]:
-    """Return run.json for a session that finds `records` there: what held for the last one alone moves into `earlier`,
-    unless that one added nothing."""
+    """Return the run.json with which a new session starts, in a folder with so many `records`. What
+    described the last session alone moves into the list `earlier`, unless it added no record."""
     kept = {key: before[key] for key in before if key not in OF_SESSION} | {"began_with": records}
     if "status" not in before or before.get("began_with", -1) == records:
         return kept
@@ -205,7 +208,7 @@ def _continued(before: Mapping[str, Any], records: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class StoredRun:
-    """A run folder as reports read it."""
+    """A run folder as it was read, for reports."""
 
     folder: Path
     config: dict[str, Any]
@@ -218,24 +221,26 @@ class StoredRun:
 
     @property
     def scorer(self) -> str:
-        """Return the version of the task that made the scores that are shown."""
+        """The version of the task whose scores are shown: today's if the run was scored again."""
         again = self.info.get("rescored", {}).get("present")
         return str((again or {"task_version": self.info.get("task_info", {}).get("version")})["task_version"])
 
     def provenance(self, section: str) -> dict[str, Any]:
-        """Return what is known of the last session's `machine`, `git`, `versions` or `process`; older runs say less."""
+        """Return a section of the last session's provenance: machine, git, versions or process.
+        Empty if an older run does not have it."""
         return (self.info.get("provenance") or {}).get(section) or {}
 
     @property
     def is_empty(self) -> bool:
-        """Return whether the run ended before its first example."""
+        """True if the run ended before its first example was answered."""
         return not self.records and self.status in ("failed", "interrupted")
 
 
 def load(folder: Path, *, first_scores: bool = False) -> StoredRun:
-    """Read a run folder without changing it; the half-written last line of a run that goes on is left out. Folders of
-    older versions are read as well: fields that are unknown today are ignored. Raise `StoreError` for what cannot be
-    read. `first_scores`: those of the run itself, not of the last `python -m harness.rescore`."""
+    """Read a run folder without changing it, also one that is being written or that an older
+    version wrote: unknown fields are ignored. Raise `StoreError` if it cannot be read.
+    `first_scores`: return the run's own scores, not those of a later `python -m
+    harness.rescore`."""
     info, (records, failed) = read_info(folder), _read_examples(folder)
     status = str(info.get("status"))
     if status != "complete" and is_locked(folder):  # a session that goes on writes run.json with its first record
@@ -252,7 +257,7 @@ def load(folder: Path, *, first_scores: bool = False) -> StoredRun:
 
 
 def load_all(folders: Iterable[Path]) -> tuple[list[StoredRun], list[str]]:
-    """Return the runs that can be read, and a sentence on each of the others."""
+    """Return the runs that can be read, and a sentence on each folder that cannot."""
     runs, damage = [], []
     for folder in folders:
         try:
@@ -263,7 +268,7 @@ def load_all(folders: Iterable[Path]) -> tuple[list[StoredRun], list[str]]:
 
 
 def read_info(folder: Path) -> dict[str, Any]:
-    """Return what run.json says. Raise `StoreError` where it is absent or holds something else."""
+    """Return the content of run.json. Raise `StoreError` if it is missing or damaged."""
     path = folder / INFO
     if not path.is_file():
         raise StoreError(f"{folder} is not the folder of a run: it holds no {INFO}{_instead(folder)}")
@@ -283,14 +288,14 @@ def write_info(folder: Path, info: Mapping[str, Any]) -> None:
 
 
 def read_records(folder: Path) -> list[Record]:
-    """Return the records in the order in which they were written, with the run's own scores. Of two about the same
-    example, which two writers leave on a file system without locks, the first counts. Raise `RecordError` for a line
-    that holds no record; the message names it."""
+    """Return a run's records in the order in which they were written, with the run's own scores. If
+    two lines are about the same example, as two writers on a file system without locks leave them,
+    the first counts. Raise `RecordError` for a line that is no record."""
     return _read_examples(folder)[0]
 
 
 def _read_examples(folder: Path) -> tuple[list[Record], list[FailedExample]]:
-    """Return the records, and the last word on each example that failed and has none."""
+    """Return the records, and for each example that failed and has no record, its last failure."""
     records, failed = dict[str, Record](), dict[str, FailedExample]()
     for where, plain in files.read_lines(folder / EXAMPLES):
         if "error" in plain:
@@ -303,7 +308,7 @@ def _read_examples(folder: Path) -> tuple[list[Record], list[FailedExample]]:
 
 
 def find(paths: Iterable[Path]) -> list[Path]:
-    """Return all run folders at or below `paths`, each once, by name."""
+    """Return the run folders among `paths` and below them, each once, sorted within each path."""
     folders: dict[Path, Path] = {}
     for path in paths:
         if not path.is_dir():
@@ -317,6 +322,7 @@ def find(paths: Iterable[Path]) -> list[Path]:
 
 
 def _instead(path: Path) -> str:
-    """Say where the run may be that was named without its folder."""
+    """Return the end of an error about a missing folder: the place in the usual results folder if
+    the run is there, otherwise what to give."""
     usual = Path(Results().root) / path
     return f"; did you mean {usual}?" if usual.is_dir() and not path.is_dir() else "; give what results.root named"

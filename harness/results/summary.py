@@ -1,10 +1,11 @@
-"""From the records of a run to its one row, and which Full it is held against. `summary.json` is a copy of the row for
-other programs: reports work it out anew.
+"""Makes the one row of a run from its records, and finds the run of Full that it is compared with.
+`summary.json` is a copy of the row for other programs; reports compute it anew.
 
-Times and rates have one definition for every method. TPOT: time per token after the second (the seal lies between token
-1 and 2); mean and quantiles pool the single intervals of all sequences. Throughput: tokens over the machine's seconds.
-Of a step that several sequences share, each is charged an equal part, so that seconds add up over examples. Decode
-throughput counts what comes after the second token, end-to-end throughput everything.
+Times and rates are defined the same for every method. TPOT is the time per token after the second
+(the seal lies between tokens 1 and 2); its mean and quantiles pool the intervals of all sequences.
+Throughput is tokens per second of the machine: a step that several sequences share is charged to
+each in equal parts, so that the seconds of examples add up. Decode throughput counts what comes
+after the second token, end-to-end throughput everything.
 """
 
 from __future__ import annotations
@@ -46,11 +47,12 @@ def summarise(
     full: Sequence[Record] | None,
     failed: Sequence[FailedExample] = (),
 ) -> dict[str, Any]:
-    """Return scores from 0 to 1, seconds and bytes. `info` is run.json: names, status, stamps, what the task says.
+    """Return the row of a run as nested values: scores from 0 to 1, seconds, bytes. `info` is
+    run.json; `full`: the records of the run of Full that it is compared with.
 
-    Means: score over groups, `attended` and `union` over examples (tokens, and share of what was sealed), traffic too;
-    other bytes are the largest of any example. Times are null where the run is `simulated` or
-    `traced`. An example that `failed` counts in `num_failed` alone.
+    Scores are means over groups; `attended`, `union` (tokens, and shares of the sealed prompt) and
+    traffic are means over examples; other bytes are the largest of any example. Times are None if
+    the run is `simulated` or `traced`. A `failed` example counts only in `num_failed`.
     """
     simulated, traced = bool(info.get("simulated", False)), config.get("trace") == "on"
     tokens = [record.prompt_tokens for record in records]
@@ -87,7 +89,8 @@ def summarise(
 
 
 def against(records: Sequence[Record], full: Sequence[Record] | None) -> dict[str, Any] | None:
-    """Return the comparison with Full over the examples that both ran on the same prompt; null without any."""
+    """Return the paired comparison of scores with Full's, over the examples with the same prompt in
+    both runs: mean of Full, difference, interval, p. None if there is no such example."""
     pairs = paired(records, full or [])
     if not pairs:
         return None
@@ -97,7 +100,8 @@ def against(records: Sequence[Record], full: Sequence[Record] | None) -> dict[st
 
 
 def _asked(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the budget that was asked for; `layers` replaces `asked` where each layer has its own."""
+    """Return the budget that was asked for, as `asked` or as `bytes`. `layers` takes the place of
+    `asked` in older runs with a budget per layer."""
     layers = list(config.get("layer_budgets") or []) or None
     asked = None if layers else config.get("budget")
     return {"asked": asked, "bytes": config.get("budget_bytes"), "layers": layers}
@@ -117,8 +121,9 @@ def _score(records: Sequence[Record], task: Any) -> dict[str, Any]:
 
 
 def _averages(records: Sequence[Record], groups: Mapping[str, float], task: Any) -> dict[str, float]:
-    """Return what a task makes of its groups: category means, weighted averages, perplexity of the whole text ...
-    `groups` are their means, `task` its configuration; empty where the task's class cannot be had here."""
+    """Return the averages that the task itself defines over its groups, such as category means or
+    the perplexity of a whole text. `groups`: the mean of each group; `task`: the task's
+    configuration. Empty if the task's class cannot be loaded."""
     if not records or not isinstance(task, Mapping):
         return {}
     try:
@@ -139,7 +144,8 @@ def _read(records: Sequence[Record], what: str) -> dict[str, float | None]:
 
 
 def _fidelity(records: Sequence[Record]) -> dict[str, float | None] | None:
-    """Return means over examples of what harness/engine/fidelity.py measured; null where it was off."""
+    """Return the means over examples of what harness/engine/fidelity.py measured; None if
+    fidelity=0."""
     measured = [record.fidelity for record in records if record.fidelity]
     if not measured:
         return None
@@ -148,7 +154,8 @@ def _fidelity(records: Sequence[Record]) -> dict[str, float | None] | None:
 
 
 def _trace(records: Sequence[Record]) -> dict[str, float] | None:
-    """Return seconds of a decode step and its parts, medians over examples (engine/trace.py); null where it was off."""
+    """Return the seconds of a decode step and of its parts (engine/trace.py), medians over
+    examples; None for a run without trace=on."""
     traces = [reply.trace for record in records for reply in record.replies if reply.trace]
     if not traces:
         return None
@@ -173,9 +180,9 @@ def _speed(records: Sequence[Record], batch: int) -> dict[str, Any]:
 
 
 def _turns(records: Sequence[Record], timed: bool) -> dict[str, dict[str, Any]] | None:
-    """Return by turn the mean score with its interval, median seconds to the first token from the turn's own start,
-    tokens when it was asked; where how many histories were found, mean tokens reused and computed, and median seconds
-    waited for, hidden and to save; null where no example has several."""
+    """Return what is known of each turn of the conversations, by its number from "1" on (`_turn`):
+    score, times, tokens, how many histories were found in the store. None if no example has several
+    turns."""
     found: dict[str, list[tuple[str, Reply]]] = defaultdict(list)
     for record in records:
         for number, reply in enumerate(record.turns or (), 1):
@@ -184,8 +191,8 @@ def _turns(records: Sequence[Record], timed: bool) -> dict[str, dict[str, Any]] 
 
 
 def _turns_ago(records: Sequence[Record]) -> dict[str, dict[str, Any]] | None:
-    """Return scores by the number of turns between a fact and the question about it; null where the task tells
-    nothing."""
+    """Return mean scores by how many turns before the question the fact was told (0 to 3, then 4-7,
+    8-15 and so on); None if the task does not say."""
     by_start: dict[int, list[tuple[str, Reply]]] = defaultdict(list)
     for record in records:
         for reply in record.replies:
@@ -197,7 +204,8 @@ def _turns_ago(records: Sequence[Record]) -> dict[str, dict[str, Any]] | None:
 
 
 def _turn(replies: Sequence[tuple[str, Reply]], timed: bool) -> dict[str, Any]:
-    """Return what `_turns` says of one turn. `replies`: as in `_scored`."""
+    """Return the numbers of one turn over all conversations. `replies`: (unit, reply), as in
+    `_scored`."""
     own = [reply for _, reply in replies]
     clocked = own if timed else []
     return _scored(replies) | {
@@ -213,7 +221,8 @@ def _turn(replies: Sequence[tuple[str, Reply]], timed: bool) -> dict[str, Any]:
 
 
 def _scored(replies: Sequence[tuple[str, Reply]]) -> dict[str, Any]:
-    """Return the mean score of replies, each given with the unit that statistics count as one."""
+    """Return count, mean score and interval of replies. Each is given with its unit, the id of the
+    text or example that statistics count as one."""
     units, scores = [unit for unit, _ in replies], [reply.score for _, reply in replies]
     interval = stats.interval(scores, [""] * len(scores), units=units)
     return {"n": len(replies), "score": fmean(scores), "ci95": _ends(interval)}
@@ -244,8 +253,8 @@ def quantiles(values: Iterable[float | None]) -> Quantiles:
 
 
 def decode_throughput(records: Sequence[Record]) -> float | None:
-    """Return tokens per second of the machine after the second token; null where no sequence came to a third. Older
-    lines do not say their share of shared steps, and ran alone."""
+    """Return the tokens per second of the machine after each answer's second token; None if no
+    answer has a third. Old records do not say their share of shared steps; they ran alone."""
     longer = [reply for record in records for reply in record.replies if len(reply.token_s) > 2]
     alone = [reply.token_s[-1] - reply.token_s[1] for reply in longer]
     shares = [reply.decode_share_s for reply in longer]
@@ -254,17 +263,19 @@ def decode_throughput(records: Sequence[Record]) -> float | None:
 
 
 def total_throughput(records: Sequence[Record]) -> float | None:
-    """Return tokens per second with prefill, seal and question inside."""
+    """Return the tokens per second of the machine, with the time of prefill, seal and question
+    included."""
     seconds = sum(record.token_s[-1] if record.share_s is None else record.share_s for record in records)
     return sum(len(record.token_s) for record in records) / seconds if seconds else None
 
 
 def likelihood(records: Sequence[Record], full: Sequence[Record] | None) -> dict[str, Any] | None:
-    """Return how likely a run makes the right answers, in nats per token: `n` examples with a cost, the `mean` over
-    groups of their mean costs, these by group, and as `full` the paired comparison; None where no example has a cost.
+    """Return how likely a run makes the right answers, as mean negative log-likelihoods (costs) in
+    nats per token; None if no example has one. `n`: the examples that have one; `mean`: the mean
+    over groups of the means in `groups`; `full`: the paired comparison with Full.
 
-    `diff`, `ci95` and `p` are the signed-rank test's (evals/stats.py), `mean_diff` the mean of the differences.
-    Of fewer than `MIN_WINDOWS` windows of a text there is neither interval nor p.
+    In `full`, `diff`, `ci95` and `p` come from the signed-rank test (evals/stats.py); `mean_diff`
+    is the mean difference. Below `MIN_WINDOWS` windows of a text, interval and p are None.
     """
     groups: dict[str, list[float]] = defaultdict(list)
     for record in records:
@@ -279,12 +290,14 @@ def likelihood(records: Sequence[Record], full: Sequence[Record] | None) -> dict
 
 
 def cost_of(record: Record) -> float | None:
-    """Return what the right answer costs; where it was fed in place of an answer, what that says."""
+    """Return the negative log-likelihood of the right answer in nats per token. If the text was fed
+    by force in place of an answer, the example's own details hold it."""
     return record.details.get("nll") if record.stop == "forced" else record.measured.get(LIKELIHOOD)
 
 
 def _likelihood_beside(records: Sequence[Record], full: Sequence[Record]) -> dict[str, Any] | None:
-    """Return the comparison over the examples of which both runs have a cost; None where there is none."""
+    """Return the paired comparison of likelihoods over the examples for which both runs have one;
+    None if there are none."""
     both = [
         (cost, fulls, record.independent)
         for record, other in paired(records, full)
@@ -299,13 +312,14 @@ def _likelihood_beside(records: Sequence[Record], full: Sequence[Record]) -> dic
 
 
 class Neighbours:
-    """Find the runs of Full that lie in the same folder as a run, each read once."""
+    """Finds the runs of Full in the same results folder as a run, and reads each of them once."""
 
     def __init__(self, known: Sequence[StoredRun] = ()) -> None:
         self._read = {run.folder.resolve(): run for run in known}
 
     def fulls(self, run: StoredRun) -> list[StoredRun]:
-        """Return the runs of Full in the folder that holds the run's own, but for those that cannot be read."""
+        """Return the readable runs of Full that lie beside the folder of `run`, without `run`
+        itself."""
         own = run.folder.resolve()
         folders = {path.parent for path in own.parent.glob(f"*-{FULL}-*/{INFO}")} - {own}
         for folder in folders - self._read.keys():
@@ -315,7 +329,7 @@ class Neighbours:
 
 
 def summary_of(run: StoredRun, full: StoredRun | None) -> dict[str, Any]:
-    """Return the summary of `run`, worked out from its records and those of `full`, which it names."""
+    """Return the summary of `run`, compared with the run of Full in `full`, if any."""
     records, info = full.records if full else None, run.info | {"status": run.status}
     summary = summarise(run.records, config=run.config, info=info, full=records, failed=run.failed)
     if full and summary["full"]:
@@ -324,7 +338,8 @@ def summary_of(run: StoredRun, full: StoredRun | None) -> dict[str, Any]:
 
 
 def write_summary(run: StoredRun, summary: Mapping[str, Any]) -> None:
-    """Bring summary.json up to date, a copy for other programs that nobody here reads back."""
+    """Write summary.json if it has changed. It is a copy for other programs; nothing here reads it
+    back."""
     copy = json.loads(json.dumps(summary))
     with suppress(StoreError):
         if files.read_json(run.folder / SUMMARY) == copy:
@@ -333,9 +348,9 @@ def write_summary(run: StoredRun, summary: Mapping[str, Any]) -> None:
 
 
 def reference(run: StoredRun, others: Sequence[StoredRun]) -> StoredRun | None:
-    """Return the Full to hold `run` against, or None: it has the same model, prompts and right answers and rounds
-    alike. Where several fit, the one of the same code is taken, then the one that shares most settings, then the one
-    that shares most examples."""
+    """Return the run of Full that `run` is compared with, or None. It must have the same model,
+    prompts, right answers, dtype and device. Of several, the one with the same code is taken, then
+    the one with most settings in common, then the one with most examples in common."""
 
     def nearness(full: StoredRun) -> tuple[bool, int, int]:
         identities = [compared.info.get("identity") or {} for compared in (run, full)]
@@ -349,8 +364,8 @@ def reference(run: StoredRun, others: Sequence[StoredRun]) -> StoredRun | None:
 
 
 def not_held(run: StoredRun, others: Sequence[StoredRun]) -> str | None:
-    """Return why a run for which `reference` finds nothing is held against none of `others`; None where none of them
-    is a Full of the same task and settings."""
+    """Return the reason why `reference` finds no Full for `run` among `others`; None if none of
+    them is a Full of the same task and settings."""
     reasons = [(unlike(run, other), other) for other in others if _is_full_of(run, other)]
     if not reasons:
         return None
@@ -359,8 +374,9 @@ def not_held(run: StoredRun, others: Sequence[StoredRun]) -> str | None:
 
 
 def unlike(run: StoredRun, full: StoredRun) -> list[str]:
-    """Return, in words, what forbids to pair a run with a Full example by example; empty where nothing does. The times
-    of a Full that brings its prompt back in every step are no baseline."""
+    """Return, in words, the reasons why a run cannot be compared with a run of Full example by
+    example; empty if it can. A Full with its keys and values elsewhere than on the device is no
+    baseline for times."""
     ours, theirs = given(run), given(full)
     reasons = [
         word(key) + " (an older run does not say)" * (None in (ours[key], theirs[key]))
@@ -377,13 +393,15 @@ def unlike(run: StoredRun, full: StoredRun) -> list[str]:
 
 
 def _is_full_of(run: StoredRun, other: StoredRun) -> bool:
-    """Return whether `other` is a Full with examples, of the task and settings of `run`, which is none."""
+    """Return True if `run` is no Full, and `other` is a Full with examples, of the same task and
+    settings."""
     fits = method_of(run) != FULL == method_of(other) and bool(other.records)
     return fits and _settings(run) == _settings(other)
 
 
 def combination(run: StoredRun) -> str:
-    """Return what all runs of one table share: settings, model, prompts and right answers."""
+    """Return a key that is the same for runs that may stand in one table: settings, model, prompts
+    and right answers."""
     return _settings(run) + files.canonical(given(run))
 
 

@@ -39,14 +39,14 @@ def say(text: str) -> None:
 
 
 def show(page: str) -> None:
-    """Print a page with colours of ours on stdout, at once; what it quotes went through `visible`
-    before."""
+    """Print a page that contains our own colour codes on stdout, at once. The caller has passed
+    quoted text through `visible` already."""
     print(page, flush=True)
 
 
 def warn(text: str) -> None:
-    """Print on stderr, at once, how far a command is, or what is left out or done differently than
-    asked. The command goes on."""
+    """Print a message on stderr, at once: progress, or something that is left out or done
+    differently than asked. The command goes on."""
     print(visible(text), file=sys.stderr, flush=True)
 
 
@@ -81,8 +81,8 @@ def tell_of_builds() -> None:
 
 
 def alike(warnings: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """Merge warnings that differ only in their numbers. Yield each with the span of every number,
-    and how many were merged."""
+    """Merge warnings that differ only in their numbers. Yield each as a text in which numbers that
+    differ have become spans ("3 to 9"), with the count of merged warnings."""
     kinds: dict[tuple[str, ...], list[list[int]]] = defaultdict(list)
     for warning in warnings:
         words = tuple(re.split(r"\d+", warning))
@@ -94,8 +94,8 @@ def alike(warnings: Sequence[str]) -> Iterator[tuple[str, int]]:
 
 @contextmanager
 def lasting_output() -> Iterator[None]:
-    """Drop what cannot be printed inside this block: `| head` has seen enough or an ssh session
-    drops, and the runs go on."""
+    """Ignore errors of printing inside this block, as when the reader of a pipe (`| head`) or the
+    ssh session is gone, so that the runs go on."""
     before = sys.stdout, sys.stderr
     # Python has no stream where it was closed from the start: the next opened file, maybe a run's, would be it
     with open(os.devnull, "w") as nothing:
@@ -128,8 +128,8 @@ class _Lasting:
         return getattr(self._below, name)
 
     def _try(self, act: Callable[..., object], *arguments: str) -> None:
-        """Act, and where nobody reads any more redirect the stream to nothing, including what is still in its buffer:
-        Python would raise for that when it exits."""
+        """Call `act`. If the stream has no reader any more, redirect it to nothing together with
+        what its buffer holds, because Python would raise for that at exit."""
         try:
             act(*arguments)
         except UnicodeError:  # a subclass of ValueError, but another fault

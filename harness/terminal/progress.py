@@ -24,8 +24,9 @@ _named: set[Path] = set()  # folders that this command has announced; several ru
 
 @contextmanager
 def numbered(job: int, jobs: int, alone: bool = True) -> Iterator[None]:
-    """Put the number of the job before all progress inside, if there are several jobs. A terminal
-    that other processes write to as well (not `alone`) gets lines instead of a bar."""
+    """Begin all lines of progress inside with "job 3/12", if there are several jobs. `alone`: False
+    if other processes write to the same terminal; then progress is printed as lines, not as a
+    bar."""
     counter, before = _counter.set(f"job {job}/{jobs} " if jobs > 1 else ""), _alone.set(alone)
     try:
         yield
@@ -40,8 +41,8 @@ def forget() -> None:
 
 
 def announce(label: str, folder: Path, found: int, wanted: int) -> None:
-    """Print one line per folder and command: where the run is, and how much of it was there
-    already."""
+    """Print one line on a run that begins: its folder, and how many of its `wanted` examples were
+    `found` there. A command prints it once per folder."""
     if folder in _named:
         return
     _named.add(folder)
@@ -59,8 +60,8 @@ def progress(
     unit: str = "tok",
     clock: Callable[[], float] = monotonic,
 ) -> Iterator[T]:
-    """Yield `results` as they come and show progress. `sizes`: the sizes of all results to come, in
-    whatever takes the time; `size`: gives the size of one result."""
+    """Yield `results` as they come and show progress. `sizes`: the amount of work of each expected
+    result (such as prompt tokens); `size`: a function that returns it for one result."""
     title, is_log = f"{_counter.get()}{label}", not (_alone.get() and sys.stderr.isatty())
     begun = last = clock()
     with tqdm(total=sum(sizes), desc=title, unit=unit, unit_scale=True, disable=is_log) as bar:

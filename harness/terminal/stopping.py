@@ -59,8 +59,8 @@ _process = _Process()
 
 
 class Stoppable:
-    """Let signals end what runs inside. On leaving, print that and how to `go_on`. `code` is the exit
-    code, and 0 if no signal came."""
+    """Lets SIGINT, SIGTERM and SIGHUP end what runs inside by raising `Stopped`. On leaving it
+    prints how to `go_on`. `code` is the exit code then, or 0 if no signal came."""
 
     code = 0
 

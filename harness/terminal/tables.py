@@ -21,8 +21,8 @@ BYTES = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"),
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Hold one column of a table. `head`, which may have several lines, and `unit` stand above each
-    other in a terminal. `values`: the numbers of the cells, for sorting."""
+    """A column of a table. `head` (may have several lines) and `unit` stand above the cells.
+    `values`: the numbers that the cells show, for sorting."""
 
     head: str
     unit: str
@@ -157,8 +157,8 @@ def _interval(ci: Sequence[float], sign: bool) -> str:
 
 
 def probability(p: float | None) -> str:
-    """Return three decimals, or four where three would not show on which side of 0.05 the value
-    lies."""
+    """Return p with three decimals, or with four if three would read as 0.050, so that the side of
+    0.05 is seen."""
     if p is None:
         return ""
     return "<.001" if p < 0.001 else f"{p:.4f}" if f"{p:.3f}" == "0.050" else f"{p:.3f}"

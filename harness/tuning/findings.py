@@ -1,5 +1,5 @@
-"""Reports what a search found, and writes it as a preset: the start's yaml with the chosen parameters and their
-origin."""
+"""Reports the result of a search, and writes it as a preset: a yaml file with the chosen parameters
+and comments on where they come from."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ WIDTH = 118
 
 
 def search(plan: SearchPlan, say: Callable[[str], None]) -> Findings:
-    """Run what has not run yet and return the findings; the same plan gives the same findings."""
+    """Run the planned search, reusing runs that are finished, and return its findings. `say` prints
+    progress."""
     trials, held_out = (Trials(plan.space, plan.start) for _ in range(2))
     searching = ParameterSearch(plan.space, plan.examples, trials, say)
     best = searching.run()
@@ -45,8 +46,9 @@ def search(plan: SearchPlan, say: Callable[[str], None]) -> Findings:
 
 @dataclass(frozen=True)
 class Findings:
-    """Hold a finished search, and `held_out`, the runs of its `best` point and the start on the
-    other examples."""
+    """The result of a finished search. A point is a candidate: the parameters in which it differs
+    from the start. `held_out`: the runs of the `best` point and of the start on examples that had
+    no part in the choice."""
 
     plan: SearchPlan
     search: ParameterSearch
@@ -55,21 +57,20 @@ class Findings:
 
     @cached_property
     def rows(self) -> list[Outcome]:
-        """Return the points that ran on all examples to choose by, the start first."""
+        """The points that ran on all examples to choose by, with their records; the start first."""
         points = [START, *(point for point in self.search.ranked(self.search.finished()) if point != START)]
         return [self._row(self.search.trials, point) for point in points]
 
     @cached_property
     def reported(self) -> list[Outcome]:
-        """Return the start, the chosen point and Full on the examples that had no part in the
-        choice."""
+        """The start, the chosen point and Full on the held-out examples."""
         trials = self.held_out
         rows = [self._row(trials, point) for point in dict.fromkeys([START, self.best])]
         return [*rows, Outcome("full", trials.full, trials.records[START])] if trials.full else rows
 
     def verdict(self) -> Iterator[str]:
-        """Yield whether the chosen point is better than the start, and the warnings that runs of these examples
-        deserve."""
+        """Yield sentences on the result: is the chosen point better than the start on held-out
+        examples, and can such a result be trusted?"""
         if self.best == START:
             yield f"No other value did better than {self.start_name} as it is, on the examples to choose by."
         else:
@@ -93,7 +94,8 @@ class Findings:
         yield "\n" + " ".join(self.verdict())
 
     def write_preset(self, path: Path, base: Entry, command: str) -> None:
-        """Write the chosen method as a preset based on `base`, with comments that say where it comes from."""
+        """Write the chosen method as a preset to `path`. `base`: the yaml file of the start;
+        `command`: the command line of the search, which goes into a comment."""
         changes = self.plan.space.label(self.best) or "the start's own values"
         headline = f"{self.start_name} tuned on {self.plan.start.label.split()[0]}: {changes}."
         comments = [headline, command]
@@ -133,8 +135,8 @@ class Findings:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Hold the records of one candidate, and those of the start; `beside` compares both on the same
-    examples."""
+    """The records of one candidate and of the start. `beside` is the paired comparison of the
+    two."""
 
     label: str
     records: Sequence[Record]
@@ -158,7 +160,7 @@ class Outcome:
 
 
 def columns(rows: Sequence[Outcome]) -> list[Column]:
-    """Return the columns of a table whose first row is the start."""
+    """Return the columns of a table of candidates, each compared with the first, the start."""
     tests = [None, *(row.beside for row in rows[1:])]
     read = [over_known(fmean, [record.attended_share for record in row.records]) for row in rows]
     device = [fmean(record.kv[DEVICE] for record in row.records) for row in rows]
@@ -180,8 +182,8 @@ def spelled(mean: float, ends: stats.Interval | None, sign: bool = False) -> str
 
 
 def preset_path(folder: Path, method: str, command: str) -> Path:
-    """Return the file of a method's preset. Raises `SettingsError` if it is there and was not written by the same
-    command."""
+    """Return the file of a method's preset in `folder`. Raise `SettingsError` if it exists and
+    another command wrote it."""
     path = folder / "method" / f"{method}_tuned.yaml"
     if path.is_file() and f"# {command}" not in path.read_text(encoding="utf-8").splitlines():
         raise SettingsError(f"{path} is there already, and not from this search: give another --out.")

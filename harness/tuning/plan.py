@@ -1,7 +1,9 @@
-"""Plans a search before its first run: checks it, splits its examples, counts its runs and prints all three.
+"""Plans a search for a method's parameters before its first run: checks it, splits its examples,
+counts its runs and prints all three.
 
-A point that was chosen because it scored best scores too well on the examples it was chosen by (the winner's curse), so
-its reported score comes from the other half."""
+The best of many candidates scores too well on the examples that it was chosen by (the winner's
+curse), so its reported score comes from the other half of the examples.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,8 @@ SAME_EXAMPLES = (
 
 @dataclass(frozen=True)
 class SearchPlan:
-    """Hold what a search will run. `start`: the job of the start on all examples, with the tuning
-    seed."""
+    """A search that has been checked and can run. `start`: the job of the method's present
+    parameters, from which the search starts, on all examples of the tuning seed."""
 
     space: Space
     examples: Examples
@@ -50,8 +52,9 @@ class SearchPlan:
         names: Presets,
         asked: Mapping[str, tuple[Any, ...]],
     ) -> SearchPlan:
-        """Plan a search whose start is configured like one run, with the reserved seed. `names`:
-        what the command line calls method, task and model; `asked`: its grids."""
+        """Plan a search. Method, task, model and settings are those of one run; its seed is
+        replaced by the tuning seed. `names`: what the command line calls method, task and model;
+        `asked`: the values to try by parameter, as typed."""
         resolved = resolve(wanted, method, model.describe())
         for words in resolved.notes:
             say_once(words)
@@ -84,7 +87,8 @@ class SearchPlan:
         return cls(space_of(method, grids, refusal, bool(asked)), examples, start)
 
     def lines(self) -> Iterator[str]:
-        """Yield lines that say what would run at most."""
+        """Yield lines that say what the search will try, on how many examples, and how many answers
+        that takes at most."""
         yield f"{self.start.label}, {self.start.model.describe().name}"
         width = max(map(len, self.space.grids))
         for name, values in self.space.grids.items():

@@ -1,9 +1,10 @@
-"""Searches the best parameters: one curve per parameter around the start, then the best few values
-of all together.
+"""Searches for a method's best parameters: first one curve per parameter around the start, then
+combinations of the best few values.
 
 The curves run on all examples to choose by. The combinations are halved: each round adds examples
 and keeps the better half, so that most of the work goes to what may win. Nothing is random, so the
-same command finds the same point."""
+same command finds the same point.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ TOLERANCE = 0.02  # share by which the read tokens may exceed the budget
 
 @dataclass(frozen=True)
 class Examples:
-    """Hold the examples of a search. `rounds`: disjoint parts of the examples to choose by. Every
-    group has examples in each part, and in `held_out`."""
+    """The examples of a search. `rounds`: disjoint parts of the examples to choose by; `held_out`:
+    those for the report. Every group of the task has examples in each."""
 
     rounds: tuple[list[PreparedExample], ...]
     held_out: list[PreparedExample]
@@ -47,7 +48,8 @@ class Examples:
 
 @dataclass(frozen=True)
 class ParameterSearch:
-    """Search one space. `trials` run the examples to choose by; `say` reports the progress."""
+    """Searches one space of parameters. `trials` runs candidates on the examples to choose by;
+    `say` prints progress."""
 
     space: Space
     examples: Examples
@@ -55,7 +57,7 @@ class ParameterSearch:
     say: Callable[[str], None]
 
     def run(self) -> Point:
-        """Return the best point that ran on all examples."""
+        """Run the search and return the best point among those that ran on all examples."""
         rounds = range(len(self.examples.rounds))
         points = curve_points(self.space)
         for number in rounds:
@@ -76,8 +78,8 @@ class ParameterSearch:
         return [point for point in self.trials.left(list(ran)) if len(ran[point]) == self.examples.choosing]
 
     def ranked(self, points: Sequence[Point]) -> list[Point]:
-        """Return points, best first. Among equal scores the start comes first, then what reads
-        least (in whole percents), then the point nearest to the start."""
+        """Return points, best first. Among equal scores the start comes first, then the point that
+        reads fewest tokens (in whole percents), then the one nearest to the start."""
 
         def rank(point: Point) -> tuple[float, ...]:
             read = fmean(record.attended_share or 0.0 for record in self.trials.records[point])
@@ -86,8 +88,8 @@ class ParameterSearch:
         return sorted(points, key=rank)
 
     def _combinations(self) -> list[Point]:
-        """Return points that combine the best values of two or more parameters, in the order of the
-        gain they promise if the gains of single parameters add up."""
+        """Return points that combine the best values of at least two parameters. First comes the
+        one with the largest gain if the gains of its single parameters add up."""
         best = dict[str, list[Any]]()
         for name in self.space.grids:
             curve = self.ranked(self.trials.left(self.space.curve(name)))
@@ -115,15 +117,15 @@ def curve_points(space: Space) -> list[Point]:
 
 
 def most_combinations(space: Space) -> int:
-    """Return how many combinations may follow the curves."""
+    """Return the largest number of combinations that the search may try after the curves."""
     better = [min(BEST, len(values) - 1) for values in space.grids.values()]
     return min(COMBINATIONS, prod(1 + count for count in better) - sum(better) - 1)
 
 
 @dataclass
 class Trials:
-    """Run candidates, keep their records, and discard those that fail or read more than the budget
-    allows. `start`: the job of the start, with the tuning seed."""
+    """Runs candidates and keeps their records; discards those that fail or read more than the
+    budget allows. `start`: the job of the start."""
 
     space: Space
     start: Job
@@ -133,8 +135,9 @@ class Trials:
     _allowed: float = 1.0  # multiple of the budget that the start reads, if that is more
 
     def run(self, points: Sequence[Point], part: str, items: Sequence[PreparedExample]) -> None:
-        """Run `points` on `items` and add the results to their records; finished runs are read.
-        Each part has a folder of its own, so that no run is taken for the rest of another."""
+        """Run `points` on `items` and add the results to their records. `part` names a subfolder of
+        results for these items, so that runs on different items stay apart; runs that are finished
+        there are only read."""
         start, results = self.start, self.start.wanted.results
         here = replace(start.wanted, results=replace(results, root=f"{results.root}/{part}"))
 
@@ -182,7 +185,8 @@ class Trials:
 
 
 def _room(job: Job) -> int:
-    """Return how many candidates' caches fit with the weights and Full's cache."""
+    """Return how many candidates fit into free memory at once; those that share a prefill all hold
+    a cache."""
     need, free = job.need(), free_bytes(job.settings.device)
     if free is None or not need.kv:
         return MOST
@@ -190,8 +194,9 @@ def _room(job: Job) -> int:
 
 
 def _allowed(job: Job, start: Method, records: Sequence[Record]) -> float | None:
-    """Return the prompt tokens that the budget lets a head read, mean over layers and examples; the
-    dense layers of the start read all."""
+    """Return how many prompt tokens the budget lets a head read, as a mean over layers and records;
+    None without a budget. Layers that the method reads whole (`dense_layers`) count with all
+    tokens."""
     if job.budget is None:
         return None
     dense, layers = set(getattr(start, "dense_layers", ())), range(job.model.describe().num_whole_layers)

@@ -16,13 +16,13 @@ START: Point = ()
 
 
 class SpaceError(ValueError):
-    """Say that there is nothing to search, or that a value cannot be tried, and what to do."""
+    """There is nothing to search, or a value cannot be tried; the message says what to do."""
 
 
 @dataclass(frozen=True)
 class Space:
-    """Hold the values to try. `grids`: per parameter at least two values in order, the start's
-    among them. `left_out`: values that are not tried, and why."""
+    """The values to try. `grids`: for each parameter at least two values in order, among them the
+    start's; `left_out`: sentences on values that are not tried."""
 
     start: Method
     grids: Mapping[str, tuple[Any, ...]]
@@ -35,7 +35,8 @@ class Space:
         return dict(point).get(name, getattr(self.start, name))
 
     def curve(self, name: str) -> list[Point]:
-        """Return one point per value of a parameter, with all others at the start."""
+        """Return one point per value of a parameter; all other parameters stay at the start's
+        values."""
         return self.combinations({name: self.grids[name]})
 
     def combinations(self, values: Mapping[str, Sequence[Any]]) -> list[Point]:
@@ -59,8 +60,8 @@ class Space:
 
 
 def grids_of(start: Method, asked: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
-    """Return the values to try: those of the command line; without any, what the method declares in
-    `tunable`."""
+    """Return the values to try by parameter: those of the command line, or, if it names none, those
+    that the method declares in `tunable`."""
     grids = {name: tuple(_typed(start, name, values)) for name, values in (asked or start.tunable).items()}
     if not grids:
         raise SpaceError(_nothing(start))
@@ -70,8 +71,9 @@ def grids_of(start: Method, asked: Mapping[str, tuple[Any, ...]]) -> dict[str, t
 def space_of(
     start: Method, grids: Mapping[str, tuple[Any, ...]], refusal: Callable[[Method], str | None], strict: bool
 ) -> Space:
-    """Return the space of the values that can run. `refusal`: gives the reason why a method cannot
-    run here, or None. Such a value is left out; if `strict`, it is an error."""
+    """Return the space of those values that can run. `refusal` returns the reason why a method
+    cannot run here, or None. A value with a reason is left out, or, if `strict`, raises
+    `SpaceError`."""
     left_out = list[str]()
     legal: dict[str, list[Any]] = {name: [getattr(start, name)] for name in grids}
     for name, values in grids.items():
@@ -93,8 +95,8 @@ def space_of(
 
 
 def _typed(method: Method, name: str, values: Sequence[Any]) -> Iterator[Any]:
-    """Yield the values with their types checked as on the command line of a run; 8 becomes 8.0
-    where a field is a float."""
+    """Yield the values after checking their types as for a run; an int becomes a float if the field
+    is one. Raise `PluginError` for a value of the wrong type."""
     hint = get_type_hints(type(method))[name]
     for value in values:
         if not fits(value, hint):
