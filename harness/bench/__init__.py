@@ -1,1 +1,2 @@
-"""Benchmarks: ratios from one run, side by side, with the load average beside them. No hydra here."""
+"""Benchmarks. Each compares calls that run in turn in one process, and records the load average. No
+hydra here."""

@@ -51,8 +51,8 @@ WARM_UP = 256  # tokens of a prompt before the one that is timed
 
 
 class Decoding:
-    """Runs `batch` sequences over `prompt` [1 S], which decode turn after turn together; the model is routed
-    meanwhile."""
+    """Runs `batch` sequences of one method over the same `prompt` [1 S], which decode together,
+    turn after turn. The model must be routed (harness/engine/hf.py) as long as it is used."""
 
     def __init__(self, kv: Attachment, prompt: Tensor, options: argparse.Namespace, batch: int = 1) -> None:
         self.engine = Engine(kv, graphs=usual_graphs(kv.model.device))
@@ -69,7 +69,8 @@ class Decoding:
 
     @torch.inference_mode()
     def _first(self, prompt: Tensor, synthetic: bool, batch: int) -> list[Generation]:
-        """Let one sequence after the other join, which is sealed before the next prompt comes, and decode a turn."""
+        """Prefill and seal one sequence after the other, then decode the first turn of all
+        together."""
         running = RunningBatch(self.engine)
         slots = []
         for _ in range(batch):
@@ -83,7 +84,8 @@ class Decoding:
         return [slot.out for slot in slots]
 
     def _filled(self, cache: KVCache, prompt: Tensor) -> Tensor:
-        """Fill a cache with random keys and values, layer by layer, as a prompt comes; return logits."""
+        """Fill a cache with random keys and values in place of a prefill; return logits of
+        zeros."""
         kv = self.engine.attachment
         for index, layer in enumerate(cache.layers):
             _shape(kv).fill([layer], prompt.shape[1], attending=not kv.method.dense_prefill)
@@ -93,8 +95,8 @@ class Decoding:
         return torch.zeros(1, kv.model.config.vocab_size, device=kv.model.device)
 
     def turn(self) -> list[Generation]:
-        """Decode `new` tokens for each, the first of which is not computed: each turn begins with the prompt's next
-        token."""
+        """Decode `new` tokens of each sequence. The first of them is not computed: it comes from
+        the logits of the prompt."""
         running = RunningBatch(self.engine)
         slots = [
             running.join(cache, logits, self.question, began=perf_counter(), max_new_tokens=self.new)
@@ -105,7 +107,7 @@ class Decoding:
         return [slot.out for slot in slots]
 
     def timed_turn(self) -> MarkedSeconds:
-        """Return the seconds of a token after the second."""
+        """Decode a turn and return the seconds per token after the second."""
         before, watch = [replace(cache.traffic) for cache in self.caches], LoadWatch()
         self.last = self.turn()
         disturbed, steps = watch.disturbed(), self.new - 1
@@ -129,7 +131,8 @@ def measure(
     batch: int,
     beside: bool,
 ) -> dict[str, Any]:
-    """Return the figures of a row. ids [1 S]: the prompt. `beside`: Full's sequences run in turn."""
+    """Return the figures of one row. ids [1 S]: the prompt. `beside`: sequences of Full decode in
+    turn with the method's, for the speedup. `known`: the limits of this machine."""
     full = Full()
     with ExitStack() as attachments:
         own_kv = attachments.enter_context(closing(attach(method)))
@@ -168,7 +171,7 @@ def _mean(runs: Sequence[Generation], token: int) -> float:
 
 
 def attachment(method: Method, loaded: LoadedModel, text: list[int], options: argparse.Namespace) -> Attachment:
-    """Attach `method` as a run does."""
+    """Attach `method` to the model with the options of the benchmark, as a run does."""
     placement: str = options.placement if method.offloads else DEVICE
     reuse_steps = options.reuse_steps if method.uses_budget else 0
     calibration = torch.tensor([text])
@@ -182,7 +185,7 @@ def _overlaps(options: argparse.Namespace) -> bool:
 
 
 def cache_spec(method: Method, options: argparse.Namespace) -> CacheSpec:
-    """Return what the forecast of bytes asks of a run with these options."""
+    """Return what the memory forecast (harness/jobs/memory.py) needs to know of these options."""
     settings = Settings(
         budget=options.budget,
         placement=options.placement if method.offloads else DEVICE,
@@ -196,7 +199,8 @@ def cache_spec(method: Method, options: argparse.Namespace) -> CacheSpec:
 
 
 class Forecast:
-    """Says which batches of a prompt of `tokens` tokens fit into the memory that is free now."""
+    """Forecasts which batches of prompts of `tokens` tokens fit into the memory that is free
+    now."""
 
     def __init__(self, info: ModelInfo, tokens: int, options: argparse.Namespace) -> None:
         self.info, self.options = info, options
@@ -204,7 +208,8 @@ class Forecast:
         self.free = free_here(options.device)
 
     def batch(self, method: Method, asked: int | str) -> int:
-        """Return the batch that was asked for. Raises `ValueError` where it does not fit."""
+        """Return the batch to run: the number that was asked for, or the largest that fits for
+        "max". Raise `ValueError` if it does not fit."""
         spec = cache_spec(method, self.options)
         if isinstance(asked, int):
             need = needed_by(self.info, spec, self.item, asked, loaded=True)
@@ -216,7 +221,7 @@ class Forecast:
         return most
 
     def holds_both(self, method: Method, batch: int) -> bool:
-        """Return whether as many sequences of Full fit besides."""
+        """Return True if as many sequences of Full fit into memory beside those of the method."""
         own, full = (
             needed_by(self.info, cache_spec(each, self.options), self.item, batch, loaded=True)
             for each in (method, Full())
@@ -226,8 +231,8 @@ class Forecast:
 
 
 def floor_s(decoding: Decoding, read_gb_s: float) -> float:
-    """Return the seconds of a step that does nothing but read the weights, and the keys and values that each sequence
-    attends to, once."""
+    """Return the least seconds of a step: the time to read the weights, and the keys and values
+    that the sequences attend to, once at `read_gb_s`."""
     model, specs = decoding.engine.model, decoding.engine.attachment.specs
     attended = sum(run.measured.get("attended_total") or 0.0 for run in decoding.last)
     rows = sum(2 * spec.num_kv_heads * spec.head_dim * attended for spec in specs) * model.dtype.itemsize
@@ -245,7 +250,7 @@ def run(
     known: limits.Limits,
     report: output.Report,
 ) -> None:
-    """Add the rows of every batch, one after the other."""
+    """Measure every batch of the options at every length, and add the rows to `report`."""
     attach = partial(attachment, loaded=loaded, text=text[-CALIBRATION:], options=options)
 
     def after(tokens: int, batch: int | str) -> methods.MeasureMethod:
@@ -268,7 +273,8 @@ def _told(row: dict[str, Any]) -> str:
 
 
 def _prompt(text: list[int], tokens: int, loaded: LoadedModel, options: argparse.Namespace) -> list[int]:
-    """Return the last of `text`, repeated where it is too short and nobody reads it."""
+    """Return the last `tokens` of the token ids in `text`. With --synthetic they are repeated if
+    there are too few, because nobody reads them; otherwise `ValueError` is raised."""
     if options.synthetic:
         return (text * (tokens // len(text) + 1))[-tokens:]
     needed = tokens + options.new * (options.rounds + 1)
@@ -302,14 +308,14 @@ TABLE = output.table(
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return what reads the options of this benchmark."""
+    """Return the argument parser of this benchmark."""
     model = {"shape": None, "layers": None, "synthetic": False, "overlap": "auto", "batch": [1]}
     shared = model | arguments.METHODS | arguments.FAST
     return arguments.parser("decode", __doc__, tokens=[2048, 4096, 7936], new=16, budget=0.2, **shared)
 
 
 def main(options: argparse.Namespace) -> None:
-    """Measure, print and write a table, its figures and a picture."""
+    """Measure, print, and write a table, its figures and a picture."""
     if options.new < 3:
         raise ValueError(f"--new {options.new} leaves no step to time after the second token: use at least 3.")
     options.synthetic |= options.shape is not None
@@ -332,7 +338,8 @@ def main(options: argparse.Namespace) -> None:
 
 
 def _draw(path: Path, rows: Sequence[output.BenchRow], title: str) -> None:
-    """Draw TPOT against the length of the prompt; where there are several batches, tokens per second against these."""
+    """Draw the time per token by prompt length; if there are several batch sizes, tokens per second
+    by batch size."""
     if len({row["batch"] for row in rows}) == 1:
         labels = ("prompt tokens", "seconds per output token")
         output.lines(path, rows, x="tokens", y="tpot_s", series="method", labels=labels, title=title)

@@ -37,7 +37,7 @@ class TimedRun(NamedTuple):
 
 
 class _Clock(BaseStreamer):
-    """Notes when each token reaches the host."""
+    """A streamer for `model.generate` that notes when each token reaches the host."""
 
     def __init__(self) -> None:
         self.watch, self.began = LoadWatch(), perf_counter()
@@ -61,7 +61,7 @@ def timed(tokens: list[int], token_s: Sequence[float], disturbed: bool) -> Timed
 
 @torch.inference_mode()
 def theirs(loaded: LoadedModel, prompt: Tensor, new: int) -> TimedRun:
-    """Run transformers' own loop, as a user calls it."""
+    """Run transformers' own `model.generate`, as a user calls it."""
     clock = _Clock()
     model: Any = loaded.model
     out = model.generate(
@@ -76,7 +76,7 @@ def theirs(loaded: LoadedModel, prompt: Tensor, new: int) -> TimedRun:
 
 
 def ours(loaded: LoadedModel, prompt: Tensor, new: int) -> TimedRun:
-    """Run our engine as a run does, which captures its steps on a GPU."""
+    """Run our engine with Full as a run does; on a GPU it captures its steps."""
     with attached(loaded.model, Full()) as kv:
         engine, watch = Engine(kv, graphs=usual_graphs(kv.model.device)), LoadWatch()
         generation = engine.generate(prompt, max_new_tokens=new)
@@ -84,7 +84,8 @@ def ours(loaded: LoadedModel, prompt: Tensor, new: int) -> TimedRun:
 
 
 def calls_of(loaded_as: Mapping[str, LoadedModel], prompt: Tensor, new: int) -> dict[tuple[str, str], Call]:
-    """Return a run of each side in each dtype."""
+    """Return the calls to measure, by ("ours" or "generate", dtype): each generates `new` tokens
+    after `prompt`. `loaded_as`: the model in each dtype."""
     return {
         (whose, dtype): partial(run, loaded, prompt, new)
         for dtype, loaded in loaded_as.items()
@@ -93,7 +94,8 @@ def calls_of(loaded_as: Mapping[str, LoadedModel], prompt: Tensor, new: int) -> 
 
 
 def compare(runs: RunsBySide, prompt_tokens: int, dtypes: Sequence[str], eos: set[int]) -> list[dict[str, Any]]:
-    """Return a row per dtype in which both sides ran."""
+    """Return a row per dtype in which both sides ran: their times, ratios, and if their tokens are
+    equal."""
     rows = []
     for dtype in dtypes:
         if ("ours", dtype) not in runs or ("generate", dtype) not in runs:
@@ -110,7 +112,8 @@ def compare(runs: RunsBySide, prompt_tokens: int, dtypes: Sequence[str], eos: se
 
 
 def _until(tokens: list[int], eos: set[int]) -> list[int]:
-    """Return the tokens up to the first EOS: `generate` forbids it while our engine runs over it."""
+    """Return the tokens before the first EOS: `generate` never picks EOS here, while our engine
+    goes on after it, so that tokens after it differ."""
     return tokens[: next((i for i, token in enumerate(tokens) if token in eos), len(tokens))]
 
 

@@ -34,12 +34,13 @@ TRACED = 5  # steps with a clock in each operation
 
 
 class LayerDecoding:
-    """Runs a sealed layer of a method, which takes one new random token per step."""
+    """One sealed layer of a method, which decodes one new random token per step."""
 
     def __init__(
         self, method: Method, shape: LayerShape, tokens: int, options: argparse.Namespace, steps: int = 0
     ) -> None:
-        """Make a layer with room for `steps` steps, by default as many as the rounds take."""
+        """Prefill and seal the layer with `tokens` random tokens. `steps`: how many steps it has
+        room for; by default as many as the rounds of the benchmark take."""
         specs = shape.specs()
         request = Request(
             batch=1,
@@ -66,7 +67,8 @@ class LayerDecoding:
             self.layer.decode(self.next)
 
     def rewind(self, tokens: int) -> None:
-        """Let Full forget what it generated."""
+        """Drop the tokens after the prompt of `tokens` from Full's layer, so that it can be used
+        again."""
         assert isinstance(self.layer, Layer)
         self.position, self.layer.store.length = tokens - 1, tokens
 
@@ -104,7 +106,8 @@ def measure(method: Method, full: LayerDecoding, tokens: int, options: argparse.
 
 
 def trace(decoding: LayerDecoding) -> tuple[dict[str, float], float]:
-    """Return the seconds of each phase and the bytes that its operations read, medians over steps."""
+    """Return the seconds of each phase of a step, and the bytes that its operations read; medians
+    over a few steps."""
     phases: dict[str, list[float]] = defaultdict(list)
     read = []
     for _ in range(TRACED):
@@ -118,7 +121,7 @@ def trace(decoding: LayerDecoding) -> tuple[dict[str, float], float]:
 
 
 def _traced_step(decoding: LayerDecoding) -> tuple[float, dict[str, float], int]:
-    """Return the seconds of a step and of each phase in it, and the bytes read."""
+    """Return the seconds of one step, the seconds of each phase in it, and the bytes read."""
     watch, read = Stopwatch(decoding.shape.device), list[int]()
     with clocked(watch, lambda name, arguments, _: read.append(bytes_read(name, arguments))):
         whole = own_seconds(decoding.step, decoding.shape.device)

@@ -1,7 +1,8 @@
-"""The operations at the shapes that methods call them with: one layer, one sequence, `budget` of `tokens` chosen.
+"""The operations of kernels/ops.py with inputs in the shapes in which methods call them: one layer,
+one sequence, `budget` chosen tokens of `tokens`.
 
-Those of the model around a method run on one token and on a prompt, in a model whose channels are those of all query
-heads.
+The operations of the model around a method run on one token and on a prompt, in a model whose
+hidden size is that of all query heads together.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class OpCase(NamedTuple):
 
 @dataclass(frozen=True)
 class Inputs:
-    """Makes random inputs, as views like those that stores hand out."""
+    """Makes random inputs; as in a run, they are views of larger tensors."""
 
     shape: LayerShape
     tokens: int
@@ -73,7 +74,8 @@ class Inputs:
         return torch.randn(size, device=self.shape.device).to(dtype or self.shape.dtype)
 
     def rows(self, heads: int, among: int, count: int) -> Tensor:
-        """Return rows that differ by head, as a choice by scores gives them. [1 heads count]"""
+        """Return `count` random token indices below `among` for each head [1 heads count], each
+        index once."""
         scores = torch.rand(1, heads, among, device=self.shape.device)
         return scores.topk(min(count, among), sorted=False).indices
 
@@ -91,7 +93,7 @@ class Inputs:
 
     @cached_property
     def kv(self) -> tuple[Tensor, Tensor]:
-        """Return K and V of the prompt [1 G S D]."""
+        """The keys and values of the prompt, each [1 G S D]."""
         k, v = (self.random(1, self.shape.kv_heads, self.tokens + ROOM, self.shape.head_dim) for _ in range(2))
         return k[:, :, : self.tokens], v[:, :, : self.tokens]
 
@@ -103,7 +105,8 @@ class Inputs:
         return self.random(1, self.shape.kv_heads, self.group, width)
 
     def coded(self, bits: int) -> Coded:
-        """Return K and V as codes, in whole blocks."""
+        """Return keys and values quantised to `bits` bits; tokens after the last whole block are
+        left out."""
         codec = IntCodec(bits=bits)
         whole = self.tokens // codec.block * codec.block
         parts = [codec.encode(*(x[:, :, part] for x in self.kv)) for part in pieces(whole, codec.block)]
@@ -111,7 +114,8 @@ class Inputs:
         return codec.codes(Encoded(tuple(tokens), tuple(blocks)))
 
     def segments(self, heads: int) -> list[Segment]:
-        """Return the sinks, tokens chosen between, and the most recent ones: `budget` tokens in all."""
+        """Return `budget` tokens as three segments: the first tokens (sinks), tokens chosen among
+        the middle ones per head, and the most recent ones."""
         (k, v), recent = self.kv, self.budget // 2
         middle, tail = slice(SINKS, self.tokens - recent), slice(self.tokens - recent, None)
         rows = self.rows(heads, self.tokens - recent - SINKS, self.budget - recent - SINKS)

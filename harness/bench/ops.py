@@ -34,8 +34,9 @@ SCORED = "prefill_attention"  # whose reference keeps the scores of all queries
 
 @torch.inference_mode()
 def measure(case: OpCase, shape: LayerShape, known: limits.Limits, rounds: int) -> list[dict[str, Any]]:
-    """Return a row per backend; the one that methods get comes first. A backend that ends in an error, or whose scores
-    do not fit into free memory, is a row that says why."""
+    """Return one row per backend of an operation; the backend that methods get comes first. A
+    backend that raises an error, or whose attention scores do not fit into memory, becomes a row
+    that says why."""
     op, failures = OPS[case.op], dict[str, str]()
     refused = {name: reason for name in op.targets if (reason := op.refusal(name, *case.args))}
     calls: dict[str, Call] = {name: partial(_run, op, name, case) for name in op.targets if name not in refused}
@@ -72,8 +73,9 @@ def measure(case: OpCase, shape: LayerShape, known: limits.Limits, rounds: int) 
 
 
 def scores_too_large(case: OpCase, device: torch.device) -> str | None:
-    """Return why what keeps the scores of all queries cannot run, or None. It keeps them in fp32, and their weights
-    beside them; on a system that promises memory which it does not have, a try would end the process."""
+    """Return the reason why a backend that keeps the attention scores of all queries (in fp32, and
+    their softmax beside them) does not fit into free memory; None if it does. Trying could end the
+    process."""
     q, k = case.args[:2]
     needed, free = 2 * 4 * q.shape[:3].numel() * k.shape[2], free_bytes(str(device))
     if free is None or needed <= free:
@@ -82,7 +84,8 @@ def scores_too_large(case: OpCase, device: torch.device) -> str | None:
 
 
 def limit_s(case: OpCase, shape: LayerShape, known: limits.Limits) -> float:
-    """Return the seconds that this machine needs at least."""
+    """Return the least seconds that this machine needs for an operation: to read its bytes or to
+    compute its products, whichever takes longer."""
     read = bytes_read(case.op, case.args) / known["read_gb_s"]
     return max(read, case.flops / known["matmul_gflop_s"][NAMES[case.dtype or shape.dtype]]) / 1e9
 
@@ -115,7 +118,7 @@ def _told(row: output.BenchRow) -> str:
 
 
 def wanted(options: argparse.Namespace) -> Iterator[Inputs]:
-    """Yield the inputs of each length. Raises `ValueError` for sizes that do not go together."""
+    """Yield the inputs of each length. Raise `ValueError` for sizes that do not go together."""
     shape = arguments.shape(options)
     for tokens in options.tokens:
         yield Inputs(shape, tokens, options.budget, options.prefill, options.inner)

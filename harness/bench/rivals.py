@@ -1,4 +1,5 @@
-"""What a user would take in place of an operation: transformers' attention, torch's own gather and scatter."""
+"""The alternatives that a user would take in place of an operation: transformers' attention,
+torch's own gather and scatter."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ class Rival(NamedTuple):
 
 
 def rival(case: OpCase) -> Rival | None:
-    """Return the usual alternative to an operation; None where there is nothing that one would take."""
+    """Return the usual alternative to an operation; None if there is none."""
     make = _RIVALS.get(case.op)
     return None if make is None else make(*case.args)
 
@@ -44,14 +45,16 @@ def _attention(q: Tensor, segments: Sequence[Segment], scale: float) -> Rival:
 
 
 def _over_codes(q: Tensor, coded: Coded, scale: float) -> Rival:
-    """Return Full's own step over what the codes stand for, in the dtype of the cache."""
+    """Return Full's attention over the decoded keys and values, as the alternative to attention
+    over codes."""
     blocks = torch.arange(coded.k.shape[2], device=q.device) // coded.block
     k, v = ops.decode_rows(coded, None, blocks.expand(coded.k.shape[:3]), q.dtype)
     return Rival("Full, not coded", lambda: ops.segment_attention_with_lse(q, [Segment(k, v)], scale))
 
 
 def _taken(x: Tensor, rows: Tensor | None, segments: Sequence[Segment]) -> Tensor:
-    """Return the rows of a segment [B G|H K D], with as many heads for every segment."""
+    """Return keys or values `x` at `rows` [B G|H K D], repeated so that all segments have the same
+    number of heads; the whole of `x` if `rows` is None."""
     heads = max(x.shape[1] if s.rows is None else s.rows.shape[1] for s in segments)
     if rows is None:
         return x.repeat_interleave(heads // x.shape[1], 1)
@@ -74,7 +77,7 @@ def scattered(x: Tensor, rows: Tensor, values: Tensor) -> Tensor:
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Return transformers' attention [B T H D] by torch's own kernel."""
+    """Return the attention output [B T H D] of transformers with torch's SDPA kernel."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     groups: Any = SimpleNamespace(num_key_value_groups=q.shape[1] // k.shape[1], is_causal=True)
@@ -83,7 +86,8 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Return transformers' attention [B T H D] in plain torch, and its weights [B H T S]."""
+    """Return the attention output [B T H D] of transformers in plain torch, and its weights [B H T
+    S]."""
     from transformers.models.llama.modeling_llama import eager_attention_forward
 
     new, stored = q.shape[2], k.shape[2]

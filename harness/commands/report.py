@@ -1,5 +1,9 @@
 """`python -m harness.report DIR...`: one row per run, one table per task, model and protocol; as a
-page too."""
+page too.
+
+The table is printed here, also at the end of `python -m harness` (`print_report`). Its rows are
+made by harness/reports/compare.py and its text by harness/reports/document.py.
+"""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from itertools import zip_longest
 from harness.config.catalogue import flatten, plain
 from harness.config.errors import as_command
 from harness.config.settings import WITHOUT_EFFECT, recorded_defaults
-from harness.reports.command import command
+from harness.reports.rerun import command
 from harness.results.identity import PARTS, word
 from harness.results.records import Record, Reply, StoreError
 from harness.results.run_folder import ERROR, StoredRun, load

@@ -1,1 +1,1 @@
-"""Finished runs side by side: what belongs into one table, its cells, its notes, its pictures."""
+"""Reports on finished runs: which runs share a table, its cells, its notes, its pictures."""

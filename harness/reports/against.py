@@ -1,4 +1,5 @@
-"""Methods against methods: every row of a table held against one that was named, on the same prompts."""
+"""Compares every row of a table with one row that the user names (`--against snapkv`), in place of
+Full, on the same prompts."""
 
 from __future__ import annotations
 
@@ -21,8 +22,9 @@ HEADS = {"method": "method", "budget": "budget", "vs full": "score", "p": "p", "
 
 
 def against(tables: Sequence[Comparison], reference: str) -> list[Comparison]:
-    """Return the tables anew, with the rows called `reference` in place of Full. It is a label or preset, which stands
-    for the row of the same budget, or has a budget (`snapkv 20%`) and stands for that row alone."""
+    """Return the tables again, with rows compared with the method `reference` instead of Full. It
+    is a row's label or preset, which means the row of the same budget, or a label with a budget
+    (`snapkv 20%`), which means that row alone. Raise `StoreError` if no row has that name."""
     known = {called for table in tables for entry in table.entries for called in _names(entry)}
     if reference not in known:
         raise StoreError(f"--against {reference}: no run is called so{suggestion(reference, sorted(known))}")
@@ -43,11 +45,12 @@ def against(tables: Sequence[Comparison], reference: str) -> list[Comparison]:
 
 
 def _names(entry: ReportRow) -> set[str]:
-    """Return the names that a user may give a row: its label or its preset, each with or without its budget."""
+    """Return the names by which a user may call a row: label or preset, each with or without the
+    budget."""
     called = {entry.label, name(entry.run, "method")}
     return called | {f"{label} {budget(entry.summary)}".strip() for label in called}
 
 
 def differences(table: Comparison) -> list[Column]:
-    """Return the columns of such a table."""
+    """Return the columns of a table that `against` made."""
     return [replace(column, head=HEADS[column.head]) for column in measurements(table) if column.head in HEADS]

@@ -1,4 +1,8 @@
-"""The tables of a report whose rows are runs: the one that a reader sees first, all measurements, and three others."""
+"""The cells of a report's tables whose rows are runs, as columns: the first table (`overview`), all
+measurements, likelihoods, costs, and parts of a step.
+
+document.py puts these columns together into the text that is printed.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +41,7 @@ PEAKS = {  # head -> key of summary.json's `memory`
 
 
 def names(entries: Sequence[ReportRow]) -> list[Column]:
-    """Return the two columns that say which run a row is."""
+    """Return the two columns that name a row: method and budget."""
     rows = [entry.summary for entry in entries]
     return [
         Column("method", "", [entry.label for entry in entries], left=True),
@@ -46,7 +50,8 @@ def names(entries: Sequence[ReportRow]) -> list[Column]:
 
 
 def overview(table: Comparison) -> list[Column]:
-    """Return the first table: score, difference to Full, cost of the right answer, what was read, times, and bytes."""
+    """Return the columns of the first table: score, difference to Full, difference in the cost of
+    the right answer, share of the prompt that was read, times, and bytes."""
     entries, rows = table.entries, [entry.summary for entry in table.entries]
     if table.of_perplexity:
         scores = _perplexities(table)
@@ -71,7 +76,7 @@ def overview(table: Comparison) -> list[Column]:
 
 
 def measurements(table: Comparison) -> list[Column]:
-    """Return everything: what it scored on how much evidence, what it read, how fast it was, how many bytes it took."""
+    """Return the columns of the table of all measurements: scores, tokens read, speed, bytes."""
     entries, rows = table.entries, [entry.summary for entry in table.entries]
     if table.of_perplexity:
         scores = _perplexities(table)
@@ -117,7 +122,8 @@ def measurements(table: Comparison) -> list[Column]:
 
 
 def likelihoods(table: Comparison) -> list[Column]:
-    """Return what the right answers cost; empty where that was not measured, or is the main table's own number."""
+    """Return the columns on how likely the right answers were; empty if that was not measured, or
+    if the first table already consists of it (perplexity)."""
     own = [entry.summary["likelihood"] or {} for entry in table.entries]
     if not any(own) or table.of_perplexity:
         return []
@@ -133,7 +139,8 @@ def likelihoods(table: Comparison) -> list[Column]:
 
 
 def costs(table: Comparison) -> list[Column]:
-    """Return preparation, seal and peak memory; empty where no run says any of it."""
+    """Return the columns on preparation, seal and peak memory; empty if no run has these
+    numbers."""
     rows = [entry.summary for entry in table.entries]
     columns = [
         quantity("prepare", [row.get("prepare_s") for row in rows], SECONDS),
@@ -144,7 +151,8 @@ def costs(table: Comparison) -> list[Column]:
 
 
 def step_parts(table: Comparison) -> list[Column]:
-    """Return the parts of a decode step's time, a row for each traced run; empty where there is none."""
+    """Return the columns on the parts of a decode step's time, one row per traced run; empty
+    without one."""
     traced = [entry for entry in table.entries if entry.summary["trace"]]
     if not traced:
         return []
@@ -158,20 +166,23 @@ def _score(unit: str, rows: Sequence[Mapping[str, Any]]) -> Column:
 
 
 def _difference(entry: ReportRow) -> str:
-    """Write the difference of a score to Full's in points with its interval."""
+    """Return the difference between a row's score and Full's as text, in points, with its
+    interval."""
     full = entry.summary["full"]
     return with_ci(full["diff"], full["ci95"], sign=True) if full else ""
 
 
 def _perplexities(table: Comparison) -> list[Column]:
-    """Return what stands in place of scores where texts were fed: perplexity, and the difference to Full with its p."""
+    """Return the columns that replace scores if texts were fed by force: perplexity, and the
+    difference to Full with its p."""
     means = [(entry.summary["likelihood"] or {}).get("mean") for entry in table.entries]
     values = [None if mean is None else exp(mean) for mean in means]
     return [number("perplexity", "", values), _cost_difference(table), _cost_p(table)]
 
 
 def _cost_difference(table: Comparison) -> Column:
-    """Return by how much more a right answer costs than under Full, with its interval."""
+    """Return a column with the difference in the negative log-likelihood (cost) of right answers
+    between each row and Full."""
     costs = [entry.cost for entry in table.entries]
     cells = [nats_with_ci(cost) + "*" * row.cost_differs for cost, row in zip(costs, table.entries, strict=True)]
     return Column("NLL vs full", "nats, 95% CI", cells, values=[cost.get("diff") for cost in costs])
@@ -184,13 +195,14 @@ def _cost_p(table: Comparison) -> Column:
 
 
 def nats_with_ci(cost: Mapping[str, Any]) -> str:
-    """Write a difference in nats, followed by its interval."""
+    """Return a difference of likelihoods (`cost`) as text, in nats, followed by its interval."""
     ends = cost.get("ci95")
     return signed(cost.get("diff")) + (f" [{signed(ends[0])}, {signed(ends[1])}]" if ends else "")
 
 
 def signed(nats: float | None) -> str:
-    """Write a difference with its sign; none but 0 reads as 0, so that an interval shows on which side it lies."""
+    """Return a difference as text with its sign. Only an exact 0 reads as 0, so that the end of an
+    interval shows on which side of 0 it lies."""
     if not nats:
         return "" if nats is None else "0"
     size = abs(nats)
@@ -198,7 +210,8 @@ def signed(nats: float | None) -> str:
 
 
 def _held_bytes(memory: Sequence[Mapping[str, Any]]) -> list[Column]:
-    """Return the bytes held in each tier, in one unit; a tier that holds nothing has no column."""
+    """Return a column for each tier with the bytes held there, all in one unit. A tier that holds
+    nothing in any row has no column, except the device."""
     sizes = {tier.head: [row.get(bytes_key(name)) for row in memory] for name, tier in TIERS.items()}
     shown = (TIERS[DEVICE].head, *(head for head, some in sizes.items() if any(some)))
     return [column for column in quantities(sizes, BYTES) if column.head in shown]
@@ -215,7 +228,8 @@ def _measured(measure: Measure, values: Sequence[float | None]) -> Column:
 
 
 def _read_of_full(entry: ReportRow) -> float | None:
-    """Return the bytes read, of those that Full read on the same examples; unknown unless both were traced."""
+    """Return the bytes that a step read as a share of what Full's step read on the same examples;
+    None unless both runs were traced."""
     key = "read_bytes_per_step"
     whole = {record.id: record.measured.get(key) for record in entry.full.records} if entry.full else {}
     pairs = [(record.measured.get(key), whole.get(record.id)) for record in entry.run.records]
@@ -223,6 +237,6 @@ def _read_of_full(entry: ReportRow) -> float | None:
 
 
 def num_examples(entry: ReportRow) -> str:
-    """Write the number of examples, of so many where that is not all."""
+    """Return the number of examples as text; "3/10" if the run is not complete."""
     done, expected = entry.summary["num_examples"], entry.run.info.get("num_expected")
     return str(done) if expected in (None, done) else f"{done}/{expected}"

@@ -1,4 +1,5 @@
-"""Runs side by side: which belong into one table, what each is called there, which Full each is held against."""
+"""Sorts finished runs into tables of rows: which runs share a table, what each row is called, which
+run of Full it is compared with. The cells of a row are made in columns.py."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ PERPLEXITY = "perplexity"  # the metric of tasks whose texts are fed in place of
 
 @dataclass(frozen=True, slots=True)
 class ReportRow:
-    """A run in its table. `label` tells it from its neighbours, but for the budget."""
+    """A row of a table: a run, its summary, and the run of Full that it is compared with. `label`
+    and budget together name the row in its table."""
 
     run: StoredRun
     full: StoredRun | None
@@ -47,7 +49,8 @@ class ReportRow:
 
     @property
     def cost(self) -> Mapping[str, Any]:
-        """Return the comparison of the run's likelihoods with Full's, or an empty mapping."""
+        """The comparison of the run's likelihoods with Full's; an empty mapping if there is
+        none."""
         return (self.summary["likelihood"] or {}).get("full") or {}
 
     @property
@@ -61,7 +64,7 @@ class ReportRow:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Holds the runs of one task, model and protocol, Full first."""
+    """One table: the runs of one task, model and protocol, Full first."""
 
     title: str
     metric: str
@@ -69,12 +72,13 @@ class Comparison:
 
     @property
     def of_perplexity(self) -> bool:
-        """Return whether texts were fed in place of answers, so that only likelihoods can be compared."""
+        """True if the texts were fed by force in place of answers, so that likelihoods take the
+        place of scores."""
         return self.metric == PERPLEXITY
 
     @cached_property
     def alarms(self) -> list[Alarm]:
-        """Return what a reader must know before the table, the most serious first."""
+        """The alarms of this table (harness/results/alarms.py), the most serious first."""
         return table_alarms(
             [
                 AlarmRow(row.title, row.run, row.full, row.summary, row.cost_p if self.of_perplexity else row.score_p)
@@ -84,7 +88,8 @@ class Comparison:
 
 
 def comparisons(runs: Sequence[StoredRun]) -> list[Comparison]:
-    """Return one table for each combination of what must not be mixed, worked out from the records. No folder is
+    """Return the tables of these runs: runs that must not be mixed (another task, model or
+    protocol) are in different tables. All numbers are computed from the records; no folder is
     written to."""
     tables: dict[str, list[StoredRun]] = defaultdict(list)
     for run in runs:
@@ -98,7 +103,8 @@ def comparisons(runs: Sequence[StoredRun]) -> list[Comparison]:
 def _comparison(
     runs: Sequence[StoredRun], title: str, neighbours: Neighbours, reported: Sequence[StoredRun]
 ) -> Comparison:
-    """Return the table of `runs`; `reported` are the runs of all tables."""
+    """Return the table of `runs`. `reported`: the runs of all tables, among which a Full may lie
+    that almost fits, so that the report can say why it does not."""
     entries = []
     for run, label in zip(runs, labels(runs), strict=True):
         full = reference(run, runs) or reference(run, neighbours.fulls(run))
@@ -112,7 +118,9 @@ def _comparison(
 
 
 def corrected(entries: Sequence[ReportRow], has_scores: bool) -> list[ReportRow]:
-    """Return the rows with their p after Holm's correction over the scores and likelihoods of all of them."""
+    """Return the rows with the p values of their comparisons with Full after Holm's correction over
+    the whole table. With `has_scores`, p values of scores and of likelihoods are corrected
+    together."""
     scores = [entry.summary["full"]["p"] if has_scores and entry.summary["full"] else None for entry in entries]
     ps = [*scores, *(entry.cost.get("p") for entry in entries)]
     adjusted = iter(stats.holm([p for p in ps if p is not None]))
@@ -124,6 +132,7 @@ def corrected(entries: Sequence[ReportRow], has_scores: bool) -> list[ReportRow]
 
 
 def asked(summary: Mapping[str, Any]) -> float:
-    """Return the budget, in the order of budgets: shares below 1, tokens above, or bytes; 0 where there is none."""
+    """Return the budget as a number to sort rows by: a share (below 1), a number of tokens, or
+    bytes; 0 without a budget."""
     layers = summary["budget"]["layers"]
     return fmean(layers) if layers else float(summary["budget"].get("bytes") or summary["budget"]["asked"] or 0)

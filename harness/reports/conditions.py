@@ -1,4 +1,5 @@
-"""Under what conditions the rows of a table came about: prompts, dtype, device, machine, versions, commit, settings."""
+"""The lines below a table on the conditions of its rows: prompts, dtype, device, machine, versions,
+commit, settings."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ SHOWN_APART = ("dtype", "device", "threads", "protocol", "layer_budgets")
 
 
 def conditions(table: Comparison) -> Iterator[str]:
-    """Yield one line for each subject. Where the rows of a table differ in one, it says which row has what."""
+    """Yield one line per subject. If the rows differ in it, the line says which row has which
+    value."""
     entries = table.entries
     yield "prompts: " + "; ".join(_prompts([record for entry in entries for record in entry.run.records]))
     for subjects in SUBJECTS:
@@ -30,7 +32,8 @@ def conditions(table: Comparison) -> Iterator[str]:
 
 
 def origin(run: StoredRun) -> dict[str, Any]:
-    """Return what run.json says of the machine and the code, as flat values that may be null."""
+    """Return the entries of run.json about the machine and the code as flat values; None if
+    unknown."""
     machine, git = run.provenance("machine"), run.provenance("git")
     return {
         **{key: git.get(key) for key in ("commit", "dirty")},
@@ -43,7 +46,8 @@ def origin(run: StoredRun) -> dict[str, Any]:
 
 
 def _prompts(records: Sequence[Record]) -> Iterator[str]:
-    """Yield their real lengths, by the length that was asked for where the task has one."""
+    """Yield the real lengths of the prompts in words, for each length that the task was asked
+    for."""
     lengths: dict[Any, dict[str, int]] = defaultdict(dict)
     for record in records:
         lengths[record.data.get("length")][record.prompt_sha256] = record.prompt_tokens
@@ -65,7 +69,7 @@ def _per_row(subject: str, entries: Sequence[ReportRow]) -> str:
 
 
 def machine_of(run: StoredRun) -> str:
-    """Return dtype, machine and threads of a run in a few words."""
+    """Return dtype, machine and threads of a run as text."""
     facts = _facts(run)
     return f"{facts['dtype']} on {facts['machine']}"
 
@@ -84,7 +88,8 @@ def _facts(run: StoredRun) -> dict[str, str]:
 
 
 def _common_settings(runs: Sequence[StoredRun]) -> str:
-    """Return the settings that are no default on that device and that all rows share: labels say the others."""
+    """Return, as text, the settings that all rows share and that are not at their defaults.
+    Settings in which rows differ are in their labels."""
     defaults = recorded_defaults(str(runs[0].config.get("device")))
     usual = flatten(defaults)
     settings = [flatten({key: value for key, value in run.config.items() if key in defaults}) for run in runs]
@@ -94,7 +99,7 @@ def _common_settings(runs: Sequence[StoredRun]) -> str:
 
 
 def code_versions(entries: Sequence[ReportRow]) -> Iterator[str]:
-    """Yield a note for each method and settings that appear with several versions of the code."""
+    """Yield a note for each method with the same settings in several rows whose code differs."""
     alike: dict[str, list[ReportRow]] = defaultdict(list)
     for entry in entries:
         alike[canonical({"method": name(entry.run, "method"), "config": entry.run.config})].append(entry)

@@ -1,4 +1,9 @@
-"""A report as text, Markdown, LaTeX or CSV: the same tables, conditions and notes each time."""
+"""Writes a report as text, Markdown, LaTeX or rows of a CSV file: the same tables, conditions and
+notes in each.
+
+`overview_text` makes the table that a run prints at its end. The tables' rows come from compare.py,
+their cells from columns.py and groups.py, the lines below them from overview.py and notes.py.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +19,12 @@ from harness.config.catalogue import flatten
 from harness.config.plugins import TARGET
 from harness.reports import columns, groups
 from harness.reports.against import MEANING, differences
-from harness.reports.command import command
 from harness.reports.compare import Comparison
 from harness.reports.conditions import conditions, origin
 from harness.reports.notes import notes, stamps
 from harness.reports.overview import ALARM, all_lines, lines
 from harness.reports.overview import WIDTH as OVERVIEW_WIDTH
+from harness.reports.rerun import command
 from harness.terminal.notices import visible
 from harness.terminal.tables import WIDTH, Column, markdown_table, text_table
 
@@ -40,7 +45,7 @@ GROUPS = "*: differs from Full after Holm's correction over the groups of the ru
 
 @dataclass(frozen=True, slots=True)
 class ReportTable:
-    """Holds one table with its caption and what stands below it."""
+    """One table with its caption and the notes below it."""
 
     caption: str
     columns: list[Column]
@@ -48,7 +53,8 @@ class ReportTable:
 
 
 def report_tables(table: Comparison) -> list[ReportTable]:
-    """Return everything that is known of these runs, the main table first."""
+    """Return all tables on these runs, that of all measurements first; tables without data are left
+    out."""
     tables = [
         ReportTable("All measurements", columns.measurements(table), list(notes(table))),
         ReportTable("Likelihood of the right answer", columns.likelihoods(table), [LIKELIHOOD]),
@@ -65,8 +71,8 @@ def report_tables(table: Comparison) -> list[ReportTable]:
 
 
 def overview_text(tables: Sequence[Comparison], more: str, *, colour: bool = False) -> str:
-    """Return the first table of each comparison with the few lines below it. `more`: the line that says where the rest
-    is, once at the end. `colour`: alarms are red."""
+    """Return the first table of each comparison, with the few lines below it, as text for a
+    terminal. `more`: the last line, which says where the rest is. `colour`: print alarms in red."""
     parts = []
     for table in tables:
         parts += [visible(table.title), "", text_table(columns.overview(table), OVERVIEW_WIDTH), ""]
@@ -77,7 +83,7 @@ def overview_text(tables: Sequence[Comparison], more: str, *, colour: bool = Fal
 
 
 def as_text(tables: Sequence[Comparison], compared: Sequence[Comparison] = ()) -> str:
-    """Return every table for a terminal. `compared`: those of methods against methods."""
+    """Return all tables as text for a terminal. `compared`: tables of `--against`."""
     parts = []
     for table in tables:
         parts.append("\n".join([visible(table.title), *map(_wrapped, [*all_lines(table), *conditions(table)])]))
@@ -86,7 +92,7 @@ def as_text(tables: Sequence[Comparison], compared: Sequence[Comparison] = ()) -
 
 
 def further_text(compared: Sequence[Comparison]) -> str:
-    """Return the tables of methods against methods for a terminal."""
+    """Return the tables of `--against` as text for a terminal."""
     return "\n\n".join(_block(_against(table)) for table in compared)
 
 
@@ -95,7 +101,8 @@ def _against(table: Comparison) -> ReportTable:
 
 
 def _block(table: ReportTable) -> str:
-    """Return a table in pieces that fit the terminal, each headed by the columns that name a row, and its notes."""
+    """Return a table as text, with its notes. A table that is too wide for a terminal is split into
+    several below each other, each of which begins with the columns that name the rows."""
     shown = [column for column in table.columns if not column.empty]
     pieces = [shown[:NAMES]]
     for column in shown[NAMES:]:
@@ -111,7 +118,7 @@ def _wrapped(note: str) -> str:
 
 
 def as_markdown(tables: Sequence[Comparison], compared: Sequence[Comparison] = ()) -> str:
-    """Return the same as Markdown; alarms stand out without colour, too."""
+    """Return all tables as Markdown; a red square marks alarms."""
     parts = []
     for table in tables:
         parts += [f"### {table.title}\n"]
@@ -126,7 +133,8 @@ def _markdown(table: ReportTable) -> str:
 
 
 def as_latex(tables: Sequence[Comparison], compared: Sequence[Comparison] = ()) -> str:
-    """Return a float for each table, to be \\input into a paper. What a reader must know are comments above it."""
+    """Return a LaTeX table environment for each table, for \\input in a paper. The lines below the first
+    table and the conditions are comments above it."""
     parts = [r"% \usepackage[T1]{fontenc}\usepackage{booktabs}"]
     for table in tables:
         parts += map(_comment, [table.title, *all_lines(table), *conditions(table)])
@@ -161,8 +169,9 @@ def shows_colour(stream: TextIO) -> bool:
 
 
 def as_rows(tables: Sequence[Comparison]) -> list[dict[str, Any]]:
-    """Return the rows of a CSV file, raw: 0-1, seconds, bytes. Each has its run's summary, its p after the table's
-    correction, its method's parameters as `parameters.NAME`, where and how it ran, and the command to run it again."""
+    """Return the rows of a CSV file with raw numbers (shares from 0 to 1, seconds, bytes). Each
+    holds the run's summary, p after the table's correction, the method's parameters as
+    `parameters.NAME`, the machine and the code, and the command to run it again."""
     rows = []
     for table in tables:
         for entry in table.entries:
@@ -187,7 +196,8 @@ def as_rows(tables: Sequence[Comparison]) -> list[dict[str, Any]]:
 
 
 def cells(summary: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield dotted keys with their values; an interval becomes `.low` and `.high`, other lists are JSON."""
+    """Yield (dotted key, value) for nested values. An interval becomes two keys, `.low` and
+    `.high`; other lists become JSON."""
     for key, value in flatten(summary).items():
         if key.rpartition(".")[2] == "ci95":
             yield from zip((f"{key}.low", f"{key}.high"), value or (None, None), strict=True)

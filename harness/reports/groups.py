@@ -1,4 +1,5 @@
-"""Scores by group of examples and by turn: a row for each run, as papers print it."""
+"""The tables of scores by group of examples and by turn, with a row for each run, as papers print
+them."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from harness.terminal.tables import SECONDS, Column, counts, digits, number, per
 
 
 def group_table(table: Comparison) -> list[Column]:
-    """Return the score per group of examples; empty where there is one group alone."""
+    """Return columns with the score of each group of examples; empty if there is only one group."""
     scores = [entry.summary["score"]["groups"] for entry in table.entries]
     groups = list(dict.fromkeys(group for run in scores for group in run))
     if len(groups) < 2:
@@ -50,8 +51,8 @@ def group_table(table: Comparison) -> list[Column]:
 
 
 def differing_groups(entry: ReportRow) -> set[str]:
-    """Return the groups whose difference to Full holds after Holm's correction over this run's groups; of one alone,
-    none."""
+    """Return the groups whose scores differ from Full's significantly, after Holm's correction over
+    the groups of this run; empty if there is only one group."""
     groups: dict[str, list[tuple[float, float, str]]] = defaultdict(list)
     for ours, theirs in paired(entry.run.records, entry.full.records if entry.full else []):
         groups[ours.group].append((ours.score, theirs.score, ours.independent))
@@ -62,15 +63,16 @@ def differing_groups(entry: ReportRow) -> set[str]:
 
 
 def _cell(score: Mapping[str, Any] | None, size: int, starred: bool) -> str:
-    """Write a group's score; of an unfinished group it says over how many examples."""
+    """Return a group's score as text; for an unfinished group, with the number of examples so
+    far."""
     if score is None:
         return ""
     return percent(score["mean"]) + "*" * starred + (f" ({score['n']})" if score["n"] < size else "")
 
 
 def average_table(table: Comparison) -> list[Column]:
-    """Return the averages that the task makes of its groups; empty where that is only their mean. Values above 1 are no
-    scores and stay raw."""
+    """Return columns with the averages that the task itself defines over its groups; empty if it
+    defines none but the mean. Values above 1 are no scores and are not shown in percent."""
     runs = [entry.summary["score"]["averages"] for entry in table.entries]
     shown = [name for name in dict.fromkeys(name for run in runs for name in run) if name != "mean"]
     shown = [name for name in shown if not (table.of_perplexity and name == PERPLEXITY)]
@@ -84,28 +86,33 @@ def average_table(table: Comparison) -> list[Column]:
 
 
 def average_meanings(table: Comparison) -> str:
-    """Return what the names of the averages do not say."""
+    """Return an explanation of those averages in the table whose names do not explain
+    themselves."""
     shown = {name for entry in table.entries for name in entry.summary["score"]["averages"]}
     return "; ".join(f"{name}: {meaning}" for name, meaning in AVERAGES.items() if name in shown)
 
 
 def turn_scores(table: Comparison) -> list[Column]:
-    """Return the score of each turn; empty where all examples have one, and where texts were fed."""
+    """Return columns with the score of each turn; empty if no example has several, or if texts were
+    fed."""
     return [] if table.of_perplexity else _by_turn(table, "turns", "score")
 
 
 def ago_scores(table: Comparison) -> list[Column]:
-    """Return the score by how many turns before the question the fact was told; empty where none is."""
+    """Return columns with the score by how many turns before the question the fact was told; empty
+    if the task does not say."""
     return _by_turn(table, "turns_ago", "score")
 
 
 def turn_times(table: Comparison) -> list[Column]:
-    """Return the median time to the first token of each turn, from its own start; empty where all examples have one."""
+    """Return columns with the median time to the first token of each turn, from the turn's own
+    start; empty if no example has several turns."""
     return _by_turn(table, "turns", "ttft_s")
 
 
 def _by_turn(table: Comparison, section: str, key: str) -> list[Column]:
-    """Return `key` of a `section` of the summaries, a column for each turn."""
+    """Return a column per turn with one number of the summaries: entry `key` of their section
+    `section`, "turns" or "turns_ago"."""
     runs = [entry.summary.get(section) or {} for entry in table.entries]
     longest: dict[str, Any] = max(runs, key=len, default={})
     values = {turn: [run.get(turn, {}).get(key) for run in runs] for turn in longest}
@@ -130,8 +137,9 @@ def _tokens(turn: Mapping[str, Any]) -> str:
 
 
 def turn_reuse(table: Comparison) -> list[Column]:
-    """Return a row for each run and turn: where the turn found its history, what it computed, loaded and saved; empty
-    where all caches stayed on the device."""
+    """Return a table with a row for each run and turn: where the turn found the cache of its
+    history, how many tokens it computed, and the seconds of loading and saving. Empty if all caches
+    stayed on the device."""
     rows = list(_reuse_rows(table.entries))
     entries, turns = [entry for entry, *_ in rows], [turn for *_, turn in rows]
     stored = [turn if is_stored(entry) else {} for entry, _, turn in rows]
@@ -159,7 +167,8 @@ def _reuse_rows(entries: Sequence[ReportRow]) -> Iterator[tuple[ReportRow, str, 
 
 
 def _found(turn: Mapping[str, Any]) -> str:
-    """Write the tiers, with how many histories where there are several."""
+    """Return the tiers in which a turn's histories were found, as text; with counts if there are
+    several."""
     hits = dict(turn.get("hits") or {})
     if missed := turn.get("n", 0) - sum(hits.values()):
         hits["nowhere"] = missed

@@ -1,4 +1,5 @@
-"""What a run is called among others: by the preset the user typed, and by the settings in which it differs."""
+"""Names runs in a report: by the preset that the user typed and the settings in which they
+differ."""
 
 from __future__ import annotations
 
@@ -27,13 +28,15 @@ LONGEST = 40  # characters of a value; a longer one, such as a template, is name
 
 
 def name(run: StoredRun, kind: str) -> str:
-    """Return the preset as typed (`method=snapkv_kernel15`), else the plug-in's module."""
+    """Return the method, task or model (`kind`) of a run as the user typed it, else the plug-in's
+    module."""
     return str((run.info.get("presets") or {}).get(kind) or run.info.get(kind))
 
 
 def titles(runs: Sequence[StoredRun], keys: Sequence[str]) -> list[str]:
-    """Return one title per table, each given by one of its runs: task, model, protocol, and where two tables share
-    these, what tells them apart among the settings `keys`, or else in what their runs were given."""
+    """Return a title for each table; `runs` holds one run of each. A title has task, model and
+    protocol. If two tables share these, it also has the settings among `keys` in which they differ,
+    or else what their runs were given (prompts, answers, revision of the model)."""
     names = [f"{name(run, 'task')}, {model_name(run.config)}, protocol={run.config.get('protocol')}" for run in runs]
     settings = [flatten({key: run.config.get(key) for key in keys}) for run in runs]
     for known in (settings, [given(run) for run in runs]):
@@ -42,9 +45,10 @@ def titles(runs: Sequence[StoredRun], keys: Sequence[str]) -> list[str]:
 
 
 def labels(runs: Sequence[StoredRun]) -> list[str]:
-    """Return one label for each row, without its budget: the method's name; where others share it, every setting in
-    which they differ; parameters that are not the preset's; and settings that are not the default, where the table's
-    rows differ in them. No two rows share both label and budget."""
+    """Return a label for each row of a table, without its budget: the method's name, the settings
+    in which rows of that name differ, parameters that are not the preset's, and settings of the run
+    that are not at their defaults and differ among the rows. No two rows have the same label and
+    budget."""
     names = [name(run, "method") for run in runs]
     settings = [_settings(run) for run in runs]
     parts = zip(_among_namesakes(names, settings), map(_changed, runs, settings), _unusual(runs, settings), strict=True)
@@ -60,14 +64,15 @@ def labels(runs: Sequence[StoredRun]) -> list[str]:
 
 
 def _settings(run: StoredRun) -> Flat:
-    """Return the settings that a label may name; those of the store only where a run has one."""
+    """Return the settings that a label may name; those of the store only for a run with a store."""
     flat = flatten({key: value for key, value in run.config.items() if key not in NOT_NAMED})
     has_store = run.config.get("history") == "store"
     return {k: v for k, v in flat.items() if k not in NOT_NAMED and (has_store or not k.startswith("store."))}
 
 
 def _mark(run: StoredRun, runs: Sequence[StoredRun]) -> str:
-    """Return a mark for a run that no setting tells from another: its hash, and its folder where it is there twice."""
+    """Return a mark for a run whose settings are those of another row: the start of its hash, and
+    its folder if that hash occurs twice."""
     mark = f"#{run.folder.name.rpartition('-')[2][:4]}"
     if sum(other.folder.name == run.folder.name for other in runs) == 1:
         return mark
@@ -76,7 +81,8 @@ def _mark(run: StoredRun, runs: Sequence[StoredRun]) -> str:
 
 
 def budget(summary: Mapping[str, Any]) -> str:
-    """Write the budget as it was asked for: tokens, bytes, or a share in percent; empty where the method has none."""
+    """Return the budget as text, as it was asked for: tokens, bytes, or percent; empty without a
+    budget."""
     asked = summary["budget"]
     if asked.get("bytes"):
         return with_unit(asked["bytes"], BYTES)
@@ -86,14 +92,15 @@ def budget(summary: Mapping[str, Any]) -> str:
 
 
 def _among_namesakes(names: Sequence[str], settings: Sequence[Flat]) -> Iterator[list[str]]:
-    """Yield, for each row, `key=value` of the settings in which rows of the same name differ."""
+    """Yield, for each row, `key=value` of the settings in which it differs from rows of the same
+    name."""
     for name, mine in zip(names, settings, strict=True):
         rivals = [theirs for other, theirs in zip(names, settings, strict=True) if other == name]
         yield spelled_out(mine, _differing(rivals))
 
 
 def _changed(run: StoredRun, settings: Flat) -> list[str]:
-    """Return `key=value` of the method's parameters that are not those of the preset it was typed as."""
+    """Return `key=value` of the method's parameters that differ from the preset that was typed."""
     typed = (run.info.get("presets") or {}).get("method")
     preset = next((entry for entry in entries("method") if entry.name == typed), None)
     if preset is None:
@@ -104,10 +111,11 @@ def _changed(run: StoredRun, settings: Flat) -> list[str]:
 
 
 def _unusual(runs: Sequence[StoredRun], settings: Sequence[Flat]) -> Iterator[list[str]]:
-    """Yield, for each row, `key=value` of the run's settings that rows do not share and that are no default on the
-    run's device. A row whose method has no use for a setting tells nothing of it, so that the others do not name it.
+    """Yield, for each row, `key=value` of the run's settings that are not at the default of its
+    device, if the rows of the table differ in them. A setting for which a row's method has no use
+    is ignored there.
 
-    What every table says by itself (harness/reports/conditions.py) is left out.
+    What stands above every table anyway (harness/reports/conditions.py) is left out.
     """
     usual, own = [], []
     for run, mine in zip(runs, settings, strict=True):
@@ -128,18 +136,20 @@ def _unusual(runs: Sequence[StoredRun], settings: Sequence[Flat]) -> Iterator[li
 
 
 def _differing(settings: Sequence[Flat]) -> list[str]:
-    """Return the keys in which these differ; a run older than a setting says nothing of it."""
+    """Return the keys in which these settings differ. A run that is older than a key does not
+    count."""
     keys = dict.fromkeys(key for own in settings for key in own)
     return [key for key in keys if len({str(own[key]) for own in settings if key in own}) > 1]
 
 
 def spelled_out(mine: Flat, keys: Sequence[str]) -> list[str]:
-    """Return `key=value` of each key. Null is nothing that anybody asked for: the others' values tell."""
+    """Return `key=value` of each of these keys whose value is not None."""
     return [_assigned(key, mine) for key in keys if mine.get(key) is not None]
 
 
 def _assigned(key: str, settings: Flat) -> str:
-    """Write a setting by the last word of its key, where no other key that is set ends in it."""
+    """Return a setting as `word=value`, where `word` is the last part of its key if no other key
+    that is set ends in it."""
     value, last = settings[key], key.rpartition(".")[2]
     if last == TARGET:
         return str(value).rpartition(".")[2]
@@ -148,6 +158,6 @@ def _assigned(key: str, settings: Flat) -> str:
 
 
 def spelled(value: Any) -> str:
-    """Write a value as on the command line, a long one by its hash."""
+    """Return a value as on the command line; a long one is replaced by a hash."""
     text = str(value).lower() if isinstance(value, bool) else str(value).replace(", ", ",")
     return text if len(text) <= LONGEST else f"#{hashlib.sha256(text.encode()).hexdigest()[:6]}"

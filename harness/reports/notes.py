@@ -1,4 +1,5 @@
-"""What stands beside and below a table: stamps, letters that say what a row's numbers are not, and notes."""
+"""The stamps of rows, and the notes below the table of all measurements. A stamp is a letter that
+warns about a row's numbers, such as S for a simulated run without times."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ WARNING = "! "  # begins a note that the stamp `!` points to
 
 
 def stamps(entry: ReportRow, table: Comparison) -> str:
-    """Return the letters of a row."""
+    """Return the stamps of a row, letters of `STAMPS`."""
     row = entry.summary
     loaded = next((alarm.rows for alarm in table.alarms if alarm.kind == SHARED), ())
     holds = {
@@ -52,7 +53,8 @@ def stamps(entry: ReportRow, table: Comparison) -> str:
 
 
 def notes(table: Comparison) -> Iterator[str]:
-    """Yield what a reader of the measurements must know: meanings, stamps, and what the records give away."""
+    """Yield the notes below a table of measurements: what columns mean, what the stamps in use
+    mean, and warnings about single rows."""
     entries, rows = table.entries, [entry.summary for entry in table.entries]
     means = "bytes held the largest of any example, bytes of a step the mean"
     if table.of_perplexity:
@@ -107,7 +109,8 @@ def notes(table: Comparison) -> Iterator[str]:
 
 
 def _of_questions(entries: Sequence[ReportRow]) -> Iterator[str]:
-    """Yield what is asked on a cache that is there already: further turns, and further questions on one context."""
+    """Yield notes on answers that began on an existing cache: further turns, and further questions
+    on one context."""
     for entry in entries:
         row = entry.summary
         if row["prefills"] < row["num_examples"]:
@@ -123,7 +126,8 @@ def _of_questions(entries: Sequence[ReportRow]) -> Iterator[str]:
 
 
 def keeps_history(entry: ReportRow) -> bool:
-    """Return whether the caches of the run were kept elsewhere than on the device between two turns."""
+    """Return True if caches were kept elsewhere than on the device between turns (any history= but
+    device_prefix)."""
     usual = Settings().history
     return bool(entry.run.config.get("history", usual) != usual)
 

@@ -1,4 +1,6 @@
-"""The lines below the first table: what was compared, what can be concluded, and what is not sure."""
+"""The lines below the first table of a report, in words: what was compared, what can be concluded,
+and what is doubtful. The table itself is `columns.overview`; `document.overview_text` puts both
+together."""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ TAIL = 36  # characters at the end of a line that is cut
 
 
 def lines(table: Comparison, rest: str = "with --details") -> list[str]:
-    """Return at most four lines that fit. The last one counts what is left out, and says that it is found `rest`."""
+    """Return the lines below the first table, shortened to fit: at most four. The last line counts
+    those that are left out; `rest` says where they are found."""
     shown = [_compared(table), *(_listed(*parts) for parts in _conclusions(table))]
     known, most = list(_cautions(table)), max(1, MOST_LINES - len(shown))
     shown += known[:most]
@@ -29,7 +32,7 @@ def lines(table: Comparison, rest: str = "with --details") -> list[str]:
 
 
 def all_lines(table: Comparison) -> list[str]:
-    """Return all of it, however long."""
+    """Return all lines on a table, with their full length."""
     conclusions = [f"{start}{', '.join(items)}{end}." for start, items, end in _conclusions(table)]
     return [_compared(table), *conclusions, *_cautions(table)]
 
@@ -53,8 +56,8 @@ def _span(numbers: Sequence[int]) -> str:
 
 
 def _conclusions(table: Comparison) -> Iterator[tuple[str, list[str], str]]:
-    """Yield the start, the items and the end of sentences on which rows differ from Full, and how large a loss of the
-    others may still be."""
+    """Yield the parts of sentences (start, items, end): which rows differ from Full, which do not,
+    and how large a loss these may still have."""
     entries = table.entries
     if alone := [f"{entry.title}, because {entry.not_held}" for entry in entries if entry.not_held]:
         yield "Not compared with Full: ", alone, ""
@@ -75,7 +78,8 @@ def _loss(entry: ReportRow, table: Comparison) -> str:
 
 
 def _cautions(table: Comparison) -> Iterator[str]:
-    """Yield what the numbers do not mean: what must be wrong first, then what is missing, then what is doubtful."""
+    """Yield the lines that limit what the numbers mean: red alarms first, then what is missing,
+    then what is doubtful."""
     yield from (f"{ALARM}{alarm.text}." for alarm in table.alarms if alarm.red)
     doubts = [text for entry in table.entries for text in _of_row(entry)]
     for caution in dict.fromkeys(text for entry in table.entries for text in entry.run.info.get("cautions", ())):
@@ -86,7 +90,7 @@ def _cautions(table: Comparison) -> Iterator[str]:
 
 
 def _of_row(entry: ReportRow) -> Iterator[str]:
-    """Yield what is missing from a row, and whether it read much more or less than its budget."""
+    """Yield what is missing from a row, and a note if it read much more or less than its budget."""
     row, config = entry.summary, entry.run.config
     if row["status"] != "complete":
         yield f"{entry.title}: {row['status']} after {row['num_examples']} examples"
@@ -100,7 +104,8 @@ def _of_row(entry: ReportRow) -> Iterator[str]:
 
 
 def _listed(start: str, items: Sequence[str], end: str) -> str:
-    """Return a sentence over as many items as fit, one at least, with the number of the others."""
+    """Return a sentence with as many of its items as fit into a line (at least one) and the number
+    of the others."""
     for count in range(len(items), 0, -1):
         more = f" and {len(items) - count} more" if count < len(items) else ""
         sentence = f"{start}{', '.join(items[:count])}{more}{end}."
@@ -110,6 +115,6 @@ def _listed(start: str, items: Sequence[str], end: str) -> str:
 
 
 def _fitted(line: str) -> str:
-    """Return the line, cut in its middle where it is too long, so that its end stays."""
+    """Return the line; if it is too long, its middle is cut out, so that its end stays."""
     tail = line[-TAIL:] if len(line) > LINE else ""
     return f"{line[: LINE - 5 - len(tail)].rstrip()} ... {tail.lstrip()}" if tail else line

@@ -1,4 +1,5 @@
-"""A report as one file that needs nothing else: no server, no network. Its tables are those of the text."""
+"""Writes a report as one HTML file that needs no server and no network. Its tables are those of
+document.py."""
 
 from __future__ import annotations
 
@@ -11,13 +12,13 @@ from string import Template
 from matplotlib.figure import Figure
 
 from harness.reports import columns
-from harness.reports.command import command
 from harness.reports.compare import Comparison, ReportRow
 from harness.reports.conditions import conditions, origin
 from harness.reports.document import ReportTable, report_tables
 from harness.reports.overview import ALARM, all_lines
 from harness.reports.pictures.draw import pictures
 from harness.reports.pictures.figures import png
+from harness.reports.rerun import command
 from harness.results import files
 from harness.results.measures import MEASURES
 from harness.results.provenance import now
@@ -29,7 +30,8 @@ MEANINGS |= {measure.head: measure.shown for measure in MEASURES.values() if mea
 
 
 def write_page(folder: Path, tables: Sequence[Comparison], left_out: Sequence[str] = ()) -> Path:
-    """Write FOLDER/index.html. `left_out`: sentences on what was found and is in no table."""
+    """Write the page to `folder`/index.html and return that path. `left_out`: sentences on runs
+    that are in no table."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "index.html"
     files.write_atomically(path, page(tables, left_out))
@@ -37,7 +39,7 @@ def write_page(folder: Path, tables: Sequence[Comparison], left_out: Sequence[st
 
 
 def page(tables: Sequence[Comparison], left_out: Sequence[str]) -> str:
-    """Return the whole page. Whatever a run says enters it escaped."""
+    """Return the HTML of the whole page; all text from runs is escaped."""
     tasks = ", ".join(dict.fromkeys(table.title.partition(",")[0] for table in tables)) or "no results"
     title = escape(f"KV-cache methods: {tasks}")
     links = "".join(f'<li><a href="#table-{i}">{escape(table.title)}</a></li>' for i, table in enumerate(tables))
@@ -49,7 +51,8 @@ def page(tables: Sequence[Comparison], left_out: Sequence[str]) -> str:
 
 
 def _section(table: Comparison) -> Iterator[str]:
-    """Yield what a reader sees first, one table, what it says, and one figure; the rest is folded."""
+    """Yield the HTML of one comparison: its first table, the lines below it and one picture; all
+    else is folded."""
     yield f"<h2>{escape(table.title)}</h2>"
     yield _table(ReportTable("Scores, times and bytes", columns.overview(table)))
     yield _list(all_lines(table))
@@ -86,7 +89,7 @@ def _head(column: Column) -> str:
 
 
 def _cells(column: Column) -> Iterator[str]:
-    """Yield the cells of a column, each with the number that it is sorted by where it has one."""
+    """Yield the HTML cells of a column, with the number that a click on the head sorts them by."""
     for place, cell in enumerate(column.cells):
         value = column.values[place] if column.values else None
         yield f"<td{_left(column)}{'' if value is None else f' data-value={value}'}>{escape(cell)}</td>"

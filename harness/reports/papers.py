@@ -1,4 +1,5 @@
-"""What papers publish for our experiments, and our own results of the same experiments, as notebooks draw them."""
+"""The numbers that papers publish for our experiments, and our own results of these experiments, as
+notebooks draw them."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ PUBLISHED = RESULTS / "published"  # our own
 
 
 class Published(NamedTuple):
-    """Holds one published number, or a note that says why it is not available."""
+    """One published number, or a note that says why there is none."""
 
     experiment: str
     quantity: str
@@ -38,15 +39,17 @@ class Published(NamedTuple):
 
 
 def published(experiment: str) -> list[Published]:
-    """Return what papers publish for an experiment of the repository; nothing for a user's own."""
+    """Return the numbers that papers publish for an experiment of conf/experiment/; an empty list
+    for any other name."""
     with open(RESULTS / "paper" / "experiments.csv", encoding="utf-8", newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["experiment"] == experiment]
     return [Published(**row | {"value": float(row["value"]) if row["value"] else None}) for row in rows]  # type: ignore[arg-type]
 
 
 def ours(experiment: str, runs: Path | None = None) -> pd.DataFrame:
-    """The columns of `python -m harness.report --csv`, a row per run. `runs`: a folder with a folder per experiment;
-    where it has none of that name, the committed results of the small variant."""
+    """Return our own runs of an experiment, one row each, with the columns of `harness.report
+    --csv`. `runs`: a folder with a subfolder per experiment; if it has none of this name, the
+    committed results of the experiment's small variant are returned."""
     import pandas as pd
 
     from harness.reports.compare import comparisons
@@ -68,19 +71,20 @@ def ours(experiment: str, runs: Path | None = None) -> pd.DataFrame:
 
 
 def our_observation(experiment: str, runs: Path | None = None) -> dict[str, Any]:
-    """result.json of an observation, in the same way."""
+    """Return result.json of an observation: from the subfolder of `runs` named like the experiment,
+    else the committed one."""
     files = sorted((runs / experiment / "observations").glob("*/result.json")) if runs else []
     return read_json(files[-1] if files else PUBLISHED / "observations" / f"{experiment}.json")
 
 
 def our_figures(paper: str, name: str, runs: Path | None = None) -> dict[str, Any]:
-    """Return what a benchmark or the simulator wrote into the folder `name` of `runs`, else what is committed for
-    `paper`."""
+    """Return the JSON that a benchmark or the simulator wrote to the subfolder `name` of `runs`; if
+    there is none, the committed one of `paper`."""
     places = [runs / name / file for file in ("simulation.json", "result.json")] if runs else []
     files = [file for file in places if file.is_file()]
     return read_json(files[0] if files else PUBLISHED / paper / f"{name}.json")
 
 
 def measured_on(rows: pd.DataFrame) -> str:
-    """Model and hardware of the rows, for the title of a picture."""
+    """Return model and hardware of the rows, for the title of a picture."""
     return "; ".join(sorted({f"{row.model} on {row.device_name}" for row in rows.itertuples()}))

@@ -1,1 +1,1 @@
-"""What the benchmarks share: arguments, inputs, clocks and output."""
+"""Parts that the benchmarks share: options, random inputs, clocks and output."""

@@ -1,4 +1,5 @@
-"""The options of benchmarks, each described once: a benchmark says which of them it has, with their defaults."""
+"""The command-line options of benchmarks, each described once. A benchmark names those that it has,
+and their defaults."""
 
 from __future__ import annotations
 
@@ -18,12 +19,12 @@ from methods.tiers.tier import DEVICE, TIERS
 
 
 def batch(text: str) -> int | str:
-    """Read a number of sequences, or max: as many as fit."""
+    """Read the value of --batch: a number of sequences, or "max" for as many as fit."""
     return MAX if text == MAX else count(text)
 
 
 def device(text: str) -> str:
-    """Return the device of that name, which this machine must have."""
+    """Return the name of a device after checking that this machine has it."""
     try:
         return check_device(text)
     except DeviceError as error:
@@ -72,8 +73,8 @@ METHODS: dict[str, Any] = {"methods": [], "config_dir": [], "placement": DEVICE,
 
 
 def parser(kind: str, about: str | None, **options: Any) -> ArgumentParser:
-    """Return the parser of the benchmark `kind`. `options`: the default of each option, or its entries in place of
-    those of OPTIONS."""
+    """Return the argument parser of the benchmark `kind`. `options`: for each option its default,
+    or a mapping with arguments of `add_argument` that replace those of OPTIONS."""
     reader = ArgumentParser(allow_abbrev=False, prog=f"python -m harness.bench {kind}", description=about)
     for name, given in options.items():
         facts = given if isinstance(given, dict) else {"default": given}
@@ -82,7 +83,8 @@ def parser(kind: str, about: str | None, **options: Any) -> ArgumentParser:
 
 
 def current(name: str) -> torch.device:
-    """Return that device; a numbered GPU is made the current one, since kernels are launched on no other."""
+    """Return the device of that name. A GPU with a number becomes torch's current one, because
+    kernels are launched on that one only."""
     chosen = torch.device(name)
     if chosen.index is not None:  # torch refuses a plain "cuda", which is the current one anyway
         torch.cuda.set_device(chosen)
@@ -90,7 +92,8 @@ def current(name: str) -> torch.device:
 
 
 def shape(options: Namespace) -> LayerShape:
-    """Return the attention layer that LAYER's options ask for."""
+    """Return the attention layer that --heads, --kv-heads and --head-dim describe. Raise
+    `ValueError` for numbers that do not go together."""
     heads, kv_heads, dim = options.heads, options.kv_heads, options.head_dim
     if heads % kv_heads:
         raise ValueError(
@@ -107,13 +110,14 @@ def shape(options: Namespace) -> LayerShape:
 
 
 def source(shape: str | None, layers: int | None = None) -> Random | SmolLM2:
-    """Return the model of a benchmark: `layers` layers of a named shape with random weights (None: all of them), or the
-    embedded model where no shape is given."""
+    """Return the model of a benchmark: random weights of a named shape with so many layers (None:
+    all), or the embedded model if no shape is given."""
     return Random(shape, layers, 0, "auto") if shape else SmolLM2()
 
 
 def check_window(loaded: LoadedModel, tokens: int, new: int) -> None:
-    """Raise `ValueError` where --tokens and --new are more than the model takes."""
+    """Raise `ValueError` if a prompt of `tokens` and `new` answer tokens exceed the model's
+    window."""
     if tokens + new > loaded.window:
         raise ValueError(
             f"--tokens and --new make {tokens + new}, and {loaded.name} has a window of {loaded.window}: use fewer."

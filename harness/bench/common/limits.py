@@ -1,4 +1,5 @@
-"""Measures what this machine can do at most, in about five seconds: bytes read and products summed per second."""
+"""Measures the limits of this machine in about five seconds: bytes read per second, and
+floating-point operations per second."""
 
 from __future__ import annotations
 
@@ -17,14 +18,15 @@ SIDE = {"cpu": 2048, "cuda": 8192}  # of the matrices
 
 
 class Limits(TypedDict):
-    """Holds the most that was measured: gigabytes per second, and 10^9 operations per second by dtype."""
+    """The best speeds that were measured: gigabytes read per second, and GFLOP/s by dtype."""
 
     read_gb_s: float
     matmul_gflop_s: dict[str, float]
 
 
 def measured(device: torch.device, budget_s: float = 5.0) -> Limits:
-    """Return the best of many tries: of a sum over memory, and of products in every dtype."""
+    """Return the limits of a device: the best of many sums over a large memory, and of many matrix
+    products in each dtype. `budget_s`: the seconds that all this may take."""
     share, side = budget_s / (1 + len(DTYPES)), SIDE[device.type]
     memory = torch.ones(READ_BYTES[device.type] // 4, device=device)
     read_s = _best(memory.sum, device, share)
@@ -35,7 +37,7 @@ def measured(device: torch.device, budget_s: float = 5.0) -> Limits:
 
 
 def told(device: str) -> Limits:
-    """Measure the limits, print them and return them."""
+    """Measure the limits of a device, print them and return them."""
     limits = measured(arguments.current(device))
     products = ", ".join(f"{name} {speed:,.0f}" for name, speed in limits["matmul_gflop_s"].items())
     say(f"limits here: {limits['read_gb_s']:,.1f} GB/s read, matmul GFLOP/s: {products}")

@@ -1,5 +1,5 @@
-"""Clocks that know whether other processes held a call up, rounds in turn, medians with an interval, ratios pair by
-pair."""
+"""Measures times: clocks that notice if other processes held a call up, rounds in which calls take
+turns, medians with intervals, and ratios of neighbouring calls."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ SLICE_S = 0.004  # a thread that was put off waits about that long, where the sy
 
 
 class MarkedSeconds(float):
-    """Is a measured time that knows whether other processes had our CPU meanwhile and, on a GPU, whether it holds
-    launches."""
+    """A measured time. `disturbed`: other processes took our CPU meanwhile; `launches`: on a GPU,
+    the time includes launches of kernels by the host."""
 
     disturbed: bool
     launches: bool
@@ -44,14 +44,14 @@ class MarkedSeconds(float):
 
 
 class LoadCounts(NamedTuple):
-    """Counts what happened to all threads of a process so far."""
+    """How often and how long all threads of this process have had to wait for a CPU so far."""
 
     switches: int  # involuntary: a thread could go on, and somebody else got its CPU
     waited_s: float  # ready to run, without a CPU
 
 
 class LoadWatch:
-    """Watches this process from its making on."""
+    """A stopwatch, started when it is made, that also notices if other processes take our CPU."""
 
     def __init__(self) -> None:
         self._before, self._began = counts(), perf_counter()
@@ -60,10 +60,11 @@ class LoadWatch:
         return MarkedSeconds(perf_counter() - self._began, self.disturbed())
 
     def disturbed(self) -> bool:
-        """Return whether a thread lost its CPU to somebody, and all together waited a noticeable share of the time.
+        """Return True if, since the start, a thread lost its CPU to another process, and all
+        threads together waited for a noticeable share of the time.
 
-        Lost alone says little of a long time, for the system itself takes a CPU now and then; waited alone says little
-        of a short one, for every thread that wakes up waits a little.
+        Both are needed: in a long time the system itself takes a CPU now and then, and in a short
+        one every thread that wakes up waits a little.
         """
         passed, now = perf_counter() - self._began, counts()
         switches, waited_s = (after - before for after, before in zip(now, self._before, strict=True))
@@ -71,7 +72,7 @@ class LoadWatch:
 
 
 def counts() -> LoadCounts:
-    """Return the counts of this process. Linux counts by thread; elsewhere the waiting is estimated."""
+    """Return the counts of this process: measured per thread on Linux, estimated elsewhere."""
     threads = list(_threads(Path("/proc/self/task")))
     if threads:
         return LoadCounts(*map(sum, zip(*threads, strict=True)))
@@ -87,8 +88,8 @@ def _threads(folder: Path) -> Iterator[LoadCounts]:
 
 
 class Estimate(NamedTuple):
-    """Holds a median and the interval that holds it in 95 of 100 cases (between order statistics, no distribution
-    assumed); with fewer than 6 values the interval is their whole range."""
+    """A median and its 95 % confidence interval (between order statistics, so that no distribution
+    is assumed). With fewer than 6 values the interval is their range."""
 
     median: float
     low: float
@@ -102,13 +103,14 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def ratios(above: Sequence[float], below: Sequence[float]) -> Estimate:
-    """Return the ratio of two calls that ran in turn: each quotient is of neighbours, so that a slow moment slows
-    both."""
+    """Return an estimate of the ratio of two calls that ran in turn: each quotient is of two
+    neighbouring measurements, so that a slow moment slows both."""
     return estimate([a / b for a, b in zip(above, below, strict=True)])
 
 
 def marks(*samples: Sequence[float]) -> dict[str, Any]:
-    """Return for a row how many samples there are, how many other load disturbed, and how many hold launches."""
+    """Return the columns of a row that count its samples, those that other processes disturbed, and
+    those that include kernel launches."""
     flat = [sample for calls in samples for sample in calls]
     return {
         "samples": len(flat),
@@ -118,7 +120,7 @@ def marks(*samples: Sequence[float]) -> dict[str, Any]:
 
 
 def seconds(call: Call, device: torch.device) -> MarkedSeconds:
-    """Return the time that a user waits for a call: its launches, and until the device is done."""
+    """Return the time that a user waits for a call, until the device is done."""
     wait_for(device)
     watch = LoadWatch()
     call()
@@ -127,8 +129,9 @@ def seconds(call: Call, device: torch.device) -> MarkedSeconds:
 
 
 def own_seconds(call: Call, device: torch.device) -> MarkedSeconds:
-    """Return the device's own time, on a GPU by CUDA events, after a pause of the device in which the host launches all
-    of `call`; a call that waits for the device, or takes longer to launch, is marked: its time holds launches."""
+    """Return the time that a call takes on its device. On a GPU it is measured with CUDA events,
+    while the device first pauses so that the host can launch all kernels of the call. If the call
+    waits for the device or takes longer to launch, the time includes launches and is marked so."""
     if device.type != "cuda":
         return seconds(call, device)
     began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -145,8 +148,8 @@ def own_seconds(call: Call, device: torch.device) -> MarkedSeconds:
 
 
 class Cold:
-    """Measures the device's own seconds of a call whose inputs no cache holds, as in a decode step that comes from all
-    other layers."""
+    """A clock for calls whose inputs are in no cache, as in a decode step that comes from all other
+    layers: it overwrites a large buffer before each call. Returns the device's own time."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -164,7 +167,8 @@ def interleaved(
     failures: Failures[CallKey],
     warmup: int = 2,
 ) -> dict[CallKey, list[float]]:
-    """Return `rounds` times of each call, in turn; a call that raises an error is left out, and `failures` says why."""
+    """Return `rounds` times of each call; the calls take turns. A call that raises an error is left
+    out, and `failures` gets the reason."""
     for _ in rounds_of(calls, warmup, failures):
         pass
     timed = {name: partial(clock, call) for name, call in calls.items() if name not in failures}
@@ -175,8 +179,9 @@ def interleaved(
 def rounds_of(
     calls: Mapping[CallKey, Callable[[], Result]], rounds: int, failures: Failures[CallKey] | None = None
 ) -> Iterator[dict[CallKey, list[Result]]]:
-    """Run each call `rounds` times, in turn; yield all results so far after each round. With `failures`, a call that
-    raises an error is left out from then on, its results too, and its reason is put there."""
+    """Run each call `rounds` times, in turn, and yield all results so far after each round. With
+    `failures`, a call that raises an error is dropped with its results, and the reason is stored
+    there; without, the error is raised."""
     done: dict[CallKey, list[Result]] = {key: [] for key in calls}
     for place in range(rounds):
         for key in turned(done, place):
@@ -193,17 +198,18 @@ def rounds_of(
 
 
 def why(error: Exception) -> str:
-    """Return the kind and the words of an error, in one line of at most 200 characters."""
+    """Return the class and the message of an error in one line of at most 200 characters."""
     return shorten(f"{type(error).__name__}: {error}", 200, placeholder=" ...")
 
 
 def release() -> None:
-    """Give back the memory of a call that failed, so that the next one has it."""
+    """Free the memory of a call that failed, for the next one."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def turned(keys: Collection[CallKey], place: int) -> list[CallKey]:
-    """Return the order of round `place`, which turns round from round to round, so that nothing always comes first."""
+    """Return the order of the calls in round `place`: reversed in every other round, so that none
+    always comes first."""
     return list(keys)[:: -1 if place % 2 else 1]

@@ -1,4 +1,4 @@
-"""Methods by the names of their yaml files, as the command line knows them, and without hydra."""
+"""Methods of a benchmark, by the names of their yaml files; hydra is not needed."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ MeasureMethod = Callable[[Method], dict[str, Any]]  # -> a row's numbers
 
 
 def names() -> list[str]:
-    """Return the names of all methods of ours, without presets and without those that another project brings."""
+    """Return the names of all methods, without presets and without those that run another project's
+    code."""
     return [entry.name for entry in entries("method") if entry.base is None and not entry.bridged]
 
 
 def load(name: str, folders: Sequence[Path] = (), **changes: Any) -> Method:
-    """Return a method. `folders`: further ones with method/NAME.yaml. `changes`: parameters in place of the yaml's."""
+    """Return the method that a yaml file describes. `folders`: further folders with
+    method/NAME.yaml; `changes`: parameters that replace those of the file."""
     known = {entry.name: entry for entry in entries("method", (CONF, *folders))}
     if name not in known:
         raise ValueError(f"--methods {name} is unknown{suggestion(name, known)}")
@@ -33,7 +35,8 @@ def load(name: str, folders: Sequence[Path] = (), **changes: Any) -> Method:
 
 
 def parsed(spec: str, folders: Sequence[Path] = ()) -> tuple[str, Method]:
-    """Return the name and the method of words such as `quest` or `quest:select_per=kv_head,page_size=32`."""
+    """Return a text such as `quest` or `quest:select_per=kv_head,page_size=32` with the method it
+    names."""
     name, _, rest = spec.partition(":")
     words = [word.partition("=") for word in rest.split(",") if word]
     if not all(equals for _, equals, _ in words):
@@ -42,7 +45,8 @@ def parsed(spec: str, folders: Sequence[Path] = ()) -> tuple[str, Method]:
 
 
 def chosen(specs: Sequence[str], folders: Sequence[Path] = ()) -> dict[str, Method]:
-    """Return the methods that are named, or every method of ours."""
+    """Return the methods that are named, by the text that names each; all methods if `specs` is
+    empty."""
     if lacking := [folder for folder in folders if not folder.is_dir()]:
         raise ValueError(f"--config-dir {lacking[0]} is not a folder: name the one with method/NAME.yaml.")
     return dict(parsed(spec, folders) for spec in specs or names())
@@ -55,10 +59,13 @@ def measured(
     told: Callable[[dict[str, Any]], str],
     **facts: Any,
 ) -> None:
-    """Add a row for every method after a prompt of every length. `after`: gives what measures a method after a prompt
-    of that length. What ends in an error, as a lack of memory or a budget that is too small, is a row that says so, and
-    the others go on. `ValueError`s of `after` are raised: nothing can be measured at such a length. `facts`: what else
-    a row has."""
+    """Measure every method after a prompt of every length in the options, and add a row for each to
+    `report`. `after(tokens)` returns the function that measures a method after such a prompt;
+    `told` writes a row as one line; `facts` are further columns of each row.
+
+    An error, as a lack of memory or too small a budget, becomes a row that says so, and the others
+    go on. A `ValueError` of `after` itself is raised: the options are wrong for that length.
+    """
     also = "".join(f", {name} {value}" for name, value in facts.items())
     for tokens in options.tokens:
         try:

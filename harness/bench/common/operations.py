@@ -1,4 +1,5 @@
-"""Says what an operation of kernels/ops.py must read at least, by the sizes of its arguments."""
+"""Counts the bytes that an operation of kernels/ops.py must read at least, from the sizes of its
+arguments."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from kernels.block import Linear
 
 
 def _segments(q: Tensor, segments: Any, scale: float) -> int:
-    """Return the bytes of keys and values, each once; rows that several query heads choose for themselves count for
-    each."""
+    """Return the bytes of the keys and values that attention reads. A token that several query
+    heads of a group choose separately counts once for each."""
     total = 0
     for k, v, rows, _ in segments:
         tokens = k.shape[0] * k.shape[1] * k.shape[2] if rows is None else rows.numel()
@@ -55,7 +56,7 @@ _READ: dict[str, Callable[..., int]] = {
 
 
 def bytes_read(name: str, arguments: tuple[Any, ...]) -> int:
-    """Return the bytes by the arguments' sizes: of every tensor once, unless `_READ` knows better. What a cache may
-    save still counts."""
+    """Return the bytes that an operation must read: every tensor once, unless `_READ` has a rule
+    for the operation. Reads that a cache may save are counted."""
     tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
     return _READ[name](*arguments) if name in _READ else _whole(*tensors)

@@ -1,4 +1,5 @@
-"""Where a benchmark goes: rows on the screen and in files as they come, all figures as JSON, one picture."""
+"""The output of a benchmark: rows on the screen and in files as they come, all figures as JSON, and
+one picture."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ Picture = Callable[..., None]  # of a path and such rows, and a title
 
 
 class Report:
-    """Writes a benchmark's folder. Every row is printed and written when it comes, and each file is replaced as a
-    whole: a benchmark that is killed leaves what it had measured, marked as partial."""
+    """Writes a benchmark's folder. Every row is printed and written as soon as it is measured, so
+    that a benchmark that is killed leaves its rows, marked as partial."""
 
     def __init__(self, kind: str, title: str, options: Namespace, table: Table, **facts: Any) -> None:
         self.title, self.table = title, table
@@ -46,22 +47,22 @@ class Report:
         say(f"{title}\nEach row goes to {self.folder} as it comes.")
 
     def add(self, row: BenchRow, line: str) -> None:
-        """Add a row. `line`: the row as the screen shows it."""
+        """Add a row, write the files and print `line`, the row as text."""
         self.rows.append(row)
         self._write("partial")
         mark = _marked("disturbed")(row)
         say(line + (f" ({mark} samples disturbed)" if mark else ""))
 
     def out_of_time(self, what: str) -> bool:
-        """Return whether --minutes are over; `what` is then noted as left out."""
+        """Return True if --minutes are over; `what` is then listed as left out."""
         over = self.minutes is not None and perf_counter() - self._began > 60 * self.minutes
         if over:
             self.left_out.append(what)
         return over
 
     def finish(self, picture: Picture | None = None) -> list[BenchRow]:
-        """Print the table and draw the rows without an error, where matplotlib is there and a picture is asked for;
-        return these rows."""
+        """Print the table, draw the picture unless --no-plot or matplotlib is missing, and return
+        the rows without an error. Raise `ValueError` if there are none."""
         good = self._good()
         if not good:
             raise ValueError(f"Nothing could be measured: {self.rows[0]['error']}" if self.rows else self._warnings())
@@ -82,7 +83,7 @@ class Report:
         return [*self.table(good), *table(*marked)(good)]
 
     def _warnings(self) -> str:
-        """Return what a reader of the table must know, a sentence per line."""
+        """Return sentences that a reader of the table must know, one per line."""
         disturbed = sum(bool(row.get("disturbed")) for row in self._good())
         sentences = []
         if disturbed:
@@ -106,8 +107,8 @@ class Report:
 
 
 class Cell(NamedTuple):
-    """Describes a column of a table. `of`: the key of a row, with a dot for a key within it, or a function of the
-    row."""
+    """A column of a table. `of`: the key of a row ("time.low" for a nested one), or a function of
+    the row; `factor` scales numbers to `unit`."""
 
     head: str
     of: str | Callable[[BenchRow], Any]
@@ -116,7 +117,8 @@ class Cell(NamedTuple):
     left: bool = False
 
     def value(self, row: BenchRow) -> Any:
-        """Return the scaled value of a row, each of the three values of an estimate; None where the row lacks it."""
+        """Return the value of this column in a row, scaled; three numbers for an estimate, None if
+        the row lacks it."""
         value: Any = self.of(row) if callable(self.of) else row
         for key in [] if callable(self.of) else self.of.split("."):
             value = value.get(key)
@@ -132,24 +134,28 @@ def table(*cells: Cell) -> Table:
 
 
 def some(key: str) -> Callable[[BenchRow], Any]:
-    """Return a function that gives a number of a row, and None for 0."""
+    """Return a function that takes the number `key` of a row and turns 0 into None, an empty
+    cell."""
     return lambda row: row[key] or None
 
 
 def failed_row(label: str, reason: str, **facts: Any) -> dict[str, Any]:
-    """Return the row of what could not be measured. `label`: what it is called below the table."""
+    """Return a row that says why something could not be measured. `label` names it below the
+    table."""
     return {**facts, "label": label, "error": reason}
 
 
 def _marked(kind: str) -> Callable[[BenchRow], str | None]:
-    """Return a function that says how many of a row's samples have that mark; None where none has."""
+    """Return a function that says "2 of 30" if two of a row's samples have this mark, and None if
+    none has."""
     return lambda row: f"{row[kind]} of {row['samples']}" if row.get(kind) else None
 
 
 def lines(
     path: Path, rows: Sequence[BenchRow], *, x: str, y: str, series: str, labels: tuple[str, str], title: str
 ) -> None:
-    """Draw one line per series over x, with logarithmic axes and intervals as bands."""
+    """Draw rows as one line per `series`, with both axes logarithmic and intervals as bands. `x`,
+    `y`: keys of a row; `labels`: of the two axes."""
     figure, axes = _axes(5)
     names = list(dict.fromkeys(row[series] for row in rows))
     for place, name in enumerate(names):
@@ -169,7 +175,7 @@ def lines(
 
 
 def _axes(inches: float) -> tuple[Any, Any]:
-    """Return a figure of that height, and its axes."""
+    """Return a figure of that height in inches, and its axes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, inches), layout="constrained")
@@ -181,7 +187,8 @@ def _plain(value: float, _: float) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return a value as text: three digits of a number, a count as it is, an estimate as "median low-high"."""
+    """Return a value as text: numbers with three digits, counts as they are, estimates as "median
+    low-high"."""
     if value is None:
         return ""
     if isinstance(value, (tuple, list)):

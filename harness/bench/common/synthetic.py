@@ -1,4 +1,5 @@
-"""Attention layers without a model: specs, random inputs, and a prompt that nobody computed."""
+"""Attention layers without a model: their specs, random inputs, and prompts of random keys and
+values."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ Rope = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Describes an attention layer of a model."""
+    """The shape of the attention layers of an imagined model, which makes random inputs for
+    them."""
 
     heads: int
     kv_heads: int
@@ -30,7 +32,7 @@ class LayerShape:
 
     @property
     def token_bytes(self) -> int:
-        """Return the bytes of K and V of one token."""
+        """The bytes of the keys and values of one token in one layer."""
         return 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
 
     def specs(self) -> list[LayerSpec]:
@@ -46,14 +48,15 @@ class LayerShape:
         return LayerSpec(index, self.layers, self.heads, self.kv_heads, self.head_dim, scale, self.rope, project)
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin [1 P D] of positions [P]."""
+        """Return cos and sin [1 P D] of the rotary embedding at positions [P]."""
         channels = torch.arange(0, self.head_dim, 2, device=self.device, dtype=torch.float32)
         turns = positions.to(self.device).float()[:, None] * 500_000.0 ** (-channels / self.head_dim)
         both = torch.cat([turns, turns], -1).unsqueeze(0)
         return both.cos().to(self.dtype), both.sin().to(self.dtype)
 
     def token(self, seed: int, position: int) -> AttnInput:
-        """Return a new token at a position, another one for each seed."""
+        """Return the attention input of one new random token at this position; `seed` determines
+        it."""
         return self._input(seed, position, 1, 1, self.rope)
 
     def _input(self, seed: int, start: int, count: int, queries: int, rope: Rope) -> AttnInput:
@@ -63,8 +66,9 @@ class LayerShape:
         return AttnInput(q, k, v, cos, sin, _random(seed + 2, (1, queries, WIDTH), self), start)
 
     def fill(self, layers: Sequence[KVLayer], tokens: int, attending: bool = False) -> None:
-        """Let each layer take in the same `tokens` random tokens; without attention, or `attending` where a method's
-        own prefill is needed."""
+        """Feed the same `tokens` random prompt tokens to each layer. With `attending`, the layer's
+        own prefill runs, for methods whose prefill is not dense; otherwise it only absorbs keys and
+        values."""
         for start in range(0, tokens, CHUNK):
             count = min(CHUNK, tokens - start)
             x = self._input(start, start, count, count if attending else min(count, QUERIES), layers[0].spec.rope)
@@ -72,7 +76,8 @@ class LayerShape:
                 layer.prefill(x) if attending else layer.absorb(x)
 
     def observe(self) -> Callable[[int], Iterator[AttnInput]]:
-        """Return what `prepare` of a method may see of the model."""
+        """Return what `Method.prepare` takes to observe a model: a function from a number of tokens
+        to the attention input of each layer."""
         return lambda tokens: (self._input(7 * index, 0, tokens, tokens, self.rope) for index in range(self.layers))
 
 

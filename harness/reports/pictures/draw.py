@@ -1,4 +1,4 @@
-"""All pictures of a report: the differences to Full, score against cost, where needles were found and where lost."""
+"""All pictures of a report: differences to Full, score against cost, heat maps of needles."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ FAINT = "#9a9ca3"
 
 
 def draw(tables: Sequence[Comparison], folder: Path) -> Iterator[Path]:
-    """Write every picture into a folder and yield the files. The numbers in front make names differ, however much of
-    the rest a file system leaves room for."""
+    """Write every picture of these tables into a folder, and yield the files. Names begin with
+    numbers, so that they differ even if the rest is cut."""
     folder.mkdir(exist_ok=True)
     for number, table in enumerate(tables, 1):
         for subject, kind, figure in pictures(table):
@@ -35,7 +35,8 @@ def slug(text: str) -> str:
 
 
 def pictures(table: Comparison) -> Iterator[tuple[str, str, Figure]]:
-    """Yield the table or run that a picture shows, its kind, and the figure."""
+    """Yield (title, kind, figure) for each picture of a table; the title is the table's or a
+    run's."""
     if any(_difference(entry, table) for entry in table.entries):
         yield table.title, "differences", differences(table)
     if has_frontier(table):
@@ -54,7 +55,7 @@ def pictures(table: Comparison) -> Iterator[tuple[str, str, Figure]]:
 
 
 def named(entry: ReportRow) -> str:
-    """Return the name of a row in a picture."""
+    """Return the name of a row in a picture; "(incomplete)" marks a run that is not finished."""
     return entry.title + " (incomplete)" * (entry.summary["status"] != "complete")
 
 
@@ -91,8 +92,9 @@ def differences(table: Comparison) -> Figure:
 
 
 def _difference(entry: ReportRow, table: Comparison) -> tuple[float, list[float], float] | None:
-    """Return a row's difference to Full, its interval and p: of its score, or where texts were fed in nats per token,
-    with a sign that makes more the better as well; None where there is none with an interval."""
+    """Return a row's difference to Full, its interval and p; None without an interval. It is in
+    score, or, if texts were fed, in log-likelihood (nats per token), so that more is better in
+    both."""
     if not table.of_perplexity:
         full = entry.summary["full"]
         return (full["diff"], full["ci95"], full["p"]) if full and full["ci95"] else None

@@ -1,4 +1,4 @@
-"""What all pictures of a report share: colours of text and grid, titles, and files that stay small."""
+"""Helpers that all pictures of a report share: colours, titles, and small files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WIDEST = 2400  # pixels
 
 
 def plain(axes: Axes) -> None:
-    """Ticks and labels without ornament."""
+    """Style ticks and labels: grey and small, without tick marks."""
     axes.tick_params(length=0, labelsize=9, labelcolor=INK)
     axes.xaxis.label.set(color=SOFT, fontsize=9)
     axes.yaxis.label.set(color=SOFT, fontsize=9)
@@ -27,7 +27,8 @@ def plain(axes: Axes) -> None:
 
 
 def framed(axes: Axes, grid: Literal["both", "x", "y"] = "both") -> None:
-    """Lines to read values by, and two sides of a frame."""
+    """Draw grid lines to read values by, and leave only the left and the bottom line of the
+    frame."""
     axes.grid(axis=grid, color=GRID, linewidth=0.7)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -36,19 +37,19 @@ def framed(axes: Axes, grid: Literal["both", "x", "y"] = "both") -> None:
 
 
 def wrapped(figure: Figure, text: str) -> list[str]:
-    """Lines as wide as the figure at most: they break at spaces."""
+    """Break a text into lines that are no wider than the figure, at spaces only."""
     return textwrap.wrap(text, int(11 * figure.get_size_inches()[0]), break_long_words=False)
 
 
 def title(figure: Figure, text: str, *below: str) -> None:
-    """`below`: lines of their own."""
+    """Set the figure's title; each of `below` is a line of its own under it."""
     if lines := [*wrapped(figure, text), *below]:
         figure.suptitle("\n".join(lines), fontsize=10, color=INK, x=0.01, ha="left")
 
 
 def png(figure: Figure) -> bytes:
-    """Return a figure as PNG in 256 colours, for a page with many must stay light. Nothing is cut off, whatever stands
-    outside the axes."""
+    """Return a figure as PNG bytes in 256 colours, which keeps a page with many pictures small.
+    Text outside the axes is not cut off."""
     drawn, reduced = BytesIO(), BytesIO()
     figure.savefig(drawn, dpi=min(DPI, WIDEST / figure.get_size_inches()[0]), bbox_inches="tight", pad_inches=0.1)
     Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(reduced, "PNG", optimize=True)
@@ -72,6 +73,6 @@ def colour_bar(figure: Figure, image: Any, axes: Axes, **how: Any) -> None:
 
 
 def side_by_side(panels: int) -> tuple[Figure, list[Axes]]:
-    """Panels in a row, each with its ticks, drawn without a display."""
+    """Return a figure with so many panels in a row, and their axes. No display is needed."""
     figure = Figure(figsize=(4.6 * panels, 3.6), layout="constrained")
     return figure, list(figure.subplots(1, panels, squeeze=False)[0])

@@ -1,4 +1,5 @@
-"""Score against cost: what each method reads, moves and waits, a line per method over its budgets."""
+"""Draws score against cost: what each method reads, moves and waits for, with one line per method
+over its budgets."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ Points = dict[str, list[tuple[float, ReportRow]]]  # by label: costs, the least 
 
 
 class Panel(NamedTuple):
-    """Describes one cost that the score is drawn against; rows without it, or where it is 0, are not drawn."""
+    """One cost that scores are drawn against. Rows whose summary lacks it, or has 0, are not
+    drawn."""
 
     name: str
     cost: Callable[[Mapping[str, Any]], float | None]  # of a summary
@@ -52,7 +54,8 @@ class Panel(NamedTuple):
         return {label: sorted(points, key=lambda point: point[0]) for label, points in lines.items()}
 
     def shows(self, entries: Sequence[ReportRow]) -> bool:
-        """Return whether a method other than Full has the cost and a score, and Full too where it is wanted."""
+        """Return True if a method other than Full has this cost and a score, and Full as well if
+        `needs_full`."""
         drawn = [is_full(entry) for points in self.points(entries).values() for _, entry in points]
         lacks_full = self.needs_full and not any(drawn) and any(map(is_full, entries))
         return not all(drawn) and not lacks_full
@@ -80,8 +83,8 @@ def is_full(entry: ReportRow) -> bool:
 
 
 def front(points: Sequence[tuple[float, float] | None]) -> set[int]:
-    """Return the places of the (cost, score) that no other beats: none costs as little and scores more, or costs less
-    and scores as much."""
+    """Return the indices of the points (cost, score) on the Pareto front: no other point costs at
+    most as much and scores at least as much."""
     known = [(place, point) for place, point in enumerate(points) if point is not None]
     return {
         place
@@ -91,13 +94,14 @@ def front(points: Sequence[tuple[float, float] | None]) -> set[int]:
 
 
 def has_frontier(table: Comparison) -> bool:
-    """Return whether a method other than Full has a score and a cost."""
+    """Return True if there is something to draw: a method other than Full with a score and a
+    cost."""
     return not table.of_perplexity and any(panel.shows(table.entries) for panel in PANELS)
 
 
 def frontier(table: Comparison) -> Figure:
-    """Draw a panel for each cost. Full is dashed, the Pareto front of complete rows dotted, and up to six lines have
-    intervals."""
+    """Draw a panel for each cost. Full is a dashed line, the Pareto front of complete rows a dotted
+    one. Intervals are drawn if there are at most six methods."""
     entries = table.entries
     panels = [panel for panel in PANELS if panel.shows(entries)]
     labels = sorted({entry.label for entry in entries if not is_full(entry)})
@@ -132,7 +136,8 @@ def frontier(table: Comparison) -> Figure:
 
 
 def _size(panels: int, legend: Sequence[Line2D]) -> tuple[float, float]:
-    """Return inches, with room for the legend beside the panels."""
+    """Return width and height of the figure in inches, with room for the legend beside the
+    panels."""
     names = [str(line.get_label()).split("\n") for line in legend]
     width = 0.7 + 0.075 * max(len(line) for name in names for line in name)
     return 0.6 + 3.6 * panels + width, max(3.7, 0.3 + sum(0.08 + 0.15 * len(name) for name in names))
@@ -145,7 +150,7 @@ def _style(number: int) -> dict[str, Any]:
 
 
 def _line(axes: Axes, points: Sequence[tuple[float, ReportRow]], style: Mapping[str, Any], intervals: bool) -> None:
-    """Draw the budgets of one method, joined."""
+    """Draw the line of one method, which joins its budgets."""
     costs, scores = [cost for cost, _ in points], [row.summary["score"] for _, row in points]
     if intervals:
         low, high = zip(*(score["ci95"] or [score["mean"]] * 2 for score in scores), strict=True)
@@ -155,7 +160,7 @@ def _line(axes: Axes, points: Sequence[tuple[float, ReportRow]], style: Mapping[
 
 
 def _full(axes: Axes, entries: Sequence[ReportRow], points: Points) -> None:
-    """Draw a line at the score of each Full, and a star where its cost is known."""
+    """Draw a dashed line at the score of each Full, and a star at its cost if that is known."""
     for entry in filter(is_full, entries):
         if (score := entry.summary["score"]["mean"]) is not None:
             axes.axhline(score, color=figures.INK, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
@@ -166,14 +171,15 @@ def _full(axes: Axes, entries: Sequence[ReportRow], points: Points) -> None:
 
 
 def _widths(entries: Sequence[ReportRow]) -> str:
-    """Return the widths of intervals; none are drawn where they would cover too much."""
+    """Return a sentence on the typical width of the intervals, for a picture that is too crowded to
+    draw them."""
     spans = [entry.summary["score"]["ci95"] for entry in entries if not is_full(entry)]
     halves = [(span[1] - span[0]) / 2 for span in spans if span]
     return f"95 % intervals: about ±{100 * median(halves):.0f} points (median of the rows)" if halves else ""
 
 
 def _legend(fulls: Sequence[str], labels: Sequence[str]) -> list[Line2D]:
-    """Return a line for each method, Full first; long names are broken at spaces, never cut."""
+    """Return the lines of the legend, Full first; long names are broken at spaces."""
     styles = [(label, FULL_STYLE | {"markersize": 9}) for label in fulls]
     styles += [(label, _style(number)) for number, label in enumerate(labels)]
     lines = [

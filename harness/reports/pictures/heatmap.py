@@ -1,4 +1,5 @@
-"""The needle heat map: mean score over prompt length and depth; of runs of one length, a line for each run."""
+"""Draws the needle heat map: mean score by prompt length and by the needle's depth in it. If all
+runs have a single length, one map has a line for each run."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ MOST_ROWS = 21  # where a task plants at fixed depths, each is a row
 
 
 class NeedleScore(NamedTuple):
-    """Holds the score of one example by its length and depth."""
+    """The score of one example, with its prompt length and the depth of its needle."""
 
     depth: float  # percent of the text
     length: int  # tokens asked for
@@ -28,7 +29,8 @@ class NeedleScore(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """Holds mean scores, 0-100, a row per depth and a column per length; None where no needle lies."""
+    """Mean scores (0-100) in a row per depth and a column per length; None in cells without a
+    needle."""
 
     depths: list[str]  # percent: as planted, or a bin
     lengths: list[str]  # tokens asked for
@@ -36,7 +38,8 @@ class Grid(NamedTuple):
 
 
 def needles_by_task(records: Sequence[Record]) -> dict[str, list[NeedleScore]]:
-    """Return the examples that know their needle's place, of tasks whose examples fill more than one cell."""
+    """Return, by task, the examples whose needle has a known length and depth; tasks whose examples
+    all have the same length and depth are left out."""
     tasks: dict[str, list[NeedleScore]] = defaultdict(list)
     for record in records:
         if {"length", "depth"} <= record.data.keys():
@@ -46,7 +49,8 @@ def needles_by_task(records: Sequence[Record]) -> dict[str, list[NeedleScore]]:
 
 
 def grid(needles: Sequence[NeedleScore]) -> Grid:
-    """Sort needles into cells. Planted depths are rows of their own; needles that lie anywhere share bins."""
+    """Sort needles into a grid of mean scores. If the task plants at fixed depths, each depth is a
+    row; otherwise depths are sorted into ten bins."""
     lengths, depths = sorted({needle.length for needle in needles}), sorted({needle.depth for needle in needles})
     steps = [b - a for a, b in pairwise(depths)]
     # a run that broke off lacks some depths at its last length
@@ -64,7 +68,7 @@ def grid(needles: Sequence[NeedleScore]) -> Grid:
 
 
 def heatmap(needles: Sequence[NeedleScore], title: str) -> Figure:
-    """Draw the mean scores of one run."""
+    """Draw the mean scores of one run by length and depth."""
     cells = grid(needles)
     size = (max(3.4, 1.9 + 0.72 * len(cells.lengths)), 1.5 + 0.32 * len(cells.depths))
     figure = Figure(figsize=size, layout="constrained")
@@ -76,12 +80,14 @@ def heatmap(needles: Sequence[NeedleScore], title: str) -> Figure:
 
 
 def are_flat(grids: Sequence[Grid]) -> bool:
-    """Return whether several runs have one length and the same depths: a picture each would waste space."""
+    """Return True if there are several grids, all with the same single length and the same depths,
+    so that one picture with a line per run can show them."""
     return len(grids) > 1 and len({(*other.lengths, *other.depths) for other in grids}) == 1 == len(grids[0].lengths)
 
 
 def heatmap_by_run(grids: Mapping[str, Grid], title: str) -> Figure:
-    """Draw flat grids, a line for each run by its name."""
+    """Draw grids of a single length in one map, with a line for each run; `grids` is by the run's
+    name."""
     first = next(iter(grids.values()))
     figure = Figure(figsize=(3 + 0.55 * len(first.depths), 1.5 + 0.21 * len(grids)), layout="constrained")
     axes = _cells(figure, [[line[0] for line in cells.means] for cells in grids.values()], first.depths, list(grids))

@@ -1,4 +1,4 @@
-"""The command behind a row: what to type to get this run again."""
+"""Builds the command line that makes a row of a report again."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ BARE = re.compile(r"[\w./+-]+")  # what Hydra reads as one word
 
 
 def command(run: StoredRun) -> str:
-    """Presets as they were typed, then every key that is not at its default. A plug-in from outside needs the
-    `--config-dir` that it came from, which no run knows: DIR stands for it."""
+    """Return the command line that makes this run again: method, task and model as they were typed,
+    then every key that is not at its default. For a plug-in of the user's own it contains
+    `--config-dir DIR`, where DIR has to be filled in, because a run does not record that folder."""
     presets = {kind: _preset(run, kind) for kind in GROUPS}
     words = ["python", "-m", "harness"]
     if None in presets.values():
@@ -30,7 +31,9 @@ def command(run: StoredRun) -> str:
 
 
 def _preset(run: StoredRun, kind: str) -> tuple[str, dict[str, Any]] | None:
-    """Name and values of the yaml in conf/ that the run was typed as; of an older run, the first of the same class."""
+    """Return name and values of the yaml file in conf/ that the run was started with; for an older
+    run, which did not record it, the first file with the same class. None if there is no such
+    file."""
     target = (run.config.get(kind) or {}).get(TARGET)
     same = [(name, values) for name, values in _presets(kind) if values.get(TARGET) == target]
     named = [(name, values) for name, values in same if name == _typed(run, kind)]
@@ -39,7 +42,8 @@ def _preset(run: StoredRun, kind: str) -> tuple[str, dict[str, Any]] | None:
 
 @cache
 def _presets(kind: str) -> list[tuple[str, dict[str, Any]]]:
-    """Read once: a report asks for every row."""
+    """Return name and values of every yaml file of a group; cached, because each row asks for
+    them."""
     return [(entry.name, entry.values()) for entry in entries(kind)]
 
 
@@ -49,7 +53,8 @@ def _typed(run: StoredRun, kind: str) -> str:
 
 
 def _settings(run: StoredRun) -> dict[str, Any]:
-    """Settings that bear on the result, and where the data were; Full has no budget to name."""
+    """Return the settings that a command line has to repeat: those that affect the result, and the
+    folder of the data. A budget of null is left out, because only Full has it."""
     own = {key: value for key, value in run.config.items() if key in recorded_defaults()}
     kept = {key: value for key, value in own.items() if key not in WITHOUT_EFFECT or key == "data"}
     return {key: value for key, value in flatten(kept).items() if not (key == "budget" and value is None)}
@@ -63,7 +68,8 @@ def _changed(mine: Mapping[str, Any], usual: Mapping[str, Any], prefix: str = ""
 
 
 def spelled(value: Any) -> str:
-    """Write a value so that Hydra's grammar reads it back: 512 is a number, "512" a string."""
+    """Return a value as text that Hydra reads back as the same value: 512 is a number, "512" a
+    string."""
     if isinstance(value, (list, tuple)):
         return f"[{','.join(map(spelled, value))}]"
     if isinstance(value, Mapping):
@@ -77,7 +83,8 @@ def spelled(value: Any) -> str:
 
 
 def _is_other(text: str) -> bool:
-    """Return whether a bare word would be read as a number, a truth value or null."""
+    """Return True if Hydra would read the bare word as a number, a truth value or null, not as
+    text."""
     try:
         float(text.replace("_", ""))
     except ValueError:

@@ -1,4 +1,4 @@
-"""The command behind a row composes to the configuration of its run."""
+"""The command line that makes a row again composes to the configuration of its run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from harness.config.catalogue import GROUPS
 from harness.config.compose import built, composed
-from harness.reports.command import command, spelled
+from harness.reports.rerun import command, spelled
 from harness.results.run_folder import StoredRun
 
 WORDS = [
