@@ -133,8 +133,8 @@ def _markdown(table: ReportTable) -> str:
 
 
 def as_latex(tables: Sequence[Comparison], compared: Sequence[Comparison] = ()) -> str:
-    """Return a LaTeX table environment for each table, for \\input in a paper. The lines below the first
-    table and the conditions are comments above it."""
+    """Return a LaTeX table environment for each table, for \\input in a paper. The lines below the
+    first table and the conditions are comments above it."""
     parts = [r"% \usepackage[T1]{fontenc}\usepackage{booktabs}"]
     for table in tables:
         parts += map(_comment, [table.title, *all_lines(table), *conditions(table)])
