@@ -78,8 +78,8 @@ def _upper_end(
 
 
 def tail(values: Floats, shapes: Floats) -> Floats:
-    """Return P(sum of values x gammas >= 0) over the last axis, where the gammas are independent
-    variables of the given shapes.
+    """Return the probability that the sum of `values` times gammas is 0 or more, over the last
+    axis, where the gammas are independent variables of the given `shapes`.
 
     It integrates the moment generating function along a line through its saddle point, to about 7
     digits."""

@@ -148,7 +148,7 @@ def value_of(data: bytes | str, shape: Shape, place: str) -> Any:
 
 
 def text_of(data: bytes, place: str) -> str:
-    """Decode UTF-8 bytes of a file that errors call `place`."""
+    """Decode the UTF-8 bytes of a file. `place`: what errors call it."""
     with _damage(place):
         return data.decode()
 

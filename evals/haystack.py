@@ -31,8 +31,9 @@ class Haystack:
 
 
 def load(name: str, env: TaskEnv) -> Haystack:
-    """Load the text called `name`, one of NAMES. `auto` takes the first of essays, essays49 and
-    pydoc that is there. Raises `TaskError` where files are missing."""
+    """Load the filler text called `name`, one of NAMES, in which needles are hidden. `auto` takes
+    the first of essays, essays49 and pydoc that is there. Raises `TaskError` where files are
+    missing."""
     if name not in NAMES:
         raise TaskError(f"haystack={name!r} is unknown: choose one of {', '.join(NAMES)}")
     for wanted, files in ESSAY_FILES.items():

@@ -249,8 +249,8 @@ def _references(leaf: Leaf, number: int, doc: Any) -> tuple[str, ...]:
 
 
 def _lacks_fields(template: Any, doc: Mapping[str, Any]) -> bool:
-    """Return whether a row has none of the fields that `template` shows: it would write None in
-    their place."""
+    """Return whether a document has none of the fields that `template` (Jinja, of one of lm-eval's
+    tasks) fills in: it would write None in their place."""
     from jinja2.meta import find_undeclared_variables
     from lm_eval.utils import env
 

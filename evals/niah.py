@@ -55,7 +55,7 @@ class Niah(Task):
 
     @property
     def percents(self) -> list[float]:
-        """Return the depths in percent."""
+        """Return the depths of the haystack at which a needle is hidden, in percent."""
         if isinstance(self.depths, int):
             return [round(100 * i / max(1, self.depths - 1), 1) for i in range(self.depths)]
         return list(self.depths)

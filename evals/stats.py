@@ -232,8 +232,8 @@ def _unit_means(values: Floats, units: Units) -> Floats:
 
 def _pair_means(values: Floats) -> Floats:
     """Return the means of all pairs of values, those of a value with itself included, in ascending
-    order (Walsh averages). The number of them above x is the signed-rank statistic of the
-    differences to x."""
+    order (Walsh averages). The number of them above x is the signed-rank statistic of the values
+    less x."""
     first, second = np.triu_indices(len(values))
     return np.sort((values[first] + values[second]) / 2)
 

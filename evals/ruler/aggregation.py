@@ -110,7 +110,7 @@ class FrequentWords(Generator):
         return prompts
 
     def _search(self) -> int:
-        """Return the largest size, in words, at which a prompt stays below the tokens there are. No
+        """Return the largest haystack, in words, with which a prompt does not fill the length. No
         random draw depends on it."""
         vocabulary = self._vocabulary()
         size = self._room // CODED_LETTERS

@@ -29,8 +29,8 @@ class Streams:
         self.numpy = np.random.RandomState(seed)
 
     def shuffle(self, items: list[Any]) -> None:
-        """Shuffle in place with a fresh generator, so with the same permutation for every sample of
-        a length."""
+        """Shuffle in place with a fresh generator of the same seed, so with the same permutation
+        for every sample of a length."""
         random.Random(self.seed).shuffle(items)
 
     def number(self) -> str:

@@ -204,8 +204,8 @@ def _split(template: str, known: Mapping[str, str]) -> tuple[str, str]:
 
 
 def _cut(text: str, limit: int | None, env: TaskEnv) -> tuple[str, int]:
-    """Keep the first and the last half of a text that has more than `limit` tokens; also return how
-    many are gone."""
+    """Cut the middle out of a text that has more than `limit` tokens: the first and the last
+    `limit` / 2 stay. Return the text and how many tokens are gone."""
     ids = env.text.encode(text)
     if limit is None or len(ids) <= limit:
         return text, 0

@@ -75,7 +75,8 @@ class KVCache(Cache):
         self.sealed, self._further, self.sealed_tokens = True, True, self.num_tokens
 
     def close(self, layer: int) -> None:
-        """Seal one layer ahead of `seal`, because the prompt is complete in it already."""
+        """Seal one layer ahead of `seal`, because the prompt is complete in it: its method digests
+        the prompt while others still compute theirs."""
         if not self._closed:
             self.state.checks.begin("further" if self._further else "first")
         self.layers[layer].seal()
@@ -88,7 +89,8 @@ class KVCache(Cache):
         return len(self._closed) == len(self.layers)
 
     def open_turn(self) -> None:
-        """Begin a further turn: the next forwards are prompt again, until `seal`."""
+        """Begin a further turn of the conversation: the next forwards are prompt again, until
+        `seal`."""
         self.sealed = False
         self._closed.clear()
         self.closed_s = 0.0

@@ -241,7 +241,8 @@ class Engine:
         return slots
 
     def captured(self, cache: KVCache) -> CapturedStep | None:
-        """Return the captured step of a sealed cache, or None if its steps cannot be captured."""
+        """Return a decode step of a sealed cache that is captured when it first runs and replayed
+        afterwards, or None if its steps cannot be captured."""
         if self.graphs is None:
             return None
         reason = self.traced or capture_refusal(self.forward, cache)

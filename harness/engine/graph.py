@@ -130,8 +130,8 @@ class KeptSteps:
         self._steps: list[KeptStep] = []  # in order of their last use
 
     def take(self, cache: SlotsCache) -> KeptStep | None:
-        """Return a captured step for the sequences of `cache`, which have taken their first step;
-        None if none fits."""
+        """Take out a captured step that fits the sequences of `cache`, which have taken their first
+        step. Return None if none fits."""
         form, inputs = cache.form, cache.step_inputs
         assert inputs is not None
         for at, step in enumerate(self._steps):

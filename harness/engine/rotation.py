@@ -128,7 +128,8 @@ def text_rotary(model: PreTrainedModel) -> TextRotary | None:
 
 @contextmanager
 def in_place(model: PreTrainedModel, rotary: TextRotary | None) -> Iterator[None]:
-    """Let the model rotate by `rotary` until the block is left."""
+    """Let the model rotate keys and queries by the module `rotary` in place of its own until the
+    block is left."""
     if rotary is None:
         yield
         return

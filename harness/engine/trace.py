@@ -151,9 +151,10 @@ class Tracer:
 
 @contextmanager
 def _clocked_layers(cache: KVCache, watch: Stopwatch, indices: dict[int, int]) -> Iterator[None]:
-    """Clock operations inside the layers' `decode` only: comparisons with exact attention have a
-    cost of their own, and layers with a sliding window are part of the model. `indices` gets the
-    index bytes that each layer has read."""
+    """Clock, inside the block, the operations that run in each layer's `decode`, and nothing else:
+    comparisons with exact attention have a cost of their own, and layers with a sliding window are
+    part of the model. `indices` gets the bytes that each layer has read of what its method scores.
+    """
 
     def decode(layer: int, plain: Callable[[AttnInput], Tensor], x: AttnInput) -> Tensor:
         index_bytes = IndexBytes()

@@ -171,7 +171,8 @@ def check_config(config: dict[str, Any], name: str) -> None:
 
 
 def _check_rope_types(rope: Mapping[str, Any], name: str) -> None:
-    """Raise `ModelError` for a kind of rotation that transformers does not know."""
+    """Raise `ModelError` if a model's config asks for a kind of rotation (RoPE) that transformers
+    does not know. `rope`: its part about the rotation; `name`: the model."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     known = ["default", *ROPE_INIT_FUNCTIONS]
@@ -222,7 +223,8 @@ def check_tensors(folder: Path, model: PreTrainedModel, loading: Mapping[str, Co
 
 
 def _coded(folder: Path) -> list[str]:
-    """Return the names of the tensors that are not stored in 16 bits or more of floating point."""
+    """Return the names of the weights in a folder that are not stored as floating-point numbers of
+    16 bits or more, as those of quantised models are not."""
     from safetensors import safe_open
 
     coded: list[str] = []

@@ -31,7 +31,7 @@ class PromptError(ValueError):
 
 
 class Tokenizer(Protocol):
-    """Describe the part of a transformers tokenizer that is used here."""
+    """Describe the attributes and calls of a transformers tokenizer that are used here."""
 
     chat_template: Any
     bos_token_id: Any
@@ -111,9 +111,10 @@ def render(example: Example, tokenizer: Tokenizer, *, chat: Chat) -> Prompt:
 
 
 def render_turn(example: Example, tokenizer: Tokenizer, *, chat: Chat) -> Prompt:
-    """Return the tokens between the answer before `example`, a further turn, and the answer to it:
-    the end of the earlier answer, the user's text and the opening of the next answer. They follow
-    the given reply if the example has one. All of them belong to the question."""
+    """Return as a prompt the tokens between the answer before `example`, a further turn of a
+    conversation, and the answer to it: the end of the earlier answer, the user's text and the
+    opening of the next answer. They follow the given reply if the example has one. All of them
+    belong to the question."""
     template = chat == "template" and example.chat
     text = example.question
     if template:

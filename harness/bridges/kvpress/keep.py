@@ -180,8 +180,8 @@ def lent_module(spec: LayerSpec) -> Iterator[Any]:
 
 @contextmanager
 def _without_nan(press: Any, layer: int) -> Iterator[None]:
-    """Refuse scores that are NaN, from `press` and presses in it: they would choose at random what
-    stays."""
+    """Raise `KVPressError`, inside the block, as soon as `press` or a press in it scores a token
+    with NaN: it would choose at random what stays. `layer`: the layer's number, for the error."""
 
     def checked(score: Callable[..., Tensor], name: str) -> Callable[..., Tensor]:
         def call(*arguments: Any, **keywords: Any) -> Tensor:

@@ -22,8 +22,9 @@ CHUNK = 512  # tokens of a window whose logits are computed at a time
 
 
 def side_by_side(engine: Engine, texts: Iterator[Text], size: int) -> Iterator[tuple[Text, RunningSequence]]:
-    """Run `size` of `texts` together. Yield each text with each of its sequences that has ended.
-    `text.next(batch)` starts the next sequence of a text, and returns None if there is none left."""
+    """Run lm-eval's requests (`texts`), `size` of them at a time, in one batch. Yield each text
+    with each of its sequences that has ended. `text.next(batch)` starts the next sequence of a
+    text, and returns None if there is none left."""
     batch, running = RunningBatch(engine), dict[RunningSequence, Text]()
 
     def go_on(text: Text) -> None:

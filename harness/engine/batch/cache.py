@@ -23,8 +23,9 @@ CHECKED = "what a method returns is checked, or compared with exact attention, o
 
 
 class StepGroup(NamedTuple):
-    """Hold the members of a `SlotsCache` (caches that step together) that take the step of one
-    layer as one, through a layer that they share; or one member that takes it by itself."""
+    """Hold those caches of a joint decode step that take the step of one layer together, through a
+    layer that they share; or one that takes it by itself. `SlotsCache` has such a cache, a member,
+    for each sequence."""
 
     layer: Any  # the member's own KVLayer, or the Layer that several members share
     members: tuple[int, ...]
@@ -33,8 +34,8 @@ class StepGroup(NamedTuple):
 
 
 class Attending(NamedTuple):
-    """Say in which layers one member of a `SlotsCache` attends alone, and in which through a layer
-    that it shares with others."""
+    """Say in which layers one cache of a joint decode step attends alone, and in which through a
+    layer that it shares with other caches."""
 
     alone: list[KVLayer]
     together: list[tuple[Layer, Layer]]  # its own layer, and the shared one
@@ -116,8 +117,8 @@ class SlotsCache(KVCache):
         ]
 
     def _unheard(self, number: int) -> int:
-        """Return how many steps are missing in the `num_tokens` of member number `number`, which
-        may be updated only now and then (`lags`)."""
+        """Return how many decode steps are missing in the `num_tokens` of member number `number`,
+        one of the caches that step together. Some are updated only now and then (`lags`)."""
         return 0 if self._attending[number].alone else self.behind(number)
 
     def begin(self) -> None:
@@ -169,18 +170,20 @@ class SlotsCache(KVCache):
         return member.attend(layer, replace(x, start=member.num_tokens))
 
     def lags(self, member: int) -> bool:
-        """Return whether a member's own counts need not be updated after each step (`catch_up` does
-        it later), because it attends together with others in all layers of the method."""
+        """Return whether the counts of member number `member`, one of the caches that step
+        together, may be updated later (by `catch_up`): it attends together with others in all
+        layers of the method."""
         return self._attending[member].lags
 
     def behind(self, member: int) -> int:
-        """Return how many steps are not yet counted in member number `member`."""
+        """Return how many decode steps are not yet counted in member number `member`, one of the
+        caches that step together."""
         return self._counters.steps - self._upto[member]
 
     def catch_up(self, member: int) -> int:
-        """Bring member number `member` up to date: count the steps that were counted for all
-        members at once, and give it what the last of them chose for it. Return how many steps were
-        missing."""
+        """Bring member number `member`, one of the caches that step together, up to date: count the
+        steps that were counted for all at once, and give it what the last of them chose for it.
+        Return how many steps were missing."""
         steps, cache, attending = self.behind(member), self._members[member], self._attending[member]
         self._upto[member] += steps
         if steps and not attending.alone:
@@ -205,7 +208,8 @@ class SlotsCache(KVCache):
         self.num_tokens += steps
 
     def _refuse_full(self) -> None:
-        """Raise `RoomError` for the member whose cache has no room for another token."""
+        """Raise `RoomError` for a sequence of the batch whose cache has no room for another
+        token."""
         for number, (member, rows) in enumerate(zip(self._members, self._sizes, strict=True)):
             self.catch_up(number)
             member.expect(rows, 1)
@@ -222,8 +226,8 @@ class SlotsCache(KVCache):
 
     @property
     def policies(self) -> list[Policy]:
-        """Return the policies (the methods' rules of what is kept and read) of all layers that
-        members share."""
+        """Return the policies of all layers that members share. A policy is a method's rule for
+        what a layer keeps and reads, with what it remembers."""
         return [policy for groups in self._groups for group in groups if group.joint for policy in group.layer.policies]
 
     def results(self) -> list[dict[str, Any]]:
@@ -319,8 +323,8 @@ class SlotsCache(KVCache):
         raise AssertionError("a form of no member")
 
     def _places(self, number: int) -> Attending:
-        """Return in which layers member number `number` attends alone, and where it stands in the
-        layers that it shares."""
+        """Return in which layers member number `number`, one of the caches that step together,
+        attends alone, and where it stands in the layers that it shares."""
         member, alone, joint = self._members[number], list[KVLayer](), list[tuple[Layer, Layer]]()
         first: dict[int, int] = {}
         for layer, groups in zip(member.layers, self._groups, strict=True):

@@ -59,8 +59,8 @@ class RunningBatch:
 
     @torch.inference_mode()
     def step(self) -> list[RunningSequence]:
-        """Decode one token for each sequence. Return the sequences that ended; they have left the
-        batch."""
+        """Decode one token for each sequence of the batch. Return the sequences whose answers ended
+        with it; they have left the batch."""
         if running := [slot for slot in self.sequences if not slot.ended]:
             self._advance(running)
         ended = [slot for slot in self.sequences if slot.ended]
