@@ -8,6 +8,7 @@ Nothing heavy is imported here, so that `python -m harness --help` answers at on
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,20 @@ _HOMES = {
 
 settle_clashes()
 __path__.append(str(Path(__file__).parent / "commands"))  # for `python -m harness.report`
+
+
+def _refuse_removed_command() -> None:
+    """End `python -m harness.lint` with what to use instead, which Python's own message would not name."""
+    from harness.config.catalogue import REMOVED_COMMANDS, removed_command
+
+    module = next((word for word in sys.orig_argv if word.startswith("harness.")), "")
+    name = module.removeprefix("harness.")
+    if name in REMOVED_COMMANDS:
+        sys.exit(f"error: {removed_command(name)}")
+
+
+if getattr(sys, "argv", [])[:1] == ["-m"]:  # Python is looking for the module that the command line names
+    _refuse_removed_command()
 
 
 def __getattr__(name: str) -> Any:

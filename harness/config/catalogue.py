@@ -89,6 +89,11 @@ REMOVED_KEYS = {
 }
 
 
+def removed_command(name: str) -> str:
+    """Say what to use instead of a command that earlier versions had."""
+    return f"There is no command {name} any more: {REMOVED_COMMANDS[name]}. See CHANGELOG.md."
+
+
 class ConfigError(ValueError):
     """The yaml files cannot be used as they are; the message names file and line."""
 

@@ -31,6 +31,7 @@ from harness.config.catalogue import (
     entries,
     experiments,
     plain,
+    removed_command,
 )
 from harness.config.errors import sentence
 from harness.config.plugins import suggestion
@@ -183,7 +184,8 @@ def explain(error: HydraException) -> str:
         if group == "model" and ("/" in name or Path(name).is_dir()):
             return f"There is no preset {name}; for a model of the hub or a folder write model=hf model.name={name}."
         own = f"One of your own needs --config-dir=FOLDER, and its file FOLDER/{group}/{name}.yaml."
-        return f"There is no {group} {name!r}{suggestion(name, error.options or [])} {own}"
+        known = [option for option in error.options or [] if not option.startswith("_")]  # not what experiments share
+        return f"There is no {group} {name!r}{suggestion(name, known)} {own}"
     if isinstance(error, OverrideParseException):
         return _unread(error.override)
     if unknown := re.match(r"Could not override '([^']+)'", text):
@@ -200,7 +202,7 @@ def _unread(word: str) -> str:
     if word in commands():
         return f"{word} is a command and no setting: put it first, as in `python -m harness {word}`."
     if word in REMOVED_COMMANDS:
-        return f"There is no command {word} any more: {REMOVED_COMMANDS[word]}. See CHANGELOG.md."
+        return removed_command(word)
     if near := get_close_matches(word, commands(), n=1):
         return f"There is no command {word!r}; did you mean {near[0]}?"
     return f"Cannot read {word!r}: {HOW}."

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
 from evals.stats import ALPHA
@@ -25,11 +26,14 @@ MEANINGS = {  # what a kind of alarm says of the rows that it counts, the most i
     "simulated": "simulated",
     "budgets_differ": "budgets do not mean the same in all rows",
     SHARED: "others used the machine, so times mean little",
+    "full_elsewhere": "Full ran on another machine or more than an hour apart, so do not compare times with Full's",
     "lost_turns": "stored histories were lost and computed again, so answers may differ",
     "tuning_seed": "these are the examples on which harness.tune chooses parameters: do not report them",
 }
+HARDWARE = ("cpu", "device_name", "cpus_usable", "memory_bytes")  # what tells machines apart
 MIN_WRONG_TOKENS = 100  # of answers that are not fully right; right answers are alike whoever gives them
 NEAR = 0.1  # a Full this close to guessing leaves no room to lose
+SAME_HOURS = timedelta(hours=1)  # in which a machine is about as fast
 MARGIN, MARGIN_SHARE = 0.5, 0.1  # load that the system makes by itself: of a CPU, or a share of them where that is more
 
 
@@ -82,6 +86,7 @@ SIMULATED: dict[str, Callable[[AlarmRow], bool]] = {
 def alarms(rows: Sequence[AlarmRow]) -> list[Alarm]:
     """Return the alarms of one table, in the order of `MEANINGS`."""
     candidates = [(kind, [row for row in rows if holds(row)], "") for kind, holds in CHECKS.items()]
+    candidates.append(("full_elsewhere", _apart_from_full(rows), ""))
     candidates += [("simulated", [row for row in rows if holds(row)], reason) for reason, holds in SIMULATED.items()]
     candidates += [("budgets_differ", ruled, reason) for ruled, reason in _budgets(rows)]
     candidates.sort(key=lambda candidate: list(MEANINGS).index(candidate[0]))
@@ -141,15 +146,40 @@ def _unit(row: AlarmRow) -> str:
     return "by layer" if budget["layers"] else "a share" if isinstance(budget["asked"], float) else "a number of tokens"
 
 
+def _apart_from_full(rows: Sequence[AlarmRow]) -> list[AlarmRow]:
+    """Return the rows with times that ran on another machine than their Full, or more than an hour before or after it,
+    where the table shows Full's times as well."""
+    timed = {row.run.folder: row for row in rows if not row.summary["simulated"]}
+    pairs = [(row, row.full) for row in timed.values() if row.full and row.full.folder in timed]
+    return [row for row, full in pairs if any(_apart(a, b) for a in _sessions(row.run) for b in _sessions(full))]
+
+
+def _apart(session: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Return whether two sessions ran on different machines or in different hours, as far as both say it."""
+    places: list[dict[str, Any]] = [(each.get("provenance") or {}).get("machine") or {} for each in (session, other)]
+    if any(places[0].get(key) != places[1].get(key) for key in HARDWARE if all(key in place for place in places)):
+        return True
+    if not (session.get("started") and other.get("started")):
+        return False
+    first, last = sorted((session, other), key=lambda each: str(each["started"]))
+    ended, began = first.get("ended") or first["started"], last["started"]
+    return datetime.fromisoformat(began) - datetime.fromisoformat(ended) > SAME_HOURS
+
+
+def _sessions(run: StoredRun) -> list[Mapping[str, Any]]:
+    """Return what run.json says of each session, the last one at the end."""
+    return [*(run.info.get("earlier") or []), run.info]
+
+
 def _shared_the_machine(row: AlarmRow) -> bool:
     """Return True if the row shows times and other processes used the machine during the run: the
     load average was higher than the run's own threads explain."""
     if row.summary["simulated"] and not row.summary.get("trace"):
         return False
-    config, info = row.run.config, row.run.info
+    config = row.run.config
     placement = TIERS.get(config.get("placement", DEVICE))
     in_files = (placement is not None and placement.in_files) or config.get("history") == "store"
-    for session in (*(info.get("earlier") or []), info):
+    for session in _sessions(row.run):
         machine = (session.get("provenance") or {}).get("machine") or {}
         cpus = machine.get("cpus_usable") or 0
         on_cpu = config.get("device", "cpu") == "cpu"

@@ -156,6 +156,30 @@ def test_load_beyond_a_runs_own_is_an_alarm(info: dict[str, Any], settings: dict
     assert (("shared_machine", ("full",)) in raised) == is_shared
 
 
+@pytest.mark.parametrize(
+    ("began", "ended", "changed", "is_apart"),
+    [
+        ("2026-01-01T10:50:00+00:00", "2026-01-01T11:00:00+00:00", {}, False),
+        ("2026-01-01T12:11:00+00:00", "2026-01-01T12:20:00+00:00", {}, True),
+        ("2026-01-01T08:00:00+00:00", "2026-01-01T08:59:00+00:00", {}, True),
+        ("2026-01-01T10:05:00+00:00", "2026-01-01T10:20:00+00:00", {"cpu": "B CPU"}, True),
+        ("2026-01-01T10:05:00+00:00", "2026-01-01T10:20:00+00:00", {"device_name": "H200"}, False),  # Full's is unknown
+        (None, None, {}, False),
+    ],
+)
+def test_times_of_full_come_from_the_same_machine_and_hours(
+    began: str | None, ended: str | None, changed: dict[str, Any], is_apart: bool
+) -> None:
+    full_ran = session(None) | {"started": "2026-01-01T10:00:00+00:00", "ended": "2026-01-01T10:10:00+00:00"}
+    ran = session(None) | {"started": began, "ended": ended}
+    ran["provenance"]["machine"] |= changed
+    full = row("full", records([1.0]), info=full_ran)
+    other = row("quest", records([1.0]), full, info=ran)
+    later = row("h2o", records([1.0]), full, info=session(None) | {"earlier": [ran]})
+    assert kinds(full, other, later) == [("full_elsewhere", ("quest", "h2o"))] * is_apart
+    assert not kinds(other)  # the table does not show Full's times
+
+
 def test_every_form_of_a_report_says_that_the_machine_was_shared(tmp_path: Path) -> None:
     for method, load_average in (("full", 1.0), ("quest", 9.0)):
         write_run(tmp_path, records([1.0] * 3), method, facts=session(load_average))
