@@ -35,8 +35,8 @@ from harness.jobs.runner import Runner
 from harness.models.base import LoadedModel, ModelSource
 from harness.results.provenance import provenance
 from harness.results.records import FailedExample, Record
-from harness.results.run_folder import Run, StoredRun
-from harness.terminal.notices import lasting_output, warn
+from harness.results.run_folder import SETTINGS, Run, StoredRun
+from harness.terminal.notices import lasting_output, say_once, warn
 from harness.terminal.progress import announce, progress
 from methods.base import AttnInput, KVLayer, Method, refuse_other_than_method
 
@@ -137,6 +137,11 @@ def _open(job: Job, stack: ExitStack, on_error: OnError) -> _OpenRun:
     run.job, run.on_error = job, on_error
     run.complement(**job.facts())
     announce(job.label, job.folder, len(job.items) - len(run.pending), len(job.items))
+    if job.settings.measures_likelihood and run.info[SETTINGS].get("likelihood") == "off":
+        say_once(
+            f"{job.folder} was begun with likelihood=off, so its finished examples have no likelihood: delete that "
+            "folder or name another results.root to measure it"
+        )
     return run
 
 

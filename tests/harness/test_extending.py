@@ -133,8 +133,9 @@ def test_a_tier(tmp_path: Path) -> None:
     assert record["kv_shared_bytes"] > 0 == record["kv_host_bytes"]
     assert record["moved_bytes_per_step"] > 0
     assert json.loads((folder / "summary.json").read_text())["memory"]["kv_shared_bytes"] >= record["kv_shared_bytes"]
-    heads = [line for line in made.out.splitlines() if line.startswith("method ") and "KV dev" in line]
-    assert any("KV shared" in line and "KV host" not in line for line in heads)
+    heads = [line for line in made.out.splitlines() if line.startswith("method ")]
+    assert sum("KV dev" in line for line in heads) == sum("KV shared" in line for line in heads) == 2  # both tables
+    assert "KV host" not in made.out
     assert "M: shared memory of a CPU" in made.out
     assert "the same in memory that other processes may map" in (page / "index.html").read_text()
     alone = Forked(forks.module, "harness.report", str(runs))  # of a tier that this process does not know

@@ -134,5 +134,7 @@ def test_a_run_about_time_measures_none(tmp_path: Path, changes: dict[str, Any])
 
 
 def test_it_is_no_part_of_the_identity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(tmp_path, PQ).folder == run(tmp_path, PQ, likelihood="off").folder
+    assert run(tmp_path / "on", PQ).folder.name == run(tmp_path / "off", PQ, likelihood="off").folder.name
     assert "likelihood" not in capsys.readouterr().err
+    assert nll_of(run(tmp_path / "off", PQ).records) == [None, None]
+    assert "likelihood=off" in capsys.readouterr().err  # how to measure it
