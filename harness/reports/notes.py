@@ -14,20 +14,24 @@ from harness.results.summary import MIN_WINDOWS
 from harness.terminal.tables import percent
 from methods.tiers.tier import TIERS, bytes_key
 
-STAMPS = {  # in the order in which a row shows them
-    "S": "simulated: the cost is not paid in this code path, so speed is left out",
-    "T": "traced: the clocks inside a step cost time, so speed is left out",
-    "L": "load: others used the machine while it ran, so its times mean little",
-    **dict(tier.stamp for tier in TIERS.values() if tier.stamp),
-    "X": "stored histories were lost, and computing them again changed what the method holds: answers may be others",
-    "P": "plain steps: times hold the launch of each operation, for the reason in `plain_steps` of run.json",
-    "C": "continued: times come from more than one session",
-    "R": "running",
-    "I": "interrupted",
-    "F": "failed",
-    "!": "see the notes",
-}
 WARNING = "! "  # begins a note that the stamp `!` points to
+
+
+def stamp_meanings() -> dict[str, str]:
+    """Return what each stamp means, in the order in which a row shows them; users may add tiers with theirs."""
+    return {
+        "S": "simulated: the cost is not paid in this code path, so speed is left out",
+        "T": "traced: the clocks inside a step cost time, so speed is left out",
+        "L": "load: others used the machine while it ran, so its times mean little",
+        **dict(tier.stamp for tier in TIERS.values() if tier.stamp),
+        "X": "stored histories were lost, and computing them again changed what the method holds: answers may differ",
+        "P": "plain steps: times hold the launch of each operation, for the reason in `plain_steps` of run.json",
+        "C": "continued: times come from more than one session",
+        "R": "running",
+        "I": "interrupted",
+        "F": "failed",
+        "!": "see the notes",
+    }
 
 
 def stamps(entry: ReportRow, table: Comparison) -> str:
@@ -49,7 +53,7 @@ def stamps(entry: ReportRow, table: Comparison) -> str:
         **{status[0].upper(): row["status"] == status for status in ("running", "interrupted", "failed")},
         "!": row["warnings"],
     }
-    return "".join(stamp for stamp in STAMPS if holds[stamp])
+    return "".join(stamp for stamp in stamp_meanings() if holds[stamp])
 
 
 def notes(table: Comparison) -> Iterator[str]:
@@ -88,7 +92,7 @@ def notes(table: Comparison) -> Iterator[str]:
         )
     yield from _of_questions(entries)
     used = {stamp for entry in entries for stamp in stamps(entry, table)}
-    yield from (f"{stamp}: {meaning}" for stamp, meaning in STAMPS.items() if stamp in used and stamp != "!")
+    yield from (f"{stamp}: {meaning}" for stamp, meaning in stamp_meanings().items() if stamp in used and stamp != "!")
     yield from code_versions(entries)
     for entry in entries:
         if again := entry.run.info.get("rescored"):

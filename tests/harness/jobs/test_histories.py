@@ -13,7 +13,7 @@ from harness.config.settings import Settings, SettingsError, StoreSettings
 from harness.reports.compare import comparisons
 from harness.reports.document import as_text
 from harness.reports.groups import turn_reuse
-from harness.reports.notes import STAMPS, stamps
+from harness.reports.notes import stamp_meanings, stamps
 from harness.results.run_folder import StoredRun, load
 from harness.terminal.tables import digits
 from methods.base import Method
@@ -151,7 +151,7 @@ def test_turns_that_a_full_disk_has_changed_are_counted_stamped_and_told(
     }
     assert "X" in stamps(entry, table)
     assert f"Caution: {entry.title}: stored histories" in text
-    assert STAMPS["X"] in text
+    assert stamp_meanings()["X"] in text
 
 
 def test_a_run_leaves_its_conversations_in_a_folder_of_its_own(tmp_path: Path) -> None:

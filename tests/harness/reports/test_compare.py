@@ -17,7 +17,7 @@ from harness.reports.columns import measurements
 from harness.reports.compare import Comparison, ReportRow, comparisons, corrected
 from harness.reports.conditions import conditions
 from harness.reports.document import as_rows
-from harness.reports.notes import STAMPS, notes, stamps
+from harness.reports.notes import notes, stamp_meanings, stamps
 from harness.results.records import Record, StoreError
 from harness.results.run_folder import StoredRun, find, load
 from harness.results.summary import summarise
@@ -96,7 +96,7 @@ def test_a_row_has_its_stamp(tmp_path: Path, stamp: str, lines: dict[str, Any], 
     write_run(tmp_path, records([1.0] * 12, **lines), "full", status, **changes)
     table = table_of(tmp_path)
     assert stamps(table.entries[0], table) == stamp
-    legend = {f"{letter}: {meaning}": letter for letter, meaning in STAMPS.items()}
+    legend = {f"{letter}: {meaning}": letter for letter, meaning in stamp_meanings().items()}
     assert [legend[note] for note in notes(table) if note in legend] == [*stamp.replace("!", "")]
 
 
