@@ -173,8 +173,8 @@ def too_few(place: str, what: str, count: int, samples: int) -> TaskError:
 
 
 def open_content(source: Source, env: TaskEnv) -> Content:
-    """Read the file from the first of these that has it: the data root, the hub's cache, the
-    hub."""
+    """Read the file of `source` from the first of these that has it: the data root, the hub's local
+    cache, the hub."""
     path, origin = _locate(source, env.data_root)
     if path.suffix == ".zip":
         data = _read_member(source, path)

@@ -59,8 +59,8 @@ class Generator(ABC):
         the number of the sample."""
 
     def sample(self, size: int, index: int) -> FilledTemplate:
-        """Draw a new prompt as the model is asked. In some tasks it differs from what `probe` draws
-        for the size search."""
+        """Draw a new prompt as the model is asked. By default it is what `probe` draws for the size
+        search."""
         return self.probe(size, index)
 
     def minimum(self, index: int) -> int:
@@ -96,7 +96,8 @@ class Generator(ABC):
         return bisect_size(self.unit, largest, lambda size: self.count(self.probe(size, 0)) <= limit) or self.unit
 
     def fine(self, samples: int) -> list[FilledTemplate]:
-        """Draw prompts that are each as long as fits."""
+        """Draw `samples` prompts for a length below `OFFICIAL_FROM`: each has the largest haystack
+        that fits."""
         size, prompts = self.minimum(0), []
         for index in range(samples):
             size, prompt = self.largest_prompt(size, partial(self.sample, index=index))

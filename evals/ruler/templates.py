@@ -103,8 +103,8 @@ class Template:
         return text.lstrip().startswith(starts)
 
     def question_start(self, text: str) -> int:
-        """Return the index at which the question begins in a filled user turn, or -1 if there is
-        none."""
+        """Return the index at which the question begins in `text`, a user turn made from this
+        template, or -1 if there is none."""
         marker = "\nWhat " if self.tail.startswith("\nWhat ") else self.tail.partition("{")[0]
         return text.rfind(marker)
 

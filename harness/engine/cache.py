@@ -149,7 +149,8 @@ class KVCache(Cache):
         self.prompt_tokens, self._text = ids.shape[1], [ids]
 
     def take_text(self, other: KVCache) -> None:
-        """Expect the same text as another cache does (`expect_text`)."""
+        """Expect the same text as another cache does (`expect_text`), for a cache that replaces
+        it."""
         self.prompt_tokens, self._text = other.prompt_tokens, list(other._text)
 
     def note_text(self, ids: Tensor, *, prompt: bool = False) -> None:
@@ -291,7 +292,8 @@ class KVCache(Cache):
             )
 
     def _check_positions(self, layer: KVLayer) -> None:
-        """Check the prompt positions that a layer of the method says its last step has read."""
+        """Raise an error unless the prompt positions are valid that a layer says its last step has
+        read."""
         spec, request = layer.spec, layer.request
         heads = {"read_positions": [spec.num_kv_heads], "selected_positions": [spec.num_kv_heads, spec.num_heads]}
         for name, counts in heads.items():

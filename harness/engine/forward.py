@@ -96,9 +96,9 @@ class BlockForward:
         return [(start, *self.rotary.of_texts(x, at, lengths)) for start, x, at in chunks]
 
     def _layer(self, index: int, x: Stream, cos: Tensor, sin: Tensor, cache: KVCache, start: int) -> Stream:
-        """Compute decoder layer `index`, x [B T hidden] -> [B T hidden]. The last layer returns [B
-        1 hidden], as only the last token's logits are needed. `start`: position of the first of the
-        T tokens."""
+        """Compute decoder layer `index`, x [B T hidden] -> [B T hidden]. The last layer returns
+        [B 1 hidden], as only the last token's logits are needed. `start`: position of the first of
+        the T tokens."""
         next_row = cache.next_row(index) if self.stores and cos.shape[1] == 1 else None
         if next_row is not None:
             return self._stored_layer(index, x, cos, sin, cache, start, next_row)

@@ -152,8 +152,8 @@ class KeptSteps:
 
 
 class CapturedStep:
-    """Capture and replay the decode step of one sealed cache: `step(token)` takes tokens [B 1] and
-    returns logits [B V], which the next call overwrites."""
+    """Capture the decode step of one sealed cache, as a CUDA graph on a GPU, and replay it:
+    `step(token)` takes tokens [B 1] and returns logits [B V], which the next call overwrites."""
 
     def __init__(
         self, forward: BlockForward, cache: KVCache, graphs: StepCapture, kept: KeptSteps | None = None
@@ -291,8 +291,8 @@ def _results(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, T
 
 
 def _first_cause(error: BaseException) -> str:
-    """Return, in one line, the error from which `error` and all others between them followed: the
-    end of a capture fails because something inside it failed."""
+    """Return, in one line, the first of the errors that led to `error`. The end of a capture fails
+    because something inside it failed."""
     while error.__context__ is not None:
         error = error.__context__
     return f"{type(error).__name__}: {error}".splitlines()[0]

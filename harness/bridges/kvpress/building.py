@@ -64,9 +64,8 @@ def unpatched() -> Iterator[None]:
 
 @contextmanager
 def without_data_sets() -> Iterator[None]:
-    """Provide kvpress with an empty module `datasets` if there is none: it imports it for
-    statistics that it would compute from data sets of a hub, and presses that need those are
-    refused here."""
+    """Give kvpress an empty module `datasets` to import if none is installed. It needs that package
+    only for presses whose statistics come from data sets of a hub, and those are refused here."""
     if find_spec("datasets") is not None:
         yield
         return

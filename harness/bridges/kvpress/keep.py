@@ -106,8 +106,8 @@ class PressEvict(Evict, capturable=True, of_each={}):
 @torch.no_grad()
 def press_one(press: Any, spec: LayerSpec, hidden: Tensor, given: Sequence[Tensor], size: int) -> Pressed:
     """Let a press compress the keys and values of one sequence in one layer, as it would in its
-    hook after the attention module. hidden [1 S E]: the layer's input; given: keys and values [1 G
-    S D]; `size` of the S tokens are to stay."""
+    hook after the attention module. hidden [1 S E]: the layer's input; given: keys and values
+    [1 G S D]; `size` of the S tokens are to stay."""
     tokens, device = hidden.shape[1], hidden.device
     set_ratio(press, ratio_for(tokens, size))
     layer = SimpleNamespace(keys=given[0].clone(), values=given[1].clone())  # some presses write into them

@@ -57,8 +57,8 @@ class KVPress(Method):
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Return the modules of a user's own presses, whose code belongs to the identity of a
-        run."""
+        """Return the names of the modules that define a user's own presses; a run's identity
+        contains a hash of their code."""
         return tuple(dict.fromkeys(_modules(self.press)))
 
     @cached_property
@@ -110,7 +110,8 @@ class KVPress(Method):
 
 
 def _modules(mapping: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the modules in which a mapping's presses stand that are not kvpress's own."""
+    """Yield the names of the Python modules that define a mapping's presses, leaving out kvpress's
+    own."""
     if "." in mapping["name"]:
         yield mapping["name"].rpartition(".")[0]
     for value in mapping.values():

@@ -1,1 +1,2 @@
-"""Our engine as a model of EleutherAI's lm-evaluation-harness, which asks and scores by itself."""
+"""Offers our engine as a model to EleutherAI's lm-evaluation-harness, which asks and scores by
+itself."""

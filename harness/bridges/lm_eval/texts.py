@@ -158,8 +158,8 @@ class ScoredWindow:
 
 def _forced(batch: RunningBatch, cache: Any, logits: Tensor, tokens: Sequence[int]) -> RunningSequence:
     """Add to `batch` a sequence whose answer is given: `tokens` are fed one by one to the sealed
-    `cache`, whatever the model would choose, and their likelihoods are noted (`Forced`). logits [1
-    V]: those of the token before them."""
+    `cache`, whatever the model would choose, and their likelihoods are noted (`Forced`). logits
+    [1 V]: those of the token before them."""
     return batch.join(
         cache,
         logits,

@@ -164,8 +164,8 @@ class RunningSequence:
         return self._fed.popleft()
 
     def advance(self, fed: Tensor, logits: Tensor) -> None:
-        """Take the outcome of a decode step that fed the tokens `fed` [B 1] and gave `logits` [B
-        V]: pass it to fidelity, and pick the next token."""
+        """Take the outcome of a decode step that fed the tokens `fed` [B 1] and gave `logits`
+        [B V]: pass it to fidelity, and pick the next token."""
         self.cache.note_step(fed, logits)
         self.take(logits)
 
