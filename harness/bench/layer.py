@@ -34,7 +34,8 @@ TRACED = 5  # steps with a clock in each operation
 
 
 class LayerDecoding:
-    """One sealed layer of a method, which decodes one new random token per step."""
+    """Runs one attention layer of a method whose prompt is there already, and feeds it one new
+    random token per step."""
 
     def __init__(
         self, method: Method, shape: LayerShape, tokens: int, options: argparse.Namespace, steps: int = 0

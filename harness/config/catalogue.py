@@ -99,7 +99,8 @@ class ConfigError(ValueError):
 
 
 class NameTaken(ConfigError):
-    """Two yaml files of one group have the same name."""
+    """Two folders have a yaml file of the same name in the same group (method, task, model,
+    experiment)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,11 +315,13 @@ def _comment(line: str) -> str:
 
 @dataclass(frozen=True)
 class Experiment:
-    """A yaml file of conf/experiment/, which stands for the words of a command line, with a card. Hydra composes it;
-    here it is read to be listed.
+    """A yaml file of conf/experiment/: a named command line, with a card at its head that says what
+    it reproduces. Hydra composes it; this class only reads it, to list and describe it.
 
-    A small variant names another experiment in its `defaults` and changes what makes it slow. What several files share
-    stands in one whose name begins with `_`. `folders` are searched for the experiments that it builds on."""
+    A small variant names another experiment in its `defaults` and changes what makes that one slow.
+    A file whose name begins with `_` holds what several experiments share. `folders`: where the
+    experiments that it builds on are searched.
+    """
 
     name: str
     file: Path
@@ -339,7 +342,8 @@ class Experiment:
 
     @property
     def grid(self) -> dict[str, str]:
-        """Return the values of each swept key (hydra.sweeper.params), those of its bases among them."""
+        """The values of each key that the experiment sweeps over (hydra.sweeper.params), with those
+        of the experiments that it builds on."""
         own = ((self._content.get("hydra") or {}).get("sweeper") or {}).get("params") or {}
         inherited = {key: values for base in self.bases for key, values in base.grid.items()}
         return inherited | {str(key): str(values) for key, values in own.items()}
@@ -377,7 +381,8 @@ class Experiment:
 
 
 def experiments(folders: Sequence[Path] = (CONF,)) -> dict[str, Experiment]:
-    """Return the experiments by name; raise `NameTaken` where two folders hold one of the same name."""
+    """Return all experiments by name, without files that only hold shared parts. Raise `NameTaken`
+    if two folders have one of the same name."""
     return {name: file for name, file in _files(folders).items() if not name.rpartition("/")[2].startswith("_")}
 
 

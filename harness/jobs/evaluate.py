@@ -55,8 +55,8 @@ def evaluate(
     presets: Presets | None = None,
     **changes: Any,
 ) -> StoredRun:
-    """Run `task` with `model` under `method`, and under Full as well unless `baseline=off`. Return
-    the method's run, as its folder holds it.
+    """Run `task` with `model` under `method`, and also under Full (dense attention) for comparison,
+    unless `baseline=off`. Return the method's run, as its folder holds it.
 
     `changes` are fields of `Settings`. `presets`: the names that tables give method, task and
     model, in place of the names of their modules. The same call again finds the finished run; an

@@ -128,7 +128,8 @@ def room(items: Sequence[PreparedExample]) -> int:
 
 
 class LintError(ValueError):
-    """A prompt that would measure something else than the user believes."""
+    """A prompt is not what the user believes, so that its results would mislead (cut off, empty,
+    ...)."""
 
 
 def _task_env(settings: Settings, tokenizer: Tokenizer, window: int) -> TaskEnv:

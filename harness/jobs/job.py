@@ -92,8 +92,8 @@ class Job:
 
     @cached_property
     def full(self) -> Job | None:
-        """The job that runs Full on the same examples, which this job is compared with; None with
-        baseline=off, and for Full itself."""
+        """The job that runs Full (dense attention, the baseline) on the same examples, which this
+        job is compared with; None with baseline=off, and for Full itself."""
         if self.settings.baseline == "off" or isinstance(self.method, Full):
             return None
         shared = replace(self.settings, shared_prefill=self.wanted.shared_prefill)

@@ -100,7 +100,8 @@ def needed(
 def needed_by(
     info: ModelInfo, cache_spec: CacheSpec, item: PreparedExample, count: int, *, loaded: bool = False
 ) -> MemoryForecast:
-    """Forecast the bytes of `count` sequences like `item` that run together."""
+    """Forecast the peak bytes of `count` sequences like `item` that run together. `loaded`: the
+    weights are in memory already and are not counted."""
     together = cache_spec._replace(settings=replace(cache_spec.settings, batch=count))
     return needed(info, together, [item] * count, loaded=loaded)
 
@@ -138,8 +139,9 @@ def full_bytes(info: ModelInfo, settings: Settings, items: Sequence[PreparedExam
 
 
 def sealed_cost(cache_spec: CacheSpec, info: ModelInfo, items: Sequence[PreparedExample]) -> Cost:
-    """Return what the `batch` longest examples hold in each tier after the seal, by the method's
-    own formula. Raise `CostError` if the method declares none."""
+    """Return what the caches of the `batch` longest examples hold in each tier (device, host, disk)
+    after the seal, when the method has digested the prompt, by the method's own formula. Raise
+    `CostError` if the method declares none."""
     settings, total = cache_spec.settings, Cost(0)
     for item in _longest(items, settings.batch):
         total += Cost(_sliding_bytes(info, settings, item))
@@ -175,7 +177,8 @@ def _sliding_bytes(info: ModelInfo, settings: Settings, item: PreparedExample) -
 
 
 class PeakBytes(NamedTuple):
-    """Bytes on the device at one moment of a prompt."""
+    """The bytes on the device at one moment while a prompt is prefilled or sealed, by what takes
+    them."""
 
     kv: int  # keys and values of the prompt, as Full holds them, and all that sealed layers hold
     kept: int  # the method's own, from the first chunk in a layer until it seals
@@ -283,8 +286,9 @@ def _pinned(cache_spec: CacheSpec, info: ModelInfo, item: PreparedExample) -> in
 
 
 def _sealing_late(layers: Sequence[_Layer], passing: int) -> tuple[PeakBytes, PeakBytes]:
-    """Return the peaks during the prefill and during the seal, where all layers seal after the
-    whole prefill. `passing`: bytes of hidden states while a chunk passes through a layer."""
+    """Return the peaks during the prefill and during the seal, where all layers seal (let the
+    method reduce their cache) after the whole prefill. `passing`: bytes of hidden states while a
+    chunk passes through a layer."""
     kv, kept = sum(layer.case.dense_bytes for layer in layers), sum(layer.extra.kept for layer in layers)
     sealing, held = 0, kv + kept
     for layer in layers:
@@ -295,10 +299,10 @@ def _sealing_late(layers: Sequence[_Layer], passing: int) -> tuple[PeakBytes, Pe
 
 
 def _sealing_early(layers: Sequence[_Layer], states: tuple[int, int], further: bool) -> tuple[PeakBytes, PeakBytes]:
-    """Return the peaks during the prefill and during the seals, where each layer seals as soon as
-    the prompt has passed through it, so that one layer at a time holds the whole prompt. `states`
-    as in `cache_bytes`; `further`: in a further turn, layers that the prompt has not reached yet
-    are still sealed from the turn before."""
+    """Return the peaks during the prefill and during the seals, where each layer seals (lets the
+    method reduce its cache) as soon as the prompt has passed through it, so that one layer at a
+    time holds the whole prompt. `states` as in `cache_bytes`; `further`: in a further turn, layers
+    that the prompt has not reached yet are still sealed from the turn before."""
     prefills, seals, (passing, between) = [], [], states
     for at, layer in enumerate(layers):
         before = sum(other.sealed - other.extra.stepping for other in layers[:at])
@@ -311,7 +315,8 @@ def _sealing_early(layers: Sequence[_Layer], states: tuple[int, int], further: b
 
 def _own_peaks(caches: Sequence[CacheBytes], settings: Settings) -> list[PeakBytes]:
     """Return the candidates for the peak of a run that shares no prefill: the last example of the
-    batch is prefilled or sealed while the others are there already, or all take a step together."""
+    batch is being prefilled or sealed while the caches of the others are there, or all take a
+    decode step."""
     *others, longest = caches
     sealed = sum(cache.sealed for cache in others)
     before = _stepping(others, settings, whole=_captured(settings)) if others else 0

@@ -80,7 +80,8 @@ def _host_peak() -> int:
 
 
 class Prefilled(NamedTuple):
-    """A prompt that a method has taken in and not sealed yet."""
+    """A prompt that has been prefilled but not sealed: the method has not reduced its cache yet.
+    `began`: the clock's time when the prefill began; `usage`: memory and backends that it used."""
 
     cache: KVCache
     logits: Tensor  # [B V], of its last token
@@ -111,7 +112,7 @@ class _Front(KVCache):
 
 
 class SharedPrefill:
-    """One prefill of `prompts` [B S] that fills a cache for each of several methods. Call `cache`
+    """Prefills `prompts` [B S] once and fills a cache for each of several methods. Call `cache`
     once per method, then `run`."""
 
     def __init__(self, engine: Engine, prompts: Tensor, new_tokens: int) -> None:

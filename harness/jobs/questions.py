@@ -101,11 +101,13 @@ def refuse_to_go_on(error: Exception) -> None:
 
 
 class SealedContext:
-    """A context that is prefilled and sealed once, for several questions.
+    """A context that is prefilled and sealed once, for several questions. (At the seal, the method
+    reduces or indexes the cache.)
 
-    After each answer the cache goes back to what it was after the seal, so a question sees nothing of those before it
-    and gets the answer that it would get alone under protocol=context. The first question's clock began with the
-    prefill, a later one's begins with itself; keeping and putting back the cache is in no clock.
+    After each answer the cache is put back to its state after the seal. So a question sees nothing
+    of those before it, and gets the answer that it would get alone under protocol=context. The
+    first question's clock includes the prefill, a later one's begins with the question; copying and
+    restoring the cache is not timed.
     """
 
     @torch.inference_mode()
@@ -170,7 +172,7 @@ class ContextSession:
 
     @property
     def waiting(self) -> list[PreparedExample]:
-        """The examples that have not been asked yet."""
+        """The examples with this context that have not been asked yet."""
         return list(self._waiting)
 
     def next(self, batch: RunningBatch) -> RunningSequence | None:

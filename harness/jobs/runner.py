@@ -357,8 +357,9 @@ class Runner:
 def _whole_examples(
     items: Iterable[PreparedExample], transcripts: Iterable[Transcript | Failed]
 ) -> Iterator[Transcript | Failed]:
-    """Yield the transcripts of `items` as their parts end; a part that is a choice waits for the others of its item. An
-    item fails with the first of its parts that does."""
+    """Yield one transcript per example of `items`. The choices of a question come as transcripts of
+    their own; they are held back until all are there, and then merged. If one of them fails, so
+    does the example."""
     asked = {part.example.id: item for item in items for part in item.parts}
     answered, failed = defaultdict[str, list[Transcript]](list), set[str]()
     for transcript in transcripts:

@@ -32,8 +32,8 @@ PERPLEXITY = "perplexity"  # the metric of tasks whose texts are fed in place of
 
 @dataclass(frozen=True, slots=True)
 class ReportRow:
-    """A row of a table: a run, its summary, and the run of Full that it is compared with. `label`
-    and budget together name the row in its table."""
+    """A row of a table: a run, its summary, and the run of Full (dense attention, the baseline)
+    that it is compared with. `label` and budget together name the row in its table."""
 
     run: StoredRun
     full: StoredRun | None
@@ -118,9 +118,9 @@ def _comparison(
 
 
 def corrected(entries: Sequence[ReportRow], has_scores: bool) -> list[ReportRow]:
-    """Return the rows with the p values of their comparisons with Full after Holm's correction over
-    the whole table. With `has_scores`, p values of scores and of likelihoods are corrected
-    together."""
+    """Return the rows with the p values of their comparisons with Full, the baseline, after Holm's
+    correction over the whole table. With `has_scores`, p values of scores and of likelihoods are
+    corrected together."""
     scores = [entry.summary["full"]["p"] if has_scores and entry.summary["full"] else None for entry in entries]
     ps = [*scores, *(entry.cost.get("p") for entry in entries)]
     adjusted = iter(stats.holm([p for p in ps if p is not None]))

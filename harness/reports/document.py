@@ -164,7 +164,8 @@ def _comment(text: str) -> str:
 
 
 def shows_colour(stream: TextIO) -> bool:
-    """Return whether the stream is a terminal that may show colours (https://no-color.org)."""
+    """Return True if the stream is a terminal and the user has not turned colours off
+    (NO_COLOR)."""
     return stream.isatty() and not os.environ.get("NO_COLOR")
 
 

@@ -51,8 +51,9 @@ def group_table(table: Comparison) -> list[Column]:
 
 
 def differing_groups(entry: ReportRow) -> set[str]:
-    """Return the groups whose scores differ from Full's significantly, after Holm's correction over
-    the groups of this run; empty if there is only one group."""
+    """Return the groups of examples whose scores differ significantly from those of Full, the
+    baseline, after Holm's correction over the groups of this run; empty if there is only one
+    group."""
     groups: dict[str, list[tuple[float, float, str]]] = defaultdict(list)
     for ours, theirs in paired(entry.run.records, entry.full.records if entry.full else []):
         groups[ours.group].append((ours.score, theirs.score, ours.independent))

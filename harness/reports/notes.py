@@ -35,7 +35,8 @@ def stamp_meanings() -> dict[str, str]:
 
 
 def stamps(entry: ReportRow, table: Comparison) -> str:
-    """Return the stamps of a row, letters of `STAMPS`."""
+    """Return the stamps of a row: letters that warn about its numbers (`STAMPS` says what each
+    means)."""
     row = entry.summary
     loaded = next((alarm.rows for alarm in table.alarms if alarm.kind == SHARED), ())
     holds = {

@@ -84,7 +84,7 @@ SIMULATED: dict[str, Callable[[AlarmRow], bool]] = {
 
 
 def alarms(rows: Sequence[AlarmRow]) -> list[Alarm]:
-    """Return the alarms of one table, in the order of `MEANINGS`."""
+    """Return the alarms that apply to the rows of one table, the most important first."""
     candidates = [(kind, [row for row in rows if holds(row)], "") for kind, holds in CHECKS.items()]
     candidates.append(("full_elsewhere", _apart_from_full(rows), ""))
     candidates += [("simulated", [row for row in rows if holds(row)], reason) for reason, holds in SIMULATED.items()]
@@ -98,8 +98,8 @@ def alarms(rows: Sequence[AlarmRow]) -> list[Alarm]:
 
 
 def _is_as_full(row: AlarmRow) -> bool:
-    """Return True if a row that read only part of the prompt gave exactly Full's outputs, including
-    wrong ones: perhaps the method did not run."""
+    """Return True if a row that read only part of the prompt gave exactly the outputs of Full
+    (dense attention), including wrong ones: perhaps the method did not run."""
     pairs = paired(row.run.records, row.full.records if row.full else [])
     in_part = all(ours.attended_share is not None and ours.attended_share < 1 for ours, _ in pairs)
     same = all(ours.answer == theirs.answer for ours, theirs in pairs)
@@ -108,8 +108,8 @@ def _is_as_full(row: AlarmRow) -> bool:
 
 
 def at_chance(full: Sequence[Record], chance: float | None) -> bool:
-    """Return True if Full's mean score is near guessing (`chance`), so that no method can look
-    worse."""
+    """Return True if even Full (dense attention) has a mean score near guessing (`chance`), so that
+    no method can look worse than it."""
     return chance is not None and bool(full) and mean_score(full) <= chance + NEAR
 
 

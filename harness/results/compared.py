@@ -37,7 +37,7 @@ def for_statistics(pairs: Sequence[tuple[Record, Record]]) -> tuple[list[float],
 
 
 def group_means(records: Sequence[Record]) -> dict[str, float]:
-    """Return the mean score of each group."""
+    """Return the mean score of each group of examples, by the group's name."""
     groups: dict[str, list[float]] = defaultdict(list)
     for record in records:
         groups[record.group].append(record.score)

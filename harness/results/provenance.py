@@ -29,7 +29,7 @@ def now() -> str:
 
 
 def source_hash(root: Path = ROOT) -> str:
-    """Return the sha256 over names and contents of all sources of the four packages."""
+    """Return a SHA-256 hash over names and contents of all source files of our four packages."""
     digest = hashlib.sha256()
     inside = [file for package in PACKAGES for file in (root / package).rglob("*") if file.suffix in SOURCES]
     named = [(file.relative_to(root).as_posix(), file) for file in inside if file.is_file()]

@@ -23,7 +23,7 @@ class StoreError(ValueError):
 
 
 class RecordError(StoreError):
-    """A record, or the line that should hold one, is not what the harness writes."""
+    """A record, or a line that should hold one, does not have the form that the harness writes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +73,8 @@ class Reply:
 
     @property
     def answer(self) -> tuple[str, tuple[int, ...]]:
-        """What is compared to see if two generations are the same: text and tokens. For a text that
-        was fed by force, `output` is its likelihood."""
+        """The text and the tokens, which are compared to see if two generations are the same. For a
+        text that was fed by force, the text here is its likelihood."""
         return self.output, tuple(self.tokens)
 
     @property
@@ -98,13 +98,14 @@ class Reply:
     @property
     def intervals_s(self) -> list[float]:
         """The times between successive tokens from the second on. The time before the second token
-        is left out, because it includes the seal."""
+        is left out, because the method digests the prompt (the seal) in it."""
         return [b - a for reply in self.replies for a, b in pairwise(reply.token_s[1:])]
 
     @property
     def sealed_tokens(self) -> int:
         """The number of tokens that a budget is a share of: those of the context if it was sealed
-        alone, else those of the prompt. For a conversation, the mean over its turns."""
+        (handed to the method to reduce) alone, else those of the prompt. For a conversation, the
+        mean over its turns."""
         return round(fmean(reply.sealed_at for reply in self.replies))
 
     @property
@@ -204,7 +205,8 @@ class FailedExample:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any], where: str) -> Self:
-        """Return the failed example that a line of JSON holds."""
+        """Return the failed example that a line of examples.jsonl holds. Raise `RecordError`, whose
+        message begins with `where`, if a key is missing."""
         if missing := [field.name for field in fields(cls) if field.name not in plain]:
             raise RecordError(f"{where}: no {missing[0]}; no run of the harness wrote this line")
         return cls(**{field.name: plain[field.name] for field in fields(cls)})

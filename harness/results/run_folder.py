@@ -282,7 +282,7 @@ def read_info(folder: Path) -> dict[str, Any]:
 
 
 def write_info(folder: Path, info: Mapping[str, Any]) -> None:
-    """Replace run.json."""
+    """Replace run.json in a run's folder by `info`."""
     with files.writing(folder):
         files.write_json(folder / INFO, info)
 

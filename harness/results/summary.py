@@ -89,8 +89,9 @@ def summarise(
 
 
 def against(records: Sequence[Record], full: Sequence[Record] | None) -> dict[str, Any] | None:
-    """Return the paired comparison of scores with Full's, over the examples with the same prompt in
-    both runs: mean of Full, difference, interval, p. None if there is no such example."""
+    """Return the paired comparison of scores with Full's (dense attention), over the examples with
+    the same prompt in both runs: mean of Full, difference, interval, p. None if there is no such
+    example."""
     pairs = paired(records, full or [])
     if not pairs:
         return None
@@ -312,7 +313,8 @@ def _likelihood_beside(records: Sequence[Record], full: Sequence[Record]) -> dic
 
 
 class Neighbours:
-    """Finds the runs of Full in the same results folder as a run, and reads each of them once."""
+    """Finds the runs of Full (dense attention, the baseline) in the same results folder as a run,
+    and reads each of them once."""
 
     def __init__(self, known: Sequence[StoredRun] = ()) -> None:
         self._read = {run.folder.resolve(): run for run in known}
@@ -348,9 +350,10 @@ def write_summary(run: StoredRun, summary: Mapping[str, Any]) -> None:
 
 
 def reference(run: StoredRun, others: Sequence[StoredRun]) -> StoredRun | None:
-    """Return the run of Full that `run` is compared with, or None. It must have the same model,
-    prompts, right answers, dtype and device. Of several, the one with the same code is taken, then
-    the one with most settings in common, then the one with most examples in common."""
+    """Return the run of Full (dense attention, the baseline) that `run` is compared with, or None.
+    It must have the same model, prompts, right answers, dtype and device. Of several, the one with
+    the same code is taken, then the one with most settings in common, then the one with most
+    examples in common."""
 
     def nearness(full: StoredRun) -> tuple[bool, int, int]:
         identities = [compared.info.get("identity") or {} for compared in (run, full)]
@@ -364,8 +367,8 @@ def reference(run: StoredRun, others: Sequence[StoredRun]) -> StoredRun | None:
 
 
 def not_held(run: StoredRun, others: Sequence[StoredRun]) -> str | None:
-    """Return the reason why `reference` finds no Full for `run` among `others`; None if none of
-    them is a Full of the same task and settings."""
+    """Return the reason why `reference` finds no run of Full, the baseline, for `run` among
+    `others`; None if none of them is a Full of the same task and settings."""
     reasons = [(unlike(run, other), other) for other in others if _is_full_of(run, other)]
     if not reasons:
         return None

@@ -13,12 +13,13 @@ from methods.budget import is_budget
 
 
 class PathError(ValueError, ArgumentTypeError):
-    """Report text that is no path; argparse shows the message as it is."""
+    """A path on the command line is empty or cannot be resolved; argparse prints the message."""
 
 
 def typed(text: str, key: str = "") -> Path:
-    """Return the path with the user's home instead of ~, which a shell leaves alone after an equals
-    sign. `key`: the text before it on the command line, for errors."""
+    """Return the path that a user typed, with a leading ~ replaced by the home folder: a shell
+    leaves it alone after an equals sign. `key`: the text before the path on the command line, for
+    errors."""
     if not text.strip():
         raise PathError(f"{key} is empty: name a file or a folder, or leave it out".lstrip())
     try:
@@ -28,7 +29,8 @@ def typed(text: str, key: str = "") -> Path:
 
 
 def _number(what: str, is_legal: Callable[[Any], bool], read: Callable[[str], Any] = int) -> Callable[[str], Any]:
-    """Return a type for argparse that reads a number and checks that it is `what`."""
+    """Return a function that argparse can use as `type`: it reads a number with `read` and refuses
+    it unless `is_legal`. `what` describes a legal number in the error."""
 
     def checked(text: str) -> Any:
         with suppress(ValueError):

@@ -23,8 +23,8 @@ SLOW_FP16 = "fp16 is about ten times slower than bf16 on a CPU: use dtype=bf16, 
 
 
 def visible(text: str) -> str:
-    r"""Return `text` with control characters, and those that change the direction of writing, as
-    escapes: ESC becomes the four characters \x1b."""
+    """Return `text` with escapes in place of control characters and of those that change the
+    direction of writing, because a terminal would obey them."""
     return text if text.isprintable() else "".join(map(_shown, text))
 
 
@@ -57,13 +57,13 @@ def complain(error: object) -> None:
 
 @cache
 def say_once(message: str) -> None:
-    """Print a note once per process, however many jobs of a sweep it concerns."""
+    """Print a note once per process, even if several jobs of a sweep cause it."""
     warn(f"note: {message}.")
 
 
 @cache
 def complain_once(message: str) -> None:
-    """Print an error once per command, however many of its jobs it ends."""
+    """Print an error once per command, even if several of its jobs fail with it."""
     complain(message)
 
 
@@ -73,7 +73,8 @@ class _Builds(logging.Handler):
 
 
 def tell_of_builds() -> None:
-    """Announce from now on that C++ kernels are being compiled, which takes long."""
+    """From now on, print a note when C++ kernels are being compiled, because that takes about a
+    minute."""
     log = logging.getLogger("kernels.cpu")
     if not any(isinstance(handler, _Builds) for handler in log.handlers):
         log.addHandler(_Builds(logging.INFO))
@@ -109,7 +110,7 @@ def lasting_output() -> Iterator[None]:
 
 
 class _Lasting:
-    """Wrap a stream so that it never raises for lack of a reader."""
+    """Wraps an output stream so that writing never raises when nobody reads it any more."""
 
     def __init__(self, below: TextIO) -> None:
         self._below = below

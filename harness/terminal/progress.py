@@ -36,7 +36,8 @@ def numbered(job: int, jobs: int, alone: bool = True) -> Iterator[None]:
 
 
 def forget() -> None:
-    """Begin a new command, which announces its folders again."""
+    """Forget which run folders have been announced, because a new command begins in this
+    process."""
     _named.clear()
 
 

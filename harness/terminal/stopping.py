@@ -26,7 +26,7 @@ ECHO_S = 0.5  # `timeout`, srun and shells send a signal twice: to the process a
 
 
 class Stopped(KeyboardInterrupt):
-    """Report that a signal has asked this process to end."""
+    """A signal has asked this process to end."""
 
     def __init__(self, number: int = signal.SIGINT) -> None:
         super().__init__("interrupted" if number == signal.SIGINT else f"stopped by {signal.Signals(number).name}")
@@ -34,7 +34,8 @@ class Stopped(KeyboardInterrupt):
 
 
 class _Process:
-    """Hold which signal this process has received, and whether it is writing."""
+    """Keeps the first signal that this process has received, and how many writes are going on,
+    which signals wait for."""
 
     def __init__(self) -> None:
         self.asked: int | None = None  # the first signal
@@ -43,7 +44,8 @@ class _Process:
         self.depth = 0  # how many writes of the main thread are nested
 
     def hear(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal; this runs in the main thread, between two of its instructions."""
+        """Handle a signal: raise `Stopped`, or remember it during a write; a second one ends the
+        process at once. Python calls this in the main thread."""
         if self.asked is None:
             self.asked, self.asked_s = number, monotonic()
             self.waits = self.depth > 0
@@ -93,8 +95,8 @@ class Stoppable:
 
 
 class whole(ContextDecorator):
-    """Protect a write of the main thread from signals: one that comes meanwhile takes effect at the
-    end. The write should be short."""
+    """Protects a short write of the main thread from signals: one that comes during the write takes
+    effect after it."""
 
     def __enter__(self) -> None:
         if _is_main():

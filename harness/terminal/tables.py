@@ -65,7 +65,7 @@ def text_table(columns: Sequence[Column], width: int = WIDTH) -> str:
 
 
 def _lines(columns: Sequence[Column], row: Sequence[str]) -> list[str]:
-    """Return the lines of one row, as many as its tallest cell has."""
+    """Return the lines of text of one row of a table; a cell may have several lines."""
     parts = zip_longest(*(cell.split("\n") for cell in row), fillvalue="")
     return ["  ".join(map(Column.aligned, columns, part)).rstrip() for part in parts]
 
@@ -80,15 +80,15 @@ def markdown_table(columns: Sequence[Column]) -> str:
 
 
 def scaled(values: Sequence[float | None], units: Scale) -> tuple[list[str], str]:
-    """Return values with three significant digits and their common unit, the largest in which the
-    largest value is at least 1."""
+    """Return values as text with three significant digits, and the unit that all share: the largest
+    of `units` in which the largest value is at least 1. None becomes an empty text."""
     largest = max((abs(value) for value in values if value is not None), default=0.0)
     factor, unit = next((pair for pair in units if largest >= pair[0]), units[-1])
     return ["" if value is None else digits(value / factor) for value in values], unit
 
 
 def with_unit(value: float, units: Scale) -> str:
-    """Spell one value in the largest unit that it fills."""
+    """Return one value as text in the largest of `units` that it fills, such as "1.50 GiB"."""
     (number,), unit = scaled([value], units)
     return f"{number} {unit}"
 
@@ -100,14 +100,16 @@ def quantity(
     per: str = "",
     hide_zeros: bool = False,
 ) -> Column:
-    """Return a column of values in one unit. `hide_zeros`: leave all cells empty if there are only
-    zeros, which drops the column from the table."""
+    """Return a column of values in the unit that fits the largest, followed by `per` ("/step").
+    `hide_zeros`: if all values are zero, leave the cells empty, which drops the column from the
+    table."""
     cells, unit = scaled(values, units)
     return Column(head, unit + per, cells if any(values) or not hide_zeros else [""] * len(values), values=values)
 
 
 def quantities(columns: Mapping[str, Sequence[float | None]], units: Scale) -> list[Column]:
-    """Return columns by their heads, all in one unit."""
+    """Return one column per entry of `columns`, which maps heads to values; all are in the same
+    unit."""
     cells, unit = scaled([value for values in columns.values() for value in values], units)
     rest = iter(cells)
     return [Column(head, unit, list(islice(rest, len(values))), values=values) for head, values in columns.items()]
@@ -143,15 +145,15 @@ def percent(value: float | None, places: int = 1, sign: bool = False) -> str:
 
 
 def with_ci(value: float | None, ci: Sequence[float] | None, sign: bool = False) -> str:
-    """Return a share in percent, followed by its interval."""
+    """Return a share in percent as text, followed by its confidence interval: "40.0 [23, 59]"."""
     if value is None:
         return ""
     return f"{percent(value, 1, sign)} {_interval(ci, sign)}".strip() if ci else percent(value, 1, sign)
 
 
 def _interval(ci: Sequence[float], sign: bool) -> str:
-    """Return an interval without decimals, unless an end of a difference would be rounded to 0 that
-    is not 0."""
+    """Return a confidence interval in percent, without decimals. For a difference (`sign`), as many
+    decimals are shown as it takes to tell an end from 0."""
     places = next((n for n in range(3) if not sign or all(round(100 * end, n) for end in ci if end)), 3)
     return f"[{percent(ci[0], places, sign)}, {percent(ci[1], places, sign)}]"
 
@@ -165,8 +167,8 @@ def probability(p: float | None) -> str:
 
 
 def aligned(rows: Iterable[tuple[str, str]], most: int = 60) -> list[str]:
-    """Return two columns, indented by two. A left cell wider than `most` shifts only its own right
-    cell."""
+    """Return rows of two texts as lines with two aligned columns. A left text wider than `most`
+    shifts only its own right text."""
     rows = list(rows)
     width = min(most, max((len(left) for left, _ in rows), default=0))
     return [f"  {left:<{width}}  {right}".rstrip() for left, right in rows]

@@ -110,7 +110,8 @@ class SearchPlan:
 
 
 def halved(items: Sequence[PreparedExample]) -> Examples:
-    """Split the examples of each group alternately: one to choose by, one to report on."""
+    """Split the examples of each group alternately into two halves: one to choose parameters by,
+    one to report on. The first half is split further into rounds."""
     groups: dict[str, list[PreparedExample]] = defaultdict(list)
     for item in items:
         groups[item.example.group].append(item)

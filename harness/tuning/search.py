@@ -57,7 +57,7 @@ class ParameterSearch:
     say: Callable[[str], None]
 
     def run(self) -> Point:
-        """Run the search and return the best point among those that ran on all examples."""
+        """Run the search and return the best candidate among those that ran on all examples."""
         rounds = range(len(self.examples.rounds))
         points = curve_points(self.space)
         for number in rounds:
@@ -73,13 +73,14 @@ class ParameterSearch:
         return self.ranked(self.finished())[0]
 
     def finished(self) -> list[Point]:
-        """Return the points that ran on every example to choose by."""
+        """Return the candidates that ran on every example to choose by and were not discarded."""
         ran = self.trials.records
         return [point for point in self.trials.left(list(ran)) if len(ran[point]) == self.examples.choosing]
 
     def ranked(self, points: Sequence[Point]) -> list[Point]:
-        """Return points, best first. Among equal scores the start comes first, then the point that
-        reads fewest tokens (in whole percents), then the one nearest to the start."""
+        """Return candidates, best first. Among equal scores the method's present parameters (the
+        start) come first, then the candidate that reads fewest tokens (in whole percents), then the
+        one nearest to the start."""
 
         def rank(point: Point) -> tuple[float, ...]:
             read = fmean(record.attended_share or 0.0 for record in self.trials.records[point])
@@ -88,8 +89,8 @@ class ParameterSearch:
         return sorted(points, key=rank)
 
     def _combinations(self) -> list[Point]:
-        """Return points that combine the best values of at least two parameters. First comes the
-        one with the largest gain if the gains of its single parameters add up."""
+        """Return candidates that change at least two parameters, each to one of its best values.
+        First comes the one with the largest gain if the gains of its single parameters add up."""
         best = dict[str, list[Any]]()
         for name in self.space.grids:
             curve = self.ranked(self.trials.left(self.space.curve(name)))
@@ -112,7 +113,8 @@ class ParameterSearch:
 
 
 def curve_points(space: Space) -> list[Point]:
-    """Return the start, and every point that differs from it in one parameter."""
+    """Return the candidates of all curves: the start (the method's present parameters), and every
+    candidate that differs from it in one parameter."""
     return list(dict.fromkeys([START, *(point for name in space.grids for point in space.curve(name))]))
 
 
@@ -135,9 +137,9 @@ class Trials:
     _allowed: float = 1.0  # multiple of the budget that the start reads, if that is more
 
     def run(self, points: Sequence[Point], part: str, items: Sequence[PreparedExample]) -> None:
-        """Run `points` on `items` and add the results to their records. `part` names a subfolder of
-        results for these items, so that runs on different items stay apart; runs that are finished
-        there are only read."""
+        """Run the candidates `points` on `items` and add the results to their records. `part` names
+        a subfolder of results for these items, so that runs on different items stay apart; runs
+        that are finished there are only read."""
         start, results = self.start, self.start.wanted.results
         here = replace(start.wanted, results=replace(results, root=f"{results.root}/{part}"))
 
@@ -164,7 +166,8 @@ class Trials:
         return [point for point in points if point not in self.discarded]
 
     def _take(self, point: Point, job: Job | None, by_folder: Mapping[Path, list[Record]]) -> None:
-        """Add what a point's run recorded, or discard the point."""
+        """Add the records of a candidate's run to those it has. Discard the candidate if its run
+        failed or read more than the budget allows."""
         if job is None or job.folder not in by_folder:
             self.discarded[point] = "it failed" + (f": {job.folder} says why" if job else "")
             return

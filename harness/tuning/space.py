@@ -21,8 +21,10 @@ class SpaceError(ValueError):
 
 @dataclass(frozen=True)
 class Space:
-    """The values to try. `grids`: for each parameter at least two values in order, among them the
-    start's; `left_out`: sentences on values that are not tried."""
+    """The values that a search tries. `start`: the method with its present parameters; `grids`: for
+    each parameter at least two values in order, the start's among them; `left_out`: sentences on
+    values that are not tried. A point is a candidate, given as its (parameter, value) pairs that
+    differ from the start."""
 
     start: Method
     grids: Mapping[str, tuple[Any, ...]]
@@ -35,12 +37,12 @@ class Space:
         return dict(point).get(name, getattr(self.start, name))
 
     def curve(self, name: str) -> list[Point]:
-        """Return one point per value of a parameter; all other parameters stay at the start's
+        """Return one candidate per value of a parameter; all other parameters stay at the start's
         values."""
         return self.combinations({name: self.grids[name]})
 
     def combinations(self, values: Mapping[str, Sequence[Any]]) -> list[Point]:
-        """Return a point for each combination of these values of some parameters."""
+        """Return one candidate for each combination of the `values`, given by parameter."""
         names = [name for name in self.grids if name in values]
         combined = [zip(names, chosen, strict=True) for chosen in product(*(values[name] for name in names))]
         return [
@@ -48,8 +50,8 @@ class Space:
         ]
 
     def distance(self, point: Point) -> tuple[int, int]:
-        """Return how many parameters differ from the start's, and by how many steps on their
-        grids."""
+        """Return how many parameters of a candidate differ from the start's, and by how many steps
+        on their grids in total."""
         places = [
             (self.grids[name].index(value), self.grids[name].index(self.value(START, name))) for name, value in point
         ]
@@ -105,7 +107,7 @@ def _typed(method: Method, name: str, values: Sequence[Any]) -> Iterator[Any]:
 
 
 def _in_order(values: Sequence[Any]) -> tuple[Any, ...]:
-    """Return each value once, numbers sorted by size."""
+    """Return each value once; numbers are sorted, other values stay in their order."""
     once = list(dict.fromkeys(values))
     numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in once)
     return tuple(sorted(once) if numbers else once)

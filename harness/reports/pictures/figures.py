@@ -57,7 +57,7 @@ def png(figure: Figure) -> bytes:
 
 
 def save(figure: Figure, path: Path) -> tuple[Path, Path]:
-    """Write a PNG to `path` and a PDF beside it; return both."""
+    """Write the figure as PNG to `path` and as PDF with the same name; return both paths."""
     printed, vector = BytesIO(), path.with_suffix(".pdf")
     path.write_bytes(png(figure))
     with rc_context({"pdf.fonttype": 42}):  # TrueType: publishers refuse matplotlib's Type 3
