@@ -36,7 +36,8 @@ def command(repo: str, files: Sequence[str], revision: str, folder: str) -> str:
 
 
 def cached(repo: str, file: str, revision: str) -> Path | None:
-    """Return the file that an earlier download left in the cache, or None."""
+    """Return the path of a data set's file that an earlier download left in the hub's local cache,
+    or None."""
     from huggingface_hub import try_to_load_from_cache
 
     path = try_to_load_from_cache(repo, file, revision=revision, repo_type="dataset")

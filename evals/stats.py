@@ -116,7 +116,8 @@ class _Sample:
         return float(np.clip(self.weights @ self.values, self.values.min(), self.values.max()))
 
     def by_unit(self, units: Units) -> _Sample:
-        """Return a sample with one value for each unit: the mean of its values."""
+        """Return a sample with one value for each unit: the weighted mean of the values that belong
+        to it. `units`: the unit of each value; None: each value is one."""
         if units is None or len(set(units)) == len(self.values):
             return self
         _, which = np.unique(np.asarray(units), return_inverse=True)
@@ -173,7 +174,8 @@ def _finite(scores: Sequence[float]) -> Floats:
 
 
 def _weights(groups: Sequence[str], size: int) -> Floats:
-    """Return the weight of each example in the mean of group means."""
+    """Return the weight of each of `size` examples in the mean of group means: 1 / (number of
+    groups * examples of its group)."""
     if len(groups) != size:
         raise ValueError(f"{size} scores for {len(groups)} groups: give each example one of both")
     sizes = Counter(groups)

@@ -73,7 +73,7 @@ class Generator(ABC):
         return self.fine(samples) if self.is_fine else self.official(samples)
 
     def count(self, prompt: FilledTemplate) -> int:
-        """Count the tokens of a prompt with the longest of its questions."""
+        """Return the number of tokens of a prompt, asked with the longest of its questions."""
         return max(self.text.count(one.user, one.prefix, chat=self.chat) for one in prompt.questions)
 
     def largest(self, tokens_per_unit: float) -> int:

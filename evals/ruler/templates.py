@@ -27,7 +27,7 @@ class FilledTemplate:
 
     @property
     def questions(self) -> tuple[FilledTemplate, ...]:
-        """Return all questions, each with the context."""
+        """Return a prompt for each question on this context, the first one included."""
         data, first = self.data, replace(self, more=())
         return (first, *(replace(first, **{**one, "data": {**data, **one["data"]}}) for one in self.more))
 

@@ -284,7 +284,8 @@ class KVCache(Cache):
 
     @staticmethod
     def refuse_prompt(tokens: int) -> None:
-        """Raise `UnsupportedError` unless a sealed cache is given one token."""
+        """Raise `UnsupportedError` if a forward brings another number of `tokens` than one to a
+        sealed cache, which takes decode steps alone."""
         if tokens != 1:
             raise UnsupportedError(
                 f"{tokens} tokens at once after the prompt was sealed: feed one at a time, or call "
@@ -321,7 +322,8 @@ class KVCache(Cache):
         self.state.request = replace(request, capacity=self.layers[0].request.capacity)
 
     def _check_room(self, sequences: int, tokens: int) -> None:
-        """Raise `RoomError` if more arrives than the cache was made for."""
+        """Raise `RoomError` if other `sequences` than the cache was made for arrive, or more
+        `tokens` than it has room for."""
         held, needed = self.state.request.batch, self.num_tokens + tokens
         if sequences != held:
             raise RoomError(

@@ -259,7 +259,7 @@ class Engine:
         return "trace=on clocks each step's parts" if self.tracer is not None else None
 
     def close(self, captured: CapturedStep) -> None:
-        """Stop using a captured step; its cache goes on without it."""
+        """Stop using a captured decode step. Its cache goes on without it."""
         captured.close()
 
     def _close(self, cache: KVCache, layer: int) -> None:

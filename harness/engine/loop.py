@@ -107,7 +107,7 @@ class PaddedCache(LoopCache):
 
     @property
     def members(self) -> tuple[LoopCache, ...]:
-        """Return the caches of the rows, up to date with every step so far."""
+        """Return the caches of the rows, one each, up to date with every step so far."""
         self._catch_up()
         return self._members
 
@@ -219,7 +219,7 @@ class PaddedCache(LoopCache):
         self._slots.begin()
 
     def _part(self) -> None:
-        """Let each row's cache go on by itself, until rows step together again."""
+        """Let each row's cache go on by itself, until the rows take a step together again."""
         self._catch_up()
         self._slots = None
 
@@ -284,7 +284,8 @@ class LoopCalls:
 
 
 def _refuse(given: object, use_cache: bool | None, model: Any) -> None:
-    """Raise `UnsupportedError` unless a cache of ours may replace `given`."""
+    """Raise `UnsupportedError` unless a cache of ours may replace `given`, the past_key_values of a
+    call: None or an empty DynamicCache."""
     if use_cache is False or (use_cache is None and model.config.use_cache is False):
         raise UnsupportedError("use_cache=False leaves an attached method without a cache: leave it out.")
     if given is None:

@@ -67,7 +67,8 @@ class TextRotary(nn.Module):
         return reached
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
-        """Return cos and sin, each [1|B T R], of position_ids [1|B T], by `lengths`."""
+        """Return cos and sin, each [1|B T R], of position_ids [1|B T], for texts as long as
+        `self.lengths` says."""
         kind = () if layer_type is None else (layer_type,)
         return self.of_texts(x, position_ids, self.lengths or [int(position_ids.max()) + 1], *kind)
 

@@ -65,7 +65,8 @@ class SavedState:
 
 
 def _same(content: Any, before: Any) -> bool:
-    """Return whether a container holds the very objects that it held before."""
+    """Return whether a container with `content` holds the very objects that its copy `before`
+    holds; None for no copy."""
     if before is None or len(content) != len(before):
         return False
     if isinstance(content, dict):

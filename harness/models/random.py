@@ -97,7 +97,7 @@ class Random(ModelSource):
         return filled
 
     def _arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments for the model's config in transformers."""
+        """Return the keyword arguments with which transformers makes the model's config."""
         public = {key: value for key, value in SHAPES[self.shape].items() if key not in ("model_type", "dtype")}
         return public if self.layers is None else public | {"num_hidden_layers": self.layers}
 

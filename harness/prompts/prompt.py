@@ -68,7 +68,8 @@ class Shell(NamedTuple):
 
 
 class Tools:
-    """Implement `evals.base.TextTools` for one tokenizer and chat setting."""
+    """Implement `evals.base.TextTools`, what a task may know of a tokenizer, for one tokenizer and
+    chat setting."""
 
     def __init__(self, tokenizer: Tokenizer, chat: Chat) -> None:
         self.tokenizer = tokenizer

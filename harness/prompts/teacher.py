@@ -65,7 +65,8 @@ def answer_ids(reference: str, prompt: Prompt, tokenizer: Tokenizer) -> tuple[in
 
 
 def _after(prompt: Prompt, text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the tokens of `text` as they follow the whole prompt."""
+    """Return the tokens of `text` as they follow the whole prompt when both are tokenised as one
+    text."""
     return _following(prompt.text, prompt.ids[prompt.bos_added :], text, tokenizer)
 
 

@@ -73,7 +73,8 @@ class ScoredQuestion:
     would come from the prefill, and be Full's under every method."""
 
     def __init__(self, engine: Engine, context: Sequence[int], continuations: Mapping[int, Sequence[int]]) -> None:
-        """`continuations`: tokens, keyed by the numbers of their requests."""
+        """`continuations`: the tokens of each, by the number of the request that asks for its
+        likelihood."""
         self.engine, self.context = engine, context
         self._waiting = deque(continuations.items())
         self._room = max(map(len, continuations.values()))

@@ -25,12 +25,14 @@ UNCLOCKED = "a captured step runs as a whole and cannot be clocked inside; graph
 
 
 def never(tokens: list[int]) -> str | None:
-    """Return None for any tokens: the answer runs to its length limit."""
+    """Never stop an answer before its length limit: a stop rule that returns None for any
+    `tokens`."""
     return None
 
 
 def after(count: int) -> Stop:
-    """Return a rule that stops after the last of `count` given tokens."""
+    """Return a stop rule for an answer whose `count` tokens are given (teacher forcing): it ends
+    after the last of them."""
     return lambda tokens: FORCED if len(tokens) == count else None
 
 
@@ -160,7 +162,8 @@ class RunningSequence:
         self.clock.pause()
 
     def next(self) -> Tensor:
-        """Return the tokens [B 1] to feed next."""
+        """Return the tokens [B 1] to feed in the next decode step: of the question, if some are
+        left, else of the answer."""
         return self._fed.popleft()
 
     def advance(self, fed: Tensor, logits: Tensor) -> None:
