@@ -221,7 +221,8 @@ class Forecast:
         return most
 
     def holds_both(self, method: Method, batch: int) -> bool:
-        """Return True if as many sequences of Full fit into memory beside those of the method."""
+        """Return True if `batch` sequences of the method and as many of Full, the baseline, fit
+        into memory together."""
         own, full = (
             needed_by(self.info, cache_spec(each, self.options), self.item, batch, loaded=True)
             for each in (method, Full())

@@ -94,8 +94,9 @@ def calls_of(loaded_as: Mapping[str, LoadedModel], prompt: Tensor, new: int) -> 
 
 
 def compare(runs: RunsBySide, prompt_tokens: int, dtypes: Sequence[str], eos: set[int]) -> list[dict[str, Any]]:
-    """Return a row per dtype in which both sides ran: their times, ratios, and if their tokens are
-    equal."""
+    """Return a row per dtype in which both sides (our engine and `model.generate`) ran: their
+    times, the ratios, and if their tokens are equal. `eos`: token ids that end a text; tokens after
+    one are ignored."""
     rows = []
     for dtype in dtypes:
         if ("ours", dtype) not in runs or ("generate", dtype) not in runs:

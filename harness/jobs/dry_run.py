@@ -59,7 +59,7 @@ def _budget(job: Job) -> str:
 
 def _bytes(job: Job) -> str:
     """Return a sentence on the bytes that the method holds after the longest prompts, and on those
-    of Full's cache."""
+    of Full, which keeps all keys and values."""
     info = job.model.describe()
     full = f"{size(full_bytes(info, job.settings, job.items))} for Full at its longest"
     if isinstance(job.method, Full):
@@ -98,7 +98,7 @@ def _batch(job: Job) -> str:
 
 
 def _beside(full: Job) -> str:
-    """Return Full's folder, with a word on whether this command runs Full as well."""
+    """Return the folder of Full, the baseline, and say if this command runs Full as well."""
     if full.is_done():
         return f"{full.folder}, finished already"
     return f"{full.folder}, " + ("runs too" if full.settings.baseline == "run" else "not run with baseline=reuse")

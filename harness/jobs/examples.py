@@ -122,8 +122,8 @@ def by_context(
 
 
 def room(items: Sequence[PreparedExample]) -> int:
-    """Return the tokens that a cache must hold if all of `items` are asked on it in turn: those of
-    the longest."""
+    """Return the tokens that a cache must hold so that each of `items` can be asked on it in turn:
+    those of the longest."""
     return max(item.room for item in items)
 
 

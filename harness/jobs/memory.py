@@ -134,7 +134,8 @@ def lacking(need: MemoryForecast, free: int | None, free_host: int | None = None
 
 
 def full_bytes(info: ModelInfo, settings: Settings, items: Sequence[PreparedExample]) -> int:
-    """Return the bytes of Full's keys and values for the `batch` longest examples together."""
+    """Return the bytes of the keys and values of the `batch` longest examples under Full, which
+    keeps them all."""
     return sum(info.kv_bytes(settings.dtype, item.room) for item in _longest(items, settings.batch))
 
 

@@ -253,8 +253,8 @@ class Runner:
 
     @property
     def notes(self) -> dict[str, Any]:
-        """The entries of run.json that say how the engine has run so far: why a model runs its own
-        forward, why steps were not captured, and which backends were used."""
+        """The entries of run.json that say how the engine has run so far: why our own forward or
+        captured steps were not used, and which backends ran."""
         uncaptured = "graphs=off" if self.device.type == "cuda" and self.settings.graphs == "off" else None
         return {
             "own_forward": self.engine.plain_reason,

@@ -103,8 +103,9 @@ def comparisons(runs: Sequence[StoredRun]) -> list[Comparison]:
 def _comparison(
     runs: Sequence[StoredRun], title: str, neighbours: Neighbours, reported: Sequence[StoredRun]
 ) -> Comparison:
-    """Return the table of `runs`. `reported`: the runs of all tables, among which a Full may lie
-    that almost fits, so that the report can say why it does not."""
+    """Return the table of `runs`, each compared with a run of Full (dense attention) if one fits.
+    `reported`: the runs of all tables; if a Full among them almost fits a row, the row keeps the
+    reason why it does not."""
     entries = []
     for run, label in zip(runs, labels(runs), strict=True):
         full = reference(run, runs) or reference(run, neighbours.fulls(run))

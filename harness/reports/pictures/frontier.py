@@ -94,8 +94,8 @@ def front(points: Sequence[tuple[float, float] | None]) -> set[int]:
 
 
 def has_frontier(table: Comparison) -> bool:
-    """Return True if there is something to draw: a method other than Full with a score and a
-    cost."""
+    """Return True if there is something to draw: a method other than Full, the baseline, with a
+    score and a cost."""
     return not table.of_perplexity and any(panel.shows(table.entries) for panel in PANELS)
 
 
