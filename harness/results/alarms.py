@@ -26,7 +26,7 @@ MEANINGS = {  # what a kind of alarm says of the rows that it counts, the most i
     "simulated": "simulated",
     "budgets_differ": "budgets do not mean the same in all rows",
     SHARED: "others used the machine, so times mean little",
-    "full_elsewhere": "Full ran on another machine or more than an hour apart, so do not compare times with Full's",
+    "full_elsewhere": "Full ran on another machine or over an hour apart, so times do not compare",
     "lost_turns": "stored histories were lost and computed again, so answers may differ",
     "tuning_seed": "these are the examples on which harness.tune chooses parameters: do not report them",
 }
