@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from evals.base import Example
-from harness.prompts.prompt import Prompt, Tokenizer
+from harness.prompts.prompt import PROBE, Prompt, Tokenizer, in_template, shell
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,30 @@ def lint(
             "special_token",
             f"The text holds {', '.join(names)}, which the tokenizer reads as special: drop or respell the example.",
         )
+    if prompt.template and (wrong := _wrong_opening(tokenizer, shell(tokenizer, example.system).tail.rstrip())):
+        yield Finding("warning", "opening", f"The chat template {wrong}: correct it, or set chat=none.")
+    if getattr(getattr(tokenizer, "backend_tokenizer", None), "fix_mistral_regex", False):
+        remedy = "a run elsewhere without fix_mistral_regex has other tokens"
+        yield Finding("warning", "regex", f"The tokenizer's regular expression was wrong and is corrected: {remedy}.")
     if prompt.cut_tokens:
         remedy = "use a larger max_prompt_tokens, or say so beside the score"
         yield Finding("warning", "cut", f"{prompt.cut_tokens} tokens were cut from the middle: {remedy}.")
         answers = [reference for reference in example.references if reference and reference in user]
         if answers and not any(reference in prompt.text for reference in answers):
             yield Finding("warning", "answer_cut", f"The reference answer was in the part that was cut: {remedy}.")
+
+
+def _wrong_opening(tokenizer: Tokenizer, tail: str) -> str | None:
+    """Return what is wrong with the end of a prompt, `tail`, or None: what the template puts before
+    an answer that exists shows how the assistant's turn should open."""
+    talk = [{"role": "user", "content": PROBE}, {"role": "assistant", "content": "Because."}]
+    try:
+        usual = in_template(tokenizer, talk).rpartition(PROBE)[2].partition("Because.")[0].rstrip()
+        asked = in_template(tokenizer, talk[:1]).rpartition(PROBE)[2].rstrip()
+    except Exception:  # a template is a program and may raise anything; one that takes no answers shows nothing
+        return None
+    if tokenizer.eos_token and tail.endswith(tokenizer.eos_token) and not usual.startswith(tail):
+        return f"ends the prompt in {tokenizer.eos_token}"
+    if asked == tail and usual != tail and usual.startswith(tail):
+        return f"does not open the assistant's turn, though it puts {usual.removeprefix(tail).strip()!r} before answers"
+    return None

@@ -14,8 +14,9 @@ from transformers.utils import chat_template_utils
 from evals.base import Example
 from harness.models import embedded
 from harness.models.base import _end_of_turn
+from harness.models.random import byte_tokenizer
 from harness.prompts.prompt import Prompt, PromptError, Tools, render, render_turn, shell
-from harness.prompts.prompt_lint import lint
+from harness.prompts.prompt_lint import _wrong_opening, lint
 from harness.prompts.stops import StopRule
 
 PLAIN = "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}</s>\n{% endfor %}{{ '<|assistant|>\n' }}"
@@ -297,3 +298,12 @@ def test_the_embedded_chat_prompt_holds_its_bos_three_times_and_is_sound() -> No
         " What is the secret number?<|im_end|>\n<|im_start|>assistant\nThe number is"
     )
     assert "You are a helpful AI assistant named SmolLM" in shell(tok).head
+
+
+@pytest.mark.parametrize(("end", "says"), [("", "open"), ("<a>", None), ("<a>{{ eos_token }}", "ends")])
+def test_a_template_that_does_not_open_the_answer_is_found(end: str, says: str | None) -> None:
+    tokenizer = byte_tokenizer()
+    talk = "{% for m in messages %}<{{ m.role[:1] }}>{{ m.content }}{% endfor %}"
+    tokenizer.chat_template = f"{talk}{{% if add_generation_prompt %}}{end}{{% endif %}}"
+    tail = shell(tokenizer).tail.rstrip()
+    assert (says or "None") in str(_wrong_opening(tokenizer, tail))
