@@ -12,6 +12,8 @@ import io
 import os
 import random
 import re
+import resource
+import signal
 import subprocess
 import sys
 import tempfile
@@ -19,6 +21,7 @@ import tokenize
 from collections import Counter
 from collections.abc import Container, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,7 +29,7 @@ BASE = "6d01b6f8"
 ROOMS = ("methods/*.py", "kernels/*.py", "evals/**/*.py", "harness/engine/**/*.py")
 SOURCE = ("harness", "methods", "kernels", "evals")
 ALWAYS = ("tests/methods/test_contract.py", "tests/test_stored_tokens.py")
-FILES, SECONDS = 12, 120  # test files that a fault runs besides ALWAYS, the nearest first; time that all have
+FILES, SECONDS = 12, 120  # test files that a fault runs besides ALWAYS, the nearest first; CPU time that all have
 SWAPS = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "+": "-", "-": "+", "*": "/", "/": "*"}
 SWAPS |= {"//": "/", "%": "*", "+=": "-=", "and": "or", "or": "and", "not": " ", "is": "is not", "in": "not in"}
 SWAPS |= {"True": "False", "False": "True", "min": "max", "max": "min", "any": "all", "all": "any"}
@@ -115,10 +118,10 @@ def failure(root: Path, tests: list[str]) -> str:
     """Run tests and return the first that fails or hangs, "timeout" if they take longer, or "" if they pass."""
     options = "-x -q -n 0 -p no:randomly -p no:cacheprovider --timeout=60".split()
     command = [sys.executable, "-m", "pytest", *options, *tests]
-    environment = {**os.environ, "PYTHONPATH": str(root)}
-    try:
-        run = subprocess.run(command, cwd=root, env=environment, capture_output=True, timeout=SECONDS)
-    except subprocess.TimeoutExpired:
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    limit = partial(resource.setrlimit, resource.RLIMIT_CPU, (SECONDS, SECONDS))
+    run = subprocess.run(command, cwd=root, env=environment, capture_output=True, preexec_fn=limit)
+    if run.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
         return "timeout"
     failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", run.stdout.decode(), re.MULTILINE)
     return (failed or ["a crash"])[0] if run.returncode else ""
@@ -147,6 +150,7 @@ def outcome(root: Path, fault: Fault) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=40)
+    parser.add_argument("--part", default="0/1", help="I/N: every N-th fault from number I on, to use N cores")
     parser.add_argument("--seed", help="eight hex digits; default: of the last commit that changed source or tests")
     parser.add_argument("--against", type=Path, help="a checkout whose tests the survivors run against")
     options = parser.parse_args()
@@ -159,7 +163,8 @@ def main() -> None:
         pool, twins = list(faults(here, known)), {fault[1:3]: fault for fault in faults(there, known)}
         print(f"seed {seed}: of {len(pool)} faults in functions that are as at {BASE}", flush=True)
         random.Random(int(seed, 16)).shuffle(pool)
-        for fault in pool:
+        part, parts = map(int, options.part.split("/"))
+        for fault in pool[part::parts]:
             if result := outcome(here, fault):
                 counts[result.partition(" ")[0].strip(",")] += 1
                 if result == "survived" and options.against:
