@@ -60,8 +60,9 @@ def lint(
 
 
 def _wrong_opening(tokenizer: Tokenizer, tail: str) -> str | None:
-    """Return what is wrong with the end of a prompt, `tail`, or None: what the template puts before
-    an answer that exists shows how the assistant's turn should open."""
+    """Return how the chat template fails to open the assistant's turn at the end of a prompt, or
+    None if it opens it. `tail`: what it puts after the user's text. What it puts before an answer
+    that exists shows how the turn should open."""
     talk = [{"role": "user", "content": PROBE}, {"role": "assistant", "content": "Because."}]
     try:
         usual = in_template(tokenizer, talk).rpartition(PROBE)[2].partition("Because.")[0].rstrip()
