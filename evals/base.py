@@ -76,10 +76,10 @@ class Example:
     """Hold one prompt and what a right answer contains. The user turn is `context + question`, with
     nothing in between.
 
-    `protocol=context` seals the KV cache after `context`, `protocol=prompt` after everything.
-    Examples with the same context are several questions about it, and `questions=shared` prefills
-    it once. With `further` turns an example is a conversation, and its score is the mean over its
-    turns."""
+    With `protocol=context` the KV cache is sealed (the method then compresses or indexes it) after
+    `context`, before the question is known; with `protocol=prompt` after everything. Examples with
+    the same context are several questions about it, and `questions=shared` prefills it once. With
+    `further` turns an example is a conversation, and its score is the mean over its turns."""
 
     id: str  # unique within the task, and the same in every run
     group: str  # scores are averaged within a group first: "niah_single_1/4096", "qasper"

@@ -24,10 +24,11 @@ _PRECISE, _STEPS = 1e-10, 100  # precision of an end; steps to it at most, where
 
 
 def upper_p(values: Floats, weights: Floats, mean: float | Floats, top: float) -> Floats:
-    """Return the one-sided p-value of the hypothesis that the mean is `mean`, against the
-    alternative that it is smaller.
+    """Return the one-sided p-value of the hypothesis that the mean of a distribution is `mean`,
+    against the alternative that it is smaller, where no value can exceed `top` and nothing else is
+    assumed (Gaffke's bound).
 
-    values [.. N] do not exceed `top`; weights [N] add up to 1."""
+    values [.. N]: the sample; weights [N]: the share of each value in the mean, adding up to 1."""
     deviations = values - np.asarray(mean)[..., None]
     shapes = weights * _size(np.maximum(-deviations, 0), weights)[..., None]
     last = np.broadcast_to(top - np.asarray(mean), deviations.shape[:-1])[..., None]
@@ -78,11 +79,12 @@ def _upper_end(
 
 
 def tail(values: Floats, shapes: Floats) -> Floats:
-    """Return the probability that the sum of `values` times gammas is 0 or more, over the last
-    axis, where the gammas are independent variables of the given `shapes`.
+    """Return the probability that a random sum is at least 0. The sum is that of `values` times
+    independent gamma variables with these `shapes` (scale 1), over the last axis: values [.. N],
+    shapes [N] or [.. N] -> [..].
 
-    It integrates the moment generating function along a line through its saddle point, to about 7
-    digits."""
+    The probability is a contour integral over the sum's moment generating function (`_integral`),
+    exact to about 7 digits."""
     from scipy import special  # here, because a bare GPU machine, whose tests import this module, has none
 
     if values.ndim == shapes.ndim == 1:  # equal values share one gamma, of their shapes added up
@@ -105,8 +107,13 @@ def tail(values: Floats, shapes: Floats) -> Floats:
 
 
 def _integral(values: Floats, shapes: Floats) -> Floats:
-    """Compute `tail` for values [R N] whose largest is 1, along a hyperbola that leaves the saddle
-    point by steepest descent."""
+    """Return for each row of `values` [R N] the probability that `tail` returns, by numerical
+    integration. The largest value of each row is 1.
+
+    With M(s) the moment generating function of the random sum, it is 1 / (2*pi*i) times the
+    integral of M(s) / s along a path in the complex plane. The path is a hyperbola through the
+    saddle point (`_saddle`), close to the path on which the integrand falls fastest, so that few
+    steps suffice."""
     saddle = _saddle(values, shapes)
     ratios = values / (1 - saddle[:, None] * values)
     scale = 1 / np.sqrt((shapes * ratios**2).sum(-1) + saddle**-2)
@@ -124,9 +131,11 @@ def _integral(values: Floats, shapes: Floats) -> Floats:
 
 
 def _saddle(values: Floats, shapes: Floats) -> Floats:
-    """Return the saddle point of each row of `values` [R N], whose largest is 1: where the
-    integrand of `tail` is smallest on the real axis, between 0 and its branch point at 1. Newton's
-    method steps; where a step leaves the bracket, halving takes its place."""
+    """Return for each row of `values` [R N] the point between 0 and 1 at which `_integral` starts:
+    where M(s) / s is smallest on the real axis, M being the moment generating function of the
+    random sum in `tail`. The largest value of each row is 1, so M is infinite from s = 1 on.
+
+    The point is found by Newton's method, with a halving of the bracket where a step leaves it."""
     low, high = np.zeros(len(values)), np.ones(len(values))
     saddle = np.full(len(values), 0.5)
     for _ in range(60):
@@ -141,8 +150,9 @@ def _saddle(values: Floats, shapes: Floats) -> Floats:
 
 
 def _size(push: Floats, weights: Floats) -> Floats:
-    """Return the effective number of examples, each counted by its `push` [.. N]: how far it lies
-    below the mean that is tested. With equal `weights` [N] that is the number of all examples."""
+    """Return the effective number of examples in a weighted sample, [.. N] -> [..]. `push`: how far
+    each value lies below the mean that is tested, 0 for those above it. With equal `weights` [N]
+    the result is N."""
     largest = push.max(-1, keepdims=True)
     push = np.where(largest > 0, push / np.where(largest > 0, largest, 1.0), 1.0)
     return (push * weights).sum(-1) / (push * weights**2).sum(-1)

@@ -74,17 +74,20 @@ def interval(
 
 
 def paired(scores: Sequence[float], baseline: Sequence[float], groups: Sequence[str], units: Units = None) -> Paired:
-    """Test on two sides whether a mean difference is 0, and return the 95 % interval that inverts
-    the test.
+    """Compare two runs on the same examples by the difference of their mean scores: test on two
+    sides whether it is 0, and return it with the p-value and a 95 % interval, which leaves out 0
+    exactly where p is below 0.05.
 
-    Where all scores are 0 or 1 and all groups equally large it is McNemar's exact test.
-    """
+    `groups`: the group of each example; the mean is that of group means. `units`: examples of one
+    unit count as one. Where all scores are 0 or 1 and all groups equally large, this is McNemar's
+    exact test."""
     sample = _differences(scores, baseline, groups, units)
     return Paired(sample.mean, sample.interval(ALPHA / 2, pivot=0.0), sample.p)
 
 
 def p_value(scores: Sequence[float], baseline: Sequence[float], units: Units = None, groups: Units = None) -> float:
-    """Return the p of `paired` without its interval, for one group unless several are given."""
+    """Return the p-value of `paired` alone, without the interval, which takes longer. `groups`:
+    None for one group."""
     return _differences(scores, baseline, groups or [""] * len(scores), units).p
 
 
@@ -140,8 +143,9 @@ class _Sample:
         return float(bounded.upper_p(self.values, self.weights, mean, self.high))
 
     def interval(self, level: float, pivot: float | None = None) -> Interval:
-        """Return the confidence interval of the mean, with an error of `level` on either side. It
-        leaves out the mean `pivot` exactly where the p-value of `pivot` says so."""
+        """Return the confidence interval of the mean, with an error probability of `level` on
+        either side. `pivot`: a mean that the interval leaves out exactly where the test of that
+        mean rejects it at this level, so that interval and p-value never disagree."""
         return Interval(-self.mirrored._upper(level, pivot), self._upper(level, pivot))
 
     def _upper(self, level: float, pivot: float | None) -> float:
@@ -242,8 +246,8 @@ def _pair_means(values: Floats) -> Floats:
 
 def _shift_interval(means: Floats, size: int) -> Interval | None:
     """Return the interval of the shifts that the signed-rank test does not refute, None if there
-    are too few units. `means`: those of pairs, in order, at which its statistic steps; `size`:
-    units."""
+    are too few units. `means`: the sorted means of all pairs (`_pair_means`); the interval ends at
+    two of them. `size`: the number of units."""
     from scipy import special  # here, because a bare GPU machine, whose tests import this module, has none
 
     if size <= EXACT:
@@ -256,7 +260,7 @@ def _shift_interval(means: Floats, size: int) -> Interval | None:
 
 def _at_most(count: int, size: int) -> float:
     """Return the probability that the signed-rank statistic of `size` differences is at most
-    `count` where their signs fall by chance."""
+    `count` if each difference is positive or negative with probability 1/2."""
     from scipy import special  # here, because a bare GPU machine, whose tests import this module, has none
 
     if size <= EXACT:

@@ -31,8 +31,9 @@ def rouge_l(prediction: str, reference: str) -> float:
 
 
 def rouge_zh(prediction: str, reference: str) -> float:
-    """Return `rouge_l` over the words into which jieba splits Chinese text. The official function
-    is called one frame deeper, so one recursive call fewer is left to it."""
+    """Return `rouge_l` over the words into which jieba splits Chinese text. LongBench calls the
+    recursive package one frame deeper here, so one call fewer is left below Python's recursion
+    limit, at which the score becomes 0."""
     return _score(" ".join(cut(prediction)), " ".join(cut(reference)), _CALLS - 1)
 
 
@@ -69,11 +70,12 @@ def places_of(sentence: Sequence[str]) -> dict[str, int]:
 
 
 def _common_words(x: tuple[str, ...], y: tuple[str, ...], places: dict[str, int], calls: int) -> set[str] | None:
-    """Return the words of the common subsequence that the package `rouge` finds, or None where its
-    walk takes more than `calls` calls. `places`: where y has each word (`places_of`).
+    """Return the words of the common subsequence of x and y that the package `rouge` finds, or None
+    where its recursion would take more than `calls` calls, at which Python's limit ends it.
+    `places`: the positions of each word in y as a bit mask (`places_of`).
 
-    The walk starts at the ends of x and y. Where the words differ, it shortens x if that keeps a
-    longer common subsequence than shortening y would: exactly where y's last word adds to it."""
+    The recursion starts at the ends of x and y. Where the words differ, it shortens x if that keeps
+    a longer common subsequence than shortening y would: exactly where y's last word adds to it."""
     if min(len(x), len(y)) >= calls:
         return None  # one call shortens either side by one word at most
     flat = flat_places(x, y, places)

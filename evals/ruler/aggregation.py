@@ -82,8 +82,8 @@ class FrequentWords(Generator):
     """Make the prompts of RULER's fwe (frequent words): invented words whose frequencies fall with
     the square of their rank. The first rank is dots; the next three are asked for.
 
-    The official script searches another way here: with one vocabulary for the whole search, then a
-    new one for each sample."""
+    The size of the haystack is searched as in the official script: with one vocabulary for the
+    whole search, then a new one for each sample. RULER's other tasks draw anew at every try."""
 
     new_tokens = NEW_TOKENS["fwe"]
 
@@ -110,8 +110,9 @@ class FrequentWords(Generator):
         return prompts
 
     def _search(self) -> int:
-        """Return the largest haystack, in words, with which a prompt does not fill the length. No
-        random draw depends on it."""
+        """Return the number of words in the largest haystack whose prompt stays below the length,
+        less the tokens kept free for the answer. It draws one vocabulary, however many sizes it
+        tries, so later random draws do not depend on the result."""
         vocabulary = self._vocabulary()
         size = self._room // CODED_LETTERS
         while self.count(self._coded(vocabulary, size)) < self._room:

@@ -27,7 +27,10 @@ SCHEMA = 1
 
 
 def observe(name: str, observation: Observation, task: Task, model: ModelSource, wanted: Settings) -> dict[str, Any]:
-    """Return the figures of every layer on the task's first prompt, and what they were computed from."""
+    """Run the model on the task's first prompt with full attention, and return the numbers that
+    `observation` computes for every layer, with what they were computed from (model, prompt,
+    settings), as it is written to a file. `name`: that of the observation; `wanted`: the run's
+    settings before defaults are filled in."""
     info = model.describe()
     settings = resolve(wanted, Full(), info).settings
     item = prepare(task, model, settings)[0]

@@ -54,8 +54,11 @@ _prepared: WeakKeyDictionary[PreTrainedModel, dict[Method, tuple[object, float]]
 
 
 class Attachment:
-    """Hold a model and the KV method that is attached to it, and make the caches with which both
-    run. Parameters as in `attached`."""
+    """Hold a model with the KV method that its attention uses, and make the caches for both.
+    `attached` yields one, and explains the parameters.
+
+    In the block of `attached`, `cache` makes a cache for `model.generate` or a loop of your own;
+    `Engine` (harness/engine/engine.py), the project's own loop, takes the attachment itself."""
 
     def __init__(
         self,
@@ -98,8 +101,9 @@ class Attachment:
         self._handed_out: list[LoopUsage] = []
 
     def stage(self, tokens: int) -> int:
-        """Return a number that is equal for texts which the model rotates by the same angles
-        (`TextRotary.stage`), for a text of `tokens` tokens; 0 if all texts are rotated alike."""
+        """Return a number that stands for the rotation angles (RoPE) of a text of `tokens` tokens:
+        the model rotates texts with equal numbers alike (`TextRotary.stage`). It is 0 where the
+        angles do not depend on the length."""
         return 0 if self.rotary is None else self.rotary.stage(tokens)
 
     def request(self, *, capacity: int, batch: int = 1, grows: bool = False) -> Request:
@@ -119,7 +123,7 @@ class Attachment:
 
     def start(self, kind: type[AnyCache], *, capacity: int, batch: int = 1, grows: bool = False) -> AnyCache:
         """Return a fresh cache of class `kind` for `batch` sequences of at most `capacity` tokens
-        (prompts and answers of all turns)."""
+        each (prompts and answers of all turns). `grows`: the capacity may be raised later."""
         for key, number in {"capacity": capacity, "batch": batch}.items():
             _refuse_number(key, number, least=1)
         check_length(self.method, self.model_specs, capacity)
@@ -149,7 +153,9 @@ class Attachment:
         return self.engine.pinned_memory.reserve(away)
 
     def cache(self, *, capacity: int, batch: int = 1) -> LoopCache:
-        """Return a fresh cache for `model.generate` or a loop of your own; sizes as in `start`."""
+        """Return a fresh cache for `model.generate` or a loop of your own, to be passed as
+        `past_key_values`: `batch` sequences of at most `capacity` tokens each (prompts and answers
+        of all turns)."""
         cache = self.start(LoopCache, capacity=capacity, batch=batch)
         self._handed_out.append(cache.usage)
         return cache
@@ -160,8 +166,9 @@ class Attachment:
         self.engine.close()
 
     def cache_of_call(self, *, batch: int, tokens: int) -> LoopCache:
-        """Return a fresh cache for a loop that brings none, and whose first forward brings `tokens`
-        tokens. It grows unless the attachment has a `capacity`."""
+        """Return a fresh cache for a call of the model that comes without one. The call has `batch`
+        rows of `tokens` tokens. The cache grows with the text unless the attachment has a
+        `capacity`."""
         if self.capacity is not None:
             return self.cache(capacity=self.capacity, batch=batch)
         cache = self.start(LoopCache, capacity=tokens + STEP, batch=batch, grows=True)
@@ -175,8 +182,9 @@ class Attachment:
         return cache
 
     def warn_of_unsealed(self) -> None:
-        """Warn if a cache saw only prompt tokens: it has left nothing out, so a score from it is
-        not the method's."""
+        """Warn if a cache that was handed out saw only prompt tokens. The method leaves tokens out
+        only once the prompt has ended (`seal`), so such a cache computed full attention, and a
+        score from it is not the method's."""
         tokens = max((usage.tokens for usage in self._handed_out if not usage.sealed), default=0)
         budget = self.budget
         if budget is not None and not all(budget.covers(tokens, spec.index) for spec in self.specs):
@@ -211,7 +219,8 @@ class Attachment:
 
 
 def _refuse(model: object, placement: object, reuse_steps: object, codec: object) -> None:
-    """Raise `ValueError` if no attachment can be made of these arguments."""
+    """Raise `ValueError` for a model that is not loaded, an unknown placement, a `reuse_steps` that
+    is no whole number from 0 on, or a codec that is no `Codec`."""
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"model={model!r} is not a model: pass a loaded one, as from_pretrained returns it.")
     if placement not in TIERS:
@@ -242,16 +251,22 @@ def attached(
     overlap: bool = False,
     capacity: int | None = None,
 ) -> Iterator[Attachment]:
-    """Attach `method` to `model` for the length of the block; the model is restored on leaving,
-    whatever happens.
+    """Attach `method` to `model` for the length of the block: every call of this model, also by
+    `model.generate`, then computes attention by the method, on a KV cache of this project and
+    without gradients. The model's weights do not change, and its own attention returns on leaving
+    the block, whatever happens. The `Attachment` that it yields makes such caches and is what
+    `Engine` runs.
 
-    `budget`: a share of the prompt or a number of its tokens, for methods that use one; 1.0 is all
-    of it. `calibration`: token ids [1 S] of ordinary text, for methods that prepare themselves on
-    some (InfiniGen). `codec`: how a method that reads a choice of its tokens holds those
-    (methods/tiers/codec.py). `disk`: the folder for a placement in files; None: the system's
-    temporary one. `overlap`: rows that lie elsewhere come while the model computes, where the
-    method knows early enough which. `capacity`: tokens, prompts and answers of all turns together,
-    that a cache has room for where the loop brings none; None: the prompt and 1,024, growing."""
+    `budget`: how many prompt tokens a step may read, as a share of the prompt or a number, for
+    methods that use one; 1.0 is all of it. `placement`: where the keys and values lie that a step
+    reads only if the method chooses them (device, host or disk). `calibration`: token ids [1 S] of
+    ordinary text, for methods that prepare themselves on some (InfiniGen). `reuse_steps`: for how
+    many further steps a choice of tokens is used again. `codec`: the compressed form in which a
+    method that reads a choice of its tokens stores them (methods/tiers/codec.py). `disk`: the
+    folder for placement=disk; None: the system's temporary one. `overlap`: load rows from host or
+    disk while the model computes, where the method knows early enough which. `capacity`: tokens,
+    prompts and answers of all turns together, that a cache has room for where a call brings none;
+    None: the prompt and 1,024, growing."""
     attachment = Attachment(model, method, budget, placement, calibration, reuse_steps, codec, disk, overlap, capacity)
     with routed(model, LoopCalls(attachment.cache_of_call)), closing(attachment):
         yield attachment
@@ -272,10 +287,13 @@ class _LastInput(Policy):
 def observer(
     model: PreTrainedModel, specs: Sequence[LayerSpec], text: Tensor | None
 ) -> Callable[[int], Iterator[AttnInput]]:
-    """Return `observe(tokens)`, with which a method looks at the model when it prepares itself. It
-    runs the first tokens of `text` [1 S] once and yields the attention input of each layer that a
-    method serves (methods/layers/window.py), in order. `specs`: those of all layers of the model,
-    which may be attached already."""
+    """Return a function `observe(tokens)`, with which a method that prepares itself
+    (`Method.prepare`) looks at the model. It runs the model with full attention once on the first
+    `tokens` tokens of `text` [1 S], and yields the attention input (queries, keys, values, hidden
+    states) of each layer that a method serves, in order: those without a sliding window, where
+    there are any.
+
+    `specs`: those of all layers of the model, which may be attached already."""
 
     @torch.inference_mode()
     def observe(tokens: int) -> Iterator[AttnInput]:

@@ -149,8 +149,8 @@ class KVCache(Cache):
         self.prompt_tokens, self._text = ids.shape[1], [ids]
 
     def take_text(self, other: KVCache) -> None:
-        """Expect the same text as another cache does (`expect_text`), for a cache that replaces
-        it."""
+        """Take over the whole text up to the answer that was set on another cache (`expect_text`),
+        for a cache that replaces that one."""
         self.prompt_tokens, self._text = other.prompt_tokens, list(other._text)
 
     def note_text(self, ids: Tensor, *, prompt: bool = False) -> None:
@@ -252,8 +252,8 @@ class KVCache(Cache):
         return self.layers[layer].next_row() if self.sealed else None
 
     def note_step(self, fed: Tensor, logits: Tensor) -> None:
-        """Pass a decode step that took `fed` [B 1] and gave `logits` [B V] to `watch`, which
-        measures fidelity, if there is one."""
+        """Pass a decode step that took the tokens `fed` [B 1] and gave `logits` [B V] to `watch`,
+        which measures the distance from exact attention (`Fidelity`), if there is one."""
         if self.watch is not None:
             text = self.counters.text_tokens
             self.watch.note(fed, logits, 0 if self.rotary is None else self.rotary.stage(text))

@@ -41,11 +41,12 @@ class NotFiniteError(ValueError):
 
 
 class Engine:
-    """Run the forwards of an attached model: prompts, and steps of the sequences that run together.
+    """Run the forwards of an attached model: prompts, and decode steps of the sequences that run
+    together. On a GPU a decode step is captured: recorded once as a CUDA graph, and replayed.
 
     `forward`: the model by blocks (engine/forward.py); None if the model runs its own forward, for
-    the reason in `plain_reason`. `plain_steps`: why decode steps were not captured. `tracer`: clocks
-    the parts of each step."""
+    the reason in `plain_reason`. `plain_steps`: why decode steps were not captured. `tracer`:
+    clocks the parts of each step."""
 
     tracer: Tracer | None = None
     plain_steps: str | None = None
@@ -155,8 +156,9 @@ class Engine:
         )
 
     def cache(self, prompt: Tensor, max_new_tokens: int, shared: Sequence[KVLayer] | None = None) -> KVCache:
-        """Return a fresh cache for `prompt` [B S] and its answer. `shared`: layers with full
-        attention that hold the prompt already, with which its fidelity is measured."""
+        """Return a fresh cache for `prompt` [B S] and an answer of `max_new_tokens`. `shared`:
+        layers with full attention that hold the prompt already; the comparison with exact attention
+        (`Fidelity`), if the engine makes one, uses them and does not store the prompt itself."""
         batch, capacity = prompt.shape[0], prompt.shape[1] + max_new_tokens
         cache = self.attachment.start(KVCache, capacity=capacity, batch=batch)
         cache.expect_text(prompt)

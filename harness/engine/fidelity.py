@@ -33,21 +33,25 @@ MEASURES = ("recall", "mass", "error")
 
 
 def reference_layers(specs: Sequence[LayerSpec], state: CacheState) -> list[KVLayer]:
-    """Return layers with full attention, which hold a whole prompt as the reference of one
-    `Fidelity` or several. `specs`: those of all layers of the model."""
+    """Return fresh layers with full attention, one for each layer of the model, which store a whole
+    prompt. `Fidelity`, which measures how far a method's steps are from exact attention, takes the
+    exact result from them; caches with the same prompt share them. `specs`: those of all layers of
+    the model."""
     return start_layers(specs, state, lambda whole, cache: [Layer(spec, cache, Full()) for spec in whole])
 
 
 class Fidelity:
-    """Compare the decode steps of a cache, whose `watch` it is, with exact attention. Layers with a
-    sliding window are exact and are left out. `prompt`: layers that hold the prompt already, where
-    it is shared."""
+    """Measure, while a cache decodes, how far the attention of its method is from exact attention
+    over all tokens. The cache hands every prompt chunk and decode step to it (`KVCache.watch`); it
+    stores all keys and values itself for the comparison. Layers with a sliding window are exact
+    under every method and are left out."""
 
     def __init__(
         self, specs: Sequence[LayerSpec], request: Request, every: int, prompt: Sequence[KVLayer] | None = None
     ) -> None:
-        """`specs`: those of all layers of the model. `every`: how many steps there are from one
-        that is measured to the next."""
+        """`specs`: those of all layers of the model. `every`: only every n-th decode step is
+        measured. `prompt`: layers with full attention that hold the prompt already
+        (`reference_layers`), where caches share them; None to store it here."""
         self.every = every
         self.owns_prompt = prompt is None
         self.state = CacheState(request)
@@ -62,8 +66,9 @@ class Fidelity:
         self.lengths: list[int] = []  # length of text by which the model rotated each step
 
     def prefill(self, layer: int, x: AttnInput) -> None:
-        """Add the keys and values of a chunk of the prompt, the attention input `x`, to the
-        reference of layer `layer`, unless the prompt is shared."""
+        """Store the keys and values of a chunk of the prompt for the comparison, in layer number
+        `layer`; do nothing if layers that hold the prompt were given. `x`: the attention input of
+        the chunk."""
         if self.owns_prompt:
             self.prompt[layer].absorb(x)
 
@@ -81,8 +86,9 @@ class Fidelity:
             self.sums[name][index] += value.cpu()
 
     def note(self, fed: Tensor, logits: Tensor, text: int = 0) -> None:
-        """Keep the tokens `fed` [B 1] and the `logits` [B V] of a decode step for the comparison
-        with Full. `text`: the length by which the model rotated them (`TextRotary.stage`)."""
+        """Keep the tokens `fed` [B 1] and the `logits` [B V] of a decode step, which `against_full`
+        compares with Full's (exact attention). `text`: the length of the text by which the model
+        rotated the tokens (`TextRotary.stage`)."""
         self.fed.append(fed)
         self.logits.append(logits)
         self.lengths.append(text)
@@ -112,9 +118,9 @@ class Fidelity:
         return {"recall": recall, "mass": mass, "error": error}
 
     def against_full(self, model: nn.Module) -> tuple[Tensor, Tensor]:
-        """Run Full, which is exact attention, on the same text, in one forward for each length by
-        which the model rotates (mostly one). Return KL(Full, method) in nats [B n] and Full's
-        choices [B n] of the n tokens fed."""
+        """Run the decoded tokens once more with Full, which is exact attention, and compare the
+        logits with those that the method gave. Return KL(Full, method) in nats [B n] and the tokens
+        that Full would choose [B n] after each of the n tokens fed."""
         sealed = self.whole[0].store.length
         layers = [layer if isinstance(layer, Layer) else copy(layer) for layer in self.prompt]
         cache = KVCache(layers, self.state)
@@ -134,9 +140,12 @@ class Fidelity:
         return (exact.exp() * (exact - ours)).sum(-1), full.argmax(-1)
 
     def report(self, model: nn.Module, place: int, tokens: Sequence[int], compare: bool) -> dict[str, Any] | None:
-        """Return what a record says of the fidelity of sequence number `place`: its means over
-        steps, None if no step was measured. `tokens`: its answer. `compare`: compare it with
-        Full's, which makes sense only where Full's prompt equals the method's."""
+        """Return the fidelity of sequence number `place` of the batch as it is written to the run's
+        records: recall, mass and error (explained in this module) as means over the measured steps;
+        None if no step was measured. `tokens`: its answer.
+
+        `compare`: add the KL divergence from Full and the first token that Full would not have
+        chosen, which makes sense only where Full's prompt equals the method's."""
         if not self.measured:
             return None
         record: dict[str, Any] = {"every": self.every, "steps": self.measured}
@@ -156,10 +165,11 @@ class Fidelity:
 
 
 def _of_the_prompt(weights: Tensor, read: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return, for each head, the share of its heaviest prompt tokens that were read, as many as
-    were read in all (recall), and the weight of those that were read (mass). weights [B G|H N]:
-    attention weights of the prompt's tokens; read [B G|H K]: their positions, -1 for none, or None
-    for all."""
+    """Return, for each head, recall and mass of the prompt tokens that a step read. With k the
+    number of tokens read, recall is the share of the k tokens with the largest weights that is
+    among them; mass is the sum of the weights of the tokens read. weights [B G|H N]: exact
+    attention weights of the prompt's tokens; read [B G|H K]: positions of the tokens read, -1 for
+    none, or None if all were read. -> [B G|H] each"""
     if read is None:
         return torch.ones_like(weights[..., 0]), weights.sum(-1)
     is_read, count = _marked(read, weights), (read >= 0).sum(-1, keepdim=True)
@@ -169,7 +179,7 @@ def _of_the_prompt(weights: Tensor, read: Tensor | None) -> tuple[Tensor, Tensor
 
 
 def _marked(places: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor with 1 at `places` [B heads K], where -1 is no place, and 0 elsewhere. like
-    [B heads N]"""
+    """Return a tensor of the shape of `like` [B heads N] with 1 at the indices `places` [B heads K]
+    of its last axis and 0 elsewhere. An index of -1 marks nothing."""
     spare = like.new_zeros(*like.shape[:2], like.shape[2] + 1)  # one after the last, for the padding of uneven reads
     return spare.scatter_(-1, places % spare.shape[2], 1.0)[..., :-1]

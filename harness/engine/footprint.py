@@ -29,13 +29,13 @@ _PLAIN = (str, bytes, int, float, type, ModuleType)
 
 
 def footprint(layers: Sequence[KVLayer]) -> dict[str, int]:
-    """Return the bytes that layers hold, for every tier: device, host and disk
+    """Return the bytes that layers hold in memory or files, for every tier: device, host and disk
     (methods/tiers/tier.py).
 
-    Whole storages are counted once, however many views there are, in the slowest tier that holds
-    one: on a CPU, rows that came from the host are views of host memory. Reserved but unused rows
-    count too, and so do pinned host memory for rows that are still to come, and files of a layer
-    whose tier lies in files. Raises `ValueError` for a tier that has no line in the table."""
+    The memory of a tensor is counted once, however many views there are. If views belong to several
+    tiers, it counts for the slowest: on a CPU, rows that came from the host are views of host
+    memory. Reserved but unused rows count too, and so do pinned host memory for rows that are still
+    to come, and files. Raises `ValueError` for a tier that is not in TIERS."""
     sizes: dict[int | Path, tuple[str, int]] = {}
     for layer in layers:
         for held, tier in _held(layer, DEVICE, set()):
@@ -84,7 +84,8 @@ def changing(value: Any, visited: set[int]) -> Iterator[Tensor]:
 
 
 def _held_by(value: Any, left_out: Collection[str]) -> Iterable[Any]:
-    """Return all objects that `value` refers to, except by the attributes `left_out`."""
+    """Return all objects that `value` refers to (elements, attributes, arguments bound to a
+    function), except by the attributes `left_out`."""
     if isinstance(value, Mapping):
         return value.values()
     if isinstance(value, (list, tuple, set, frozenset, deque)):

@@ -101,11 +101,13 @@ def usual_graphs(device: torch.device) -> StepCapture | None:
 
 
 class KeptStep(NamedTuple):
-    """Hold a captured step: its input `token`, its output `logits`, and `step_inputs`, the tensors
-    that describe its sequences, into which the values of others may be written. `form`: what the
-    caches of those must have in common with its own (`SlotsCache.form`). `joined`: tensors that
-    hold the state of all its sequences and that a step changes, such as caches of hits. `results`:
-    the tensors in which a step leaves what it chose."""
+    """Hold a captured decode step, a CUDA graph, so that other sequences can replay it. `token` is
+    its input and `logits` its output. `step_inputs`: tensors that describe the sequences (lengths,
+    addresses); those of other sequences are written into them before a replay. `form`: what the
+    caches of other sequences must have in common with its own (`SlotsCache.form`).
+
+    `joined`: tensors that hold a state of all sequences and that a step changes, such as caches of
+    recently read rows. `results`: the tensors in which a step leaves which tokens it chose."""
 
     token: Tensor
     logits: Tensor
@@ -121,10 +123,10 @@ class KeptStep(NamedTuple):
 
 
 class KeptSteps:
-    """Keep captured steps of one engine that no sequences use at present, for others of the same
-    size: as many slots (rows of the batch), the same methods and kinds of layers, and the same
-    powers of two of lengths and budgets. At most MOST steps and MOST_KEPT_BYTES are kept, those
-    used last; the very last one stays however large it is."""
+    """Keep captured decode steps (CUDA graphs) of one engine that no sequences use at present, for
+    others of the same size: as many slots (rows of the batch), the same methods and kinds of
+    layers, and the same powers of two of lengths and budgets. At most MOST steps and
+    MOST_KEPT_BYTES are kept, those used last; the very last one stays however large it is."""
 
     def __init__(self) -> None:
         self._steps: list[KeptStep] = []  # in order of their last use
@@ -254,9 +256,10 @@ class CapturedStep:
             before.restore()  # the step has not run
 
     def _for_others(self, replay: Callable[[], Any], before: Sequence[Mapping[str, Any]]) -> KeptStep | None:
-        """Return the captured step in a form that other sequences can use, if it reaches all memory
-        of its own ones through recorded inputs; else None. `before`: attributes of the policies
-        before the capture, some of which the capture has replaced."""
+        """Return the captured step in a form that other sequences can use; None if it reads memory
+        of its own sequences that no recorded input (`step_inputs`) names. `before`: for each policy
+        (a method's rule in a layer), its attributes before the capture, of which the step has
+        replaced some."""
         cache = self.cache
         if (
             not isinstance(cache, SlotsCache)

@@ -28,8 +28,8 @@ FREQUENCIES_ONCE = ("gpt_oss",)  # models whose cos and sin are half as wide, no
 
 
 class _Call(NamedTuple):
-    """Hold what the hook before an attention module passes on to `_attention`, which receives
-    neither the cache nor the hidden states."""
+    """Hold what the hook before an attention module knows and transformers does not pass to the
+    attention function: the cache, the hidden states, and cos and sin."""
 
     cache: KVCache
     hidden: Tensor
@@ -94,9 +94,9 @@ def _before_attention(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
 
 
 class _Forwards:
-    """Hold the hooks that run before and after each forward of an attached model: they prepare the
-    call, tell the cache, and turn gradients off inside. Attention has none here, and those of the
-    rest would be silently wrong."""
+    """Hold the hooks that run before and after each forward of an attached model. They replace the
+    call's arguments where necessary, let the KV cache begin and end its step, and turn gradients
+    off: our attention computes none, so those of the other parts would be silently wrong."""
 
     def __init__(self, prepare: PrepareCall | None, rotary: TextRotary | None) -> None:
         self.prepare, self.rotary = prepare, rotary

@@ -219,7 +219,8 @@ class PaddedCache(LoopCache):
         self._slots.begin()
 
     def _part(self) -> None:
-        """Let each row's cache go on by itself, until the rows take a step together again."""
+        """Bring the caches of all rows up to date and give up their joint cache, so that each goes
+        on by itself until the rows take a step together again."""
         self._catch_up()
         self._slots = None
 

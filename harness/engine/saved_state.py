@@ -26,8 +26,9 @@ _LEAVES = {*_CONSTANT, bool, type(None)}  # the types of nearly all values; look
 
 
 class SavedState:
-    """Save the attributes and containers of every object reachable from `cache`, with tensors by
-    reference: their contents belong to the device."""
+    """Save a copy of every list, dict, set and attribute dict reachable from `cache`, so that what
+    a decode step changes in Python can be undone, or done again when a captured graph of the step
+    is replayed. Tensors are saved as references: their contents are not copied."""
 
     def __init__(self, cache: KVCache) -> None:
         self._held: dict[int, tuple[Any, Any]] = {}  # a dict, list or set, and its copy
@@ -65,8 +66,8 @@ class SavedState:
 
 
 def _same(content: Any, before: Any) -> bool:
-    """Return whether a container with `content` holds the very objects that its copy `before`
-    holds; None for no copy."""
+    """Return True if the container `content` holds the very same objects as `before`, an earlier
+    copy of it; False if `before` is None (there was no such container)."""
     if before is None or len(content) != len(before):
         return False
     if isinstance(content, dict):

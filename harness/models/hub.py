@@ -186,9 +186,9 @@ def _check_rope_types(rope: Mapping[str, Any], name: str) -> None:
 
 
 def _has_rope_theta(config: Mapping[str, Any], rope: Mapping[str, Any]) -> bool:
-    """Return whether the base of the rotation is known: `config`, or its part about the rotation,
-    `rope`, says it for all layers or for each kind of them; or it was written for Llama before
-    there was a choice, when it was 10,000."""
+    """Return True if the base of the rotation (`rope_theta`) is known: the model's `config` names
+    it, or `rope`, its part about the rotation, does, for all layers or for each kind of them. A
+    Llama config from before there was a choice need not name it: its base is 10,000."""
     by_kind = [kind for kind in rope.values() if isinstance(kind, Mapping)]
     if any(place.get("rope_theta") is not None for place in (config, rope)):
         return True

@@ -112,10 +112,10 @@ def render(example: Example, tokenizer: Tokenizer, *, chat: Chat) -> Prompt:
 
 
 def render_turn(example: Example, tokenizer: Tokenizer, *, chat: Chat) -> Prompt:
-    """Return as a prompt the tokens between the answer before `example`, a further turn of a
-    conversation, and the answer to it: the end of the earlier answer, the user's text and the
-    opening of the next answer. They follow the given reply if the example has one. All of them
-    belong to the question."""
+    """Return the tokens to feed for a further turn of a conversation: the template's end of the
+    earlier answer, the user's text (`example.question`), and the opening of the next answer. Where
+    the task gives the earlier answer itself (`example.reply`), its text goes in front. All of these
+    tokens count as question, none as context."""
     template = chat == "template" and example.chat
     text = example.question
     if template:

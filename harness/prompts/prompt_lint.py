@@ -60,9 +60,9 @@ def lint(
 
 
 def _wrong_opening(tokenizer: Tokenizer, tail: str) -> str | None:
-    """Return how the chat template fails to open the assistant's turn at the end of a prompt, or
-    None if it opens it. `tail`: what it puts after the user's text. What it puts before an answer
-    that exists shows how the turn should open."""
+    """Return how the chat template fails to open the assistant's turn at the end of a prompt, in
+    words for a warning, or None if it opens the turn. `tail`: the template's text after the user's.
+    It is compared with what the template puts between a user's text and an answer that exists."""
     talk = [{"role": "user", "content": PROBE}, {"role": "assistant", "content": "Because."}]
     try:
         usual = in_template(tokenizer, talk).rpartition(PROBE)[2].partition("Because.")[0].rstrip()

@@ -27,13 +27,14 @@ OWN_WEIGHTS = {"ExpectedAttentionStatsPress": "stats_folder"}  # class -> the fi
 
 
 class KVPressError(ValueError):
-    """Report that a press cannot run here; the message says why, and what to do."""
+    """Report that a press (a class of the package kvpress that compresses a KV cache) cannot run
+    here; the message says why, and what to do."""
 
 
 @cache
 def package() -> Any:
     """Return the module `kvpress`. Raises `KVPressError` if it is not installed, or in another
-    release."""
+    release than RELEASE."""
     try:
         if (release := version("kvpress")) != RELEASE:
             raise KVPressError(
@@ -50,8 +51,10 @@ def package() -> Any:
 
 @contextmanager
 def unpatched() -> Iterator[None]:
-    """Undo the change that the first import of kvpress makes to all attention functions of
-    transformers: it wraps each in one that hides masked keys. Here masked keys are removed instead.
+    """Import kvpress inside this block without its change to transformers. Its first import wraps
+    each attention function of transformers in one that hides masked keys; leaving the block removes
+    these wrappers, since this project removes masked keys instead.
+
     A program that has imported kvpress before wants the wrappers and keeps them."""
     wanted, before = "kvpress" in sys.modules, dict(ALL_ATTENTION_FUNCTIONS.items())
     yield
@@ -79,9 +82,10 @@ def without_data_sets() -> Iterator[None]:
 
 
 def build(mapping: Mapping[str, Any], key: str = "press") -> Any:
-    """Return the press that `mapping` describes: `name`, a class of kvpress or the import path of
-    one derived from `BasePress`, and its parameters, of which any may be a press again, or a list
-    of presses. `key`: where the mapping stands, for errors."""
+    """Return the press (an object of kvpress that compresses a KV cache) that `mapping` describes:
+    `name`, a class of kvpress or the import path of one derived from `BasePress`, and its
+    parameters, of which any may be a press again, or a list of presses. `key`: where the mapping
+    stands in the settings, for errors."""
     press_class, parameters = _class(mapping["name"], key), {k: v for k, v in mapping.items() if k != "name"}
     known = {name: field for name, field in signature(press_class).parameters.items() if name != RATIO}
     for name in parameters:
@@ -117,8 +121,9 @@ def check_mapping(mapping: object, key: str = "press") -> None:
 
 
 def set_ratio(press: Any, ratio: float) -> bool:
-    """Let `press` remove the share `ratio` of the tokens. Return whether its ratio can be set. In a
-    press that applies several presses one after the other, it is set for those that take one."""
+    """Let `press` remove the share `ratio` of the tokens. Return False for a press whose ratio
+    cannot be set. In a press that applies several presses one after the other, it is set for those
+    that take one."""
     members = getattr(press, "presses", None)
     if members is not None:
         return any([set_ratio(member, ratio) for member in members])
@@ -139,8 +144,9 @@ def nested(press: Any) -> Iterator[Any]:
 
 
 def windows(press: Any) -> int:
-    """Return how many tokens the windows and sinks of `press`, and of all presses in it, take: a
-    press fails on a prompt that is no longer than they are."""
+    """Return how many tokens the recent windows and the sinks (first tokens), which are always
+    kept, take in `press` and all presses in it together: a press fails on a prompt that is no
+    longer."""
     return max(sum(getattr(each, name, 0) for name in names) for each in nested(press) for names in WINDOWS)
 
 

@@ -26,15 +26,15 @@ MASKED = "masked_key_indices"  # attribute of the attention module in which a pr
 
 
 class Pressed(NamedTuple):
-    """Hold the rows, keys and values of tokens, that a press has left of those it was given."""
+    """Hold what a press has left of the keys and values of one layer."""
 
     rows: Rows  # keys and values [B G K D]
     visible: Tensor  # [B G K], which of them the press has not masked
 
 
 class PressEvict(Evict, capturable=True, of_each={}):
-    """Hold the layer's input until its first seal, and then let a press choose which keys and
-    values stay.
+    """Store the whole first prompt, and the layer's input (hidden states) besides; when the prompt
+    is complete (the seal), let a press choose which keys and values stay.
 
     `presses`: one per sequence. The layers of a cache share it, because a press may remember what
     it did in earlier layers."""
@@ -76,8 +76,9 @@ class PressEvict(Evict, capturable=True, of_each={}):
         self.waiting, self.hidden, self.presses = False, [], []
 
     def _retain(self, name: str, places: Tensor, visible: Tensor) -> None:
-        """Keep of the stored prompt only the rows at `places` that are `visible`, which means that
-        the press has not masked them; both are [B G K]. `name`: the press, for errors."""
+        """Drop from the store all rows of the prompt except those at `places` [B G K] where
+        `visible` [B G K] is True, which means that the press has not masked them. `name`: the
+        press, for errors."""
         if bool(visible.all()):
             if places.shape[2] < self.store.length:
                 self.layer.retain(places.sort(-1).values)

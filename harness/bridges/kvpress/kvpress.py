@@ -42,8 +42,9 @@ class Mapped(dict[str, Any]):
 
 @dataclass(frozen=True, kw_only=True)
 class KVPress(Method):
-    """Let a press of kvpress choose what stays of the prompt. `press`: its name and parameters, as
-    the mapping that the module describes."""
+    """Let a press of the package kvpress choose which tokens of the prompt stay in the cache.
+    `press`: the press's name and parameters, as a mapping (`build` in
+    harness/bridges/kvpress/building.py)."""
 
     selects: ClassVar[bool] = False
     closes_early: ClassVar[bool] = True  # a layer's input is held until its seal; kvpress too compresses layer by layer
@@ -63,8 +64,8 @@ class KVPress(Method):
 
     @cached_property
     def windows(self) -> int:
-        """Return how many tokens the press's windows and sinks take. It works only on prompts that
-        are longer."""
+        """Return how many tokens the press's recent windows and sinks (first tokens) take. A press
+        works only on prompts that are longer."""
         return windows(build(self.press))
 
     def reads_all(self, sealed: int, tokens: int) -> bool:
@@ -87,9 +88,11 @@ class KVPress(Method):
         return costs.evict(case, case.budget)
 
     def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
-        """Return the memory that a layer takes for a time besides its cache: until the seal its
-        input, taken to be as wide as the queries. The seal adds that input in one piece, the copies
-        of keys and values that the press is given, and as much again for what it computes."""
+        """Return the memory that a layer needs for a time besides its cache.
+
+        Until the prompt is complete (the seal) that is its input, whose width is taken to be that
+        of the queries. The seal itself needs a second copy of that input, copies of keys and values
+        for the press, and as much again for what the press computes."""
         kept = PeakExtra(kept=case.sealed * case.query_bytes)
         if self.reads_whole(case):
             return kept

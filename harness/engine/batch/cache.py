@@ -23,9 +23,9 @@ CHECKED = "what a method returns is checked, or compared with exact attention, o
 
 
 class StepGroup(NamedTuple):
-    """Hold those caches of a joint decode step that take the step of one layer together, through a
-    layer that they share; or one that takes it by itself. `SlotsCache` has such a cache, a member,
-    for each sequence."""
+    """Name the sequences of a joint decode step that compute one layer together, in one call on a
+    shared layer object. A sequence that computes the layer by itself is a group of one. `members`:
+    numbers of the sequences' caches in a `SlotsCache`."""
 
     layer: Any  # the member's own KVLayer, or the Layer that several members share
     members: tuple[int, ...]
@@ -34,8 +34,8 @@ class StepGroup(NamedTuple):
 
 
 class Attending(NamedTuple):
-    """Say in which layers one cache of a joint decode step attends alone, and in which through a
-    layer that it shares with other caches."""
+    """Say for one sequence of a joint decode step in which layers it computes attention alone, and
+    in which together with other sequences through a shared layer object."""
 
     alone: list[KVLayer]
     together: list[tuple[Layer, Layer]]  # its own layer, and the shared one

@@ -139,9 +139,10 @@ class RunningBatch:
         return [slot for slot in running if slot not in outgrowing]
 
     def _note_reads(self, number: int, slot: RunningSequence) -> None:
-        """Count how many tokens the last step read for sequence number `number`. Where its cache is
-        not updated after each step (`SlotsCache.lags`), that is done only when the union of what
-        the heads read is to be counted, for all steps since."""
+        """Count how many tokens the last step read for sequence number `number` of the batch.
+        Caches that step together are updated only now and then (`SlotsCache.lags`): for them this
+        waits until the union of what the heads read is due, and then counts all steps since the
+        last time."""
         if not isinstance(self._cache, SlotsCache):
             slot.note_reads(1)
         elif slot.counts_union(self._cache.behind(number)) or not self._cache.lags(number):
@@ -165,8 +166,8 @@ class RunningBatch:
                 slot.parts.append(tracer.last)
 
     def _gather(self, running: list[RunningSequence]) -> None:
-        """Form the joint cache of `running` and capture its steps, because other sequences took the
-        step before."""
+        """Make the joint cache with which the sequences `running` decode together, and get ready to
+        capture its steps. It is called when other sequences took the step before."""
         self._part()
         caches = [slot.cache for slot in running]
         self._together, self._rows = running, [slot.rows for slot in running]

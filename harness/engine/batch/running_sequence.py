@@ -66,8 +66,9 @@ class Generation:
 
 
 def seal(cache: KVCache) -> float:
-    """Seal a cache: its prompt ends, and the method digests it. Return the seconds that this took,
-    including those of layers that were sealed before."""
+    """Seal a cache, which ends its prompt: the method now chooses, indexes or moves what the prompt
+    has left. Return the seconds that this took, including those of layers that were sealed ahead.
+    """
     device = cache.state.request.device
     wait_for(device)  # under protocol=context the prefill may be under way
     before = perf_counter()
@@ -139,17 +140,19 @@ class RunningSequence:
         return len(self.stops)
 
     def counts_union(self, steps: int) -> bool:
-        """Return whether the union of the tokens that the heads of a group read is counted after
-        the last of the `steps` steps that are not noted yet; it is counted every UNION_EVERY steps.
-        """
+        """Return True if the last step is one of those (every UNION_EVERY-th) after which the
+        distinct tokens are counted that the query heads of a KV head read together. `steps`: how
+        many steps, that one included, were not noted yet (`note_reads`)."""
         return self._unites and (self._steps + steps - 1) % UNION_EVERY == 0
 
     def begin(self, logits: Tensor | None) -> None:
-        """Start the answer of a prefilled sequence: take the first token and seal, or seal and
-        begin the question.
+        """Start the answer after the prefill. Without a question, pick the first token and seal the
+        cache (end its prompt); with a question (protocol=context), only seal, since the question is
+        fed next. A sealed cache stays as it is.
 
-        `logits` [B V] of the prompt's last token. A cache that is sealed stays as it is. An answer
-        that ends with its first token has no seal, unless the layers have closed by then."""
+        `logits` [B V]: those of the prompt's last token. If the answer ends with its first token,
+        no seal is needed and none is done, unless all layers were sealed during the prefill
+        (`KVCache.close`)."""
         if not self._fed:
             assert logits is not None
             self._take(logits)
@@ -167,8 +170,9 @@ class RunningSequence:
         return self._fed.popleft()
 
     def advance(self, fed: Tensor, logits: Tensor) -> None:
-        """Take the outcome of a decode step that fed the tokens `fed` [B 1] and gave `logits`
-        [B V]: pass it to fidelity, and pick the next token."""
+        """Take the outcome of a decode step that was fed `fed` [B 1] and gave `logits` [B V]: pick
+        the next token, and hand both to the comparison with exact attention (`Fidelity`), if one
+        runs."""
         self.cache.note_step(fed, logits)
         self.take(logits)
 
