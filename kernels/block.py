@@ -24,7 +24,8 @@ _PANEL = 32  # outputs computed together; sums also go over multiples of it
 def fits_compiled(widths: Sequence[int], inner: int, dtype: torch.dtype) -> bool:
     """Return whether the compiled matrix products pay off for a prompt on the CPU, in a decoder
     block with such `widths` (channels in and out of its projections) and `inner` channels in the
-    MLP. They need no memory between products."""
+    MLP. They keep no results in memory from one product to the next, so estimates of peak memory
+    ask this too."""
     return inner <= MOST_INNER.get(dtype, 0) and not any(width % _PANEL for width in (*widths, inner))
 
 
@@ -99,9 +100,9 @@ def attention_inputs_stored(
     values: Tensor | Ragged,
     row: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute `attention_inputs` of x + `added`, one token of each sequence, and also write its k
-    and v into a cache: into `row` ([1] for all sequences, or [B], int64) of `keys` and `values`
-    [B G S D]. Return x + `added`, normed, q, k and v."""
+    """Compute `attention_inputs` (norm, projection and rotation) of x + `added`, one token of each
+    sequence, and also write its k and v into a cache: into `row` ([1] for all sequences, or [B],
+    int64) of `keys` and `values` [B G S D]. Return x + `added`, normed, q, k and v."""
     x = x if added is None else x + added
     normed, q, k, v = ops.attention_inputs(x, block, cos, sin)
     rows = row.view(-1, 1, 1).expand(k.shape[:3])
@@ -120,9 +121,9 @@ def block_output(x: Tensor, attended: Tensor, block: DecoderBlock) -> Tensor:
 
 
 def block_output_apart(x: Tensor, attended: Tensor, block: DecoderBlock) -> tuple[Tensor, Tensor]:
-    """Compute `block_output` without its last addition: return the residual stream and the MLP's
-    output, [B T E] each. `attention_inputs_stored` of the next block adds them together with its
-    norm."""
+    """Compute what follows attention in a decoder block, as `block_output` does, without the last
+    addition: return the residual stream and the MLP's output, [B T E] each.
+    `attention_inputs_stored` of the next block adds them together with its norm."""
     return _terms(x, attended.transpose(1, 2).flatten(2), block)
 
 

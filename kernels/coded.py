@@ -24,8 +24,8 @@ class Coded(NamedTuple):
     tokens.
 
     A number is least + code * step. A range tensor holds, for each group of numbers quantised
-    together, its least number, then for each its step. Sequences of different lengths have `Ragged`
-    instead of tensors (kernels/ragged.py)."""
+    together, its least number, then for each its step. Sequences of different lengths have a
+    `Ragged`, which holds a tensor per sequence, instead of each tensor."""
 
     k: Tensor  # [B G S D*bits/8] uint8
     v: Tensor  # [B G S D*bits/8] uint8
@@ -61,8 +61,8 @@ class Coded(NamedTuple):
 
 class CodedFloats(NamedTuple):
     """Hold keys and values that are written as floats of 8 bits (`float8_e4m3fn`), with one scale
-    for the key and one for the value of each token and head. Sequences of different lengths have
-    `Ragged` instead of tensors."""
+    for the key and one for the value of each token and head. Sequences of different lengths have a
+    `Ragged`, which holds a tensor per sequence, instead of each tensor."""
 
     k: Tensor  # [B G S D] uint8
     v: Tensor  # [B G S D] uint8
@@ -75,8 +75,8 @@ class CodedFloats(NamedTuple):
 
     @property
     def all_four(self) -> tuple[Tensor, ...]:
-        """Return four tensors, as `Coded.all_four` does: codes of keys, codes of values, then the
-        scales twice."""
+        """Return four tensors, as `Coded.all_four` does: codes of keys, codes of values, then twice
+        the one tensor of scales, in the places of the ranges of keys and of values."""
         return (*self, self.scales)
 
     @property

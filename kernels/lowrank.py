@@ -27,11 +27,11 @@ def directions(gram_matrix: Tensor) -> Tensor:
 
 def low_rank(x: Tensor, rank: int, solver: str) -> tuple[Tensor, Tensor]:
     """Factor each matrix x [... N C] (fp32) so that u @ basis is its best approximation of rank r =
-    `rank`. Return u [... N r], basis [... r C]. `solver`: one of `SOLVERS`.
+    `rank`. Return u [... N r], basis [... r C]. `solver`: gram_fp64, gram_fp32 or thin_svd.
 
-    Only the product is defined. The Gram matrix costs N C^2 and no copy of x; in fp32 it loses the
-    directions whose singular values are below about 3e-4 of the largest, in fp64 none that fp32
-    data hold."""
+    Solvers agree on the product, but not on the factors. Those by the Gram matrix take N C^2
+    operations and no copy of x; in fp32 it loses the directions whose singular values are below
+    about 3e-4 of the largest, in fp64 none that fp32 data hold."""
     if solver == "thin_svd":
         left, values, right = torch.linalg.svd(x, full_matrices=False)
         return left[..., :rank] * values[..., None, :rank], right[..., :rank, :]

@@ -41,7 +41,8 @@ def pick_channels(
 
 
 def mean_counts(counts: Tensor, most: int | PerSequence) -> Tensor:
-    """Return the mean count of each sequence over its heads, rounded down, from 1 to `most`. counts
-    [B G] (int64) -> [B]. InfiniGen (arXiv 2406.19707)"""
+    """Return the mean over the KV heads of each sequence, rounded down, from 1 to `most`, of how
+    many tokens each head wants to read. counts [B G] (int64) -> [B]. InfiniGen (arXiv
+    2406.19707)"""
     limit = most.on(counts.device) if isinstance(most, PerSequence) else torch.full_like(counts[:, 0], most)
     return counts.double().mean(1).long().clamp(min=1).minimum(limit)

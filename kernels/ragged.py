@@ -44,8 +44,8 @@ class Ragged:
 
     @classmethod
     def filled_up(cls, whole: Tensor, sizes: PerSequence, dim: int = 2) -> Ragged:
-        """Make a `Ragged` of a padded tensor [B ...] of which each sequence has the first `sizes`
-        entries in dimension `dim`."""
+        """Make a `Ragged` (tensors that differ in length between sequences) of a padded tensor
+        [B ...] of which each sequence has the first `sizes` entries in dimension `dim`."""
         ragged = cls.__new__(cls)
         ragged.whole, ragged.sizes, ragged.dim, ragged.device = whole, sizes, dim, whole.device
         return ragged
@@ -171,8 +171,8 @@ def filled(x: Tensor | Ragged) -> Tensor:
 
 def leading(x: Tensor | Ragged, count: int | PerSequence) -> Tensor:
     """Return the first `count` entries of each sequence's rows x [B ... S], as [B ... count], or as
-    `Ragged` if the counts differ. The declared type is Tensor because the policies' code treats
-    both alike."""
+    `Ragged` (a tensor per sequence) if the counts differ. The declared type is Tensor because the
+    policies' code treats both alike."""
     whole = filled(x)
     if isinstance(count, PerSequence):
         return cast(Tensor, Ragged.filled_up(whole, count, whole.dim() - 1))
@@ -180,8 +180,8 @@ def leading(x: Tensor | Ragged, count: int | PerSequence) -> Tensor:
 
 
 def spanned(x: Tensor | Ragged, start: int, end: int | PerSequence) -> Tensor:
-    """Return the entries `start` to `end` of each sequence's rows x [B ... S], as `Ragged` if the
-    ends differ."""
+    """Return the entries `start` to `end` of each sequence's rows x [B ... S], as `Ragged` (a
+    tensor per sequence) if the ends differ."""
     return leading(filled(x)[..., start:], end - start)
 
 
@@ -215,10 +215,10 @@ def appended(x: Tensor | Ragged, entry: int | PerSequence) -> Tensor:
 
 
 def by_sequence(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate an operation of the plain-torch backend so that it also takes `Ragged` and
-    `PerSequence` arguments: it is then called for one sequence after the other, on the best backend
-    for one sequence, and the results are joined. Tensors among the arguments are [B ...], or the
-    same for all."""
+    """Decorate an operation of the plain-torch backend so that it also takes arguments that differ
+    between sequences, `Ragged` (a tensor for each) and `PerSequence` (a whole number for each): it
+    is then called for one sequence after the other, on the best backend for one sequence, and the
+    results are joined. Tensors among the arguments are [B ...], or the same for all."""
 
     @wraps(run)
     def served(*arguments: Any) -> Any:
@@ -235,8 +235,8 @@ def by_sequence(run: Callable[..., Any]) -> Callable[..., Any]:
 
 def sequence_by_sequence(arguments: tuple[Any, ...]) -> list[tuple[Any, ...]]:
     """Split the arguments of a call for several unequal sequences into those of one call per
-    sequence, without free slots. If no argument is `Ragged` or `PerSequence`, return the arguments
-    of the call itself."""
+    sequence, without free slots. If no argument differs between sequences (`Ragged` or
+    `PerSequence`), return the arguments of the call itself."""
     batch = _sequences(arguments)
     if batch is None:
         return [arguments]
@@ -271,8 +271,8 @@ def _of(argument: Any, i: int, batch: int) -> Any:
 
 
 def _numbers(arguments: Any) -> list[PerSequence]:
-    """Return the `PerSequence` numbers among the arguments, including the sizes of `Ragged`
-    tensors."""
+    """Return the `PerSequence` (a whole number for each sequence) among the arguments, including
+    the lengths of the tensors of each `Ragged`."""
     numbers: list[PerSequence] = []
     for argument in arguments:
         if isinstance(argument, Ragged | PerSequence):

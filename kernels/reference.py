@@ -26,7 +26,8 @@ class Segment(NamedTuple):
     on the device, so that a decode step that was captured in a CUDA graph can be replayed while the
     number of tokens grows (methods/base/state.py).
 
-    Sequences of different lengths have `Ragged` instead of tensors (kernels/ragged.py)."""
+    Sequences of different lengths have a `Ragged` (kernels/ragged.py), which holds a tensor per
+    sequence, instead of each tensor."""
 
     k: Tensor  # [B G S D]
     v: Tensor  # [B G S D]
@@ -240,8 +241,9 @@ def channel_scores(q: Tensor, x: Tensor, channels: Tensor) -> Tensor:
 
 @by_sequence
 def channel_sums(q: Tensor, x: Tensor, channels: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum the `channel_scores` over the g query heads of a group, [B G S], and return each head's
-    log of the sum of their exponentials, [B G g]."""
+    """Multiply queries and keys in the chosen channels alone, as `channel_scores` does. Return the
+    sums of the products over the g query heads of a group, [B G S], and each head's log-sum-exp of
+    its products over all tokens, [B G g]."""
     scores = channel_scores(q, x, channels)
     return scores.sum(2), scores.logsumexp(-1)
 

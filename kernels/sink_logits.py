@@ -18,9 +18,10 @@ from kernels.reference import Segment
 
 
 def with_sink(out: Tensor, lse: Tensor, sink_logits: Tensor | None) -> Tensor:
-    """Turn attention that was computed without a sink logit into attention with it, by scaling it
-    with sigmoid(lse - sink). out [B H T D], its log-sum-exp lse [B H T] or [B H], sink_logits [H]
-    or None -> [B H T D]"""
+    """Turn attention that was computed without a sink logit (a term in each query head's softmax
+    that takes weight and adds no value) into attention with it, by scaling it with sigmoid(lse -
+    sink). out [B H T D], its log-sum-exp lse [B H T] or [B H], sink_logits [H] or None ->
+    [B H T D]"""
     if sink_logits is None:
         return out
     share = torch.sigmoid(lse.view(*out.shape[:3], 1) - sink_logits.view(-1, 1, 1))
@@ -28,16 +29,18 @@ def with_sink(out: Tensor, lse: Tensor, sink_logits: Tensor | None) -> Tensor:
 
 
 def lse_with_sink(lse: Tensor, sink_logits: Tensor | None) -> Tensor:
-    """Return the log of the sum that a softmax divides by, including the sink logit. lse [B H] or
-    [B H T], without it; sink_logits [H] or None"""
+    """Return the log of the sum that a softmax divides by, including the sink logit, a term of each
+    query head that takes weight and adds no value. lse [B H] or [B H T], without it; sink_logits
+    [H] or None"""
     if sink_logits is None:
         return lse
     return torch.logaddexp(lse, sink_logits.view(-1, *[1] * (lse.dim() - 2)))
 
 
 def softmax(logits: Tensor, sink_logits: Tensor | None) -> Tensor:
-    """Return the weights of the tokens in a softmax with a sink logit. logits [B G g ... S],
-    sink_logits [H] or None -> the same shape, with sums below 1"""
+    """Return the weights of the tokens in a softmax with a sink logit, one more term that belongs
+    to no token. logits [B G g ... S], sink_logits [H] or None -> the same shape, with sums below
+    1"""
     if sink_logits is None:
         return logits.softmax(-1)
     sink = sink_logits.view(*logits.shape[1:3], *[1] * (logits.dim() - 3)).expand(*logits.shape[:-1], 1)
@@ -84,9 +87,9 @@ def segment_attention_with_lse(
 
 
 def _attended(q: Tensor, segments: Sequence[Segment | Codes], scale: float) -> tuple[Tensor, Tensor]:
-    """Attend to all segments without a sink logit, and return the log-sum-exp too. Coded segments
-    are read by an operation of their own, and merged with the rest. q [B H 1 D] -> [B H 1 D],
-    [B H]"""
+    """Attend to all segments without a sink logit (no further term in the softmax), and return the
+    log-sum-exp too. Coded segments, which hold quantised keys and values, are read by an operation
+    of their own, and merged with the rest. q [B H 1 D] -> [B H 1 D], [B H]"""
     parts = [ops.coded_attention(q, segment, scale) for segment in segments if not isinstance(segment, Segment)]
     if rest := [segment for segment in segments if isinstance(segment, Segment)]:
         parts.append(ops.segment_attention_with_lse(q, rest, scale))

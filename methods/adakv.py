@@ -30,9 +30,9 @@ from methods.snapkv import SnapKeep, SnapKV
 
 
 class AdaKeep(SnapKeep, capturable=True):
-    """Evict tokens once the prompt is complete: of the tokens of all KV heads of a sequence, `size`
-    per head on average, keep those with the most votes, so that a head may keep more than
-    another."""
+    """Evict tokens once the prompt is complete: of the tokens of all KV heads of a sequence
+    together, keep those with the most votes (attention from the prompt's last queries), so that one
+    head may keep more tokens than another."""
 
     method: AdaKV
 
@@ -49,8 +49,9 @@ class AdaKeep(SnapKeep, capturable=True):
         self.layer.retain_per_head(rows)
 
     def shares(self, votes: Sequence[Tensor], each: int) -> list[int]:
-        """Return how many of its voted tokens each KV head keeps, given the votes [M] of each head;
-        the numbers add up to each * heads."""
+        """Return how many of its tokens before the window each KV head keeps, given their votes [M]
+        in each head. `each`: how many a head keeps on average, so the numbers add up to each *
+        heads."""
         best = [vote.sort(descending=True).values for vote in votes]
         if self.method.normalize:
             best = [vote * (vote[:each].sum() / vote.sum()) for vote in best]

@@ -136,9 +136,9 @@ class H2O(Windowed):
         return PeakExtra(received, sums, received + costs.evicting(case, self.kept(case)))
 
     def at_communication(self, share: float, head_dim: int) -> H2O:
-        """Return H2O(C), which keeps 1/128 of the prompt beyond the budget, since it moves nothing:
-        PQCache's comparison so compensates for the `share` of the key cache that other methods move
-        per step."""
+        """Return H2O(C), which keeps 1/128 of the prompt beyond the budget: so the paper of PQCache
+        (arXiv 2407.12820) compensates H2O, which moves nothing to choose tokens, for the `share` of
+        the key cache that other methods move in each step."""
         if share != 1 / 128:
             raise CostError(f"comm={share} has no H2O(C): the paper compensates comm=0.0078125 (1/128) alone.")
         return replace(self, compensation="literal") if self.compensation == "none" else self

@@ -54,8 +54,8 @@ OF_EACH = {"basis": Padded(3, changes=False, most="widest"), "partial": None}
 
 
 class Follower(NamedTuple):
-    """Name the part of the next layer (`read`) for which this layer guesses the tokens to read.
-    `rows`: which sequences of this layer's step it belongs to; None: all."""
+    """Hold the policy of the next layer (`read`) for which this layer guesses the tokens to read.
+    `rows`: which of the sequences that step together that policy serves; None: all."""
 
     read: InfiniGenRead
     rows: slice | None = None
@@ -70,9 +70,10 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
     """Read in each step the prompt tokens that were guessed from the attention input of the layer
     before. There are no sinks and no window: the whole budget limits that choice.
 
-    Each sequence reads n' of the tokens chosen for it. On a GPU, and while steps are captured in a
-    CUDA graph, the host does not know n': as many rows as the limit are chosen, best first, and the
-    device reads or moves the first n' of them."""
+    A sequence reads n' tokens per KV head: how many come within `alpha` of the largest logit, on
+    average over its heads, from one to the budget. On a GPU, and while steps are captured in a CUDA
+    graph, the host does not know n': as many tokens as the budget allows are chosen, best first,
+    and the device reads or moves the first n' of them."""
 
     diagnostics = (*Pooled.diagnostics, "counts", "read_in_steps")
     method: InfiniGen
@@ -209,7 +210,8 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
 
     @property
     def widest(self) -> int:
-        """Return the most columns that partial keys can have, which is at most twice the fewest."""
+        """Return the most columns that partial keys (keys reduced to a few columns) can have, which
+        is at most twice the fewest."""
         return self.method.columns(self.spec.head_dim)[1]
 
     def forget(self, count: int, rows: Tensor) -> None:
@@ -352,8 +354,9 @@ class InfiniGen(PooledMethod):
         return self.filling(case) + PeakExtra(seal=2 * self._partial_bytes(case, case.capacity + 1))
 
     def _partial_bytes(self, case: LayerWorkload, rows: int) -> int:
-        """Return the most bytes of `rows` rows of partial keys and of their basis, for all KV heads
-        of a layer. One more row is held than there are tokens (`GrowingRows`)."""
+        """Return the most bytes of `rows` rows of partial keys (keys reduced to a few columns) and
+        of the basis that reduces queries to the same columns, for all KV heads of a layer. One more
+        row than there are tokens is held, filled with zeros."""
         dim = case.spec.head_dim
         return case.spec.num_kv_heads * self.columns(dim)[1] * (rows + dim) * case.element_bytes
 

@@ -319,7 +319,8 @@ class InfLLM(Method):
 
     def at_communication(self, share: float, head_dim: int) -> InfLLM:
         """Return this method with each block represented by a `share` of its tokens, so that
-        finding blocks reads that share of the key cache, as in PQCache's comparison."""
+        finding blocks reads that share of the key cache. The paper of PQCache (arXiv 2407.12820)
+        compares methods at the same share."""
         tokens = int(share * self.block)
         if not 1 <= tokens <= self.block:
             raise CostError(

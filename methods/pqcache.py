@@ -210,13 +210,14 @@ class PQCache(Windowed):
 
     @property
     def slots(self) -> int:
-        """Return how many blocks of tokens the cache of offloaded tokens on the device holds."""
+        """Return for how many blocks of tokens there is room in the cache on the device, which
+        keeps often chosen blocks of the tokens that lie elsewhere."""
         return self.cache_tokens // self.cache_block
 
     def at_communication(self, share: float, head_dim: int) -> PQCache:
         """Return this method with m sub-vectors, so that their codes of one byte each are a `share`
-        of a key's 2 * head_dim bytes, as in PQCache's comparison. Up to 1/128 codes have 6 bits
-        instead of 8, as in the paper."""
+        of a key's 2 * head_dim bytes, as its paper (arXiv 2407.12820) compares methods. Up to a
+        share of 1/128 codes have 6 bits instead of 8, as in that paper."""
         asked = 2 * share * head_dim
         m = round(asked)
         if m < 1 or head_dim % m or not isclose(m, asked, rel_tol=1e-3):

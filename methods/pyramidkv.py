@@ -39,9 +39,9 @@ class PyramidKeep(SnapKeep, capturable=True, of_each={}):
 @dataclass(frozen=True, kw_only=True)
 class PyramidKV(SnapKV):
     """Define PyramidKV, which evicts as SnapKV does and keeps more tokens in lower layers, by its
-    parameters: SnapKV's and two more. `beta`: how many times smaller than the mean the last layer's
-    voted share is. `rounding`: whether the layers' amounts add up to the budget (exact) or are the
-    authors' whole numbers (released)."""
+    parameters: SnapKV's and two more. `beta`: how many times fewer tokens, besides its window, the
+    last layer keeps than the mean layer. `rounding`: whether the layers' numbers add up to the
+    budget (exact) or are the authors' whole numbers (released)."""
 
     policies = (PyramidKeep,)
     tunable: ClassVar[Grids] = {**SnapKV.tunable, "beta": (5, 10, 20, 40)}

@@ -155,8 +155,8 @@ class ShadowRead(HitCache, Read[ChunkPlan], capturable=True, of_each=OF_EACH):
 
     def _values(self, chunks: Tensor | Ragged, slots: Tensor | None) -> Callable[[], Tensor]:
         """Start to fetch the values of chunks [B G K], and return a function that waits for them
-        and returns them. `slots`: as in `_rebuild`. On the device, those of several sequences are
-        there already."""
+        and returns them. `slots`: as in `_rebuild`. Where several sequences step together and their
+        values lie on the device, nothing is fetched: they are copied at once."""
         if not isinstance(held := self.values, Rows | BatchedHostRows):
             here = filled(ops.gather_rows(held, chunks))
             return lambda: here

@@ -175,13 +175,14 @@ class SparQ(Windowed):
         return costs.select(case, plan, means) + channels + costs.offload(case, copy, self.r * column)
 
     def paper_tokens(self, budget: Callable[[int], int], sealed: int) -> int:
-        """Return the tokens read when the budget is counted as in the paper: its k is a share of
-        the whole prompt and includes the window. Sinks come on top, as in PQCache's comparison."""
+        """Return the tokens read when the budget is counted as in SparQ's paper: its k is a share
+        of the whole prompt and includes the window. Sinks come on top, as in the comparison of
+        methods in the paper of PQCache (arXiv 2407.12820)."""
         return self.sinks + budget(sealed)
 
     def at_communication(self, share: float, head_dim: int) -> SparQ:
-        """Return this method reading a `share` of a key's `head_dim` channels, as in PQCache's
-        comparison."""
+        """Return this method reading a `share` of a key's `head_dim` channels to choose tokens. The
+        paper of PQCache (arXiv 2407.12820) compares methods at the same share."""
         r = int(share * head_dim)
         if not 1 <= r <= head_dim:
             raise CostError(

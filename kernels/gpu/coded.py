@@ -100,9 +100,9 @@ def _tokens_of_a_tile(coded: Codes) -> int:
 
 
 def _located(coded: Codes) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...], tuple[int, int]]:
-    """Return where codes and ranges lie, for the kernels: the four tensors of `all_four`; for
-    several sequences the table of addresses of each, else None; and the numbers of bytes of which
-    all addresses of codes, and all of ranges, are multiples."""
+    """Return where codes and ranges lie, for the kernels: the four tensors of `all_four`; for each,
+    where sequences differ in length (`Ragged`), the table of their addresses, else None; and the
+    numbers of bytes of which all addresses of codes, and all of ranges, are multiples."""
     tensors, tables, aligned = zip(*map(located, coded.all_four), strict=True)
     return tensors, tables, (min(aligned[:2]), min(aligned[2:]))
 
@@ -138,8 +138,8 @@ def _floats(row, scale, dim, there):
     """Decode floats of 8 bits: return in fp32 the numbers of the rows at the pointers `row` [n 1],
     each row times the scale at the pointer `scale` [n 1].
 
-    With its bits in their places in fp16, a float of 8 bits is 256 times too small: no hardware
-    need know the type."""
+    Each float's bits are shifted to their places in an fp16 number, which is then 256 times too
+    small and is multiplied by 256: so GPUs that have no 8-bit floats can decode them, too."""
     codes = tl.load(row + dim, mask=there, other=0).to(tl.int16)
     halves = ((codes & 0x80) << 8) | ((codes & 0x7F) << 7)
     scales = tl.load(scale, mask=tl.max(there.to(tl.int32), 1, keep_dims=True) > 0, other=0.0).to(tl.float32)

@@ -23,7 +23,8 @@ _interpreted = tl.constexpr(INTERPRETED)
 
 def unfit(*tensors: Tensor | Ragged) -> str | None:
     """Return why no kernel can run on these tensors, or None: they must be plain tensors on the
-    current CUDA device, or the interpreter must be asked for."""
+    current CUDA device. If Triton runs in its interpreter, any device will do, but `use_backend`
+    must have asked for Triton."""
     if any(isinstance(x, Ragged) for x in tensors):
         return RAGGED
     if INTERPRETED:
@@ -82,8 +83,8 @@ def unfit_group(heads: int) -> str | None:
 
 def located(x: Tensor | Ragged) -> tuple[Tensor, Tensor | None, int]:
     """Return the arguments by which the kernels' `head_rows` finds x in memory: a tensor of x's
-    dtype and strides; for a `Ragged` the table of its sequences' addresses, else None; and the
-    number of bytes of which all addresses and steps are multiples."""
+    dtype and strides; the table of its sequences' addresses if x is `Ragged` (a tensor per
+    sequence), else None; and the number of bytes of which all addresses and steps are multiples."""
     return (x.first, x.table, x.alignment) if isinstance(x, Ragged) else (x, None, 1)
 
 
@@ -120,9 +121,9 @@ def _programs_wanted() -> int:
 @triton.jit
 def head_rows(x, places, sequence, group, xb, xg, xt, ALIGNED: tl.constexpr):
     """Return a pointer to the first row of a KV head, and the step between rows in entries. They
-    come from x and its strides xb, xg, xt, or for several sequences from `places`, the `table` of a
-    `Ragged`, whose numbers are multiples of ALIGNED bytes. Without that hint rows would be read
-    entry by entry."""
+    come from x and its strides xb, xg, xt, or, where each sequence has a tensor of its own, from
+    `places`, the `table` of addresses of a `Ragged`, whose numbers are multiples of ALIGNED bytes.
+    Without that hint rows would be read entry by entry."""
     if places is None:
         rows, step = x + sequence * xb + group * xg, xt
     else:
@@ -138,8 +139,9 @@ def head_rows(x, places, sequence, group, xb, xg, xt, ALIGNED: tl.constexpr):
 @triton.jit
 def row_places(x, places, sequence, xb, xt):
     """Return a pointer to the first row of a sequence, and the step between rows in entries. They
-    come from x and its strides xb, xt, or from `places`, the `table` of a `Ragged` whose tensors
-    have rows in their second dimension."""
+    come from x and its strides xb, xt, or, where each sequence has a tensor of its own, from
+    `places`, the `table` of addresses of a `Ragged` whose tensors have rows in their second
+    dimension."""
     if places is None:
         rows, step = x + sequence * xb, xt
     else:

@@ -160,8 +160,8 @@ def _attend_to(
     """Attend from the GROUP query heads that share one list of rows (tokens) to one piece of that
     list. A KV head has SHARE lists: one if its query heads read the same tokens.
 
-    `live`: only so many rows of a list exist, one number for each sequence if EACH is 1, one for
-    all if it is 0. A piece without any has a log-sum-exp of minus infinity."""
+    A segment's `live` says how many rows of a list exist, one number for each sequence if EACH is
+    1, one for all if it is 0. A piece without any has a log-sum-exp of minus infinity."""
     k, v, k_places, v_places, rows, live, kb, kg, kt, vb, vg, vt = segments[INDEX]
     EACH: tl.constexpr = SHAPES[INDEX][0]
     LISTS: tl.constexpr = SHAPES[INDEX][1]

@@ -31,8 +31,9 @@ def row_scores(q: Tensor, x: Tensor | Ragged) -> Tensor | Ragged:
 
 
 def live_scores(q: Tensor, x: Tensor | Ragged, live: Tensor) -> Tensor:
-    """Compute `row_scores` of the first `live` rows of each sequence, with minus infinity for the
-    others, which are not read, as kernels/reference.py defines it. -> [B G g S]"""
+    """Multiply queries with the first `live` rows of each sequence in an index, as `row_scores`
+    does; the others, which are not read, get minus infinity. kernels/reference.py defines it. ->
+    [B G g S]"""
     return filled(_run(q, x, by_sign=False, live=live))
 
 

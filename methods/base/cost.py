@@ -96,7 +96,8 @@ class Cost:
 @dataclass(frozen=True, slots=True)
 class PeakExtra:
     """Hold the bytes that a layer takes temporarily on the device, in addition to keys and values
-    of the prompt and to what a layer of Full takes. `+` adds them up.
+    of the prompt and to what a layer of Full, the method that keeps and reads everything, takes.
+    `+` adds them up.
 
     `kept`: from the first chunk of the prompt to the seal (what the method does at its end).
     `prefill`: while a chunk passes through the layer. `seal`: the most during the seal, if that is

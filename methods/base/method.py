@@ -99,9 +99,9 @@ class Method(metaclass=_TupleForList):
         return replace(self, **given) if given else self  # type: ignore[type-var]
 
     def prepare(self, specs: Sequence[LayerSpec], observe: Callable[[int], Iterator[AttnInput]]) -> object:
-        """Compute what is needed once per model, such as offline statistics, for
-        `Request.prepared`. `observe(tokens)` runs calibration text and yields each layer's
-        input."""
+        """Compute what a method needs once per model, such as offline statistics; its layers then
+        find the result in `Request.prepared`. `observe(tokens)` runs calibration text and yields
+        each layer's input."""
         return None
 
     def measured(self, prepared: object) -> Mapping[str, object]:
@@ -147,12 +147,12 @@ class Method(metaclass=_TupleForList):
         return PeakExtra()
 
     def at_communication(self, share: float, head_dim: int) -> Method:
-        """Return this method with its scoring of tokens set so that a step moves `share` of the key
-        cache, taken in 16 bits, to choose tokens; PQCache's comparison gives all methods the same
-        share.
+        """Return this method with its parameters set so that choosing tokens moves `share` of the
+        key cache (taken in 16 bits) per step. The paper of PQCache (arXiv 2407.12820) compares
+        methods at the same share.
 
-        It is the method itself if scoring moves nothing and the comparison asks for no
-        compensation."""
+        Methods that move nothing to choose tokens are returned as they are, unless that paper
+        compensates them."""
         return self
 
     def check_model(self, spec: LayerSpec) -> None:

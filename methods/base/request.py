@@ -74,8 +74,8 @@ class Request:
 
     @property
     def pooled(self) -> bool:
-        """Return whether tokens that are read only if chosen leave the store on the device: they
-        are to lie on another tier, or in fewer bits."""
+        """Return whether the prompt tokens that a step reads only if chosen are moved out of the
+        layer's store on the device: to another tier (host memory or disk), or into fewer bits."""
         return self.placement != DEVICE or self.codec is not None
 
     def place(self, layer: int) -> Place:

@@ -62,15 +62,16 @@ class StepCounters:
         self._growths.clear()
 
     def tensor(self, value: int, device: torch.device) -> Tensor:
-        """Return a tensor [1] int64 that holds `value`; while running, the same tensor holds one
-        more in the next step."""
+        """Return a tensor [1] int64 that holds `value`. Between `start` and `stop`, further steps
+        get this same tensor, which has then grown by one with each."""
         if not self.running:
             return torch.full((1,), value, device=device)
         return self.first(value - self.steps, device)
 
     def first(self, value: int | PerSequence, device: torch.device) -> Tensor:
-        """Return a counter on the device, by its value at the start of counting: [1], or [B] if
-        `value` has a number per sequence. It has grown by one with each step since then."""
+        """Return the counter on the device that began with `value` and has grown by one with each
+        step so far: [1], or [B] if `value` has a number per sequence. It is made when it is first
+        asked for."""
         if (value, device) not in self._counters:
             if self.capturing:
                 raise CaptureError(f"asks for a count of {value + self.steps} that the step before had no use for")
@@ -153,22 +154,22 @@ class CacheState:
     ahead: bool = False
 
     def fetch(self, read: Callable[[Traffic], T]) -> Arrival[T]:
-        """Ask for keys and values that `read` brings to the device and counts in the traffic that
-        it gets. The result's `wait` returns what `read` returns. In a captured step they arrive
-        within the step."""
+        """Ask for keys and values: `read` brings them to the device and adds the bytes that it
+        moves to the `Traffic` (counts of moved bytes) that it is given. The result's `wait` returns
+        what `read` returns. In a captured step they arrive within the step."""
         device, running = self.request.device, self.counters.running
         return self.engine.begin(read, self.traffic, device, ahead=self.ahead, within_step=running)
 
     def work(self, compute: Callable[[], T]) -> Arrival[T]:
         """Begin to compute something on the CPU in parallel to the model, such as a clustering of a
         prompt's keys; the result's `wait` returns what `compute` returns. Only caches whose rows
-        move `ahead` may do so. No bytes are counted for it."""
+        move `ahead` may do so. It adds nothing to the counts of moved bytes."""
         assert self.ahead
         return self.engine.work(compute, self.request.device)
 
     def send(self, write: Callable[[Traffic], None]) -> None:
-        """Run `write`, which moves keys and values away from the device and counts them in the
-        traffic that it gets, and add that to the cache's traffic."""
+        """Run `write`, which moves keys and values away from the device and adds their bytes to the
+        `Traffic` (counts of moved bytes) that it is given; then add these to the cache's counts."""
         self.engine.send(write, self.traffic)
 
     @property

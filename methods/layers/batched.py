@@ -55,9 +55,9 @@ def form(layer: Layer) -> Hashable:
 class Slots(NamedTuple):
     """Hold the layers that one joint decode step serves, each for one or more sequences. `dead`:
     how many free slots follow their sequences, so that a captured step has places for sequences
-    that join later; None if the step has no slots. `shared`: a cache for `_several`, from the ids
-    of objects that the layers of one sequence share, such as its table of rotations, to the joint
-    object."""
+    that join later; None if the step has no slots. `shared`: the joint objects made so far, by the
+    ids of the objects that they combine, such as each sequence's table of rotations, which all its
+    layers share: so the joint layers share one, too."""
 
     layers: Sequence[Layer]
     dead: int | None

@@ -229,8 +229,8 @@ class Layer(Storage, capturable=True):
 
 
 class PolicyMethod(Method):
-    """Define a method whose layers are all a plain `Layer`, with one new policy of each class in
-    `policies` to decide what is kept and read."""
+    """Define a method whose layers are all a plain `Layer`, which stores keys and values and asks
+    policies what to keep and read: one new policy of each class in `policies`."""
 
     policies: ClassVar[tuple[type[Policy], ...]]
 

@@ -43,9 +43,10 @@ class LimitedPool:
     def __init__(
         self, policy: Eviction, slots: int, shape: tuple[int, int, int], device: torch.device, counters: StepCounters
     ) -> None:
-        """Begin empty. `policy`: which token leaves when all slots are taken (see the module).
-        shape: sequences, KV heads, tokens of the prompt. `counters` holds growing numbers on the
-        device while steps are captured in a CUDA graph; each step adds one token and one fetch."""
+        """Begin empty. `policy`: which token leaves when all slots are taken, the oldest (fifo),
+        the least recently read (lru) or the least often read (counter). shape: sequences, KV heads,
+        tokens of the prompt. `counters` holds growing numbers on the device while steps are
+        captured in a CUDA graph; each step adds one token and one fetch."""
         self.policy, self.slots, self.counters = policy, slots, counters
         self.uses = torch.zeros(shape, dtype=torch.int32, device=device)  # how often, or when last; 0 under fifo
         self.live = torch.zeros(shape, dtype=torch.bool, device=device)

@@ -195,8 +195,9 @@ class Policy:
                 setattr(member, name, value[own].clone())
 
     def grow(self, more: int) -> None:
-        """Make room for `more` tokens in the tensors named in `by_room`; the layer's own store has
-        grown already."""
+        """Make room for `more` tokens in those of this policy's tensors that have room for all
+        tokens (the class attribute `by_room` names them); the layer's own store has grown
+        already."""
         self.request = self.layer.request
         for name, dim in self.by_room.items():
             if (held := vars(self).get(name)) is not None and held.shape[dim]:

@@ -87,17 +87,18 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
         return super().decode(x) if self.plan is None else self.read(x, self.plan)
 
     def send_for(self, rows: Tensor, slots: Tensor | None = None) -> None:
-        """Begin to bring chosen tokens, rows [B G K] of the tokens that left the store, to the
-        device, before the step that will `fetch` the same rows. Tokens whose `slots` entry is 0 or
-        more will not be read and need not move (`Pool.gather`)."""
+        """Begin to bring chosen prompt tokens to the device that lie in host memory, on disk or in
+        fewer bits, before the step that will `fetch` the same rows. rows [B G K] are numbered from
+        the first token that was moved there. Tokens whose `slots` entry is 0 or more will not be
+        read and need not move."""
         assert self.layer.far is not None
         self.arrival = self.layer.far.gather(rows, slots)
 
     def fetch(self, rows: Tensor) -> Segment:
-        """Return keys and values of chosen tokens, on the device, of those that were moved out of
-        the store. rows [B G K] or [B H K] are numbered from the first token that left. A token that
-        several query heads of a KV head chose is moved once; the segment's `rows` then say where
-        each head finds it."""
+        """Return keys and values, on the device, of chosen prompt tokens that lie in host memory,
+        on disk or in fewer bits. rows [B G K] or [B H K] are numbered from the first token that was
+        moved there. A token that several query heads of a KV head chose is moved once; the
+        segment's `rows` then say where each head finds it."""
         far, groups, arrival = self.layer.far, self.spec.num_kv_heads, self.arrival
         assert far is not None
         self.arrival = None

@@ -163,9 +163,10 @@ def _all_slide(specs: Sequence[LayerSpec], tokens: int) -> bool:
 
 
 def start_layers(specs: Sequence[LayerSpec], cache: CacheState, start: Start) -> list[KVLayer]:
-    """Return a cache layer for each layer of the model: a `WindowLayer` where the model slides, and
-    what `start` returns for the others. A model whose layers all slide gets layers of `start` only,
-    as long as its windows cover the cache's capacity."""
+    """Return a cache layer for each layer of the model: a `WindowLayer`, which keeps the last
+    tokens only, where the model slides, and what `start` returns for the others. A model whose
+    layers all slide gets layers of `start` only, as long as its windows cover the cache's
+    capacity."""
     if _all_slide(specs, cache.request.capacity):
         return [WindowLayer(spec, cache) for spec in specs]
     hybrid = any(spec.window is None for spec in specs)

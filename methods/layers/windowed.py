@@ -12,8 +12,9 @@ from methods.layers.layer import PolicyMethod
 
 class Windowed(PolicyMethod):
     """Define a method that divides its budget into `sinks` first tokens, the prompt's last tokens
-    (a share `recent_ratio` of the rest), and chosen tokens. PQCache's comparison takes its budget
-    from what follows the sinks, and reads the sinks in addition."""
+    (a share `recent_ratio` of the rest), and chosen tokens. `paper_tokens` counts the budget as the
+    paper of PQCache (arXiv 2407.12820) does: a share of what follows the sinks, with the sinks on
+    top."""
 
     window_names: ClassVar[Mapping[str, str]] = {"sinks": "sinks", "recent_ratio": "recent_ratio"}
     tunable: ClassVar[Grids] = {"sinks": (0, 4, 16, 32), "recent_ratio": (0.0, 0.125, 0.25, 0.5, 0.75)}

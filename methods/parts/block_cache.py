@@ -118,9 +118,9 @@ class BlockCache:
 
 
 def cost(case: LayerWorkload, length: int, top: int, size: int, slots: int, offered: int) -> Cost:
-    """Return the cost of a `BlockCache` over `length` tokens outside the device, of which a step
-    chooses `top`: `size` tokens per block, `slots` blocks held, `offered` new ones per step. Moved
-    bytes are the most that a step can move."""
+    """Return the cost of a cache on the device (`BlockCache`) of blocks of the `length` tokens that
+    lie outside it, of which a step chooses `top`: `size` tokens per block, `slots` blocks held,
+    `offered` new ones per step. Moved bytes are the most that a step can move."""
     blocks = -(-length // size)
     slots = min(slots, blocks)
     asked = min(offered, slots) if slots < blocks else 0  # blocks, by the numbers of their tokens, and where these go

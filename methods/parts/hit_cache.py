@@ -21,14 +21,15 @@ Load = Callable[[Tensor | Ragged, Tensor | None], Segment]  # chunks [B G K], an
 
 
 class HitCache:
-    """Hold keys and values of the K chunks that each KV head read in the last step, on the device,
-    so that chunks chosen again are not loaded. It is a base class for policies. A chunk has `size`
-    tokens, and there are `total` to choose from.
+    """Hold on the device the keys and values of the K chunks that each KV head read in the last
+    step, so that chunks chosen again are not loaded. It is a base class for policies. A chunk has
+    `size` tokens, and there are `total` to choose from.
 
-    New chunks replace those that left. Heads with fewer new ones than others load some of theirs
-    again, so that one rectangular block is moved and counted. Where nothing may wait for the number
-    of new chunks, `_slots` says what is held, and all are stored: exactly the new ones are moved
-    and counted."""
+    New chunks take the places of chunks that are no longer chosen. Where the host may wait to learn
+    how many are new, all heads load as many as the head with most new ones, some of them chunks
+    that they hold already, and all that is loaded counts as moved. Where it may not wait (in
+    captured steps) or sequences choose different numbers, every head stores all its K chunks anew:
+    those that are held are copied on the device, and only the new ones count as moved."""
 
     size: int
     total: int | PerSequence
@@ -37,21 +38,23 @@ class HitCache:
     held_v: Tensor  # [B G K size*D]
 
     def begin(self, count: int, like: Tensor) -> None:
-        """Allocate memory for `count` chunks of each KV head, and hold none. `like` [B G S D] gives
-        shape, dtype and device."""
+        """Allocate memory for `count` chunks of each KV head, and mark all places as empty. `like`
+        [B G S D] gives shape, dtype and device."""
         self.held = torch.full((*like.shape[:2], count), self._none, device=like.device)
         self.held_k, self.held_v = (like.new_zeros(*self.held.shape, self.size * like.shape[3]) for _ in "kv")
 
     @property
     def _none(self) -> int:
-        """Return the number, one past the last chunk, that stands for no chunk in `held`."""
+        """Return the number that marks an empty place in `held`, which is one past the last
+        chunk's."""
         return self.total.most if isinstance(self.total, PerSequence) else self.total
 
     def read_through(self, chunks: Tensor | Ragged, load: Load, traffic: Traffic, *, may_wait: bool) -> Segment:
-        """Return keys and values of chosen chunks, chunks [B G K], in any order, and count in
-        `traffic` how many were asked for and how many were held. `load` loads the others. If
-        nothing may wait for their number (`may_wait` is false, as in captured steps), it is called
-        for all chunks with the places of those that are held, which need not move."""
+        """Return keys and values of the chosen chunks [B G K], whose order may change, and hold
+        these chunks from now on. `traffic` counts how many were asked for and how many were held
+        already. `load` loads the others. If the host must not wait to learn which these are
+        (`may_wait` is false, as in captured steps), `load` is called for all chunks with the places
+        of those that are held, which need not move."""
         if may_wait and not isinstance(chunks, Ragged):
             traffic.looked_up += chunks.numel()
             traffic.found += chunks.numel() - self._load_missing(chunks, load)
@@ -120,8 +123,8 @@ def _present(chunks: Tensor | Ragged) -> Tensor | None:
 
 
 def held_bytes(case: LayerWorkload, chunks: int, size: int) -> int:
-    """Return the bytes that a `HitCache` takes on the device: `chunks` chunks of `size` tokens for
-    each KV head, and their numbers."""
+    """Return the bytes that a `HitCache` (the chunks that the last step read, kept on the device)
+    takes: `chunks` chunks of `size` tokens for each KV head, and their numbers."""
     return chunks * (size * case.row_bytes + costs.INT64 * case.spec.num_kv_heads)
 
 

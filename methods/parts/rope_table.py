@@ -85,8 +85,8 @@ class RopeTable:
         there_cos, there_sin = self.cos[target].float(), self.sin[target].float()
 
         def both(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-            """Rotate x back by the angle of cos and sin, and forward by that of the target, in one
-            rotation."""
+            """Rotate x back by the angle whose cos and sin are given and forward to the position
+            `target`, in one rotation."""
             norm = cos.square() + sin.square()
             turn, tilt = cos * there_cos + sin * there_sin, cos * there_sin - sin * there_cos
             turned: Tensor = ops.rotate(x, turn / norm, tilt / norm)

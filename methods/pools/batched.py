@@ -39,9 +39,9 @@ class BatchedHostRows:
         self, rows: Tensor | Ragged, traffic: Traffic, slots: Tensor | None = None, held: Tensor | None = None
     ) -> Tensor:
         """Return chosen rows on the device, as `HostRows.gather` does, rows [B G K] -> [B G K W].
-        If sequences choose different numbers of rows, `rows` is `Ragged`, and what follows the
-        shorter ones is arbitrary. With `slots`, it is filled up to one number, and the padding must
-        have a slot of 0 or more, so that it does not move."""
+        If sequences choose different numbers of rows, `rows` is `Ragged` (a tensor per sequence),
+        and what follows the shorter ones is arbitrary. With `slots`, it is filled up to one number,
+        and the padding must have a slot of 0 or more, so that it does not move."""
         row_bytes, chosen = self.rows.shape[3] * self.rows.dtype.itemsize, filled(rows)
         if slots is not None and held is None:
             nothing = (*chosen.shape[:2], 1, self.rows.shape[3])
@@ -59,7 +59,8 @@ class BatchedHostRows:
 
     def in_place(self, count: int, traffic: Traffic) -> Tensor:
         """Return all rows [B G C W], for an operation that reads `count` chosen rows of each head
-        in place, and count the bytes of these. Sequences differ in the width W of their rows."""
+        in place; only the bytes of these count as moved. Sequences differ in the width W of their
+        rows."""
         entry_bytes = count * self.rows.shape[1] * self.rows.dtype.itemsize
         traffic.tally("to_device_bytes", self.rows.counts * entry_bytes)
         return cast(Tensor, self.rows)
@@ -150,9 +151,9 @@ class BatchedPool:
 
     def gather(self, rows: Tensor | Ragged, slots: Tensor | None = None) -> Arrival[Segment]:
         """Ask for chosen tokens, decoded, on the device, as `Pool.gather` does. If sequences choose
-        different numbers of them, `rows` is `Ragged`, the segment is filled up, and its `live`
-        holds the numbers. Tokens whose `slots` entry is 0 or more do not move from the host; with
-        `slots`, all sequences choose equally many."""
+        different numbers of them, `rows` is `Ragged` (a tensor per sequence), the segment is filled
+        up, and its `live` holds the numbers. Tokens whose `slots` entry is 0 or more do not move
+        from the host; with `slots`, all sequences choose equally many."""
         return self.cache.fetch(lambda traffic: self._chosen(rows, slots, traffic))
 
     def _chosen(self, rows: Tensor | Ragged, slots: Tensor | None, traffic: Traffic) -> Segment:

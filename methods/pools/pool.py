@@ -215,8 +215,8 @@ class Pool:
 
 def rows_for(x: Tensor, cache: CacheState, layer: int, *, away: bool = False) -> Rows:
     """Copy x [B G S W], a tensor of the layer with index `layer`, to rows in the tier that the
-    request names, and return these. `away`: x does not come from the device, so no bytes are
-    counted."""
+    request names, and return these. `away`: x does not come from the device, so its bytes do not
+    count as moved."""
     rows = rows_in(cache.request.placement)(x.shape, x.dtype, cache.request.place(layer))
     if away:
         rows.take(x, 0)

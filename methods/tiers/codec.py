@@ -18,8 +18,8 @@ from kernels.reference import Segment
 
 class Encoded(NamedTuple):
     """Hold keys and values as a codec writes them: tensors with a row per token, and tensors with a
-    row per block of tokens, such as the ranges that they share. Every tensor is
-    [B G rows width]."""
+    row per block of tokens, such as the ranges (least number and step) in which its numbers were
+    quantised. Every tensor is [B G rows width]."""
 
     tokens: tuple[Tensor, ...]
     blocks: tuple[Tensor, ...] = ()

@@ -187,8 +187,8 @@ class PinnedMemory:
 
 
 def pinned_bytes(expected: int, limit: int) -> int:
-    """Return how many bytes a `PinnedPool` pins for `expected` bytes: a multiple of 64 MiB, but at
-    most `limit`."""
+    """Return how many bytes of host memory are pinned where tensors of `expected` bytes in all are
+    to be cut from it (`PinnedPool`): a multiple of 64 MiB, but at most `limit`."""
     return min(limit, -(-expected // STEP_BYTES) * STEP_BYTES)
 
 

@@ -61,8 +61,8 @@ class Rows(ABC):
 
     @abstractmethod
     def take(self, x: Tensor, start: int) -> None:
-        """Store x [B G T W], from whatever device, as the rows from `start` on. Nothing is
-        counted."""
+        """Store x [B G T W], from whatever device, as the rows from `start` on. Unlike with `put`,
+        its bytes do not count as moved."""
 
     @abstractmethod
     def _all(self) -> Tensor:
@@ -79,8 +79,8 @@ class Rows(ABC):
         traffic.to_host_bytes += x.nbytes
 
     def held(self, count: int) -> Tensor:
-        """Return the first `count` rows [B G count W] where they lie. Nothing moves or is
-        counted."""
+        """Return the first `count` rows [B G count W] where they lie: on the device, in host memory
+        or on disk. No bytes move."""
         return self._all()[:, :, :count]
 
     def gather(self, rows: Tensor, traffic: Traffic, slots: Tensor | None = None, held: Tensor | None = None) -> Tensor:
@@ -280,8 +280,9 @@ def _writing(folder: Path | None) -> Iterator[None]:
 
 
 def _delete(file: Path, folder: TemporaryFolder) -> None:
-    """Delete the file of a `DiskRows`. Its finalizer, which calls this, keeps `folder` alive until
-    then: were the folder an attribute of the rows, its bytes would count as theirs."""
+    """Delete the `file` in which a `DiskRows` held its rows. The finalizer that calls this keeps
+    `folder` alive until then: were the folder an attribute of the rows, its bytes would count as
+    theirs."""
     file.unlink(missing_ok=True)
 
 
@@ -297,8 +298,8 @@ _folders: WeakValueDictionary[Path | None, TemporaryFolder] = WeakValueDictionar
 
 
 def copied_into(tier: str, x: Tensor, place: Place) -> Tensor:
-    """Copy x, which is contiguous, into memory of the tier named `tier`, which must not be one of
-    files."""
+    """Copy x, which is contiguous, into memory of the tier named `tier`: device or host, but not
+    disk."""
     kind = rows_in(tier)
     assert issubclass(kind, MemoryRows)
     return kind.room(x.shape, x.dtype, place).copy_(x.detach())

@@ -45,8 +45,9 @@ class Traffic:
             self.tally(name, amount)
 
     def less(self, before: Traffic) -> Traffic:
-        """Return the counts in Python minus those of `before`, without times: what a captured step
-        counts, which is added again for each replay of it."""
+        """Return the differences between these counts and those of `before`, without times and
+        without counts that only the device knows: what one captured step counts, which is added
+        again for each replay of it."""
         counted = {name: getattr(self, name) - getattr(before, name) for name in COUNTED[:-2]}
         return Traffic(**counted)
 

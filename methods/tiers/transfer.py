@@ -60,10 +60,10 @@ class TransferEngine:
         within_step: bool = False,
     ) -> Arrival[T]:
         """Return an `Arrival`, whose `wait` returns what `read` returns: keys and values on the
-        device `on`. `read` counts the bytes that it moves in the traffic that it gets; once they
-        are waited for, they are added to `into`. `ahead`: they move from now on, else when they are
-        waited for. `within_step`: they are waited for in this step, which may be captured in a CUDA
-        graph, so no thread takes part."""
+        device `on`. `read` adds the bytes that it moves to the `Traffic` (counts of moved bytes)
+        that it is given; once `wait` has returned, they are added to `into`. `ahead`: the rows move
+        from now on, else when they are waited for. `within_step`: they are waited for in this step,
+        which may be captured in a CUDA graph, so no thread takes part."""
         kind: type[Arrival[T]] = Branch if ahead and within_step else Arrival
         return kind(self.copy_lane if ahead and not within_step else INLINE, read, into, on, ahead)
 
@@ -78,8 +78,8 @@ class TransferEngine:
         return Arrival(self.work_lane, read, Traffic(), on, ahead=True)
 
     def send(self, write: Callable[[Traffic], None], into: Traffic) -> None:
-        """Run `write`, which moves rows away from the device and counts the bytes in the traffic
-        that it gets, and add that to `into`."""
+        """Run `write`, which moves rows away from the device and adds their bytes to the `Traffic`
+        (counts of moved bytes) that it is given; then add these to `into`."""
         moved = Traffic()
         write(moved)
         into.add(moved)
@@ -107,8 +107,8 @@ def shared_engine(device: torch.device) -> TransferEngine:
 
 class Arrival(Generic[T]):
     """Represent something that can be waited for: keys and values on their way to the device, or a
-    result of work on the CPU. If nobody waits for the rows, they are not counted, and do not move
-    if this object is dropped before they begin to."""
+    result of work on the CPU. If nobody waits for keys and values, their bytes are not counted as
+    moved, and they do not move if this object is dropped before they begin to."""
 
     def __init__(
         self, by: TransferLane, read: Callable[[Traffic], T], into: Traffic, on: torch.device, ahead: bool
