@@ -51,8 +51,9 @@ WARM_UP = 256  # tokens of a prompt before the one that is timed
 
 
 class Decoding:
-    """Runs `batch` sequences of one method over the same `prompt` [1 S], which decode together,
-    turn after turn. The model must be routed (harness/engine/hf.py) as long as it is used."""
+    """Runs `batch` sequences with the same `prompt` [1 S] under one method. They decode together,
+    turn after turn of `options.new` tokens. Use it inside `routed(model)` (harness/engine/hf.py),
+    which makes the model's attention run through the method's caches."""
 
     def __init__(self, kv: Attachment, prompt: Tensor, options: argparse.Namespace, batch: int = 1) -> None:
         self.engine = Engine(kv, graphs=usual_graphs(kv.model.device))
@@ -69,8 +70,9 @@ class Decoding:
 
     @torch.inference_mode()
     def _first(self, prompt: Tensor, synthetic: bool, batch: int) -> list[Generation]:
-        """Prefill and seal one sequence after the other, then decode the first turn of all
-        together."""
+        """Prefill the prompt for one sequence after the other, let the method digest it (the seal),
+        then decode the first turn of all together and return the answers. `synthetic`: fill the
+        caches with random keys and values in place of a prefill."""
         running = RunningBatch(self.engine)
         slots = []
         for _ in range(batch):
@@ -171,7 +173,9 @@ def _mean(runs: Sequence[Generation], token: int) -> float:
 
 
 def attachment(method: Method, loaded: LoadedModel, text: list[int], options: argparse.Namespace) -> Attachment:
-    """Attach `method` to the model with the options of the benchmark, as a run does."""
+    """Return the pair of a model and a method, from which an engine makes the caches that the
+    model's attention then runs through. Budget, placement and the like are those of the benchmark's
+    options; `text`: token ids by which a method may calibrate itself."""
     placement: str = options.placement if method.offloads else DEVICE
     reuse_steps = options.reuse_steps if method.uses_budget else 0
     calibration = torch.tensor([text])

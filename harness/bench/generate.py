@@ -76,7 +76,8 @@ def theirs(loaded: LoadedModel, prompt: Tensor, new: int) -> TimedRun:
 
 
 def ours(loaded: LoadedModel, prompt: Tensor, new: int) -> TimedRun:
-    """Run our engine with Full as a run does; on a GPU it captures its steps."""
+    """Generate `new` tokens with our engine under Full (dense attention), as a run does; on a GPU
+    the decode steps are captured as CUDA graphs. Return the tokens and their times."""
     with attached(loaded.model, Full()) as kv:
         engine, watch = Engine(kv, graphs=usual_graphs(kv.model.device)), LoadWatch()
         generation = engine.generate(prompt, max_new_tokens=new)

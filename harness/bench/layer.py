@@ -68,8 +68,8 @@ class LayerDecoding:
             self.layer.decode(self.next)
 
     def rewind(self, tokens: int) -> None:
-        """Drop the tokens after the prompt of `tokens` from Full's layer, so that it can be used
-        again."""
+        """Drop all tokens after the prompt of `tokens` tokens from the layer, which must be one of
+        Full (dense attention), so that it can be measured again."""
         assert isinstance(self.layer, Layer)
         self.position, self.layer.store.length = tokens - 1, tokens
 

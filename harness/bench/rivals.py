@@ -25,7 +25,9 @@ class Rival(NamedTuple):
 
 
 def rival(case: OpCase) -> Rival | None:
-    """Return the usual alternative to an operation; None if there is none."""
+    """Return what a user would run in place of an operation of ours, such as transformers'
+    attention or torch's gather: its name in the table and a call to time, on the arguments of
+    `case`. Return None if there is no usual alternative."""
     make = _RIVALS.get(case.op)
     return None if make is None else make(*case.args)
 
@@ -45,16 +47,19 @@ def _attention(q: Tensor, segments: Sequence[Segment], scale: float) -> Rival:
 
 
 def _over_codes(q: Tensor, coded: Coded, scale: float) -> Rival:
-    """Return Full's attention over the decoded keys and values, as the alternative to attention
-    over codes."""
+    """Return the alternative to attention over quantised keys and values (`coded`): dense attention
+    over the same keys and values, decoded to the dtype of `q` beforehand. Decoding is not part of
+    the call that is timed."""
     blocks = torch.arange(coded.k.shape[2], device=q.device) // coded.block
     k, v = ops.decode_rows(coded, None, blocks.expand(coded.k.shape[:3]), q.dtype)
     return Rival("Full, not coded", lambda: ops.segment_attention_with_lse(q, [Segment(k, v)], scale))
 
 
 def _taken(x: Tensor, rows: Tensor | None, segments: Sequence[Segment]) -> Tensor:
-    """Return keys or values `x` at `rows` [B G|H K D], repeated so that all segments have the same
-    number of heads; the whole of `x` if `rows` is None."""
+    """Return the keys or values of one segment [B H K D]: those of `x` [B G S D] at the token
+    indices `rows` (per KV head or per query head), or all of `x` if `rows` is None. The heads of
+    such a whole `x` are repeated until there are as many as in any of `segments`, so that all
+    segments can be concatenated."""
     heads = max(x.shape[1] if s.rows is None else s.rows.shape[1] for s in segments)
     if rows is None:
         return x.repeat_interleave(heads // x.shape[1], 1)

@@ -56,7 +56,8 @@ def hub_kernels() -> str | None:
 
 
 def _hide_hub_kernels() -> None:
-    """Make transformers believe that PyPI's `kernels` package is not installed."""
+    """Make transformers believe that PyPI's `kernels` package is not installed, because importing
+    it would give transformers this project's package of the same name."""
     import_utils = import_module("transformers.utils.import_utils")
 
     def is_kernels_available(*versions: str) -> bool:

@@ -80,8 +80,8 @@ def compose_one(words: Sequence[str], config_dirs: Sequence[Path] = ()) -> Compo
 
 
 def taken(config: Any, about: Any) -> Composed:
-    """Return a job as plain values. `config`: the configuration that Hydra composed; `about`:
-    Hydra's own part of it (`config.hydra`)."""
+    """Return a job as plain values, which any process can run. `config`: the configuration that
+    Hydra composed; `about`: Hydra's own part of it (`config.hydra`)."""
     chosen = {group: about.runtime.choices[group] for group in GROUPS}
     own = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
     plain: dict[str, Any] = OmegaConf.to_container(own, resolve=True)  # type: ignore[assignment]

@@ -121,7 +121,9 @@ class OverflowSettings:
     sinks: int = 0
 
     def resolved(self, history: str) -> OverflowSettings:
-        """Return these settings with `by` filled in if a window is set; it depends on `history`."""
+        """Return these settings with `by`, the way in which old tokens are dropped, filled in if a
+        window is set: the cache is cut, or with history=recompute, which keeps no cache between
+        turns, the text alone."""
         if self.window is None or self.by is not None:
             return self
         return replace(self, by="truncate_tokens" if history == "recompute" else "truncate_cache")
@@ -230,8 +232,8 @@ class Settings:
             yield "Greedy decoding ignores top_k and top_p: set generation.temperature above 0 as well."
 
     def _clashes_of_conversations(self) -> Iterator[str]:
-        """Yield the same for settings about conversations of several turns (history, store,
-        overflow)."""
+        """Yield a sentence, with the remedy, for each combination of settings about conversations
+        of several turns (history, store, overflow) that exclude each other."""
         store, overflow, stored = self.store, self.overflow, self.history == "store"
         given = [f"store.{name}" for name, value in vars(StoreSettings()).items() if getattr(store, name) != value]
         if given and not stored:

@@ -128,6 +128,7 @@ def backends_in_one_line(given: str | None) -> str | None:
 
 
 def orders(line: str | None) -> Mapping[str, list[str]]:
-    """Return the backends by operation that such a line names, as `ops.prefer` takes them."""
+    """Return the backends to try first, by operation, as `ops.prefer` takes them. `line` names them
+    as in "segment_attention=flash,triton;top_k=torch"; None names none."""
     parts = [part.partition("=") for part in line.split(";")] if line else []
     return {name: backends.split(",") for name, _, backends in parts}

@@ -25,10 +25,11 @@ AlignedBytes = Literal["moved_bytes", "device_bytes"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlignedBudget(Budget):
-    """A budget that counts bytes: it grants the method as many tokens as cost no more than the keys
-    and values of `asked` tokens do in the layers of `specs`. A prompt length for which no token
-    count costs that gets the nearest one; `refuse` raises for it where it is a length of the run
-    itself."""
+    """A token budget that is derived from bytes: it grants the method as many prompt tokens as cost
+    no more bytes (moved per step or held on the device, as `measure` says) than the keys and values
+    of `asked` tokens. If even the fewest tokens cost more, or even all cost less, the nearest
+    number is granted; for prompt lengths of the run itself, call `refuse` to raise an error
+    instead."""
 
     measure: AlignedBytes
     method: Method

@@ -72,12 +72,12 @@ def evaluate(
 
 @lasting_output()
 def evaluate_together(jobs: Sequence[Job], on_error: OnError | None = None) -> list[StoredRun]:
-    """Run jobs, and the Full that each is compared with, and return the finished runs as their
-    folders hold them. Under `shared_prefill=true` the jobs must have the same prompts.
+    """Run jobs, and for each the job of Full (dense attention) that it is compared with, and return
+    the finished runs as their folders hold them. Under `shared_prefill=true` the jobs must have the
+    same prompts.
 
     A job that fails (Full is one, too) is missing from the result and leaves the others alone. Its
-    error goes to `on_error`; without `on_error`, the first error is raised after the last job.
-    """
+    error goes to `on_error`; without `on_error`, the first error is raised after the last job."""
     errors = list[Exception]()
     report = on_error or errors.append
     groups: dict[str, dict[Path, Job]] = {}  # jobs that run together, each folder once
@@ -190,7 +190,8 @@ class _OpenRun(Run):
         return not (self.failed or self.contains(item.example.id) or item.example.id in self.tried)
 
     def attach(self, loaded: LoadedModel, stack: ExitStack) -> None:
-        """Attach the method to the loaded model and make the runner. `stack` closes the runner
+        """Pair the method with the loaded model, which prepares the method (it may calibrate
+        itself), and make the runner that answers examples with the two. `stack` closes the runner
         later, even after an error."""
         job = self.job
         self.note(provenance=provenance(job.settings.device), **job.facts())

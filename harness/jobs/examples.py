@@ -67,7 +67,7 @@ class PreparedExample:
     @property
     def room(self) -> int:
         """The most tokens that a cache must hold for this example: prompts and answers of all
-        turns, or `most` where older tokens leave the cache."""
+        turns, or `most`, the window of `overflow.window`, where older tokens leave the cache."""
         needed = sum(turn.tokens for turn in self.turns)
         return needed if self.most is None else min(needed, self.most)
 

@@ -147,9 +147,10 @@ class Job:
         return loaded
 
     def attachment(self, loaded: LoadedModel, info: Mapping[str, Any]) -> Attachment:
-        """Attach the method to the model. `info` is run.json: parameters that the method measured
-        on this machine when the run began stand there (`measured`) and are used again on resuming,
-        because other values would give other answers."""
+        """Return the pair of the loaded model and this job's method (see `attach`). `info` is
+        run.json: parameters that the method measured on this machine when the run began stand there
+        (`measured`) and are used again on resuming, because other values would give other
+        answers."""
         method = replace(self.method, **info.get("measured", {}))  # type: ignore[type-var]
         return attach(loaded, method, self.budget, self.settings)
 
@@ -210,7 +211,9 @@ class Job:
 
 
 def attach(loaded: LoadedModel, method: Method, budget: Budget | None, settings: Settings) -> Attachment:
-    """Attach a method to a loaded model. `settings` must be resolved (harness/jobs/resolve.py)."""
+    """Return the pair of a loaded model and a method, from which an engine makes the caches that
+    the model's attention runs through. The method is prepared here, if it needs to be
+    (calibration). `settings` must be resolved (harness/jobs/resolve.py)."""
     return Attachment(
         loaded.model,
         method,

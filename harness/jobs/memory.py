@@ -262,8 +262,9 @@ def _layers(cache_spec: CacheSpec, info: ModelInfo, item: PreparedExample) -> It
 def _workloads(
     cache_spec: CacheSpec, info: ModelInfo, item: PreparedExample, sealed: int | None = None
 ) -> list[LayerWorkload]:
-    """Return what `Method.cost` takes, layer by layer: the state after the last turn is sealed, or
-    after `sealed` tokens are."""
+    """Return one `LayerWorkload` per layer, from which `Method.cost` computes the bytes of that
+    layer's cache: the state after the seal of the last turn, or after a seal of `sealed` tokens.
+    (At the seal, the method digests the prompt.)"""
     settings, budget = cache_spec.settings, cache_spec.budget
     codec = None if settings.codec is None else codecs.codec_of(settings.codec)
     prompt = item.sealed(settings.protocol)[-1] if sealed is None else sealed

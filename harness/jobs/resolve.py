@@ -38,8 +38,10 @@ OF_BUDGETS: dict[str, Any] = {  # what a method without a budget has no use for,
 
 @dataclass(frozen=True)
 class Resolved:
-    """Method, settings and budget as the engine takes them. `comm` and `windows` have become
-    parameters of the method. `notes` are sentences on settings that change nothing."""
+    """Method, settings and budget of a run, as the engine takes them. The settings `comm` (what
+    scoring may move per step) and `windows` (the first and last tokens that are always read) are
+    null here, because they have been turned into parameters of `method`. `notes` are sentences on
+    settings that change nothing."""
 
     method: Method
     settings: Settings

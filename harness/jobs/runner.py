@@ -381,7 +381,8 @@ def _whole_examples(
 
 def _joined(item: PreparedExample, parts: Sequence[Transcript]) -> Transcript:
     """Merge the transcripts of the choices of `item` into one. Times and counts are those of the
-    first choice, whose clock began with the prefill; shares of the machine's time are added up."""
+    first choice, whose clock began with the prefill. The machine's seconds that each choice is
+    charged (`share_s`, `decode_share_s`) are added up."""
     first, *others = parts
     generations = [part.turns[0] for part in parts]
     for other in others:

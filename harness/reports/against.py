@@ -52,5 +52,6 @@ def _names(entry: ReportRow) -> set[str]:
 
 
 def differences(table: Comparison) -> list[Column]:
-    """Return the columns of a table that `against` made."""
+    """Return the columns of a table whose rows `against` has compared with a method other than
+    Full: method, budget, and the differences in score and likelihood."""
     return [replace(column, head=HEADS[column.head]) for column in measurements(table) if column.head in HEADS]

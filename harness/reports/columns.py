@@ -139,8 +139,8 @@ def likelihoods(table: Comparison) -> list[Column]:
 
 
 def costs(table: Comparison) -> list[Column]:
-    """Return the columns on preparation, seal and peak memory; empty if no run has these
-    numbers."""
+    """Return the columns on the seconds of preparing the method, those of the seal (when it digests
+    the prompt), and peak memory; empty if no run has these numbers."""
     rows = [entry.summary for entry in table.entries]
     columns = [
         quantity("prepare", [row.get("prepare_s") for row in rows], SECONDS),

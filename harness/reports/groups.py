@@ -87,8 +87,8 @@ def average_table(table: Comparison) -> list[Column]:
 
 
 def average_meanings(table: Comparison) -> str:
-    """Return an explanation of those averages in the table whose names do not explain
-    themselves."""
+    """Return an explanation of the averages that the task defines over its groups, for those in the
+    table whose names do not explain themselves; empty text if there are none."""
     shown = {name for entry in table.entries for name in entry.summary["score"]["averages"]}
     return "; ".join(f"{name}: {meaning}" for name, meaning in AVERAGES.items() if name in shown)
 

@@ -71,8 +71,9 @@ def ours(experiment: str, runs: Path | None = None) -> pd.DataFrame:
 
 
 def our_observation(experiment: str, runs: Path | None = None) -> dict[str, Any]:
-    """Return result.json of an observation: from the subfolder of `runs` named like the experiment,
-    else the committed one."""
+    """Return our result of an experiment of `python -m harness.observe`, which measures attention
+    itself: result.json from the subfolder of `runs` named like the experiment, else the committed
+    one."""
     files = sorted((runs / experiment / "observations").glob("*/result.json")) if runs else []
     return read_json(files[-1] if files else PUBLISHED / "observations" / f"{experiment}.json")
 

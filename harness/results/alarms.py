@@ -155,7 +155,8 @@ def _apart_from_full(rows: Sequence[AlarmRow]) -> list[AlarmRow]:
 
 
 def _apart(session: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Return whether two sessions ran on different machines or in different hours, as far as both say it."""
+    """Return True if two sessions (times that a process had a run's folder open) ran on different
+    machines or in different hours, as far as both say it."""
     places: list[dict[str, Any]] = [(each.get("provenance") or {}).get("machine") or {} for each in (session, other)]
     if any(places[0].get(key) != places[1].get(key) for key in HARDWARE if all(key in place for place in places)):
         return True
@@ -167,7 +168,8 @@ def _apart(session: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def _sessions(run: StoredRun) -> list[Mapping[str, Any]]:
-    """Return what run.json says of each session, the last one at the end."""
+    """Return what run.json says of each session, the last one at the end. A session is one time
+    that a process had the run's folder open for writing."""
     return [*(run.info.get("earlier") or []), run.info]
 
 

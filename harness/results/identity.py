@@ -67,7 +67,9 @@ def of_all(hashes: Iterable[str]) -> str:
 
 
 def asked(config: Values, named: Values) -> dict[str, Any]:
-    """Return `config` without keys that change no result and without values at their defaults."""
+    """Return `config` without keys that change no result and without values at their defaults, so
+    that what stays identifies the run. `named`: its method, task and model, which know the defaults
+    of their parameters."""
     usual = recorded_defaults() | {kind: plugins.defaults(plugin) for kind, plugin in named.items()}
     asked: dict[str, Any] = {}
     for key, value in config.items():

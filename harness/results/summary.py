@@ -145,8 +145,10 @@ def _read(records: Sequence[Record], what: str) -> dict[str, float | None]:
 
 
 def _fidelity(records: Sequence[Record]) -> dict[str, float | None] | None:
-    """Return the means over examples of what harness/engine/fidelity.py measured; None if
-    fidelity=0."""
+    """Return how close the method's steps came to exact attention, as means over examples: `recall`
+    of the tokens with the largest weights, `mass` (the share of attention weight that was read),
+    `error` of the output, `kl` to the next-token distributions of Full (dense attention), and the
+    share of answers that are Full's. None if fidelity=0."""
     measured = [record.fidelity for record in records if record.fidelity]
     if not measured:
         return None

@@ -36,7 +36,8 @@ SAME_EXAMPLES = (
 @dataclass(frozen=True)
 class SearchPlan:
     """A search that has been checked and can run. `start`: the job of the method's present
-    parameters, from which the search starts, on all examples of the tuning seed."""
+    parameters, from which the search starts, on all examples of the tuning seed (one that no
+    reported table uses)."""
 
     space: Space
     examples: Examples

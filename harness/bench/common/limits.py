@@ -25,8 +25,9 @@ class Limits(TypedDict):
 
 
 def measured(device: torch.device, budget_s: float = 5.0) -> Limits:
-    """Return the limits of a device: the best of many sums over a large memory, and of many matrix
-    products in each dtype. `budget_s`: the seconds that all this may take."""
+    """Return the best speeds of a device: that of reading, from many sums over a large memory, and
+    that of computing, from many matrix products in each dtype. `budget_s`: the seconds that all
+    this may take."""
     share, side = budget_s / (1 + len(DTYPES)), SIDE[device.type]
     memory = torch.ones(READ_BYTES[device.type] // 4, device=device)
     read_s = _best(memory.sum, device, share)
@@ -37,7 +38,8 @@ def measured(device: torch.device, budget_s: float = 5.0) -> Limits:
 
 
 def told(device: str) -> Limits:
-    """Measure the limits of a device, print them and return them."""
+    """Measure the best speeds of a device, at which it reads memory and multiplies matrices; print
+    them and return them."""
     limits = measured(arguments.current(device))
     products = ", ".join(f"{name} {speed:,.0f}" for name, speed in limits["matmul_gflop_s"].items())
     say(f"limits here: {limits['read_gb_s']:,.1f} GB/s read, matmul GFLOP/s: {products}")

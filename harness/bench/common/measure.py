@@ -109,8 +109,8 @@ def ratios(above: Sequence[float], below: Sequence[float]) -> Estimate:
 
 
 def marks(*samples: Sequence[float]) -> dict[str, Any]:
-    """Return the columns of a row that count its samples, those that other processes disturbed, and
-    those that include kernel launches."""
+    """Return three entries of a row of the results: how many samples it has, how many of them other
+    processes disturbed, and how many include the launches of GPU kernels by the host."""
     flat = [sample for calls in samples for sample in calls]
     return {
         "samples": len(flat),

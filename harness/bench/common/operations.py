@@ -13,7 +13,8 @@ from kernels.block import Linear
 
 
 def _segments(q: Tensor, segments: Any, scale: float) -> int:
-    """Return the bytes of the keys and values that attention reads. A token that several query
+    """Return the bytes of the keys and values that attention over `segments` reads. A segment holds
+    keys, values, and the indices of the tokens to read, or None for all. A token that several query
     heads of a group choose separately counts once for each."""
     total = 0
     for k, v, rows, _ in segments:
@@ -56,7 +57,8 @@ _READ: dict[str, Callable[..., int]] = {
 
 
 def bytes_read(name: str, arguments: tuple[Any, ...]) -> int:
-    """Return the bytes that an operation must read: every tensor once, unless `_READ` has a rule
-    for the operation. Reads that a cache may save are counted."""
+    """Return the least bytes that an operation of kernels/ops.py reads: every tensor among its
+    `arguments` once, unless `_READ` has a rule for an operation that needs only a part of them.
+    Reads that a hardware cache may save are counted, too."""
     tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
     return _READ[name](*arguments) if name in _READ else _whole(*tensors)

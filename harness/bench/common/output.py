@@ -146,8 +146,9 @@ def failed_row(label: str, reason: str, **facts: Any) -> dict[str, Any]:
 
 
 def _marked(kind: str) -> Callable[[BenchRow], str | None]:
-    """Return a function that says "2 of 30" if two of a row's samples have this mark, and None if
-    none has."""
+    """Return a function that says how many of a row's samples have the mark `kind`, as in "2 of
+    30", and None if none has. The marks are "disturbed" (other processes took our CPU) and
+    "with_launches" (the time includes kernel launches)."""
     return lambda row: f"{row[kind]} of {row['samples']}" if row.get(kind) else None
 
 

@@ -76,8 +76,9 @@ class LayerShape:
                 layer.prefill(x) if attending else layer.absorb(x)
 
     def observe(self) -> Callable[[int], Iterator[AttnInput]]:
-        """Return what `Method.prepare` takes to observe a model: a function from a number of tokens
-        to the attention input of each layer."""
+        """Return a function from a number of tokens to random attention inputs, one per layer. It
+        stands in for the observation of a real model in `Method.prepare`, by which methods
+        calibrate themselves."""
         return lambda tokens: (self._input(7 * index, 0, tokens, tokens, self.rope) for index in range(self.layers))
 
 

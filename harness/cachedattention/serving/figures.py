@@ -23,9 +23,10 @@ GPUS = 1  # this harness runs on one device
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The record of one served turn of a conversation. Seconds run on the clock of the serving
-    loop, those of `token_s` from the arrival of the question; the seconds of loading and of saving
-    ahead are wall time."""
+    """The record of one served turn of a conversation: its tokens, its times, and what was reused
+    of its history. Seconds run on the clock of the serving loop, those of `token_s` from the
+    arrival of the question. The seconds of loading the history, and those of handing the prompt's
+    rows to the store before the first token, are wall time."""
 
     session: str
     turn: int  # from 1
@@ -103,8 +104,8 @@ def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
 
 def table(named: Sequence[Mapping[str, str]], rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the terminal's table of served runs, one line each. `named`: for each run the values
-    of the keys that vary, apart from the rate; `rows`: the totals of the runs, some of which those
-    of an earlier version may lack."""
+    of the keys that vary, apart from the rate; `rows`: the totals of the runs. Rows that an earlier
+    version wrote may lack some of these."""
     first = [Column(key, "", [run[key] for run in named], left=True) for key in named[0]]
     shares = {"hit_rate": "hits", **{f"hit_rate_{tier}": f"{tier}\nhits" for tier in TIERS}, "reused_tokens": "reused"}
     seconds = {"ttft_p50_s": "TTFT\np50", "ttft_p90_s": "TTFT\np90", "ttft_p99_s": "TTFT\np99", "queue_s": "queue",

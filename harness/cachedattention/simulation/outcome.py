@@ -26,8 +26,8 @@ GB = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1.0, "B"))
 
 
 def simulated(scenario: Scenario, costs: Costs) -> SimulatedRow:
-    """Simulate one run; return its `settings`, statistics of its `trace` (the conversations), and
-    its `figures`."""
+    """Simulate one run. Return a dictionary of three: its `settings`, statistics of its `trace`
+    (the conversations), and its `figures` (hit rates, times, costs)."""
     server = Server(scenario, costs)
     trace = scenario.trace()
     turns = sum(len(one.turns) for one in trace)
@@ -45,8 +45,9 @@ def simulated(scenario: Scenario, costs: Costs) -> SimulatedRow:
 
 
 def _figures(server: Server, jobs: Sequence[ServedTurn]) -> SimulatedRow:
-    """Return hit rates, times and counts over the turns `jobs`, which are those after the warm-up;
-    the last four figures are those of the whole run."""
+    """Return hit rates, times and counts of a simulated run over the turns `jobs`, which are those
+    after the warm-up. The conversations served per hour, those dropped from the store, and the
+    bytes that the disk read and wrote are counted over the whole run."""
     hits = [job for job in jobs if job.tier]
     prefill_s = np.array([job.prefill_s for job in jobs])
     waits_s = np.array([job.wait_s for job in jobs])
@@ -75,9 +76,12 @@ def _figures(server: Server, jobs: Sequence[ServedTurn]) -> SimulatedRow:
 
 
 def _cost(server: Server, jobs: Sequence[ServedTurn], costs: Costs) -> SimulatedRow:
-    """Return what serving the turns `jobs` costs. GPU time is the time in which the server is busy;
-    storage is paid for as long, used or not. `with_halts` in a name: a prefill that interrupts
-    others' decoding counts twice, as it may in the paper's GPU time."""
+    """Return the GPU hours and dollars that the simulated server takes for the turns `jobs`. GPU
+    time is the time in which the server is busy; storage is paid for during that time, used or not.
+
+    `gpu_hours_with_halts` and `cost_usd_with_halts` count a prefill twice if other conversations
+    were decoding and had to halt for it, as the GPU time that the CachedAttention paper reports may
+    do."""
     hours = sum(job.busy_s for job in jobs) / 3600
     halts = sum(job.prefill_s for job in jobs if job.halts) / 3600
     sizes = server.scenario.capacities if server.store else dict.fromkeys(TIERS, 0)

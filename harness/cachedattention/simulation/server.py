@@ -49,9 +49,10 @@ class SimulatedDisk:
         return self._read_s if size else now_s
 
     def write(self, session: str, blocks: Mapping[int, int], held: int, now_s: float) -> float:
-        """Write those of `blocks`, all blocks of a stored conversation (bytes by name), that the
-        disk does not have yet. `held`: bytes that stay in memory until that is done. Return the
-        time until which the caller waits, `now_s` if it need not."""
+        """Write a stored conversation's `blocks`, all that it has now (bytes by name), as far as
+        the disk does not have them yet. `held`: bytes that stay in memory until that is done.
+        Return the time until which the caller must wait for room in the write buffer; `now_s` if it
+        need not wait."""
         self._collect(now_s)
         self.files.make_room(session, blocks, self.files.drop)
         size = self.files.hold(session, blocks)
@@ -171,7 +172,8 @@ class Server:
 
     def _fit(self, state: OpenConversation, turn: TurnLengths) -> None:
         """Cut the oldest tokens of the conversation's history until question and answer fit the
-        window, as `Overflow` of turns/conversation.py does, and what is stored of it likewise."""
+        window, as `Overflow` of turns/conversation.py does. Its stored keys and values are cut in
+        the same way, or dropped where their positions are fixed in them (positions=coupled)."""
         before = state.history
         while state.history and state.history + turn.question + turn.answer > self.model.window:
             state.history = int(state.history * self.scenario.truncation_ratio)
@@ -209,8 +211,9 @@ class Server:
         for it. `tier`: where it was found; `ready_s`: the time since when its rows lie in host
         memory and the turn is known; `compute_s`: the seconds of its prefill.
 
-        Before the turn begins, as much is loaded as the paper's read buffer holds: S_buf = B
-        (T_load L_hist - T_pref L_new) bytes."""
+        With preload=buffered, loading begins before the turn does, and is ahead by the time that it
+        takes longer than the prefill: the read buffer of CachedAttention, S_buf = B (T_load L_hist
+        - T_pref L_new) bytes (`MeasuredSpeeds` explains the formula)."""
         previous_s, self._last_start_s = self._last_start_s, self.now_s
         if tier not in (HOST, DISK):
             return 0.0, 0.0
@@ -223,8 +226,8 @@ class Server:
         return load_s, max(0.0, self._pcie_free_s - self.now_s - compute_s)
 
     def _decode(self) -> None:
-        """Decode to the end of the next answer, or until a question arrives for which there is a
-        free slot."""
+        """Let the simulated time pass in which running turns decode: until the next answer ends, or
+        until a question arrives for which there is a free slot."""
         steps = self._running[0][0] - self._steps
         if self._coming and len(self._running) < self.model.batch:
             steps = min(steps, int((self._coming[0][0] - self.now_s) / self.model.decode_step_s) + 1)

@@ -46,8 +46,8 @@ LOST = (OSError, DamagedBlock, NotSaved)  # what a session does not outlive
 
 
 class Loss(StrEnum):
-    """The reason why a conversation that was stored is not there any more, in the words of the
-    records."""
+    """The reason why a stored conversation is not there any more, as text that the records of turns
+    hold."""
 
     DISK_FULL = "the disk is full"
     NO_ROOM = "the tiers are full"
@@ -58,7 +58,8 @@ class Loss(StrEnum):
 
 
 def loss_by(error: Exception) -> Loss:
-    """Return the reason that records give for a session lost to `error`, which is one of `LOST`."""
+    """Return the reason to record when a stored conversation is lost to `error`: an OSError, a
+    `DamagedBlock`, or a `NotSaved` (its rows could not be copied from the device)."""
     if isinstance(error, (DamagedBlock, FileNotFoundError)):
         return Loss.DAMAGED
     if isinstance(error, NotSaved):

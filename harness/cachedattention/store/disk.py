@@ -112,9 +112,10 @@ class Disk:
 
     @whole()
     def write(self, key: str, blocks: Sequence[Block], lineage: str) -> tuple[int, list[Block]]:
-        """Make `blocks` all that the folder has of the session `key`, whose rows are of `lineage`;
-        write those that it does not have yet. Return the bytes written, and all blocks with their
-        files and without tensors in memory."""
+        """Make `blocks` all that the folder has of the session `key`, and write those that it does
+        not have yet. `lineage`: the hash of what was dropped or recomputed before the session's
+        rows, which is written along. Return the bytes written, and all blocks with their files and
+        without tensors in memory."""
         before = self.sessions[key].blocks if key in self.sessions else []
         known, names = {block.name: block for block in before}, {block.name for block in blocks}
         new = [block for block in blocks if block.name not in known]

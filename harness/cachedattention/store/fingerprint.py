@@ -60,10 +60,11 @@ def recomputed_lineage(lineage: str, tokens: Sequence[int]) -> str:
 
 
 def rotated_lineage(lineage: str, stage: int) -> str:
-    """Return the lineage of rows that were rotated for a long text, from their `lineage` in a short
-    one. Hidden states differ too, so such rows never serve a shorter text. `stage`: a number that
-    is equal for all texts that the model rotates alike (`TextRotary.stage`); 0, that of all short
-    texts, leaves the lineage as it is."""
+    """Return the lineage (a hash that tells rows of the same tokens apart) of rows that were
+    rotated for a long text, given the `lineage` that they would have in a short one. Hidden states
+    differ too, so such rows never serve a shorter text. `stage`: a number that is equal for all
+    texts that the model rotates alike (`TextRotary.stage`); 0, that of all short texts, leaves the
+    lineage as it is."""
     return lineage if not stage else _short({"before": lineage, "rotated for": stage})
 
 

@@ -56,10 +56,10 @@ class HistoryLoad:
         prepare: Prepare,
     ) -> None:
         """Load `parts`, the first blocks of the session `key`. `new`: tokens that the turn has yet
-        to compute. `read_buffer`: layers to load before the turn begins, None for as many as
-        `MeasuredSpeeds` advises. `prepare`: called with the number and the rows of each layer in
-        the thread that copies it; what it returns is handed out. Raise `HistoryLost` where a file
-        is missing or is another one."""
+        to compute. `read_buffer`: layers to load before the turn begins, None for as many as follow
+        from the measured speeds of loading and of prefill. `prepare`: called with the number and
+        the rows of each layer in the thread that copies it; what it returns is handed out. Raise
+        `HistoryLost` where a file is missing or is not the one that was written."""
         self.tokens, self.tier, self.new = length(parts), contents.found_in(key) or "", new
         self.size = sum(part.size for part in parts)
         self._contents, self._key = contents, key

@@ -178,9 +178,10 @@ class HistoryStore:
         self, session: str, start: int, tokens: Sequence[int], layers: Given, rest: Rest = NOTHING, lineage: str = EXACT
     ) -> bool:
         """Append `tokens` and their keys and values to the first `start` tokens of a session, which
-        stay untouched; `rest` replaces the tensors that belong to all tokens. Return False, storing
-        nothing, where no block ends after `start` tokens of this `lineage` (any more): `put` the
-        whole session then. All that is given has been copied when this returns."""
+        stay untouched; `rest` replaces the tensors that belong to all tokens. `lineage`: the hash
+        of what was dropped or recomputed before the session's rows. Return False, storing nothing,
+        where the session has another one (by now), or no block of it ends after `start` tokens:
+        `put` the whole session then. All that is given has been copied when this returns."""
         return self.hold(session, start, [self._blocks(tokens, layers, rest)], lineage)
 
     def leave(
@@ -193,9 +194,10 @@ class HistoryStore:
         return self._blocks(tokens, layers, rest, stored=stored, lane=self.contents.leaving_lane)
 
     def hold(self, session: str, start: int, uploads: Sequence[UploadToHost], lineage: str = EXACT) -> bool:
-        """Append blocks whose rows are still on their way from the device to the first `start`
-        tokens of a session, and return what `extend` would. The caller waits while more bytes are
-        on their way than the write buffer holds."""
+        """Append the blocks of `uploads`, whose rows are still on their way from the device, to the
+        first `start` tokens of a session. Return False, storing nothing, where these are not stored
+        any more (as `extend` does). The caller waits while more bytes are on their way than the
+        write buffer holds."""
         began, key = perf_counter(), self._fresh(session)
         known = self.contents.until(key, start, lineage)
         if known is None:

@@ -190,15 +190,17 @@ class StoredSessions:
 
     def covered(self, key: str, tokens: Sequence[int], lineage: str) -> list[Block]:
         """Return the session's blocks, from the first on, whose tokens are those that `tokens`
-        begin with, where the session has this `lineage`. A session with a rest (tensors that belong
-        to all tokens) matches as a whole or not at all."""
+        begin with; none where the session has another `lineage` (a hash of what was dropped or
+        recomputed before its rows). A session with a rest (tensors that belong to all tokens)
+        matches as a whole or not at all."""
         parts = self.blocks.get(key, []) if self.lineages.get(key) == lineage else []
         count = covered(parts, tokens)
         return [] if has_rest(parts) and count < len(parts) else parts[:count]
 
     def until(self, key: str, end: int, lineage: str) -> list[Block] | None:
-        """Return the blocks that hold just the first `end` tokens of a session of this `lineage`,
-        or None where no block ends there."""
+        """Return the blocks that hold just the first `end` tokens of the session. Return None where
+        no block ends there, or where the session has another `lineage` (a hash of what was dropped
+        or recomputed before its rows)."""
         known = self.blocks.get(key, []) if self.lineages.get(key) == lineage else []
         return next((known[:count] for count in range(len(known) + 1) if length_of(known[:count]) == end), None)
 
@@ -224,8 +226,8 @@ class StoredSessions:
         ]
 
     def hold(self, key: str, parts: list[Block], lineage: str, moves: Sequence[Move]) -> None:
-        """Make `parts` all blocks of the session, of this `lineage`, and carry out `moves`, which
-        the placement decided for it."""
+        """Make `parts` all blocks of the session, with `lineage` (a hash of what was dropped or
+        recomputed before these rows), and carry out `moves`, which the placement decided for it."""
         self.blocks[key], self.lineages[key] = parts, lineage
         self.losses.pop(key, None)
         if self.placement.tier(key) not in (DISK, None):
@@ -297,8 +299,8 @@ class StoredSessions:
         return DISK if fetch is not None and fetch.reads_disk else self.placement.tier(key)
 
     def read(self, part: Block) -> Block:
-        """Return the block with its rows in memory, read from its file where needed. Raise one of
-        `LOST` where they cannot be read."""
+        """Return the block with its rows in memory, read from its file where needed. Raise OSError,
+        `DamagedBlock` or `NotSaved` where they cannot be read."""
         if part.rows is None:
             self.statistics.read_bytes += part.size
         [block] = Fetch([part], self._path, self.place, self._reading).blocks()
