@@ -96,14 +96,15 @@ class KVCache(Cache):
         self.closed_s = 0.0
 
     def contents(self) -> list[dict[str, Tensor]]:
-        """End the turn and return what each layer of the cache needs to continue with a further one
-        (`KVLayer.state`). The tensors are views: copy what should last."""
+        """End the turn and return what each layer of the cache needs to continue with a further
+        one: its keys and values and its method's own tensors, by name (`KVLayer.state`). The
+        tensors are views: copy what should last."""
         self.await_layers()
         return [layer.state() for layer in self.layers]
 
     def whole_contents(self) -> list[dict[str, Tensor]]:
-        """End the turn and return its contents with all keys and values on the device, none
-        elsewhere or in codes."""
+        """End the turn and return what each layer needs to continue (`contents`), after all its
+        keys and values have been brought back to the device and decompressed."""
         self.await_layers()
         for layer in self.layers:
             layer.reopen()

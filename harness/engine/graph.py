@@ -48,7 +48,8 @@ class StepCapture(Protocol):
 
 
 class CaptureBroke(RuntimeError):
-    """Report a capture that failed; the message says how to run without."""
+    """Report that the capture of a decode step failed; the message says how to run without
+    captures."""
 
 
 class CudaGraphs:

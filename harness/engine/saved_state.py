@@ -76,9 +76,9 @@ def _same(content: Any, before: Any) -> bool:
 
 
 class Snapshot:
-    """Save a sealed cache as it is now. Whatever decode steps may write to is copied: counts,
-    pools, caches, indices. Stores of keys and values name the tensors that steps only append to
-    (`steady`), and return to their length."""
+    """Save a sealed cache as it is now, to go back to this state after further steps. Tensors that
+    decode steps may write to are copied: counts, pools, caches, indices. Stores of keys and values
+    are not, since steps only append to them: going back sets their length back."""
 
     def __init__(self, cache: KVCache) -> None:
         cache.traffic.settle()

@@ -45,9 +45,9 @@ def choose_device(asked: str) -> str:
 def usual_chunk(device: str, dense_prefill: bool = True) -> int | None:
     """Return how many tokens of a prompt pass through a layer at once by default; None: all.
 
-    On a GPU a chunk bounds the memory between two operations. A method whose prefill is not dense
-    (`dense_prefill`) reads something else when its prompt is split, so its prompt is split only on
-    request."""
+    On a GPU chunks limit the memory that intermediate results take. A method whose prefill is not
+    dense attention (`dense_prefill`) would compute something else if its prompt were split, so it
+    is split only on request."""
     return PREFILL_CHUNK if device.startswith("cuda") and dense_prefill else None
 
 

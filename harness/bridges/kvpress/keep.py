@@ -145,8 +145,8 @@ def press_one(press: Any, spec: LayerSpec, hidden: Tensor, given: Sequence[Tenso
 
 
 class LentRotary(nn.Module):
-    """Compute the rotation of one layer in the form in which presses ask an attention module for
-    it: for its kind of layer, and with all channels that turn."""
+    """Stand in for the `rotary_emb` that presses look for on an attention module, and compute the
+    cos and sin of that layer, whose rotation may differ from those of other kinds of layers."""
 
     def __init__(self, rope: Rotary) -> None:
         super().__init__()

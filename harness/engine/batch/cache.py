@@ -216,9 +216,10 @@ class SlotsCache(KVCache):
 
     @property
     def form(self) -> Hashable:
-        """Return what caches must have in common, besides the recorded inputs, to use each other's
-        captured step: the forms of their layers (methods and kinds of storage) and the number of
-        slots, which are rows of the batch, for each form."""
+        """Return a key that is equal for joint caches which may use each other's captured step
+        (CUDA graph), after its inputs are replaced. It lists the kinds of layers (`form` in
+        methods/layers/batched.py) and, for each, the number of slots, which are rows of the batch,
+        used or free."""
         rows = dict.fromkeys(self._free, 0)
         for form_, size in zip(self._forms, self._sizes, strict=True):
             rows[form_] += size
@@ -231,27 +232,31 @@ class SlotsCache(KVCache):
         return [policy for groups in self._groups for group in groups if group.joint for policy in group.layer.policies]
 
     def results(self) -> list[dict[str, Any]]:
-        """Return a copy of the attributes of each policy in `policies`, among which are those in
-        which a step leaves what it chose."""
+        """Return a copy of the attributes of each policy in `policies`. A step stores the tokens
+        that it chose in some of these attributes; copies from before and after a step tell which.
+        """
         return [dict(vars(policy)) for policy in self.policies]
 
     def joined(self) -> list[dict[str, Tensor]]:
-        """Return the tensors that hold a state of all sequences together and that a step reads and
-        changes: those of each policy in `policies`, then those of the traffic counts."""
+        """Return, by name, the tensors that hold a state of all sequences together and that a step
+        reads and changes: one mapping for each policy in `policies`, then one for each count of
+        moved bytes."""
         return [*(policy.joined() for policy in self.policies), *(moved.tallies for moved in self._traffic.values())]
 
     def take_joined(self, joined: Sequence[Mapping[str, Tensor]]) -> None:
-        """Replace the tensors that `joined` returns by those of a captured step that was made for
-        other sequences, since a replay of it changes these in place."""
+        """Use the tensors `joined` in the place of those that the method `joined` returns. They
+        belong to a captured step (CUDA graph) that was made for other sequences, and a replay
+        changes these very tensors."""
         count = len(self.policies)
         self.take_results(joined[:count])
         for traffic, tallies in zip(self._traffic.values(), joined[count:], strict=True):
             traffic.tallies = dict(tallies)
 
     def take_results(self, results: Sequence[Mapping[str, Tensor | Ragged]]) -> None:
-        """Let the policies refer to the tensors in which a captured step, made for other sequences,
-        leaves what it chose. `results`: by the name of the attribute, for each policy in
-        `policies`."""
+        """Let the policies refer to the tensors in which a replayed step leaves the tokens that it
+        chose; the step was captured (as a CUDA graph) for other sequences and writes to these very
+        tensors. `results`: for each policy in `policies`, its tensors by the name of the attribute.
+        """
         for policy, held in zip(self.policies, results, strict=True):
             for name, value in held.items():
                 if isinstance(value, Ragged):
@@ -259,8 +264,9 @@ class SlotsCache(KVCache):
                 setattr(policy, name, value)
 
     def _record_inputs(self) -> None:
-        """Record in `step_inputs` the tensors that a step finds in the policies of shared layers,
-        besides the inputs it asks for, so that other sequences can use the captured step."""
+        """Add to `step_inputs` the tensors of shared layers that a step reads and does not ask for
+        as inputs by itself (rows of the batch, states of all sequences), so that the values of
+        other sequences can be written into them when these use the captured step."""
         if self.step_inputs is None:
             return
         for groups in self._groups:
@@ -313,8 +319,9 @@ class SlotsCache(KVCache):
         return StepGroup(joint, tuple(members), torch.tensor(rows, device=self.state.request.device), joint=True)
 
     def _free_rows(self, form_: Hashable) -> range:
-        """Return the rows of the batch that are free slots of a form. They lie after the rows of
-        all members."""
+        """Return the rows of the batch that belong to no sequence yet and are kept free for
+        sequences with layers of this form (`form` in methods/layers/batched.py). They lie after the
+        rows of all members."""
         first = sum(self._sizes)
         for other, count in self._free.items():
             if other == form_:
@@ -339,8 +346,9 @@ class SlotsCache(KVCache):
 
 
 def _forms(member: KVCache, reasons: Sequence[str | None]) -> Hashable:
-    """Return the form (`form` in methods/layers/batched.py) of each layer in which a member can
-    attend with others, None for the other layers. Members with equal forms step together."""
+    """Return, for each layer of a member, the key by which it may attend together with other
+    members (`form` in methods/layers/batched.py), None where it must attend alone. `reasons`: per
+    layer why it must, or None. Members whose results are equal step together."""
     return tuple(
         None if reason else form(cast(Layer, layer)) for layer, reason in zip(member.layers, reasons, strict=True)
     )

@@ -70,8 +70,8 @@ class RunningBatch:
 
     @torch.inference_mode()
     def leave(self, slot: RunningSequence) -> Generation:
-        """Take a sequence out of the batch and return what it gave so far. Its cache can be used
-        elsewhere."""
+        """Take a sequence out of the batch, whether or not its answer has ended, and return the
+        answer so far with its measurements. Its cache can be used elsewhere."""
         self.sequences.remove(slot)
         if slot in self._together:
             self._part()
