@@ -98,7 +98,8 @@ def _batch(job: Job) -> str:
 
 
 def _beside(full: Job) -> str:
-    """Return the folder of Full, the baseline, and say if this command runs Full as well."""
+    """Return the folder of the job of Full (dense attention) that a job is compared with, followed
+    by words that say if that is finished, will be run by this command too, or will not."""
     if full.is_done():
         return f"{full.folder}, finished already"
     return f"{full.folder}, " + ("runs too" if full.settings.baseline == "run" else "not run with baseline=reuse")

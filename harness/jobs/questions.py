@@ -272,7 +272,8 @@ class ContextSession:
     def _before_the_answer(self, slot: RunningSequence, turn: PreparedExample) -> RunningSequence:
         """Before the answer begins, measure the likelihood of the right answers, and keep a copy of
         the cache if the task dictates the reply (see `ended`). Return `slot`, the turn's sequence.
-        Neither is in a clock. An answer of one token ends before the seal, so it gets neither."""
+        The time of both is left out of the turn's measured times. An answer of one token ends
+        before the seal, so neither is done for it."""
         references = self.likelihood.references(turn) if self.likelihood and not slot.ended else []
         replaced = bool(self._turns) and self._turns[0].prompt.replaces_answer and not slot.ended
         if replaced or references:

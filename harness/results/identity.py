@@ -92,7 +92,8 @@ def model_name(config: Mapping[str, Any]) -> str:
 
 
 def word(key: str) -> str:
-    """Return the name of a part of an identity in words; settings keep their names."""
+    """Return a key of a run's identity (all that decides the run's results) in words for messages,
+    as "the code of ..."; settings keep their names."""
     return f"the code of {key.removeprefix('code.')}" if key.startswith("code.") else PARTS.get(key, key)
 
 

@@ -85,10 +85,10 @@ class WriteBuffer:
 
 class Fetch:
     """A read of one session's blocks (consecutive tokens with their keys and values) into host
-    memory, layer by layer, in another thread (that of `lane`). `rows` has a future per layer, of
-    one dictionary per block. Blocks that lie in memory are taken as they are, others are read from
-    the files that `path` names. Missing, short and foreign files raise at once (`DamagedBlock`),
-    before anything is promised."""
+    memory, layer by layer, in another thread (that of `lane`). `rows` has a future per layer, which
+    gives one dictionary of tensors per block. Blocks that lie in memory are taken as they are,
+    others are read from the files that `path` names. A file that is missing (OSError), too short or
+    of another block (`DamagedBlock`) raises before any read begins."""
 
     def __init__(self, parts: Sequence[Block], path: Callable[[Block], Path], place: Place, lane: TransferLane) -> None:
         self._parts, self._place = list(parts), place

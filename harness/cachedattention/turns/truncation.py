@@ -159,9 +159,9 @@ def _rows(state: LayerState) -> list[int]:
 
 
 def _counts(rows: Sequence[int], length: int) -> list[int]:
-    """Return how many of its rows each head keeps, at most `length`. Where heads have different
-    numbers, one row more leaves some of them until their mean is a whole number, as
-    methods/pools/device_store.py needs it."""
+    """Return how many of its rows each head keeps when at most `length` may stay. The caches that
+    hold heads of different lengths (methods/pools/device_store.py) need a whole number as the mean
+    over heads, so the heads with the most rows drop one more until it is one."""
     counts = [min(count, length) for count in rows]
     for _ in range(sum(counts) % len(counts)):
         counts[counts.index(max(counts))] -= 1
@@ -169,8 +169,8 @@ def _counts(rows: Sequence[int], length: int) -> list[int]:
 
 
 def _sources(state: LayerState) -> list[Tensor]:
-    """Return the positions to which the keys are rotated now, one tensor for each pair of `_names`:
-    [T], or [B heads T]."""
+    """Return the positions to which a layer's keys are rotated now: one tensor [T] for each KV head
+    whose keys are stored apart, or one, [T] or [B heads T], for all heads together."""
     rows, seen = _rows(state), int(state["seen"])
     stated = [*(x for name, x in state.items() if name.endswith(".rotated")), state.get("positions")]
     places = stated[0]
