@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from kernels import column_sums as module
-from kernels import ops, reference, sink_logits, windowed
+from kernels import ops, reference, sdpa, sink_logits, windowed
 from kernels.dispatch import use_backend
 from kernels.reference import Segment
 from kernels.windowed import windowed_attention
@@ -87,6 +87,20 @@ def chunk(heads: int = 4) -> tuple[Tensor, Tensor, Tensor]:
     return random(1, 1, heads, NEW, 16), stored(2, 1, heads // 2, STORED, 16), stored(3, 1, heads // 2, STORED, 16)
 
 
+def test_a_chunk_of_several_blocks_builds_no_mask() -> None:
+    args = chunk()
+    with torch.inference_mode(), Allocations() as counted:
+        got = sdpa.prefill_attention(*args, 0.25)
+    assert_close(got, reference.prefill_attention(*args, 0.25), atol=1e-5, rtol=1e-4)
+    assert counted.peak < NEW * STORED  # bytes of the whole mask
+
+
+def test_flash_attention_is_told_where_the_mask_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sdpa, "can_use_flash_attention", lambda params: True)
+    args = chunk()
+    assert_close(sdpa.prefill_attention(*args, 0.25), reference.prefill_attention(*args, 0.25), atol=1e-5, rtol=1e-4)
+
+
 def test_a_window_takes_bounded_memory() -> None:
     """Many heads and keys make the blocks of queries shorter."""
     args = chunk(heads=8)
@@ -101,14 +115,14 @@ GROUPS, GROUP = 2, 2
 backends = pytest.mark.parametrize("backend", ["torch", "cpu"])
 
 
-def by_definition(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
-    """Softmax over tokens and sink; the sink's weight is dropped."""
-    k, v = k.repeat_interleave(GROUP, 1), v.repeat_interleave(GROUP, 1)
+def by_definition(q: Tensor, k: Tensor, scale: float, window: int) -> Tensor:
+    """Return the weights [B H T S] of a softmax over tokens and sink, without the sink's."""
+    k = k.repeat_interleave(GROUP, 1)
     new, stored = q.shape[2], k.shape[2]
     behind = torch.arange(stored - new, stored).unsqueeze(1) - torch.arange(stored)
     logits = (q @ k.mT * scale).masked_fill((behind < 0) | (behind >= window), float("-inf"))
     sinks = SINKS.view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
-    return torch.cat([logits, sinks], -1).softmax(-1)[..., :-1] @ v
+    return torch.cat([logits, sinks], -1).softmax(-1)[..., :-1]
 
 
 @backends
@@ -116,11 +130,13 @@ def by_definition(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) ->
 @pytest.mark.parametrize("window", [3, 40])
 def test_prompts(backend: str, new: int, window: int) -> None:
     q, k, v = random(1, 2, 4, new, 16), random(2, 2, 2, 40, 16), random(3, 2, 2, 40, 16)
-    wanted = by_definition(q, k, v, 0.3, window)
+    weights = by_definition(q, k, 0.3, window)
+    wanted = weights @ v.repeat_interleave(GROUP, 1)
     with use_backend(backend):
         assert_close(sink_logits.windowed_attention(q, k, v, 0.3, window, SINKS), wanted)
         if window == 40:
             assert_close(sink_logits.causal_attention(q, k, v, 0.3, SINKS), wanted)
+            assert_close(sink_logits.column_sums(q, k, 0.3, SINKS), weights.sum(2))
 
 
 @backends
@@ -129,4 +145,5 @@ def test_a_step_over_segments(backend: str) -> None:
     rows = torch.arange(5, 20).expand(2, 2, -1)
     segments = [Segment(k[:, :, :5], v[:, :, :5]), Segment(k, v, rows=rows), Segment(k[:, :, 20:], v[:, :, 20:])]
     with use_backend(backend):
-        assert_close(sink_logits.segment_attention(q, segments, 0.3, SINKS), by_definition(q, k, v, 0.3, 30))
+        wanted = by_definition(q, k, 0.3, 30) @ v.repeat_interleave(GROUP, 1)
+        assert_close(sink_logits.segment_attention(q, segments, 0.3, SINKS), wanted)
