@@ -112,8 +112,9 @@ def column_sums(q: Tensor, k: Tensor, scale: float, sink_logits: Tensor | None) 
 def causal_attention_with_column_sums(
     q: Tensor, k: Tensor, v: Tensor, scale: float, sink_logits: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return what `causal_attention` and `column_sums` return, [B H T D] and [B H S], with the
-    logits computed once where there is no sink logit."""
+    """Attend from the last T of S tokens to all before them and themselves, [B H T D], and sum the
+    attention weights that each key receives, [B H S]. Without sink logits [H] the logits are
+    computed once for both."""
     if sink_logits is None:
         plain: tuple[Tensor, Tensor] = ops.prefill_attention_with_column_sums(q, k, v, scale)
         return plain

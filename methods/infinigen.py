@@ -347,8 +347,9 @@ class InfiniGen(PooledMethod):
         return costs.select(case, Plan(0, 0, case.budget), index_bytes=0) + index + tables
 
     def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
-        """Return the bytes taken temporarily at the prompt's end: the partial keys twice, and for a
-        limited pool the queries that decide what stays in it."""
+        """Return the bytes taken temporarily at the prompt's end: the partial keys (keys reduced to
+        a few columns) twice, and, if there is room for only a part of the tokens, the queries that
+        decide which of them stay."""
         if self.reads_whole(case):
             return PeakExtra()
         return self.filling(case) + PeakExtra(seal=2 * self._partial_bytes(case, case.capacity + 1))

@@ -286,8 +286,9 @@ class InfLLM(Method):
         return spare - blocks * self.block, blocks
 
     def paper_tokens(self, budget: Callable[[int], int], sealed: int) -> int:
-        """Return the tokens read when the budget is counted as in the paper, where first tokens and
-        an unfinished block come on top. The released code also rounds the blocks up."""
+        """Return the tokens read when the budget is counted as in InfLLM's paper, where first
+        tokens and an unfinished block come on top. Its released code also rounds the blocks up.
+        `budget(n)`: the budget in tokens for a prompt of n; `sealed`: the prompt's length."""
         return self.n_init + self.block - 1 + budget(sealed - self.n_init)
 
     def cost(self, case: LayerWorkload) -> Cost:

@@ -79,8 +79,9 @@ class KiviLayer(Layer, capturable=True):
 
     def _with_recent(self, v: Tensor, newer: Tensor) -> Tensor:
         """Put exact values into v [B G S D], decoded from codes, for the tokens that are followed
-        by fewer than `residual` others, and return v. `newer`: how many later tokens are not codes;
-        it is a tensor on the device, since a step may be captured in a CUDA graph."""
+        by fewer than `residual` (a parameter of KIVI) others, and return v. `newer`: how many
+        tokens after these are not encoded; it is a tensor on the device, since a step may be
+        captured in a CUDA graph."""
         assert self.recent is not None
         count = self.method.residual
         old = torch.arange(count, device=v.device).view(-1, 1) < newer.view(-1, 1, 1, 1)

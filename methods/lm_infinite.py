@@ -132,8 +132,9 @@ class LMInfinite(Method):
         return self.n_init + 1
 
     def paper_tokens(self, budget: Callable[[int], int], sealed: int) -> int:
-        """Return the tokens read when the budget is counted as in the paper: it sets the window's
-        length, so the first tokens come on top."""
+        """Return the tokens read when the budget is counted as in LM-Infinite's paper: it sets the
+        window's length, so the first tokens come on top. `budget(n)`: the budget in tokens for a
+        prompt of n; `sealed`: the prompt's length."""
         return self.n_init + budget(sealed - self.n_init)
 
     def cost(self, case: LayerWorkload) -> Cost:

@@ -121,8 +121,9 @@ class RocketKV(SnapKV):
         return self.window // 2 + 1
 
     def paper_tokens(self, budget: Callable[[int], int], sealed: int) -> int:
-        """Return the tokens read when the budget is counted as in the paper: half of it, since
-        finding tokens takes as much of it as attending to them."""
+        """Return the tokens read when the budget is counted as in RocketKV's paper: half of it,
+        since finding tokens takes as much of it as attending to them. `budget(n)`: the budget in
+        tokens for a prompt of n; `sealed`: the prompt's length."""
         tokens = budget(sealed)
         return tokens if tokens >= sealed else tokens // 2
 

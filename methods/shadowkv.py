@@ -285,8 +285,9 @@ class ShadowKV(Method):
         return ChunkPlan(candidates, local, outliers, spare - outliers)
 
     def paper_tokens(self, budget: Callable[[int], int], sealed: int) -> int:
-        """Return the tokens read when the budget is counted as in the paper, where it is that of
-        the retrieved chunks: outliers and local tokens come on top."""
+        """Return the tokens read when the budget is counted as in ShadowKV's paper, where it is
+        that of the retrieved chunks of tokens: outliers and local tokens come on top. `budget(n)`:
+        the budget in tokens for a prompt of n; `sealed`: the prompt's length."""
         whole = self.plan(sealed, sealed)
         wanted = max(1, budget(sealed) // self.chunk)
         spent = range(whole.candidates + 1)  # chunks, outliers and retrieved together

@@ -28,8 +28,8 @@ from methods.pools import KVStore
 
 
 class SnapKeep(Keep, capturable=True, of_each={}):
-    """Collect the prompt's last `window` queries, and let them vote, when the prompt is complete,
-    for the tokens that stay."""
+    """Collect the prompt's last `window` queries. When the prompt is complete, the tokens that
+    receive most attention from these queries stay, and the others are dropped."""
 
     method: SnapKV
     queries: Tensor | None = None  # [B H <=window D]

@@ -121,8 +121,8 @@ class SparQRead(Select, capturable=True, of_each={"by_channel": 3, "value_sum": 
         return sums
 
     def forget(self, count: int, rows: Tensor) -> None:
-        """Subtract from the sum of values those of the last `count` tokens that are dropped, which
-        are all but `rows` [B G K] of them."""
+        """Subtract the values of dropped tokens from the sum of all values, whose mean stands for
+        tokens that are not read: of the last `count` tokens all but `rows` [B G K] are dropped."""
         if self.plan is not None and self.method.mean_value:
             last = self.store.v[:, :, -count:]
             self.value_sum += ops.gather_rows(last, rows).sum(2, keepdim=True, dtype=torch.float32)
@@ -177,7 +177,8 @@ class SparQ(Windowed):
     def paper_tokens(self, budget: Callable[[int], int], sealed: int) -> int:
         """Return the tokens read when the budget is counted as in SparQ's paper: its k is a share
         of the whole prompt and includes the window. Sinks come on top, as in the comparison of
-        methods in the paper of PQCache (arXiv 2407.12820)."""
+        methods in the paper of PQCache (arXiv 2407.12820). `budget(n)`: the budget in tokens for a
+        prompt of n; `sealed`: the prompt's length."""
         return self.sinks + budget(sealed)
 
     def at_communication(self, share: float, head_dim: int) -> SparQ:

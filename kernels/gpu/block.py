@@ -77,7 +77,8 @@ def _inputs(
     x: Tensor, normed: Tensor, block: DecoderBlock, cos: Tensor, sin: Tensor, store: NewRows | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Project the normed states [B*T E] to q, k and v and rotate the heads; if there is a `store`,
-    write k and v into it too. Return what `attention_inputs` returns for x [B T E]."""
+    write k and v into it too. Return, for x [B T E], normed in that shape, q [B H T D], k and v
+    [B G T D]."""
     whole = joint(block)[0]
     q, k, v = _products(normed, whole, block.q, block.k, block.v)
     q, k = turned(q, k, v, block, cos, sin, x.shape[0], store)

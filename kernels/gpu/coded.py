@@ -94,8 +94,8 @@ def decode_rows_refuses(coded: Codes, rows: Tensor | None, blocks: Tensor, dtype
 
 
 def _tokens_of_a_tile(coded: Codes) -> int:
-    """Return how many tokens a program reads at a time: the largest power of two that divides a
-    block, and at most _MOST."""
+    """Return how many tokens a program (one instance of the kernel) reads at a time: the largest
+    power of two that divides a block of these codes, and at most 32."""
     return _MOST if isinstance(coded, CodedFloats) else min(_MOST, coded.block & -coded.block)
 
 

@@ -39,8 +39,8 @@ def pick_channels_refuses(q: Tensor, r: int | PerSequence, scale: float, spread:
 
 
 def mean_counts(counts: Tensor, most: int | PerSequence) -> Tensor:
-    """Return the mean of counts [B G] over the heads of each sequence, rounded down, from 1 to
-    `most`, as kernels/picked.py defines it. -> [B]"""
+    """Return the mean over the heads of each sequence of how many tokens a head wants to read,
+    counts [B G], rounded down, from 1 to `most`, as kernels/picked.py defines it. -> [B]"""
     (batch, groups), limits = counts.shape, most.on(counts.device) if isinstance(most, PerSequence) else None
     out = torch.empty(batch, dtype=torch.int64, device=counts.device)
     _mean[(batch,)](

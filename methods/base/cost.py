@@ -75,10 +75,10 @@ class Cost:
         return {tier: self.device_bytes if tier == DEVICE else self.away.get(tier, 0) for tier in TIERS}
 
     def beside(self, case: LayerWorkload) -> int:
-        """Return the bytes on the device that this layer's seal (what a method does at the end of a
-        prompt) adds to the prompt's keys and values, which are still there. If they stay as they
-        are, this is what comes in addition, such as an index; else it is all that the layer holds
-        afterwards."""
+        """Return how many bytes this layer takes on the device at the moment when its prompt is
+        sealed (indexed, compressed or moved), in addition to the prompt's keys and values, which
+        are all still there. If they stay as they are, that is what is added, such as an index; else
+        it is all that the layer holds afterwards."""
         stays = not any(self.away.values()) and self.device_bytes >= case.dense_bytes
         return self.device_bytes - (case.dense_bytes if stays else 0)
 
@@ -117,5 +117,5 @@ class PeakExtra:
 
 
 class CostError(ValueError):
-    """Say why a cost cannot be computed: there is no formula, or no parameter value that meets
-    it."""
+    """Say why a cost cannot be computed: there is no formula for it, or no parameter value with
+    which a method moves the share of the key cache that was asked for."""

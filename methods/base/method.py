@@ -160,8 +160,8 @@ class Method(metaclass=_TupleForList):
         weights are needed."""
 
     def require_budget(self, budget: Budget | None) -> None:
-        """Raise `BudgetError` if this method uses a budget and has none: it would silently read
-        everything, as Full does."""
+        """Raise `BudgetError` if this method uses a budget and has none: without one it would
+        silently read everything."""
         if self.uses_budget and budget is None:
             raise BudgetError(
                 f"{type(self).__name__} was given no budget: set budget=0.2 for a fifth of the prompt, budget=512 for "

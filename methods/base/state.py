@@ -51,12 +51,13 @@ class StepCounters:
         self._growths: dict[tuple[int, int, torch.device], Tensor] = {}  # by sequences, free slots and device
 
     def start(self) -> None:
-        """Keep the growing numbers on the device from now on, for steps that are captured in a
-        graph and replayed."""
+        """Hold the numbers that grow with each step, such as a text's length, on the device from
+        now on, for steps that are captured in a CUDA graph and replayed."""
         self.running = True
 
     def stop(self) -> None:
-        """Use plain Python numbers again, and drop the tensors on the device."""
+        """Hold the numbers that grow with each step in Python again, and drop their tensors on the
+        device."""
         self.running, self.steps = False, 0
         self._counters.clear()
         self._growths.clear()
@@ -133,8 +134,9 @@ class Checks:
     on: bool = False
 
     def begin(self, turn: str) -> None:
-        """Turn the checks on if a turn of the kind `turn` ("first" or "further"), whose prompt is
-        complete, is still to be checked, and off otherwise."""
+        """Turn the checks of what a method's functions return on, if none was made yet in a turn of
+        the kind `turn` ("first" or "further"), and off otherwise. It is called when a turn's prompt
+        is complete."""
         self.on = turn in self.pending
         self.pending.discard(turn)
 

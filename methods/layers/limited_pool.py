@@ -93,8 +93,9 @@ class LimitedPool:
         return self.uses.masked_fill(~older, NEVER).argmin(2, keepdim=True)
 
     def compact(self) -> Tensor:
-        """Remove the columns of tokens that have left from the tables. Return the numbers of the
-        tokens that stay, [B G P], ascending."""
+        """Remove the columns of tokens that have left from the tables, which say which tokens are
+        there and how they were used. Return the numbers of the tokens that stay, [B G P],
+        ascending."""
         kept = self.live.nonzero()[:, 2].view(*self.live.shape[:2], -1)
         self.uses, self.live = self.uses.gather(2, kept), self.live.gather(2, kept)
         return kept
@@ -167,9 +168,9 @@ class PooledMethod(Method):
         return replace(case, sealed=left, budget=min(case.budget, left)), tables
 
     def filling(self, case: LayerWorkload) -> PeakExtra:
-        """Return the memory that is taken temporarily while the prompt enters the room: its
-        queries, kept until the seal if they decide which tokens leave, and the copies that dropping
-        tokens takes."""
+        """Return the memory that is taken temporarily while it is decided which prompt tokens stay
+        in the limited room: the prompt's queries, kept until the seal if they decide it, and the
+        copies that dropping tokens takes."""
         if (slots := self.slots(case.capacity)) is None:
             return PeakExtra()
         rehearsed = 0 if self.pool_policy == "fifo" else case.sealed * case.query_bytes
@@ -237,8 +238,9 @@ class Pooled(Select, capturable=True):
         return {}
 
     def fill(self) -> Tensor:
-        """Let the prompt enter token by token, and keep in the layer only what still has room at
-        the end. Return the numbers of the kept tokens, [B G P], ascending."""
+        """Replay how the prompt's tokens would come one by one to a place with limited room, each
+        pushing out another one once it is full, and drop from the layer those that were pushed out.
+        Return the numbers of the kept tokens, [B G P], ascending."""
         assert self.slots is not None
         assert self.plan is not None
         shape = (*self.store.k.shape[:2], self.sealed)

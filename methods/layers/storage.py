@@ -51,12 +51,14 @@ class Storage(KVLayer):
 
     @property
     def stored(self) -> int:
-        """Return how many tokens are held, in the store and in the pool `far` together."""
+        """Return how many tokens are held: those in the store on the device, and those that have
+        left it for another tier or for fewer bits (the pool `far`)."""
         return self.store.length + self.away
 
     @property
     def away(self) -> int:
-        """Return how many tokens lie in the pool `far`, outside the store."""
+        """Return how many tokens have left the store on the device for another tier or for fewer
+        bits (the pool `far`)."""
         return self.far.length if self.far is not None else 0
 
     @property
@@ -185,7 +187,8 @@ class Storage(KVLayer):
         return Pool(self.spec, self.cache, room)
 
     def bring_back(self) -> None:
-        """Move the tokens of the pool `far` back to their place in the store, decoded."""
+        """Move the tokens that lie on another tier or in fewer bits (the pool `far`) back to their
+        place in the store, decoded."""
         if self.far is None:
             return
         resident, first = self.store, self.first_far
@@ -238,8 +241,8 @@ class Storage(KVLayer):
         return self.store.each(q, attend)
 
     def attend_all(self, q: Tensor) -> Tensor:
-        """Attend from one query to everything stored, also to the pool `far`, q [B H 1 D] ->
-        [B H 1 D]."""
+        """Attend from one query to all tokens held, also to those on another tier or in fewer bits
+        (the pool `far`), q [B H 1 D] -> [B H 1 D]."""
         away = self.far.segments().wait() if self.far is not None else []
 
         def attend(q: Tensor, store: KVStore, head: int | None) -> Tensor:

@@ -100,15 +100,16 @@ class WindowLayer(KVLayer, capturable=True):
         return k, v
 
     def _ring(self, rows: Tensor) -> Tensor:
-        """Return a new tensor of the ring's size that begins with the last of these rows
-        [B G S D]."""
+        """Return a new ring (memory for the window's rows, in which a decoded token replaces the
+        oldest) that begins with the last of these rows [B G S D]."""
         ring = rows.new_empty(*rows.shape[:2], self.size, rows.shape[3])
         ring[:, :, : self.written] = rows[:, :, rows.shape[2] - self.written :]
         return ring
 
     def _in_order(self, ring: Tensor) -> list[Tensor]:
-        """Return the rows of the ring in the order of the text, in two parts: those from the oldest
-        token to the end of the ring, and those before them in it."""
+        """Return the rows of the ring, in which each decoded token replaces the oldest, in the
+        order of the text, in two parts: those from the oldest token to the end of the ring, and
+        those that stand before them in it."""
         oldest = self.written % self.size if self.written > self.size else 0
         return [ring[:, :, oldest : self.written], ring[:, :, :oldest]]
 

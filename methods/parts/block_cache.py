@@ -26,8 +26,9 @@ class BlockCache:
     brings in only the device knows, and nothing waits for that number."""
 
     def __init__(self, store: Pool, tokens: Segment, *, size: int, slots: int, offered: int) -> None:
-        """Begin with the last blocks of the pool `store`. tokens [B G M D]: all tokens that were
-        just sent to it, still on the device."""
+        """Begin with the last blocks of tokens of the pool `store`. tokens [B G M D]: all tokens
+        that were just sent to it, still on the device. `size`: tokens of a block; `slots`: how many
+        blocks are held; `offered`: the most new ones per step."""
         self.store, self.size = store, size
         count, device = -(-store.length // size), tokens.k.device
         self.slots = min(slots, count)
@@ -58,8 +59,8 @@ class BlockCache:
         return Segment(k, v)
 
     def take_in(self) -> None:
-        """Put the blocks that the last step asked for into their places, once they have arrived.
-        `read` calls it first; a captured step calls it before it ends."""
+        """Put the blocks of tokens that the last step asked for into their places on the device,
+        once they have arrived. `read` calls it first; a captured step calls it before it ends."""
         if self.coming is None:
             return
         (places, blocks, new, arrival), self.coming = self.coming, None
@@ -104,8 +105,8 @@ class BlockCache:
         self.coming = places, blocks, fresh, self.store.gather(rows, slots)
 
     def _places(self) -> Tensor:
-        """Return for each block of the pool in which place it is held, [B blocks]; -1 if it is
-        not."""
+        """Return for each block of tokens in the pool at which place on the device it is held,
+        [B blocks]; -1 if it is not."""
         order = torch.arange(self.slots, device=self.order.device).expand_as(self.blocks)
         return torch.full_like(self.uses, -1).scatter(1, self.blocks, order)
 

@@ -56,7 +56,8 @@ class RopeTable:
         self.cache.counters.write(sin[0], self.sin, 0, start)
 
     def make_room(self) -> None:
-        """Enlarge the table if the cache may now hold more positions than it has rows."""
+        """Enlarge the table of cos and sin if the cache may now hold more positions than it has
+        rows."""
         more = max(self.cache.request.capacity, self.length) - len(self.cos)
         if more > 0:
             self.cos, self.sin = (pad(part, (0, 0, 0, more)) for part in (self.cos, self.sin))
@@ -64,9 +65,9 @@ class RopeTable:
     def batched(
         self, tables: Sequence[RopeTable], cache: CacheState, seen: int | PerSequence, dead: int | None
     ) -> RopeTable:
-        """Return a table that reads and writes those of all `tables`, one per cache, for steps that
-        their sequences take together. `cache`: the state of the joint step; `seen`: the next
-        position of each sequence; `dead`: how many free slots follow the sequences."""
+        """Return a table of cos and sin that reads and writes those of all `tables`, one per cache,
+        for steps that their sequences take together. `cache`: the state of the joint step; `seen`:
+        the next position of each sequence; `dead`: how many free slots follow the sequences."""
         return RopeTables(tables, cache, seen, dead)
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:

@@ -70,8 +70,9 @@ def named(codec: Codec, encoded: Encoded, tail: Sequence[Tensor] = ()) -> Tensor
 
 
 def unnamed(codec: Codec, held: Mapping[str, Tensor]) -> tuple[Encoded, Sequence[Tensor]]:
-    """Return the two arguments, `encoded` and `tail`, from which `named` made `held`. Missing names
-    give no tensors."""
+    """Split a layer's tensors, whose names in `held` are those that `named` gives, into what the
+    codec has encoded and the plain keys and values of later tokens. Missing names give no
+    tensors."""
     tail = [held[name] for name in (K, V) if name in held]
     if codec == PLAIN:
         return Encoded(tuple(tail)), []

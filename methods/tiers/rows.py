@@ -242,8 +242,8 @@ class DiskRows(Rows):
                 file.write(rows.contiguous().view(torch.uint8).numpy())
 
     def gather(self, rows: Tensor, traffic: Traffic, slots: Tensor | None = None, held: Tensor | None = None) -> Tensor:
-        """Return chosen rows on the device, and read from the file only those that have no slot.
-        Arguments as in `Rows.gather`."""
+        """Return chosen rows on the device, and read from the file only those that the device does
+        not hold (their entry in `slots` is -1). Arguments as in `Rows.gather`."""
         if slots is None:
             return super().gather(rows, traffic)
         heads = torch.arange(prod(self.shape[:2])).view(*self.shape[:2], 1)

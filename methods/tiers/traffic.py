@@ -38,7 +38,8 @@ class Traffic:
         return self.to_device_bytes + self.to_host_bytes
 
     def add(self, other: Traffic) -> None:
-        """Add all counts of `other` to this one, those on the device included."""
+        """Add all counts of `other` (moved bytes, rows asked for and found, seconds) to those of
+        this object, including those that only the device knows."""
         for name in COUNTED:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name, amount in other.tallies.items():
@@ -81,14 +82,14 @@ class Traffic:
 
     @torch.inference_mode()
     def settle(self) -> Traffic:
-        """Move all counts from the device into the Python numbers, waiting for the device if there
-        are any. Return this object."""
+        """Move all counts that only the device knew, such as moved bytes, into the Python numbers,
+        waiting for the device if there are any. Return this object."""
         for name, sum_ in self.tallies.items():
             setattr(self, name, getattr(self, name) + int(sum_))
             sum_.zero_()
         return self
 
     def copy(self) -> Traffic:
-        """Return a copy of the present counts, all in Python; it waits for the device
-        (`settle`)."""
+        """Return a copy of these counts of moved bytes, all in Python; it waits for those that only
+        the device knows (`settle`)."""
         return replace(self.settle(), tallies={})

@@ -85,8 +85,8 @@ class TransferEngine:
         into.add(moved)
 
     def close(self) -> None:
-        """Wait for everything in all lanes, end the threads, and unpin memory that is not lent. The
-        engine may be used afterwards: threads start anew."""
+        """Wait for all transfers and work that were begun, end the threads, and unpin memory that
+        is not lent. The engine may be used afterwards: threads start anew."""
         for lane in list(self._lanes):
             lane.close()
         if self.pinned_memory is not None:
@@ -113,8 +113,10 @@ class Arrival(Generic[T]):
     def __init__(
         self, by: TransferLane, read: Callable[[Traffic], T], into: Traffic, on: torch.device, ahead: bool
     ) -> None:
-        """`by`: the lane that runs `read`. `into`: the counts to which the moved bytes are added at
-        the first `wait`. `on`: the device. `ahead`: begin now, else at the first `wait`."""
+        """`read`: what brings the rows and adds their bytes to the counts that it is given. `by`:
+        the lane (a queue with threads) that runs it. `into`: the counts to which the moved bytes
+        are added at the first `wait`. `on`: the device. `ahead`: begin now, else at the first
+        `wait`."""
         self._by, self._into = by, into
         self._read: Callable[[Traffic], T] | None = read
         self._on = on
@@ -230,8 +232,8 @@ def forked(on: torch.device) -> Iterator[None]:
 
 
 def join(on: torch.device) -> None:
-    """Let the caller's CUDA stream wait for all work of `forked` blocks on the device `on`. The
-    host does not wait."""
+    """Let the caller's CUDA stream wait for all work that `forked` blocks have put on the second
+    stream of the device `on`. The host does not wait."""
     if on.type == "cuda":
         torch.cuda.current_stream(on).wait_stream(_side(on))
 
