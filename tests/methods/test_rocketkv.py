@@ -74,6 +74,23 @@ def test_both_stages_equal_loops(shape: Shape, changes: dict) -> None:
     assert layer.attended == (BUDGET, STEPS)
 
 
+@pytest.mark.parametrize(
+    ("changes", "budget", "named"),
+    [
+        ({}, 0.1, []),
+        ({}, 0.2, ["pages"]),
+        ({}, 0.5, ["eviction", "pages"]),
+        ({"page_size": 1}, 0.2, []),  # what a parameter switches off is not named
+        ({"split": 0.0, "page_size": 1}, 0.6, []),
+    ],
+)
+def test_what_a_large_budget_leaves_out_is_named(changes: dict, budget: float, named: list[str]) -> None:
+    (layer,) = (s := _sequences(SHAPES[0])).start(replace(METHOD, **changes), Budget(budget))
+    s.seal([layer], 0, PROMPT)
+    assert [part for part in ("eviction", "pages") if part in (layer.fallback or "")] == named
+    assert (layer.fallback is None) == (not named)
+
+
 def test_the_papers_own_example() -> None:
     """64 times: 10.3 by eviction, 6.2 by selection, which are pages of 3 tokens and 2.1 by channels."""
     budget, prompt = 512, 65536
