@@ -16,11 +16,17 @@ import pytest
 from evals.base import Example, TaskEnv, TaskError
 from evals.haystack import load
 from evals.multiturn import Multiturn
-from evals.multiturn.length_distribution import drawn, statistics
+from evals.multiturn.length_distribution import drawn, opened, statistics
 from evals.multiturn.overflow import NeedlesBehindOverflow
 from tests.evals.counting import Words
 
 FACT = re.compile(r"The special magic (\w+) number is: (\d{7})\.")
+
+
+def test_a_lengthened_opening_is_made_up_for_by_what_comes_after() -> None:
+    assert opened([(10, 20), (30, 40)], 55) == [(55, 10), (15, 20)]
+    assert opened([(10, 20), (30, 40)], 10) == [(10, 20), (30, 40)]
+    assert opened([(10, 2), (3, 4)], 55) == [(55, 1), (1, 1)]
 
 
 class Chat(Words):

@@ -52,6 +52,10 @@ def test_a_length_without_room_names_the_smallest() -> None:
     assert list(niah(lengths=[least]).examples(env()))
 
 
+def test_a_number_of_depths_is_even_steps_of_tenths() -> None:
+    assert niah(depths=4).percents == [0.0, 33.3, 66.7, 100.0]  # they are part of a prompt's seed
+
+
 def test_doctests() -> None:
     assert doctest.testmod(needles).failed == doctest.testmod(haystack).failed == 0
 
