@@ -26,8 +26,8 @@ METHODS = {
 STUDENT_T = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 8: 2.36, 10: 2.26}  # 97.5 %, by number of rounds
 
 CHILD = """
-import importlib, json, sys
-from time import process_time
+import importlib, json, sys, time
+time.perf_counter = time.process_time  # before it is imported by name: the engine's clock counts CPU time
 from harness import Engine, attached
 from harness.models.embedded import SmolLM2
 
@@ -35,21 +35,16 @@ methods, steps, prefills = json.loads(sys.argv[1])
 loaded = SmolLM2().load("fp32", "cpu")
 ids = loaded.tokenizer("A fact stands in a long text. " * 600, return_tensors="pt").input_ids
 seconds = {}
-
-def spent(engine, prompt, tokens):
-    start = process_time()
-    engine.generate(prompt, max_new_tokens=tokens, stops=[])
-    return process_time() - start
-
 for name, path in methods.items():
     module, kind = path.rsplit(".", 1)
     with attached(loaded.model, getattr(importlib.import_module(module), kind)(), budget=0.2) as kv:
-        engine, prompt = Engine(kv), ids[:, :2048]
-        spent(engine, prompt, 3)  # compiles, and fills caches
-        first = spent(engine, prompt, 2)
-        seconds[name] = spent(engine, prompt, steps + 2) - first
+        engine = Engine(kv)
+        engine.generate(ids[:, :512], max_new_tokens=4, stops=[])  # compiles, and fills caches
+        times = engine.generate(ids[:, :2048], max_new_tokens=steps + 2, stops=[]).token_s
+        seconds[name] = times[-1] - times[1]  # the second token waits for the seal
         if name == "full":
-            seconds["prefill"] = sum(spent(engine, ids[:, :4096], 1) for _ in range(prefills))
+            prompts = [engine.generate(ids[:, :4096], max_new_tokens=1, stops=[]) for _ in range(prefills)]
+            seconds["prefill"] = sum(prompt.token_s[0] for prompt in prompts)
 print(json.dumps(seconds))
 """
 
