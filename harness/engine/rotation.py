@@ -50,8 +50,9 @@ class TextRotary(nn.Module):
         return ", ".join(sorted({kind for kind in kinds if _depends(kind)}))
 
     def stage(self, tokens: int) -> int:
-        """Return the length by which a text of `tokens` tokens is rotated; it is equal for all
-        texts that are rotated alike."""
+        """Return the length in tokens from which the rotary frequencies of a text of `tokens` tokens
+        are computed. Texts with the same value have the same rotations, so that their keys may share
+        a cache; 0 if the frequencies do not depend on the length."""
         reached = 0
         parameters: dict[str, Any] = self.own.config.rope_parameters
         if isinstance(self.rope_type, str):

@@ -131,6 +131,7 @@ def plain(name: str) -> Any:
 def test_communication_as_in_the_papers_comparison(share: float) -> None:
     steps = round(128 * share)
     pq = plain("pqcache").at_communication(share, 128)
+    assert plain("pqcache").at_communication(1 / 256, 128).m == 1
     assert (pq.m, pq.b) == (2 * steps, 6 if steps == 1 else 8)
     assert plain("sparq").at_communication(share, 128).r == steps
     assert replace(plain("infllm"), block=128).at_communication(share, 128).repr_topk == steps

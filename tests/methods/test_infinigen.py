@@ -146,3 +146,11 @@ def test_zeros_stand_behind_partial_keys_whose_room_has_grown() -> None:
     with_behind = rows.stored.as_strided((1, 2, 9, 6), rows.stored.stride())
     assert with_behind[:, :, :4].eq(1).all()
     assert with_behind[:, :, 4:].eq(0).all()
+
+
+def test_layers_that_the_budget_leaves_alone_do_no_work() -> None:
+    text = Sequences(SHAPES[1], PROMPT + 1, LAYERS)
+    layers = sealed(text, replace(METHOD, dense_layers=(0, 2)))
+    text.decode(layers, PROMPT)
+    assert [layer.attended.prompt == PROMPT for layer in layers] == [True, False, True]
+    assert layers[2].reads.query_mass.numel() == 0

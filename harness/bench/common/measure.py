@@ -203,7 +203,8 @@ def why(error: Exception) -> str:
 
 
 def release() -> None:
-    """Free the memory of a call that failed, for the next one."""
+    """Collect what a call that failed, for example for lack of memory, has left, and give the memory
+    that torch holds in reserve back to the GPU, so that the next call may have it."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
