@@ -60,6 +60,13 @@ def test_layers_read_their_amounts_and_the_last_may_keep_its_window_alone() -> N
     assert [layer.fallback for layer in layers] == [None] * 3
 
 
+@pytest.mark.parametrize(("budget", "layers"), [(60, 3), (20, 1)], ids=["more than half", "one layer"])
+def test_where_no_pyramid_can_be_layers_keep_the_same_and_say_so(budget: int, layers: int) -> None:
+    _, made = sealed(METHOD, budget, prompt=77, layers=layers)
+    assert [layer.positions.shape[2] for layer in made] == [budget] * layers
+    assert all(layer.fallback for layer in made)
+
+
 def test_each_layer_keeps_its_best_votes_and_the_window() -> None:
     check_kept(Sequences(Shape(6, 2, 64), 203, layers=3), budget=30)
 
