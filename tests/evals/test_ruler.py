@@ -43,6 +43,15 @@ def test_cached_prompts_need_no_tokenizer_unless_their_file_is_cut_short(tmp_pat
     assert list(ruler(tasks=["vt"], lengths=[600]).examples(env(cache_dir=tmp_path / "file"))) == made[0]
 
 
+def test_the_record_names_all_that_shapes_prompts(tmp_path: Path) -> None:
+    (tmp_path / "PaulGrahamEssays.json").write_text(json.dumps({"text": "Some words. " * 50}))
+    task = ruler()
+    list(task.examples(env(data_root=tmp_path)))
+    named = task.provenance()
+    assert {*named} >= {"seed", "tokenizer", "words_sha256", "haystack", "haystack_sha256", "splitter"}
+    assert named["seed"] == 42
+
+
 @pytest.mark.parametrize("change", [{"seed": 43}, {"fingerprint": "other"}, {"samples": 3}, {"essay": "Other. Text."}])
 def test_what_shapes_prompts_is_not_taken_from_the_cache(tmp_path: Path, change: dict[str, Any]) -> None:
     root = tmp_path / "data"
