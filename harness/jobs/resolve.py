@@ -63,7 +63,7 @@ def resolve(wanted: Settings, given: Method, info: ModelInfo) -> Resolved:
         "device": device,
         "comm": None,  # the method's parameters say both
         "windows": CommonWindows(),
-        "overflow": _overflow(wanted),
+        "overflow": wanted.overflow.resolved(wanted.history),
     }
     if wanted.dtype == "auto":
         changes["dtype"] = info.dtype if on_gpu else "fp32"
@@ -89,13 +89,6 @@ def refuse_graphs(settings: Settings, device: str) -> None:
 def codec_of(settings: Settings) -> Codec | None:
     """Return the codec that the settings name, None without one."""
     return None if settings.codec is None else codecs.codec_of(settings.codec)
-
-
-def _overflow(settings: Settings) -> OverflowSettings:
-    overflow = settings.overflow
-    if overflow.window is None or overflow.by is not None:
-        return overflow
-    return replace(overflow, by="truncate_tokens" if settings.history == "recompute" else "truncate_cache")
 
 
 def _budget(settings: Settings, method: Method, info: ModelInfo) -> Budget | None:
