@@ -76,7 +76,7 @@ class Attachment:
         refuse_other_than_method(method)
         if capacity is not None:
             _refuse_number("capacity", capacity, least=1)
-        _refuse(model, placement, reuse_steps, codec)
+        _refuse(model, placement, reuse_steps, codec, disk)
         name = type(method).__name__
         if placement != DEVICE and not method.offloads:
             raise ValueError(f"{name} keeps nothing on the {placement}: use placement=device with it.")
@@ -218,14 +218,16 @@ class Attachment:
         return known[self.method]
 
 
-def _refuse(model: object, placement: object, reuse_steps: object, codec: object) -> None:
+def _refuse(model: object, placement: object, reuse_steps: object, codec: object, disk: Path | None) -> None:
     """Raise `ValueError` for a model that is not loaded, an unknown placement, a `reuse_steps` that
-    is no whole number from 0 on, or a codec that is no `Codec`."""
+    is no whole number from 0 on, a codec that is no `Codec`, or a `disk` that is no folder."""
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"model={model!r} is not a model: pass a loaded one, as from_pretrained returns it.")
     if placement not in TIERS:
         raise ValueError(f"placement={placement!r} is unknown: choose one of {', '.join(TIERS)}.")
     _refuse_number("reuse_steps", reuse_steps, least=0)
+    if disk is not None and not Path(disk).is_dir():
+        raise ValueError(f"disk={str(disk)!r} is not a folder: make it, or leave disk out for a temporary one.")
     if not isinstance(codec, Codec | None):
         raise ValueError(
             f"codec={codec!r} is not a codec: pass one, such as codec_of({str(codec)!r}) of methods.tiers.codecs."

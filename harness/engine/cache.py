@@ -372,6 +372,12 @@ class KVCache(Cache):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         raise UnsupportedError("Beam search reorders the cache, which KV methods cannot follow: use num_beams=1.")
 
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        raise UnsupportedError(
+            "Contrastive search tries several tokens on one cache, which KV methods cannot follow: search greedily, or "
+            "draw."
+        )
+
     def activate_past_recording(self) -> None:
         raise UnsupportedError(
             "Assisted generation takes tokens back, which KV methods cannot follow: decode without an assistant."

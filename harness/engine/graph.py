@@ -251,6 +251,8 @@ class CapturedStep:
             self._moved = [(state, state.traffic.less(was)) for state, was in zip(states, counted, strict=True)]
             self._replay, self._after = replay, SavedState(self.cache).since(before).restore
             self._kept = self._for_others(replay, held)
+        except torch.OutOfMemoryError:
+            raise  # it has advice of its own
         except Exception as error:
             raise CaptureBroke(f"Capturing a decode step failed ({_first_cause(error)}): set graphs=off.") from error
         finally:

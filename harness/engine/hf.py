@@ -49,7 +49,7 @@ def _attention(
     position_ids: Tensor | None = None,
     use_cache: bool | None = None,
     output_router_logits: bool | None = None,
-    sliding_window: int | None = None,  # the layer's spec has both
+    sliding_window: int | None = None,
     s_aux: Tensor | None = None,
     **unknown: Any,
 ) -> tuple[Tensor, None]:
@@ -66,6 +66,14 @@ def _attention(
     cache = kv_call.cache
     place = module.layer_idx
     assert isinstance(place, int)
+    spec = cache.layers[place].spec
+    if sliding_window is not None and sliding_window < cache.capacity and sliding_window != spec.window:
+        raise UnsupportedError(
+            f"{type(module).__name__} slides over {sliding_window} tokens, which its config does not say of this "
+            "layer: this engine would attend to all."
+        )
+    if (s_aux is None) != (spec.sink_logits is None):
+        raise UnsupportedError(f"{type(module).__name__} passes s_aux, which this engine would ignore.")
     x = AttnInput(query, key, value, *kv_call.rotation, kv_call.hidden, cache.num_tokens)
     return cache.attend(place, x).transpose(1, 2), None
 

@@ -143,8 +143,15 @@ class PaddedCache(LoopCache):
         return (begins + new.cumsum(1) - 1).clamp(min=0).to(device)
 
     def text_lengths(self, arriving: int) -> list[int]:
-        """Return the length of each row's text, by which the model rotates it."""
-        pairs = zip(self._members, self._tokens, strict=True)
+        """Return the length of each row's text, by which the model rotates it. Raises
+        `UnsupportedError` if a shorter row outgrows the rotation of its stored keys:
+        `model.generate` computes a batch again only where its longest row does."""
+        pairs = list(zip(self._members, self._tokens, strict=True))
+        if any(member.outgrows and len(tokens) == 1 for member, tokens in pairs):
+            raise UnsupportedError(
+                "A shorter row of this padded batch outgrows the length up to which the model rotates its keys as they "
+                "are stored: give such texts one at a time, or to harness.Engine, which computes each again."
+            )
         return [member.note_length(member.num_tokens + len(tokens)) for member, tokens in pairs]
 
     def open_turn(self) -> None:
@@ -275,13 +282,26 @@ class LoopCalls:
                 vars(given).update(vars(fresh))
             call["past_key_values"] = given = fresh if given is None else given
         if isinstance(given, PaddedCache):
-            call["position_ids"] = given.read_mask(mask, tokens, arriving.device)
+            positions = given.read_mask(mask, tokens, arriving.device)
+            _refuse_positions(call.get("position_ids"), positions, mask)
+            call["position_ids"] = positions
         elif padded:
             raise UnsupportedError(
                 "This cache holds rows of equal length and the mask pads some: leave past_key_values out in the first "
                 "turn, or give turns of equal length."
             )
         return call | {"attention_mask": None}  # it has been read, and each look at it would wait for a GPU
+
+
+def _refuse_positions(given: Tensor | None, positions: Tensor, mask: Tensor | None) -> None:
+    """Raise `UnsupportedError` if the caller's position_ids give the tokens of padded rows other
+    `positions` [B T] than they have in a text of their own."""
+    if given is None:
+        return
+    tokens = positions.shape[1]
+    real = torch.ones_like(positions) if mask is None else mask[:, -tokens:].to(positions.device)
+    if not torch.equal(given[:, -tokens:].to(positions).expand_as(positions)[real.bool()], positions[real.bool()]):
+        raise UnsupportedError("position_ids of padded rows are not 0, 1, 2, ... after the padding: leave them out.")
 
 
 def _refuse(given: object, use_cache: bool | None, model: Any) -> None:
