@@ -215,7 +215,9 @@ def check_tensors(folder: Path, model: PreTrainedModel, loading: Mapping[str, Co
                 f"{folder} {fault} {_named(names)}, by its config.json: fetch both again from one place, or correct "
                 "config.json; the model would compute something else."
             )
-    if coded := _coded(folder):
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    prefix = f"{model.base_model_prefix}."  # a checkpoint may leave it out
+    if coded := [name for name in _coded(folder) if name in weights or prefix + name in weights]:
         raise ModelError(
             f"{folder} stores {_named(coded)} as integers or in 8 bits, and its config.json has no quantization_config "
             "that says what they stand for: use the model it was made from."
@@ -223,7 +225,7 @@ def check_tensors(folder: Path, model: PreTrainedModel, loading: Mapping[str, Co
 
 
 def _coded(folder: Path) -> list[str]:
-    """Return the names of the weights in a folder that are not stored as floating-point numbers of
+    """Return the names of the tensors in a folder that are not stored as floating-point numbers of
     16 bits or more, as those of quantised models are not."""
     from safetensors import safe_open
 

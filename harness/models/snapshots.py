@@ -115,11 +115,11 @@ def file_sha256(file: Path) -> str:
     named = hashlib.sha256(json.dumps([str(file.resolve()), state]).encode()).hexdigest()
     note = cache_root() / "hashes" / named[:32]
     with suppress(OSError):
-        if len(known := note.read_text()) == 64:
+        if status.st_size > SMALL and len(known := note.read_text()) == 64:
             return known
     with open(file, "rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    if status.st_size > SMALL:
+    if status.st_size > SMALL and file.stat().st_ctime_ns == status.st_ctime_ns:  # unchanged while it was read
         with suppress(OSError):  # if the cache cannot be written, every process reads the file again
             note.parent.mkdir(parents=True, exist_ok=True)
             unfinished = note.with_name(f".{note.name}.{os.getpid()}")
