@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from evals.base import Example
-from harness.prompts.prompt import PROBE, Prompt, Tokenizer, in_template, shell
+from harness.prompts.prompt import ANSWER_PROBE, PROBE, Prompt, Tokenizer, in_template, shell
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +46,8 @@ def lint(
             "special_token",
             f"The text holds {', '.join(names)}, which the tokenizer reads as special: drop or respell the example.",
         )
-    if prompt.template and (wrong := _wrong_opening(tokenizer, shell(tokenizer, example.system).tail.rstrip())):
-        yield Finding("warning", "opening", f"The chat template {wrong}: correct it, or set chat=none.")
+    if prompt.template:
+        yield from _opening(tokenizer, example.system)
     if getattr(getattr(tokenizer, "backend_tokenizer", None), "fix_mistral_regex", False):
         remedy = "a run elsewhere without fix_mistral_regex has other tokens"
         yield Finding("warning", "regex", f"The tokenizer's regular expression was wrong and is corrected: {remedy}.")
@@ -59,18 +59,24 @@ def lint(
             yield Finding("warning", "answer_cut", f"The reference answer was in the part that was cut: {remedy}.")
 
 
-def _wrong_opening(tokenizer: Tokenizer, tail: str) -> str | None:
-    """Return how the chat template fails to open the assistant's turn at the end of a prompt, in
-    words for a warning, or None if it opens the turn. `tail`: the template's text after the user's.
-    It is compared with what the template puts between a user's text and an answer that exists."""
-    talk = [{"role": "user", "content": PROBE}, {"role": "assistant", "content": "Because."}]
+def _opening(tokenizer: Tokenizer, system: str) -> Iterator[Finding]:
+    """Find a chat template that does not open the assistant's turn at the end of a prompt. Its text
+    after the user's is compared with what it puts between a user's text and an answer that exists."""
+    tail = shell(tokenizer, system).tail.rstrip()
+    talk = [{"role": "system", "content": system}] * bool(system)
+    talk += [{"role": "user", "content": PROBE}, {"role": "assistant", "content": ANSWER_PROBE}]
     try:
-        usual = in_template(tokenizer, talk).rpartition(PROBE)[2].partition("Because.")[0].rstrip()
-        asked = in_template(tokenizer, talk[:1]).rpartition(PROBE)[2].rstrip()
+        usual = in_template(tokenizer, talk).rpartition(PROBE)[2].partition(ANSWER_PROBE)[0].rstrip()
     except Exception:  # a template is a program and may raise anything; one that takes no answers shows nothing
-        return None
+        return
     if tokenizer.eos_token and tail.endswith(tokenizer.eos_token) and not usual.startswith(tail):
-        return f"ends the prompt in {tokenizer.eos_token}"
-    if asked == tail and usual != tail and usual.startswith(tail):
-        return f"does not open the assistant's turn, though it puts {usual.removeprefix(tail).strip()!r} before answers"
-    return None
+        yield Finding(
+            "error", "eos", f"The chat template ends the prompt in {tokenizer.eos_token}: correct it, or set chat=none."
+        )
+    elif usual != tail and usual.startswith(tail) and in_template(tokenizer, talk[:-1]).rstrip().endswith(PROBE + tail):
+        yield Finding(
+            "warning",
+            "opening",
+            f"The chat template does not open the assistant's turn, but puts {usual.removeprefix(tail).strip()!r} "
+            "before answers: correct it, or set chat=none.",
+        )

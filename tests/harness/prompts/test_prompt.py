@@ -16,7 +16,7 @@ from harness.models import embedded
 from harness.models.base import _end_of_turn
 from harness.models.random import byte_tokenizer
 from harness.prompts.prompt import Prompt, PromptError, Tools, render, render_turn, shell
-from harness.prompts.prompt_lint import _wrong_opening, lint
+from harness.prompts.prompt_lint import lint
 from harness.prompts.stops import StopRule
 
 PLAIN = "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}</s>\n{% endfor %}{{ '<|assistant|>\n' }}"
@@ -300,10 +300,11 @@ def test_the_embedded_chat_prompt_holds_its_bos_three_times_and_is_sound() -> No
     assert "You are a helpful AI assistant named SmolLM" in shell(tok).head
 
 
-@pytest.mark.parametrize(("end", "says"), [("", "open"), ("<a>", None), ("<a>{{ eos_token }}", "ends")])
-def test_a_template_that_does_not_open_the_answer_is_found(end: str, says: str | None) -> None:
+@pytest.mark.parametrize(("end", "codes"), [("", ["opening"]), ("<a>", []), ("<a>{{ eos_token }}", ["eos"])])
+def test_a_template_that_does_not_open_the_answer_is_found(end: str, codes: list[str]) -> None:
     tokenizer = byte_tokenizer()
     talk = "{% for m in messages %}<{{ m.role[:1] }}>{{ m.content }}{% endfor %}"
     tokenizer.chat_template = f"{talk}{{% if add_generation_prompt %}}{end}{{% endif %}}"
-    tail = shell(tokenizer).tail.rstrip()
-    assert (says or "None") in str(_wrong_opening(tokenizer, tail))
+    one = example()
+    prompt = render(one, tokenizer, chat="template")
+    assert [finding.code for finding in lint(one, prompt, tokenizer, 8192, 8)] == codes
