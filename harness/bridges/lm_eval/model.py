@@ -109,6 +109,8 @@ class KVHarnessLM(TemplateLM):
         a user's own methods. `words`: keys of a run, such as model=, method=, budget=."""
         super().__init__()
         self.batch_size = _whole("batch_size", batch_size)
+        if max_batch_size is not None:
+            raise SettingsError("max_batch_size goes with batch_size=auto, which is refused: leave it out.")
         chosen = {} if device in (None, ITS_DEVICE) else {"device": device}
         self.loaded, self.engine = ready(words | chosen, config_dir)
         self.tokenizer: Any = self.loaded.tokenizer
