@@ -73,6 +73,9 @@ class Disk:
         self._used = 0  # nanoseconds of the wall clock, at which a session was used last
         try:
             self._found = list(self._restored())
+        except OSError as error:  # says nothing of a session, which the next start may well read
+            self._lock.release()
+            raise HistoryError(f"the store cannot use {folder} ({error.strerror}): name another folder") from error
         except BaseException:
             self._lock.release()
             raise
@@ -93,7 +96,7 @@ class Disk:
         for path in sorted((self.folder / "sessions").iterdir(), key=lambda path: path.lstat().st_mtime_ns):
             try:
                 key, session = _session_in(path)
-            except (OSError, ValueError):
+            except ValueError:
                 if path.suffix == ".json":
                     warn(f"{path} is damaged or of another version: its session is dropped")
                 _unlink(path)
@@ -107,6 +110,8 @@ class Disk:
             self.files.hold(key, _sizes(session.blocks))
             named |= {self.path(block) for block in session.blocks}
             yield key, self._used / 1e9
+        if sizes and not self.sessions:
+            warn(f"{self.folder} has blocks of no session that could be read: they are dropped")
         for path in sizes.keys() - named:
             _unlink(path)
 
@@ -124,7 +129,7 @@ class Disk:
             known |= {block.name: block for block in self._written(new)}
             session = SessionOnDisk([known[block.name] for block in blocks], lineage)
             self._write_session(key, session)
-        except OSError:
+        except BaseException:  # the rows that were to be written may be missing too
             self._remove(new)
             raise
         self._remove([block for block in before if block.name not in names])
