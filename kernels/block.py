@@ -114,10 +114,11 @@ def attention_inputs_stored(
 def block_output(x: Tensor, attended: Tensor, block: DecoderBlock) -> Tensor:
     """Compute what follows attention in a decoder block: the output projection and the MLP, each
     with its residual. x [B T E], the block's input; attended [B H T D] -> [B T E]"""
-    heads = attended.transpose(1, 2).flatten(2)
-    parts = zip(x.split(TOKENS_AT_ONCE["cpu"], 1), heads.split(TOKENS_AT_ONCE["cpu"], 1), strict=True)
-    outs = [torch.add(*_terms(some, seen, block)) for some, seen in parts]
-    return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
+    heads, out = attended.transpose(1, 2).flatten(2), torch.empty_like(x)
+    rows = (part.flatten(0, 1).split(TOKENS_AT_ONCE[x.device.type]) for part in (x, heads, out))
+    for some, seen, to in zip(*rows, strict=True):
+        torch.add(*_terms(some, seen, block), out=to)
+    return out
 
 
 def block_output_apart(x: Tensor, attended: Tensor, block: DecoderBlock) -> tuple[Tensor, Tensor]:

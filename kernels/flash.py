@@ -16,9 +16,7 @@ from torch import Tensor
 from kernels.ragged import RAGGED, Ragged
 from kernels.reference import Segment, merge_attention
 
-if "return_softmax_lse" not in signature(flash_attn_with_kvcache).parameters:
-    raise ImportError("flash_attn_with_kvcache returns no log-sum-exp: install flash-attn 2.6.1 or newer")
-
+_RETURNS_LSE = "return_softmax_lse" in signature(flash_attn_with_kvcache).parameters
 _WIDEST = 256  # channels of a head
 _DTYPES = (torch.bfloat16, torch.float16)
 
@@ -34,8 +32,7 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 def prefill_attention_refuses(q: Tensor, k: Tensor, v: Tensor, scale: float) -> str | None:
     if not q.is_cuda or q.dtype not in _DTYPES:
         return f"takes bfloat16 and float16 on a CUDA device, got {q.dtype} on {q.device}"
-    width = q.shape[3]
-    return f"takes heads of a multiple of 8 up to {_WIDEST}, got {width}" if width % 8 or width > _WIDEST else None
+    return None if q.shape[3] <= _WIDEST else f"takes heads up to {_WIDEST}, got {q.shape[3]}"
 
 
 def segment_attention(q: Tensor, segments: Sequence[Segment], scale: float) -> Tensor:
@@ -65,6 +62,10 @@ def segment_attention_with_lse(q: Tensor, segments: Sequence[Segment], scale: fl
 
 
 def segment_attention_refuses(q: Tensor, segments: Sequence[Segment], scale: float) -> str | None:
+    if not _RETURNS_LSE:
+        return "needs the log-sum-exp: install flash-attn 2.6.1 or newer"
+    if q.shape[3] % 8:
+        return f"takes heads of a multiple of 8, got {q.shape[3]}"
     for segment in segments:
         if segment.rows is not None:
             return "reads whole segments, got rows that were chosen"
