@@ -107,11 +107,15 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
         if rows.shape[1] == groups:
             return far.gather(rows).wait()
         chosen, live = filled(rows), rows.counts if isinstance(rows, Ragged) else None
+        every = torch.arange(chosen.shape[1] // groups * chosen.shape[2], device=rows.device)
+        if far.tier == DEVICE:  # nothing moves, so that each head may read what it chose itself
+            together = chosen.reshape(len(chosen), groups, -1)
+            own = every.expand_as(together).reshape(chosen.shape)
+            return far.gather(together).wait()._replace(rows=own, live=live)
         if live is not None:
             chosen = without_missing(chosen, live, -1)
         together = chosen.reshape(len(chosen), groups, -1)
-        every = torch.arange(together.shape[2], device=rows.device)
-        first = every.expand_as(together) if far.tier == DEVICE else first_places(together)  # there, nothing moves
+        first = first_places(together)
         unread = torch.where((first == every) & (together >= 0), -1, 0)
         return far.gather(together.clamp(min=0), unread).wait()._replace(rows=first.reshape(chosen.shape), live=live)
 
