@@ -12,6 +12,8 @@ import torch
 
 from kernels import ops
 from kernels.dispatch import use_backend
+from kernels.reference import Segment
+from tests.kernels.op_cases import device_of
 
 WITH_TRITON = [op for op in ops.ALL if "triton" in op.targets]
 ROOT = Path(__file__).parents[2]
@@ -36,6 +38,22 @@ def test_every_kernel_compiles_for_hopper(dtypes: list[str]) -> None:
     printed = python("-m", "tests.kernels.compile_for_gpus", "90", *dtypes)
     for module in {op.targets["triton"] for op in WITH_TRITON}:
         assert f"{module}._" in printed
+
+
+def test_more_query_heads_than_a_program_holds_go_elsewhere() -> None:
+    pytest.importorskip("triton")
+    with use_backend("triton"), torch.device(device_of("triton")):
+        q, k = torch.zeros(1, 65, 1, 16), torch.zeros(1, 1, 9, 16)
+        for op, args in (
+            (ops.segment_attention, (q, [Segment(k, k)], 1.0)),
+            (ops.prefill_attention, (q, k, k, 1.0)),
+            (ops.row_scores, (q.transpose(1, 2), k)),
+            (ops.channel_sums, (q.transpose(1, 2), k, torch.zeros(1, 1, 16, dtype=torch.int64))),
+            (ops.pq_weights, (q, torch.zeros(1, 1, 1, 8, 16), torch.zeros(1, 1, 9, 1, dtype=torch.uint8), 1.0)),
+        ):
+            assert "got 65" in str(op.refusal("triton", *args)), op.name
+        per_head = Segment(k, k, torch.zeros(1, 65, 3, dtype=torch.int64))
+        assert ops.segment_attention.refusal("triton", q, [per_head], 1.0) is None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device takes it by right")

@@ -89,4 +89,5 @@ def test_given_replies_are_the_same_with_a_store(tmp_path: Path) -> None:
     runs = [run(tmp_path, task, Full(), history=history) for history in ("device_prefix", "store", "recompute")]
     tokens = [[[turn.tokens for turn in record.turns or ()] for record in made.records] for made in runs]
     assert tokens[0] == tokens[1] == tokens[2]
+    assert [len(turns) for turns in tokens[1]] == [3, 3]
     assert all(turn.reused_tokens for record in runs[1].records for turn in (record.turns or ())[1:])
