@@ -101,7 +101,7 @@ def machine() -> Iterator[Check]:
     if reason := toolchain.unfit():
         yield Check("bad", "triton", f"kernels run on plain torch: {reason}")
     else:
-        yield Check("ok", "triton", f"launchers are built with {toolchain.compiler()}")
+        yield Check("ok", "triton", f"launchers will be built with {toolchain.compiler()}")
 
 
 def _needle() -> Check:

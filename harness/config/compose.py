@@ -61,6 +61,11 @@ class Composed(NamedTuple):
     words: list[str]
 
 
+def words_of(words: Sequence[str]) -> dict[str, str]:
+    """Return the overrides as {key: value}; of several for one key, the last."""
+    return {key.lstrip("+"): value for key, _, value in (word.partition("=") for word in words)}
+
+
 def composed(words: Sequence[str], config_dirs: Sequence[Path] = ()) -> dict[str, Any]:
     """Return the configuration of the one run that the words of a command line describe. Raise
     `SettingsError` for a wrong word."""
@@ -133,7 +138,7 @@ def for_hydra(
     Raise `SettingsError` for both kinds of budget at once, for an experiment that is a grid without
     `sweep` (-m), and, if `runs`, for an experiment that another command runs.
     """
-    values = {key.lstrip("+"): value for key, _, value in (word.partition("=") for word in words)}
+    values = words_of(words)
     both = [f"{key}={values[key]}" for key in ("budget", "budget_bytes") if values.get(key, "null") != "null"]
     if len(both) == 2:
         raise SettingsError(f"{both[0]} would be ignored beside {both[1]}: leave one of them out.")

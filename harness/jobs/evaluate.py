@@ -137,7 +137,8 @@ def _open(job: Job, stack: ExitStack, on_error: OnError) -> _OpenRun:
     run.job, run.on_error = job, on_error
     run.complement(**job.facts())
     announce(job.label, job.folder, len(job.items) - len(run.pending), len(job.items))
-    if job.settings.measures_likelihood and run.info[SETTINGS].get("likelihood") == "off":
+    begun_without = run.info[SETTINGS].get("likelihood") == "off"
+    if job.settings.measures_likelihood and begun_without and len(run.pending) < len(job.items):
         say_once(
             f"{job.folder} was begun with likelihood=off, so its finished examples have no likelihood: delete that "
             "folder or name another results.root to measure it"

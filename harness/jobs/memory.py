@@ -18,12 +18,12 @@ from typing import NamedTuple
 from harness.config.settings import WRITE_BUFFER, Settings
 from harness.jobs.alignment import shapes
 from harness.jobs.examples import PreparedExample
+from harness.jobs.resolve import codec_of
 from harness.models.base import ARCHITECTURES, DTYPE_BYTES, ModelInfo, torch_dtype
 from harness.terminal.tables import BYTES, scaled
 from kernels.block import TOKENS_AT_ONCE, fits_compiled
 from kernels.step_inputs import MOST_KEPT_BYTES
 from methods.base import Budget, Cost, CostError, LayerWorkload, Method, PeakExtra
-from methods.tiers import codecs
 from methods.tiers.pinned_memory import pinned_bytes, reservation_bytes
 from methods.tiers.tier import DEVICE, HOST, TIERS
 
@@ -266,7 +266,7 @@ def _workloads(
     layer's cache: the state after the seal of the last turn, or after a seal of `sealed` tokens.
     (At the seal, the method digests the prompt.)"""
     settings, budget = cache_spec.settings, cache_spec.budget
-    codec = None if settings.codec is None else codecs.codec_of(settings.codec)
+    codec = codec_of(settings)
     prompt = item.sealed(settings.protocol)[-1] if sealed is None else sealed
     how = (settings.placement, DTYPE_BYTES[settings.dtype], item.room - prompt, codec)
     return [

@@ -16,6 +16,7 @@ from harness.reports.columns import names
 from harness.reports.compare import PERPLEXITY, Comparison, ReportRow
 from harness.reports.notes import is_stored, keeps_history
 from harness.results.compared import paired
+from harness.results.records import HISTORY_S
 from harness.terminal.tables import SECONDS, Column, counts, digits, number, percent, quantities, quantity, with_ci
 
 
@@ -156,7 +157,7 @@ def turn_reuse(table: Comparison) -> list[Column]:
         number("computed", "tokens", [turn.get("new_tokens") for turn in turns]),
         *(
             quantity(key.removesuffix("_s").replace("_", " "), [turn.get(key) for turn in stored], SECONDS, "", True)
-            for key in ("load_s", "hidden_s", "save_ahead_s", "save_s", "save_hidden_s")
+            for key in HISTORY_S
         ),
     ]
 

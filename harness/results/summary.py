@@ -310,7 +310,7 @@ def _likelihood_beside(records: Sequence[Record], full: Sequence[Record]) -> dic
         return None
     shift = stats.shift(*zip(*both, strict=True))
     enough = shift.n >= MIN_WINDOWS or records[0].stop != "forced"
-    ends = [shift.ci.low, shift.ci.high] if shift.ci and enough else None
+    ends = _ends(shift.ci) if enough else None
     return {"n": shift.n, "mean_diff": shift.mean, "diff": shift.diff, "ci95": ends, "p": shift.p if enough else None}
 
 

@@ -32,7 +32,7 @@ from omegaconf import DictConfig
 
 from harness.config import plugins
 from harness.config.catalogue import CONF
-from harness.config.compose import LAUNCHER, Composed, built, search_path
+from harness.config.compose import LAUNCHER, Composed, built, search_path, words_of
 from harness.config.errors import is_memory, one_sentence
 from harness.config.plugins import suggestion
 from harness.config.settings import OWN, Settings, SettingsError
@@ -245,11 +245,6 @@ def usual_words(target: str, gpus: Sequence[str], groups: int, is_joined: bool) 
         words += [f"init.num_cpus={workers}", f"init.num_gpus={len(gpus)}", "init.include_dashboard=false"]
         words.append(f"init.object_store_memory={RAY_STORE_BYTES}")
     return [f"++hydra.launcher.ray.{word}" for word in words]
-
-
-def words_of(words: Sequence[str]) -> dict[str, str]:
-    """Return the overrides as {key: value}; of several for one key, the last."""
-    return {key.lstrip("+"): value for key, _, value in (word.partition("=") for word in words)}
 
 
 def lost(error: Exception) -> str:
