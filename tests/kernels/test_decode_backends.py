@@ -108,9 +108,11 @@ def test_what_it_cannot_read_is_refused_by_name(flash: dict[str, Any]) -> None:
     assert refuses(q, [Segment(ragged, ragged)], 1.0)
 
 
-def test_a_release_without_log_sum_exps_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ImportError, match=r"2\.6\.1"):
-        loaded(monkeypatch, lambda q, k_cache, v_cache, cache_seqlens=None: q)
+def test_a_release_without_log_sum_exps_takes_prompts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = loaded(monkeypatch, lambda q, k_cache, v_cache, cache_seqlens=None: q)
+    assert "2.6.1" in old["segment_attention_refuses"](random(0, 1, 6, 1, 16), [segment(1, 1, 37)], 1.0)
+    q, k, v = random(0, 1, 6, 9, 16), random(1, 1, 2, 9, 16), random(2, 1, 2, 9, 16)
+    torch.testing.assert_close(old["prefill_attention"](q, k, v, 0.3), reference.prefill_attention(q, k, v, 0.3))
 
 
 def test_the_order_is_fixed_until_another_is_asked_for() -> None:
