@@ -6,7 +6,7 @@ of the inputs."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import reduce, wraps
 from typing import NamedTuple, cast
 
 import torch
@@ -99,6 +99,13 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> Tensor:
     key in at least one part"""
     shares = torch.stack(tuple(lses)).softmax(0).view(len(lses), *outs[0].shape[:3], 1)
     return (torch.stack(tuple(outs)).float() * shares).sum(0).to(outs[0].dtype)
+
+
+def merge_attention_with_lse(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Merge attention over separate parts of the keys, as `merge_attention` does, and return the
+    log-sum-exp of all of them too. -> [B H T D], and [B H T], or [B H] of one token, as in `lses`
+    (fp32)"""
+    return merge_attention(outs, lses), reduce(torch.logaddexp, lses)
 
 
 def _products(folded: Tensor, segment: Segment, k: Tensor) -> Tensor:

@@ -73,7 +73,7 @@ def segment_attention(
     if sink_logits is None and all(isinstance(segment, Segment) for segment in segments):
         plain: Tensor = ops.segment_attention(q, segments, scale)
         return plain
-    return segment_attention_with_lse(q, segments, scale, sink_logits)[0]
+    return with_sink(*_attended(q, segments, scale), sink_logits)
 
 
 def segment_attention_with_lse(
@@ -97,7 +97,8 @@ def _attended(q: Tensor, segments: Sequence[Segment | Codes], scale: float) -> t
         alone: tuple[Tensor, Tensor] = parts[0]
         return alone
     outs, lses = zip(*parts, strict=True)
-    return ops.merge_attention(outs, lses), torch.stack(lses).logsumexp(0)
+    merged: tuple[Tensor, Tensor] = ops.merge_attention_with_lse(outs, lses)
+    return merged
 
 
 def column_sums(q: Tensor, k: Tensor, scale: float, sink_logits: Tensor | None) -> Tensor:

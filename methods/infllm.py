@@ -148,10 +148,11 @@ class InfLLMRead(Select, capturable=True):
         near = self._near(window)
         near_out, near_lse = ops.segment_attention_with_lse(x.q, [near], self.spec.scale)
         far_out, far_lse = ops.segment_attention_with_lse(far_q, self._far(rows), self.spec.scale)
-        lse, sinks = torch.logaddexp(far_lse, near_lse), self.spec.sink_logits
+        out, lse = ops.merge_attention_with_lse([far_out, near_out], [far_lse, near_lse])
+        sinks = self.spec.sink_logits
         drawn = self.layer.weights(x.q, near, lse_with_sink(lse, sinks))
         self.mass.index_add_(2, self._positions(window, x.start + 1), drawn)
-        return with_sink(ops.merge_attention([far_out, near_out], [far_lse, near_lse]), lse, sinks)
+        return with_sink(out, lse, sinks)
 
     def __init__(self, rope_table: RopeTable) -> None:
         self.rope_table = rope_table

@@ -57,8 +57,7 @@ class LMInfiniteKeep(Keep, capturable=True):
         out, lse = ops.windowed_attention(q, k[:, :, count:], v[:, :, count:], self.spec.scale, place, self.n_local)
         for part in pieces(q.shape[2]):
             first, first_lse = self._first(q[:, :, part], x.start + part.start, self.n_local)
-            merged = ops.merge_attention([first, out[:, :, part]], [first_lse, lse[:, :, part]])
-            both_lse = torch.logaddexp(first_lse, lse[:, :, part])
+            merged, both_lse = ops.merge_attention_with_lse([first, out[:, :, part]], [first_lse, lse[:, :, part]])
             out[:, :, part] = with_sink(merged, both_lse, self.spec.sink_logits)
         return out
 

@@ -99,8 +99,8 @@ class QuestRead(Read[int], capturable=True, of_each={"bounds": 2}):
         out, lse = ops.segment_attention_with_lse(alone, [read], self.spec.scale)
         late_out, late_lse = ops.segment_attention_with_lse(q, [since], self.spec.scale)
         out, lse = out.view_as(q), lse.view_as(late_lse)
-        merged = ops.merge_attention([out, late_out], [lse, late_lse])
-        return with_sink(merged, torch.logaddexp(lse, late_lse), self.spec.sink_logits)
+        out, lse = ops.merge_attention_with_lse([out, late_out], [lse, late_lse])
+        return with_sink(out, lse, self.spec.sink_logits)
 
     def attended_under(self, plan: int) -> Attended:
         return Attended(self._tokens(plan), self.layer.stored - self.sealed)

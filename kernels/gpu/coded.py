@@ -49,7 +49,7 @@ def coded_attention(q: Tensor, coded: Codes, scale: float) -> tuple[Tensor, Tens
         q, *tensors, *tables, counts, outs, lses, scale, *_strides(tensors), count, length, pieces, groups, group,
         padded(group), dim, padded(dim), *coded.kind, block, *aligned, num_warps=4, num_stages=stages(q),
     )  # fmt: skip
-    return merged(outs, lses, torch.empty_like(q), pieces, 1)
+    return merged(outs, lses, torch.empty_like(q))
 
 
 def coded_attention_refuses(q: Tensor, coded: Codes, scale: float) -> str | None:

@@ -33,7 +33,10 @@ from kernels.ragged import Ragged, first_of
 from kernels.reference import Segment
 
 _BLOCK = 64  # tokens
-_PARTS = 16  # parts that are merged at once
+_PARTS = 256  # parts of a head that are merged at once, at most
+_CHANNELS = 32  # channels of a head that one program merges
+_QUERIES = 8  # queries whose parts one program merges where the parts lie apart
+_MOST_APART = 8  # parts that lie apart
 _AT_ONCE = 3  # segments that one launch reads
 
 
@@ -56,7 +59,7 @@ def segment_attention_with_lse(q: Tensor, segments: Sequence[Segment], scale: fl
         some = there[start : start + _AT_ONCE]
         _read(q, some, scale, outs, lses, first)
         first += sum(pieces for _, pieces, _ in some)
-    return merged(outs, lses, torch.empty_like(q), parts, 1)
+    return merged(outs, lses, torch.empty_like(q))
 
 
 def segment_attention_refuses(q: Tensor, segments: Sequence[Segment], scale: float) -> str | None:
@@ -84,15 +87,34 @@ def segment_attention_with_lse_refuses(q: Tensor, segments: Sequence[Segment], s
 
 
 def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> Tensor:
-    out = outs[0].new_empty(outs[0].shape)
-    return merged(torch.stack(tuple(outs)), torch.stack(tuple(lses)), out, 1, lses[0].numel())[0]
+    return merge_attention_with_lse(outs, lses)[0]
 
 
 def merge_attention_refuses(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> str | None:
     batch, heads, tokens, _ = outs[0].shape
     if any(out.shape != outs[0].shape for out in outs) or any(x.numel() != batch * heads * tokens for x in lses):
         return f"takes one log-sum-exp per query, got {list(lses[0].shape)} for {list(outs[0].shape)}"
+    if len(outs) > _MOST_APART:
+        return f"takes up to {_MOST_APART} parts, got {len(outs)}"
     return unfit_heads(*outs) or unfit_floats(*lses)
+
+
+def merge_attention_with_lse(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Merge attention over a few parts of the keys into one softmax, outs [B H T D], lses [B H T]
+    or [B H], and return its log-sum-exp too, as kernels/reference.py defines it, without copying
+    the parts into one tensor."""
+    (batch, heads, tokens, dim), out = outs[0].shape, torch.empty_like(outs[0])
+    lse = lses[0].new_empty(lses[0].shape)
+    both = zip(outs, (x.view(batch, heads, tokens) for x in lses), strict=True)
+    parts = tuple((part, part_lse, *part.stride()[:3], *part_lse.stride()) for part, part_lse in both)
+    _merge_apart[(triton.cdiv(tokens, _QUERIES), batch * heads)](
+        parts, out, lse, *out.stride()[:3], tokens, heads, dim, padded(dim), _QUERIES
+    )
+    return out, lse
+
+
+def merge_attention_with_lse_refuses(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> str | None:
+    return merge_attention_refuses(outs, lses)
 
 
 def _cut(batch: int, segment: Segment) -> tuple[int, int]:
@@ -141,14 +163,15 @@ def _listed(segment: Segment) -> tuple[Tensor | None, Tensor | None]:
     return None if rows is None else listed.whole.contiguous(), listed.counts if live is None else live
 
 
-def merged(outs: Tensor, lses: Tensor, out: Tensor, head_step: int, part_step: int) -> tuple[Tensor, Tensor]:
-    """Merge attention over the parts of each head into one softmax, and return it with its
-    log-sum-exp. The results of part p of head h are at h * head_step + p * part_step in outs
-    [... D] and lses [...]; `out` [B H T D] is written."""
-    batch, heads, tokens, dim = out.shape
-    lse = out.new_empty((batch, heads * tokens), dtype=torch.float32)
-    parts = lses.numel() // lse.numel()
-    _merge[(lse.numel(),)](outs, lses, out, lse, head_step, part_step, parts, dim, padded(dim), _PARTS)
+def merged(outs: Tensor, lses: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge attention over the parts of each head, outs [B*H parts D] and log-sum-exps lses [B*H
+    parts], into one softmax. Write it into `out` [B H 1 D], and return it with its log-sum-exp
+    [B H]."""
+    batch, heads, _, dim = out.shape
+    lse, parts = out.new_empty((batch, heads), dtype=torch.float32), lses.shape[1]
+    _merge[(batch * heads, triton.cdiv(dim, _CHANNELS))](
+        outs, lses, out, lse, parts, dim, min(padded(parts), _PARTS), _CHANNELS, num_warps=4, num_stages=1
+    )
     return out, lse
 
 
@@ -225,29 +248,57 @@ def _attend(
         first += pieces[index]
 
 
-@triton.jit(do_not_specialize=["head_step", "part_step", "parts"])
+@triton.jit(do_not_specialize=["parts"])
 def _merge(
-    outs, lses, out, lse, head_step: tl.int64, part_step: tl.int64, parts, DIM: tl.constexpr, WIDE: tl.constexpr,
-    PARTS: tl.constexpr,
+    outs, lses, out, lse, parts, DIM: tl.constexpr, PARTS: tl.constexpr, CHANNELS: tl.constexpr
 ):  # fmt: skip
-    """Merge attention over the parts of one head into one softmax, weighted by their log-sum-exps;
-    an empty part has one of minus infinity."""
-    head, dim = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
+    """Merge some channels of attention over the parts of one head into one softmax, weighted by
+    their log-sum-exps; an empty part has one of minus infinity. Up to PARTS of them are loaded at
+    once, so that there is one trip to memory."""
+    head, dim = tl.program_id(0).to(tl.int64), tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     top = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
-    mixed = tl.zeros([WIDE], tl.float32)
+    mixed = tl.zeros([CHANNELS], tl.float32)
     for start in range(0, parts, PARTS):
         part = start + tl.arange(0, PARTS)
-        at = head * head_step + part * part_step
-        weight = tl.load(lses + at, mask=part < parts, other=float("-inf")).to(tl.float32)
+        at, there = head * parts + part, (part < parts)[:, None] & (dim < DIM)
+        weight = tl.load(lses + at, mask=part < parts, other=float("-inf"))
+        rows = tl.load(outs + at[:, None] * DIM + dim, mask=there, other=0.0)
         highest = tl.maximum(top, tl.max(weight, 0))
         shift = tl.where(highest == float("-inf"), 0.0, highest)
         weight, shrink = tl.exp(weight - shift), tl.exp(top - shift)
-        there = (part < parts)[:, None] & (dim < DIM)
-        rows = tl.load(outs + at[:, None] * DIM + dim, mask=there, other=0.0).to(tl.float32)
         mixed = mixed * shrink + tl.sum(rows * weight[:, None], 0)
         total = total * shrink + tl.sum(weight, 0)
         top = highest
     zero = tl.arange(0, 1)
-    tl.store(lse + head + zero, top + tl.log(total))
+    tl.store(lse + head + zero, top + tl.log(total), mask=(tl.program_id(1) == 0) & (zero == 0))
     tl.store(out + head * DIM + dim, mixed / tl.where(total > 0, total, 1.0), mask=dim < DIM)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _merge_apart(
+    parts, out, lse, ob, oh, ot, tokens, HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
+    QUERIES: tl.constexpr,
+):  # fmt: skip
+    """Merge a few parts, each of which has tensors of its own (attention, log-sum-exp and their
+    strides), of some queries of one head into one softmax."""
+    this = tl.program_id(1).to(tl.int64)
+    batch, head = this // HEADS, this % HEADS
+    query, dim = tl.program_id(0).to(tl.int64) * QUERIES + tl.arange(0, QUERIES), tl.arange(0, WIDE)
+    there = (query < tokens)[:, None] & (dim < DIM)
+    top = tl.full([QUERIES], float("-inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    mixed = tl.zeros([QUERIES, WIDE], tl.float32)
+    for index in tl.static_range(len(parts)):
+        part, part_lse, pb, ph, pt, lb, lh, lt = parts[index]
+        row = tl.load(part + batch * pb + head * ph + query[:, None] * pt + dim, mask=there, other=0.0).to(tl.float32)
+        weight = tl.load(part_lse + batch * lb + head * lh + query * lt, mask=query < tokens, other=0.0)
+        highest = tl.maximum(top, weight)
+        shift = tl.where(highest == float("-inf"), 0.0, highest)
+        weight, shrink = tl.exp(weight - shift), tl.exp(top - shift)
+        mixed = mixed * shrink[:, None] + row * weight[:, None]
+        total = total * shrink + weight
+        top = highest
+    tl.store(lse + this * tokens + query, top + tl.log(total), mask=query < tokens)
+    mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
+    tl.store(out + batch * ob + head * oh + query[:, None] * ot + dim, mixed, mask=there)

@@ -144,6 +144,13 @@ def merge_attention() -> Iterator[OpCase]:
     outs, lses = [random(i, 2, 3, 9, 16) for i in range(2)], [5 * random(i, 2, 3, 9) for i in range(3, 5)]
     lses[1][:, :, :4] = float("-inf")  # queries that saw no key of this part
     yield OpCase("merge_attention", "many-tokens", (outs, lses))
+    views = [random(i, 2, 5, 7, 48).transpose(1, 2)[:, 4:] for i in range(2)], [lse[:, :, 4:] for lse in lses]
+    yield OpCase("merge_attention", "views-dim48", views)
+
+
+def merge_attention_with_lse() -> Iterator[OpCase]:
+    for case in merge_attention():
+        yield case._replace(op="merge_attention_with_lse")
 
 
 # queries, keys, place of the first query, window
@@ -364,9 +371,9 @@ def coded() -> Iterator[OpCase]:
 
 def cases() -> list[OpCase]:
     groups = (
-        coded, segment_attention, segment_attention_with_lse, merge_attention, prefill_attention, windowed, column_sums,
-        prefill_attention_with_column_sums, gather_rows, gather_tiers, row_scores, page_scores, token_rows,
-        pick_channels, mean_counts, live_scores, rotate, channel_sums, channel_scores, group_weights, group_margins,
-        pq_weights, pq_weights_far, top_k, rebuild_keys,
+        coded, segment_attention, segment_attention_with_lse, merge_attention, merge_attention_with_lse,
+        prefill_attention, windowed, column_sums, prefill_attention_with_column_sums, gather_rows, gather_tiers,
+        row_scores, page_scores, token_rows, pick_channels, mean_counts, live_scores, rotate, channel_sums,
+        channel_scores, group_weights, group_margins, pq_weights, pq_weights_far, top_k, rebuild_keys,
     )  # fmt: skip
     return [case for group in groups for case in group()]

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from kernels import ops
 from kernels.dispatch import use_backend
 from kernels.reference import Segment
-from tests.kernels.op_cases import device_of
+from tests.kernels.op_cases import device_of, random
 
 WITH_TRITON = [op for op in ops.ALL if "triton" in op.targets]
 ROOT = Path(__file__).parents[2]
@@ -54,6 +55,20 @@ def test_more_query_heads_than_a_program_holds_go_elsewhere() -> None:
             assert "got 65" in str(op.refusal("triton", *args)), op.name
         per_head = Segment(k, k, torch.zeros(1, 65, 3, dtype=torch.int64))
         assert ops.segment_attention.refusal("triton", q, [per_head], 1.0) is None
+
+
+@pytest.mark.parametrize("parts", [1, 17, 256, 300])
+def test_all_parts_of_a_head_are_merged(parts: int) -> None:
+    """In one round of loads, or in several where there are more than 256."""
+    pytest.importorskip("triton")
+    from kernels.gpu import decode
+
+    device = device_of("triton")
+    outs, lses = random(1, 6, parts, 80).to(device), 5 * random(2, 6, parts).to(device)
+    lses[:, parts // 2 + 1 :: 3] = float("-inf")  # parts without a key
+    got = decode.merged(outs, lses, outs.new_empty(2, 3, 1, 80))
+    assert_close(got[0].view(6, 80), (outs * lses.softmax(1).unsqueeze(2)).sum(1), atol=1e-5, rtol=0)
+    assert_close(got[1].view(6), lses.logsumexp(1), atol=1e-5, rtol=0)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device takes it by right")

@@ -35,6 +35,7 @@ _READ: dict[str, Callable[..., int]] = {
     "segment_attention": _segments,
     "segment_attention_with_lse": _segments,
     "merge_attention": lambda outs, lses: _whole(*outs),
+    "merge_attention_with_lse": lambda outs, lses: _whole(*outs),
     "coded_attention": lambda q, coded, scale: _whole(*coded[:4]),
     "decode_rows": lambda coded, rows, blocks, dtype: (
         blocks.numel() * sum(x.shape[3] * x.element_size() for x in coded[:4])
