@@ -32,6 +32,7 @@ gather_tiers = Op("gather_tiers", triton="kernels.gpu.copy", cpu="kernels.cpu.co
 put_rows = Op("put_rows", triton="kernels.gpu.copy", cpu="kernels.cpu.copy", torch="kernels.reference")
 row_scores = Op("row_scores", triton="kernels.gpu.scores", cpu="kernels.cpu.scores", torch="kernels.reference")
 live_scores = Op("live_scores", triton="kernels.gpu.scores", torch="kernels.reference")
+add_received = Op("add_received", triton="kernels.gpu.received", torch="kernels.reference")
 page_scores = Op("page_scores", triton="kernels.gpu.scores", cpu="kernels.cpu.scores", torch="kernels.pages")
 token_rows = Op("token_rows", triton="kernels.gpu.pages", torch="kernels.pages")
 channel_scores = Op("channel_scores", triton="kernels.gpu.channels", torch="kernels.reference")

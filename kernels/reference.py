@@ -236,6 +236,19 @@ def live_scores(q: Tensor, x: Tensor | Ragged, live: Tensor) -> Tensor:
     return without_missing(filled(ops.row_scores(q, x)), live, float("-inf"))
 
 
+def add_received(sums: Tensor, q: Tensor, k: Tensor | Ragged, lse: Tensor, scale: float, live: Tensor | None) -> None:
+    """Add the attention weights that one query of each sequence gives its first `live` tokens (all
+    of them if None), summed over the query heads of each KV head, to the first S entries of `sums`
+    [B G C] (fp32), in place. H2O (arXiv 2306.14048)
+
+    q [B H 1 D], k [B G S D], lse [B H]: the log-sum-exp of each query's whole softmax."""
+    logits = filled(ops.row_scores(q.view(*k.shape[:2], -1, q.shape[3]), k)).flatten(1, 2)
+    weights = (logits * scale - lse.unsqueeze(-1)).exp()
+    if live is not None:
+        weights = without_missing(weights, live, 0)
+    sums[..., : k.shape[2]].add_(weights.unflatten(1, (k.shape[1], -1)).sum(2))
+
+
 @by_sequence
 def channel_scores(q: Tensor, x: Tensor, channels: Tensor) -> Tensor:
     """Multiply queries and keys in the chosen channels alone. q [B G g r], x [B G D S], channels

@@ -56,7 +56,7 @@ class H2OKeep(Keep, capturable=True, of_each={"received": Padded(2)}):
     def decode(self, x: AttnInput) -> Tensor:
         stored = self.store.since(0)
         out, lse = sink_logits.segment_attention_with_lse(x.q, [stored], self.spec.scale, self.spec.sink_logits)
-        self._count(self.layer.weights(x.q, stored, lse))
+        ops.add_received(self.received, x.q, stored.k, lse, self.spec.scale, stored.live)
         return out
 
     def _count(self, sums: Tensor) -> None:

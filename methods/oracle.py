@@ -38,9 +38,13 @@ class OracleRead(Select, capturable=True, of_each={}):
     def select(self, q: Tensor, top: int) -> Tensor:
         stored = self.store.since(0)
         assert self.plan is not None
-        logits = filled(ops.row_scores(q.view(*stored.k.shape[:2], self.spec.group, -1), stored.k))
-        logits = stored.without_missing(logits * self.spec.scale, float("-inf"))
-        weights = softmax(logits, self.spec.sink_logits).sum(2)  # [B G S]
+        grouped = q.view(*stored.k.shape[:2], self.spec.group, -1)
+        live = stored.live
+        logits = ops.row_scores(grouped, stored.k) if live is None else ops.live_scores(grouped, stored.k, live)
+        if self.spec.sink_logits is None:
+            weights = filled(ops.group_weights(logits, self.spec.scale, "sum"))  # [B G S]
+        else:
+            weights = softmax(filled(logits) * self.spec.scale, self.spec.sink_logits).sum(2)
         middle = spanned(weights, self.plan.sinks, self.sealed - self.plan.local)
         rows: Tensor = ops.top_k(middle, top)
         return rows

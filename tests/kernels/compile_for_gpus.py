@@ -92,6 +92,8 @@ def compile_cases(dtypes: list[torch.dtype]) -> None:
             compile_block(*drawn(shape, dtype))
         x = torch.zeros(1, 2, 50, 128, dtype=dtype)
         for held in (x, Ragged([x])):
+            lse, query = torch.zeros(1, 8), torch.zeros(1, 8, 1, 128, dtype=dtype)
+            launch("add_received", torch.zeros(1, 2, 64), query, held, lse, 0.1, torch.ones(1, dtype=torch.int64))
             launch("put_rows", held, torch.zeros(1, 2, 9, dtype=torch.int64), x[:, :, :9])
         launch("kmeans", torch.zeros(3, 500, 32), torch.arange(70), 1, 0.0)  # always fp32
 

@@ -13,6 +13,7 @@ from torch.testing import assert_close
 
 from kernels import ops, reference
 from kernels.dispatch import REFERENCE, use_backend
+from kernels.ragged import Ragged
 from tests.kernels.guarded import guarded
 from tests.kernels.op_cases import OpCase, by_channel, cases, converted, device_of, pick, random, stored
 
@@ -108,6 +109,7 @@ def _assert_best(scores: Tensor, rows: Tensor) -> None:
 
 def test_every_operation_has_cases() -> None:
     elsewhere = {
+        "add_received",
         "kmeans",
         "put_rows",
         "attention_inputs",
@@ -132,6 +134,25 @@ def test_segments_are_one_softmax_over_their_union() -> None:
     wanted = scaled_dot_product_attention(q, keys, values, scale=0.3)
     got = reference.segment_attention(q, [reference.Segment(*part) for part in parts], 0.3)
     assert_close(got, wanted, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("unequal", [False, True], ids=["alike", "unequal"])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=NAMES.get)
+@pytest.mark.parametrize("backend", ops.add_received.targets)
+def test_received_attention_is_added_to_what_there_is(backend: str, dtype: torch.dtype, unequal: bool) -> None:
+    """Behind the tokens that there are memory holds anything, and sums stay as they were."""
+    keys, live = stored(1, 2, 3, 150, 48), torch.tensor([70, 131])
+    keys[0, :, 70:], keys[1, :, 131:] = float("nan"), float("nan")
+    given = random(3, 2, 3, 160), random(4, 2, 6, 1, 48), keys, 3 + random(5, 2, 6)
+    sums, q, keys, lse = converted(given, dtype, device_of(backend))
+    sums, lse, live = sums.float(), lse.float(), live.to(sums.device)
+    weights = (q.double().view(2, 3, 2, 48) @ keys.double().mT * 0.3 - lse.view(2, 3, 2, 1)).exp().sum(2)
+    wanted = sums.double() + torch.cat([weights, torch.zeros_like(weights[..., :10])], -1).nan_to_num(0)
+    held = Ragged([keys[:1, :, :100], keys[1:, :, :140]]) if unequal else keys
+    with use_backend(backend), guarded((q, keys), backend):
+        assert ops.add_received.refusal(backend, sums, q, held, lse, 0.3, live) is None
+        ops.add_received(sums, q, held, lse, 0.3, live)
+    assert_close(sums.double(), wanted, atol=TOLERANCE[dtype] * wanted.abs().max().item(), rtol=0)
 
 
 @pytest.mark.parametrize("layout", ["heads outside", "tokens outside", "inner view"])
