@@ -38,7 +38,7 @@ AXIS = {  # of a kernel's grid: that of heads, rows or problems, whose number mu
     "_margins": 1, "_copy": 1,
     "_from_tiers": 1, "_nearest": 1, "_sums": 0, "_table": 0, "_look_up": 1, "_rows": 1, "_columns": 1, "_rebuild": 1,
     "_scores": 1, "_best": 0, "_norm": 0, "_turn": 2, "_gate": 0, "_attend_codes": 0, "_decode_rows": 1,
-    "_token_rows": 1, "_pick": 0, "_mean": 0,
+    "_token_rows": 1, "_pick": 0, "_mean": 0, "_receive": 1,
 }  # fmt: skip
 CASES = (
     "segment_attention-gqa4-dim128-per-head", "merge_attention-many-tokens", "windowed_attention-near-dim128",
@@ -133,7 +133,8 @@ def test_kmeans_and_blocks(far: Far) -> None:
         x, rows = stored(1, 1, 2, 9, 8), torch.zeros(1, 2, 3, dtype=torch.int64)
         for held in (x, Ragged([x])):
             ops.put_rows(held, rows, stored(2, 1, 2, 3, 8))
-    assert far.ran == {"_nearest", "_sums", "_turn", "_norm", "_gate", "_copy"}
+            ops.add_received(torch.zeros(1, 2, 9), stored(3, 1, 4, 1, 8), held, torch.zeros(1, 4), 1.0, None)
+    assert far.ran == {"_nearest", "_sums", "_turn", "_norm", "_gate", "_copy", "_receive"}
 
 
 def test_every_kernel_is_among_them() -> None:
