@@ -23,11 +23,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([turning * cos + _half_turn(turning) * sin, still], -1)
 
 
-def unrotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Undo `rotate`. It divides by cos^2 + sin^2, which is not one if RoPE scaling (YaRN) stretches
-    both."""
+def unrotate(x: Tensor, cos: Tensor, sin: Tensor, by: Callable[[Tensor, Tensor, Tensor], Tensor] = rotate) -> Tensor:
+    """Undo `rotate`, with `by`, a function that rotates as it does. It divides by cos^2 + sin^2,
+    which is not one if RoPE scaling (YaRN) stretches both."""
     norm = cos.square() + sin.square()
-    return rotate(x, cos / norm, -sin / norm)
+    return by(x, cos / norm, -sin / norm)
 
 
 def rotate_by(x: Tensor, distance: int, rope: Callable[[Tensor], tuple[Tensor, Tensor]], text: int = 0) -> Tensor:

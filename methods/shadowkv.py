@@ -32,7 +32,7 @@ from kernels.ragged import Ragged, filled, leading
 from kernels.reference import Segment
 from methods.base import Attended, AttnInput, CacheState, Cost, Grids, KVLayer, LayerSpec, LayerWorkload, Method
 from methods.base.cost import PeakExtra
-from methods.base.pieces import TOKENS_AT_ONCE, pieces
+from methods.base.pieces import pieces, tokens_at_once
 from methods.base.state import queues
 from methods.layers import Layer, Padded, Read
 from methods.parts import costs
@@ -104,7 +104,7 @@ class ShadowRead(HitCache, Read[ChunkPlan], capturable=True, of_each=OF_EACH):
         batch, groups, tokens, dim = keys.shape
         joint = torch.empty(batch, tokens, groups * dim, device=keys.device)
         by_head = joint.unflatten(2, (groups, dim)).transpose(1, 2)
-        for part in pieces(tokens):
+        for part in pieces(tokens, at_once=tokens_at_once(keys.device)):
             positions = torch.arange(part.start, part.stop, device=keys.device)
             by_head[:, :, part] = self.rope_table.unrotate(keys[:, :, part], positions)
         u, basis = low_rank(joint, self.method.rank_of(tokens, groups * dim), self.method.solver)
@@ -115,12 +115,15 @@ class ShadowRead(HitCache, Read[ChunkPlan], capturable=True, of_each=OF_EACH):
         """Compute the landmarks, the mean keys by which chunks are found, and pick as outliers the
         `outliers` chunks that their mean represents worst; these get no landmark. keys [B G N c D]:
         N chunks of c tokens"""
-        at_once = keys.split(max(1, TOKENS_AT_ONCE // self.method.chunk), 2)
+        at_once = keys.split(max(1, tokens_at_once(keys.device) // self.method.chunk), 2)
         means, lowest = (torch.cat(parts, 2) for parts in zip(*map(landmarks, at_once), strict=True))
         self.outliers = ops.top_k(-lowest, outliers)
-        others = torch.ones_like(lowest, dtype=torch.bool).scatter(2, self.outliers, False)
-        numbers = torch.arange(lowest.shape[2], device=lowest.device).expand(lowest.shape)
-        chunks = numbers[others].view(*lowest.shape[:2], -1)
+        count = lowest.shape[2]
+        others = torch.ones_like(lowest, dtype=torch.int64).scatter(2, self.outliers, 0)
+        places = torch.where(others > 0, others.cumsum(2) - 1, count - outliers)  # the last one is for all outliers
+        numbers = torch.arange(count, device=lowest.device).expand(lowest.shape)
+        chunks = numbers.new_empty(*lowest.shape[:2], count - outliers + 1).scatter_(2, places, numbers)[..., :-1]
+        chunks = chunks.contiguous()
         self.landmarks = ops.gather_rows(means, chunks).to(self.request.dtype)
         self.chunks = chunks.unsqueeze(-1)
 

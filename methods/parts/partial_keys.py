@@ -15,7 +15,7 @@ from kernels.lowrank import directions, gram
 from kernels.per_sequence import PerSequence, per_sequence
 from kernels.ragged import with_free_slots
 from methods.base import CacheState
-from methods.base.pieces import pieces
+from methods.base.pieces import pieces, tokens_at_once
 
 
 def skewing(q: Tensor, groups: int) -> Tensor:
@@ -37,7 +37,7 @@ def column_mass(x: Tensor, groups: int, skew: Tensor | None) -> Tensor:
     the KV head itself (keys) or of its query heads. x [B G T D] or [B H T D]; `groups`: G; `skew`:
     A [G D D]. Return [B G D] fp32."""
     mass = torch.zeros(x.shape[0], groups, x.shape[3], device=x.device)
-    for part in pieces(x.shape[2]):
+    for part in pieces(x.shape[2], at_once=tokens_at_once(x.device)):
         grouped = x[:, :, part].float().unflatten(1, (groups, -1)).flatten(2, 3)  # [B G g*t D]
         mass += skewed(grouped, skew).abs().sum(2)
     return mass

@@ -4,6 +4,7 @@ forth exactly."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import cast
 
 import torch
@@ -78,7 +79,7 @@ class RopeTable:
     def unrotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Undo the rotation of rows [B G K D] that stand at `positions`, [K] or [B G K]. Return
         fp32."""
-        return self._apply(rope.unrotate, x, positions)
+        return self._apply(partial(rope.unrotate, by=ops.rotate), x, positions)
 
     def move(self, x: Tensor, positions: Tensor, target: int) -> Tensor:
         """Rotate rows [B G K D] that are rotated to `positions` so that all stand at the one

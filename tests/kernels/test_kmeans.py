@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from kernels import ops
 from kernels.dispatch import use_backend
-from kernels.lowrank import SOLVERS, low_rank
+from kernels.lowrank import SOLVERS, gram, leading, low_rank
 from tests.kernels.guarded import guarded
 from tests.kernels.op_cases import converted
 
@@ -97,3 +97,61 @@ def test_the_product_is_the_truncated_svd(solver: str, rows: int, rank: int) -> 
     torch.testing.assert_close((u @ basis).double(), left @ torch.diag_embed(values) @ right, atol=1e-4, rtol=1e-3)
     assert u.shape == (2, rows, min(rank, rows))
     assert u.dtype == torch.float32
+
+
+def spectrum(name: str, size: int, rank: int) -> Tensor:
+    """Return singular values [size] of keys, the largest first."""
+    place = torch.arange(1, size + 1, dtype=torch.float64)
+    falling = place**-0.75  # as keys before their rotation have it
+    return {
+        "as of keys": falling.index_fill(0, torch.tensor([0]), 10),  # with a mean key far from zero
+        "nearly equal at the rank": torch.where((place - rank).abs() < 9, falling[rank] * (1 - 1e-6 * place), falling),
+        "of a huge range": torch.logspace(0, -6, size, dtype=torch.float64),
+        "hardly falling": torch.linspace(1, 0.9, size, dtype=torch.float64),
+        "of few directions": falling * (place <= rank // 2),
+    }[name]
+
+
+def drawn(values: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Return a matrix [rows C] with these singular values [C] and its right singular vectors, in fp64."""
+    draw = torch.Generator().manual_seed(2)
+    sides = (torch.randn(count, len(values), dtype=torch.float64, generator=draw) for count in (rows, len(values)))
+    left, right = (torch.linalg.qr(side).Q for side in sides)
+    return (left * values) @ right.mT, right
+
+
+@pytest.mark.parametrize(
+    ("name", "alone"),
+    [
+        ("as of keys", True), ("nearly equal at the rank", True), ("of a huge range", True), ("hardly falling", False),
+        ("of few directions", None),
+    ],
+)  # fmt: skip
+def test_the_strongest_directions_alone_are_those_of_all(name: str, alone: bool | None) -> None:
+    """Rebuilt rows differ from those of the exact truncation by less than bfloat16's rounding, which is 2^-9 of an
+    entry: by 2^-12 of a row, and of the entries of ordinary size. A spectrum that hardly falls is left to the solver
+    of all directions."""
+    rank, size = 80, 512
+    x, right = drawn(spectrum(name, size, rank), 1100)
+    x[:40] = x[40:80]  # rows that come twice
+    x[80:90] = 0
+    right = torch.linalg.svd(x, full_matrices=False).Vh.mT
+    exact = x @ right[:, :rank] @ right[:, :rank].mT
+    basis = leading(gram(x), rank)
+    if alone is not None:
+        assert (basis is not None) == alone
+    u, factor = low_rank(x.float(), rank, "gram_fp64")
+    rebuilt = [(u @ factor).double(), *([] if basis is None else [x @ basis @ basis.mT])]
+    for rows in rebuilt:
+        wrong = (rows - exact).norm(dim=1)
+        assert bool((wrong <= 2**-12 * x.norm(dim=1)).all())
+        assert_close(rows, exact, rtol=2**-9, atol=2**-9 * float(exact.square().mean().sqrt()))
+
+
+@pytest.mark.parametrize(("rows", "rank"), [(60, 60), (100, 80)])
+def test_fewer_rows_than_directions(rows: int, rank: int) -> None:
+    x = torch.randn(2, rows, 512)
+    x[1] = 0
+    u, basis = low_rank(x, rank, "gram_fp64")
+    left, values, right = torch.linalg.svd(x.double(), full_matrices=False)
+    assert_close((u @ basis).double(), (left[..., :rank] * values[:, None, :rank]) @ right[:, :rank], atol=1e-5, rtol=0)
