@@ -185,12 +185,6 @@ def spanned(x: Tensor | Ragged, start: int, end: int | PerSequence) -> Tensor:
     return leading(filled(x)[..., start:], end - start)
 
 
-def repeated(x: Tensor | Ragged, times: int) -> Tensor | Ragged:
-    """Repeat each entry of rows [B ... S] `times` times. Return [B ... S * times]."""
-    entries = filled(x).repeat_interleave(times, -1)
-    return Ragged.filled_up(entries, x.sizes * times, entries.dim() - 1) if isinstance(x, Ragged) else entries
-
-
 def too_few(x: Tensor | Ragged, count: int | PerSequence) -> bool:
     """Return whether `count` asks more of some sequence's rows x [B ... S] than they have entries;
     False if only the device knows the count."""

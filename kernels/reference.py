@@ -249,7 +249,20 @@ def add_received(sums: Tensor, q: Tensor, k: Tensor | Ragged, lse: Tensor, scale
     sums[..., : k.shape[2]].add_(weights.unflatten(1, (k.shape[1], -1)).sum(2))
 
 
-@by_sequence
+def row_weights(
+    q: Tensor, x: Tensor | Ragged, scale: float, reduce: str, live: Tensor | None = None
+) -> Tensor | Ragged:
+    """Turn the products of the query heads of each group with every row of an index (`row_scores`)
+    into one softmax weight per KV head and row (`group_weights`). q [B G g C], x [B G S C] ->
+    [B G S] (fp32)
+
+    live: only the first `live` rows of each sequence ([1] or [B], int64) count, as in
+    `live_scores`; the others weigh nothing, and the result is one tensor for all sequences."""
+    scores = ops.row_scores(q, x) if live is None else ops.live_scores(q, x, live)
+    weights: Tensor | Ragged = ops.group_weights(scores, scale, reduce)
+    return weights
+
+
 def channel_scores(q: Tensor, x: Tensor, channels: Tensor) -> Tensor:
     """Multiply queries and keys in the chosen channels alone. q [B G g r], x [B G D S], channels
     [B G r] -> [B G g S] (fp32)
@@ -262,10 +275,19 @@ def channel_scores(q: Tensor, x: Tensor, channels: Tensor) -> Tensor:
 @by_sequence
 def channel_sums(q: Tensor, x: Tensor, channels: Tensor) -> tuple[Tensor, Tensor]:
     """Multiply queries and keys in the chosen channels alone, as `channel_scores` does. Return the
-    sums of the products over the g query heads of a group, [B G S], and each head's log-sum-exp of
-    its products over all tokens, [B G g]."""
+    sums of the products over the g query heads of a group, [B G S], and for each head the
+    log-sum-exps of its products over P parts of the tokens, [B G g P]; here P is 1."""
     scores = channel_scores(q, x, channels)
-    return scores.sum(2), scores.logsumexp(-1)
+    return scores.sum(2), scores.logsumexp(-1, keepdim=True)
+
+
+@by_sequence
+def channel_weights(q: Tensor, x: Tensor, channels: Tensor, scale: float, reduce: str, times: int) -> Tensor:
+    """Turn the products of queries and keys in the chosen channels (`channel_scores`) into one
+    softmax weight per KV head and token (`group_weights`), and repeat each `times` times, for the
+    tokens of a page. q [B G g r], x [B G D S], channels [B G r] -> [B G S * times] (fp32)"""
+    weights: Tensor = ops.group_weights(channel_scores(q, x, channels), scale, reduce)
+    return weights if times == 1 else weights.repeat_interleave(times, -1)
 
 
 @by_sequence

@@ -39,11 +39,11 @@ class OracleRead(Select, capturable=True, of_each={}):
         stored = self.store.since(0)
         assert self.plan is not None
         grouped = q.view(*stored.k.shape[:2], self.spec.group, -1)
-        live = stored.live
-        logits = ops.row_scores(grouped, stored.k) if live is None else ops.live_scores(grouped, stored.k, live)
         if self.spec.sink_logits is None:
-            weights = filled(ops.group_weights(logits, self.spec.scale, "sum"))  # [B G S]
+            weights = filled(ops.row_weights(grouped, stored.k, self.spec.scale, "sum", stored.live))  # [B G S]
         else:
+            live = stored.live
+            logits = ops.row_scores(grouped, stored.k) if live is None else ops.live_scores(grouped, stored.k, live)
             weights = softmax(filled(logits) * self.spec.scale, self.spec.sink_logits).sum(2)
         middle = spanned(weights, self.plan.sinks, self.sealed - self.plan.local)
         rows: Tensor = ops.top_k(middle, top)

@@ -32,7 +32,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kernels import ops
-from kernels.ragged import leading, repeated
+from kernels.ragged import leading
 from methods.base import Cost, Grids, LayerSpec, LayerWorkload, Plan
 from methods.layers import Select
 from methods.parts import costs
@@ -75,9 +75,8 @@ class RocketRead(Select, capturable=True, of_each={"bounds": 3, "channels": None
         groups = q.view(q.shape[0], self.spec.num_kv_heads, self.spec.group, -1)
         # per page the largest key where the group's q is positive, else the smallest, which is stored after the largest
         channels, picked, _ = ops.pick_channels(groups, self.channels, self.spec.scale, False, self.size > 1)
-        logits = ops.channel_scores(picked, self.bounds, channels)
-        weights = ops.group_weights(logits, 1.0, "sum")  # [B G P]
-        rows: Tensor = ops.top_k(leading(repeated(weights, self.size), self.sealed), top)
+        weights = ops.channel_weights(picked, self.bounds, channels, 1.0, "sum", self.size)  # of each token
+        rows: Tensor = ops.top_k(leading(weights, self.sealed), top)
         return rows
 
     def form(self) -> int | None:

@@ -130,8 +130,8 @@ class ShadowRead(HitCache, Read[ChunkPlan], capturable=True, of_each=OF_EACH):
     def select(self, q: Tensor, top: int) -> Tensor:
         """Return the numbers of the `top` chunks to read, by the products of the query with the
         landmarks. q [B H 1 D] -> [B G top]"""
-        logits = ops.row_scores(q.view(*self.landmarks.shape[:2], self.spec.group, -1), self.landmarks)
-        weights = ops.group_weights(logits, self.spec.scale, "largest")
+        grouped = q.view(*self.landmarks.shape[:2], self.spec.group, -1)
+        weights = ops.row_weights(grouped, self.landmarks, self.spec.scale, "largest")
         return leading(filled(ops.gather_rows(self.chunks, ops.top_k(weights, top))).squeeze(-1), top)
 
     def read(self, x: AttnInput, plan: ChunkPlan) -> Tensor:

@@ -49,7 +49,7 @@ class SparQRead(Select, capturable=True, of_each={"by_channel": 3, "value_sum": 
     by_channel: Rows | BatchedHostRows | Tensor | None = None  # the middle keys [B G D M]
     value_sum: Tensor  # [B G 1 D] fp32, over every token so far
     # of the selection that is being read for the first time: queries in the picked channels alone [B G g D], not
-    # scaled, and the log-sum-exp that all middle tokens together get from them [B G g], in fp32
+    # scaled, and the log-sum-exps that parts of the middle tokens get from them [B G g P], in fp32
     approximate: tuple[Tensor, Tensor] | None = None
     covered: Tensor  # [B G g 1] fp32, the share of the approximate softmax on the tokens read
 
@@ -84,7 +84,7 @@ class SparQRead(Select, capturable=True, of_each={"by_channel": 3, "value_sum": 
         outs, lse = ops.segment_attention_with_lse(both, segments, self.spec.scale)
         _, always = ops.segment_attention_with_lse(query.view_as(q), self.always_read(), self.spec.scale)
         lse = lse.view(batch, groups, 2 * group)
-        read, every = lse[..., group:], torch.logaddexp(always.view_as(middle), middle)
+        read, every = lse[..., group:], torch.logaddexp(always.view(batch, groups, group), middle.logsumexp(-1))
         out = outs.view(batch, groups, -1, dim)[:, :, :group].reshape(q.shape)
         if (sinks := self.spec.sink_logits) is not None:  # each is a token without a value that is always read
             own = lse[..., :group].flatten(1)
@@ -104,7 +104,8 @@ class SparQRead(Select, capturable=True, of_each={"by_channel": 3, "value_sum": 
 
     def _scores(self, picked: Tensor, channels: Tensor) -> tuple[Tensor, Tensor]:
         """Return the approximate logits of the middle tokens, which are all between sinks and
-        window, summed over each group's query heads, [B G M], and each head's log-sum-exp, [B G g].
+        window, summed over each group's query heads, [B G M], and each head's log-sum-exps of parts of
+        the tokens, [B G g P].
         picked [B G g r]: queries in the channels [B G r]. Keys may lie on the host; then at most
         these channels of them move."""
         copy, far, fetch = self.by_channel, self.layer.far, self.cache.fetch

@@ -164,7 +164,11 @@ def _scores(x: Inputs) -> Iterator[OpCase]:
     yield OpCase("channel_sums", f"SparQ, {x.tokens} of {CHANNELS}", picked)
     pages, facing = round(KEPT * x.tokens / BOUNDED), round(FACING * dim)
     bounds = x.grouped(facing), x.random(1, groups, 2 * dim, pages), x.rows(groups, 2 * dim, facing)
-    yield OpCase("channel_scores", f"RocketKV, {pages} of {facing}", bounds)
+    yield OpCase("channel_weights", f"RocketKV, {pages} of {facing}", (*bounds, x.scale, "sum", BOUNDED))
+    landmarks = x.random(1, groups, x.tokens // CHUNK, dim)
+    yield OpCase(
+        "row_weights", f"ShadowKV, {landmarks.shape[2]} of {dim}", (x.grouped(dim), landmarks, x.scale, "largest")
+    )
     yield OpCase("group_weights", f"{x.tokens}, sum", (x.logits, x.scale, "sum"))
     yield OpCase("group_weights", f"{x.tokens}, largest", (x.logits, x.scale, "largest"))
     yield OpCase("group_margins", f"InfiniGen, {x.tokens}", (x.logits, x.tokens, ALPHA))

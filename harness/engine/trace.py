@@ -28,10 +28,10 @@ METHOD = "method"
 # Bytes of an index that operations which score candidates read, by their arguments. Also where the arguments were
 # gathered for the operation, the index is read once.
 INDEX_BYTES: dict[str, Callable[..., int]] = {
-    **dict.fromkeys(("row_scores", "page_scores", "live_scores"), lambda q, x, *live: int(x.nbytes)),
+    **dict.fromkeys(("row_scores", "row_weights", "page_scores", "live_scores"), lambda q, x, *_: int(x.nbytes)),
     **dict.fromkeys(
-        ("channel_scores", "channel_sums"),
-        lambda q, x, channels: int(channels.numel() * x.shape[3] * x.element_size()),
+        ("channel_weights", "channel_sums"),
+        lambda q, x, channels, *_: int(channels.numel() * x.shape[3] * x.element_size()),
     ),
     "pq_weights": lambda q, centroids, codes, scale: int(centroids.nbytes + codes.nbytes),
 }

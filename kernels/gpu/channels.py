@@ -1,4 +1,8 @@
-"""Computes scores from a few channels of the keys, summed over the query heads (SparQ)."""
+"""Computes scores from a few channels of the keys: summed over the query heads (SparQ), or as
+softmax weights (RocketKV).
+
+A few channels are too few for tensor cores, whose tiles they would not fill: each key is read once
+and multiplied with the numbers of all query heads of its group."""
 
 from __future__ import annotations
 
@@ -8,34 +12,44 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu import common
-from kernels.gpu.choose import log_sum_exp
-from kernels.gpu.common import DTYPES, head_rows, located, padded, product, unfit, unfit_group, unfit_shape
+from kernels.gpu.choose import row_log_sum_exp, weights
+from kernels.gpu.common import DTYPES, head_rows, located, padded, unfit, unfit_group, unfit_shape, wide_rows
 from kernels.ragged import Ragged, first_of
 
-_BLOCK = 128  # tokens
-_MOST_CHANNELS = 64  # channels that are taken at once
+_BLOCK = 1024  # tokens
+_STEP = 16  # channels that are loaded at once
+_HEADS = 8  # query heads that are multiplied at once
 
 
 def channel_sums(q: Tensor, x: Tensor | Ragged, channels: Tensor) -> tuple[Tensor | Ragged, Tensor]:
     """Multiply queries q [B G g r] and keys x [B G D S] in r chosen channels [B G r] alone. Return
-    the sum over the group, [B G S], and each head's log-sum-exp, [B G g], as kernels/reference.py
-    defines it. Channels are not copied, scores not stored."""
-    (batch, groups, heads, _), count = q.shape, x.shape[3]
-    sums = q.new_empty((batch, groups, count), dtype=torch.float32)
-    lses = q.new_empty((batch, groups, heads, triton.cdiv(count, _BLOCK)), dtype=torch.float32)
-    _run(q, x, channels, sums=sums, lses=lses)
-    return Ragged.filled_up(sums, x.sizes) if isinstance(x, Ragged) else sums, log_sum_exp(lses, 1.0)
+    the sum over the group, [B G S], and log-sum-exps for each head, [B G g P], as
+    kernels/reference.py defines it; here of the P blocks of tokens. Channels are not copied, scores
+    not stored."""
+    sums = wide_rows(q, (*q.shape[:2], x.shape[3]))
+    lses = q.new_empty((*q.shape[:3], triton.cdiv(x.shape[3], _BLOCK)), dtype=torch.float32)
+    _run(q, x, channels, 1.0, sums, lses, summed=True)
+    return Ragged.filled_up(sums, x.sizes) if isinstance(x, Ragged) else sums, lses
 
 
-def channel_scores(q: Tensor, x: Tensor | Ragged, channels: Tensor) -> Tensor | Ragged:
-    """Multiply queries q [B G g r] and keys x [B G D S] in r chosen channels [B G r] alone, without
-    copying these, as kernels/reference.py defines it. -> [B G g S]"""
-    scores = q.new_empty((*q.shape[:3], x.shape[3]), dtype=torch.float32)
-    _run(q, x, channels, scores=scores)
-    return Ragged.filled_up(scores, x.sizes, 3) if isinstance(x, Ragged) else scores
+def channel_weights(
+    q: Tensor, x: Tensor | Ragged, channels: Tensor, scale: float, reduce: str, times: int
+) -> Tensor | Ragged:
+    """Compute the softmax weights of tokens or pages for each group of query heads from a few
+    channels, each weight repeated `times` times, as kernels/reference.py defines it. q [B G g r], x
+    [B G D S], channels [B G r] -> [B G S * times]"""
+    batch, groups, heads, _ = q.shape
+    logits = wide_rows(q, (batch * groups * heads, x.shape[3]))
+    lses = logits.new_empty((len(logits), triton.cdiv(x.shape[3], _BLOCK)))
+    _run(q, x, channels, scale, logits, lses, summed=False)
+    counts = x.counts if isinstance(x, Ragged) else None
+    out = weights(logits, lses, counts, (batch, groups), logits.stride(0), scale, reduce, times)
+    return Ragged.filled_up(out, x.sizes * times) if isinstance(x, Ragged) else out
 
 
-def channel_scores_refuses(q: Tensor, x: Tensor | Ragged, channels: Tensor) -> str | None:
+def channel_weights_refuses(
+    q: Tensor, x: Tensor | Ragged, channels: Tensor, scale: float, reduce: str, times: int
+) -> str | None:
     return channel_sums_refuses(q, x, channels)
 
 
@@ -59,57 +73,76 @@ def channel_sums_refuses(q: Tensor, x: Tensor | Ragged, channels: Tensor) -> str
 
 
 def _run(
-    q: Tensor, x: Tensor | Ragged, channels: Tensor, sums: Tensor | None = None, lses: Tensor | None = None,
-    scores: Tensor | None = None,
-) -> None:  # fmt: skip
+    q: Tensor, x: Tensor | Ragged, channels: Tensor, scale: float, out: Tensor, lses: Tensor, summed: bool
+) -> None:
     (batch, groups, heads, width), count = q.shape, x.shape[3]
     counts = x.counts if isinstance(x, Ragged) else None
     first, places, aligned = located(x)
     _channels[(triton.cdiv(count, _BLOCK), batch * groups)](
-        q.contiguous(), first, places, counts, channels.contiguous(), sums, lses, scores, *first.stride()[:3], count,
-        groups, heads, padded(heads), width, min(_MOST_CHANNELS, padded(width)), _BLOCK, aligned, num_warps=4,
+        q.contiguous(), first, places, counts, channels.contiguous(), out, lses, scale, *first.stride()[:3],
+        out.stride(-2), count, groups, heads, min(_HEADS, padded(heads, 1)), width, summed, _BLOCK, _STEP, aligned,
+        num_warps=4,
     )  # fmt: skip
+
+
+@triton.jit
+def _product(q, keys, step, channels, token, live, row, mine, place, WIDTH: tl.constexpr, WHOLE: tl.constexpr):
+    """Multiply the queries in `row` with a block of tokens in the channel at `place` of the chosen
+    ones. The tile of keys has a first dimension of 1, so that it keeps the layout in which it was
+    loaded."""
+    at = keys + tl.load(channels + place) * step + token[None, :]
+    value = tl.load(at) if WHOLE else tl.load(at, mask=live[None, :], other=0.0)
+    query = tl.load(q + row[:, None] * WIDTH + place, mask=mine[:, None], other=0.0)
+    return query.to(value.dtype).to(tl.float32) * value.to(tl.float32)
+
+
+@triton.jit
+def _products(
+    q, keys, step, channels, token, live, row, mine, WIDTH: tl.constexpr, WHOLE: tl.constexpr, FOLD: tl.constexpr,
+    BLOCK: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Multiply the queries in `row` of q [N WIDTH] with a block of tokens of the keys, in WIDTH
+    channels, of which STEP are loaded at once. WHOLE: all tokens of the block exist, so that they
+    are loaded without a mask, several by one instruction. -> [FOLD BLOCK]"""
+    total = tl.zeros([FOLD, BLOCK], tl.float32)
+    for start in range(0, WIDTH // STEP * STEP, STEP):
+        for place in tl.static_range(STEP):
+            total += _product(q, keys, step, channels, token, live, row, mine, start + place, WIDTH, WHOLE)
+    for place in tl.static_range(WIDTH // STEP * STEP, WIDTH):
+        total += _product(q, keys, step, channels, token, live, row, mine, place, WIDTH, WHOLE)
+    return total
 
 
 @triton.jit(do_not_specialize=["count"])
 def _channels(
-    q, x, places, counts, channels, sums, lses, stored, xb: tl.int64, xg: tl.int64, xc: tl.int64, count,
-    GROUPS: tl.constexpr, HEADS: tl.constexpr, FOLD: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
-    BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
+    q, x, places, counts, channels, out, lses, scale, xb: tl.int64, xg: tl.int64, xc: tl.int64, apart: tl.int64, count,
+    GROUPS: tl.constexpr, HEADS: tl.constexpr, FOLD: tl.constexpr, WIDTH: tl.constexpr, SUM: tl.constexpr,
+    BLOCK: tl.constexpr, STEP: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Compute the scores of a block of tokens from a few channels. If `stored` is given, write them
-    there, else write their sum over the group's heads to `sums` and each head's log-sum-exp to
-    `lses`.
+    """Compute the scores of a block of tokens from a few channels. Write them to `out`, or their
+    sum over the group's heads if SUM; and to `lses` each head's log-sum-exp of the scores times
+    `scale`. Rows of `out` lie `apart` entries apart.
 
     For several sequences, `counts` says how many tokens each has; a block with none of them has a
     log-sum-exp of minus infinity."""
     block, this = tl.program_id(0), tl.program_id(1).to(tl.int64)
     keys, step = head_rows(x, places, this // GROUPS, this % GROUPS, xb, xg, xc, ALIGNED)
-    room = count
     if counts is not None:
         count = tl.load(counts + this // GROUPS).to(tl.int32)
-    token, head = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, FOLD)
-    mine, live = head < HEADS, token < count
-    scores = tl.zeros([FOLD, BLOCK], tl.float32)
-    for start in range(0, WIDTH, STEP):
-        place = start + tl.arange(0, STEP)
-        channel = tl.load(channels + this * WIDTH + place, mask=place < WIDTH, other=0).to(tl.int64)
-        at, real = keys + channel[:, None] * step + token, (place < WIDTH)[:, None]
-        if (block + 1) * BLOCK <= count:  # a full block: without a mask, loads are vectorised
-            tile = tl.load(at, mask=real, other=0.0)
+    token, channels = block * BLOCK + tl.arange(0, BLOCK), channels + this * WIDTH
+    live, summed = token < count, tl.zeros([BLOCK], tl.float32)
+    for first in tl.static_range(0, HEADS, FOLD):
+        head = first + tl.arange(0, FOLD)
+        row, mine = this * HEADS + head, head < HEADS
+        if (block + 1) * BLOCK <= count:
+            scores = _products(q, keys, step, channels, token, live, row, mine, WIDTH, True, FOLD, BLOCK, STEP)
         else:
-            tile = tl.load(at, mask=real & live, other=0.0)
-        of_query = (this * HEADS + head)[:, None] * WIDTH + place
-        query = tl.load(q + of_query, mask=mine[:, None] & (place < WIDTH), other=0.0)
-        scores += product(query.to(tile.dtype), tile)
-    of_head = this * HEADS + head
-    if stored is not None:
-        tl.store(stored + of_head[:, None] * room + token, scores, mask=mine[:, None] & live)
-    else:
-        tl.store(sums + this * room + token, tl.sum(scores, 0), mask=live)  # rows beyond HEADS are zero
-        scores = tl.where(live, scores, float("-inf"))
-        top = tl.max(scores, 1)
-        if counts is not None:
-            top = tl.where(top == float("-inf"), 0.0, top)
-        lse = top + tl.log(tl.sum(tl.exp(scores - top[:, None]), 1))
-        tl.store(lses + of_head * tl.num_programs(0) + block, lse, mask=mine)
+            scores = _products(q, keys, step, channels, token, live, row, mine, WIDTH, False, FOLD, BLOCK, STEP)
+        if SUM:
+            summed += tl.sum(scores, 0)  # rows beyond HEADS are zero
+        else:
+            tl.store(out + row[:, None] * apart + token, scores, mask=mine[:, None] & (token < apart))
+        lse = row_log_sum_exp(tl.where(live, scores * scale, float("-inf")))
+        tl.store(lses + row * tl.num_programs(0) + block, lse, mask=mine)
+    if SUM:
+        tl.store(out + this * apart + token, summed, mask=token < apart)

@@ -3,46 +3,71 @@ the largest logit."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.common import DTYPES, padded, unfit
+from kernels.gpu.common import DTYPES, padded, unfit, wide_rows
 from kernels.per_sequence import PerSequence
 from kernels.ragged import RAGGED, Ragged, filled, too_few
 
 _PIECE = 4096  # entries of a row; a longer row is summed in pieces
 _BLOCK = 1024
+_PARTS = 256  # log-sum-exps of a row that are joined at once
 
 
-def log_sum_exp(logits: Tensor, scale: float, counts: Tensor | None = None) -> Tensor:
-    """Return the log-sum-exp of each row of logits times `scale`. [... S] -> [...] (fp32)
+def log_sum_exp(logits: Tensor, scale: float) -> Tensor:
+    """Return the log-sum-exp of each row of logits times `scale`. [... S] -> [...] (fp32)"""
+    parts = _of_pieces(logits.contiguous().flatten(0, -2), scale, None)
+    return log_sum_exp(parts, 1.0).view(logits.shape[:-1]) if parts.shape[1] > 1 else parts.view(logits.shape[:-1])
+
+
+def _of_pieces(rows: Tensor, scale: float, counts: Tensor | None) -> Tensor:
+    """Return the log-sum-exp of each piece of the rows [N S], whose entries lie side by side, times
+    `scale`. -> [N P] (fp32)
 
     counts [B]: only so many leading entries of each sequence's rows exist; None: all."""
-    count = logits.shape[-1]
-    pieces = triton.cdiv(count, _PIECE)
-    out: Tensor = logits.new_empty((*logits.shape[:-1], pieces), dtype=torch.float32)
+    count = rows.shape[1]
+    out: Tensor = rows.new_empty((len(rows), triton.cdiv(count, _PIECE)), dtype=torch.float32)
     if out.numel():
-        rows = out.numel() // pieces
-        side = min(_BLOCK, triton.next_power_of_2(count))
-        of_each = 1 if counts is None else rows // len(counts)
-        _log_sum_exp[(rows, pieces)](logits.contiguous(), counts, out, scale, count, of_each, _PIECE, side, num_warps=4)
-    return log_sum_exp(out, 1.0) if pieces > 1 else out.squeeze(-1)
+        piece = min(_PIECE, triton.next_power_of_2(count))
+        of_each = 1 if counts is None else len(rows) // len(counts)
+        _log_sum_exp[tuple(out.shape)](
+            rows, counts, out, scale, rows.stride(0), count, of_each, piece, num_warps=8 if piece == _PIECE else 4
+        )
+    return out
 
 
 def group_weights(logits: Tensor | Ragged, scale: float, reduce: str) -> Tensor | Ragged:
     """Turn logits [B G g S] into one weight per KV head and token, [B G S], as kernels/reference.py
     defines it: a softmax in each query head, then the sum or the largest over the group."""
-    (batch, groups, heads, count), counts = logits.shape, logits.counts if isinstance(logits, Ragged) else None
-    x = filled(logits).contiguous()
-    out = x.new_empty((batch, groups, count), dtype=torch.float32)
+    x, counts = filled(logits), logits.counts if isinstance(logits, Ragged) else None
+    rows = (x if x.stride(3) == 1 else x.contiguous()).flatten(0, 2)
+    out = weights(rows, _of_pieces(rows, scale, counts), counts, x.shape[:2], x.shape[3], scale, reduce)
+    return Ragged.filled_up(out, logits.sizes) if isinstance(logits, Ragged) else out
+
+
+def weights(
+    rows: Tensor, lses: Tensor, counts: Tensor | None, heads: Sequence[int], bound: int, scale: float, reduce: str,
+    times: int = 1,
+) -> Tensor:  # fmt: skip
+    """Turn rows of logits [N S] times `scale`, one for each query head, into the weights of KV heads
+    [B G S * times], each repeated `times` times. heads: B and G. lses [N P]: the log-sum-exps of
+    parts of the scaled rows. counts [B]: how many logits of each sequence exist; None: all. bound:
+    how many entries of a row may be read; a multiple of 16 lets the kernel load several at once."""
+    (batch, groups), count = heads, rows.shape[1]
+    group, pieces = len(rows) // (batch * groups), lses.shape[1]
+    out, fold = wide_rows(rows, (batch, groups, count * times)), padded(group, 1)
     if count:
         _weights[(triton.cdiv(count, _BLOCK), batch * groups)](
-            x, log_sum_exp(x, scale, counts), counts, out, scale, count, groups, heads, reduce == "sum", _BLOCK,
-            num_warps=4,
+            rows, lses, counts, out, scale, rows.stride(0), bound, out.stride(1), count, pieces, groups, group, fold,
+            min(_PARTS, padded(pieces, 1)), reduce == "sum", times, padded(times, 1), _BLOCK,
+            num_warps=4 if fold <= 8 else 8,
         )  # fmt: skip
-    return Ragged.filled_up(out, logits.sizes) if isinstance(logits, Ragged) else out
+    return out
 
 
 def group_weights_refuses(logits: Tensor | Ragged, scale: float, reduce: str) -> str | None:
@@ -84,48 +109,69 @@ def _unfit(logits: Tensor) -> str | None:
     return unfit(logits) or ("leaves empty rows to torch" if logits.shape[-1] == 0 else None)
 
 
-@triton.jit(do_not_specialize=["count"])
-def _log_sum_exp(x, counts, out, scale, count, ROWS: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit
+def _log_sum_exp(x, counts, out, scale, apart: tl.int64, count, ROWS: tl.constexpr, PIECE: tl.constexpr):
     """Compute the log-sum-exp of one piece of a row of x times `scale`. For several sequences, with
     ROWS rows each, `counts` may say how many entries of a row exist."""
     row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    room = count
     if counts is not None:
         count = tl.load(counts + row // ROWS).to(tl.int32)
-    top = tl.full([BLOCK], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
-    end = tl.minimum((piece + 1) * PIECE, count)
-    for start in range(piece * PIECE, end, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        value = tl.load(x + row * room + at, mask=at < end, other=float("-inf")).to(tl.float32) * scale
-        highest = tl.maximum(top, value)
+    at = piece * PIECE + tl.arange(0, PIECE)
+    value = tl.load(x + row * apart + at, mask=at < count, other=float("-inf")).to(tl.float32) * scale
+    top = tl.max(value, 0)
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    tl.store(out + row * tl.num_programs(1) + piece, top + tl.log(tl.sum(tl.exp(value - shift), 0)))
+
+
+@triton.jit
+def row_log_sum_exp(values):
+    """Return the log-sum-exp of each row of a tile, minus infinity if all of its numbers are."""
+    top = tl.max(values, 1)
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    return top + tl.log(tl.sum(tl.exp(values - shift[:, None]), 1))
+
+
+@triton.jit
+def joined(lses, row, live, pieces, PIECES: tl.constexpr):
+    """Return the log-sum-exps of whole rows of a matrix, given those of their `pieces` parts in
+    `lses`. row: the numbers of the rows; where `live` is false, nothing is read."""
+    piece = tl.arange(0, PIECES)
+    top = tl.full([row.shape[0], PIECES], float("-inf"), tl.float32)
+    total = tl.zeros([row.shape[0], PIECES], tl.float32)
+    for start in range(0, pieces, PIECES):
+        there = live[:, None] & (start + piece < pieces)
+        part = tl.load(lses + row[:, None] * pieces + start + piece, mask=there, other=float("-inf"))
+        highest = tl.maximum(top, part)
         shift = tl.where(highest == float("-inf"), 0.0, highest)
-        total = total * tl.exp(top - shift) + tl.exp(value - shift)
+        total = total * tl.exp(top - shift) + tl.exp(part - shift)
         top = highest
-    highest = tl.max(top, 0)
-    shift = tl.where(highest == float("-inf"), 0.0, highest)
-    total = tl.sum(total * tl.exp(top - shift), 0)
-    tl.store(out + row * tl.num_programs(1) + piece, highest + tl.log(total))
+    return row_log_sum_exp(top + tl.log(total))
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "pieces"])
 def _weights(
-    x, lse, counts, out, scale, count, GROUPS: tl.constexpr, HEADS: tl.constexpr, SUM: tl.constexpr, BLOCK: tl.constexpr
+    x, lses, counts, out, scale, apart: tl.int64, bound, room, count, pieces, GROUPS: tl.constexpr,
+    HEADS: tl.constexpr, FOLD: tl.constexpr, PIECES: tl.constexpr, SUM: tl.constexpr, TIMES: tl.constexpr,
+    WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Combine the softmax weights of a group's query heads, for a block of tokens: their sum if
-    SUM, else the largest. `lse` holds the log-sum-exp of each row of x."""
-    this = tl.program_id(1).to(tl.int64)
-    room = count
+    SUM, else the largest; and write each TIMES times. `lses` holds the log-sum-exps of the `pieces`
+    parts of each row of x. Rows of x lie `apart` entries apart, those of `out` `room`."""
+    this, head = tl.program_id(1).to(tl.int64), tl.arange(0, FOLD)
+    row, mine = this * HEADS + head, head < HEADS
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + row[:, None] * apart + at, mask=mine[:, None] & (at < bound), other=float("-inf"))
     if counts is not None:
         count = tl.load(counts + this // GROUPS).to(tl.int32)
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    combined = tl.zeros([BLOCK], tl.float32)  # no weight is smaller
-    for head in range(HEADS):
-        row = this * HEADS + head
-        value = tl.load(x + row * room + at, mask=at < count, other=0.0).to(tl.float32)
-        weight = tl.exp(value * scale - tl.load(lse + row))
-        combined = combined + weight if SUM else tl.maximum(combined, weight)
-    tl.store(out + this * room + at, combined, mask=at < count)
+    lse = joined(lses, row, mine, pieces, PIECES)
+    weight = tl.where(mine[:, None], tl.exp(value.to(tl.float32) * scale - lse[:, None]), 0.0)
+    combined = tl.sum(weight, 0) if SUM else tl.max(weight, 0)  # no weight is smaller than 0
+    if TIMES == 1:
+        tl.store(out + this * room + at, combined, mask=at < room)
+    else:
+        time = tl.arange(0, WIDE)
+        to, there = at[:, None] * TIMES + time, (at < count)[:, None] & (time < TIMES)
+        tl.store(out + this * room + to, tl.broadcast_to(combined[:, None], [BLOCK, WIDE]), mask=there)
 
 
 @triton.jit(do_not_specialize=["count"])

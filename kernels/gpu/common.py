@@ -94,6 +94,12 @@ def padded(size: int, least: int = 16) -> int:
     return max(least, triton.next_power_of_2(size))
 
 
+def wide_rows(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return an empty fp32 tensor [... S] on the device of `like`, whose rows begin a multiple of
+    16 entries apart, so that kernels may load and store several entries at once."""
+    return like.new_empty((*shape[:-1], -(-shape[-1] // 16) * 16), dtype=torch.float32)[..., : shape[-1]]
+
+
 def split(count: int, programs: int, block: int) -> tuple[int, int]:
     """Return into how many pieces to cut `count` tokens, and how long each is (a multiple of
     `block`), so that the device is busy when each piece runs on `programs` programs."""

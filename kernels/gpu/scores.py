@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.gpu.choose import row_log_sum_exp, weights
 from kernels.gpu.common import (
     head_rows,
     located,
@@ -17,6 +18,7 @@ from kernels.gpu.common import (
     unfit_group,
     unfit_numbers,
     unfit_shape,
+    wide_rows,
 )
 from kernels.ragged import Ragged, filled, first_of
 
@@ -43,20 +45,44 @@ def page_scores(q: Tensor, bounds: Tensor | Ragged) -> Tensor | Ragged:
     return _run(q, bounds, by_sign=True, live=None)
 
 
+def row_weights(
+    q: Tensor, x: Tensor | Ragged, scale: float, reduce: str, live: Tensor | None = None
+) -> Tensor | Ragged:
+    """Compute the softmax weights of an index's rows for each group of query heads, as
+    kernels/reference.py defines it, in two kernels: products with log-sum-exps of blocks, and
+    weights. q [B G g C], x [B G S C] -> [B G S]"""
+    batch, groups, heads, _ = q.shape
+    logits = wide_rows(q, (batch * groups * heads, x.shape[2]))
+    lses = logits.new_empty((len(logits), triton.cdiv(x.shape[2], _BLOCK)))
+    _launch(q, x, logits, by_sign=False, live=live, lses=lses, scale=scale)
+    counts = x.counts if isinstance(x, Ragged) and live is None else None
+    out = weights(logits, lses, counts, (batch, groups), logits.stride(0), scale, reduce)
+    return Ragged.filled_up(out, x.sizes) if isinstance(x, Ragged) and live is None else out
+
+
 def _run(q: Tensor, x: Tensor | Ragged, by_sign: bool, live: Tensor | None) -> Tensor | Ragged:
+    out = q.new_empty((*q.shape[:3], x.shape[2]), dtype=torch.float32)
+    _launch(q, x, out, by_sign, live)
+    return Ragged.filled_up(out, x.sizes, 3) if isinstance(x, Ragged) else out
+
+
+def _launch(
+    q: Tensor, x: Tensor | Ragged, out: Tensor, by_sign: bool, live: Tensor | None, lses: Tensor | None = None,
+    scale: float = 1.0,
+) -> None:  # fmt: skip
+    """Write the products to `out`, whose last dimension holds those of one query head, and the
+    log-sum-exp of each block of them times `scale` to `lses` [B*G*g blocks], if it is given."""
     (batch, groups, heads, channels), count = q.shape, x.shape[2]
     width = 2 * channels if by_sign else channels
-    out = q.new_empty((batch, groups, heads, count), dtype=torch.float32)
     counts = x.counts if isinstance(x, Ragged) else None
     first, places, aligned = located(x)
     if out.numel():
         _scores[(triton.cdiv(count, _BLOCK), batch * groups)](
-            q.contiguous(), first, places, counts, live, out, *first.stride()[:3], count,
+            q.contiguous(), first, places, counts, live, out, lses, scale, *first.stride()[:3], out.stride(-2), count,
             int(live is not None and len(live) > 1), groups, heads, padded(heads), width,
             min(_MOST_CHANNELS, padded(width)), _BLOCK, aligned, by_sign, num_warps=4,
             num_stages=stages(first),
         )  # fmt: skip
-    return Ragged.filled_up(out, x.sizes, 3) if isinstance(x, Ragged) else out
 
 
 def row_scores_refuses(q: Tensor, x: Tensor | Ragged) -> str | None:
@@ -71,6 +97,12 @@ def live_scores_refuses(q: Tensor, x: Tensor | Ragged, live: Tensor) -> str | No
     return unfit_numbers(live, len(q)) or _unfit(q, x, q.shape[3])
 
 
+def row_weights_refuses(
+    q: Tensor, x: Tensor | Ragged, scale: float, reduce: str, live: Tensor | None = None
+) -> str | None:
+    return unfit_numbers(live, len(q)) or _unfit(q, x, q.shape[3])
+
+
 def _unfit(q: Tensor, x: Tensor | Ragged, width: int) -> str | None:
     first = first_of(x)
     if first.stride(3) != 1:
@@ -81,14 +113,16 @@ def _unfit(q: Tensor, x: Tensor | Ragged, width: int) -> str | None:
 
 @triton.jit(do_not_specialize=["count"])
 def _scores(
-    q, x, places, counts, live, out, xb: tl.int64, xg: tl.int64, xt: tl.int64, count, EACH: tl.constexpr,
-    GROUPS: tl.constexpr, HEADS: tl.constexpr, FOLD: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
-    BLOCK: tl.constexpr, ALIGNED: tl.constexpr, BY_SIGN: tl.constexpr,
+    q, x, places, counts, live, out, lses, scale, xb: tl.int64, xg: tl.int64, xt: tl.int64, width: tl.int64, count,
+    EACH: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr, FOLD: tl.constexpr, WIDTH: tl.constexpr,
+    STEP: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, BY_SIGN: tl.constexpr,
 ):  # fmt: skip
     """Multiply a group's queries with a block of rows of x. For several sequences, `counts` says
     how many rows each has. `live`: only so many rows count, the others get minus infinity; it holds
     one number for each sequence if EACH is 1, one for all if it is 0. BY_SIGN: the first half of a
-    row is multiplied with the positive parts of a query, the second half with the negative ones."""
+    row is multiplied with the positive parts of a query, the second half with the negative ones.
+    If `lses` is given, the log-sum-exp of the block's scores times `scale` is written there. Rows
+    of `out` lie `width` entries apart."""
     this = tl.program_id(1).to(tl.int64)
     rows, apart = head_rows(x, places, this // GROUPS, this % GROUPS, xb, xg, xt, ALIGNED)
     room = count
@@ -111,7 +145,10 @@ def _scores(
         there = (row < count)[:, None] & (channel < WIDTH)
         tile = tl.load(rows + row[:, None] * apart + channel, mask=there, other=0.0)
         scores += product(query, tl.trans(tile))
-    to = out + (this * HEADS + head)[:, None] * room + row
+    if lses is not None:
+        lse = row_log_sum_exp(tl.where(row < count, scores * scale, float("-inf")))
+        tl.store(lses + (this * HEADS + head) * tl.num_programs(0) + tl.program_id(0), lse, mask=head < HEADS)
+    to = out + (this * HEADS + head)[:, None] * width + row
     if live is not None:
         tl.store(to, tl.where(row < count, scores, float("-inf")), mask=(head < HEADS)[:, None] & (row < room))
     else:

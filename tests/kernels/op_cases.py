@@ -227,6 +227,16 @@ def row_scores() -> Iterator[OpCase]:
             yield OpCase("row_scores", f"{name}-g{group}-{count}", (q, x))
 
 
+def row_weights() -> Iterator[OpCase]:
+    """Of an index with several blocks, whole or up to its live rows."""
+    for group, count, width, reduce in ((1, 1, 16, "sum"), (3, 65, 96, "largest"), (4, 333, 64, "sum")):
+        q, x = random(1, 2, 2, group, width), stored(2, 2, 2, count, width)
+        yield OpCase("row_weights", f"g{group}-{count}-{reduce}", (q, x, 0.3, reduce))
+    for case in live_scores():
+        q, x, live = case.args
+        yield OpCase("row_weights", case.name, (q, x, 0.3, "sum", live.clamp(min=1)))
+
+
 def page_scores() -> Iterator[OpCase]:
     """Queries with zeros in them, and bounds of which one is as large as the other."""
     for dim in (16, 64, 96, 128, 256, 13):
@@ -295,15 +305,21 @@ def token_rows() -> Iterator[OpCase]:
 
 
 def channel_sums() -> Iterator[OpCase]:
-    for group, count, channels in ((1, 1, 1), (3, 31, 5), (4, 4100, 16), (8, 333, 64)):
+    for group, count, channels in ((1, 1, 1), (3, 31, 5), (4, 4100, 16), (8, 333, 64), (12, 1040, 7)):
         x = random(2, 2, 2, 64, count + 3)[..., :count]
         args = (random(1, 2, 2, group, channels), x, pick(3, 2, 2, 64, channels))
         yield OpCase("channel_sums", f"g{group}-{channels}x{count}", args)
 
 
-def channel_scores() -> Iterator[OpCase]:
-    for case in channel_sums():
-        yield case._replace(op="channel_scores")
+def channel_weights() -> Iterator[OpCase]:
+    for times, case in enumerate(channel_sums(), start=1):
+        args = (*case.args, 0.3, "sum" if times % 2 else "largest", times)
+        yield OpCase("channel_weights", f"{case.name}-{times}-times", args)
+
+
+def joined_parts(sums: Tensor | Ragged, lses: Tensor) -> tuple[Tensor | Ragged, Tensor]:
+    """Return what `channel_sums` gave with its log-sum-exps joined, whose parts are left to backends."""
+    return sums, lses.logsumexp(-1)
 
 
 def group_weights() -> Iterator[OpCase]:
@@ -373,7 +389,7 @@ def cases() -> list[OpCase]:
     groups = (
         coded, segment_attention, segment_attention_with_lse, merge_attention, merge_attention_with_lse,
         prefill_attention, windowed, column_sums, prefill_attention_with_column_sums, gather_rows, gather_tiers,
-        row_scores, page_scores, token_rows, pick_channels, mean_counts, live_scores, rotate, channel_sums,
-        channel_scores, group_weights, group_margins, pq_weights, pq_weights_far, top_k, rebuild_keys,
+        row_scores, row_weights, page_scores, token_rows, pick_channels, mean_counts, live_scores, rotate,
+        channel_sums, channel_weights, group_weights, group_margins, pq_weights, pq_weights_far, top_k, rebuild_keys,
     )  # fmt: skip
     return [case for group in groups for case in group()]

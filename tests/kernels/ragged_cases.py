@@ -67,6 +67,7 @@ def index() -> Iterator[OpCase]:
         count, shape = len(sizes), (len(sizes), 2, 3)
         keys = _stored(4, sizes, 2).slice(0, PerSequence(sizes))
         yield OpCase("row_scores", f"{count}-of-each", (random(5, *shape, DIM), keys))
+        yield OpCase("row_weights", f"{count}-of-each", (random(5, *shape, DIM), keys, 0.3, "largest"))
         wider = random(5, *shape, 40)
         wider[-1, ..., 25:] = 0
         short = [40] * (count - 1) + [25]
@@ -95,6 +96,7 @@ def pages() -> Iterator[OpCase]:
         yield OpCase("mean_counts", f"{len(sizes)}-of-each", (of_heads, PerSequence([30, 9, 4][: len(sizes)])))
         wider = random(6, len(sizes), 2, 3, DIM)
         yield OpCase("live_scores", f"{len(sizes)}-of-each", (wider, _stored(5, sizes, 2), live))
+        yield OpCase("row_weights", f"live-of-{len(sizes)}", (wider, _stored(5, sizes, 2), 0.3, "sum", live))
         counts = PerSequence([min(size, 40) for size in sizes])
         q = picky(random(7, len(sizes), 2, 3, 40), torch.tensor(counts.values))
         yield OpCase("pick_channels", f"some-of-{len(sizes)}", (q, counts, 0.3, False, False))
@@ -108,8 +110,8 @@ def channels() -> Iterator[OpCase]:
     for sizes in (*SIZES, (300, 5)):
         keys = [random(seed, 1, 2, 16, size + 3)[..., :size] for seed, size in enumerate(sizes)]
         args = random(7, len(sizes), 2, 3, 5), Ragged(keys, 3), pick(8, len(sizes), 2, 16, 5)
-        for op in ("channel_scores", "channel_sums"):
-            yield OpCase(op, f"{len(sizes)}-of-each-{sizes[0]}", args)
+        yield OpCase("channel_sums", f"{len(sizes)}-of-each-{sizes[0]}", args)
+        yield OpCase("channel_weights", f"{len(sizes)}-of-each-{sizes[0]}", (*args, 0.3, "sum", 3))
 
 
 def chosen() -> Iterator[OpCase]:

@@ -15,7 +15,7 @@ from kernels.dispatch import use_backend
 from kernels.per_sequence import PerSequence
 from kernels.ragged import Ragged
 from tests.kernels.guarded import guarded
-from tests.kernels.op_cases import OpCase, by_channel, converted, device_of, random
+from tests.kernels.op_cases import OpCase, by_channel, converted, device_of, joined_parts, random
 from tests.kernels.ragged_cases import ragged_cases
 
 HAS_GPU = torch.cuda.is_available()
@@ -31,7 +31,7 @@ def runs() -> list[Any]:
     """Every case in fp32, and the last attention over several sequences, and their codes, in bf16 as well."""
     also = {
         "segment_attention_with_lse-3-of-each-g3", "pq_weights-3-of-each", "row_scores-3-of-each",
-        "channel_scores-3-of-each-90", "rebuild_keys-3-of-each", "coded_attention-3-of-each-int4",
+        "channel_weights-3-of-each-90", "rebuild_keys-3-of-each", "coded_attention-3-of-each-int4",
     }  # fmt: skip
     return [
         pytest.param(case, backend, dtype, id=f"{case}-{backend}-{str(dtype)[6:]}", marks=ON_GPU[backend])
@@ -63,6 +63,8 @@ def test_one_call_for_all_equals_one_for_each(case: OpCase, backend: str, dtype:
         wanted = op(*converted(case.args, torch.float64))
     if case.op == "pick_channels":
         got, wanted = by_channel(*got), by_channel(*wanted)
+    if case.op == "channel_sums":
+        got, wanted = joined_parts(*got), joined_parts(*wanted)
     for place, (one, other) in enumerate(zip(results(got), results(wanted), strict=True)):
         if case.op == "top_k":
             scores = results(case.args[0])[place]
