@@ -1,13 +1,46 @@
 """Finds what Triton needs beside a GPU: a C compiler and Python's headers, with which it builds the
-launcher of a kernel."""
+launcher of a kernel. Clocks the seconds in which kernels are compiled."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import sysconfig
+import threading
 from functools import cache
 from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+_began = threading.local()  # `at`: when this thread began to compile a kernel, until the kernel is loaded
+_compiled: list[tuple[float, float]] | None = None  # when each kernel was ready, and its seconds
+
+
+def clock_compiling(runtime: Any) -> None:
+    """From now on, note for each kernel how long Triton takes from the first launch that needs it
+    until it can run: to compile it, or to find it in its cache on disk, to build its launcher, and
+    to load both. `runtime`: Triton's `knobs.runtime`, which holds the hooks for that."""
+    global _compiled
+    compiled, before = [], runtime.jit_cache_hook
+    _compiled = compiled
+
+    def begin(**kernel: Any) -> Any:
+        _began.at = perf_counter()
+        return None if before is None else before(**kernel)
+
+    def end(*kernel: Any) -> None:
+        began, _began.at = getattr(_began, "at", None), None
+        if began is not None:
+            compiled.append((now := perf_counter(), now - began))
+
+    runtime.jit_cache_hook = begin
+    runtime.kernel_load_end_hook.add(end)
+
+
+def compiled_s(since: float) -> float | None:
+    """Return the seconds that Triton took in this process to make kernels ready (`clock_compiling`)
+    after `since`, a time of `perf_counter`; None where it makes none."""
+    return None if _compiled is None else sum(seconds for ended, seconds in _compiled if ended > since)
 
 
 @cache

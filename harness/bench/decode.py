@@ -4,8 +4,8 @@ A method's sequences and as many of Full's over the same prompt decode in turn, 
 holds both; the seal and the first two tokens of each turn are not counted in TPOT. `--batch 1 2 4 max` decodes so many
 sequences together; max is the largest batch that fits, by the forecast that refuses a run as well. TTFT and TT2T are
 those of a real prompt, means over the sequences; a sequence's clock stands still while the prompts of others are
-computed. With random weights, or `--synthetic`, nobody computes the prompt: its keys and values are random. Steps are
-captured as in a run.
+computed. Of TTFT, TT2T and seal, "compiling" says how many seconds Triton took to make kernels ready. With random
+weights, or `--synthetic`, nobody computes the prompt: its keys and values are random. Steps are captured as in a run.
 """
 
 from __future__ import annotations
@@ -58,15 +58,28 @@ class Decoding:
     def __init__(self, kv: Attachment, prompt: Tensor, options: argparse.Namespace, batch: int = 1) -> None:
         self.engine = Engine(kv, graphs=usual_graphs(kv.model.device))
         self.new, self.question, self.capacity = options.new, prompt[:, :0], options.new * (options.rounds + 1)
-        if not options.synthetic:  # kernels are built, and weights read once
-            with suppress(BudgetError):  # of a share that is too small for so short a prompt
-                self.engine.generate(prompt[:, :WARM_UP], max_new_tokens=3)
         self.caches: list[KVCache] = []
         self.logits: list[Tensor] = []
+        self._warm_up(prompt, options)
         self.first = self._first(prompt, options.synthetic, batch)  # with the seals
         for cache in self.caches:
             cache.state.checks.on = False  # every turn of this cache would be checked as the first one of a run is
         self.moved: list[float] = []  # bytes per step of a turn, of all sequences
+
+    def _warm_up(self, prompt: Tensor, options: argparse.Namespace) -> None:
+        """Answer the beginning of the prompt, so that kernels are built and weights read once. On a
+        GPU it is long enough for a method that keeps several times its budget to have work. What is
+        compiled for the length of the prompt itself remains."""
+        on_gpu, tokens = self.engine.attachment.model.device.type == "cuda", WARM_UP
+        if on_gpu and isinstance(options.budget, int):
+            tokens = max(WARM_UP, 4 * options.budget)
+        with suppress(BudgetError):  # of a share that is too small for so short a prompt
+            if not options.synthetic:
+                self.engine.generate(prompt[:, :tokens], max_new_tokens=3)
+            elif on_gpu:
+                self._first(prompt[:, :tokens], True, 1)
+        self.caches.clear()
+        self.logits.clear()
 
     @torch.inference_mode()
     def _first(self, prompt: Tensor, synthetic: bool, batch: int) -> list[Generation]:
@@ -157,6 +170,7 @@ def measure(
         "ttft_s": None if options.synthetic else _mean(own.first, 0),
         "tt2t_s": None if options.synthetic else _mean(own.first, 1),
         "seal_s": fmean(run.seal_s or 0.0 for run in own.first),
+        "compile_s": own.first[0].compile_s,
         "capture_s": generation.capture_s,
         "plain_steps": own.engine.plain_steps,
         "one_by_one": own.engine.one_by_one,
@@ -303,6 +317,7 @@ TABLE = output.table(
     Cell("TT2T", "tt2t_s", "s"),
     Cell("attended", "attended_prompt"),
     Cell("seal", "seal_s", "s"),
+    Cell("compiling", "compile_s", "s"),
     *(Cell(tier.head, output.some(f"{name}_bytes"), "MiB", 2**-20) for name, tier in TIERS.items()),
     Cell("moved", output.some("moved_bytes_per_step"), "MiB/step", 2**-20),
     Cell("graph", "capture_s", "s"),

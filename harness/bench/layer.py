@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from statistics import median
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from harness.bench.common.synthetic import LayerShape
 from harness.engine.step_parts import PHASES
 from harness.engine.trace import Stopwatch, clocked
 from kernels.threads import step_threads
+from kernels.toolchain import compiled_s
 from methods.base import AttnInput, Budget, CacheState, KVLayer, Method, Request
 from methods.full import Full
 from methods.layers import Layer
@@ -56,7 +58,9 @@ class LayerDecoding:
         self.shape, self.position = shape, tokens - 1  # of the last token
         self.layer: KVLayer = method.start(specs, CacheState(request))[INDEX]
         shape.fill([self.layer], tokens, attending=not method.dense_prefill)
+        began = perf_counter()
         self.seal_s = seconds(self.layer.seal, shape.device)
+        self.compile_s = compiled_s(began)
         self.next: AttnInput
         reads = self.layer.reads if isinstance(self.layer, Layer) else None
         self.guess: Callable[..., None] | None = getattr(reads, "guess", None)
@@ -100,6 +104,7 @@ def measure(method: Method, full: LayerDecoding, tokens: int, options: argparse.
         "read_bytes": read,
         "gb_s": read / step_s.median / 1e9,
         "seal_s": own.seal_s,
+        "compile_s": own.compile_s,
         "attended": sum(own.layer.attended),
         "fallback": own.layer.fallback,
         **marks(*times.values()),
@@ -154,6 +159,7 @@ def table(limit_gb_s: float) -> output.Table:
         Cell("of limit", "gb_s", "%", 100 / limit_gb_s),
         Cell("attended", "attended"),
         Cell("seal", "seal_s", "s"),
+        Cell("of it compiling", "compile_s", "s"),
     )
 
 

@@ -51,6 +51,7 @@ class Reply:
     trace: dict[str, Any] | None
     recomputed: int = 0  # how often its text was computed anew because it outgrew the model's rotation
     capture_s: float | None = None  # capturing the decode step, within the second token's time
+    compile_s: float | None = None  # Triton's making kernels ready, within the other times; null where it makes none
     data: dict[str, Any]  # what the task said of the example: depth, length ...
     hit_tier: str | None = None  # of a conversation's turn: where its history was found; null on a miss
     reused_tokens: int | None = None  # that were found; null where no history is kept or none was asked for
@@ -234,7 +235,7 @@ def whole(turns: Sequence[Reply]) -> dict[str, Any]:
     last at once; bytes held are the last turn's."""
     ends = list(accumulate((turn.token_s[-1] for turn in turns), initial=0.0))
     first, last = turns[0], turns[-1]
-    sums = ("share_s", "decode_share_s", "seal_s", "question_s", "capture_s", *HISTORY_S)
+    sums = ("share_s", "decode_share_s", "seal_s", "question_s", "capture_s", "compile_s", *HISTORY_S)
     counts = ("reused_tokens", "dropped_tokens", "lost_turns", "new_tokens")
     return {
         "turns": list(turns),

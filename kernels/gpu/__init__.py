@@ -16,6 +16,10 @@ if not os.environ.get("TRITON_INTERPRET"):
     if reason := toolchain.unfit():
         raise ImportError(reason)
 
+from triton import knobs
 from triton.runtime.errors import OutOfResources
+
+if not knobs.runtime.interpret:
+    toolchain.clock_compiling(knobs.runtime)
 
 TOO_LARGE = (OutOfResources,)  # a kernel wants more shared memory than the card has, as compiling it shows

@@ -91,3 +91,24 @@ def test_a_machine_without_a_compiler_says_so(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "no C compiler" in (toolchain.unfit() or "")
+
+
+def test_the_seconds_of_compiling_are_clocked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hooks that Triton calls before it compiles a kernel and after it has loaded it."""
+    knobs = pytest.importorskip("triton").knobs
+    now = iter(range(10, 100, 10))
+    monkeypatch.setattr(toolchain, "perf_counter", lambda: next(now))
+    monkeypatch.setattr(toolchain, "_compiled", None)
+    assert toolchain.compiled_s(0) is None
+    runtime = knobs.runtime.copy()
+    monkeypatch.setattr(runtime, "kernel_load_end_hook", type(knobs.runtime.kernel_load_end_hook)())
+    asked: list[dict[str, int]] = []
+    monkeypatch.setattr(runtime, "jit_cache_hook", lambda **kernel: asked.append(kernel))
+    toolchain.clock_compiling(runtime)
+    for kernel in range(2):
+        runtime.jit_cache_hook(key=kernel)
+        runtime.kernel_load_end_hook(None, None, "name", None, "hash")
+    runtime.kernel_load_end_hook(None, None, "name", None, "hash")  # on another device: nothing was compiled
+    assert asked == [{"key": 0}, {"key": 1}]
+    assert toolchain.compiled_s(0) == 20
+    assert toolchain.compiled_s(25) == 10

@@ -17,6 +17,7 @@ from harness.engine.footprint import footprint
 from harness.engine.sampling import Sampler
 from harness.models.devices import wait_for
 from harness.prompts.teacher import Forced
+from kernels.toolchain import compiled_s
 
 Stop = Callable[[list[int]], str | None]  # tokens so far -> why to stop, or None
 UNION_EVERY = 8  # steps; counting a union takes a few percent of a step
@@ -63,6 +64,7 @@ class Generation:
     unclocked: str | None = None  # why the time its steps waited for moving rows is unknown
     recomputed: int = 0  # how often its text was computed again because it outgrew the model's rotation
     capture_s: float | None = None  # time to capture its first decode step, part of the second token's time
+    compile_s: float | None = None  # in which Triton made kernels ready from its prefill on, part of the other times
 
 
 def seal(cache: KVCache) -> float:
@@ -108,7 +110,7 @@ class RunningSequence:
         """`question` [B Q]: tokens that are decoded before the first token of the answer
         (protocol=context)."""
         self.cache, self.stops, self.sampler, self.max_new_tokens = cache, stops, sampler, max_new_tokens
-        self.clock = SlotClock(began)
+        self.clock, self._began = SlotClock(began), began
         self.out = Generation(tokens=[[] for _ in stops], stops=[""] * len(stops))
         self.parts: list[dict[str, float]] = []  # seconds of each part, per clocked step (harness/engine/trace.py)
         self.read: list[float] = []  # bytes that each traced step read, where all layers know them
@@ -210,7 +212,7 @@ class RunningSequence:
         finite = torch.stack(self._sums).isfinite().all(-1).tolist() if self._sums else []
         out.not_finite = finite.index(False) if False in finite else None
         out.recomputed += self.cache.recomputed - self._recomputed
-        out.fallback = self.cache.fallback
+        out.fallback, out.compile_s = self.cache.fallback, compiled_s(self._began)
         out.kv = footprint(self.cache.layers)
         if isinstance(self.sampler, Forced):
             out.nll, out.likeliest = self.sampler.mean_nll(), self.sampler.likeliest.tolist()
