@@ -16,6 +16,7 @@ from kernels.ragged import RAGGED, Ragged
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WIDEST = 512  # bytes of a head
+_REGISTERS = 1 << 16  # of a multiprocessor
 _MOST_SHARING = 64  # query heads of one KV head
 
 _interpreted = tl.constexpr(INTERPRETED)
@@ -106,6 +107,17 @@ def split(count: int, programs: int, block: int) -> tuple[int, int]:
     wanted = max(1, _programs_wanted() // programs)
     length = triton.cdiv(triton.cdiv(count, wanted), block) * block
     return triton.cdiv(count, length), length
+
+
+def places(shared: int, registers: int, warps: int) -> int:
+    """Return how many programs run on the device at once, if each takes `shared` bytes of a
+    multiprocessor's shared memory (and one KiB that the driver takes), and has `warps` of 32
+    threads with `registers` each."""
+    if INTERPRETED:
+        return 6
+    device, block = _device(), 32 * warps
+    fit = device.shared_memory_per_multiprocessor // (shared + 1024), _REGISTERS // (registers * block)
+    return device.multi_processor_count * max(1, min(*fit, device.max_threads_per_multi_processor // block))
 
 
 def stages(x: Tensor) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 from math import lcm
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -20,8 +20,8 @@ from kernels.gpu.common import (
     head_rows,
     located,
     padded,
+    places,
     product,
-    split,
     stages,
     unfit_floats,
     unfit_group,
@@ -29,7 +29,7 @@ from kernels.gpu.common import (
     unfit_numbers,
     unfit_shape,
 )
-from kernels.ragged import Ragged, first_of
+from kernels.ragged import Ragged, filled, first_of
 from kernels.reference import Segment
 
 _BLOCK = 64  # tokens
@@ -38,6 +38,27 @@ _CHANNELS = 32  # channels of a head that one program merges
 _QUERIES = 8  # queries whose parts one program merges where the parts lie apart
 _MOST_APART = 8  # parts that lie apart
 _AT_ONCE = 3  # segments that one launch reads
+
+
+class _Shape(NamedTuple):
+    """Hold the constants by which `_attend` is compiled for one segment."""
+
+    each: int  # 1 if each sequence has a number of its own of tokens that exist, else 0
+    lists: int  # of tokens, per sequence
+    share: int  # lists of one KV head
+    group: int  # query heads that read one list
+    fold: int  # their number in a tile
+    block: int  # tokens of a tile
+    aligned: int  # bytes of which all addresses of a `Ragged` are multiples
+    ahead: int  # tiles that are loaded ahead, and one (Triton's num_stages)
+
+
+class _Cut(NamedTuple):
+    """Say into how many pieces the lists of a segment are cut."""
+
+    tokens: int  # of the longest list
+    length: int  # tokens of a piece of it
+    pieces: int  # of any list, at most
 
 
 def segment_attention(q: Tensor, segments: Sequence[Segment], scale: float) -> Tensor:
@@ -49,16 +70,20 @@ def segment_attention(q: Tensor, segments: Sequence[Segment], scale: float) -> T
 def segment_attention_with_lse(q: Tensor, segments: Sequence[Segment], scale: float) -> tuple[Tensor, Tensor]:
     batch, heads, _, dim = q.shape
     q = q.contiguous()
-    cuts = [_cut(batch, segment) for segment in segments]
-    parts = sum(pieces for pieces, _ in cuts)
+    there = [segment for segment in segments if segment.k.shape[2] and (segment.rows is None or segment.rows.shape[2])]
+    ahead = 2 if any(segment.rows is not None for segment in there) else stages(q)
+    shapes = [_shape(heads, segment, ahead) for segment in there]
+    at_once = places(_shared_bytes(q, shapes), 104 if dim * q.element_size() > 128 else 80, 4)
+    at_once = max(1, at_once - (len(segments) - 1) * max((shape.lists for shape in shapes), default=1))
+    cuts = [_cut(segment, shape, at_once) for segment, shape in zip(there, shapes, strict=True)]
+    parts = sum(cut.pieces for cut in cuts)
     outs = q.new_empty((batch * heads, parts, dim), dtype=torch.float32)
     lses = q.new_empty((batch * heads, parts), dtype=torch.float32)
-    there = [(segment, *cut) for segment, cut in zip(segments, cuts, strict=True) if cut[0]]
     first = 0
     for start in range(0, len(there), _AT_ONCE):
-        some = there[start : start + _AT_ONCE]
-        _read(q, some, scale, outs, lses, first)
-        first += sum(pieces for _, pieces, _ in some)
+        some = slice(start, start + _AT_ONCE)
+        _read(q, there[some], shapes[some], cuts[some], at_once, scale, outs, lses, first)
+        first += sum(cut.pieces for cut in cuts[some])
     return merged(outs, lses, torch.empty_like(q))
 
 
@@ -117,50 +142,68 @@ def merge_attention_with_lse_refuses(outs: Sequence[Tensor], lses: Sequence[Tens
     return merge_attention_refuses(outs, lses)
 
 
-def _cut(batch: int, segment: Segment) -> tuple[int, int]:
-    """Return into how many pieces the tokens of a segment are cut, and how long these are; (0, 0)
-    for an empty segment."""
-    lists = segment.k if segment.rows is None else segment.rows
-    return split(lists.shape[2], batch * lists.shape[1], _BLOCK) if lists.shape[2] else (0, 0)
+def _shape(heads: int, segment: Segment, ahead: int) -> _Shape:
+    """Return the constants by which the kernel `_attend` is compiled for a segment."""
+    k, v, rows, _ = segment
+    lists = (k if rows is None else rows).shape[1]
+    live, fold = _live(segment), padded(heads // lists)
+    each, aligned = int(live is not None and len(live) > 1), min(located(k)[2], located(v)[2])
+    block = _BLOCK if fold <= 32 else _BLOCK // 2
+    return _Shape(each, lists, lists // k.shape[1], heads // lists, fold, block, aligned, ahead)
+
+
+def _shared_bytes(q: Tensor, shapes: Sequence[_Shape]) -> int:
+    """Return how many bytes of shared memory `_attend` takes: tiles of keys and values that are
+    loaded ahead, the queries and their weights."""
+    wide, size = padded(q.shape[3]), q.element_size()
+    tiles = (2 * shape.block * wide * (shape.ahead - 1) + shape.fold * (wide + shape.block) for shape in shapes)
+    return size * max(tiles, default=0)
+
+
+def _cut(segment: Segment, shape: _Shape, at_once: int) -> _Cut:
+    """Say how the tokens of a segment are cut so that the pieces of one sequence fill the device
+    once, which runs `at_once` programs at a time. Sequences that share a launch are each cut as
+    they would be alone."""
+    count = (segment.k if segment.rows is None else segment.rows).shape[2]
+    blocks, most = triton.cdiv(count, shape.block), max(1, at_once // shape.lists)
+    each = triton.cdiv(blocks, most)
+    pieces = triton.cdiv(blocks, each) if _live(segment) is None else min(blocks, most)
+    return _Cut(count, each * shape.block, pieces)
 
 
 def _read(
-    q: Tensor, segments: Sequence[tuple[Segment, int, int]], scale: float, outs: Tensor, lses: Tensor, first: int
+    q: Tensor,
+    segments: Sequence[Segment],
+    shapes: Sequence[_Shape],
+    cuts: Sequence[_Cut],
+    at_once: int,
+    scale: float,
+    outs: Tensor,
+    lses: Tensor,
+    first: int,
 ) -> None:
-    """Attend to each piece of a few segments, given as (segment, number of pieces, length of a
-    piece). Write the results of the pieces into `outs` and `lses`, from place `first` on."""
-    batch, heads, _, dim = q.shape
-    given, numbers, shapes = zip(*(_arguments(heads, *segment) for segment in segments), strict=True)
-    lists = lcm(*(shape[1] for shape in shapes))
-    pieces = sum(piece for _, piece, _ in segments)
-    padding = ((0, 0, 0),) * (_AT_ONCE - len(segments))
-    _attend[(batch * lists, pieces)](
-        q, given, outs, lses, scale, first, outs.shape[1], *chain(*numbers, *padding), len(segments), lists, shapes,
-        dim, padded(dim), num_warps=4, num_stages=stages(q),
+    """Attend to each piece of a few segments. Write the results of the pieces into `outs` and
+    `lses`, from place `first` on."""
+    (batch, heads, _, dim), lists = q.shape, lcm(*(shape.lists for shape in shapes))
+    given = tuple(map(_arguments, segments))
+    padding = (_Cut(0, 0, 0),) * (_AT_ONCE - len(cuts))
+    _attend[(batch * lists, sum(cut.pieces for cut in cuts))](
+        q, given, outs, lses, scale, first, outs.shape[1], at_once, *chain(*cuts, *padding), len(segments), lists,
+        heads // lists, tuple(map(tuple, shapes)), dim, padded(dim), num_warps=4,
     )  # fmt: skip
 
 
-def _arguments(heads: int, segment: Segment, pieces: int, length: int) -> tuple[Any, tuple[int, ...], tuple[int, ...]]:
-    """Return what the kernel `_attend` takes for one segment, cut into `pieces` of `length`: its
-    tensors and strides, the numbers that change from step to step, and the constants by which it is
-    compiled."""
-    rows, live = _listed(segment)
-    (k, k_places, k_aligned), (v, v_places, v_aligned) = map(located, segment[:2])
-    lists, count = (k if rows is None else rows).shape[1], (segment.k if rows is None else rows).shape[2]
-    each, fold = int(live is not None and len(live) > 1), padded(heads // lists)
-    given = k, v, k_places, v_places, rows, live, *k.stride()[:3], *v.stride()[:3]
-    shape = each, lists, lists // k.shape[1], heads // lists, fold, _BLOCK if fold <= 32 else _BLOCK // 2
-    return given, (count, length, pieces), (*shape, min(k_aligned, v_aligned))
+def _arguments(segment: Segment) -> tuple[Any, ...]:
+    """Return the tensors and strides of one segment, as the kernel `_attend` takes them."""
+    rows = None if segment.rows is None else filled(segment.rows).contiguous()
+    (k, k_places, _), (v, v_places, _) = map(located, segment[:2])
+    return k, v, k_places, v_places, rows, _live(segment), *k.stride()[:3], *v.stride()[:3]
 
 
-def _listed(segment: Segment) -> tuple[Tensor | None, Tensor | None]:
-    """Return a segment's `rows` [B lists K], padded where sequences have different numbers of them,
-    and how many exist for each sequence; None for all rows, and None where all exist."""
-    k, _, rows, live = segment
-    listed: Tensor | Ragged = k if rows is None else rows
-    if not isinstance(listed, Ragged):
-        return None if rows is None else rows.contiguous(), live
-    return None if rows is None else listed.whole.contiguous(), listed.counts if live is None else live
+def _live(segment: Segment) -> Tensor | None:
+    """Return how many tokens of a list exist for each sequence, None where all exist."""
+    listed: Tensor | Ragged = segment.k if segment.rows is None else segment.rows
+    return listed.counts if isinstance(listed, Ragged) and segment.live is None else segment.live
 
 
 def merged(outs: Tensor, lses: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
@@ -177,22 +220,20 @@ def merged(outs: Tensor, lses: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def _attend_to(
-    q, segments, outs, lses, scale, this, piece, count, length, first, parts, INDEX: tl.constexpr,
+    q, segments, outs, lses, scale, this, piece, listed, count, length, part, parts, INDEX: tl.constexpr,
     SHAPES: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Attend from the GROUP query heads that share one list of rows (tokens) to one piece of that
-    list. A KV head has SHARE lists: one if its query heads read the same tokens.
-
-    A segment's `live` says how many rows of a list exist, one number for each sequence if EACH is
-    1, one for all if it is 0. A piece without any has a log-sum-exp of minus infinity."""
-    k, v, k_places, v_places, rows, live, kb, kg, kt, vb, vg, vt = segments[INDEX]
-    EACH: tl.constexpr = SHAPES[INDEX][0]
+    list, whose first `count` of `listed` rows exist, and write the result as part number `part` of
+    each head. A KV head has SHARE lists: one if its query heads read the same tokens."""
+    k, v, k_places, v_places, rows, _, kb, kg, kt, vb, vg, vt = segments[INDEX]
     LISTS: tl.constexpr = SHAPES[INDEX][1]
     SHARE: tl.constexpr = SHAPES[INDEX][2]
     GROUP: tl.constexpr = SHAPES[INDEX][3]
     FOLD: tl.constexpr = SHAPES[INDEX][4]
     BLOCK: tl.constexpr = SHAPES[INDEX][5]
     ALIGNED: tl.constexpr = SHAPES[INDEX][6]
+    AHEAD: tl.constexpr = SHAPES[INDEX][7]
     head, dim = tl.arange(0, FOLD), tl.arange(0, WIDE)
     of_query = this * GROUP + head
     query = tl.load(q + of_query[:, None] * DIM + dim, mask=(head < GROUP)[:, None] & (dim < DIM), other=0.0)
@@ -200,52 +241,65 @@ def _attend_to(
     keys, key_step = head_rows(k, k_places, batch, group, kb, kg, kt, ALIGNED)
     values, value_step = head_rows(v, v_places, batch, group, vb, vg, vt, ALIGNED)
     top = tl.full([FOLD], float("-inf"), tl.float32)
-    total = tl.zeros([FOLD], tl.float32)
+    totals = tl.zeros([FOLD, BLOCK], tl.float32)  # summed at the end: a sum over threads waits for all of them
     mixed = tl.zeros([FOLD, WIDE], tl.float32)
     end = tl.minimum((piece + 1) * length, count)
-    if live is not None:
-        end = tl.minimum(end, tl.load(live + batch * EACH).to(tl.int32))
-    for start in range(piece * length, end, BLOCK):
-        token = start + tl.arange(0, BLOCK)
-        read = token < end
+    for start in tl.range(piece * length, end, BLOCK, num_stages=AHEAD):
+        place = start + tl.arange(0, BLOCK)
+        read, token = place < end, tl.minimum(place, end - 1).to(tl.int64)  # no load waits for a mask of its own
         if rows is not None:
-            token = tl.load(rows + this * count + token, mask=read, other=0)
-        at, there = token.to(tl.int64)[:, None], read[:, None] & (dim < DIM)
-        key = tl.load(keys + at * key_step + dim, mask=there, other=0.0)
+            token = tl.load(rows + this * listed + token)
+        key = tl.load(keys + token[:, None] * key_step + dim, mask=(dim < DIM)[None, :], other=0.0)
+        value = tl.load(values + token[:, None] * value_step + dim, mask=(dim < DIM)[None, :], other=0.0)
         logits = tl.where(read, product(query, tl.trans(key)) * scale, float("-inf"))
         highest = tl.maximum(top, tl.max(logits, 1))
         shrink, weights = tl.exp(top - highest), tl.exp(logits - highest[:, None])
-        value = tl.load(values + at * value_step + dim, mask=there, other=0.0)
         mixed = mixed * shrink[:, None] + product(weights.to(value.dtype), value)
-        total = total * shrink + tl.sum(weights, 1)
+        totals = totals * shrink[:, None] + weights
         top = highest
-    to = of_query * parts + first + piece
+    total, to = tl.sum(totals, 1), of_query * parts + part
     tl.store(lses + to, top + tl.log(total), mask=head < GROUP)
-    mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
+    mixed = mixed / total[:, None]
     tl.store(outs + to[:, None] * DIM + dim, mixed, mask=(head < GROUP)[:, None] & (dim < DIM))
 
 
 @triton.jit(
-    do_not_specialize=["first", "parts", "c0", "l0", "p0", "c1", "l1", "p1", "c2", "l2", "p2"]
+    do_not_specialize=["first", "parts", "at_once", "c0", "l0", "p0", "c1", "l1", "p1", "c2", "l2", "p2"]
 )  # fmt: skip
 def _attend(
-    q, segments, outs, lses, scale, first, parts, c0, l0, p0, c1, l1, p1, c2, l2, p2, SEGMENTS: tl.constexpr,
-    LISTS: tl.constexpr, SHAPES: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
+    q, segments, outs, lses, scale, first, parts, at_once, c0, l0, p0, c1, l1, p1, c2, l2, p2, SEGMENTS: tl.constexpr,
+    LISTS: tl.constexpr, HEADS: tl.constexpr, SHAPES: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Attend to one piece of one of up to three segments. Segment i has ci rows in a list, cut into
-    pi pieces of li rows. LISTS is a multiple of every segment's number of lists; a segment with
-    fewer lists leaves some programs without work."""
+    """Attend to one piece of one of up to three segments. Segment i has up to ci rows in a list,
+    cut into pi pieces of li rows. LISTS is a multiple of every segment's number of lists; a segment
+    with fewer lists leaves some programs without work.
+
+    A segment's `live` says how many rows of a list exist, one number for each sequence if EACH is
+    1, one for all if it is 0. Then a list is cut by that number, into as many pieces as it would be
+    alone; parts of a sequence lie one after the other, and the empty ones, which have a log-sum-exp
+    of minus infinity, come last. So no result depends on other sequences."""
     program, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    place = first + piece
     counts, lengths, pieces = (c0, c1, c2), (l0, l1, l2), (p0, p1, p2)
     for index in tl.static_range(SEGMENTS):
-        apart = LISTS // SHAPES[index][1]
-        if (piece >= 0) & (piece < pieces[index]) & (program % apart == 0):
-            _attend_to(
-                q, segments, outs, lses, scale, program // apart, piece, counts[index], lengths[index], first, parts,
-                index, SHAPES, DIM, WIDE,
-            )  # fmt: skip
-        piece -= pieces[index]
-        first += pieces[index]
+        if piece >= 0:
+            live, this = segments[index][5], program // (LISTS // SHAPES[index][1])
+            count, length, some = counts[index], lengths[index], pieces[index]
+            if live is not None:
+                count = tl.minimum(count, tl.load(live + this // SHAPES[index][1] * SHAPES[index][0]).to(tl.int32))
+                blocks = tl.cdiv(count, SHAPES[index][5])
+                each = tl.maximum(tl.cdiv(blocks, tl.maximum(at_once // SHAPES[index][1], 1)), 1)
+                length, some = each * SHAPES[index][5], tl.cdiv(blocks, each)
+            if (piece < some) & (program % (LISTS // SHAPES[index][1]) == 0):
+                _attend_to(
+                    q, segments, outs, lses, scale, this, piece, counts[index], count, length, place, parts, index,
+                    SHAPES, DIM, WIDE,
+                )  # fmt: skip
+            piece -= some
+    if piece >= 0:
+        head = tl.arange(0, 64)  # a list has no more query heads
+        to = lses + (program * HEADS + head) * parts + place
+        tl.store(to, tl.full([64], float("-inf"), tl.float32), mask=head < HEADS)
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -264,6 +318,7 @@ def _merge(
         at, there = head * parts + part, (part < parts)[:, None] & (dim < DIM)
         weight = tl.load(lses + at, mask=part < parts, other=float("-inf"))
         rows = tl.load(outs + at[:, None] * DIM + dim, mask=there, other=0.0)
+        rows = tl.where(weight[:, None] == float("-inf"), 0.0, rows)  # nobody writes an empty part
         highest = tl.maximum(top, tl.max(weight, 0))
         shift = tl.where(highest == float("-inf"), 0.0, highest)
         weight, shrink = tl.exp(weight - shift), tl.exp(top - shift)

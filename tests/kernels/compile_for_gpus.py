@@ -74,6 +74,17 @@ class Driver:
         return GPUTarget("cuda", self.capability, 32)
 
 
+class Multiprocessors:
+    """What a launch asks of a card's properties."""
+
+    multi_processor_count = 132
+
+    def __init__(self, capability: int) -> None:
+        small = capability in (89, 120)
+        self.shared_memory_per_multiprocessor = 1024 * (100 if small else 164 if capability == 80 else 228)
+        self.max_threads_per_multi_processor = 1536 if small else 2048
+
+
 def compile_block(layer: DecoderBlock, x: Tensor, cos: Tensor, sin: Tensor) -> None:
     _, q, _, _ = block.attention_inputs(x, layer, cos, sin)
     if x.shape[1] == 1:
@@ -128,7 +139,7 @@ def main(words: list[str]) -> None:
 
     driver.set_active(Driver(capability))
     JITFunction.run = compile_only
-    common._programs_wanted = lambda: 528
+    common._device = lambda: Multiprocessors(capability)
     compile_cases([getattr(torch, name) for name in words])
     told = (f"{name} x{len(kinds)} {shared[name]}" for name, kinds in sorted(compiled.items()))
     print(f"triton {triton.__version__}, sm_{capability}:", ", ".join(told))

@@ -13,7 +13,9 @@ from torch.testing import assert_close
 from kernels import ops
 from kernels.dispatch import use_backend
 from kernels.per_sequence import PerSequence
-from kernels.ragged import Ragged
+from kernels.ragged import Ragged, sequence_by_sequence
+from kernels.reference import Segment
+from tests.kernels import ragged_cases as unequal
 from tests.kernels.guarded import guarded
 from tests.kernels.op_cases import OpCase, by_channel, converted, device_of, joined_parts, random
 from tests.kernels.ragged_cases import ragged_cases
@@ -85,6 +87,29 @@ def test_a_cpu_gives_a_sequence_the_same_bits_alone_and_among_others(case: OpCas
         together, alone = by_channel(*together), by_channel(*alone)
     for one, other in zip(results(together), results(alone), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("programs", [6, 20, 200])
+def test_attention_of_a_sequence_has_the_same_bits_alone_and_among_others(
+    programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device that runs so many programs at once, so that lists are cut into one to eleven pieces."""
+    pytest.importorskip("triton")
+    from kernels.gpu import decode
+
+    monkeypatch.setattr(unequal, "SIZES", ((700, 1, 130, 65),))
+    monkeypatch.setattr(decode, "places", lambda shared, registers, warps: programs)
+    for case in unequal.attention():
+        if case.op == "segment_attention_with_lse":
+            q, segments, scale = converted(case.args, torch.float32, device_of("triton"))
+            own = zip(*(sequence_by_sequence(tuple(segment)) for segment in segments), strict=True)
+            with use_backend("triton"):
+                together = ops.segment_attention_with_lse(q, segments, scale)
+                alone = [
+                    ops.segment_attention_with_lse(part, [Segment(*segment) for segment in some], scale)
+                    for part, some in zip(q.split(1), own, strict=True)
+                ]
+            assert all(torch.equal(torch.cat(x), y) for x, y in zip(zip(*alone, strict=True), together, strict=True))
 
 
 @pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 64), (torch.bfloat16, 64), (torch.uint8, 3)], ids=str)
