@@ -89,7 +89,7 @@ class OffloadedLayer(Layer, capturable=True):
         """Start to bring the layer's offloaded prompt to the device, unless it is there or on its
         way."""
         if self.far is not None and self.arrival is None:
-            self.arrival = self.far.whole()
+            self.arrival = self.far.whole(early=True)
 
     def attend_all(self, q: Tensor) -> Tensor:
         if self.arrival is None:

@@ -81,12 +81,6 @@ class PQRead(Select, capturable=True, of_each={"centroids": 3, "codes": 2}):
     def together_refusal(self) -> str | None:
         return super().together_refusal() if self.blocks is None else "blocks are kept of one sequence"
 
-    def decode(self, x: AttnInput) -> Tensor:
-        out = super().decode(x)
-        if self.blocks is not None and self.cache.counters.running:
-            self.blocks.take_in()  # a captured step leaves nothing on its way
-        return out
-
     def count_replayed(self, steps: int) -> None:
         super().count_replayed(steps)
         if self.blocks is not None:

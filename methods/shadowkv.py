@@ -42,6 +42,7 @@ from methods.pools import KVStore, rows_for
 from methods.pools.batched import BatchedHostRows
 from methods.tiers.block import FAR
 from methods.tiers.rows import Rows
+from methods.tiers.traffic import Traffic
 
 
 class ChunkPlan(NamedTuple):
@@ -164,7 +165,11 @@ class ShadowRead(HitCache, Read[ChunkPlan], capturable=True, of_each=OF_EACH):
             here = filled(ops.gather_rows(held, chunks))
             return lambda: here
         near = None if slots is None else self.held_v
-        return self.cache.fetch(lambda traffic: held.gather(cast(Tensor, chunks), traffic, slots, near)).wait
+
+        def read(traffic: Traffic) -> Tensor:
+            return held.gather(cast(Tensor, chunks), traffic, slots, near)
+
+        return self.cache.fetch(read, early=True).wait
 
     def observe(self, x: AttnInput) -> None:
         self.rope_table.note(x)

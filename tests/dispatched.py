@@ -26,17 +26,17 @@ class DispatchRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        arguments = func._schema.arguments
-        by_name = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
-        written = [
-            by_name.get(argument.name)
-            for argument in arguments
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ]
-        changed = _tensors(written)
+        changed = changed_by(func, args, kwargs)
         out = func(*args, **kwargs)
         self.has_run(func, args, kwargs, out, changed)
         return out
+
+
+def changed_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors among its arguments that `func` writes to."""
+    arguments = func._schema.arguments
+    by_name = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
+    return _tensors([by_name.get(x.name) for x in arguments if x.alias_info is not None and x.alias_info.is_write])
 
 
 def is_launch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, changed: list[Tensor]) -> bool:

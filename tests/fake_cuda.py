@@ -1,7 +1,8 @@
 """torch.cuda's graphs and streams on a CPU: captures are tapes, and pools of memory fail where torch's do.
 
-A stream beside the model's runs as late as CUDA may let it: once the model's stream waits for it. Whatever reads its
-results before that finds what was there before. Memory that a graph computes in holds anything when it is replayed.
+Work beside the model's runs at once, and is checked: what one stream reads or overwrites, the other must have done
+with, by an event for which the first has waited. The same holds for memory that may be used again. Memory that a graph
+computes in holds anything when it is replayed.
 
 A capture that multiplies leaves a block in its pool, as the workspace of a cuBLAS handle does. Torch counts the
 graphs of a pool; once the last has gone, a capture that opens the pool again while blocks lie in it fails an assertion
@@ -12,17 +13,137 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
 
+from kernels.dispatch import watched
 from kernels.step_inputs import CaptureError
-from tests.cpu_graph import FROM_HOST, CpuGraph, StepMemory, compiled_calls
+from tests.cpu_graph import CpuGraph, StepMemory
+from tests.dispatched import DispatchRecorder, changed_by, is_launch
 
 ANYTHING = 0x5A  # in every byte of memory that nobody has written
+MODEL, SECOND = 0, 1  # streams
+
+
+class RaceError(AssertionError):
+    """Two streams use the same memory, and no event says which of them is first."""
+
+
+@dataclass
+class Memory:
+    """A storage, with the last operation of each stream that has read it, and that has written to it."""
+
+    storage: StorageWeakRef
+    owner: int  # the stream that may use it again
+    read: list[int] = field(default_factory=lambda: [0, 0])
+    written: list[int] = field(default_factory=lambda: [0, 0])
+
+
+class TwoStreams:
+    """In place of `forked` of methods/tiers/transfer.py: the model's stream, and a second one.
+
+    `noted`: what was done, in order: ("fork", number), ("wait", number), and the names of the operations of
+    kernels/ops.py that the model's stream was given."""
+
+    active: ClassVar[TwoStreams | None] = None
+
+    def __init__(self) -> None:
+        self.stream = MODEL
+        self.noted: list[tuple[str, Any]] = []
+        self._known = [[0, 0], [0, 0]]  # for each stream, the operations of both that it comes behind
+        self._memory: dict[int, Memory] = {}
+        self._shared = set[int]()  # what others than its owner have used
+        self._forks = 0
+
+    @contextmanager
+    def forked(self, on: torch.device) -> Iterator[Callable[[], None]]:
+        graph, number, done = StreamedGraph.current(), self._forks, list[int]()
+        assert self.stream == MODEL, "a fork within a fork"
+        self._catch_up(SECOND, self._known[MODEL])
+        self._forks, self.stream = self._forks + 1, SECOND
+        self.noted.append(("fork", number))
+
+        def wait() -> None:
+            if graph is not StreamedGraph.current():
+                raise CaptureError("waits for an event of another capture, or of none")
+            self.noted.append(("wait", number))
+            self._catch_up(MODEL, done)
+
+        try:
+            yield wait
+            done += self._known[SECOND]
+        finally:
+            self.stream = MODEL
+
+    def _catch_up(self, stream: int, known: list[int]) -> None:
+        self._known[stream] = list(map(max, self._known[stream], known))
+
+    @property
+    def given(self) -> int:
+        """How many operations the second stream was given."""
+        return self._known[SECOND][SECOND]
+
+    @property
+    def joined(self) -> bool:
+        return self._known[MODEL][SECOND] == self.given
+
+    def used(self, func: Any, args: Any, kwargs: Any, out: Any, changed: list[Tensor]) -> None:
+        """Check an operation of torch, and note what it uses."""
+        given, results = _storages((args, kwargs)), _storages(out)
+        made = {at: results[at] for at in results.keys() - given.keys()}
+        if made:
+            self._give_away()
+        if not is_launch(func, args, kwargs, out, changed):
+            written = {}
+        else:
+            self._known[self.stream][self.stream] += 1
+            written = _storages(changed) | made
+        for at, storage in (given | made).items() if written or made else ():
+            memory = self._memory.setdefault(at, Memory(StorageWeakRef(storage), self.stream if at in made else MODEL))
+            self._use(func, at, memory, at in written, at in given and bool(written))
+
+    def _use(self, func: Any, at: int, memory: Memory, writes: bool, reads: bool) -> None:
+        other = 1 - self.stream
+        before = max(memory.written[other], memory.read[other] if writes else 0)
+        if before > self._known[self.stream][other]:
+            raise RaceError(f"{func} of stream {self.stream} meets an operation of stream {other}")
+        now = self._known[self.stream][self.stream]
+        for noted in (memory.written,) * writes + (memory.read,) * reads:
+            noted[self.stream] = now
+        if memory.owner != self.stream:
+            self._shared.add(at)
+
+    def _give_away(self) -> None:
+        """Check that memory which this stream may get now is not in use by the other one."""
+        other = 1 - self.stream
+        for at in [at for at in self._shared if self._memory[at].storage.expired()]:
+            memory = self._memory[at]
+            if memory.owner == self.stream:
+                if max(memory.read[other], memory.written[other]) > self._known[self.stream][other]:
+                    raise RaceError(f"stream {other} still uses memory that stream {self.stream} may get again")
+                self._shared.remove(at)
+                del self._memory[at]
+
+
+class _Watch(DispatchRecorder):
+    def __init__(self, streams: TwoStreams) -> None:
+        super().__init__()
+        self._streams = streams
+
+    def has_run(self, *ran: Any) -> None:
+        if StreamedGraph.current() is None:
+            self._streams.used(*ran)
+
+
+def _storages(value: Any) -> dict[int, torch.UntypedStorage]:
+    tensors = [x for x in tree_leaves(value) if isinstance(x, Tensor)]
+    return {storage._cdata: storage for storage in (x.untyped_storage() for x in tensors) if storage.nbytes()}
 
 
 class StreamedGraph(CpuGraph):
@@ -32,39 +153,44 @@ class StreamedGraph(CpuGraph):
 
     def __init__(self) -> None:
         super().__init__()
-        self._beside: list[Callable[[], Any]] = []  # what the other stream was given, and nobody has waited for
-        self._stream, self._streams = 0, dict[int, int]()  # which of the two computes, and whose memory is whose
+        self._streams = dict[int, int]()  # by the address of memory, the stream that may use it again
+
+    @classmethod
+    def current(cls) -> StreamedGraph | None:
+        return cls.capturing_now[-1] if cls.capturing_now else None
 
     @property
     def rooms(self) -> Collection[StepMemory]:
         """What this stream may use again: torch's allocator keeps the memory of each apart."""
-        places = self._places.items()
-        return [room for at, room in places if self._streams.setdefault(at, self._stream) == self._stream]
+        return [room for at, room in self._places.items() if self._streams[at] == self._stream]
+
+    def _on_the_cpu(self, like: Tensor) -> Tensor:
+        made = super()._on_the_cpu(like)
+        self._streams.setdefault(made.untyped_storage().data_ptr(), self._stream)
+        return made
+
+    @property
+    def _stream(self) -> int:
+        return TwoStreams.active.stream if TwoStreams.active else MODEL
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
+        streams = TwoStreams.active
+        given = streams.given if streams else 0
         self.capturing_now.append(self)
         try:
             with super().capturing():
                 yield
         finally:
             self.capturing_now.pop()
-        if self._beside:
+        if streams is not None and streams.given > given and not streams.joined:
             raise CaptureError("the stream beside the model's was not joined before the capture ended")
 
-    @contextmanager
-    def forked(self) -> Iterator[None]:
-        """Give what is called here to the other stream."""
-        first, self._stream = len(self.calls), 1
-        yield
-        self._beside += self.calls[first:]
-        del self.calls[first:]
-        self._stream = 0
-
-    def joined(self) -> None:
-        """Let the model's stream wait for the other one."""
-        self.calls += self._beside
-        self._beside = []
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if TwoStreams.active is not None:
+            TwoStreams.active.used(func, args, kwargs or {}, out, changed_by(func, args, kwargs or {}))
+        return out
 
     def replay(self) -> None:
         for room in self._places.values():
@@ -72,48 +198,21 @@ class StreamedGraph(CpuGraph):
         super().replay()
 
 
-class SideStream:
-    """In place of `forked` and `join` of methods/tiers/transfer.py, also while nothing is captured."""
-
-    def __init__(self) -> None:
-        self._given: list[StreamedGraph] = []
-
-    @contextmanager
-    def forked(self, on: torch.device) -> Iterator[None]:
-        if StreamedGraph.capturing_now:
-            with StreamedGraph.capturing_now[-1].forked():
-                yield
-            return
-        work = StreamedGraph()
-        with compiled_calls(work.take), _NumbersAtOnce(), work:
-            yield
-        self._given.append(work)
-
-    def join(self, on: torch.device) -> None:
-        if StreamedGraph.capturing_now:
-            StreamedGraph.capturing_now[-1].joined()
-            return
-        given, self._given = self._given, []
-        for work in given:
-            work.replay()
-
-
-class _NumbersAtOnce(TorchFunctionMode):
-    """Lets numbers come from the host at once, which CUDA waits for as well."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with _disable_current_modes() if func in FROM_HOST else nullcontext():
-            return func(*args, **(kwargs or {}))
-
-
 @contextmanager
-def side_stream() -> Iterator[None]:
-    """Let rows that come beside the model's work do so on a stream of their own."""
-    side = SideStream()
+def side_stream() -> Iterator[TwoStreams]:
+    """Let rows that come beside the model's work do so on a stream of their own, which is checked."""
+    streams = TwoStreams()
+
+    def note(name: str, arguments: tuple[Any, ...], call: Callable[[], Any]) -> Any:
+        if streams.stream == MODEL:
+            streams.noted.append(("op", name))
+        return call()
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("methods.tiers.transfer.forked", side.forked)
-        patch.setattr("methods.tiers.transfer.join", side.join)
-        yield
+        patch.setattr("methods.tiers.transfer.forked", streams.forked)
+        patch.setattr(TwoStreams, "active", streams)
+        with watched(note), _Watch(streams):
+            yield streams
 
 
 class Pool:

@@ -39,7 +39,7 @@ from harness.jobs.examples import blank
 from harness.jobs.machine import free_here
 from harness.jobs.memory import CacheSpec, MemoryForecast, lacking, largest_batch, needed_by
 from harness.models.base import LoadedModel, ModelInfo
-from harness.models.devices import usual_chunk
+from harness.models.devices import usual_chunk, usual_overlap
 from harness.prompts.prompt import calibration_text
 from methods.base import Budget, BudgetError, Method
 from methods.full import Full
@@ -194,12 +194,13 @@ def attachment(method: Method, loaded: LoadedModel, text: list[int], options: ar
     reuse_steps = options.reuse_steps if method.uses_budget else 0
     calibration = torch.tensor([text])
     return Attachment(
-        loaded.model, method, options.budget, placement, calibration, reuse_steps, overlap=_overlaps(options)
+        loaded.model, method, options.budget, placement, calibration, reuse_steps, overlap=_overlaps(method, options)
     )
 
 
-def _overlaps(options: argparse.Namespace) -> bool:
-    return options.overlap == "on" or (options.overlap == "auto" and options.device != "cpu")
+def _overlaps(method: Method, options: argparse.Namespace) -> bool:
+    auto = options.overlap == "auto" and usual_overlap(options.device, type(method).__name__)
+    return options.overlap == "on" or auto
 
 
 def cache_spec(method: Method, options: argparse.Namespace) -> CacheSpec:
@@ -210,7 +211,7 @@ def cache_spec(method: Method, options: argparse.Namespace) -> CacheSpec:
         dtype=options.dtype,
         device=options.device,
         prefill_chunk=usual_chunk(options.device, method.dense_prefill),
-        overlap="on" if _overlaps(options) else "off",
+        overlap="on" if _overlaps(method, options) else "off",
         graphs="off" if options.device == "cpu" else "on",
     )
     return CacheSpec(settings, method, Budget(options.budget) if method.uses_budget else None)

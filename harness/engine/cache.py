@@ -141,7 +141,9 @@ class KVCache(Cache):
         self._arriving = 0
 
     def end(self) -> None:
-        """Count the tokens of a forward of the model that has ended."""
+        """Count the tokens of a forward of the model that has ended, once its layers have done what
+        they deferred."""
+        self.state.run_deferred()
         self.num_tokens += self._arriving
 
     def expect_text(self, ids: Tensor) -> None:

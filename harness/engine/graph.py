@@ -31,6 +31,7 @@ from kernels.ragged import Ragged
 from kernels.step_inputs import MOST_KEPT_BYTES, StepInputs, recording_inputs
 from methods.base import CacheState
 from methods.tiers.traffic import Traffic
+from methods.tiers.transfer import join
 
 MOST = 64  # captured steps that are kept for other sequences
 
@@ -88,6 +89,7 @@ class CudaGraphs:
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     result = step()
+                    join(self.device)
                 finally:
                     graph.capture_end()
         finally:

@@ -20,7 +20,7 @@ from harness.config.settings import CommonWindows, OverflowSettings, Settings, S
 from harness.jobs.alignment import AlignedBudget, shapes
 from harness.jobs.examples import PreparedExample, by_context
 from harness.models.base import DTYPE_BYTES, ModelInfo
-from harness.models.devices import choose_device, usual_chunk
+from harness.models.devices import choose_device, usual_chunk, usual_overlap
 from harness.prompts.prompt import MOST
 from harness.results.files import unwritable
 from harness.terminal.notices import say_once
@@ -67,8 +67,10 @@ def resolve(wanted: Settings, given: Method, info: ModelInfo) -> Resolved:
     }
     if wanted.dtype == "auto":
         changes["dtype"] = info.dtype if on_gpu else "fp32"
-    if wanted.overlap == ("auto" if on_gpu else "off"):  # `auto` is on where a bus is crossed, else off
-        changes["overlap"] = "on" if on_gpu else "auto"
+    if on_gpu and wanted.overlap == "auto":
+        changes["overlap"] = "on" if usual_overlap(device, type(method).__name__) else "off"
+    elif not on_gpu and wanted.overlap == "off":
+        changes["overlap"] = "auto"  # which is off where no bus is crossed
     if wanted.graphs == "auto":
         changes["graphs"] = "on" if on_gpu else "off"
     if wanted.prefill_chunk is None:

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 DRIVER = Path("/proc/driver/nvidia/version")  # its first line names the version
 PREFILL_CHUNK = 8192  # tokens of a prompt that pass through a layer at once on a GPU by default
+# Names of classes of methods whose steps on a GPU were measured to be faster with overlap=on. None was measured since
+# events order transfers and the model's work (methods/tiers/transfer.py).
+OVERLAP_HELPS: frozenset[str] = frozenset()
 NODES = (Path("/dev/nvidia0"), Path("/dev/dxg"))  # device files of a GPU under Linux, and under WSL
 
 
@@ -49,6 +52,12 @@ def usual_chunk(device: str, dense_prefill: bool = True) -> int | None:
     dense attention (`dense_prefill`) would compute something else if its prompt were split, so it
     is split only on request."""
     return PREFILL_CHUNK if device.startswith("cuda") and dense_prefill else None
+
+
+def usual_overlap(device: str, method: str) -> bool:
+    """Return whether overlap=auto lets rows that lie elsewhere come to `device` while the model
+    computes, for the method whose class is named `method`: where that was measured to help."""
+    return device.startswith("cuda") and method in OVERLAP_HELPS
 
 
 def check_device(name: str) -> str:

@@ -120,7 +120,7 @@ def _unusual(runs: Sequence[StoredRun], settings: Sequence[Flat]) -> Iterator[li
     usual, own = [], []
     for run, mine in zip(runs, settings, strict=True):
         device = str(run.config.get("device"))
-        defaults = flatten(recorded_defaults(device)) | ({"overlap": "on"} if device.startswith("cuda") else {})
+        defaults = flatten(recorded_defaults(device)) | ({"overlap": "off"} if device.startswith("cuda") else {})
         usual.append({key: value for key, value in defaults.items() if key not in SAID_BY_TABLE})
         own.append(
             {

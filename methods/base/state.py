@@ -17,6 +17,7 @@ from torch import Tensor
 from kernels.per_sequence import PerSequence
 from kernels.step_inputs import CaptureError, record_input
 from methods.base.request import Request
+from methods.tiers.tier import DISK
 from methods.tiers.traffic import Traffic
 from methods.tiers.transfer import Arrival, TransferEngine
 
@@ -154,13 +155,27 @@ class CacheState:
     checks: Checks = field(default_factory=Checks)
     engine: TransferEngine = field(default_factory=TransferEngine)
     ahead: bool = False
+    deferred: list[Callable[[], None]] = field(default_factory=list)  # until the next layer defers, or the step ends
 
-    def fetch(self, read: Callable[[Traffic], T]) -> Arrival[T]:
+    def fetch(self, read: Callable[[Traffic], T], *, early: bool = False) -> Arrival[T]:
         """Ask for keys and values: `read` brings them to the device and adds the bytes that it
         moves to the `Traffic` (counts of moved bytes) that it is given. The result's `wait` returns
-        what `read` returns. In a captured step they arrive within the step."""
+        what `read` returns. `early`: the caller computes something before it waits, so that rows
+        may move meanwhile."""
         device, running = self.request.device, self.counters.running
-        return self.engine.begin(read, self.traffic, device, ahead=self.ahead, within_step=running)
+        by_device = running or (queues(device) and self.request.placement != DISK)
+        return self.engine.begin(read, self.traffic, device, ahead=self.ahead and early, by_device=by_device)
+
+    def defer(self, action: Callable[[], None]) -> None:
+        """Run `action` when another layer defers one, or when the step ends, so that what it waits
+        for has about the time of one layer to come."""
+        self.run_deferred()
+        self.deferred.append(action)
+
+    def run_deferred(self) -> None:
+        """Run the action that a layer has deferred in this step, if there is one."""
+        while self.deferred:
+            self.deferred.pop()()
 
     def work(self, compute: Callable[[], T]) -> Arrival[T]:
         """Begin to compute something on the CPU in parallel to the model, such as a clustering of a

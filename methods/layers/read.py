@@ -92,7 +92,7 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
         the first token that was moved there. Tokens whose `slots` entry is 0 or more will not be
         read and need not move."""
         assert self.layer.far is not None
-        self.arrival = self.layer.far.gather(rows, slots)
+        self.arrival = self.layer.far.gather(rows, slots, early=True)
 
     def fetch(self, rows: Tensor) -> Segment:
         """Return keys and values, on the device, of chosen prompt tokens that lie in host memory,

@@ -4,8 +4,8 @@ arXiv 2407.12820).
 All KV heads of a layer share the blocks. A chosen token whose block is held is read there; the
 others are moved one by one. Then the blocks with the most chosen tokens over all KV heads are
 offered: for a held one a further use is counted, another one is moved whole and replaces the least
-used (LFU; among equals the least recently used). Such a block arrives after the rest of the step,
-and can be read in the next one."""
+used (LFU; among equals the least recently used). Such a block arrives while the model goes on, and
+can be read in the next step."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from kernels import ops
 from kernels.reference import Segment
 from methods.base import Cost, LayerWorkload
+from methods.base.state import queues
 from methods.parts.costs import INT64
 from methods.pools import Pool
 from methods.tiers.transfer import Arrival
@@ -50,17 +51,18 @@ class BlockCache:
         blocks, traffic = rows // self.size, self.store.cache.traffic
         places = self._places().unsqueeze(1).expand(-1, rows.shape[1], -1).gather(2, blocks)
         held, slots = places >= 0, torch.where(places >= 0, places * self.size + rows % self.size, -1)
-        moved = self.store.gather(rows, slots).wait()[:2]
-        kept = (ops.gather_rows(x, slots.clamp(min=0)) for x in self.kv[:2])
-        k, v = (torch.where(held.unsqueeze(-1), *both) for both in zip(kept, moved, strict=True))
+        coming = self.store.gather(rows, slots, early=True)  # what follows hides it
+        kept = [ops.gather_rows(x, slots.clamp(min=0)) for x in self.kv[:2]]
         traffic.looked_up += rows.numel()
         traffic.tally("found", held.sum())
         self._offer(blocks)
+        k, v = (torch.where(held.unsqueeze(-1), *both) for both in zip(kept, coming.wait()[:2], strict=True))
         return Segment(k, v)
 
     def take_in(self) -> None:
-        """Put the blocks of tokens that the last step asked for into their places on the device,
-        once they have arrived. `read` calls it first; a captured step calls it before it ends."""
+        """Put the blocks of tokens that were asked for last into their places on the device, once
+        they have arrived. `read` calls it first; on a GPU, and in a captured step, it is called
+        before the step ends, which so leaves nothing on its way."""
         if self.coming is None:
             return
         (places, blocks, new, arrival), self.coming = self.coming, None
@@ -102,7 +104,10 @@ class BlockCache:
         blocks = torch.where(fresh, coming.indices, self.blocks.gather(1, places))
         slots = torch.where(fresh.repeat_interleave(self.size, 1).unsqueeze(1), -1, self._rows(places))
         rows = self._rows(blocks).clamp(max=self.store.length - 1)  # the last block may be cut short
-        self.coming = places, blocks, fresh, self.store.gather(rows, slots)
+        self.coming = places, blocks, fresh, self.store.gather(rows, slots, early=True)
+        cache = self.store.cache
+        if cache.counters.running or queues(rows.device):
+            cache.defer(self.take_in)
 
     def _places(self) -> Tensor:
         """Return for each block of tokens in the pool at which place on the device it is held,

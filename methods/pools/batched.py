@@ -135,11 +135,11 @@ class BatchedPool:
         of whole blocks, without plain tokens after them."""
         return self.cache.fetch(lambda traffic: [self._coded])
 
-    def whole(self) -> Arrival[Segment]:
+    def whole(self, *, early: bool = False) -> Arrival[Segment]:
         """Ask for all tokens of the pools, decoded, on the device, as `Pool.whole` does."""
         every = torch.arange(self.length.most, device=self.cache.request.device)
         rows = Ragged.filled_up(every.expand(len(self.length), self._groups, -1), self.length)
-        return self.gather(rows)
+        return self.gather(rows, early=early)
 
     @cached_property
     def _coded(self) -> Segment | Codes:
@@ -149,12 +149,12 @@ class BatchedPool:
         )
         return self.codec.segment(Encoded(tokens, blocks), self.cache.request.dtype)
 
-    def gather(self, rows: Tensor | Ragged, slots: Tensor | None = None) -> Arrival[Segment]:
+    def gather(self, rows: Tensor | Ragged, slots: Tensor | None = None, *, early: bool = False) -> Arrival[Segment]:
         """Ask for chosen tokens, decoded, on the device, as `Pool.gather` does. If sequences choose
         different numbers of them, `rows` is `Ragged` (a tensor per sequence), the segment is filled
         up, and its `live` holds the numbers. Tokens whose `slots` entry is 0 or more do not move
         from the host; with `slots`, all sequences choose equally many."""
-        return self.cache.fetch(lambda traffic: self._chosen(rows, slots, traffic))
+        return self.cache.fetch(lambda traffic: self._chosen(rows, slots, traffic), early=early)
 
     def _chosen(self, rows: Tensor | Ragged, slots: Tensor | None, traffic: Traffic) -> Segment:
         """Return chosen tokens, decoded. For each it reads both an encoded token and one of the

@@ -76,11 +76,11 @@ class Pool:
             self._make_tail()
             self._put(self._tail, (k[:, :, whole:], v[:, :, whole:]), 0)
 
-    def gather(self, rows: Tensor, slots: Tensor | None = None) -> Arrival[Segment]:
+    def gather(self, rows: Tensor, slots: Tensor | None = None, *, early: bool = False) -> Arrival[Segment]:
         """Ask for chosen tokens, decoded, on the device; `wait` of the result returns k, v
         [B G K D], for rows [B G K], or [B H K D] for rows [B H K] of query heads. Tokens whose
         entry in `slots`, of the same shape as `rows`, is 0 or more need not move: their values are
-        arbitrary."""
+        arbitrary. `early`: the caller computes something before it waits (`CacheState.fetch`)."""
         groups = self._tokens[0].shape[:2]
         by_group = rows.reshape(*groups, -1)
         unread = None if slots is None else slots.reshape(*groups, -1)
@@ -89,12 +89,12 @@ class Pool:
             k, v = self._decoded(by_group, traffic, unread)
             return Segment(k.view(*rows.shape, -1), v.view(*rows.shape, -1))
 
-        return self.cache.fetch(read)
+        return self.cache.fetch(read, early=early)
 
-    def whole(self) -> Arrival[Segment]:
+    def whole(self, *, early: bool = False) -> Arrival[Segment]:
         """Ask for all tokens, decoded, on the device; `wait` of the result returns k, v
-        [B G S D]."""
-        return self.cache.fetch(self._whole)
+        [B G S D]. `early` as in `gather`."""
+        return self.cache.fetch(self._whole, early=early)
 
     def segments(self) -> Arrival[list[Segment | Codes]]:
         """Ask for all tokens on the device, for a step that attends to them: as codes if kernels

@@ -2,9 +2,10 @@
 were asked for.
 
 A method asks for rows as soon as it knows which (`begin`), goes on computing, and waits
-(`Arrival.wait`) when it needs them. Until then nothing happens, or, with `ahead`, rows move: in the
-caller's thread, or in one of the engine's own, on a CUDA device on a stream parallel to the
-model's. A cache whose rows move ahead may also pass on work on a prompt that later layers hide,
+(`Arrival.wait`) when it needs them. Until then nothing happens, or, with `ahead`, rows move. Rows in
+host memory, which a CUDA device reads itself, come on a second stream: events order it and the
+model's stream, no thread takes part, and the host never waits. Rows in files come in a thread of
+the engine. A cache whose rows move ahead may also pass on work on a prompt that later layers hide,
 such as clustering its keys (`work`): an engine does one piece after the other.
 
 A device has one engine, whoever moves its rows (`shared_engine`)."""
@@ -12,10 +13,11 @@ A device has one engine, whoever moves its rows (`shared_engine`)."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from contextvars import copy_context
 from functools import cache, partial
+from threading import get_ident
 from time import perf_counter
 from typing import Generic, TypeVar
 from weakref import WeakSet, WeakValueDictionary, ref
@@ -57,15 +59,16 @@ class TransferEngine:
         on: torch.device,
         *,
         ahead: bool = False,
-        within_step: bool = False,
+        by_device: bool = False,
     ) -> Arrival[T]:
         """Return an `Arrival`, whose `wait` returns what `read` returns: keys and values on the
         device `on`. `read` adds the bytes that it moves to the `Traffic` (counts of moved bytes)
         that it is given; once `wait` has returned, they are added to `into`. `ahead`: the rows move
-        from now on, else when they are waited for. `within_step`: they are waited for in this step,
-        which may be captured in a CUDA graph, so no thread takes part."""
-        kind: type[Arrival[T]] = Branch if ahead and within_step else Arrival
-        return kind(self.copy_lane if ahead and not within_step else INLINE, read, into, on, ahead)
+        from now on, else when they are waited for. `by_device`: the device itself moves them while
+        `read` only launches work, as for rows in host memory, so no thread is needed."""
+        if not ahead:
+            return Arrival(read, into)
+        return Branch(read, into, on) if by_device else InThread(read, into, on, self.copy_lane)
 
     def work(self, compute: Callable[[], T], on: torch.device) -> Arrival[T]:
         """Begin to run `compute` on the CPU in parallel to the model, once the device `on` has done
@@ -75,7 +78,7 @@ class TransferEngine:
             reach(on)
             return compute()
 
-        return Arrival(self.work_lane, read, Traffic(), on, ahead=True)
+        return InThread(read, Traffic(), on, self.work_lane)
 
     def send(self, write: Callable[[Traffic], None], into: Traffic) -> None:
         """Run `write`, which moves rows away from the device and adds their bytes to the `Traffic`
@@ -106,105 +109,95 @@ def shared_engine(device: torch.device) -> TransferEngine:
 
 
 class Arrival(Generic[T]):
-    """Represent something that can be waited for: keys and values on their way to the device, or a
-    result of work on the CPU. If nobody waits for keys and values, their bytes are not counted as
-    moved, and they do not move if this object is dropped before they begin to."""
+    """Represent keys and values that come to the device when they are waited for. Its subclasses
+    represent what comes earlier: in a thread (`InThread`) or on a second stream (`Branch`). If
+    nobody waits, the bytes are not counted as moved."""
 
-    def __init__(
-        self, by: TransferLane, read: Callable[[Traffic], T], into: Traffic, on: torch.device, ahead: bool
-    ) -> None:
-        """`read`: what brings the rows and adds their bytes to the counts that it is given. `by`:
-        the lane (a queue with threads) that runs it. `into`: the counts to which the moved bytes
-        are added at the first `wait`. `on`: the device. `ahead`: begin now, else at the first
-        `wait`."""
-        self._by, self._into = by, into
+    def __init__(self, read: Callable[[Traffic], T], into: Traffic) -> None:
+        """`read`: what brings the rows and adds their bytes to the counts that it is given. `into`:
+        the counts to which the moved bytes are added at the first `wait`."""
         self._read: Callable[[Traffic], T] | None = read
-        self._on = on
-        self._moved = Traffic()
-        self._future: Future[T] | None = None
-        self._exposed_s = 0.0  # seconds for which a caller has waited
-        if ahead:
-            self._start()
+        self._into, self._moved = into, Traffic()
+        self._rows: T
 
     def wait(self) -> T:
-        """Return what was asked for, once it is there. An error while reading is raised here. May
-        be called again."""
-        if self._future is None:
-            self._start()
-        assert self._future is not None
-        if self._read is None:
-            return self._future.result()
+        """Return what was asked for, once it is there. An error while reading is raised here, or
+        for a `Branch` where the rows are asked for. May be called again."""
+        if self._read is not None:
+            self._rows = self._come(self._read)
+            self._into.add(self._moved)  # whose counts may be on the device, made by the stream that moved the rows
+            self._read = None  # and with it the tensors that it reads, which may be overwritten from now on
+        return self._rows
+
+    def _come(self, read: Callable[[Traffic], T]) -> T:
+        """Return the rows, and make them, and the counts of what moved, safe to use on the caller's
+        stream."""
         asked = perf_counter()
-        rows = self._future.result()
-        self._exposed_s += perf_counter() - asked
-        self._moved.exposed_s = self._exposed_s
-        self._moved.hidden_s = max(0.0, self._ready - self._began - self._exposed_s)
-        self._reach(rows)
-        self._into.add(self._moved)  # whose counts may be on the device, made by the stream that moved the rows
-        self._read = None
+        rows = read(self._moved)
+        self._moved.exposed_s = perf_counter() - asked
         return rows
 
-    def _reach(self, rows: T) -> None:
-        """Make the rows, and the counts of what moved, safe to use on the caller's CUDA stream,
-        though a thread has written them on another stream."""
-        if self._by is not INLINE:
-            _keep_for_this_stream((rows, self._moved.tallies))
 
-    def _start(self) -> None:
-        if self._by is INLINE:
-            asked = perf_counter()
-            self._future = self._by.submit(self._move)
-            self._exposed_s = perf_counter() - asked  # the caller has moved them
-            return
+class InThread(Arrival[T]):
+    """Represent keys and values from files, or a result of work on the CPU, that a thread brings.
+    They do not move if this object is dropped before they begin to."""
+
+    def __init__(self, read: Callable[[Traffic], T], into: Traffic, on: torch.device, lane: TransferLane) -> None:
+        """Begin now. `lane`: the queue with threads that runs `read`; without threads, the caller
+        does. `on`: the device to which rows go."""
+        super().__init__(read, into)
         run, inference = copy_context().run, torch.is_inference_mode_enabled()
-        behind, on, known = reached(self._on), self._on, ref(self)
+        behind, known = reached(on), ref(self)
+        self._began = self._ready = 0.0  # seconds of the clock, between which the rows move
 
         def move() -> T:
-            if (arrival := known()) is None:
+            if (arrival := known()) is None or arrival._read is None:
                 raise CancelledError
             with torch.inference_mode(inference), beside_the_model(on, behind):
-                return arrival._move()
+                arrival._began = perf_counter()
+                rows = arrival._read(arrival._moved)
+            arrival._ready = perf_counter()
+            return rows
 
-        self._future = self._by.submit(partial(run, move))
+        asked = perf_counter()
+        self._future = lane.submit(partial(run, move))
+        self._kept_s = 0.0 if lane.beside else perf_counter() - asked  # seconds in which the caller moved them
 
-    def _move(self) -> T:
-        assert self._read is not None
-        self._began = perf_counter()
-        rows = self._read(self._moved)
-        self._ready = perf_counter()
+    def _come(self, read: Callable[[Traffic], T]) -> T:
+        asked = perf_counter()
+        rows = self._future.result()
+        self._moved.exposed_s = self._kept_s + perf_counter() - asked
+        self._moved.hidden_s = max(0.0, min(asked, self._ready) - self._began - self._kept_s)
+        for tensor in tree_leaves((rows, self._moved.tallies)):
+            if isinstance(tensor, Tensor) and tensor.is_cuda:  # another stream has made it, and must not reuse it yet
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
         return rows
 
 
 class Branch(Arrival[T]):
-    """Represent keys and values that arrive within one step: on a CUDA device, they are read on a
-    stream that forks from the model's where they are asked for, and joins it again where they are
-    waited for, which a CUDA graph can capture."""
+    """Represent keys and values that a CUDA device reads in host memory, on a stream that forks from
+    the model's where they are asked for. Where they are waited for, the model's stream waits for
+    them, and for nothing that was asked for later; the host does not wait. A CUDA graph can capture
+    all that."""
 
-    def _reach(self, rows: T) -> None:
-        join(self._on)
-        _keep_for_this_stream((rows, self._moved.tallies))
+    def __init__(self, read: Callable[[Traffic], T], into: Traffic, on: torch.device) -> None:
+        super().__init__(read, into)
+        with forked(on) as self._join:
+            self._rows = read(self._moved)
 
-    def _start(self) -> None:
-        with forked(self._on):
-            super()._start()
-
-
-def _keep_for_this_stream(rows: object) -> None:
-    """Tell torch's allocator that the caller's CUDA stream uses the tensors in `rows`, which
-    another stream has allocated, so that their memory is not given away too early."""
-    for tensor in tree_leaves(rows):
-        if isinstance(tensor, Tensor) and tensor.is_cuda:
-            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    def _come(self, read: Callable[[Traffic], T]) -> T:
+        self._join()
+        return self._rows
 
 
 @contextmanager
 def beside_the_model(on: torch.device, behind: torch.cuda.Event | None = None) -> Iterator[None]:
-    """Run the GPU work of this block on a stream of its own, in parallel to the model's, after the
-    event `behind` (None: at once). When the block ends, its work is complete."""
+    """Run the GPU work of this block on a stream of the calling thread, in parallel to the model's,
+    after the event `behind` (None: at once). When the block ends, its work is complete."""
     if on.type != "cuda":
         yield
         return
-    stream = torch.cuda.Stream(on)
+    stream = _of_thread(on, get_ident())
     with torch.cuda.stream(stream):
         if behind is not None:
             stream.wait_event(behind)
@@ -213,29 +206,47 @@ def beside_the_model(on: torch.device, behind: torch.cuda.Event | None = None) -
 
 
 @cache
-def _side(on: torch.device) -> torch.cuda.Stream:
+def _of_thread(on: torch.device, thread: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(on)
 
 
+@cache
+def _second(model: torch.cuda.Stream) -> torch.cuda.Stream:
+    """Return the stream on which rows come for work on the stream `model`: a model's usual stream
+    and the one on which its steps are captured have one each, as a capture must hold no work of
+    others. Its work goes first where both wait for a multiprocessor, since the bus is slow. Torch
+    takes streams in turn from a pool for each priority, and nothing else here asks for this one."""
+    return torch.cuda.Stream(model.device, priority=-1)
+
+
 @contextmanager
-def forked(on: torch.device) -> Iterator[None]:
+def forked(on: torch.device) -> Iterator[Callable[[], None]]:
     """Run the GPU work of this block on a second stream, after all that the caller's stream has
-    been given so far, and in parallel to what it is given later. If a CUDA graph is being captured,
-    both become branches of it."""
+    been given so far, and in parallel to what it is given later. Yield a function that, after the
+    block, lets the caller's stream wait for this work. If a CUDA graph is being captured, both
+    streams become branches of it.
+
+    What the block allocates belongs to the second stream, which reuses it in later blocks. These
+    wait for the caller's stream first, and so for all that has read it there. What the block reads
+    must stay alive until the caller's stream waits."""
     if on.type != "cuda":
-        yield
+        yield lambda: None
         return
-    side = _side(on)
-    side.wait_stream(torch.cuda.current_stream(on))
-    with torch.cuda.stream(side):
-        yield
+    second, done = _second(torch.cuda.current_stream(on)), torch.cuda.Event()
+    second.wait_stream(torch.cuda.current_stream(on))
+    with torch.cuda.stream(second):
+        yield lambda: torch.cuda.current_stream(on).wait_event(done)
+        done.record(second)
 
 
 def join(on: torch.device) -> None:
-    """Let the caller's CUDA stream wait for all work that `forked` blocks have put on the second
-    stream of the device `on`. The host does not wait."""
-    if on.type == "cuda":
-        torch.cuda.current_stream(on).wait_stream(_side(on))
+    """Let the caller's CUDA stream, which captures a graph, wait for all that `forked` blocks have
+    added to the graph: a capture ends with an error if a branch is left."""
+    model = torch.cuda.current_stream(on)
+    with torch.cuda.stream(_second(model)):
+        branched = torch.cuda.is_current_stream_capturing()
+    if branched:
+        model.wait_stream(_second(model))
 
 
 def reach(on: torch.device) -> None:

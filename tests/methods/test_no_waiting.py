@@ -78,7 +78,7 @@ def nothing_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def as_on_a_gpu(patch: pytest.MonkeyPatch, queued: bool = True) -> None:
-    for module in ("infinigen", "shadowkv"):
+    for module in ("base.state", "infinigen", "parts.block_cache", "shadowkv"):
         patch.setattr(f"methods.{module}.queues", lambda device: queued)
 
 
@@ -98,7 +98,8 @@ def steps(method: Method, placement: str, device: str, monkeypatch: pytest.Monke
     forbidding = waiting_is_an_error() if device == "cuda" else nothing_read(monkeypatch)
     if device == "cpu":
         as_on_a_gpu(monkeypatch)
-    with attached(model, method, budget=0.5, placement=placement, calibration=prompt(64, seed=9)) as kv:
+    how: dict[str, Any] = {"placement": placement, "calibration": prompt(64, seed=9), "overlap": placement == "host"}
+    with attached(model, method, budget=0.5, **how) as kv:
         ids, token = prompt(80).to(device), prompt(1, seed=3).to(device)
         turn(kv, kv.cache(capacity=82), ids, steps=2)  # what the first one's policies return is checked
         cache = kv.cache(capacity=110)

@@ -41,7 +41,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "placement": {"choices": tuple(TIERS)},
     "overlap": {
         "choices": ("auto", "on", "off"),
-        "help": "whether rows come while the model computes; auto: on a GPU, as in a run",
+        "help": "whether rows come while the model computes; auto: where that was measured to help, as in a run",
     },
     "batch": {
         "nargs": "+",

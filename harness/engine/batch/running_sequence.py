@@ -18,11 +18,12 @@ from harness.engine.sampling import Sampler
 from harness.models.devices import wait_for
 from harness.prompts.teacher import Forced
 from kernels.toolchain import compiled_s
+from methods.tiers.tier import DISK
 
 Stop = Callable[[list[int]], str | None]  # tokens so far -> why to stop, or None
 UNION_EVERY = 8  # steps; counting a union takes a few percent of a step
 LENGTH, FORCED, LEFT = "length", "forced", "left"
-UNCLOCKED = "a captured step runs as a whole and cannot be clocked inside; graphs=off clocks transfers"
+UNCLOCKED = "a GPU brings rows of host memory by itself, and no clock of the host sees when"
 
 
 def never(tokens: list[int]) -> str | None:
@@ -228,7 +229,7 @@ class RunningSequence:
                 "moved_bytes_per_step": (traffic.total_bytes - before.total_bytes) / steps,
                 "from_disk_bytes_per_step": (traffic.from_disk_bytes - before.from_disk_bytes) / steps,
             }
-            if self.crosses_bus and out.capture_s is not None:
+            if self.crosses_bus and self.cache.state.request.placement != DISK:
                 out.unclocked = UNCLOCKED if out.measured["moved_bytes_per_step"] else None
             elif self.crosses_bus:
                 out.measured |= {

@@ -54,12 +54,12 @@ def model_on(device: str, heads: tuple[int, int, int] | None = None) -> Any:
 
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nobody asks the device, and it has two streams."""
+    """Nobody asks the device, and it has two streams; which memory they share, plain torch shows."""
     if torch.cuda.is_available():
         yield
         return
     as_on_a_gpu(monkeypatch)
-    with side_stream():
+    with side_stream(), use_backend("torch"):
         yield
 
 

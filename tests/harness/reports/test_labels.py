@@ -55,14 +55,14 @@ def test_settings_that_are_no_default_are_named_where_rows_differ_in_them(tmp_pa
 
 
 def test_a_setting_is_named_only_among_methods_that_have_it(tmp_path: Path) -> None:
-    """On a GPU prompts come in chunks and rows while the model computes, but for methods that can do neither."""
+    """On a GPU prompts come in chunks, but for methods that cannot take them."""
     usual = {"device": "cuda", "graphs": "on", "prefill_chunk": 8192}
     write_run(tmp_path, records([1.0, 1.0]), **usual, overlap="auto")
-    write_run(tmp_path, records([0.0, 1.0]), "infllm", **usual | {"prefill_chunk": None}, overlap="on")
-    quest(tmp_path, **usual, overlap="on")
+    write_run(tmp_path, records([0.0, 1.0]), "infllm", **usual | {"prefill_chunk": None}, overlap="off")
+    quest(tmp_path, **usual, overlap="off")
     assert set(rows(tmp_path)) == {"full", "infllm 10%", "quest 10%"}
-    quest(tmp_path, **usual | {"prefill_chunk": 512}, overlap="off")
-    assert ["quest", "prefill_chunk=512", "overlap=off", "10%"] in [row.split() for row in rows(tmp_path)]
+    quest(tmp_path, **usual | {"prefill_chunk": 512}, overlap="on")
+    assert ["quest", "prefill_chunk=512", "overlap=on", "10%"] in [row.split() for row in rows(tmp_path)]
 
 
 def test_runs_that_no_setting_tells_apart_bear_the_mark_of_their_folder(tmp_path: Path) -> None:

@@ -84,43 +84,65 @@ def test_a_thread_moves_rows_in_order_and_in_the_mode_of_its_caller() -> None:
     assert not thread.is_alive()
 
 
-def test_rows_that_come_within_a_step_leave_the_models_stream_and_join_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a graph wants it: each branch begins behind what its step has done, and ends in it."""
-    noted, device = list[str](), torch.device("cuda", 0)
+def test_rows_of_host_memory_leave_the_models_stream_and_join_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model's stream waits for the rows that are asked for, and not for those after them; a capture is joined at
+    its end, if there is something to join. No thread takes part, and each stream of a model has one beside it."""
+    noted, device, capturing = list[str](), torch.device("cuda", 0), {"model": True, "side": True}
+
+    class Event:
+        def __init__(self) -> None:
+            self.behind = ""
+
+        def record(self, stream: Stream) -> None:
+            self.behind = noted[-1]
 
     class Stream:
-        def __init__(self, name: Any) -> None:
-            self.name = name if isinstance(name, str) else "side"
+        device = torch.device("cuda", 0)
+
+        def __init__(self, on: Any = None, priority: int = 0) -> None:
+            self.name = "side" if priority < 0 else "model"
 
         def wait_stream(self, other: Stream) -> None:
             noted.append(f"{self.name} behind {other.name}")
 
+        def wait_event(self, event: Event) -> None:
+            noted.append(f"{self.name} behind {event.behind}")
+
+    current = [Stream()]
+
     @contextmanager
     def entered(stream: Stream) -> Iterator[None]:
-        noted.append(f"on {stream.name}")
+        current.append(stream)
         yield
-        noted.append("back")
+        current.pop()
 
-    model = Stream("model")
-    for name, fake in (("Stream", Stream), ("stream", entered), ("current_stream", lambda on: model)):
+    fakes: dict[str, Any] = {
+        "Stream": Stream, "Event": Event, "stream": entered, "current_stream": lambda on: current[-1],
+        "is_current_stream_capturing": lambda: capturing[current[-1].name],
+    }  # fmt: skip
+    for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    transfer._side.cache_clear()
+    monkeypatch.setattr(TransferLane, "submit", None)
     engine, traffic = TransferEngine(threads=1), Traffic()
 
-    def read(moved: Traffic) -> int:
-        noted.append("read")
-        moved.to_device_bytes += 8
-        return 5
+    def reads(name: str) -> Callable[[Traffic], str]:
+        def read(moved: Traffic) -> str:
+            noted.append(name)
+            moved.to_device_bytes += 8
+            return name
 
-    try:
-        arrival = engine.begin(read, traffic, device, ahead=True, within_step=True)
-        noted.append("computes")
-        assert arrival.wait() == 5
-    finally:
-        engine.close()
-        transfer._side.cache_clear()
-    assert noted == ["side behind model", "on side", "read", "back", "computes", "model behind side"]
-    assert traffic.to_device_bytes == 8
+        return read
+
+    first, second = (engine.begin(reads(x), traffic, device, ahead=True, by_device=True) for x in ("first", "second"))
+    assert (first.wait(), first.wait(), second.wait()) == ("first", "first", "second")
+    transfer.join(device)
+    capturing["side"] = False
+    transfer.join(device)
+    engine.close()
+    asked = ["side behind model", "first", "side behind model", "second"]
+    assert noted == [*asked, "model behind first", "model behind second", "model behind side"]
+    assert traffic.to_device_bytes == 16
+    assert transfer._second(current[0]) is transfer._second(current[0]) is not transfer._second(Stream())  # type: ignore[arg-type]
 
 
 def test_what_waits_for_something_keeps_nothing_else_waiting() -> None:
