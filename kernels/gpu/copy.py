@@ -12,7 +12,9 @@ from kernels.gpu.common import head_rows, located, unfit, unfit_shape
 from kernels.ragged import Ragged, filled, first_of
 
 _TILE = 2048  # entries
-_APART = 1024  # entries of a tile whose rows come over the bus: more programs ask for more of them at a time
+# Rows that come over the bus: bytes of a tile, and programs, of which each has asked for two tiles. So 384 KiB are on
+# their way, enough for a bus of 55 GB/s that answers after 2 us, and most multiprocessors are free for other kernels.
+_BUS_TILE, _BUS_PROGRAMS = 8192, 24
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # only the width matters to a copy
 
 
@@ -34,18 +36,20 @@ def gather_tiers(
 ) -> Tensor | Ragged:
     """Copy rows of each KV head out of `held` [B G C D], where `slots` [B G K] says so, else out of
     `far` [B G S D], as kernels/reference.py defines it. -> [B G K D]. Rows in pinned host memory
-    are read over the bus while the kernel runs."""
+    are read over the bus while the kernel runs, by few programs, so that kernels of another stream
+    run beside it."""
     (first, places, aligned), chosen = located(far), filled(rows)
     (batch, groups, count), dim, word = chosen.shape, first.shape[3], _WORDS[first.element_size()]
     out = torch.empty((*chosen.shape, dim), dtype=first.dtype, device=chosen.device)
     wide = min(_TILE, triton.next_power_of_2(dim))
-    at_once = max(1, _APART // wide)
+    at_once = max(1, _BUS_TILE // (wide * first.element_size()))
+    tiles = triton.cdiv(count, at_once) * batch * groups * triton.cdiv(dim, wide)
     if out.numel():
-        _from_tiers[(triton.cdiv(count, at_once), batch * groups, triton.cdiv(dim, wide))](
+        _from_tiers[(min(tiles, _BUS_PROGRAMS) if first.device.type == "cpu" else tiles,)](
             first.view(word), places, None if held is None else held.view(word), chosen.contiguous(),
             rows.counts if isinstance(rows, Ragged) else None, None if slots is None else slots.contiguous(),
-            out.view(word), *first.stride()[:3], *((0, 0, 0) if held is None else held.stride()[:3]), count, groups,
-            dim, wide, at_once, aligned, num_warps=4,
+            out.view(word), *first.stride()[:3], *((0, 0, 0) if held is None else held.stride()[:3]), count, tiles,
+            groups, dim, wide, at_once, aligned, num_warps=4,
         )  # fmt: skip
     return Ragged.filled_up(out, rows.sizes) if isinstance(rows, Ragged) else out
 
@@ -131,30 +135,60 @@ def _copy(
         tl.store(outside, tl.load(inside, mask=there), mask=there)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "tiles"])
 def _from_tiers(
     far, places, held, rows, counts, slots, out, fb: tl.int64, fg: tl.int64, ft: tl.int64, hb: tl.int64, hg: tl.int64,
-    ht: tl.int64, count, GROUPS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
+    ht: tl.int64, count, tiles, GROUPS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Copy a tile, some rows and channels of one head, to `out`: a row with a slot of 0 or more
+    """Copy tiles, each some rows and channels of one head, to `out`: a row with a slot of 0 or more
     from that slot of `held`, any other one from `far`. For several sequences, `counts` may say how
-    many rows each has."""
-    this = tl.program_id(1).to(tl.int64)
-    place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    channel = tl.program_id(2) * WIDE + tl.arange(0, WIDE)
-    here = (place < 0)[:, None]
-    sequence, group, at = this // GROUPS, this % GROUPS, this * count + place
-    live = place < count
-    if counts is not None:
-        live = place < tl.load(counts + sequence)
+    many rows each has. Each program takes every so many-th tile, and asks for the next one before
+    it stores the last."""
+    tile = tl.program_id(0)
+    x = _load_tile(tile, far, places, held, rows, counts, slots, fb, fg, ft, hb, hg, ht, count, GROUPS, DIM, WIDE, ROWS,
+                   ALIGNED)  # fmt: skip
+    for following in range(tile + tl.num_programs(0), tiles, tl.num_programs(0)):
+        y = _load_tile(following, far, places, held, rows, counts, slots, fb, fg, ft, hb, hg, ht, count, GROUPS, DIM,
+                       WIDE, ROWS, ALIGNED)  # fmt: skip
+        _store_tile(tile, x, counts, out, count, GROUPS, DIM, WIDE, ROWS)
+        x, tile = y, following
+    _store_tile(tile, x, counts, out, count, GROUPS, DIM, WIDE, ROWS)
+
+
+@triton.jit
+def _load_tile(
+    tile, far, places, held, rows, counts, slots, fb, fg, ft, hb, hg, ht, count, GROUPS: tl.constexpr,
+    DIM: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    this, at, channel, live = _within(tile, counts, count, GROUPS, DIM, WIDE, ROWS)
+    sequence, group = this // GROUPS, this % GROUPS
     row = tl.load(rows + at, mask=live, other=0).to(tl.int64)
-    inside = live[:, None] & (channel < DIM)
+    first, step = head_rows(far, places, sequence, group, fb, fg, ft, ALIGNED)
+    begin = first + row * step
     if slots is not None:
         slot = tl.load(slots + at, mask=live, other=-1).to(tl.int64)
-        here = (slot >= 0)[:, None]
-        near = held + sequence * hb + group * hg + slot[:, None] * ht + channel
-        tl.store(out + at[:, None] * DIM + channel, tl.load(near, mask=inside & here), mask=inside & here)
-    first, step = head_rows(far, places, sequence, group, fb, fg, ft, ALIGNED)
-    over = first + row[:, None] * step + channel
-    tl.store(out + at[:, None] * DIM + channel, tl.load(over, mask=inside & ~here), mask=inside & ~here)
+        begin = tl.where(slot >= 0, held + sequence * hb + group * hg + slot * ht, begin)
+    return tl.load(begin[:, None] + channel, mask=live[:, None] & (channel < DIM))
+
+
+@triton.jit
+def _store_tile(
+    tile, x, counts, out, count, GROUPS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    _, at, channel, live = _within(tile, counts, count, GROUPS, DIM, WIDE, ROWS)
+    tl.store(out + at[:, None] * DIM + channel, x, mask=live[:, None] & (channel < DIM))
+
+
+@triton.jit
+def _within(tile, counts, count, GROUPS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr):
+    """Return the number of the head that the tile number `tile` belongs to, its rows among those of
+    all heads [ROWS], its channels [WIDE], and which of its rows there are."""
+    columns: tl.constexpr = (DIM + WIDE - 1) // WIDE
+    per_head = tl.cdiv(count, ROWS)
+    this = (tile // columns // per_head).to(tl.int64)
+    place = tile // columns % per_head * ROWS + tl.arange(0, ROWS)
+    live = place < count
+    if counts is not None:
+        live = place < tl.load(counts + this // GROUPS)
+    return this, this * count + place, tile % columns * WIDE + tl.arange(0, WIDE), live

@@ -36,7 +36,7 @@ FAR = 1 << 30
 AXIS = {  # of a kernel's grid: that of heads, rows or problems, whose number multiplies sizes
     "_attend": 0, "_merge": 0, "_merge_apart": 1, "_channels": 1, "_log_sum_exp": 0, "_weights": 1, "_tops": 0,
     "_margins": 1, "_copy": 1,
-    "_from_tiers": 1, "_nearest": 1, "_sums": 0, "_table": 0, "_look_up": 1, "_rows": 1, "_columns": 1, "_rebuild": 1,
+    "_from_tiers": 0, "_nearest": 1, "_sums": 0, "_table": 0, "_look_up": 1, "_rows": 1, "_columns": 1, "_rebuild": 1,
     "_scores": 1, "_best": 0, "_norm": 0, "_turn": 2, "_gate": 0, "_attend_codes": 0, "_decode_rows": 1,
     "_token_rows": 1, "_pick": 0, "_mean": 0, "_receive": 1,
 }  # fmt: skip
