@@ -21,8 +21,8 @@ def clock_compiling(runtime: Any) -> None:
     until it can run: to compile it, or to find it in its cache on disk, to build its launcher, and
     to load both. `runtime`: Triton's `knobs.runtime`, which holds the hooks for that."""
     global _compiled
-    compiled, before = [], runtime.jit_cache_hook
-    _compiled = compiled
+    compiled: list[tuple[float, float]] = []
+    _compiled, before = compiled, runtime.jit_cache_hook
 
     def begin(**kernel: Any) -> Any:
         _began.at = perf_counter()
