@@ -42,12 +42,12 @@ def column_sums(q: Tensor, k: Tensor, scale: float) -> Tensor:
     """Sum the attention that each key receives from the queries, q [B H T D], k [B G S D] ->
     [B H S], as kernels/column_sums.py defines it."""
     new, stored = q.shape[2], k.shape[2]
-    rows = _rows_at_once(q)
-    programs = q.shape[0] * q.shape[1] * triton.cdiv(new, rows)
-    pieces, length = split(stored, programs, rows) if new <= _FEW else (1, stored)
+    (rows, fold), programs = _folded(q, k), q.shape[0] * k.shape[1]
+    programs = programs if fold else q.shape[0] * q.shape[1] * triton.cdiv(new, rows)
+    pieces, length = split(stored, programs, 128) if new <= _FEW else (1, stored)
     lse = q.new_empty((*q.shape[:3], pieces), dtype=torch.float32)
-    _run_rows(q, k, None, None, lse, scale, stored - new, length=length)
-    return _run_columns(q, k, log_sum_exp(lse, 1.0) if pieces > 1 else lse, scale)
+    _run_rows(q, k, None, None, lse, scale, stored - new, length=length, rows=rows, fold=fold)
+    return _run_columns(q, k, log_sum_exp(lse, 1.0) if pieces > 1 else lse, scale, rows=rows, fold=fold)
 
 
 def column_sums_refuses(q: Tensor, k: Tensor, scale: float) -> str | None:
@@ -130,6 +130,17 @@ def _rows_at_once(q: Tensor) -> int:
     return 128 if q.shape[3] * q.element_size() <= 256 and q.element_size() == 2 and q.shape[2] > 64 else 64
 
 
+def _folded(q: Tensor, k: Tensor) -> tuple[int, int]:
+    """Return how many rows of queries a program takes at once, and, where these are the queries of
+    all query heads of a KV head, as what power of two the queries of one of them count. Keys are
+    then read once for the group. Else the second number is 0, and the rows are of one query
+    head."""
+    fold = padded(q.shape[2], 1)
+    rows = padded(fold * padded(q.shape[1] // k.shape[1], 1))
+    most = 128 if q.element_size() == 2 and q.shape[3] <= 128 else 64
+    return (rows, fold) if rows <= most else (_rows_at_once(q), 0)
+
+
 def _run_rows(
     q: Tensor,
     k: Tensor,
@@ -140,36 +151,64 @@ def _run_rows(
     first: int,
     window: int = EVERY,
     length: int | None = None,
+    rows: int | None = None,
+    fold: int = 0,
 ) -> None:
     """Write each query's log-sum-exp into lse [B H T pieces], one for each piece of `length` keys,
     and if v is given its attention into `out`. Query t sees the last `window` keys up to key
-    `first` + t."""
+    `first` + t. `rows` and `fold`: as `_folded` returns them, for a call without v and window."""
     batch, heads, new, dim = q.shape
-    rows, narrow = _rows_at_once(q), q.element_size() == 2
+    rows, narrow = rows or _rows_at_once(q), q.element_size() == 2
     (vb, vg, vt), (ob, oh, ot) = ((0, 0, 0) if x is None else x.stride()[:3] for x in (v, out))
-    _rows[(triton.cdiv(new, rows), batch * heads, lse.shape[3])](
+    grid = (1, batch * k.shape[1], lse.shape[3]) if fold else (triton.cdiv(new, rows), batch * heads, lse.shape[3])
+    _rows[grid](
         q, k, v, out, lse, scale, *q.stride()[:3], *k.stride()[:3], vb, vg, vt, ob, oh, ot,
         new, k.shape[2], first, window, length or k.shape[2], lse.shape[3], heads, heads // k.shape[1], dim,
-        padded(dim), rows, 64 if narrow else 32,
-        num_warps=rows // 16, num_stages=stages(q),
+        padded(dim), rows, 64 if narrow else 32, fold,
+        num_warps=max(4, rows // 16), num_stages=stages(q),
     )  # fmt: skip
 
 
 def _run_columns(
-    q: Tensor, k: Tensor, lse: Tensor, scale: float, first: int | None = None, window: int = EVERY
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    scale: float,
+    first: int | None = None,
+    window: int = EVERY,
+    rows: int | None = None,
+    fold: int = 0,
 ) -> Tensor:
     """Return the attention that each key receives from all queries that see it, [B H S], given lse,
-    the log-sum-exp of each query. Query t sees the last `window` keys up to key `first` + t."""
+    the log-sum-exp of each query. Query t sees the last `window` keys up to key `first` + t. `rows`
+    and `fold`: as `_folded` returns them, for a call without window."""
     batch, heads, new, dim = q.shape
     stored, narrow = k.shape[2], q.element_size() == 2
     keys = 128 if narrow else 64
     sums = q.new_empty((batch, heads, stored), dtype=torch.float32)
-    _columns[(triton.cdiv(stored, keys), batch * heads)](
+    _columns[(triton.cdiv(stored, keys), batch * (k.shape[1] if fold else heads))](
         q, k, lse, sums, scale, *q.stride()[:3], *k.stride()[:3], new, stored,
         stored - new if first is None else first, window, heads, heads // k.shape[1], dim, padded(dim),
-        64 if narrow else 32, keys, num_warps=keys // 16, num_stages=stages(q),
+        rows if fold and rows else 64 if narrow else 32, keys, fold, num_warps=keys // 16, num_stages=stages(q),
     )  # fmt: skip
     return sums
+
+
+@triton.jit
+def _queries_of(
+    this, start, new, SHARE: tl.constexpr, ROWS: tl.constexpr, FOLD: tl.constexpr
+):  # fmt: skip
+    """Return of ROWS rows of queries the query head, counted through the sequences, its place among
+    the head's queries, and whether there is such a query. They are those from `start` on of query
+    head `this`; with FOLD all queries of the query heads of KV head `this`, FOLD rows for each."""
+    row = start + tl.arange(0, ROWS)
+    if FOLD:
+        head, place = row // FOLD, row % FOLD
+        live = (head < SHARE) & (place < new)
+        head += this * SHARE
+    else:
+        head, place, live = this, row, row < new
+    return head, place, live
 
 
 @triton.jit(do_not_specialize=["new", "stored", "first", "window", "length", "pieces"])
@@ -177,42 +216,47 @@ def _rows(
     q, k, v, out, lse, scale, qb: tl.int64, qh: tl.int64, qt: tl.int64, kb: tl.int64, kg: tl.int64, kt: tl.int64,
     vb: tl.int64, vg: tl.int64, vt: tl.int64, ob: tl.int64, oh: tl.int64, ot: tl.int64, new, stored, first, window,
     length, pieces, HEADS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
+    KEYS: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
-    """Attend from a block of queries of one head to one piece of the keys that they see: write each
-    query's log-sum-exp to `lse`, and with v its attention to `out`."""
+    """Attend from a block of queries of one head, or with FOLD of all query heads of a KV head, to
+    one piece of the keys that they see: write each query's log-sum-exp to `lse`, and with v its
+    attention to `out`."""
     block, this, piece = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
-    batch, head = this // HEADS, this % HEADS
-    row, dim = block * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDE)
-    keys = k + batch * kb + head // SHARE * kg
-    there = (row < new)[:, None] & (dim < DIM)
-    query = tl.load(q + batch * qb + head * qh + row[:, None] * qt + dim, mask=there, other=0.0)
+    head, row, live = _queries_of(this, block * ROWS, new, SHARE, ROWS, FOLD)
+    group, dim = this if FOLD else this // SHARE, tl.arange(0, WIDE)
+    batch = group // (HEADS // SHARE)
+    keys = k + batch * kb + group % (HEADS // SHARE) * kg
+    there = live[:, None] & (dim < DIM)
+    query = tl.load(q + batch * qb + (head % HEADS * qh + row * qt)[:, None] + dim, mask=there, other=0.0)
     position = first + row
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, WIDE], tl.float32)
     begin = tl.maximum(piece * length, first + block * ROWS - window + 1)
-    end = tl.minimum(tl.minimum((piece + 1) * length, stored), first + tl.minimum((block + 1) * ROWS, new))
+    last = new if FOLD else tl.minimum((block + 1) * ROWS, new)
+    end = tl.minimum(tl.minimum((piece + 1) * length, stored), first + last)
     for start in range(begin, end, KEYS):
         token = start + tl.arange(0, KEYS)
         real = (token < end)[:, None] & (dim < DIM)
         key = tl.load(keys + token[:, None] * kt + dim, mask=real, other=0.0)
-        seen = (token <= position[:, None]) & (token > position[:, None] - window) & (token < end)
+        seen = (token <= position[:, None]) & (token < end)
+        if not FOLD:
+            seen &= token > position[:, None] - window
         logits = tl.where(seen, product(query, tl.trans(key)) * scale, float("-inf"))
         highest = tl.maximum(top, tl.max(logits, 1))
         shift = tl.where(highest == float("-inf"), 0.0, highest)  # minus infinity: nothing seen in this piece yet
         shrink, weights = tl.exp(top - shift), tl.exp(logits - shift[:, None])
         total = total * shrink + tl.sum(weights, 1)
         if v is not None:
-            values = v + batch * vb + head // SHARE * vg
+            values = v + batch * vb + group % (HEADS // SHARE) * vg
             value = tl.load(values + token[:, None] * vt + dim, mask=real, other=0.0)
             mixed = mixed * shrink[:, None] + product(weights.to(value.dtype), value)
         top = highest
-    to = (this * new + row) * pieces + piece
-    tl.store(lse + to, top + tl.log(total), mask=row < new)
+    to = (head * new + row) * pieces + piece
+    tl.store(lse + to, top + tl.log(total), mask=live)
     if v is not None:
         tl.store(
-            out + batch * ob + head * oh + row[:, None] * ot + dim,
+            out + batch * ob + (head % HEADS * oh + row * ot)[:, None] + dim,
             mixed / tl.where(total > 0, total, 1.0)[:, None],
             mask=there,
         )
@@ -222,24 +266,32 @@ def _rows(
 def _columns(
     q, k, lse, sums, scale, qb: tl.int64, qh: tl.int64, qt: tl.int64, kb: tl.int64, kg: tl.int64, kt: tl.int64,
     new, stored, first, window, HEADS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
     """Sum the softmax weights that a block of one head's keys receives from all queries that see
-    any of them."""
+    any of them; with FOLD, from the queries of each query head of a KV head."""
     this = tl.program_id(1).to(tl.int64)
-    batch, head = this // HEADS, this % HEADS
+    shared: tl.constexpr = ROWS // FOLD if FOLD else 1  # heads of a block of queries
     token, dim = tl.program_id(0) * KEYS + tl.arange(0, KEYS), tl.arange(0, WIDE)
     there = (token < stored)[:, None] & (dim < DIM)
-    key = tl.load(k + batch * kb + head // SHARE * kg + token[:, None] * kt + dim, mask=there, other=0.0)
-    queries = q + batch * qb + head * qh
-    received = tl.zeros([KEYS], tl.float32)
-    end = tl.minimum(new, (tl.program_id(0) + 1) * KEYS - 1 - first + window)
-    for start in range(tl.maximum(tl.program_id(0) * KEYS - first, 0), end, ROWS):
-        row = start + tl.arange(0, ROWS)
-        real = (row < new)[:, None] & (dim < DIM)
-        query = tl.load(queries + row[:, None] * qt + dim, mask=real, other=0.0)
-        whole = tl.load(lse + this * new + row, mask=row < new, other=0.0)
+    group = this if FOLD else this // SHARE
+    batch = group // (HEADS // SHARE)
+    key = tl.load(k + batch * kb + group % (HEADS // SHARE) * kg + token[:, None] * kt + dim, mask=there, other=0.0)
+    received = tl.zeros([KEYS, shared], tl.float32)
+    begin = 0 if FOLD else tl.maximum(tl.program_id(0) * KEYS - first, 0)
+    end = ROWS if FOLD else tl.minimum(new, (tl.program_id(0) + 1) * KEYS - 1 - first + window)
+    for start in range(begin, end, ROWS):
+        head, row, live = _queries_of(this, start, new, SHARE, ROWS, FOLD)
+        real = live[:, None] & (dim < DIM)
+        query = tl.load(q + batch * qb + (head % HEADS * qh + row * qt)[:, None] + dim, mask=real, other=0.0)
+        whole = tl.load(lse + head * new + row, mask=live, other=0.0)
         logits = product(key, tl.trans(query)) * scale - whole
-        seen = (token[:, None] <= first + row) & (token[:, None] > first + row - window) & (row < new)
-        received += tl.sum(tl.where(seen, tl.exp(logits), 0.0), 1)
-    tl.store(sums + this * stored + token, received, mask=token < stored)
+        seen = token[:, None] <= tl.where(live, first + row, -1)
+        if not FOLD:
+            seen &= token[:, None] > first + row - window
+        weights = tl.where(seen, tl.exp(logits), 0.0)
+        received += tl.sum(tl.reshape(weights, [KEYS, shared, ROWS // shared]), 2)
+    place = tl.arange(0, shared)
+    to = (this * SHARE if FOLD else this) + place
+    real = (token < stored)[:, None] & (place < SHARE)
+    tl.store(sums + to * stored + token[:, None], received, mask=real)
