@@ -38,7 +38,7 @@ page_scores = Op("page_scores", triton="kernels.gpu.scores", cpu="kernels.cpu.sc
 token_rows = Op("token_rows", triton="kernels.gpu.pages", torch="kernels.pages")
 channel_weights = Op("channel_weights", triton="kernels.gpu.channels", torch="kernels.reference")
 pick_channels = Op("pick_channels", triton="kernels.gpu.picked", torch="kernels.picked")
-mean_counts = Op("mean_counts", triton="kernels.gpu.picked", torch="kernels.picked")
+partial_products = Op("partial_products", triton="kernels.gpu.partial", torch="kernels.partial")
 channel_sums = Op("channel_sums", triton="kernels.gpu.channels", torch="kernels.reference")
 group_weights = Op("group_weights", triton="kernels.gpu.choose", cpu="kernels.cpu.choose", torch="kernels.reference")
 group_margins = Op("group_margins", triton="kernels.gpu.choose", cpu="kernels.cpu.choose", torch="kernels.reference")

@@ -1,5 +1,4 @@
-"""Defines in plain torch what a query picks: the channels in which it is largest, and how many
-tokens it reads."""
+"""Defines in plain torch what a query picks: the channels in which it is largest."""
 
 from __future__ import annotations
 
@@ -38,11 +37,3 @@ def pick_channels(
     if facing:
         channels = torch.where(q.sum(2).gather(-1, channels) <= 0, channels + q.shape[3], channels)
     return channels, (picked * scale).to(q.dtype), whole
-
-
-def mean_counts(counts: Tensor, most: int | PerSequence) -> Tensor:
-    """Return the mean over the KV heads of each sequence, rounded down, from 1 to `most`, of how
-    many tokens each head wants to read. counts [B G] (int64) -> [B]. InfiniGen (arXiv
-    2406.19707)"""
-    limit = most.on(counts.device) if isinstance(most, PerSequence) else torch.full_like(counts[:, 0], most)
-    return counts.double().mean(1).long().clamp(min=1).minimum(limit)

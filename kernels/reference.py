@@ -229,11 +229,14 @@ def row_scores(q: Tensor, x: Tensor) -> Tensor:
     return (q[..., : x.shape[3]] @ x.transpose(-1, -2)).float()
 
 
-def live_scores(q: Tensor, x: Tensor | Ragged, live: Tensor) -> Tensor:
+def live_scores(q: Tensor, x: Tensor | Ragged, live: Tensor) -> tuple[Tensor | Ragged, Tensor]:
     """Multiply the query heads of each group with the first `live` rows of each sequence ([1] or
     [B], int64), as `row_scores` does; the other rows get minus infinity. q [B G g C], x [B G S C]
-    -> [B G g S] (fp32)"""
-    return without_missing(filled(ops.row_scores(q, x)), live, float("-inf"))
+    -> [B G g S] (fp32), and numbers of which the largest is each head's largest score, [B G g n],
+    where n is left to the backend"""
+    scores = without_missing(filled(ops.row_scores(q, x)), live, float("-inf"))
+    tops = scores.amax(-1, keepdim=True)
+    return Ragged.filled_up(scores, x.sizes, 3) if isinstance(x, Ragged) else scores, tops
 
 
 def add_received(sums: Tensor, q: Tensor, k: Tensor | Ragged, lse: Tensor, scale: float, live: Tensor | None) -> None:
@@ -257,8 +260,8 @@ def row_weights(
     [B G S] (fp32)
 
     live: only the first `live` rows of each sequence ([1] or [B], int64) count, as in
-    `live_scores`; the others weigh nothing, and the result is one tensor for all sequences."""
-    scores = ops.row_scores(q, x) if live is None else ops.live_scores(q, x, live)
+    `live_scores`; the others weigh nothing."""
+    scores = ops.row_scores(q, x) if live is None else ops.live_scores(q, x, live)[0]
     weights: Tensor | Ragged = ops.group_weights(scores, scale, reduce)
     return weights
 
@@ -302,14 +305,30 @@ def group_weights(logits: Tensor, scale: float, reduce: str) -> Tensor:
 
 
 @by_sequence
-def group_margins(logits: Tensor, candidates: int, reach: float) -> tuple[Tensor, Tensor]:
+def group_margins(
+    logits: Tensor, tops: Tensor | None, candidates: int, reach: float, most: int, read: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Measure how far the first `candidates` of S tokens lie below the largest logit of their row.
-    Of the query heads of a group the one where a token comes closest counts.
+    Of the query heads of a group the one where a token comes closest counts. InfiniGen (arXiv
+    2406.19707)
 
-    logits [B G g S] -> the margins [B G candidates] (fp32, 0 or negative), and how many of them are
-    at least -`reach`: [B G]. InfiniGen (arXiv 2406.19707)"""
-    margins = (logits.float() - logits.float().amax(-1, keepdim=True))[..., :candidates].amax(2)
-    return margins, (margins >= -reach).sum(-1)
+    logits [B G g S] -> the margins [B G candidates] (fp32, 0 or negative), and how many tokens each
+    sequence reads, [B]: the mean over its KV heads, rounded down, of how many margins are at least
+    -`reach`, from 1 to `most`. `tops` [B G g n], if known: numbers whose largest is the largest
+    logit of a row. `read` [B]: if given, what each sequence reads is added to it, in place."""
+    largest = (logits if tops is None else tops).float().amax(-1, keepdim=True)
+    margins = (logits.float() - largest)[..., :candidates].amax(2)
+    return margins, mean_counts((margins >= -reach).sum(-1), most, read)
+
+
+def mean_counts(near: Tensor, most: int | PerSequence, read: Tensor | None) -> Tensor:
+    """Return the mean over the KV heads of each sequence of how many tokens are `near` [B G],
+    rounded down, from 1 to `most`, as [B]. Add it to `read` [B] if that is given."""
+    limit = most.on(near.device) if isinstance(most, PerSequence) else torch.full_like(near[:, 0], most)
+    counts = near.double().mean(1).long().clamp(min=1).minimum(limit)
+    if read is not None:
+        read += counts
+    return counts
 
 
 def pq_scores(q: Tensor, centroids: Tensor, codes: Tensor) -> Tensor:

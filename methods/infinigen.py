@@ -38,6 +38,8 @@ import torch
 from torch import Tensor
 
 from kernels import ops
+from kernels.partial import Guess, NewPartial
+from kernels.partial import narrowed as narrowed_queries
 from kernels.per_sequence import CountedOnDevice, PerSequence
 from kernels.ragged import Ragged, filled, leading
 from kernels.reference import Segment
@@ -60,10 +62,12 @@ class Follower(NamedTuple):
     read: InfiniGenRead
     rows: slice | None = None
 
-    def guess(self, x: AttnInput) -> None:
-        if self.rows is not None:
-            x = replace(x, hidden=x.hidden[self.rows], cos=x.cos[self.rows], sin=x.sin[self.rows])
-        self.read.guess(x)
+    def guess(self, x: AttnInput, new: NewPartial | None) -> NewPartial | None:
+        if self.rows is None:
+            return self.read.guess(x, new)
+        own = replace(x, hidden=x.hidden[self.rows], cos=x.cos[self.rows], sin=x.sin[self.rows])
+        self.read.guess(own, None)
+        return new
 
 
 class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
@@ -109,21 +113,24 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
         turned: Tensor = ops.rotate(self.spec.project_query(hidden), cos, sin)
         return turned
 
-    def logits(self, q: Tensor) -> Tensor:
+    def logits(self, query: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the logits [B G g n] of the n past tokens as the partial keys approximate them,
-        for rotated queries q [B H 1 D]; evicted tokens have minus infinity."""
-        grouped = q.view(len(q), self.spec.num_kv_heads, self.spec.group, -1).float()
-        return self.present(self.partial.scores((grouped @ self.basis.float() * self.spec.scale).to(q.dtype)))
+        for queries [B G g d'] in the chosen columns, and numbers whose largest is a row's largest
+        logit, where they are known; evicted tokens have minus infinity."""
+        scores, tops = self.partial.scores(query)
+        return (scores, tops) if self.pool is None else (self.present(scores), None)
 
     def fetches(self, q: Tensor) -> Fetched:
-        """Choose the prompt tokens to read for a query q [B H 1 D], by approximate logits: in every
-        KV head as many of the best as come, on average over the KV heads, within `alpha` of a query
-        head's largest logit, from one to the budget. Return rows [B G K] and how many of them each
-        sequence reads, [B]. Nothing is fetched here."""
+        return self.nearest(narrowed_queries(q, self.basis, self.spec.scale))
+
+    def nearest(self, query: Tensor) -> Fetched:
+        """Choose the prompt tokens to read for queries [B G g d'] in the chosen columns, by
+        approximate logits: in every KV head as many of the best as come, on average over the KV
+        heads, within `alpha` of a query head's largest logit, from one to the budget. Return rows
+        [B G K] and how many of them each sequence reads, [B]. Nothing is fetched here."""
         assert self.plan is not None
-        logits, limit = self.logits(q), cast(int | PerSequence, self.plan.top)
-        ranks, near = ops.group_margins(logits, self.sealed, self.method.alpha)
-        counts = ops.mean_counts(near, limit)
+        (logits, tops), limit = self.logits(query), cast(int | PerSequence, self.plan.top)
+        ranks, counts = ops.group_margins(logits, tops, self.sealed, self.method.alpha, limit, self.read_in_steps)
         if self.method.group_rank == "prob_sum":
             weights = ops.group_weights(leading(logits, self.sealed), 1.0, "sum")
             ranks = weights if isinstance(weights, Ragged) else self.present(weights)
@@ -141,13 +148,20 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
         it would have to wait for the device."""
         return not (self.cache.counters.running or queues(self.request.device))
 
-    def guess(self, before: AttnInput) -> None:
+    def guess(self, before: AttnInput, new: NewPartial | None) -> NewPartial | None:
         """Choose the prompt tokens that this layer reads in the coming step, from the attention
-        input of the layer before, and start to fetch them if they are not on the device."""
-        if self.plan is not None and self.selects_next:
-            self.guessed = self.fetches(self.guessed_query(before))
-            if self.layer.far is not None:
-                self._send_for(*self.guessed)  # they arrive while the layer before computes
+        input of the layer before, and start to fetch them if they are not on the device. Write the
+        partial key `new` of that layer in the same launch, or return it if that is not possible."""
+        if self.plan is None or not self.selects_next:
+            return new
+        takes = new is None or new.k.device == self.request.device
+        hidden, cos, sin = (x.to(self.request.device) for x in (before.hidden, before.cos, before.sin))
+        guess = Guess(self.spec.project_query(hidden), cos, sin, self.basis, self.spec.scale)
+        query = cast(Tensor, ops.partial_products(guess, new if takes else None))
+        self.guessed = self.nearest(query)
+        if self.layer.far is not None:
+            self._send_for(*self.guessed)  # they arrive while the layer before computes
+        return None if takes else new
 
     def select(self, q: Tensor, top: int) -> Tensor:
         """Return the tokens that were chosen while the layer before computed, [B G K]. The query q
@@ -156,17 +170,15 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
         (rows, self.counts), self.guessed = self.guessed, None
         if self.pool is not None:
             self.pool.fetched(rows, self.counts)
-        if self.read_in_steps is not None:
-            self.read_in_steps += self.counts
         return rows
 
     def decode(self, x: AttnInput) -> Tensor:
+        new = None if self.plan is None else self.partial.take_in(x.k, self.basis)
         for follower in self.followers:
-            follower.guess(x)
-        out = super().decode(x)
-        if self.plan is not None:
-            self.partial.append(x.k @ self.basis)
-        return out
+            new = follower.guess(x, new)
+        if new is not None:
+            ops.partial_products(None, new)
+        return super().decode(x)
 
     def fetch(self, rows: Tensor) -> Segment:
         if self.arrival is None:

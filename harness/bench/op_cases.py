@@ -18,6 +18,7 @@ from torch import Tensor
 from harness.bench.common.synthetic import LayerShape
 from kernels.block import DecoderBlock, Head, Linear
 from kernels.coded import Coded
+from kernels.partial import Guess, NewPartial
 from kernels.reference import Segment
 from methods.base.pieces import pieces
 from methods.tiers.codec import Encoded, IntCodec
@@ -144,20 +145,21 @@ def _attention(x: Inputs) -> Iterator[OpCase]:
 
 def _scores(x: Inputs) -> Iterator[OpCase]:
     groups, dim = x.shape.kv_heads, x.shape.head_dim
-    for method, count, width in (
-        ("ShadowKV", x.tokens // CHUNK, dim),
-        ("InfiniGen", x.tokens, max(1, int(PARTIAL * dim))),
-    ):
-        yield OpCase(
-            "row_scores", f"{method}, {count} of {width}", (x.grouped(width), x.random(1, groups, count, width))
-        )
+    landmarks = x.random(1, groups, x.tokens // CHUNK, dim)
+    yield OpCase("row_scores", f"ShadowKV, {x.tokens // CHUNK} of {dim}", (x.grouped(dim), landmarks))
     by_page = x.random(1, groups, x.tokens // PAGE, 2 * dim)
     yield OpCase("page_scores", f"Quest, {x.tokens // PAGE} of {2 * dim}", (x.grouped(dim), by_page))
-    partial, live = max(1, int(PARTIAL * dim)), torch.tensor([x.tokens], device=x.shape.device)
-    stored = x.random(1, groups, x.tokens + ROOM, partial)
-    yield OpCase("live_scores", f"InfiniGen, {x.tokens} of {partial}", (x.grouped(partial), stored, live))
-    counts = torch.full((1, groups), x.budget, device=x.shape.device)
-    yield OpCase("mean_counts", f"InfiniGen, {groups} heads", (counts, x.budget))
+    live, heads = torch.tensor([x.tokens], device=x.shape.device), groups * x.group
+    for partial in (max(1, int(PARTIAL * dim)), max(1, int(2 * PARTIAL * dim))):  # columns of queries, and of keys too
+        index = x.random(1, groups, partial, x.tokens + ROOM).mT
+        yield OpCase("live_scores", f"InfiniGen, {x.tokens} of {partial}", (x.grouped(partial), index, live))
+    basis, turn = x.random(1, groups, dim, partial), x.shape.rope(live)
+    new = NewPartial(x.random(1, groups, 1, dim), basis, index, live)
+    yield OpCase("partial_products", f"InfiniGen, {heads} of {dim}", (Guess(x.q, *turn, basis, x.scale), new))
+    yield OpCase("live_scores", f"Oracle, {x.tokens} of {dim}", (x.grouped(dim), x.kv[0], live))
+    sums, lse = x.random(1, groups, x.budget, dtype=torch.float32), x.random(1, heads, dtype=torch.float32)
+    kept = x.kv[0][:, :, : x.budget]
+    yield OpCase("add_received", f"H2O, {x.budget}", (sums, x.q, kept, lse, x.scale, live.clamp(max=x.budget)))
     yield OpCase("pick_channels", f"SparQ, {CHANNELS} of {dim}", (x.grouped(dim), CHANNELS, x.scale, True, False))
     by_channel = x.kv[0].transpose(2, 3).contiguous()
     picked = x.grouped(CHANNELS), by_channel, x.rows(groups, dim, CHANNELS)
@@ -171,7 +173,11 @@ def _scores(x: Inputs) -> Iterator[OpCase]:
     )
     yield OpCase("group_weights", f"{x.tokens}, sum", (x.logits, x.scale, "sum"))
     yield OpCase("group_weights", f"{x.tokens}, largest", (x.logits, x.scale, "largest"))
-    yield OpCase("group_margins", f"InfiniGen, {x.tokens}", (x.logits, x.tokens, ALPHA))
+    yield OpCase(
+        "group_margins",
+        f"InfiniGen, {x.tokens}",
+        (x.logits, x.logits.unflatten(3, (-1, 1)).amax(4), x.tokens, ALPHA, x.budget),
+    )
     yield OpCase("top_k", f"{x.budget} of {x.tokens}", (x.logits[:, :, 0].contiguous(), min(x.budget, x.tokens)))
 
 

@@ -7,7 +7,7 @@ PHASES = {
     "select": (
         "row_scores", "row_weights", "channel_weights", "channel_sums", "pq_weights",
         "group_weights", "group_margins", "top_k", "column_sums", "kmeans", "windowed_sums", "page_scores",
-        "token_rows", "pick_channels", "live_scores", "mean_counts",
+        "token_rows", "pick_channels", "live_scores", "partial_products", "add_received",
     ),
     "fetch": ("gather_rows", "gather_tiers", "put_rows", "rebuild_keys", "rotate", "decode_rows"),
     "attend": (

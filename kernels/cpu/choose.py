@@ -9,6 +9,7 @@ from kernels.cpu.ffi.bindings import Function, Struct, floats, int64s, integer, 
 from kernels.cpu.ffi.library import load
 from kernels.per_sequence import PerSequence
 from kernels.ragged import RAGGED, Ragged, too_few
+from kernels.reference import mean_counts
 
 
 class GroupWeights(Struct):
@@ -72,21 +73,28 @@ def group_weights_refuses(logits: Tensor | Ragged, scale: float, reduce: str) ->
     return _unfit(logits)
 
 
-def group_margins(logits: Tensor, candidates: int | PerSequence, reach: float) -> tuple[Tensor | Ragged, Tensor]:
+def group_margins(
+    logits: Tensor, tops: Tensor | None, candidates: int | PerSequence, reach: float, most: int | PerSequence,
+    read: Tensor | None = None,
+) -> tuple[Tensor | Ragged, Tensor]:  # fmt: skip
     batch, groups, heads, count = logits.shape
-    most, of_each = (
+    wanted, of_each = (
         (candidates.most, candidates.on(logits.device)) if isinstance(candidates, PerSequence) else (candidates, None)
     )
-    out, counts = logits.new_empty((batch, groups, most)), logits.new_zeros((batch, groups), dtype=torch.int64)
-    if most:
+    out, counts = logits.new_empty((batch, groups, wanted)), logits.new_zeros((batch, groups), dtype=torch.int64)
+    if wanted:
         _library.group_margins(
             logits=logits.contiguous(), out=out, counts=counts, of_each=of_each, pairs=batch * groups, groups=groups,
-            heads=heads, count=count, candidates=most, reach=reach,
+            heads=heads, count=count, candidates=wanted, reach=reach,
         )  # fmt: skip
-    return Ragged.filled_up(out, candidates) if isinstance(candidates, PerSequence) else out, counts
+    margins = Ragged.filled_up(out, candidates) if isinstance(candidates, PerSequence) else out
+    return margins, mean_counts(counts, most, read)
 
 
-def group_margins_refuses(logits: Tensor | Ragged, candidates: int | PerSequence, reach: float) -> str | None:
+def group_margins_refuses(
+    logits: Tensor | Ragged, tops: Tensor | None, candidates: int | PerSequence, reach: float, most: int | PerSequence,
+    read: Tensor | None = None,
+) -> str | None:  # fmt: skip
     return RAGGED if isinstance(logits, Ragged) else _unfit(logits)
 
 

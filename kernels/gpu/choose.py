@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.common import DTYPES, padded, unfit, wide_rows
+from kernels.gpu.common import DTYPES, padded, unfit, unfit_shape, wide_rows
 from kernels.per_sequence import PerSequence
 from kernels.ragged import RAGGED, Ragged, filled, too_few
 
@@ -74,33 +74,43 @@ def group_weights_refuses(logits: Tensor | Ragged, scale: float, reduce: str) ->
     return _unfit(filled(logits))
 
 
-def group_margins(logits: Tensor, candidates: int | PerSequence, reach: float) -> tuple[Tensor | Ragged, Tensor]:
+def group_margins(
+    logits: Tensor, tops: Tensor | None, candidates: int | PerSequence, reach: float, most: int | PerSequence,
+    read: Tensor | None = None,
+) -> tuple[Tensor | Ragged, Tensor]:  # fmt: skip
     """Measure how far the first `candidates` tokens lie below the largest logit of logits
-    [B G g S], and how many come within `reach`: [B G candidates] and [B G], as kernels/reference.py
-    defines it. A first kernel finds the largest logit of each piece of a row, a second the
-    margins."""
-    batch, groups, heads, count = logits.shape
-    most, of_each = (
-        (candidates.most, candidates.on(logits.device)) if isinstance(candidates, PerSequence) else (candidates, None)
+    [B G g S], and how many tokens each sequence reads: [B G candidates] and [B], as
+    kernels/reference.py defines it. A first kernel finds the margins and counts those within
+    `reach` in each block, a second one adds the counts up."""
+    (batch, groups, heads, count), device = logits.shape, logits.device
+    wanted, of_each = (
+        (candidates.most, candidates.on(device)) if isinstance(candidates, PerSequence) else (candidates, None)
     )
-    logits, pieces = logits.contiguous(), triton.cdiv(count, _PIECE)
-    tops = logits.new_empty((batch * groups, pieces, heads), dtype=torch.float32)
-    out = logits.new_empty((batch, groups, most), dtype=torch.float32)
-    near = torch.empty((batch, groups), dtype=torch.int64, device=logits.device)
-    side = min(_BLOCK, triton.next_power_of_2(count))
-    _tops[(batch * groups, pieces, heads)](logits, tops, near, count, _PIECE, side, num_warps=4)
-    if most:
-        _margins[(triton.cdiv(most, _BLOCK), batch * groups)](
-            logits, tops, of_each, out, near, reach, count, most, pieces, groups, heads, padded(pieces, 1), _BLOCK,
-            num_warps=4,
+    limits, limit = (most.on(device), 0) if isinstance(most, PerSequence) else (None, most)
+    tops = (logits.amax(-1, keepdim=True) if tops is None else tops).contiguous()
+    pieces, blocks = tops.shape[3], triton.cdiv(wanted, _BLOCK)
+    out = logits.new_empty((batch, groups, wanted), dtype=torch.float32)
+    near = torch.empty((batch, groups, blocks), dtype=torch.int32, device=device)
+    counts = torch.empty(batch, dtype=torch.int64, device=device)
+    if wanted:
+        _margins[(blocks, batch * groups)](
+            logits.contiguous(), tops, of_each, out, near, reach, count, wanted, pieces, groups, heads,
+            padded(pieces, 1), _BLOCK, num_warps=4,
         )  # fmt: skip
-    return Ragged.filled_up(out, candidates) if isinstance(candidates, PerSequence) else out, near
+    _mean[(batch,)](near, limits, counts, read, limit, groups, groups * blocks, _BLOCK, num_warps=4)
+    return Ragged.filled_up(out, candidates) if isinstance(candidates, PerSequence) else out, counts
 
 
-def group_margins_refuses(logits: Tensor | Ragged, candidates: int | PerSequence, reach: float) -> str | None:
+def group_margins_refuses(
+    logits: Tensor | Ragged, tops: Tensor | None, candidates: int | PerSequence, reach: float, most: int | PerSequence,
+    read: Tensor | None = None,
+) -> str | None:  # fmt: skip
     if isinstance(logits, Ragged):
         return RAGGED
-    return "leaves more candidates than a row has to torch" if too_few(logits, candidates) else _unfit(logits)
+    if too_few(logits, candidates):
+        return "leaves more candidates than a row has to torch"
+    sides = None if tops is None else unfit_shape(tops, *logits.shape[:3], None)
+    return sides or (None if read is None else unfit_shape(read, len(logits))) or _unfit(logits)
 
 
 def _unfit(logits: Tensor) -> str | None:
@@ -174,33 +184,15 @@ def _weights(
         tl.store(out + this * room + to, tl.broadcast_to(combined[:, None], [BLOCK, WIDE]), mask=there)
 
 
-@triton.jit(do_not_specialize=["count"])
-def _tops(x, tops, near, count, PIECE: tl.constexpr, BLOCK: tl.constexpr):
-    """Find the largest logit of one piece of a row of x, and set the group's entry in `near`, in
-    which `_margins` will count, to 0."""
-    this, piece, head = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    pieces, heads = tl.num_programs(1), tl.num_programs(2)
-    row = this * heads + head
-    top = tl.full([BLOCK], float("-inf"), tl.float32)
-    end = tl.minimum((piece + 1) * PIECE, count)
-    for start in range(piece * PIECE, end, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        top = tl.maximum(top, tl.load(x + row * count + at, mask=at < end, other=float("-inf")).to(tl.float32))
-    tl.store(tops + (this * pieces + piece) * heads + head, tl.max(top, 0))
-    if piece + head == 0:
-        tl.store(near + this, 0)
-
-
 @triton.jit(do_not_specialize=["count", "candidates", "pieces"])
 def _margins(
     x, tops, of_each, out, near, reach, count, candidates, pieces, GROUPS: tl.constexpr, HEADS: tl.constexpr,
     PIECES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute how far each of a block of candidate tokens lies below the largest logit of its row
-    in x, at the query head of the group where it comes closest, and count in `near` those within
-    `reach`. `tops` holds the largest logit of each piece of a row. For several sequences, `of_each`
-    may hold the number of candidates of each. The count is an integer, so the order of additions
-    does not matter."""
+    in x, at the query head of the group where it comes closest, and write to `near` how many lie
+    within `reach`. The largest of a head's `pieces` entries in `tops` is the largest logit of its
+    row. For several sequences, `of_each` may hold the number of candidates of each."""
     this, piece = tl.program_id(1).to(tl.int64), tl.arange(0, PIECES)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = at < candidates
@@ -208,9 +200,27 @@ def _margins(
         live = at < tl.load(of_each + this // GROUPS)
     margin = tl.full([BLOCK], float("-inf"), tl.float32)
     for head in range(HEADS):
-        of_head = tops + (this * pieces + piece) * HEADS + head
-        top = tl.max(tl.load(of_head, mask=piece < pieces, other=float("-inf")), 0)
         row = this * HEADS + head
+        top = tl.max(tl.load(tops + row * pieces + piece, mask=piece < pieces, other=float("-inf")).to(tl.float32), 0)
         margin = tl.maximum(margin, tl.load(x + row * count + at, mask=live, other=0.0).to(tl.float32) - top)
     tl.store(out + this * candidates + at, margin, mask=live)
-    tl.atomic_add(near + this, tl.sum((live & (margin >= -reach)).to(tl.int64), 0))
+    close = tl.sum((live & (margin >= -reach)).to(tl.int32), 0)
+    tl.store(near + this * tl.num_programs(0) + tl.program_id(0), close)
+
+
+@triton.jit(do_not_specialize=["most", "numbers"])
+def _mean(near, limits, out, read, most, GROUPS: tl.constexpr, numbers, BLOCK: tl.constexpr):
+    """Add up the counts of one sequence in `near`, of which it has so many `numbers`, divide them
+    by the number of its heads, and write the result to `out`, from 1 to the sequence's entry in
+    `limits`, or to `most`. If `read` is given, add the result to its entry there."""
+    this = tl.program_id(0).to(tl.int64)
+    total = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, numbers, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        total += tl.load(near + this * numbers + place, mask=place < numbers, other=0)
+    if limits is not None:
+        most = tl.load(limits + this)
+    count = tl.minimum(tl.maximum(tl.sum(total, 0) // GROUPS, 1).to(tl.int64), most)
+    tl.store(out + this, count)
+    if read is not None:
+        tl.store(read + this, tl.load(read + this) + count)

@@ -1,4 +1,4 @@
-"""Picks what a query reads: channels, by how many others are larger, and how many tokens."""
+"""Picks the channels that a query reads, by how many others are larger."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.common import padded, unfit, unfit_floats, unfit_group, unfit_heads
+from kernels.gpu.common import padded, unfit_floats, unfit_group, unfit_heads
 from kernels.per_sequence import PerSequence
 from kernels.picked import LEAST
 
@@ -36,32 +36,6 @@ def pick_channels_refuses(q: Tensor, r: int | PerSequence, scale: float, spread:
     if (r.most if isinstance(r, PerSequence) else r) > q.shape[3]:
         return "leaves the error for too large a count to torch"
     return unfit_heads(q) or unfit_floats(q) or unfit_group(q.shape[2])
-
-
-def mean_counts(counts: Tensor, most: int | PerSequence) -> Tensor:
-    """Return the mean over the heads of each sequence of how many tokens a head wants to read,
-    counts [B G], rounded down, from 1 to `most`, as kernels/picked.py defines it. -> [B]"""
-    (batch, groups), limits = counts.shape, most.on(counts.device) if isinstance(most, PerSequence) else None
-    out = torch.empty(batch, dtype=torch.int64, device=counts.device)
-    _mean[(batch,)](
-        counts, limits, out, 0 if isinstance(most, PerSequence) else most, groups, padded(groups, 1), num_warps=1
-    )
-    return out
-
-
-def mean_counts_refuses(counts: Tensor, most: int | PerSequence) -> str | None:
-    return unfit(counts) or (None if counts.is_contiguous() else "needs the counts of a sequence side by side")
-
-
-@triton.jit(do_not_specialize=["most"])
-def _mean(counts, limits, out, most, GROUPS: tl.constexpr, WIDE: tl.constexpr):
-    """Write the mean count of one sequence over its heads to `out`, from 1 to its entry in
-    `limits`, or to `most`."""
-    this, group = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
-    mean = tl.sum(tl.load(counts + this * GROUPS + group, mask=group < GROUPS, other=0), 0) // GROUPS
-    if limits is not None:
-        most = tl.load(limits + this)
-    tl.store(out + this, tl.minimum(tl.maximum(mean, 1), most))
 
 
 @triton.jit(do_not_specialize=["most"])

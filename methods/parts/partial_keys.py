@@ -8,14 +8,15 @@ from typing import cast
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from kernels import ops
 from kernels.lowrank import directions, gram
+from kernels.partial import BESIDE, NewPartial
 from kernels.per_sequence import PerSequence, per_sequence
-from kernels.ragged import with_free_slots
+from kernels.ragged import Ragged, filled, with_free_slots
 from methods.base import CacheState
 from methods.base.pieces import pieces, tokens_at_once
+from methods.base.state import queues
 
 
 def skewing(q: Tensor, groups: int) -> Tensor:
@@ -61,14 +62,16 @@ class GrowingRows:
     """Hold an index with a row per token, [B G rows W], to which decode steps append. The memory is
     allocated beforehand, so that such a step can be captured in a CUDA graph.
 
-    The row after each head's last one is zero: when several sequences step together, some may have
-    shorter rows than others, and are read and written up to the longest row (`row_scores`)."""
+    On a GPU it lies in memory channel by channel, `BESIDE` rows or a multiple of them, which kernels
+    read many at a time whatever W is. On a CPU it lies row by row, and the row after each head's
+    last one is zero: when several sequences step together, some may have shorter rows than others,
+    and are read and written up to the longest row (`row_scores`)."""
 
     def __init__(self, cache: CacheState, rows: Tensor, room: int) -> None:
         """Begin with rows [B G T W]. `room`: how many rows there will be at most, these
         included."""
         self.cache, self.length = cache, 0
-        self.stored = rows.new_zeros(*rows.shape[:2], room + 1, rows.shape[3])[:, :, :room]
+        self.stored = _empty(rows, room)
         self.append(rows)
 
     def batched(
@@ -84,11 +87,24 @@ class GrowingRows:
         """Return a view [B G length W] of the rows stored so far."""
         return self.stored[:, :, : self.length]
 
-    def scores(self, q: Tensor) -> Tensor:
-        """Return the products of queries with all stored rows, q [B G g W] -> [B G g length]."""
+    def scores(self, q: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the products of queries with all stored rows, q [B G g W] -> [B G g length], and
+        numbers whose largest is the largest product of a head, [B G g n], where they are known."""
         if not self.cache.counters.running:
-            return cast(Tensor, ops.row_scores(q, self.filled))
-        return cast(Tensor, ops.live_scores(q, self.stored, self.count()))
+            return cast(Tensor, ops.row_scores(q, self.filled)), None
+        scores, tops = ops.live_scores(q, self.stored, self.count())
+        return filled(scores), tops
+
+    def take_in(self, k: Tensor, basis: Tensor) -> NewPartial | None:
+        """Append the key k [B G 1 D] of a new token, reduced to the columns of `basis` [B G D W].
+        In a step that is captured, only return what is to be written: the caller does it, by
+        `partial_products`, before the step ends."""
+        if not self.cache.counters.running:
+            self.append(k @ basis)
+            return None
+        new = NewPartial(k, basis, self.stored, self.count())
+        self.length += 1
+        return new
 
     def count(self) -> Tensor:
         """Return the number of stored rows as a tensor, [1] int64, or [B] if sequences differ."""
@@ -101,7 +117,9 @@ class GrowingRows:
     def grow(self, more: int) -> None:
         """Make room for `more` rows. The tensor moves, so captured steps must not be replayed any
         more."""
-        self.stored = pad(self.stored, (0, 0, 0, more + 1))[:, :, :-1]
+        held = self.filled
+        self.stored = _empty(held, self.stored.shape[2] + more)
+        self.stored[:, :, : self.length] = held
 
     def keep_of_last(self, count: int, rows: Tensor) -> None:
         """Drop the last `count` rows except those that rows [B G K] name, numbered from the first
@@ -119,14 +137,24 @@ class BatchedRows(GrowingRows):
 
     def __init__(self, indices: Sequence[GrowingRows], cache: CacheState, dead: int | None) -> None:
         parts = [(part, rows.length) for rows in indices for part in rows.stored.split(1)]
-        self.cache, self._rows = cache, with_free_slots([part for part, _ in parts], dead=dead, wider=1)
+        self.cache, self.length = cache, 0
+        if parts[0][0].stride(3) == 1:
+            self._rows = with_free_slots([part for part, _ in parts], dead=dead, wider=1)
+        else:
+            free = [_empty(parts[0][0], 1) for _ in range(dead or 0)]
+            self._rows = Ragged([*(part for part, _ in parts), *free], dead=dead)
+            self._rows.mT.alignment = BESIDE * parts[0][0].element_size()
         self._lengths = per_sequence([length for _, length in parts], dead)
         self.stored = cast(Tensor, self._rows)
 
     def count(self) -> Tensor:
         return self.cache.counters.first(self._lengths, self._rows.device)
 
-    def append(self, rows: Tensor) -> None:
-        """Store one new row of each sequence, [B G 1 W], after its last one."""
-        at = self.count().view(-1, 1, 1).expand(*rows.shape[:3])
-        ops.put_rows(self._rows, at, rows)
+
+def _empty(like: Tensor, room: int) -> Tensor:
+    """Return zeros [B G room W] for rows like those of `like` [B G T W], by channel on a GPU, where
+    `room` is rounded up, else by row (see `GrowingRows`)."""
+    (batch, groups, _, width), beside = like.shape, -(-room // BESIDE) * BESIDE
+    if queues(like.device):
+        return like.new_zeros(batch, groups, width, beside).transpose(2, 3)
+    return like.new_zeros(batch, groups, room + 1, width)[:, :, :room]

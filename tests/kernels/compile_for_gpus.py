@@ -24,6 +24,7 @@ from kernels import ops  # noqa: E402
 from kernels.block import DecoderBlock, Head  # noqa: E402
 from kernels.dispatch import use_backend  # noqa: E402
 from kernels.gpu import block, common, rope  # noqa: E402
+from kernels.partial import Guess, NewPartial  # noqa: E402
 from kernels.ragged import Ragged  # noqa: E402
 from tests.kernels.op_cases import cases, converted  # noqa: E402
 from tests.kernels.ragged_cases import ragged_cases  # noqa: E402
@@ -47,7 +48,8 @@ CASES = (
     "gather_tiers-3-of-each", "gather_tiers-held-of-3", "gather_tiers-numbers", "group_margins-some-of-3",
     "group_weights-4100-and-3", "rebuild_keys-3-of-each",
     "coded_attention-3-of-each-int4", "decode_rows-some-of-each-int8",
-    "mean_counts-up-to-70", "mean_counts-3-of-each", "live_scores-3-of-each", "live_scores-[20]-of-70",
+    "live_scores-3-of-each", "live_scores-[20]-of-70", "live_scores-by-channel-[20]", "live_scores-3-by-channel",
+    "row_scores-dim25-by-channel", "partial_products-dim64-25", "partial_products-dim96-50",
     "rotate-dim96-36-1", "rotate-dim256-64-19-by-token",
     "pick_channels-g4-16of64", "pick_channels-g3-90of96", "pick_channels-some-of-3",
     "page_scores-dim256-g4-128", "page_scores-dim96-g3-65", "page_scores-3-of-each", "token_rows-1025-of-5-and-last",
@@ -105,8 +107,12 @@ def compile_cases(dtypes: list[torch.dtype]) -> None:
             compile_block(*drawn(shape, dtype))
         x = torch.zeros(1, 2, 50, 128, dtype=dtype)
         for held in (x, Ragged([x])):
-            lse, query = torch.zeros(1, 8), torch.zeros(1, 8, 1, 128, dtype=dtype)
-            launch("add_received", torch.zeros(1, 2, 64), query, held, lse, 0.1, torch.ones(1, dtype=torch.int64))
+            lse, query, at = torch.zeros(1, 8), x.new_zeros(1, 8, 1, 128), torch.ones(1, dtype=torch.int64)
+            launch("add_received", torch.zeros(1, 2, 64), query, held, lse, 0.1, at)
+            basis, columns = query.new_zeros(1, 2, 128, 50), torch.zeros(1, 2, 50, 64, dtype=dtype).mT
+            new = NewPartial(x[:, :, :1], basis, Ragged([columns]) if isinstance(held, Ragged) else columns, at)
+            launch("partial_products", Guess(query, x[0, :1, :1], x[0, :1, :1], basis, 0.1), new)
+            launch("partial_products", None, new._replace(rows=held, basis=basis[..., :40].contiguous()))
             launch("put_rows", held, torch.zeros(1, 2, 9, dtype=torch.int64), x[:, :, :9])
         launch("kmeans", torch.zeros(3, 500, 32), torch.arange(70), 1, 0.0)  # always fp32
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.coded import Coded, CodedFloats
+from kernels.partial import Guess
 from kernels.ragged import Ragged
 from kernels.reference import Segment
 from kernels.windowed import windowed_attention
@@ -55,6 +56,8 @@ def converted(value: Any, dtype: torch.dtype, device: torch.device | str = "cpu"
         return CodedFloats(*(converted(x, torch.float16, device) for x in value))
     if isinstance(value, Segment):
         return Segment(*(converted(x, dtype, device) for x in value))
+    if isinstance(value, Guess):
+        return Guess(*(converted(x, dtype, device) for x in value))
     if isinstance(value, (list, tuple)):
         return [converted(x, dtype, device) for x in value]
     return value
@@ -226,6 +229,7 @@ def row_scores() -> Iterator[OpCase]:
         for group, count in ((1, 1), (3, 65), (4, 128), (8, 333)):
             q, x = random(1, 2, 2, group, width), stored(2, 2, 2, count, width)
             yield OpCase("row_scores", f"{name}-g{group}-{count}", (q, x))
+    yield OpCase("row_scores", "dim25-by-channel", (random(1, 2, 2, 4, 25), random(2, 2, 2, 25, 304).mT))
 
 
 def row_weights() -> Iterator[OpCase]:
@@ -256,18 +260,26 @@ def pick_channels() -> Iterator[OpCase]:
             yield OpCase("pick_channels", name, (q, r, 0.3, spread, facing))
 
 
-def mean_counts() -> Iterator[OpCase]:
-    counts = torch.tensor([[0, 0, 1], [5, 6, 6], [90, 100, 80]])
-    yield OpCase("mean_counts", "up-to-70", (counts, 70))
-    yield OpCase("mean_counts", "one-group", (counts[:, :1].contiguous(), 1000))
-
-
 def live_scores() -> Iterator[OpCase]:
     """Behind what is there memory holds anything."""
     for live in (torch.tensor([20]), torch.tensor([0, 65])):
         q, x = random(1, 2, 2, 3, 64), stored(2, 2, 2, 70, 64)
         x[:, :, int(live.max()) :] = float("nan")
         yield OpCase("live_scores", f"{live.tolist()}-of-70", (q, x, live))
+        by_channel = torch.full((2, 2, 50, 560), float("nan")).mT
+        by_channel[:, :, : int(live.max()) + 480] = random(3, 2, 2, int(live.max()) + 480, 50)
+        yield OpCase("live_scores", f"by-channel-{live.tolist()}", (random(1, 2, 2, 4, 50), by_channel, live + 480))
+
+
+def partial_products() -> Iterator[OpCase]:
+    for batch, groups, share, dim, turning, width in (
+        (1, 2, 3, 64, 64, 25),
+        (2, 1, 4, 96, 36, 50),
+        (2, 2, 1, 20, 20, 1),
+    ):
+        q, cos, sin = random(1, batch, groups * share, 1, dim), random(2, 1, 1, turning), random(3, batch, 1, turning)
+        basis = random(4, batch, groups, dim, width)
+        yield OpCase("partial_products", f"dim{dim}-{width}", (Guess(q, cos, sin, basis, 0.3), None))
 
 
 def rotate() -> Iterator[OpCase]:
@@ -295,6 +307,11 @@ def by_channel(channels: Tensor, picked: Tensor, whole: Tensor | None) -> tuple[
     order = channels.sort(dim=-1, stable=True).indices
     made = channels.gather(-1, order), picked.gather(-1, order.unsqueeze(2).expand_as(picked))
     return made if whole is None else (*made, whole)
+
+
+def highest(scored: tuple[Any, Tensor]) -> tuple[Any, Tensor]:
+    """Return what `live_scores` gave with one highest score per head: of how many parts is left to backends."""
+    return scored[0], scored[1].amax(-1)
 
 
 def token_rows() -> Iterator[OpCase]:
@@ -333,8 +350,10 @@ def group_weights() -> Iterator[OpCase]:
 def group_margins() -> Iterator[OpCase]:
     for group, count, candidates in ((1, 1, 1), (3, 31, 30), (4, 4100, 4097), (8, 333, 333), (2, 40, 0)):
         logits = 9 * random(1, 2, 2, group, count)
-        yield OpCase("group_margins", f"g{group}-{candidates}of{count}", (logits, candidates, 5.0))
-    yield OpCase("group_margins", "all", (random(1, 1, 2, 4, 70), 70, float("inf")))
+        yield OpCase("group_margins", f"g{group}-{candidates}of{count}", (logits, None, candidates, 5.0, 9))
+        tops = torch.stack([logits.amax(-1), logits.amin(-1), logits.amin(-1)], -1)
+        yield OpCase("group_margins", f"g{group}-{candidates}-tops", (logits, tops, candidates, 7.0, 10_000))
+    yield OpCase("group_margins", "all", (random(1, 1, 2, 4, 70), None, 70, float("inf"), 60))
 
 
 def pq_weights() -> Iterator[OpCase]:
@@ -390,7 +409,7 @@ def cases() -> list[OpCase]:
     groups = (
         coded, segment_attention, segment_attention_with_lse, merge_attention, merge_attention_with_lse,
         prefill_attention, windowed, column_sums, prefill_attention_with_column_sums, gather_rows, gather_tiers,
-        row_scores, row_weights, page_scores, token_rows, pick_channels, mean_counts, live_scores, rotate,
+        row_scores, row_weights, page_scores, token_rows, pick_channels, live_scores, partial_products, rotate,
         channel_sums, channel_weights, group_weights, group_margins, pq_weights, pq_weights_far, top_k, rebuild_keys,
     )  # fmt: skip
     return [case for group in groups for case in group()]

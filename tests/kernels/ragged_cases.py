@@ -77,7 +77,9 @@ def index() -> Iterator[OpCase]:
         for reduce in ("sum", "largest"):
             yield OpCase("group_weights", f"{count}-of-each-{reduce}", (logits, 0.3, reduce))
         candidates = PerSequence([size - size // 5 for size in sizes])
-        yield OpCase("group_margins", f"some-of-{count}", (9 * random(6, *shape, max(sizes)), candidates, reach))
+        limits = PerSequence([size - size // 2 for size in sizes])
+        several = 9 * random(6, *shape, max(sizes)), None, candidates, reach, limits
+        yield OpCase("group_margins", f"some-of-{count}", several)
     long = Ragged([random(seed, 1, 1, 2, size) for seed, size in enumerate((4100, 3))], 3)
     yield OpCase("group_weights", "4100-and-3", (long, 0.3, "sum"))
 
@@ -92,11 +94,14 @@ def pages() -> Iterator[OpCase]:
         )
         chunks = cast(Tensor, Ragged([pick(seed, 1, 2, 90, size) for seed, size in enumerate(sizes)]))
         yield OpCase("token_rows", f"{len(sizes)}-of-each", (chunks, 4))
-        of_heads, live = torch.tensor([[90, 5], [0, 0], [7, 4]])[: len(sizes)], torch.tensor(sizes)
-        yield OpCase("mean_counts", f"{len(sizes)}-of-each", (of_heads, PerSequence([30, 9, 4][: len(sizes)])))
+        live = torch.tensor(sizes)
         wider = random(6, len(sizes), 2, 3, DIM)
         yield OpCase("live_scores", f"{len(sizes)}-of-each", (wider, _stored(5, sizes, 2), live))
         yield OpCase("row_weights", f"live-of-{len(sizes)}", (wider, _stored(5, sizes, 2), 0.3, "sum", live))
+        wider[-1, ..., 25:] = 0
+        parts = [random(seed, 1, 2, DIM, (size + 20) // 16 * 16).mT for seed, size in enumerate(sizes)]
+        parts[-1] = parts[-1].mT[:, :, :25].mT
+        yield OpCase("live_scores", f"{len(sizes)}-by-channel", (wider, Ragged(parts), live))
         counts = PerSequence([min(size, 40) for size in sizes])
         q = picky(random(7, len(sizes), 2, 3, 40), torch.tensor(counts.values))
         yield OpCase("pick_channels", f"some-of-{len(sizes)}", (q, counts, 0.3, False, False))

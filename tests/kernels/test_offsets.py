@@ -17,6 +17,7 @@ import torch
 
 from kernels import gpu, ops
 from kernels.dispatch import use_backend
+from kernels.partial import Guess, NewPartial
 from kernels.ragged import Ragged
 from tests.kernels.op_cases import cases, stored
 from tests.kernels.ragged_cases import ragged_cases
@@ -34,11 +35,11 @@ from kernels.gpu import top_k
 
 FAR = 1 << 30
 AXIS = {  # of a kernel's grid: that of heads, rows or problems, whose number multiplies sizes
-    "_attend": 0, "_merge": 0, "_merge_apart": 1, "_channels": 1, "_log_sum_exp": 0, "_weights": 1, "_tops": 0,
+    "_attend": 0, "_merge": 0, "_merge_apart": 1, "_channels": 1, "_log_sum_exp": 0, "_weights": 1,
     "_margins": 1, "_copy": 1,
     "_from_tiers": 0, "_nearest": 1, "_sums": 0, "_table": 0, "_look_up": 1, "_rows": 1, "_columns": 1, "_rebuild": 1,
     "_scores": 1, "_best": 0, "_norm": 0, "_turn": 2, "_gate": 0, "_attend_codes": 0, "_decode_rows": 1,
-    "_token_rows": 1, "_pick": 0, "_mean": 0, "_receive": 1,
+    "_token_rows": 1, "_pick": 0, "_mean": 0, "_receive": 1, "_products": 1,
 }  # fmt: skip
 CASES = (
     "segment_attention-gqa4-dim128-per-head", "merge_attention-many-tokens", "windowed_attention-near-dim128",
@@ -51,7 +52,8 @@ CASES = (
     "gather_tiers-gqa8-dim96-65", "gather_tiers-one-tier",
     "group_margins-some-of-3", "group_weights-4100-and-3", "rebuild_keys-3-of-each",
     "coded_attention-3-of-each-int4", "decode_rows-some-of-each-int8",
-    "pick_channels-g4-16of64", "mean_counts-up-to-70", "live_scores-3-of-each", "pick_channels-some-of-3",
+    "pick_channels-g4-16of64", "live_scores-3-of-each", "live_scores-3-by-channel",
+    "live_scores-by-channel-[20]", "pick_channels-some-of-3",
     "page_scores-3-of-each", "token_rows-1025-of-5", "token_rows-3-of-each-and-last",
     "coded_attention-int4", "decode_rows-int4-some", "decode_rows-int2-all",
 )  # fmt: skip
@@ -134,8 +136,12 @@ def test_kmeans_and_blocks(far: Far) -> None:
         x, rows = stored(1, 1, 2, 9, 8), torch.zeros(1, 2, 3, dtype=torch.int64)
         for held in (x, Ragged([x])):
             ops.put_rows(held, rows, stored(2, 1, 2, 3, 8))
+            new = NewPartial(stored(5, 1, 2, 1, 8), torch.zeros(1, 2, 8, 8), held, torch.tensor([1]))
+            ops.partial_products(
+                Guess(stored(6, 1, 4, 1, 8), x[0, :1, :1], x[0, :1, :1], torch.zeros(1, 2, 8, 5), 1.0), new
+            )
             ops.add_received(torch.zeros(1, 2, 9), stored(3, 1, 4, 1, 8), held, torch.zeros(1, 4), 1.0, None)
-    assert far.ran == {"_nearest", "_sums", "_turn", "_norm", "_gate", "_copy", "_receive"}
+    assert far.ran == {"_nearest", "_sums", "_turn", "_norm", "_gate", "_copy", "_receive", "_products"}
 
 
 def test_every_kernel_is_among_them() -> None:

@@ -13,9 +13,22 @@ from torch.testing import assert_close
 
 from kernels import ops, reference
 from kernels.dispatch import REFERENCE, use_backend
+from kernels.partial import Guess, NewPartial
 from kernels.ragged import Ragged
+from kernels.rope import rotate
 from tests.kernels.guarded import guarded
-from tests.kernels.op_cases import OpCase, by_channel, cases, converted, device_of, joined_parts, pick, random, stored
+from tests.kernels.op_cases import (
+    OpCase,
+    by_channel,
+    cases,
+    converted,
+    device_of,
+    highest,
+    joined_parts,
+    pick,
+    random,
+    stored,
+)
 
 HAS_GPU = torch.cuda.is_available()
 OPS = {op.name: op for op in ops.ALL}
@@ -80,6 +93,8 @@ def check(case: OpCase, backend: str, dtype: torch.dtype, device: str) -> None:
         got, wanted, plain = (by_channel(*result) for result in (got, wanted, plain))
     if case.op == "channel_sums":
         got, wanted, plain = (joined_parts(*result) for result in (got, wanted, plain))
+    if case.op == "live_scores":
+        got, wanted, plain = map(highest, (got, wanted, plain))
     for one, other, twin in zip(_each(got), _each(wanted), _each(plain), strict=True):
         assert one.shape == other.shape
         assert torch.equal(one.isinf(), other.isinf())
@@ -136,6 +151,46 @@ def test_segments_are_one_softmax_over_their_union() -> None:
     wanted = scaled_dot_product_attention(q, keys, values, scale=0.3)
     got = reference.segment_attention(q, [reference.Segment(*part) for part in parts], 0.3)
     assert_close(got, wanted, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["by row", "by channel", "unequal", "unequal by channel"])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=NAMES.get)
+@pytest.mark.parametrize("backend", ops.partial_products.targets)
+def test_a_partial_key_is_written_beside_the_guess(backend: str, dtype: torch.dtype, layout: str) -> None:
+    """The second sequence has fewer columns than its basis, and nothing else is written."""
+    basis, other, k = random(1, 2, 3, 32, 20), random(2, 2, 3, 32, 9), random(3, 2, 3, 1, 32)
+    basis[1, ..., 12:] = 0
+    turn = random(4, 2, 6, 1, 32), random(5, 2, 1, 32), random(6, 2, 1, 32)
+    rows = random(7, 2, 3, 20, 40).mT if "channel" in layout else random(7, 2, 3, 40, 20)
+    rows[1, ..., 12:] = 0
+    given = converted([basis, k, rows, Guess(*turn, other, 0.3)], dtype, device_of(backend))
+    basis, k, rows, guess = given
+    at = torch.tensor([30, 7], device=rows.device)
+    parts = list(rows.split(1)) if "unequal" in layout else [rows]
+    if layout == "unequal by channel":
+        parts[1] = parts[1].mT[:, :, :12].mT
+    before, narrow = rows.clone(), (k.double() @ basis.double()).squeeze(2)
+    with use_backend(backend), guarded((basis, k, rows, *guess), backend):
+        new = NewPartial(k, basis, Ragged(parts) if len(parts) > 1 else rows, at if len(parts) > 1 else at[:1])
+        assert ops.partial_products.refusal(backend, guess, new) is None
+        got = ops.partial_products(guess, new)
+    wanted = before.double()
+    for sequence, row in enumerate(at.tolist() if len(parts) > 1 else [30, 30]):
+        wanted[sequence, :, row] = narrow[sequence]
+    assert_close(rows.double(), wanted, atol=12 * TOLERANCE[dtype], rtol=0)
+    assert torch.equal(rows[:, :, 31:], before[:, :, 31:])
+    queries = rotate(*(x.double() for x in guess[:3])).view(2, 3, 2, 32) @ guess.basis.double() * 0.3
+    assert_close(got.double(), queries, atol=12 * TOLERANCE[dtype], rtol=0)
+
+
+@pytest.mark.parametrize("backend", ops.group_margins.targets)
+def test_what_is_read_is_added_up(backend: str) -> None:
+    logits, read = 9 * random(1, 2, 2, 3, 300), torch.tensor([10, 20])
+    logits, read = logits.to(device_of(backend)), read.to(device_of(backend))
+    with use_backend(backend):
+        _, counts = ops.group_margins(logits, None, 290, 8.0, 1000, read)
+    assert counts.min() > 1
+    assert torch.equal(read, counts + torch.tensor([10, 20], device=read.device))
 
 
 @pytest.mark.parametrize("unequal", [False, True], ids=["alike", "unequal"])

@@ -17,7 +17,7 @@ from kernels.ragged import Ragged, sequence_by_sequence
 from kernels.reference import Segment
 from tests.kernels import ragged_cases as unequal
 from tests.kernels.guarded import guarded
-from tests.kernels.op_cases import OpCase, by_channel, converted, device_of, joined_parts, random
+from tests.kernels.op_cases import OpCase, by_channel, converted, device_of, highest, joined_parts, random
 from tests.kernels.ragged_cases import ragged_cases
 
 HAS_GPU = torch.cuda.is_available()
@@ -67,6 +67,8 @@ def test_one_call_for_all_equals_one_for_each(case: OpCase, backend: str, dtype:
         got, wanted = by_channel(*got), by_channel(*wanted)
     if case.op == "channel_sums":
         got, wanted = joined_parts(*got), joined_parts(*wanted)
+    if case.op == "live_scores":
+        got, wanted = highest(got), highest(wanted)
     for place, (one, other) in enumerate(zip(results(got), results(wanted), strict=True)):
         if case.op == "top_k":
             scores = results(case.args[0])[place]
@@ -77,7 +79,7 @@ def test_one_call_for_all_equals_one_for_each(case: OpCase, backend: str, dtype:
             assert_close(one.double().cpu(), other.double(), atol=size * TOLERANCE[dtype], rtol=0)
 
 
-@pytest.mark.parametrize("case", ragged_cases(), ids=str)
+@pytest.mark.parametrize("case", [case for case in ragged_cases() if "by-channel" not in case.name], ids=str)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype)[6:])
 def test_a_cpu_gives_a_sequence_the_same_bits_alone_and_among_others(case: OpCase, dtype: torch.dtype) -> None:
     args = converted(case.args, torch.float32 if case.op in CHOOSING else dtype)

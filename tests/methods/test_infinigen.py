@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from harness.engine.attach import attached
+from kernels import ops
 from kernels.rope import rotate
 from methods.base import CacheState
 from methods.infinigen import InfiniGen, InfiniGenRead
@@ -92,7 +93,8 @@ def reference_choice(
 def test_every_step_is_the_recipe(
     shape: Shape, change: dict[str, object], queued: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("methods.infinigen.queues", lambda device: queued)
+    for module in ("methods.infinigen", "methods.parts.partial_keys"):
+        monkeypatch.setattr(f"{module}.queues", lambda device: queued)
     text, method = Sequences(shape, PROMPT + STEPS, LAYERS), replace(METHOD, **change)
     layers = sealed(text, method)
     identity = torch.eye(shape.dim).expand(shape.groups, -1, -1)
@@ -116,10 +118,8 @@ def test_every_step_is_the_recipe(
 def test_in_a_model_the_guess_is_layer_ls_query_of_the_normed_input_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = tiny("llama"), prompt(48)
     guesses, inputs = [], []
-    logits = InfiniGenRead.logits
-    monkeypatch.setattr(
-        InfiniGenRead, "logits", lambda self, q: guesses.append((self.spec.index, q)) or logits(self, q)
-    )
+    products = ops.partial_products
+    monkeypatch.setattr(ops, "partial_products", lambda guess, new: guesses.append(guess) or products(guess, new))
     method = replace(METHOD, dense_layers=(0, 1), calibration_tokens=32)
     with attached(model, method, budget=0.3, calibration=prompt(32, seed=5)) as kv, torch.inference_mode():
         cache = kv.cache(capacity=50)
@@ -131,10 +131,10 @@ def test_in_a_model_the_guess_is_layer_ls_query_of_the_normed_input_before_it(mo
         finally:
             hook.remove()
         plain = model.model.layers[2].self_attn.q_proj(inputs[0]).view(1, 1, 8, 16).transpose(1, 2)
-    [(layer, q)] = guesses  # layers 0 and 1 are dense
+    [(q, *turn, basis, _)] = guesses  # layers 0 and 1 are dense
     cos, sin = model.model.rotary_emb(plain, torch.tensor([[47]]))
-    assert layer == 2
-    torch.testing.assert_close(q, rotate(plain, cos, sin))
+    assert basis is cache.layers[2].reads.basis
+    torch.testing.assert_close(rotate(q, *turn), rotate(plain, cos, sin))
 
 
 def test_zeros_stand_behind_partial_keys_whose_room_has_grown() -> None:

@@ -1,0 +1,136 @@
+"""Reduces queries and new keys to the columns of InfiniGen's partial keys, all in one launch."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.gpu.common import (
+    head_rows,
+    located,
+    padded,
+    rounded,
+    unfit_floats,
+    unfit_heads,
+    unfit_numbers,
+    unfit_shape,
+    unfit_sharing,
+)
+from kernels.gpu.rope import unfit_angles
+from kernels.partial import Guess, NewPartial
+from kernels.ragged import first_of
+
+
+def partial_products(guess: Guess | None, new: NewPartial | None) -> Tensor | None:
+    """Rotate the queries of `guess` and multiply them with its basis, and write the key of `new`
+    times its own basis to its row, as kernels/partial.py defines it. -> [B G g W], or None"""
+    q = cos = sin = basis = out = k = own = first = places = at = None
+    scale, heads, share, half, width, groups, own_width, by_channel, aligned = 1.0, 0, 1, 0, 1, 0, 1, False, 1
+    steps: tuple[int, ...] = (0,) * 4
+    strides: tuple[int, ...] = (0,) * 5
+    batch = dim = 0
+    if guess is not None:
+        q, cos, sin, basis, scale = guess
+        (batch, heads, _, dim), width = q.shape, basis.shape[3]
+        share, half = heads // basis.shape[1], cos.shape[2] // 2
+        steps = *q.stride()[:2], *(angle.stride(0) if len(angle) > 1 else 0 for angle in (cos, sin))
+        out = q.new_empty((batch, basis.shape[1], share, width))
+    if new is not None:
+        k, own, rows, at = new
+        (batch, groups, _, dim), own_width = k.shape, own.shape[3]
+        by_channel = first_of(rows).stride(3) != 1
+        first, places, aligned = located(rows.mT if by_channel else rows)
+        strides = *k.stride()[:2], *first.stride()[:3]
+    if batch:
+        _products[(heads + groups, batch)](
+            q, cos, sin, basis, out, k, own, first, places, at, scale, *steps, *strides, heads, share, half, width,
+            padded(width, 1), groups, int(at is not None and len(at) > 1), own_width, padded(own_width, 1),
+            by_channel, aligned, dim, padded(dim, 1), num_warps=4,
+            enable_fp_fusion=False,  # fusing would skip the rounding of a product
+        )  # fmt: skip
+    return out
+
+
+def partial_products_refuses(guess: Guess | None, new: NewPartial | None) -> str | None:
+    reason = None
+    if guess is not None:
+        q, cos, sin, basis, _ = guess
+        (batch, heads, _, dim), groups = q.shape, basis.shape[1]
+        reason = (
+            unfit_shape(q, batch, heads, 1, dim)
+            or unfit_shape(basis, batch, None, dim, None)
+            or unfit_angles(batch, 1, dim, cos, sin)
+            or unfit_sharing(heads, groups)
+            or unfit_heads(q, cos, sin)
+            or unfit_floats(q, basis)
+            or _scattered(basis)
+        )
+    if new is not None and reason is None:
+        (batch, groups, _, dim), first = new.k.shape, first_of(new.rows)
+        reason = (
+            unfit_shape(new.k, batch, groups, 1, dim if guess is None else guess.q.shape[3])
+            or unfit_shape(new.basis, len(new.k) if guess is None else len(guess.q), groups, dim, None)
+            or unfit_shape(new.rows, batch, groups, None, None)
+            or unfit_numbers(new.at, batch)
+            or unfit_heads(new.k)
+            or unfit_floats(new.k, new.basis, first)
+            or _scattered(new.basis)
+        )
+        if reason is None and 1 not in (first.stride(3), first.stride(2)):
+            reason = "needs the channels of a row, or the rows of a channel, side by side"
+    return reason
+
+
+def _scattered(basis: Tensor) -> str | None:
+    return None if basis.is_contiguous() else "takes a basis whose columns lie side by side"
+
+
+@triton.jit
+def _columns_of(x, basis, which, DIM: tl.constexpr, WIDE: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """Multiply a vector x [WIDE], in fp32, with number `which` of the matrices `basis`. Return the
+    product, and whether a column of the matrix has an entry that is not zero."""
+    channel, column = tl.arange(0, WIDE), tl.arange(0, COLUMNS)
+    at = basis + (which * DIM + channel[:, None]) * WIDTH + column
+    there = (channel < DIM)[:, None] & (column < WIDTH)
+    matrix = tl.load(at, mask=there, other=0.0).to(tl.float32)
+    return tl.sum(x[:, None] * matrix, 0), tl.max(tl.abs(matrix), 0) > 0
+
+
+@triton.jit
+def _products(
+    q, cos, sin, basis, out, k, own, rows, places, at, scale, qb: tl.int64, qh: tl.int64, cb: tl.int64, sb: tl.int64,
+    kb: tl.int64, kg: tl.int64, xb: tl.int64, xg: tl.int64, xt: tl.int64, HEADS: tl.constexpr, SHARE: tl.constexpr,
+    HALF: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr,
+    OWN_WIDTH: tl.constexpr, OWN_COLUMNS: tl.constexpr, BY_CHANNEL: tl.constexpr, ALIGNED: tl.constexpr,
+    DIM: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Rotate one query head and multiply it with its basis; programs after those of the HEADS query
+    heads multiply the new key of a KV head with its own basis and write it to its row, which `at`
+    names, with one number for each sequence if EACH is 1, one for all if it is 0. Of several
+    sequences' bases, columns of zeros are not written: a sequence's rows may have fewer.
+    BY_CHANNEL: the rows of a channel lie side by side, and channels are `xt` entries apart."""
+    head, batch, channel = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.arange(0, WIDE)
+    if head < HEADS:
+        if q is not None:
+            turns, lower = channel < 2 * HALF, channel < HALF
+            other = tl.where(lower, channel + HALF, channel - HALF)
+            this = q + batch * qb + head * qh
+            x = tl.load(this + channel, mask=channel < DIM, other=0.0).to(tl.float32)
+            y = tl.load(this + other, mask=turns, other=0.0).to(tl.float32)
+            c = tl.load(cos + batch * cb + channel, mask=turns, other=0.0).to(tl.float32)
+            s = tl.load(sin + batch * sb + channel, mask=turns, other=0.0).to(tl.float32)
+            tilted = rounded(y * s, q)
+            turned = rounded(rounded(x * c, q) + tl.where(lower, -tilted, tilted), q)
+            x, which = tl.where(turns, turned, x), batch * (HEADS // SHARE) + head // SHARE
+            product, _ = _columns_of(x, basis, which, DIM, WIDE, WIDTH, COLUMNS)
+            column = tl.arange(0, COLUMNS)
+            tl.store(out + (batch * HEADS + head) * WIDTH + column, product * scale, mask=column < WIDTH)
+    elif k is not None:
+        group = head - HEADS
+        x = tl.load(k + batch * kb + group * kg + channel, mask=channel < DIM, other=0.0).to(tl.float32)
+        narrow, there = _columns_of(x, own, batch * GROUPS + group, DIM, WIDE, OWN_WIDTH, OWN_COLUMNS)
+        first, apart = head_rows(rows, places, batch, group, xb, xg, xt, ALIGNED)
+        row, column = tl.load(at + batch * EACH), tl.arange(0, OWN_COLUMNS)
+        to = first + column * apart + row if BY_CHANNEL else first + row * apart + column
+        tl.store(to, narrow, mask=column < OWN_WIDTH if places is None else there)
