@@ -23,6 +23,7 @@ DECODE = {  # the first two have not been compared on a GPU; Triton's takes ever
 }
 segment_attention = Op("segment_attention", **DECODE)
 segment_attention_with_lse = Op("segment_attention_with_lse", **DECODE)
+attention_with_mean = Op("attention_with_mean", triton="kernels.gpu.mean_value", torch="kernels.mean_value")
 coded_attention = Op("coded_attention", triton="kernels.gpu.coded", torch="kernels.coded")
 decode_rows = Op("decode_rows", triton="kernels.gpu.coded", torch="kernels.coded")
 merge_attention = Op("merge_attention", triton="kernels.gpu.decode", torch="kernels.reference")

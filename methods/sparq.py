@@ -22,14 +22,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
 
 from kernels import ops
+from kernels.mean_value import with_mean
 from kernels.reference import Segment
-from kernels.sink_logits import lse_with_sink, with_sink
 from methods.base import AttnInput, Cost, CostError, Grids, LayerSpec, LayerWorkload, Plan
 from methods.layers import Select
 from methods.layers.windowed import Windowed
@@ -48,9 +48,11 @@ class SparQRead(Select, capturable=True, of_each={"by_channel": 3, "value_sum": 
     method: SparQ
     by_channel: Rows | BatchedHostRows | Tensor | None = None  # the middle keys [B G D M]
     value_sum: Tensor  # [B G 1 D] fp32, over every token so far
-    # of the selection that is being read for the first time: queries in the picked channels alone [B G g D], not
-    # scaled, and the log-sum-exps that parts of the middle tokens get from them [B G g P], in fp32
+    # of the selection that is being read for the first time: each group's queries, and behind them the same in the
+    # picked channels alone, not scaled, [B G 2g D], and the log-sum-exps that parts of the middle tokens get from
+    # the latter, [B G g P], in fp32
     approximate: tuple[Tensor, Tensor] | None = None
+    value: Tensor | None = None  # [B G 1 D], of the newest token, while a step attends
     covered: Tensor  # [B G g 1] fp32, the share of the approximate softmax on the tokens read
 
     def split(self, budget: int) -> Plan:
@@ -65,42 +67,34 @@ class SparQRead(Select, capturable=True, of_each={"by_channel": 3, "value_sum": 
     def select(self, q: Tensor, top: int) -> Tensor:
         groups = q.view(q.shape[0], self.spec.num_kv_heads, self.spec.group, -1)
         mean_value = self.method.mean_value
-        channels, picked, query = ops.pick_channels(groups, self.method.r, self.spec.scale, mean_value, False)
+        channels, picked, both = ops.pick_channels(groups, self.method.r, self.spec.scale, mean_value, False)
         sums, lse = self._scores(picked, channels)
-        if query is not None:
-            self.approximate = query, lse
+        if both is not None:
+            self.approximate = both, lse
         rows: Tensor = ops.top_k(sums, top)
         return rows
 
     def attend(self, q: Tensor, *segments: Segment) -> Tensor:
-        """Attend to segments under one softmax, q [B H 1 D] -> [B H 1 D]. After a selection, let
-        the approximate queries (zero in all but the picked channels) attend to the same rows in the
-        same pass, to measure how much of their softmax lies on the rows read (`covered`)."""
-        if self.approximate is None:
+        """Attend to segments under one softmax, q [B H 1 D] -> [B H 1 D]. With `mean_value`, mix in
+        the mean of all values. After a selection, the approximate queries (zero in all but the
+        picked channels) attend to the same rows in the same pass, to measure how much of their
+        softmax lies on the rows read (`covered`)."""
+        (value, self.value), count = (self.value, None), self.store.count(self.layer.away)
+        if value is None:
             return super().attend(q, *segments)
-        (query, middle), self.approximate = self.approximate, None
-        batch, groups, group, dim = query.shape
-        both = torch.cat([q.view_as(query), query], 2).view(batch, -1, 1, dim)
-        outs, lse = ops.segment_attention_with_lse(both, segments, self.spec.scale)
-        _, always = ops.segment_attention_with_lse(query.view_as(q), self.always_read(), self.spec.scale)
-        lse = lse.view(batch, groups, 2 * group)
-        read, every = lse[..., group:], torch.logaddexp(always.view(batch, groups, group), middle.logsumexp(-1))
-        out = outs.view(batch, groups, -1, dim)[:, :, :group].reshape(q.shape)
-        if (sinks := self.spec.sink_logits) is not None:  # each is a token without a value that is always read
-            own = lse[..., :group].flatten(1)
-            read, every = (lse_with_sink(part.flatten(1), sinks).view_as(part) for part in (read, every))
-            out = with_sink(out, own, sinks)
-        self.covered = (read - every).exp().unsqueeze(-1)
-        return out
+        if self.approximate is None:
+            self.value_sum += value
+            return with_mean(super().attend(q, *segments), self.covered, self.value_sum, count)
+        (both, middle), self.approximate = self.approximate, None
+        chosen, sinks = 1 if self.layer.far is None else 0, self.spec.sink_logits  # which segment `select` chose
+        out, self.covered = ops.attention_with_mean(
+            both, segments, self.spec.scale, chosen, middle, sinks, self.value_sum, value, count
+        )
+        return cast(Tensor, out)
 
-    def decode(self, x: AttnInput) -> Tensor:
-        out = super().decode(x)
-        if self.plan is None or not self.method.mean_value:
-            return out
-        self.value_sum += x.v
-        mean = self.value_sum / self.store.count(self.layer.away).view(-1, 1, 1, 1)
-        read = out.view(*self.covered.shape[:3], -1)
-        return torch.lerp(mean, read.float(), self.covered).to(out.dtype).view_as(out)
+    def read(self, x: AttnInput, plan: Plan) -> Tensor:
+        self.value = x.v if self.method.mean_value else None
+        return super().read(x, plan)
 
     def _scores(self, picked: Tensor, channels: Tensor) -> tuple[Tensor, Tensor]:
         """Return the approximate logits of the middle tokens, which are all between sinks and

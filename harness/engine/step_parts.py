@@ -11,8 +11,8 @@ PHASES = {
     ),
     "fetch": ("gather_rows", "gather_tiers", "put_rows", "rebuild_keys", "rotate", "decode_rows"),
     "attend": (
-        "segment_attention", "segment_attention_with_lse", "merge_attention", "merge_attention_with_lse",
-        "coded_attention",
+        "segment_attention", "segment_attention_with_lse", "attention_with_mean", "merge_attention",
+        "merge_attention_with_lse", "coded_attention",
         "prefill_attention", "prefill_attention_with_column_sums", "windowed_attention",
     ),
 }

@@ -35,7 +35,7 @@ INDEX_BYTES: dict[str, Callable[..., int]] = {
     ),
     "pq_weights": lambda q, centroids, codes, scale: int(centroids.nbytes + codes.nbytes),
 }
-_ATTEND = PHASES["attend"][:2]  # of a decode step
+_ATTEND = PHASES["attend"][:3]  # of a decode step
 Seen = Callable[[str, tuple[Any, ...], Any], None]  # an operation, its arguments, its result
 
 

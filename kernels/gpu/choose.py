@@ -142,15 +142,17 @@ def row_log_sum_exp(values):
 
 
 @triton.jit
-def joined(lses, row, live, pieces, PIECES: tl.constexpr):
+def joined(lses, row, live, pieces, first, end, PIECES: tl.constexpr):
     """Return the log-sum-exps of whole rows of a matrix, given those of their `pieces` parts in
-    `lses`. row: the numbers of the rows; where `live` is false, nothing is read."""
+    `lses`, of which those from `first` up to `end` are left out. row: the numbers of the rows;
+    where `live` is false, nothing is read."""
     piece = tl.arange(0, PIECES)
     top = tl.full([row.shape[0], PIECES], float("-inf"), tl.float32)
     total = tl.zeros([row.shape[0], PIECES], tl.float32)
     for start in range(0, pieces, PIECES):
-        there = live[:, None] & (start + piece < pieces)
-        part = tl.load(lses + row[:, None] * pieces + start + piece, mask=there, other=float("-inf"))
+        at = start + piece
+        there = live[:, None] & (at < pieces) & ((at < first) | (at >= end))
+        part = tl.load(lses + row[:, None] * pieces + at, mask=there, other=float("-inf")).to(tl.float32)
         highest = tl.maximum(top, part)
         shift = tl.where(highest == float("-inf"), 0.0, highest)
         total = total * tl.exp(top - shift) + tl.exp(part - shift)
@@ -173,7 +175,7 @@ def _weights(
     value = tl.load(x + row[:, None] * apart + at, mask=mine[:, None] & (at < bound), other=float("-inf"))
     if counts is not None:
         count = tl.load(counts + this // GROUPS).to(tl.int32)
-    lse = joined(lses, row, mine, pieces, PIECES)
+    lse = joined(lses, row, mine, pieces, 0, 0, PIECES)
     weight = tl.where(mine[:, None], tl.exp(value.to(tl.float32) * scale - lse[:, None]), 0.0)
     combined = tl.sum(weight, 0) if SUM else tl.max(weight, 0)  # no weight is smaller than 0
     if TIMES == 1:

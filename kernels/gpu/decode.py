@@ -7,7 +7,7 @@ or without chosen rows."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
+from itertools import accumulate, chain
 from math import lcm
 from typing import Any, NamedTuple
 
@@ -68,6 +68,14 @@ def segment_attention(q: Tensor, segments: Sequence[Segment], scale: float) -> T
 
 
 def segment_attention_with_lse(q: Tensor, segments: Sequence[Segment], scale: float) -> tuple[Tensor, Tensor]:
+    outs, lses, _ = read_parts(q, segments, scale)
+    return merged(outs, lses, q.new_empty(q.shape))
+
+
+def read_parts(q: Tensor, segments: Sequence[Segment], scale: float) -> tuple[Tensor, Tensor, list[int]]:
+    """Attend from queries q [B H 1 D] to parts of the segments, each under a softmax of its own.
+    Return the results for each part, [B*H parts D] and their log-sum-exps [B*H parts] in fp32, and
+    the number of the first part of each segment, followed by the number of parts."""
     batch, heads, _, dim = q.shape
     q = q.contiguous()
     there = [segment for segment in segments if segment.k.shape[2] and (segment.rows is None or segment.rows.shape[2])]
@@ -84,7 +92,8 @@ def segment_attention_with_lse(q: Tensor, segments: Sequence[Segment], scale: fl
         some = slice(start, start + _AT_ONCE)
         _read(q, there[some], shapes[some], cuts[some], at_once, scale, outs, lses, first)
         first += sum(cut.pieces for cut in cuts[some])
-    return merged(outs, lses, torch.empty_like(q))
+    pieces = dict(zip(map(id, there), (cut.pieces for cut in cuts), strict=True))
+    return outs, lses, list(accumulate((pieces.get(id(segment), 0) for segment in segments), initial=0))
 
 
 def segment_attention_refuses(q: Tensor, segments: Sequence[Segment], scale: float) -> str | None:

@@ -17,13 +17,13 @@ def pick_channels(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Find the r channels in which the query heads of each group are largest, as kernels/picked.py
     defines it: q [B G g D] -> channels [B G r], q in them times `scale` [B G g r], and with
-    `spread` q that is zero in all other channels [B G g D]. `facing`: add D to the number of a
+    `spread` q followed by q that is zero in all other channels [B G 2g D]. `facing`: add D to the number of a
     channel in which the group's sum of q is not positive. Of equal channels the first is taken."""
     batch, groups, heads, dim = q.shape
     counts, most = (r.on(q.device), r.most) if isinstance(r, PerSequence) else (None, r)
     channels = torch.empty((batch, groups, most), dtype=torch.int64, device=q.device)
     picked = q.new_empty((batch, groups, heads, most))
-    whole = q.new_empty(q.shape) if spread else None
+    whole = q.new_empty((batch, groups, 2 * heads, dim)) if spread else None
     wide = padded(dim)
     _pick[(batch * groups,)](
         q.contiguous(), counts, channels, picked, whole, scale, most, groups, heads, padded(heads, 1), dim, wide,
@@ -72,4 +72,6 @@ def _pick(
     nothing = tl.zeros([FOLD, WIDE], tl.float32)
     tl.store(picked + (this * HEADS + head) * most + channel, nothing, mask=(head < HEADS) & behind)
     if whole is not None:
-        tl.store(whole + at, tl.where(taken, value, 0.0), mask=there)
+        to = whole + at + this * HEADS * DIM  # each group's queries, then these
+        tl.store(to, query, mask=there)
+        tl.store(to + HEADS * DIM, tl.where(taken, value, 0.0), mask=there)

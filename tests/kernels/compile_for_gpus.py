@@ -42,7 +42,7 @@ CASES = (
     "group_weights-g3-31-sum", "group_weights-g8-333-largest", "pq_weights-m2b6-g4", "pq_weights-m4b8-g3",
     "rebuild_keys-gqa4-dim128-rank26-129", "rebuild_keys-32-of-48-turned", "segment_attention-3-of-each-g3",
     "segment_attention-rows-of-one-number", "pq_weights-3-of-each", "top_k-some-of-3", "top_k-some-of-70001",
-    "row_scores-3-of-each", "row_weights-3-of-each", "row_weights-[20]-of-70",
+    "row_scores-3-of-each", "row_weights-3-of-each", "attention_with_mean-gqa5-dim48", "row_weights-[20]-of-70",
     "channel_weights-g4-16x4100-3-times", "channel_sums-2-of-each-300", "channel_weights-2-of-each-300",
     "gather_rows-3-of-each", "gather_tiers-gqa8-dim96-65", "gather_tiers-one-tier",
     "gather_tiers-3-of-each", "gather_tiers-held-of-3", "gather_tiers-numbers", "group_margins-some-of-3",

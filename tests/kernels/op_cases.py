@@ -141,6 +141,23 @@ def segment_attention_with_lse() -> Iterator[OpCase]:
         yield case._replace(op="segment_attention_with_lse")
 
 
+def attention_with_mean() -> Iterator[OpCase]:
+    """With sinks and window around the chosen tokens, and with chosen ones alone of few that are live."""
+    for name, (batch, heads, groups, dim, count) in SHAPES.items():
+        group, blocks = heads // groups, 1 + count // 100
+        q = random(1, batch, groups, 2 * group, dim)
+        k, v = stored(2, batch, groups, count, dim), stored(3, batch, groups, count, dim)
+        chosen = pick(4, batch, groups, count, max(1, count // 3))
+        few = [Segment(k, v, chosen), Segment(k, v, live=torch.arange(1, batch + 1))]
+        segments = _three(k, v, chosen.shape[2]) if count > 30 else few
+        whole = (0.1 * q[:, :, group:] @ k.mT).logsumexp(-1, keepdim=True)
+        lses = (whole - torch.tensor(float(blocks)).log()).repeat(1, 1, 1, blocks)
+        sinks = random(6, heads) if groups > 1 else None
+        means = 9 * random(7, batch, groups, 1, dim), random(8, batch, 1, groups, dim).transpose(1, 2)
+        args = q, segments, 0.1, int(count > 30), lses, sinks, *means, torch.arange(count, count + batch)
+        yield OpCase("attention_with_mean", name, args)
+
+
 def merge_attention() -> Iterator[OpCase]:
     outs, lses = [random(i, 2, 6, 1, 16) for i in range(3)], [5 * random(i, 2, 6) for i in range(3, 6)]
     yield OpCase("merge_attention", "three", (outs, lses))
@@ -407,9 +424,10 @@ def coded() -> Iterator[OpCase]:
 
 def cases() -> list[OpCase]:
     groups = (
-        coded, segment_attention, segment_attention_with_lse, merge_attention, merge_attention_with_lse,
-        prefill_attention, windowed, column_sums, prefill_attention_with_column_sums, gather_rows, gather_tiers,
-        row_scores, row_weights, page_scores, token_rows, pick_channels, live_scores, partial_products, rotate,
-        channel_sums, channel_weights, group_weights, group_margins, pq_weights, pq_weights_far, top_k, rebuild_keys,
+        coded, segment_attention, segment_attention_with_lse, attention_with_mean, merge_attention,
+        merge_attention_with_lse, prefill_attention, windowed, column_sums, prefill_attention_with_column_sums,
+        gather_rows, gather_tiers, row_scores, row_weights, page_scores, token_rows, pick_channels, live_scores,
+        partial_products, rotate, channel_sums, channel_weights, group_weights, group_margins, pq_weights,
+        pq_weights_far, top_k, rebuild_keys,
     )  # fmt: skip
     return [case for group in groups for case in group()]

@@ -34,6 +34,7 @@ def _weights(*linears: Linear) -> int:
 _READ: dict[str, Callable[..., int]] = {
     "segment_attention": _segments,
     "segment_attention_with_lse": _segments,
+    "attention_with_mean": lambda q, segments, scale, *_: _segments(q, segments, scale),
     "merge_attention": lambda outs, lses: _whole(*outs),
     "merge_attention_with_lse": lambda outs, lses: _whole(*outs),
     "coded_attention": lambda q, coded, scale: _whole(*coded[:4]),

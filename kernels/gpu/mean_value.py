@@ -1,0 +1,107 @@
+"""Merges attention over parts and mixes in the mean of all values, for the tokens that are not read
+(SparQ)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.gpu.choose import joined
+from kernels.gpu.common import padded, unfit, unfit_numbers, unfit_shape
+from kernels.gpu.decode import read_parts, segment_attention_refuses
+from kernels.reference import Segment
+
+_CHANNELS = 32  # of a head that one program mixes
+_PARTS = 512  # parts, of all heads of a group, that are loaded at once, at most
+
+
+def attention_with_mean(
+    q: Tensor, segments: Sequence[Segment], scale: float, chosen: int, lses: Tensor, sink_logits: Tensor | None,
+    value_sum: Tensor, v: Tensor, count: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attend to all segments, and mix the mean of all values into the result, as
+    kernels/mean_value.py defines it: one kernel attends from queries and approximate queries to
+    parts of the segments, another does all the rest. -> [B H 1 D], [B G g 1]"""
+    batch, groups, both, dim = q.shape
+    group = both // 2
+    outs, parts, starts = read_parts(q.view(batch, -1, 1, dim), segments, scale)
+    out = q.new_empty((batch, groups * group, 1, dim))
+    covered = q.new_empty((batch, groups, group, 1), dtype=torch.float32)
+    count_parts, fold = parts.shape[1], padded(group, 1)
+    _mix[(batch * groups, triton.cdiv(dim, _CHANNELS))](
+        outs, parts, lses.contiguous(), sink_logits, value_sum, v, count, out, covered, *starts[chosen : chosen + 2],
+        count_parts, lses.shape[3], *v.stride()[:2], int(len(count) > 1), groups, group, fold, dim, _CHANNELS,
+        min(_PARTS // fold, padded(count_parts)), min(_PARTS // fold, padded(lses.shape[3])), num_warps=8,
+    )  # fmt: skip
+    return out, covered
+
+
+def attention_with_mean_refuses(
+    q: Tensor, segments: Sequence[Segment], scale: float, chosen: int, lses: Tensor, sink_logits: Tensor | None,
+    value_sum: Tensor, v: Tensor, count: Tensor,
+) -> str | None:  # fmt: skip
+    (batch, groups, both, dim), group = q.shape, q.shape[2] // 2
+    if both % 2 or not q.is_contiguous() or not value_sum.is_contiguous() or v.stride(3) != 1:
+        return "takes as many approximate queries as others, and the channels of a row side by side"
+    return (
+        unfit_shape(lses, batch, groups, group, None)
+        or unfit_shape(value_sum, batch, groups, 1, dim)
+        or unfit_shape(v, batch, groups, 1, dim)
+        or (None if sink_logits is None else unfit_shape(sink_logits, groups * group) or unfit(sink_logits))
+        or unfit_numbers(count, batch)
+        or unfit(lses, value_sum, v, count)
+        or segment_attention_refuses(q.view(batch, -1, 1, dim), segments, scale)
+    )
+
+
+@triton.jit
+def _sum_of_two(one, other):
+    """Return the logarithm of exp(one) + exp(other); minus infinity counts as nothing."""
+    top = tl.maximum(one, other)
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    return shift + tl.log(tl.exp(one - shift) + tl.exp(other - shift))
+
+
+@triton.jit(do_not_specialize=["first", "end", "parts", "blocks"])
+def _mix(
+    outs, lses, middle, sinks, sums, added, counts, out, covered, first, end, parts, blocks, vb: tl.int64,
+    vg: tl.int64, EACH: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr, FOLD: tl.constexpr,
+    DIM: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Mix some channels of one group's query heads. `outs` and `lses` hold attention and its
+    log-sum-exp over each of the `parts` of the tokens that are read, for HEADS queries and as many
+    approximate ones of each group; the parts from `first` up to `end` were chosen of more tokens,
+    and `middle` has the log-sum-exps of `blocks` blocks of all these. `counts` says how many values
+    there are, with one number for each sequence if EACH is 1, one for all if it is 0."""
+    this, channel = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDE + tl.arange(0, WIDE)
+    sequence, group, head, part = this // GROUPS, this % GROUPS, tl.arange(0, FOLD), tl.arange(0, PARTS)
+    mine, of_head, real = head < HEADS, this * HEADS + head, channel < DIM
+    exact = 2 * this * HEADS + head
+    approximate = exact + HEADS
+    own = joined(lses, exact, mine, parts, 0, 0, PARTS)
+    read = joined(lses, approximate, mine, parts, 0, 0, PARTS)
+    always = joined(lses, approximate, mine, parts, first, end, PARTS)
+    every = _sum_of_two(always, joined(middle, of_head, mine, blocks, 0, 0, BLOCKS))
+    if sinks is not None:  # each is a token without a value that is always read
+        sink = tl.load(sinks + group * HEADS + head, mask=mine, other=0.0).to(tl.float32)
+        own, read, every = _sum_of_two(own, sink), _sum_of_two(read, sink), _sum_of_two(every, sink)
+    share = tl.exp(read - every)
+    if tl.program_id(1) == 0:
+        tl.store(covered + of_head, share, mask=mine)
+    mixed = tl.zeros([FOLD, WIDE], tl.float32)
+    for start in range(0, parts, PARTS):
+        at, there = exact[:, None] * parts + start + part, mine[:, None] & (start + part < parts)
+        weight = tl.exp(tl.load(lses + at, mask=there, other=float("-inf")) - own[:, None])
+        inside = there[:, :, None] & real[None, None, :]
+        rows = tl.load(outs + at[:, :, None] * DIM + channel[None, None, :], mask=inside, other=0.0)
+        mixed += tl.sum(rows * weight[:, :, None], 1)
+    value = tl.load(added + sequence * vb + group * vg + channel, mask=real, other=0.0).to(tl.float32)
+    total = tl.load(sums + this * DIM + channel, mask=real, other=0.0).to(tl.float32) + value
+    tl.store(sums + this * DIM + channel, total, mask=real)
+    mean = (total / tl.load(counts + sequence * EACH).to(tl.float32))[None, :]
+    whole = mean + (mixed - mean) * share[:, None]
+    tl.store(out + of_head[:, None] * DIM + channel, whole, mask=mine[:, None] & real)

@@ -1,0 +1,54 @@
+"""Defines in plain torch attention in which the mean of all values stands for tokens that are not
+read (SparQ)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kernels import ops
+from kernels.reference import Segment
+from kernels.sink_logits import lse_with_sink, with_sink
+
+
+def attention_with_mean(
+    q: Tensor, segments: Sequence[Segment], scale: float, chosen: int, lses: Tensor, sink_logits: Tensor | None,
+    value_sum: Tensor, v: Tensor, count: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attend from one token per sequence to all segments, and mix the mean of all values into the
+    result, in the part that an approximate softmax gives to tokens that are not read. Return
+    attention [B H 1 D], and the share [B G g 1] of the approximate softmax on tokens that are read.
+    SparQ (arXiv 2312.04985)
+
+    q [B G 2g D]: each group's queries, and the same number of approximate ones behind them, which
+    attend to the same tokens. Segment number `chosen` holds the tokens that were chosen of more,
+    whose log-sum-exps with the approximate queries are lses [B G g P]: of P parts of the tokens.
+    sink_logits [H] or None: in each softmax a token more, which is always read and has no value.
+    value_sum [B G 1 D] (fp32): the sum of all values but the newest, v [B G 1 D], which is added to
+    it in place. count [1] or [B]: how many these are together."""
+    batch, groups, both, dim = q.shape
+    group = both // 2
+    outs, lse = ops.segment_attention_with_lse(q.view(batch, -1, 1, dim), segments, scale)
+    query, others = q[:, :, group:].reshape(batch, -1, 1, dim), [*segments[:chosen], *segments[chosen + 1 :]]
+    _, always = ops.segment_attention_with_lse(query, others, scale)
+    lse = lse.view(batch, groups, both)
+    read, every = lse[..., group:], torch.logaddexp(always.view(batch, groups, group), lses.logsumexp(-1))
+    out = outs.view(batch, groups, both, dim)[:, :, :group].reshape(batch, -1, 1, dim)
+    if sink_logits is not None:
+        own = lse[..., :group].flatten(1)
+        read, every = (lse_with_sink(part.flatten(1), sink_logits).view_as(part) for part in (read, every))
+        out = with_sink(out, own, sink_logits)
+    covered = (read - every).exp().unsqueeze(-1)
+    value_sum += v
+    return with_mean(out, covered, value_sum, count), covered
+
+
+def with_mean(out: Tensor, covered: Tensor, value_sum: Tensor, count: Tensor) -> Tensor:
+    """Mix the mean of all values into attention out [B H 1 D], in the part of each query head's
+    softmax that is not `covered` [B G g 1]. value_sum [B G 1 D]: the sum of all values, `count` [1]
+    or [B] many. -> [B H 1 D]"""
+    mean = value_sum.float() / count.view(-1, 1, 1, 1)
+    read = out.view(*covered.shape[:3], -1)
+    return torch.lerp(mean, read.float(), covered.float()).to(out.dtype).view_as(out)
