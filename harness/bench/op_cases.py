@@ -88,6 +88,11 @@ class Inputs:
     def scale(self) -> float:
         return self.shape.head_dim**-0.5
 
+    @property
+    def count(self) -> Tensor:
+        """The number of tokens, on the device."""
+        return torch.tensor([self.tokens], device=self.shape.device)
+
     @cached_property
     def q(self) -> Tensor:
         return self.random(1, self.shape.heads, 1, self.shape.head_dim)
@@ -136,6 +141,11 @@ def _attention(x: Inputs) -> Iterator[OpCase]:
     per_head = (x.q, x.segments(shape.heads), x.scale)
     yield OpCase("segment_attention", f"per query head, {chosen}", per_head, flops * x.budget)
     yield OpCase("segment_attention_with_lse", f"per KV head, {chosen}", per_kv_head, flops * x.budget)
+    both = x.random(1, shape.kv_heads, 2 * x.group, shape.head_dim)
+    lses = x.random(1, shape.kv_heads, x.group, 1, dtype=torch.float32) + 9
+    sums = x.random(1, shape.kv_heads, 1, shape.head_dim, dtype=torch.float32)
+    args = both, x.segments(shape.kv_heads), x.scale, 1, lses, None, sums, sums.to(shape.dtype), x.count
+    yield OpCase("attention_with_mean", f"SparQ, {chosen}", args, 2 * flops * x.budget)
     for bits in BITS:
         what = f"KIVI of {bits} bits, {x.tokens}"
         yield OpCase("coded_attention", what, (x.q, x.coded(bits), x.scale), flops * x.tokens)
@@ -149,7 +159,7 @@ def _scores(x: Inputs) -> Iterator[OpCase]:
     yield OpCase("row_scores", f"ShadowKV, {x.tokens // CHUNK} of {dim}", (x.grouped(dim), landmarks))
     by_page = x.random(1, groups, x.tokens // PAGE, 2 * dim)
     yield OpCase("page_scores", f"Quest, {x.tokens // PAGE} of {2 * dim}", (x.grouped(dim), by_page))
-    live, heads = torch.tensor([x.tokens], device=x.shape.device), groups * x.group
+    live, heads = x.count, groups * x.group
     for partial in (max(1, int(PARTIAL * dim)), max(1, int(2 * PARTIAL * dim))):  # columns of queries, and of keys too
         index = x.random(1, groups, partial, x.tokens + ROOM).mT
         yield OpCase("live_scores", f"InfiniGen, {x.tokens} of {partial}", (x.grouped(partial), index, live))
@@ -167,7 +177,6 @@ def _scores(x: Inputs) -> Iterator[OpCase]:
     pages, facing = round(KEPT * x.tokens / BOUNDED), round(FACING * dim)
     bounds = x.grouped(facing), x.random(1, groups, 2 * dim, pages), x.rows(groups, 2 * dim, facing)
     yield OpCase("channel_weights", f"RocketKV, {pages} of {facing}", (*bounds, x.scale, "sum", BOUNDED))
-    landmarks = x.random(1, groups, x.tokens // CHUNK, dim)
     yield OpCase(
         "row_weights", f"ShadowKV, {landmarks.shape[2]} of {dim}", (x.grouped(dim), landmarks, x.scale, "largest")
     )
