@@ -249,7 +249,7 @@ def add_received(sums: Tensor, q: Tensor, k: Tensor | Ragged, lse: Tensor, scale
     weights = (logits * scale - lse.unsqueeze(-1)).exp()
     if live is not None:
         weights = without_missing(weights, live, 0)
-    sums[..., : k.shape[2]].add_(weights.unflatten(1, (k.shape[1], -1)).sum(2))
+    sums[..., : weights.shape[2]].add_(weights.unflatten(1, (k.shape[1], -1)).sum(2))
 
 
 def row_weights(
