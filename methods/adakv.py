@@ -21,8 +21,11 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from kernels import ops
+from kernels.per_sequence import PerSequence
+from kernels.ragged import filled
 from methods.base import Grids, LayerWorkload, PeakExtra
 from methods.parts import costs
 from methods.pools import PerHeadStore
@@ -37,28 +40,33 @@ class AdaKeep(SnapKeep, capturable=True):
     method: AdaKV
 
     def evict(self, size: int) -> None:
-        groups, each = self.spec.num_kv_heads, size - self.method.window
-        votes = self._votes_per_head()
-        rows: list[Tensor] = []
-        for first in range(0, len(votes), groups):
-            heads = votes[first : first + groups]
-            for vote, count in zip(heads, self.shares(heads, each), strict=True):
-                window = torch.arange(len(vote), len(vote) + self.method.window, device=vote.device)
-                best = ops.top_k(vote[None, None], count)[0, 0].sort().values
-                rows.append(torch.cat([best, window]))
-        self.layer.retain_per_head(rows)
+        groups, window = self.spec.num_kv_heads, self.method.window
+        heads = self._votes_per_head()
+        votes, lengths = pad_sequence(heads, batch_first=True, padding_value=float("-inf")), [*map(len, heads)]
+        counts: list[int] = []
+        for first in range(0, len(heads), groups):
+            of_sequence = slice(first, first + groups)
+            counts += self.shares(votes[of_sequence], lengths[of_sequence], size - window)
+        kept = PerSequence(counts)  # a head's votes stand where a sequence's scores do
+        best = filled(ops.top_k(votes.unsqueeze(1), kept)).squeeze(1)
+        beyond = torch.arange(kept.most, device=votes.device) >= kept.on(votes.device).unsqueeze(1)
+        ends = PerSequence(lengths).on(votes.device).unsqueeze(1) if len({*lengths}) > 1 else lengths[0]
+        last = (ends + torch.arange(window, device=votes.device)).expand(len(heads), -1)
+        rows = torch.cat([best.masked_fill(beyond, votes.shape[1] + window), last], 1).sort(1).values
+        self.layer.retain_per_head([row[: count + window] for row, count in zip(rows, counts, strict=True)])
 
-    def shares(self, votes: Sequence[Tensor], each: int) -> list[int]:
-        """Return how many of its tokens before the window each KV head keeps, given their votes [M]
-        in each head. `each`: how many a head keeps on average, so the numbers add up to each *
-        heads."""
-        best = [vote.sort(descending=True).values for vote in votes]
+    def shares(self, votes: Tensor, lengths: Sequence[int], each: int) -> list[int]:
+        """Return how many of its tokens before the window each KV head keeps, given their votes
+        [G M]; a head has only as many as its entry in `lengths`, and minus infinity follows.
+        `each`: how many a head keeps on average, so the numbers add up to each * heads. The host
+        waits for the device once."""
         if self.method.normalize:
-            best = [vote * (vote[:each].sum() / vote.sum()) for vote in best]
-        owner = torch.cat([torch.full_like(vote, head, dtype=torch.int64) for head, vote in enumerate(best)])
-        won = owner[torch.cat(best).topk(each * len(votes)).indices].bincount(minlength=len(votes))
-        floor = self.method.floor
-        return whole_shares([n * (1 - floor) + each * floor for n in won.tolist()], [len(vote) for vote in votes])
+            known = votes.clamp(min=0)
+            votes = votes * (known.topk(min(each, known.shape[1])).values.sum(1) / known.sum(1)).unsqueeze(1)
+        best = ops.top_k(votes.view(1, 1, -1), each * len(votes))[0, 0]
+        owners = torch.arange(len(votes), device=votes.device).unsqueeze(1)
+        won, floor = (best // votes.shape[1] == owners).sum(1).tolist(), self.method.floor
+        return whole_shares([count * (1 - floor) + each * floor for count in won], lengths)
 
     def _votes_per_head(self) -> list[Tensor]:
         """Return the votes (attention from the last queries, pooled over neighbouring tokens) for
@@ -94,7 +102,7 @@ class AdaKV(SnapKV):
             raise ValueError("Ada-KV gives budgets to KV heads: leave select_per=kv_head.")
 
     def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
-        """Return the bytes that SnapKV takes temporarily, and those of the sorted votes with the
+        """Return the bytes that SnapKV takes temporarily, and those of the ranked votes with the
         tokens' and heads' numbers."""
         ranked = (2 * costs.FP32 + 2 * costs.INT64) * case.spec.num_kv_heads * case.sealed
         return super().transient(case, chunk) + PeakExtra(seal=0 if self.reads_whole(case) else ranked)

@@ -112,11 +112,12 @@ class Storage(KVLayer):
         for every head, of the tokens that stay, ascending, one sequence after the other. Their
         total must be a multiple of the number of heads."""
         whole, room = self.store, self.request.capacity - self.seen
-        known = [places[places >= 0] for places in self.stored_positions().flatten(0, 1)]
-        self._check_rows_per_head(rows, list(map(len, known)))
-        self.positions = _side_by_side([places[at] for places, at in zip(known, rows, strict=True)], self.request.batch)
-        heads = list(zip(whole.per_head(), rows, strict=True))
-        keys, values = [k[at] for (k, _), at in heads], [v[at] for (_, v), at in heads]
+        places = self.stored_positions().flatten(0, 1)  # a head with fewer tokens has them last
+        stored = whole.per_head()
+        self._check_rows_per_head(rows, [len(k) for k, _ in stored])
+        heads = [(place[-len(k) :], k, v, at) for place, (k, v), at in zip(places, stored, rows, strict=True)]
+        self.positions = _side_by_side([place[at] for place, _, _, at in heads], self.request.batch)
+        keys, values = [k[at] for _, k, _, at in heads], [v[at] for _, _, v, at in heads]
         self.store = PerHeadStore(self.spec, self.cache, keys, values, room)
         self.evicted += whole.length - self.store.length
         self.sealed = self.store.length
