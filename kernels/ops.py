@@ -9,6 +9,7 @@ from kernels.dispatch import Op
 
 prefill_attention = Op(
     "prefill_attention",
+    fused="kernels.fused",  # on Hopper faster than flash-attn for whole prompts, and the same kernel for later chunks
     flash="kernels.flash",
     triton="kernels.gpu.prefill",
     cpu="kernels.cpu.prefill",
@@ -53,7 +54,11 @@ prefill_attention_with_column_sums = Op(
     torch="kernels.column_sums",
 )
 windowed_attention = Op(
-    "windowed_attention", triton="kernels.gpu.prefill", cpu="kernels.cpu.prefill", torch="kernels.windowed"
+    "windowed_attention",
+    fused="kernels.fused",
+    triton="kernels.gpu.prefill",
+    cpu="kernels.cpu.prefill",
+    torch="kernels.windowed",
 )
 windowed_sums = Op("windowed_sums", triton="kernels.gpu.prefill", torch="kernels.windowed")
 pq_weights = Op("pq_weights", triton="kernels.gpu.pq", cpu="kernels.cpu.pq", torch="kernels.reference")

@@ -1,14 +1,12 @@
-"""Computes prefill attention by torch's scaled_dot_product_attention.
+"""Computes prefill attention by torch's scaled_dot_product_attention, whatever the device.
 
-Its is_causal aligns at the top left, and a later chunk of a prompt needs the bottom right. Flash
-attention has that; other kernels want a mask, which is made for some queries at a time."""
+Its is_causal aligns at the top left, and a later chunk of a prompt needs the bottom right: that
+wants a mask, which is made for some queries at a time."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.backends.cuda import SDPAParams, can_use_flash_attention
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 _MASKED_AT_ONCE = 1 << 20  # pairs of a query and a key; a block still gets _LEAST_QUERIES
@@ -21,9 +19,6 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     new, stored = q.shape[2], k.shape[2]
     if new == stored:
         return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
-    if can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, False, True)):
-        lower_right = causal_lower_right(new, stored)
-        return scaled_dot_product_attention(q, k, v, attn_mask=lower_right, scale=scale, enable_gqa=True)
     out = torch.empty_like(q)
     seen = stored - new
     for queries, to in zip(

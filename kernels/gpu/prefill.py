@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.dispatch import forced_backend
 from kernels.gpu import decode
 from kernels.gpu.choose import log_sum_exp
 from kernels.gpu.common import padded, product, split, stages, unfit_floats, unfit_group, unfit_heads, unfit_shape
@@ -33,8 +32,6 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def prefill_attention_refuses(q: Tensor, k: Tensor, v: Tensor, scale: float) -> str | None:
-    if q.shape[2] == k.shape[2] and q.element_size() == 2 and forced_backend() is None:
-        return "leaves whole prompts to torch's fused attention; later chunks and float32 would make it write weights"
     return _unfit_last(q, k) or _unfit(q, k, v) or _unfit_query(q, k)
 
 

@@ -136,6 +136,19 @@ def test_long_inputs(dtype: torch.dtype) -> None:
             assert error <= limit, f"{name}: {error:.3g}"
 
 
+def test_long_prompts_by_torchs_kernels_equal_tritons(dtype: torch.dtype) -> None:
+    """Whole, by cuDNN where it takes them; later chunks and windows by FlashAttention, with the log-sum-exp."""
+    made = maker(dtype)
+    for new, count in ((4096, 4096), (1000, 5000)):
+        q, k, v = made(1, 1, 32, new, 128), made(2, 1, 8, count, 128), made(3, 1, 8, count, 128)
+        got = []
+        for backend in ("fused", "triton"):
+            with use_backend(backend):
+                whole = ops.prefill_attention(q, k, v, 0.1)
+                got.append((whole, *ops.windowed_attention(q, k, v, 0.1, count - new, 700)))
+        torch.testing.assert_close(*got, atol=2e-2, rtol=2e-2)
+
+
 def test_no_decode_operation_waits_for_the_host(dtype: torch.dtype) -> None:
     steps, q = list(decode_steps(5000, dtype)), query(22, dtype)
     for _, step in steps:

@@ -95,12 +95,6 @@ def test_a_chunk_of_several_blocks_builds_no_mask() -> None:
     assert counted.peak < NEW * STORED  # bytes of the whole mask
 
 
-def test_flash_attention_is_told_where_the_mask_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sdpa, "can_use_flash_attention", lambda params: True)
-    args = chunk()
-    assert_close(sdpa.prefill_attention(*args, 0.25), reference.prefill_attention(*args, 0.25), atol=1e-5, rtol=1e-4)
-
-
 def test_a_window_takes_bounded_memory() -> None:
     """Many heads and keys make the blocks of queries shorter."""
     args = chunk(heads=8)
