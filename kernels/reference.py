@@ -354,12 +354,14 @@ def pq_weights(q: Tensor, centroids: Tensor, codes: Tensor, scale: float) -> Ten
 
 
 @by_sequence
-def rebuild_keys(u: Tensor, basis: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rebuild keys from low-rank factors and rotate them.
+def rebuild_keys(u: Tensor, basis: Tensor, chunks: Tensor, size: int, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rebuild the keys of chunks, each of `size` consecutive tokens, from low-rank factors, and
+    rotate them.
 
-    u [B S r], basis [B G r D], positions [B G K], cos, sin [P R] -> [B G K D]. ShadowKV (arXiv
-    2410.21465): a position is a row of u, of cos and of sin; both halves of cos and sin are alike.
-    Sequences that differ have cos, sin [1 P R]."""
+    u [B S r], basis [B G r D], numbers of chunks [B G K], cos, sin [P R] -> [B G K * size D].
+    ShadowKV (arXiv 2410.21465): a token's position is its row of u, of cos and of sin; both halves
+    of cos and sin are alike. Sequences that differ have cos, sin [1 P R]."""
+    positions = ops.token_rows(chunks, size)
     batch, groups, count = positions.shape
     cos, sin = cos.flatten(0, -2), sin.flatten(0, -2)
     rows = gather_rows(u.unsqueeze(1), positions.reshape(batch, 1, groups * count)).unflatten(2, (groups, count))

@@ -150,10 +150,8 @@ class ShadowRead(HitCache, Read[ChunkPlan], capturable=True, of_each=OF_EACH):
         while the values are fetched. `slots` [B G K] names the places in the cache of earlier
         chunks on the device where values are; -1: not there."""
         coming, size = self._values(chunks, slots), self.method.chunk
-        sizes = chunks.sizes if isinstance(chunks, Ragged) else chunks.shape[2]
-        positions: Tensor | Ragged = leading(ops.token_rows(chunks, size), sizes * size)
-        keys = ops.rebuild_keys(self.u, self.basis, positions, self.rope_table.cos, self.rope_table.sin)
-        live = positions.counts if isinstance(positions, Ragged) else None
+        keys = ops.rebuild_keys(self.u, self.basis, chunks, size, self.rope_table.cos, self.rope_table.sin)
+        live = (chunks.sizes * size).on(chunks.device) if isinstance(chunks, Ragged) else None
         values = coming().view(*keys.shape[:2], -1, keys.shape[3])[:, :, : keys.shape[2]]
         return Segment(filled(keys), values, live=live)
 

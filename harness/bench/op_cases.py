@@ -217,8 +217,9 @@ def _rows(x: Inputs) -> Iterator[OpCase]:
     yield OpCase("decode_rows", f"int{BITS[1]}, {chosen}", (codes, at, at // codes.block, x.shape.dtype))
     rank = max(1, round(RANK * groups * dim))
     cos, sin = x.shape.rope(torch.arange(x.tokens))
-    args = (x.random(1, x.tokens, rank), x.random(1, groups, rank, dim), rows, cos[0], sin[0])
-    yield OpCase("rebuild_keys", f"ShadowKV rank {rank}, {chosen}", args, 2.0 * rows.numel() * rank * dim)
+    chunks = x.rows(groups, x.tokens // CHUNK, max(1, x.budget // CHUNK))
+    args = (x.random(1, x.tokens, rank), x.random(1, groups, rank, dim), chunks, CHUNK, cos[0], sin[0])
+    yield OpCase("rebuild_keys", f"ShadowKV rank {rank}, {chosen}", args, 2.0 * chunks.numel() * CHUNK * rank * dim)
 
 
 def _prefill(x: Inputs) -> Iterator[OpCase]:

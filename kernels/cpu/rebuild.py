@@ -7,7 +7,8 @@ from torch import Tensor
 
 from kernels.cpu.ffi.bindings import Function, Struct, elements, int64s, integer
 from kernels.cpu.ffi.library import load
-from kernels.ragged import Ragged, filled, first_of
+from kernels.pages import token_rows
+from kernels.ragged import Ragged, first_of
 
 
 class RebuildKeys(Struct):
@@ -29,12 +30,15 @@ _library = load("rebuild", Function("rebuild_keys", RebuildKeys))
 
 
 def rebuild_keys(
-    u: Tensor | Ragged, basis: Tensor | Ragged, positions: Tensor | Ragged, cos: Tensor | Ragged, sin: Tensor | Ragged
-) -> Tensor | Ragged:
-    """Rebuild keys [B G K D] at `positions` [B G K] from their low-rank factors u [B S r] and basis
-    [B G r D], and rotate them by cos and sin, as kernels/reference.py defines it."""
+    u: Tensor | Ragged, basis: Tensor | Ragged, chunks: Tensor | Ragged, size: int, cos: Tensor | Ragged,
+    sin: Tensor | Ragged,
+) -> Tensor | Ragged:  # fmt: skip
+    """Rebuild the keys of chunks [B G K] of `size` tokens, [B G K * size D], from their low-rank
+    factors u [B S r] and basis [B G r D], and rotate them by cos and sin, as kernels/reference.py
+    defines it."""
     groups, rank, dim = first_of(basis).shape[1:]
-    sizes, places = positions.sizes if isinstance(positions, Ragged) else None, filled(positions).long().contiguous()
+    sizes = chunks.sizes * size if isinstance(chunks, Ragged) else None
+    places = token_rows(chunks, size).long().contiguous()
     out = places.new_empty((*places.shape, dim), dtype=u.dtype)
     if out.numel():
         _library.rebuild_keys(
@@ -47,12 +51,11 @@ def rebuild_keys(
 
 
 def rebuild_keys_refuses(
-    u: Tensor | Ragged, basis: Tensor | Ragged, positions: Tensor | Ragged, cos: Tensor | Ragged, sin: Tensor | Ragged
-) -> str | None:
+    u: Tensor | Ragged, basis: Tensor | Ragged, chunks: Tensor | Ragged, size: int, cos: Tensor | Ragged,
+    sin: Tensor | Ragged,
+) -> str | None:  # fmt: skip
     factors = (u, basis, cos, sin)
-    if len({isinstance(x, Ragged) for x in factors}) > 1 or (
-        isinstance(positions, Ragged) and not isinstance(u, Ragged)
-    ):
+    if len({isinstance(x, Ragged) for x in factors}) > 1 or (isinstance(chunks, Ragged) and not isinstance(u, Ragged)):
         return "takes factors and angles of each sequence beside one another"
     if isinstance(basis, Ragged) and not basis.dense:
         return "needs the basis of a sequence without gaps"

@@ -408,10 +408,12 @@ def rebuild_keys() -> Iterator[OpCase]:
         for rank, chosen in ((10, 1), (26, max(1, count // 2)), (10, 0)):
             angles = random(1, count, dim // 2).repeat(1, 2)
             u = random(2, batch, count, rank + 2)[..., :rank]
-            args = (u, random(3, batch, groups, rank, dim), pick(4, batch, groups, count, chosen))
+            size = 1 if count < 9 else 1 + rank % 7
+            chunks = pick(4, batch, groups, count // size, max(1, chosen // size) if chosen else 0)
+            args = (u, random(3, batch, groups, rank, dim), chunks, size)
             yield OpCase("rebuild_keys", f"{name}-rank{rank}-{chosen}", (*args, angles.cos(), angles.sin()))
     angles = random(1, 40, 16).repeat(1, 2)
-    args = (random(2, 1, 40, 10), random(3, 1, 2, 10, 48), pick(4, 1, 2, 40, 9))
+    args = (random(2, 1, 40, 10), random(3, 1, 2, 10, 48), pick(4, 1, 2, 40, 9), 1)
     yield OpCase("rebuild_keys", "32-of-48-turned", (*args, angles.cos(), angles.sin()))
 
 

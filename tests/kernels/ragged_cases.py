@@ -134,7 +134,7 @@ def chosen() -> Iterator[OpCase]:
         basis = Ragged([random(seed, 1, 2, 10, DIM) for seed, _ in enumerate(sizes)])
         angles = [random(seed, 1, size + 4, DIM // 2).repeat(1, 1, 2) for seed, size in enumerate(sizes)]
         turns = (Ragged([way(part) for part in angles], 1) for way in (torch.cos, torch.sin))
-        yield OpCase("rebuild_keys", f"{len(sizes)}-of-each", (u, basis, some, *turns))
+        yield OpCase("rebuild_keys", f"{len(sizes)}-of-each", (u, basis, some, 1, *turns))
 
 
 def codes() -> Iterator[OpCase]:

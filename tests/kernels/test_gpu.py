@@ -70,7 +70,7 @@ def decode_steps(count: int, dtype: torch.dtype, wide: bool = False) -> Iterator
     yield "channel sums", lambda q: ops.channel_sums(grouped(q)[..., :16], by_channel, channels)
     yield "weights", lambda q: ops.group_weights(ops.row_scores(grouped(q), k), 0.09, "sum")
     yield "codes", lambda q: ops.pq_weights(q, centroids, codes, 0.09)
-    yield "keys", lambda _: ops.rebuild_keys(u, basis, rows, angles.cos(), angles.sin())
+    yield "keys", lambda _: ops.rebuild_keys(u, basis, rows, 1, angles.cos(), angles.sin())
     yield "margins", lambda q: ops.group_margins(ops.row_scores(grouped(q), k), None, count - 9, 5.0, count)[0]
     yield "best", lambda q: best(ops.row_scores(grouped(q), k))
     yield "gathered rows", lambda _: ops.gather_rows(k, rows)

@@ -45,8 +45,8 @@ _READ: dict[str, Callable[..., int]] = {
     "gather_rows": lambda x, rows: rows.numel() * x.shape[3] * x.element_size(),
     "gather_tiers": lambda far, rows, held, slots: rows.numel() * far.shape[3] * far.element_size(),
     "put_rows": lambda x, rows, values: _whole(values),
-    "rebuild_keys": lambda u, basis, positions, cos, sin: (
-        positions.numel() * (u.shape[2] + cos.shape[1] + sin.shape[1]) * u.element_size() + _whole(basis)
+    "rebuild_keys": lambda u, basis, chunks, size, cos, sin: (
+        chunks.numel() * size * (u.shape[2] + cos.shape[1] + sin.shape[1]) * u.element_size() + _whole(basis)
     ),
     "attention_inputs": lambda x, block, cos, sin: _weights(block.q, block.k, block.v),
     "attention_inputs_stored": lambda x, added, block, *_: _weights(block.q, block.k, block.v),
