@@ -1,12 +1,15 @@
-"""Finds the largest of each row: one kernel holds a whole row and finds the k-th largest bit by
-bit.
+"""Finds the largest of each row, in one of two ways.
 
-torch.topk launches some twenty kernels for a long row. A row longer than a program can hold is cut,
-and a further launch chooses among the best of its pieces, which are cut again as long as that
-leaves fewer; if k fills every piece, torch does it.
+Where few are wanted of each row, a program holds a piece of a row and finds the k-th largest of it
+two bits at a time; further launches choose among the best of all pieces.
 
-If sequences differ, the longest row and the largest k decide how many pieces there are, and how
-much room each has."""
+Where more are wanted of a long row, four launches find the k-th largest of the row byte by byte:
+each program counts how often each value of the next byte occurs in its piece of the row, and the
+next launch adds up the counts of all pieces. A fifth writes the indices. Each piece then knows how
+many entries the earlier ones write, so that programs never wait for one another.
+
+Either way the indices come in ascending order. torch.topk launches some twenty kernels for a long
+row."""
 
 from __future__ import annotations
 
@@ -19,9 +22,17 @@ from kernels.gpu.common import DTYPES, padded, unfit
 from kernels.per_sequence import PerSequence
 from kernels.ragged import Ragged, too_few
 
-_HELD = 32768  # entries in the registers of a program
-_PLACED = 4096  # entries that are placed at once
+_PIECE = 1024  # entries that a program holds, at least; eight times as many as are wanted of a piece
+_HELD = 4096  # and at most
+_ALONE = 16384  # entries that a program holds if that saves the launches of a search by bytes
+_MOST_PIECES = 64  # of a row that is searched by bytes
+_MOST_PROGRAMS = 1056  # that search by bytes, if there are fewer rows: each leaves 2 KB of counts
+
 _LEAST = tl.constexpr(-(2**31))
+_FIELD = tl.constexpr(21)  # bits of a number of entries
+_MOST = tl.constexpr(2**21 - 1)  # entries of a row that is searched two bits at a time
+_BYTES = tl.constexpr(4)  # of a key
+_BINS = tl.constexpr(256)  # values of a byte
 
 
 def top_k(scores: Tensor | Ragged, count: int | PerSequence) -> Tensor | Ragged:
@@ -33,10 +44,12 @@ def top_k(scores: Tensor | Ragged, count: int | PerSequence) -> Tensor | Ragged:
     out = torch.empty((len(rows), most), dtype=torch.int64, device=whole.device)
     if out.numel():
         lists = len(rows) // len(whole)
-        first, *further = _cuts(whole.shape[-1], most)
-        out, keys = _select(rows, None, most, first, lists, sizes, counts)
-        for pieces in further:
-            out, keys = _select(keys, out, most, pieces, lists, None, counts)
+        if cuts := _cuts(whole.shape[-1], most):
+            out, keys = _select(rows, None, most, cuts[0], lists, sizes, counts)
+            for pieces in cuts[1:]:
+                out, keys = _select(keys, out, most, pieces, lists, None, counts)
+        else:
+            _search_bytes(rows, out, lists, sizes, counts)
     out = out.view(*whole.shape[:-1], most)
     return Ragged.filled_up(out, count, out.dim() - 1) if isinstance(count, PerSequence) else out
 
@@ -48,24 +61,21 @@ def top_k_refuses(scores: Tensor | Ragged, count: int | PerSequence) -> str | No
         return f"takes rows of float32, bfloat16 and float16, got {scores.dtype} {list(scores.shape)}"
     if too_few(scores, count):
         return "leaves the error for too large a count to torch"
-    size, most = scores.shape[-1], count.most if isinstance(count, PerSequence) else count
-    if not _cuts(size, most):
-        return f"cannot narrow {size} down to {most} in pieces of {_HELD}"
     return unfit(scores.whole if isinstance(scores, Ragged) else scores)
 
 
 def _cuts(size: int, count: int) -> list[int]:
     """Return the number of pieces into which each launch cuts the rows: those of the first launch
     have `size` entries, those of later ones the `count` best of each piece before. An empty list
-    means that this would not end with one piece."""
-    cuts = [triton.cdiv(size, _HELD)]
-    while cuts[-1] > 1:
-        left = cuts[-1] * count
-        if left >= size:
-            return []
-        size = left
-        cuts.append(triton.cdiv(size, _HELD))
-    return cuts
+    means that a search by bytes is faster."""
+    held = max(_PIECE, triton.next_power_of_2(8 * count))
+    if held > _HELD:
+        return [1] if size <= _ALONE else []
+    cuts = []
+    while size > _HELD:
+        cuts.append(triton.cdiv(size, held))
+        size = cuts[-1] * count
+    return [*cuts, 1]
 
 
 def _select(
@@ -95,10 +105,32 @@ def _select(
         count,
         lists,
         wide,
-        min(wide, _PLACED),
+        min(wide, _HELD),
         num_warps=min(32, max(1, wide // 256)),
     )
     return out, keys
+
+
+def pieces_of(rows: int, size: int) -> tuple[int, int, int]:
+    """Return how to cut `rows` rows of `size` entries among programs: into how many pieces each,
+    how many tiles a piece has, and how many entries a tile."""
+    tile = 4096 if size > 65536 else 2048
+    tiles = triton.cdiv(size, tile * min(_MOST_PIECES, max(1, _MOST_PROGRAMS // rows)))
+    return triton.cdiv(size, tile * tiles), tiles, tile
+
+
+def _search_bytes(x: Tensor, out: Tensor, lists: int, sizes: Tensor | None, counts: Tensor | None) -> None:
+    """Write the indices of the best entries of the rows x [N S] to `out` [N count]. `lists`,
+    `sizes` and `counts`: as in `_select`."""
+    rows, size = x.shape
+    pieces, tiles, tile = pieces_of(rows, size)
+    tables = x.new_empty((2, rows, pieces, _BINS.value), dtype=torch.int32)
+    found = x.new_empty((rows, _BYTES.value, 2), dtype=torch.int32)
+    larger = x.new_empty((_BYTES.value, rows, pieces), dtype=torch.int32)
+    common = sizes, counts, x.stride(0), size, out.shape[1], tiles, lists, padded(pieces, 1), tile
+    for byte in range(_BYTES.value):
+        _count[(rows, pieces)](x, tables, found, larger, *common, byte, num_warps=tile // 512)
+    _place[(rows, pieces)](x, tables, found, larger, out, *common, num_warps=tile // 512)
 
 
 @triton.jit
@@ -113,14 +145,53 @@ def _keys(x, at, live):
     return tl.where(live, value, _LEAST)
 
 
+@triton.jit
+def kth_largest(keys, times, count):
+    """Return the `count`-th largest of int32 `keys`, each of which counts `times` times, two bits
+    a step. It may be a smaller number if exactly `count` keys are at least as large."""
+    least = tl.full([], _LEAST, tl.int32)
+    bit = tl.full([], 1 << 30, tl.int32)
+    once = times.to(tl.int64)
+    while bit != 0:
+        low, middle, high = least ^ bit, least ^ (bit << 1), least ^ bit ^ (bit << 1)
+        reached = tl.where(keys >= low, once, 0) + (tl.where(keys >= middle, once, 0) << _FIELD)
+        reached = tl.sum(reached + (tl.where(keys >= high, once, 0) << (2 * _FIELD)))
+        of_low, of_middle, of_high = reached & _MOST, (reached >> _FIELD) & _MOST, reached >> (2 * _FIELD)
+        upper = tl.where(of_high >= count, high, middle)
+        least = tl.where(of_middle >= count, upper, tl.where(of_low >= count, low, least))
+        exact = (of_low == count) | (of_middle == count) | (of_high == count)
+        bit = tl.where(exact, 0, bit >> 2)
+    return least
+
+
+@triton.jit
+def placed(is_larger, is_equal, larger, equal, need):
+    """Return where the chosen entries of a tile stand in the result, and which are chosen: the
+    larger ones, and of the equal ones the first `need`. Before the tile there were `larger` and
+    `equal` ones; return these numbers with the tile's own, too."""
+    both = is_larger.to(tl.int32) + (is_equal.to(tl.int32) << 16)
+    before = tl.cumsum(both, 0) - both
+    ties, total = equal + (before >> 16), tl.sum(both, 0)
+    place = larger + (before & 0xFFFF) + tl.minimum(ties, need)
+    return place, is_larger | (is_equal & (ties < need)), larger + (total & 0xFFFF), equal + (total >> 16)
+
+
+@triton.jit
+def fill(out, count, room, piece, pieces, STEP: tl.constexpr):
+    """Write zeros behind the `count` results of a row with `room` places; each of the `pieces`
+    programs of the row writes its share."""
+    for start in range(count + piece * STEP, room, pieces * STEP):
+        at = start + tl.arange(0, STEP)
+        tl.store(out + at, tl.zeros([STEP], out.dtype.element_ty), mask=at < room)
+
+
 @triton.jit(do_not_specialize=["size", "count"])
 def _best(
     x, names, out, keys, sizes, counts, xt: tl.int64, size, count, LISTS: tl.constexpr, BLOCK: tl.constexpr,
     STEP: tl.constexpr,
 ):  # fmt: skip
     """Find the `count` largest entries of one piece of a row of x, or as many as the sequence's
-    entry in `counts` says, and write their indices, followed by zeros. The smallest of them is
-    found bit by bit, then all that are larger are written."""
+    entry in `counts` says, and write their indices, followed by zeros."""
     row, piece, pieces = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     room = count
     if sizes is not None:
@@ -132,26 +203,15 @@ def _best(
     x += row * xt
     whole = first + tl.arange(0, BLOCK)
     held = _keys(x, whole, whole < end)
-    smallest = tl.full([], _LEAST, tl.int32)
-    bit = smallest  # the highest bit
-    while bit != 0:  # from the top bit down: do enough entries have it too?
-        tried = smallest ^ bit
-        enough = tl.sum((held >= tried).to(tl.int32), 0)
-        smallest = tl.where(enough >= count, tried, smallest)
-        bit = tl.where(enough == count, 0, (bit >> 1) & 0x7FFFFFFF)
-    larger = tl.sum((held > smallest).to(tl.int32), 0)
-    seen = tl.full([], 0, tl.int32)  # how many larger ones so far and, above bit 16, how many equal ones
+    least = kth_largest(held, tl.full([BLOCK], 1, tl.int32), count)
+    need = count - tl.sum((held > least).to(tl.int32), 0)
+    larger, equal = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
     to = (row * pieces + piece) * room
     for start in range(first, end, STEP):  # read again, because keeping them would spill registers
         at = start + tl.arange(0, STEP)
         live = at < end
         key = _keys(x, at, live)
-        is_larger, is_equal = key > smallest, (key == smallest) & live
-        counted = is_larger.to(tl.int32) + (is_equal.to(tl.int32) << 16)
-        upto = seen + tl.cumsum(counted, 0)
-        seen += tl.sum(counted, 0)
-        place = tl.where(is_larger, upto & 0xFFFF, larger + ((upto >> 16) & 0xFFFF)) - 1
-        taken = is_larger | (is_equal & (place < count))
+        place, taken, larger, equal = placed(key > least, (key == least) & live, larger, equal, need)
         tl.store(out + to + place, at if names is None else tl.load(names + row * size + at, mask=taken), mask=taken)
         if keys is not None:
             tl.store(keys + to + place, key, mask=taken)
@@ -161,3 +221,95 @@ def _best(
             tl.store(out + to + at, tl.zeros([STEP], tl.int64), mask=at < room)
             if keys is not None:
                 tl.store(keys + to + at, tl.full([STEP], _LEAST, tl.int32), mask=at < room)
+
+
+@triton.jit
+def _found(tables, found, count, pieces, BYTE: tl.constexpr, PIECES: tl.constexpr):
+    """Return of the `count`-th largest entry of a row the first BYTE + 1 bytes of its key, counted
+    down from the largest; how many entries with these bytes are among the `count`; and `table`
+    [PIECES 256], which says how often each value of the last of these bytes occurs in each piece,
+    among entries that share the bytes before.
+
+    `found` [4 2] holds the first two results for the bytes before the last."""
+    each, value = tl.arange(0, PIECES), tl.arange(0, _BINS)
+    table = tl.load(tables + each[:, None] * _BINS + value, mask=(each < pieces)[:, None], other=0)
+    prefix, need = 0, count
+    if BYTE > 0:
+        prefix, need = tl.load(found + 2 * BYTE - 2), tl.load(found + 2 * BYTE - 1)
+    upto = tl.cumsum(tl.sum(table, 0), 0)
+    byte = tl.sum((upto < need).to(tl.int32), 0)
+    return (prefix << 8) | byte, need - tl.max(tl.where(upto < need, upto, 0), 0), table
+
+
+@triton.jit(do_not_specialize=["count", "tiles"])
+def _count(
+    x, tables, found, larger, sizes, counts, xt: tl.int64, size, count, tiles, LISTS: tl.constexpr,
+    PIECES: tl.constexpr, TILE: tl.constexpr, BYTE: tl.constexpr,
+):  # fmt: skip
+    """Count how often each value of byte number BYTE (0 is the highest) occurs in one piece of a
+    row, among the entries that share the bytes before with the `count`-th largest. Before that,
+    find the byte before: store it and all earlier ones to `found`, and to `larger` how many entries
+    of the piece it shows to be larger.
+
+    `tables` [2 rows pieces 256] has the counts of even and of odd bytes."""
+    row, piece, pieces = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    if sizes is not None:
+        size = tl.load(sizes + row // LISTS).to(tl.int32)
+    if counts is not None:
+        count = tl.load(counts + row // LISTS).to(tl.int32)
+    value, rows = tl.arange(0, _BINS), tl.num_programs(0).to(tl.int64)
+    own = ((row + BYTE % 2 * rows) * pieces + piece) * _BINS
+    table, prefix, left = tl.zeros([_BINS], tl.int32), 0, 1
+    found += row * (2 * _BYTES)
+    if BYTE > 0:
+        earlier = tables + (row + (BYTE - 1) % 2 * rows) * pieces * _BINS
+        prefix, need, _ = _found(earlier, found, count, pieces, BYTE - 1, PIECES)
+        before = tl.load(earlier + piece * _BINS + value)
+        last = prefix & (_BINS - 1)
+        tl.store(larger + ((BYTE - 1) * rows + row) * pieces + piece, tl.sum(tl.where(value < last, before, 0), 0))
+        left = tl.sum(tl.where(value == last, before, 0), 0)
+        if piece == 0:
+            tl.store(found + 2 * BYTE - 2, prefix)
+            tl.store(found + 2 * BYTE - 1, need)
+    if left > 0:
+        for tile in range(piece * tiles, (piece + 1) * tiles):
+            at = tile * TILE + tl.arange(0, TILE)
+            live = at < size
+            key = _keys(x + row * xt, at, live) ^ 0x7FFFFFFF
+            if BYTE > 0:
+                live &= ((key >> (32 - 8 * BYTE)) & ((1 << (8 * BYTE)) - 1)) == prefix
+            table += tl.histogram((key >> (24 - 8 * BYTE)) & (_BINS - 1), _BINS, mask=live)
+    tl.store(tables + own + value, table)
+
+
+@triton.jit(do_not_specialize=["count", "tiles"])
+def _place(
+    x, tables, found, larger, out, sizes, counts, xt: tl.int64, size, count, tiles, LISTS: tl.constexpr,
+    PIECES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Write the indices of those entries of one piece of a row that are among the `count` largest,
+    at the places that the earlier pieces leave."""
+    row, piece, pieces = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    room = count
+    if sizes is not None:
+        size = tl.load(sizes + row // LISTS).to(tl.int32)
+    if counts is not None:
+        count = tl.load(counts + row // LISTS).to(tl.int32)
+    rows, byte, each = tl.num_programs(0).to(tl.int64), tl.arange(0, _BYTES)[:, None], tl.arange(0, PIECES)
+    last = tables + (row + (_BYTES - 1) % 2 * rows) * pieces * _BINS
+    down, need, table = _found(last, found + row * (2 * _BYTES), count, pieces, _BYTES - 1, PIECES)
+    known = tl.load(
+        larger + (byte * rows + row) * pieces + each, mask=(byte < _BYTES - 1) & (each < piece), other=0
+    )
+    value, before = tl.arange(0, _BINS), (each < piece)[:, None]
+    above = tl.sum(known) + tl.sum(tl.where(before & (value < (down & (_BINS - 1))), table, 0))
+    equal = tl.sum(tl.where(before & (value == (down & (_BINS - 1))), table, 0))
+    least = down ^ 0x7FFFFFFF
+    for tile in range(piece * tiles, (piece + 1) * tiles):
+        at = tile * TILE + tl.arange(0, TILE)
+        live = at < size
+        key = _keys(x + row * xt, at, live)
+        place, taken, above, equal = placed((key > least) & live, (key == least) & live, above, equal, need)
+        tl.store(out + row * room + place, at.to(tl.int64), mask=taken)
+    if sizes is not None or counts is not None:
+        fill(out + row * room, tl.minimum(count, size), room, piece, pieces, TILE)
