@@ -298,9 +298,7 @@ def _place(
     rows, byte, each = tl.num_programs(0).to(tl.int64), tl.arange(0, _BYTES)[:, None], tl.arange(0, PIECES)
     last = tables + (row + (_BYTES - 1) % 2 * rows) * pieces * _BINS
     down, need, table = _found(last, found + row * (2 * _BYTES), count, pieces, _BYTES - 1, PIECES)
-    known = tl.load(
-        larger + (byte * rows + row) * pieces + each, mask=(byte < _BYTES - 1) & (each < piece), other=0
-    )
+    known = tl.load(larger + (byte * rows + row) * pieces + each, mask=(byte < _BYTES - 1) & (each < piece), other=0)
     value, before = tl.arange(0, _BINS), (each < piece)[:, None]
     above = tl.sum(known) + tl.sum(tl.where(before & (value < (down & (_BINS - 1))), table, 0))
     equal = tl.sum(tl.where(before & (value == (down & (_BINS - 1))), table, 0))

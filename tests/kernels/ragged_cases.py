@@ -51,7 +51,7 @@ def pq_weights() -> Iterator[OpCase]:
 
 
 def top_k() -> Iterator[OpCase]:
-    """The last sequences have a row that is cut in three, and others that are too short to fill three pieces."""
+    """The last sequences have a row that is cut into pieces, and others that are too short to fill them."""
     for sizes, counts in ((SIZES[0], (1,)), (SIZES[1], (30, 1, 33))):
         scores = Ragged([random(seed, 1, 2, size) for seed, size in enumerate(sizes)])
         yield OpCase("top_k", f"some-of-{len(sizes)}", (scores, PerSequence(counts)))
@@ -59,6 +59,8 @@ def top_k() -> Iterator[OpCase]:
         yield OpCase("top_k", f"some-of-{len(sizes)}-alike", (random(9, len(sizes), 2, 50), PerSequence(counts)))
     scores = Ragged([random(seed, 1, 1, size) for seed, size in enumerate((70_001, 1, 40))])
     yield OpCase("top_k", "some-of-70001", (scores, PerSequence((20, 1, 40))))
+    scores = Ragged([random(seed, 1, 2, size) for seed, size in enumerate((20_001, 1, 4100))])
+    yield OpCase("top_k", "some-of-20001", (scores, PerSequence((700, 0, 4100))))
 
 
 def index() -> Iterator[OpCase]:

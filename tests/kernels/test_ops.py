@@ -232,12 +232,22 @@ def test_rows_put_are_the_rows_gathered(layout: str, backend: str) -> None:
 
 @pytest.mark.parametrize(
     ("count", "among"),
-    [(7, 60), (900, 5000), (900, 32_769), pytest.param(13_091, 117_949, marks=pytest.mark.slow)],  # the last as at 128K
+    [
+        (7, 60),
+        (900, 5000),
+        (120, 9000),
+        (900, 32_769),
+        (18_000, 18_432),
+        pytest.param(13_091, 117_949, marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("backend", ["triton", "cpu"])
 def test_compiled_backends_take_the_first_of_equal_scores(backend: str, count: int, among: int) -> None:
-    """In one launch or two, and bfloat16 has many that are equal. RocketKV reads the first tokens of a page by it."""
+    """In one launch, two or five, and bfloat16 has many that are equal. One row has a single value, one has infinities.
+    RocketKV reads the first tokens of a page by it."""
     scores = random(1, 2, 3, among + 2).bfloat16()[..., 1:-1]
+    scores[1, 1] = -3.0
+    scores[1, 2] = torch.where(scores[1, 2].abs() < 1, scores[1, 2], scores[1, 2] * float("inf"))
     scores = (scores.float() if backend == "cpu" else scores).to(device_of(backend))
     wanted = scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
     with use_backend(backend):
