@@ -271,5 +271,6 @@ def installed() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name, fake in stands_in.items():
             patch.setattr(torch.cuda, name, fake)
-        patch.setattr("harness.engine.graph.join", lambda on: None)  # a `StreamedGraph` says whether one is needed
+        for name in ("join", "second_stream"):  # a `StreamedGraph` says whether a stream has to be joined
+            patch.setattr(f"harness.engine.graph.{name}", lambda _: None)
         yield

@@ -31,7 +31,7 @@ from kernels.ragged import Ragged
 from kernels.step_inputs import MOST_KEPT_BYTES, StepInputs, recording_inputs
 from methods.base import CacheState
 from methods.tiers.traffic import Traffic
-from methods.tiers.transfer import join
+from methods.tiers.transfer import join, second_stream
 
 MOST = 64  # captured steps that are kept for other sequences
 
@@ -71,6 +71,7 @@ class CudaGraphs:
         with torch.cuda.device(self.device):
             if self._anchor is None:
                 self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+                second_stream(self._stream)  # is made now, and not within a capture
                 self._anchor, _ = self._captured(lambda: torch.zeros(1, device=self.device))
             graph, result = self._captured(step)
         return graph.replay, result

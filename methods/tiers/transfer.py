@@ -211,7 +211,7 @@ def _of_thread(on: torch.device, thread: int) -> torch.cuda.Stream:
 
 
 @cache
-def _second(model: torch.cuda.Stream) -> torch.cuda.Stream:
+def second_stream(model: torch.cuda.Stream) -> torch.cuda.Stream:
     """Return the stream on which rows come for work on the stream `model`: a model's usual stream
     and the one on which its steps are captured have one each, as a capture must hold no work of
     others. Its work goes first where both wait for a multiprocessor, since the bus is slow. Torch
@@ -232,7 +232,7 @@ def forked(on: torch.device) -> Iterator[Callable[[], None]]:
     if on.type != "cuda":
         yield lambda: None
         return
-    second, done = _second(torch.cuda.current_stream(on)), torch.cuda.Event()
+    second, done = second_stream(torch.cuda.current_stream(on)), torch.cuda.Event()
     second.wait_stream(torch.cuda.current_stream(on))
     with torch.cuda.stream(second):
         yield lambda: torch.cuda.current_stream(on).wait_event(done)
@@ -243,10 +243,10 @@ def join(on: torch.device) -> None:
     """Let the caller's CUDA stream, which captures a graph, wait for all that `forked` blocks have
     added to the graph: a capture ends with an error if a branch is left."""
     model = torch.cuda.current_stream(on)
-    with torch.cuda.stream(_second(model)):
+    with torch.cuda.stream(second_stream(model)):
         branched = torch.cuda.is_current_stream_capturing()
     if branched:
-        model.wait_stream(_second(model))
+        model.wait_stream(second_stream(model))
 
 
 def reach(on: torch.device) -> None:

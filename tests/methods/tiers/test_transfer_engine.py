@@ -142,7 +142,8 @@ def test_rows_of_host_memory_leave_the_models_stream_and_join_it(monkeypatch: py
     asked = ["side behind model", "first", "side behind model", "second"]
     assert noted == [*asked, "model behind first", "model behind second", "model behind side"]
     assert traffic.to_device_bytes == 16
-    assert transfer._second(current[0]) is transfer._second(current[0]) is not transfer._second(Stream())  # type: ignore[arg-type]
+    one, same, other = map(transfer.second_stream, (current[0], current[0], Stream()))  # type: ignore[arg-type]
+    assert one is same is not other
 
 
 def test_what_waits_for_something_keeps_nothing_else_waiting() -> None:
