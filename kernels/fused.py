@@ -1,9 +1,11 @@
 """Computes prefill attention in 16 bits by the kernels that come with torch: FlashAttention, and
-cuDNN for long prompts.
+cuDNN for long prompts on Hopper and datacenter Blackwell.
 
 torch's own choice among them (`scaled_dot_product_attention`) aligns causal masks at the top left
 and returns no log-sum-exp. A later chunk of a prompt needs the bottom right, and sinks and windows
-that are merged need the log-sum-exp; FlashAttention's operations below it have both."""
+that are merged need the log-sum-exp; FlashAttention's operations below it have both. cuDNN's has
+the log-sum-exp alone, so a later chunk attends to itself and to the tokens before it apart, as
+torch's context parallelism does."""
 
 from __future__ import annotations
 
@@ -11,12 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.backends.cuda import SDPAParams, can_use_flash_attention
-from torch.nn.functional import scaled_dot_product_attention
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
 
-# cuDNN makes a plan for each new shape, which takes a good part of a second: it is left to prompts, or first chunks,
-# that are long and often have the same length
-_PLANNED, _STEP = 4096, 1024  # tokens: the shortest, and what the length is a multiple of
+from kernels import ops
+
+# cuDNN makes a plan for each new shape, which takes a good part of a second: it is left to chunks that are long and
+# often have the same length. The tokens before them are cut into lengths that are powers of two, which share plans.
+_PLANNED, _STEP = 4096, 1024  # tokens: the shortest chunk, and what its length and place are multiples of
+_PARTS = 8  # that one launch merges
+_CUDNN_FIRST = 9, 10  # major compute capabilities on which cuDNN is faster than FlashAttention-2
 _DTYPES = torch.bfloat16, torch.float16
 _windowed: Any = getattr(torch.ops.aten, "_flash_attention_forward", None)  # private, so its arguments are looked up
 _NEEDED = {"max_q", "max_k", "is_causal", "scale", "window_size_left", "window_size_right"}
@@ -26,10 +31,15 @@ _HAS_WINDOWS = _windowed is not None and {x.name for x in _windowed.default._sch
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Compute causal attention of the last T of S tokens. q [B H T D], k, v [B G S D] ->
     [B H T D], which lies in memory as [B T H D]"""
-    new, stored = q.shape[2], k.shape[2]
-    if new == stored and new >= _PLANNED and new % _STEP == 0:
-        return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
-    return _flash(q, k, v, scale, causal=True)[0]
+    lengths = _planned(q, k, v)
+    if not lengths:
+        return _flash(q, k, v, scale, causal=True)[0]
+    *before, own = zip(k.split(lengths, 2), v.split(lengths, 2), strict=True)
+    parts = [_cudnn(q, *part, scale, causal=False) for part in before]
+    parts.append(_cudnn(q, *own, scale, causal=True))
+    outs, lses = zip(*parts, strict=True)
+    merged: Tensor = ops.merge_attention(outs, lses) if before else outs[0]
+    return merged
 
 
 def prefill_attention_refuses(q: Tensor, k: Tensor, v: Tensor, scale: float) -> str | None:
@@ -73,6 +83,30 @@ def _window(q: Tensor, k: Tensor, first: int, window: int) -> tuple[int, int, in
     stored = min(k.shape[2], first + q.shape[2])
     right = first - (stored - q.shape[2])
     return stored, window - 1 - right, right
+
+
+def _planned(q: Tensor, k: Tensor, v: Tensor) -> list[int]:
+    """Return into which lengths cuDNN cuts the keys, the chunk's own last; none if it should not
+    compute this chunk."""
+    new, before = q.shape[2], k.shape[2] - q.shape[2]
+    if new < _PLANNED or new % _STEP or before % _STEP:
+        return []
+    if torch.cuda.get_device_capability(q.device)[0] not in _CUDNN_FIRST:
+        return []
+    if not can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, False, True)):
+        return []
+    powers = range((before // _STEP).bit_length())
+    lengths = [_STEP << power for power in reversed(powers) if before // _STEP >> power & 1]
+    return [*lengths, new] if len(lengths) < _PARTS else []
+
+
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """Attend by cuDNN, where a causal mask lets the first query see the first key; and return the
+    log-sum-exp. Its plans are made for strides too, and those of a store depend on its room, so
+    keys and values are copied: 1 % of the time."""
+    cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+    out, lse, *_ = cudnn(q, k.contiguous(), v.contiguous(), None, True, 0.0, causal, False, scale=scale)
+    return out, lse.reshape(q.shape[:3])
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from kernels import fused, ops, reference, windowed
+from kernels.dispatch import use_backend
 from kernels.sink_logits import causal_attention
 from tests.kernels.op_cases import WINDOWS, random
 
@@ -33,6 +34,17 @@ class Flash:
         out, lse = windowed.windowed_attention(q, k, v, scale, first, LONG)
         return out, lse, *[torch.empty(0)] * 7
 
+    def planned(
+        self, q: Tensor, k: Tensor, v: Tensor, bias: None, lse: bool, dropout: float, causal: bool, debug: bool, *,
+        scale: float,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """q [B H T D], k, v [B G S D] -> [B H T D], [B H T 1]; a causal mask begins at the first key."""
+        assert (bias, lse, dropout, debug) == (None, True, 0.0, False)
+        assert all(x.is_contiguous() for x in (k, v))
+        self.masks.append((k.shape[2], causal))
+        out, sums = windowed.windowed_attention(q, k, v, scale, 0 if causal else k.shape[2], LONG)
+        return torch.empty_like(q).copy_(out), sums.unsqueeze(3), *[torch.empty(0)] * 7
+
     def by_token(
         self, q: Tensor, k: Tensor, v: Tensor, cum_q: None, cum_k: None, most_q: int, most_k: int, dropout: float,
         causal: bool, debug: bool, *, scale: float, window_size_left: int, window_size_right: int,
@@ -52,9 +64,9 @@ class Flash:
 def flash(monkeypatch: pytest.MonkeyPatch) -> Flash:
     """FlashAttention on a card that there seems to be."""
     flash = Flash()
-    monkeypatch.setattr(
-        torch.ops.aten, "_scaled_dot_product_flash_attention", SimpleNamespace(default=flash.dense), raising=False
-    )
+    for name, run in (("flash", flash.dense), ("cudnn", flash.planned)):
+        aten = f"_scaled_dot_product_{name}_attention"
+        monkeypatch.setattr(torch.ops.aten, aten, SimpleNamespace(default=run), raising=False)
     monkeypatch.setattr(fused, "_windowed", SimpleNamespace(default=flash.by_token))
     monkeypatch.setattr(fused, "can_use_flash_attention", lambda params: True)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
@@ -104,19 +116,31 @@ def test_windows(flash: Flash, name: str) -> None:
         assert [plain.get(name, mask) for mask in flash.masks] == flash.masks
 
 
-def test_cudnn_takes_long_prompts_of_common_lengths(flash: Flash, monkeypatch: pytest.MonkeyPatch) -> None:
-    planned: list[int] = []
-
-    def by_choice(q: Tensor, *_: Tensor, is_causal: bool, scale: float, enable_gqa: bool) -> Tensor:
-        planned.append(q.shape[2])
-        return q
-
-    monkeypatch.setattr(fused, "scaled_dot_product_attention", by_choice)
-    monkeypatch.setattr(fused, "_flash", lambda q, *_, causal: (q, q))
-    for new, stored in ((4096, 4096), (8192, 8192), (8192, 16384), (5000, 5000), (3072, 3072)):
-        q, k = torch.empty(1, 1, new, 8), torch.empty(1, 1, stored, 8)
-        fused.prefill_attention(q, k, k, 1.0)
-    assert planned == [4096, 8192]
+@pytest.mark.parametrize(
+    ("new", "stored", "masks"),
+    [
+        (12, 12, [(12, True)]),
+        (12, 24, [(8, False), (4, False), (12, True)]),  # lengths of which cuDNN has plans: powers of two
+        (8, 28, [(16, False), (4, False), (8, True)]),
+        (12, 23, [True]),  # FlashAttention: other places or lengths, short chunks
+        (10, 10, [True]),
+        (4, 8, [True]),
+    ],
+)
+def test_cudnn_takes_long_chunks_of_common_lengths(
+    flash: Flash, new: int, stored: int, masks: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused, "_PLANNED", 8)
+    monkeypatch.setattr(fused, "_STEP", 4)
+    monkeypatch.setattr(fused, "can_use_cudnn_attention", lambda params: True)
+    for major in (9, 8):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, major=major: (major, 0))
+        flash.masks.clear()
+        q, k, v = drawn(6, 2, 64, new, stored)
+        with use_backend("torch"):
+            got = fused.prefill_attention(q, k, v, 0.3)
+        assert_close(got, reference.prefill_attention(q, k, v, 0.3), atol=2e-2, rtol=0)
+        assert flash.masks == (masks if major == 9 else [True])
 
 
 def test_what_it_cannot_do_is_refused(flash: Flash, monkeypatch: pytest.MonkeyPatch) -> None:
