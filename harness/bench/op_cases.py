@@ -18,7 +18,7 @@ from torch import Tensor
 from harness.bench.common.synthetic import LayerShape
 from kernels.block import DecoderBlock, Head, Linear
 from kernels.coded import Coded
-from kernels.partial import Guess, NewPartial
+from kernels.partial import BESIDE, Guess, NewPartial
 from kernels.reference import Segment
 from methods.base.pieces import pieces
 from methods.tiers.codec import Encoded, IntCodec
@@ -161,7 +161,7 @@ def _scores(x: Inputs) -> Iterator[OpCase]:
     yield OpCase("page_scores", f"Quest, {x.tokens // PAGE} of {2 * dim}", (x.grouped(dim), by_page))
     live, heads = x.count, groups * x.group
     for partial in (max(1, int(PARTIAL * dim)), max(1, int(2 * PARTIAL * dim))):  # columns of queries, and of keys too
-        index = x.random(1, groups, partial, x.tokens + ROOM).mT
+        index = x.random(1, groups, partial, (x.tokens + ROOM) // BESIDE * BESIDE).mT
         yield OpCase("live_scores", f"InfiniGen, {x.tokens} of {partial}", (x.grouped(partial), index, live))
     basis, turn = x.random(1, groups, dim, partial), x.shape.rope(live)
     new = NewPartial(x.random(1, groups, 1, dim), basis, index, live)
@@ -182,11 +182,8 @@ def _scores(x: Inputs) -> Iterator[OpCase]:
     )
     yield OpCase("group_weights", f"{x.tokens}, sum", (x.logits, x.scale, "sum"))
     yield OpCase("group_weights", f"{x.tokens}, largest", (x.logits, x.scale, "largest"))
-    yield OpCase(
-        "group_margins",
-        f"InfiniGen, {x.tokens}",
-        (x.logits, x.logits.unflatten(3, (-1, 1)).amax(4), x.tokens, ALPHA, x.budget),
-    )
+    tops = torch.stack([part.amax(-1) for part in x.logits.split(256, -1)], -1)
+    yield OpCase("group_margins", f"InfiniGen, {x.tokens}", (x.logits, tops, x.tokens, ALPHA, x.budget))
     yield OpCase("top_k", f"{x.budget} of {x.tokens}", (x.logits[:, :, 0].contiguous(), min(x.budget, x.tokens)))
 
 
