@@ -102,12 +102,13 @@ def attention_inputs_stored(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute `attention_inputs` (norm, projection and rotation) of x + `added`, one token of each
     sequence, and also write its k and v into a cache: into `row` ([1] for all sequences, or [B],
-    int64) of `keys` and `values` [B G S D]. Return x + `added`, normed, q, k and v."""
+    int64) of `keys` and `values` [B G S D]. If every KV head has memory of its own, these are
+    [B*G 1 S D] and `row` [B*G]. Return x + `added`, normed, q, k and v."""
     x = x if added is None else x + added
     normed, q, k, v = ops.attention_inputs(x, block, cos, sin)
-    rows = row.view(-1, 1, 1).expand(k.shape[:3])
-    ops.put_rows(keys, rows, k)
-    ops.put_rows(values, rows, v)
+    rows = row.view(-1, 1, 1).expand(*keys.shape[:2], 1)
+    ops.put_rows(keys, rows, k.reshape(*rows.shape, -1))
+    ops.put_rows(values, rows, v.reshape(*rows.shape, -1))
     return x, normed, q, k, v
 
 

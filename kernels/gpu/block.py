@@ -62,12 +62,13 @@ def attention_inputs_stored_refuses(
     if added is not None and not added.is_contiguous():
         return "needs what is added without gaps"
     groups = len(block.k.weight) // block.head_dim
+    held = (len(x) * groups, 1) if keys.shape[1] == 1 else (len(x), groups)
     return (
         unfit_shape(x, None, 1, None)
         or (None if added is None else unfit_shape(added, *x.shape))
-        or unfit_shape(keys, len(x), groups, None, block.head_dim)
-        or unfit_shape(values, len(x), groups, None, block.head_dim)
-        or unfit_numbers(row, len(x))
+        or unfit_shape(keys, *held, None, block.head_dim)
+        or unfit_shape(values, *held, None, block.head_dim)
+        or unfit_numbers(row, held[0])
         or attention_inputs_refuses(x, block, cos, sin)
         or unfit_floats(x, *stored, *([] if added is None else [added]))
     )

@@ -19,9 +19,9 @@ _TURNED = 16  # tokens of a head that one program rotates
 class NewRows(NamedTuple):
     """Say where the keys and values of new tokens are also written: into one row of a cache."""
 
-    keys: Tensor | Ragged  # [B G S D]
+    keys: Tensor | Ragged  # [B G S D], or [B*G 1 S D] if every KV head has memory of its own
     values: Tensor | Ragged
-    row: Tensor  # [1] or [B]
+    row: Tensor  # [1], [B] or [B*G]
 
 
 def turned(
@@ -37,11 +37,12 @@ def turned(
         ((None, None, 1),) * 2 if store is None else map(located, store[:2])
     )
     row = None if store is None else store.row
+    apart = groups if store is not None and store.keys.shape[1] < groups else 0
     _turn[(triton.cdiv(tokens, at_once), heads + groups * (1 if store is None else 2), batch)](
         q, k, v, new_q, new_k, keys, values, of_keys, of_values, row, block.q_norm, block.k_norm, cos, sin, block.eps,
         q.stride(0), k.stride(0), v.stride(0), *_angle_steps(cos, sin),
         *((0,) * 6 if keys is None or values is None else (*keys.stride()[:3], *values.stride()[:3])), tokens,
-        int(row is not None and len(row) > 1), heads, groups, dim, turning // 2, padded(turning // 2, 1),
+        int(row is not None and len(row) > 1), apart, heads, groups, dim, turning // 2, padded(turning // 2, 1),
         padded(dim - turning, 1), padded(dim, 1), at_once, min(k_aligned, v_aligned),
         num_warps=1 if at_once == 1 else 4,
         enable_fp_fusion=False,  # fusing would skip the rounding of a product
@@ -58,7 +59,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if out.numel():
         _turn[(triton.cdiv(tokens, at_once), heads, batch)](
             rows, rows, rows, out, out, None, None, None, None, None, None, None, cos, sin, 0.0, rows.stride(0), 0, 0,
-            *_angle_steps(cos, sin), *[0] * 6, tokens, 0, heads, 0, dim, half, padded(half, 1),
+            *_angle_steps(cos, sin), *[0] * 6, tokens, 0, 0, heads, 0, dim, half, padded(half, 1),
             padded(dim - 2 * half, 1), padded(dim, 1), at_once, 1, num_warps=1 if at_once == 1 else 4,
             enable_fp_fusion=False,
         )  # fmt: skip
@@ -133,9 +134,15 @@ def _turn_head(
 
 
 @triton.jit
-def _row_of(x, places, row, sequence, group, xb, xg, xt, EACH: tl.constexpr, ALIGNED: tl.constexpr):
+def _row_of(
+    x, places, row, sequence, group, xb, xg, xt, EACH: tl.constexpr, APART: tl.constexpr, ALIGNED: tl.constexpr
+):  # fmt: skip
     """Return a pointer to the row of a cache into which a new token of this sequence and KV head
-    goes. `row` holds its number, one for each sequence if EACH is 1, one for all if it is 0."""
+    goes. `row` holds its number, one for each sequence if EACH is 1, one for all if it is 0. APART:
+    the number of a sequence's KV heads if each has memory of its own, as a sequence of one head;
+    else 0."""
+    if APART:
+        sequence, group = sequence * APART + group, group * 0
     first, step = head_rows(x, places, sequence, group, xb, xg, xt, ALIGNED)
     return first + tl.load(row + sequence * EACH) * step
 
@@ -145,8 +152,9 @@ def _turn(
     q, k, v, new_q, new_k, keys, values, of_keys, of_values, row, q_norm, k_norm, cos, sin, eps, qt: tl.int64,
     kt: tl.int64, vt: tl.int64, cb: tl.int64, sb: tl.int64, ct: tl.int64, st: tl.int64, keys_b: tl.int64,
     keys_g: tl.int64, keys_t: tl.int64, values_b: tl.int64, values_g: tl.int64, values_t: tl.int64, tokens,
-    EACH: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
-    WIDE: tl.constexpr, REST_WIDE: tl.constexpr, DIM_WIDE: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    EACH: tl.constexpr, APART: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr,
+    HALF: tl.constexpr, WIDE: tl.constexpr, REST_WIDE: tl.constexpr, DIM_WIDE: tl.constexpr, ROWS: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Norm and rotate some tokens of one query head or one KV head. If a cache `keys` and `values`
     is given, there is one token per sequence: its key is also written to `row` of the cache, and
@@ -167,13 +175,13 @@ def _turn(
         to = (batch * GROUPS + group) * tokens + first
         stored = keys
         if keys is not None:
-            stored = _row_of(keys, of_keys, row, batch, group, keys_b, keys_g, keys_t, EACH, ALIGNED)
+            stored = _row_of(keys, of_keys, row, batch, group, keys_b, keys_g, keys_t, EACH, APART, ALIGNED)
         _turn_head(
             k + token * kt + group * DIM, new_k + to * DIM, stored, k_norm, cos, sin, eps, kt, ct, st, live, DIM, HALF,
             WIDE, REST_WIDE, ROWS,
         )  # fmt: skip
     elif values is not None:
         group, channel = head - HEADS - GROUPS, tl.arange(0, DIM_WIDE)
-        stored = _row_of(values, of_values, row, batch, group, values_b, values_g, values_t, EACH, ALIGNED)
+        stored = _row_of(values, of_values, row, batch, group, values_b, values_g, values_t, EACH, APART, ALIGNED)
         value = tl.load(v + token * vt + group * DIM + channel, mask=channel < DIM)
         tl.store(stored + channel, value, mask=channel < DIM)

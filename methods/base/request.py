@@ -108,6 +108,6 @@ class NextRow(NamedTuple):
     """Name the memory in which a layer stores the next token of each sequence: a kernel may write k
     and v there itself."""
 
-    keys: Tensor | Ragged  # [B G S D]
+    keys: Tensor | Ragged  # [B G S D], or [B*G 1 S D] if every KV head has memory of its own
     values: Tensor | Ragged
-    row: Tensor  # [1] for all sequences, or [B], int64
+    row: Tensor  # [1] for all sequences, or one for each, [B] or [B*G], int64

@@ -22,7 +22,7 @@ from methods.layers.policy import Keep, Padded, Policy
 from methods.layers.read import Read
 from methods.parts.hit_cache import as_wide
 from methods.pools.batched import BatchedHostRows, BatchedPool, BatchedStore
-from methods.pools.device_store import KVStore
+from methods.pools.device_store import KVStore, PerHeadStore
 from methods.pools.pool import Pool
 from methods.tiers.rows import HostRows, MemoryRows
 
@@ -36,10 +36,17 @@ def alone_because(layer: KVLayer) -> str | None:
     reasons = (
         layer.capture_refusal(),
         layer.together_refusal(),
-        None if type(layer.store) is KVStore else "heads hold different numbers of tokens",
+        _store_refusal(layer),
         *(policy.together_refusal() for policy in layer.policies),
     )
     return next((reason for reason in reasons if reason), None)
+
+
+def _store_refusal(layer: Layer) -> str | None:
+    """Return the reason why the store of a layer cannot be read together with others, or None."""
+    if type(layer.store) is PerHeadStore:
+        return None if layer.spec.sink_logits is None else "heads with sink logits hold different numbers of tokens"
+    return None if type(layer.store) is KVStore else f"{type(layer.store).__name__} is read by itself"
 
 
 def form(layer: Layer) -> Hashable:
@@ -49,7 +56,15 @@ def form(layer: Layer) -> Hashable:
     the store are held."""
     reads_all = layer.reads is None or layer.reads.plan is None
     far = None if layer.far is None else (layer.far.tier, layer.far.codec)
-    return type(layer), layer.method, layer.heads, reads_all, far, tuple(policy.form() for policy in layer.policies)
+    return (
+        type(layer),
+        layer.method,
+        type(layer.store),
+        layer.heads,
+        reads_all,
+        far,
+        tuple(policy.form() for policy in layer.policies),
+    )
 
 
 class Slots(NamedTuple):

@@ -17,7 +17,7 @@ from kernels.per_sequence import PerSequence, per_sequence
 from kernels.ragged import Ragged, filled, with_free_slots
 from kernels.reference import Segment
 from methods.base import CacheState, NextRow
-from methods.pools.device_store import KVStore
+from methods.pools.device_store import Attend, KVStore, PerHeadStore
 from methods.pools.pool import Pool
 from methods.tiers.codec import Encoded
 from methods.tiers.tier import DEVICE
@@ -73,21 +73,33 @@ class BatchedStore(KVStore):
 
     def __init__(self, stores: Sequence[KVStore], cache: CacheState, dead: int | None) -> None:
         """`stores`: one per cache, each with one or more sequences. `dead`: how many free slots,
-        places for sequences that join later, follow the sequences; None: there are no slots."""
+        places for sequences that join later, follow the sequences; None: there are no slots.
+
+        If every KV head has a store of its own (`PerHeadStore`), the heads are treated as sequences
+        with one head."""
+        self.heads, self.cache = stores[0].heads, cache
+        if isinstance(stores[0], PerHeadStore):
+            stores = [head for store in stores if isinstance(store, PerHeadStore) for head in store.stores]
+            dead = None if dead is None else dead * self.heads
         rows = [(k, v) for store in stores for k, v in zip(store.k_rows.split(1), store.v_rows.split(1), strict=True)]
         self._keys, self._values = (with_free_slots(side, dead=dead) for side in zip(*rows, strict=True))
         self._lengths = per_sequence([store.length for store in stores for _ in store.k_rows], dead)
         self._segments: dict[tuple[int | PerSequence, int | PerSequence | None], Segment] = {}
-        self.heads, self.cache = stores[0].heads, cache
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """Store one new token of each sequence in its own store, k, v [B G 1 D]."""
-        rows = self.next_row().row.view(-1, 1, 1).expand(*k.shape[:3])
-        ops.put_rows(self._keys, rows, k)
-        ops.put_rows(self._values, rows, v)
+        held = self._keys.shape[:2]
+        rows = self.next_row().row.view(-1, 1, 1).expand(*held, 1)
+        ops.put_rows(self._keys, rows, k.reshape(*held, *k.shape[2:]))
+        ops.put_rows(self._values, rows, v.reshape(*held, *v.shape[2:]))
 
     def next_row(self) -> NextRow:
         return NextRow(self._keys, self._values, self.cache.counters.first(self._lengths, self._keys.device))
+
+    def each(self, q: Tensor, attend: Attend) -> Tensor:
+        """Return attend(q, this store, None), where the queries of KV heads with stores of their own
+        are those of different sequences. q [B H 1 D] -> [B H 1 D]"""
+        return attend(q.reshape(len(self._keys.parts), -1, *q.shape[2:]), self, None).view(q.shape)
 
     def count_written(self) -> None:
         """Do nothing: lengths are counted on the device, in `cache.counters`."""

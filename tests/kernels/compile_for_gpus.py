@@ -95,6 +95,9 @@ def compile_block(layer: DecoderBlock, x: Tensor, cos: Tensor, sin: Tensor) -> N
         side = x.new_zeros(len(x), len(layer.k.weight) // layer.head_dim, 9, layer.head_dim)
         for held in (side, Ragged(side.split(1))):
             block.attention_inputs_stored(x, x, layer, cos, sin, held, held, torch.zeros(len(x), dtype=torch.int64))
+        of_heads = Ragged([head for part in side.split(1) for head in part.split(1, 1)])
+        row = torch.zeros(len(of_heads.parts), dtype=torch.int64)
+        block.attention_inputs_stored(x, x, layer, cos, sin, of_heads, of_heads, row)
     block.block_output(x, q, layer)
     block.token_logits(x[:, -1:], Head(layer.eps, layer.norm, layer.up))
 

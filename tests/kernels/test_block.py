@@ -113,7 +113,7 @@ def test_triton_block_equals_plain_torch(shape: str, dtype: str, monkeypatch: py
         close(ours, theirs)
 
 
-@pytest.mark.parametrize("several", [False, True], ids=["one-tensor", "tables"])
+@pytest.mark.parametrize("layout", ["one-tensor", "tables", "tables-of-heads"])
 @pytest.mark.parametrize("shape", ["smollm", "odd", "qwen3", "partial-rotary", "wide-heads"])
 @pytest.mark.parametrize("make", [drawn, drawn_in_slices])
 @pytest.mark.parametrize(
@@ -126,14 +126,16 @@ def test_triton_block_equals_plain_torch(shape: str, dtype: str, monkeypatch: py
     ],
 )
 def test_keys_and_values_are_written_where_they_are_made(
-    make: Callable[..., Any], shape: str, several: bool, device: str
+    make: Callable[..., Any], shape: str, layout: str, device: str
 ) -> None:
-    """To rows with others between them; of several sequences to another row in each, all others stay as they are."""
+    """To rows with others between them; of several sequences, or heads with memory of their own, to another row in
+    each. All others stay as they are."""
     pytest.importorskip("triton")
     block, *inputs = make(shape, torch.float32)
     block, (x, cos, sin) = moved(block, device), converted(inputs, torch.float32, device)
     batch, groups = len(x), len(block.k.weight) // block.head_dim
-    row = converted(torch.arange(batch) % 5 if several else torch.tensor([3]), torch.int64, device)
+    holders = {"one-tensor": 1, "tables": batch, "tables-of-heads": batch * groups}[layout]
+    row = converted(torch.tensor([3]) if layout == "one-tensor" else torch.arange(holders) % 5, torch.int64, device)
 
     def stores() -> tuple[Tensor, Tensor]:
         count = 2 * batch * groups * 9 * block.head_dim
@@ -143,7 +145,10 @@ def test_keys_and_values_are_written_where_they_are_made(
 
     def made(backend: str) -> list[Tensor]:
         keys, values = converted(stores(), x.dtype, device)
-        held = [Ragged(part.split(1)) if several else part for part in (keys, values)]
+        held: list[Any] = [keys, values]
+        if layout != "one-tensor":
+            apart = [part.split(1) if layout == "tables" else _heads_of(part) for part in (keys, values)]
+            held = [Ragged(parts) for parts in apart]
         with use_backend(backend), guarded((x, cos, sin, keys, values, row), backend):
             for added in (None, x.flip(0)):
                 assert ops.attention_inputs_stored.refusal(backend, x, added, block, cos, sin, *held, row) is None
@@ -154,9 +159,13 @@ def test_keys_and_values_are_written_where_they_are_made(
     for one, other in zip(ours, theirs, strict=True):
         close(one, other)
     for side, before, new in zip(ours[5:], stores(), ours[3:5], strict=True):
-        there = torch.zeros(batch, 1, 7, 1, dtype=torch.bool, device=device)
-        there[torch.arange(batch, device=device), 0, row.expand(batch)] = True
+        there = torch.arange(7, device=device).view(1, 1, 7, 1) == row.view(-1, groups if len(row) > batch else 1, 1, 1)
         assert torch.equal(side, torch.where(there, new, before))
+
+
+def _heads_of(x: Tensor) -> list[Tensor]:
+    """Return views [1 1 S D] of the heads of x [B G S D], one sequence after the other."""
+    return [head for sequence in x.split(1) for head in sequence.split(1, 1)]
 
 
 def moved(value: Any, device: str) -> Any:

@@ -135,6 +135,8 @@ def test_kmeans_and_blocks(far: Far) -> None:
         side = stored(1, 3, 2, 9, 16)
         for held in (side, Ragged(side.split(1))):
             ops.attention_inputs_stored(x, x, block, cos, sin, held, held, torch.tensor([1, 0, 2]))
+        of_heads = Ragged(side.view(6, 1, 9, 16).split(1))
+        ops.attention_inputs_stored(x, x, block, cos, sin, of_heads, of_heads, torch.arange(6))
         x, rows = stored(1, 1, 2, 9, 8), torch.zeros(1, 2, 3, dtype=torch.int64)
         for held in (x, Ragged([x])):
             ops.put_rows(held, rows, stored(2, 1, 2, 3, 8))

@@ -31,7 +31,7 @@ from tests.tiny import SHAPE, prompt, tiny
 
 TOGETHER = (
     "full", "streaming", "snapkv", "pyramidkv", "h2o", "oracle", "pqcache", "sparq", "quest", "rocketkv", "infinigen",
-    "shadowkv",
+    "shadowkv", "adakv",
 )  # fmt: skip
 
 
@@ -77,7 +77,6 @@ def step(engine: Engine, slots: SlotsCache) -> Tensor:
     ("name", "how", "why"),
     [
         ("infllm", {}, "InfLLMRead"),
-        ("adakv", {}, "heads hold"),
         ("pqcache", {"placement": "disk"}, "placement=disk"),
         ("pqcache", {"reuse_steps": 2}, "reuse_steps=2"),
     ],
@@ -193,7 +192,7 @@ def held(cache: KVCache) -> list[dict[str, Any]]:
         read = layer.read_positions()
         chosen = None if read is None else [sorted({*head} - {-1}) for head in read.flatten(0, 1).tolist()]
         counts = {"seen": layer.seen, "stored": layer.stored, "tokens": cache.num_tokens}
-        seen.append({"k": layer.store.k, "v": layer.store.v, "rows": chosen, **counts, **changed})
+        seen.append({"kv": layer.store.per_head(), "rows": chosen, **counts, **changed})
     return seen
 
 
