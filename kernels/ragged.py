@@ -80,12 +80,9 @@ class Ragged:
         multiples, so that kernels may load so many bytes at once.
 
         In a batch with a fixed number of slots (`sizes.dead` is not None) it is 16 if all sequences
-        allow it, else the size of one number, and always the latter if `dim` is the last
-        dimension."""
+        allow it, else the size of one number."""
         bytes_ = gcd(16, *(number for place in self._places for number in place))
-        if self.sizes.dead is None or (bytes_ == 16 and self.dim < self.first.dim() - 1):
-            return bytes_
-        return self.dtype.itemsize
+        return bytes_ if self.sizes.dead is None or bytes_ == 16 else self.dtype.itemsize
 
     @cached_property
     def row_alignment(self) -> int:
@@ -151,7 +148,9 @@ def with_free_slots(
     """Combine the tensors [1 ...] of several sequences, followed by `dead` free slots, which fill a
     batch up to a fixed size: each gets memory of one entry that may be overwritten, and of `wider`
     more where rows may be written wider than they are. `reader`: as in `Ragged`; free slots lie
-    there."""
+    there. If sequences differ in the last dimension, rows of free slots are far enough apart for
+    any alignment."""
+    wider = max(wider, 15) if dim == parts[0].dim() - 1 else wider
     shape = [*parts[0].shape[:dim], 1 + wider, *parts[0].shape[dim + 1 :]]
     free = (parts[0].new_zeros(shape, device=reader).narrow(dim, 0, 1) for _ in range(dead or 0))
     return Ragged([*parts, *free], dim, dead, reader)

@@ -38,6 +38,7 @@ from methods.layers import Select
 from methods.parts import costs
 from methods.quest import page_bounds
 from methods.snapkv import SnapKeep, SnapKV
+from methods.tiers.rows import room_for
 
 
 class RocketKeep(SnapKeep, capturable=True, of_each={}):
@@ -68,8 +69,9 @@ class RocketRead(Select, capturable=True, of_each={"bounds": 3, "channels": None
         top, kept, head_dim = self.plan.top, keys.shape[2], self.spec.head_dim
         self.layer.fallback = self.method.left_out(top, kept, self.layer.seen, head_dim)
         self.size, self.channels = self.method.pages(top, kept, head_dim)
-        by_page = keys if self.size == 1 else page_bounds(keys, self.size)
-        self.bounds = by_page.mT.contiguous()
+        by_channel = (keys if self.size == 1 else page_bounds(keys, self.size)).mT
+        *sizes, pages = by_channel.shape
+        self.bounds = keys.new_empty((*sizes, room_for(pages, keys.device)))[..., :pages].copy_(by_channel)
 
     def select(self, q: Tensor, top: int) -> Tensor:
         groups = q.view(q.shape[0], self.spec.num_kv_heads, self.spec.group, -1)

@@ -16,7 +16,7 @@ from methods.base import CacheState, LayerSpec
 from methods.base.pieces import pieces
 from methods.tiers.block import Tensors, named, tokens_in, unnamed
 from methods.tiers.codec import PLAIN, Codec, Encoded
-from methods.tiers.rows import DeviceRows, Rows, rows_in
+from methods.tiers.rows import DeviceRows, MemoryRows, Rows, room_for, rows_in
 from methods.tiers.tier import DEVICE
 from methods.tiers.traffic import Traffic
 from methods.tiers.transfer import Arrival
@@ -215,9 +215,13 @@ class Pool:
 
 def rows_for(x: Tensor, cache: CacheState, layer: int, *, away: bool = False) -> Rows:
     """Copy x [B G S W], a tensor of the layer with index `layer`, to rows in the tier that the
-    request names, and return these. `away`: x does not come from the device, so its bytes do not
-    count as moved."""
-    rows = rows_in(cache.request.placement)(x.shape, x.dtype, cache.request.place(layer))
+    request names, and return these; in memory `room_for` entries apart. `away`: x does not come
+    from the device, so its bytes do not count as moved."""
+    kind, place, width = rows_in(cache.request.placement), cache.request.place(layer), x.shape[3]
+    wide = room_for(width, place.device) if issubclass(kind, MemoryRows) else width
+    rows = kind((*x.shape[:3], wide), x.dtype, place)
+    if isinstance(rows, MemoryRows):
+        rows.shape, rows.stored = x.shape, rows.stored[..., :width]
     if away:
         rows.take(x, 0)
     else:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kernels import ops
+from kernels.partial import BESIDE
 from kernels.temporary import TemporaryFolder
 from methods.tiers.pinned_memory import PinnedPool, Region
 from methods.tiers.tier import DEVICE, DISK, HOST, tier_of
@@ -295,6 +296,13 @@ def _folder_in(parent: Path | None) -> TemporaryFolder:
 
 
 _folders: WeakValueDictionary[Path | None, TemporaryFolder] = WeakValueDictionary()
+
+
+def room_for(width: int, device: torch.device) -> int:
+    """Return how many entries apart rows of `width` entries should lie, if kernels on `device` read
+    them entry after entry: on a GPU a multiple of `BESIDE`, so that they load several at once, and
+    always more than `width`, so that a captured step can serve rows of any width."""
+    return width if device.type == "cpu" else (width // BESIDE + 1) * BESIDE
 
 
 def copied_into(tier: str, x: Tensor, place: Place) -> Tensor:

@@ -13,8 +13,9 @@ from torch.testing import assert_close
 from kernels import ops
 from kernels.dispatch import use_backend
 from kernels.per_sequence import PerSequence
-from kernels.ragged import Ragged, sequence_by_sequence
+from kernels.ragged import Ragged, sequence_by_sequence, with_free_slots
 from kernels.reference import Segment
+from methods.tiers.rows import room_for
 from tests.kernels import ragged_cases as unequal
 from tests.kernels.guarded import guarded
 from tests.kernels.op_cases import OpCase, by_channel, converted, device_of, highest, joined_parts, random
@@ -133,6 +134,15 @@ def test_rows_are_put_where_each_sequence_lies(backend: str, dtype: torch.dtype,
         assert ops.put_rows.refusal(backend, Ragged(parts), rows, values) is None
         ops.put_rows(Ragged(parts), rows, values)
     assert all(torch.equal(part, other) for part, other in zip(parts, wanted, strict=True))
+
+
+def test_rows_of_any_length_are_loaded_sixteen_bytes_at_a_time() -> None:
+    """Also by a captured step, which then serves all lengths, where rows lie as on a GPU."""
+    on = torch.device("cuda")
+    rows = [torch.zeros(1, 2, 5, room_for(size, on), dtype=torch.bfloat16)[..., :size] for size in (33, 64, 7)]
+    slots = [with_free_slots(some, 3, dead=2) for some in (rows, rows[:2], rows[1:])]
+    assert {(batch.alignment, batch.dense) for batch in slots} == {(16, False)}
+    assert room_for(33, torch.device("cpu")) == 33
 
 
 @pytest.mark.parametrize("backend", ["cpu", "torch", "triton"])
