@@ -9,7 +9,7 @@ PIP     := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 
 .DEFAULT_GOAL := help
 .PHONY: help setup check test test-all test-cpus test-official test-gpu tables published docs demo bench-generate bench-gpu bench-gpu-ops bench-gpu-layer \
-    bench-gpu-decode bench-gpu-offload clean
+    bench-gpu-decode bench-gpu-offload bench-gpu-overlap clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
@@ -54,7 +54,7 @@ GPU_TESTS = tests/kernels tests/harness/engine/test_graph_gpu.py tests/harness/e
 GPU_WORKERS = $(shell $(GPU_PYTHON) -c 'import xdist' 2>/dev/null && printf %s '-n auto --maxprocesses 12')
 # InfLLM and LM-Infinite have a prefill of their own, which would take most of the time.
 ONE_PREFILL = full streaming h2o snapkv pyramidkv sparq quest pqcache infinigen oracle
-OFFLOADED = full sparq pqcache shadowkv infinigen
+OFFLOADED = full full_offloaded infinigen shadowkv pqcache:cache_tokens=4096 pqcache sparq
 SEED ?= 0
 OUT ?= results/runs/bench
 # Rows are written as they come, so that one which is stopped keeps them.
@@ -67,9 +67,9 @@ test-gpu:  ## compiled Triton kernels against their references on a CUDA device;
 	KV_HARNESS_TEST_SEED=$(SEED) $(GPU_PYTHON) -m pytest -p no:randomly $(GPU_WORKERS) -m 'gpu and not slow' \
 	    --junitxml=$(OUT)/test-gpu.xml $(GPU_TESTS)
 
-bench-gpu: bench-gpu-ops bench-gpu-layer bench-gpu-decode bench-gpu-offload  ## all on a CUDA device, into OUT=...
+bench-gpu: bench-gpu-ops bench-gpu-layer bench-gpu-decode bench-gpu-offload bench-gpu-overlap  ## all on a CUDA device, into OUT=...
 
-bench-gpu-ops:  ## each operation; at most 5 minutes, like the other three
+bench-gpu-ops:  ## each operation; at most 5 minutes, like the other four
 	$(GPU_BENCH) ops $(GPU_LIMITS) --out $(OUT)/gpu-ops
 
 bench-gpu-layer:  ## a decode step of one layer, every method
@@ -80,8 +80,12 @@ bench-gpu-decode:  ## tokens of an 8B model, as CUDA graphs
 	    --methods $(ONE_PREFILL) shadowkv:hit_cache=false --out $(OUT)/gpu-decode
 
 bench-gpu-offload:  ## the same with keys and values in host memory
-	$(GPU_BENCH) decode $(GPU_LIMITS) $(GPU_MODEL) --tokens 131072 --placement host \
+	$(GPU_BENCH) decode $(GPU_LIMITS) $(GPU_MODEL) --tokens 131072 --placement host --overlap off \
 	    --methods $(OFFLOADED) --out $(OUT)/gpu-offload
+
+bench-gpu-overlap:  ## and with rows that come while the model computes: what gains by it belongs into OVERLAP_HELPS
+	$(GPU_BENCH) decode $(GPU_LIMITS) $(GPU_MODEL) --tokens 131072 --placement host --overlap on \
+	    --methods $(OFFLOADED) --out $(OUT)/gpu-overlap
 
 demo: setup  ## Full, PQCache and StreamingLLM on needles with the embedded model: about 3 minutes on 2 cores
 	@echo 'three methods on 15 prompts each; the first run on a machine builds kernels for a minute before it begins'
