@@ -68,14 +68,20 @@ def segment_attention(q: Tensor, segments: Sequence[Segment], scale: float) -> T
 
 
 def segment_attention_with_lse(q: Tensor, segments: Sequence[Segment], scale: float) -> tuple[Tensor, Tensor]:
-    outs, lses, _ = read_parts(q, segments, scale)
+    outs, lses, _ = read_parts(q, segments, scale, packed=True)
     return merged(outs, lses, q.new_empty(q.shape))
 
 
-def read_parts(q: Tensor, segments: Sequence[Segment], scale: float) -> tuple[Tensor, Tensor, list[int]]:
+def read_parts(
+    q: Tensor, segments: Sequence[Segment], scale: float, packed: bool = False
+) -> tuple[Tensor, Tensor, list[int]]:
     """Attend from queries q [B H 1 D] to parts of the segments, each under a softmax of its own.
     Return the results for each part, [B*H parts D] and their log-sum-exps [B*H parts] in fp32, and
-    the number of the first part of each segment, followed by the number of parts."""
+    the number of the first part of each segment, followed by the number of parts. An empty part
+    has a log-sum-exp of minus infinity, and its result is not written.
+
+    If `packed`, the empty parts come last, and parts of a later segment may have the numbers of
+    those of an earlier one: so the order in which parts are merged depends on no other sequence."""
     batch, heads, _, dim = q.shape
     q = q.contiguous()
     there = [segment for segment in segments if segment.k.shape[2] and (segment.rows is None or segment.rows.shape[2])]
@@ -90,7 +96,7 @@ def read_parts(q: Tensor, segments: Sequence[Segment], scale: float) -> tuple[Te
     first = 0
     for start in range(0, len(there), _AT_ONCE):
         some = slice(start, start + _AT_ONCE)
-        _read(q, there[some], shapes[some], cuts[some], at_once, scale, outs, lses, first)
+        _read(q, there[some], shapes[some], cuts[some], at_once, packed, scale, outs, lses, first)
         first += sum(cut.pieces for cut in cuts[some])
     pieces = dict(zip(map(id, there), (cut.pieces for cut in cuts), strict=True))
     return outs, lses, list(accumulate((pieces.get(id(segment), 0) for segment in segments), initial=0))
@@ -186,6 +192,7 @@ def _read(
     shapes: Sequence[_Shape],
     cuts: Sequence[_Cut],
     at_once: int,
+    packed: bool,
     scale: float,
     outs: Tensor,
     lses: Tensor,
@@ -198,7 +205,7 @@ def _read(
     padding = (_Cut(0, 0, 0),) * (_AT_ONCE - len(cuts))
     _attend[(batch * lists, sum(cut.pieces for cut in cuts))](
         q, given, outs, lses, scale, first, outs.shape[1], at_once, *chain(*cuts, *padding), len(segments), lists,
-        heads // lists, tuple(map(tuple, shapes)), dim, padded(dim), num_warps=4,
+        heads // lists, tuple(map(tuple, shapes)), packed, dim, padded(dim), num_warps=4,
     )  # fmt: skip
 
 
@@ -277,7 +284,8 @@ def _attend_to(
 )  # fmt: skip
 def _attend(
     q, segments, outs, lses, scale, first, parts, at_once, c0, l0, p0, c1, l1, p1, c2, l2, p2, SEGMENTS: tl.constexpr,
-    LISTS: tl.constexpr, HEADS: tl.constexpr, SHAPES: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
+    LISTS: tl.constexpr, HEADS: tl.constexpr, SHAPES: tl.constexpr, PACKED: tl.constexpr, DIM: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     """Attend to one piece of one of up to three segments. Segment i has up to ci rows in a list,
     cut into pi pieces of li rows. LISTS is a multiple of every segment's number of lists; a segment
@@ -285,8 +293,8 @@ def _attend(
 
     A segment's `live` says how many rows of a list exist, one number for each sequence if EACH is
     1, one for all if it is 0. Then a list is cut by that number, into as many pieces as it would be
-    alone; parts of a sequence lie one after the other, and the empty ones, which have a log-sum-exp
-    of minus infinity, come last. So no result depends on other sequences."""
+    alone. The parts that are left over get a log-sum-exp of minus infinity; if PACKED, they come
+    last, else at the end of each segment."""
     program, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = first + piece
     counts, lengths, pieces = (c0, c1, c2), (l0, l1, l2), (p0, p1, p2)
@@ -304,7 +312,11 @@ def _attend(
                     q, segments, outs, lses, scale, this, piece, counts[index], count, length, place, parts, index,
                     SHAPES, DIM, WIDE,
                 )  # fmt: skip
-            piece -= some
+            if PACKED:
+                piece -= some
+            else:
+                behind = tl.where(piece < pieces[index], 1 << 30, piece - pieces[index])
+                piece = tl.where(piece < some, -1, behind)
     if piece >= 0:
         head = tl.arange(0, 64)  # a list has no more query heads
         to = lses + (program * HEADS + head) * parts + place

@@ -95,9 +95,11 @@ def _mix(
     mixed = tl.zeros([FOLD, WIDE], tl.float32)
     for start in range(0, parts, PARTS):
         at, there = exact[:, None] * parts + start + part, mine[:, None] & (start + part < parts)
-        weight = tl.exp(tl.load(lses + at, mask=there, other=float("-inf")) - own[:, None])
+        lse = tl.load(lses + at, mask=there, other=float("-inf"))
+        weight = tl.exp(lse - own[:, None])
         inside = there[:, :, None] & real[None, None, :]
         rows = tl.load(outs + at[:, :, None] * DIM + channel[None, None, :], mask=inside, other=0.0)
+        rows = tl.where(lse[:, :, None] == float("-inf"), 0.0, rows)  # nobody writes an empty part
         mixed += tl.sum(rows * weight[:, :, None], 1)
     value = tl.load(added + sequence * vb + group * vg + channel, mask=real, other=0.0).to(tl.float32)
     total = tl.load(sums + this * DIM + channel, mask=real, other=0.0).to(tl.float32) + value

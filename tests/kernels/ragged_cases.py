@@ -36,6 +36,22 @@ def attention() -> Iterator[OpCase]:
     yield OpCase("segment_attention", "rows-of-one-number", (q, [per_head], 0.2))
 
 
+def attention_with_mean() -> Iterator[OpCase]:
+    """Sequences that have different numbers of pieces of each segment."""
+    sizes = 300, 5, 140
+    k, v = (_stored(seed, sizes, 2) for seed in (1, 2))
+    rows = Ragged([pick(seed, 1, 2, size, (size + 1) // 2) for seed, size in enumerate(sizes)])
+    first = PerSequence([size // 4 for size in sizes])
+    segments = [
+        segment(k.slice(0, first), v.slice(0, first)),
+        segment(k, v, rows),
+        segment(k, v, None, first.on("cpu")),
+    ]
+    q, means = random(3, 3, 2, 6, DIM), (9 * random(4, 3, 2, 1, DIM), random(5, 3, 2, 1, DIM))
+    args = q, segments, 0.2, 1, 5 + random(6, 3, 2, 3, 2), random(7, 6), *means, torch.tensor(sizes)
+    yield OpCase("attention_with_mean", "3-of-each", args)
+
+
 def segment(k: Ragged, v: Ragged, rows: Ragged | Tensor | None = None, live: Tensor | None = None) -> Segment:
     return Segment(cast(Tensor, k), cast(Tensor, v), cast(Tensor, rows), live)
 
@@ -175,4 +191,5 @@ def _stored(seed: int, sizes: Sequence[int], groups: int) -> Ragged:
 
 
 def ragged_cases() -> list[OpCase]:
-    return [*attention(), *pq_weights(), *top_k(), *index(), *pages(), *channels(), *chosen(), *codes()]
+    groups = attention, attention_with_mean, pq_weights, top_k, index, pages, channels, chosen, codes
+    return [case for group in groups for case in group()]
