@@ -71,6 +71,23 @@ def test_all_parts_of_a_head_are_merged(parts: int) -> None:
     assert_close(got[1].view(6), lses.logsumexp(1), atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("name", ["group_weights-g4-4100-sum", "attention_with_mean-gqa4-dim128"])
+def test_more_parts_than_are_loaded_at_once_are_joined(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from kernels.gpu import choose, mean_value
+
+    monkeypatch.setattr(choose, "_PIECE", 256)
+    monkeypatch.setattr(choose, "_PARTS", 4)
+    monkeypatch.setattr(mean_value, "_PARTS", 8)
+    case = next(case for case in cases() if str(case) == name)
+    results = []
+    for backend in ("triton", REFERENCE):
+        with use_backend(backend):
+            result = getattr(ops, case.op)(*converted(case.args, torch.float32, device_of("triton")))
+        results.append(result[0] if isinstance(result, tuple) else result)
+    assert_close(*results, atol=2e-5, rtol=0)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device takes it by right")
 def test_nothing_is_interpreted_unless_it_is_asked_for() -> None:
     x = torch.rand(1, 2, 3, 40)
