@@ -12,9 +12,9 @@ import torch
 from torch.testing import assert_close
 
 from kernels import ops
-from kernels.dispatch import use_backend
+from kernels.dispatch import REFERENCE, use_backend
 from kernels.reference import Segment
-from tests.kernels.op_cases import device_of, random
+from tests.kernels.op_cases import cases, converted, device_of, random
 
 WITH_TRITON = [op for op in ops.ALL if "triton" in op.targets]
 ROOT = Path(__file__).parents[2]
