@@ -41,6 +41,15 @@ def test_every_kernel_compiles_for_hopper(dtypes: list[str]) -> None:
         assert f"{module}._" in printed
 
 
+def test_the_rule_knows_how_many_programs_of_attention_fit() -> None:
+    """Into so many pieces tokens are cut, so that all run at once."""
+    pytest.importorskip("triton")
+    for line in python("-m", "tests.kernels.programs_at_once", "80", "90", "120").splitlines():
+        for step in line.split(", ")[1:]:
+            name, by_rule, compiled = step.split()
+            assert by_rule == compiled, (line, name)
+
+
 def test_more_query_heads_than_a_program_holds_go_elsewhere() -> None:
     pytest.importorskip("triton")
     with use_backend("triton"), torch.device(device_of("triton")):
