@@ -66,6 +66,7 @@ rebuild_keys = Op("rebuild_keys", triton="kernels.gpu.rebuild", cpu="kernels.cpu
 attention_inputs = Op("attention_inputs", triton="kernels.gpu.block", cpu="kernels.cpu.block", torch="kernels.block")
 attention_inputs_stored = Op("attention_inputs_stored", triton="kernels.gpu.block", torch="kernels.block")
 rotate = Op("rotate", triton="kernels.gpu.rope", torch="kernels.rope")
+rotate_to = Op("rotate_to", triton="kernels.gpu.rope", torch="kernels.rope")
 block_output = Op("block_output", triton="kernels.gpu.block", cpu="kernels.cpu.block", torch="kernels.block")
 block_output_apart = Op("block_output_apart", triton="kernels.gpu.block", torch="kernels.block")
 token_logits = Op("token_logits", triton="kernels.gpu.block", cpu="kernels.cpu.block", torch="kernels.block")

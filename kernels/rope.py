@@ -8,6 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from kernels.ragged import by_sequence
+
 
 def _half_turn(x: Tensor) -> Tensor:
     first, second = x.chunk(2, -1)
@@ -21,6 +23,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     turning, still = x[..., :width], x[..., width:]
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return torch.cat([turning * cos + _half_turn(turning) * sin, still], -1)
+
+
+@by_sequence
+def rotate_to(x: Tensor, cos: Tensor, sin: Tensor, at: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rotate x [B G T D], all of whose rows stand at one position `at` ([1] for all sequences, or
+    [B], int64), by that row of the tables cos and sin [1 C R]. It is computed in fp32 and returned
+    in `dtype`."""
+    turns = (part[0][at].float().unsqueeze(1) for part in (cos, sin))
+    return rotate(x.float(), *turns).to(dtype)
 
 
 def unrotate(x: Tensor, cos: Tensor, sin: Tensor, by: Callable[[Tensor, Tensor, Tensor], Tensor] = rotate) -> Tensor:

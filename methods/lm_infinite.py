@@ -16,30 +16,32 @@ step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kernels import ops
 from kernels.reference import Segment
 from kernels.sink_logits import with_sink
 from methods.base import AttnInput, CacheState, Cost, Grids, KVLayer, LayerSpec, LayerWorkload, Method, PeakExtra
 from methods.base.pieces import TOKENS_AT_ONCE, pieces
-from methods.layers import Keep, Layer
+from methods.layers import Keep, Layer, Policy
 from methods.parts import costs
 from methods.parts.rope_table import RopeTable
 
 
-class LMInfiniteKeep(Keep, capturable=True):
+class LMInfiniteKeep(Keep, capturable=True, of_each={"rope_table": None, "first_keys": None, "n_local": None}):
     """Keep the first tokens and a window of recent ones. Keys are stored in their true rotation;
     the first ones are rotated again for each query that is further than the window from them."""
 
     method: LMInfinite
     n_local: int | None = None  # length of the window; None: everything is read
     first_keys: Tensor  # [B G n_init D] before their rotation, fp32
+    first_values: Tensor | None = None  # [B G n_init D], copied for joint steps of several sequences
 
     def __init__(self, rope_table: RopeTable) -> None:
         self.rope_table = rope_table
@@ -71,10 +73,34 @@ class LMInfiniteKeep(Keep, capturable=True):
         if self.n_local is None:
             return super().decode(x)
         self.rope_table.note(x)
-        place = self.cache.counters.tensor(x.start - self.n_local, x.q.device)
-        first = self.rope_table.rotate(self.first_keys, place).to(x.k.dtype)
-        count = self.method.n_init
-        return self.layer.attend(x.q, Segment(first, self.store.v[:, :, :count]), self.store.since(count))
+        first, count = (
+            self.rope_table.rotate_behind(self.first_keys, x.start, self.n_local, x.k.dtype),
+            self.method.n_init,
+        )
+        values = self.store.between(0, count).v if self.first_values is None else self.first_values
+        return self.layer.attend(x.q, Segment(first, values), self.store.since(count))
+
+    def form(self) -> Hashable:
+        """Return whether everything is read, which must be equal for sequences that share a decode
+        step."""
+        return self.n_local is None
+
+    def together_refusal(self) -> str | None:
+        if self.n_local is not None and self.rope_table.cos.device != self.request.device:
+            return "the rotations of several sequences lie on another device"
+        return super().together_refusal()
+
+    def link(self, members: Sequence[Policy], joint: Mapping[int, Policy]) -> None:
+        """Copy the first tokens' values of all sequences into one tensor, with zeros for free
+        slots, as their keys are."""
+        if self.n_local is not None:
+            values = [member.store.between(0, self.method.n_init).v for member in members]
+            free = self.request.batch - sum(map(len, values))
+            self.first_values = pad(torch.cat(values), (0, 0, 0, 0, 0, 0, 0, free))
+
+    def joined(self) -> dict[str, Tensor]:
+        values = self.first_values
+        return super().joined() | ({} if values is None else {"first_values": values})
 
     def _window_so_far(self) -> int | None:
         tokens = self.layer.spendable()

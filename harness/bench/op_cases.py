@@ -25,6 +25,7 @@ from methods.tiers.codec import Encoded, IntCodec
 
 ROOM = 64  # rows that a store keeps free after the prompt
 SINKS = 32
+FIRST = 10  # tokens that LM-Infinite always reads
 PAGE, CHUNK = 16, 8  # tokens: Quest's page, ShadowKV's chunk
 CHANNELS = 16  # SparQ's
 KEPT, BOUNDED, FACING = 0.4, 2, 0.5  # of the prompt, tokens of a page, share of the channels: RocketKV's at 5 %
@@ -256,6 +257,9 @@ def _model(x: Inputs) -> Iterator[OpCase]:
     store = (*(torch.empty_like(side) for side in x.kv), row)
     yield OpCase("attention_inputs_stored", what, (token, x.random(1, 1, channels), block, *angles, *store))
     yield OpCase("rotate", what, (x.q, *angles))
+    tables, place = x.shape.rope(torch.arange(x.tokens)), torch.tensor([x.tokens - 1], device=x.shape.device)
+    first = x.kv[0][:, :, :FIRST].float()
+    yield OpCase("rotate_to", f"LM-Infinite, {FIRST} keys", (first, *tables, place, x.shape.dtype))
     yield OpCase("block_output", what, (token, x.q, block))
     yield OpCase("block_output_apart", what, (token, x.q, block))
     yield OpCase("token_logits", f"{what}, {WORDS} words", (token, Head(1e-5, block.norm, linear(WORDS, channels))))

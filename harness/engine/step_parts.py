@@ -9,7 +9,7 @@ PHASES = {
         "group_weights", "group_margins", "top_k", "column_sums", "kmeans", "windowed_sums", "page_scores",
         "token_rows", "pick_channels", "live_scores", "partial_products", "add_received",
     ),
-    "fetch": ("gather_rows", "gather_tiers", "put_rows", "rebuild_keys", "rotate", "decode_rows"),
+    "fetch": ("gather_rows", "gather_tiers", "put_rows", "rebuild_keys", "rotate", "rotate_to", "decode_rows"),
     "attend": (
         "segment_attention", "segment_attention_with_lse", "attention_with_mean", "merge_attention",
         "merge_attention_with_lse", "coded_attention",

@@ -5,13 +5,24 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kernels.block import DecoderBlock
-from kernels.gpu.common import head_rows, located, padded, rounded, unfit_heads, unfit_shape
-from kernels.ragged import Ragged
+from kernels.gpu.common import (
+    DTYPES,
+    head_rows,
+    located,
+    padded,
+    rounded,
+    row_places,
+    unfit_heads,
+    unfit_numbers,
+    unfit_shape,
+)
+from kernels.ragged import Ragged, first_of
 
 _TURNED = 16  # tokens of a head that one program rotates
 
@@ -64,6 +75,32 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
             enable_fp_fusion=False,
         )  # fmt: skip
     return out
+
+
+def rotate_to(x: Tensor, cos: Tensor | Ragged, sin: Tensor | Ragged, at: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rotate rows x [B G T D] to the position `at` of tables of cos and sin [1 C R], in fp32, and
+    return them in `dtype`, as kernels/rope.py defines it."""
+    (batch, groups, tokens, dim), half = x.shape, cos.shape[2] // 2
+    (first_cos, of_cos, _), (first_sin, of_sin, _) = map(located, (cos, sin))
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    if out.numel():
+        _turn_to[(triton.cdiv(tokens, _TURNED), groups, batch)](
+            x.contiguous(), first_cos, first_sin, of_cos, of_sin, at, out, first_cos.stride(1), first_sin.stride(1),
+            tokens, int(len(at) > 1), groups, dim, half, padded(dim, 1), _TURNED, num_warps=4,
+            enable_fp_fusion=False,  # fusing would skip the rounding of a product
+        )  # fmt: skip
+    return out
+
+
+def rotate_to_refuses(
+    x: Tensor, cos: Tensor | Ragged, sin: Tensor | Ragged, at: Tensor, dtype: torch.dtype
+) -> str | None:
+    tables = first_of(cos), first_of(sin)
+    if cos.shape[2] % 2 or cos.shape[2] > x.shape[3]:
+        return f"turns pairs of up to {x.shape[3]} channels, got {cos.shape[2]}"
+    batch = len(x) if isinstance(cos, Ragged) else 1
+    sides = unfit_shape(cos, batch, None, None) or unfit_shape(sin, *cos.shape) or unfit_numbers(at, len(x))
+    return sides or unfit_heads(x) or unfit_heads(*tables) or (None if dtype in DTYPES else f"returns no {dtype}")
 
 
 def rotate_refuses(x: Tensor, cos: Tensor, sin: Tensor) -> str | None:
@@ -131,6 +168,31 @@ def _turn_head(
         tl.store(stored + token * DIM + channel, turned_lower, mask=there)
         tl.store(stored + token * DIM + HALF + channel, turned_upper, mask=there)
         tl.store(stored + token * DIM + still, rest, mask=beside)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _turn_to(
+    x, cos, sin, of_cos, of_sin, at, out, ct: tl.int64, st: tl.int64, tokens, EACH: tl.constexpr, GROUPS: tl.constexpr,
+    DIM: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Rotate some rows of one head to one position: channel i with i + HALF; channels from 2 * HALF
+    on stay as they are. `at` holds the position, one for each sequence if EACH is 1, one for all if
+    it is 0."""
+    batch, channel = tl.program_id(2).to(tl.int64), tl.arange(0, WIDE)
+    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    turns, lower = channel < 2 * HALF, channel < HALF
+    first_cos, cos_step = row_places(cos, of_cos, batch, 0, ct)
+    first_sin, sin_step = row_places(sin, of_sin, batch, 0, st)
+    position = tl.load(at + batch * EACH)
+    c = tl.load(first_cos + position * cos_step + channel, mask=turns, other=1.0).to(tl.float32)
+    s = tl.load(first_sin + position * sin_step + channel, mask=turns, other=0.0).to(tl.float32)
+    row = ((batch * GROUPS + tl.program_id(1)) * tokens + token)[:, None] * DIM
+    there = (token < tokens)[:, None] & (channel < DIM)
+    own = tl.load(x + row + channel, mask=there, other=0.0).to(tl.float32)
+    other = tl.where(lower, channel + HALF, channel - HALF)
+    facing = tl.load(x + row + other, mask=there & turns, other=0.0).to(tl.float32)
+    tilted = facing * s
+    tl.store(out + row + channel, own * c + tl.where(lower, -tilted, tilted), mask=there)
 
 
 @triton.jit

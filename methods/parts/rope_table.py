@@ -76,6 +76,15 @@ class RopeTable:
         heads differ. Return fp32."""
         return self._apply(ops.rotate, x, positions)
 
+    def rotate_behind(self, x: Tensor, start: int, distance: int, dtype: torch.dtype) -> Tensor:
+        """Rotate rows [B G K D], which have no rotation yet, to the position that lies `distance`
+        before the next token, which stands at `start`. Return them in `dtype`."""
+        at = self.cache.counters.tensor(start - distance, x.device)
+        if x.device != self.cos.device:
+            return self.rotate(x, at).to(dtype)
+        turned: Tensor = ops.rotate_to(x, self.cos[None], self.sin[None], at, dtype)
+        return turned
+
     def unrotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Undo the rotation of rows [B G K D] that stand at `positions`, [K] or [B G K]. Return
         fp32."""
@@ -130,3 +139,10 @@ class RopeTables(RopeTable):
         self._noted, at = counters.steps, counters.first(self._first, x.cos.device).view(-1, 1, 1)
         for table, new in zip(self._written, (x.cos, x.sin), strict=True):
             ops.put_rows(table, at.expand(len(new), 1, 1), new.unsqueeze(1))
+
+    def rotate_behind(self, x: Tensor, start: int, distance: int, dtype: torch.dtype) -> Tensor:
+        """Rotate rows as `RopeTable.rotate_behind` does, where each sequence's next token stands at
+        a position of its own and not at `start`. `distance` may be a number per sequence."""
+        at = self.cache.counters.first(self._first - distance, x.device)
+        turned: Tensor = ops.rotate_to(x, *self._turns, at, dtype)
+        return turned

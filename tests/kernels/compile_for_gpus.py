@@ -51,6 +51,7 @@ CASES = (
     "coded_attention-3-of-each-int4", "decode_rows-some-of-each-int8",
     "live_scores-3-of-each", "live_scores-[20]-of-70", "live_scores-by-channel-[20]", "live_scores-3-by-channel",
     "row_scores-dim25-by-channel", "partial_products-dim64-25", "partial_products-dim96-50",
+    "rotate_to-dim64-64-10-to-[8]", "rotate_to-3-of-each",
     "rotate-dim96-36-1", "rotate-dim256-64-19-by-token",
     "pick_channels-g4-16of64", "pick_channels-g3-90of96", "pick_channels-some-of-3",
     "page_scores-dim256-g4-128", "page_scores-dim96-g3-65", "page_scores-3-of-each", "token_rows-1025-of-5-and-last",

@@ -314,6 +314,14 @@ def rotate() -> Iterator[OpCase]:
         yield OpCase("rotate", f"dim{dim}-{turning}-{tokens}-a-place-of-each", (by_token, cos[:, :1], sin[:, :1]))
 
 
+def rotate_to() -> Iterator[OpCase]:
+    """Some channels or all; to one position, or to one of each sequence."""
+    for dim, turning, tokens in ((64, 64, 10), (96, 36, 1), (20, 20, 17)):
+        x, (cos, sin) = random(1, 2, 3, tokens, dim), (random(seed, 1, 9, turning) for seed in (2, 3))
+        for at in (torch.tensor([8]), torch.tensor([5, 0])):
+            yield OpCase("rotate_to", f"dim{dim}-{turning}-{tokens}-to-{at.tolist()}", (x, cos, sin, at, torch.float32))
+
+
 def picky(q: Tensor, r: Tensor) -> Tensor:
     """Let r channels of each group be so much larger than others that rounding leaves them the largest; one head is
     zero. q [B G g D], r [B] or a number"""
@@ -432,7 +440,7 @@ def cases() -> list[OpCase]:
         coded, segment_attention, segment_attention_with_lse, attention_with_mean, merge_attention,
         merge_attention_with_lse, prefill_attention, windowed, column_sums, prefill_attention_with_column_sums,
         gather_rows, gather_tiers, row_scores, row_weights, page_scores, token_rows, pick_channels, live_scores,
-        partial_products, rotate, channel_sums, channel_weights, group_weights, group_margins, pq_weights,
+        partial_products, rotate, rotate_to, channel_sums, channel_weights, group_weights, group_margins, pq_weights,
         pq_weights_far, top_k, rebuild_keys,
     )  # fmt: skip
     return [case for group in groups for case in group()]

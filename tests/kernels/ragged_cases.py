@@ -120,6 +120,9 @@ def pages() -> Iterator[OpCase]:
         parts = [random(seed, 1, 2, DIM, (size + 20) // 16 * 16).mT for seed, size in enumerate(sizes)]
         parts[-1] = parts[-1].mT[:, :, :25].mT
         yield OpCase("live_scores", f"{len(sizes)}-by-channel", (wider, Ragged(parts), live))
+        tables = (Ragged([random(seed, 1, size, 32) for size in sizes], 1) for seed in (2, 3))
+        args = wider, *tables, torch.tensor(sizes) - 1, torch.float32
+        yield OpCase("rotate_to", f"{len(sizes)}-of-each", args)
         counts = PerSequence([min(size, 40) for size in sizes])
         q = picky(random(7, len(sizes), 2, 3, 40), torch.tensor(counts.values))
         yield OpCase("pick_channels", f"some-of-{len(sizes)}", (q, counts, 0.3, False, False))

@@ -40,7 +40,7 @@ AXIS = {  # of a kernel's grid: that of heads, rows or problems, whose number mu
     "_from_tiers": 0, "_nearest": 1, "_sums": 0, "_table": 0, "_look_up": 1, "_rows": 1, "_columns": 1, "_rebuild": 1,
     "_scores": 1, "_best": 0, "_count": 0, "_place": 0,
     "_norm": 0, "_turn": 2, "_gate": 0, "_attend_codes": 0, "_decode_rows": 1,
-    "_token_rows": 1, "_pick": 0, "_mix": 0, "_mean": 0, "_receive": 1, "_products": 1,
+    "_token_rows": 1, "_pick": 0, "_mix": 0, "_mean": 0, "_receive": 1, "_products": 1, "_turn_to": 2,
 }  # fmt: skip
 CASES = (
     "segment_attention-gqa4-dim128-per-head", "merge_attention-many-tokens", "windowed_attention-near-dim128",
@@ -54,7 +54,7 @@ CASES = (
     "group_margins-some-of-3", "group_weights-4100-and-3", "rebuild_keys-3-of-each",
     "coded_attention-3-of-each-int4", "decode_rows-some-of-each-int8",
     "pick_channels-g4-16of64", "live_scores-3-of-each", "live_scores-3-by-channel",
-    "live_scores-by-channel-[20]", "pick_channels-some-of-3",
+    "live_scores-by-channel-[20]", "rotate_to-3-of-each", "pick_channels-some-of-3",
     "attention_with_mean-gqa3-dim64",
     "page_scores-3-of-each", "token_rows-1025-of-5", "token_rows-3-of-each-and-last",
     "coded_attention-int4", "decode_rows-int4-some", "decode_rows-int2-all",

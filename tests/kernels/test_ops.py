@@ -186,6 +186,19 @@ def test_a_partial_key_is_written_beside_the_guess(backend: str, dtype: torch.dt
     assert_close(got.double(), queries, atol=12 * TOLERANCE[dtype], rtol=0)
 
 
+@pytest.mark.parametrize("backend", ops.rotate_to.targets)
+def test_rows_of_any_dtype_are_rotated_in_fp32(backend: str) -> None:
+    x, cos, sin, at = (
+        x.to(device_of(backend)) for x in (random(1, 1, 2, 9, 32), *random(2, 2, 1, 7, 32), torch.tensor([6]))
+    )
+    with use_backend(backend):
+        exact = ops.rotate_to(x, cos.bfloat16(), sin.bfloat16(), at, torch.float32)
+        rounded = ops.rotate_to(x, cos.bfloat16(), sin.bfloat16(), at, torch.bfloat16)
+    wanted = rotate(x, *(part[:, 6:].bfloat16().float() for part in (cos, sin)))
+    assert_close(exact, wanted, atol=0, rtol=0)
+    assert_close(rounded, wanted.bfloat16())
+
+
 @pytest.mark.parametrize("backend", ops.group_margins.targets)
 def test_what_is_read_is_added_up(backend: str) -> None:
     logits, read = 9 * random(1, 2, 2, 3, 300), torch.tensor([10, 20])

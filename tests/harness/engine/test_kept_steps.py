@@ -34,7 +34,11 @@ LENGTHS = (100, 119, 97, 113, 105, 118, 99, 117, 110, 103, 116, 112)
 NEW = (5, 7, 6, 6, 5, 8, 7, 5, 7, 5, 6, 8)
 # PyramidKV's layers have budgets on both sides of a power of two
 SIZES = {"pyramidkv": 2}
-EACH = ("sparq", "rocketkv")  # plain torch takes memory in their steps, which are captured for each sequence
+EACH = (
+    "sparq",
+    "rocketkv",
+    "lm_infinite",
+)  # plain torch takes memory in their steps, which are captured for each sequence
 
 
 def examples() -> list[tuple[Any, int]]:

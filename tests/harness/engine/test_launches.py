@@ -56,7 +56,8 @@ def test_the_table_holds_what_was_aimed_at() -> None:
 @pytest.mark.tokens
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter is numpy, and masked lanes warn too
 @pytest.mark.parametrize(
-    "name", ["full", "pqcache", "quest", "shadowkv", "sparq", "rocketkv", "infinigen", "h2o", "oracle", "adakv"]
+    "name",
+    ["full", "pqcache", "quest", "shadowkv", "sparq", "rocketkv", "infinigen", "h2o", "oracle", "adakv", "lm_infinite"],
 )
 def test_steps_of_interpreted_kernels_give_the_same_tokens(name: str) -> None:
     def tokens(backend: str) -> list[list[list[int]]]:

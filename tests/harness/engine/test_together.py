@@ -31,7 +31,7 @@ from tests.tiny import SHAPE, prompt, tiny
 
 TOGETHER = (
     "full", "streaming", "snapkv", "pyramidkv", "h2o", "oracle", "pqcache", "sparq", "quest", "rocketkv", "infinigen",
-    "shadowkv", "adakv",
+    "shadowkv", "adakv", "lm_infinite",
 )  # fmt: skip
 
 
