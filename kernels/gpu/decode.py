@@ -148,7 +148,7 @@ def merge_attention_with_lse(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> 
     both = zip(outs, (x.view(batch, heads, tokens) for x in lses), strict=True)
     parts = tuple((part, part_lse, *part.stride()[:3], *part_lse.stride()) for part, part_lse in both)
     _merge_apart[(triton.cdiv(tokens, _QUERIES), batch * heads)](
-        parts, out, lse, *out.stride()[:3], tokens, heads, dim, padded(dim), _QUERIES
+        parts, out, lse, *out.stride()[:3], tokens, len(parts), heads, dim, padded(dim), _QUERIES
     )
     return out, lse
 
@@ -353,8 +353,8 @@ def _merge(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _merge_apart(
-    parts, out, lse, ob, oh, ot, tokens, HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
-    QUERIES: tl.constexpr,
+    parts, out, lse, ob, oh, ot, tokens, PARTS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
+    WIDE: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
     """Merge a few parts, each of which has tensors of its own (attention, log-sum-exp and their
     strides), of some queries of one head into one softmax."""
@@ -365,7 +365,7 @@ def _merge_apart(
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     mixed = tl.zeros([QUERIES, WIDE], tl.float32)
-    for index in tl.static_range(len(parts)):
+    for index in tl.static_range(PARTS):
         part, part_lse, pb, ph, pt, lb, lh, lt = parts[index]
         row = tl.load(part + batch * pb + head * ph + query[:, None] * pt + dim, mask=there, other=0.0).to(tl.float32)
         weight = tl.load(part_lse + batch * lb + head * lh + query * lt, mask=query < tokens, other=0.0)
