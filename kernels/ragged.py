@@ -184,12 +184,12 @@ def spanned(x: Tensor | Ragged, start: int, end: int | PerSequence) -> Tensor:
     return leading(filled(x)[..., start:], end - start)
 
 
-def too_few(x: Tensor | Ragged, count: int | PerSequence) -> bool:
-    """Return whether `count` asks more of some sequence's rows x [B ... S] than they have entries;
-    False if only the device knows the count."""
+def too_few(x: Tensor | Ragged, count: int | PerSequence, dim: int = -1) -> bool:
+    """Return whether `count` asks more of some sequence than x has entries in dimension `dim`, the
+    one in which a `Ragged` differs; False if only the device knows the count."""
     if isinstance(count, CountedOnDevice):
         return False
-    left = (x.sizes if isinstance(x, Ragged) else x.shape[-1]) - count
+    left = (x.sizes if isinstance(x, Ragged) else x.shape[dim]) - count
     return min(values_per_sequence(left, 1)) < 0
 
 

@@ -353,6 +353,25 @@ def pq_weights(q: Tensor, centroids: Tensor, codes: Tensor, scale: float) -> Ten
     return group_weights(pq_scores(q, centroids, codes), scale, "sum")
 
 
+def pq_held(codes: Tensor, clusters: int) -> Tensor:
+    """Count the tokens of each cell, a pair of codes of product-quantised keys with two parts of
+    `clusters` centroids each. codes [B G S 2] -> [B G clusters**2] (int32)"""
+    cells = codes[..., 0].long() * clusters + codes[..., 1]
+    held = torch.zeros((*codes.shape[:2], clusters**2), dtype=torch.int32, device=codes.device)
+    return held.scatter_add_(2, cells, held.new_ones(1).expand_as(cells))
+
+
+def pq_best(
+    q: Tensor, centroids: Tensor, codes: Tensor, held: Tensor, scale: float, count: int | PerSequence
+) -> Tensor:
+    """Find the `count` tokens with the largest weights that `pq_weights` computes from codes of two
+    parts. q [B H 1 D], centroids [B G 2 C d'], codes [B G S 2] -> [B G count]
+
+    held [B G C*C]: what `pq_held` counted in the codes, by which other backends choose among pairs
+    of codes in place of tokens."""
+    return cast(Tensor, ops.top_k(ops.pq_weights(q, centroids, codes, scale), count))
+
+
 @by_sequence
 def rebuild_keys(u: Tensor, basis: Tensor, chunks: Tensor, size: int, cos: Tensor, sin: Tensor) -> Tensor:
     """Rebuild the keys of chunks, each of `size` consecutive tokens, from low-rank factors, and

@@ -7,6 +7,9 @@ query-centroid products, takes the softmax over these candidates, sums over the 
 group, and reads the best tokens exactly. With fewer candidates than centroids, every candidate is
 its own centroid.
 
+On a GPU, keys of two parts with up to 64 centroids each are chosen by pairs of codes: how many keys
+have each pair is counted at the seal, and a step weighs the 4096 pairs in place of all keys.
+
 Storage: keys and values of the middle may lie on the host; `cache_tokens` keeps blocks that were
 read often on the device (methods/parts/block_cache.py). With overlap=on a CPU clusters the keys
 while later layers compute, as in the paper.
@@ -26,9 +29,10 @@ import torch
 from torch import Tensor
 
 from kernels import ops
-from kernels.reference import Segment
+from kernels.reference import Segment, pq_held
 from methods.base import AttnInput, Cost, CostError, Grids, LayerSpec, LayerWorkload, Plan
 from methods.base.cost import PeakExtra
+from methods.base.state import queues
 from methods.layers import Select
 from methods.layers.windowed import Windowed
 from methods.parts import block_cache, costs
@@ -38,13 +42,14 @@ from methods.tiers.tier import DEVICE
 from methods.tiers.transfer import Arrival
 
 
-class PQRead(Select, capturable=True, of_each={"centroids": 3, "codes": 2}):
+class PQRead(Select, capturable=True, of_each={"centroids": 3, "codes": 2, "held": 2}):
     """Read in each step the prompt tokens with the largest softmax weights, as product-quantised
     keys approximate them."""
 
     method: PQCache
     centroids: Tensor  # [B G m C d'], in the cache's dtype
     codes: Tensor  # [B G M m]
+    held: Tensor | None = None  # [B G C*C], how many tokens have each pair of codes; None where none are counted
     clustered: Arrival[tuple[Tensor, Tensor]] | None = None  # both, while they are computed during later layers
     blocks: BlockCache | None = None
 
@@ -54,7 +59,7 @@ class PQRead(Select, capturable=True, of_each={"centroids": 3, "codes": 2}):
     def index(self, keys: Tensor) -> None:
         rounds = self.method.rounds(keys.shape[2], self.request.prepared)
         if not self.cache.ahead:
-            self.centroids, self.codes = self.method.coded(keys, rounds)
+            self._take(*self.method.coded(keys, rounds))
             return
         copied = keys.to("cpu", non_blocking=True, copy=True)  # the keys themselves leave the store
         # as in the paper, a CPU clusters them, and the device has all its time for later layers
@@ -62,13 +67,23 @@ class PQRead(Select, capturable=True, of_each={"centroids": 3, "codes": 2}):
 
     def select(self, q: Tensor, top: int) -> Tensor:
         self.settle()
-        rows: Tensor = ops.top_k(ops.pq_weights(q, self.centroids, self.codes, self.spec.scale), top)
+        index, scale = (self.centroids, self.codes), self.spec.scale
+        rows: Tensor
+        if self.held is None:
+            rows = ops.top_k(ops.pq_weights(q, *index, scale), top)
+        else:
+            rows = ops.pq_best(q, *index, self.held, scale, top)
         return rows
 
     def settle(self) -> None:
         if self.clustered is not None:
             coded, self.clustered = self.clustered.wait(), None
-            self.centroids, self.codes = (x.to(self.request.device) for x in coded)
+            self._take(*(x.to(self.request.device) for x in coded))
+
+    def _take(self, centroids: Tensor, codes: Tensor) -> None:
+        self.centroids, self.codes, clusters = centroids, codes, centroids.shape[3]
+        counts = self.method.counts_pairs(self.request.device, clusters, self.spec.group)
+        self.held = pq_held(codes, clusters) if counts else None
 
     def sent_away(self, tokens: Segment) -> None:
         how, far = self.method, self.layer.far
@@ -176,6 +191,12 @@ class PQCache(Windowed):
         codes = codes.to(torch.uint8 if clusters <= 256 else torch.int32).contiguous()
         return centroids.view(batch, groups, self.m, clusters, -1).to(keys.dtype), codes
 
+    def counts_pairs(self, device: torch.device | None, clusters: int, group: int) -> bool:
+        """Return whether the keys of each pair of codes are counted at the seal, because steps on
+        `device` (None: a CPU) choose by pairs: there are two parts of at most 64 `clusters`, and no
+        more than 16 query heads in a `group`."""
+        return device is not None and queues(device) and self.m == 2 and clusters <= 64 and group <= 16
+
     def measured(self, prepared: object) -> Mapping[str, object]:
         return {"iterations": list(prepared)} if isinstance(prepared, Fit) else {}
 
@@ -186,7 +207,8 @@ class PQCache(Windowed):
         middle = case.sealed - plan.sinks - plan.local
         clusters = min(2**self.b, middle)
         codes = middle * self.m * (1 if clusters <= 256 else 4)
-        index = spec.num_kv_heads * (codes + clusters * spec.head_dim * case.element_bytes)
+        pairs = costs.INT32 * clusters**2 if self.counts_pairs(spec.device, clusters, spec.group) else 0
+        index = spec.num_kv_heads * (codes + clusters * spec.head_dim * case.element_bytes + pairs)
         chosen = costs.select(case, plan, index)
         if case.placement == DEVICE or not self.cache_tokens:
             return chosen

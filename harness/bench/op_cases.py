@@ -19,7 +19,7 @@ from harness.bench.common.synthetic import LayerShape
 from kernels.block import DecoderBlock, Head, Linear
 from kernels.coded import Coded
 from kernels.partial import BESIDE, Guess, NewPartial
-from kernels.reference import Segment
+from kernels.reference import Segment, pq_held
 from methods.base.pieces import pieces
 from methods.tiers.codec import Encoded, IntCodec
 
@@ -195,6 +195,9 @@ def _quantised(x: Inputs) -> Iterator[OpCase]:
         codes = torch.randint(2**bits, (1, groups, x.tokens, parts), device=device).to(torch.uint8)
         what = f"PQCache m={parts} b={bits}, {x.tokens}"
         yield OpCase("pq_weights", what, (x.q, centroids, codes, x.scale))
+        if parts == 2:
+            held, chosen = pq_held(codes, 2**bits), min(x.budget, x.tokens)
+            yield OpCase("pq_best", f"{what}, {chosen} chosen", (x.q, centroids, codes, held, x.scale, chosen))
         points = x.random(groups * parts, x.tokens, dim // parts, dtype=torch.float32)
         initial = torch.randperm(x.tokens, device=device)[: 2**bits]
         flops = 2.0 * (ROUNDS + 1) * points.numel() * len(initial)

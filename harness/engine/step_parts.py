@@ -5,7 +5,7 @@ from __future__ import annotations
 # fmt: off
 PHASES = {
     "select": (
-        "row_scores", "row_weights", "channel_weights", "channel_sums", "pq_weights",
+        "row_scores", "row_weights", "channel_weights", "channel_sums", "pq_weights", "pq_best",
         "group_weights", "group_margins", "top_k", "column_sums", "kmeans", "windowed_sums", "page_scores",
         "token_rows", "pick_channels", "live_scores", "partial_products", "add_received",
     ),

@@ -34,6 +34,7 @@ INDEX_BYTES: dict[str, Callable[..., int]] = {
         lambda q, x, channels, *_: int(channels.numel() * x.shape[3] * x.element_size()),
     ),
     "pq_weights": lambda q, centroids, codes, scale: int(centroids.nbytes + codes.nbytes),
+    "pq_best": lambda q, centroids, codes, held, *_: int(centroids.nbytes + codes.nbytes + held.nbytes),
 }
 _ATTEND = PHASES["attend"][:3]  # of a decode step
 Seen = Callable[[str, tuple[Any, ...], Any], None]  # an operation, its arguments, its result

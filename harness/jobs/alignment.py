@@ -93,13 +93,16 @@ class AlignedBudget(Budget):
         )
 
 
-def shapes(info: ModelInfo) -> list[LayerSpec]:
-    """Return one `LayerSpec` per layer of a model that is not loaded. It suffices to compute a
-    method's cost; it has no weights, so nothing can run with it."""
+def shapes(info: ModelInfo, device: str | None = None) -> list[LayerSpec]:
+    """Return one `LayerSpec` per layer of a model that is not loaded and is to run on `device`. It
+    suffices to compute a method's cost; it has no weights, so nothing can run with it."""
     count = info.num_whole_layers
     heads = (count, info.num_heads, info.num_kv_heads, info.head_dim, info.head_dim**-0.5)
     sinks = torch.zeros(info.num_heads) if info.sink_logits else None
-    return [LayerSpec(index, *heads, _not_loaded, _not_loaded, sink_logits=sinks) for index in range(count)]
+    place = None if device is None else torch.device(device)
+    return [
+        LayerSpec(index, *heads, _not_loaded, _not_loaded, sink_logits=sinks, device=place) for index in range(count)
+    ]
 
 
 def _not_loaded(x: Tensor) -> NoReturn:

@@ -271,7 +271,7 @@ def _workloads(
     how = (settings.placement, DTYPE_BYTES[settings.dtype], item.room - prompt, codec)
     return [
         LayerWorkload(spec, prompt, prompt if budget is None else budget.tokens(prompt, spec.index), *how)
-        for spec in shapes(info)
+        for spec in shapes(info, settings.device)
     ]
 
 

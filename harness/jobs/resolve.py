@@ -97,7 +97,7 @@ def _budget(settings: Settings, method: Method, info: ModelInfo) -> Budget | Non
     """Return the budget that the settings ask for; None if the method reads everything."""
     if not method.uses_budget:
         return None
-    asked, most_bytes, specs = settings.budget, settings.most_bytes, shapes(info)
+    asked, most_bytes, specs = settings.budget, settings.most_bytes, shapes(info, settings.device)
     if most_bytes is not None:  # as many tokens as would take so many bytes, for align=device_bytes
         row = info.kv_bytes(settings.dtype, 1) // info.num_layers
         asked = max(1, most_bytes // (row * len(specs)))

@@ -1,5 +1,8 @@
 """Weighs product-quantised keys: one kernel makes a table of q . centroid, a second looks it up by
-code."""
+code.
+
+To choose the best of keys with two codes each, no weight of a token is computed: all tokens of a
+cell, which is a pair of codes, weigh the same, and there are many fewer cells than tokens."""
 
 from __future__ import annotations
 
@@ -10,12 +13,16 @@ from torch import Tensor
 
 from kernels.gpu.choose import log_sum_exp
 from kernels.gpu.common import head_rows, located, padded, product, unfit, unfit_floats, unfit_group, unfit_shape
-from kernels.ragged import Ragged, first_of
+from kernels.gpu.top_k import MOST, fill, kth_largest, pieces_of, placed
+from kernels.per_sequence import PerSequence
+from kernels.ragged import Ragged, first_of, too_few
 
 _CODES = (torch.uint8, torch.int16, torch.int32, torch.int64)
 _BLOCK = 256  # tokens
 _CLUSTERS = 128  # clusters at once, at most
 _MOST_CHANNELS = 128  # channels of a sub-vector that are taken at once
+_CELLS = 64  # clusters of a sub-vector, at most, where tokens are chosen by cells: a program holds all cells
+_SHARING = 16  # query heads of a KV head, likewise
 
 
 def pq_weights(q: Tensor, centroids: Tensor | Ragged, codes: Tensor | Ragged, scale: float) -> Tensor | Ragged:
@@ -77,6 +84,60 @@ def _run(
         table, first, places, counts, lses, lse, weights, scale, *first.stride(), count, groups, parts, clusters, heads,
         fold, _BLOCK, aligned, num_warps=4,
     )  # fmt: skip
+
+
+def pq_best(
+    q: Tensor, centroids: Tensor | Ragged, codes: Tensor | Ragged, held: Tensor | Ragged, scale: float,
+    count: int | PerSequence,
+) -> Tensor | Ragged:  # fmt: skip
+    """Find the `count` tokens with the largest weights of product-quantised keys, in ascending
+    order, as kernels/reference.py defines it; among equal weights the first tokens. q [B H 1 D],
+    centroids [B G 2 C d'], codes [B G S 2], held [B G C*C] -> [B G count]"""
+    batch, groups, _, clusters, width = centroids.shape
+    counts, most = (count.on(q.device), count.most) if isinstance(count, PerSequence) else (None, count)
+    out = torch.empty((batch, groups, most), dtype=torch.int64, device=q.device)
+    if out.numel():
+        rows, tokens = batch * groups, codes.shape[2]
+        pieces, tiles, tile = pieces_of(rows, tokens)
+        cells, channels = padded(clusters), padded(width)
+        kinds = torch.empty((rows, cells, cells), dtype=torch.int8, device=q.device)
+        needs = torch.empty(rows, dtype=torch.int32, device=q.device)
+        numbers = torch.empty((rows, pieces, 2), dtype=torch.int32, device=q.device)
+        first, places, aligned = located(centroids)
+        of_cells, held_places, _ = located(held)
+        sizes = centroids.counts if isinstance(centroids, Ragged) else None
+        pairs, code_places, _ = located(codes)
+        lengths = codes.counts if isinstance(codes, Ragged) else None
+        _cells[(rows,)](
+            q.contiguous(), first.contiguous(), places, sizes, of_cells.contiguous(), held_places, counts, kinds, needs,
+            scale, most, groups, clusters, width, channels, q.shape[1] // groups, cells, aligned,
+            num_warps=max(8, channels // 8),
+        )  # fmt: skip
+        common = pairs, code_places, lengths, kinds, numbers, *pairs.stride()[:2], tokens, tiles, groups, cells, tile
+        _count_kinds[(rows, pieces)](*common, num_warps=tile // 512)
+        _place_kinds[(rows, pieces)](*common, out, needs, counts, most, padded(pieces, 1), num_warps=tile // 512)
+    return Ragged.filled_up(out, count) if isinstance(count, PerSequence) else out
+
+
+def pq_best_refuses(
+    q: Tensor, centroids: Tensor | Ragged, codes: Tensor | Ragged, held: Tensor | Ragged, scale: float,
+    count: int | PerSequence,
+) -> str | None:  # fmt: skip
+    batch, groups, parts, clusters, width = centroids.shape
+    sharing = q.shape[1] // groups
+    if parts != 2 or clusters > _CELLS or width > _MOST_CHANNELS or sharing > _SHARING:
+        return (
+            f"takes 2 parts of up to {_MOST_CHANNELS} channels, {_CELLS} centroids and {_SHARING} query heads of a KV "
+            f"head, got {parts} of {width}, {clusters} and {sharing}"
+        )
+    if codes.dtype != torch.uint8 or first_of(codes).stride()[2:] != (2, 1) or codes.shape[2] > MOST.value:
+        return f"takes up to {MOST.value} tokens whose two codes are bytes side by side"
+    if too_few(codes, count, 2):
+        return "leaves the error for too large a count to torch"
+    cells = None if isinstance(held, Ragged) else clusters**2
+    if held.dtype != torch.int32 or isinstance(held, Ragged) != isinstance(centroids, Ragged):
+        return f"takes int32 numbers of tokens, as many sequences apart as centroids, got {held.dtype}"
+    return unfit_shape(held, batch, groups, cells) or pq_weights_refuses(q, centroids, codes, scale)
 
 
 @triton.jit
@@ -145,3 +206,106 @@ def _look_up(
         whole = tl.load(lse + of_head, mask=mine, other=float("inf"))  # padding heads weigh nothing
         scores = tl.exp(scores - whole[:, None])
         tl.store(weights + this * count + token, tl.sum(scores, 0), mask=live)
+
+
+@triton.jit
+def _centroids(centroids, places, sequence, group, part, clusters, GROUPS, WIDTH, cluster, channel, ALIGNED):
+    """Load the centroids of one part of the keys of a KV head as a tile [C d'] in fp32."""
+    rows = centroids + ((sequence * GROUPS + group) * 2 + part) * clusters * WIDTH
+    if places is not None:
+        first, step = head_rows(centroids, places, sequence, group, 0, 0, 0, ALIGNED)
+        rows = first + part * step
+    there = (cluster < clusters)[:, None] & (channel < WIDTH)
+    return tl.load(rows + cluster[:, None] * WIDTH + channel, mask=there, other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _cells(
+    q, centroids, places, sizes, held, held_places, counts, kinds, needs, scale, count, GROUPS: tl.constexpr,
+    CLUSTERS: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, HEADS: tl.constexpr, CELLS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Weigh the cells of a KV head: all pairs of a centroid of one part and one of the other. Write
+    the kind of each: 2 if its tokens are among the `count` best, 1 if some of them are, those that
+    come first; and to `needs` how many of all cells of kind 1.
+
+    Cell (i, j) has `held` [B G C*C] tokens at i * C + j, and its kind at [i, j]."""
+    this = tl.program_id(0).to(tl.int64)
+    sequence, group, clusters = this // GROUPS, this % GROUPS, CLUSTERS
+    if sizes is not None:
+        clusters = tl.load(sizes + sequence).to(tl.int32)
+    if counts is not None:
+        count = tl.load(counts + sequence).to(tl.int32)
+    cluster, channel = tl.arange(0, CELLS), tl.arange(0, CHANNELS)
+    one = _centroids(centroids, places, sequence, group, 0, clusters, GROUPS, WIDTH, cluster, channel, ALIGNED)
+    other = _centroids(centroids, places, sequence, group, 1, clusters, GROUPS, WIDTH, cluster, channel, ALIGNED)
+    tokens, _ = head_rows(held, held_places, sequence, group, GROUPS * CLUSTERS * CLUSTERS, CLUSTERS * CLUSTERS, 1, 4)
+    there = (cluster < clusters)[:, None] & (cluster < clusters)
+    tokens = tl.load(tokens + cluster[:, None] * clusters + cluster, mask=there, other=0)
+    weights = tl.zeros([CELLS, CELLS], tl.float32)
+    for head in range(HEADS):
+        query = q + (this * HEADS + head) * (2 * WIDTH) + channel
+        left = tl.load(query, mask=channel < WIDTH, other=0.0).to(tl.float32)
+        right = tl.load(query + WIDTH, mask=channel < WIDTH, other=0.0).to(tl.float32)
+        scores = (tl.sum(one * left, 1)[:, None] + tl.sum(other * right, 1)) * scale
+        scores = tl.where(tokens > 0, scores, float("-inf"))
+        top = tl.max(scores)
+        weight = tl.exp(scores - tl.where(top == float("-inf"), 0.0, top))
+        weights += weight / tl.maximum(tl.sum(weight * tokens), 1e-30)
+    keys = weights.to(tl.int32, bitcast=True)  # in the order of the weights, which are not negative
+    least = kth_largest(keys, tokens, count)
+    kind = 2 * (keys > least).to(tl.int8) + (keys == least).to(tl.int8)
+    tl.store(kinds + this * (CELLS * CELLS) + cluster[:, None] * CELLS + cluster, kind)
+    tl.store(needs + this, count - tl.sum(tl.where(keys > least, tokens, 0)))
+
+
+@triton.jit
+def _kinds(codes, places, kinds, this, cb, cg, at, live, GROUPS: tl.constexpr, CELLS: tl.constexpr):
+    """Return the kinds of the cells to which the tokens `at` of a KV head belong; 0 where `live` is
+    false."""
+    first, _ = head_rows(codes, places, this // GROUPS, this % GROUPS, cb, cg, 2, 2)
+    pair = tl.load(first.to(tl.pointer_type(tl.int16)) + at, mask=live, other=0).to(tl.int32)
+    cell = (pair & 255) * CELLS + ((pair >> 8) & 255)
+    return tl.load(kinds + this * (CELLS * CELLS) + cell, mask=live, other=0)
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def _count_kinds(
+    codes, places, lengths, kinds, numbers, cb: tl.int64, cg: tl.int64, length, tiles, GROUPS: tl.constexpr,
+    CELLS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Count the tokens of one piece of a KV head whose cells are of kind 2, and of kind 1."""
+    this, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if lengths is not None:
+        length = tl.load(lengths + this // GROUPS).to(tl.int32)
+    both = tl.zeros([TILE], tl.int32)  # kind 1 from bit 16 on
+    for tile in range(piece * tiles, (piece + 1) * tiles):
+        at = tile * TILE + tl.arange(0, TILE)
+        kind = _kinds(codes, places, kinds, this, cb, cg, at, at < length, GROUPS, CELLS)
+        both += (kind == 2).to(tl.int32) + ((kind == 1).to(tl.int32) << 16)
+    to = numbers + (this * tl.num_programs(1) + piece) * 2
+    tl.store(to, tl.sum(both & 0xFFFF, 0))
+    tl.store(to + 1, tl.sum(both >> 16, 0))
+
+
+@triton.jit(do_not_specialize=["tiles", "room"])
+def _place_kinds(
+    codes, places, lengths, kinds, numbers, cb: tl.int64, cg: tl.int64, length, tiles, GROUPS: tl.constexpr,
+    CELLS: tl.constexpr, TILE: tl.constexpr, out, needs, counts, room, PIECES: tl.constexpr,
+):  # fmt: skip
+    """Write the chosen tokens of one piece of a KV head at the places that the earlier pieces
+    leave."""
+    this, piece, pieces = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    if lengths is not None:
+        length = tl.load(lengths + this // GROUPS).to(tl.int32)
+    each = tl.arange(0, PIECES)
+    before = numbers + (this * pieces + each) * 2
+    larger = tl.sum(tl.load(before, mask=each < piece, other=0), 0)
+    equal, need = tl.sum(tl.load(before + 1, mask=each < piece, other=0), 0), tl.load(needs + this)
+    for tile in range(piece * tiles, (piece + 1) * tiles):
+        at = tile * TILE + tl.arange(0, TILE)
+        kind = _kinds(codes, places, kinds, this, cb, cg, at, at < length, GROUPS, CELLS)
+        place, taken, larger, equal = placed(kind == 2, kind == 1, larger, equal, need)
+        tl.store(out + this * room + place, at.to(tl.int64), mask=taken)
+    if counts is not None:
+        fill(out + this * room, tl.load(counts + this // GROUPS).to(tl.int32), room, piece, pieces, TILE)

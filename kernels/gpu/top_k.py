@@ -30,7 +30,7 @@ _MOST_PROGRAMS = 1056  # that search by bytes, if there are fewer rows: each lea
 
 _LEAST = tl.constexpr(-(2**31))
 _FIELD = tl.constexpr(21)  # bits of a number of entries
-_MOST = tl.constexpr(2**21 - 1)  # entries of a row that is searched two bits at a time
+MOST = tl.constexpr(2**21 - 1)  # entries of a row that is searched two bits at a time
 _BYTES = tl.constexpr(4)  # of a key
 _BINS = tl.constexpr(256)  # values of a byte
 
@@ -156,7 +156,7 @@ def kth_largest(keys, times, count):
         low, middle, high = least ^ bit, least ^ (bit << 1), least ^ bit ^ (bit << 1)
         reached = tl.where(keys >= low, once, 0) + (tl.where(keys >= middle, once, 0) << _FIELD)
         reached = tl.sum(reached + (tl.where(keys >= high, once, 0) << (2 * _FIELD)))
-        of_low, of_middle, of_high = reached & _MOST, (reached >> _FIELD) & _MOST, reached >> (2 * _FIELD)
+        of_low, of_middle, of_high = reached & MOST, (reached >> _FIELD) & MOST, reached >> (2 * _FIELD)
         upper = tl.where(of_high >= count, high, middle)
         least = tl.where(of_middle >= count, upper, tl.where(of_low >= count, low, least))
         exact = (of_low == count) | (of_middle == count) | (of_high == count)

@@ -9,7 +9,7 @@ from methods.base import Cost, LayerWorkload, Plan
 from methods.tiers.codec import PLAIN, Codec
 from methods.tiers.tier import DEVICE
 
-FP32, INT64 = 4, 8  # bytes of an element
+FP32, INT32, INT64 = 4, 4, 8  # bytes of an element
 
 
 def dense(case: LayerWorkload) -> Cost:

@@ -39,7 +39,7 @@ CASES = (
     "column_sums-dim96-17of51", "column_sums-dim128-32of300", "row_scores-dim256-g4-128",
     "channel_sums-g4-16x4100", "channel_sums-g3-5x31",
     "gather_rows-gqa8-dim96-65", "group_margins-g3-30of31", "top_k-333of1000", "top_k-1of70001",
-    "top_k-23333of70001", "top_k-some-of-20001",
+    "pq_best-usual", "pq_best-wide", "pq_best-some-3-of-each", "top_k-23333of70001", "top_k-some-of-20001",
     "group_weights-g3-31-sum", "group_weights-g8-333-largest", "pq_weights-m2b6-g4", "pq_weights-m4b8-g3",
     "rebuild_keys-gqa4-dim128-rank26-129", "rebuild_keys-32-of-48-turned", "segment_attention-3-of-each-g3",
     "segment_attention-rows-of-one-number", "pq_weights-3-of-each", "top_k-some-of-3", "top_k-some-of-70001",

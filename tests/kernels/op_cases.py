@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from kernels import reference
 from kernels.coded import Coded, CodedFloats
 from kernels.partial import Guess
 from kernels.ragged import Ragged
-from kernels.reference import Segment
+from kernels.reference import Segment, pq_held
 from kernels.windowed import windowed_attention
 from tests.kernels import coded_cases
 from tests.kernels.guarded import GUARD, copied
@@ -402,6 +403,27 @@ def pq_weights_far() -> Iterator[OpCase]:
     yield OpCase("pq_weights", "far-bound", (q, far, codes.clamp(min=1), 1.0))
 
 
+def pq_best() -> Iterator[OpCase]:
+    """Two pieces, and a cell with most of the tokens; odd numbers; all and none are chosen; wide heads."""
+    for name, clusters, dim, group, tokens, count in (
+        ("usual", 64, 128, 4, 4100, 300), ("few", 13, 96, 3, 70, 1), ("all", 5, 64, 16, 333, 333),
+        ("none", 4, 64, 1, 9, 0), ("wide", 64, 256, 2, 900, 800),
+    ):  # fmt: skip
+        codes = torch.randint(clusters, (2, 2, tokens, 2), generator=draw(7)).to(torch.uint8)
+        codes[0, 1, tokens // 3 :] = 2
+        q, centroids = random(1, 2, 2 * group, 1, dim), random(8, 2, 2, 2, clusters, dim // 2)
+        yield OpCase("pq_best", name, (q, centroids, codes, pq_held(codes, clusters), 0.3, count))
+    q, far, codes, scale = next(pq_weights_far()).args
+    yield OpCase("pq_best", "far-bound", (q, far, codes, pq_held(codes, far.shape[3]), scale, 40))
+
+
+def best_by_codes(args: Sequence[Any]) -> Tensor:
+    """Return what `pq_best` should: of equal weights the first, in order."""
+    q, centroids, codes, _, scale, count = args
+    weights = reference.pq_weights(q.double(), centroids.double(), codes, scale)
+    return weights.sort(dim=-1, descending=True, stable=True).indices[..., :count].sort(-1).values
+
+
 def top_k() -> Iterator[OpCase]:
     for shape in ((1, 2, 1), (2, 3, 1000), (1, 1, 70_001)):
         for count in sorted({1, max(1, shape[-1] // 3), shape[-1]}):
@@ -441,6 +463,6 @@ def cases() -> list[OpCase]:
         merge_attention_with_lse, prefill_attention, windowed, column_sums, prefill_attention_with_column_sums,
         gather_rows, gather_tiers, row_scores, row_weights, page_scores, token_rows, pick_channels, live_scores,
         partial_products, rotate, rotate_to, channel_sums, channel_weights, group_weights, group_margins, pq_weights,
-        pq_weights_far, top_k, rebuild_keys,
+        pq_weights_far, pq_best, top_k, rebuild_keys,
     )  # fmt: skip
     return [case for group in groups for case in group()]

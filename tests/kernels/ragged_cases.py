@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from kernels.coded import Coded
 from kernels.per_sequence import PerSequence
 from kernels.ragged import Ragged
-from kernels.reference import Segment
+from kernels.reference import Segment, pq_held
 from tests.kernels import coded_cases
 from tests.kernels.op_cases import OpCase, draw, pick, picky, random
 
@@ -64,6 +64,16 @@ def pq_weights() -> Iterator[OpCase]:
         centroids = Ragged([random(i, 1, 2, 2, count, DIM // 2) for i, (_, count) in each], 3)
         args = (random(3, len(sizes), 6, 1, DIM), centroids, Ragged(codes), 0.3)
         yield OpCase("pq_weights", f"{len(sizes)}-of-each", args)
+
+
+def pq_best() -> Iterator[OpCase]:
+    for case in pq_weights():
+        q, centroids, codes, scale = case.args
+        each = zip(codes.parts, centroids.parts, strict=True)
+        held = Ragged([pq_held(own, part.shape[3]) for own, part in each])
+        counts = [(size + 1) // 2 for size in codes.sizes]
+        yield OpCase("pq_best", f"some-{case.name}", (q, centroids, codes, held, scale, PerSequence(counts)))
+        yield OpCase("pq_best", f"one-{case.name}", (q, centroids, codes, held, scale, 1))
 
 
 def top_k() -> Iterator[OpCase]:
@@ -194,5 +204,5 @@ def _stored(seed: int, sizes: Sequence[int], groups: int) -> Ragged:
 
 
 def ragged_cases() -> list[OpCase]:
-    groups = attention, attention_with_mean, pq_weights, top_k, index, pages, channels, chosen, codes
+    groups = attention, attention_with_mean, pq_weights, pq_best, top_k, index, pages, channels, chosen, codes
     return [case for group in groups for case in group()]

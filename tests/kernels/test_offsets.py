@@ -38,7 +38,7 @@ AXIS = {  # of a kernel's grid: that of heads, rows or problems, whose number mu
     "_attend": 0, "_merge": 0, "_merge_apart": 1, "_channels": 1, "_log_sum_exp": 0, "_weights": 1,
     "_margins": 1, "_copy": 1,
     "_from_tiers": 0, "_nearest": 1, "_sums": 0, "_table": 0, "_look_up": 1, "_rows": 1, "_columns": 1, "_rebuild": 1,
-    "_scores": 1, "_best": 0, "_count": 0, "_place": 0,
+    "_scores": 1, "_best": 0, "_count": 0, "_place": 0, "_cells": 0, "_count_kinds": 0, "_place_kinds": 0,
     "_norm": 0, "_turn": 2, "_gate": 0, "_attend_codes": 0, "_decode_rows": 1,
     "_token_rows": 1, "_pick": 0, "_mix": 0, "_mean": 0, "_receive": 1, "_products": 1, "_turn_to": 2,
 }  # fmt: skip
@@ -48,7 +48,7 @@ CASES = (
     "channel_sums-g3-5x31", "gather_rows-gqa8-dim96-65", "group_margins-g3-30of31", "group_weights-g3-31-sum",
     "group_weights-g4-4100-sum", "pq_weights-m2b6-g4", "pq_weights-m4b8-g3", "rebuild_keys-gqa4-dim128-rank26-129",
     "top_k-1of70001", "top_k-23333of70001", "segment_attention-3-of-each-g3", "pq_weights-3-of-each",
-    "top_k-some-of-70001", "top_k-some-of-20001", "row_scores-3-of-each",
+    "pq_best-usual", "pq_best-some-3-of-each", "top_k-some-of-70001", "top_k-some-of-20001", "row_scores-3-of-each",
     "row_weights-3-of-each", "channel_sums-2-of-each-300", "channel_weights-2-of-each-300", "gather_rows-3-of-each",
     "gather_tiers-gqa8-dim96-65", "gather_tiers-one-tier",
     "group_margins-some-of-3", "group_weights-4100-and-3", "rebuild_keys-3-of-each",

@@ -19,7 +19,16 @@ from kernels.reference import Segment
 from methods.tiers.rows import room_for
 from tests.kernels import ragged_cases as unequal
 from tests.kernels.guarded import guarded
-from tests.kernels.op_cases import OpCase, by_channel, converted, device_of, highest, joined_parts, random
+from tests.kernels.op_cases import (
+    OpCase,
+    best_by_codes,
+    by_channel,
+    converted,
+    device_of,
+    highest,
+    joined_parts,
+    random,
+)
 from tests.kernels.ragged_cases import ragged_cases
 
 HAS_GPU = torch.cuda.is_available()
@@ -28,7 +37,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 BACKENDS = "cpu", "triton"
 ON_GPU = {"cpu": [], "triton": [pytest.mark.gpu] if HAS_GPU else []}  # a part of `make test-gpu` where there is one
 SET_APART = re.compile("by-channel|attention_with_mean")  # the latter adds to an argument
-CHOOSING = "top_k", "group_weights", "group_margins"  # of logits, which are fp32 whatever the keys are
+CHOOSING = "top_k", "pq_best", "group_weights", "group_margins"  # of logits, which are fp32 whatever the keys are
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter is numpy, and masked lanes warn too
 
 
@@ -64,6 +73,10 @@ def test_one_call_for_all_equals_one_for_each(case: OpCase, backend: str, dtype:
         assert op.refusal(backend, *args) is None
         with guarded(args, backend):
             got = op(*args)
+    if case.op == "pq_best":
+        alone = sequence_by_sequence(tuple(args))
+        assert all(torch.equal(part, best_by_codes(own)) for part, own in zip(results(got), alone, strict=True))
+        return
     with use_backend("torch"):
         wanted = op(*converted(case.args, torch.float64))
     if case.op == "pick_channels":

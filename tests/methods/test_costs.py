@@ -123,6 +123,17 @@ def test_parameters_count(name: str, changes: dict[str, Any]) -> None:
         assert_near(*measured(method, Budget(0.3), placement))
 
 
+@pytest.mark.parametrize("placement", ["device", "host"])
+def test_numbers_of_keys_by_pair_of_codes_count_on_a_gpu_alone(placement: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    method = replace(method_of("pqcache"), m=2, b=5)  # type: ignore[type-var]
+    on_cpu, _ = measured(method, Budget(0.3), placement)
+    monkeypatch.setattr("methods.pqcache.queues", lambda device: True)
+    real, formula = measured(method, Budget(0.3), placement)
+    assert_near(real, formula)
+    shape = tiny("llama").config
+    assert real.device_bytes - on_cpu.device_bytes == shape.num_hidden_layers * shape.num_key_value_heads * 4 * 32**2
+
+
 def plain(name: str) -> Any:
     return build(_yaml(name), "method")
 

@@ -12,6 +12,7 @@ from torch.testing import assert_close
 
 from harness.engine.attach import attached
 from kernels import ops
+from kernels.dispatch import use_backend
 from methods.layers import Layer
 from methods.parts.kmeans_iterations import LENGTHS, Fit, polynomial
 from methods.pqcache import PQCache, PQRead
@@ -86,6 +87,22 @@ def test_step_equals_loops(shape: Shape, placement: str) -> None:
     middle = s.k(0)[:, :, MIDDLE].double()
     coded = torch.stack([torch.stack([reconstructed(head, 4, 32) for head in heads]) for heads in middle])
     assert_steps(s, coded, layer)
+
+
+def test_steps_by_pairs_of_codes_equal_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("kernels are compiled here, and tensors lie on the CPU")
+    monkeypatch.setattr("methods.pqcache.queues", lambda device: True)
+    s = sequences(SHAPES[-1])
+    (layer,) = s.start(replace(METHOD, m=2), BUDGET)
+    s.seal([layer], 0, PROMPT)
+    assert layer.reads.held.sum(-1).eq(PROMPT - SINKS - LOCAL).all()
+    middle = s.k(0)[:, :, MIDDLE].double()
+    coded = torch.stack([torch.stack([reconstructed(head, 2, 32) for head in heads]) for heads in middle])
+    with use_backend("triton"):
+        assert_steps(s, coded, layer)
 
 
 def test_codes_take_a_byte_up_to_256_centroids() -> None:

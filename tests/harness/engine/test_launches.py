@@ -20,7 +20,7 @@ from tests.launches import HEAD, METHODS, PAGE, SEQUENCES, attached_to, launches
 from tests.tiny import prompt
 
 AIMED = {  # for any number of sequences
-    "full": 10, "snapkv": 10, "pqcache": 15, "quest": 13, "shadowkv": 16, "h2o": 11,
+    "full": 10, "snapkv": 10, "pqcache": 13, "quest": 13, "shadowkv": 16, "h2o": 11,
     "oracle": 13, "rocketkv": 14, "sparq": 13,
 }  # fmt: skip
 
@@ -59,7 +59,9 @@ def test_the_table_holds_what_was_aimed_at() -> None:
     "name",
     ["full", "pqcache", "quest", "shadowkv", "sparq", "rocketkv", "infinigen", "h2o", "oracle", "adakv", "lm_infinite"],
 )
-def test_steps_of_interpreted_kernels_give_the_same_tokens(name: str) -> None:
+def test_steps_of_interpreted_kernels_give_the_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("methods.pqcache.queues", lambda device: True)  # it counts pairs of codes on a GPU
+
     def tokens(backend: str) -> list[list[list[int]]]:
         with attached_to(name) as kv:
             engine = Engine(kv)
