@@ -13,8 +13,9 @@ import torch
 from flash_attn import flash_attn_func, flash_attn_with_kvcache
 from torch import Tensor
 
+from kernels import ops
 from kernels.ragged import RAGGED, Ragged
-from kernels.reference import Segment, merge_attention
+from kernels.reference import Segment
 
 _RETURNS_LSE = "return_softmax_lse" in signature(flash_attn_with_kvcache).parameters
 _WIDEST = 256  # channels of a head
@@ -58,7 +59,8 @@ def segment_attention_with_lse(q: Tensor, segments: Sequence[Segment], scale: fl
         lses.append(lse if live is None else lse.masked_fill(live.unsqueeze(1) == 0, float("-inf")))
     if len(outs) == 1:
         return outs[0], lses[0]
-    return merge_attention(outs, lses), torch.stack(lses).logsumexp(0)
+    merged: tuple[Tensor, Tensor] = ops.merge_attention_with_lse(outs, lses)
+    return merged
 
 
 def segment_attention_refuses(q: Tensor, segments: Sequence[Segment], scale: float) -> str | None:

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels import ops
 from kernels.gpu import decode
 from kernels.gpu.choose import log_sum_exp
 from kernels.gpu.common import padded, product, split, stages, unfit_floats, unfit_group, unfit_heads, unfit_shape
@@ -28,7 +29,7 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     projection wants."""
     if q.shape[2] == 1:
         return decode.segment_attention(q, [Segment(k, v)], scale)
-    return _attention(q, k, v, scale)[0]
+    return windowed_attention(q, k, v, scale, k.shape[2] - q.shape[2], EVERY)[0]
 
 
 def prefill_attention_refuses(q: Tensor, k: Tensor, v: Tensor, scale: float) -> str | None:
@@ -56,8 +57,9 @@ def prefill_attention_with_column_sums(q: Tensor, k: Tensor, v: Tensor, scale: f
     queries, [B H S], as kernels/column_sums.py defines them."""
     if q.shape[2] == 1:
         return _one_query(q, k, v, scale)
-    out, lse = _attention(q, k, v, scale)
-    return out, _run_columns(q, k, lse, scale)
+    # torch's FlashAttention is faster, where it is
+    out, lse = ops.windowed_attention(q, k, v, scale, k.shape[2] - q.shape[2], k.shape[2])
+    return out, _run_columns(q, k, lse.contiguous(), scale)
 
 
 def prefill_attention_with_column_sums_refuses(q: Tensor, k: Tensor, v: Tensor, scale: float) -> str | None:
@@ -84,13 +86,6 @@ def windowed_sums(q: Tensor, k: Tensor, lse: Tensor, scale: float, first: int, w
 
 def windowed_sums_refuses(q: Tensor, k: Tensor, lse: Tensor, scale: float, first: int, window: int) -> str | None:
     return _unfit(q, k) or unfit_shape(lse, *q.shape[:3]) or unfit_floats(lse)
-
-
-def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    out = q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3])).transpose(1, 2)
-    lse = q.new_empty((*q.shape[:3], 1), dtype=torch.float32)
-    _run_rows(q, k, v, out, lse, scale, k.shape[2] - q.shape[2])
-    return out, lse
 
 
 def _one_query(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
