@@ -78,7 +78,7 @@ def _run(
     (batch, groups, heads, width), count = q.shape, x.shape[3]
     counts = x.counts if isinstance(x, Ragged) else None
     first, places, aligned = located(x)
-    step = _STEP if heads <= 4 else _STEP // 2  # more heads leave fewer registers to loads
+    step = _STEP if heads <= 4 and first.element_size() == 2 else _STEP // 2  # registers and shared memory are few
     _channels[(triton.cdiv(count, _BLOCK), batch * groups)](
         q.contiguous(), first, places, counts, channels.contiguous(), out, lses, scale, *first.stride()[:3],
         out.stride(-2), count, groups, heads, min(_HEADS, padded(heads, 1)), width, summed, _BLOCK, step, aligned,
@@ -106,7 +106,7 @@ def _products(
     channels, of which STEP are loaded at once. WHOLE: all tokens of the block exist, so that they
     are loaded without a mask, several by one instruction. -> [FOLD BLOCK]"""
     total = tl.zeros([FOLD, BLOCK], tl.float32)
-    for start in range(0, WIDTH // STEP * STEP, STEP):
+    for start in tl.range(0, WIDTH // STEP * STEP, STEP, num_stages=2):  # the next are on their way
         for place in tl.static_range(STEP):
             total += _product(q, keys, step, channels, token, live, row, mine, start + place, WIDTH, WHOLE)
     for place in tl.static_range(WIDTH // STEP * STEP, WIDTH):
