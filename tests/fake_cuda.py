@@ -20,12 +20,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kernels.dispatch import watched
 from kernels.step_inputs import CaptureError
 from tests.cpu_graph import CpuGraph, StepMemory
-from tests.dispatched import DispatchRecorder, changed_by, is_launch
+from tests.dispatched import changed_by, is_launch
 
 ANYTHING = 0x5A  # in every byte of memory that nobody has written
 MODEL, SECOND = 0, 1  # streams
@@ -85,16 +86,16 @@ class TwoStreams:
         self._known[stream] = list(map(max, self._known[stream], known))
 
     @property
-    def given(self) -> int:
-        """How many operations the second stream was given."""
-        return self._known[SECOND][SECOND]
+    def open(self) -> int:
+        """How many operations of the second stream the model's stream has not waited for."""
+        return self._known[SECOND][SECOND] - self._known[MODEL][SECOND]
 
-    @property
-    def joined(self) -> bool:
-        return self._known[MODEL][SECOND] == self.given
-
-    def used(self, func: Any, args: Any, kwargs: Any, out: Any, changed: list[Tensor]) -> None:
-        """Check an operation of torch, and note what it uses."""
+    def used(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Check an operation of torch, and note what it uses. While the second stream has nothing to do, the model's
+        needs no check: the next fork comes behind it."""
+        if self.stream == MODEL and not self.open:
+            return
+        changed = changed_by(func, args, kwargs)
         given, results = _storages((args, kwargs)), _storages(out)
         made = {at: results[at] for at in results.keys() - given.keys()}
         if made:
@@ -131,14 +132,16 @@ class TwoStreams:
                 del self._memory[at]
 
 
-class _Watch(DispatchRecorder):
+class _Watch(TorchDispatchMode):
     def __init__(self, streams: TwoStreams) -> None:
         super().__init__()
         self._streams = streams
 
-    def has_run(self, *ran: Any) -> None:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
         if StreamedGraph.current() is None:
-            self._streams.used(*ran)
+            self._streams.used(func, args, kwargs or {}, out)
+        return out
 
 
 def _storages(value: Any) -> dict[int, torch.UntypedStorage]:
@@ -175,21 +178,19 @@ class StreamedGraph(CpuGraph):
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        streams = TwoStreams.active
-        given = streams.given if streams else 0
         self.capturing_now.append(self)
         try:
             with super().capturing():
                 yield
         finally:
             self.capturing_now.pop()
-        if streams is not None and streams.given > given and not streams.joined:
+        if TwoStreams.active is not None and TwoStreams.active.open:
             raise CaptureError("the stream beside the model's was not joined before the capture ended")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if TwoStreams.active is not None:
-            TwoStreams.active.used(func, args, kwargs or {}, out, changed_by(func, args, kwargs or {}))
+            TwoStreams.active.used(func, args, kwargs or {}, out)
         return out
 
     def replay(self) -> None:

@@ -53,14 +53,15 @@ def model_on(device: str, heads: tuple[int, int, int] | None = None) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nobody asks the device, and it has two streams; which memory they share, plain torch shows."""
-    if torch.cuda.is_available():
-        yield
-        return
-    as_on_a_gpu(monkeypatch)
-    with side_stream(), use_backend("torch"):
-        yield
+def _as_on_a_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nobody asks the device. It has two streams if rows lie on the host; what memory they share, plain torch shows."""
+    if not torch.cuda.is_available():
+        as_on_a_gpu(monkeypatch)
+        if request.node.callspec.params.get("placement") == "host":
+            with side_stream(), use_backend("torch"):
+                yield
+            return
+    yield
 
 
 def engines(kv: Any, device: str) -> tuple[Engine, Engine]:

@@ -195,6 +195,18 @@ def test_a_run_is_known_by_the_device_and_dtype_that_auto_chose(
     assert Job.plan(PQ, niah(), model, Settings(results=results, dtype="fp16")).config["dtype"] == "fp16"
 
 
+def test_overlap_is_on_by_default_only_where_a_gpu_gains_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def resolved(overlap: str) -> str:
+        return str(Job.plan(PQ, niah(), MODEL, Settings(placement="host", overlap=overlap)).config["overlap"])
+
+    assert [resolved(overlap) for overlap in ("auto", "off", "on")] == ["auto", "auto", "on"]
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert [resolved(overlap) for overlap in ("auto", "off", "on")] == ["off", "off", "on"]
+    monkeypatch.setattr("harness.models.devices.OVERLAP_HELPS", {"PQCache"})
+    assert [resolved(overlap) for overlap in ("auto", "off", "on")] == ["on", "off", "on"]
+
+
 def test_a_limit_that_is_the_examples_own_is_no_other_run() -> None:
     own, same, other = (
         Job.plan(PQ, niah(), MODEL, Settings(generation=GenerationSettings(max_new_tokens=limit)))
