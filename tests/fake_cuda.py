@@ -97,16 +97,16 @@ class TwoStreams:
             return
         changed = changed_by(func, args, kwargs)
         given, results = _storages((args, kwargs)), _storages(out)
-        made = {at: results[at] for at in results.keys() - given.keys()}
-        if made:
+        fresh = {at: results[at] for at in results.keys() - given.keys()}
+        if fresh:
             self._give_away()
         if not is_launch(func, args, kwargs, out, changed):
             written = {}
         else:
             self._known[self.stream][self.stream] += 1
-            written = _storages(changed) | made
-        for at, storage in (given | made).items() if written or made else ():
-            memory = self._memory.setdefault(at, Memory(StorageWeakRef(storage), self.stream if at in made else MODEL))
+            written = _storages(changed) | fresh
+        for at, storage in (given | fresh).items() if written or fresh else ():
+            memory = self._memory.setdefault(at, Memory(StorageWeakRef(storage), self.stream if at in fresh else MODEL))
             self._use(func, at, memory, at in written, at in given and bool(written))
 
     def _use(self, func: Any, at: int, memory: Memory, writes: bool, reads: bool) -> None:
@@ -168,9 +168,9 @@ class StreamedGraph(CpuGraph):
         return [room for at, room in self._places.items() if self._streams[at] == self._stream]
 
     def _on_the_cpu(self, like: Tensor) -> Tensor:
-        made = super()._on_the_cpu(like)
-        self._streams.setdefault(made.untyped_storage().data_ptr(), self._stream)
-        return made
+        result = super()._on_the_cpu(like)
+        self._streams.setdefault(result.untyped_storage().data_ptr(), self._stream)
+        return result
 
     @property
     def _stream(self) -> int:

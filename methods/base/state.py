@@ -167,8 +167,9 @@ class CacheState:
         return self.engine.begin(read, self.traffic, device, ahead=self.ahead and early, by_device=by_device)
 
     def defer(self, action: Callable[[], None]) -> None:
-        """Run `action` when another layer defers one, or when the step ends, so that what it waits
-        for has about the time of one layer to come."""
+        """Run `action` later in this step: when another layer defers one, or at the end. A layer
+        so puts off a wait for rows that nothing reads before the next step, which then come while
+        about one layer of the model computes."""
         self.run_deferred()
         self.deferred.append(action)
 
