@@ -151,7 +151,7 @@ def _attention(x: Inputs) -> Iterator[OpCase]:
         what = f"KIVI of {bits} bits, {x.tokens}"
         yield OpCase("coded_attention", what, (x.q, x.coded(bits), x.scale), flops * x.tokens)
     parts = [x.random(*x.q.shape) for _ in range(2)], [torch.randn_like(x.q[..., 0, 0].float()) for _ in range(2)]
-    yield OpCase("merge_attention", "two parts", parts)
+    yield from (OpCase(name, "two parts", parts) for name in ("merge_attention", "merge_attention_with_lse"))
 
 
 def _scores(x: Inputs) -> Iterator[OpCase]:
