@@ -68,7 +68,7 @@ class LayerDecoding:
     def step(self) -> None:
         with step_threads(self.shape.device):
             if self.guess is not None:  # a layer that chooses while the one before it runs
-                self.guess(self.next)
+                self.guess(self.next, None)
             self.layer.decode(self.next)
 
     def rewind(self, tokens: int) -> None:

@@ -36,6 +36,7 @@ _READ: dict[str, Callable[..., int]] = {
     "segment_attention_with_lse": _segments,
     "attention_with_mean": lambda q, segments, scale, *_: _segments(q, segments, scale),
     "merge_attention": lambda outs, lses: _whole(*outs),
+    "partial_products": lambda guess, new: _whole(*(x.basis for x in (guess, new) if x is not None)),
     "merge_attention_with_lse": lambda outs, lses: _whole(*outs),
     "coded_attention": lambda q, coded, scale: _whole(*coded[:4]),
     "decode_rows": lambda coded, rows, blocks, dtype: (
