@@ -8,11 +8,13 @@ codes are read from memory. Products and sums run in fp32."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from kernels import ops
 from kernels.per_sequence import PerSequence
 from kernels.quantise import dequantise, from_float8
 from kernels.ragged import Ragged, by_sequence
@@ -98,32 +100,51 @@ def _between(x: Tensor, first: int | PerSequence, end: int | PerSequence) -> Ten
 
 
 @by_sequence
-def coded_attention(q: Tensor, coded: Codes, scale: float) -> tuple[Tensor, Tensor]:
-    """Attend from one token per sequence to all tokens in `coded`, and return the log-sum-exp of
-    the softmax too. q [B H 1 D] -> [B H 1 D], [B H] (fp32)"""
-    attended: tuple[Tensor, Tensor]
-    if isinstance(coded, CodedFloats):
-        attended = segment_attention_with_lse(q, [Segment(*coded.decoded(q.dtype))], scale)
-        return attended
-    k_least, k_step = coded.k_range.unsqueeze(3).chunk(2, -1)
-    k = dequantise(coded.k.unflatten(2, (-1, coded.block)), k_least, k_step, coded.bits, q.dtype).flatten(2, 3)
-    v_least, v_step = coded.v_range.chunk(2, -1)
-    v = dequantise(coded.v, v_least, v_step, coded.bits, q.dtype)
-    attended = segment_attention_with_lse(q, [Segment(k, v)], scale)
+def coded_attention(q: Tensor, segments: Sequence[Segment | Codes], scale: float) -> tuple[Tensor, Tensor]:
+    """Attend from one token per sequence to all tokens of `segments`, some of which are codes,
+    under one softmax, and return its log-sum-exp too. q [B H 1 D] -> [B H 1 D], [B H] (fp32)"""
+    codes = [segment for segment in segments if not isinstance(segment, Segment)]
+    parts = [segment_attention_with_lse(q, [_decoded(coded, q.dtype)], scale) for coded in codes]
+    if plain := [segment for segment in segments if isinstance(segment, Segment)]:
+        parts.append(ops.segment_attention_with_lse(q, plain, scale))
+    attended: tuple[Tensor, Tensor] = ops.merge_attention_with_lse(*zip(*parts, strict=True)) if parts[1:] else parts[0]
     return attended
 
 
+def _decoded(coded: Codes, dtype: torch.dtype) -> Segment:
+    """Return the keys and values of all tokens in `coded` as numbers of `dtype`."""
+    if isinstance(coded, CodedFloats):
+        return Segment(*coded.decoded(dtype))
+    k_least, k_step = coded.k_range.unsqueeze(3).chunk(2, -1)
+    k = dequantise(coded.k.unflatten(2, (-1, coded.block)), k_least, k_step, coded.bits, dtype).flatten(2, 3)
+    v_least, v_step = coded.v_range.chunk(2, -1)
+    return Segment(k, dequantise(coded.v, v_least, v_step, coded.bits, dtype))
+
+
 @by_sequence
-def decode_rows(coded: Codes, rows: Tensor | None, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def decode_rows(
+    coded: Codes,
+    rows: Tensor | None,
+    blocks: Tensor | None,
+    dtype: torch.dtype,
+    recent: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
     """Turn codes of the tokens `rows` back into keys and values [B G K D]. rows [B G K]: indices
     into `k`, `v` and `v_range`, or None for all; blocks [B G K]: for each token the index of its
-    block in `k_range`.
+    block in `k_range`, or None if all tokens stand in their blocks. recent: exact values [B G K D],
+    and how many of them, from the first on, are not used (on the device, [1] or [B] int64).
 
     There are two indices because moved rows have an order of their own, while `k_range` stays where
     it is. Floats (`CodedFloats`) do not use `blocks`."""
     if isinstance(coded, CodedFloats):
-        return CodedFloats(*(x if rows is None else gather_rows(x, rows) for x in coded)).decoded(dtype)
-    k, v, v_range = (x if rows is None else gather_rows(x, rows) for x in (coded.k, coded.v, coded.v_range))
-    k_least, k_step = gather_rows(coded.k_range, blocks).chunk(2, -1)
-    v_least, v_step = v_range.chunk(2, -1)
-    return dequantise(k, k_least, k_step, coded.bits, dtype), dequantise(v, v_least, v_step, coded.bits, dtype)
+        k, v = CodedFloats(*(x if rows is None else gather_rows(x, rows) for x in coded)).decoded(dtype)
+    elif blocks is None:
+        k, v = _decoded(coded, dtype)[:2]
+    else:
+        k, v, v_range = (x if rows is None else gather_rows(x, rows) for x in (coded.k, coded.v, coded.v_range))
+        (k_least, k_step), (v_least, v_step) = gather_rows(coded.k_range, blocks).chunk(2, -1), v_range.chunk(2, -1)
+        k, v = dequantise(k, k_least, k_step, coded.bits, dtype), dequantise(v, v_least, v_step, coded.bits, dtype)
+    if recent is not None:
+        exact, unused = recent
+        v = torch.where(torch.arange(v.shape[2], device=v.device).view(-1, 1) < unused.view(-1, 1, 1, 1), v, exact)
+    return k, v

@@ -88,17 +88,13 @@ def segment_attention_with_lse(
 
 def _attended(q: Tensor, segments: Sequence[Segment | Codes], scale: float) -> tuple[Tensor, Tensor]:
     """Attend to all segments without a sink logit (no further term in the softmax), and return the
-    log-sum-exp too. Coded segments, which hold quantised keys and values, are read by an operation
-    of their own, and merged with the rest. q [B H 1 D] -> [B H 1 D], [B H]"""
-    parts = [ops.coded_attention(q, segment, scale) for segment in segments if not isinstance(segment, Segment)]
-    if rest := [segment for segment in segments if isinstance(segment, Segment)]:
-        parts.append(ops.segment_attention_with_lse(q, rest, scale))
-    if len(parts) == 1:
-        alone: tuple[Tensor, Tensor] = parts[0]
-        return alone
-    outs, lses = zip(*parts, strict=True)
-    merged: tuple[Tensor, Tensor] = ops.merge_attention_with_lse(outs, lses)
-    return merged
+    log-sum-exp too. If some segments are codes (quantised keys and values), an operation of its own
+    reads all. q [B H 1 D] -> [B H 1 D], [B H]"""
+    coded = not all(isinstance(segment, Segment) for segment in segments)
+    attended: tuple[Tensor, Tensor] = (ops.coded_attention if coded else ops.segment_attention_with_lse)(
+        q, segments, scale
+    )
+    return attended
 
 
 def column_sums(q: Tensor, k: Tensor, scale: float, sink_logits: Tensor | None) -> Tensor:

@@ -64,10 +64,10 @@ class KiviLayer(Layer, capturable=True):
         if self.far is None:
             return super().attend_all(q)
         older, last = self.parts or self._parts(self.far)
-        blocks = torch.arange(self.method.residual, device=last.k.device) // last.block
-        k, v = ops.decode_rows(last, None, blocks.expand(*last.k.shape[:2], -1), self.request.dtype)
-        exact = Segment(k, self._with_recent(v, self.store.count(-1)))
-        return self.attend(q, *older, exact, self.store.since(0))
+        assert self.recent is not None
+        recent = record_input("recent", self.recent), self.store.count(-1)
+        k, v = ops.decode_rows(last, None, None, self.request.dtype, recent)
+        return self.attend(q, *older, Segment(k, v), self.store.since(0))
 
     def _parts(self, far: Pool) -> tuple[list[Coded], Coded]:
         """Return the codes of all blocks of tokens but the last, as a list that is empty if there
@@ -76,17 +76,6 @@ class KiviLayer(Layer, capturable=True):
         assert isinstance(codes, Coded)
         count = far.length - self.method.residual
         return ([codes.tokens(0, count)] if count else []), codes.tokens(count, far.length)
-
-    def _with_recent(self, v: Tensor, newer: Tensor) -> Tensor:
-        """Put exact values into v [B G S D], decoded from codes, for the tokens that are followed
-        by fewer than `residual` (a parameter of KIVI) others, and return v. `newer`: how many
-        tokens after these are not encoded; it is a tensor on the device, since a step may be
-        captured in a CUDA graph."""
-        assert self.recent is not None
-        count = self.method.residual
-        old = torch.arange(count, device=v.device).view(-1, 1) < newer.view(-1, 1, 1, 1)
-        v[:, :, -count:] = torch.where(old, v[:, :, -count:], record_input("recent", self.recent))
-        return v
 
     def new_pool(self, room: int) -> Pool:
         return Pool(self.spec, self.cache, self.method.whole_blocks(room), self.method.codec)
@@ -105,9 +94,9 @@ class KiviLayer(Layer, capturable=True):
     def bring_back(self) -> None:
         waiting, quantised = self.store.length, self.away
         super().bring_back()
-        if quantised:
-            newer = self.cache.counters.tensor(waiting, self.request.device)
-            self._with_recent(self.store.v[:, :, :quantised], newer)
+        if quantised:  # the values that fewer than `residual` tokens follow are exact
+            assert self.recent is not None
+            self.store.v[:, :, quantised - self.method.residual + waiting : quantised] = self.recent[:, :, waiting:]
         self.recent = None
 
     @property

@@ -29,6 +29,7 @@ from harness.engine.batch.running import RunningBatch
 from harness.engine.engine import Engine
 from harness.engine.forward import BlockForward
 from kernels.dispatch import use_backend
+from methods.kivi import Kivi
 from methods.shadowkv import ShadowKV
 from tests.dispatched import NO_LAUNCH, DispatchRecorder, is_launch
 from tests.generated_pages import DOCS, code, table, with_table
@@ -41,7 +42,7 @@ BUDGET = 0.5
 SEQUENCES = (1, 4, 8)
 METHODS = (
     "full", "streaming", "snapkv", "pyramidkv", "pqcache", "quest", "shadowkv", "h2o", "oracle", "lm_infinite",
-    "infinigen", "rocketkv", "sparq", "adakv", "infllm",
+    "infinigen", "rocketkv", "sparq", "adakv", "infllm", "kivi",
 )  # fmt: skip
 HEAD = ("method", *(f"{count} sequence{'s' if count > 1 else ''}" for count in SEQUENCES))
 PAGE = DOCS / "kernels.md"
@@ -114,6 +115,8 @@ def attached_to(name: str) -> Any:
     """Attach a method, made small, to the model. Without a hit cache, whose sequences attend one after the other."""
     method = small(name)
     method = replace(method, hit_cache=False) if isinstance(method, ShadowKV) else method
+    # every prompt fills more than one block, and no step does
+    method = replace(method, group=4, residual=20) if isinstance(method, Kivi) else method
     budget = BUDGET if method.uses_budget else None
     return attached(joined_model(), method, budget=budget, calibration=prompt(64, seed=9))
 

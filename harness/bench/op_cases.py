@@ -149,7 +149,7 @@ def _attention(x: Inputs) -> Iterator[OpCase]:
     yield OpCase("attention_with_mean", f"SparQ, {chosen}", args, 2 * flops * x.budget)
     for bits in BITS:
         what = f"KIVI of {bits} bits, {x.tokens}"
-        yield OpCase("coded_attention", what, (x.q, x.coded(bits), x.scale), flops * x.tokens)
+        yield OpCase("coded_attention", what, (x.q, [x.coded(bits)], x.scale), flops * x.tokens)
     parts = [x.random(*x.q.shape) for _ in range(2)], [torch.randn_like(x.q[..., 0, 0].float()) for _ in range(2)]
     yield from (OpCase(name, "two parts", parts) for name in ("merge_attention", "merge_attention_with_lse"))
 

@@ -46,12 +46,11 @@ def _attention(q: Tensor, segments: Sequence[Segment], scale: float) -> Rival:
     return Rival("gather + sdpa", chosen)
 
 
-def _over_codes(q: Tensor, coded: Coded, scale: float) -> Rival:
-    """Return the alternative to attention over quantised keys and values (`coded`): dense attention
-    over the same keys and values, decoded to the dtype of `q` beforehand. Decoding is not part of
+def _over_codes(q: Tensor, segments: Sequence[Coded], scale: float) -> Rival:
+    """Return the alternative to attention over one segment of quantised keys and values: dense
+    attention over the same keys and values, decoded to the dtype of `q` beforehand. Decoding is not part of
     the call that is timed."""
-    blocks = torch.arange(coded.k.shape[2], device=q.device) // coded.block
-    k, v = ops.decode_rows(coded, None, blocks.expand(coded.k.shape[:3]), q.dtype)
+    k, v = ops.decode_rows(segments[0], None, None, q.dtype)
     return Rival("Full, not coded", lambda: ops.segment_attention_with_lse(q, [Segment(k, v)], scale))
 
 

@@ -1,110 +1,180 @@
 """Computes attention over codes, and decodes rows of them.
 
-A tile of tokens lies in one block, so that its keys share one range, which is loaded once.
-"""
+Each byte is read once. Its codes become fp16 numbers, which hold them exactly: the bits of a code
+behind those of 1024 are 1024 + code. The codes of a plane, which have the same place in their
+bytes, are neighbouring channels, and their product with a query is a sum of products of planes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import gcd
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.coded import Coded, CodedFloats, Codes
+from kernels.coded import CodedFloats, Codes
 from kernels.gpu.common import (
     DTYPES,
+    fused,
     head_rows,
     located,
     padded,
+    places,
     product,
-    split,
-    stages,
     unfit,
     unfit_floats,
     unfit_heads,
+    unfit_numbers,
     unfit_shape,
     unfit_sharing,
 )
-from kernels.gpu.decode import merged
+from kernels.gpu.decode import merged, read_parts, segment_attention_refuses
 from kernels.ragged import Ragged, first_of
+from kernels.reference import Segment
 
-_MOST, _LEAST = 32, 16  # tokens of a tile
 _TILE = 2048  # numbers that a program decodes
+_THREADS = 128  # of a program
 
 
-def coded_attention(q: Tensor, coded: Codes, scale: float) -> tuple[Tensor, Tensor]:
-    """Attend from one token per sequence to coded keys and values, as kernels/coded.py defines it:
-    q [B H 1 D] -> [B H 1 D], log-sum-exp [B H]. Tokens are cut into pieces and merged as in
-    decode.py."""
-    (batch, heads, _, dim), (_, groups, count, _) = q.shape, coded.k.shape
-    q, block = q.contiguous(), _tokens_of_a_tile(coded)
-    pieces, length = split(max(count, 1), batch * groups, block)
-    outs = q.new_empty((batch * heads, pieces, dim), dtype=torch.float32)
-    lses = q.new_empty((batch * heads, pieces), dtype=torch.float32)
-    group, tensors, tables, aligned = heads // groups, *_located(coded)
-    counts = coded.k.counts if isinstance(coded.k, Ragged) else None
-    _attend_codes[(batch * groups, pieces)](
-        q, *tensors, *tables, counts, outs, lses, scale, *_strides(tensors), count, length, pieces, groups, group,
-        padded(group), dim, padded(dim), *coded.kind, block, *aligned, num_warps=4, num_stages=stages(q),
-    )  # fmt: skip
+def coded_attention(q: Tensor, segments: Sequence[Segment | Codes], scale: float) -> tuple[Tensor, Tensor]:
+    """Attend from one token per sequence to coded and other segments, as kernels/coded.py defines
+    it: q [B H 1 D] -> [B H 1 D], log-sum-exp [B H]. Tokens are cut into pieces as in decode.py; the
+    results of all segments' pieces lie side by side and are merged at once."""
+    q, codes = q.contiguous(), [segment for segment in segments if not isinstance(segment, Segment)]
+    tiles = [_tokens_of_a_tile(coded, q.dtype) for coded in codes]
+    cuts = [_cut(coded, tile) for coded, tile in zip(codes, tiles, strict=True)]
+    plain = [segment for segment in segments if isinstance(segment, Segment)]
+    outs, lses, firsts = read_parts(q, plain, scale, more=sum(pieces for pieces, _ in cuts))
+    first = firsts[-1]
+    for coded, tile, (pieces, most) in zip(codes, tiles, cuts, strict=True):
+        (batch, heads, _, dim), (_, groups, count, _) = q.shape, coded.k.shape
+        group, (tensors, tables, aligned) = heads // groups, _located(coded)
+        counts = coded.k.counts if isinstance(coded.k, Ragged) else None
+        _attend_codes[(batch * groups, pieces)](
+            q, *tensors, *tables, counts, outs, lses, scale, *_strides(tensors), count, most, first, lses.shape[1],
+            groups, group, padded(group), dim, padded(_row_bytes(coded)), *coded.kind, tile, *aligned,
+            num_warps=_THREADS // 32, num_stages=2,
+        )  # fmt: skip
+        first += pieces
     return merged(outs, lses, torch.empty_like(q))
 
 
-def coded_attention_refuses(q: Tensor, coded: Codes, scale: float) -> str | None:
-    if isinstance(coded, Coded) and _tokens_of_a_tile(coded) < _LEAST:
-        return f"takes blocks of a multiple of {_LEAST} tokens, got {coded.block}"
-    return (
-        unfit_shape(q, coded.k.shape[0], None, 1, coded.dim)
-        or unfit_sharing(q.shape[1], coded.k.shape[1])
-        or unfit_heads(q)
-        or unfit_floats(q)
-        or _unfit(coded)
-        or _unfit_blocks(coded)
-    )
+def coded_attention_refuses(q: Tensor, segments: Sequence[Segment | Codes], scale: float) -> str | None:
+    plain = [segment for segment in segments if isinstance(segment, Segment)]
+    if plain and (reason := segment_attention_refuses(q, plain, scale)):
+        return reason
+    for coded in segments:
+        if not isinstance(coded, Segment) and (
+            reason := (
+                unfit_shape(q, coded.k.shape[0], None, 1, coded.dim)
+                or unfit_sharing(q.shape[1], coded.k.shape[1])
+                or unfit_heads(q)
+                or unfit_floats(q)
+                or _unfit(coded)
+                or _unfit_blocks(coded)
+            )
+        ):
+            return reason
+    return None
 
 
-def decode_rows(coded: Codes, rows: Tensor | None, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def decode_rows(
+    coded: Codes,
+    rows: Tensor | None,
+    blocks: Tensor | None,
+    dtype: torch.dtype,
+    recent: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
     """Turn codes of the tokens `rows` (None: all) back into keys and values [B G K D], as
     kernels/coded.py defines it. `blocks` [B G K] names the block of each token, whose range its key
-    shares."""
-    (batch, groups, count), dim = blocks.shape, coded.dim
+    shares (None: they stand in order); `recent` holds exact values, and how many are not used."""
+    (batch, groups, *_), dim, count = coded.k.shape, coded.dim, _decoded_tokens(coded, blocks, recent)
     tensors, tables, aligned = _located(coded)
-    k, v = (blocks.new_empty((batch, groups, count, dim), dtype=dtype) for _ in range(2))
+    reader = coded.k.device  # of a `Ragged`, the device that reads it
+    k, v = (torch.empty((batch, groups, count, dim), dtype=dtype, device=reader) for _ in range(2))
     counts = coded.k.counts if rows is None and isinstance(coded.k, Ragged) else None
+    wide, listed = padded(_row_bytes(coded)), [None if x is None else x.contiguous() for x in (rows, blocks)]
+    exact, unused = (None, None) if recent is None else (recent[0].contiguous(), recent[1])
     at_once = max(1, _TILE // padded(dim))
     if count:
         _decode_rows[(triton.cdiv(count, at_once), batch * groups)](
-            *tensors, *tables, counts, None if rows is None else rows.contiguous(), blocks.contiguous(), k, v,
-            *_strides(tensors), count, groups, dim, padded(dim), *coded.kind[:2], at_once, *aligned, num_warps=4,
+            *tensors, *tables, counts, *listed, exact, unused, k, v, *_strides(tensors), count, groups, dim, wide,
+            *coded.kind, at_once, unused is not None and len(unused) > 1, *aligned, num_warps=4,
         )  # fmt: skip
     return k, v
 
 
-def decode_rows_refuses(coded: Codes, rows: Tensor | None, blocks: Tensor, dtype: torch.dtype) -> str | None:
+def decode_rows_refuses(
+    coded: Codes,
+    rows: Tensor | None,
+    blocks: Tensor | None,
+    dtype: torch.dtype,
+    recent: tuple[Tensor, Tensor] | None = None,
+) -> str | None:
     if dtype not in DTYPES:
         return f"makes float32, bfloat16 and float16, got {dtype}"
-    for numbers in (blocks, blocks if rows is None else rows):
-        if reason := unfit_shape(numbers, *coded.k.shape[:2], blocks.shape[2]):
+    (batch, groups, stored, _), listed = coded.k.shape, [x for x in (rows, blocks) if x is not None]
+    count = _decoded_tokens(coded, blocks, recent)
+    for numbers in listed:
+        if reason := unfit_shape(numbers, batch, groups, count):
             return reason
-    if rows is None and isinstance(coded.k, Tensor) and blocks.shape[2] > coded.k.shape[2]:
-        return f"decodes up to {coded.k.shape[2]} tokens, got {blocks.shape[2]}"
-    return _unfit(coded) or unfit(blocks)
+    if blocks is None and rows is not None:
+        return "takes the blocks of chosen rows"
+    if rows is None and isinstance(coded.k, Tensor) and count > stored:
+        return f"decodes up to {stored} tokens, got {count}"
+    if recent is not None and (
+        reason := unfit_shape(recent[0], batch, groups, count, coded.dim) or unfit_numbers(recent[1], batch)
+    ):
+        return reason
+    return _unfit(coded) or (None if blocks is not None else _unfit_blocks(coded)) or unfit(*listed)
 
 
-def _tokens_of_a_tile(coded: Codes) -> int:
-    """Return how many tokens a program (one instance of the kernel) reads at a time: the largest
-    power of two that divides a block of these codes, and at most 32."""
-    return _MOST if isinstance(coded, CodedFloats) else min(_MOST, coded.block & -coded.block)
+def _decoded_tokens(coded: Codes, blocks: Tensor | None, recent: tuple[Tensor, Tensor] | None) -> int:
+    """Return how many tokens `decode_rows` decodes; the shape of a `Ragged` may be larger than any
+    sequence."""
+    if blocks is not None:
+        return blocks.shape[2]
+    return coded.k.shape[2] if recent is None else recent[0].shape[2]
 
 
-def _located(coded: Codes) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...], tuple[int, int]]:
+def _row_bytes(coded: Codes) -> int:
+    """Return the bytes that hold the codes of one token's key, or of its value, in one head."""
+    return coded.dim * (coded.kind[1] or 8) // 8
+
+
+def _tokens_of_a_tile(coded: Codes, dtype: torch.dtype) -> int:
+    """Return how many tokens a program (one instance of the kernel) reads at a time, to attend to
+    from queries of `dtype`.
+
+    More tokens take fewer instructions and more registers. The ranges of a tile's keys must not be
+    as many as threads: each thread would load a single number, and codes would follow that
+    layout."""
+    if isinstance(coded, CodedFloats) or dtype == torch.float32:
+        return 32
+    shared, width = coded.block & -coded.block, padded(_row_bytes(coded))
+    sizes = (32, 64, 128) if coded.bits == 4 else (64, 32, 128)
+    return next(tokens for tokens in sizes if tokens // min(tokens, shared) * width != _THREADS)
+
+
+def _cut(coded: Codes, tile: int) -> tuple[int, int]:
+    """Return how many pieces the tokens of a KV head are cut into at most, in the longest sequence
+    and in any, so that the pieces of one sequence fill the device once."""
+    registers = 128 if coded.kind[1] in (0, 4) else 160
+    most = max(1, places(32_768, registers, _THREADS // 32) // coded.k.shape[1])
+    return min(max(1, triton.cdiv(coded.k.shape[2], tile)), most), most
+
+
+def _located(coded: Codes) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...], tuple[int, int, int]]:
     """Return where codes and ranges lie, for the kernels: the four tensors of `all_four`; for each,
-    where sequences differ in length (`Ragged`), the table of their addresses, else None; and the
-    numbers of bytes of which all addresses of codes, and all of ranges, are multiples."""
+    where sequences differ in length (`Ragged`), the table of their addresses, else None; the
+    numbers of bytes of which all addresses of codes, and all of ranges, are multiples; and the
+    number of entries of which the step between the values' ranges is one."""
     tensors, tables, aligned = zip(*map(located, coded.all_four), strict=True)
-    return tensors, tables, (min(aligned[:2]), min(aligned[2:]))
+    of_ranges = min(aligned[2:])
+    step = gcd(8, tensors[3].stride(2)) if tables[3] is None else max(1, of_ranges // 2)
+    return tensors, tables, (min(aligned[:2]), of_ranges, step)
 
 
 def _strides(tensors: Sequence[Tensor]) -> tuple[int, ...]:
@@ -147,108 +217,225 @@ def _floats(row, scale, dim, there):
 
 
 @triton.jit
-def _numbers(row, range_row, dim, there, DIM: tl.constexpr, GROUPS: tl.constexpr, BITS: tl.constexpr):
-    """Decode integers of BITS: return in fp32 the numbers of the rows at the pointers `row` [n 1].
-    Each of GROUPS groups of channels has its least number and its step at the pointers `range_row`,
-    [n 1], or [1 1] if all rows share them."""
-    width: tl.constexpr = DIM * BITS // 8
-    codes = tl.load(row + dim % width, mask=there, other=0).to(tl.int32)
-    codes = (codes >> (dim // width * BITS)) & ((1 << BITS) - 1)
-    at = range_row + dim // (DIM // GROUPS)
-    least = tl.load(at, mask=dim < DIM, other=0.0).to(tl.float32)
-    step = tl.load(at + GROUPS, mask=dim < DIM, other=0.0).to(tl.float32)
-    return codes.to(tl.float32) * step + least
+def _halves(codes, PLANE: tl.constexpr, BITS: tl.constexpr):
+    """Return the codes of plane PLANE, one of the 8 / BITS in each byte of `codes`, in fp16."""
+    if BITS < 8:
+        codes = (codes >> (PLANE * BITS)) & ((1 << BITS) - 1)
+    return (codes.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True) - 1024.0
 
 
-@triton.jit(do_not_specialize=["count", "length", "parts"])
+@triton.jit
+def _planes(codes, ROWS: tl.constexpr, WIDE: tl.constexpr, BITS: tl.constexpr):
+    """Return all codes of the bytes [ROWS WIDE], plane after plane: [ROWS WIDE * 8 / BITS] fp16."""
+    if BITS == 8:
+        every = _halves(codes, 0, 8)
+    elif BITS == 4:
+        pairs = tl.join(_halves(codes, 0, 4), _halves(codes, 1, 4))
+        every = tl.reshape(tl.permute(pairs, (0, 2, 1)), [ROWS, 2 * WIDE])
+    else:
+        even, odd = (
+            tl.join(_halves(codes, 0, 2), _halves(codes, 2, 2)),
+            tl.join(_halves(codes, 1, 2), _halves(codes, 3, 2)),
+        )
+        every = tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 3, 1)), [ROWS, 4 * WIDE])
+    return every
+
+
+@triton.jit
+def _in_range(codes, least, step, dtype: tl.constexpr):
+    """Return least + code * step in `dtype`, rounded once, for codes in fp16. `least` and `step`
+    broadcast."""
+    return fused(codes.to(dtype), tl.broadcast_to(step, codes.shape), tl.broadcast_to(least, codes.shape))
+
+
+@triton.jit
+def _keys(
+    codes, ranges, step, start, end, byte, PLANE: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
+    BITS: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Return one plane of BLOCK keys [BLOCK WIDE], from token `start` on, of which those from `end`
+    on do not exist. SHARED tokens share a range, a row of `ranges`; the rows are `step` apart."""
+    WIDTH: tl.constexpr = DIM * BITS // 8
+    SUB: tl.constexpr = min(SHARED & -SHARED, BLOCK)  # tokens that certainly share one
+    token = tl.minimum(start + tl.arange(0, BLOCK // SUB) * SUB, end - 1)
+    at = ranges + (token // SHARED).to(tl.int64)[:, None] * step + PLANE * WIDTH + byte
+    least, steps = tl.load(at, mask=byte < WIDTH, other=0.0), tl.load(at + DIM, mask=byte < WIDTH, other=0.0)
+    if SUB == BLOCK:
+        key = _in_range(_halves(codes, PLANE, BITS), least, steps, dtype)
+    else:
+        parts: tl.constexpr = [BLOCK // SUB, 1, WIDE]
+        least, steps = tl.reshape(least, parts), tl.reshape(steps, parts)
+        split = tl.reshape(_halves(codes, PLANE, BITS), [BLOCK // SUB, SUB, WIDE])
+        key = tl.reshape(_in_range(split, least, steps, dtype), [BLOCK, WIDE])
+    return key
+
+
+@triton.jit
+def _values(
+    codes, ranges, listed, DIM: tl.constexpr, WIDE: tl.constexpr, RANGES: tl.constexpr, BITS: tl.constexpr,
+    ROWS: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Return values, plane after plane, [ROWS WIDE * 8 / BITS], for their codes [ROWS WIDE] and
+    pointers to their rows of `ranges` [ROWS 1], where these are `listed`: RANGES least numbers, and
+    as many steps, each for neighbouring channels."""
+    WIDTH: tl.constexpr = DIM * BITS // 8
+    SHARE: tl.constexpr = DIM // RANGES
+    value = _planes(codes, ROWS, WIDE, BITS)
+    if WIDTH == WIDE and SHARE & (SHARE - 1) == 0:  # ranges in their own shape, in one load
+        both = tl.reshape(
+            tl.load(ranges + tl.arange(0, 2 * RANGES)[None, :], mask=listed, other=0.0), [ROWS, 2, RANGES]
+        )
+        least, step = tl.split(tl.permute(both, (0, 2, 1)))
+        value = tl.reshape(value, [ROWS, RANGES, SHARE])
+        value = tl.reshape(_in_range(value, least[:, :, None], step[:, :, None], dtype), [ROWS, DIM])
+    else:
+        channel, there = _channels(DIM, WIDE, BITS)
+        at, there = ranges + channel // SHARE, listed & there
+        value = _in_range(value, tl.load(at, mask=there, other=0.0), tl.load(at + RANGES, mask=there, other=0.0), dtype)
+    return value
+
+
+@triton.jit
+def _channels(DIM: tl.constexpr, WIDE: tl.constexpr, BITS: tl.constexpr):
+    """Return the channels that stand plane after plane [1 n], and which of the places have one."""
+    place = tl.arange(0, WIDE * 8 // max(BITS, 1) if BITS else WIDE)[None, :]
+    WIDTH: tl.constexpr = DIM * BITS // 8 if BITS else DIM
+    if WIDTH == WIDE:
+        channel, there = place, place < DIM
+    else:
+        channel, there = place // WIDE * WIDTH + place % WIDE, place % WIDE < WIDTH
+    return channel, there
+
+
+@triton.jit
+def _plane(q, head, byte, PLANE: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Load the channels of one plane of GROUP queries at q, [heads bytes]; 0 where there is none."""
+    there = (head < GROUP)[:, None] & (byte < WIDTH)
+    return tl.load(q + head[:, None] * DIM + PLANE * WIDTH + byte, mask=there, other=0.0)
+
+
+@triton.jit(do_not_specialize=["count", "most", "first", "parts"])
 def _attend_codes(
     q, k, v, k_range, v_range, k_places, v_places, k_range_places, v_range_places, counts, outs, lses, scale,
     kb: tl.int64, kg: tl.int64, kt: tl.int64, vb: tl.int64, vg: tl.int64, vt: tl.int64, krb: tl.int64, krg: tl.int64,
-    krt: tl.int64, vrb: tl.int64, vrg: tl.int64, vrt: tl.int64, count, length, parts, HEADS: tl.constexpr,
+    krt: tl.int64, vrb: tl.int64, vrg: tl.int64, vrt: tl.int64, count, most, first, parts, HEADS: tl.constexpr,
     GROUP: tl.constexpr, FOLD: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, RANGES: tl.constexpr,
     BITS: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, RANGE_ALIGNED: tl.constexpr,
+    RANGE_STEP: tl.constexpr,
 ):  # fmt: skip
     """Attend from the GROUP query heads of one KV head to one piece of its coded tokens, and write
-    the output and the log-sum-exp of the piece. SHARED tokens share a range of keys.
+    the output and the log-sum-exp of the piece. SHARED tokens share a range of keys. Queries of 16
+    bits are multiplied in fp16, which holds codes in their ranges more exactly than bf16 does.
 
-    counts: how many tokens each sequence has; None: `count`. A piece without any has a log-sum-exp
-    of minus infinity."""
+    counts: how many tokens each sequence has; None: `count`. They are cut into up to `most` pieces.
+    A piece without any has a log-sum-exp of minus infinity."""
     this, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     batch, group = this // HEADS, this % HEADS
-    head, dim = tl.arange(0, FOLD), tl.arange(0, WIDE)[None, :]
-    of_query = this * GROUP + head
-    asked = (head < GROUP)[:, None] & (dim < DIM)
-    query = tl.load(q + of_query[:, None] * DIM + dim, mask=asked, other=0.0)
+    PLANES: tl.constexpr = 8 // BITS if BITS else 1
+    WIDTH: tl.constexpr = DIM // PLANES
+    dtype: tl.constexpr = q.dtype.element_ty if BITS == 0 or q.dtype.element_ty == tl.float32 else tl.float16
+    head, byte = tl.arange(0, FOLD), tl.arange(0, WIDE)[None, :]
+    asked = q + this * GROUP * DIM
+    queries = (
+        _plane(asked, head, byte, 0, GROUP, DIM, WIDTH).to(dtype),
+        _plane(asked, head, byte, 1 % PLANES, GROUP, DIM, WIDTH).to(dtype),
+        _plane(asked, head, byte, 2 % PLANES, GROUP, DIM, WIDTH).to(dtype),
+        _plane(asked, head, byte, 3 % PLANES, GROUP, DIM, WIDTH).to(dtype),
+    )
     keys, key_step = head_rows(k, k_places, batch, group, kb, kg, kt, ALIGNED)
     values, value_step = head_rows(v, v_places, batch, group, vb, vg, vt, ALIGNED)
     of_blocks, block_step = head_rows(k_range, k_range_places, batch, group, krb, krg, krt, RANGE_ALIGNED)
     of_tokens, token_step = head_rows(v_range, v_range_places, batch, group, vrb, vrg, vrt, RANGE_ALIGNED)
+    token_step = token_step // RANGE_STEP * RANGE_STEP  # tells the compiler that loads may be as wide
+    every = tl.full([BLOCK, 1], 1, tl.int1)  # rows are read again where there are no more
     top = tl.full([FOLD], float("-inf"), tl.float32)
-    total = tl.zeros([FOLD], tl.float32)
-    mixed = tl.zeros([FOLD, WIDE], tl.float32)
-    end = tl.minimum((piece + 1) * length, count)
+    totals = tl.zeros([FOLD, BLOCK], tl.float32)
+    mixed = tl.zeros([FOLD, WIDE * PLANES], tl.float32)
     if counts is not None:
-        end = tl.minimum(end, tl.load(counts + batch).to(tl.int32))
+        count = tl.load(counts + batch).to(tl.int32)
+    length = tl.maximum(tl.cdiv(tl.cdiv(count, BLOCK), most), 1) * BLOCK
+    end = tl.minimum((piece + 1) * length, count)
     for start in range(piece * length, end, BLOCK):
-        token = (start + tl.arange(0, BLOCK)).to(tl.int64)[:, None]
-        there = (token < end) & (dim < DIM)
-        of_token = of_tokens + token * token_step
+        token = start + tl.arange(0, BLOCK)
+        there = token < end
+        at = tl.minimum(token, end - 1).to(tl.int64)[:, None]  # no load waits for a mask of its own
+        of_token = of_tokens + at * token_step
+        logits = tl.zeros([FOLD, BLOCK], tl.float32)
         if BITS == 0:
-            key = _floats(keys + token * key_step, of_token, dim, there)
+            key = _floats(keys + at * key_step, of_token, byte, every & (byte < DIM))
+            logits += product(queries[0], tl.trans(key.to(dtype)))
         else:
-            block = of_blocks + (start // SHARED) * block_step + tl.zeros([1, 1], tl.int32)
-            key = _numbers(keys + token * key_step, block, dim, there, DIM, DIM, BITS)
-        logits = product(query, tl.trans(key.to(query.dtype))) * scale
-        if BITS == 0:  # floats end anywhere, and integers with a block
-            logits = tl.where((start + tl.arange(0, BLOCK) < end)[None, :], logits, float("-inf"))
+            codes = tl.load(keys + at * key_step + byte, mask=byte < WIDTH, other=0)
+            for plane in tl.static_range(PLANES):
+                key = _keys(
+                    codes, of_blocks, block_step, start, end, byte, plane, DIM, WIDE, BITS, SHARED, BLOCK, dtype
+                )
+                logits += product(queries[plane], tl.trans(key))
+        logits = tl.where(there[None, :], logits * (scale * 1.4426950408889634), float("-inf"))
         highest = tl.maximum(top, tl.max(logits, 1))
-        shrink, weights = tl.exp(top - highest), tl.exp(logits - highest[:, None])
+        # 2**12 is the largest weight: those down to 2**-36 of it count in fp16
+        shrink, weights = tl.exp2(top - highest), tl.exp2(logits - (highest - 12)[:, None])
         if BITS == 0:
-            value = _floats(values + token * value_step, of_token + 1, dim, there)
+            value = _floats(values + at * value_step, of_token + 1, byte, every & (byte < DIM))
         else:
-            value = _numbers(values + token * value_step, of_token, dim, there, DIM, RANGES, BITS)
-        mixed = mixed * shrink[:, None] + product(weights.to(query.dtype), value.to(query.dtype))
-        total = total * shrink + tl.sum(weights, 1)
+            packed = tl.load(values + at * value_step + byte, mask=byte < WIDTH, other=0)
+            value = _values(packed, of_token, every, DIM, WIDE, RANGES, BITS, BLOCK, dtype)
+        mixed = mixed * shrink[:, None] + product(weights.to(dtype), value.to(dtype))
+        totals = totals * shrink[:, None] + weights
         top = highest
-    to = of_query * parts + piece
-    tl.store(lses + to, top + tl.log(total), mask=head < GROUP)
+    total = tl.sum(totals, 1)
+    to = (this * GROUP + head) * parts + first + piece
+    tl.store(lses + to, (top + tl.log2(total) - 12) * 0.6931471805599453, mask=head < GROUP)
+    channel, there = _channels(DIM, WIDE, BITS)
     mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
-    tl.store(outs + to[:, None] * DIM + dim, mixed, mask=asked)
+    tl.store(outs + to[:, None] * DIM + channel, mixed, mask=(head < GROUP)[:, None] & there)
 
 
 @triton.jit(do_not_specialize=["count"])
 def _decode_rows(
-    k, v, k_range, v_range, k_places, v_places, k_range_places, v_range_places, counts, rows, blocks, k_out, v_out,
-    kb: tl.int64, kg: tl.int64, kt: tl.int64, vb: tl.int64, vg: tl.int64, vt: tl.int64, krb: tl.int64, krg: tl.int64,
-    krt: tl.int64, vrb: tl.int64, vrg: tl.int64, vrt: tl.int64, count, HEADS: tl.constexpr, DIM: tl.constexpr,
-    WIDE: tl.constexpr, RANGES: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
-    RANGE_ALIGNED: tl.constexpr,
+    k, v, k_range, v_range, k_places, v_places, k_range_places, v_range_places, counts, rows, blocks, exact, unused,
+    k_out, v_out, kb: tl.int64, kg: tl.int64, kt: tl.int64, vb: tl.int64, vg: tl.int64, vt: tl.int64, krb: tl.int64,
+    krg: tl.int64, krt: tl.int64, vrb: tl.int64, vrg: tl.int64, vrt: tl.int64, count, HEADS: tl.constexpr,
+    DIM: tl.constexpr, WIDE: tl.constexpr, RANGES: tl.constexpr, BITS: tl.constexpr, SHARED: tl.constexpr,
+    ROWS: tl.constexpr, EACH: tl.constexpr, ALIGNED: tl.constexpr, RANGE_ALIGNED: tl.constexpr,
+    RANGE_STEP: tl.constexpr,
 ):  # fmt: skip
     """Decode the keys and values of some tokens of one KV head into `k_out` and `v_out`. `counts`:
-    how many of them each sequence has; None: `count`."""
+    how many of them each sequence has; None: `count`. Where `exact` is given, its values stand
+    instead of those from number `unused` on, one number per sequence if EACH."""
     this = tl.program_id(1).to(tl.int64)
     batch, group = this // HEADS, this % HEADS
     place = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-    dim = tl.arange(0, WIDE)[None, :]
+    byte = tl.arange(0, WIDE)[None, :]
     listed = place < count
     if counts is not None:
         listed = listed & (place < tl.load(counts + batch))
-    there = listed & (dim < DIM)
-    row = place
+    row, block = place, place // SHARED
     if rows is not None:
         row = tl.load(rows + this * count + place, mask=listed, other=0).to(tl.int64)
-    block = tl.load(blocks + this * count + place, mask=listed, other=0).to(tl.int64)
-    row = tl.where(listed, row, 0)
+    if blocks is not None:
+        block = tl.load(blocks + this * count + place, mask=listed, other=0).to(tl.int64)
+    row, block = tl.where(listed, row, 0), tl.where(listed, block, 0)
     keys, key_step = head_rows(k, k_places, batch, group, kb, kg, kt, ALIGNED)
     values, value_step = head_rows(v, v_places, batch, group, vb, vg, vt, ALIGNED)
     of_blocks, block_step = head_rows(k_range, k_range_places, batch, group, krb, krg, krt, RANGE_ALIGNED)
     of_tokens, token_step = head_rows(v_range, v_range_places, batch, group, vrb, vrg, vrt, RANGE_ALIGNED)
+    of_token = of_tokens + row * (token_step // RANGE_STEP * RANGE_STEP)
+    channel, there = _channels(DIM, WIDE, BITS)
     if BITS == 0:
-        key = _floats(keys + row * key_step, of_tokens + row * token_step, dim, there)
-        value = _floats(values + row * value_step, of_tokens + row * token_step + 1, dim, there)
+        key = _floats(keys + row * key_step, of_token, byte, listed & there)
+        value = _floats(values + row * value_step, of_token + 1, byte, listed & there)
     else:
-        key = _numbers(keys + row * key_step, of_blocks + block * block_step, dim, there, DIM, DIM, BITS)
-        value = _numbers(values + row * value_step, of_tokens + row * token_step, dim, there, DIM, RANGES, BITS)
-    to = (this * count + place) * DIM + dim
-    tl.store(k_out + to, key.to(k_out.dtype.element_ty), mask=there)
-    tl.store(v_out + to, value.to(v_out.dtype.element_ty), mask=there)
+        held: tl.constexpr = DIM * BITS // 8
+        codes = tl.load(keys + row * key_step + byte, mask=listed & (byte < held), other=0)
+        packed = tl.load(values + row * value_step + byte, mask=listed & (byte < held), other=0)
+        at = of_blocks + block * block_step + channel
+        least, step = tl.load(at, mask=listed & there, other=0.0), tl.load(at + DIM, mask=listed & there, other=0.0)
+        key = _in_range(_planes(codes, ROWS, WIDE, BITS), least, step, tl.float32)
+        value = _values(packed, of_token, listed, DIM, WIDE, RANGES, BITS, ROWS, tl.float32)
+    to = (this * count + place) * DIM + channel
+    if exact is not None:
+        known = listed & (place >= tl.load(unused + batch * EACH))
+        value = tl.where(known, tl.load(exact + to, mask=known & there, other=0.0).to(tl.float32), value)
+    tl.store(k_out + to, key.to(k_out.dtype.element_ty), mask=listed & there)
+    tl.store(v_out + to, value.to(v_out.dtype.element_ty), mask=listed & there)

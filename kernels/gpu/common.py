@@ -179,6 +179,17 @@ def product(a, b):
 
 
 @triton.jit
+def fused(a, b, c):
+    """Return a * b + c in the dtype of `a`, rounded once. The interpreter rounds twice, so there
+    numbers become fp32 first."""
+    if _interpreted:
+        result = (a.to(tl.float32) * b.to(tl.float32) + c.to(tl.float32)).to(a.dtype)
+    else:
+        result = tl.fma(a, b.to(a.dtype), c.to(a.dtype))
+    return result
+
+
+@triton.jit
 def rounded(x, like):
     """Round x (fp32) to the dtype that the pointer `like` points to, and return it in fp32."""
     return x.to(like.dtype.element_ty).to(tl.float32)

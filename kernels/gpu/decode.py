@@ -73,12 +73,13 @@ def segment_attention_with_lse(q: Tensor, segments: Sequence[Segment], scale: fl
 
 
 def read_parts(
-    q: Tensor, segments: Sequence[Segment], scale: float, packed: bool = False
+    q: Tensor, segments: Sequence[Segment], scale: float, packed: bool = False, more: int = 0
 ) -> tuple[Tensor, Tensor, list[int]]:
     """Attend from queries q [B H 1 D] to parts of the segments, each under a softmax of its own.
     Return the results for each part, [B*H parts D] and their log-sum-exps [B*H parts] in fp32, and
     the number of the first part of each segment, followed by the number of parts. An empty part
-    has a log-sum-exp of minus infinity, and its result is not written.
+    has a log-sum-exp of minus infinity, and its result is not written. Behind these parts there is
+    room for `more`, which the caller writes.
 
     If `packed`, the empty parts come last, and parts of a later segment may have the numbers of
     those of an earlier one: so the order in which parts are merged depends on no other sequence."""
@@ -90,7 +91,7 @@ def read_parts(
     at_once = places(_shared_bytes(q, shapes), 104 if dim * q.element_size() > 128 else 80, 4)
     at_once = max(1, at_once - (len(segments) - 1) * max((shape.lists for shape in shapes), default=1))
     cuts = [_cut(segment, shape, at_once) for segment, shape in zip(there, shapes, strict=True)]
-    parts = sum(cut.pieces for cut in cuts)
+    parts = sum(cut.pieces for cut in cuts) + more
     outs = q.new_empty((batch * heads, parts, dim), dtype=torch.float32)
     lses = q.new_empty((batch * heads, parts), dtype=torch.float32)
     first = 0

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kernels.coded import Coded, CodedFloats
 from kernels.quantise import pack, quantise, to_float8
+from kernels.reference import Segment
 
 
 class Shape(NamedTuple):
@@ -60,17 +61,23 @@ def floats(shape: Sequence[int], spare: int = 0) -> CodedFloats:
     return CodedFloats(*(x[:, :, spare:] for x in (k_codes, v_codes, torch.cat([of_key, of_value], -1))))
 
 
+def late(shape: Shape, tokens: int) -> Segment:
+    """Return tokens that are no codes."""
+    return Segment(*(random(seed, shape.batch, shape.groups, tokens, shape.dim) for seed in (4, 5)))
+
+
 FLOATS = {"fp8": (2, 2, 190, 128), "fp8-dim96": (1, 3, 33, 96)}
 
 
 def attention() -> Iterator[tuple[str, tuple[Any, ...]]]:
     for name, shape in SHAPES.items():
         q = random(3, shape.batch, shape.heads, 1, shape.dim)
-        yield name, (q, coded(shape), 0.1)
+        yield name, (q, [coded(shape)], 0.1)
         if shape.block == 32:
-            yield f"{name}-view", (q, coded(shape, spare=3), 0.1)
+            yield f"{name}-view", (q, [coded(shape, spare=3)], 0.1)
+            yield f"{name}-and-others", (q, [late(shape, 5), coded(shape), late(shape, 70)], 0.1)
     for name, (batch, groups, tokens, dim) in FLOATS.items():
-        yield name, (random(3, batch, groups * 3, 1, dim), floats((batch, groups, tokens, dim), spare=5), 0.1)
+        yield name, (random(3, batch, groups * 3, 1, dim), [floats((batch, groups, tokens, dim), spare=5)], 0.1)
 
 
 def rows() -> Iterator[tuple[str, tuple[Any, ...]]]:
@@ -84,6 +91,8 @@ def rows() -> Iterator[tuple[str, tuple[Any, ...]]]:
         every = torch.arange(shape.tokens).expand(*heads, -1) // shape.block
         yield f"{name}-all", (written, None, every, torch.float32)
         yield f"{name}-moved", (written, None, every.flip(-1), torch.float32)
+        recent = random(6, *heads, shape.tokens, shape.dim), torch.tensor([7, 30])[: shape.batch]
+        yield f"{name}-recent", (written, None, None, torch.float32, recent)
         yield f"{name}-none", (written, some[..., :0], some[..., :0], torch.float32)
     for name, shape in FLOATS.items():
         some = torch.tensor([7, 30, 1, 0]).expand(*shape[:2], -1)

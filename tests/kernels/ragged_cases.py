@@ -180,14 +180,14 @@ def codes() -> Iterator[OpCase]:
         for name, members in (("3", of_each), ("1", of_each[:1])):
             joined = _joined(members)
             q = random(3, len(members), 6, 1, dim)
-            yield OpCase("coded_attention", f"{name}-of-each-int{bits}", (q, joined, 0.2))
-        yield OpCase("coded_attention", f"none-int{bits}", (q, of_each[1], 0.2))
+            yield OpCase("coded_attention", f"{name}-of-each-int{bits}", (q, [joined], 0.2))
+        yield OpCase("coded_attention", f"none-int{bits}", (q, [of_each[1]], 0.2))
         joined = _joined([of_each[0], of_each[2]])
         rows = pick(5, 2, 2, 32, 20)
         yield OpCase("decode_rows", f"some-of-each-int{bits}", (joined, rows, rows // block, torch.float32))
         last = joined.tokens(joined.k.sizes - 32, joined.k.sizes)  # type: ignore[attr-defined]
-        every = (torch.arange(32) // block).expand(2, 2, 32)
-        yield OpCase("decode_rows", f"last-of-each-int{bits}", (last, None, every, torch.float32))
+        recent = random(6, 2, 2, 32, dim), torch.tensor([5, 20])
+        yield OpCase("decode_rows", f"last-of-each-int{bits}", (last, None, None, torch.float32, recent))
 
 
 def _joined(members: Sequence[Coded]) -> Coded:

@@ -79,7 +79,7 @@ def decode_steps(count: int, dtype: torch.dtype, wide: bool = False) -> Iterator
     written = coded_cases.coded(coded_cases.Shape(4, 1, 32, 8, 128, count // 32 * 32, 32, 4))
     written = written._replace(**{name: getattr(written, name).to("cuda") for name in written._fields[:4]})
     chosen = rows % (count // 32 * 32)
-    yield "attention over codes", lambda q: ops.coded_attention(q, written, 0.09)
+    yield "attention over codes", lambda q: ops.coded_attention(q, [written], 0.09)
     yield "decoded rows", lambda q: ops.decode_rows(written, chosen, chosen // 32, q.dtype)
     yield from block_steps(made)
 

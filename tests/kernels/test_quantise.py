@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from kernels import coded, reference, sink_logits
+from kernels import coded, ops, reference, sink_logits
+from kernels.dispatch import use_backend
 from kernels.quantise import dequantise, from_float8, pack, quantise, rounded_down, to_float8, unpack
 from kernels.reference import Segment
 from tests.kernels.coded_cases import Shape, random
@@ -68,6 +69,24 @@ def test_what_fp16_cannot_hold_is_refused(bad: float) -> None:
     for write in (lambda: quantise(x, 4), lambda: to_float8(x)):
         with pytest.raises(ValueError, match="quantised"):
             write()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter is numpy
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_attention_over_codes_is_as_exact_as_plain_torch(dtype: torch.dtype) -> None:
+    """As in test_gpu.py, against plain torch in fp32, on inputs of a length that the interpreter takes."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("kernels are compiled here: test_gpu.py compares them")
+    codes, q = written(Shape(4, 1, 4, 1, 128, 1024, 32, 4)), 3 * random(21, 1, 4, 1, 128).to(dtype)
+    results = []
+    for backend, query in (("torch", q.float()), ("torch", q), ("triton", q)):
+        with use_backend(backend):
+            results.append(ops.coded_attention(query, [codes], 0.09))
+    for exact, plain, kernel in zip(*results, strict=True):
+        limit = max(2 * torch.finfo(kernel.dtype).eps, 5e-5) * exact.abs().max()
+        errors = [(one.double() - exact).abs().max() for one in (kernel, plain)]
+        assert errors[0] <= min(limit, errors[1])
 
 
 @pytest.mark.parametrize("sinks", [None, torch.tensor([1.0, -2.0, 0.5, 3.0] * 2)], ids=["plain", "sinks"])
