@@ -33,6 +33,8 @@ _FIELD = tl.constexpr(21)  # bits of a number of entries
 MOST = tl.constexpr(2**21 - 1)  # entries of a row that is searched two bits at a time
 _BYTES = tl.constexpr(4)  # of a key
 _BINS = tl.constexpr(256)  # values of a byte
+_FEW = tl.constexpr(32)  # entries of a piece that are counted one by one
+_NONE = tl.constexpr(2**31 - 1)
 
 
 def top_k(scores: Tensor | Ragged, count: int | PerSequence) -> Tensor | Ragged:
@@ -278,7 +280,15 @@ def _count(
             key = _keys(x + row * xt, at, live) ^ 0x7FFFFFFF
             if BYTE > 0:
                 live &= ((key >> (32 - 8 * BYTE)) & ((1 << (8 * BYTE)) - 1)) == prefix
-            table += tl.histogram((key >> (24 - 8 * BYTE)) & (_BINS - 1), _BINS, mask=live)
+            this = (key >> (24 - 8 * BYTE)) & (_BINS - 1)
+            if BYTE > 1 and left <= _FEW:  # one by one: a histogram takes as long for entries that are masked
+                places = tl.where(live, tl.arange(0, TILE) * _BINS + this, _NONE)
+                place = tl.min(places, 0)
+                while place != _NONE:
+                    table += (value == (place & (_BINS - 1))).to(tl.int32)
+                    place = tl.min(tl.where(places > place, places, _NONE), 0)
+            else:
+                table += tl.histogram(this, _BINS, mask=live)
     tl.store(tables + own + value, table)
 
 
