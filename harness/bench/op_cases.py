@@ -185,7 +185,9 @@ def _scores(x: Inputs) -> Iterator[OpCase]:
     yield OpCase("group_weights", f"{x.tokens}, largest", (x.logits, x.scale, "largest"))
     tops = torch.stack([part.amax(-1) for part in x.logits.split(256, -1)], -1)
     yield OpCase("group_margins", f"InfiniGen, {x.tokens}", (x.logits, tops, x.tokens, ALPHA, x.budget))
-    yield OpCase("top_k", f"{x.budget} of {x.tokens}", (x.logits[:, :, 0].contiguous(), min(x.budget, x.tokens)))
+    for size in (1, CHUNK, PAGE):
+        best, among = x.budget // size, x.tokens // size
+        yield OpCase("top_k", f"{best} of {among}", (x.logits[:, :, 0, :among].contiguous(), best))
 
 
 def _quantised(x: Inputs) -> Iterator[OpCase]:

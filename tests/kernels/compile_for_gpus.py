@@ -26,6 +26,7 @@ from kernels.dispatch import use_backend  # noqa: E402
 from kernels.gpu import block, common, rope  # noqa: E402
 from kernels.partial import Guess, NewPartial  # noqa: E402
 from kernels.ragged import Ragged  # noqa: E402
+from kernels.reference import pq_held  # noqa: E402
 from tests.kernels.op_cases import cases, converted  # noqa: E402
 from tests.kernels.ragged_cases import ragged_cases  # noqa: E402
 from tests.kernels.test_block import drawn  # noqa: E402
@@ -111,6 +112,11 @@ def compile_cases(dtypes: list[torch.dtype]) -> None:
             launch(found[name].op, *converted(found[name].args, dtype))
         for shape in BLOCKS:
             compile_block(*drawn(shape, dtype))
+        for tokens, count in ((131_072, 2048), (8192, 128)):  # of an 8B model, as below
+            launch("top_k", torch.zeros(1, 8, tokens), count)
+        q, centroids = torch.zeros(1, 32, 1, 128, dtype=dtype), torch.zeros(1, 8, 2, 64, 64, dtype=dtype)
+        codes = torch.zeros(1, 8, 130_048, 2, dtype=torch.uint8)
+        launch("pq_best", q, centroids, codes, pq_held(codes, 64), 0.1, 1008)
         x = torch.zeros(1, 2, 50, 128, dtype=dtype)
         for held in (x, Ragged([x])):
             lse, query, at = torch.zeros(1, 8), x.new_zeros(1, 8, 1, 128), torch.ones(1, dtype=torch.int64)
