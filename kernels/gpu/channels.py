@@ -81,20 +81,9 @@ def _run(
     step = _STEP if heads <= 4 and first.element_size() == 2 else _STEP // 2  # registers and shared memory are few
     _channels[(triton.cdiv(count, _BLOCK), batch * groups)](
         q.contiguous(), first, places, counts, channels.contiguous(), out, lses, scale, *first.stride()[:3],
-        out.stride(-2), count, groups, heads, min(_HEADS, padded(heads, 1)), width, summed, _BLOCK, step, aligned,
+        out.stride(-2), count, groups, heads, min(_HEADS, padded(heads, 1)), width, summed, _BLOCK, min(step, padded(width, 1)), aligned,
         num_warps=4,
     )  # fmt: skip
-
-
-@triton.jit
-def _product(q, keys, step, channels, token, live, row, mine, place, WIDTH: tl.constexpr, WHOLE: tl.constexpr):
-    """Multiply the queries in `row` with a block of tokens in the channel at `place` of the chosen
-    ones. The tile of keys has a first dimension of 1, so that it keeps the layout in which it was
-    loaded."""
-    at = keys + tl.load(channels + place) * step + token[None, :]
-    value = tl.load(at) if WHOLE else tl.load(at, mask=live[None, :], other=0.0)
-    query = tl.load(q + row[:, None] * WIDTH + place, mask=mine[:, None], other=0.0)
-    return query.to(value.dtype).to(tl.float32) * value.to(tl.float32)
 
 
 @triton.jit
@@ -104,13 +93,16 @@ def _products(
 ):  # fmt: skip
     """Multiply the queries in `row` of q [N WIDTH] with a block of tokens of the keys, in WIDTH
     channels, of which STEP are loaded at once. WHOLE: all tokens of the block exist, so that they
-    are loaded without a mask, several by one instruction. -> [FOLD BLOCK]"""
+    are loaded without a mask of each, several by one instruction. Tiles of keys have a first
+    dimension of 1, so that they keep the layout in which they were loaded. -> [FOLD BLOCK]"""
     total = tl.zeros([FOLD, BLOCK], tl.float32)
-    for start in tl.range(0, WIDTH // STEP * STEP, STEP, num_stages=2):  # the next are on their way
+    for start in tl.range(0, WIDTH, STEP, num_stages=2):  # the next are on their way
         for place in tl.static_range(STEP):
-            total += _product(q, keys, step, channels, token, live, row, mine, start + place, WIDTH, WHOLE)
-    for place in tl.static_range(WIDTH // STEP * STEP, WIDTH):
-        total += _product(q, keys, step, channels, token, live, row, mine, place, WIDTH, WHOLE)
+            real = (WIDTH % STEP == 0) | (start + place < WIDTH)
+            at = keys + tl.load(channels + start + place, mask=real, other=0) * step + token[None, :]
+            value = tl.load(at, mask=real if WHOLE else live[None, :] & real, other=0.0)
+            query = tl.load(q + row[:, None] * WIDTH + start + place, mask=mine[:, None] & real, other=0.0)
+            total += query.to(value.dtype).to(tl.float32) * value.to(tl.float32)
     return total
 
 
