@@ -38,6 +38,7 @@ _CHANNELS = 32  # channels of a head that one program merges
 _QUERIES = 8  # queries whose parts one program merges where the parts lie apart
 _MOST_APART = 8  # parts that lie apart
 _AT_ONCE = 3  # segments that one launch reads
+_LIVE = 5  # the place of `live` among the arguments of a segment
 
 
 class _Shape(NamedTuple):
@@ -87,17 +88,18 @@ def read_parts(
     q = q.contiguous()
     there = [segment for segment in segments if segment.k.shape[2] and (segment.rows is None or segment.rows.shape[2])]
     ahead = 2 if any(segment.rows is not None for segment in there) else stages(q)
-    shapes = [_shape(heads, segment, ahead) for segment in there]
+    given = [_arguments(segment) for segment in there]
+    shapes = [_shape(heads, segment, some[_LIVE], ahead) for segment, some in zip(there, given, strict=True)]
     at_once = places(_shared_bytes(q, shapes), 104 if dim * q.element_size() > 128 else 80, 4)
     at_once = max(1, at_once - (len(segments) - 1) * max((shape.lists for shape in shapes), default=1))
-    cuts = [_cut(segment, shape, at_once) for segment, shape in zip(there, shapes, strict=True)]
+    cuts = [_cut(*described, at_once) for described in zip(there, given, shapes, strict=True)]
     parts = sum(cut.pieces for cut in cuts) + more
     outs = q.new_empty((batch * heads, parts, dim), dtype=torch.float32)
     lses = q.new_empty((batch * heads, parts), dtype=torch.float32)
     first = 0
     for start in range(0, len(there), _AT_ONCE):
         some = slice(start, start + _AT_ONCE)
-        _read(q, there[some], shapes[some], cuts[some], at_once, packed, scale, outs, lses, first)
+        _read(q, given[some], shapes[some], cuts[some], at_once, packed, scale, outs, lses, first)
         first += sum(cut.pieces for cut in cuts[some])
     pieces = dict(zip(map(id, there), (cut.pieces for cut in cuts), strict=True))
     return outs, lses, list(accumulate((pieces.get(id(segment), 0) for segment in segments), initial=0))
@@ -158,12 +160,23 @@ def merge_attention_with_lse_refuses(outs: Sequence[Tensor], lses: Sequence[Tens
     return merge_attention_refuses(outs, lses)
 
 
-def _shape(heads: int, segment: Segment, ahead: int) -> _Shape:
+def _arguments(segment: Segment) -> tuple[Any, ...]:
+    """Return the tensors and strides of one segment, as the kernel `_attend` takes them. `live`,
+    which says how many tokens of a list exist for each sequence, is None where all exist."""
+    k, v, rows, live = segment
+    listed: Tensor | Ragged = k if rows is None else rows
+    live = listed.counts if isinstance(listed, Ragged) and live is None else live
+    rows = None if rows is None else filled(rows).contiguous()
+    (k, k_places, _), (v, v_places, _) = map(located, (k, v))
+    return k, v, k_places, v_places, rows, live, *k.stride()[:3], *v.stride()[:3]
+
+
+def _shape(heads: int, segment: Segment, live: Tensor | None, ahead: int) -> _Shape:
     """Return the constants by which the kernel `_attend` is compiled for a segment."""
     k, v, rows, _ = segment
     lists = (k if rows is None else rows).shape[1]
-    live, fold = _live(segment), padded(heads // lists)
-    each, aligned = int(live is not None and len(live) > 1), min(located(k)[2], located(v)[2])
+    fold, each = padded(heads // lists), int(live is not None and len(live) > 1)
+    aligned = min(x.alignment if isinstance(x, Ragged) else 1 for x in (k, v))
     block = _BLOCK if fold <= 32 else _BLOCK // 2
     return _Shape(each, lists, lists // k.shape[1], heads // lists, fold, block, aligned, ahead)
 
@@ -176,20 +189,20 @@ def _shared_bytes(q: Tensor, shapes: Sequence[_Shape]) -> int:
     return size * max(tiles, default=0)
 
 
-def _cut(segment: Segment, shape: _Shape, at_once: int) -> _Cut:
+def _cut(segment: Segment, given: tuple[Any, ...], shape: _Shape, at_once: int) -> _Cut:
     """Say how the tokens of a segment are cut so that the pieces of one sequence fill the device
     once, which runs `at_once` programs at a time. Sequences that share a launch are each cut as
     they would be alone."""
     count = (segment.k if segment.rows is None else segment.rows).shape[2]
     blocks, most = triton.cdiv(count, shape.block), max(1, at_once // shape.lists)
     each = triton.cdiv(blocks, most)
-    pieces = triton.cdiv(blocks, each) if _live(segment) is None else min(blocks, most)
+    pieces = triton.cdiv(blocks, each) if given[_LIVE] is None else min(blocks, most)
     return _Cut(count, each * shape.block, pieces)
 
 
 def _read(
     q: Tensor,
-    segments: Sequence[Segment],
+    given: Sequence[tuple[Any, ...]],
     shapes: Sequence[_Shape],
     cuts: Sequence[_Cut],
     at_once: int,
@@ -202,25 +215,11 @@ def _read(
     """Attend to each piece of a few segments. Write the results of the pieces into `outs` and
     `lses`, from place `first` on."""
     (batch, heads, _, dim), lists = q.shape, lcm(*(shape.lists for shape in shapes))
-    given = tuple(map(_arguments, segments))
     padding = (_Cut(0, 0, 0),) * (_AT_ONCE - len(cuts))
     _attend[(batch * lists, sum(cut.pieces for cut in cuts))](
-        q, given, outs, lses, scale, first, outs.shape[1], at_once, *chain(*cuts, *padding), len(segments), lists,
+        q, tuple(given), outs, lses, scale, first, outs.shape[1], at_once, *chain(*cuts, *padding), len(given), lists,
         heads // lists, tuple(map(tuple, shapes)), packed, dim, padded(dim), num_warps=4,
     )  # fmt: skip
-
-
-def _arguments(segment: Segment) -> tuple[Any, ...]:
-    """Return the tensors and strides of one segment, as the kernel `_attend` takes them."""
-    rows = None if segment.rows is None else filled(segment.rows).contiguous()
-    (k, k_places, _), (v, v_places, _) = map(located, segment[:2])
-    return k, v, k_places, v_places, rows, _live(segment), *k.stride()[:3], *v.stride()[:3]
-
-
-def _live(segment: Segment) -> Tensor | None:
-    """Return how many tokens of a list exist for each sequence, None where all exist."""
-    listed: Tensor | Ragged = segment.k if segment.rows is None else segment.rows
-    return listed.counts if isinstance(listed, Ragged) and segment.live is None else segment.live
 
 
 def merged(outs: Tensor, lses: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
