@@ -81,8 +81,8 @@ def _run(
     step = _STEP if heads <= 4 and first.element_size() == 2 else _STEP // 2  # registers and shared memory are few
     _channels[(triton.cdiv(count, _BLOCK), batch * groups)](
         q.contiguous(), first, places, counts, channels.contiguous(), out, lses, scale, *first.stride()[:3],
-        out.stride(-2), count, groups, heads, min(_HEADS, padded(heads, 1)), width, summed, _BLOCK, min(step, padded(width, 1)), aligned,
-        num_warps=4,
+        out.stride(-2), count, groups, heads, min(_HEADS, padded(heads, 1)), width, summed, _BLOCK,
+        min(step, padded(width, 1)), aligned, num_warps=4,
     )  # fmt: skip
 
 
