@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isclose
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, cast
 
 import torch
 from torch import Tensor
@@ -68,12 +68,9 @@ class PQRead(Select, capturable=True, of_each={"centroids": 3, "codes": 2, "held
     def select(self, q: Tensor, top: int) -> Tensor:
         self.settle()
         index, scale = (self.centroids, self.codes), self.spec.scale
-        rows: Tensor
         if self.held is None:
-            rows = ops.top_k(ops.pq_weights(q, *index, scale), top)
-        else:
-            rows = ops.pq_best(q, *index, self.held, scale, top)
-        return rows
+            return cast(Tensor, ops.top_k(ops.pq_weights(q, *index, scale), top))
+        return cast(Tensor, ops.pq_best(q, *index, self.held, scale, top))
 
     def settle(self) -> None:
         if self.clustered is not None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.gpu.choose import log_sum_exp
 from kernels.gpu.common import head_rows, located, padded, product, unfit, unfit_floats, unfit_group, unfit_shape
-from kernels.gpu.top_k import MOST, fill, kth_largest, pieces_of, placed
+from kernels.gpu.top_k import MOST, fill, kth_largest, own_number, pieces_of, placed
 from kernels.per_sequence import PerSequence
 from kernels.ragged import Ragged, first_of, too_few
 
@@ -104,9 +104,8 @@ def pq_best(
         needs = torch.empty(rows, dtype=torch.int32, device=q.device)
         numbers = torch.empty((rows, pieces, 2), dtype=torch.int32, device=q.device)
         first, places, aligned = located(centroids)
-        of_cells, held_places, _ = located(held)
+        (of_cells, held_places, _), (pairs, code_places, _) = located(held), located(codes)
         sizes = centroids.counts if isinstance(centroids, Ragged) else None
-        pairs, code_places, _ = located(codes)
         lengths = codes.counts if isinstance(codes, Ragged) else None
         _cells[(rows,)](
             q.contiguous(), first.contiguous(), places, sizes, of_cells.contiguous(), held_places, counts, kinds, needs,
@@ -231,11 +230,8 @@ def _cells(
 
     Cell (i, j) has `held` [B G C*C] tokens at i * C + j, and its kind at [i, j]."""
     this = tl.program_id(0).to(tl.int64)
-    sequence, group, clusters = this // GROUPS, this % GROUPS, CLUSTERS
-    if sizes is not None:
-        clusters = tl.load(sizes + sequence).to(tl.int32)
-    if counts is not None:
-        count = tl.load(counts + sequence).to(tl.int32)
+    sequence, group = this // GROUPS, this % GROUPS
+    clusters, count = own_number(sizes, sequence, CLUSTERS), own_number(counts, sequence, count)
     cluster, channel = tl.arange(0, CELLS), tl.arange(0, CHANNELS)
     one = _centroids(centroids, places, sequence, group, 0, clusters, GROUPS, WIDTH, cluster, channel, ALIGNED)
     other = _centroids(centroids, places, sequence, group, 1, clusters, GROUPS, WIDTH, cluster, channel, ALIGNED)
@@ -276,8 +272,7 @@ def _count_kinds(
 ):  # fmt: skip
     """Count the tokens of one piece of a KV head whose cells are of kind 2, and of kind 1."""
     this, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if lengths is not None:
-        length = tl.load(lengths + this // GROUPS).to(tl.int32)
+    length = own_number(lengths, this // GROUPS, length)
     both = tl.zeros([TILE], tl.int32)  # kind 1 from bit 16 on
     for tile in range(piece * tiles, (piece + 1) * tiles):
         at = tile * TILE + tl.arange(0, TILE)
@@ -296,8 +291,7 @@ def _place_kinds(
     """Write the chosen tokens of one piece of a KV head at the places that the earlier pieces
     leave."""
     this, piece, pieces = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    if lengths is not None:
-        length = tl.load(lengths + this // GROUPS).to(tl.int32)
+    length = own_number(lengths, this // GROUPS, length)
     each = tl.arange(0, PIECES)
     before = numbers + (this * pieces + each) * 2
     larger = tl.sum(tl.load(before, mask=each < piece, other=0), 0)
@@ -308,4 +302,4 @@ def _place_kinds(
         place, taken, larger, equal = placed(kind == 2, kind == 1, larger, equal, need)
         tl.store(out + this * room + place, at.to(tl.int64), mask=taken)
     if counts is not None:
-        fill(out + this * room, tl.load(counts + this // GROUPS).to(tl.int32), room, piece, pieces, TILE)
+        fill(out + this * room, own_number(counts, this // GROUPS, room), room, piece, pieces, TILE)

@@ -96,20 +96,9 @@ def _select(
     keys = torch.empty((rows, pieces * count if pieces > 1 else 0), dtype=torch.int32, device=x.device)
     wide = padded(triton.cdiv(size, pieces))
     _best[(rows, pieces)](
-        x,
-        names,
-        out,
-        keys if pieces > 1 else None,
-        sizes,
-        counts,
-        x.stride(0),
-        size,
-        count,
-        lists,
-        wide,
-        min(wide, _HELD),
-        num_warps=min(32, max(1, wide // 256)),
-    )
+        x, names, out, keys if pieces > 1 else None, sizes, counts, x.stride(0), size, count, lists, wide,
+        min(wide, _HELD), num_warps=min(32, max(1, wide // 256)),
+    )  # fmt: skip
     return out, keys
 
 
@@ -145,6 +134,14 @@ def _keys(x, at, live):
         bits = value.to(tl.float32).to(tl.int32, bitcast=True)
         value = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return tl.where(live, value, _LEAST)
+
+
+@triton.jit
+def own_number(numbers, sequence, number):
+    """Return the entry of a sequence in `numbers`, or `number` if that is None."""
+    if numbers is not None:
+        number = tl.load(numbers + sequence).to(tl.int32)
+    return number
 
 
 @triton.jit
@@ -196,10 +193,7 @@ def _best(
     entry in `counts` says, and write their indices, followed by zeros."""
     row, piece, pieces = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     room = count
-    if sizes is not None:
-        size = tl.load(sizes + row // LISTS).to(tl.int32)
-    if counts is not None:
-        count = tl.load(counts + row // LISTS).to(tl.int32)
+    size, count = own_number(sizes, row // LISTS, size), own_number(counts, row // LISTS, count)
     first = (piece.to(tl.int64) * size // pieces).to(tl.int32)  # the product may exceed 2^31, though the place does not
     end = ((piece + 1).to(tl.int64) * size // pieces).to(tl.int32)
     x += row * xt
@@ -255,10 +249,7 @@ def _count(
 
     `tables` [2 rows pieces 256] has the counts of even and of odd bytes."""
     row, piece, pieces = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    if sizes is not None:
-        size = tl.load(sizes + row // LISTS).to(tl.int32)
-    if counts is not None:
-        count = tl.load(counts + row // LISTS).to(tl.int32)
+    size, count = own_number(sizes, row // LISTS, size), own_number(counts, row // LISTS, count)
     value, rows = tl.arange(0, _BINS), tl.num_programs(0).to(tl.int64)
     own = ((row + BYTE % 2 * rows) * pieces + piece) * _BINS
     table, prefix, left = tl.zeros([_BINS], tl.int32), 0, 1
@@ -301,10 +292,7 @@ def _place(
     at the places that the earlier pieces leave."""
     row, piece, pieces = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     room = count
-    if sizes is not None:
-        size = tl.load(sizes + row // LISTS).to(tl.int32)
-    if counts is not None:
-        count = tl.load(counts + row // LISTS).to(tl.int32)
+    size, count = own_number(sizes, row // LISTS, size), own_number(counts, row // LISTS, count)
     rows, byte, each = tl.num_programs(0).to(tl.int64), tl.arange(0, _BYTES)[:, None], tl.arange(0, PIECES)
     last = tables + (row + (_BYTES - 1) % 2 * rows) * pieces * _BINS
     down, need, table = _found(last, found + row * (2 * _BYTES), count, pieces, _BYTES - 1, PIECES)
