@@ -35,7 +35,7 @@ put_rows = Op("put_rows", triton="kernels.gpu.copy", cpu="kernels.cpu.copy", tor
 row_scores = Op("row_scores", triton="kernels.gpu.scores", cpu="kernels.cpu.scores", torch="kernels.reference")
 row_weights = Op("row_weights", triton="kernels.gpu.scores", torch="kernels.reference")
 live_scores = Op("live_scores", triton="kernels.gpu.scores", torch="kernels.reference")
-add_received = Op("add_received", triton="kernels.gpu.received", torch="kernels.reference")
+add_received = Op("add_received", triton="kernels.gpu.scores", torch="kernels.reference")
 page_scores = Op("page_scores", triton="kernels.gpu.scores", cpu="kernels.cpu.scores", torch="kernels.pages")
 token_rows = Op("token_rows", triton="kernels.gpu.pages", torch="kernels.pages")
 channel_weights = Op("channel_weights", triton="kernels.gpu.channels", torch="kernels.reference")

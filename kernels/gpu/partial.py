@@ -6,18 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.common import (
-    head_rows,
-    located,
-    padded,
-    rounded,
-    unfit_floats,
-    unfit_heads,
-    unfit_numbers,
-    unfit_shape,
-    unfit_sharing,
-)
-from kernels.gpu.rope import unfit_angles
+from kernels.gpu import common
+from kernels.gpu.common import head_rows, located, padded, rounded
+from kernels.gpu.rope import rotate_refuses
 from kernels.partial import Guess, NewPartial
 from kernels.ragged import first_of
 
@@ -53,37 +44,26 @@ def partial_products(guess: Guess | None, new: NewPartial | None) -> Tensor | No
 
 
 def partial_products_refuses(guess: Guess | None, new: NewPartial | None) -> str | None:
-    reason = None
-    if guess is not None:
-        q, cos, sin, basis, _ = guess
-        (batch, heads, _, dim), groups = q.shape, basis.shape[1]
-        reason = (
-            unfit_shape(q, batch, heads, 1, dim)
-            or unfit_shape(basis, batch, None, dim, None)
-            or unfit_angles(batch, 1, dim, cos, sin)
-            or unfit_sharing(heads, groups)
-            or unfit_heads(q, cos, sin)
-            or unfit_floats(q, basis)
-            or _scattered(basis)
-        )
-    if new is not None and reason is None:
-        (batch, groups, _, dim), first = new.k.shape, first_of(new.rows)
-        reason = (
-            unfit_shape(new.k, batch, groups, 1, dim if guess is None else guess.q.shape[3])
-            or unfit_shape(new.basis, len(new.k) if guess is None else len(guess.q), groups, dim, None)
-            or unfit_shape(new.rows, batch, groups, None, None)
-            or unfit_numbers(new.at, batch)
-            or unfit_heads(new.k)
-            or unfit_floats(new.k, new.basis, first)
-            or _scattered(new.basis)
-        )
-        if reason is None and 1 not in (first.stride(3), first.stride(2)):
-            reason = "needs the channels of a row, or the rows of a channel, side by side"
-    return reason
-
-
-def _scattered(basis: Tensor) -> str | None:
-    return None if basis.is_contiguous() else "takes a basis whose columns lie side by side"
+    for x, basis in [(part[0], part.basis) for part in (guess, new) if part is not None]:
+        if reason := (
+            common.unfit_shape(x, len(basis), None, 1, basis.shape[2])
+            or common.unfit_sharing(x.shape[1], basis.shape[1])
+            or common.unfit_heads(x)
+            or common.unfit_floats(x, basis)
+            or (None if basis.is_contiguous() else "takes a basis whose columns lie side by side")
+        ):
+            return reason
+    if guess is not None and (reason := rotate_refuses(*guess[:3])):
+        return reason
+    if guess is not None and new is not None and guess.q.shape[::3] != new.k.shape[::3]:
+        return "takes queries and keys of as many sequences, equally wide"
+    if new is None:
+        return None
+    first, held = first_of(new.rows), new.basis.shape[:2]
+    if 1 not in (first.stride(3), first.stride(2)):
+        return "needs the channels of a row, or the rows of a channel, side by side"
+    sides = common.unfit_shape(new.k, *held, 1, None) or common.unfit_shape(new.rows, *held, None, None)
+    return sides or common.unfit_numbers(new.at, held[0]) or common.unfit_floats(new.k, first)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Multiplies queries with the rows of an index: page bounds, landmarks."""
+"""Multiplies queries with the rows of an index: page bounds, landmarks, keys."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from kernels.gpu.common import (
     unfit_group,
     unfit_numbers,
     unfit_shape,
+    unfit_sharing,
     wide_rows,
 )
 from kernels.partial import BESIDE
@@ -69,13 +70,19 @@ def row_weights(
     return Ragged.filled_up(out, x.sizes) if isinstance(x, Ragged) else out
 
 
+def add_received(sums: Tensor, q: Tensor, k: Tensor | Ragged, lse: Tensor, scale: float, live: Tensor | None) -> None:
+    """Add to sums [B G C] the attention weights that queries q [B H 1 D] give the keys k [B G S D],
+    as kernels/reference.py defines it, in one pass over the keys."""
+    _run(q.view(*k.shape[:2], -1, q.shape[3]), k, sums, live=live, scale=scale, whole=lse.contiguous())
+
+
 def _run(
     q: Tensor, x: Tensor | Ragged, out: Tensor, by_sign: bool = False, live: Tensor | None = None,
-    scale: float | None = None,
+    scale: float | None = None, whole: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Write the products to `out`, whose last dimension holds those of one query head. Return for
     each block of them, [B*G*g blocks], the largest one, or with a `scale` the log-sum-exp of all
-    times `scale`."""
+    times `scale`. `whole` [B H]: as in the kernel."""
     (batch, groups, heads, channels), count = q.shape, x.shape[2]
     width, counts = 2 * channels if by_sign else channels, x.counts if isinstance(x, Ragged) else None
     by_channel = first_of(x).stride(3) != 1
@@ -83,12 +90,13 @@ def _run(
     step = min(_MOST_CHANNELS, padded(width))
     block, warps = (_ROWS, 4) if step <= _NARROW else (_TILE // step, 2)
     of_blocks = q.new_empty((batch * groups * heads, triton.cdiv(count, block)), dtype=torch.float32)
-    tops, lses = (of_blocks if live is not None else None, None) if scale is None else (None, of_blocks)
+    tops = of_blocks if scale is None and live is not None else None
+    lses = of_blocks if scale is not None and whole is None else None
     if out.numel():
         _scores[(of_blocks.shape[1], batch * groups)](
-            q.contiguous(), first, places, counts, live, out, tops, lses, scale, *first.stride()[:3], out.stride(-2),
-            count, int(live is not None and len(live) > 1), groups, heads, padded(heads), width, step, block, aligned,
-            by_sign, by_channel, num_warps=warps, num_stages=stages(first),
+            q.contiguous(), first, places, counts, live, out, tops, lses, whole, scale, *first.stride()[:3],
+            out.stride(-2), count, int(live is not None and len(live) > 1), groups, heads, padded(heads), width, step,
+            block, aligned, by_sign, by_channel, num_warps=warps, num_stages=stages(first),
         )  # fmt: skip
     return of_blocks
 
@@ -101,8 +109,18 @@ def page_scores_refuses(q: Tensor, bounds: Tensor | Ragged) -> str | None:
     return _unfit(q, bounds, 2 * q.shape[3])
 
 
-def live_scores_refuses(q: Tensor, x: Tensor | Ragged, live: Tensor) -> str | None:
+def live_scores_refuses(q: Tensor, x: Tensor | Ragged, live: Tensor | None) -> str | None:
     return unfit_numbers(live, len(q)) or _unfit(q, x, q.shape[3])
+
+
+def add_received_refuses(
+    sums: Tensor, q: Tensor, k: Tensor | Ragged, lse: Tensor, scale: float, live: Tensor | None
+) -> str | None:
+    batch, heads, _, dim = q.shape
+    if sums.dtype != torch.float32 or sums.shape[2] < k.shape[2] or not sums.is_contiguous():
+        return f"takes sums of float32 for {k.shape[2]} tokens, got {sums.dtype} {list(sums.shape)}"
+    sides = unfit_shape(sums, *k.shape[:2], None) or unfit_shape(lse, batch, heads) or unfit_sharing(heads, k.shape[1])
+    return sides or live_scores_refuses(q.reshape(batch, k.shape[1], -1, dim), k, live)
 
 
 def row_weights_refuses(
@@ -122,15 +140,17 @@ def _unfit(q: Tensor, x: Tensor | Ragged, width: int) -> str | None:
 
 @triton.jit(do_not_specialize=["count"])
 def _scores(
-    q, x, places, counts, live, out, tops, lses, scale, xb: tl.int64, xg: tl.int64, xt: tl.int64, width: tl.int64,
-    count, EACH: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr, FOLD: tl.constexpr, WIDTH: tl.constexpr,
-    STEP: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, BY_SIGN: tl.constexpr, BY_CHANNEL: tl.constexpr,
+    q, x, places, counts, live, out, tops, lses, whole, scale, xb: tl.int64, xg: tl.int64, xt: tl.int64,
+    width: tl.int64, count, EACH: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr, FOLD: tl.constexpr,
+    WIDTH: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, BY_SIGN: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
 ):  # fmt: skip
     """Multiply a group's queries with a block of rows of x. For several sequences, `counts` says
     how many rows each has. `live`: only so many rows count, the others get minus infinity; it holds
     one number for each sequence if EACH is 1, one for all if it is 0. If `tops` is given, each
     head's largest score in the block is written there; to `lses` the log-sum-exp of its scores
-    times `scale`. Rows of `out` lie `width` entries apart.
+    times `scale`. Rows of `out` lie `width` entries apart. If `whole` is given, the log-sum-exps of
+    each head's whole softmax, `out` has one row per group, to which weights are added.
 
     BY_SIGN: the first half of a row is multiplied with the positive parts of a query, the second
     half with the negative ones. BY_CHANNEL: the rows of a channel lie side by side, and channels
@@ -176,5 +196,10 @@ def _scores(
         tl.store(tops + of_block, tl.max(scores, 1), mask=head < HEADS)
     if lses is not None:
         tl.store(lses + of_block, row_log_sum_exp(scores * scale), mask=head < HEADS)
-    to = out + of_head[:, None] * width + row
-    tl.store(to, scores, mask=(head < HEADS)[:, None] & (row < end))
+    if whole is not None:
+        lse, to = tl.load(whole + of_head, mask=head < HEADS, other=0.0), out + this * width + row
+        weights = tl.where((head < HEADS)[:, None], tl.exp(scores * scale - lse[:, None]), 0.0)
+        tl.store(to, tl.load(to, mask=row < count, other=0.0) + tl.sum(weights, 0), mask=row < count)
+    else:
+        to = out + of_head[:, None] * width + row
+        tl.store(to, scores, mask=(head < HEADS)[:, None] & (row < end))
