@@ -24,10 +24,10 @@ from kernels.gpu.common import (
 from kernels.partial import BESIDE
 from kernels.ragged import Ragged, first_of
 
-_MOST_CHANNELS = 256  # channels of a row that are taken at once
-_NARROW, _ROWS = 64, 256  # channels of narrow rows, and how many of them a program takes
+_AT_ONCE = 512  # bytes of a row that are taken at once
+_NARROW = 64  # channels of rows of which a program takes more
 _BESIDE = tl.constexpr(BESIDE)
-_TILE = 8192  # entries of wider rows that a program takes; small, so that all multiprocessors end together
+_TILE = 16384  # bytes of wider rows that a program takes: few, so that all multiprocessors end together
 
 
 def row_scores(q: Tensor, x: Tensor | Ragged) -> Tensor | Ragged:
@@ -87,8 +87,11 @@ def _run(
     width, counts = 2 * channels if by_sign else channels, x.counts if isinstance(x, Ragged) else None
     by_channel = first_of(x).stride(3) != 1
     first, places, aligned = located(x.mT if by_channel else x)
-    step = min(_MOST_CHANNELS, padded(width))
-    block, warps = (_ROWS, 4) if step <= _NARROW else (_TILE // step, 2)
+    size = first.element_size()
+    step = min(_AT_ONCE // size, padded(width))
+    block, warps = _TILE // (step * size), size
+    if step <= _NARROW:  # rows that are read entry by entry take many registers
+        block, warps = 512 // size if by_channel or width == step else 64, 4
     of_blocks = q.new_empty((batch * groups * heads, triton.cdiv(count, block)), dtype=torch.float32)
     tops = of_blocks if scale is None and live is not None else None
     lses = of_blocks if scale is not None and whole is None else None
