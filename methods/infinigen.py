@@ -369,7 +369,8 @@ class InfiniGen(PooledMethod):
     def _partial_bytes(self, case: LayerWorkload, rows: int) -> int:
         """Return the most bytes of `rows` rows of partial keys (keys reduced to a few columns) and
         of the basis that reduces queries to the same columns, for all KV heads of a layer. One more
-        row than there are tokens is held, filled with zeros."""
+        row than there are tokens is held, filled with zeros; on a GPU instead as many as round the
+        number up to a multiple of 16."""
         dim = case.spec.head_dim
         return case.spec.num_kv_heads * self.columns(dim)[1] * (rows + dim) * case.element_bytes
 

@@ -117,6 +117,13 @@ def compile_cases(dtypes: list[torch.dtype]) -> None:
         q, centroids = torch.zeros(1, 32, 1, 128, dtype=dtype), torch.zeros(1, 8, 2, 64, 64, dtype=dtype)
         codes = torch.zeros(1, 8, 130_048, 2, dtype=torch.uint8)
         launch("pq_best", q, centroids, codes, pq_held(codes, 64), 0.1, 1008)
+        index, live = torch.empty(1, 8, 50, 131_136, dtype=dtype).mT, torch.ones(1, dtype=torch.int64)
+        several = Ragged([index], dead=0)
+        several.mT.alignment = 16 * dtype.itemsize
+        for held in (index, several):
+            launch("live_scores", torch.empty(1, 8, 4, 50, dtype=dtype), held, live)
+        launch("group_margins", torch.empty(1, 8, 4, 131_136), torch.empty(1, 8, 4, 513), 131_072, 5.0, 2048)
+        launch("page_scores", torch.empty(1, 8, 4, 128, dtype=dtype), torch.empty(1, 8, 8192, 256, dtype=dtype))
         x = torch.zeros(1, 2, 50, 128, dtype=dtype)
         for held in (x, Ragged([x])):
             lse, query, at = torch.zeros(1, 8), x.new_zeros(1, 8, 1, 128), torch.ones(1, dtype=torch.int64)
