@@ -42,8 +42,7 @@ def channel_weights(
     logits = wide_rows(q, (batch * groups * heads, x.shape[3]))
     lses = logits.new_empty((len(logits), triton.cdiv(x.shape[3], _BLOCK)))
     _run(q, x, channels, scale, logits, lses, summed=False)
-    counts = x.counts if isinstance(x, Ragged) else None
-    out = weights(logits, lses, counts, (batch, groups), logits.stride(0), scale, reduce, times)
+    out = weights(logits, lses, (batch, groups), logits.stride(0), scale, reduce, times)
     return Ragged.filled_up(out, x.sizes * times) if isinstance(x, Ragged) else out
 
 

@@ -46,24 +46,24 @@ def group_weights(logits: Tensor | Ragged, scale: float, reduce: str) -> Tensor 
     defines it: a softmax in each query head, then the sum or the largest over the group."""
     x, counts = filled(logits), logits.counts if isinstance(logits, Ragged) else None
     rows = (x if x.stride(3) == 1 else x.contiguous()).flatten(0, 2)
-    out = weights(rows, _of_pieces(rows, scale, counts), counts, x.shape[:2], x.shape[3], scale, reduce)
+    out = weights(rows, _of_pieces(rows, scale, counts), x.shape[:2], x.shape[3], scale, reduce)
     return Ragged.filled_up(out, logits.sizes) if isinstance(logits, Ragged) else out
 
 
 def weights(
-    rows: Tensor, lses: Tensor, counts: Tensor | None, heads: Sequence[int], bound: int, scale: float, reduce: str,
-    times: int = 1,
-) -> Tensor:  # fmt: skip
+    rows: Tensor, lses: Tensor, heads: Sequence[int], bound: int, scale: float, reduce: str, times: int = 1
+) -> Tensor:
     """Turn rows of logits [N S] times `scale`, one for each query head, into the weights of KV heads
     [B G S * times], each repeated `times` times. heads: B and G. lses [N P]: the log-sum-exps of
-    parts of the scaled rows. counts [B]: how many logits of each sequence exist; None: all. bound:
-    how many entries of a row may be read; a multiple of 16 lets the kernel load several at once."""
+    parts of the scaled rows. bound: how many entries of a row may be read; a multiple of 16 lets the
+    kernel load several at once. Logits that a sequence does not have give weights that mean
+    nothing."""
     (batch, groups), count = heads, rows.shape[1]
     group, pieces = len(rows) // (batch * groups), lses.shape[1]
     out, fold = wide_rows(rows, (batch, groups, count * times)), padded(group, 1)
     if count:
         _weights[(triton.cdiv(count, _BLOCK), batch * groups)](
-            rows, lses, counts, out, scale, rows.stride(0), bound, out.stride(1), count, pieces, groups, group, fold,
+            rows, lses, out, scale, rows.stride(0), bound, out.stride(1), pieces, group, fold,
             min(_PARTS, padded(pieces, 1)), reduce == "sum", times, padded(times, 1), _BLOCK,
             num_warps=4 if fold <= 8 else 8,
         )  # fmt: skip
@@ -160,11 +160,10 @@ def joined(lses, row, live, pieces, first, end, PIECES: tl.constexpr):
     return row_log_sum_exp(top + tl.log(total))
 
 
-@triton.jit(do_not_specialize=["count", "pieces"])
+@triton.jit(do_not_specialize=["pieces"])
 def _weights(
-    x, lses, counts, out, scale, apart: tl.int64, bound, room, count, pieces, GROUPS: tl.constexpr,
-    HEADS: tl.constexpr, FOLD: tl.constexpr, PIECES: tl.constexpr, SUM: tl.constexpr, TIMES: tl.constexpr,
-    WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    x, lses, out, scale, apart: tl.int64, bound, room, pieces, HEADS: tl.constexpr, FOLD: tl.constexpr,
+    PIECES: tl.constexpr, SUM: tl.constexpr, TIMES: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Combine the softmax weights of a group's query heads, for a block of tokens: their sum if
     SUM, else the largest; and write each TIMES times. `lses` holds the log-sum-exps of the `pieces`
@@ -173,17 +172,13 @@ def _weights(
     row, mine = this * HEADS + head, head < HEADS
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + row[:, None] * apart + at, mask=mine[:, None] & (at < bound), other=float("-inf"))
-    if counts is not None:
-        count = tl.load(counts + this // GROUPS).to(tl.int32)
     lse = joined(lses, row, mine, pieces, 0, 0, PIECES)
     weight = tl.where(mine[:, None], tl.exp(value.to(tl.float32) * scale - lse[:, None]), 0.0)
     combined = tl.sum(weight, 0) if SUM else tl.max(weight, 0)  # no weight is smaller than 0
-    if TIMES == 1:
-        tl.store(out + this * room + at, combined, mask=at < room)
-    else:
-        time = tl.arange(0, WIDE)
-        to, there = at[:, None] * TIMES + time, (at < count)[:, None] & (time < TIMES)
-        tl.store(out + this * room + to, tl.broadcast_to(combined[:, None], [BLOCK, WIDE]), mask=there)
+    time = tl.arange(0, WIDE)
+    to = at[:, None] * TIMES + time
+    there = (to < room) & (time < TIMES)
+    tl.store(out + this * room + to, tl.broadcast_to(combined[:, None], [BLOCK, WIDE]), mask=there)
 
 
 @triton.jit(do_not_specialize=["count", "candidates", "pieces"])

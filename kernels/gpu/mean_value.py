@@ -47,15 +47,12 @@ def attention_with_mean_refuses(
     (batch, groups, both, dim), group = q.shape, q.shape[2] // 2
     if both % 2 or not q.is_contiguous() or not value_sum.is_contiguous() or v.stride(3) != 1:
         return "takes as many approximate queries as others, and the channels of a row side by side"
-    return (
-        unfit_shape(lses, batch, groups, group, None)
-        or unfit_shape(value_sum, batch, groups, 1, dim)
-        or unfit_shape(v, batch, groups, 1, dim)
-        or (None if sink_logits is None else unfit_shape(sink_logits, groups * group) or unfit(sink_logits))
-        or unfit_numbers(count, batch)
-        or unfit(lses, value_sum, v, count)
-        or segment_attention_refuses(q.view(batch, -1, 1, dim), segments, scale)
-    )
+    sides = unfit_shape(lses, batch, groups, group, None) or unfit_numbers(count, batch)
+    sides = sides or unfit_shape(value_sum, batch, groups, 1, dim) or unfit_shape(v, batch, groups, 1, dim)
+    if sink_logits is not None:
+        sides = sides or unfit_shape(sink_logits, groups * group) or unfit(sink_logits)
+    attention = segment_attention_refuses(q.view(batch, -1, 1, dim), segments, scale)
+    return sides or unfit(lses, value_sum, v, count) or attention
 
 
 @triton.jit

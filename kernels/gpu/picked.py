@@ -17,8 +17,9 @@ def pick_channels(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Find the r channels in which the query heads of each group are largest, as kernels/picked.py
     defines it: q [B G g D] -> channels [B G r], q in them times `scale` [B G g r], and with
-    `spread` q followed by q that is zero in all other channels [B G 2g D]. `facing`: add D to the number of a
-    channel in which the group's sum of q is not positive. Of equal channels the first is taken."""
+    `spread` q followed by q that is zero in all other channels [B G 2g D]. `facing`: add D to the
+    number of a channel in which the group's sum of q is not positive. Of equal channels the first
+    is taken."""
     batch, groups, heads, dim = q.shape
     counts, most = (r.on(q.device), r.most) if isinstance(r, PerSequence) else (None, r)
     channels = torch.empty((batch, groups, most), dtype=torch.int64, device=q.device)

@@ -65,8 +65,7 @@ def row_weights(
     batch, groups, heads, _ = q.shape
     logits = wide_rows(q, (batch * groups * heads, x.shape[2]))
     lses = _run(q, x, logits, live=live, scale=scale)
-    counts = x.counts if isinstance(x, Ragged) else None
-    out = weights(logits, lses, counts, (batch, groups), logits.stride(0), scale, reduce)
+    out = weights(logits, lses, (batch, groups), logits.stride(0), scale, reduce)
     return Ragged.filled_up(out, x.sizes) if isinstance(x, Ragged) else out
 
 
