@@ -43,8 +43,6 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def prefill_attention_refuses(q: Tensor, k: Tensor, v: Tensor, scale: float) -> str | None:
-    if not q.is_cuda or q.dtype not in _DTYPES:
-        return f"takes bfloat16 and float16 on a CUDA device, got {q.dtype} on {q.device}"
     if not 1 < q.shape[2] <= k.shape[2]:
         return f"takes several queries and no more than keys, got {q.shape[2]} and {k.shape[2]}"
     return _unfit(q, k, v)
@@ -69,11 +67,9 @@ def windowed_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, first: int
 def windowed_attention_refuses(q: Tensor, k: Tensor, v: Tensor, scale: float, first: int, window: int) -> str | None:
     if not _HAS_WINDOWS:
         return "needs windows in torch's FlashAttention, which this version has not"
-    if not q.is_cuda or q.dtype not in _DTYPES or q.shape[2] == 1:
-        return f"takes several queries in bfloat16 or float16 on a CUDA device, got {list(q.shape)}, {q.dtype}"
     stored, left, _ = _window(q, k, first, window)
-    if first < 0 or left < 0 or not stored:
-        return "takes queries that all see a key"
+    if q.shape[2] == 1 or first < 0 or left < 0 or not stored:
+        return "takes several queries that all see a key"
     return _unfit(q, k, v)
 
 
@@ -89,11 +85,11 @@ def _planned(q: Tensor, k: Tensor, v: Tensor) -> list[int]:
     """Return into which lengths cuDNN cuts the keys, the chunk's own last; none if it should not
     compute this chunk."""
     new, before = q.shape[2], k.shape[2] - q.shape[2]
-    if new < _PLANNED or new % _STEP or before % _STEP:
-        return []
-    if torch.cuda.get_device_capability(q.device)[0] not in _CUDNN_FIRST:
-        return []
-    if not can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, False, True)):
+    if (
+        new < _PLANNED or new % _STEP or before % _STEP
+        or torch.cuda.get_device_capability(q.device)[0] not in _CUDNN_FIRST
+        or not can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, False, True))
+    ):  # fmt: skip
         return []
     powers = range((before // _STEP).bit_length())
     lengths = [_STEP << power for power in reversed(powers) if before // _STEP >> power & 1]
@@ -118,7 +114,9 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple
 
 
 def _unfit(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Return why FlashAttention cannot run on this card or these shapes, or None."""
+    """Return why FlashAttention cannot run on this device or these tensors, or None."""
+    if not q.is_cuda or q.dtype not in _DTYPES:
+        return f"takes bfloat16 and float16 on a CUDA device, got {q.dtype} on {q.device}"
     if q.shape[1] % k.shape[1] or q.shape[3] % 8:
         return f"takes whole groups of heads of a multiple of 8 channels, got {list(q.shape)} and {list(k.shape)}"
     if not can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, False, True)):

@@ -54,12 +54,7 @@ class _Shape(NamedTuple):
     ahead: int  # tiles that are loaded ahead, and one (Triton's num_stages)
 
 
-class _Cut(NamedTuple):
-    """Say into how many pieces the lists of a segment are cut."""
-
-    tokens: int  # of the longest list
-    length: int  # tokens of a piece of it
-    pieces: int  # of any list, at most
+_Cut = tuple[int, int, int]  # tokens of a segment's longest list, tokens of a piece of it, pieces of any list at most
 
 
 def segment_attention(q: Tensor, segments: Sequence[Segment], scale: float) -> Tensor:
@@ -93,16 +88,16 @@ def read_parts(
     at_once = places(_shared_bytes(q, shapes), 104 if dim * q.element_size() > 128 else 80, 4)
     at_once = max(1, at_once - (len(segments) - 1) * max((shape.lists for shape in shapes), default=1))
     cuts = [_cut(*described, at_once) for described in zip(there, given, shapes, strict=True)]
-    parts = sum(cut.pieces for cut in cuts) + more
+    parts = sum(pieces for *_, pieces in cuts) + more
     outs = q.new_empty((batch * heads, parts, dim), dtype=torch.float32)
     lses = q.new_empty((batch * heads, parts), dtype=torch.float32)
     first = 0
     for start in range(0, len(there), _AT_ONCE):
         some = slice(start, start + _AT_ONCE)
         _read(q, given[some], shapes[some], cuts[some], at_once, packed, scale, outs, lses, first)
-        first += sum(cut.pieces for cut in cuts[some])
-    pieces = dict(zip(map(id, there), (cut.pieces for cut in cuts), strict=True))
-    return outs, lses, list(accumulate((pieces.get(id(segment), 0) for segment in segments), initial=0))
+        first += sum(pieces for *_, pieces in cuts[some])
+    of_each = {id(segment): pieces for segment, (*_, pieces) in zip(there, cuts, strict=True)}
+    return outs, lses, list(accumulate((of_each.get(id(segment), 0) for segment in segments), initial=0))
 
 
 def segment_attention_refuses(q: Tensor, segments: Sequence[Segment], scale: float) -> str | None:
@@ -125,8 +120,7 @@ def segment_attention_refuses(q: Tensor, segments: Sequence[Segment], scale: flo
     return unfit_heads(*stored) or unfit_floats(q, stored[0]) or unfit_group(sharing)
 
 
-def segment_attention_with_lse_refuses(q: Tensor, segments: Sequence[Segment], scale: float) -> str | None:
-    return segment_attention_refuses(q, segments, scale)
+segment_attention_with_lse_refuses = segment_attention_refuses
 
 
 def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> Tensor:
@@ -156,8 +150,7 @@ def merge_attention_with_lse(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> 
     return out, lse
 
 
-def merge_attention_with_lse_refuses(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> str | None:
-    return merge_attention_refuses(outs, lses)
+merge_attention_with_lse_refuses = merge_attention_refuses
 
 
 def _arguments(segment: Segment) -> tuple[Any, ...]:
@@ -197,26 +190,18 @@ def _cut(segment: Segment, given: tuple[Any, ...], shape: _Shape, at_once: int) 
     blocks, most = triton.cdiv(count, shape.block), max(1, at_once // shape.lists)
     each = triton.cdiv(blocks, most)
     pieces = triton.cdiv(blocks, each) if given[_LIVE] is None else min(blocks, most)
-    return _Cut(count, each * shape.block, pieces)
+    return count, each * shape.block, pieces
 
 
 def _read(
-    q: Tensor,
-    given: Sequence[tuple[Any, ...]],
-    shapes: Sequence[_Shape],
-    cuts: Sequence[_Cut],
-    at_once: int,
-    packed: bool,
-    scale: float,
-    outs: Tensor,
-    lses: Tensor,
-    first: int,
-) -> None:
+    q: Tensor, given: Sequence[tuple[Any, ...]], shapes: Sequence[_Shape], cuts: Sequence[_Cut], at_once: int,
+    packed: bool, scale: float, outs: Tensor, lses: Tensor, first: int,
+) -> None:  # fmt: skip
     """Attend to each piece of a few segments. Write the results of the pieces into `outs` and
     `lses`, from place `first` on."""
     (batch, heads, _, dim), lists = q.shape, lcm(*(shape.lists for shape in shapes))
-    padding = (_Cut(0, 0, 0),) * (_AT_ONCE - len(cuts))
-    _attend[(batch * lists, sum(cut.pieces for cut in cuts))](
+    padding = ((0, 0, 0),) * (_AT_ONCE - len(cuts))
+    _attend[(batch * lists, sum(pieces for *_, pieces in cuts))](
         q, tuple(given), outs, lses, scale, first, outs.shape[1], at_once, *chain(*cuts, *padding), len(given), lists,
         heads // lists, tuple(map(tuple, shapes)), packed, dim, padded(dim), num_warps=4,
     )  # fmt: skip
