@@ -1,13 +1,22 @@
-"""Compiles every Triton kernel for a GPU that is not here: `python -m tests.kernels.compile_for_gpus 89 bfloat16`.
+"""Compiles every Triton kernel for a GPU that is not here: `python -m tests.kernels.compile_for_gpus 90 bfloat16`.
 
 Launches are turned into compilations, down to machine code, for a driver that only names its target: the first word, a
 compute capability such as 80 (A100), 89 (L4), 90 (H100), 100 (B200) or 120 (RTX 5090). The interpreter takes what the
-compiler refuses, so both are needed. Prints the bytes of it that each kernel takes at most.
+compiler refuses, so both are needed.
+
+Prints two tables. The first has a line for each kernel: how many variants the test cases ask for, and the most
+registers, stack (bytes of a thread that did not fit into registers) and shared memory that one of them takes.
+
+The second has a line for each launch at the shape of an 8B model over 131072 tokens in bf16, of which 2048 are chosen:
+what the kernel asks for, how many programs a multiprocessor then holds, how often the launch fills all multiprocessors
+of an H200 (its waves), and what its loops read in pieces that are too small.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -20,13 +29,18 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
+from harness.bench import op_cases  # noqa: E402
+from harness.bench.common.synthetic import LayerShape  # noqa: E402
+from harness.bench.op_cases import Inputs, OpCase  # noqa: E402
 from kernels import ops  # noqa: E402
 from kernels.block import DecoderBlock, Head  # noqa: E402
+from kernels.coded import Coded  # noqa: E402
 from kernels.dispatch import use_backend  # noqa: E402
 from kernels.gpu import block, common, rope  # noqa: E402
 from kernels.partial import Guess, NewPartial  # noqa: E402
 from kernels.ragged import Ragged  # noqa: E402
 from kernels.reference import pq_held  # noqa: E402
+from tests.kernels.machine_code import MachineCode  # noqa: E402
 from tests.kernels.op_cases import cases, converted  # noqa: E402
 from tests.kernels.ragged_cases import ragged_cases  # noqa: E402
 from tests.kernels.test_block import drawn  # noqa: E402
@@ -63,6 +77,12 @@ CASES = (
     "decode_rows-last-of-each-int4",
 )  # fmt: skip
 BLOCKS = ("smollm", "qwen3", "dim96-prompt")
+OPS = {op.name: op for op in ops.ALL}
+SMS = 132  # multiprocessors of an H100 or H200
+HEAD = (
+    "operation", "kernel", "warps", "registers", "stack", "shared", "per SM", "programs", "waves", "instructions",
+    "in loops", "narrow global", "narrow shared", "by column",
+)  # fmt: skip
 
 
 class Driver:
@@ -84,7 +104,7 @@ class Driver:
 class Multiprocessors:
     """What a launch asks of a card's properties."""
 
-    multi_processor_count = 132
+    multi_processor_count = SMS
 
     def __init__(self, capability: int) -> None:
         small = capability in (89, 120)
@@ -137,38 +157,106 @@ def compile_cases(dtypes: list[torch.dtype]) -> None:
 
 
 def launch(name: str, *args: Any) -> None:
-    op = next(op for op in ops.ALL if op.name == name)
+    """Compile what an operation launches."""
+    reason = refused(name, *args)
+    assert reason is None, f"{name}: {reason}"
+    OPS[name].backend("triton").run(*args)
+
+
+def refused(name: str, *args: Any) -> str | None:
+    """Return the reason why Triton does not take a call, or None."""
     common.INTERPRETED = True  # for this question only: nothing lies on a device here
     with use_backend("triton"):
-        reason = op.refusal("triton", *args)
+        reason = OPS[name].refusal("triton", *args)
     common.INTERPRETED = False
-    assert reason is None, f"{name}: {reason}"
-    op.backend("triton").run(*args)
+    return reason
+
+
+class Compilations:
+    """Stands where Triton launches kernels, and compiles them in place of running."""
+
+    def __init__(self, capability: int) -> None:
+        self.codes: dict[str, dict[int, MachineCode]] = {}  # by kernel, of each variant
+        self.launches: list[tuple[str, int, MachineCode]] = []  # kernel and programs, since they were last taken
+        self._capability = capability
+        self._run = JITFunction.run
+        driver.set_active(Driver(capability))
+        JITFunction.run = lambda kernel, *args, **options: self.compile(kernel, *args, **options)
+        common._device = lambda: Multiprocessors(capability)
+
+    def compile(self, function: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kernel = self._run(function, *args, grid=grid, warmup=True, **options)
+        assert kernel.asm["cubin"], function
+        if function is rope._turn:
+            # a bf16 product is one below sm_90, which has no other: it is rounded all the same
+            assert "fma.rn.f32" not in kernel.asm["ptx"], "each product of a rotation is rounded, as in torch"
+        name = f"{function.__module__}.{function.__name__}"
+        variants = self.codes.setdefault(name, {})
+        if id(kernel) not in variants:
+            variants[id(kernel)] = MachineCode(kernel, self._capability)
+        self.launches.append((name, prod(grid), variants[id(kernel)]))
+        return kernel
+
+    def of_all(self) -> str:
+        """Return a table of what each kernel takes at most."""
+        kinds = [(name, [*variants.values()]) for name, variants in sorted(self.codes.items())]
+        rows = [
+            (name, len(codes), *(max(getattr(code, key) for code in codes) for key in ("registers", "stack", "shared")))
+            for name, codes in kinds
+        ]
+        return aligned(("kernel", "variants", "registers", "stack", "shared"), rows)
+
+    def of_launches(self, operations: Iterable[OpCase]) -> str:
+        """Return a table of what the kernels of these operations take, a line for each launch. What Triton refuses is
+        left out."""
+        rows = []
+        for case in operations:
+            self.launches.clear()
+            if "triton" in OPS[case.op].targets and refused(case.op, *case.args) is None:
+                launch(case.op, *case.args)
+                rows += [(f"{case.op} {case.what}", *_launch(*launched)) for launched in self.launches]
+        return aligned(HEAD, rows)
+
+
+def _launch(name: str, programs: int, code: MachineCode) -> tuple[Any, ...]:
+    wave = SMS * code.programs
+    return (
+        name.removeprefix("kernels.gpu."), code.warps, code.registers, code.stack, code.shared, code.programs, programs,
+        f"{programs / wave:.2f}", code.instructions, code.looped, code.narrow_global, code.narrow_shared, code.columns,
+    )  # fmt: skip
+
+
+class LargeInputs(Inputs):
+    """Inputs of the size of a long prompt, in memory that nobody fills: no kernel runs."""
+
+    def random(self, *size: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(size, dtype=dtype or self.shape.dtype)
+
+    def rows(self, heads: int, among: int, count: int) -> Tensor:
+        return torch.zeros(1, heads, min(count, among), dtype=torch.int64)
+
+    def coded(self, bits: int) -> Coded:
+        """Return codes of the right shapes: those of a few tokens, as often as they are needed."""
+        few = Inputs(self.shape, tokens=128, budget=65, prefill=1)
+        codes = few.coded(bits)
+        k, v, k_range, v_range = (part.repeat(1, 1, self.tokens // 128, 1) for part in codes.all_four)
+        return codes._replace(k=k, v=v, k_range=k_range, v_range=v_range)
+
+
+def aligned(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Return a table whose columns are as wide as their longest entry."""
+    lines = [[str(entry) for entry in row] for row in [head, *rows]]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(" | ".join(entry.ljust(width) for entry, width in zip(row, widths, strict=True)) for row in lines)
 
 
 def main(words: list[str]) -> None:
-    capability, words = int(words[0]), words[1:]
-    compiled: dict[str, set[int]] = {}
-    shared: dict[str, int] = {}
-    run = JITFunction.run
-
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        kernel = run(self, *args, grid=grid, warmup=True, **options)
-        assert kernel.asm["cubin"], self
-        if self is rope._turn:
-            # a bf16 product is one below sm_90, which has no other: it is rounded all the same
-            assert "fma.rn.f32" not in kernel.asm["ptx"], "each product of a rotation is rounded, as in torch"
-        name = f"{self.__module__}.{self.__name__}"
-        compiled.setdefault(name, set()).add(id(kernel))
-        shared[name] = max(shared.get(name, 0), kernel.metadata.shared)
-        return kernel
-
-    driver.set_active(Driver(capability))
-    JITFunction.run = compile_only
-    common._device = lambda: Multiprocessors(capability)
-    compile_cases([getattr(torch, name) for name in words])
-    told = (f"{name} x{len(kinds)} {shared[name]}" for name, kinds in sorted(compiled.items()))
-    print(f"triton {triton.__version__}, sm_{capability}:", ", ".join(told))
+    capability = int(words[0])
+    compilations = Compilations(capability)
+    compile_cases([getattr(torch, name) for name in words[1:]])
+    print(f"triton {triton.__version__}, sm_{capability}", compilations.of_all(), sep="\n")
+    shape = LayerShape(32, 8, 128, torch.bfloat16, torch.device("cpu"))
+    print(compilations.of_launches(op_cases.cases(LargeInputs(shape, tokens=131072, budget=2048, prefill=1024))))
 
 
 if __name__ == "__main__":

@@ -7,27 +7,22 @@ ones. The rule says into how many pieces tokens are cut, so that all run at once
 
 from __future__ import annotations
 
-import re
-import subprocess
 import sys
 from itertools import starmap
-from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
 
 torch.cuda.is_available = lambda: True
 
-import triton  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from kernels.gpu import common, decode  # noqa: E402
 from kernels.reference import Segment  # noqa: E402
 from tests.kernels.compile_for_gpus import Driver, Multiprocessors  # noqa: E402
+from tests.kernels.machine_code import MachineCode  # noqa: E402
 
-TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 TOKENS = 131_072
 
 
@@ -49,17 +44,7 @@ def steps() -> dict[str, list[Segment]]:
     return {"all": [part(0, TOKENS)], "captured": [part(0, TOKENS + 64, None, live)], "chosen": chosen}
 
 
-def registers(cubin: bytes) -> int:
-    with NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        printed = subprocess.run([TOOLS / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True).stdout
-    found = re.search(r"REG:(\d+)", printed)
-    assert found is not None, printed
-    return -8 * (-int(found[1]) // 8)  # as a multiprocessor gives them out
-
-
-def compared(name: str, segments: list[Segment]) -> tuple[str, int, int]:
+def compared(capability: int, name: str, segments: list[Segment]) -> tuple[str, int, int]:
     """Return a step's name, and how many programs fit by the rule and as compiled."""
     asked: list[tuple[int, ...]] = []
     kernels: list[Any] = []
@@ -78,10 +63,8 @@ def compared(name: str, segments: list[Segment]) -> tuple[str, int, int]:
         decode.segment_attention(torch.empty(1, 32, 1, 128, dtype=torch.bfloat16), segments, 0.1)
     finally:
         decode.places, JITFunction.run = places, run
-    attend = kernels[0]
-    needs = attend.metadata.shared, registers(attend.asm["cubin"]), attend.metadata.num_warps
-    each = Multiprocessors.multi_processor_count
-    return name, places(*asked[0]) // each, places(*needs) // each
+    programs = MachineCode(kernels[0], capability).programs
+    return name, places(*asked[0]) // Multiprocessors.multi_processor_count, programs
 
 
 def main(words: list[str]) -> None:
@@ -89,7 +72,7 @@ def main(words: list[str]) -> None:
         driver.set_active(DriverOf(capability))
         card = Multiprocessors(capability)
         common._device = lambda card=card: card
-        print(f"sm_{capability}", *starmap("{} {} {}".format, starmap(compared, steps().items())), sep=", ")
+        print(f"sm_{capability}", *starmap("{} {} {}".format, (compared(capability, *step) for step in steps().items())), sep=", ")
 
 
 if __name__ == "__main__":

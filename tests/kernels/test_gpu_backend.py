@@ -18,6 +18,10 @@ from tests.kernels.op_cases import cases, converted, device_of, random
 
 WITH_TRITON = [op for op in ops.ALL if "triton" in op.targets]
 ROOT = Path(__file__).parents[2]
+UNWANTED = ("narrow global", "narrow shared", "by column")
+SMALL_READS = {  # of kernels whose loops move numbers one by one, at the shape of an 8B model
+    "channels._channels", "coded._attend_codes", "coded._decode_rows", "picked._pick", "pq._look_up", "scores._scores",
+}  # fmt: skip
 
 
 def python(*arguments: str, **environment: str) -> str:
@@ -37,8 +41,46 @@ def test_every_kernel_compiles_for_hopper(dtypes: list[str]) -> None:
     """Triton keeps what it compiled: a kernel that has not changed since is not compiled again."""
     pytest.importorskip("triton")
     printed = python("-m", "tests.kernels.compile_for_gpus", "90", *dtypes)
-    for module in {op.targets["triton"] for op in WITH_TRITON}:
-        assert f"{module}._" in printed
+    kernels, launches = (rows_of(printed, first) for first in ("kernel ", "operation "))
+    modules = {row["kernel"].rpartition(".")[0] for row in kernels}
+    assert modules == {op.targets["triton"] for op in WITH_TRITON}
+    assert {row["kernel"]: row["stack"] for row in kernels if row["stack"] != "0"} == {}
+    seen = {row["kernel"] for row in launches if any(row[kind] != "0" for kind in UNWANTED)}
+    assert seen <= SMALL_READS, [row for row in launches if row["kernel"] in seen - SMALL_READS]
+
+
+def rows_of(printed: str, first: str) -> list[dict[str, str]]:
+    """Return the lines of the printed table whose head begins with this word."""
+    lines = printed[printed.index(f"\n{first}") + 1 :].splitlines()
+    head, *rows = ([entry.strip() for entry in line.split(" | ")] for line in lines if " | " in line)
+    return [dict(zip(head, row, strict=True)) for row in rows if len(row) == len(head)]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the compiler's driver is replaced")
+def test_small_reads_of_a_loop_are_found_in_machine_code() -> None:
+    pytest.importorskip("triton")
+    from tests.kernels.machine_code import column_reads, instructions
+
+    lines = [
+        "        /*0000*/                   LDG.E.U16 R1, desc[UR4][R2.64] ;",
+        ".L_x_1:",
+        "        /*0010*/                   LDG.E.U8 R1, desc[UR4][R2.64] ;",
+        "        /*0020*/              @!P4 BRA `(.L_x_1) ;",
+        ".L_x_2:",
+        "        /*0030*/                   BRA `(.L_x_2);",
+        "        /*0040*/                   NOP;",
+    ]
+    code, looped = instructions(lines)
+    assert len(code) == 5
+    assert [line.split()[0] for line in looped] == ["LDG.E.U8", "@!P4"]
+    layouts = """
+#blocked = #ttg.blocked<{sizePerThread = [1, 1], threadsPerWarp = [32, 1], warpsPerCTA = [4, 1], order = [0, 1]}>
+#blocked1 = #ttg.blocked<{sizePerThread = [8, 1], threadsPerWarp = [16, 2], warpsPerCTA = [1, 4], order = [0, 1]}>
+%a = ttg.local_load %b : !ttg.memdesc<32x128xi8, #shared, #smem, mutable> -> tensor<32x128xi8, #blocked> loc(#loc1)
+%c = tt.load %d, %e, %f : tensor<128x32x!tt.ptr<bf16>, #blocked1> loc(#loc2)
+%g = tt.trans %a {order = array<i32: 1, 0>} : tensor<128x32xi8, #blocked1> -> tensor<32x128xi8, #blocked> loc(#loc3)
+"""
+    assert column_reads(layouts) == 1
 
 
 def test_the_rule_knows_how_many_programs_of_attention_fit() -> None:
