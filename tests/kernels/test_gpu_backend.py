@@ -19,9 +19,18 @@ from tests.kernels.op_cases import cases, converted, device_of, random
 WITH_TRITON = [op for op in ops.ALL if "triton" in op.targets]
 ROOT = Path(__file__).parents[2]
 UNWANTED = ("narrow global", "narrow shared", "by column")
-SMALL_READS = {  # of kernels whose loops move numbers one by one, at the shape of an 8B model
-    "channels._channels", "coded._attend_codes", "coded._decode_rows", "picked._pick", "pq._look_up", "scores._scores",
-}  # fmt: skip
+SMALL_READS = {  # at the shape of an 8B model, and why it does not matter there
+    "channels._channels": "the last block of a row, under a mask, and the queries' numbers",
+    "coded._attend_codes": "ranges of values, one for each group of channels",
+    "coded._decode_rows": "ranges of values, one for each group of channels",
+    "partial._products": "one token",
+    "picked._pick": "one query of each head",
+    "pq._count_kinds": "a cell's kind is a byte of a table",
+    "pq._look_up": "each code's product stands in a table",
+    "pq._place_kinds": "a cell's kind is a byte of a table",
+    "rope._turn_to": "a few first keys",
+    "scores._scores": "a block's end, and its largest score",
+}
 
 
 def python(*arguments: str, **environment: str) -> str:
@@ -44,9 +53,10 @@ def test_every_kernel_compiles_for_hopper(dtypes: list[str]) -> None:
     kernels, launches = (rows_of(printed, first) for first in ("kernel ", "operation "))
     modules = {row["kernel"].rpartition(".")[0] for row in kernels}
     assert modules == {op.targets["triton"] for op in WITH_TRITON}
-    assert {row["kernel"]: row["stack"] for row in kernels if row["stack"] != "0"} == {}
+    spilled = {row["kernel"]: row["stack"] for row in kernels if row["stack"] != "0"}
+    assert spilled == {"kernels.gpu.coded._attend_codes": "8"}  # heads of 96 channels, which stand in tiles of 128
     seen = {row["kernel"] for row in launches if any(row[kind] != "0" for kind in UNWANTED)}
-    assert seen <= SMALL_READS, [row for row in launches if row["kernel"] in seen - SMALL_READS]
+    assert seen == {*SMALL_READS}
 
 
 def rows_of(printed: str, first: str) -> list[dict[str, str]]:
