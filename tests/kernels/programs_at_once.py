@@ -72,7 +72,8 @@ def main(words: list[str]) -> None:
         driver.set_active(DriverOf(capability))
         card = Multiprocessors(capability)
         common._device = lambda card=card: card
-        print(f"sm_{capability}", *starmap("{} {} {}".format, (compared(capability, *step) for step in steps().items())), sep=", ")
+        counted = (compared(capability, *step) for step in steps().items())
+        print(f"sm_{capability}", *starmap("{} {} {}".format, counted), sep=", ")
 
 
 if __name__ == "__main__":
