@@ -46,9 +46,7 @@ def channel_weights(
     return Ragged.filled_up(out, x.sizes * times) if isinstance(x, Ragged) else out
 
 
-def channel_weights_refuses(
-    q: Tensor, x: Tensor | Ragged, channels: Tensor, scale: float, reduce: str, times: int
-) -> str | None:
+def channel_weights_refuses(q: Tensor, x: Tensor | Ragged, channels: Tensor, *_: float | str) -> str | None:
     return channel_sums_refuses(q, x, channels)
 
 
@@ -63,12 +61,8 @@ def channel_sums_refuses(q: Tensor, x: Tensor | Ragged, channels: Tensor) -> str
     if first.device.type == "cpu" and not (common.INTERPRETED or first.is_pinned() or not first.numel()):
         return "reads host memory that is pinned"
     near = (q, channels) if first.device.type == "cpu" else (q, first, channels)
-    return (
-        unfit_shape(x, *q.shape[:2], None, None)
-        or unfit_shape(channels, *q.shape[:2], q.shape[3])
-        or unfit(*near)
-        or unfit_group(q.shape[2])
-    )
+    sides = unfit_shape(x, *q.shape[:2], None, None) or unfit_shape(channels, *q.shape[:2], q.shape[3])
+    return sides or unfit(*near) or unfit_group(q.shape[2])
 
 
 def _run(
