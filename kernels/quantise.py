@@ -16,20 +16,39 @@ from torch import Tensor
 _LARGEST_FLOAT8 = 448.0
 
 
-def quantise(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+def quantise(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Quantise each group of n numbers (the last dimension) to integers of `bits`. x [... n] ->
-    codes [... n] in uint8, least and step [...] in fp16
-
-    Raises ValueError for numbers that are not finite or beyond fp16."""
+    codes [... n] in uint8, least and step [...] in fp16, and whether numbers of the group cannot be
+    quantised (`refuse`), [...]"""
     x = x.float()
     levels = 2**bits - 1
     least = rounded_down(x.amin(-1))
     step = -rounded_down((least.float() - x.amax(-1)) / levels)
-    if not bool((least.isfinite() & step.isfinite()).all()):
-        raise ValueError("Keys or values are not finite, or beyond what fp16 can hold: they cannot be quantised.")
+    bad = ~(least.isfinite() & step.isfinite())
     width = step.float().masked_fill(step == 0, 1)  # all numbers of the group are the same
     codes = ((x - least.float().unsqueeze(-1)) / width.unsqueeze(-1)).round_().clamp_(0, levels)
-    return codes.to(torch.uint8), least, step
+    return codes.to(torch.uint8), least, step, bad
+
+
+def encode_codes(k: Tensor, v: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Quantise keys and values [B G S D] of whole blocks of `group` tokens to integers of `bits`:
+    each channel of the keys by blocks, and the values by `group` neighbouring channels (by all, if
+    there are fewer). -> packed codes of keys [B G S D*bits/8], their ranges [B G S/group 2*D]
+    (least numbers, then steps), codes of values, their ranges [B G S 2*c], and for each block of a
+    head whether numbers in it cannot be encoded (`refuse`), [B G S/group] int8"""
+    k_codes, k_least, k_step, k_bad = quantise(k.unflatten(2, (-1, group)).mT, bits)  # [B G n D group]
+    v_codes, v_least, v_step, v_bad = quantise(v.unflatten(3, (-1, min(group, v.shape[3]))), bits)
+    bad = k_bad.any(-1) | v_bad.any(-1).unflatten(2, (-1, group)).any(-1)
+    packed = (pack(codes, bits) for codes in (k_codes.mT.flatten(2, 3), v_codes.flatten(3)))
+    ranges = torch.cat([k_least, k_step], -1), torch.cat([v_least, v_step], -1)
+    return next(packed), ranges[0], next(packed), ranges[1], bad.to(torch.int8)
+
+
+def refuse(*bad: Tensor) -> None:
+    """Raise ValueError if an entry of `bad` is set, which says of numbers that they are not finite
+    or beyond fp16. This waits for the device once."""
+    if bad and bool((torch.cat([x.flatten() for x in bad]) if bad[1:] else bad[0]).any()):
+        raise ValueError("Keys or values are not finite, or beyond what fp16 can hold: they cannot be quantised.")
 
 
 def rounded_down(x: Tensor) -> Tensor:
@@ -71,17 +90,14 @@ def dequantise(packed: Tensor, least: Tensor, step: Tensor, bits: int, dtype: to
     return split.mul_(step.float().unsqueeze(-1)).add_(least.float().unsqueeze(-1)).flatten(-2).to(dtype)
 
 
-def to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
+def to_float8(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Write each row (the last dimension) as floats of 8 bits with one scale. x [... n] -> codes
-    [... n] in uint8, scale [... 1] in fp16, rounded upwards
-
-    Raises ValueError for numbers that are not finite or beyond fp16."""
+    [... n] in uint8, scale [... 1] in fp16, rounded upwards, and whether numbers of the row cannot
+    be written (`refuse`), [... 1]"""
     x = x.float()
     scale = -rounded_down(-x.abs().amax(-1, keepdim=True) / _LARGEST_FLOAT8)
-    if not bool(scale.isfinite().all()):
-        raise ValueError("Keys or values are not finite, or beyond what fp16 can hold: they cannot be quantised.")
     width = scale.float().masked_fill(scale == 0, 1)  # all numbers of the row are zero
-    return (x / width).to(torch.float8_e4m3fn).view(torch.uint8), scale
+    return (x / width).to(torch.float8_e4m3fn).view(torch.uint8), scale, ~scale.isfinite()
 
 
 def from_float8(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -35,6 +35,7 @@ RANK = 0.15625  # share of all KV heads' channels: ShadowKV's
 WINDOW = 32  # queries: SnapKV's
 CODES = ((2, 6), (4, 8))  # sub-vectors and bits: PQCache's default, and whole bytes
 BITS = (8, 4, 2)  # of codes that attention reads
+GROUP = 32  # tokens of a key's channel, and channels of a value, that share a range
 ROUNDS = 10  # of k-means
 INNER = 3.5  # channels of the MLP, of the model's: Llama 3's
 WORDS = 32768  # of the vocabulary
@@ -114,7 +115,7 @@ class Inputs:
     def coded(self, bits: int) -> Coded:
         """Return keys and values quantised to `bits` bits; tokens after the last whole block are
         left out."""
-        codec = IntCodec(bits=bits)
+        codec = IntCodec(bits=bits, group=GROUP)
         whole = self.tokens // codec.block * codec.block
         parts = [codec.encode(*(x[:, :, part] for x in self.kv)) for part in pieces(whole, codec.block)]
         tokens, blocks = ([torch.cat(same, 2) for same in zip(*kind, strict=True)] for kind in zip(*parts, strict=True))
@@ -215,6 +216,9 @@ def _rows(x: Inputs) -> Iterator[OpCase]:
     slots = torch.where(rows % 4 == 0, -1, rows % x.budget)  # three of four are held
     yield OpCase("gather_tiers", chosen, (x.kv[0], rows, x.kv[0][:, :, : x.budget], slots))
     yield OpCase("put_rows", chosen, (torch.empty_like(x.kv[0]), rows, x.random(*rows.shape, dim)))
+    whole = x.tokens // GROUP * GROUP
+    sealed = (*(side[:, :, :whole] for side in x.kv), BITS[1], GROUP)
+    yield OpCase("encode_codes", f"int{BITS[1]}, {x.tokens}", sealed)
     codes = x.coded(BITS[1])
     at = rows % codes.k.shape[2]
     yield OpCase("decode_rows", f"int{BITS[1]}, {chosen}", (codes, at, at // codes.block, x.shape.dtype))

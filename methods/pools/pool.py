@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from kernels.coded import Codes
+from kernels.quantise import refuse
 from kernels.reference import Segment
 from methods.base import CacheState, LayerSpec
-from methods.base.pieces import pieces
+from methods.base.pieces import pieces, tokens_at_once
 from methods.tiers.block import Tensors, named, tokens_in, unnamed
 from methods.tiers.codec import PLAIN, Codec, Encoded
 from methods.tiers.rows import DeviceRows, MemoryRows, Rows, room_for, rows_in
@@ -68,10 +69,13 @@ class Pool:
         assert start == self.encoded
         self._extend(start + k.shape[2])
         whole = k.shape[2] // self.codec.block * self.codec.block
-        for part in pieces(whole, self.codec.block):
-            written = self.codec.encode(k[:, :, part], v[:, :, part])
+        bad = []
+        for part in pieces(whole, self.codec.block, tokens_at_once(k.device)):
+            written, unfit = self.codec.encode_unchecked(k[:, :, part], v[:, :, part])
+            bad += [] if unfit is None else [unfit]
             self._put(self._tokens, written.tokens, start + part.start)
             self._put(self._blocks, written.blocks, (start + part.start) // self.codec.block)
+        refuse(*bad)
         if whole < k.shape[2]:
             self._make_tail()
             self._put(self._tail, (k[:, :, whole:], v[:, :, whole:]), 0)

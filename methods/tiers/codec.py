@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels import ops
 from kernels.coded import Coded, CodedFloats, Codes
-from kernels.quantise import dequantise, pack, quantise, to_float8
+from kernels.quantise import dequantise, refuse, to_float8
 from kernels.reference import Segment
 
 
@@ -63,6 +63,12 @@ class Codec(ABC):
     @abstractmethod
     def encode(self, k: Tensor, v: Tensor) -> Encoded:
         """Encode whole blocks of tokens. k, v [B G n*block D]"""
+
+    def encode_unchecked(self, k: Tensor, v: Tensor) -> tuple[Encoded, Tensor | None]:
+        """Encode as `encode` does, but do not ask the device whether it could: return also a tensor
+        whose entries are set where numbers cannot be encoded, for `kernels.quantise.refuse`. None:
+        `encode` has asked, or every number can be."""
+        return self.encode(k, v), None
 
     @abstractmethod
     def decode(self, stored: Encoded, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -118,8 +124,18 @@ class Plain(Codec):
 PLAIN = Plain()
 
 
+class _Checked(Codec):
+    """Encode numbers of which some cannot be encoded."""
+
+    def encode(self, k: Tensor, v: Tensor) -> Encoded:
+        encoded, bad = self.encode_unchecked(k, v)
+        if bad is not None:
+            refuse(bad)
+        return encoded
+
+
 @dataclass(frozen=True, kw_only=True)
-class IntCodec(Codec):
+class IntCodec(_Checked):
     """Write integers of `bits`, as KIVI does (arXiv 2402.02750): every `group` numbers share a
     range.
 
@@ -157,14 +173,9 @@ class IntCodec(Codec):
             ((codes, torch.uint8), (codes, torch.uint8), (ranges, torch.float16)), ((2 * head_dim, torch.float16),)
         )
 
-    def encode(self, k: Tensor, v: Tensor) -> Encoded:
-        k_codes, k_least, k_step = quantise(k.unflatten(2, (-1, self.group)).mT, self.bits)  # [B G n D group]
-        v_codes, v_least, v_step = quantise(v.unflatten(3, (-1, min(self.group, v.shape[3]))), self.bits)
-        tokens = (k_codes.mT.flatten(2, 3), v_codes.flatten(3))
-        return Encoded(
-            (*(pack(codes, self.bits) for codes in tokens), torch.cat([v_least, v_step], -1)),
-            (torch.cat([k_least, k_step], -1),),
-        )
+    def encode_unchecked(self, k: Tensor, v: Tensor) -> tuple[Encoded, Tensor]:
+        k_codes, k_range, v_codes, v_range, bad = ops.encode_codes(k, v, self.bits, self.group)
+        return Encoded((k_codes, v_codes, v_range), (k_range,)), bad
 
     def codes(self, stored: Encoded) -> Coded:
         (k, v, v_range), (k_range,) = stored
@@ -177,16 +188,16 @@ class IntCodec(Codec):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FloatCodec(Codec):
+class FloatCodec(_Checked):
     """Write floats of 8 bits (`float8_e4m3fn`), times an fp16 scale for each token's key and for
     its value in each head. Per token and head: 2 * D bytes of codes and 4 of scales."""
 
     def layout(self, head_dim: int, dtype: torch.dtype) -> Layout:
         return Layout(((head_dim, torch.uint8), (head_dim, torch.uint8), (2, torch.float16)))
 
-    def encode(self, k: Tensor, v: Tensor) -> Encoded:
-        (k_codes, of_key), (v_codes, of_value) = to_float8(k), to_float8(v)
-        return Encoded((k_codes, v_codes, torch.cat([of_key, of_value], -1)))
+    def encode_unchecked(self, k: Tensor, v: Tensor) -> tuple[Encoded, Tensor]:
+        (k_codes, of_key, k_bad), (v_codes, of_value, v_bad) = to_float8(k), to_float8(v)
+        return Encoded((k_codes, v_codes, torch.cat([of_key, of_value], -1))), k_bad | v_bad
 
     def decode(self, stored: Encoded, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return CodedFloats(*stored.tokens).decoded(dtype)

@@ -43,8 +43,8 @@ def coded(shape: Shape, spare: int = 0) -> Coded:
     count = shape.tokens + spare * shape.block
     k, v = (random(seed, shape.batch, shape.groups, count, shape.dim) for seed in (1, 2))
     k[..., :3] += 9
-    k_codes, *k_range = quantise(k.unflatten(2, (-1, shape.block)).mT, shape.bits)
-    v_codes, *v_range = quantise(v.unflatten(3, (shape.ranges, -1)), shape.bits)
+    k_codes, *k_range, _ = quantise(k.unflatten(2, (-1, shape.block)).mT, shape.bits)
+    v_codes, *v_range, _ = quantise(v.unflatten(3, (shape.ranges, -1)), shape.bits)
     codes = k_codes.mT.flatten(2, 3), v_codes.flatten(3)
     packed = (pack(x, shape.bits) for x in codes)
     whole = Coded(*packed, torch.cat(k_range, -1), torch.cat(v_range, -1), shape.bits, shape.block)
@@ -57,7 +57,7 @@ def floats(shape: Sequence[int], spare: int = 0) -> CodedFloats:
     batch, groups, tokens, dim = shape
     k, v = (random(seed, batch, groups, tokens + spare, dim) for seed in (1, 2))
     k[:, :, ::2] *= 1e-3
-    (k_codes, of_key), (v_codes, of_value) = to_float8(k), to_float8(v)
+    (k_codes, of_key, _), (v_codes, of_value, _) = to_float8(k), to_float8(v)
     return CodedFloats(*(x[:, :, spare:] for x in (k_codes, v_codes, torch.cat([of_key, of_value], -1))))
 
 
@@ -78,6 +78,17 @@ def attention() -> Iterator[tuple[str, tuple[Any, ...]]]:
             yield f"{name}-and-others", (q, [late(shape, 5), coded(shape), late(shape, 70)], 0.1)
     for name, (batch, groups, tokens, dim) in FLOATS.items():
         yield name, (random(3, batch, groups * 3, 1, dim), [floats((batch, groups, tokens, dim), spare=5)], 0.1)
+
+
+def encoded() -> Iterator[tuple[str, tuple[Any, ...]]]:
+    for name, (bits, batch, _, groups, dim, tokens, block, _) in SHAPES.items():
+        k, v = (random(seed, batch, groups, tokens + 2, dim)[:, :, 2:] for seed in (1, 2))
+        k[:, :, :, :3] += 9
+        k[..., 5], v[:, :, 7] = 0.3, -2.0  # groups of one number
+        if block & (block - 1) == dim & (dim - 1) == 0:
+            yield name, (k, v, bits, block)
+            none = k[:, :, :0], v[:, :, :0], bits, block
+    yield "none", none
 
 
 def rows() -> Iterator[tuple[str, tuple[Any, ...]]]:

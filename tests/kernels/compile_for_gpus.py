@@ -74,7 +74,7 @@ CASES = (
     "coded_attention-int8", "coded_attention-int4", "coded_attention-int2", "coded_attention-int4-dim96",
     "decode_rows-int8-some", "decode_rows-int4-moved", "decode_rows-int2-all", "coded_attention-fp8",
     "coded_attention-fp8-dim96", "decode_rows-fp8-some", "coded_attention-int8-and-others", "decode_rows-int4-recent",
-    "decode_rows-last-of-each-int4",
+    "decode_rows-last-of-each-int4", "encode_codes-int8", "encode_codes-int4", "encode_codes-int2",
 )  # fmt: skip
 BLOCKS = ("smollm", "qwen3", "dim96-prompt")
 OPS = {op.name: op for op in ops.ALL}

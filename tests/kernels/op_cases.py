@@ -453,6 +453,8 @@ def rebuild_keys() -> Iterator[OpCase]:
 def coded() -> Iterator[OpCase]:
     for name, args in coded_cases.attention():
         yield OpCase("coded_attention", name, args)
+    for name, args in coded_cases.encoded():
+        yield OpCase("encode_codes", name, args)
     for name, args in coded_cases.rows():
         yield OpCase("decode_rows", name, args)
 

@@ -9,7 +9,17 @@ from torch.testing import assert_close
 
 from kernels import coded, ops, reference, sink_logits
 from kernels.dispatch import use_backend
-from kernels.quantise import dequantise, from_float8, pack, quantise, rounded_down, to_float8, unpack
+from kernels.quantise import (
+    dequantise,
+    encode_codes,
+    from_float8,
+    pack,
+    quantise,
+    refuse,
+    rounded_down,
+    to_float8,
+    unpack,
+)
 from kernels.reference import Segment
 from tests.kernels.coded_cases import Shape, random
 from tests.kernels.coded_cases import coded as written
@@ -22,7 +32,7 @@ BITS = pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize(("spread", "offset"), [(1.0, 0.0), (20.0, 300.0), (1e-3, -7.0), (0.0, 0.1)])
 def test_no_number_is_off_by_more_than_half_a_step(bits: int, dtype: torch.dtype, spread: float, offset: float) -> None:
     x = (torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(0)) * spread + offset).to(dtype)
-    codes, least, step = quantise(x.unflatten(-1, (2, 32)), bits)
+    codes, least, step, _ = quantise(x.unflatten(-1, (2, 32)), bits)
     back = dequantise(pack(codes.flatten(-2), bits), least, step, bits, torch.float32)
     error = (back - x.float()).unflatten(-1, (2, 32)).abs().amax(-1)
     assert bool((error <= step.float() * 0.501 + 1e-6 * abs(offset)).all())
@@ -53,22 +63,23 @@ def test_a_bound_is_rounded_down_to_the_next_fp16() -> None:
 
 def test_no_number_is_off_by_more_than_a_sixteenth_of_itself() -> None:
     x = random(1, 50, 128) * torch.logspace(-6, 4, 50).unsqueeze(1)
-    codes, scale = to_float8(x)
+    codes, scale, _ = to_float8(x)
     error, most = (from_float8(codes, scale, torch.float64) - x).abs(), x.abs().amax(-1, keepdim=True)
     assert (codes.dtype, scale.dtype) == (torch.uint8, torch.float16)
     normal = scale > 6.2e-5  # below, the scale itself has fewer bits
     assert bool(((error <= x.abs() / 16 + most / 2**18) | ~normal).all())
     assert float((error / most).max()) > 1 / 64
-    assert torch.equal(from_float8(*to_float8(torch.zeros(2, 8)), torch.float32), torch.zeros(2, 8))
+    assert torch.equal(from_float8(*to_float8(torch.zeros(2, 8))[:2], torch.float32), torch.zeros(2, 8))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e9])
 def test_what_fp16_cannot_hold_is_refused(bad: float) -> None:
     x = torch.zeros(4, 32)
     x[2, 3] = bad
-    for write in (lambda: quantise(x, 4), lambda: to_float8(x)):
+    for *_, unfit in (quantise(x, 4), to_float8(x), encode_codes(*[x.view(1, 1, 4, 32)] * 2, 4, 2)):
+        refuse(torch.zeros_like(unfit))
         with pytest.raises(ValueError, match="quantised"):
-            write()
+            refuse(torch.zeros_like(unfit), unfit)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter is numpy
@@ -87,6 +98,33 @@ def test_attention_over_codes_is_as_exact_as_plain_torch(dtype: torch.dtype) -> 
         limit = max(2 * torch.finfo(kernel.dtype).eps, 5e-5) * exact.abs().max()
         errors = [(one.double() - exact).abs().max() for one in (kernel, plain)]
         assert errors[0] <= min(limit, errors[1])
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter is numpy
+@BITS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_interpreted_kernels_write_the_same_bits(bits: int, dtype: torch.dtype) -> None:
+    """Numbers of all sizes, groups of one number, the limits of fp16, and blocks that cannot be encoded."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("kernels are compiled here: test_ops.py compares them")
+    k, v = (
+        random(seed, 2, 2, 96, 64) * 2.0 ** random(seed + 2, 2, 2, 96, 64).mul(3).round().clamp(-9, 9)
+        for seed in (1, 2)
+    )
+    for x in (k, v):
+        x[0, 0, :32], x[0, 1, :16], x[0, 1, 16:32] = 0.1, 60000.0, -60000.0
+        x[0, 1, 32:64] *= 1e-8
+        x[1, 0, 40, 3], x[1, 1, 5, 7] = float("nan"), -float("inf")
+    k, v = k.to(dtype), v.to(dtype)
+    with use_backend("triton"):
+        *written, bad = ops.encode_codes(k, v, bits, 32)
+    *wanted, unfit = encode_codes(k, v, bits, 32)
+    assert torch.equal(bad, unfit)
+    assert unfit.sum() == 2
+    for one, other in zip(written, wanted, strict=True):
+        blocks = (x.unflatten(2, (3, -1))[~unfit.bool()] for x in (one, other))
+        assert torch.equal(*blocks)
 
 
 @pytest.mark.parametrize("sinks", [None, torch.tensor([1.0, -2.0, 0.5, 3.0] * 2)], ids=["plain", "sinks"])

@@ -21,6 +21,8 @@ from harness.engine.engine import Engine
 from harness.engine.graph import capture_refusal
 from kernels.dispatch import use_backend
 from methods.base import Budget, Method
+from methods.base.pieces import TOKENS_AT_ONCE
+from methods.tiers.codec import FloatCodec
 from tests.methods.test_contract import attach, in_each_place, small, turn
 from tests.tape import Tape
 from tests.tiny import prompt, tiny
@@ -172,6 +174,21 @@ def test_a_seal_waits_as_often_as_its_method_must(name: str, placement: str, mon
             with reads.counted(monkeypatch):
                 cache.seal()
     assert reads.count <= SEAL_READS.get(name, 0) * len(cache.layers)
+
+
+@pytest.mark.parametrize("name", ["kivi", "quest"])
+def test_a_seal_in_fewer_bits_waits_once_for_a_layer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many pieces it is written in: whether all numbers could be is asked at the end."""
+    codec = FloatCodec() if name == "quest" else None
+    with attached(tiny("llama"), small(name), budget=0.5, codec=codec) as kv, torch.inference_mode():
+        cache = kv.cache(capacity=1602)
+        Engine(kv).prefill(cache, prompt(1600))
+        reads = Reads()
+        with reads.counted(monkeypatch):
+            cache.seal()
+    away = [layer.away for layer in cache.layers]  # type: ignore[attr-defined]
+    assert max(away) > 2 * TOKENS_AT_ONCE
+    assert reads.count == sum(count > 0 for count in away)
 
 
 @pytest.mark.tokens

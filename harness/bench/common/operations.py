@@ -39,6 +39,7 @@ _READ: dict[str, Callable[..., int]] = {
     "partial_products": lambda guess, new: _whole(*(x.basis for x in (guess, new) if x is not None)),
     "merge_attention_with_lse": lambda outs, lses: _whole(*outs),
     "coded_attention": lambda q, coded, scale: sum(_whole(*codes[:4]) for codes in coded),
+    "encode_codes": lambda k, v, bits, group: _whole(k, v),
     "decode_rows": lambda coded, rows, blocks, dtype: (
         blocks.numel() * sum(x.shape[3] * x.element_size() for x in coded[:4])
     ),

@@ -1,0 +1,99 @@
+"""Writes keys and values as codes of few bits, bit for bit as kernels/quantise.py defines it."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.gpu.common import unfit_heads, unfit_shape
+
+_MOST = 1 << 14  # numbers of a block of tokens in one head
+
+
+def encode_codes(k: Tensor, v: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Encode whole blocks of `group` tokens in one launch, k, v [B G S D], as kernels/quantise.py
+    defines it; a program (one instance of the kernel) takes one block of one head."""
+    (batch, groups, count, dim), share = k.shape, min(group, k.shape[3])
+    blocks, ranges, width = count // group, dim // share, dim * bits // 8
+    k_codes, v_codes = (k.new_empty((batch, groups, count, width), dtype=torch.uint8) for _ in range(2))
+    k_range = k.new_empty((batch, groups, blocks, 2 * dim), dtype=torch.float16)
+    v_range = k.new_empty((batch, groups, count, 2 * ranges), dtype=torch.float16)
+    bad = k.new_empty((batch, groups, blocks), dtype=torch.int8)
+    if blocks:
+        _encode[(blocks, batch * groups)](
+            k, v, k_codes, k_range, v_codes, v_range, bad, *k.stride()[:3], *v.stride()[:3], blocks, groups, group, dim,
+            ranges, bits, num_warps=4 if group * dim <= 4096 else 8,
+        )  # fmt: skip
+    return k_codes, k_range, v_codes, v_range, bad
+
+
+def encode_codes_refuses(k: Tensor, v: Tensor, bits: int, group: int) -> str | None:
+    dim = k.shape[3]
+    if any(size & (size - 1) for size in (group, dim)) or group * dim > _MOST:
+        return f"takes powers of two, up to {_MOST} numbers of a block, got {group} tokens of {dim} channels"
+    return unfit_shape(v, *k.shape) or unfit_heads(k, v)
+
+
+@triton.jit
+def _down(x):
+    """Round x (fp32) to the largest fp16 that is not above it."""
+    near = x.to(tl.float16)
+    bits = near.to(tl.int16, bitcast=True)  # sign and magnitude
+    below = tl.where(near > 0, bits - 1, tl.where(near < 0, bits + 1, -0x7FFF)).to(tl.int16)
+    return tl.where(near.to(tl.float32) > x, below.to(tl.float16, bitcast=True), near)
+
+
+@triton.jit
+def _coded(x, AXIS: tl.constexpr, BITS: tl.constexpr):
+    """Quantise the numbers along AXIS of x (fp32) to integers of BITS. Return these, the least
+    number and the step of each group, and 1 if a number cannot be encoded, else 0."""
+    LEVELS: tl.constexpr = float((1 << BITS) - 1)
+    least = _down(tl.min(x, AXIS, keep_dims=True))
+    span = least.to(tl.float32) - tl.max(x, AXIS, keep_dims=True)
+    step = -_down(tl.div_rn(span, tl.full(span.shape, LEVELS, tl.float32)))
+    width = tl.where(step == 0, 1.0, step.to(tl.float32))  # 0: all numbers of the group are the same
+    code = tl.div_rn(x - least.to(tl.float32), tl.broadcast_to(width, x.shape))
+    code = (code + 12582912.0) - 12582912.0  # 1.5 * 2**23: rounds to the nearest, of two to the even one
+    finite = (tl.abs(least.to(tl.float32)) < float("inf")) & (tl.abs(step.to(tl.float32)) < float("inf"))
+    bad = tl.max(tl.ravel((x != x).to(tl.int32)), 0) | tl.max(tl.ravel((~finite).to(tl.int32)), 0)
+    return tl.minimum(tl.maximum(code, 0.0), LEVELS).to(tl.uint8), least, step, bad
+
+
+@triton.jit
+def _packed(codes, ROWS: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr):
+    """Pack codes [ROWS DIM] into bytes [ROWS DIM * BITS / 8]: the first codes of a row are the
+    lowest bits of all bytes, the next ones the bits above, and so on."""
+    PLANES: tl.constexpr = 8 // BITS
+    planes = tl.reshape(codes, [ROWS, PLANES, DIM // PLANES]).to(tl.int32)
+    return tl.sum(planes << (tl.arange(0, PLANES) * BITS)[None, :, None], 1).to(tl.uint8)
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def _encode(
+    k, v, k_codes, k_range, v_codes, v_range, bad, kb: tl.int64, kg: tl.int64, kt: tl.int64, vb: tl.int64,
+    vg: tl.int64, vt: tl.int64, blocks, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
+    RANGES: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """Encode the keys of one block of GROUP tokens of one KV head, each channel in a range of its
+    own, and their values, each token in RANGES ranges of neighbouring channels."""
+    WIDTH: tl.constexpr = DIM * BITS // 8
+    this = tl.program_id(1).to(tl.int64)
+    batch, group, block = this // HEADS, this % HEADS, tl.program_id(0).to(tl.int64)
+    token, dim, byte = tl.arange(0, GROUP)[:, None], tl.arange(0, DIM)[None, :], tl.arange(0, WIDTH)[None, :]
+    row = block * GROUP + token
+    of_block = this * blocks + block
+    to = (of_block * GROUP + token) * WIDTH + byte
+    key = tl.load(k + batch * kb + group * kg + row * kt + dim).to(tl.float32)
+    value = tl.load(v + batch * vb + group * vg + row * vt + dim).to(tl.float32)
+    codes, least, step, unfit = _coded(key, 0, BITS)
+    tl.store(k_codes + to, _packed(codes, GROUP, DIM, BITS))
+    tl.store(k_range + of_block * 2 * DIM + dim, least)
+    tl.store(k_range + of_block * 2 * DIM + DIM + dim, step)
+    codes, least, step, worse = _coded(tl.reshape(value, [GROUP, RANGES, DIM // RANGES]), 2, BITS)
+    tl.store(v_codes + to, _packed(tl.reshape(codes, [GROUP, DIM]), GROUP, DIM, BITS))
+    ranges = v_range + (of_block * GROUP + token) * 2 * RANGES + tl.arange(0, RANGES)[None, :]
+    tl.store(ranges, tl.reshape(least, [GROUP, RANGES]))
+    tl.store(ranges + RANGES, tl.reshape(step, [GROUP, RANGES]))
+    tl.store(bad + of_block, (unfit | worse).to(tl.int8))
