@@ -17,14 +17,16 @@ def assign(x: Tensor, centroids: Tensor) -> Tensor:
 
 
 def kmeans(x: Tensor, initial: Tensor, iterations: int, tolerance: float = 1e-4) -> tuple[Tensor, Tensor]:
-    """Cluster the P points of each of N problems into C clusters, starting from the points
-    `initial` as centroids.
+    """Cluster the P points of each problem into C clusters, starting from the points `initial` as
+    centroids. It computes in fp32, whatever the dtype of the points.
 
-    x [N P d] (fp32), initial [C] -> centroids [N C d], codes [N P], the cluster of each point
+    x [... P d], initial [C] -> centroids [... C d] (fp32), codes [... P], the cluster of each point
 
     It stops after `iterations` rounds, or once the summed squared movement of the centroids is
     below `tolerance` times the mean variance of the data in every problem (scikit-learn's rule). A
     cluster without points keeps its centroid. The codes belong to the centroids returned."""
+    leading = x.shape[:-2]
+    x = in_fp32(x)
     problems, points, dim = x.shape
     centroids = x[:, initial].clone()
     bound = tolerance * x.var(dim=1, correction=0).mean(-1)  # [N]
@@ -39,4 +41,9 @@ def kmeans(x: Tensor, initial: Tensor, iterations: int, tolerance: float = 1e-4)
         centroids = moved
         if bool((shift <= bound).all()):
             break
-    return centroids, assign(x, centroids)
+    return centroids.view(*leading, -1, dim), assign(x, centroids).view(*leading, points)
+
+
+def in_fp32(x: Tensor) -> Tensor:
+    """Return points x [... P d] as they are computed with, [N P d] in fp32, side by side."""
+    return x.to(torch.float32, memory_format=torch.contiguous_format).contiguous().flatten(0, -3)

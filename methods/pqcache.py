@@ -177,16 +177,14 @@ class PQCache(Windowed):
         these by k-means in at most `rounds` rounds. Return centroids [B G m C d'] in the keys'
         dtype and codes [B G M m], the number of each sub-vector's centroid, of one byte if that is
         enough. `tolerance` of k-means: by default the method's."""
-        batch, groups, count, dim = keys.shape
+        count = keys.shape[2]
         clusters = min(2**self.b, count)
-        points = torch.empty(batch * groups * self.m, count, dim // self.m, device=keys.device)  # one copy in fp32
-        points.view(batch, groups, self.m, count, -1).copy_(keys.unflatten(3, (self.m, -1)).transpose(2, 3))
+        points = keys.unflatten(3, (self.m, -1)).transpose(2, 3)  # [B G m M d']
         draw = torch.Generator().manual_seed(self.seed)
         initial = torch.randperm(count, generator=draw)[:clusters].to(keys.device)
         centroids, codes = ops.kmeans(points, initial, rounds, self.tolerance if tolerance is None else tolerance)
-        codes = codes.view(batch, groups, self.m, count).transpose(2, 3)
-        codes = codes.to(torch.uint8 if clusters <= 256 else torch.int32).contiguous()
-        return centroids.view(batch, groups, self.m, clusters, -1).to(keys.dtype), codes
+        codes = codes.transpose(2, 3).to(torch.uint8 if clusters <= 256 else torch.int32).contiguous()
+        return centroids.to(keys.dtype), codes
 
     def counts_pairs(self, device: torch.device | None, clusters: int, group: int) -> bool:
         """Return whether the keys of each pair of codes are counted at the seal, because steps on

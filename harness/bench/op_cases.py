@@ -201,10 +201,10 @@ def _quantised(x: Inputs) -> Iterator[OpCase]:
         if parts == 2:
             held, chosen = pq_held(codes, 2**bits), min(x.budget, x.tokens)
             yield OpCase("pq_best", f"{what}, {chosen} chosen", (x.q, centroids, codes, held, x.scale, chosen))
-        points = x.random(groups * parts, x.tokens, dim // parts, dtype=torch.float32)
+        points = x.kv[0].unflatten(3, (parts, -1)).transpose(2, 3)
         initial = torch.randperm(x.tokens, device=device)[: 2**bits]
         flops = 2.0 * (ROUNDS + 1) * points.numel() * len(initial)
-        yield OpCase("kmeans", f"{what}, {ROUNDS} rounds", (points, initial, ROUNDS, 0.0), flops, torch.float32)
+        yield OpCase("kmeans", f"{what}, {ROUNDS} rounds", (points, initial, ROUNDS, 0.0), flops)
 
 
 def _rows(x: Inputs) -> Iterator[OpCase]:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kernels.cpu.ffi.bindings import Function, Struct, floats, int32s, integer, real
 from kernels.cpu.ffi.library import load
+from kernels.kmeans import in_fp32
 
 
 class KMeans(Struct):
@@ -26,9 +27,9 @@ _MOST_CLUSTERS = 4096  # because each 4096 points need a table of sums
 
 
 def kmeans(x: Tensor, initial: Tensor, iterations: int, tolerance: float = 1e-4) -> tuple[Tensor, Tensor]:
-    """Cluster the points of each of N problems, as kernels/kmeans.py defines it: x [N P d], initial
-    [C] -> centroids [N C d], codes [N P] (int32)."""
-    x = x.contiguous()
+    """Cluster the points of each problem, as kernels/kmeans.py defines it: x [... P d], initial [C]
+    -> centroids [... C d], codes [... P] (int32)."""
+    leading, x = x.shape[:-2], in_fp32(x)
     problems, points, dim = x.shape
     centroids = x[:, initial]
     codes = torch.empty(problems, points, dtype=torch.int32)
@@ -36,10 +37,10 @@ def kmeans(x: Tensor, initial: Tensor, iterations: int, tolerance: float = 1e-4)
         x=x, centroids=centroids, codes=codes, problems=problems, points=points, dim=dim, clusters=len(initial),
         iterations=iterations, tolerance=tolerance,
     )  # fmt: skip
-    return centroids, codes
+    return centroids.view(*leading, -1, dim), codes.view(*leading, points)
 
 
 def kmeans_refuses(x: Tensor, initial: Tensor, iterations: int, tolerance: float = 1e-4) -> str | None:
-    if x.is_cuda or x.dtype != torch.float32:
-        return f"takes float32 on the CPU, got {x.dtype} on {x.device}"
+    if x.is_cuda:
+        return f"takes points on the CPU, got {x.device}"
     return None if len(initial) <= _MOST_CLUSTERS else f"takes up to {_MOST_CLUSTERS} clusters, got {len(initial)}"

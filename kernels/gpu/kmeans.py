@@ -1,5 +1,10 @@
-"""Runs k-means on many problems at once: two kernels per Lloyd round, with sums in a fixed order,
-so that runs repeat exactly."""
+"""Runs k-means on many problems at once: two kernels per Lloyd round, with sums in a fixed order, so that
+runs repeat exactly.
+
+A round reads each point once, where it lies and in its own dtype. Centroids are fp32 numbers; for points
+of 16 bits they are held as three parts of 16 bits, whose products with a point are exact. Whether the
+centroids still move stays on the device: after the last round that is needed, the kernels of the others
+return at once, and the host never waits."""
 
 from __future__ import annotations
 
@@ -8,111 +13,183 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.common import padded, product, split, unfit
+from kernels.gpu.common import padded, product, split, unfit_floats
 
-# Twice as much of any of these spills registers on sm_80
-_POINTS = 128  # points that are assigned at once
-_COMPARED = 32  # clusters that they are compared with at once
-_SUMMED = 32  # points that are summed at once
-_CLUSTERS = 64  # clusters that they are summed for at once
-MOST_CHANNELS = 128
+MOST_CHANNELS, MOST_CLUSTERS = 128, 1024
+_AT_ONCE = 64  # clusters that points are compared with, or summed for, at once
+_PIECES = 8  # sums of pieces that are added at once
 
 
 def kmeans(x: Tensor, initial: Tensor, iterations: int, tolerance: float = 1e-4) -> tuple[Tensor, Tensor]:
-    """Cluster the points of each of N problems, as kernels/kmeans.py defines it: x [N P d], initial
-    [C] -> centroids [N C d], codes [N P] (int32). After each round the host reads whether all
-    problems have converged."""
-    x = x.contiguous()
-    centroids = x[:, initial].contiguous()
-    bound = tolerance * x.var(dim=1, correction=0).mean(-1)
-    for _ in range(iterations):
-        moved = _means(x, _assign(x, centroids), centroids)
-        shift = (moved - centroids).square().sum((1, 2))
-        centroids = moved
-        if bool((shift <= bound).all()):
-            break
-    return centroids, _assign(x, centroids)
+    """Cluster the points of each problem, as kernels/kmeans.py defines it: x [... P d], initial [C] ->
+    centroids [... C d], codes [... P] (int32)."""
+    points, dim = x.shape[-2:]
+    problems, clusters = x.numel() // (points * dim), len(initial)
+    centroids = x[..., initial, :].to(torch.float32, memory_format=torch.contiguous_format).contiguous()
+    bounds = tolerance * x.var(dim=-2, correction=0).float().mean(-1).flatten()
+    parts = _in_parts(centroids.view(problems, 1, clusters, dim), x.dtype)
+    halves = centroids.square().sum(-1).mul_(0.5)
+    at_once, rows = min(_AT_ONCE, padded(clusters)), 128 if x.element_size() == 2 else 32
+    many = clusters > at_once  # the sums of all do not fit into registers: codes are written first, and read again
+    pieces, length = split(points, problems, rows)
+    sums = torch.empty((pieces, problems, clusters, dim), dtype=torch.float32, device=x.device)
+    counts = torch.empty((pieces, problems, clusters), dtype=torch.float32, device=x.device)
+    blocks = padded(triton.cdiv(clusters, 16), 1)
+    shifts = torch.full((iterations + 1, problems, blocks), float("inf"), device=x.device)
+    codes = torch.empty((*x.shape[:-2], points), dtype=torch.int32, device=x.device)
+    whole = x[(None,) * (5 - x.dim())]
+
+    def assign(step: int, find: bool, add: bool, until: Tensor | None = shifts) -> None:
+        _assign[(pieces, problems, triton.cdiv(clusters, at_once) if add else 1)](
+            whole, parts, halves, sums, counts, codes, until, bounds, *whole.stride()[:4], step, problems, points,
+            length, whole.shape[1], whole.shape[2], clusters, dim, padded(dim), at_once, rows, parts.shape[1], blocks,
+            find, add, num_warps=8, num_stages=2,
+        )  # fmt: skip
+
+    for step in range(iterations):
+        if many:
+            assign(step, True, False)
+        assign(step, not many, True)
+        _move[(problems, blocks)](
+            sums, counts, centroids, parts, halves, shifts, bounds, step, problems, pieces, clusters, dim, padded(dim),
+            parts.shape[1], blocks, _PIECES, num_warps=4,
+        )  # fmt: skip
+    assign(0, True, False, None)
+    return centroids, codes
 
 
 def kmeans_refuses(x: Tensor, initial: Tensor, iterations: int, tolerance: float = 1e-4) -> str | None:
-    if x.dtype != torch.float32 or x.shape[2] > MOST_CHANNELS:
-        return f"takes float32 of up to {MOST_CHANNELS} channels, got {x.dtype} of {x.shape[2]}"
-    return unfit(x, initial)
+    if x.shape[-1] > MOST_CHANNELS or len(initial) > MOST_CLUSTERS or x.dim() > 5 or x.stride(-1) != 1:
+        return (
+            f"takes up to {MOST_CLUSTERS} clusters and {MOST_CHANNELS} channels, side by side, got {len(initial)} and "
+            f"{x.shape[-1]}"
+        )
+    return unfit_floats(x)
 
 
-def _assign(x: Tensor, centroids: Tensor) -> Tensor:
-    (problems, points, dim), clusters = x.shape, centroids.shape[1]
-    codes = torch.empty((problems, points), dtype=torch.int32, device=x.device)
-    share = 1 if dim <= 64 else 2  # wide points and centroids: half as many fit
-    _nearest[(triton.cdiv(points, _POINTS // share), problems)](
-        x, centroids, codes, points, clusters, dim, padded(dim), _POINTS // share, _COMPARED // share, num_warps=8,
-        num_stages=2,
-    )  # fmt: skip
-    return codes
+def _in_parts(centroids: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the parts of centroids [N 1 C d] (fp32) whose sum they are: in fp32 themselves, in 16 bits three,
+    [N 3 C d]."""
+    parts: list[Tensor] = []
+    rest = centroids
+    while dtype != torch.float32 and len(parts) < 3:
+        parts.append(rest.to(dtype))
+        rest = rest - parts[-1].float()
+    return torch.cat(parts, 1) if parts else centroids
 
 
-def _means(x: Tensor, codes: Tensor, centroids: Tensor) -> Tensor:
-    """Return the mean of the points x [N P d] of each cluster, [N C d], where codes [N P] say which
-    cluster a point is in; one without points keeps its centroid."""
-    (problems, points, dim), clusters = x.shape, centroids.shape[1]
-    blocks = triton.cdiv(clusters, _CLUSTERS)
-    pieces, length = split(points, problems * blocks, _SUMMED)
-    sums = x.new_empty((pieces, problems, clusters, dim))
-    counts = x.new_empty((pieces, problems, clusters))
-    _sums[(problems, blocks, pieces)](
-        x, codes, sums, counts, points, length, clusters, dim, padded(dim), _SUMMED, _CLUSTERS, num_warps=8,
-        num_stages=2,
-    )  # fmt: skip
-    total = counts.sum(0).unsqueeze(2)
-    return torch.where(total > 0, sums.sum(0) / total.clamp(min=1), centroids)
+@triton.jit
+def _still(shifts, bounds, problems, BLOCKS: tl.constexpr):
+    """Return whether the centroids of every problem have moved by no more than their bound."""
+    block = tl.arange(0, BLOCKS)
+    moving = tl.zeros([], tl.int32)
+    for start in range(0, problems, 32):
+        problem = start + tl.arange(0, 32)
+        shift = tl.load(shifts + problem[:, None] * BLOCKS + block, mask=(problem < problems)[:, None], other=0.0)
+        bound = tl.load(bounds + problem, mask=problem < problems, other=0.0)
+        moving += tl.sum((tl.sum(shift, 1) > bound).to(tl.int32), 0)
+    return moving == 0
 
 
-@triton.jit(do_not_specialize=["points"])
-def _nearest(
-    x, centroids, codes, points, CLUSTERS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, POINTS: tl.constexpr,
-    STEP: tl.constexpr,
+@triton.jit
+def _near(value, parts, halves, cluster, channel, CLUSTERS: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr):
+    """Return the products of points with some centroids, less half the squares of these: the larger,
+    the nearer."""
+    real = (cluster < CLUSTERS)[:, None] & (channel < DIM)
+    at = parts + cluster[:, None] * DIM + channel
+    near = product(value, tl.trans(tl.load(at + (PARTS - 1) * CLUSTERS * DIM, mask=real, other=0.0)))
+    if PARTS > 1:  # the smallest first
+        near += product(value, tl.trans(tl.load(at + CLUSTERS * DIM, mask=real, other=0.0)))
+        near += product(value, tl.trans(tl.load(at, mask=real, other=0.0)))
+    return near - tl.load(halves + cluster, mask=cluster < CLUSTERS, other=float("inf"))
+
+
+@triton.jit(do_not_specialize=["step", "problems", "points", "length"])
+def _assign(
+    x, parts, halves, sums, counts, codes, shifts, bounds, xb: tl.int64, xg: tl.int64, xm: tl.int64, xt: tl.int64, step,
+    problems, points, length, GROUPS: tl.constexpr, SPLIT: tl.constexpr, CLUSTERS: tl.constexpr, DIM: tl.constexpr,
+    WIDE: tl.constexpr, AT_ONCE: tl.constexpr, POINTS: tl.constexpr, PARTS: tl.constexpr, BLOCKS: tl.constexpr,
+    FIND: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """Write to `codes` the number of the nearest centroid for each point of a block of one problem;
-    of equally near ones the first."""
-    problem = tl.program_id(1).to(tl.int64)
-    point, channel = tl.program_id(0) * POINTS + tl.arange(0, POINTS), tl.arange(0, WIDE)
-    there = (point < points)[:, None] & (channel < DIM)
-    mine = tl.load(x + (problem * points + point)[:, None] * DIM + channel, mask=there, other=0.0)
-    best = tl.full([POINTS], float("-inf"), tl.float32)
-    code = tl.zeros([POINTS], tl.int32)
-    for start in range(0, CLUSTERS, STEP):
-        cluster = start + tl.arange(0, STEP)
-        real = (cluster < CLUSTERS)[:, None] & (channel < DIM)
-        centroid = tl.load(centroids + (problem * CLUSTERS + cluster)[:, None] * DIM + channel, mask=real, other=0.0)
-        near = product(mine, tl.trans(centroid)) - 0.5 * tl.sum(centroid * centroid, 1)
-        near = tl.where(cluster < CLUSTERS, near, float("-inf"))
-        top = tl.max(near, 1)
-        code = tl.where(top > best, start + tl.argmax(near, 1), code)
-        best = tl.maximum(best, top)
-    tl.store(codes + problem * points + point, code, mask=point < points)
-
-
-@triton.jit(do_not_specialize=["points", "length"])
-def _sums(
-    x, codes, sums, counts, points, length, CLUSTERS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
-    POINTS: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
-    """Sum and count the points of each cluster, for a block of clusters of one problem, over one
-    piece of its points."""
-    problem, piece = tl.program_id(0).to(tl.int64), tl.program_id(2)
-    cluster, channel = tl.program_id(1) * STEP + tl.arange(0, STEP), tl.arange(0, WIDE)
-    total = tl.zeros([STEP, WIDE], tl.float32)
-    number = tl.zeros([STEP], tl.float32)
+    """For each point of one piece of one problem, find the nearest centroid, of equally near ones the
+    first, if FIND says so, else read its number from `codes`. Sum and count the points of a block of
+    clusters, if ADD says so, else write the numbers to `codes`."""
+    piece, problem = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    still = False if shifts is None else _still(shifts + step * problems * BLOCKS, bounds, problems, BLOCKS)
+    if still:
+        return
+    x += problem // (GROUPS * SPLIT) * xb + problem // SPLIT % GROUPS * xg + problem % SPLIT * xm
+    parts += problem * PARTS * CLUSTERS * DIM
+    halves += problem * CLUSTERS
+    each, channel = tl.arange(0, AT_ONCE), tl.arange(0, WIDE)
+    cluster = tl.program_id(2) * AT_ONCE + each
+    total = tl.zeros([AT_ONCE, WIDE], tl.float32)
+    number = tl.zeros([AT_ONCE, 16], tl.float32)
+    ones = tl.full([POINTS, 16], 1.0, tl.float32).to(x.dtype.element_ty)
     end = tl.minimum((piece + 1) * length, points)
     for start in range(piece * length, end, POINTS):
         point = start + tl.arange(0, POINTS)
-        code = tl.load(codes + problem * points + point, mask=point < end, other=-1)
         there = (point < end)[:, None] & (channel < DIM)
-        value = tl.load(x + (problem * points + point)[:, None] * DIM + channel, mask=there, other=0.0)
-        belongs = (cluster[:, None] == code).to(tl.float32)
-        total += product(belongs, value)
-        number += tl.sum(belongs, 1)
-    at = (piece.to(tl.int64) * tl.num_programs(0) + problem) * CLUSTERS + cluster
-    real = cluster < CLUSTERS
-    tl.store(counts + at, number, mask=real)
-    tl.store(sums + at[:, None] * DIM + channel, total, mask=real[:, None] & (channel < DIM))
+        value = tl.load(x + point[:, None] * xt + channel, mask=there, other=0.0)
+        if FIND:
+            near = _near(value, parts, halves, each, channel, CLUSTERS, DIM, PARTS)
+            best, code = tl.max(near, 1, return_indices=True, return_indices_tie_break_left=True)
+            for first in range(AT_ONCE, CLUSTERS, AT_ONCE):
+                near = _near(value, parts, halves, first + each, channel, CLUSTERS, DIM, PARTS)
+                top, place = tl.max(near, 1, return_indices=True, return_indices_tie_break_left=True)
+                code = tl.where(top > best, first + place, code)
+                best = tl.maximum(best, top)
+        else:
+            code = tl.load(codes + problem * points + point, mask=point < end, other=-1)
+        if ADD:
+            code = tl.where(point < end, code, -1)
+            belongs = tl.trans((code[:, None] == cluster).to(tl.float32).to(value.dtype))
+            total += product(belongs, value)
+            number += product(belongs, ones)
+        else:
+            tl.store(codes + problem * points + point, code, mask=point < end)
+    if ADD:
+        to = (piece.to(tl.int64) * problems + problem) * CLUSTERS + cluster
+        real = cluster < CLUSTERS
+        tl.store(counts + to, tl.sum(number, 1) / 16, mask=real)
+        tl.store(sums + to[:, None] * DIM + channel, total, mask=real[:, None] & (channel < DIM))
+
+
+@triton.jit(do_not_specialize=["step", "problems", "pieces"])
+def _move(
+    sums, counts, centroids, parts, halves, shifts, bounds, step, problems, pieces, CLUSTERS: tl.constexpr,
+    DIM: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr, BLOCKS: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    """Move 16 centroids of one problem to the means of their points; one without points stays. Write
+    how far they moved, as the sum of squares."""
+    problem, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    shifts += step * problems * BLOCKS
+    to = problem * BLOCKS + block
+    if _still(shifts, bounds, problems, BLOCKS):
+        tl.store(shifts + problems * BLOCKS + to, tl.load(shifts + to, mask=block < BLOCKS))
+        return
+    cluster, channel, each = block * 16 + tl.arange(0, 16), tl.arange(0, WIDE), tl.arange(0, PIECES)
+    there = cluster < CLUSTERS
+    real = there[:, None] & (channel < DIM)
+    total = tl.zeros([16, WIDE], tl.float32)
+    number = tl.zeros([16], tl.float32)
+    for start in range(0, pieces, PIECES):
+        at = ((start + each).to(tl.int64) * problems + problem)[:, None] * CLUSTERS + cluster
+        some = (start + each < pieces)[:, None] & there
+        number += tl.sum(tl.load(counts + at, mask=some, other=0.0), 0)
+        some = some[:, :, None] & (channel < DIM)
+        total += tl.sum(tl.load(sums + at[:, :, None] * DIM + channel, mask=some, other=0.0), 0)
+    place = (problem * CLUSTERS + cluster)[:, None] * DIM + channel
+    old = tl.load(centroids + place, mask=real, other=0.0)
+    moved = tl.where((number > 0)[:, None], total / tl.maximum(number, 1.0)[:, None], old)
+    tl.store(centroids + place, moved, mask=real)
+    tl.store(halves + problem * CLUSTERS + cluster, 0.5 * tl.sum(moved * moved, 1), mask=there)
+    if PARTS > 1:
+        rest = moved
+        at = parts + place + problem * ((PARTS - 1) * CLUSTERS * DIM)
+        for part in tl.static_range(PARTS):
+            rounded = rest.to(parts.dtype.element_ty)
+            tl.store(at + part * CLUSTERS * DIM, rounded, mask=real)
+            rest -= rounded.to(tl.float32)
+    gone = tl.sum(tl.sum((moved - old) * (moved - old), 1), 0)
+    tl.store(shifts + problems * BLOCKS + to, gone)

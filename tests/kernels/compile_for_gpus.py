@@ -153,7 +153,9 @@ def compile_cases(dtypes: list[torch.dtype]) -> None:
             launch("partial_products", Guess(query, x[0, :1, :1], x[0, :1, :1], basis, 0.1), new)
             launch("partial_products", None, new._replace(rows=held, basis=basis[..., :40].contiguous()))
             launch("put_rows", held, torch.zeros(1, 2, 9, dtype=torch.int64), x[:, :, :9])
-        launch("kmeans", torch.zeros(3, 500, 32), torch.arange(70), 1, 0.0)  # always fp32
+        keys = torch.zeros(1, 2, 600, 128, dtype=dtype)
+        for parts, clusters in ((2, 64), (4, 256), (4, 70)):
+            launch("kmeans", keys.unflatten(3, (parts, -1)).transpose(2, 3), torch.arange(clusters), 1, 0.0)
 
 
 def launch(name: str, *args: Any) -> None:

@@ -36,12 +36,14 @@ def points(problems: int, count: int, dim: int) -> Tensor:
     return centres.gather(1, clump) + torch.randn(problems, count, dim, generator=draw)
 
 
-def run(backend: str, x: Tensor, initial: Tensor, *args: object) -> tuple[Tensor, Tensor]:
+def run(
+    backend: str, x: Tensor, initial: Tensor, *args: object, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
     device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
     with use_backend(backend):
         if reason := ops.kmeans.refusal(backend, x.to(device), initial.to(device), *args):
             pytest.skip(f"kmeans: {backend}: {reason}")
-        inputs = converted((x, initial), torch.float32, device)
+        inputs = converted((x, initial), dtype, device)
         with guarded(inputs, backend):
             centroids, codes = ops.kmeans(*inputs, *args)
     return centroids.cpu(), codes.cpu()
@@ -70,6 +72,25 @@ def test_equals_plain_lloyd(backend: str, count: int, dim: int, clusters: int) -
         wanted, wanted_codes = lloyd(x[i].double(), initial, 4, 0.0)
         assert_close(centroids[i].double(), wanted, atol=1e-4, rtol=1e-4)
         assert torch.equal(codes[i].long(), wanted_codes)
+
+
+@pytest.mark.parametrize(("parts", "clusters"), [(2, 64), (4, 256)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_points_of_16_bits_are_clustered_where_they_lie(
+    backend: str, dtype: torch.dtype, parts: int, clusters: int
+) -> None:
+    """Keys [B G S D] in a store with room for more, split into sub-vectors: centroids and codes are those of fp32."""
+    keys = torch.cat(
+        [points(4, 380, 128).view(2, 2, 380, 128).to(dtype), torch.full((2, 2, 9, 128), 1e4, dtype=dtype)], 2
+    )
+    x = keys[:, :, 3:380].unflatten(3, (parts, -1)).transpose(2, 3)
+    initial = torch.randperm(377, generator=torch.Generator().manual_seed(5))[:clusters]
+    centroids, codes = run(backend, x, initial, 2, 0.0, dtype=dtype)
+    with use_backend("torch"):
+        wanted, wanted_codes = ops.kmeans(x.float(), initial, 2, 0.0)
+    assert (centroids.dtype, centroids.shape) == (torch.float32, (2, 2, parts, clusters, 128 // parts))
+    assert_close(centroids, wanted, atol=1e-5, rtol=1e-5)
+    assert torch.equal(codes.long(), wanted_codes)
 
 
 def test_an_empty_cluster_keeps_its_centroid(backend: str) -> None:
