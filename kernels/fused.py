@@ -36,8 +36,7 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         return _flash(q, k, v, scale, causal=True)[0]
     *before, own = zip(k.split(lengths, 2), v.split(lengths, 2), strict=True)
     parts = [_cudnn(q, *part, scale, causal=False) for part in before]
-    parts.append(_cudnn(q, *own, scale, causal=True))
-    outs, lses = zip(*parts, strict=True)
+    outs, lses = zip(*parts, _cudnn(q, *own, scale, causal=True), strict=True)
     merged: Tensor = ops.merge_attention(outs, lses) if before else outs[0]
     return merged
 
@@ -56,10 +55,9 @@ def windowed_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, first: int
     k, v = k[:, :, :stored], v[:, :, :stored]
     if left >= stored - 1 and (right == 0 or first >= stored - 1):
         return _flash(q, k, v, scale, causal=right == 0)
-    by_token = (x.transpose(1, 2) for x in (q, k, v))
     out, lse, *_ = _windowed.default(
-        *by_token, None, None, q.shape[2], stored, 0.0, right == 0, False, scale=scale, window_size_left=left,
-        window_size_right=right,
+        *(x.transpose(1, 2) for x in (q, k, v)), None, None, q.shape[2], stored, 0.0, right == 0, False, scale=scale,
+        window_size_left=left, window_size_right=right,
     )  # fmt: skip
     return out.transpose(1, 2), lse
 

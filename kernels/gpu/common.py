@@ -17,7 +17,6 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WIDEST = 512  # bytes of a head
 _REGISTERS = 1 << 16  # of a multiprocessor
-_LEAST_SHARED = 100 << 10  # bytes of one, where torch does not say
 _MOST_SHARING = 64  # query heads of one KV head
 
 _interpreted = tl.constexpr(INTERPRETED)
@@ -117,7 +116,7 @@ def places(shared: int, registers: int, warps: int) -> int:
     if INTERPRETED:
         return 16
     device, block = _device(), 32 * warps
-    whole = getattr(device, "shared_memory_per_multiprocessor", _LEAST_SHARED)
+    whole = getattr(device, "shared_memory_per_multiprocessor", 100 << 10)  # the least, if torch does not say
     fit = whole // (shared + 1024), _REGISTERS // (registers * block)
     return device.multi_processor_count * max(1, min(*fit, device.max_threads_per_multi_processor // block))
 
