@@ -113,13 +113,6 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
         turned: Tensor = ops.rotate(self.spec.project_query(hidden), cos, sin)
         return turned
 
-    def logits(self, query: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the logits [B G g n] of the n past tokens as the partial keys approximate them,
-        for queries [B G g d'] in the chosen columns, and numbers whose largest is a row's largest
-        logit, where they are known; evicted tokens have minus infinity."""
-        scores, tops = self.partial.scores(query)
-        return (scores, tops) if self.pool is None else (self.present(scores), None)
-
     def fetches(self, q: Tensor) -> Fetched:
         return self.nearest(narrowed_queries(q, self.basis, self.spec.scale))
 
@@ -129,7 +122,9 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
         heads, within `alpha` of a query head's largest logit, from one to the budget. Return rows
         [B G K] and how many of them each sequence reads, [B]. Nothing is fetched here."""
         assert self.plan is not None
-        (logits, tops), limit = self.logits(query), cast(int | PerSequence, self.plan.top)
+        (logits, tops), limit = self.partial.scores(query), cast(int | PerSequence, self.plan.top)
+        if self.pool is not None:
+            logits, tops = self.present(logits), None
         ranks, counts = ops.group_margins(logits, tops, self.sealed, self.method.alpha, limit, self.read_in_steps)
         if self.method.group_rank == "prob_sum":
             weights = ops.group_weights(leading(logits, self.sealed), 1.0, "sum")

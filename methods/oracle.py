@@ -42,9 +42,8 @@ class OracleRead(Select, capturable=True, of_each={}):
         if self.spec.sink_logits is None:
             weights = filled(ops.row_weights(grouped, stored.k, self.spec.scale, "sum", stored.live))  # [B G S]
         else:
-            live = stored.live
-            logits = ops.row_scores(grouped, stored.k) if live is None else ops.live_scores(grouped, stored.k, live)[0]
-            scaled = stored.without_missing(filled(logits) * self.spec.scale, float("-inf"))
+            scaled = filled(ops.row_scores(grouped, stored.k)) * self.spec.scale
+            scaled = stored.without_missing(scaled, float("-inf"))
             weights = softmax(scaled, self.spec.sink_logits).sum(2)
         middle = spanned(weights, self.plan.sinks, self.sealed - self.plan.local)
         rows: Tensor = ops.top_k(middle, top)

@@ -16,30 +16,22 @@ from kernels.ragged import first_of
 def partial_products(guess: Guess | None, new: NewPartial | None) -> Tensor | None:
     """Rotate the queries of `guess` and multiply them with its basis, and write the key of `new`
     times its own basis to its row, as kernels/partial.py defines it. -> [B G g W], or None"""
-    q = cos = sin = basis = out = k = own = first = places = at = None
-    scale, heads, share, half, width, groups, own_width, by_channel, aligned = 1.0, 0, 1, 0, 1, 0, 1, False, 1
-    steps: tuple[int, ...] = (0,) * 4
-    strides: tuple[int, ...] = (0,) * 5
-    batch = dim = 0
-    if guess is not None:
-        q, cos, sin, basis, scale = guess
-        (batch, heads, _, dim), width = q.shape, basis.shape[3]
-        share, half = heads // basis.shape[1], cos.shape[2] // 2
-        steps = *q.stride()[:2], *(angle.stride(0) if len(angle) > 1 else 0 for angle in (cos, sin))
-        out = q.new_empty((batch, basis.shape[1], share, width))
-    if new is not None:
-        k, own, rows, at = new
-        (batch, groups, _, dim), own_width = k.shape, own.shape[3]
-        by_channel = first_of(rows).stride(3) != 1
-        first, places, aligned = located(rows.mT if by_channel else rows)
-        strides = *k.stride()[:2], *first.stride()[:3]
-    if batch:
-        _products[(heads + groups, batch)](
-            q, cos, sin, basis, out, k, own, first, places, at, scale, *steps, *strides, heads, share, half, width,
-            padded(width, 1), groups, int(at is not None and len(at) > 1), own_width, padded(own_width, 1),
-            by_channel, aligned, dim, padded(dim, 1), num_warps=4,
-            enable_fp_fusion=False,  # fusing would skip the rounding of a product
-        )  # fmt: skip
+    if guess is None and new is None:
+        return None
+    queries, keys = guess is not None, new is not None
+    q, cos, sin, basis, scale = guess or Guess(new.k, new.k, new.k, new.basis, 1.0)  # type: ignore[union-attr]
+    k, own, rows, at = new or NewPartial(q, basis, q, q)  # which is not read
+    (batch, heads, _, dim), groups, width = q.shape, basis.shape[1], basis.shape[3]
+    by_channel = first_of(rows).stride(3) != 1
+    first, places, aligned = located(rows.mT if by_channel else rows)
+    out = q.new_empty((batch, groups, heads // groups, width)) if queries else None
+    _products[(heads * queries + k.shape[1] * keys, batch)](
+        q, cos, sin, basis, out, k, own, first, places, at, scale, *q.stride()[:2],
+        *(angle.stride(0) if len(angle) > 1 else 0 for angle in (cos, sin)), *k.stride()[:2], *first.stride()[:3],
+        heads * queries, heads // groups, cos.shape[-1] // 2, width, padded(width, 1), k.shape[1] * keys,
+        int(len(at) > 1), own.shape[3], padded(own.shape[3], 1), by_channel, aligned, dim, padded(dim, 1), num_warps=4,
+        enable_fp_fusion=False,  # fusing would skip the rounding of a product
+    )  # fmt: skip
     return out
 
 
@@ -92,7 +84,7 @@ def _products(
     BY_CHANNEL: the rows of a channel lie side by side, and channels are `xt` entries apart."""
     head, batch, channel = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.arange(0, WIDE)
     if head < HEADS:
-        if q is not None:
+        if HEADS > 0:
             turns, lower = channel < 2 * HALF, channel < HALF
             other = tl.where(lower, channel + HALF, channel - HALF)
             this = q + batch * qb + head * qh
@@ -106,7 +98,7 @@ def _products(
             product, _ = _columns_of(x, basis, which, DIM, WIDE, WIDTH, COLUMNS)
             column = tl.arange(0, COLUMNS)
             tl.store(out + (batch * HEADS + head) * WIDTH + column, product * scale, mask=column < WIDTH)
-    elif k is not None:
+    elif GROUPS > 0:
         group = head - HEADS
         x = tl.load(k + batch * kb + group * kg + channel, mask=channel < DIM, other=0.0).to(tl.float32)
         narrow, there = _columns_of(x, own, batch * GROUPS + group, DIM, WIDE, OWN_WIDTH, OWN_COLUMNS)

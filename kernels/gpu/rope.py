@@ -11,17 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.block import DecoderBlock
-from kernels.gpu.common import (
-    DTYPES,
-    head_rows,
-    located,
-    padded,
-    rounded,
-    row_places,
-    unfit_heads,
-    unfit_numbers,
-    unfit_shape,
-)
+from kernels.gpu import common
+from kernels.gpu.common import head_rows, located, padded, rounded, row_places
 from kernels.ragged import Ragged, first_of
 
 _TURNED = 16  # tokens of a head that one program rotates
@@ -95,16 +86,15 @@ def rotate_to(x: Tensor, cos: Tensor | Ragged, sin: Tensor | Ragged, at: Tensor,
 def rotate_to_refuses(
     x: Tensor, cos: Tensor | Ragged, sin: Tensor | Ragged, at: Tensor, dtype: torch.dtype
 ) -> str | None:
-    tables = first_of(cos), first_of(sin)
-    if cos.shape[2] % 2 or cos.shape[2] > x.shape[3]:
-        return f"turns pairs of up to {x.shape[3]} channels, got {cos.shape[2]}"
-    batch = len(x) if isinstance(cos, Ragged) else 1
-    sides = unfit_shape(cos, batch, None, None) or unfit_shape(sin, *cos.shape) or unfit_numbers(at, len(x))
-    return sides or unfit_heads(x) or unfit_heads(*tables) or (None if dtype in DTYPES else f"returns no {dtype}")
+    if cos.shape[2] % 2 or cos.shape[2] > x.shape[3] or dtype not in common.DTYPES:
+        return f"turns pairs of up to {x.shape[3]} channels of a float, got {cos.shape[2]} of {dtype}"
+    sides = common.unfit_shape(cos, len(x) if isinstance(cos, Ragged) else 1, None, None)
+    sides = sides or common.unfit_shape(sin, *cos.shape) or common.unfit_numbers(at, len(x))
+    return sides or common.unfit_heads(x) or common.unfit_heads(first_of(cos), first_of(sin))
 
 
 def rotate_refuses(x: Tensor, cos: Tensor, sin: Tensor) -> str | None:
-    return unfit_angles(x.shape[0], x.shape[2], x.shape[3], cos, sin) or unfit_heads(x, cos, sin)
+    return unfit_angles(x.shape[0], x.shape[2], x.shape[3], cos, sin) or common.unfit_heads(x, cos, sin)
 
 
 def unfit_angles(batch: int, tokens: int, dim: int, cos: Tensor, sin: Tensor) -> str | None:
@@ -114,7 +104,7 @@ def unfit_angles(batch: int, tokens: int, dim: int, cos: Tensor, sin: Tensor) ->
         return f"turns pairs of up to {dim} channels, got {cos.shape[-1]}"
     for angle in (cos, sin):
         sizes = (angle.shape[0] if angle.shape[0] == 1 else batch, 1 if angle.shape[1] == 1 else tokens, cos.shape[-1])
-        if reason := unfit_shape(angle, *sizes):
+        if reason := common.unfit_shape(angle, *sizes):
             return reason
     return None
 

@@ -7,20 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.gpu import common
 from kernels.gpu.choose import row_log_sum_exp, weights
-from kernels.gpu.common import (
-    head_rows,
-    located,
-    padded,
-    product,
-    stages,
-    unfit_floats,
-    unfit_group,
-    unfit_numbers,
-    unfit_shape,
-    unfit_sharing,
-    wide_rows,
-)
+from kernels.gpu.common import head_rows, located, padded, product
 from kernels.partial import BESIDE
 from kernels.ragged import Ragged, first_of
 
@@ -63,7 +52,7 @@ def row_weights(
     kernels/reference.py defines it, in two kernels: products with log-sum-exps of blocks, and
     weights. q [B G g C], x [B G S C] -> [B G S]"""
     batch, groups, heads, _ = q.shape
-    logits = wide_rows(q, (batch * groups * heads, x.shape[2]))
+    logits = common.wide_rows(q, (batch * groups * heads, x.shape[2]))
     lses = _run(q, x, logits, live=live, scale=scale)
     out = weights(logits, lses, (batch, groups), logits.stride(0), scale, reduce)
     return Ragged.filled_up(out, x.sizes) if isinstance(x, Ragged) else out
@@ -98,7 +87,7 @@ def _run(
         _scores[(of_blocks.shape[1], batch * groups)](
             q.contiguous(), first, places, counts, live, out, tops, lses, whole, scale, *first.stride()[:3],
             out.stride(-2), count, int(live is not None and len(live) > 1), groups, heads, padded(heads), width, step,
-            block, aligned, by_sign, by_channel, num_warps=warps, num_stages=stages(first),
+            block, aligned, by_sign, by_channel, num_warps=warps, num_stages=common.stages(first),
         )  # fmt: skip
     return of_blocks
 
@@ -112,7 +101,7 @@ def page_scores_refuses(q: Tensor, bounds: Tensor | Ragged) -> str | None:
 
 
 def live_scores_refuses(q: Tensor, x: Tensor | Ragged, live: Tensor | None) -> str | None:
-    return unfit_numbers(live, len(q)) or _unfit(q, x, q.shape[3])
+    return common.unfit_numbers(live, len(q)) or _unfit(q, x, q.shape[3])
 
 
 def add_received_refuses(
@@ -121,14 +110,18 @@ def add_received_refuses(
     batch, heads, _, dim = q.shape
     if sums.dtype != torch.float32 or sums.shape[2] < k.shape[2] or not sums.is_contiguous():
         return f"takes sums of float32 for {k.shape[2]} tokens, got {sums.dtype} {list(sums.shape)}"
-    sides = unfit_shape(sums, *k.shape[:2], None) or unfit_shape(lse, batch, heads) or unfit_sharing(heads, k.shape[1])
+    sides = (
+        common.unfit_shape(sums, *k.shape[:2], None)
+        or common.unfit_shape(lse, batch, heads)
+        or common.unfit_sharing(heads, k.shape[1])
+    )
     return sides or live_scores_refuses(q.reshape(batch, k.shape[1], -1, dim), k, live)
 
 
 def row_weights_refuses(
     q: Tensor, x: Tensor | Ragged, scale: float, reduce: str, live: Tensor | None = None
 ) -> str | None:
-    return unfit_numbers(live, len(q)) or _unfit(q, x, q.shape[3])
+    return common.unfit_numbers(live, len(q)) or _unfit(q, x, q.shape[3])
 
 
 def _unfit(q: Tensor, x: Tensor | Ragged, width: int) -> str | None:
@@ -136,8 +129,8 @@ def _unfit(q: Tensor, x: Tensor | Ragged, width: int) -> str | None:
     sizes = x.sizes if isinstance(x, Ragged) else (x.shape[2],)
     if first.stride(3) != 1 and (first.stride(2) != 1 or any(size % BESIDE for size in sizes)):
         return f"needs the channels of a row side by side, or a multiple of {BESIDE} rows of a channel"
-    sides = unfit_shape(x, *q.shape[:2], None, None if isinstance(x, Ragged) else width)
-    return sides or unfit_floats(q, first) or unfit_group(q.shape[2])
+    sides = common.unfit_shape(x, *q.shape[:2], None, None if isinstance(x, Ragged) else width)
+    return sides or common.unfit_floats(q, first) or common.unfit_group(q.shape[2])
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -22,7 +22,7 @@ from methods.layers.policy import Keep, Padded, Policy
 from methods.layers.read import Read
 from methods.parts.hit_cache import as_wide
 from methods.pools.batched import BatchedHostRows, BatchedPool, BatchedStore
-from methods.pools.device_store import KVStore, PerHeadStore
+from methods.pools.device_store import KVStore
 from methods.pools.pool import Pool
 from methods.tiers.rows import HostRows, MemoryRows
 
@@ -33,20 +33,14 @@ def alone_because(layer: KVLayer) -> str | None:
     kind = type(layer)
     if not isinstance(layer, Layer) or (kind.decode is not Layer.decode and "joined" not in vars(kind)):
         return f"{type(layer).__name__} attends for one sequence after the other"
+    whole = type(layer.store) is KVStore
     reasons = (
         layer.capture_refusal(),
         layer.together_refusal(),
-        _store_refusal(layer),
+        None if whole or layer.spec.sink_logits is None else "heads with sink logits hold different numbers of tokens",
         *(policy.together_refusal() for policy in layer.policies),
     )
     return next((reason for reason in reasons if reason), None)
-
-
-def _store_refusal(layer: Layer) -> str | None:
-    """Return the reason why the store of a layer cannot be read together with others, or None."""
-    if type(layer.store) is PerHeadStore:
-        return None if layer.spec.sink_logits is None else "heads with sink logits hold different numbers of tokens"
-    return None if type(layer.store) is KVStore else f"{type(layer.store).__name__} is read by itself"
 
 
 def form(layer: Layer) -> Hashable:
