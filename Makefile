@@ -8,8 +8,8 @@ TORCH_INDEX ?=
 PIP     := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test test-all test-cpus test-official test-gpu tables published docs demo bench-generate bench-gpu bench-gpu-ops bench-gpu-layer \
-    bench-gpu-decode bench-gpu-offload bench-gpu-overlap clean
+.PHONY: help setup check test test-all test-cpus test-official test-gpu tables published docs demo bench-generate bench-gpu profile-gpu \
+    bench-gpu-batches bench-gpu-ops bench-gpu-layer bench-gpu-offload bench-gpu-overlap clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
@@ -52,8 +52,10 @@ GPU_TESTS = tests/kernels tests/harness/engine/test_graph_gpu.py tests/harness/e
 # Kernels are compiled on first use, which takes most of the time: a worker per core, where pytest-xdist is installed,
 # and tests in their order, so that those which share a kernel meet in one worker.
 GPU_WORKERS = $(shell $(GPU_PYTHON) -c 'import xdist' 2>/dev/null && printf %s '-n auto --maxprocesses 12')
-# InfLLM and LM-Infinite have a prefill of their own, which would take most of the time.
-ONE_PREFILL = full streaming h2o snapkv pyramidkv sparq quest pqcache infinigen oracle
+# InfLLM and LM-Infinite have a prefill of their own, which would take most of the time. A captured step cannot ask what
+# ShadowKV's hit cache holds.
+ONE_PREFILL = full streaming h2o snapkv pyramidkv adakv quest pqcache rocketkv shadowkv:hit_cache=false sparq infinigen \
+    kivi oracle
 OFFLOADED = full full_offloaded infinigen shadowkv pqcache:cache_tokens=4096 pqcache sparq
 SEED ?= 0
 OUT ?= results/runs/bench
@@ -67,19 +69,25 @@ test-gpu:  ## compiled Triton kernels against their references on a CUDA device;
 	KV_HARNESS_TEST_SEED=$(SEED) $(GPU_PYTHON) -m pytest -p no:randomly $(GPU_WORKERS) -m 'gpu and not slow' \
 	    --junitxml=$(OUT)/test-gpu.xml $(GPU_TESTS)
 
-bench-gpu: bench-gpu-ops bench-gpu-layer bench-gpu-decode bench-gpu-offload bench-gpu-overlap  ## all on a CUDA device, into OUT=...
+bench-gpu:  ## tokens of an 8B model on a CUDA device, every method beside Full, as one table in OUT=...; 5 minutes
+	$(GPU_BENCH) decode $(GPU_LIMITS) $(GPU_MODEL) --tokens 131072 32768 --new 12 --rounds 3 \
+	    --methods $(ONE_PREFILL) --out $(OUT)/gpu-decode
 
-bench-gpu-ops:  ## each operation; at most 5 minutes, like the other four
-	$(GPU_BENCH) ops $(GPU_LIMITS) --out $(OUT)/gpu-ops
+profile-gpu:  ## microseconds per kernel and layer of each method's step
+	$(GPU_BENCH) profile $(GPU_MODEL) --device cuda --minutes 4 --layers 4 --tokens 131072 \
+	    --methods $(ONE_PREFILL) --out $(OUT)/gpu-profile
+
+bench-gpu-batches:  ## tokens per second at each batch up to the largest that fits, as in ShadowKV's table
+	$(GPU_BENCH) decode $(GPU_LIMITS) $(GPU_MODEL) --tokens 61440 124928 --batch 1 2 4 8 16 max --new 12 --rounds 2 \
+	    --methods full snapkv pqcache shadowkv:hit_cache=false --out $(OUT)/gpu-batches
+
+bench-gpu-ops:  ## each operation
+	$(GPU_BENCH) ops $(GPU_LIMITS) --tokens 131072 --out $(OUT)/gpu-ops
 
 bench-gpu-layer:  ## a decode step of one layer, every method
-	$(GPU_BENCH) layer $(GPU_LIMITS) --tokens 131072 32768 8192 --methods $(ONE_PREFILL) shadowkv --out $(OUT)/gpu-layer
+	$(GPU_BENCH) layer $(GPU_LIMITS) --tokens 131072 32768 8192 --methods $(ONE_PREFILL) --out $(OUT)/gpu-layer
 
-bench-gpu-decode:  ## tokens of an 8B model, as CUDA graphs
-	$(GPU_BENCH) decode $(GPU_LIMITS) $(GPU_MODEL) --tokens 131072 32768 \
-	    --methods $(ONE_PREFILL) shadowkv:hit_cache=false --out $(OUT)/gpu-decode
-
-bench-gpu-offload:  ## the same with keys and values in host memory
+bench-gpu-offload:  ## the table of bench-gpu with keys and values in host memory
 	$(GPU_BENCH) decode $(GPU_LIMITS) $(GPU_MODEL) --tokens 131072 --placement host --overlap off \
 	    --methods $(OFFLOADED) --out $(OUT)/gpu-offload
 

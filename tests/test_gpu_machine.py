@@ -58,12 +58,13 @@ def dry(target: str, *settings: str) -> str:
 
 
 def test_benchmarks_are_bounded_in_time_and_files() -> None:
-    lines = [
-        line for line in dry("bench-gpu", "OUT=elsewhere").replace("\\\n", " ").splitlines() if "harness.bench" in line
-    ]
+    targets = re.findall(r"^((?:bench|profile)-gpu[\w-]*):", (ROOT / "Makefile").read_text(), re.M)
+    commands = [dry(target, "OUT=elsewhere").replace("\\\n", " ") for target in targets]
+    lines = [line for command in commands for line in command.splitlines() if "harness.bench" in line]
     folders = [re.search(r"--out (elsewhere/gpu-\w+)", line) for line in lines]
-    assert len({folder and folder.group(1) for folder in folders}) == len(lines) == 5
-    assert all(line.startswith("timeout 300 ") and "--minutes 4" in line and "--no-plot" in line for line in lines)
+    assert len({folder and folder.group(1) for folder in folders}) == len(lines) == len(targets) == 7
+    assert all(line.startswith("timeout 300 ") and "--minutes 4" in line for line in lines)
+    assert all("--no-plot" in line or " profile " in line for line in lines)
     for line in lines:  # each says what it would do
         module = line.partition("harness.bench ")[2].split()[0]
         words = line.partition(f"harness.bench {module} ")[2].split()
@@ -80,6 +81,7 @@ def test_every_benchmark_runs_without_the_rest(tmp_path: Path) -> None:
         ["decode", *sizes, *tiny, "--budget", "100", "--dtype", "fp32", "--batch", "1", "2", "--methods", "pqcache"],
         ["layer", *sizes, "--budget", "100", "--methods", "pqcache"],
         ["ops", *sizes, "--budget", "100", "--prefill", "40", "--ops", "top_k"],
+        ["profile", *sizes, *tiny, "--budget", "100", "--dtype", "fp32", "--methods", "pqcache"],
         ["generate", *sizes, *tiny, "--dtypes", "fp32"],
     ]
     code = (

@@ -9,7 +9,7 @@ from harness.config.catalogue import REMOVED_COMMANDS
 from harness.config.errors import as_command
 from harness.terminal.notices import say
 
-KINDS = ("ops", "layer", "decode", "generate")
+KINDS = ("ops", "layer", "decode", "profile", "generate")
 
 
 @as_command("the rows so far are written, and marked as partial; the same command measures all anew")

@@ -148,3 +148,15 @@ def test_a_budget_that_does_not_fit_is_a_row_that_says_so(tmp_path: Path) -> Non
 def test_a_wrong_command_line_is_one_sentence(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["decode", *words]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_profile_names_the_longest_kernels_of_a_step(tmp_path: Path) -> None:
+    made = ran(tmp_path, "profile", *SMALL, "--tokens", "300", "--methods", "full", "kivi")
+    full, kivi = made["rows"]
+    for row in (full, kivi):
+        named = {kernel["kernel"]: kernel for kernel in row["kernels"]}
+        assert row["layer_us"] == pytest.approx(sum(kernel["calls"] * kernel["each_us"] for kernel in named.values()))
+        assert row["kernels"][-1]["kernel"] == "all others"
+        assert sorted(row["kernels"][:-1], key=lambda kernel: -kernel["layer_us"]) == row["kernels"][:-1]
+    assert full["layer_us"] < kivi["layer_us"]  # which decodes codes with many operations of torch
+    assert "calls per layer" in (tmp_path / "table.md").read_text()
