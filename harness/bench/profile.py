@@ -1,6 +1,6 @@
 """`python -m harness.bench profile`: where the time of a decode step goes, kernel by kernel, for every method.
 
-The tokens of a turn are decoded as in `bench decode`, after random keys and values of the prompt, under torch's
+Tokens are decoded as in `bench decode`, after random keys and values of the prompt, under torch's
 profiler: it counts kernels on a GPU, where steps are captured as in a run, and operations of torch on a CPU. Calls
 and times are those of a whole step divided by the number of layers. Kernels that take less than a hundredth of the time
 make up the last row.
@@ -31,16 +31,16 @@ OTHERS = "all others"
 
 
 def measure(method: Method, attach: Attach, ids: torch.Tensor, options: argparse.Namespace) -> dict[str, Any]:
-    """Decode a turn under the profiler. ids [1 S]: the prompt. Return the kernels of a step, the longest first: for
+    """Decode turns under the profiler. ids [1 S]: the prompt. Return the kernels of a step, the longest first: for
     each its name, calls per layer, microseconds per layer and microseconds per call."""
     with closing(attach(method)) as kv, routed(kv.model):
         decoding = Decoding(kv, ids, options)
-        decoding.turn()
         activity = ProfilerActivity.CUDA if kv.model.device.type == "cuda" else ProfilerActivity.CPU
         with profile(activities=[activity]) as profiler:
-            decoding.turn()
+            for _ in range(options.rounds):
+                decoding.turn()
             wait_for(kv.model.device)
-        kernels = per_layer(profiler, activity, (options.new - 1) * len(kv.specs))
+        kernels = per_layer(profiler, activity, options.rounds * (options.new - 1) * len(kv.specs))
     return {"kernels": kernels, "layer_us": sum(kernel["layer_us"] for kernel in kernels)}
 
 
