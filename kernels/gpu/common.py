@@ -149,9 +149,10 @@ def head_rows(x, places, sequence, group, xb, xg, xt, ALIGNED: tl.constexpr):
         kind: tl.constexpr = x.dtype.element_ty
         size: tl.constexpr = kind.primitive_bitwidth // 8
         begin, per_group = tl.load(places + 3 * sequence), tl.load(places + 3 * sequence + 1)
-        rows, step = (begin + group * per_group).to(tl.pointer_type(kind)), tl.load(places + 3 * sequence + 2) // size
+        rows = (begin + group * per_group).to(tl.pointer_type(kind))
         tl.multiple_of(rows, ALIGNED)
-        tl.multiple_of(step, max(1, ALIGNED // size))
+        entries: tl.constexpr = max(1, ALIGNED // size)  # a product, since a hint on a load would be lost
+        step = tl.load(places + 3 * sequence + 2) // (size * entries) * entries
     return rows, step
 
 

@@ -23,6 +23,7 @@ SMALL_READS = {  # at the shape of an 8B model, and why it does not matter there
     "channels._channels": "the last block of a row, under a mask, and the queries' numbers",
     "coded._attend_codes": "ranges of values, one for each group of channels",
     "coded._decode_rows": "ranges of values, one for each group of channels",
+    "encode._encode": "codes that change threads to be packed, once per block",
     "partial._products": "one token",
     "picked._pick": "one query of each head",
     "pq._count_kinds": "a cell's kind is a byte of a table",
