@@ -8,8 +8,8 @@ Prints two tables. The first has a line for each kernel: how many variants the t
 registers, stack (bytes of a thread that did not fit into registers) and shared memory that one of them takes.
 
 The second has a line for each launch at the shape of an 8B model over 131072 tokens in bf16, of which 2048 are chosen:
-what the kernel asks for, how many programs a multiprocessor then holds, how often the launch fills all multiprocessors
-of an H200 (its waves), and what its loops read in pieces that are too small.
+what the operation must read, what the kernel asks for, how many programs a multiprocessor then holds, how often the
+launch fills all multiprocessors of an H200 (its waves), and what its loops read in pieces that are too small.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from harness.bench import op_cases  # noqa: E402
+from harness.bench.common.operations import bytes_read  # noqa: E402
 from harness.bench.common.synthetic import LayerShape  # noqa: E402
 from harness.bench.op_cases import Inputs, OpCase  # noqa: E402
 from kernels import ops  # noqa: E402
@@ -80,7 +81,7 @@ BLOCKS = ("smollm", "qwen3", "dim96-prompt")
 OPS = {op.name: op for op in ops.ALL}
 SMS = 132  # multiprocessors of an H100 or H200
 HEAD = (
-    "operation", "kernel", "warps", "registers", "stack", "shared", "per SM", "programs", "waves", "instructions",
+    "operation", "MB", "kernel", "warps", "registers", "stack", "shared", "per SM", "programs", "waves", "instructions",
     "in loops", "narrow global", "narrow shared", "by column",
 )  # fmt: skip
 
@@ -216,7 +217,8 @@ class Compilations:
             self.launches.clear()
             if "triton" in OPS[case.op].targets and refused(case.op, *case.args) is None:
                 launch(case.op, *case.args)
-                rows += [(f"{case.op} {case.what}", *_launch(*launched)) for launched in self.launches]
+                megabytes = f"{bytes_read(case.op, case.args) / 1e6:.3g}"
+                rows += [(f"{case.op} {case.what}", megabytes, *_launch(*launched)) for launched in self.launches]
         return aligned(HEAD, rows)
 
 

@@ -56,8 +56,19 @@ def test_every_kernel_compiles_for_hopper(dtypes: list[str]) -> None:
     assert modules == {op.targets["triton"] for op in WITH_TRITON}
     spilled = {row["kernel"]: row["stack"] for row in kernels if row["stack"] != "0"}
     assert spilled == {"kernels.gpu.coded._attend_codes": "8"}  # heads of 96 channels, which stand in tiles of 128
+    for operation, megabytes, count in documented_launches():
+        of_this = [row for row in launches if row["operation"] == operation]
+        assert [row["MB"] for row in of_this] == [megabytes] * int(count), operation
     seen = {row["kernel"] for row in launches if any(row[kind] != "0" for kind in UNWANTED)}
     assert seen == {*SMALL_READS}
+
+
+def documented_launches() -> list[tuple[str, str, str]]:
+    """Return each operation in the table of docs/kernels.md with its megabytes and its launches."""
+    text = (ROOT / "docs/kernels.md").read_text(encoding="utf-8")
+    lines = text.partition("| operation | MB |")[2].partition("\n\n")[0].splitlines()[2:]
+    rows = [[entry.strip() for entry in line.strip("|").split(" | ")] for line in lines]
+    return [(operation.replace("`", ""), megabytes, launches) for operation, megabytes, _, launches in rows]
 
 
 def rows_of(printed: str, first: str) -> list[dict[str, str]]:
