@@ -72,6 +72,7 @@ rotate_to = Op("rotate_to", triton="kernels.gpu.rope", torch="kernels.rope")
 block_output = Op("block_output", triton="kernels.gpu.block", cpu="kernels.cpu.block", torch="kernels.block")
 block_output_apart = Op("block_output_apart", triton="kernels.gpu.block", torch="kernels.block")
 token_logits = Op("token_logits", triton="kernels.gpu.block", cpu="kernels.cpu.block", torch="kernels.block")
+likeliest_tokens = Op("likeliest_tokens", triton="kernels.gpu.likeliest", torch="kernels.reference")
 
 ALL = tuple(value for value in list(globals().values()) if isinstance(value, Op))
 

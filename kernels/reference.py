@@ -387,3 +387,13 @@ def rebuild_keys(u: Tensor, basis: Tensor, chunks: Tensor, size: int, cos: Tenso
     plain = (rows.squeeze(1) @ basis).float().flatten(0, 1).unsqueeze(1)  # every KV head as a sequence of its own
     at = positions.flatten(0, 1)
     return rotate(plain, cos[at].float(), sin[at].float()).unflatten(0, (batch, groups)).squeeze(2).to(u.dtype)
+
+
+def likeliest_tokens(logits: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return the most likely token of each row of logits [B V], the first of equal ones, and below
+    it 1 where the row holds neither NaN nor infinity (its sum is finite), else 0: [2 B] int64. NaN
+    counts as the largest. The result is written to `out` if it is given."""
+    out = torch.empty(2, len(logits), dtype=torch.int64, device=logits.device) if out is None else out
+    out[0] = logits.argmax(-1)
+    out[1] = logits.sum(-1, dtype=torch.float32).isfinite()
+    return out

@@ -272,6 +272,7 @@ def _model(x: Inputs) -> Iterator[OpCase]:
     yield OpCase("block_output", what, (token, x.q, block))
     yield OpCase("block_output_apart", what, (token, x.q, block))
     yield OpCase("token_logits", f"{what}, {WORDS} words", (token, Head(1e-5, block.norm, linear(WORDS, channels))))
+    yield OpCase("likeliest_tokens", f"of {WORDS} words", (x.random(1, WORDS), None))
     yield from _prompt(x, block, x.random(1, x.prefill, channels))
 
 

@@ -133,6 +133,7 @@ def compile_cases(dtypes: list[torch.dtype]) -> None:
             launch(found[name].op, *converted(found[name].args, dtype))
         for shape in BLOCKS:
             compile_block(*drawn(shape, dtype))
+        launch("likeliest_tokens", torch.zeros(2, 128_256, dtype=dtype))
         for tokens, count in ((131_072, 2048), (8192, 128)):  # of an 8B model, as below
             launch("top_k", torch.zeros(1, 8, tokens), count)
         q, centroids = torch.zeros(1, 32, 1, 128, dtype=dtype), torch.zeros(1, 8, 2, 64, 64, dtype=dtype)

@@ -143,6 +143,7 @@ def test_every_operation_has_cases() -> None:
         "block_output",
         "block_output_apart",
         "token_logits",
+        "likeliest_tokens",
     }
     assert {case.op for case in cases()} == set(OPS) - elsewhere
 
