@@ -95,7 +95,7 @@ class Decoding:
             self.logits.append(logits)
             slots.append(running.join(cache, logits, self.question, began=began, max_new_tokens=self.new))
         while running.sequences:
-            running.step()
+            running.run()
         return [slot.out for slot in slots]
 
     def _filled(self, cache: KVCache, prompt: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ class Decoding:
             for cache, logits in zip(self.caches, self.logits, strict=True)
         ]
         while running.sequences:
-            running.step()
+            running.run()
         return [slot.out for slot in slots]
 
     def timed_turn(self) -> MarkedSeconds:

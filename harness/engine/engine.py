@@ -295,7 +295,7 @@ class Engine:
 
 def _to_the_end(batch: RunningBatch, slot: RunningSequence) -> Generation:
     while batch.sequences:
-        batch.step()
+        batch.run()
     return slot.out
 
 

@@ -27,6 +27,7 @@ from harness.engine.cache import KVCache
 from harness.engine.forward import BlockForward
 from harness.engine.saved_state import SavedState
 from harness.models.devices import wait_for
+from kernels import ops
 from kernels.ragged import Ragged
 from kernels.step_inputs import MOST_KEPT_BYTES, StepInputs, recording_inputs
 from methods.base import CacheState
@@ -105,15 +106,16 @@ def usual_graphs(device: torch.device) -> StepCapture | None:
 
 
 class KeptStep(NamedTuple):
-    """Hold a captured decode step, a CUDA graph, so that other sequences can replay it. `token` is
-    its input and `logits` its output. `step_inputs`: tensors that describe the sequences (lengths,
-    addresses); those of other sequences are written into them before a replay. `form`: what the
-    caches of other sequences must have in common with its own (`SlotsCache.form`).
+    """Hold a captured decode step, a CUDA graph, so that other sequences can replay it. `picked` is
+    its input and an output (`CapturedStep.picked`), `logits` is its other output. `step_inputs`:
+    tensors that describe the sequences (lengths, addresses); those of other sequences are written
+    into them before a replay. `form`: what the caches of other sequences must have in common with
+    its own (`SlotsCache.form`).
 
     `joined`: tensors that hold a state of all sequences and that a step changes, such as caches of
     recently read rows. `results`: the tensors in which a step leaves which tokens it chose."""
 
-    token: Tensor
+    picked: Tensor
     logits: Tensor
     replay: Callable[[], Any]
     form: Hashable
@@ -159,7 +161,13 @@ class KeptSteps:
 
 class CapturedStep:
     """Capture the decode step of one sealed cache, as a CUDA graph on a GPU, and replay it:
-    `step(token)` takes tokens [B 1] and returns logits [B V], which the next call overwrites."""
+    `step(token)` takes tokens [B 1] and returns logits [B V], which the next call overwrites.
+
+    A step ends with the most likely tokens, which it writes to where the next step reads its own:
+    `picked` [2 B] holds them, and below each 1 if its logits are finite, else 0. Pass
+    `picked[0].unsqueeze(1)` as the next tokens, and nothing is copied."""
+
+    picked: Tensor
 
     def __init__(
         self, forward: BlockForward, cache: KVCache, graphs: StepCapture, kept: KeptSteps | None = None
@@ -168,7 +176,7 @@ class CapturedStep:
         self.forward, self.cache, self.graphs, self.kept = forward, cache, graphs, kept
         self._counters = [member.counters for member in cache.members]
         self._capture_s: float | None = None  # seconds of the capture, until they are taken
-        self._token: Tensor
+        self._picked: Tensor  # `picked`, with free slots: the step's input and output
         self._replay: Callable[[], Any] | None = None
         self._logits: Tensor
         self._kept: KeptStep | None = None  # the step that other sequences may use after these
@@ -177,11 +185,12 @@ class CapturedStep:
 
     def __call__(self, token: Tensor) -> Tensor:
         rows = len(token)
-        token = token if not self.cache.free else torch.cat([token, token.new_zeros(self.cache.free, 1)])
         if self._replay is None:
             return self._first(token)[:rows]
-        self._token.copy_(token)
+        if token.data_ptr() != self._picked.data_ptr():
+            self._picked[0, :rows] = token[:, 0]
         self._replay()
+        self.picked = self._picked[:, :rows]
         if self._after is None:
             self.cache.count_replayed(1)
             for state, moved in self._moved:
@@ -209,7 +218,9 @@ class CapturedStep:
             self.graphs.drop(self._replay)
 
     def _first(self, token: Tensor) -> Tensor:
-        self._token = token.clone()
+        self._picked = token.new_zeros(2, len(token) + self.cache.free)
+        self._picked[0, : len(token)] = token[:, 0]
+        self.picked = self._picked[:, : len(token)]
         for counters in self._counters:
             counters.start()
         with recording_inputs(self.cache.step_inputs) if self.cache.step_inputs is not None else nullcontext():
@@ -229,7 +240,7 @@ class CapturedStep:
             return False
         if (kept := self.kept.take(cache)) is None:
             return False
-        self._token, self._logits, self._replay, self._kept = kept.token, kept.logits, kept.replay, kept
+        self._picked, self._logits, self._replay, self._kept = kept.picked, kept.logits, kept.replay, kept
         cache.take_joined(kept.joined)
 
         def after() -> None:
@@ -276,7 +287,7 @@ class CapturedStep:
             return None
         results = [_results(*pair) for pair in zip(before, cache.results(), strict=True)]
         return KeptStep(
-            self._token,
+            self._picked,
             self._logits,
             replay,
             cache.form,
@@ -286,7 +297,8 @@ class CapturedStep:
         )
 
     def _step(self) -> Tensor:
-        logits = self.forward(self._token, self.cache)
+        logits = self.forward(self._picked[0].unsqueeze(1), self.cache)
+        ops.likeliest_tokens(logits, self._picked)
         for counters in self._counters:
             counters.advance()
         return logits

@@ -24,7 +24,7 @@ from harness.cachedattention.turns.opening import in_memory, opened_caches
 from harness.config.settings import Settings
 from harness.engine.attach import Attachment
 from harness.engine.batch.running import RunningBatch
-from harness.engine.batch.running_sequence import Generation, RunningSequence, Stop, after, never
+from harness.engine.batch.running_sequence import After, Generation, RunningSequence, Stop, never
 from harness.engine.engine import Engine
 from harness.engine.graph import CudaGraphs
 from harness.engine.sampling import Greedy, MinLength, Sampled, Sampler
@@ -236,8 +236,7 @@ class Runner:
         if not side.running:
             return []
         with Usage(self.device) as usage:
-            while not (ended := side.batch.step()):
-                pass
+            ended = side.batch.run()
         for asking in side.running.values():
             asking.transcript.decode.add(usage)
         over = [(side.running.pop(slot), slot.out) for slot in ended]
@@ -294,7 +293,7 @@ class Runner:
         if least := item.example.min_new_tokens:
             sampler = MinLength(sampler, [rule.ends], least)
         if item.forced:
-            sampler, stop = Forced(torch.tensor([item.forced])), after(len(item.forced))
+            sampler, stop = Forced(torch.tensor([item.forced])), After(len(item.forced))
         return {"max_new_tokens": item.new_tokens, "stops": [stop], "sampler": sampler}
 
     def output(self, item: PreparedExample, tokens: Sequence[int]) -> str:

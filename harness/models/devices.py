@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -114,3 +115,22 @@ def wait_for(device: torch.device) -> None:
         import torch
 
         torch.cuda.synchronize(device)
+
+
+def read_later(x: torch.Tensor) -> Callable[[], list[Any]]:
+    """Begin to copy `x` to the host. Return a function that waits for this copy, and for nothing
+    that is launched on the device after it, and returns the numbers as `Tensor.tolist` does."""
+    import torch
+
+    host = x.to("cpu", non_blocking=True, copy=True)  # pinned memory, if x is on a GPU
+    if x.device.type != "cuda":
+        return host.tolist
+    done = torch.cuda.Event()
+    done.record(torch.cuda.current_stream(x.device))
+
+    def read() -> list[Any]:
+        done.synchronize()
+        numbers: list[Any] = host.tolist()
+        return numbers
+
+    return read

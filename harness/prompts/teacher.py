@@ -24,13 +24,20 @@ class Forced:
     def __init__(self, tokens: Tensor) -> None:
         self.tokens = tokens
         self.costs: list[Tensor] = []  # [B] each, nats
-        self.likeliest = torch.ones(len(tokens), dtype=torch.bool)  # [B], whether it would choose each
+        self._likeliest = torch.ones(len(tokens), dtype=torch.bool)  # [B], on the device once tokens were picked
 
     def pick(self, logits: Tensor) -> Tensor:
-        ids = self.tokens[:, len(self.costs)].to(logits.device)
+        if self.tokens.device != logits.device:
+            self.tokens, self._likeliest = (x.to(logits.device) for x in (self.tokens, self._likeliest))
+        ids = self.tokens[:, len(self.costs)]
         self.costs.append(-logits.float().log_softmax(-1).gather(-1, ids[:, None])[:, 0])
-        self.likeliest &= (logits.argmax(-1) == ids).cpu()
+        self._likeliest &= logits.argmax(-1) == ids
         return ids
+
+    @property
+    def likeliest(self) -> Tensor:
+        """Return for each sequence [B] whether the model would have chosen every token so far."""
+        return self._likeliest.cpu()
 
     def mean_nll(self) -> list[float]:
         """Return the mean negative log-likelihood of each sequence over the tokens fed so far, in

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from harness.engine.batch.running import RunningBatch
-from harness.engine.batch.running_sequence import RunningSequence, after
+from harness.engine.batch.running_sequence import After, RunningSequence
 from harness.engine.engine import Engine
 from harness.engine.saved_state import Snapshot
 from harness.prompts.teacher import Forced
@@ -36,7 +36,7 @@ def side_by_side(engine: Engine, texts: Iterator[Text], size: int) -> Iterator[t
             go_on(text)
         if not running:
             return
-        for slot in batch.step():
+        for slot in batch.run():
             text = running.pop(slot)
             yield text, slot
             go_on(text)
@@ -167,6 +167,6 @@ def _forced(batch: RunningBatch, cache: Any, logits: Tensor, tokens: Sequence[in
         torch.empty(1, 0, dtype=torch.long),
         began=perf_counter(),
         max_new_tokens=len(tokens),
-        stops=[after(len(tokens))],
+        stops=[After(len(tokens))],
         sampler=Forced(torch.tensor([tokens])),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from statistics import fmean
 from time import perf_counter
@@ -15,6 +16,7 @@ from harness.engine.batch.running_sequence import Generation, RunningSequence, S
 from harness.engine.cache import KVCache
 from harness.engine.graph import CapturedStep
 from harness.engine.sampling import Greedy, Sampler
+from harness.models.devices import read_later
 
 
 class RunningBatch:
@@ -24,7 +26,9 @@ class RunningBatch:
     Lengths, budgets, bytes and traffic are therefore counted per sequence, and each gets the tokens
     that it gets alone. The model's products are computed together, and attention as well where the
     method allows it (`SlotsCache`). If a layer of one sequence cannot be captured, all of them run
-    uncaptured."""
+    uncaptured.
+
+    A token's time is when the host has it. The device keeps a copy, which the next step reads."""
 
     def __init__(self, engine: Any) -> None:
         """`engine`: the `Engine` that runs the forwards; it makes batches of its own for single answers."""
@@ -34,6 +38,8 @@ class RunningBatch:
         self._rows: list[int] = []  # rows of each of them
         self._cache: KVCache | None = None
         self._captured: CapturedStep | None = None
+        self._next: Tensor | None = None  # [B 1], tokens on the device that `_together` feed next, if all picked one
+        self._ahead: Tensor | None = None  # logits of the step that runs already while the host reads a token
 
     @torch.inference_mode()
     def join(
@@ -61,8 +67,22 @@ class RunningBatch:
     def step(self) -> list[RunningSequence]:
         """Decode one token for each sequence of the batch. Return the sequences whose answers ended
         with it; they have left the batch."""
+        return self._step(ahead=False)
+
+    @torch.inference_mode()
+    def run(self) -> list[RunningSequence]:
+        """Take steps until some answers end. Return their sequences; they have left the batch.
+
+        The host reads token t of a captured step while step t + 1 runs, wherever token t cannot end
+        an answer: before a rule's least number of tokens, and where no rule stops it. So no step is
+        ever taken that is not needed, and tokens, bytes and records are those of `step`."""
+        while not (ended := self._step(ahead=True)) and self.sequences:
+            pass
+        return ended
+
+    def _step(self, ahead: bool) -> list[RunningSequence]:
         if running := [slot for slot in self.sequences if not slot.ended]:
-            self._advance(running)
+            self._advance(running, ahead)
         ended = [slot for slot in self.sequences if slot.ended]
         for slot in ended:
             self.leave(slot)
@@ -91,10 +111,15 @@ class RunningBatch:
         self.sequences = [slot for slot in self.sequences if slot not in slots]
         if any(slot in self._together for slot in slots):
             captured, self._captured, self._together, self._cache = self._captured, None, [], None
+            self._next = self._ahead = None
             if captured is not None:
                 self.engine.close(captured)
 
-    def _advance(self, running: list[RunningSequence]) -> None:
+    def _advance(self, running: list[RunningSequence], ahead: bool) -> None:
+        """Take a step with the sequences `running`, or take over the one that runs already.
+        `ahead`: launch the one after it, if it is certain to be needed, before the host waits for
+        this one's tokens. Then all that other code reads of this step has been read, or copied on
+        the device."""
         if not (running := self._recompute(running)):
             return
         for slot in running:
@@ -102,21 +127,57 @@ class RunningBatch:
         began = perf_counter()
         if running != self._together:
             self._gather(running)
-        assert self._cache is not None
-        fed = [slot.next().to(self.engine.model.device) for slot in running]
-        try:
-            logits = self.engine.decode(fed[0] if len(fed) == 1 else torch.cat(fed), self._cache, self._captured)
-        except BaseException:
-            self._part()  # each cache stays as it was before the step
-            raise
+        logits = self._decoded(self._tokens(running)) if self._ahead is None else self._ahead
+        self._ahead = None
         capture_s = self._captured.take_capture_s() if self._captured is not None else None
-        for number, (slot, token, own) in enumerate(zip(running, fed, logits.split(self._rows), strict=True)):
+        for number, slot in enumerate(running):
             if capture_s is not None:
                 slot.captured(capture_s)
             self._note_reads(number, slot)
-            slot.advance(token, own)
+        picking = [slot for slot in running if not slot.asking]
+        picked = self._picked(running, logits)
+        self._next = picked[0].unsqueeze(1) if picked is not None and len(picking) == len(running) else None
+        read = read_later(picked) if picked is not None else lambda: [[], []]
+        if ahead and self._captured is not None and self._next is not None and all(slot.goes_on for slot in running):
+            self._ahead = self._decoded(self._next)
+        ids, finite = map(deque, read())
+        for slot in picking:
+            slot.note(*([numbers.popleft() for _ in range(slot.rows)] for numbers in (ids, finite)))
+        for slot in running:
             slot.clock.pause()
         self._note(running, perf_counter() - began, capture_s)
+
+    def _tokens(self, running: Sequence[RunningSequence]) -> Tensor:
+        """Return the tokens [B 1] that the sequences feed next, on the device."""
+        fed = [slot.next() for slot in running]
+        if self._next is not None:
+            return self._next
+        return torch.cat([token.to(self.engine.model.device) for token in fed])
+
+    def _decoded(self, fed: Tensor) -> Tensor:
+        """Take a step of the sequences that step together, with the tokens `fed` [B 1]. Return
+        logits [B V]."""
+        assert self._cache is not None
+        try:
+            logits: Tensor = self.engine.decode(fed, self._cache, self._captured)
+        except BaseException:
+            self._part()  # each cache stays as it was before the step
+            raise
+        for slot, token, own in zip(self._together, fed.split(self._rows), logits.split(self._rows), strict=True):
+            slot.cache.note_step(token, own)
+        return logits
+
+    def _picked(self, running: Sequence[RunningSequence], logits: Tensor) -> Tensor | None:
+        """Pick the next tokens from logits [B V], for the sequences that are no longer fed their
+        question, as `RunningSequence.pick` does; None if there is no such sequence. Where all
+        take the most likely tokens, a captured step has found them already."""
+        likeliest = None if self._captured is None else self._captured.picked
+        if likeliest is not None and all(slot.takes_likeliest for slot in running):
+            return likeliest
+        parts = [None] * len(running) if likeliest is None else likeliest.split(self._rows, 1)
+        own = zip(running, logits.split(self._rows), parts, strict=True)
+        picks = [pick for slot, rows, part in own if (pick := slot.pick(rows, part)) is not None]
+        return torch.cat(picks, 1) if picks else None
 
     def _recompute(self, running: list[RunningSequence]) -> list[RunningSequence]:
         """Let each sequence take its step alone whose text becomes too long for the rotation of its
@@ -180,3 +241,4 @@ class RunningBatch:
         for number, slot in enumerate(self._together):
             self._catch_up(number, slot)
         self._together, self._cache, self._captured = [], None, None  # so that nothing outlives its sequence
+        self._next = self._ahead = None

@@ -4,8 +4,9 @@ gave in the end."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from time import perf_counter
 from typing import Any
 
@@ -14,9 +15,10 @@ from torch import Tensor
 
 from harness.engine.cache import KVCache
 from harness.engine.footprint import footprint
-from harness.engine.sampling import Sampler
-from harness.models.devices import wait_for
+from harness.engine.sampling import Greedy, Sampler
+from harness.models.devices import read_later, wait_for
 from harness.prompts.teacher import Forced
+from kernels import ops
 from kernels.toolchain import compiled_s
 from methods.tiers.tier import DISK
 
@@ -32,10 +34,22 @@ def never(tokens: list[int]) -> str | None:
     return None
 
 
-def after(count: int) -> Stop:
-    """Return a stop rule for an answer whose `count` tokens are given (teacher forcing): it ends
-    after the last of them."""
-    return lambda tokens: FORCED if len(tokens) == count else None
+@dataclass(frozen=True, slots=True)
+class After:
+    """Stop an answer whose `count` tokens are given (teacher forcing) after the last of them."""
+
+    count: int
+
+    def __call__(self, tokens: list[int]) -> str | None:
+        return FORCED if len(tokens) == self.count else None
+
+
+def safe_tokens(stop: Stop) -> float:
+    """Return how many tokens an answer can have before the rule `stop` may end it: with one more it
+    may. 0 if nothing is known of the rule."""
+    if stop is never:
+        return inf
+    return stop.count - 1 if isinstance(stop, After) else getattr(stop, "min_new_tokens", 0)
 
 
 @dataclass(slots=True)
@@ -48,7 +62,7 @@ class Generation:
 
     tokens: list[list[int]]  # per sequence, including the token that stopped it
     stops: list[str]  # per sequence, why it ended
-    token_s: list[float] = field(default_factory=list)  # when step i's tokens were on the host
+    token_s: list[float] = field(default_factory=list)  # when step i's tokens were on the host (`RunningBatch`)
     seal_s: float | None = None
     question_s: float | None = None
     share_s: float = 0.0  # machine seconds: its prefill and seal, and an equal part of each step it was in
@@ -116,7 +130,8 @@ class RunningSequence:
         self.parts: list[dict[str, float]] = []  # seconds of each part, per clocked step (harness/engine/trace.py)
         self.read: list[float] = []  # bytes that each traced step read, where all layers know them
         self._device = cache.state.request.device
-        self._fed = deque(question.split(1, dim=1)) if question.shape[1] else deque[Tensor]()  # [B 1] each
+        self._question = deque(question.split(1, dim=1)) if question.shape[1] else deque[Tensor]()  # [B 1] each
+        self._last: Sequence[int] = ()  # the token of each sequence that was picked last
         self._asked: float | None = None  # the clock's time when the question began
         self._steps = 0
         self._prompt_reads = 0.0  # prompt tokens read in all steps, summed over layers whose count is in Python
@@ -124,7 +139,7 @@ class RunningSequence:
         self._other_reads = 0.0  # generated tokens read, mean over layers, summed over steps
         self._excess: list[Tensor | float] = []  # tokens that the union over heads adds, every UNION_EVERY steps
         self._unites = True  # heads of a group may read different tokens
-        self._sums: list[Tensor] = []  # [B] each, the sum of a token's logits, on the device until the answer ends
+        self._finite: list[bool] = []  # per token, whether its logits are
         self._before = cache.traffic.copy()  # traffic before the first step
         self._recomputed = cache.recomputed
 
@@ -156,13 +171,13 @@ class RunningSequence:
         `logits` [B V]: those of the prompt's last token. If the answer ends with its first token,
         no seal is needed and none is done, unless all layers were sealed during the prefill
         (`KVCache.close`)."""
-        if not self._fed:
+        if not self._question:
             assert logits is not None
-            self._take(logits)
+            self.take(logits)
         if not self.cache.sealed and (self.cache.has_closed or not self.ended):
             self.out.seal_s = seal(self.cache)
             self._before = self.cache.traffic.copy()
-        if self._fed:
+        if self._question:
             self._asked = self.clock.now()
         self.out.share_s = self.clock.now()
         self.clock.pause()
@@ -170,24 +185,58 @@ class RunningSequence:
     def next(self) -> Tensor:
         """Return the tokens [B 1] to feed in the next decode step: of the question, if some are
         left, else of the answer."""
-        return self._fed.popleft()
+        return self._question.popleft() if self._question else torch.tensor(self._last).unsqueeze(1)
 
-    def advance(self, fed: Tensor, logits: Tensor) -> None:
-        """Take the outcome of a decode step that was fed `fed` [B 1] and gave `logits` [B V]: pick
-        the next token, and hand both to the comparison with exact attention (`Fidelity`), if one
-        runs."""
-        self.cache.note_step(fed, logits)
-        self.take(logits)
+    @property
+    def asking(self) -> bool:
+        """Return whether tokens of the question are still to be fed, so that none is picked."""
+        return bool(self._question)
+
+    @property
+    def takes_likeliest(self) -> bool:
+        """Return whether the answer goes on with the most likely token of the step, and its
+        question was over before."""
+        return type(self.sampler) is Greedy and not self._question and self._asked is None
+
+    @property
+    def goes_on(self) -> bool:
+        """Return whether this answer certainly goes on after its next token, whatever that is."""
+        least = min(self.max_new_tokens - 1, *map(safe_tokens, self.stops))
+        return all(stop or len(tokens) < least for stop, tokens in zip(self.out.stops, self.out.tokens, strict=True))
 
     def take(self, logits: Tensor) -> None:
         """Pick the next token of the answer from the `logits` [B V] of the tokens that were fed
         last, unless tokens of the question are still to be fed."""
-        if self._fed:
-            return
+        if (picked := self.pick(logits)) is not None:
+            self.note(*read_later(picked)())
+
+    def pick(self, logits: Tensor, likeliest: Tensor | None = None) -> Tensor | None:
+        """Pick the next token of every sequence from `logits` [B V], without waiting for the
+        device. Return a tensor [2 B] of them and, below each, 1 if its logits are finite, else 0;
+        None while tokens of the question are to be fed. `likeliest`: what
+        `kernels.ops.likeliest_tokens` gives for the logits, if it is known."""
+        if self._question:
+            return None
         if self._asked is not None:
             wait_for(self._device)
             self.out.question_s, self._asked = self.clock.now() - self._asked, None
-        self._take(logits)
+        if type(self.sampler) is Greedy:
+            picked: Tensor = ops.likeliest_tokens(logits) if likeliest is None else likeliest
+            return picked
+        finite = logits.sum(-1, dtype=torch.float32).isfinite() if likeliest is None else likeliest[1]
+        return torch.stack([self.sampler.pick(logits), finite])
+
+    def note(self, ids: Sequence[int], finite: Sequence[int]) -> None:
+        """Take the next token of every sequence, `ids`, which has just arrived on the host, with
+        its time. `finite`: 0 where its logits hold NaN or infinity."""
+        self.out.token_s.append(self.clock.now())
+        self._last = ids
+        self._finite.append(all(finite))
+        for i, token in enumerate(ids):
+            if not self.out.stops[i]:
+                self.out.tokens[i].append(token)
+                full = len(self.out.tokens[i]) >= self.max_new_tokens
+                self.out.stops[i] = self.stops[i](self.out.tokens[i]) or (LENGTH if full else "")
 
     def bill(self, step_s: float, capture_s: float | None, together: int) -> None:
         """Add the seconds of the last step to the sequence's machine time: an equal share for each
@@ -210,8 +259,7 @@ class RunningSequence:
         traffic, before = self.cache.traffic, self._before
         out.stops = [stop or LEFT for stop in out.stops]
         out.sealed = self.cache.sealed
-        finite = torch.stack(self._sums).isfinite().all(-1).tolist() if self._sums else []
-        out.not_finite = finite.index(False) if False in finite else None
+        out.not_finite = self._finite.index(False) if False in self._finite else None
         out.recomputed += self.cache.recomputed - self._recomputed
         out.fallback, out.compile_s = self.cache.fallback, compiled_s(self._began)
         out.kv = footprint(self.cache.layers)
@@ -238,18 +286,6 @@ class RunningSequence:
                 }
         if looked_up := traffic.looked_up - before.looked_up:
             out.measured["hit_rate"] = (traffic.found - before.found) / looked_up
-
-    def _take(self, logits: Tensor) -> None:
-        """Pick the next token of every sequence and note its time."""
-        self._sums.append(logits.sum(-1, dtype=torch.float32))  # keeps NaN and infinity, without waiting
-        ids = self.sampler.pick(logits).tolist()  # waits for the device, so that the tokens are on the host
-        self.out.token_s.append(self.clock.now())
-        for i, token in enumerate(ids):
-            if not self.out.stops[i]:
-                self.out.tokens[i].append(token)
-                full = len(self.out.tokens[i]) >= self.max_new_tokens
-                self.out.stops[i] = self.stops[i](self.out.tokens[i]) or (LENGTH if full else "")
-        self._fed.append(torch.tensor(ids).unsqueeze(1))
 
     def note_reads(self, steps: int) -> None:
         """Count how many tokens the layers read in the last `steps` steps, of which the cache

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from harness.engine.attach import Attachment, attached
-from harness.engine.batch.running_sequence import UNCLOCKED, Generation, RunningSequence
+from harness.engine.batch.running import RunningBatch
+from harness.engine.batch.running_sequence import UNCLOCKED, After, Generation, RunningSequence
 from harness.engine.engine import Engine
 from harness.engine.graph import CaptureBroke, CapturedStep, CudaGraphs, StepCapture
 from harness.engine.trace import Tracer
+from harness.prompts.teacher import Forced
 from kernels.dispatch import use_backend
 from methods.base import Attended, Method
 from methods.base.state import CaptureError, StepCounters
@@ -246,3 +248,50 @@ def test_every_example_is_captured_and_not_the_first_alone() -> None:
             assert engine.plain_steps is None
             assert got.capture_s is not None
             assert got.tokens == wanted.tokens
+
+
+class StopsFrom(NamedTuple):
+    """Stops with the first token after the least number."""
+
+    min_new_tokens: int
+
+    def __call__(self, tokens: list[int]) -> str | None:
+        return "stopped" if len(tokens) > self.min_new_tokens else None
+
+
+@pytest.mark.tokens
+@pytest.mark.parametrize(
+    ("stop", "tokens", "ahead"),
+    [
+        (None, 8, 6),  # all steps but the first
+        (StopsFrom(4), 5, 3),
+        (After(7), 7, 5),
+        (lambda tokens: "stopped" if len(tokens) == 5 else None, 5, 0),
+    ],
+)
+def test_a_step_begins_before_the_host_reads_a_token_where_it_is_needed_whatever_the_token(
+    stop: Any, tokens: int, ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No step is taken too many, and what is recorded is what steps give that are taken one by one."""
+    done: list[str] = []
+    replaying = CapturedStep.__call__
+    monkeypatch.setattr(CapturedStep, "__call__", lambda *both: (done.append("step"), replaying(*both))[1])
+    noting = RunningSequence.note
+    monkeypatch.setattr(RunningSequence, "note", lambda *all_: (done.append("token"), noting(*all_))[1])
+    given = prompt(7, seed=4) if isinstance(stop, After) else None
+    how: dict[str, Any] = {"max_new_tokens": 8, "stops": [stop] if stop else None}
+    with attach(small("h2o"), 0.5) as kv:
+        made = []
+        for run in (RunningBatch.step, RunningBatch.run):
+            engine = Engine(kv, graphs=Tape())
+            batch = RunningBatch(engine)
+            slot = engine.join(batch, prompt(80), sampler=None if given is None else Forced(given), **how)
+            done.clear()
+            with use_backend("torch"):
+                while batch.sequences:
+                    run(batch)
+            made.append((slot.out.tokens, slot.out.stops, slot.out.measured, slot.out.kv, done.count("step")))
+    assert made[0] == made[1]
+    assert (len(made[1][0][0]), made[1][4]) == (tokens, tokens - 1)
+    read_late = [done[:at].count("step") - done[:at].count("token") for at, what in enumerate(done) if what == "token"]
+    assert read_late.count(2) == ahead

@@ -14,7 +14,7 @@ from evals.base import Example, Score, Task, TaskEnv
 from evals.perplexity import WikiText2
 from harness.config.settings import Data, Results, Settings
 from harness.engine.attach import attached
-from harness.engine.batch.running_sequence import after
+from harness.engine.batch.running_sequence import After
 from harness.engine.engine import Engine
 from harness.engine.sampling import Greedy, MinLength
 from harness.jobs import job
@@ -56,7 +56,7 @@ def test_fulls_likelihood_is_that_of_one_forward(chunk: int | None) -> None:
     expected = dense_nll(tiny("llama"), ids, 70)
     with attached(tiny("llama"), Full()) as kv:
         made = Engine(kv, prefill_chunk=chunk).generate(
-            ids[:, :70], max_new_tokens=30, stops=[after(30)], sampler=Forced(ids[:, 70:])
+            ids[:, :70], max_new_tokens=30, stops=[After(30)], sampler=Forced(ids[:, 70:])
         )
     assert made.nll == [pytest.approx(expected, abs=1e-4)]
     assert (made.tokens, made.stops, made.sealed) == (ids[:, 70:].tolist(), ["forced"], True)
