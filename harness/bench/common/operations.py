@@ -40,7 +40,7 @@ _READ: dict[str, Callable[..., int]] = {
     "merge_attention_with_lse": lambda outs, lses: _whole(*outs),
     "coded_attention": lambda q, coded, scale: sum(_whole(*codes[:4]) for codes in coded),
     "encode_codes": lambda k, v, bits, group: _whole(k, v),
-    "decode_rows": lambda coded, rows, blocks, dtype: (
+    "decode_rows": lambda coded, rows, blocks, *_: (
         blocks.numel() * sum(x.shape[3] * x.element_size() for x in coded[:4])
     ),
     **INDEX_BYTES,

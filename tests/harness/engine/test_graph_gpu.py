@@ -116,8 +116,13 @@ def test_heads_of_any_count_and_size_are_captured(heads: tuple[int, int, int], d
             assert captured.plain_steps is None
 
 
-@devices
-@pytest.mark.parametrize(("name", "placement"), COMING)
+@pytest.mark.parametrize(
+    ("device", "name", "placement"),
+    [
+        *(pytest.param("cpu", *place) for place in COMING),
+        *(pytest.param("cuda", *place, marks=ON_GPU) for place in PLACES),
+    ],
+)
 def test_sequences_join_and_leave_while_steps_are_captured(name: str, placement: str, device: str) -> None:
     how: dict[str, Any] = {"budget": 0.5, "placement": placement, "calibration": prompt(64, seed=9)}
     with attached(model_on(device), small(name), overlap=placement == "host", **how) as kv:
@@ -127,3 +132,15 @@ def test_sequences_join_and_leave_while_steps_are_captured(name: str, placement:
         assert (one.tokens, counted(one)) == (other.tokens, counted(other))
     assert all(one.capture_s for one in made)
     assert captured.plain_steps is None
+
+
+@devices
+@pytest.mark.parametrize("name", NAMES)
+def test_the_loop_of_transformers_gives_the_same_tokens(name: str, device: str) -> None:
+    method = replace(small(name), b=8) if name == "pqcache" else small(name)  # type: ignore[call-arg]
+    model, ids = model_on(device), prompt(60).to(device)
+    with attached(model, method, budget=0.5, calibration=prompt(64, seed=9)) as kv:
+        (wanted,) = Engine(kv).generate(ids, max_new_tokens=8).tokens
+        cache = kv.cache(capacity=68)
+        made = model.generate(ids, past_key_values=cache, max_new_tokens=8, min_new_tokens=8, do_sample=False)
+    assert made[0, 60:].tolist() == wanted
