@@ -27,6 +27,15 @@ def _whole(*tensors: Tensor) -> int:
     return sum(x.numel() * x.element_size() for x in tensors)
 
 
+def _decoded(coded: Any, rows: Tensor | None, blocks: Tensor | None, dtype: Any, recent: Any = None) -> int:
+    """Return the bytes of the codes and ranges of all tokens, or of those in `rows`, whose blocks
+    are `blocks`, and of the exact values that replace decoded ones."""
+    exact = 0 if recent is None else _whole(recent[0])
+    if blocks is None:
+        return _whole(*coded[:4]) + exact
+    return int(blocks.numel()) * sum(x.shape[3] * x.element_size() for x in coded[:4]) + exact
+
+
 def _weights(*linears: Linear) -> int:
     return _whole(*(part for linear in linears for part in (linear.weight, linear.bias) if part is not None))
 
@@ -40,9 +49,7 @@ _READ: dict[str, Callable[..., int]] = {
     "merge_attention_with_lse": lambda outs, lses: _whole(*outs),
     "coded_attention": lambda q, coded, scale: sum(_whole(*codes[:4]) for codes in coded),
     "encode_codes": lambda k, v, bits, group: _whole(k, v),
-    "decode_rows": lambda coded, rows, blocks, *_: (
-        blocks.numel() * sum(x.shape[3] * x.element_size() for x in coded[:4])
-    ),
+    "decode_rows": _decoded,
     **INDEX_BYTES,
     "gather_rows": lambda x, rows: rows.numel() * x.shape[3] * x.element_size(),
     "gather_tiers": lambda far, rows, held, slots: rows.numel() * far.shape[3] * far.element_size(),
