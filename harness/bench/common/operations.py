@@ -10,6 +10,7 @@ from torch import Tensor
 
 from harness.engine.trace import INDEX_BYTES
 from kernels.block import Linear
+from kernels.reference import Segment
 
 
 def _segments(q: Tensor, segments: Any, scale: float) -> int:
@@ -47,7 +48,9 @@ _READ: dict[str, Callable[..., int]] = {
     "merge_attention": lambda outs, lses: _whole(*outs),
     "partial_products": lambda guess, new: _whole(*(x.basis for x in (guess, new) if x is not None)),
     "merge_attention_with_lse": lambda outs, lses: _whole(*outs),
-    "coded_attention": lambda q, coded, scale: sum(_whole(*codes[:4]) for codes in coded),
+    "coded_attention": lambda q, segments, scale: sum(
+        _segments(q, [part], scale) if isinstance(part, Segment) else _whole(*part[:4]) for part in segments
+    ),
     "encode_codes": lambda k, v, bits, group: _whole(k, v),
     "decode_rows": _decoded,
     **INDEX_BYTES,
