@@ -52,7 +52,9 @@ def _pick(
     there = (head < HEADS) & (channel < DIM)
     at = (this * HEADS + head) * DIM + channel
     query = tl.load(q + at, mask=there, other=0.0).to(tl.float32)
-    mass = tl.where(channel < DIM, tl.sum(tl.abs(query), 0), -1.0)
+    mass = tl.sum(tl.abs(query), 0)
+    mass = tl.where(mass == mass, mass, float("inf"))  # NaN is largest, as in torch: every channel has its own rank
+    mass = tl.where(channel < DIM, mass, -1.0)
     mine, others = mass[:, None], mass[None, :]
     before = (others > mine) | ((others == mine) & (channel[None, :] < channel[:, None]))
     rank = tl.sum(before.to(tl.int32), 1)

@@ -301,5 +301,6 @@ def _place_kinds(
         kind = _kinds(codes, places, kinds, this, cb, cg, at, at < length, GROUPS, CELLS)
         place, taken, larger, equal = placed(kind == 2, kind == 1, larger, equal, need)
         tl.store(out + this * room + place, at.to(tl.int64), mask=taken)
-    if counts is not None:
-        fill(out + this * room, own_number(counts, this // GROUPS, room), room, piece, pieces, TILE)
+    if lengths is not None or counts is not None:
+        chosen = tl.minimum(own_number(counts, this // GROUPS, room), length)
+        fill(out + this * room, chosen, room, piece, pieces, TILE)

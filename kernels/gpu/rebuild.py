@@ -87,9 +87,11 @@ def _rebuild(
     this = tl.program_id(1).to(tl.int64)
     sequence = this // GROUPS
     place, channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDE)
-    live = place < count
-    if counts is not None:
-        live = place // SIZE < tl.load(counts + sequence)
+    end = count if counts is None else tl.load(counts + sequence).to(tl.int32) * SIZE
+    nothing = False if counts is None else tl.program_id(0) * BLOCK >= end
+    if nothing:  # a free slot of a batch has no whole basis that could be read
+        return
+    live = place < end
     chunk = tl.load(chunks + this * (count // SIZE) + place // SIZE, mask=live, other=0).to(tl.int64)
     position = chunk * SIZE + place % SIZE
     of_head, _ = head_rows(basis, of_basis, sequence, this % GROUPS, GROUPS * RANK * DIM, RANK * DIM, DIM, ALIGNED)

@@ -48,7 +48,7 @@ def converted(value: Any, dtype: torch.dtype, device: torch.device | str = "cpu"
         moved = copied(whole, dtype if value.is_floating_point() else value.dtype, device)
         return moved.as_strided(value.size(), value.stride(), GUARD + value.storage_offset())
     if isinstance(value, Ragged):
-        return Ragged([converted(part, dtype, device) for part in value.parts], value.dim)
+        return Ragged([converted(part, dtype, device) for part in value.parts], value.dim, value.sizes.dead)
     if isinstance(value, Coded):  # its ranges are fp16, whatever the dtype
         return value._replace(
             **{name: converted(getattr(value, name), torch.float16, device) for name in value._fields[:4]}

@@ -292,3 +292,16 @@ def test_rows_of_any_dtype_are_moved_as_they_are(dtype: torch.dtype, count: int,
         wanted = x.gather(2, rows.long().unsqueeze(-1).expand(-1, -1, -1, width))
         assert torch.equal(got, wanted)
         assert torch.equal(empty, torch.zeros_like(x).scatter(2, rows.long().unsqueeze(-1).expand_as(got), got))
+
+
+def test_channels_are_rows_that_exist_even_if_queries_are_no_numbers() -> None:
+    """A model that overflows shall end in numbers that mean nothing, not in an illegal address."""
+    pytest.importorskip("triton")
+    (q,) = converted([random(1, 1, 2, 3, 40)], torch.float32, device_of("triton"))
+    q[0, 0, 1, 5:9] = float("nan")
+    q[0, 1] = float("nan")
+    with use_backend("triton"), guarded((q,), "triton"):
+        channels, _, _ = ops.pick_channels(q, 30, 0.3, False, False)
+    assert [len(set(row)) for row in channels[0].tolist()] == [30, 30]
+    assert {5, 6, 7, 8} <= set(channels[0, 0].tolist())
+    assert 0 <= int(channels.min()) <= int(channels.max()) < 40

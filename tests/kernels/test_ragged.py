@@ -18,7 +18,7 @@ from kernels.ragged import Ragged, sequence_by_sequence, with_free_slots
 from kernels.reference import Segment
 from methods.tiers.rows import room_for
 from tests.kernels import ragged_cases as unequal
-from tests.kernels.guarded import guarded
+from tests.kernels.guarded import guarded, tensors_in
 from tests.kernels.op_cases import (
     OpCase,
     best_by_codes,
@@ -64,6 +64,38 @@ def results(result: Any) -> list[Tensor]:
     return list(result.parts) if isinstance(result, Ragged) else list(result.split(1))
 
 
+def several_in_triton() -> list[OpCase]:
+    """Return the cases of several sequences that Triton serves."""
+    cases = [case for case in ragged_cases() if "triton" in OPS[case.op].targets]
+    return [case for case in cases if len(sequence_by_sequence(tuple(case.args))) > 1]
+
+
+def with_free_slot(value: Any, batch: int) -> Any:
+    """Return the arguments of a call for `batch` sequences with a free slot behind these."""
+    if isinstance(value, Ragged):
+        slotted = with_free_slots(list(value.parts), value.dim, 1)
+        if value.first.stride(-1) != 1:  # the slot lies channel by channel, too
+            free = value.first.new_zeros(1, *value.first.mT.shape[1:3], 16).mT
+            slotted = Ragged([*value.parts, free], value.dim, 1)
+        return slotted
+    if isinstance(value, PerSequence):
+        return PerSequence(value.values, 1)
+    if isinstance(value, Tensor) and value.dim() and len(value) == batch:
+        free = value.new_full((1, *value.shape[1:]), float("nan") if value.is_floating_point() else 0)
+        return torch.cat([value, free])
+    if isinstance(value, (list, tuple)):
+        parts = [with_free_slot(part, batch) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value
+
+
+def of_sequences(result: Any, batch: int) -> list[Tensor]:
+    """Return the tensors of a result, those of each of the first sequences apart."""
+    if isinstance(result, tuple):
+        return [part for each in result if each is not None for part in of_sequences(each, batch)]
+    return list(result.parts[:batch] if isinstance(result, Ragged) else result[:batch].split(1))
+
+
 @pytest.mark.parametrize(("case", "backend", "dtype"), runs())
 def test_one_call_for_all_equals_one_for_each(case: OpCase, backend: str, dtype: torch.dtype) -> None:
     if backend == "triton":
@@ -93,6 +125,29 @@ def test_one_call_for_all_equals_one_for_each(case: OpCase, backend: str, dtype:
         else:
             size = max(1.0, other.abs().max().item())
             assert_close(one.double().cpu(), other.double(), atol=size * TOLERANCE[dtype], rtol=0)
+
+
+@pytest.mark.skipif(HAS_GPU, reason="kernels are compiled here, not interpreted")
+@pytest.mark.parametrize("case", several_in_triton(), ids=str)
+def test_a_free_slot_is_neither_read_nor_seen_by_others(case: OpCase) -> None:
+    """What a free slot holds is NaN, and kernels read no more of it than there is."""
+    pytest.importorskip("triton")
+    op, args = OPS[case.op], converted(case.args, torch.float32)
+    batch = len(sequence_by_sequence(tuple(args)))
+    with use_backend("triton"):
+        alone, args = op(*args), converted(with_free_slot(case.args, batch), torch.float32)
+        if reason := op.refusal("triton", *args):
+            pytest.skip(reason)
+        with guarded(args, "triton"):
+            among = op(*args)
+    for numbers in (x for x in tensors_in([getattr(among, "whole", among)]) if x.dtype == torch.int64):
+        assert 0 <= int(numbers[-1].min()) <= int(numbers[-1].max()) < 100  # a row that may be read
+    if case.op == "channel_sums":
+        alone, among = joined_parts(*alone), joined_parts(*among)
+    if case.op == "live_scores":
+        alone, among = highest(alone), highest(among)
+    for left, right in zip(of_sequences(alone, batch), of_sequences(among, batch), strict=True):
+        assert_close(right[tuple(map(slice, left.shape))], left, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("case", [case for case in ragged_cases() if not SET_APART.search(str(case))], ids=str)
