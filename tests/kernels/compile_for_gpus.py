@@ -130,7 +130,9 @@ def compile_cases(dtypes: list[torch.dtype]) -> None:
     found = {str(case): case for case in [*cases(), *ragged_cases()]}
     for dtype in dtypes:
         for name in CASES:
-            launch(found[name].op, *converted(found[name].args, dtype))
+            args = converted(found[name].args, dtype)
+            if "heads of up to" not in str(refused(found[name].op, *args)):  # in fp32, 256 channels are too wide
+                launch(found[name].op, *args)
         for shape in BLOCKS:
             compile_block(*drawn(shape, dtype))
         launch("likeliest_tokens", torch.zeros(2, 128_256, dtype=dtype))
