@@ -55,7 +55,8 @@ def coded_attention(q: Tensor, segments: Sequence[Segment | Codes], scale: float
         _attend_codes[(batch * groups, pieces)](
             q, *tensors, *tables, counts, outs, lses, scale, *_strides(tensors), count, most, first, lses.shape[1],
             groups, group, padded(group), dim, padded(_row_bytes(coded)), *coded.kind, tile, *aligned,
-            num_warps=_THREADS // 32, num_stages=2,
+            num_warps=_THREADS // 32 if dim == padded(dim) else _THREADS // 16,  # masked rows take more registers
+            num_stages=2,
         )  # fmt: skip
         first += pieces
     return merged(outs, lses, torch.empty_like(q))

@@ -54,8 +54,7 @@ def test_every_kernel_compiles_for_hopper(dtypes: list[str]) -> None:
     kernels, launches = (rows_of(printed, first) for first in ("kernel ", "operation "))
     modules = {row["kernel"].rpartition(".")[0] for row in kernels}
     assert modules == {op.targets["triton"] for op in WITH_TRITON}
-    spilled = {row["kernel"]: row["stack"] for row in kernels if row["stack"] != "0"}
-    assert spilled == {"kernels.gpu.coded._attend_codes": "8"}  # heads of 96 channels, which stand in tiles of 128
+    assert {row["kernel"]: row["stack"] for row in kernels if row["stack"] != "0"} == {}
     for operation, megabytes, count in documented_launches():
         of_this = [row for row in launches if row["operation"] == operation]
         assert [row["MB"] for row in of_this] == [megabytes] * int(count), operation
