@@ -75,13 +75,13 @@ def low_rank(x: Tensor, rank: int, solver: str) -> tuple[Tensor, Tensor]:
 
     Solvers agree on the product, but not on the factors. Those by the Gram matrix take N C^2
     operations and no copy of x; in fp32 it loses the directions whose singular values are below
-    about 3e-4 of the largest, in fp64 none that fp32 data hold. In fp64 a small part of many
-    directions is computed alone, if `leading` can."""
+    about 3e-4 of the largest, in fp64 none that fp32 data hold. On a GPU, in fp64, a small part of
+    many directions is computed alone, if `leading` can; a CPU computes all of them as fast."""
     if solver == "thin_svd":
         left, values, right = torch.linalg.svd(x, full_matrices=False)
         return left[..., :rank] * values[..., None, :rank], right[..., :rank, :]
     total = gram(x, torch.float64 if solver == "gram_fp64" else torch.float32)
-    few = total.dtype == torch.float64 and x.shape[-1] >= _SMALLEST and 4 * rank <= x.shape[-1]
+    few = x.is_cuda and total.dtype == torch.float64 and x.shape[-1] >= _SMALLEST and 4 * rank <= x.shape[-1]
     basis = leading(total, rank) if few else None
     basis = (directions(total)[..., :rank] if basis is None else basis).to(x.dtype)
     return x @ basis, basis.transpose(-1, -2)

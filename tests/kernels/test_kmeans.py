@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from kernels import ops
+from kernels import lowrank, ops
 from kernels.dispatch import use_backend
 from kernels.lowrank import SOLVERS, gram, leading, low_rank
 from tests.kernels.guarded import guarded
@@ -167,6 +167,16 @@ def test_the_strongest_directions_alone_are_those_of_all(name: str, alone: bool 
         wrong = (rows - exact).norm(dim=1)
         assert bool((wrong <= 2**-12 * x.norm(dim=1)).all())
         assert_close(rows, exact, rtol=2**-9, atol=2**-9 * float(exact.square().mean().sqrt()))
+
+
+def test_a_cpu_computes_all_directions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There the strongest ones alone take as long, and keys would round differently."""
+    monkeypatch.setattr(lowrank, "leading", lambda *_: pytest.fail("a CPU need not try it"))
+    x = torch.randn(700, 512)
+    u, basis = low_rank(x, 80, "gram_fp64")
+    exact = torch.linalg.eigh(gram(x)).eigenvectors.flip(-1)[:, :80].float()
+    assert torch.equal(basis, exact.T)
+    assert torch.equal(u, x @ exact)
 
 
 @pytest.mark.parametrize(("rows", "rank"), [(60, 60), (100, 80)])
