@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kernels.step_inputs import record_input
+from kernels.step_inputs import record_input, to_device
 
 
 class PerSequence:
@@ -37,7 +37,7 @@ class PerSequence:
     def on(self, device: torch.device) -> Tensor:
         """Return the numbers as a tensor [B] int64 on `device`, the same tensor for every call."""
         if device not in self._on:
-            self._on[device] = torch.tensor(self.values, device=device)
+            self._on[device] = to_device(self.values, device)
         return record_input(("numbers", self.most), self._on[device])
 
     def __iter__(self) -> Iterator[int]:

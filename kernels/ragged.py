@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kernels.per_sequence import CountedOnDevice, PerSequence, values_per_sequence
-from kernels.step_inputs import note_memory_read, record_input
+from kernels.step_inputs import note_memory_read, record_input, to_device
 
 RAGGED = "takes sequences of one length"  # why a backend refuses unequal ones
 
@@ -66,7 +66,7 @@ class Ragged:
 
     @cached_property
     def _table(self) -> Tensor:
-        return torch.tensor(self._places, device=self.device)
+        return to_device(self._places, self.device)
 
     @cached_property
     def _kind(self) -> Hashable:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.ragged import by_sequence
-
-MOST_TABLE_BYTES = 64 << 20  # of a table of cos and sin; a longer one is not made
+from kernels.step_inputs import to_device
 
 
 def _half_turn(x: Tensor) -> Tensor:
@@ -43,13 +42,6 @@ def unrotate(x: Tensor, cos: Tensor, sin: Tensor, by: Callable[[Tensor, Tensor, 
     return by(x, cos / norm, -sin / norm)
 
 
-def table_bytes(positions: int, width: int, entry_bytes: int) -> int:
-    """Return the bytes of a table of cos and sin of `positions` positions for heads that rotate
-    `width` channels; 0 if they are more than `MOST_TABLE_BYTES`, so that none is made."""
-    nbytes = 2 * positions * width * entry_bytes
-    return nbytes if nbytes <= MOST_TABLE_BYTES else 0
-
-
 def rotate_by(x: Tensor, distance: int, rope: Callable[[Tensor], tuple[Tensor, Tensor]], text: int = 0) -> Tensor:
     """Rotate already rotated keys x [B G T D] further by `distance` positions; `rope` maps
     positions [P] to cos, sin. `text`: how many tokens long the text was whose length set their
@@ -58,6 +50,6 @@ def rotate_by(x: Tensor, distance: int, rope: Callable[[Tensor], tuple[Tensor, T
     This is a pure rotation: the stretch that RoPE scaling puts into cos and sin is in the rows
     already."""
     last = max(distance, text - 1)  # `rope` takes the last position for the end of the text
-    cos, sin = (part[:, :1] for part in rope(torch.tensor([distance, last], device=x.device)))
+    cos, sin = (part[:, :1] for part in rope(to_device([distance, last], x.device)))
     stretch = (cos.float().square() + sin.float().square()).sqrt()
     return rotate(x.float(), cos.float() / stretch, sin.float() / stretch).to(x.dtype)

@@ -8,9 +8,10 @@ asks for them, hold the others' values."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,25 @@ MOST_KEPT_BYTES = 256 << 20  # memory of the captured steps that an engine keeps
 
 class CaptureError(RuntimeError):
     """Report that a decode step did something that cannot be captured in a CUDA graph."""
+
+
+def to_device(numbers: Tensor | Sequence[Any], device: torch.device) -> Tensor:
+    """Return a few numbers that the host knows as a tensor on `device`. `numbers`: a tensor, or a
+    list that may be nested. Numbers that are on the device already are returned as they are.
+
+    On a CUDA device's default stream the host does not wait: the numbers are copied from pinned
+    memory, which torch keeps until the copy has ended. On another stream the host waits, because
+    what is made there is kept, and the model's stream may read it without waiting for that
+    stream."""
+    tensor = torch.as_tensor(numbers)
+    if device.type != "cuda" or tensor.device.type != "cpu" or not on_default_stream(device):
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def on_default_stream(device: torch.device) -> bool:
+    """Return whether work for a CUDA device goes to its default stream, which a model uses."""
+    return torch.cuda.current_stream(device) == torch.cuda.default_stream(device)
 
 
 class StepInputs:
@@ -68,13 +88,6 @@ def record_input(kind: Hashable, tensor: Tensor) -> Tensor:
     if (inputs := _recording.get()) is not None:
         inputs.add(kind, tensor)
     return tensor
-
-
-def note_kind(kind: Hashable) -> None:
-    """Note a property of the step that no tensor tells: a captured step serves other sequences only
-    if the kinds of their step are the same, in the same order."""
-    if (inputs := _recording.get()) is not None:
-        inputs.kinds.append(kind)
 
 
 def note_memory_read() -> None:

@@ -14,6 +14,7 @@ from transformers import DynamicCache
 
 from harness.engine.batch.cache import SlotsCache
 from harness.engine.cache import KVCache, RoomError, UnsupportedError
+from kernels.step_inputs import to_device
 from methods.base import AttnInput, CacheState, KVLayer
 
 STEP = 1024  # tokens by which a cache grows at least, so that few steps copy its rows
@@ -138,9 +139,9 @@ class PaddedCache(LoopCache):
             )
         if tokens == 1 and self._turn == self.num_tokens and not new.all():
             raise UnsupportedError("The mask hides the only token of a row: a step takes one token of every row.")
-        self._upcoming, self._tokens = mask, [row.nonzero().view(-1).to(device) for row in new]
+        self._upcoming, self._tokens = mask, [to_device(row.nonzero().view(-1), device) for row in new]
         begins = torch.tensor([member.num_tokens for member in self._members]).view(-1, 1)
-        return (begins + new.cumsum(1) - 1).clamp(min=0).to(device)
+        return to_device((begins + new.cumsum(1) - 1).clamp(min=0), device)
 
     def text_lengths(self, arriving: int) -> list[int]:
         """Return the length of each row's text, by which the model rotates it. Raises

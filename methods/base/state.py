@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels.per_sequence import PerSequence
-from kernels.step_inputs import CaptureError, record_input
+from kernels.step_inputs import CaptureError, record_input, to_device
 from methods.base.request import Request
 from methods.tiers.tier import DISK
 from methods.tiers.traffic import Traffic
@@ -77,10 +77,9 @@ class StepCounters:
         if (value, device) not in self._counters:
             if self.capturing:
                 raise CaptureError(f"asks for a count of {value + self.steps} that the step before had no use for")
-            values = value.values if isinstance(value, PerSequence) else (value,)
-            self._counters[value, device] = (
-                torch.tensor(values, device=device) + self._growth(value, device) * self.steps
-            )
+            grown = value + self.steps
+            numbers = grown.values if isinstance(grown, PerSequence) else (grown,)
+            self._counters[value, device] = to_device(numbers, device)
         if isinstance(value, PerSequence) and value.dead is not None:
             record_input("growth", cast(Tensor, self._growth(value, device)))
         return record_input("count", self._counters[value, device])
@@ -94,7 +93,7 @@ class StepCounters:
         slots = len(value), value.dead, device
         if slots not in self._growths:
             ones = [1] * (len(value) - value.dead) + [0] * value.dead
-            self._growths[slots] = torch.tensor(ones, device=device)
+            self._growths[slots] = to_device(ones, device)
         return self._growths[slots]
 
     def positions(self, start: int, count: int, device: torch.device) -> Tensor:

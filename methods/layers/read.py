@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kernels.ragged import Ragged, filled
 from kernels.reference import Segment, without_missing
+from kernels.step_inputs import to_device
 from methods.base import Attended, AttnInput, Plan
 from methods.layers.indices import first_places, union_per_kv_head
 from methods.layers.policy import Policy
@@ -236,5 +237,5 @@ class Select(Read[Plan], capturable=True):
 
     def rows_of(self, rows: Tensor, plan: Plan) -> Tensor:
         ends = [torch.arange(plan.sinks), torch.arange(self.sealed - plan.local, self.sealed)]
-        fixed = torch.cat(ends).to(rows.device).expand(*rows.shape[:2], -1)
+        fixed = to_device(torch.cat(ends), rows.device).expand(*rows.shape[:2], -1)
         return torch.cat([fixed, rows + plan.sinks], -1)

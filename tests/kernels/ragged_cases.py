@@ -45,7 +45,7 @@ def attention_with_mean() -> Iterator[OpCase]:
     segments = [
         segment(k.slice(0, first), v.slice(0, first)),
         segment(k, v, rows),
-        segment(k, v, None, first.on("cpu")),
+        segment(k, v, None, first.on(torch.device("cpu"))),
     ]
     q, means = random(3, 3, 2, 6, DIM), (9 * random(4, 3, 2, 1, DIM), random(5, 3, 2, 1, DIM))
     args = q, segments, 0.2, 1, 5 + random(6, 3, 2, 3, 2), random(7, 6), *means, torch.tensor(sizes)

@@ -16,6 +16,7 @@ from kernels.dispatch import use_backend
 from kernels.per_sequence import PerSequence
 from kernels.ragged import Ragged, sequence_by_sequence, with_free_slots
 from kernels.reference import Segment
+from kernels.step_inputs import to_device
 from methods.tiers.rows import room_for
 from tests.kernels import ragged_cases as unequal
 from tests.kernels.guarded import guarded, tensors_in
@@ -256,3 +257,14 @@ def test_the_whole_has_every_sequence_at_its_beginning(shape: tuple[int, ...], d
     assert x.whole.shape == x.shape
     for i, (part, size) in enumerate(zip(x.parts, SIZES, strict=True)):
         assert torch.equal(x.whole[i : i + 1].narrow(dim, 0, size), part)
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["the model's stream", "another stream"])
+def test_numbers_go_to_a_gpu_from_pinned_memory(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a wait on the stream of the model alone: what another stream makes, the model may read at once."""
+    sent: list[Any] = []
+    monkeypatch.setattr("kernels.step_inputs.on_default_stream", lambda device: not waits)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda x: sent.append("pinned") or x)
+    monkeypatch.setattr(Tensor, "to", lambda x, device, **how: sent.append((device.type, how)) or x)
+    assert torch.equal(to_device([(1, 2), (3, 4)], torch.device("cuda")), torch.tensor([[1, 2], [3, 4]]))
+    assert sent == ([("cuda", {})] if waits else ["pinned", ("cuda", {"non_blocking": True})])

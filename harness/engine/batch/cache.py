@@ -12,7 +12,7 @@ from torch import Tensor
 from harness.engine.cache import KVCache
 from kernels.per_sequence import per_sequence
 from kernels.ragged import Ragged
-from kernels.step_inputs import StepInputs
+from kernels.step_inputs import StepInputs, to_device
 from methods.base import AttnInput, Checks, KVLayer, NextRow
 from methods.base.state import StepCounters
 from methods.layers import Layer, Policy
@@ -316,7 +316,9 @@ class SlotsCache(KVCache):
         state = replace(self._joint_state, request=request, traffic=traffic)
         dead = None if self.step_inputs is None else len(free)
         joint = together(Slots([cast(Layer, layers[number]) for number in members], dead, shared), state)
-        return StepGroup(joint, tuple(members), torch.tensor(rows, device=self.state.request.device), joint=True)
+        if (same := ("rows", *rows)) not in shared:
+            shared[same] = to_device(rows, self.state.request.device)
+        return StepGroup(joint, tuple(members), shared[same], joint=True)
 
     def _free_rows(self, form_: Hashable) -> range:
         """Return the rows of the batch that belong to no sequence yet and are kept free for

@@ -17,6 +17,7 @@ from harness.engine.cache import KVCache
 from harness.engine.graph import CapturedStep
 from harness.engine.sampling import Greedy, Sampler
 from harness.models.devices import read_later
+from kernels.step_inputs import to_device
 
 
 class RunningBatch:
@@ -152,7 +153,7 @@ class RunningBatch:
         fed = [slot.next() for slot in running]
         if self._next is not None:
             return self._next
-        return torch.cat([token.to(self.engine.model.device) for token in fed])
+        return torch.cat([to_device(token, self.engine.model.device) for token in fed])
 
     def _decoded(self, fed: Tensor) -> Tensor:
         """Take a step of the sequences that step together, with the tokens `fed` [B 1]. Return
@@ -193,7 +194,7 @@ class RunningBatch:
             self._part()
         for slot in outgrowing:
             slot.clock.resume()
-            began, token = perf_counter(), slot.next().to(self.engine.model.device)
+            began, token = perf_counter(), to_device(slot.next(), self.engine.model.device)
             slot.take(self.engine.decode(token, slot.cache, None))
             slot.clock.pause()
             slot.bill(perf_counter() - began, None, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -135,6 +136,36 @@ def test_a_tensor_used_twice_cannot_stand_for_two() -> None:
     assert number.item() == 3
     assert other.take_over(one)
     assert [held.item() for held in other.tensors] == [3, 3]
+
+
+# how often the step that follows a seal sends small numbers to the device: where three layers' tensors lie, and counts
+SENT = {"full": 17, "snapkv": 18, "pqcache": 47}
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", SENT)
+def test_a_first_step_sends_its_numbers_without_waiting(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that goes on with a kept step. `to_device` alone calls `torch.as_tensor`, and waits for nothing."""
+    calls = {"tensor": 0, "as_tensor": 0}
+
+    def note(called: str, plain: Callable[..., Tensor], *args: Any, **how: Any) -> Tensor:
+        calls[called] += called == "as_tensor" or "device" in how
+        return plain(*args, **how)
+
+    with attach_compiled(name) as kv:
+        _, engine, tape = engines(kv)
+        for length in (119, 118):
+            batch = RunningBatch(engine)
+            engine.join(batch, prompt(length), max_new_tokens=4)
+            calls.update(tensor=0, as_tensor=0)
+            with monkeypatch.context() as patch:
+                for called in calls:
+                    patch.setattr(torch, called, partial(note, called, getattr(torch, called)))
+                batch.step()
+            assert (name, calls) == (name, {"tensor": 0, "as_tensor": SENT[name]})
+            while batch.sequences:
+                batch.step()
+    assert tape.captured < 2  # the second answer, at least, takes a step that was kept
 
 
 THREE = ("full", "snapkv", "pqcache")
