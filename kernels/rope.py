@@ -11,6 +11,8 @@ from torch import Tensor
 from kernels.ragged import by_sequence
 from kernels.step_inputs import to_device
 
+MOST_TABLE_BYTES = 64 << 20  # of a table of cos and sin; a longer one is not made
+
 
 def _half_turn(x: Tensor) -> Tensor:
     first, second = x.chunk(2, -1)
@@ -40,6 +42,13 @@ def unrotate(x: Tensor, cos: Tensor, sin: Tensor, by: Callable[[Tensor, Tensor, 
     which is not one if RoPE scaling (YaRN) stretches both."""
     norm = cos.square() + sin.square()
     return by(x, cos / norm, -sin / norm)
+
+
+def table_bytes(positions: int, width: int, entry_bytes: int) -> int:
+    """Return the bytes of a table of cos and sin of `positions` positions for heads that rotate
+    `width` channels; 0 if they are more than `MOST_TABLE_BYTES`, so that none is made."""
+    nbytes = 2 * positions * width * entry_bytes
+    return nbytes if nbytes <= MOST_TABLE_BYTES else 0
 
 
 def rotate_by(x: Tensor, distance: int, rope: Callable[[Tensor], tuple[Tensor, Tensor]], text: int = 0) -> Tensor:

@@ -90,6 +90,13 @@ def record_input(kind: Hashable, tensor: Tensor) -> Tensor:
     return tensor
 
 
+def note_kind(kind: Hashable) -> None:
+    """Note a property of the step that no tensor tells: a captured step serves other sequences only
+    if the kinds of their step are the same, in the same order."""
+    if (inputs := _recording.get()) is not None:
+        inputs.kinds.append(kind)
+
+
 def note_memory_read() -> None:
     """Note that an operation reads a sequence's memory directly instead of through a table of
     addresses, so that its step, once captured, cannot serve other sequences."""

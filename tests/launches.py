@@ -9,6 +9,7 @@ is a launch. What a kernel would have written is zeros, which are rows, pages an
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -45,6 +46,7 @@ METHODS = (
     "infinigen", "rocketkv", "sparq", "adakv", "infllm", "kivi",
 )  # fmt: skip
 HEAD = ("method", *(f"{count} sequence{'s' if count > 1 else ''}" for count in SEQUENCES))
+OUTSIDE = "Outside of its layers a step launches N times"  # below the table
 PAGE = DOCS / "kernels.md"
 
 
@@ -64,7 +66,7 @@ class LaunchRecorder(DispatchRecorder):
 
     def __init__(self) -> None:
         super().__init__()
-        self.by_layer: dict[int, list[str]] = {}
+        self.by_layer: dict[int | None, list[str]] = {}  # None: outside of the layers
         self._layer: int | None = None
 
     def capture(self, step: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
@@ -86,8 +88,7 @@ class LaunchRecorder(DispatchRecorder):
             self._note(name)
 
     def _note(self, name: str) -> None:
-        if self._layer is not None:
-            self.by_layer.setdefault(self._layer, []).append(name)
+        self.by_layer.setdefault(self._layer, []).append(name)
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
@@ -121,8 +122,10 @@ def attached_to(name: str) -> Any:
     return attached(joined_model(), method, budget=budget, calibration=prompt(64, seed=9))
 
 
-def launches_of(name: str, sequences: int) -> list[str]:
-    """Name the launches of one layer in a captured step of so many sequences, whose lengths all differ."""
+@cache
+def launches_of(name: str, sequences: int) -> dict[int | None, list[str]]:
+    """Name the launches of each layer in a captured step of so many sequences, whose lengths all differ. None: those
+    outside of the layers, which are embedding, angles, norm, head, the most likely tokens and counters."""
     recorder = LaunchRecorder()
     with attached_to(name) as kv, patch("methods.pqcache.queues", lambda device: True):  # it counts pairs on a GPU
         engine = Engine(kv, graphs=recorder)
@@ -134,13 +137,22 @@ def launches_of(name: str, sequences: int) -> list[str]:
             engine.join(batch, prompt(length, seed=length), max_new_tokens=4)
         batch.step()
         assert engine.plain_steps is None, engine.plain_steps
-    return recorder.by_layer[COUNTED]
+    return recorder.by_layer
 
 
 def launches_table() -> str:
     """Return the table of launches per layer in docs/kernels.md."""
-    return table(HEAD, [(code(name), *(str(len(launches_of(name, n))) for n in SEQUENCES)) for name in METHODS])
+    counts = {name: [len(launches_of(name, count)[COUNTED]) for count in SEQUENCES] for name in METHODS}
+    return table(HEAD, [(code(name), *map(str, by_count)) for name, by_count in counts.items()])
+
+
+def launches_page(page: str) -> str:
+    """Return docs/kernels.md with today's table, and below it the launches outside of the layers."""
+    page, count = with_table(page, HEAD, launches_table()), len(launches_of("full", SEQUENCES[1])[None])
+    page, found = re.subn(OUTSIDE.replace("N", r"\d+"), OUTSIDE.replace("N", str(count)), page)
+    assert found == 1, f"the page has lost the line {OUTSIDE!r}"
+    return page
 
 
 if __name__ == "__main__":
-    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), HEAD, launches_table()), encoding="utf-8")
+    PAGE.write_text(launches_page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

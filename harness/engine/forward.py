@@ -24,10 +24,11 @@ from transformers import PreTrainedModel
 
 from harness.engine.cache import KVCache, UnsupportedError
 from harness.engine.hf import attention_modules
-from harness.engine.rotation import TextRotary, text_rotary
+from harness.engine.rotation import TextRotary, rotation_table, text_rotary
 from harness.models.base import ARCHITECTURES
 from kernels import ops
 from kernels.block import DecoderBlock, Head, Linear
+from kernels.step_inputs import note_kind
 from methods.base import AttnInput, NextRow
 
 Stream = Tensor | tuple[Tensor, Tensor]  # states between layers, either summed or as the two parts of the sum
@@ -58,6 +59,8 @@ class BlockForward:
         self.stores = self.decoder.embed_tokens.weight.is_cuda  # decode steps write k and v directly to the store
         self.head = Head(norm.variance_epsilon, norm.weight.detach(), _linear(head))
         self.embedding: Tensor = self.decoder.embed_tokens.weight.detach()
+        self._table: Tensor | None = None  # cos and sin [2 C R] of all positions of the model's window
+        self._may_table = self.rotary is None  # until it is known whether there is a table
 
     def __call__(self, ids: Tensor, cache: KVCache) -> Tensor:
         return self.prefill([ids], cache)
@@ -83,11 +86,27 @@ class BlockForward:
         logits: Tensor = ops.token_logits(_summed(states[-1]), self.head)
         return logits[:, -1]
 
+    def make_table(self) -> None:
+        """Make the table of cos and sin of all positions, from which captured steps take theirs in
+        one launch. Call it before the first step that is captured. Nothing is made where angles
+        depend on the length of the text, or where the table would be too large: their steps compute
+        their angles."""
+        if self._may_table:
+            self._may_table = False
+            window, like = self.decoder.config.max_position_embeddings, self.embedding[:1].unsqueeze(0)
+            self._table = rotation_table(self.decoder.rotary_emb, window, like)
+
     def _rotations(self, states: Sequence[Tensor], cache: KVCache) -> list[tuple[int, Tensor, Tensor]]:
         """Return, for each chunk, the position of its first token, and cos and sin of all its
         tokens."""
         sizes = [x.shape[1] for x in states]
         places = cache.positions(sum(sizes), states[0].device).split(sizes, dim=1)
+        table = self._table if sizes == [1] and cache.counters.running else None
+        # positions on the device, which the host cannot check, must lie within the table as long as the cache has room
+        if table is not None and max(cache.capacity, cache.num_tokens + 1) <= table.shape[1]:
+            note_kind("angles of a table")
+            cos, sin = table.index_select(1, places[0].flatten()).unsqueeze(2)
+            return [(cache.num_tokens, cos, sin)]
         starts = accumulate(sizes[:-1], initial=cache.num_tokens)
         chunks = zip(starts, states, places, strict=True)
         if self.rotary is None:

@@ -223,6 +223,7 @@ class CapturedStep:
         self.picked = self._picked[:, : len(token)]
         for counters in self._counters:
             counters.start()
+        self.forward.make_table()
         with recording_inputs(self.cache.step_inputs) if self.cache.step_inputs is not None else nullcontext():
             logits = self._step().clone()
         wait_for(token.device)

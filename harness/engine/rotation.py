@@ -20,9 +20,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from harness.models.base import ARCHITECTURES
+from kernels.rope import table_bytes
 
 KINDS = ("dynamic", "longrope")
 REMEMBERED = 64  # lengths whose frequencies are kept at a time
+AT_ONCE = 8192  # positions whose cos and sin are computed at a time for a table
 
 
 class TextRotary(nn.Module):
@@ -126,6 +128,22 @@ def text_rotary(model: PreTrainedModel) -> TextRotary | None:
     known = ARCHITECTURES.get(type(model).__name__)
     drops = known is not None and known.drops_cache and kinds == "longrope"
     return TextRotary(rotary, model.config.original_max_position_embeddings if drops else None)
+
+
+def rotation_table(rotary: nn.Module, positions: int, like: Tensor) -> Tensor | None:
+    """Return cos and sin [2 C R] of the first C = `positions` positions, with the bits that the
+    model's module `rotary`, whose angles do not depend on the length, gives each alone. They have
+    the dtype and the device of `like`. Return None if the table would be too large
+    (`table_bytes`)."""
+    width = rotary(like, torch.zeros(1, 1, dtype=torch.int64, device=like.device))[0].shape[-1]
+    if not table_bytes(positions, width, like.element_size()):
+        return None
+    table = like.new_empty(2, positions, width)
+    for start in range(0, positions, AT_ONCE):
+        places = torch.arange(start, min(start + AT_ONCE, positions), device=like.device)
+        for part, angles in zip(table, rotary(like, places.unsqueeze(0)), strict=True):
+            part[start : start + AT_ONCE] = angles[0]
+    return table
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from harness.jobs.resolve import codec_of
 from harness.models.base import ARCHITECTURES, DTYPE_BYTES, ModelInfo, torch_dtype
 from harness.terminal.tables import BYTES, scaled
 from kernels.block import TOKENS_AT_ONCE, fits_compiled
+from kernels.rope import table_bytes
 from kernels.step_inputs import MOST_KEPT_BYTES
 from methods.base import Budget, Cost, CostError, LayerWorkload, Method, PeakExtra
 from methods.tiers.pinned_memory import pinned_bytes, reservation_bytes
@@ -89,6 +90,8 @@ def needed(
     more = stored_bytes(info, settings, items) * len(specs)
     if settings.shared_prefill or any(spec.settings.fidelity for spec in specs):
         more += full_bytes(info, settings, items)  # of Full's own cache, which fills the others or is compared with
+    if _captured(settings) and _by_blocks(info):  # cos and sin of all positions, where steps take theirs
+        more += table_bytes(info.trained_window, info.head_dim, DTYPE_BYTES[settings.dtype])
     host = max(sum(cache.host for cache in of_job) for of_job in caches)
     if settings.device != "cpu":
         host += max(cache.gathered for of_job in caches for cache in of_job)

@@ -139,6 +139,7 @@ def _assign(
                 top, place = tl.max(near, 1, return_indices=True, return_indices_tie_break_left=True)
                 code = tl.where(top > best, first + place, code)
                 best = tl.maximum(best, top)
+            code = tl.minimum(code, CLUSTERS - 1)  # of a point with NaN it may be a cluster that is not there
         else:
             code = tl.load(codes + problem * points + point, mask=point < end, other=-1)
         if ADD:

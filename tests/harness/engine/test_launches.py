@@ -16,7 +16,7 @@ from harness.engine.batch.running import RunningBatch
 from harness.engine.engine import Engine
 from kernels.dispatch import use_backend
 from tests.generated_pages import code
-from tests.launches import HEAD, METHODS, PAGE, SEQUENCES, attached_to, launches_of
+from tests.launches import COUNTED, HEAD, METHODS, OUTSIDE, PAGE, SEQUENCES, attached_to, launches_of
 from tests.tiny import prompt
 
 AIMED = {  # for any number of sequences
@@ -42,7 +42,7 @@ def cases() -> list[ParameterSet]:
 
 @pytest.mark.parametrize(("name", "sequences"), cases())
 def test_a_layer_launches_what_the_table_says(name: str, sequences: int) -> None:
-    counted, told = launches_of(name, sequences), documented()[code(name)][SEQUENCES.index(sequences)]
+    counted, told = launches_of(name, sequences)[COUNTED], documented()[code(name)][SEQUENCES.index(sequences)]
     assert len(counted) == told, f"{counted}: if that is meant, run python -m tests.launches"
 
 
@@ -50,6 +50,14 @@ def test_the_table_holds_what_was_aimed_at() -> None:
     told = documented()
     assert {*told} == {code(name) for name in METHODS}
     assert all(max(told[code(name)]) <= most for name, most in AIMED.items())
+
+
+@pytest.mark.parametrize("name", AIMED)
+def test_the_rest_of_a_step_launches_what_the_page_says(name: str) -> None:
+    """Embedding, angles, sum and norm, head, two for the most likely tokens, and counters."""
+    outside = launches_of(name, SEQUENCES[1])[None]
+    assert OUTSIDE.replace("N", str(len(outside))) in PAGE.read_text(encoding="utf-8"), outside
+    assert len(outside) <= 10
 
 
 @pytest.mark.slow

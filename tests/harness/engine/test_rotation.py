@@ -8,14 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from harness.engine.attach import attached
 from harness.engine.batch.running import RunningBatch
 from harness.engine.cache import KVCache, UnsupportedError
 from harness.engine.engine import Engine
+from harness.engine.rotation import AT_ONCE, rotation_table
 from methods.full import Full
 from tests.methods.test_contract import small
-from tests.tiny import BORDER, by_length, prompt
+from tests.tape import Tape
+from tests.tiny import ARCHITECTURES, BORDER, SHAPE, by_length, prompt
 
 NEW = 16
 LENGTHS = (40, 60, BORDER - 1, BORDER, BORDER + 1, 100)  # below the border, across it while decoding, and above it
@@ -122,3 +125,71 @@ def test_a_cache_that_was_not_told_the_text_says_so() -> None:
         cache.num_tokens = BORDER
         with pytest.raises(UnsupportedError, match=r"outgrows 64 tokens.*cache.expect_text"):
             engine.decode(text(1), cache, None)
+
+
+BY_POSITION: dict[str, dict[str, object]] = {
+    "default": {},
+    "linear": {"factor": 4.0},
+    "llama3": {
+        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": BORDER,
+    },
+    "yarn": {"factor": 4.0},
+}  # fmt: skip
+
+
+def by_position(kind: str, window: int) -> PreTrainedModel:
+    """A fresh model whose rotation is the same for all lengths."""
+    rope = {"rope_type": kind, "rope_theta": 10000.0} | BY_POSITION[kind]
+    own = {"rope_parameters": rope, "max_position_embeddings": window}
+    config = AutoConfig.for_model("llama", **SHAPE | ARCHITECTURES["llama"] | own, initializer_range=0.15)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(7)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", BY_POSITION)
+def test_a_table_has_the_bits_that_each_position_gets_alone(kind: str, dtype: torch.dtype) -> None:
+    window = AT_ONCE + 100
+    rotary, like = by_position(kind, window).get_decoder().rotary_emb, torch.empty(1, 1, 1, dtype=dtype)
+    table = rotation_table(rotary, window, like)
+    assert table is not None
+    for position in (0, 1, 77, AT_ONCE - 1, AT_ONCE, window - 1):
+        for part, alone in zip(table, rotary(like, torch.tensor([[position]])), strict=True):
+            assert torch.equal(part[position], alone[0, 0])
+    assert rotation_table(rotary, 1 << 20, torch.empty(1, 1, 1, dtype=torch.float32)) is None  # 128 MiB
+
+
+@pytest.mark.tokens
+@pytest.mark.parametrize("kind", BY_POSITION)
+def test_captured_steps_take_their_angles_from_a_table(kind: str) -> None:
+    """Sequences of other lengths come and go, and take over kept steps; one has room for more tokens than the window
+    has, so that its steps compute their angles, as does every batch that it is in."""
+    window, new = 112, 6
+    with attached(by_position(kind, window), Full()) as kv:
+        plain, engine = Engine(kv), Engine(kv, graphs=(tape := Tape()))
+        engine.generate(text(60), max_new_tokens=2)  # the first answer is checked, so that its step is not kept
+        captured = []
+        for lengths in ((100,), (100, 83, 105), (97,), (110,), (90,), (108,), (101, 110, 70), (72, 104, 99)):
+            batch = RunningBatch(engine)
+            slots = [engine.join(batch, text(length), max_new_tokens=new) for length in lengths]
+            while batch.sequences:
+                batch.step()
+            for length, slot in zip(lengths, slots, strict=True):
+                assert slot.out.tokens == plain.generate(text(length), max_new_tokens=new).tokens
+            captured.append(tape.captured)
+    assert engine.plain_steps is None
+    assert engine.forward is not None
+    assert engine.forward._table is not None
+    assert engine.forward._table.shape[1] == window
+    assert captured == [2, 3, 3, 4, 4, 4, 5, 5]
+
+
+@each_model
+def test_steps_whose_angles_depend_on_the_length_take_none_from_a_table(architecture: str, kind: str) -> None:
+    with attached(by_length(architecture, kind), Full()) as kv:
+        engine = Engine(kv, graphs=Tape())
+        assert engine.generate(text(60), max_new_tokens=NEW).tokens[0] == wanted(architecture, kind, 60)
+    assert engine.forward is not None
+    assert engine.forward._table is None
+    assert "depend on the length" in str(engine.plain_steps)
