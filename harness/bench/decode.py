@@ -274,7 +274,7 @@ def run(
     attach = partial(attachment, loaded=loaded, text=text[-CALIBRATION:], options=options)
 
     def after(tokens: int, batch: int | str) -> methods.MeasureMethod:
-        ids = torch.tensor([_prompt(text, tokens, loaded, options)], device=loaded.model.device)
+        ids = torch.tensor([prompt_ids(text, tokens, loaded, options)], device=loaded.model.device)
 
         def measured(method: Method) -> dict[str, Any]:
             forecast = Forecast(info, tokens, options)
@@ -292,7 +292,7 @@ def _told(row: dict[str, Any]) -> str:
     return f"{row['batch']} together, {row['tpot_s'].median * 1e3:.2f} ms{beside}"
 
 
-def _prompt(text: list[int], tokens: int, loaded: LoadedModel, options: argparse.Namespace) -> list[int]:
+def prompt_ids(text: list[int], tokens: int, loaded: LoadedModel, options: argparse.Namespace) -> list[int]:
     """Return the last `tokens` of the token ids in `text`. With --synthetic they are repeated if
     there are too few, because nobody reads them; otherwise `ValueError` is raised."""
     if options.synthetic:

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from harness.bench.common import arguments, limits, methods, output
+from harness.bench.common import arguments, methods, output
 from harness.bench.common.output import BenchRow, Cell
-from harness.bench.decode import CALIBRATION, Attach, Decoding, attachment
+from harness.bench.decode import CALIBRATION, Attach, Decoding, attachment, prompt_ids
 from harness.engine.hf import routed
 from harness.models.devices import wait_for
 from harness.prompts.prompt import calibration_text
@@ -84,7 +84,9 @@ def parser() -> argparse.ArgumentParser:
 
 def main(options: argparse.Namespace) -> None:
     """Measure, print, and write the table and all figures."""
-    options.synthetic, options.no_plot = True, True
+    if options.new < 2:
+        raise ValueError(f"--new {options.new} leaves no step to profile: use at least 2.")
+    options.synthetic = True
     methods.chosen(options.methods, options.config_dir)  # a wrong name is found now
     source = arguments.source(options.shape, options.layers)
     loaded = source.load(options.dtype, options.device)
@@ -92,7 +94,7 @@ def main(options: argparse.Namespace) -> None:
     attach = partial(attachment, loaded=loaded, text=text[-CALIBRATION:], options=options)
 
     def after(tokens: int) -> methods.MeasureMethod:
-        ids = torch.tensor([(text * (tokens // len(text) + 1))[:tokens]], device=loaded.model.device)
+        ids = torch.tensor([prompt_ids(text, tokens, loaded, options)], device=loaded.model.device)
         return partial(measure, attach=attach, ids=ids, options=options)
 
     def told(row: dict[str, Any]) -> str:
@@ -100,6 +102,6 @@ def main(options: argparse.Namespace) -> None:
         return f"{row['layer_us']:.1f} us per layer: {longest}"
 
     title = f"Kernels of a decode step of {loaded.name}, {options.dtype}, {options.device}, budget {options.budget}"
-    report = output.Report("profile", title, options, table, limits=limits.told(options.device), synthetic=True)
+    report = output.Report("profile", title, options, table, synthetic=True)
     methods.measured(options, report, after, told)
     report.finish()

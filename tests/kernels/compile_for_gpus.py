@@ -33,6 +33,7 @@ from harness.bench import op_cases  # noqa: E402
 from harness.bench.common.operations import bytes_read  # noqa: E402
 from harness.bench.common.synthetic import LayerShape  # noqa: E402
 from harness.bench.op_cases import Inputs, OpCase  # noqa: E402
+from harness.terminal.tables import Column, text_table  # noqa: E402
 from kernels import ops  # noqa: E402
 from kernels.block import DecoderBlock, Head  # noqa: E402
 from kernels.coded import Coded  # noqa: E402
@@ -41,7 +42,7 @@ from kernels.gpu import block, common, rope  # noqa: E402
 from kernels.partial import Guess, NewPartial  # noqa: E402
 from kernels.ragged import Ragged  # noqa: E402
 from kernels.reference import pq_held  # noqa: E402
-from tests.kernels.machine_code import MachineCode  # noqa: E402
+from tests.kernels.machine_code import SHARED, WARPS, MachineCode  # noqa: E402
 from tests.kernels.op_cases import cases, converted  # noqa: E402
 from tests.kernels.ragged_cases import ragged_cases  # noqa: E402
 from tests.kernels.test_block import drawn  # noqa: E402
@@ -108,9 +109,8 @@ class Multiprocessors:
     multi_processor_count = SMS
 
     def __init__(self, capability: int) -> None:
-        small = capability in (89, 120)
-        self.shared_memory_per_multiprocessor = 1024 * (100 if small else 164 if capability == 80 else 228)
-        self.max_threads_per_multi_processor = 1536 if small else 2048
+        self.shared_memory_per_multiprocessor = SHARED[capability]
+        self.max_threads_per_multi_processor = 32 * WARPS[capability]
 
 
 def compile_block(layer: DecoderBlock, x: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -210,7 +210,7 @@ class Compilations:
             (name, len(codes), *(max(getattr(code, key) for code in codes) for key in ("registers", "stack", "shared")))
             for name, codes in kinds
         ]
-        return aligned(("kernel", "variants", "registers", "stack", "shared"), rows)
+        return table(("kernel", "variants", "registers", "stack", "shared"), rows)
 
     def of_launches(self, operations: Iterable[OpCase]) -> str:
         """Return a table of what the kernels of these operations take, a line for each launch. What Triton refuses is
@@ -222,7 +222,7 @@ class Compilations:
                 launch(case.op, *case.args)
                 megabytes = f"{bytes_read(case.op, case.args) / 1e6:.3g}"
                 rows += [(f"{case.op} {case.what}", megabytes, *_launch(*launched)) for launched in self.launches]
-        return aligned(HEAD, rows)
+        return table(HEAD, rows)
 
 
 def _launch(name: str, programs: int, code: MachineCode) -> tuple[Any, ...]:
@@ -250,11 +250,9 @@ class LargeInputs(Inputs):
         return codes._replace(k=k, v=v, k_range=k_range, v_range=v_range)
 
 
-def aligned(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Return a table whose columns are as wide as their longest entry."""
-    lines = [[str(entry) for entry in row] for row in [head, *rows]]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(" | ".join(entry.ljust(width) for entry, width in zip(row, widths, strict=True)) for row in lines)
+def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    columns = zip(head, *([str(entry) for entry in row] for row in rows), strict=True)
+    return text_table([Column(name, "", cells, left=True) for name, *cells in columns], width=sys.maxsize)
 
 
 def main(words: list[str]) -> None:

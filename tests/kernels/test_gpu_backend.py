@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -76,8 +78,8 @@ def documented_launches() -> list[tuple[str, str, str]]:
 def rows_of(printed: str, first: str) -> list[dict[str, str]]:
     """Return the lines of the printed table whose head begins with this word."""
     lines = printed[printed.index(f"\n{first}") + 1 :].splitlines()
-    head, *rows = ([entry.strip() for entry in line.split(" | ")] for line in lines if " | " in line)
-    return [dict(zip(head, row, strict=True)) for row in rows if len(row) == len(head)]
+    head, _, *rows = (re.split("  +", line.strip()) for line in lines)
+    return [dict(zip(head, row, strict=True)) for row in takewhile(lambda row: len(row) == len(head), rows)]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the compiler's driver is replaced")
