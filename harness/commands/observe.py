@@ -29,7 +29,8 @@ OBSERVATIONS = {
     "attention_mass": "harness.attention_statistics.observations.AttentionMass",
     "heavy_hitters": "harness.attention_statistics.observations.HeavyHitters",
 }
-READ = ("experiment", "task", "model", "chat", "dtype", "device", "seed", "data", "results")  # of a run's keys
+# the keys of a run that are read here
+READ = ("experiment", "task", "model", "chat", "template_kwargs", "dtype", "device", "seed", "data", "results")
 
 
 @as_command()

@@ -67,6 +67,11 @@ OWN = {
     "placement", "codec", "overlap",
 }  # fmt: skip
 
+# keywords of a chat template that the harness passes itself -> what a user does instead
+TEMPLATE_KEYWORDS = {
+    "enable_thinking": "set thinking instead",
+    **dict.fromkeys(("messages", "add_generation_prompt", "continue_final_message", "tokenize"), "leave it out"),
+}
 TUNING_SEED = 271_828  # of the examples that harness.tune chooses parameters by; no table is about them
 
 
@@ -173,6 +178,7 @@ class Settings:
     store: StoreSettings = field(default_factory=StoreSettings)
     overflow: OverflowSettings = field(default_factory=OverflowSettings)
     chat: str = "template"
+    template_kwargs: dict[str, Any] | None = None
     dtype: str = "auto"
     device: str = "auto"
     batch: int = 1
@@ -205,6 +211,7 @@ class Settings:
         expand_paths(self, PATHS)
         self.budget_bytes = self.most_bytes  # however it is written, the run is the same
         self.backends = backends_in_one_line(self.backends)
+        self.template_kwargs = self.template_kwargs or None
         if self.codec is not None and not codecs.is_codec(self.codec):
             raise SettingsError(f"codec={self.codec} is unknown: choose null, {codecs.choices()}.")
         if clashes := [*self._clashes(), *self._clashes_of_conversations()]:
@@ -226,6 +233,10 @@ class Settings:
             yield "budget_generated goes with a budget: set one; budget=1.0 leaves the prompt whole."
         if self.align != "tokens" and self.budget_rule == "paper":
             yield f"align={self.align} makes bytes equal, budget_rule=paper counts tokens as papers do: leave one out."
+        if self.template_kwargs and self.chat == "none":
+            yield "template_kwargs are for the chat template, which chat=none leaves out: leave one of them out."
+        for key in TEMPLATE_KEYWORDS.keys() & (self.template_kwargs or {}):
+            yield f"template_kwargs.{key} is passed to the chat template by the harness: {TEMPLATE_KEYWORDS[key]}."
         if self.questions == "shared" and self.protocol != "context":
             yield "questions=shared seals a context before its questions: set protocol=context as well."
         if not self.generation.temperature and (self.generation.top_k, self.generation.top_p) != (0, 1):
@@ -293,7 +304,7 @@ def settings_of(config: Mapping[str, Any]) -> Settings:
     for name in config.keys() & NESTED:
         if not isinstance(config[name], Mapping):
             raise SettingsError(wrong_type(name, config[name], NESTED[name]))
-    keys = flatten({name: value for name, value in config.items() if name not in GROUPS})
+    keys = flatten({name: value for name, value in config.items() if name not in (*GROUPS, "template_kwargs")})
     for key in sorted(set(keys) - set(KEYS)):
         raise SettingsError(unknown_setting(key))
     return settings_known_today(config)

@@ -12,7 +12,7 @@ from harness.config import plugins
 from harness.config.settings import Settings, SettingsError
 from harness.models.base import ModelSource
 from harness.models.embedded import cache_root
-from harness.prompts.prompt import Prompt, Tokenizer, Tools, render, render_turn
+from harness.prompts.prompt import Prompt, Tokenizer, Tools, check_keywords, render, render_turn
 from harness.prompts.prompt_lint import Finding, lint
 from harness.prompts.teacher import choices_ids, forced_ids
 from harness.results.files import canonical
@@ -133,7 +133,7 @@ class LintError(ValueError):
 
 
 def _task_env(settings: Settings, tokenizer: Tokenizer, window: int) -> TaskEnv:
-    tools = Tools(tokenizer, settings.chat)  # type: ignore[arg-type]
+    tools = Tools(tokenizer, settings.chat, settings.template_kwargs or {})  # type: ignore[arg-type]
     root = settings.data.folder()
     return TaskEnv(text=tools, seed=settings.seed, data_root=root, cache_dir=cache_root() / "tasks", window=window)
 
@@ -142,6 +142,7 @@ def prepare(task: Task, source: ModelSource, settings: Settings) -> list[Prepare
     """Return all examples of `task`, with the prompts that the model of `source` gets. Raise
     `LintError` for the first prompt with an error."""
     info, tokenizer = source.describe(), source.tokenizer()
+    check_keywords(tokenizer, settings.template_kwargs or {})
     with plugins.naming("task", plugins.describe(task)):
         examples = task.examples(_task_env(settings, tokenizer, info.limit))
         return itemised(examples, tokenizer, settings, info.limit)
@@ -166,15 +167,16 @@ def _item(example: Example, tokenizer: Tokenizer, settings: Settings, window: in
     turns take of the model's window is not there for later ones, unless `overflow.window` drops old
     tokens."""
     made: list[PreparedExample] = []
-    most = settings.overflow.window
+    most, keywords = settings.overflow.window, settings.template_kwargs or {}
     for turn in example.turns:
-        prompt = (render_turn if made else render)(turn, tokenizer, chat=settings.chat)  # type: ignore[arg-type]
+        to_prompt = render_turn if made else render
+        prompt = to_prompt(turn, tokenizer, chat=settings.chat, keywords=keywords)  # type: ignore[arg-type]
         limit = settings.generation.max_new_tokens
         forced = forced_ids(turn, prompt, tokenizer)[:limit]
         choices = choices_ids(turn, prompt, tokenizer)
         new_tokens = max(map(len, choices), default=0) or len(forced) or limit or turn.max_new_tokens
         before = 0 if most else sum(one.room for one in made)
-        findings = list(lint(turn, prompt, tokenizer, window, new_tokens, before))
+        findings = list(lint(turn, prompt, tokenizer, window, new_tokens, before, keywords))
         made.append(PreparedExample(turn, prompt, new_tokens, tuple(findings), forced, choices, by_steps=bool(choices)))
     found = dict.fromkeys(finding for one in made for finding in one.findings)
     return replace(made[0], example=example, findings=tuple(found), further=tuple(made[1:]), most=most)

@@ -139,7 +139,7 @@ class Job:
         if self.settings.threads is not None:
             torch.set_num_threads(self.settings.threads)
         ops.prefer(orders(self.settings.backends))
-        loaded = load(self.model, self.settings.dtype, self.settings.device)
+        loaded = load(self.model, self.settings.dtype, self.settings.device, self.settings.template_kwargs)
         if loaded.revision != self.identity["model_revision"]:
             raise ModelError(
                 f"the files of {loaded.name} changed since this run was planned: run the same command again."

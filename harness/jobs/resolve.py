@@ -218,6 +218,8 @@ def _notes_here(settings: Settings, task: Task, items: Sequence[PreparedExample]
         yield "seed changes nothing here: the task has the same examples whatever it is, and no token is drawn"
     if settings.chat == "none" and not any(turn.example.chat for turn in turns):
         yield "chat=none changes nothing here: this task has no prompt wrapped"
+    if settings.template_kwargs and not any(turn.prompt.template for turn in turns):
+        yield "template_kwargs changes nothing here: no prompt of this task is wrapped in the chat template"
     if settings.protocol == "context" and all(turn.prompt.split == len(turn.prompt.ids) for turn in turns):
         yield "protocol=context changes nothing here: no question follows a context"
 

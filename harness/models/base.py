@@ -6,8 +6,8 @@ Importing this module imports neither torch nor transformers; `describe` and `lo
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
@@ -238,14 +238,14 @@ def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple
     return tuple(sorted(ids | _end_of_turn(tokenizer)))
 
 
-def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+def _end_of_turn(tokenizer: PreTrainedTokenizerBase, keywords: Mapping[str, Any] | None = None) -> set[int]:
     """Return the special token with which the chat template closes the assistant's turn, if there
-    is one."""
+    is one. `keywords`: for the template (the setting template_kwargs)."""
     if not tokenizer.chat_template:
         return set()
     turns = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}]
     try:
-        text = str(tokenizer.apply_chat_template(turns, tokenize=False))
+        text = str(tokenizer.apply_chat_template(turns, tokenize=False, **(keywords or {})))
     except Exception:  # a template is a program and may raise anything; prompts that need it report the error
         return set()
     first = tokenizer.encode(text.rpartition("Because.")[2].lstrip(), add_special_tokens=False)[:1]
@@ -264,13 +264,18 @@ def is_loaded(model: ModelSource, dtype: str, device: str) -> bool:
     return bool(_loaded)
 
 
-def load(model: ModelSource, dtype: str, device: str) -> LoadedModel:
-    """Load a model, which stays loaded for the next run of a sweep; there are never two at once."""
+def load(model: ModelSource, dtype: str, device: str, template_kwargs: Mapping[str, Any] | None = None) -> LoadedModel:
+    """Load a model, which stays loaded for the next run of a sweep; there are never two at once.
+    With `template_kwargs` its chat template may close the assistant's turn with another token, which
+    then ends an answer too."""
     key = _key(model, dtype, device)
     if key not in _loaded:
         _loaded.clear()
         _loaded[key] = model.load(dtype, device)
-    return _loaded[key]
+    loaded = _loaded[key]
+    if not template_kwargs:
+        return loaded
+    return replace(loaded, eos_ids=tuple(sorted({*loaded.eos_ids, *_end_of_turn(loaded.tokenizer, template_kwargs)})))
 
 
 def _key(model: ModelSource, dtype: str, device: str) -> _Key:

@@ -6,18 +6,22 @@ same ids."""
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, tzinfo
 from functools import cached_property
 from threading import Lock
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol
 
 from evals.base import Example, TaskEnv
 from evals.haystack import load
 
 Chat = Literal["template", "none"]
+Keywords = Mapping[str, Any]  # for the chat template: the setting template_kwargs
+NO_KEYWORDS: Keywords = MappingProxyType({})
 TEMPLATE_DAY = datetime(2024, 7, 26)  # the date that templates write; with today's, prompts would change overnight
 TEMPLATE_DATE = TEMPLATE_DAY.strftime("%d %b %Y")  # in the form of Llama 3's templates
 _CLOCK = Lock()  # the clock is replaced for one template at a time
@@ -68,19 +72,21 @@ class Shell(NamedTuple):
 
 
 class Tools:
-    """Implement `evals.base.TextTools`, what a task may know of a tokenizer, for one tokenizer and
-    chat setting."""
+    """Implement `evals.base.TextTools`, what a task may know of a tokenizer, for one tokenizer,
+    chat setting and keywords of the chat template."""
 
-    def __init__(self, tokenizer: Tokenizer, chat: Chat) -> None:
+    def __init__(self, tokenizer: Tokenizer, chat: Chat, keywords: Keywords = NO_KEYWORDS) -> None:
         self.tokenizer = tokenizer
         self.chat = chat
+        self.keywords = keywords
 
     @cached_property
     def fingerprint(self) -> str:
-        """Return the hash of the tokenizer and chat setting; computed on demand, because
+        """Return the hash of the tokenizer, chat setting and keywords; computed on demand, because
         serialising a tokenizer is slow."""
         tokenizer: Any = self.tokenizer
-        parts = (tokenizer.backend_tokenizer.to_str(), str(tokenizer.chat_template), TEMPLATE_DATE, self.chat)
+        parts = [tokenizer.backend_tokenizer.to_str(), str(tokenizer.chat_template), TEMPLATE_DATE, self.chat]
+        parts += [json.dumps(dict(self.keywords), sort_keys=True)] * bool(self.keywords)
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
@@ -93,16 +99,17 @@ class Tools:
         """Return the number of tokens of the whole prompt, without a BOS that the tokenizer
         adds."""
         template = chat and self.chat == "template"
-        return len(self.encode(wrap(self.tokenizer, user, system, template=template) + prefix))
+        return len(self.encode(wrap(self.tokenizer, user, system, self.keywords, template=template) + prefix))
 
 
-def render(example: Example, tokenizer: Tokenizer, *, chat: Chat) -> Prompt:
+def render(example: Example, tokenizer: Tokenizer, *, chat: Chat, keywords: Keywords = NO_KEYWORDS) -> Prompt:
     """Return the prompt of `example`. With `chat=none` nothing is wrapped in the chat template;
-    with `chat=template` every example is wrapped unless it asks not to be (`Example.chat`)."""
+    with `chat=template` every example is wrapped unless it asks not to be (`Example.chat`).
+    `keywords`: for the chat template."""
     template = chat == "template" and example.chat
     context, question, cut_tokens = cut_middle(example, tokenizer)
-    wrapped = wrap(tokenizer, context + question, example.system, template=template)
-    end = _end_of_context(wrapped, context, question, shell(tokenizer, example.system, template=template))
+    wrapped = wrap(tokenizer, context + question, example.system, keywords, template=template)
+    end = _end_of_context(wrapped, context, question, shell(tokenizer, example.system, keywords, template=template))
     text = wrapped + example.prefix
     ids, ends = tokenize(tokenizer, text)
     split = next((i for i, token_end in enumerate(ends) if token_end > end), len(ids))
@@ -111,7 +118,7 @@ def render(example: Example, tokenizer: Tokenizer, *, chat: Chat) -> Prompt:
     return Prompt((*[bos] * bos_added, *ids), split + bos_added, cut_tokens, bos_added, template, text)
 
 
-def render_turn(example: Example, tokenizer: Tokenizer, *, chat: Chat) -> Prompt:
+def render_turn(example: Example, tokenizer: Tokenizer, *, chat: Chat, keywords: Keywords = NO_KEYWORDS) -> Prompt:
     """Return the tokens to feed for a further turn of a conversation: the template's end of the
     earlier answer, the user's text (`example.question`), and the opening of the next answer. Where
     the task gives the earlier answer itself (`example.reply`), its text goes in front. All of these
@@ -120,42 +127,69 @@ def render_turn(example: Example, tokenizer: Tokenizer, *, chat: Chat) -> Prompt
     text = example.question
     if template:
         talk = {"user": PROBE, "assistant": ANSWER_PROBE}
-        _, answer, text = _templated(tokenizer, [*talk.items(), ("user", text)]).rpartition(ANSWER_PROBE)
+        _, answer, text = _templated(tokenizer, [*talk.items(), ("user", text)], keywords).rpartition(ANSWER_PROBE)
         if not answer:
             raise PromptError("The chat template leaves out earlier answers: set chat=none, or use another model.")
     text = (example.reply or "") + text + example.prefix
     return Prompt(tuple(tokenize(tokenizer, text).ids), 0, 0, 0, template, text, example.reply is not None)
 
 
-def wrap(tokenizer: Tokenizer, user: str, system: str, *, template: bool) -> str:
+def wrap(tokenizer: Tokenizer, user: str, system: str, keywords: Keywords = NO_KEYWORDS, *, template: bool) -> str:
     """Return the user's turn and the opening of the assistant's turn. Without a template, the system
     text and a blank line precede the user's text."""
     if not template:
         return f"{system}\n\n{user}" if system else user
     turns = [("system", system)] * bool(system) + [("user", user)]
-    return _templated(tokenizer, turns)
+    return _templated(tokenizer, turns, keywords)
 
 
-def _templated(tokenizer: Tokenizer, talk: Sequence[tuple[str, str]]) -> str:
+def _templated(tokenizer: Tokenizer, talk: Sequence[tuple[str, str]], keywords: Keywords) -> str:
     """Return the text of a conversation in the chat template, up to the opening of the next answer.
     `talk`: pairs of role and text. Raises `PromptError` where the template refuses it."""
     if not tokenizer.chat_template:
         raise PromptError("This model's tokenizer has no chat template: set chat=none, or use an instruct model.")
     turns = [{"role": role, "content": content} for role, content in talk]
     try:
-        return in_template(tokenizer, turns, add_generation_prompt=True)
+        return in_template(tokenizer, turns, keywords, add_generation_prompt=True)
     except Exception as error:  # a template is a program and may raise anything
         raise PromptError(f"The chat template refuses this prompt ({error}): set chat=none.") from error
 
 
-def in_template(tokenizer: Tokenizer, turns: Sequence[Mapping[str, str]], **options: Any) -> str:
+def in_template(
+    tokenizer: Tokenizer, turns: Sequence[Mapping[str, str]], keywords: Keywords = NO_KEYWORDS, **options: Any
+) -> str:
     """Return the text that the tokenizer's chat template makes of a conversation. `turns`: role and
-    content of each message; `options`: further arguments of `apply_chat_template`. A template that
-    writes today's date writes one fixed day, so that prompts stay the same."""
+    content of each message; `keywords`: what the user tells the template; `options`: further
+    arguments of `apply_chat_template`. A template that writes today's date writes one fixed day, so
+    that prompts stay the same."""
+    told_template = {"date_string": TEMPLATE_DATE, **keywords, **options}
     with _on_template_day():
-        text = tokenizer.apply_chat_template(list(turns), tokenize=False, date_string=TEMPLATE_DATE, **options)
+        text = tokenizer.apply_chat_template(list(turns), tokenize=False, **told_template)
     assert isinstance(text, str)
     return text
+
+
+def check_keywords(tokenizer: Any, keywords: Keywords) -> None:
+    """Raise `PromptError` for a keyword that the chat template never reads, such as a misspelt one.
+    A template that is missing or cannot be parsed passes, because applying it reports that."""
+    if not keywords or not tokenizer.chat_template:
+        return
+    from jinja2 import TemplateError, meta
+    from transformers.utils import chat_template_utils
+
+    helper: Any = chat_template_utils
+    try:
+        template = tokenizer.get_chat_template()
+        parser = helper._compile_jinja_template(template).environment  # knows the tags that transformers adds
+        read = meta.find_undeclared_variables(parser.parse(template))
+    except (TemplateError, ValueError):  # ValueError: several templates, none of which is the default
+        return
+    for key in sorted(keywords.keys() - read):
+        others = ", ".join(sorted(read - {"messages", "add_generation_prompt"})) or "none"
+        raise PromptError(
+            f"template_kwargs.{key} would change nothing, because this model's chat template never reads it: correct "
+            f"the name or leave it out; it reads {others}."
+        )
 
 
 class _TemplateDay(datetime):
@@ -181,10 +215,10 @@ def _on_template_day() -> Iterator[None]:
             clock.datetime = usual
 
 
-def shell(tokenizer: Tokenizer, system: str = "", *, template: bool = True) -> Shell:
+def shell(tokenizer: Tokenizer, system: str = "", keywords: Keywords = NO_KEYWORDS, *, template: bool = True) -> Shell:
     """Return the text that `wrap` puts around the user's text, including a system text that some
     templates add by themselves."""
-    head, probe, tail = wrap(tokenizer, PROBE, system, template=template).rpartition(PROBE)
+    head, probe, tail = wrap(tokenizer, PROBE, system, keywords, template=template).rpartition(PROBE)
     if not probe:
         raise PromptError("The chat template changes the user's text: set chat=none, or use another model.")
     return Shell(head, tail)

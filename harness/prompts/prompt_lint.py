@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from evals.base import Example
-from harness.prompts.prompt import ANSWER_PROBE, PROBE, Prompt, Tokenizer, in_template, shell
+from harness.prompts.prompt import ANSWER_PROBE, NO_KEYWORDS, PROBE, Keywords, Prompt, Tokenizer, in_template, shell
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +19,17 @@ class Finding:
 
 
 def lint(
-    example: Example, prompt: Prompt, tokenizer: Tokenizer, window: int, new_tokens: int, before: int = 0
+    example: Example,
+    prompt: Prompt,
+    tokenizer: Tokenizer,
+    window: int,
+    new_tokens: int,
+    before: int = 0,
+    keywords: Keywords = NO_KEYWORDS,
 ) -> Iterator[Finding]:
     """Yield what is wrong with a prompt. Errors make the run meaningless; warnings are to be
     mentioned with the score. `new_tokens`: the most that the answer may have; `before`: tokens of
-    earlier turns."""
+    earlier turns; `keywords`: for the chat template."""
     user, bos = example.context + example.question, tokenizer.bos_token_id
     if not prompt.ids or not user.strip():
         yield Finding("error", "empty", f"Example {example.id} has no text: check the task's data.")
@@ -47,7 +53,7 @@ def lint(
             f"The text holds {', '.join(names)}, which the tokenizer reads as special: drop or respell the example.",
         )
     if prompt.template:
-        yield from _opening(tokenizer, example.system)
+        yield from _opening(tokenizer, example.system, keywords)
     if getattr(getattr(tokenizer, "backend_tokenizer", None), "fix_mistral_regex", False):
         remedy = "a run elsewhere without fix_mistral_regex has other tokens"
         yield Finding("warning", "regex", f"The tokenizer's regular expression was wrong and is corrected: {remedy}.")
@@ -59,21 +65,23 @@ def lint(
             yield Finding("warning", "answer_cut", f"The reference answer was in the part that was cut: {remedy}.")
 
 
-def _opening(tokenizer: Tokenizer, system: str) -> Iterator[Finding]:
+def _opening(tokenizer: Tokenizer, system: str, keywords: Keywords) -> Iterator[Finding]:
     """Find a chat template that does not open the assistant's turn at the end of a prompt. Its text
     after the user's is compared with what it puts between a user's text and an answer that exists."""
-    tail = shell(tokenizer, system).tail.rstrip()
+    tail = shell(tokenizer, system, keywords).tail.rstrip()
     talk = [{"role": "system", "content": system}] * bool(system)
     talk += [{"role": "user", "content": PROBE}, {"role": "assistant", "content": ANSWER_PROBE}]
     try:
-        usual = in_template(tokenizer, talk).rpartition(PROBE)[2].partition(ANSWER_PROBE)[0].rstrip()
+        usual = in_template(tokenizer, talk, keywords).rpartition(PROBE)[2].partition(ANSWER_PROBE)[0].rstrip()
     except Exception:  # a template is a program and may raise anything; one that takes no answers shows nothing
         return
     if tokenizer.eos_token and tail.endswith(tokenizer.eos_token) and not usual.startswith(tail):
         yield Finding(
             "error", "eos", f"The chat template ends the prompt in {tokenizer.eos_token}: correct it, or set chat=none."
         )
-    elif usual != tail and usual.startswith(tail) and in_template(tokenizer, talk[:-1]).rstrip().endswith(PROBE + tail):
+        return
+    asked = in_template(tokenizer, talk[:-1], keywords).rstrip()
+    if usual != tail and usual.startswith(tail) and asked.endswith(PROBE + tail):
         yield Finding(
             "warning",
             "opening",

@@ -61,6 +61,7 @@ OTHERS: dict[str, Other] = {
     "overflow.ratio": Other(0.25, WINDOW),
     "overflow.sinks": Other(2, WINDOW),
     "chat": Other("none"),
+    "template_kwargs": Other({"messages_of": "no one"}),
     "dtype": Other("bf16"),
     "device": Other("cuda:9"),
     "batch": Other(2),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from tqdm import tqdm
 from harness.bridges.lm_eval.texts import FreeAnswer, ScoredQuestion, ScoredWindow, log_likelihood, side_by_side
 from harness.config.catalogue import plain
 from harness.config.compose import built, composed
-from harness.config.settings import SettingsError
+from harness.config.settings import Settings, SettingsError
 from harness.config.values import orders
 from harness.engine.engine import Engine, NotFiniteError
 from harness.engine.graph import CudaGraphs
@@ -28,7 +29,7 @@ from harness.jobs.job import attach
 from harness.jobs.machine import check_machine
 from harness.jobs.resolve import resolve
 from harness.models.base import LoadedModel, load
-from harness.prompts.prompt import in_template
+from harness.prompts.prompt import check_keywords, in_template
 from harness.prompts.stops import StopRule
 from harness.terminal.notices import alike, say_once, warn
 from kernels import ops
@@ -53,13 +54,14 @@ READ = (
     "threads",
     "graphs",
     "backends",
+    "template_kwargs",
 )  # fmt: skip; the keys of a run that are read here
 ITS_DEVICE = "cuda:0"  # the default of lm-eval's command, also on machines without a GPU
 DRAWN = ("do_sample", "temperature", "top_k", "top_p")  # keywords of a request that say how tokens are picked
 
 
-def ready(words: Mapping[str, Any], config_dir: str | None = None) -> tuple[LoadedModel, Engine]:
-    """Return the model and the engine of its attached method, configured by `words` as
+def ready(words: Mapping[str, Any], config_dir: str | None = None) -> tuple[LoadedModel, Engine, Settings]:
+    """Return the model, the engine of its attached method, and the settings, configured by `words` as
     `python -m harness KEY=VALUE ...` is. `config_dir`: a folder with method/NAME.yaml and model/NAME.yaml of a user's
     own, as for `--config-dir`. Raises `SettingsError` for a key that has no effect here."""
     for key in words:
@@ -78,10 +80,11 @@ def ready(words: Mapping[str, Any], config_dir: str | None = None) -> tuple[Load
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     ops.prefer(orders(settings.backends))
-    loaded = load(source, settings.dtype, settings.device)
+    loaded = load(source, settings.dtype, settings.device, settings.template_kwargs)
+    check_keywords(loaded.tokenizer, settings.template_kwargs or {})
     attachment = attach(loaded, resolved.method, resolved.budget, settings)
     graphs = CudaGraphs(loaded.model.device) if settings.graphs == "on" else None
-    return loaded, Engine(attachment, prefill_chunk=settings.prefill_chunk, graphs=graphs)
+    return loaded, Engine(attachment, prefill_chunk=settings.prefill_chunk, graphs=graphs), settings
 
 
 class KVHarnessLM(TemplateLM):
@@ -112,7 +115,8 @@ class KVHarnessLM(TemplateLM):
         if max_batch_size is not None:
             raise SettingsError("max_batch_size goes with batch_size=auto, which is refused: leave it out.")
         chosen = {} if device in (None, ITS_DEVICE) else {"device": device}
-        self.loaded, self.engine = ready(words | chosen, config_dir)
+        self.loaded, self.engine, settings = ready(words | chosen, config_dir)
+        self.template_kwargs = settings.template_kwargs or {}
         self.tokenizer: Any = self.loaded.tokenizer
         if add_bos_token is not None:  # lm-eval's `hf` loads the tokenizer with it
             self.tokenizer.add_bos_token = add_bos_token
@@ -180,12 +184,17 @@ class KVHarnessLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        return self.loaded.name.replace("/", "__")
+        """Return the name under which lm-eval keeps the prompts that it made; prompts made with other
+        keywords of the chat template get another one."""
+        keywords = json.dumps(self.template_kwargs, sort_keys=True) if self.template_kwargs else ""
+        digest = f"-{hashlib.sha256(keywords.encode()).hexdigest()[:8]}" if keywords else ""
+        return self.loaded.name.replace("/", "__") + digest
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         return in_template(
             self.tokenizer,
             chat_history,
+            self.template_kwargs,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
         )
