@@ -173,7 +173,9 @@ def _check(model: PreTrainedModel, decoder: nn.Module) -> None:
         if kind is TextRotary:  # which stands for the model's own
             continue
         if not kind.__module__.startswith(("transformers.", "torch.")):
-            raise ForwardError(f"{path or 'it'} is a {kind.__name__}, which is not from transformers (an adapter?).")
+            raise ForwardError(
+                f"{path or 'it'} is a {kind.__name__}, which is not from transformers (an adapter? quantised weights?)."
+            )
         if "forward" in vars(module):
             raise ForwardError(f"the forward of {path or 'the model'} was replaced, and would not be called.")
         if module not in routed and (module._forward_hooks or module._forward_pre_hooks):

@@ -203,6 +203,7 @@ class Job:
             "presets": dict(self.presets or {}) or None,
             "num_expected": len(self.items),
             "weights": described.weights,
+            "quantised": described.quantised and described.quantised.held(self.settings.dtype),
             "cautions": [described.caution] if described.caution else [],
             "budget_use": {"paper_leaves_out": self.method.paper_differs},
             "simulated": self.settings.shared_prefill,

@@ -7,13 +7,13 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evals.data import value_of
-from harness.models.base import WINDOW, Identity, ModelError, ModelSource, no_window
-from harness.models.snapshots import files_of, fingerprint, has_weights, snapshot
+from harness.models.base import ARCHITECTURES, Identity, ModelError, ModelSource, Quantised
+from harness.models.quantised import check_scales, check_scheme, complete, loading, quantisation, quantised
+from harness.models.snapshots import fingerprint, has_weights, headers, snapshot
 
 if TYPE_CHECKING:
     import torch
@@ -24,24 +24,12 @@ _ROPE = {"rope_theta?": "a number above 0", "factor?": "a number above 0", "part
 CONFIG = {  # the parts of config.json that are read here; transformers checks what it reads
     "architectures?": ["text"],
     "quantization_config?": "an object",
-    "model_type?": "text",
-    "is_encoder_decoder?": "true or false",
-    **{f"{key}?": "a number" for key in ("attn_logit_softcapping", "kv_lora_rank", "attention_chunk_size")},
-    **{f"{key}?": "true or false" for key in ("use_bidirectional_attention", "add_cross_attention", "alibi")},
-    "num_kv_shared_layers?": "a number",
+    "attn_logit_softcapping?": "a number",
+    "use_bidirectional_attention?": "true or false",
     "rope_parameters?": _ROPE,
     "rope_scaling?": _ROPE,
     "rope_theta?": "a number above 0",
     "partial_rotary_factor?": "a number",
-}
-REFUSED = {  # what a value in config.json says that a model does and that the engine cannot do
-    "attn_logit_softcapping": "caps its attention logits",
-    "use_bidirectional_attention": "attends to later tokens too (it embeds texts)",
-    "kv_lora_rank": "compresses keys and values together (multi-head latent attention, MLA)",
-    "attention_chunk_size": "attends within chunks of the text",
-    "num_kv_shared_layers": "has layers that share keys and values",
-    "add_cross_attention": "attends to the output of an encoder (cross attention)",
-    "alibi": "places tokens by a bias of its logits (ALiBi)",
 }
 FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of types that need no decoding
 ROPE_THETA_SINCE = (4, 33)  # transformers, of Llama; every other architecture here has had it from its first release
@@ -61,8 +49,8 @@ class HuggingFace(ModelSource):
     def __post_init__(self) -> None:
         if self.trust_remote_code:
             raise ModelError(
-                "model.trust_remote_code=true is refused: code from a model repository is never run here, and what "
-                "runs here needs none; leave it false."
+                "model.trust_remote_code=true is refused: code from a model repository is never run here, and the "
+                f"supported architectures ({', '.join(ARCHITECTURES)}) need none; leave it false."
             )
         if not self.name:
             raise ModelError("model.name is empty: give a hub id (owner/name) or the path of a local folder.")
@@ -85,12 +73,10 @@ class HuggingFace(ModelSource):
         return config
 
     def context_window(self) -> int:
-        if self.window:
-            return self.window
-        name = self.config().attribute_map.get(WINDOW, WINDOW)
-        if read_config(self.folder()).get(name) is None:  # the model's class has a number, but the same for all
-            raise no_window(self.name)
-        return super().context_window()
+        return self.window or super().context_window()
+
+    def quantised(self, config: PreTrainedConfig, model: PreTrainedModel) -> Quantised | None:
+        return quantised(config, model)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         from transformers import AutoTokenizer
@@ -110,16 +96,20 @@ class HuggingFace(ModelSource):
         from transformers.utils.import_utils import is_accelerate_available
 
         auto: Any = AutoModelForCausalLM
-        folder, options = self.folder(weights=True), {"config": self.config(), "dtype": dtype, "use_safetensors": True}
-        if device != "cpu" and is_accelerate_available():  # each weight goes from its file to the device at once
+        folder, config = self.folder(weights=True), self.config()
+        options = {"config": config, "dtype": dtype, "use_safetensors": True}
+        packed = bool(quantisation(config))  # by some packages, which else take a GPU if there is one
+        if (device != "cpu" or packed) and is_accelerate_available():  # each weight goes from its file to the device
             options["device_map"] = {"": device}
-        with _naming(folder):
-            model: PreTrainedModel
-            model, loading = auto.from_pretrained(
+        check_scales(folder, config)
+        model: PreTrainedModel
+        with _naming(folder), loading(config):
+            model, report = auto.from_pretrained(
                 folder, output_loading_info=True, ignore_mismatched_sizes=True, **options, **OFFLINE
             )
-        check_tensors(folder, model, loading)
-        return model.to(device)  # type: ignore[arg-type]
+        check_tensors(folder, model, report, packed=packed)
+        complete(model, config, dtype)
+        return model if "device_map" in options else model.to(device)  # type: ignore[arg-type]
 
     def folder(self, *, weights: bool = False) -> Path:
         """Return the folder with the model's files of one commit; what is missing is downloaded.
@@ -167,56 +157,24 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def check_config(config: dict[str, Any], name: str) -> None:
     """Raise `ModelError`, which names the cause, if the engine would compute the model wrongly."""
-    _check_class(config, name)
-    if config.get("quantization_config"):
-        raise ModelError(f"{name} has quantised weights, which are not supported: use the model it was made from.")
-    for key, does in REFUSED.items():
-        if value := config.get(key):
-            raise ModelError(f"{name} {does} ({key}={value}), which is not supported: choose another model.")
+    architecture = (config.get("architectures") or ["no architecture"])[0]
+    if architecture not in ARCHITECTURES:
+        raise ModelError(f"{name} is {architecture}, which is not supported: choose one of {', '.join(ARCHITECTURES)}.")
+    check_scheme(config, name)
+    if cap := config.get("attn_logit_softcapping"):
+        raise ModelError(f"{name} caps its attention logits at {cap}, which is not supported: choose another.")
+    if config.get("use_bidirectional_attention"):
+        raise ModelError(f"{name} attends to later tokens too (it embeds texts), which is not supported.")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if _rotates(config) and not _has_rope_theta(config, rope):
+    if not _has_rope_theta(config, rope):
         raise ModelError(
             f"The config.json of {name} lacks rope_theta, by which the model turns keys and queries, and transformers "
             "would take a number of its own: add the one that the model was trained with (in a local copy, if need be)."
         )
-    _check_one_base(config, rope, name)
     _check_rope_types(rope, name)
     partial = config.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0))
     if partial not in (None, 1.0):
         raise ModelError(f"{name} rotates only {partial:.0%} of each head, which is not supported: choose another.")
-
-
-def _check_class(config: Mapping[str, Any], name: str) -> None:
-    """Raise `ModelError` unless the model's class is one with which transformers continues texts:
-    it needs no code of the repository, and is neither an encoder nor one that has an encoder."""
-    from transformers import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    architecture, kind = (config.get("architectures") or ["no architecture"])[0], str(config.get("model_type"))
-    if kind not in CONFIG_MAPPING and config.get("auto_map"):
-        raise ModelError(
-            f"{name} is {architecture}, which needs code of its repository, and that is never run here: use a "
-            "checkpoint in transformers' own form (often one whose name ends in -hf)."
-        )
-    if config.get("is_encoder_decoder"):
-        raise ModelError(f"{name} is {architecture}, an encoder-decoder, which is not supported: choose another model.")
-    if architecture != MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind):
-        raise ModelError(
-            f"{name} is {architecture} (model_type={kind}), with which transformers continues no text: choose a model "
-            "whose config.json names a ...ForCausalLM."
-        )
-
-
-def _check_one_base(config: Mapping[str, Any], rope: Mapping[str, Any], name: str) -> None:
-    """Raise `ModelError` if a config names two different bases of the rotation (`rope_theta`), of
-    which transformers would silently take one."""
-    outer, whole = config.get("rope_theta"), rope.get("full_attention")
-    inner = (whole if isinstance(whole, Mapping) else rope).get("rope_theta")
-    if None not in (outer, inner) and outer != inner:
-        raise ModelError(
-            f"The config.json of {name} names two bases of the rotation, rope_theta={outer} and rope_theta={inner} in "
-            "its part about the rotation: remove the one that the model was not trained with."
-        )
 
 
 def _check_rope_types(rope: Mapping[str, Any], name: str) -> None:
@@ -234,13 +192,6 @@ def _check_rope_types(rope: Mapping[str, Any], name: str) -> None:
             )
 
 
-def _rotates(config: Mapping[str, Any]) -> bool:
-    """Return True if models of a config's type place tokens by rotating keys."""
-    from transformers import CONFIG_MAPPING
-
-    return "rope_parameters" in signature(CONFIG_MAPPING[config["model_type"]].__init__).parameters
-
-
 def _has_rope_theta(config: Mapping[str, Any], rope: Mapping[str, Any]) -> bool:
     """Return True if the base of the rotation (`rope_theta`) is known: the model's `config` names
     it, or `rope`, its part about the rotation, does, for all layers or for each kind of them. A
@@ -255,15 +206,15 @@ def _has_rope_theta(config: Mapping[str, Any], rope: Mapping[str, Any]) -> bool:
     return config.get("model_type") == "llama" and is_old
 
 
-def check_tensors(folder: Path, model: PreTrainedModel, loading: Mapping[str, Collection[Any]]) -> None:
+def check_tensors(folder: Path, model: PreTrainedModel, report: Mapping[str, Collection[Any]], *, packed: bool) -> None:
     """Raise `ModelError` unless every weight of `model` comes from the files in `folder`, and every
-    tensor there is one of its weights. `loading`: what transformers says of that; it leaves tied
-    weights and computed buffers out."""
-    shapes = [f"{name} ({list(stored)} for {list(expected)})" for name, stored, expected in loading["mismatched_keys"]]
+    tensor there is one of its weights. `report`: what transformers says of that; it leaves tied
+    weights and computed buffers out. `packed`: config.json says how weights are quantised."""
+    shapes = [f"{name} ({list(stored)} for {list(expected)})" for name, stored, expected in report["mismatched_keys"]]
     faults = {
-        "lacks": loading["missing_keys"],
+        "lacks": report["missing_keys"],
         "has other shapes in": shapes,
-        "has, without a place in the model,": loading["unexpected_keys"],
+        "has, without a place in the model,": report["unexpected_keys"],
     }
     for fault, names in faults.items():
         if names:
@@ -271,25 +222,16 @@ def check_tensors(folder: Path, model: PreTrainedModel, loading: Mapping[str, Co
                 f"{folder} {fault} {_named(names)}, by its config.json: fetch both again from one place, or correct "
                 "config.json; the model would compute something else."
             )
+    if packed:
+        return
     weights = dict(model.named_parameters(remove_duplicate=False))
     prefix = f"{model.base_model_prefix}."  # a checkpoint may leave it out
-    if coded := [name for name in _coded(folder) if name in weights or prefix + name in weights]:
+    coded = [name for name, (dtype, _) in headers(folder).items() if dtype not in FLOATS]
+    if coded := [name for name in coded if name in weights or prefix + name in weights]:
         raise ModelError(
             f"{folder} stores {_named(coded)} as integers or in 8 bits, and its config.json has no quantization_config "
             "that says what they stand for: use the model it was made from."
         )
-
-
-def _coded(folder: Path) -> list[str]:
-    """Return the names of the tensors in a folder that are not stored as floating-point numbers of
-    16 bits or more, as those of quantised models are not."""
-    from safetensors import safe_open
-
-    coded: list[str] = []
-    for file in (file for file in files_of(folder) if file.suffix == ".safetensors"):
-        with safe_open(file, framework="pt") as tensors:
-            coded += [name for name in sorted(tensors.keys()) if tensors.get_slice(name).get_dtype() not in FLOATS]
-    return coded
 
 
 def _named(names: Collection[str]) -> str:

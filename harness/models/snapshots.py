@@ -94,6 +94,19 @@ def files_of(folder: Path) -> list[Path]:
     return sorted(file for file in matches | _parts(folder) if file.is_file())
 
 
+def headers(folder: Path) -> dict[str, tuple[str, list[int]]]:
+    """Return the dtype, as safetensors names it, and the shape of every tensor in the weight files
+    of a folder."""
+    from safetensors import safe_open
+
+    stored: dict[str, tuple[str, list[int]]] = {}
+    for file in (file for file in files_of(folder) if file.suffix == ".safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            slices = {name: tensors.get_slice(name) for name in sorted(tensors.keys())}
+            stored |= {name: (tensor.get_dtype(), tensor.get_shape()) for name, tensor in slices.items()}
+    return stored
+
+
 def fingerprint(folder: Path) -> str:
     """Return the identity of a local folder: the hash of every byte that a model or tokenizer may
     be read from."""

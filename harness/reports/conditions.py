@@ -69,17 +69,19 @@ def _per_row(subject: str, entries: Sequence[ReportRow]) -> str:
 
 
 def machine_of(run: StoredRun) -> str:
-    """Return dtype, machine and threads of a run as text."""
-    facts = _facts(run)
-    return f"{facts['dtype']} on {facts['machine']}"
+    """Return dtype, machine and threads of a run as text, with the scheme by which its weights are
+    quantised, if they are."""
+    scheme = str(run.info.get("quantised") or "").partition(",")[0]
+    return f"{run.config.get('dtype')}{f' ({scheme} weights)' * bool(scheme)} on {_facts(run)['machine']}"
 
 
 def _facts(run: StoredRun) -> dict[str, str]:
     known = origin(run)
     threads = f"{known['threads']} thread{'s' * (known['threads'] > 1)}" if known["threads"] else ""
     names = dict.fromkeys(filter(None, (known["device_name"], known["cpu"], threads)))
+    quantised = run.info.get("quantised")
     return {
-        "dtype": str(run.config.get("dtype")),
+        "dtype": str(run.config.get("dtype")) + f" (weights: {quantised})" * bool(quantised),
         "device": str(run.config.get("device")),
         "machine": ", ".join(names) or "unknown",
         "torch": known["torch"] or "unknown",
