@@ -93,6 +93,7 @@ class Example:
     min_new_tokens: int = 0  # until so many are there, no token that ends an answer is picked
     teacher_forced: bool = False  # feed the one reference, whatever the model says; the output is its mean NLL in nats
     choices: tuple[str, ...] = ()  # fed one by one after the same prompt; the output is what `read_choices` reads
+    apart: bool = False  # context and question are tokenised apart, and no template strips the question (kvpress)
     chat: bool = True  # whether the chat template goes around it (in LongBench not around few-shot and code)
     stop: tuple[str, ...] = ()
     max_prompt_tokens: int | None = None  # a longer prompt is cut in the middle, before wrapping (LongBench)

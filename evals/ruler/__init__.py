@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from evals import haystack
 from evals.base import Example, Score, Task, TaskEnv, TaskError, Turn
 from evals.data import require
 from evals.needles import leading_digits, scored_digits
-from evals.ruler import official, qa
+from evals.ruler import leaderboard, official, qa
 from evals.ruler.factory import Factory
 from evals.ruler.fitting import SMALLEST, TooShort
 from evals.ruler.templates import FAMILIES, NEW_TOKENS, FilledTemplate
@@ -64,7 +64,9 @@ class Ruler(Task):
             raise ValueError(f"haystack={self.haystack!r} is unknown: choose one of {', '.join(haystack.NAMES)}")
 
         if self.source is not None and not self.source.strip():
-            raise TaskError("task.source is empty: name a folder of the official scripts, or leave it out")
+            raise TaskError(
+                f"task.source is empty: name a folder of the official scripts, {leaderboard.REPO}, or neither"
+            )
 
     def _check_questions(self) -> None:
         if self.questions == 1:
@@ -72,7 +74,7 @@ class Ruler(Task):
                 raise TaskError("task.conversation=true asks several questions in turn: set task.questions=2 or more")
             return
         if self.source is not None:
-            raise TaskError("the official scripts write one question per prompt: set task.questions=1")
+            raise TaskError(f"task.source={self.source} has one question per prompt: set task.questions=1")
         if others := [task for task in self.tasks if FAMILIES[task] != "niah"]:
             raise TaskError(
                 f"task.questions={self.questions} hides more needles in a haystack, which {', '.join(others)} do not "
@@ -80,12 +82,16 @@ class Ruler(Task):
             )
 
     def require(self, data_root: Path | None) -> None:
+        if self.source == leaderboard.REPO:
+            require([leaderboard.file_of(length) for length in self.lengths], data_root)
         if self.source is None:
             require([qa.SOURCES[task] for task in self.tasks if FAMILIES[task] == "qa"], data_root)
 
     def examples(self, env: TaskEnv) -> Iterator[Example]:
         """Yield examples by length, then by task, then by sample. Missing data and lengths too
         short are refused before the first one."""
+        if self.source == leaderboard.REPO:
+            return self._examples(self._of_leaderboard(env))
         if self.source is not None:
             files = official.find(Path(self.source).expanduser(), self.tasks, self.lengths)
             return self._examples([(file.task, file.length, partial(file.prompts, self.samples)) for file in files])
@@ -109,8 +115,9 @@ class Ruler(Task):
     def score(self, example: Example, output: str) -> Score:
         family = FAMILIES[example.data["task"]]
         match = string_match_part if family == "qa" else string_match_all
-        digits = leading_digits(example.references, clean(output)) if family == "niah" else {}
-        return Score(match(output, example.references), {"null": float(not clean(output)), **digits})
+        text = clean(output, "" if self.source == leaderboard.REPO else "\n")
+        digits = leading_digits(example.references, text) if family == "niah" else {}
+        return Score(match(text, example.references), {"null": float(not text), **digits})
 
     def averages(self, groups: Mapping[str, float], details: Mapping[str, float] | None = None) -> dict[str, float]:
         """Return `mean`, the means of lengths and of tasks, RULER's summaries over lengths where
@@ -139,7 +146,13 @@ class Ruler(Task):
         if env.window is not None and longest > env.window:
             raise TaskError(f"task.lengths has {longest}, the model takes {env.window} tokens: use lengths up to that")
 
-    def _examples(self, groups: Sequence[Group]) -> Iterator[Example]:
+    def _of_leaderboard(self, env: TaskEnv) -> Iterator[Group]:
+        for length in self.lengths:
+            for task, prompts, origin in leaderboard.prompts(env, self.tasks, length, self.samples):
+                self._provenance[f"{leaderboard.REPO}/{length}"] = origin
+                yield task, length, partial(list, prompts)
+
+    def _examples(self, groups: Iterable[Group]) -> Iterator[Example]:
         for task, length, make in groups:
             digest = hashlib.sha256()
             for index, prompt in enumerate(make()):
@@ -169,18 +182,20 @@ def _example(task: str, length: int, index: int, prompt: FilledTemplate) -> Exam
         question=prompt.question,
         prefix=prompt.prefix,
         references=prompt.references,
-        max_new_tokens=NEW_TOKENS[FAMILIES[task]],
+        max_new_tokens=prompt.new_tokens or NEW_TOKENS[FAMILIES[task]],
+        apart=prompt.apart,
         data={"task": task, "length": length, "index": index, **prompt.data},
     )
 
 
-def clean(output: str) -> str:
-    """Strip an output and turn control characters in it into newlines, as RULER's scorer does.
+def clean(output: str, control: str = "\n") -> str:
+    """Strip an output and turn control characters in it into newlines, as RULER's scorer does, or
+    into `control`: kvpress's scorer leaves them out.
 
     >>> clean(" 12\\t34 ")
     '12\\n34'
     """
-    return re.sub(r"[\x00-\x1f]", "\n", output.strip()).strip()
+    return re.sub(r"[\x00-\x1f]", control, output.strip()).strip()
 
 
 def string_match_all(output: str, references: Sequence[str]) -> float:

@@ -24,6 +24,8 @@ class FilledTemplate:
     references: tuple[str, ...]
     data: Mapping[str, Any] = field(default_factory=dict)
     more: tuple[Mapping[str, Any], ...] = ()  # what differs in further questions on this context
+    apart: bool = False  # as `Example.apart`
+    new_tokens: int | None = None  # of the answer, at most; None: as many as RULER's scripts keep free
 
     @property
     def questions(self) -> tuple[FilledTemplate, ...]:

@@ -1,7 +1,7 @@
 """Turns an example into token ids: chat template, BOS, middle cut, and where the context ends.
 
 The text is put together first and tokenised once, so that both protocols and every method see the
-same ids."""
+same ids. Only an example that says so (`Example.apart`) has its context and the rest tokenised apart."""
 
 from __future__ import annotations
 
@@ -108,11 +108,17 @@ def render(example: Example, tokenizer: Tokenizer, *, chat: Chat, keywords: Keyw
     `keywords`: for the chat template."""
     template = chat == "template" and example.chat
     context, question, cut_tokens = cut_middle(example, tokenizer)
-    wrapped = wrap(tokenizer, context + question, example.system, keywords, template=template)
-    end = _end_of_context(wrapped, context, question, shell(tokenizer, example.system, keywords, template=template))
-    text = wrapped + example.prefix
-    ids, ends = tokenize(tokenizer, text)
-    split = next((i for i, token_end in enumerate(ends) if token_end > end), len(ids))
+    if example.apart:
+        head, _, tail = wrap(tokenizer, context + PROBE, example.system, keywords, template=template).rpartition(PROBE)
+        text = head + question + tail + example.prefix
+        first, rest = (tokenize(tokenizer, part).ids for part in (head, text[len(head) :]))
+        ids, split = [*first, *rest], len(first)
+    else:
+        wrapped = wrap(tokenizer, context + question, example.system, keywords, template=template)
+        end = _end_of_context(wrapped, context, question, shell(tokenizer, example.system, keywords, template=template))
+        text = wrapped + example.prefix
+        ids, ends = tokenize(tokenizer, text)
+        split = next((i for i, token_end in enumerate(ends) if token_end > end), len(ids))
     bos = tokenizer.bos_token_id
     bos_added = int(adds_bos(tokenizer) and ids[:1] != [bos])
     return Prompt((*[bos] * bos_added, *ids), split + bos_added, cut_tokens, bos_added, template, text)

@@ -104,7 +104,8 @@ def digests(root: Path, name: str, changes: dict[str, Any]) -> dict[str, str]:
     prompts, scores = hashlib.sha256(), hashlib.sha256()
     groups, details = dict[str, list[float]](), dict[str, list[float]]()
     for example in islice(task.examples(env), 90):
-        prompts.update(json.dumps(asdict(example), sort_keys=True).encode())
+        fields = {name: value for name, value in asdict(example).items() if name != "apart" or value}  # a later field
+        prompts.update(json.dumps(fields, sort_keys=True).encode())
         for turn in example.turns:
             for output in ["0.5", "2"] if name == "wikitext2" else [*OUTPUTS, *turn.references]:
                 score = task.score(turn, output)
