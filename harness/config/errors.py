@@ -45,6 +45,12 @@ def _sentence(error: BaseException, data_root: str) -> str:
             f"Out of memory ({str(error).splitlines()[0] if str(error) else 'host'}): use shorter lengths, a smaller "
             "batch, prefill_chunk=2048, or dtype=bf16; `dry_run=true` predicts the bytes."
         )
+    if breaks_device(error):
+        first_line = (str(error).splitlines() or ["CUDA error"])[0].rstrip(".")
+        return (
+            f"{first_line}: this process cannot use the GPU any more. Run the same command again, which goes on after "
+            "the last recorded example; CUDA_LAUNCH_BLOCKING=1 names the operation."
+        )
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         where = f" ({error.filename})" if error.filename else ""
         return f"The disk is full{where}: free some space and run the same command again."
@@ -125,5 +131,13 @@ def _kept(error: BaseException) -> str:
 def is_memory(error: BaseException) -> bool:
     """Return True if the error means that memory ran out: Python's, torch's on the CPU, or a
     GPU's."""
-    text = str(error)
-    return isinstance(error, MemoryError) or "out of memory" in text.lower() or "can't allocate memory" in text
+    text, kind = str(error), type(error).__name__  # importing torch for its class takes long
+    is_named = isinstance(error, MemoryError) or kind == "OutOfMemoryError"
+    return is_named or "out of memory" in text.lower() or "can't allocate memory" in text
+
+
+def breaks_device(error: BaseException) -> bool:
+    """Return True for an error of CUDA, such as a device-side assert or an illegal access, after
+    which no call of this process succeeds on the device. Running out of memory is none."""
+    is_cudas = type(error).__name__ == "AcceleratorError" or "CUDA error" in str(error)
+    return is_cudas and not is_memory(error)

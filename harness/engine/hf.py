@@ -49,6 +49,7 @@ def _attention(
     position_ids: Tensor | None = None,
     use_cache: bool | None = None,
     output_router_logits: bool | None = None,
+    output_attentions: bool | None = None,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
     **unknown: Any,
@@ -56,6 +57,7 @@ def _attention(
     """Attend through the KV cache that the call brings, in the place of transformers' own attention
     function: [B H T D] in, [B T H D] out."""
     named = sorted(name for name, given in unknown.items() if given is not None)
+    named += ["output_attentions"] * bool(output_attentions)
     if named:
         raise UnsupportedError(f"{type(module).__name__} passes {', '.join(named)}, which this engine would ignore.")
     if attention_mask is not None:
@@ -72,10 +74,15 @@ def _attention(
             f"{type(module).__name__} slides over {sliding_window} tokens, which its config does not say of this "
             "layer: this engine would attend to all."
         )
+    if scaling is not None and scaling != spec.scale:
+        raise UnsupportedError(
+            f"{type(module).__name__} scales its logits by {scaling}, and its attribute `scaling` says {spec.scale}, "
+            "by which this engine would scale them."
+        )
     if (s_aux is None) != (spec.sink_logits is None):
         raise UnsupportedError(f"{type(module).__name__} passes s_aux, which this engine would ignore.")
     x = AttnInput(query, key, value, *kv_call.rotation, kv_call.hidden, cache.num_tokens)
-    return cache.attend(place, x).transpose(1, 2), None
+    return cache.attend(place, x).transpose(1, 2).contiguous(), None  # some models view it in another shape
 
 
 def _mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> None:

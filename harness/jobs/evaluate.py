@@ -22,7 +22,7 @@ from time import perf_counter
 from typing import Any
 
 from evals.base import Task
-from harness.config.errors import own_line, sentence
+from harness.config.errors import is_memory, own_line, sentence
 from harness.config.settings import Settings, SettingsError
 from harness.engine.cache import KVCache
 from harness.engine.hf import routed
@@ -30,7 +30,7 @@ from harness.jobs.examples import PreparedExample, by_context, room
 from harness.jobs.job import Job, Presets
 from harness.jobs.memory import conversation_bytes
 from harness.jobs.prefill import Prefilled, SharedPrefill, Usage
-from harness.jobs.questions import Failed
+from harness.jobs.questions import Failed, let_go
 from harness.jobs.runner import Runner
 from harness.models.base import LoadedModel, ModelSource
 from harness.results.provenance import provenance
@@ -41,7 +41,7 @@ from harness.terminal.progress import announce, progress
 from methods.base import AttnInput, KVLayer, Method, refuse_other_than_method
 
 OF_COMMANDS = ("dry_run", "wandb.project")  # settings that `python -m harness` reads before it runs jobs
-FAILED_BATCHES = 3  # in a row that end a run
+FAILED_BATCHES = 3  # that end a run in which nothing succeeds
 OnError = Callable[[Exception], None]
 
 
@@ -155,6 +155,7 @@ def _generate(runs: Sequence[_OpenRun]) -> None:
             with _failing(run):
                 run.attach(loaded, runners)
         pending = [item for item in first.items if any(run.lacks(item) for run in runs)]
+        pending.sort(key=lambda item: any(item.example.id in run.failed_before for run in runs))  # these last
         tokens = [sum(len(turn.prompt.ids) for turn in item.turns) for item in pending]
         label = first.label if len(runs) == 1 else f"{first.label.split()[0]}, {len(runs)} jobs"
         records = _share_prefills(runs, pending) if first.settings.shared_prefill else _run_alone(runs[0], pending)
@@ -169,7 +170,6 @@ class _OpenRun(Run):
     job: Job
     on_error: OnError
     runner: Runner  # once the model is there
-    failed_in_a_row = 0
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
@@ -219,15 +219,18 @@ class _OpenRun(Run):
             if isinstance(answer, Failed):
                 yield self.give_up(answer)
                 continue
-            record = self.runner.record(answer)
-            self.note(**self.runner.notes)  # first, so that no kill leaves a record without them
-            self.append(record)
-            self.failed_in_a_row = 0
-            yield record
+            try:
+                record = self.runner.record(answer)
+                self.note(**self.runner.notes)  # first, so that no kill leaves a record without them
+                self.append(record)
+            except Exception as error:  # of the task's score
+                yield self.give_up(Failed(answer.item, error))
+            else:
+                yield record
 
     def give_up(self, failed: Failed) -> FailedExample:
-        """Record that an example failed, and return that record. Raise its error if so many
-        examples in a row have failed that the run should end (FAILED_BATCHES batches)."""
+        """Record that an example failed, and return that record. Raise its error, which ends the
+        run, if as many as FAILED_BATCHES batches have failed and none has an answer."""
         example, error, label = failed.item.example, failed.error, self.job.label
         why = f"{type(error).__name__}: {sentence(error)}{f' ({line})' if (line := own_line(error)) else ''}"
         tokens = sum(len(turn.prompt.ids) for turn in failed.item.turns)
@@ -236,22 +239,23 @@ class _OpenRun(Run):
         self.append_failed(record)
         self.tried.add(example.id)
         self.last_error = error
-        self.failed_in_a_row += 1
         warn(f"{label}: example {example.id} failed ({why}).")
-        if self.failed_in_a_row >= FAILED_BATCHES * self.job.settings.batch:
-            warn(f"{label}: {self.failed_in_a_row} examples in a row failed, which ends the run.")
+        if len(self.tried) >= FAILED_BATCHES * self.job.settings.batch and not self.has_records:
+            warn(f"{label}: the first {len(self.tried)} examples failed, which ends the run.")
             raise error
         return record
 
     def end(self) -> None:
         """Close the run after all its examples have been tried: as failed if none of them
         succeeded, otherwise as complete."""
-        if self.last_error is not None and not self.records():
+        if self.last_error is not None and not self.has_records:
             warn(f"{self.job.label}: every example failed.")
             self.fail(self.last_error)
             self.on_error(self.last_error)
-        else:
-            self.close("complete")
+            return
+        self.close("complete")
+        if self.tried:
+            warn(f"{self.job.label}: complete with {len(self.tried)} failed; the same command tries them again.")
 
 
 @contextmanager
@@ -289,8 +293,7 @@ def _share_prefills(runs: Sequence[_OpenRun], pending: Sequence[PreparedExample]
         for items in batch:
             asking = [run for run in started if any(map(run.lacks, items))]
             with _failing(*asking):
-                for run, cache in _prefill(asking, items):
-                    prefilled[run][next(filter(run.lacks, items)).example.id] = cache
+                _prefill(asking, items, prefilled)
         records: dict[str, Record | FailedExample] = {}
         for run in started:
             with _failing(run):
@@ -299,10 +302,14 @@ def _share_prefills(runs: Sequence[_OpenRun], pending: Sequence[PreparedExample]
         yield from records.values()
 
 
-def _prefill(asking: Sequence[_OpenRun], items: Sequence[PreparedExample]) -> Iterator[tuple[_OpenRun, Prefilled]]:
-    """Prefill the context that `items` share, once for all `asking` runs, and yield each run with
-    its filled cache. If a run's method cannot take in the prompt, `items` fail in that run alone;
-    if the prefill itself fails, they fail in all runs."""
+def _prefill(
+    asking: Sequence[_OpenRun], items: Sequence[PreparedExample], prefilled: dict[_OpenRun, dict[str, Prefilled]]
+) -> None:
+    """Prefill the context that `items` share, once for all `asking` runs, and put each run's filled
+    cache into `prefilled`, under the id of the first example that the run lacks. If a run's method
+    cannot take in the prompt, `items` fail in that run alone; if the prefill itself fails, they fail
+    in all runs. If memory runs out, each run prefills them again by itself, where fewer caches are
+    held."""
     if not asking:
         return
     first, caches = asking[0].runner, dict[_OpenRun, KVCache]()
@@ -331,9 +338,12 @@ def _prefill(asking: Sequence[_OpenRun], items: Sequence[PreparedExample]) -> It
         for run in asking:
             run.prefill_error = run.prefill_error or error
     for run in asking:
+        lacking = list(filter(run.lacks, items))
         if run.prefill_error is None:
-            yield run, Prefilled(caches[run], logits, began, usage)
-            continue
-        with _failing(run):
-            for item in filter(run.lacks, items):
-                run.give_up(Failed(item, run.prefill_error))
+            prefilled[run][lacking[0].example.id] = Prefilled(caches[run], logits, began, usage)
+        elif is_memory(run.prefill_error):
+            let_go(run.prefill_error)
+        else:
+            with _failing(run):
+                for item in lacking:
+                    run.give_up(Failed(item, run.prefill_error))

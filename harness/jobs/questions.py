@@ -16,7 +16,7 @@ from torch import Tensor
 from harness.cachedattention.store.disk import HistoryError
 from harness.cachedattention.turns.caches import CachesBetweenTurns, Saved
 from harness.cachedattention.turns.conversation import Conversation, Overflow
-from harness.config.errors import is_memory
+from harness.config.errors import breaks_device, is_memory
 from harness.engine.batch.running import RunningBatch
 from harness.engine.batch.running_sequence import Generation, RunningSequence, seal
 from harness.engine.cache import KVCache
@@ -27,7 +27,7 @@ from harness.jobs.examples import PreparedExample
 from harness.jobs.likelihood import Likelihood
 from harness.jobs.prefill import Prefilled, Usage, larger
 from harness.models.devices import wait_for
-from harness.results.records import PEAKS, StoreError
+from harness.results.records import PEAKS, RecordError, StoreError
 from kernels.dispatch import BackendError
 from methods.layers.returned import ReturnedError
 
@@ -70,33 +70,32 @@ class Failed:
 
     def __post_init__(self) -> None:
         refuse_to_go_on(self.error)
-        error: BaseException | None = self.error
-        while error is not None:
-            _let_go(error)
-            error = error.__cause__ or error.__context__
+        let_go(self.error)
 
 
-def _let_go(error: BaseException) -> None:
-    """Clear the frames of the error's traceback, which keep the example's cache alive. Frames that
-    are still running are cut out of the traceback."""
-    place = error.__traceback__
-    while place is not None:
-        try:
-            place.tb_frame.clear()
-        except RuntimeError:  # it runs
-            error.__traceback__ = place.tb_next
-        place = place.tb_next
+def let_go(error: BaseException | None) -> None:
+    """Clear the frames in the tracebacks of an error and of its causes, because they keep caches
+    alive. Frames that are still running are cut out of the traceback."""
+    while error is not None:
+        place = error.__traceback__
+        while place is not None:
+            try:
+                place.tb_frame.clear()
+            except RuntimeError:  # it runs
+                error.__traceback__ = place.tb_next
+            place = place.tb_next
+        error = error.__cause__ or error.__context__
 
 
 def refuse_to_go_on(error: Exception) -> None:
-    """Raise `error` if other examples would fail the same way, so that the run must end: for lack
-    of memory, a full disk, a broken device, a results folder that cannot be written, a backend that
-    was asked for and refuses, or a method that returns something wrong."""
-    kinds = (
-        OSError, StoreError, HistoryError, BackendError, CaptureBroke, ReturnedError, torch.AcceleratorError,
-        torch.OutOfMemoryError,
-    )  # fmt: skip
-    if isinstance(error, kinds) or is_memory(error) or "CUDA error" in str(error):
+    """Raise `error` if other examples would fail the same way, so that the run must end: for a
+    device in a broken state, a full disk, a results folder that cannot be written, a backend that
+    was asked for and refuses, or a method that returns something wrong. Memory that ran out is one
+    example's error, because a shorter example may fit; so is a record that cannot be written."""
+    kinds = (OSError, StoreError, HistoryError, BackendError, CaptureBroke, ReturnedError)
+    if is_memory(error) or isinstance(error, RecordError):
+        return
+    if isinstance(error, kinds) or breaks_device(error):
         raise error
 
 

@@ -4,6 +4,7 @@ resumes, is decided in evaluate.py."""
 
 from __future__ import annotations
 
+import gc
 import hashlib
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from evals.base import Task
 from harness.cachedattention.turns.caches import CachesBetweenTurns
 from harness.cachedattention.turns.conversation import Overflow, without_eos
 from harness.cachedattention.turns.opening import in_memory, opened_caches
+from harness.config.errors import is_memory
 from harness.config.settings import Settings
 from harness.engine.attach import Attachment
 from harness.engine.batch.running import RunningBatch
@@ -32,7 +34,7 @@ from harness.engine.trace import Tracer
 from harness.jobs.examples import PreparedExample, by_context, room
 from harness.jobs.likelihood import Likelihood, choices_output
 from harness.jobs.prefill import Prefilled, Usage
-from harness.jobs.questions import ContextSession, Failed, Transcript, refuse_to_go_on
+from harness.jobs.questions import ContextSession, Failed, Transcript, let_go, refuse_to_go_on
 from harness.models.base import LoadedModel
 from harness.models.devices import wait_for
 from harness.prompts.stops import StopRule
@@ -53,26 +55,49 @@ class SideBySide:
     of examples that share a context, or of one example."""
 
     batch: RunningBatch
+    most: int  # that run at the same time
     waiting: deque[list[PreparedExample]]
     suspects: deque[list[PreparedExample]] = field(
         default_factory=deque
     )  # of a step of several that failed: one by one
     running: dict[RunningSequence, ContextSession] = field(default_factory=dict)
     alone: bool = False  # whether what runs is one of the suspects
+    short_of_memory: bool = False  # whether memory ran out since the last example began
 
     def abandon(self, slots: Sequence[RunningSequence]) -> None:
         self.batch.abandon(slots)
         for slot in slots:
             self.running.pop(slot, None)
 
-    def give_up(self, asking: ContextSession, error: Exception) -> Failed:
-        """Return the current example of `asking` as failed. The examples that still wait on the
-        same context go back into the queue, and their context will be prefilled again."""
-        failed = Failed(asking.asked, error)
+    def give_up(self, asking: ContextSession, error: Exception) -> Iterator[Failed]:
+        """Yield the current example of `asking` as failed, or none if it is to be tried again alone.
+        The examples that still wait on the same context go back into the queue, and their context
+        will be prefilled again."""
         asking.give_up()
+        if self.tries_alone([asking.asked, *asking.waiting], error):
+            return
+        yield Failed(asking.asked, error)
         if asking.waiting:
             (self.suspects if self.alone else self.waiting).appendleft(asking.waiting)
-        return failed
+
+    def tries_alone(self, items: Sequence[PreparedExample], error: Exception) -> bool:
+        """Return True if memory ran out where others may have taken it. `items`, the examples of one
+        context, will then be run again by themselves."""
+        self.short_of_memory |= is_memory(error)
+        if self.alone or self.most == 1 or not is_memory(error):
+            return False
+        let_go(error)
+        self.suspects.append(list(items))
+        return True
+
+    def free_memory(self, prefilled: dict[str, Prefilled]) -> None:
+        """After memory has run out, give back what no example uses now, with the caches `prefilled`
+        of those that wait; these will be prefilled again."""
+        if self.short_of_memory:
+            self.short_of_memory = False
+            prefilled.clear()
+            gc.collect()
+            torch.cuda.empty_cache()
 
 
 class Runner:
@@ -142,10 +167,10 @@ class Runner:
         """
         items = list(items)
         kept = kept or self.kept  # opened before a clock runs
-        return _whole_examples(items, self._transcripts(items, prefilled, kept))
+        return _whole_examples(items, self._transcripts(items, prefilled or {}, kept))
 
     def _transcripts(
-        self, items: Sequence[PreparedExample], prefilled: dict[str, Prefilled] | None, kept: CachesBetweenTurns
+        self, items: Sequence[PreparedExample], prefilled: dict[str, Prefilled], kept: CachesBetweenTurns
     ) -> Iterator[Transcript | Failed]:
         """Yield what each example gave, in the order in which they end. An example with choices
         gives one transcript per choice, because each choice runs as an example of its own
@@ -153,14 +178,17 @@ class Runner:
         shared = self.settings.questions == "shared"
         groups = by_context(items, self.engine.attachment.stage) if shared else ([item] for item in items)
         side = SideBySide(
-            RunningBatch(self.engine), deque([p for item in group for p in item.parts] for group in groups)
+            RunningBatch(self.engine),
+            self.settings.batch,
+            deque([part for item in group for part in item.parts] for group in groups),
         )
         while side.waiting or side.suspects or side.running:
             if not side.running:
                 side.alone = bool(side.suspects)
-            queue, most = (side.suspects, 1) if side.alone else (side.waiting, self.settings.batch)
-            while queue and len(side.running) < most:
-                yield from self._begun(queue.popleft(), prefilled or {}, kept, side)
+            queue, most = (side.suspects, 1) if side.alone else (side.waiting, side.most)
+            side.free_memory(prefilled)
+            while queue and len(side.running) < most and not side.short_of_memory:
+                yield from self._begun(queue.popleft(), prefilled, kept, side)
             yield from self._answered(side)
 
     def _begun(
@@ -178,7 +206,8 @@ class Runner:
             likelihood, ending = self.likelihood, self.ending
             asking = ContextSession(self.engine, kept, items, ready, context, ending, self.overflow, likelihood)
         except Exception as error:
-            yield from (Failed(item, error) for item in items)
+            if not side.tries_alone(items, error):
+                yield from (Failed(item, error) for item in items)
         else:
             yield from self._go_on(asking, side)
 
@@ -192,9 +221,11 @@ class Runner:
             running = list(side.running.values())
             side.abandon(list(side.running))
             if len(running) == 1:
-                yield side.give_up(running[0], error)
+                yield from side.give_up(running[0], error)
             else:
                 refuse_to_go_on(error)
+                let_go(error)
+                side.short_of_memory |= is_memory(error)
                 for asking in running:
                     asking.give_up()
                     side.suspects.append([asking.asked, *asking.waiting])
@@ -203,7 +234,7 @@ class Runner:
             try:
                 asking.ended(made)
             except Exception as error:
-                yield side.give_up(asking, error)
+                yield from side.give_up(asking, error)
                 continue
             if asking.answered:
                 yield asking.transcript
@@ -225,7 +256,7 @@ class Runner:
             slot = asking.next(side.batch)
         except Exception as error:
             side.abandon([slot for slot in side.batch.sequences if slot not in side.running])
-            yield side.give_up(asking, error)
+            yield from side.give_up(asking, error)
         else:
             if slot is not None:
                 side.running[slot] = asking

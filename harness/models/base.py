@@ -12,6 +12,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from harness.models.devices import check_device
+from harness.models.probe import Heads, ProbeError, on_meta, probe
 
 if TYPE_CHECKING:
     import torch
@@ -19,35 +20,35 @@ if TYPE_CHECKING:
 
 Weights = Literal["embedded", "hub", "local", "random"]
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+WINDOW = "max_position_embeddings"  # transformers' name for the longest text that a model was trained with
 SLIDING = "sliding_attention"  # transformers' name for such a layer
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 class Architecture(NamedTuple):
-    """Describe how one model class of transformers is run here."""
+    """Describe how one model class of transformers is run here.
 
-    model_type: str  # transformers' name in config.json
+    A class that has none runs, too, if its attention does what the engine computes
+    (harness/models/probe.py), by its own forward and after a comparison with `generate`."""
+
     by_blocks: bool  # its decoder layers are built as kernels/block.py describes, so engine/forward.py can run them
     unlike: str = ""  # how its decoder layers differ from those
     drops_cache: bool = False  # `generate` computes a text again that outgrows LongRoPE's original length
-    sink_logits: bool = False  # its softmax has an additional term per query head (kernels/sink_logits.py)
 
 
 ARCHITECTURES = {
-    "LlamaForCausalLM": Architecture("llama", by_blocks=True),
-    "MistralForCausalLM": Architecture("mistral", by_blocks=True),
-    "Qwen2ForCausalLM": Architecture("qwen2", by_blocks=True),
-    "Qwen3ForCausalLM": Architecture("qwen3", by_blocks=True),
-    "Phi3ForCausalLM": Architecture("phi3", by_blocks=True, drops_cache=True),
+    "LlamaForCausalLM": Architecture(by_blocks=True),
+    "MistralForCausalLM": Architecture(by_blocks=True),
+    "Qwen2ForCausalLM": Architecture(by_blocks=True),
+    "Qwen3ForCausalLM": Architecture(by_blocks=True),
+    "Phi3ForCausalLM": Architecture(by_blocks=True, drops_cache=True),
     # The text model alone (1B); the larger ones are Gemma3ForConditionalGeneration
     "Gemma3ForCausalLM": Architecture(
-        "gemma3_text", by_blocks=False, unlike="it has norms after its sublayers as well, and a GELU MLP"
+        by_blocks=False, unlike="it has norms after its sublayers as well, and a GELU MLP"
     ),
-    "GptOssForCausalLM": Architecture(
-        "gpt_oss", by_blocks=False, sink_logits=True, unlike="its MLP is a mixture of experts"
-    ),
+    "GptOssForCausalLM": Architecture(by_blocks=False, unlike="its MLP is a mixture of experts"),
 }
-SINK_LOGITS = tuple(known.model_type for known in ARCHITECTURES.values() if known.sink_logits)
+CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_k", "moe_topk")  # names in configs of the experts per token
 
 
 class ModelError(ValueError):
@@ -167,7 +168,10 @@ class ModelSource(ABC):
         """Return the model with its weights, on `device`."""
 
     def context_window(self) -> int:
-        return int(self.config().max_position_embeddings)
+        """Return the most tokens, prompt and answer together, that the model is run with."""
+        if window := getattr(self.config(), WINDOW, None):
+            return int(window)
+        raise no_window(self.identity().name)
 
     def quantised(self, config: PreTrainedConfig, model: PreTrainedModel) -> Quantised | None:
         """Describe the quantised weights of `model`, made without weights from its `config`; None if
@@ -192,6 +196,8 @@ class ModelSource(ABC):
             torch.cuda.set_device(place)
         model = self.build(target, place)
         model.train(False).requires_grad_(False)
+        if not is_listed(model):
+            self.describe()  # which raises if the engine would compute it wrongly
         for weight in model.parameters():  # at the start of a cache line, where they are read faster
             if type(weight) is torch.nn.Parameter and weight.device.type == "cpu" and weight.data_ptr() % 64:
                 weight.data = weight.data.clone()
@@ -201,34 +207,73 @@ class ModelSource(ABC):
 
 @cache
 def _described(source: ModelSource, identity: Identity) -> ModelInfo:
-    import torch
     from transformers import AutoModelForCausalLM
 
     config, auto = source.config(), cast(Any, AutoModelForCausalLM)
-    with torch.device("meta"):
-        model: PreTrainedModel = auto.from_config(config)
+    model, windows = on_meta(config, auto.from_config), sliding_windows(config)
+    heads = probed(model, identity.name) or Heads(
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+    )
     packed = source.quantised(config, model)
     saved = str(config.dtype).removeprefix("torch.")
     usual = "fp32" if packed is None else "bf16"  # transformers' default, and what quantised weights stand for
+    window = source.context_window()
     return ModelInfo(
         *identity,
-        architecture=(config.architectures or ["?"])[0],
-        window=source.context_window(),
-        trained_window=int(config.max_position_embeddings),
-        num_layers=config.num_hidden_layers,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        architecture=type(model).__name__,
+        window=window,
+        trained_window=int(getattr(config, WINDOW, None) or window),
+        num_layers=len(windows),
+        num_heads=heads.num_heads,
+        num_kv_heads=heads.num_kv_heads,
+        head_dim=heads.head_dim,
         hidden_size=config.hidden_size,
-        inner_size=config.intermediate_size,
-        chosen_experts=getattr(config, "num_experts_per_tok", 0),
+        inner_size=_number(config, "moe_intermediate_size", "intermediate_size"),
+        chosen_experts=_number(config, *CHOSEN_EXPERTS),
         vocab_size=config.vocab_size,
         num_parameters=int(model.num_parameters()),  # tied ones count once
         dtype=next((name for name, full in DTYPES.items() if full == saved), usual),
-        layer_windows=sliding_windows(config),
-        sink_logits=config.model_type in SINK_LOGITS,
+        layer_windows=windows,
+        sink_logits=any(hasattr(module, "sinks") for module in model.modules()),
         quantised=packed,
     )
+
+
+def is_listed(model: PreTrainedModel) -> bool:
+    """Return True if the class of a model is one of transformers' that is named in ARCHITECTURES,
+    and no subclass of it."""
+    kind = type(model)
+    return kind.__name__ in ARCHITECTURES and kind.__module__.startswith("transformers.")
+
+
+def probed(model: PreTrainedModel, name: str) -> Heads | None:
+    """Return how the attention of a model on the meta device is divided; None if its class is
+    listed, which needs no probe. Raise `ModelError` if the engine would compute it wrongly."""
+    if is_listed(model):
+        return None
+    try:
+        return probe(model, sliding_windows(model.config))
+    except ProbeError as reason:
+        raise ModelError(f"{name} {reason}, which is not supported: choose another model.") from reason
+
+
+def no_window(name: str) -> ModelError:
+    """Return the error for a model whose config does not say for how many tokens it is made."""
+    return ModelError(
+        f"The config of {name} has no {WINDOW}, so that nobody knows how long a text it reads: set model.window to "
+        "what it was trained with."
+    )
+
+
+def _number(config: PreTrainedConfig, *names: str) -> int:
+    """Return the first of the numbers with these names that a config has: the largest one of a
+    list, which says it for each layer. 0 if it has none."""
+    for name in names:
+        if (value := getattr(config, name, None)) is not None:
+            return int(max(value) if isinstance(value, (list, tuple)) else value)
+    return 0
 
 
 def torch_dtype(name: str) -> torch.dtype:

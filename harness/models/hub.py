@@ -7,11 +7,12 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evals.data import value_of
-from harness.models.base import ARCHITECTURES, Identity, ModelError, ModelSource, Quantised
+from harness.models.base import WINDOW, Identity, ModelError, ModelSource, Quantised, no_window
 from harness.models.quantised import check_scales, check_scheme, complete, loading, quantisation, quantised
 from harness.models.snapshots import fingerprint, has_weights, headers, snapshot
 
@@ -24,12 +25,24 @@ _ROPE = {"rope_theta?": "a number above 0", "factor?": "a number above 0", "part
 CONFIG = {  # the parts of config.json that are read here; transformers checks what it reads
     "architectures?": ["text"],
     "quantization_config?": "an object",
-    "attn_logit_softcapping?": "a number",
-    "use_bidirectional_attention?": "true or false",
+    "model_type?": "text",
+    "is_encoder_decoder?": "true or false",
+    **{f"{key}?": "a number" for key in ("attn_logit_softcapping", "kv_lora_rank", "attention_chunk_size")},
+    **{f"{key}?": "true or false" for key in ("use_bidirectional_attention", "add_cross_attention", "alibi")},
+    "num_kv_shared_layers?": "a number",
     "rope_parameters?": _ROPE,
     "rope_scaling?": _ROPE,
     "rope_theta?": "a number above 0",
     "partial_rotary_factor?": "a number",
+}
+REFUSED = {  # what a value in config.json says that a model does and that the engine cannot do
+    "attn_logit_softcapping": "caps its attention logits",
+    "use_bidirectional_attention": "attends to later tokens too (it embeds texts)",
+    "kv_lora_rank": "compresses keys and values together (multi-head latent attention, MLA)",
+    "attention_chunk_size": "attends within chunks of the text",
+    "num_kv_shared_layers": "has layers that share keys and values",
+    "add_cross_attention": "attends to the output of an encoder (cross attention)",
+    "alibi": "places tokens by a bias of its logits (ALiBi)",
 }
 FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of types that need no decoding
 ROPE_THETA_SINCE = (4, 33)  # transformers, of Llama; every other architecture here has had it from its first release
@@ -49,8 +62,8 @@ class HuggingFace(ModelSource):
     def __post_init__(self) -> None:
         if self.trust_remote_code:
             raise ModelError(
-                "model.trust_remote_code=true is refused: code from a model repository is never run here, and the "
-                f"supported architectures ({', '.join(ARCHITECTURES)}) need none; leave it false."
+                "model.trust_remote_code=true is refused: code from a model repository is never run here, and what "
+                "runs here needs none; leave it false."
             )
         if not self.name:
             raise ModelError("model.name is empty: give a hub id (owner/name) or the path of a local folder.")
@@ -73,7 +86,12 @@ class HuggingFace(ModelSource):
         return config
 
     def context_window(self) -> int:
-        return self.window or super().context_window()
+        if self.window:
+            return self.window
+        name = self.config().attribute_map.get(WINDOW, WINDOW)
+        if read_config(self.folder()).get(name) is None:  # the model's class has a number, but the same for all
+            raise no_window(self.name)
+        return super().context_window()
 
     def quantised(self, config: PreTrainedConfig, model: PreTrainedModel) -> Quantised | None:
         return quantised(config, model)
@@ -157,24 +175,55 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def check_config(config: dict[str, Any], name: str) -> None:
     """Raise `ModelError`, which names the cause, if the engine would compute the model wrongly."""
-    architecture = (config.get("architectures") or ["no architecture"])[0]
-    if architecture not in ARCHITECTURES:
-        raise ModelError(f"{name} is {architecture}, which is not supported: choose one of {', '.join(ARCHITECTURES)}.")
+    _check_class(config, name)
     check_scheme(config, name)
-    if cap := config.get("attn_logit_softcapping"):
-        raise ModelError(f"{name} caps its attention logits at {cap}, which is not supported: choose another.")
-    if config.get("use_bidirectional_attention"):
-        raise ModelError(f"{name} attends to later tokens too (it embeds texts), which is not supported.")
+    for key, does in REFUSED.items():
+        if value := config.get(key):
+            raise ModelError(f"{name} {does} ({key}={value}), which is not supported: choose another model.")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not _has_rope_theta(config, rope):
+    if _rotates(config) and not _has_rope_theta(config, rope):
         raise ModelError(
             f"The config.json of {name} lacks rope_theta, by which the model turns keys and queries, and transformers "
             "would take a number of its own: add the one that the model was trained with (in a local copy, if need be)."
         )
+    _check_one_base(config, rope, name)
     _check_rope_types(rope, name)
     partial = config.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0))
     if partial not in (None, 1.0):
         raise ModelError(f"{name} rotates only {partial:.0%} of each head, which is not supported: choose another.")
+
+
+def _check_class(config: Mapping[str, Any], name: str) -> None:
+    """Raise `ModelError` unless the model's class is one with which transformers continues texts:
+    it needs no code of the repository, and is neither an encoder nor one that has an encoder."""
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    architecture, kind = (config.get("architectures") or ["no architecture"])[0], str(config.get("model_type"))
+    if kind not in CONFIG_MAPPING and config.get("auto_map"):
+        raise ModelError(
+            f"{name} is {architecture}, which needs code of its repository, and that is never run here: use a "
+            "checkpoint in transformers' own form (often one whose name ends in -hf)."
+        )
+    if config.get("is_encoder_decoder"):
+        raise ModelError(f"{name} is {architecture}, an encoder-decoder, which is not supported: choose another model.")
+    if architecture != MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind):
+        raise ModelError(
+            f"{name} is {architecture} (model_type={kind}), with which transformers continues no text: choose a model "
+            "whose config.json names a ...ForCausalLM."
+        )
+
+
+def _check_one_base(config: Mapping[str, Any], rope: Mapping[str, Any], name: str) -> None:
+    """Raise `ModelError` if a config names two different bases of the rotation (`rope_theta`), of
+    which transformers would silently take one."""
+    outer, whole = config.get("rope_theta"), rope.get("full_attention")
+    inner = (whole if isinstance(whole, Mapping) else rope).get("rope_theta")
+    if None not in (outer, inner) and outer != inner:
+        raise ModelError(
+            f"The config.json of {name} names two bases of the rotation, rope_theta={outer} and rope_theta={inner} in "
+            "its part about the rotation: remove the one that the model was not trained with."
+        )
 
 
 def _check_rope_types(rope: Mapping[str, Any], name: str) -> None:
@@ -190,6 +239,13 @@ def _check_rope_types(rope: Mapping[str, Any], name: str) -> None:
                 f"The config.json of {name} asks for rope_type={rope_type}, which is unknown: correct it to what the "
                 f"model was trained with, one of {', '.join(known)}."
             )
+
+
+def _rotates(config: Mapping[str, Any]) -> bool:
+    """Return True if models of a config's type place tokens by rotating keys."""
+    from transformers import CONFIG_MAPPING
+
+    return "rope_parameters" in signature(CONFIG_MAPPING[config["model_type"]].__init__).parameters
 
 
 def _has_rope_theta(config: Mapping[str, Any], rope: Mapping[str, Any]) -> bool:

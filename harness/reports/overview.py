@@ -95,7 +95,7 @@ def _of_row(entry: ReportRow) -> Iterator[str]:
     if row["status"] != "complete":
         yield f"{entry.title}: {row['status']} after {row['num_examples']} examples"
     if row.get("num_failed"):
-        yield f"{entry.title}: {row['num_failed']} examples failed and are left out"
+        yield f"{entry.title}: {row['num_failed']} of {row['num_failed'] + row['num_examples']} examples failed"
     asked, read = row["budget"]["asked"], row["budget"]["attended"]["share"]
     plain = config.get("budget_rule", "read") == "read" and config.get("align", "tokens") == "tokens"
     plain = plain and not config.get("dense_layers")

@@ -58,7 +58,8 @@ class Run:
         self.info = self._before or {"identity_sha256": digest, SETTINGS: files.plain(config)}
         if not (folder / CONFIG).is_file():
             files.write_yaml(folder / CONFIG, self.info[SETTINGS])  # for people: nobody reads it back
-        self._ids = {record.id for record in read_records(folder)}
+        records, failed = _read_examples(folder)
+        self._ids, self.failed_before = {record.id for record in records}, {example.id for example in failed}
         self._begun = self._closed = False
         self.info = _continued(self.info, len(self._ids)) | {"status": "running", "started": now()}
         (folder / EXAMPLES).touch()
@@ -96,6 +97,10 @@ class Run:
         """Return the path of a run's folder, which need not exist."""
         names = [re.sub(r"[^A-Za-z0-9._+]+", "_", name) for name in (task, method)]
         return root / "-".join([*names, files.digest(identity)[:8]])
+
+    @property
+    def has_records(self) -> bool:
+        return bool(self._ids)
 
     def contains(self, example_id: str) -> bool:
         return example_id in self._ids

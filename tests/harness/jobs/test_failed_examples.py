@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
+from weakref import ref
 
 import pytest
 import torch
 
+from evals.base import Example, Score
+from evals.niah import Niah
+from harness.config.errors import one_sentence
 from harness.config.settings import GenerationSettings, Results, Settings
 from harness.engine.attach import attached
+from harness.engine.batch.running_sequence import Generation
 from harness.engine.engine import Engine, NotFiniteError
 from harness.jobs.evaluate import evaluate, evaluate_together
 from harness.jobs.job import Job
@@ -22,7 +29,7 @@ from methods.base import CacheState, KVLayer, LayerSpec, Method
 from methods.full import Full
 from methods.streaming import Streaming
 from tests.fast import MODEL, niah
-from tests.harness.jobs.test_questions import Retold
+from tests.harness.jobs.test_questions import Balances, Retold
 from tests.tiny import prompt, tiny
 
 Damage = Callable[..., HuggingFace]
@@ -150,31 +157,160 @@ def test_a_run_whose_examples_all_fail_ends_with_their_error(
     assert len(evaluate(Moody(), task, MODEL, settings(tmp_path, shared_prefill=shared)).records) == 2
 
 
-@pytest.mark.parametrize(("batch", "tried"), [(1, 4), (2, 7)])
-def test_three_batches_in_a_row_that_fail_end_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], batch: int, tried: int
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_run_in_which_nothing_succeeds_ends_after_three_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int
 ) -> None:
-    monkeypatch.setattr(Moody, "at", {number: "decode" for number in range(1, 20)})
+    monkeypatch.setattr(Moody, "at", dict.fromkeys(range(3 * batch), "start"))
+    task, wanted = niah(depths=9), settings(tmp_path, batch=batch)
     with pytest.raises(ValueError, match="not today"):
-        evaluate(Moody(), niah(depths=12), MODEL, settings(tmp_path, batch=batch))
+        evaluate(Moody(), task, MODEL, wanted)
     (folder,) = tmp_path.iterdir()
     stored = load(folder)
-    assert (stored.status, len(stored.failed)) == ("failed", 3 * batch)
-    assert len(Moody.made) == tried
+    assert (stored.status, len(stored.records), len(stored.failed)) == ("failed", 0, 3 * batch)
+    monkeypatch.setattr(Moody, "at", dict.fromkeys(range(len(Moody.made) + 9 - 3 * batch, 99), "start"))
+    again = evaluate(Moody(), task, MODEL, wanted)  # which tries last what failed, so that the others get their turn
+    assert (again.status, len(again.records)) == ("complete", 9 - 3 * batch)
+    assert {failed.id for failed in again.failed} == {failed.id for failed in stored.failed}
 
 
 @both
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError, OSError, torch.AcceleratorError])
-def test_what_no_other_example_survives_ends_a_run_at_once(
+def test_however_many_fail_in_a_row_the_others_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], shared: bool
+) -> None:
+    monkeypatch.setattr(Moody, "at", dict.fromkeys(range(1, 6), "decode"))
+    made = evaluate(Moody(), niah(depths=7), MODEL, settings(tmp_path, shared_prefill=shared))
+    assert (made.status, len(made.records), len(made.failed)) == ("complete", 2, 5)
+    assert "complete with 5 failed; the same command tries them again" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("questions", ["separate", "shared"])
+def test_of_several_questions_on_a_context_one_may_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int, questions: str
+) -> None:
+    changes = {"protocol": "context", "questions": questions, "batch": batch}
+    whole = evaluate(Streaming(), Balances(), MODEL, settings(tmp_path / "whole", **changes))
+    really, wrong = ContextSession.ended, "1/2"
+
+    def ended(self: ContextSession, made: Generation) -> None:
+        if self.asked.example.id == wrong:
+            raise ValueError("not today")
+        really(self, made)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ContextSession, "ended", ended)
+        made = evaluate(Streaming(), Balances(), MODEL, settings(tmp_path, **changes))
+    expected = {record.id: record.tokens for record in whole.records}
+    assert [failed.id for failed in made.failed] == [wrong]
+    assert {record.id: record.tokens for record in made.records} | {wrong: expected[wrong]} == expected
+    again = evaluate(Streaming(), Balances(), MODEL, settings(tmp_path, **changes))
+    assert {record.id: record.tokens for record in again.records} == expected
+
+
+@dataclass(frozen=True)
+class Picky(Niah):
+    """Its score is NaN in one example, and raises in another."""
+
+    def score(self, example: Example, output: str) -> Score:
+        if example.id.endswith("33.3/0"):
+            return Score(0.5, {"found": float("nan")})
+        if example.id.endswith("66.7/0"):
+            raise KeyError("found")
+        return super().score(example, output)
+
+
+def test_an_answer_that_cannot_be_scored_fails_its_example(tmp_path: Path) -> None:
+    made = evaluate(Streaming(), Picky(**vars(niah())), MODEL, settings(tmp_path))
+    assert [failed.error.partition(":")[0] for failed in made.failed] == ["RecordError", "KeyError"]
+    assert (made.status, len(made.records)) == ("complete", 2)
+
+
+# memory and the device
+
+
+@both
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError])
+def test_an_example_for_which_memory_does_not_suffice_fails_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception], shared: bool
 ) -> None:
     monkeypatch.setattr(Moody, "at", {1: "decode"})
     monkeypatch.setattr(Moody, "error", error)
-    with pytest.raises(error, match="not today"):
-        run(tmp_path, shared_prefill=shared)
+    made = run(tmp_path, shared_prefill=shared)
+    assert (made.status, len(made.records), len(made.failed)) == ("complete", 3, 1)
+    assert "Out of memory" in made.failed[0].error
+
+
+@pytest.mark.parametrize(("phase", "shared"), [("start", False), ("seal", False), ("decode", False), ("seal", True)])
+def test_sequences_that_do_not_fit_together_run_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str, shared: bool
+) -> None:
+    """Memory holds two caches, and one alone of the longest."""
+    task = niah(lengths=[400, 440, 480], depths=2)
+    whole = evaluate(Streaming(), task, MODEL, settings(tmp_path / "whole", batch=3))
+    known, ran_out, begin = list[ref[KVLayer]](), list[int](), Streaming.start
+
+    def start(self: Any, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
+        def full(*arguments: Any) -> Any:
+            gc.collect()
+            alive = [layer() for layer in known if layer()]
+            if len(alive) > 2 or (cache.request.capacity > 450 and len(alive) > 1):
+                ran_out.append(len(alive))
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return really(*arguments) if really else None
+
+        layers, really = begin(self, specs, cache), None
+        known.append(ref(layers[-1]))
+        if phase == "start":
+            full()
+        else:
+            really = getattr(layers[-1], phase)
+            setattr(layers[-1], phase, full)
+        return layers
+
+    monkeypatch.setattr(Moody, "start", start)
+    made = evaluate(Moody(), task, MODEL, settings(tmp_path, batch=3, shared_prefill=shared))
+    assert ran_out
+    assert not made.failed
+    assert {one.id: one.tokens for one in made.records} == {one.id: one.tokens for one in whole.records}
+
+
+def test_memory_that_ends_while_weights_load_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_weights(job: Job) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4 GiB")
+
+    monkeypatch.setattr(Job, "load", load_weights)
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        run(tmp_path)
+    assert one_sentence(raised.value).startswith("Out of memory (CUDA out of memory. Tried to allocate 4 GiB): use ")
+    (folder,) = tmp_path.iterdir()
+    assert (load(folder).status, load(folder).failed) == ("failed", [])
+
+
+class _Cuda(RuntimeError):
+    def __init__(self, text: str) -> None:
+        super().__init__(
+            f"CUDA error: device-side assert triggered ({text})\nCUDA kernel errors might be reported later"
+        )
+
+
+@both
+@pytest.mark.parametrize(("error", "batch"), [(_Cuda, 1), (_Cuda, 2), (OSError, 1), (torch.AcceleratorError, 1)])
+def test_what_no_other_example_survives_ends_a_run_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception], shared: bool, batch: int
+) -> None:
+    monkeypatch.setattr(Moody, "at", {batch: "decode"})
+    monkeypatch.setattr(Moody, "error", error)
+    with pytest.raises(error, match="not today") as raised:
+        run(tmp_path, shared_prefill=shared, batch=batch)
     (folder,) = tmp_path.iterdir()
     stored = load(folder)
-    assert (stored.status, len(stored.records), stored.failed) == ("failed", 1, [])
+    assert (stored.status, len(stored.records), stored.failed) == ("failed", batch, [])
+    text = one_sentence(raised.value)
+    assert ("cannot use the GPU any more. Run the same command again" in text) == (error is not OSError)
+    assert "\n" not in text
+    monkeypatch.setattr(Moody, "at", {})
+    assert len(run(tmp_path, shared_prefill=shared, batch=batch).records) == 4
 
 
 def test_a_conversation_that_fails_in_a_later_turn_leaves_the_others_alone(

@@ -234,6 +234,8 @@ def test_a_sliding_window_limits_the_length(saved: Callable[[str], Path]) -> Non
     ("changes", "message"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "is GPT2LMHeadModel"),
+        ({"architectures": None}, "is no architecture"),
+        ({"rope_theta": 5e5}, "rope_theta=500000.0 and rope_theta=10000.0"),
         ({"partial_rotary_factor": 0.75}, "75%"),
         ({"attn_logit_softcapping": 50.0}, "50\.0"),
         ({"use_bidirectional_attention": True}, "later tokens"),
@@ -252,6 +254,16 @@ def test_configs_that_would_be_computed_wrongly_are_refused(
     edit(folder / "config.json", **changes)
     with pytest.raises((ModelError, TaskError), match=message):
         local(folder).describe()
+
+
+def test_a_window_that_no_config_names_must_be_asked_for(saved: Callable[[str], Path]) -> None:
+    file = saved("llama") / "config.json"
+    config = json.loads(file.read_text())
+    del config["max_position_embeddings"]
+    file.write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"no max_position_embeddings.*model\.window"):
+        local(file.parent).describe()
+    assert local(file.parent, window=300).describe().limit == 300
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,229 @@
+"""Finds out, without weights, whether the engine runs a model class that is not in ARCHITECTURES.
+
+The model is built on torch's meta device, where tensors have a shape and no contents, and reads a
+few tokens as the engine would let it. An attention function, a mask function and a cache that only
+take notes stand where the engine has its own. What they note decides: a model is refused by what
+its attention does, whatever its name is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+NAME = "kv_harness_probe"
+TOKENS = 3  # that the model reads
+LONGEST = 20  # masks are compared at positions up to 2 to the power of this
+PASSED = {  # keywords that attention modules pass on and that the engine's attention function knows
+    "dropout", "scaling", "position_ids", "use_cache", "output_router_logits", "output_attentions",
+    "sliding_window", "s_aux",
+}  # fmt: skip
+MEANINGS = {"softcap": "caps its attention logits", "is_causal": "says itself what its attention may see"}
+
+
+class ProbeError(ValueError):
+    """Say what an attention module does that the engine would compute wrongly, as the end of a
+    sentence whose subject is the model."""
+
+
+class Heads(NamedTuple):
+    """Say how the attention of every layer of a model is divided."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+class _Call(NamedTuple):
+    """Hold what one attention module passed to the attention function."""
+
+    module: nn.Module
+    query: tuple[int, ...]
+    key: tuple[int, ...]
+    value: tuple[int, ...]
+    mask: Tensor | None
+    keywords: Mapping[str, Any]
+
+
+class _Cache:
+    """Stand in the place of the engine's cache: it returns what it is given and notes the layers."""
+
+    is_compileable = False
+
+    def __init__(self, layers: int) -> None:
+        self.is_sliding = [False] * layers
+        self.updated: list[int] = []
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        self.updated.append(layer_idx)
+        return key, value
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return 2**LONGEST
+
+
+def on_meta(config: PreTrainedConfig, kind: Callable[[PreTrainedConfig], Any]) -> PreTrainedModel:
+    """Return the model that `kind` makes of a copy of `config`, on the meta device and in bf16, in
+    which grouped products of experts have a meta form."""
+    import torch
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = kind(deepcopy(config))
+    finally:
+        torch.set_default_dtype(before)
+    return model.eval()
+
+
+def probe(model: PreTrainedModel, windows: Sequence[int | None]) -> Heads:
+    """Return how the attention of `model`, which lies on the meta device, is divided. Raise
+    `ProbeError` if the engine would compute the model wrongly. `windows`: how many tokens each
+    layer sees by the model's config; None for all."""
+    modules = _attention_modules(model)
+    calls, masks, cache = _noted(model, modules)
+    if [call.module for call in calls] != modules:
+        counted = f"{len(calls)} calls from {len(modules)} layers"
+        raise ProbeError(f"does not attend once per layer through transformers' attention interface ({counted})")
+    if cache.updated != list(range(len(modules))):
+        raise ProbeError("has layers that share keys and values, or store none")
+    for index, (call, window) in enumerate(zip(calls, windows, strict=True)):
+        if reason := _unlike(call, window, masks):
+            raise ProbeError(f"{reason} (layer {index}, {type(call.module).__name__})")
+    divided = {Heads(call.query[1], call.key[1], call.query[3]) for call in calls}
+    if len(divided) > 1:
+        sizes = ", ".join(f"{heads}/{groups} heads of {size}" for heads, groups, size in sorted(divided))
+        raise ProbeError(f"divides the attention of its layers in several ways ({sizes})")
+    return divided.pop()
+
+
+def _attention_modules(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the attention modules of the decoder layers, in order. Raise `ProbeError` if the model
+    is not built of such layers."""
+    if model.config.is_encoder_decoder:
+        raise ProbeError("is an encoder-decoder")
+    if model._is_stateful:
+        raise ProbeError("keeps a state beside keys and values (linear attention or a state space)")
+    decoder: Any = model.get_decoder()
+    layers = getattr(decoder, "layers", ())
+    modules: list[Any] = [getattr(layer, "self_attn", None) for layer in layers]
+    if not modules or None in modules:
+        raise ProbeError("is not built of decoder layers that have a `self_attn` each, as Llama is")
+    if not hasattr(decoder, "rotary_emb"):
+        raise ProbeError("places tokens in another way than by rotating keys (learned positions or ALiBi)")
+    if getattr(model.config, "add_cross_attention", False):
+        raise ProbeError("attends to the output of an encoder (cross attention)")
+    return modules
+
+
+def _noted(
+    model: PreTrainedModel, modules: list[nn.Module]
+) -> tuple[list[_Call], dict[int, tuple[Tensor, Any]], _Cache]:
+    """Let the model read a few tokens. Return the calls of attention, the masks that it was told of
+    (by the id of the tensor that stands for one), and the cache."""
+    import torch
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    calls: list[_Call] = []
+    masks: dict[int, tuple[Tensor, Any]] = {}
+    cache: Any = _Cache(len(modules))
+
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **keywords: Any
+    ) -> tuple[Tensor, None]:
+        calls.append(_Call(module, tuple(query.shape), tuple(key.shape), tuple(value.shape), attention_mask, keywords))
+        return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2).contiguous(), None
+
+    def mask(*_: Any, mask_function: Any = None, **__: Any) -> Tensor:
+        standing = torch.empty(1, 1, TOKENS, TOKENS, device="meta", dtype=torch.bool)
+        masks[id(standing)] = standing, mask_function
+        return standing
+
+    def before(module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        rotation = keywords.get("position_embeddings")
+        given = isinstance(rotation, tuple) and len(rotation) == 2 and all(torch.is_tensor(part) for part in rotation)
+        if not given:
+            raise ProbeError(f"does not give its {type(module).__name__} cos and sin of the positions")
+        if keywords.get("past_key_values") is not cache or not (args or "hidden_states" in keywords):
+            raise ProbeError(f"does not give its {type(module).__name__} the cache and the states as Llama does")
+
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, mask)
+    hooks = [module.register_forward_pre_hook(before, with_kwargs=True) for module in modules]
+    ids = torch.zeros(1, TOKENS, dtype=torch.int64, device="meta")
+    places = torch.arange(TOKENS, device="meta")[None]
+    try:
+        model.set_attn_implementation(NAME)
+        with torch.device("meta"), torch.no_grad():
+            model(ids, position_ids=places, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    except ProbeError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise ProbeError(f"does not run as a decoder with a cache of keys and values does ({reason})") from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls, masks, cache
+
+
+def _unlike(call: _Call, window: int | None, masks: Mapping[int, tuple[Tensor, Any]]) -> str | None:
+    """Return how one attention call differs from causal attention as the engine computes it; None
+    if it does not. `window`: how many tokens the layer sees by the model's config, None for all."""
+    _, heads, tokens, width = call.query
+    if call.key != call.value:
+        return f"has keys of {call.key[-1]} channels and values of {call.value[-1]} (latent attention)"
+    if heads % call.key[1] or call.key[2:] != (tokens, width):
+        return f"has queries {list(call.query)} and keys {list(call.key)}"
+    passed = {name: given for name, given in call.keywords.items() if given is not None}
+    for name in sorted(passed.keys() - PASSED):
+        return MEANINGS.get(name, f"passes {name} to its attention")
+    module: Any = call.module
+    if passed.get("dropout"):
+        return "has dropout in its attention"
+    if passed.get("output_attentions"):
+        return "asks for attention weights"
+    if "s_aux" in passed and not hasattr(module, "sinks"):
+        return "has sink logits elsewhere than in `sinks`"
+    if not getattr(module, "is_causal", True):
+        return "attends to later tokens too"
+    expected = {"scaling": passed.get("scaling"), "head_dim": width, "num_key_value_groups": heads // call.key[1]}
+    for name, given in expected.items():
+        if given is None or getattr(module, name, None) != given:
+            return f"attends with {name}={given}, which its module does not say"
+    if call.mask is None or id(call.mask) not in masks:
+        return "does not take its mask from transformers' mask functions"
+    return None if _is_causal(masks[id(call.mask)][1], window) else _seen(window)
+
+
+def _seen(window: int | None) -> str:
+    wanted = "all tokens up to its own" if window is None else f"the {window} tokens that its config names"
+    return f"lets a token see others than {wanted} (in both directions, in chunks or within another window)"
+
+
+def _is_causal(mask_function: Any, window: int | None) -> bool:
+    """Return True if a mask function of transformers lets each token see all that precede it, or
+    `window` of them. It is asked for pairs of positions that are far apart and for neighbours."""
+    import torch
+
+    near = {0, *(2**power + step for power in range(LONGEST) for step in (-1, 0, 1))}
+    near |= {place + step for place in near if window is not None for step in (window - 1, window)}
+    places = torch.tensor(sorted(near), device="cpu")
+    query, key = places[:, None], places[None]
+    expected = key <= query if window is None else (key <= query) & (key > query - window)
+    zero = torch.zeros((), dtype=torch.int64, device="cpu")
+    return bool(torch.equal(mask_function(zero, zero, query, key).expand_as(expected), expected))
