@@ -15,6 +15,7 @@ from harness.config.settings import Settings
 from harness.engine.attach import observer
 from harness.engine.hf import layer_specs
 from harness.jobs.examples import prepare
+from harness.jobs.model_check import check_against_generate
 from harness.jobs.resolve import resolve
 from harness.models.base import ModelSource, load
 from harness.reports.pictures import figures
@@ -35,6 +36,7 @@ def observe(name: str, observation: Observation, task: Task, model: ModelSource,
     settings = resolve(wanted, Full(), info).settings
     item = prepare(task, model, settings)[0]
     loaded = load(model, settings.dtype, settings.device)
+    check_against_generate(loaded, item.prompt.ids)
     specs = layer_specs(loaded.model)
     ids = torch.tensor([item.prompt.ids])
     inputs = observer(loaded.model, specs, ids)(ids.shape[1])

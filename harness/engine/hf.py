@@ -215,7 +215,7 @@ class Rotary:
         self.rotary, self.device, self.module = rotary, device, module
         own = rotary.own if isinstance(rotary, TextRotary) else rotary
         kinds = getattr(own, "layer_types", None)  # Gemma 3 has a rotation per kind of layer
-        self.kind = () if kinds is None else (module.layer_type,)
+        self.kind = () if kinds is None else (module.config.layer_types[module.layer_idx],)
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         return _rotation(self.module, self._ask(positions))

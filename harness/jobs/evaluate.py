@@ -196,6 +196,8 @@ class _OpenRun(Run):
         later, even after an error."""
         job = self.job
         self.note(provenance=provenance(job.settings.device), **job.facts())
+        if (checked := job.checked(loaded)) is not None:
+            self.note(model_check=checked)
         with Usage(loaded.model.device) as usage:
             attachment = job.attachment(loaded, self.info)
         if measured := job.method.measured(attachment.prepared):

@@ -20,6 +20,7 @@ from harness.engine.attach import Attachment
 from harness.jobs.examples import PreparedExample, prepare
 from harness.jobs.machine import check_machine, refuse
 from harness.jobs.memory import CacheSpec, MemoryForecast, needed, size
+from harness.jobs.model_check import check_against_generate
 from harness.jobs.resolve import codec_of, resolve, resolve_for_examples
 from harness.models.base import LoadedModel, ModelError, ModelSource, is_loaded, load
 from harness.prompts.prompt import calibration_text
@@ -135,7 +136,8 @@ class Job:
 
     def load(self) -> LoadedModel:
         """Load the model, and set the threads and the order of backends of this process. Raise
-        `ModelError` if the model's files have changed since the job was planned."""
+        `ModelError` if the model's files have changed since the job was planned, or if the engine
+        does not compute it as `model.generate` does."""
         if self.settings.threads is not None:
             torch.set_num_threads(self.settings.threads)
         ops.prefer(orders(self.settings.backends))
@@ -144,7 +146,13 @@ class Job:
             raise ModelError(
                 f"the files of {loaded.name} changed since this run was planned: run the same command again."
             )
+        self.checked(loaded)
         return loaded
+
+    def checked(self, loaded: LoadedModel) -> dict[str, Any] | None:
+        """Return how the loaded model compares with `model.generate`; None if its class is
+        listed."""
+        return check_against_generate(loaded, self.items[0].prompt.ids)
 
     def attachment(self, loaded: LoadedModel, info: Mapping[str, Any]) -> Attachment:
         """Return the pair of the loaded model and this job's method (see `attach`). `info` is

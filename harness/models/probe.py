@@ -75,18 +75,13 @@ class _Cache:
         return 2**LONGEST
 
 
-def on_meta(config: PreTrainedConfig, kind: Callable[[PreTrainedConfig], Any]) -> PreTrainedModel:
-    """Return the model that `kind` makes of a copy of `config`, on the meta device and in bf16, in
-    which grouped products of experts have a meta form."""
+def on_meta(config: PreTrainedConfig, make: Callable[..., Any]) -> PreTrainedModel:
+    """Return the model that `make(config, dtype=...)` makes of a copy of `config`, on the meta
+    device, and in bf16, because grouped products of experts have no meta form in fp32."""
     import torch
 
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device("meta"):
-            model: PreTrainedModel = kind(deepcopy(config))
-    finally:
-        torch.set_default_dtype(before)
+    with torch.device("meta"):
+        model: PreTrainedModel = make(deepcopy(config), dtype=torch.bfloat16)
     return model.eval()
 
 

@@ -4,7 +4,7 @@ commit, settings."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -25,10 +25,20 @@ def conditions(table: Comparison) -> Iterator[str]:
     value."""
     entries = table.entries
     yield "prompts: " + "; ".join(_prompts([record for entry in entries for record in entry.run.records]))
+    yield from dict.fromkeys(_checked(check) for entry in entries if (check := entry.run.info.get("model_check")))
     for subjects in SUBJECTS:
         yield "; ".join(_per_row(subject, entries) for subject in subjects)
     if common := _common_settings([entry.run for entry in entries]):
         yield f"settings: {common}"
+
+
+def _checked(check: Mapping[str, Any]) -> str:
+    """Return how a model that is in no list was compared with `generate`, as text.
+    `check`: what run.json says of it."""
+    return (
+        f"model: checked against generate on {check['tokens']} tokens and {check['new_tokens']} new ones; its logits "
+        f"differ by {check['difference']:.1e} of their spread"
+    )
 
 
 def origin(run: StoredRun) -> dict[str, Any]:

@@ -27,9 +27,10 @@ from harness.engine.hf import routed
 from harness.engine.sampling import Greedy, Sampled, Sampler
 from harness.jobs.job import attach
 from harness.jobs.machine import check_machine
+from harness.jobs.model_check import check_against_generate
 from harness.jobs.resolve import resolve
 from harness.models.base import LoadedModel, load
-from harness.prompts.prompt import check_keywords, in_template
+from harness.prompts.prompt import calibration_text, check_keywords, in_template
 from harness.prompts.stops import StopRule
 from harness.terminal.notices import alike, say_once, warn
 from kernels import ops
@@ -82,6 +83,7 @@ def ready(words: Mapping[str, Any], config_dir: str | None = None) -> tuple[Load
     ops.prefer(orders(settings.backends))
     loaded = load(source, settings.dtype, settings.device, settings.template_kwargs)
     check_keywords(loaded.tokenizer, settings.template_kwargs or {})
+    check_against_generate(loaded, calibration_text(loaded.tokenizer))
     attachment = attach(loaded, resolved.method, resolved.budget, settings)
     graphs = CudaGraphs(loaded.model.device) if settings.graphs == "on" else None
     return loaded, Engine(attachment, prefill_chunk=settings.prefill_chunk, graphs=graphs), settings

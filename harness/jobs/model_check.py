@@ -1,0 +1,114 @@
+"""Compares a model that is not in ARCHITECTURES with transformers' own loop, `model.generate`.
+
+What its attention does is known to be what the engine computes (harness/models/probe.py). Its
+numbers are compared all the same, once for each revision, dtype and version, on the first tokens of
+the first prompt: Full, with the prompt in chunks, against `generate`. The result stays in the
+user's cache, so that later processes need not compute it again."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.engine.attach import attached
+from harness.engine.engine import Engine
+from harness.models.base import DTYPES, LoadedModel, ModelError, is_listed
+from harness.models.embedded import cache_root
+from harness.results.files import digest, read_json, write_json
+from harness.results.identity import CORE_VERSION
+from harness.results.records import StoreError
+from harness.terminal.notices import say_once
+from methods.full import Full
+
+PROMPT_TOKENS, NEW_TOKENS, CHUNK = 512, 8, 192
+ROUNDING = {"fp32": 1e-3, "fp16": 0.03, "bf16": 0.1}  # the most by which logits may differ, as a share of their spread
+
+_known: dict[str, dict[str, Any]] = {}  # the outcomes of this process, by key
+
+
+def check_against_generate(loaded: LoadedModel, prompt: Sequence[int]) -> dict[str, Any] | None:
+    """Return how Full compares with `model.generate`, as run.json stores it; None for a model in
+    ARCHITECTURES, which the tests compare. `prompt`: token ids, of which the first are used. Raise
+    `ModelError` if the two do not compute the same."""
+    if is_listed(loaded.model):
+        return None
+    kind, dtype = type(loaded.model).__name__, _dtype(loaded)
+    versions = {name: version(name) for name in ("torch", "transformers")}
+    own = {"class": kind, "model": loaded.name, "revision": loaded.revision, "dtype": dtype, "core": CORE_VERSION}
+    own |= versions | {"device": loaded.model.device.type}
+    key = digest(own)
+    file = cache_root() / "checked" / f"{key[:32]}.json"
+    if key not in _known:
+        with suppress(OSError, StoreError):
+            _known[key] = read_json(file)["outcome"]
+    if key not in _known:
+        outcome = _compared(loaded, prompt, dtype)
+        with suppress(OSError):  # if the cache cannot be written, every process compares them
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_json(file, own | {"outcome": outcome})
+        say_once(
+            f"{kind} is in no list of models: compared with generate on {outcome['tokens']} tokens, its logits differ "
+            f"by {outcome['difference']:.1e} of their spread"
+        )
+        _known[key] = outcome
+    return _known[key]
+
+
+def _dtype(loaded: LoadedModel) -> str:
+    return next(name for name, full in DTYPES.items() if loaded.model.dtype == getattr(torch, full))
+
+
+@torch.inference_mode()
+def _compared(loaded: LoadedModel, prompt: Sequence[int], dtype: str) -> dict[str, Any]:
+    room = loaded.window - NEW_TOKENS
+    ids = torch.tensor([prompt[: min(PROMPT_TOKENS, room)]], device=loaded.model.device)
+    theirs, answer = _of_generate(loaded.model, ids)
+    ours = _of_engine(loaded.model, ids, answer)
+    most = ROUNDING[dtype]
+    spread = (theirs - theirs.mean(-1, keepdim=True)).norm()
+    difference = float((ours - theirs).norm() / spread)
+    chosen, best = ours.argmax(-1), theirs.argmax(-1)
+    lost = theirs.gather(-1, best[:, None]) - theirs.gather(-1, chosen[:, None])  # 0 where both choose the same
+    others = (lost[:, 0] > most * theirs.std(-1)).nonzero().flatten().tolist()
+    if difference <= most and not others:
+        return {"tokens": ids.shape[1], "new_tokens": len(theirs), "difference": difference}
+    at = f"; token {others[0] + 1} is {chosen[others[0]]} here and {best[others[0]]} there" if others else ""
+    raise ModelError(
+        f"{loaded.name} ({type(loaded.model).__name__}) is not computed here as model.generate computes it: on "
+        f"{ids.shape[1]} tokens of the first prompt and {len(theirs)} new ones the logits differ by "
+        f"{difference:.2g} of their spread, where rounding in {dtype} explains {most:g}{at}. Choose another model."
+    )
+
+
+def _of_generate(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the logits [N V] and the N tokens that `generate` answers ids [1 S] with."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of settings for drawn tokens in the model's generation config
+        output = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            num_beams=1,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+    return torch.cat(output.logits).float(), output.sequences[0, ids.shape[1] :]
+
+
+def _of_engine(model: Any, ids: Tensor, answer: Tensor) -> Tensor:
+    """Return the logits [N V] with which our engine, under Full, would choose each of the N tokens
+    of `answer` to ids [1 S]."""
+    with attached(model, Full()) as kv:
+        engine = Engine(kv, prefill_chunk=CHUNK)
+        cache = engine.cache(ids, len(answer))
+        logits = [engine.prefill(cache, ids, whole=True)]
+        cache.seal()
+        logits += [engine.decode(token.view(1, 1), cache, None) for token in answer[:-1]]
+    return torch.cat(logits).float()

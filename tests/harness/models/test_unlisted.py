@@ -1,0 +1,186 @@
+"""Models of classes that nobody listed: what runs, what is refused and why, and the comparison with generate."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from harness.config.settings import Results, Settings
+from harness.engine.attach import attached
+from harness.engine.engine import Engine
+from harness.jobs import model_check
+from harness.jobs.evaluate import evaluate
+from harness.models.base import ModelError, sliding_windows
+from harness.models.hub import HuggingFace
+from harness.models.probe import ProbeError, on_meta, probe
+from harness.models.random import byte_tokenizer
+from harness.reports.compare import comparisons
+from harness.reports.conditions import conditions
+from methods.base import Method
+from methods.full import Full
+from methods.pqcache import PQCache
+from methods.snapkv import SnapKV
+from tests.fast import niah
+from tests.tiny import SHAPE, prompt
+
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+SLIDES = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+UNLISTED: dict[str, dict[str, Any]] = {
+    "olmo2": {},  # norms of whole projections
+    "cohere": {},  # neighbouring channels turn together
+    "cohere2": SLIDES,  # the layer that sees all does not rotate
+    "starcoder2": {"sliding_window": None},
+    "granite": {"attention_multiplier": 0.2},
+    "qwen3_moe": EXPERTS | {"head_dim": 16},
+    "olmo3": SLIDES,  # a rotation per kind of layer
+    "afmoe": EXPERTS | SLIDES | {"head_dim": 16, "num_dense_layers": 1},  # gates what attention gives
+}
+
+
+def model_of(kind: str, **changes: Any) -> PreTrainedModel:
+    config = AutoConfig.for_model(kind, **SHAPE | UNLISTED[kind] | changes, initializer_range=0.15)
+    torch.manual_seed(7)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def answered(model: PreTrainedModel, ids: torch.Tensor, method: Method, chunk: int | None = None) -> list[int]:
+    with attached(model, method, budget=1.0) as kv:
+        return Engine(kv, prefill_chunk=chunk).generate(ids, max_new_tokens=6).tokens[0]
+
+
+@pytest.mark.parametrize("kind", UNLISTED)
+def test_an_unlisted_class_gives_the_tokens_of_generate(kind: str) -> None:
+    model, ids = model_of(kind, eos_token_id=None), prompt(70)
+    expected = model.generate(ids, max_new_tokens=6, do_sample=False)[0, 70:].tolist()
+    for method, chunk in ((Full(), None), (Full(), 32), (PQCache(), 32), (SnapKV(), None)):
+        assert answered(model, ids, method, chunk) == expected, type(method).__name__
+
+
+Saved = Callable[..., Path]
+
+
+@pytest.fixture
+def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Saved:
+    """A folder with an unlisted model in the hub's layout; results of comparisons go to a cache of this test."""
+    monkeypatch.setenv("KV_HARNESS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(model_check, "_known", {})
+
+    def save(kind: str, **changes: Any) -> Path:
+        folder = tmp_path / kind
+        model_of(kind, vocab_size=259, **changes).save_pretrained(folder)
+        byte_tokenizer().save_pretrained(folder)
+        return folder
+
+    return save
+
+
+def test_it_is_compared_with_generate_once_and_the_result_is_shown(
+    saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = HuggingFace(str(saved("qwen3_moe")))
+    info = source.describe()
+    assert (info.architecture, info.num_kv_heads, info.head_dim) == ("Qwen3MoeForCausalLM", 2, 16)
+    assert (info.inner_size, info.chosen_experts) == (48, 2)
+    assert info.num_parameters == sum(weight.numel() for weight in source.load("fp32", "cpu").model.parameters())
+    compare, compared = model_check._compared, list[str]()
+    monkeypatch.setattr(model_check, "_compared", lambda *asked: (compared.append(asked[2]), compare(*asked))[1])
+
+    def run(root: str, **changes: Any) -> Any:
+        monkeypatch.setattr(model_check, "_known", {})  # as in another process
+        settings = Settings(results=Results(root=str(tmp_path / root)), baseline="off", warmup=0, **changes)
+        return evaluate(PQCache(), niah(), source, settings)
+
+    made = run("one")
+    assert made.info["model_check"]["tokens"] > 380
+    assert made.info["model_check"]["difference"] < 1e-4
+    assert made.info["own_forward"] is not None
+    (table,) = comparisons([made])
+    assert any("checked against generate on" in line for line in conditions(table))
+    assert run("two").info["model_check"] == made.info["model_check"]
+    assert compared == ["fp32"]
+    run("three", dtype="bf16")
+    assert compared == ["fp32", "bf16"]
+
+
+def test_a_model_that_the_engine_computes_otherwise_is_refused(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.granite import modeling_granite as granite
+
+    folder, forward = saved("granite"), granite.GraniteAttention.forward
+
+    def own(module: Any, hidden_states: torch.Tensor, *args: Any, **more: Any) -> Any:
+        """Attention that does something else when it runs through an interface that it does not know."""
+        out, weights = forward(module, hidden_states, *args, **more)
+        return out * (1.0 if module.config._attn_implementation == "sdpa" else 1.1), weights
+
+    monkeypatch.setattr(granite.GraniteAttention, "forward", own)
+    for _ in range(2):  # what was refused is compared again, because the engine may have been repaired
+        with pytest.raises(ModelError, match=r"GraniteForCausalLM\) is not computed here .* differ by 0\.\d+ of their"):
+            evaluate(Full(), niah(), HuggingFace(str(folder)), results=Results(root=str(folder / "runs")))
+
+
+BY_CONFIG = {
+    "gemma2": r"caps its attention logits \(attn_logit_softcapping=50",
+    "gemma3n_text": r"share keys and values \(num_kv_shared_layers=15",
+    "deepseek_v3": r"latent attention, MLA\) \(kv_lora_rank=512",
+    "llama4_text": r"within chunks of the text \(attention_chunk_size=8192",
+    "t5": "T5ForConditionalGeneration, an encoder-decoder",
+    "bert": "BertForMaskedLM .* continues no text",
+    "qwen3_next": "linear attention or a state space|25%",
+    "mamba": "linear attention or a state space",
+    "falcon_h1": "linear attention or a state space",
+    "gpt2": "not built of decoder layers",
+    "opt": "learned positions or ALiBi",
+}
+
+
+@pytest.mark.parametrize("kind", BY_CONFIG)
+def test_a_checkpoint_is_refused_by_what_it_does(kind: str, tmp_path: Path) -> None:
+    others = {"t5": "T5ForConditionalGeneration", "bert": "BertForMaskedLM"}
+    config = AutoConfig.for_model(kind).to_dict()
+    config["architectures"] = [others.get(kind) or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=BY_CONFIG[kind]):
+        HuggingFace(str(tmp_path), window=100).describe()
+
+
+def test_code_of_a_repository_is_not_run(tmp_path: Path) -> None:
+    config = {"architectures": ["ChatGLMModel"], "model_type": "chatglm", "auto_map": {"AutoModel": "own.ChatGLMModel"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"ChatGLMModel, which needs code of its repository.*-hf"):
+        HuggingFace(str(tmp_path)).describe()
+
+
+BY_PROBE: dict[str, str] = {
+    "vaultgemma": "caps its attention logits",
+    "deepseek_v3": "keys of 192 channels and values of 128",
+    "deepseek_v32": "update_indexer",
+    "diffllama": "32 calls from 16 layers",
+    "gemma4_text": "in several ways",
+    "doge": "mask functions",
+}
+
+
+@pytest.mark.parametrize("kind", BY_PROBE)
+def test_the_probe_sees_what_attention_does(kind: str) -> None:
+    model = on_meta(AutoConfig.for_model(kind), AutoModelForCausalLM.from_config)
+    with pytest.raises(ProbeError, match=BY_PROBE[kind]):
+        probe(model, sliding_windows(model.config))
+
+
+def test_the_probe_sees_masks_that_are_not_those_of_the_config() -> None:
+    config = AutoConfig.for_model("starcoder2", **SHAPE | {"sliding_window": 24})
+    model = on_meta(config, AutoModelForCausalLM.from_config)
+    assert probe(model, (24,) * 3) == (8, 2, 16)
+    for windows in ((None,) * 3, (25,) * 3, (24, 23, 24)):
+        with pytest.raises(ProbeError, match=r"see others than .* that its config names|all tokens up to its own"):
+            probe(model, windows)
+    model.model.layers[1].self_attn.is_causal = False
+    with pytest.raises(ProbeError, match=r"later tokens too \(layer 1"):
+        probe(model, (24,) * 3)
