@@ -1,5 +1,5 @@
-"""Rotates keys and queries by position, in the half-split layout of transformers: channel i is
-rotated with channel i + D/2."""
+"""Rotates keys and queries by position, in the half-split layout of transformers: of the first R of D
+channels, which are rotated, channel i is rotated with channel i + R/2."""
 
 from __future__ import annotations
 
@@ -26,6 +26,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     turning, still = x[..., :width], x[..., width:]
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return torch.cat([turning * cos + _half_turn(turning) * sin, still], -1)
+
+
+def halves(x: Tensor, width: int) -> Tensor:
+    """Bring the first `width` channels of x [... D], of which a model rotates neighbours together
+    (2i with 2i + 1), into the order in which `rotate` takes them."""
+    turning = x[..., :width].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return torch.cat([turning, x[..., width:]], -1)
 
 
 @by_sequence

@@ -37,6 +37,12 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
     },
 }  # fmt: skip
+PART = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
+PARTLY: dict[str, dict[str, Any]] = {  # they rotate a part of each head: GLM neighbouring channels, Phi-4-mini halves
+    "glm": {"head_dim": 16, "attention_bias": True},
+    "glm4": {"head_dim": 16, "attention_bias": True},
+    "phi4": {"model_type": "phi3", "rope_parameters": PART, "partial_rotary_factor": 0.75},
+}
 HYBRID = ("gemma3_text", "gpt_oss")  # they run their own forward, and some of their layers slide
 BY_BLOCKS = tuple(name for name in ARCHITECTURES if name not in HYBRID)
 
@@ -47,10 +53,20 @@ def tiny(architecture: str) -> PreTrainedModel:
     """The same weights each time. Wide initial weights, so that attention is far from uniform.
 
     What a test draws afterwards does not depend on whether it was the first to ask for the model."""
-    config = AutoConfig.for_model(architecture, **SHAPE | ARCHITECTURES[architecture], initializer_range=0.15)
+    return fresh(architecture)
+
+
+def fresh(architecture: str, **more: Any) -> PreTrainedModel:
+    """A fresh model of `tiny`, with `more` in its config."""
+    shape = {"model_type": architecture} | SHAPE | (ARCHITECTURES | PARTLY)[architecture] | more
+    config = AutoConfig.for_model(**shape, initializer_range=0.15)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(7)
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        for name, parameter in model.named_parameters():
+            if architecture in PARTLY and name.endswith("bias"):  # zeros otherwise
+                parameter.data.uniform_(-0.3, 0.3)
+    return model
 
 
 BORDER = 64  # tokens up to which the models of `by_length` rotate a text as trained
@@ -58,14 +74,14 @@ BORDER = 64  # tokens up to which the models of `by_length` rotate a text as tra
 
 def by_length(architecture: str, kind: str) -> PreTrainedModel:
     """A fresh model whose rotation depends on the length of the text: `longrope` or `dynamic`. It never ends a text."""
-    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": BORDER}
+    part = 0.75 if architecture == "phi4" else 1.0
+    pairs = int(8 * part)
+    factors = {"short_factor": [1.0] * pairs, "long_factor": [4.0] * pairs, "original_max_position_embeddings": BORDER}
     rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0} | (factors if kind == "longrope" else {})
+    rope |= {"partial_rotary_factor": part} if part < 1 else {}
     own = {"rope_parameters": rope, "max_position_embeddings": 4 * BORDER if kind == "longrope" else BORDER}
     own |= {"original_max_position_embeddings": BORDER} if kind == "longrope" else {}
-    config = AutoConfig.for_model(architecture, **SHAPE | ARCHITECTURES[architecture] | own, initializer_range=0.15)
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(7)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = fresh(architecture, **own)
     model.generation_config.eos_token_id = None
     return model
 

@@ -23,7 +23,7 @@ from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
 from harness.engine.cache import KVCache, UnsupportedError
-from harness.engine.hf import attention_modules
+from harness.engine.hf import attention_modules, channel_pairing
 from harness.engine.rotation import TextRotary, rotation_table, text_rotary
 from harness.models.base import ARCHITECTURES
 from kernels import ops
@@ -165,6 +165,8 @@ def _check(model: PreTrainedModel, decoder: nn.Module) -> None:
         raise ForwardError(f"{known.unlike}.")
     if type(model).__name__ not in BY_BLOCKS:
         raise ForwardError(f"{type(model).__name__} is not one of {', '.join(BY_BLOCKS)} of transformers.")
+    if not channel_pairing(model).is_plain:
+        raise ForwardError("it does not rotate the two halves of a head together.")
     if model.config.hidden_act != "silu":
         raise ForwardError(f"its MLP uses {model.config.hidden_act}, not silu.")
     routed = {*attention_modules(model), model}  # engine/hf.py's own hooks are there

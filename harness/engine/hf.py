@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import copy, deepcopy
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,22 +19,24 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from harness.engine.cache import KVCache, UnsupportedError
+from harness.engine.pairing import Pairing, pairing_of
 from harness.engine.rotation import TextRotary, in_place, text_rotary
 from harness.models.base import sliding_windows
 from methods.base import AttnInput, LayerSpec
 
 NAME = "kv_harness"
 PrepareCall = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], dict[str, Any]]  # a call -> its keywords
-FREQUENCIES_ONCE = ("gpt_oss",)  # models whose cos and sin are half as wide, not repeated for the second half
 
 
 class _Call(NamedTuple):
     """Hold what the hook before an attention module knows and transformers does not pass to the
-    attention function: the cache, the hidden states, and cos and sin."""
+    attention function: the cache, the hidden states, cos and sin in the form of kernels/rope.py, and
+    which channels the model rotates together."""
 
     cache: KVCache
     hidden: Tensor
     rotation: tuple[Tensor, Tensor]
+    pairing: Pairing
 
 
 def _attention(
@@ -81,6 +84,7 @@ def _attention(
         )
     if (s_aux is None) != (spec.sink_logits is None):
         raise UnsupportedError(f"{type(module).__name__} passes s_aux, which this engine would ignore.")
+    query, key = map(kv_call.pairing.in_halves, (query, key))
     x = AttnInput(query, key, value, *kv_call.rotation, kv_call.hidden, cache.num_tokens)
     return cache.attend(place, x).transpose(1, 2).contiguous(), None  # some models view it in another shape
 
@@ -95,7 +99,9 @@ def _mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> No
         )
 
 
-def _before_attention(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _before_attention(
+    pairing: Pairing, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
     cache = kwargs.get("past_key_values")
     if not isinstance(cache, KVCache):
         raise UnsupportedError(
@@ -104,8 +110,8 @@ def _before_attention(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
         )
     cache._hooked = module.layer_idx  # type: ignore[assignment]
     hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-    rotation = _rotation(module, kwargs["position_embeddings"])
-    return args, {**kwargs, "kv_call": _Call(cache, hidden, rotation)}
+    rotation = _rotation(module, pairing, kwargs["position_embeddings"])
+    return args, {**kwargs, "kv_call": _Call(cache, hidden, rotation, pairing)}
 
 
 class _Forwards:
@@ -171,7 +177,8 @@ def routed(model: PreTrainedModel, prepare: PrepareCall | None = None) -> Iterat
         model.set_attn_implementation(NAME)
         rotary = text_rotary(model)
         undo.enter_context(in_place(model, rotary))
-        hooks = [m.register_forward_pre_hook(_before_attention, with_kwargs=True) for m in attention_modules(model)]
+        before_attention = partial(_before_attention, channel_pairing(model))
+        hooks = [m.register_forward_pre_hook(before_attention, with_kwargs=True) for m in attention_modules(model)]
         forwards = _Forwards(prepare, rotary)
         hooks.append(model.register_forward_pre_hook(forwards.before, with_kwargs=True))
         hooks.append(model.register_forward_hook(forwards.after, with_kwargs=True))
@@ -181,12 +188,20 @@ def routed(model: PreTrainedModel, prepare: PrepareCall | None = None) -> Iterat
         yield
 
 
+def channel_pairing(model: PreTrainedModel) -> Pairing:
+    """Return which channels of a head the model rotates together. Raises `UnsupportedError` if
+    methods could not undo its rotation."""
+    first, rotary = attention_modules(model)[0], text_rotary(model) or deepcopy(model.get_decoder().rotary_emb)
+    asked = Rotary(rotary, first, next(model.parameters()).device, Pairing(0))
+    return pairing_of(first, asked.as_given, first.head_dim)  # type: ignore[arg-type]
+
+
 def layer_specs(model: PreTrainedModel) -> list[LayerSpec]:
     """Return the spec of each layer of the model, in order: what a method may know of it, such as
     head counts, scale, rotation and window. A method serves some of the layers
     (methods/layers/window.py)."""
     modules, windows = attention_modules(model), sliding_windows(model.config)
-    rotary = text_rotary(model) or deepcopy(model.get_decoder().rotary_emb)
+    rotary, pairing = text_rotary(model) or deepcopy(model.get_decoder().rotary_emb), channel_pairing(model)
     return [
         LayerSpec(
             index=index,
@@ -195,9 +210,10 @@ def layer_specs(model: PreTrainedModel) -> list[LayerSpec]:
             num_kv_heads=model.config.num_attention_heads // module.num_key_value_groups,
             head_dim=module.head_dim,  # type: ignore[arg-type]
             scale=module.scaling,  # type: ignore[arg-type]
-            rope=Rotary(rotary, module, next(model.parameters()).device),
+            rope=Rotary(rotary, module, next(model.parameters()).device, pairing),
+            rotary_dim=pairing.width,
             device=next(module.parameters()).device,
-            project_query=QueryProjection(module, model),
+            project_query=QueryProjection(module, model, pairing),
             window=window,
             sink_logits=None if (sinks := getattr(module, "sinks", None)) is None else sinks.detach().float(),
         )
@@ -206,19 +222,20 @@ def layer_specs(model: PreTrainedModel) -> list[LayerSpec]:
 
 
 class Rotary:
-    """Compute cos and sin [1 P D] in fp32 of one attention module, for positions [P].
+    """Compute cos and sin [1 P R] in fp32 of one attention module, for positions [P], in the form of
+    kernels/rope.py.
 
     `rotary` is a copy, so nothing of the model changes. Where angles depend on the length of the
     text, the text is taken to end with the last of `positions`."""
 
-    def __init__(self, rotary: nn.Module, module: Any, device: torch.device) -> None:
-        self.rotary, self.device, self.module = rotary, device, module
+    def __init__(self, rotary: nn.Module, module: Any, device: torch.device, pairing: Pairing) -> None:
+        self.rotary, self.device, self.module, self.pairing = rotary, device, module, pairing
         own = rotary.own if isinstance(rotary, TextRotary) else rotary
         kinds = getattr(own, "layer_types", None)  # Gemma 3 has a rotation per kind of layer
         self.kind = () if kinds is None else (module.config.layer_types[module.layer_idx],)
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return _rotation(self.module, self._ask(positions))
+        return _rotation(self.module, self.pairing, self.as_given(positions))
 
     def of_text(self, tokens: int) -> Rotary:
         """Return the rotation of a text of `tokens` tokens, the same for all its positions. 0: of a
@@ -227,7 +244,7 @@ class Rotary:
             return self
         rotary = copy(self.rotary)
         rotary.lengths = [tokens]
-        return Rotary(rotary, self.module, self.device)
+        return Rotary(rotary, self.module, self.device, self.pairing)
 
     @property
     def inv_freq(self) -> Tensor:
@@ -239,29 +256,26 @@ class Rotary:
         frequencies: Tensor = getattr(rotary, "_".join((*self.kind, "inv_freq")))
         return frequencies
 
-    def _ask(self, positions: Tensor) -> Any:
+    def as_given(self, positions: Tensor) -> Any:
+        """Return cos and sin of positions [P] in the form in which the model computes them."""
         like = torch.empty(0, dtype=torch.float32, device=self.device)
         return self.rotary(like, positions.to(self.device).unsqueeze(0), *self.kind)
 
 
-def _rotation(module: Any, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def _rotation(module: Any, pairing: Pairing, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Return the cos and sin that transformers has `given` a layer, in the form of kernels/rope.py;
     a layer without rotation turns by 0."""
-    cos, sin = given
-    if not getattr(module, "use_rope", True):
-        return torch.ones_like(cos), torch.zeros_like(sin)
-    if module.config.model_type in FREQUENCIES_ONCE:
-        return torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
-    return cos, sin
+    cos, sin = map(pairing.angles.as_halves, given)
+    return (cos, sin) if getattr(module, "use_rope", True) else (torch.ones_like(cos), torch.zeros_like(sin))
 
 
 class QueryProjection:
     """Compute queries before their rotation, [B T E] -> [B H T D]: projection, bias and query norm
-    of an attention module."""
+    of an attention module. Their channels are in the order of kernels/rope.py."""
 
-    def __init__(self, module: nn.Module, model: PreTrainedModel) -> None:
+    def __init__(self, module: nn.Module, model: PreTrainedModel, pairing: Pairing) -> None:
         self.module: Any = module
-        self.model = model
+        self.model, self.pairing = model, pairing
         self.num_heads: int = model.config.num_attention_heads
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -275,4 +289,4 @@ class QueryProjection:
         q = q.view(*hidden.shape[:2], self.num_heads, -1)
         if hasattr(self.module, "q_norm"):
             q = self.module.q_norm(q)
-        return q.transpose(1, 2)
+        return self.pairing.in_halves(q.transpose(1, 2))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -100,9 +100,8 @@ def shapes(info: ModelInfo, device: str | None = None) -> list[LayerSpec]:
     heads = (count, info.num_heads, info.num_kv_heads, info.head_dim, info.head_dim**-0.5)
     sinks = torch.zeros(info.num_heads) if info.sink_logits else None
     place = None if device is None else torch.device(device)
-    return [
-        LayerSpec(index, *heads, _not_loaded, _not_loaded, sink_logits=sinks, device=place) for index in range(count)
-    ]
+    more: dict[str, Any] = {"sink_logits": sinks, "device": place, "rotary_dim": info.rotary_dim}
+    return [LayerSpec(index, *heads, _not_loaded, _not_loaded, **more) for index in range(count)]
 
 
 def _not_loaded(x: Tensor) -> NoReturn:

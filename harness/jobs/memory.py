@@ -91,7 +91,7 @@ def needed(
     if settings.shared_prefill or any(spec.settings.fidelity for spec in specs):
         more += full_bytes(info, settings, items)  # of Full's own cache, which fills the others or is compared with
     if _captured(settings) and _by_blocks(info):  # cos and sin of all positions, where steps take theirs
-        more += table_bytes(info.trained_window, info.head_dim, DTYPE_BYTES[settings.dtype])
+        more += table_bytes(info.trained_window, info.rotary_dim, DTYPE_BYTES[settings.dtype])
     host = max(sum(cache.host for cache in of_job) for of_job in caches)
     if settings.device != "cpu":
         host += max(cache.gathered for of_job in caches for cache in of_job)
@@ -401,7 +401,7 @@ def _states(info: ModelInfo, settings: Settings, prompt: int) -> tuple[int, int]
     # in attention the residual, its norm, queries, keys, values and what they attend to live together; around the MLP
     # two residuals and what was attended to
     in_layer = max(rows * 2 * (hidden + heads + groups), rows * (2 * hidden + heads) + _in_mlp(info, settings, rows))
-    angles, number = 2 * info.head_dim * (rows + waiting), DTYPE_BYTES[settings.dtype]
+    angles, number = 2 * info.rotary_dim * (rows + waiting), DTYPE_BYTES[settings.dtype]
     return (in_layer + waiting * hidden + angles) * number, ((rows + waiting) * hidden + angles) * number
 
 

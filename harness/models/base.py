@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Weights = Literal["embedded", "hub", "local", "random"]
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 WINDOW = "max_position_embeddings"  # transformers' name for the longest text that a model was trained with
-SLIDING = "sliding_attention"  # transformers' name for such a layer
+SLIDING, WHOLE = "sliding_attention", "full_attention"  # transformers' names for kinds of layers
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -46,6 +46,10 @@ ARCHITECTURES = {
     "Gemma3ForCausalLM": Architecture(
         by_blocks=False, unlike="it has norms after its sublayers as well, and a GELU MLP"
     ),
+    "GlmForCausalLM": Architecture(
+        by_blocks=False, unlike="it rotates neighbouring channels together, not the two halves of a head"
+    ),
+    "Glm4ForCausalLM": Architecture(by_blocks=False, unlike="it has norms after its sublayers as well"),
     "GptOssForCausalLM": Architecture(by_blocks=False, unlike="its MLP is a mixture of experts"),
 }
 CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_k", "moe_topk")  # names in configs of the experts per token
@@ -91,6 +95,7 @@ class ModelInfo:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    rotary_dim: int  # channels of a head that are rotated
     hidden_size: int
     inner_size: int  # channels of an MLP, or of one expert
     chosen_experts: int  # experts that a token passes through; 0 without experts
@@ -229,6 +234,7 @@ def _described(source: ModelSource, identity: Identity) -> ModelInfo:
         num_heads=heads.num_heads,
         num_kv_heads=heads.num_kv_heads,
         head_dim=heads.head_dim,
+        rotary_dim=int(heads.head_dim * full_rotation(config).get("partial_rotary_factor", 1.0)),
         hidden_size=config.hidden_size,
         inner_size=_number(config, "moe_intermediate_size", "intermediate_size"),
         chosen_experts=_number(config, *CHOSEN_EXPERTS),
@@ -300,6 +306,14 @@ def sliding_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
         window = None
     kinds = getattr(config, "layer_types", None) or [SLIDING] * config.num_hidden_layers
     return tuple(window if kind == SLIDING else None for kind in kinds)
+
+
+def full_rotation(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return the part of a config that says how layers rotate which see the whole text: its
+    `rope_parameters`, or those of that kind of layer where each kind has its own."""
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    own: dict[str, Any] = rope.get(WHOLE, rope)
+    return own
 
 
 def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

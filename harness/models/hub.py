@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 OFFLINE: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-_ROPE = {"rope_theta?": "a number above 0", "factor?": "a number above 0", "partial_rotary_factor?": "a number"}
+_ROPE = {"rope_theta?": "a number above 0", "factor?": "a number above 0", "partial_rotary_factor?": "a number above 0"}
 CONFIG = {  # the parts of config.json that are read here; transformers checks what it reads
     "architectures?": ["text"],
     "quantization_config?": "an object",
@@ -33,7 +33,7 @@ CONFIG = {  # the parts of config.json that are read here; transformers checks w
     "rope_parameters?": _ROPE,
     "rope_scaling?": _ROPE,
     "rope_theta?": "a number above 0",
-    "partial_rotary_factor?": "a number",
+    "partial_rotary_factor?": "a number above 0",
 }
 REFUSED = {  # what a value in config.json says that a model does and that the engine cannot do
     "attn_logit_softcapping": "caps its attention logits",
@@ -188,9 +188,6 @@ def check_config(config: dict[str, Any], name: str) -> None:
         )
     _check_one_base(config, rope, name)
     _check_rope_types(rope, name)
-    partial = config.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0))
-    if partial not in (None, 1.0):
-        raise ModelError(f"{name} rotates only {partial:.0%} of each head, which is not supported: choose another.")
 
 
 def _check_class(config: Mapping[str, Any], name: str) -> None:

@@ -27,7 +27,8 @@ class LayerSpec:
 
     A method's layers are those that see the whole text, numbered among themselves: in a model whose
     other layers have a sliding window, `index` 1 of `num_layers` 4 is the second of four layers
-    without one. `rope` returns cos 1 and sin 0 if the layer does not rotate."""
+    without one. `rope` returns cos 1 and sin 0 if the layer does not rotate. Whatever the model does,
+    a method sees R rotated channels in the order of kernels/rope.py."""
 
     index: int
     num_layers: int
@@ -35,11 +36,12 @@ class LayerSpec:
     num_kv_heads: int
     head_dim: int
     scale: float  # factor of the logits, usually head_dim ** -0.5
-    rope: Callable[[Tensor], tuple[Tensor, Tensor]]  # positions [P] -> cos, sin, each [1 P D], of this layer
+    rope: Callable[[Tensor], tuple[Tensor, Tensor]]  # positions [P] -> cos, sin, each [1 P R], of this layer
     project_query: Callable[[Tensor], Tensor]  # this layer's [B T E] input -> q [B H T D] before the rotation
     window: int | None = None  # how many tokens one sees, itself included; None: all, as in a method's layers
     sink_logits: Tensor | None = field(default=None, compare=False)  # [H] fp32 (kernels/sink_logits.py)
     device: torch.device | None = None  # where its weights are; None: the request's device
+    rotary_dim: int | None = None  # R, how many channels of a head are rotated, the first ones; None: all
 
     @property
     def group(self) -> int:

@@ -84,4 +84,5 @@ def rebuilding(case: LayerWorkload, rank: int, tokens: int) -> int:
 def rope_table(case: LayerWorkload) -> Cost:
     """Return the cost of a table with cos and sin of every position. All layers share one, which is
     counted in the first layer; it is zero for the others."""
-    return Cost(2 * case.capacity * case.spec.head_dim * case.element_bytes if case.spec.index == 0 else 0)
+    channels = case.spec.rotary_dim or case.spec.head_dim
+    return Cost(2 * case.capacity * channels * case.element_bytes if case.spec.index == 0 else 0)

@@ -77,8 +77,16 @@ class KVPress(Method):
         return f"all is read: the prompt of {sealed} tokens is no longer than the press's windows of {self.windows}"
 
     def check_model(self, spec: LayerSpec) -> None:
-        """Raise `KVPressError` if the press cannot be made or cannot run here."""
+        """Raise `KVPressError` if the press cannot be made or cannot run here. Presses rotate queries
+        themselves, and know whole heads in two halves alone."""
         build(self.press)
+        projection = spec.project_query
+        neighbours = isinstance(projection, QueryProjection) and projection.pairing.neighbours
+        if neighbours or (spec.rotary_dim or spec.head_dim) < spec.head_dim:
+            raise KVPressError(
+                "This model rotates a part of each head, or neighbouring channels together, which no press of kvpress "
+                "can do: choose a method that is not kvpress."
+            )
 
     def cost(self, case: LayerWorkload) -> Cost:
         if self.reads_whole(case):

@@ -17,7 +17,7 @@ from harness.engine.hf import NAME, layer_specs, routed
 from kernels.rope import rotate
 from methods.full import Full
 from tests.quick import mostly_slow
-from tests.tiny import ARCHITECTURES, BY_BLOCKS, prompt, tiny
+from tests.tiny import ARCHITECTURES, BY_BLOCKS, PARTLY, prompt, tiny
 
 NEW = 16
 
@@ -31,7 +31,7 @@ def generated(model: PreTrainedModel, ids: torch.Tensor, **more: object) -> list
 
 
 @pytest.mark.tokens
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *PARTLY])
 @pytest.mark.parametrize("chunk", mostly_slow([None, 1, 13], 13))
 def test_full_gives_generates_tokens(architecture: str, chunk: int | None) -> None:
     model, ids = tiny(architecture), prompt(61, batch=2)
@@ -41,7 +41,7 @@ def test_full_gives_generates_tokens(architecture: str, chunk: int | None) -> No
 
 
 @pytest.mark.tokens
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *PARTLY])
 def test_the_users_own_generate_runs_through_the_method(architecture: str) -> None:
     model, ids = tiny(architecture), prompt(40)
     with attached(model, Full()) as kv:
@@ -98,7 +98,7 @@ def test_refusals() -> None:
         model(ids, past_key_values=cache)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *PARTLY])
 def test_project_query_and_rope_rebuild_the_query_that_attention_sees(architecture: str) -> None:
     model, ids = tiny(architecture), prompt(9)
     spec, seen = [spec for spec in layer_specs(model) if spec.window is None][-1], []
@@ -117,7 +117,7 @@ def test_project_query_and_rope_rebuild_the_query_that_attention_sees(architectu
     assert torch.allclose(rebuilt, x.q, atol=1e-5)
 
 
-@pytest.mark.parametrize("architecture", BY_BLOCKS)
+@pytest.mark.parametrize("architecture", [*BY_BLOCKS, "phi4"])
 def test_logits_are_those_of_the_model_s_own_forward(architecture: str) -> None:
     model, ids = tiny(architecture), prompt(50, batch=2)
     with attached(model, Full()) as kv, torch.inference_mode():

@@ -58,8 +58,8 @@ def model() -> PreTrainedModel:
 
 def info() -> ModelInfo:
     return replace(
-        MODEL.describe(), num_layers=LAYERS, num_heads=6, num_kv_heads=3, head_dim=32, hidden_size=192, inner_size=192,
-        layer_windows=(None,) * LAYERS,
+        MODEL.describe(), num_layers=LAYERS, num_heads=6, num_kv_heads=3, head_dim=32, rotary_dim=32, hidden_size=192,
+        inner_size=192, layer_windows=(None,) * LAYERS,
     )  # fmt: skip
 
 

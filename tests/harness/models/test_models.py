@@ -27,7 +27,7 @@ from harness.models.hub import HuggingFace
 from harness.models.random import SHAPES, Random, byte_tokenizer
 from harness.models.snapshots import fingerprint
 from tests.quick import mostly_slow
-from tests.tiny import ARCHITECTURES, prompt, tiny
+from tests.tiny import ARCHITECTURES, PARTLY, prompt, tiny
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 needs_wheel = pytest.mark.skipif(not embedded.installed(), reason=f"needs the wheel {embedded.WHEEL}")
@@ -151,7 +151,7 @@ def test_bytes_make_the_trip() -> None:
 # local folders
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *PARTLY])
 def test_a_local_folder_gives_the_model_that_was_saved(architecture: str, saved: Callable[[str], Path]) -> None:
     loaded = local(saved(architecture)).load("fp32", "cpu")
     assert torch.equal(loaded.model(prompt(30)).logits, tiny(architecture)(prompt(30)).logits)
@@ -236,7 +236,7 @@ def test_a_sliding_window_limits_the_length(saved: Callable[[str], Path]) -> Non
         ({"architectures": ["GPT2LMHeadModel"]}, "is GPT2LMHeadModel"),
         ({"architectures": None}, "is no architecture"),
         ({"rope_theta": 5e5}, "rope_theta=500000.0 and rope_theta=10000.0"),
-        ({"partial_rotary_factor": 0.75}, "75%"),
+        ({"architectures": ["ChatGLMModel"], "model_type": "chatglm", "auto_map": {"AutoConfig": "x"}}, "ends in -hf"),
         ({"attn_logit_softcapping": 50.0}, "50\.0"),
         ({"use_bidirectional_attention": True}, "later tokens"),
         ({"rope_parameters": None}, "lacks rope_theta"),

@@ -11,9 +11,9 @@ from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from harness.cachedattention.turns.truncation import Rotation, RotationError
-from harness.engine.hf import layer_specs
+from harness.engine.hf import channel_pairing, layer_specs
 from kernels.rope import rotate
-from tests.tiny import ARCHITECTURES, SHAPE, prompt, tiny
+from tests.tiny import ARCHITECTURES, PARTLY, SHAPE, fresh, prompt, tiny
 
 TOKENS, FAR = 20, 700  # fewer than a sliding window; positions far from the first ones
 ORIGINAL = 64
@@ -31,7 +31,6 @@ LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0 + i / 9 for i in range(8)],
     "long_factor": [2.0 + i for i in range(8)], "factor": 4.0, "original_max_position_embeddings": ORIGINAL,
 }  # fmt: skip
-HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 SCALED = {"linear": LINEAR, "yarn": YARN, "llama3": LLAMA3}
 BY_REACH = {"dynamic": DYNAMIC, "longrope": LONGROPE}
 
@@ -47,16 +46,16 @@ def keys_at(model: PreTrainedModel, positions: Tensor) -> list[Tensor]:
     """Of every layer, as transformers caches them. Attention sees distances alone, so only the rotation differs."""
     with torch.no_grad():
         out = model(prompt(len(positions)), position_ids=positions[None], use_cache=True)
-    return [layer.keys for layer in out.past_key_values.layers]
+    return [channel_pairing(model).in_halves(layer.keys) for layer in out.past_key_values.layers]
 
 
 def rotations(model: PreTrainedModel) -> list[Rotation]:
     return [Rotation(spec.rope, model.dtype) for spec in layer_specs(model)]
 
 
-MODELS = [*(pytest.param(lambda a=a: tiny(a), id=a) for a in ARCHITECTURES)]
+MODELS = [*(pytest.param(lambda a=a: tiny(a), id=a) for a in (*ARCHITECTURES, *PARTLY))]
 MODELS += [pytest.param(lambda rope=rope: scaled(rope), id=name) for name, rope in SCALED.items()]
-MODELS += [pytest.param(lambda: scaled(HALF, "phi3", partial_rotary_factor=0.5), id="partial")]
+MODELS += [pytest.param(lambda: fresh("glm", rope_parameters=YARN | {"partial_rotary_factor": 0.5}), id="glm-yarn")]
 
 
 @pytest.mark.parametrize("make", MODELS)

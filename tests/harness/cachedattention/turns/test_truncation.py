@@ -25,7 +25,7 @@ from methods.lm_infinite import LMInfinite
 from methods.pyramidkv import PyramidKV
 from methods.snapkv import SnapKV
 from methods.streaming import Streaming
-from tests.tiny import ARCHITECTURES, HYBRID, prompt, tiny
+from tests.tiny import BY_BLOCKS, PARTLY, prompt, tiny
 
 SEEN, KEEP, NEW = 90, 40, 12
 EXACT = {"atol": 2e-3, "rtol": 1e-3}
@@ -83,7 +83,7 @@ def theirs(model: PreTrainedModel, ids: Tensor, keep: int) -> Tensor:
     return logits[:, -4:].transpose(0, 1)
 
 
-@pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name not in HYBRID])
+@pytest.mark.parametrize("architecture", [*BY_BLOCKS, *PARTLY])
 def test_what_stays_is_what_transformers_keeps(architecture: str) -> None:
     """Distances are all that attention sees: a cache cut in front gives the same, wherever it is moved to."""
     model, ids = tiny(architecture), prompt(SEEN)

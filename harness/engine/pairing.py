@@ -1,0 +1,102 @@
+"""Finds which channels of a head a model rotates together, and brings them into the order that
+methods and kernels know.
+
+In that order (kernels/rope.py) channel i of R rotated channels turns with channel i + R/2, and both
+halves of cos and sin are alike. GLM turns neighbours together, 2i with 2i + 1: its queries and keys
+are reordered on their way to a method, which changes no product of the two. Other models give one
+half of cos and sin, or each number twice in a row.
+
+A config does not say which of these a model does. It is found by calling the function with which
+the model itself rotates, so that a model that does something else is refused."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from harness.engine.cache import UnsupportedError
+from kernels.rope import halves, rotate
+
+FUNCTION = "apply_rotary_pos_emb"  # transformers' name for it in the file of each model
+POSITIONS = (1, 7, 77)  # at which a model is asked how it rotates
+
+
+class Angles(Enum):
+    """Name the forms in which models give the cos and sin of R channels."""
+
+    TWICE = "R numbers, of which the second half repeats the first"
+    ONCE = "R/2 numbers"
+    IN_A_ROW = "R numbers, each twice in a row"
+
+    def as_halves(self, x: Tensor) -> Tensor:
+        """Return cos or sin [... R or R/2], given in this form, as R numbers whose halves are
+        alike."""
+        if self is Angles.TWICE:
+            return x
+        once = x if self is Angles.ONCE else x[..., ::2]
+        return torch.cat([once, once], -1)
+
+
+class Pairing(NamedTuple):
+    """Describe how a model rotates heads: the first `width` channels, either neighbours together or
+    the two halves."""
+
+    width: int
+    neighbours: bool = False
+    angles: Angles = Angles.TWICE
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether queries, keys, cos and sin are in the order of kernels/rope.py already."""
+        return not self.neighbours and self.angles is Angles.TWICE
+
+    def in_halves(self, x: Tensor) -> Tensor:
+        """Return queries or keys [... D] of the model with their channels in the order of
+        kernels/rope.py."""
+        return halves(x, self.width) if self.neighbours else x
+
+
+def pairing_of(attention: nn.Module, rotary: Callable[[Tensor], tuple[Tensor, Tensor]], head_dim: int) -> Pairing:
+    """Return how the module `attention` rotates heads of `head_dim` channels. `rotary` maps
+    positions [P] to the cos and sin that the model computes for them, [1 P R or R/2]. Raises
+    `UnsupportedError` if the rotation is none that methods could undo."""
+    cos, sin = (part.float().cpu() for part in rotary(torch.tensor(POSITIONS)))
+    x = torch.randn(1, 1, len(POSITIONS), head_dim, generator=torch.Generator().manual_seed(0))
+    turned = _turned(attention, x, cos, sin)
+    for pairing in _possible(cos.shape[-1]):
+        if turned is not None and pairing.width <= head_dim:
+            ours = rotate(pairing.in_halves(x), *map(pairing.angles.as_halves, (cos, sin)))
+            if torch.allclose(ours, pairing.in_halves(turned), rtol=1e-4, atol=1e-5):
+                return pairing
+    raise UnsupportedError(
+        f"{type(attention).__name__} does not rotate pairs of channels as any model known here does, and methods "
+        "rotate its keys back and forth: choose another model."
+    )
+
+
+def _possible(count: int) -> Iterator[Pairing]:
+    """Yield the ways in which a model may rotate that gives `count` numbers as cos and as sin."""
+    for neighbours in (False, True):
+        yield Pairing(count, neighbours)
+        yield Pairing(count, neighbours, Angles.IN_A_ROW)
+        yield Pairing(2 * count, neighbours, Angles.ONCE)
+
+
+def _turned(attention: nn.Module, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor | None:
+    """Return x [1 1 P D] as the file that defines `attention` rotates queries, or None if it has no
+    function for that. A model that hands this function only the channels that turn gets those."""
+    files = (sys.modules.get(kind.__module__) for kind in type(attention).__mro__)
+    apply: Any = next((found for file in files if (found := getattr(file, FUNCTION, None)) is not None), None)
+    if apply is None:
+        return None
+    for width in (x.shape[-1], cos.shape[-1]):
+        try:
+            return torch.cat([apply(x[..., :width], x[..., :width], cos, sin)[0], x[..., width:]], -1)
+        except RuntimeError:  # cos does not fit so many channels
+            continue
+    return None
