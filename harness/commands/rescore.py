@@ -61,9 +61,10 @@ def rescore(run: StoredRun, data_root: Path | None = None) -> str:
         if item is None or item.sha256 != record.prompt_sha256:
             raise StoreError(f"{run.folder}: {record.id} has no such prompt today: task or data changed; run it again")
         answers = zip(item.example.turns, record.replies, strict=True)
-        scores = [task.score(turn, reply.output) for turn, reply in answers]
-        turns = [{"score": score.value, "details": dict(score.details)} for score in scores]
-        together = scored([(score.value, score.details) for score in scores]) | {"turns": turns}
+        found = [(task.score(turn, reply.output), reply.unanswered) for turn, reply in answers]
+        scores = [(0.0 if unanswered else score.value, score.details) for score, unanswered in found]
+        turns = [{"score": value, "details": dict(details)} for value, details in scores]
+        together = scored(scores) | {"turns": turns}
         lines.append({"id": record.id} | (together if record.turns else turns[0]))
     changed = sum(record.score != line["score"] for record, line in zip(run.records, lines, strict=True))
     present = [record.rescored(line) for record, line in zip(run.records, lines, strict=True)]

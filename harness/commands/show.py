@@ -120,7 +120,9 @@ def _side_by_side(mine: Record, their: Record, half: int) -> Iterator[str]:
 
 
 def _result(record: Reply) -> str:
-    return f"score {100 * record.score:.1f}, {len(record.tokens)} tokens, stop: {record.stop}"
+    thought = f", {record.thought_tokens} of them a thought" if record.thought_tokens else ""
+    cut = " that did not end, so there is no answer" if record.unanswered else ""
+    return f"score {100 * record.score:.1f}, {len(record.tokens)} tokens{thought}{cut}, stop: {record.stop}"
 
 
 def _wrapped(text: str, width: int) -> Iterator[str]:

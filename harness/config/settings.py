@@ -179,6 +179,7 @@ class Settings:
     overflow: OverflowSettings = field(default_factory=OverflowSettings)
     chat: str = "template"
     template_kwargs: dict[str, Any] | None = None
+    thinking: str = "off"
     dtype: str = "auto"
     device: str = "auto"
     batch: int = 1
@@ -212,6 +213,8 @@ class Settings:
         self.budget_bytes = self.most_bytes  # however it is written, the run is the same
         self.backends = backends_in_one_line(self.backends)
         self.template_kwargs = self.template_kwargs or None
+        if self.thinking not in ("off", "on") and not (self.thinking.isdecimal() and int(self.thinking)):
+            raise SettingsError(f"thinking={self.thinking} is unknown: choose off, on, or a number of tokens from 1.")
         if self.codec is not None and not codecs.is_codec(self.codec):
             raise SettingsError(f"codec={self.codec} is unknown: choose null, {codecs.choices()}.")
         if clashes := [*self._clashes(), *self._clashes_of_conversations()]:
@@ -239,6 +242,10 @@ class Settings:
             yield f"template_kwargs.{key} is passed to the chat template by the harness: {TEMPLATE_KEYWORDS[key]}."
         if self.questions == "shared" and self.protocol != "context":
             yield "questions=shared seals a context before its questions: set protocol=context as well."
+        if self.thinks and self.chat == "none":
+            yield f"thinking={self.thinking} is asked for by the chat template: leave chat=none out."
+        if self.thinks and self.generation.force_length:
+            yield f"generation.force_length leaves out where a thought ends: leave thinking={self.thinking} out."
         if not self.generation.temperature and (self.generation.top_k, self.generation.top_p) != (0, 1):
             yield "Greedy decoding ignores top_k and top_p: set generation.temperature above 0 as well."
 
@@ -271,6 +278,11 @@ class Settings:
     def says_budget(self) -> bool:
         """True if `budget` or `budget_bytes` limits what a method reads or keeps."""
         return self.budget is not None or self.budget_bytes is not None
+
+    @property
+    def thinks(self) -> bool:
+        """True if a model that can think does so before its answers."""
+        return self.thinking != "off"
 
     @property
     def measures_likelihood(self) -> bool:

@@ -26,11 +26,13 @@ def show(job: Job) -> None:
         say(f"{head}\n{cut}\n")
     lengths = [sum(len(turn.prompt.ids) for turn in item.turns) for item in job.items]
     contexts = list(by_context(job.items))
+    thoughts = [turn.thought.most or 0 for item in job.items for turn in item.turns if turn.thought]
     info = job.model.describe()
     notes = alike([finding.message for item in job.items for finding in item.findings])
     rows = [
         ("examples", f"{len(lengths)}, of {min(lengths)} to {max(lengths)} prompt tokens, {sum(lengths)} in all"),
         *([("contexts", f"{len(contexts)}, each prefilled once")] if settings.questions == "shared" else ()),
+        *([("thoughts", f"of at most {_range(thoughts)} tokens before the answers")] if thoughts else ()),
         ("weights", f"{size(info.weight_bytes(settings.dtype))} in {settings.dtype} ({info.name})"),
         ("budget", _budget(job)),
         ("KV cache", _bytes(job)),

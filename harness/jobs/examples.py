@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 from evals.base import Example, Task, TaskEnv
 from harness.config import plugins
@@ -15,6 +16,7 @@ from harness.models.embedded import cache_root
 from harness.prompts.prompt import Prompt, Tokenizer, Tools, check_keywords, render, render_turn
 from harness.prompts.prompt_lint import Finding, lint
 from harness.prompts.teacher import choices_ids, forced_ids
+from harness.prompts.thinking import MOST, SPACE, ThinkingTokenizer, Thought
 from harness.results.files import canonical
 
 
@@ -31,6 +33,7 @@ class PreparedExample:
     further: tuple[PreparedExample, ...] = ()  # user turns behind the first
     by_steps: bool = False  # the prompt's last token is read behind the seal: what follows is the method's
     most: int | None = None  # tokens that a cache holds, where what is more leaves it
+    thought: Thought | None = None  # that precedes the answer; its tokens are among `new_tokens`
 
     @property
     def turns(self) -> tuple[PreparedExample, ...]:
@@ -60,6 +63,11 @@ class PreparedExample:
         ) or (self,)
 
     @property
+    def answer_tokens(self) -> int:
+        """The most tokens of the answer, without a thought before it."""
+        return self.new_tokens - (self.thought.room if self.thought else 0)
+
+    @property
     def tokens(self) -> int:
         """The most tokens that this turn's prompt and answer have together."""
         return len(self.prompt.ids) + self.new_tokens
@@ -83,9 +91,12 @@ class PreparedExample:
 
     @property
     def sha256(self) -> str:
-        """The hash of all tokens that are fed: prompts of all turns, and texts fed by force."""
+        """The hash of all tokens that are fed: prompts of all turns, texts fed by force, and an
+        answer's first words."""
         ids = ",".join(map(str, self.prompt.ids))
         given = [self.forced] if self.forced else self.choices
+        if self.thought is not None and self.thought.prefix:
+            given = [self.thought.prefix]
         forced = "".join(f":{','.join(map(str, text))}" for text in given)
         later = "".join(f"/{turn.sha256}" for turn in self.further)
         return hashlib.sha256(f"{self.prompt.split}:{ids}{forced}{later}".encode()).hexdigest()
@@ -141,11 +152,24 @@ def _task_env(settings: Settings, tokenizer: Tokenizer, window: int) -> TaskEnv:
 def prepare(task: Task, source: ModelSource, settings: Settings) -> list[PreparedExample]:
     """Return all examples of `task`, with the prompts that the model of `source` gets. Raise
     `LintError` for the first prompt with an error."""
-    info, tokenizer = source.describe(), source.tokenizer()
+    info, tokenizer = source.describe(), _asked(source.tokenizer(), settings)
     check_keywords(tokenizer, settings.template_kwargs or {})
     with plugins.naming("task", plugins.describe(task)):
         examples = task.examples(_task_env(settings, tokenizer, info.limit))
         return itemised(examples, tokenizer, settings, info.limit)
+
+
+def _asked(tokenizer: Tokenizer, settings: Settings) -> Tokenizer:
+    """Return the tokenizer with a chat template that has the model think or not, as
+    `settings.thinking` says. Raise `SettingsError` if the model is to think and cannot."""
+    asked: Any = ThinkingTokenizer(tokenizer, settings.template_kwargs or {}, on=settings.thinks)
+    if settings.thinks and asked.thinking is None:
+        raise SettingsError(
+            f"thinking={settings.thinking} needs a model that thinks, and this one's chat template knows no thoughts: "
+            "set thinking=off, or choose a reasoning model."
+        )
+    given: Tokenizer = asked
+    return given
 
 
 def itemised(
@@ -168,18 +192,46 @@ def _item(example: Example, tokenizer: Tokenizer, settings: Settings, window: in
     tokens."""
     made: list[PreparedExample] = []
     most, keywords = settings.overflow.window, settings.template_kwargs or {}
+    thinks = settings.thinks and example.chat
+    if thinks:
+        _refuse_thoughts(example, settings)
     for turn in example.turns:
+        asked = replace(turn, prefix="") if thinks else turn  # the answer's first words follow its thought
         to_prompt = render_turn if made else render
-        prompt = to_prompt(turn, tokenizer, chat=settings.chat, keywords=keywords)  # type: ignore[arg-type]
+        prompt = to_prompt(asked, tokenizer, chat=settings.chat, keywords=keywords)  # type: ignore[arg-type]
         limit = settings.generation.max_new_tokens
         forced = forced_ids(turn, prompt, tokenizer)[:limit]
         choices = choices_ids(turn, prompt, tokenizer)
         new_tokens = max(map(len, choices), default=0) or len(forced) or limit or turn.max_new_tokens
+        thought = _thought(prompt, tokenizer, settings, turn.prefix, window - new_tokens) if thinks else None
+        new_tokens += thought.room if thought else 0
         before = 0 if most else sum(one.room for one in made)
         findings = list(lint(turn, prompt, tokenizer, window, new_tokens, before, keywords))
-        made.append(PreparedExample(turn, prompt, new_tokens, tuple(findings), forced, choices, by_steps=bool(choices)))
+        item = PreparedExample(turn, prompt, new_tokens, tuple(findings), forced, choices, by_steps=bool(choices))
+        made.append(replace(item, thought=thought))
     found = dict.fromkeys(finding for one in made for finding in one.findings)
     return replace(made[0], example=example, findings=tuple(found), further=tuple(made[1:]), most=most)
+
+
+def _refuse_thoughts(example: Example, settings: Settings) -> None:
+    """Raise `SettingsError` for an example whose answer no thought can precede."""
+    why = ""
+    if example.teacher_forced or example.choices:
+        why = "feeds its answers"
+    elif example.further:
+        why = "has several turns, and a chat template drops the thoughts of earlier ones, which a cache keeps"
+    if why:
+        raise SettingsError(f"thinking={settings.thinking} does not suit this task, which {why}: set thinking=off.")
+
+
+def _thought(prompt: Prompt, tokenizer: Tokenizer, settings: Settings, prefix: str, room: int) -> Thought:
+    """Return the thought before the answer to `prompt`. `prefix`: the first words of the answer;
+    `room`: the tokens that the model's window leaves for prompt and thought."""
+    asked: Any = tokenizer
+    thought = Thought.after(prompt, tokenizer, asked.thinking, prefix, 1)
+    left = room - len(prompt.ids) - max(SPACE, len(thought.prefix))
+    most = max(1, min(MOST, left)) if settings.thinking == "on" else int(settings.thinking)
+    return replace(thought, most=most)
 
 
 def _refuse(item: PreparedExample) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 import torch
@@ -33,7 +33,8 @@ class Likelihood:
         if item.forced:
             return []
         found = dict.fromkeys(filter(None, item.example.references))
-        return [answer_ids(reference, item.prompt, self.tokenizer)[: item.new_tokens] for reference in found]
+        prompt = replace(item.prompt, text=item.thought.text) if item.thought else item.prompt
+        return [answer_ids(reference, prompt, self.tokenizer)[: item.answer_tokens] for reference in found]
 
     def measure(self, cache: KVCache, question: Sequence[int], reference: Sequence[int]) -> float | None:
         """Return the mean negative log-likelihood, in nats per token, of the tokens of `reference`

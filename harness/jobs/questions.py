@@ -278,19 +278,23 @@ class ContextSession:
         if replaced or references:
             snapshot = Snapshot(slot.cache)
             if references:
-                slot.out.measured["answer_nll"] = self._cost(slot.cache, references, snapshot)
+                before = (*self.talk.unread, *(turn.thought.empty if turn.thought else ()))
+                slot.out.measured["answer_nll"] = self._cost(slot.cache, before, references, snapshot)
             self._unanswered = snapshot if replaced else None
             wait_for(self.engine.model.device)
         return slot
 
-    def _cost(self, cache: KVCache, references: Sequence[Sequence[int]], snapshot: Snapshot) -> float | None:
+    def _cost(
+        self, cache: KVCache, before: Sequence[int], references: Sequence[Sequence[int]], snapshot: Snapshot
+    ) -> float | None:
         """Return the mean negative log-likelihood of the most likely of the right answers
-        `references`, and put `cache` back to `snapshot`."""
+        `references`, and put `cache` back to `snapshot`. `before`: tokens to feed first, of a
+        question that is still unread, and of an empty thought."""
         assert self.likelihood is not None
-        question, costs = self.talk.unread, list[float | None]()
+        costs = list[float | None]()
         for reference in references:
             cache.watch = None  # comes back with the snapshot
-            costs.append(cost := self.likelihood.measure(cache, question, reference))
+            costs.append(cost := self.likelihood.measure(cache, before, reference))
             if cost is not None and not isfinite(cost):
                 raise self._not_finite(reference, len(reference) - 1)
             snapshot.restore()

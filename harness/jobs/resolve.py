@@ -196,6 +196,11 @@ def resolve_for_examples(resolved: Resolved, task: Task, items: Sequence[Prepare
         say_once("questions=shared changes nothing here: no two examples have the same context")
         settings = replace(settings, questions="separate")
     settings = _conversations(settings, task, items, info)
+    if settings.fidelity and any(turn.thought and turn.thought.prefix for turn in turns):
+        raise SettingsError(
+            f"fidelity={settings.fidelity} compares tokens that the model chose, and thinking={settings.thinking} "
+            "feeds the first words of these answers: set fidelity=0 or thinking=off."
+        )
     if (budget := resolved.budget) is not None:
         if isinstance(budget, AlignedBudget):
             for length in sorted({item.sealed(settings.protocol)[0] for item in items}):
@@ -220,6 +225,8 @@ def _notes_here(settings: Settings, task: Task, items: Sequence[PreparedExample]
         yield "chat=none changes nothing here: this task has no prompt wrapped"
     if settings.template_kwargs and not any(turn.prompt.template for turn in turns):
         yield "template_kwargs changes nothing here: no prompt of this task is wrapped in the chat template"
+    if settings.thinks and not any(turn.thought for turn in turns):
+        yield f"thinking={settings.thinking} changes nothing here: this task has no prompt wrapped in the chat template"
     if settings.protocol == "context" and all(turn.prompt.split == len(turn.prompt.ids) for turn in turns):
         yield "protocol=context changes nothing here: no question follows a context"
 

@@ -39,6 +39,7 @@ from harness.models.base import LoadedModel
 from harness.models.devices import wait_for
 from harness.prompts.stops import StopRule
 from harness.prompts.teacher import Forced
+from harness.prompts.thinking import ThoughtfulAnswer
 from harness.results.measures import MEASURES
 from harness.results.records import Record, Reply, whole
 
@@ -321,8 +322,11 @@ class Runner:
             digest = hashlib.sha256(f"{self.settings.seed}/{item.example.id}".encode()).digest()
             generator = torch.Generator(self.device).manual_seed(int.from_bytes(digest[:4]))
             sampler = Sampled(wanted.temperature, wanted.top_k, wanted.top_p, generator)
+        in_thought = sampler.pick
         if least := item.example.min_new_tokens:
             sampler = MinLength(sampler, [rule.ends], least)
+        if isinstance(rule, ThoughtfulAnswer):
+            sampler = rule.picking(in_thought, sampler.pick)
         if item.forced:
             sampler, stop = Forced(torch.tensor([item.forced])), After(len(item.forced))
         return {"max_new_tokens": item.new_tokens, "stops": [stop], "sampler": sampler}
@@ -331,9 +335,10 @@ class Runner:
         """Return the text of an answer, without what made it stop."""
         return self._rule(item).text(tokens)
 
-    def _rule(self, item: PreparedExample) -> StopRule:
+    def _rule(self, item: PreparedExample) -> StopRule | ThoughtfulAnswer:
         example = item.example
-        return StopRule(self.loaded.tokenizer, self.loaded.eos_ids, example.stop, example.min_new_tokens)
+        rule = StopRule(self.loaded.tokenizer, self.loaded.eos_ids, example.stop, example.min_new_tokens)
+        return rule if item.thought is None else ThoughtfulAnswer(item.thought, rule, item.answer_tokens)
 
     def record(self, transcript: Transcript) -> Record:
         item, [first, *_] = transcript.item, transcript.turns
@@ -359,7 +364,9 @@ class Runner:
         turns = item.turns, item.example.turns, transcript.turns, (*item.further, None), transcript.reuse or [{}]
         for turn, example, made, later, reuse in zip(*turns, strict=True):
             [tokens], [stop] = made.tokens, made.stops
-            output = repr(made.nll[0]) if made.nll else self.output(turn, tokens)
+            rule = self._rule(turn)
+            thought = rule.thought_tokens(tokens) if isinstance(rule, ThoughtfulAnswer) else None
+            output = repr(made.nll[0]) if made.nll else rule.text(tokens)
             if transcript.choices:
                 output = choices_output(transcript.choices)
             score = self.task.score(example, output)
@@ -371,7 +378,8 @@ class Runner:
                 "output": output,
                 "tokens": tokens,
                 "stop": stop,
-                "score": score.value,
+                "thought_tokens": thought,
+                "score": 0.0 if thought == len(tokens) else score.value,
                 "details": dict(score.details),
                 "kv": made.kv,
                 "data": dict(example.data),
@@ -422,7 +430,8 @@ def _joined(item: PreparedExample, parts: Sequence[Transcript]) -> Transcript:
 
 
 def _shortened(item: PreparedExample) -> PreparedExample:
-    """Return the example cut down for a warm-up: at most two turns, a few tokens per answer."""
+    """Return the example cut down for a warm-up: at most two turns, a few tokens per answer, and no
+    thought."""
     turns = [replace(turn, new_tokens=min(turn.new_tokens, WARMUP_TOKENS)) for turn in item.turns[:2]]
     choices = tuple(choice[:WARMUP_TOKENS] for choice in item.choices)
-    return replace(item, new_tokens=turns[0].new_tokens, further=tuple(turns[1:]), choices=choices)
+    return replace(item, new_tokens=turns[0].new_tokens, further=tuple(turns[1:]), choices=choices, thought=None)

@@ -87,6 +87,7 @@ class Tools:
         tokenizer: Any = self.tokenizer
         parts = [tokenizer.backend_tokenizer.to_str(), str(tokenizer.chat_template), TEMPLATE_DATE, self.chat]
         parts += [json.dumps(dict(self.keywords), sort_keys=True)] * bool(self.keywords)
+        parts += filter(None, [getattr(tokenizer, "asked", "")])  # of the template (harness/prompts/thinking.py)
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from harness.prompts.prompt import Tokenizer, decode, tokenize
 
-Reason = Literal["eos", "stop_string"]
+Reason = Literal["eos", "stop_string", "length", "thought"]
 MARGIN = 4  # tokens decoded beyond the longest stop string, for pieces of a character and a dropped leading space
 
 

@@ -68,16 +68,16 @@ def answer_ids(reference: str, prompt: Prompt, tokenizer: Tokenizer) -> tuple[in
     likelihood of right answers is measured on them."""
     end = prompt.text[-TAIL:]
     space = "" if end[-1:].isspace() or reference[:1].isspace() else " "
-    return _following(end, tokenize(tokenizer, end).ids, space + reference, tokenizer)
+    return following(end, tokenize(tokenizer, end).ids, space + reference, tokenizer)
 
 
 def _after(prompt: Prompt, text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the tokens of `text` as they follow the whole prompt when both are tokenised as one
     text."""
-    return _following(prompt.text, prompt.ids[prompt.bos_added :], text, tokenizer)
+    return following(prompt.text, prompt.ids[prompt.bos_added :], text, tokenizer)
 
 
-def _following(text: str, ids: Sequence[int], added: str, tokenizer: Tokenizer) -> tuple[int, ...]:
+def following(text: str, ids: Sequence[int], added: str, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the tokens of `added` as they follow `text`, whose tokens are `ids`, in one text. If a
     token would reach across the border, `added` is tokenised alone."""
     joined, ends = tokenize(tokenizer, text + added)

@@ -38,7 +38,8 @@ def titles(runs: Sequence[StoredRun], keys: Sequence[str]) -> list[str]:
     protocol. If two tables share these, it also has the settings among `keys` in which they differ,
     or else what their runs were given (prompts, answers, revision of the model)."""
     names = [f"{name(run, 'task')}, {model_name(run.config)}, protocol={run.config.get('protocol')}" for run in runs]
-    settings = [flatten({key: run.config.get(key) for key in keys}) for run in runs]
+    usual = recorded_defaults()
+    settings = [flatten({key: run.config.get(key, usual.get(key)) for key in keys}) for run in runs]
     for known in (settings, [given(run) for run in runs]):
         names = [" ".join([title, *more]) for title, more in zip(names, _among_namesakes(names, known), strict=True)]
     return names

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from statistics import median
 
 from harness.config.settings import Settings
 from harness.reports.compare import Comparison, ReportRow
@@ -114,8 +115,8 @@ def notes(table: Comparison) -> Iterator[str]:
 
 
 def _of_questions(entries: Sequence[ReportRow]) -> Iterator[str]:
-    """Yield notes on answers that began on an existing cache: further turns, and further questions
-    on one context."""
+    """Yield notes on answers that began on an existing cache (further turns, and further questions
+    on one context), and on thoughts before answers."""
     for entry in entries:
         row = entry.summary
         if row["prefills"] < row["num_examples"]:
@@ -123,6 +124,11 @@ def _of_questions(entries: Sequence[ReportRow]) -> Iterator[str]:
         later = [turn for number, turn in (row["turns"] or {}).items() if number != "1"]
         if is_stored(entry) and later and not any(turn.get("hits") for turn in later):
             yield f"history=store ({entry.title}): no turn found its history; give the store more room"
+        if thoughts := [record.thought_tokens for record in entry.run.records if record.thought_tokens]:
+            yield (
+                f"thoughts ({entry.title}): before {len(thoughts)} of {row['num_examples']} answers, of "
+                f"{median(thoughts):.0f} tokens (median) to {max(thoughts)}; times and tokens per second include them"
+            )
     texts = {len({r.independent for r in e.run.records}) for e in entries if any(r.unit for r in e.run.records)}
     for count in sorted(texts):
         yield f"questions on one text are not independent: intervals and p count those on each of {count} texts as one"

@@ -33,6 +33,7 @@ MEANINGS = {  # what a kind of alarm says of the rows that it counts, the most i
 HARDWARE = ("cpu", "device_name", "cpus_usable", "memory_bytes")  # what tells machines apart
 MIN_WRONG_TOKENS = 100  # of answers that are not fully right; right answers are alike whoever gives them
 NEAR = 0.1  # a Full this close to guessing leaves no room to lose
+THOUGHT = ("<think>", "[THINK]")  # how models begin to think before they answer
 SAME_HOURS = timedelta(hours=1)  # in which a machine is about as fast
 MARGIN, MARGIN_SHARE = 0.5, 0.1  # load that the system makes by itself: of a CPU, or a share of them where that is more
 
@@ -230,6 +231,12 @@ def warnings(
         "have no TPOT: fewer than 3 tokens": [record.tpot_s is None for record in records],
         "were computed anew because their text outgrew a length from which the model rotates all of it otherwise": [
             bool(record.recomputed) for record in records
+        ],
+        "did not end their thought, which counts as no answer and scores 0: allow more by thinking=N": [
+            record.unanswered for record in records
+        ],
+        "begin with a thought although thinking=off, and are scored with it: set thinking=on": [
+            record.thought_tokens is None and record.output.lstrip().startswith(THOUGHT) for record in records
         ],
         "ran into the token limit": [any(reply.stop == "length" for reply in record.replies) for record in records],
     }

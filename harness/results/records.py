@@ -36,7 +36,7 @@ class Reply:
     context_tokens: int | None  # tokens sealed before the question was read; null unless protocol=context
     output: str
     tokens: list[int]
-    stop: str  # eos, stop_string, length or forced
+    stop: str  # eos, stop_string, length, forced, or thought where the thought was cut
     score: float  # [0, 1]
     details: dict[str, Any]
     token_s: list[float]  # one per token: from the start of prefill until each token was on the host
@@ -53,6 +53,9 @@ class Reply:
     capture_s: float | None = None  # capturing the decode step, within the second token's time
     compile_s: float | None = None  # Triton's making kernels ready, within the other times; null where it makes none
     data: dict[str, Any]  # what the task said of the example: depth, length ...
+    thought_tokens: int | None = (
+        None  # of `tokens`, the thought before the answer; null where none was asked for
+    )
     hit_tier: str | None = None  # of a conversation's turn: where its history was found; null on a miss
     reused_tokens: int | None = None  # that were found; null where no history is kept or none was asked for
     dropped_tokens: int | None = None  # of its history, that left the window before the turn; null where none can
@@ -77,6 +80,11 @@ class Reply:
         """The text and the tokens, which are compared to see if two generations are the same. For a
         text that was fed by force, the text here is its likelihood."""
         return self.output, tuple(self.tokens)
+
+    @property
+    def unanswered(self) -> bool:
+        """True if the model's thought did not end, so that there is no answer and the score is 0."""
+        return self.thought_tokens == len(self.tokens)
 
     @property
     def ttft_s(self) -> float:

@@ -22,6 +22,7 @@ import numpy as np
 from evals import stats
 from evals.base import Task
 from harness.config import plugins
+from harness.config.settings import recorded_defaults
 from harness.engine.step_parts import PARTS
 from harness.results import files
 from harness.results.alarms import warnings
@@ -35,7 +36,7 @@ from methods.tiers.tier import DEVICE, TIERS, bytes_key
 SCHEMA = 11
 LIKELIHOOD = "answer_nll"  # of a record's measured numbers: nats per token
 MIN_WINDOWS = 24  # windows of a text below which nothing is said of how sure their difference is
-ONE_TABLE = ("task", "model", "protocol", "chat", "generation", "seed")  # never mixed in one table
+ONE_TABLE = ("task", "model", "protocol", "chat", "thinking", "generation", "seed")  # never mixed in one table
 SAME_NUMBERS = ("dtype", "device")  # a Full that differs here differs by rounding alone
 
 
@@ -411,7 +412,8 @@ def combination(run: StoredRun) -> str:
 
 
 def _settings(run: StoredRun) -> str:
-    return files.canonical({name: run.config.get(name) for name in ONE_TABLE})
+    usual = recorded_defaults()
+    return files.canonical({name: run.config.get(name, usual.get(name)) for name in ONE_TABLE})
 
 
 def method_of(run: StoredRun) -> str:
