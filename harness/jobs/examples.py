@@ -228,7 +228,7 @@ def _thought(prompt: Prompt, tokenizer: Tokenizer, settings: Settings, prefix: s
     """Return the thought before the answer to `prompt`. `prefix`: the first words of the answer;
     `room`: the tokens that the model's window leaves for prompt and thought."""
     asked: Any = tokenizer
-    thought = Thought.after(prompt, tokenizer, asked.thinking, prefix, 1)
+    thought = Thought.after(prompt, tokenizer, asked.thinking, prefix)
     left = room - len(prompt.ids) - max(SPACE, len(thought.prefix))
     most = max(1, min(MOST, left)) if settings.thinking == "on" else int(settings.thinking)
     return replace(thought, most=most)

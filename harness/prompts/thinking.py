@@ -83,6 +83,12 @@ def _closing(tail: str, marks: Marks) -> str:
     return f"\n{marks.end}{marks.after}" if lines else marks.end
 
 
+def marks_ending_in(end: str) -> Marks:
+    """Return the marks of the kind of thoughts that `end` ends, or a part of its last mark; of an
+    unknown kind, marks of thoughts with which every answer begins."""
+    return next((kind for kind in (*KINDS, HARMONY) if kind.end.endswith(end)), Marks("", end))
+
+
 class ThinkingTokenizer:
     """Stand in for a tokenizer whose chat template is told to let the model think, or not to.
 
@@ -112,20 +118,20 @@ class Thought:
 
     marks: Marks
     opened: bool  # the prompt ends with the opening mark
-    most: int | None  # tokens that it may have, its end mark among them; None: as many as the answer leaves
+    most: int | None = None  # tokens that it may have, its end mark among them; None: no limit of its own
     prefix: tuple[int, ...] = ()  # the answer's first words, fed once the thought has ended
     empty: tuple[int, ...] = ()  # an empty thought and the answer's first words, as they follow the prompt
     text: str = ""  # the prompt with these
 
     @classmethod
-    def after(cls, prompt: Prompt, tokenizer: Tokenizer, thinking: Thinking, prefix: str, most: int) -> Thought:
-        """Return the thought after `prompt`, of at most `most` tokens. `prefix`: the first words of
-        the answer."""
+    def after(cls, prompt: Prompt, tokenizer: Tokenizer, thinking: Thinking, prefix: str) -> Thought:
+        """Return the thought after `prompt`, without a limit. `prefix`: the first words of the
+        answer."""
         marks, added = thinking.marks, thinking.empty + prefix
         end = tokenize(tokenizer, marks.end).ids
         fed = following(marks.end, end, marks.after + prefix, tokenizer) if prefix else ()
         empty = following(prompt.text, prompt.ids[prompt.bos_added :], added, tokenizer)
-        return cls(marks, thinking.opened, most, fed, empty, prompt.text + added)
+        return cls(marks, thinking.opened, None, fed, empty, prompt.text + added)
 
     @property
     def room(self) -> int:

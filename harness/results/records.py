@@ -53,9 +53,7 @@ class Reply:
     capture_s: float | None = None  # capturing the decode step, within the second token's time
     compile_s: float | None = None  # Triton's making kernels ready, within the other times; null where it makes none
     data: dict[str, Any]  # what the task said of the example: depth, length ...
-    thought_tokens: int | None = (
-        None  # of `tokens`, the thought before the answer; null where none was asked for
-    )
+    thought_tokens: int | None = None  # of `tokens`, the thought before the answer; null where none was asked for
     hit_tier: str | None = None  # of a conversation's turn: where its history was found; null on a miss
     reused_tokens: int | None = None  # that were found; null where no history is kept or none was asked for
     dropped_tokens: int | None = None  # of its history, that left the window before the turn; null where none can

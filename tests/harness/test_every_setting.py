@@ -62,6 +62,7 @@ OTHERS: dict[str, Other] = {
     "overflow.sinks": Other(2, WINDOW),
     "chat": Other("none"),
     "template_kwargs": Other({"messages_of": "no one"}),
+    "thinking": Other("on"),
     "dtype": Other("bf16"),
     "device": Other("cuda:9"),
     "batch": Other(2),

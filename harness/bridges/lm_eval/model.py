@@ -32,6 +32,7 @@ from harness.jobs.resolve import resolve
 from harness.models.base import LoadedModel, load
 from harness.prompts.prompt import calibration_text, check_keywords, in_template
 from harness.prompts.stops import StopRule
+from harness.prompts.thinking import ENABLE, Thinking, ThinkingTokenizer, Thought, ThoughtfulAnswer, marks_ending_in
 from harness.terminal.notices import alike, say_once, warn
 from kernels import ops
 from methods.full import Full
@@ -107,11 +108,15 @@ class KVHarnessLM(TemplateLM):
         add_bos_token: bool | None = None,
         seed: int = 42,
         config_dir: str | None = None,
+        enable_thinking: bool | None = None,
+        think_end_token: str | int | None = None,
         **words: Any,
     ) -> None:
         """`rolling_context`: the share of each window of a rolling likelihood that is the prompt.
         `add_bos_token`: as in lm-eval's `hf`. `seed`: for drawn tokens. `config_dir`: a folder with
-        a user's own methods. `words`: keys of a run, such as model=, method=, budget=."""
+        a user's own methods. `enable_thinking`, `think_end_token`: as in lm-eval's `hf`, but stop
+        strings count only after a thought, and one that does not end has no answer. `words`: keys of
+        a run, such as model=, method=, budget=."""
         super().__init__()
         self.batch_size = _whole("batch_size", batch_size)
         if max_batch_size is not None:
@@ -126,6 +131,7 @@ class KVHarnessLM(TemplateLM):
         self.max_length = self.loaded.window if max_length is None else _whole("max_length", max_length)
         self.max_gen_toks = _whole("max_gen_toks", max_gen_toks)
         self.add_bos_token, self.seed = add_bos_token, seed
+        self._set_thinking(enable_thinking, think_end_token)
         if not isinstance(rolling_context, (int, float)) or not (0 if self._full else 1e-9) <= rolling_context < 1:
             raise SettingsError(
                 f"rolling_context={rolling_context!r} is no share of a window to seal: give a number like 0.5; only "
@@ -134,13 +140,34 @@ class KVHarnessLM(TemplateLM):
         self.rolling_context = rolling_context
         self._device = self.loaded.model.device
 
+    def _set_thinking(self, enable: bool | None, end: str | int | None) -> None:
+        """Set whether the chat template lets the model think (`enable`; None: as it is), and the
+        marks of thoughts to take out of answers, which the token or text `end` gives, else the
+        template. Raises `SettingsError` where these are unknown."""
+        self.enable_thinking, self.cut_thoughts = enable, 0
+        self.chat_tokenizer, self.marks = self.tokenizer, None
+        if enable is not None:
+            self.chat_tokenizer = ThinkingTokenizer(self.tokenizer, self.template_kwargs, on=enable)
+        if end is not None:
+            self.marks = marks_ending_in(self.tokenizer.decode([int(end)]) if str(end).isdecimal() else str(end))
+        elif enable:
+            known = Thinking.of(self.tokenizer, self.template_kwargs)
+            if known is None:
+                raise SettingsError("enable_thinking=True: the chat template knows no thoughts; give think_end_token.")
+            self.marks = known.marks
+
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        answers = [""] * len(requests)
+        answers, cut_before = [""] * len(requests), self.cut_thoughts
         texts = (self._answer(number, *request.args) for number, request in enumerate(requests))
         for text, slot in self._run(texts, "answers", len(requests), disable_tqdm):
             context, keywords = requests[text.number].args
-            answers[text.number] = self._text(slot.out.tokens[0], keywords)
+            answers[text.number] = self._text(slot.out.tokens[0], keywords, slot.stops[0])
             self.cache_hook.add_partial("generate_until", (context, keywords), answers[text.number])
+        if cut := self.cut_thoughts - cut_before:
+            warn(
+                f"note: {cut} of {len(requests)} thoughts did not end, so there is no answer: give a larger "
+                "max_gen_toks in --gen_kwargs, which thought and answer share"
+            )
         return answers
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
@@ -155,6 +182,8 @@ class KVHarnessLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[EncodedPair], disable_tqdm: bool = False, **more: Any
     ) -> list[tuple[float, bool]]:
+        if self.enable_thinking:
+            raise SettingsError("enable_thinking=True suits no task that scores given texts: leave it out for these.")
         scores = [(0.0, False)] * len(requests)
         for question, slot in self._run(self._questions(requests), "continuations", len(requests), disable_tqdm):
             number, likeliest = question.number, slot.out.likeliest or [False]
@@ -188,13 +217,15 @@ class KVHarnessLM(TemplateLM):
     def tokenizer_name(self) -> str:
         """Return the name under which lm-eval keeps the prompts that it made; prompts made with other
         keywords of the chat template get another one."""
-        keywords = json.dumps(self.template_kwargs, sort_keys=True) if self.template_kwargs else ""
+        thinking = {} if self.enable_thinking is None else {ENABLE: self.enable_thinking}
+        given = {**self.template_kwargs, **thinking}
+        keywords = json.dumps(given, sort_keys=True) if given else ""
         digest = f"-{hashlib.sha256(keywords.encode()).hexdigest()[:8]}" if keywords else ""
         return self.loaded.name.replace("/", "__") + digest
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         return in_template(
-            self.tokenizer,
+            self.chat_tokenizer,
             chat_history,
             self.template_kwargs,
             add_generation_prompt=add_generation_prompt,
@@ -213,6 +244,7 @@ class KVHarnessLM(TemplateLM):
             "kv_budget": None if attachment.budget is None else str(attachment.budget),
             "kv_requests": self.requests,
             "kv_fell_back": dict(alike(list(self.fell_back.elements()))),
+            **({"kv_cut_thoughts": self.cut_thoughts} if self.marks else {}),
         }
 
     def _run(self, texts: Iterator[Any], what: str, count: int, quiet: bool) -> Iterator[tuple[Any, Any]]:
@@ -244,9 +276,13 @@ class KVHarnessLM(TemplateLM):
         if unknown := sorted(wanted.keys() - {*DRAWN, "max_gen_toks", "until"}):
             raise SettingsError(f"{', '.join(unknown)} of a request are unknown here: leave them out of gen_kwargs.")
         ids = self.tok_encode(context, left_truncate_len=self.max_length - new)
-        rule = StopRule(self.tokenizer, self.loaded.eos_ids, [stop for stop in self._until(keywords) if stop], 0)
-        ending = {"max_new_tokens": new, "stops": [rule], "sampler": self._sampler(wanted, number, context)}
-        return FreeAnswer(self.engine, number, ids, ending)
+        stops, sampler = [stop for stop in self._until(keywords) if stop], self._sampler(wanted, number, context)
+        rule: Any = StopRule(self.tokenizer, self.loaded.eos_ids, stops, 0)
+        if self.marks is not None:
+            opened = bool(self.marks.opening) and context.rstrip().endswith(self.marks.opening)
+            rule = ThoughtfulAnswer(Thought(self.marks, opened), rule).picking(sampler.pick, sampler.pick)
+            sampler = rule
+        return FreeAnswer(self.engine, number, ids, {"max_new_tokens": new, "stops": [rule], "sampler": sampler})
 
     def _sampler(self, wanted: dict[str, Any], number: int, context: str) -> Sampler:
         if not wanted["do_sample"]:
@@ -260,10 +296,16 @@ class KVHarnessLM(TemplateLM):
         eos = self.tokenizer.decode(self.eot_token_id, skip_special_tokens=False)
         return handle_stop_sequences(list(until) if isinstance(until, (list, tuple)) else until, eos=eos)
 
-    def _text(self, tokens: Sequence[int], keywords: dict[str, Any]) -> str:
-        """Return the answer, decoded and cut as lm-eval's own models do."""
+    def _text(self, tokens: Sequence[int], keywords: dict[str, Any], rule: Any) -> str:
+        """Return the answer, decoded and cut as lm-eval's own models do; empty if its thought did not
+        end, which is counted. `rule`: ended the answer."""
+        end = None
+        if isinstance(rule, ThoughtfulAnswer):
+            thought, end = rule.thought_tokens(tokens), rule.thought.marks.end
+            self.cut_thoughts += thought == len(tokens)
+            tokens = tokens[thought:]
         text = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
-        return postprocess_generated_text(text, stop=self._until(keywords), think_end_token=None)
+        return postprocess_generated_text(text, stop=self._until(keywords), think_end_token=end)
 
     def _questions(self, requests: Sequence[EncodedPair]) -> Iterator[ScoredQuestion]:
         """Yield the requests for likelihoods as questions, one for each context with all of its

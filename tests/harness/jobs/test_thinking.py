@@ -1,0 +1,210 @@
+"""thinking=off, on and N with models whose thoughts and answers are known: what is fed, scored, counted and said."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from evals.base import Example, Score, Task, TaskEnv, Turn
+from harness.commands import rescore, show
+from harness.config.settings import GenerationSettings, Results, Settings, SettingsError
+from harness.jobs.evaluate import evaluate
+from harness.jobs.job import Job
+from harness.models.hub import HuggingFace
+from harness.reports.compare import comparisons
+from harness.reports.notes import notes
+from harness.results.run_folder import StoredRun
+from harness.terminal.notices import say_once
+from methods.full import Full
+from methods.snapkv import SnapKV
+from tests.scripted import END, FINAL, SAYS, TURN, scripted
+
+KINDS = ("empty block", "open block", "harmony")
+# what the model says before its answer, and what off puts at the end of the prompt
+THOUGHTS = {
+    "empty block": "<think>\nso we stop there</think>\n\n",
+    "open block": "so we stop there</think>\n\n",
+    "harmony": f"<|channel|>analysis<|message|>so we stop there<|end|>{FINAL}",
+}
+TAILS = {
+    "empty block": (TURN, f"{TURN}<think>\n\n</think>\n\n"),
+    "open block": (f"{TURN}<think>\n", f"{TURN}<think>\n\n</think>\n\n"),
+    "harmony": ("<|end|><|start|>assistant", f"<|end|>{FINAL}"),
+}
+
+
+@dataclass(frozen=True)
+class Key(Task):
+    """A question whose answer is 7, or 42 after "Answer:"; a thought in it costs the score."""
+
+    version: ClassVar[str] = "1"
+    metric: ClassVar[str] = "found"
+    seeded: ClassVar[bool] = False
+    chance: ClassVar[float | None] = None
+
+    prefix: str = ""
+    stop: tuple[str, ...] = (" stop",)
+    reference: str = "7 more or less"
+    chat: bool = True
+    further: tuple[Turn, ...] = ()
+    forced: bool = False
+
+    def examples(self, env: TaskEnv) -> Iterator[Example]:
+        for number in range(2):
+            yield Example(
+                id=str(number), group="g", context="A text. " * (9 + 5 * number), question="Where?", chat=self.chat,
+                prefix=self.prefix, references=(self.reference,), max_new_tokens=7, stop=self.stop,
+                further=self.further, teacher_forced=self.forced,
+            )  # fmt: skip
+
+    def score(self, example: Example, output: str) -> Score:
+        return Score(float("we" not in output))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, HuggingFace]:
+    return {kind: scripted(tmp_path_factory.mktemp("scripted") / kind, kind) for kind in SAYS}
+
+
+def run(root: Path, model: HuggingFace, task: Task | None = None, method: Any = None, **changes: Any) -> StoredRun:
+    settings = Settings(results=Results(root=str(root)), baseline="off", warmup=0, device="cpu")
+    return evaluate(method or Full(), task or Key(), model, settings, **changes)
+
+
+def told(model: HuggingFace, tokens: list[int]) -> str:
+    return str(model.tokenizer().decode(tokens))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("changes", [{}, {"batch": 2}, {"protocol": "context"}, {"method": SnapKV(window=2)}], ids=str)
+def test_a_thought_is_counted_and_its_answer_scored(
+    kind: str, changes: dict[str, Any], models: dict[str, HuggingFace], tmp_path: Path
+) -> None:
+    model, thought = models[kind], THOUGHTS[kind]
+    for thinking in ("on", "50"):
+        for record in run(tmp_path, model, thinking=thinking, **changes).records:
+            assert (record.output, record.stop, record.score) == ("The key is 7", "stop_string", 1.0)
+            assert told(model, record.tokens) == f"{thought}The key is 7 stop!"
+            assert told(model, record.tokens[: record.thought_tokens]) == thought
+    for record in run(tmp_path, model, Key("Answer:"), thinking="on", **changes).records:
+        assert (record.output, record.stop, record.score) == (" 42", "stop_string", 1.0)
+        assert told(model, record.tokens) == f"{thought}Answer: 42 stop!"
+        assert told(model, record.tokens[: record.thought_tokens]) == thought.rstrip("\n")
+        assert len(record.token_s) == len(record.tokens)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_off_ends_the_thought_in_the_prompt(kind: str, models: dict[str, HuggingFace], tmp_path: Path) -> None:
+    for prefix, answer in (("", "The key is 7"), ("Answer:", " 42")):
+        plan = Job.plan(Full(), Key(prefix), models[kind], Settings(device="cpu", results=Results(str(tmp_path))))
+        assert all(item.prompt.text.endswith(f"Where?{TAILS[kind][1]}{prefix}") for item in plan.items)
+        assert "thinking" not in plan.identity
+        for record in run(tmp_path, models[kind], Key(prefix)).records:
+            assert (record.output, record.thought_tokens, record.score) == (answer, None, 1.0)
+    on = Job.plan(Full(), Key("Answer:"), models[kind], Settings(device="cpu", thinking="on"))
+    assert all(item.prompt.text.endswith(f"Where?{TAILS[kind][0]}") for item in on.items)
+    assert on.identity["prompts"] != plan.identity["prompts"]
+    other = Job.plan(Full(), Key(), models[kind], Settings(device="cpu", thinking="on"))
+    assert other.identity["prompts"] != on.identity["prompts"]  # though only what is fed later differs
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_thought_that_does_not_end_has_no_answer(
+    kind: str, models: dict[str, HuggingFace], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = run(tmp_path, models[kind], thinking="4")
+    for record in made.records:
+        assert (record.output, record.stop, record.score) == ("", "thought", 0.0)  # the task itself would give it 1
+        assert record.thought_tokens == len(record.tokens) == 4
+    [warning] = [text for text in made.summary["warnings"] if "thought" in text]
+    assert warning.startswith("2 of 2 examples did not end their thought")
+    assert any("thoughts (full): before 2 of 2 answers, of 4 tokens" in note for note in notes(*comparisons([made])))
+    show.main([str(made.folder)])
+    assert "4 tokens, 4 of them a thought that did not end, so there is no answer" in capsys.readouterr().out
+    rescore.main([str(made.folder)])
+    assert "0 of 2 scores differ" in capsys.readouterr().out
+    ends = scripted(tmp_path / "ends", kind, [[*SAYS[kind][0][: SAYS[kind][0].index(" we")], END]])
+    for record in run(tmp_path, ends, thinking="on").records:
+        assert (record.output, record.stop, record.score) == ("", "eos", 0.0)
+        assert record.thought_tokens == len(record.tokens)
+
+
+def test_a_model_may_answer_without_a_thought(tmp_path: Path) -> None:
+    at_once = scripted(tmp_path / "model", "empty block", [[TURN, "The"]])
+    for record in run(tmp_path, at_once, thinking="on").records:
+        assert (record.output, record.thought_tokens, record.stop) == ("The key is 7", 0, "stop_string")
+
+
+def test_tokens_are_those_of_generate(models: dict[str, HuggingFace], tmp_path: Path) -> None:
+    for kind in KINDS:
+        longer = GenerationSettings(max_new_tokens=99)
+        made = run(tmp_path, models[kind], Key(stop=()), thinking="on", generation=longer)
+        item = Job.plan(Full(), Key(stop=()), models[kind], Settings(device="cpu", thinking="on")).items[0]
+        loaded = models[kind].load("fp32", "cpu")
+        ids = torch.tensor([item.prompt.ids])
+        [wanted] = loaded.model.generate(ids, max_new_tokens=99, eos_token_id=loaded.tokenizer.eos_token_id)
+        assert made.records[0].tokens == wanted[ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_right_answers_are_measured_after_an_empty_thought(
+    kind: str, models: dict[str, HuggingFace], tmp_path: Path
+) -> None:
+    """With thinking off, the same text is read."""
+    for prefix in ("", "Answer:"):
+        costs = [
+            [record.measured["answer_nll"] for record in run(tmp_path, models[kind], Key(prefix), **changes).records]
+            for changes in (
+                {"protocol": "context"},
+                {"protocol": "context", "thinking": "on"},
+                {"thinking": "2"},  # less than the empty thought has
+            )
+        ]
+        assert None not in costs[0]
+        assert all(cost == pytest.approx(costs[0], abs=1e-5) for cost in costs)
+
+
+def test_a_thought_takes_what_the_window_leaves(models: dict[str, HuggingFace]) -> None:
+    for prefix, behind in (("", 4), ("Answer:", 4)):
+        settings = Settings(device="cpu", thinking="on")
+        for item in Job.plan(Full(), Key(prefix), models["empty block"], settings).items:
+            assert item.thought
+            assert len(item.prompt.ids) + item.thought.most + behind + 7 == 400
+            assert item.answer_tokens == 7
+    with pytest.raises(ValueError, match="more than the model's window"):
+        Job.plan(Full(), Key(), models["empty block"], Settings(device="cpu", thinking="399"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "task", "changes", "says"),
+    [
+        ("none", Key(), {"thinking": "on"}, "knows no thoughts: set thinking=off"),
+        ("harmony", Key(), {"thinking": "0"}, "thinking=0 is unknown"),
+        ("harmony", Key(), {"thinking": "on", "chat": "none"}, "leave chat=none out"),
+        ("harmony", Key(), {"thinking": "on", "generation": GenerationSettings(force_length=True)}, "force_length"),
+        ("harmony", Key("Answer:"), {"thinking": "9", "fidelity": 1}, "set fidelity=0"),
+        ("harmony", Key(further=(Turn("And?", ("7",)),)), {"thinking": "on"}, "has several turns"),
+        ("harmony", Key(forced=True), {"thinking": "on"}, "feeds its answers"),
+    ],
+)
+def test_what_cannot_think_is_refused(
+    kind: str, task: Key, changes: dict[str, Any], says: str, models: dict[str, HuggingFace]
+) -> None:
+    with pytest.raises(SettingsError, match=says):
+        Job.plan(Full(), task, models[kind], Settings(**changes))
+
+
+def test_what_changes_nothing_is_said(
+    models: dict[str, HuggingFace], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Job.plan(Full(), Key(chat=False), models["harmony"], Settings(thinking="on"))
+    assert "thinking=on changes nothing here" in capsys.readouterr().err
+    say_once.cache_clear()
+    thinks = scripted(tmp_path / "model", "none", [[TURN, "<think>", "so"]])
+    warnings = run(tmp_path, thinks).summary["warnings"]
+    assert any("begin with a thought although thinking=off" in text for text in warnings)

@@ -1,0 +1,146 @@
+"""How a chat template has a model think, and where a thought ends whose marks are plain text to the tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from evals.base import Example
+from harness.models.embedded import SmolLM2
+from harness.prompts.prompt import Tokenizer, Tools, render, render_turn
+from harness.prompts.stops import StopRule
+from harness.prompts.thinking import HARMONY, KINDS, Marks, Thinking, ThinkingTokenizer, Thought, ThoughtfulAnswer
+
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+OPENING = "{% if add_generation_prompt %}<|im_start|>assistant\nEND{% endif %}"
+BLOCK = "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
+SWITCHED = CHATML + OPENING.replace("END", BLOCK)
+OPENED = CHATML + OPENING.replace("END", "<think>\n")
+CHANNELS = (
+    "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+EITHER = CHATML + OPENING.replace("END", BLOCK.replace("{% endif %}", "{% else %}<think>\n{% endif %}"))
+MENTIONED = CHATML.replace("{{ m.content }}", "{{ m.content.split('[/THINK]')[-1] }}") + OPENING.replace("END", "")
+NEVER = CHATML + OPENING.replace("END", "<think>\n\n</think>\n\n")
+HEAD = "<|im_start|>assistant\n"
+
+
+def with_template(template: str) -> Any:
+    tokenizer = SmolLM2().tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def prompt_end(tokenizer: Tokenizer) -> str:
+    """What follows the user's text."""
+    asked = Example(id="0", group="g", context="A fact.", question=" Which?", references=("a",), max_new_tokens=8)
+    return render(asked, tokenizer, chat="template").text.rpartition("Which?")[2]
+
+
+@pytest.mark.parametrize(
+    ("template", "opened", "off", "on", "empty"),
+    [
+        (SWITCHED, False, f"{HEAD}<think>\n\n</think>\n\n", HEAD, "<think>\n\n</think>\n\n"),
+        (OPENED, True, f"{HEAD}<think>\n\n</think>\n\n", f"{HEAD}<think>\n", "\n</think>\n\n"),
+        (EITHER, True, f"{HEAD}<think>\n\n</think>\n\n", f"{HEAD}<think>\n", "\n</think>\n\n"),
+        (OPENED.replace("<think>\n", "<think>"), True, f"{HEAD}<think></think>", f"{HEAD}<think>", "</think>"),
+        (MENTIONED, False, HEAD, HEAD, "[THINK][/THINK]"),
+        (CHANNELS, False, f"<|start|>assistant{HARMONY.end}", "<|start|>assistant", HARMONY.end),
+    ],
+    ids=["switched", "opened", "either", "in one line", "mentioned", "harmony"],
+)  # fmt: skip
+def test_the_template_says_how_a_model_thinks(template: str, opened: bool, off: str, on: str, empty: str) -> None:
+    tokenizer = with_template(template)
+    thinking = Thinking.of(tokenizer)
+    assert thinking
+    assert (thinking.opened, thinking.empty) == (opened, empty)
+    prints = {Tools(tokenizer, "template").fingerprint}
+    for thinks, end in ((False, off), (True, on)):
+        asked: Any = ThinkingTokenizer(tokenizer, on=thinks)
+        assert prompt_end(asked).removeprefix("<|im_end|>\n").removeprefix("<|end|>") == end
+        prints.add(Tools(asked, "template").fingerprint)
+        later = Example(id="1", group="g", context="", question=" Why?", references=("a",), max_new_tokens=8)
+        assert render_turn(later, asked, chat="template").text.endswith(end)
+    assert len(prints) == 3
+
+
+@pytest.mark.parametrize("template", [CHATML + OPENING.replace("END", ""), NEVER, CHATML, "{{ broken", None])
+def test_other_templates_stay_as_they_are(template: str) -> None:
+    """One that always closes the thought leaves no choice."""
+    tokenizer = with_template(template)
+    for thinks in (False, True):
+        asked: Any = ThinkingTokenizer(tokenizer, on=thinks)
+        assert asked.thinking is None
+        assert Tools(asked, "template").fingerprint == Tools(tokenizer, "template").fingerprint
+        if template and "broken" not in template:
+            assert prompt_end(asked) == prompt_end(tokenizer)
+
+
+def answered(
+    text: str, stops: list[str], marks: Marks = KINDS[0], *, opened: bool = False, prefix: str = "", **limits: Any
+) -> tuple[str | None, str, str]:
+    """Why an answer that goes on as `text` ends, what of it is thought, and what is its answer."""
+    tokenizer: Any = SmolLM2().tokenizer()
+    ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
+    fed = tuple(tokenizer(prefix, add_special_tokens=False).input_ids)
+
+    def rule() -> ThoughtfulAnswer:
+        thought = Thought(marks, opened, limits.get("most"), fed)
+        return ThoughtfulAnswer(thought, StopRule(tokenizer, [tokenizer.eos_token_id], stops, 0), limits.get("answer"))
+
+    following, why, count = rule(), None, 0
+    while why is None and count < len(ids):
+        count += 1
+        why = following(ids[:count])
+    thought = rule().thought_tokens(ids[:count])
+    return why, tokenizer.decode(ids[:thought]), rule().text(ids[:count])
+
+
+SAID = "<think>The Question: says 3 and 4.\n\nSo 7.</think>\nThe answer is 7.<|im_end|>"
+THOUGHT, ANSWER = SAID.partition("The answer")[0], "The answer is 7."
+
+
+@pytest.mark.parametrize("stops", [["Question:"], ["\n\n"], ["\n"], []])
+def test_stop_strings_and_lengths_count_behind_the_thought(stops: list[str]) -> None:
+    assert answered(SAID, stops) == ("eos", THOUGHT, ANSWER)
+    assert answered(SAID.removeprefix("<think>"), stops, opened=True) == ("eos", THOUGHT[7:], ANSWER)
+    assert answered(SAID, [*stops, " is"]) == ("stop_string", THOUGHT, "The answer")
+    assert answered(SAID, stops, answer=2) == ("length", THOUGHT, "The answer")
+    given = THOUGHT.rstrip()
+    assert answered(SAID, stops, prefix="\nThe answer") == ("eos", given, " is 7.")
+    assert answered(f"{given}\n\nThe answer\nis", ["\n"], prefix="\n\nThe answer") == ("stop_string", given, "")
+
+
+def test_a_thought_ends_where_its_mark_ends() -> None:
+    whole = "<|channel|>analysis<|message|>We think.<|end|><|start|>assistant<|channel|>final<|message|>"
+    assert answered(f"{whole}It is 7.<|im_end|>", [], HARMONY) == ("eos", whole, "It is 7.")
+    assert answered(f"{HARMONY.end}It is 7.", ["7"], HARMONY) == ("stop_string", HARMONY.end, "It is ")
+    assert answered("[THINK]a</think>b[/THINK]c<|im_end|>", [], KINDS[1]) == ("eos", "[THINK]a</think>b[/THINK]", "c")
+    assert answered("\n<think>a</think><|im_end|>", []) == ("eos", "\n<think>a</think>", "")
+    assert answered("The <think> is no thought</think> here", [" here"])[::2] == (
+        "stop_string", "The <think> is no thought</think>",
+    )  # fmt: skip
+    for cut, why in ((THOUGHT[:30], None), (f"{THOUGHT[:30]}<|im_end|>", "eos")):
+        assert answered(cut, ["Question:"]) == (why, cut, "")
+    why, thought, answer = answered(SAID, [], most=6)
+    assert (why, answer) == ("thought", "")
+    assert SAID.startswith(thought)
+
+
+def test_the_first_words_follow_as_in_the_prompt() -> None:
+    """With thinking on as with it off: the same tokens stand after the end mark."""
+    asked = Example(
+        id="0", group="g", context="A fact.", question=" Which?", prefix="It is", references=("a",), max_new_tokens=8
+    )
+    for template in (SWITCHED, OPENED, CHANNELS):
+        off, on = (ThinkingTokenizer(with_template(template), on=thinks) for thinks in (False, True))
+        whole = render(asked, off, chat="template")  # type: ignore[arg-type]
+        bare = render(replace(asked, prefix=""), on, chat="template")  # type: ignore[arg-type]
+        assert on.thinking
+        thought = Thought.after(bare, on, on.thinking, "It is")  # type: ignore[arg-type]
+        assert (*bare.ids, *thought.empty) == whole.ids
+        assert whole.ids[-len(thought.prefix) :] == thought.prefix
+        assert thought.text == whole.text
