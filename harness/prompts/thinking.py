@@ -84,9 +84,10 @@ def _closing(tail: str, marks: Marks) -> str:
 
 
 def marks_ending_in(end: str) -> Marks:
-    """Return the marks of the kind of thoughts that `end` ends, or a part of its last mark; of an
-    unknown kind, marks of thoughts with which every answer begins."""
-    return next((kind for kind in (*KINDS, HARMONY) if kind.end.endswith(end)), Marks("", end))
+    """Return the marks of the kind of thoughts that end in `end`; for an unknown kind, marks of
+    thoughts with which every answer begins."""
+    same = (kind for kind in (*KINDS, HARMONY) if kind.end.endswith(end) or end.endswith(kind.end))
+    return next(same, Marks("", end))
 
 
 class ThinkingTokenizer:

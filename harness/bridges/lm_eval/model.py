@@ -145,16 +145,18 @@ class KVHarnessLM(TemplateLM):
         marks of thoughts to take out of answers, which the token or text `end` gives, else the
         template. Raises `SettingsError` where these are unknown."""
         self.enable_thinking, self.cut_thoughts = enable, 0
-        self.chat_tokenizer, self.marks = self.tokenizer, None
+        self.chat_tokenizer, self.marks, self._eos_ids = self.tokenizer, None, set(self.loaded.eos_ids)
+        known = Thinking.of(self.tokenizer, self.template_kwargs)
         if enable is not None:
             self.chat_tokenizer = ThinkingTokenizer(self.tokenizer, self.template_kwargs, on=enable)
         if end is not None:
             self.marks = marks_ending_in(self.tokenizer.decode([int(end)]) if str(end).isdecimal() else str(end))
-        elif enable:
-            known = Thinking.of(self.tokenizer, self.template_kwargs)
-            if known is None:
-                raise SettingsError("enable_thinking=True: the chat template knows no thoughts; give think_end_token.")
+        elif enable and known is None:
+            raise SettingsError("enable_thinking=True: the chat template knows no thoughts; give think_end_token.")
+        elif enable and known is not None:
             self.marks = known.marks
+        elif enable is None and known is not None and known.marks.go_on:  # ends a message alone, also a thought
+            self._eos_ids -= {self.tokenizer.convert_tokens_to_ids(known.marks.go_on)}
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         answers, cut_before = [""] * len(requests), self.cut_thoughts
@@ -277,7 +279,7 @@ class KVHarnessLM(TemplateLM):
             raise SettingsError(f"{', '.join(unknown)} of a request are unknown here: leave them out of gen_kwargs.")
         ids = self.tok_encode(context, left_truncate_len=self.max_length - new)
         stops, sampler = [stop for stop in self._until(keywords) if stop], self._sampler(wanted, number, context)
-        rule: Any = StopRule(self.tokenizer, self.loaded.eos_ids, stops, 0)
+        rule: Any = StopRule(self.tokenizer, self._eos_ids, stops, 0)
         if self.marks is not None:
             opened = bool(self.marks.opening) and context.rstrip().endswith(self.marks.opening)
             rule = ThoughtfulAnswer(Thought(self.marks, opened), rule).picking(sampler.pick, sampler.pick)

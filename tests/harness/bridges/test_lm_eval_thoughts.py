@@ -1,0 +1,104 @@
+"""lm-eval's requests to models that think first: in its own loop, beside its `hf`, and as a task of ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.config.settings import Results, Settings, SettingsError
+from harness.jobs.evaluate import evaluate
+from methods.full import Full
+from tests.scripted import END, FINAL, TURN, scripted
+
+pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install 'kv-harness[lm-eval]'")
+from lm_eval.api.instance import Instance
+
+from harness.bridges.lm_eval.model import KVHarnessLM
+
+KINDS = {"empty block": "</think>", "open block": "</think>", "harmony": FINAL}  # and the end marks that users give
+ASKED = [{"role": "user", "content": "Where?"}]
+
+
+def ours(folder: Path, **more: Any) -> KVHarnessLM:
+    return KVHarnessLM(**{"model": "hf", "model.name": str(folder), "device": "cpu"}, method="full", **more)
+
+
+def asked(lm: Any, until: list[str], count: int = 40) -> str:
+    """The answer to a question in the model's chat template."""
+    text, keywords = lm.apply_chat_template(ASKED), {"until": until, "max_gen_toks": count}
+    [answer] = lm.generate_until([Instance("generate_until", {}, (text, keywords), 0)], disable_tqdm=True)
+    return str(answer)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_thoughts_are_taken_out_as_by_their_own_model(kind: str, tmp_path: Path) -> None:
+    for name in ("accelerate", "peft"):
+        pytest.importorskip(name, reason=f"lm-eval's own hf model needs {name}")
+    from lm_eval.models.huggingface import HFLM
+
+    source, end = scripted(tmp_path / "model", kind), KINDS[kind]
+    end_id = source.tokenizer().convert_tokens_to_ids(end)
+    ends: tuple[str | int, ...] = (
+        (end_id,) if kind == "harmony" else (end, end_id)
+    )  # a special token is no text to `hf`
+    for given in ends:
+        words: dict[str, Any] = {"enable_thinking": True, "think_end_token": given}
+        theirs = HFLM(pretrained=str(tmp_path / "model"), device="cpu", dtype="float32", **words)
+        lm = ours(tmp_path / "model", **words)
+        assert lm.apply_chat_template(ASKED) == theirs.apply_chat_template(ASKED)
+        assert asked(lm, [" more"]) == asked(theirs, [" more"]) == "The key is 7 stop!"
+    without = {"enable_thinking": None}  # the template's own way, where nothing is taken out
+    theirs = HFLM(pretrained=str(tmp_path / "model"), device="cpu", dtype="float32", **without)
+    assert asked(ours(tmp_path / "model", **without), [" more"]) == asked(theirs, [" more"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stop_strings_act_behind_the_thought(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scripted(tmp_path / "model", kind)
+    lm = ours(tmp_path / "model", enable_thinking=True)  # the template shows the end mark
+    for until in ([" stop"], [" stop", "\n\n", "\n"]):
+        assert asked(lm, until) == "The key is 7"
+    assert lm.get_model_info()["kv_cut_thoughts"] == 0
+    assert "thoughts" not in capsys.readouterr().err
+    assert asked(lm, [], count=4) == ""  # thought and answer share them
+    assert "1 of 1 thoughts did not end" in capsys.readouterr().err
+    assert lm.get_model_info()["kv_cut_thoughts"] == 1
+    off = ours(tmp_path / "model", enable_thinking=False)
+    assert off.apply_chat_template(ASKED).endswith(("<think>\n\n</think>\n\n", FINAL))
+    assert asked(off, [" stop"]) == "The key is 7"
+    assert len({lm.tokenizer_name, off.tokenizer_name, ours(tmp_path / "model").tokenizer_name}) == 3
+    with pytest.raises(SettingsError, match="enable_thinking=True suits no task"):
+        lm.loglikelihood([Instance("loglikelihood", {}, ("Where?", " 7"), 0)])
+
+
+def test_marks_of_an_unknown_kind_are_given(tmp_path: Path) -> None:
+    scripted(tmp_path / "model", "none", [[TURN, "so", " it", "</think>", "The"], [END]])
+    with pytest.raises(SettingsError, match="give think_end_token"):
+        ours(tmp_path / "model", enable_thinking=True)
+    lm = ours(tmp_path / "model", enable_thinking=True, think_end_token=" it")
+    assert asked(lm, ["so", " stop"]) == "</think>The key is 7"
+    at_once = ours(tmp_path / "model", think_end_token="</think>")  # its answers do not begin with <think>
+    assert asked(at_once, [" stop"]) == "The key is 7"
+
+
+@pytest.mark.parametrize(("thinking", "thoughts"), [("off", None), ("on", 7), ("4", 4)])
+def test_a_task_of_theirs_takes_our_setting(thinking: str, thoughts: int | None, tmp_path: Path) -> None:
+    from evals.lm_eval import LmEval
+
+    (tmp_path / "rows.jsonl").write_text('{"q": "Where?", "a": "42"}\n{"q": "Which?", "a": "42"}\n')
+    (tmp_path / "own.yaml").write_text(
+        "task: thoughtful\ndataset_path: json\noutput_type: generate_until\ntest_split: test\n"
+        f"dataset_kwargs: {{data_files: {{test: {tmp_path}/rows.jsonl}}, cache_dir: {tmp_path}/cache}}\n"
+        'doc_to_text: "{{q}}"\ndoc_to_target: "{{a}}"\ngen_prefix: "Answer:"\n'
+        'generation_kwargs: {until: [" stop"], max_gen_toks: 7, do_sample: false}\n'
+        "metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true, ignore_punctuation: true}]\n"
+        "filter_list: [{name: clean, filter: [{function: remove_whitespace}, {function: take_first}]}]\n"
+    )
+    task = LmEval(name="thoughtful", include_path=str(tmp_path), chat=True)
+    settings = Settings(results=Results(root=str(tmp_path / "runs")), baseline="off", warmup=0, thinking=thinking)
+    made = evaluate(Full(), task, scripted(tmp_path / "model", "empty block"), settings)
+    for record in made.records:
+        assert record.thought_tokens == thoughts
+        assert (record.output, record.score) == (("", 0.0) if record.unanswered else (" 42", 1.0))
