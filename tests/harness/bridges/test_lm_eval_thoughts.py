@@ -40,9 +40,7 @@ def test_thoughts_are_taken_out_as_by_their_own_model(kind: str, tmp_path: Path)
 
     source, end = scripted(tmp_path / "model", kind), KINDS[kind]
     end_id = source.tokenizer().convert_tokens_to_ids(end)
-    ends: tuple[str | int, ...] = (
-        (end_id,) if kind == "harmony" else (end, end_id)
-    )  # a special token is no text to `hf`
+    ends = [end_id] if kind == "harmony" else [end, end_id]  # `hf` knows no text of a special token
     for given in ends:
         words: dict[str, Any] = {"enable_thinking": True, "think_end_token": given}
         theirs = HFLM(pretrained=str(tmp_path / "model"), device="cpu", dtype="float32", **words)
