@@ -87,6 +87,8 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
     guessed: Fetched | None = None  # rows and counts for the current step
     counts: Tensor  # [B], n' of each sequence: so many of its `rows` [B G max n'], which stand best first, are read
     read_in_steps: Tensor | None = None  # [B], prompt tokens read in joint steps of several sequences
+    like_before = True  # the layer before rotates as this one does
+    all_alike = True  # all layers do
 
     def split(self, budget: int) -> Plan:
         return Plan(sinks=0, local=0, top=budget)
@@ -109,9 +111,18 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
     def guessed_query(self, before: AttnInput) -> Tensor:
         """Return a guess of this layer's rotated query: its query projection applied to the
         attention input of the layer before, at the same position. [B H T D]"""
-        hidden, cos, sin = (x.to(self.request.device) for x in (before.hidden, before.cos, before.sin))
-        turned: Tensor = ops.rotate(self.spec.project_query(hidden), cos, sin)
+        turned: Tensor = ops.rotate(*self._rotating(before))
         return turned
+
+    def _rotating(self, before: AttnInput) -> tuple[Tensor, Tensor, Tensor]:
+        """Return a guess of this layer's query before its rotation, [B H T D], and the cos and sin
+        by which this layer rotates it, [1|B T R]. The layer before may rotate otherwise, where a
+        model has layers that do not rotate."""
+        device, cos, sin = self.request.device, before.cos, before.sin
+        if not self.like_before:
+            at = self.cache.counters.positions(before.start, before.hidden.shape[1], device)
+            cos, sin = (part.to(before.cos.dtype) for part in self.spec.rope(at))
+        return self.spec.project_query(before.hidden.to(device)), cos.to(device), sin.to(device)
 
     def fetches(self, q: Tensor) -> Fetched:
         return self.nearest(narrowed_queries(q, self.basis, self.spec.scale))
@@ -150,8 +161,7 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
         if self.plan is None or not self.selects_next:
             return new
         takes = new is None or new.k.device == self.request.device
-        hidden, cos, sin = (x.to(self.request.device) for x in (before.hidden, before.cos, before.sin))
-        guess = Guess(self.spec.project_query(hidden), cos, sin, self.basis, self.spec.scale)
+        guess = Guess(*self._rotating(before), self.basis, self.spec.scale)
         query = cast(Tensor, ops.partial_products(guess, new if takes else None))
         self.guessed = self.nearest(query)
         if self.layer.far is not None:
@@ -203,7 +213,8 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
     def observe(self, x: AttnInput) -> None:
         for read in (follower.read for follower in self.followers if follower.read.rehearses):
             for part in pieces(x.q.shape[2]):
-                before = replace(x, hidden=x.hidden[:, part], cos=x.cos[:, part], sin=x.sin[:, part])
+                hidden, cos, sin = (whole[:, part] for whole in (x.hidden, x.cos, x.sin))
+                before = replace(x, hidden=hidden, cos=cos, sin=sin, start=x.start + part.start)
                 read.rehearsed.append(read.guessed_query(before))
         if self.guesses:
             self.query_mass += column_mass(x.q, self.spec.num_kv_heads, self._skew)
@@ -240,6 +251,11 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         self.query_mass.copy_(state["query_mass"])
+
+    def together_refusal(self) -> str | None:
+        if not self.all_alike:  # a guess then needs the positions, which each sequence has for itself
+            return "some layers do not rotate, and others guess for them"
+        return super().together_refusal()
 
     def joined(self) -> dict[str, Tensor]:
         read = self.read_in_steps
@@ -393,4 +409,8 @@ class InfiniGen(PooledMethod):
         reads = [InfiniGenRead() for _ in specs]
         for read, following in pairwise(reads):
             read.followers = (Follower(following),)
+        for before, after in pairwise(specs):
+            reads[after.index].like_before = before.rope_like == after.rope_like
+        for read in reads:
+            read.all_alike = all(other.like_before for other in reads)
         return [Layer(spec, cache, self, read) for spec, read in zip(specs, reads, strict=True)]

@@ -332,5 +332,5 @@ class InfLLM(Method):
         return replace(self, repr_topk=tokens)
 
     def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
-        rope_table = RopeTable(cache)
-        return [Layer(spec, cache, self, InfLLMRead(rope_table)) for spec in specs]
+        tables = RopeTable.of_layers(specs, cache)
+        return [Layer(spec, cache, self, InfLLMRead(table)) for spec, table in zip(specs, tables, strict=True)]

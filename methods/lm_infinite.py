@@ -180,5 +180,5 @@ class LMInfinite(Method):
         return kept + PeakExtra(prefill=merging, seal=costs.evicting(case, case.budget))
 
     def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
-        rope_table = RopeTable(cache)
-        return [Layer(spec, cache, self, LMInfiniteKeep(rope_table)) for spec in specs]
+        tables = RopeTable.of_layers(specs, cache)
+        return [Layer(spec, cache, self, LMInfiniteKeep(table)) for spec, table in zip(specs, tables, strict=True)]

@@ -342,5 +342,5 @@ class ShadowKV(Method):
             )
 
     def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
-        rope_table = RopeTable(cache)
-        return [Layer(spec, cache, self, ShadowRead(rope_table)) for spec in specs]
+        tables = RopeTable.of_layers(specs, cache)
+        return [Layer(spec, cache, self, ShadowRead(table)) for spec, table in zip(specs, tables, strict=True)]

@@ -43,6 +43,18 @@ PARTLY: dict[str, dict[str, Any]] = {  # they rotate a part of each head: GLM ne
     "glm4": {"head_dim": 16, "attention_bias": True},
     "phi4": {"model_type": "phi3", "rope_parameters": PART, "partial_rotary_factor": 0.75},
 }
+FURTHER: dict[str, dict[str, Any]] = {  # families that tests/families.py alone holds against `generate`
+    "qwen2.5-14b": {"model_type": "qwen2", "hidden_size": 160, "num_attention_heads": 10},  # groups of 5 query heads
+    "qwen3_moe": {"head_dim": 16, "moe_intermediate_size": 48, "num_experts": 6, "num_experts_per_tok": 2},
+    "mixtral": {"sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "smollm3": {"num_hidden_layers": 4},  # the last does not rotate
+    "gemma3": {  # of texts and images
+        "text_config": SHAPE | ARCHITECTURES["gemma3_text"] | {"vocab_size": 264, "tie_word_embeddings": True},
+        "image_token_index": 260,
+        "vision_config": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+        "mm_tokens_per_image": 4,
+    },
+}  # fmt: skip
 HYBRID = ("gemma3_text", "gpt_oss")  # they run their own forward, and some of their layers slide
 BY_BLOCKS = tuple(name for name in ARCHITECTURES if name not in HYBRID)
 
@@ -58,7 +70,7 @@ def tiny(architecture: str) -> PreTrainedModel:
 
 def fresh(architecture: str, **more: Any) -> PreTrainedModel:
     """A fresh model of `tiny`, with `more` in its config."""
-    shape = {"model_type": architecture} | SHAPE | (ARCHITECTURES | PARTLY)[architecture] | more
+    shape = {"model_type": architecture} | SHAPE | (ARCHITECTURES | PARTLY | FURTHER)[architecture] | more
     config = AutoConfig.for_model(**shape, initializer_range=0.15)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(7)

@@ -252,13 +252,19 @@ class Forecast:
 
 def floor_s(decoding: Decoding, read_gb_s: float) -> float:
     """Return the least seconds of a step: the time to read the weights, and the keys and values
-    that the sequences attend to, once at `read_gb_s`."""
+    that the sequences attend to, once at `read_gb_s`. Of a mixture of experts, those are read that
+    one token passes through."""
     model, specs = decoding.engine.model, decoding.engine.attachment.specs
     attended = sum(run.measured.get("attended_total") or 0.0 for run in decoding.last)
     rows = sum(2 * spec.num_kv_heads * spec.head_dim * attended for spec in specs) * model.dtype.itemsize
     weights = sum(x.nbytes for x in model.parameters())
     table, head = (next(m.parameters()) for m in (model.get_input_embeddings(), model.get_output_embeddings()))
     weights -= 0 if table is head else table.nbytes  # a step reads a row of the embedding
+    chosen = int(getattr(model.config, "num_experts_per_tok", None) or 0)
+    for module in model.modules() if chosen else ():
+        own = list(module.parameters(recurse=False))
+        if any(x.dim() == 3 for x in own):  # the weights of all experts of a layer
+            weights -= sum(x.nbytes // len(x) * (len(x) - chosen) for x in own)
     return (weights + rows) / read_gb_s / 1e9
 
 

@@ -8,7 +8,7 @@ keywords."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy, deepcopy
 from functools import partial
@@ -216,9 +216,21 @@ def layer_specs(model: PreTrainedModel) -> list[LayerSpec]:
             project_query=QueryProjection(module, model, pairing),
             window=window,
             sink_logits=None if (sinks := getattr(module, "sinks", None)) is None else sinks.detach().float(),
+            rope_like=_first_like(modules, module),
         )
         for index, (module, window) in enumerate(zip(modules, windows, strict=True))
     ]
+
+
+def _first_like(modules: Sequence[Any], module: Any) -> int:
+    """Return which of the attention modules is the first that rotates as `module` does."""
+    kind = rotates(module), getattr(module, "layer_type", None)
+    return next(i for i, other in enumerate(modules) if (rotates(other), getattr(other, "layer_type", None)) == kind)
+
+
+def rotates(module: Any) -> bool:
+    """Return whether an attention module rotates queries and keys; some of SmolLM3's do not."""
+    return bool(getattr(module, "use_rope", True))
 
 
 class Rotary:
@@ -254,7 +266,7 @@ class Rotary:
             return self.rotary.frequencies(self.device, max(stages), *self.kind)
         rotary: Any = self.rotary
         frequencies: Tensor = getattr(rotary, "_".join((*self.kind, "inv_freq")))
-        return frequencies
+        return frequencies if rotates(self.module) else torch.zeros_like(frequencies)
 
     def as_given(self, positions: Tensor) -> Any:
         """Return cos and sin of positions [P] in the form in which the model computes them."""
@@ -266,7 +278,7 @@ def _rotation(module: Any, pairing: Pairing, given: tuple[Tensor, Tensor]) -> tu
     """Return the cos and sin that transformers has `given` a layer, in the form of kernels/rope.py;
     a layer without rotation turns by 0."""
     cos, sin = map(pairing.angles.as_halves, given)
-    return (cos, sin) if getattr(module, "use_rope", True) else (torch.ones_like(cos), torch.zeros_like(sin))
+    return (cos, sin) if rotates(module) else (torch.ones_like(cos), torch.zeros_like(sin))
 
 
 class QueryProjection:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from harness.models.base import ModelInfo
 from methods.base import Budget, BudgetError, LayerSpec, LayerWorkload, Method
+from methods.layers.window import whole_layers
 from methods.tiers.codec import Codec
 
 AlignedBytes = Literal["moved_bytes", "device_bytes"]
@@ -96,12 +97,18 @@ class AlignedBudget(Budget):
 def shapes(info: ModelInfo, device: str | None = None) -> list[LayerSpec]:
     """Return one `LayerSpec` per layer of a model that is not loaded and is to run on `device`. It
     suffices to compute a method's cost; it has no weights, so nothing can run with it."""
-    count = info.num_whole_layers
-    heads = (count, info.num_heads, info.num_kv_heads, info.head_dim, info.head_dim**-0.5)
+    heads = (info.num_layers, info.num_heads, info.num_kv_heads, info.head_dim, info.head_dim**-0.5)
     sinks = torch.zeros(info.num_heads) if info.sink_logits else None
     place = None if device is None else torch.device(device)
     more: dict[str, Any] = {"sink_logits": sinks, "device": place, "rotary_dim": info.rotary_dim}
-    return [LayerSpec(index, *heads, _not_loaded, _not_loaded, **more) for index in range(count)]
+    likes = [info.still_layers[0] if index in info.still_layers else -1 for index in range(info.num_layers)]
+    layers = enumerate(zip(info.layer_windows, likes, strict=True))
+    return whole_layers(
+        [
+            LayerSpec(index, *heads, _not_loaded, _not_loaded, window=window, rope_like=like, **more)
+            for index, (window, like) in layers
+        ]
+    )
 
 
 def _not_loaded(x: Tensor) -> NoReturn:

@@ -407,11 +407,15 @@ def _states(info: ModelInfo, settings: Settings, prompt: int) -> tuple[int, int]
 
 def _in_mlp(info: ModelInfo, settings: Settings, rows: int) -> int:
     """Return how many numbers an MLP holds at once for `rows` tokens. Our own forward computes some
-    tokens at a time; a model that runs its own forward takes all, for which an expert of GPT-OSS
-    needs nine intermediate tensors."""
+    tokens at a time; a model that runs its own forward takes all. Each expert that a token passes
+    through then holds the most within its MLP or when the experts' outputs are added; GPT-OSS's
+    experts have biases and an activation of several operations."""
     hidden, inner, dtype = info.hidden_size, info.inner_size, torch_dtype(settings.dtype)
+    if info.chosen_experts:
+        outputs, within = (5, 9) if info.sink_logits else (4, 4)
+        return rows * (hidden + info.chosen_experts * max(outputs * hidden, hidden + within * inner))
     if not _by_blocks(info):
-        return rows * (info.chosen_experts * (hidden + 9 * inner) or hidden + 3 * inner)
+        return rows * (hidden + 3 * inner)
     at_once = TOKENS_AT_ONCE["cpu" if settings.device == "cpu" else "cuda"]
     widths = (info.num_heads * info.head_dim, hidden, info.num_kv_heads * info.head_dim)
     if settings.device == "cpu" and fits_compiled(widths, inner, dtype):

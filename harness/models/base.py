@@ -42,7 +42,9 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": Architecture(by_blocks=True),
     "Qwen3ForCausalLM": Architecture(by_blocks=True),
     "Phi3ForCausalLM": Architecture(by_blocks=True, drops_cache=True),
-    # The text model alone (1B); the larger ones are Gemma3ForConditionalGeneration
+    "SmolLM3ForCausalLM": Architecture(by_blocks=False, unlike="some of its layers do not rotate"),
+    "Qwen3MoeForCausalLM": Architecture(by_blocks=False, unlike="its MLP is a mixture of experts"),
+    "MixtralForCausalLM": Architecture(by_blocks=False, unlike="its MLP is a mixture of experts"),
     "Gemma3ForCausalLM": Architecture(
         by_blocks=False, unlike="it has norms after its sublayers as well, and a GELU MLP"
     ),
@@ -105,6 +107,7 @@ class ModelInfo:
     layer_windows: tuple[int | None, ...]  # how many tokens each layer sees, None for all
     sink_logits: bool  # whether its softmax has one more term per head (kernels/sink_logits.py)
     quantised: Quantised | None = None  # how its weights are quantised
+    still_layers: tuple[int, ...] = ()  # layers that do not rotate keys and queries by position
 
     @property
     def limit(self) -> int:
@@ -244,6 +247,7 @@ def _described(source: ModelSource, identity: Identity) -> ModelInfo:
         layer_windows=windows,
         sink_logits=any(hasattr(module, "sinks") for module in model.modules()),
         quantised=packed,
+        still_layers=tuple(i for i, turns in enumerate(getattr(config, "no_rope_layers", None) or ()) if not turns),
     )
 
 

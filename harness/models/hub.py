@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
@@ -44,6 +44,12 @@ REFUSED = {  # what a value in config.json says that a model does and that the e
     "add_cross_attention": "attends to the output of an encoder (cross attention)",
     "alibi": "places tokens by a bias of its logits (ALiBi)",
 }
+CONFIG["text_config?"] = dict(CONFIG)
+TEXT_PARTS: dict[str, dict[str, Any]] = {  # of models of texts and images: what their text_config leaves out
+    "Gemma3ForConditionalGeneration": {"architectures": ["Gemma3ForCausalLM"], WINDOW: 131_072},
+}
+TEXT_PREFIX = r"^(model\.language_model|language_model\.model)\."  # of its weights in their checkpoints, two layouts
+OTHER_PARTS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
 FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of types that need no decoding
 ROPE_THETA_SINCE = (4, 33)  # transformers, of Llama; every other architecture here has had it from its first release
 NAMED = 3  # names of tensors in an error
@@ -80,16 +86,25 @@ class HuggingFace(ModelSource):
         from transformers import AutoConfig
 
         folder = self.folder()
-        check_config(read_config(folder), self.name)
+        stated = _text_part(read_config(folder))
+        check_config(stated, self.name)
         with _naming(folder / "config.json"):
             config: PreTrainedConfig = AutoConfig.from_pretrained(folder, **OFFLINE)
-        return config
+            text = config.get_text_config(decoder=True)
+        if text is not config:  # the tokens that end an answer, and how weights are stored, are said of the whole model
+            text.architectures, text.dtype = stated["architectures"], config.dtype or text.dtype
+            text.eos_token_id = getattr(config, "eos_token_id", None) or text.eos_token_id
+            if scheme := getattr(config, "quantization_config", None):
+                text.quantization_config = scheme
+        return text
 
     def context_window(self) -> int:
         if self.window:
             return self.window
         name = self.config().attribute_map.get(WINDOW, WINDOW)
-        if read_config(self.folder()).get(name) is None:  # the model's class has a number, but the same for all
+        if (
+            _text_part(read_config(self.folder())).get(name) is None
+        ):  # the model's class has a number, but the same for all
             raise no_window(self.name)
         return super().context_window()
 
@@ -110,6 +125,7 @@ class HuggingFace(ModelSource):
         return tokenizer
 
     def build(self, dtype: torch.dtype, device: str) -> PreTrainedModel:
+        import transformers
         from transformers import AutoModelForCausalLM
         from transformers.utils.import_utils import is_accelerate_available
 
@@ -120,8 +136,14 @@ class HuggingFace(ModelSource):
         if (device != "cpu" or packed) and is_accelerate_available():  # each weight goes from its file to the device
             options["device_map"] = {"": device}
         check_scales(folder, config)
+        logging: Any = transformers.utils.logging
+        verbosity = logging.get_verbosity()
+        if "text_config" in read_config(folder):
+            options["key_mapping"] = {TEXT_PREFIX: "model."}
+            logging.set_verbosity_error()  # it would list the weights of the other parts
         model: PreTrainedModel
-        with _naming(folder), loading(config):
+        with _naming(folder), loading(config), ExitStack() as undo:
+            undo.callback(logging.set_verbosity, verbosity)
             model, report = auto.from_pretrained(
                 folder, output_loading_info=True, ignore_mismatched_sizes=True, **options, **OFFLINE
             )
@@ -171,6 +193,15 @@ def read_config(folder: Path) -> dict[str, Any]:
     except OSError as error:
         raise ModelError(f"{file} cannot be read ({error.strerror}): fetch the model again.") from error
     return config
+
+
+def _text_part(config: dict[str, Any]) -> dict[str, Any]:
+    """Return what the config.json of a model of texts and images says of its text part, if that part
+    runs here; else return `config` as it is."""
+    text = TEXT_PARTS.get((config.get("architectures") or ["?"])[0])
+    if text is None:
+        return config
+    return {**config, **text, **(config.get("text_config") or {}), "architectures": text["architectures"]}
 
 
 def check_config(config: dict[str, Any], name: str) -> None:
@@ -248,7 +279,8 @@ def _rotates(config: Mapping[str, Any]) -> bool:
 def _has_rope_theta(config: Mapping[str, Any], rope: Mapping[str, Any]) -> bool:
     """Return True if the base of the rotation (`rope_theta`) is known: the model's `config` names
     it, or `rope`, its part about the rotation, does, for all layers or for each kind of them. A
-    Llama config from before there was a choice need not name it: its base is 10,000."""
+    Llama config from before there was a choice need not name it: its base is 10,000. Nor need Gemma
+    3's, whose bases are the same in all sizes."""
     by_kind = [kind for kind in rope.values() if isinstance(kind, Mapping)]
     if any(place.get("rope_theta") is not None for place in (config, rope)):
         return True
@@ -256,7 +288,7 @@ def _has_rope_theta(config: Mapping[str, Any], rope: Mapping[str, Any]) -> bool:
         return all(kind.get("rope_theta") is not None for kind in by_kind)
     written = re.match(r"(\d+)\.(\d+)", str(config.get("transformers_version", "")))
     is_old = written is not None and tuple(map(int, written.groups())) < ROPE_THETA_SINCE
-    return config.get("model_type") == "llama" and is_old
+    return config.get("model_type") == "gemma3_text" or (config.get("model_type") == "llama" and is_old)
 
 
 def check_tensors(folder: Path, model: PreTrainedModel, report: Mapping[str, Collection[Any]], *, packed: bool) -> None:
@@ -267,7 +299,7 @@ def check_tensors(folder: Path, model: PreTrainedModel, report: Mapping[str, Col
     faults = {
         "lacks": report["missing_keys"],
         "has other shapes in": shapes,
-        "has, without a place in the model,": report["unexpected_keys"],
+        "has, without a place in the model,": [key for key in report["unexpected_keys"] if not OTHER_PARTS.match(key)],
     }
     for fault, names in faults.items():
         if names:
@@ -280,7 +312,7 @@ def check_tensors(folder: Path, model: PreTrainedModel, report: Mapping[str, Col
     weights = dict(model.named_parameters(remove_duplicate=False))
     prefix = f"{model.base_model_prefix}."  # a checkpoint may leave it out
     coded = [name for name, (dtype, _) in headers(folder).items() if dtype not in FLOATS]
-    if coded := [name for name in coded if name in weights or prefix + name in weights]:
+    if coded := [name for name in coded if {name, prefix + name, re.sub(TEXT_PREFIX, "model.", name)} & weights.keys()]:
         raise ModelError(
             f"{folder} stores {_named(coded)} as integers or in 8 bits, and its config.json has no quantization_config "
             "that says what they stand for: use the model it was made from."

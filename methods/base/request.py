@@ -42,6 +42,7 @@ class LayerSpec:
     sink_logits: Tensor | None = field(default=None, compare=False)  # [H] fp32 (kernels/sink_logits.py)
     device: torch.device | None = None  # where its weights are; None: the request's device
     rotary_dim: int | None = None  # R, how many channels of a head are rotated, the first ones; None: all
+    rope_like: int = 0  # the first of the method's layers that has this layer's `rope`
 
     @property
     def group(self) -> int:

@@ -135,7 +135,11 @@ def whole_layers(specs: Sequence[LayerSpec]) -> list[LayerSpec]:
     anew from 0. In a model that slides in every layer these are all, treated as if they did not
     slide."""
     seeing = [spec for spec in specs if spec.window is None] or [replace(spec, window=None) for spec in specs]
-    return [replace(spec, index=index, num_layers=len(seeing)) for index, spec in enumerate(seeing)]
+    first: dict[int, int] = {}  # of the layers that rotate alike
+    return [
+        replace(spec, index=index, num_layers=len(seeing), rope_like=first.setdefault(spec.rope_like, index))
+        for index, spec in enumerate(seeing)
+    ]
 
 
 def check_length(method: Method, specs: Sequence[LayerSpec], tokens: int) -> None:

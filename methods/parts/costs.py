@@ -82,7 +82,7 @@ def rebuilding(case: LayerWorkload, rank: int, tokens: int) -> int:
 
 
 def rope_table(case: LayerWorkload) -> Cost:
-    """Return the cost of a table with cos and sin of every position. All layers share one, which is
-    counted in the first layer; it is zero for the others."""
-    channels = case.spec.rotary_dim or case.spec.head_dim
-    return Cost(2 * case.capacity * channels * case.element_bytes if case.spec.index == 0 else 0)
+    """Return the cost of a table with cos and sin of every position. Layers that rotate alike share
+    one, which is counted in the first of them; it is zero for the others."""
+    channels, first = case.spec.rotary_dim or case.spec.head_dim, case.spec.index == case.spec.rope_like
+    return Cost(2 * case.capacity * channels * case.element_bytes if first else 0)

@@ -18,8 +18,8 @@ from methods.base import AttnInput, CacheState, LayerSpec
 
 
 class RopeTable:
-    """Hold cos and sin of every position so far [C R], in one table for all layers of a batch, so
-    that keys can be rotated to other positions and back.
+    """Hold cos and sin of every position so far [C R], in one table for all layers of a batch that
+    rotate alike (`of_layers`), so that keys can be rotated to other positions and back.
 
     They are kept as the model computed them: with LongRoPE and dynamic scaling they depend on the
     length of the call, so the rotary module might return others later. The sequences of a batch
@@ -30,6 +30,13 @@ class RopeTable:
         self.cache = cache
         self.cos = self.sin = torch.empty(0)
         self.length = 0
+
+    @classmethod
+    def of_layers(cls, specs: Sequence[LayerSpec], cache: CacheState) -> list[RopeTable]:
+        """Return the table of each layer: one for all that rotate alike, and another for those of a
+        model that do not rotate."""
+        tables = {spec.rope_like: cls(cache) for spec in specs}
+        return [tables[spec.rope_like] for spec in specs]
 
     def note(self, x: AttnInput) -> None:
         """Store cos and sin of the new tokens in x. Each layer calls it, and the first call for a

@@ -1,0 +1,200 @@
+"""Every family of models: `generate` and Full are equal, methods run, and what only some of them have is right: layers
+without rotation, mixtures of experts, a text part."""
+
+from __future__ import annotations
+
+import json
+import re
+from copy import deepcopy
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from harness.bench import decode
+from harness.engine.attach import Attachment, attached
+from harness.engine.engine import Engine
+from harness.engine.hf import routed
+from harness.jobs.alignment import shapes
+from harness.jobs.memory import needed
+from harness.models.base import ModelError
+from harness.models.hub import HuggingFace
+from methods.base import AttnInput, LayerWorkload
+from methods.full import Full
+from methods.infinigen import InfiniGen, InfiniGenRead
+from tests import families
+from tests.allocations import Allocations
+from tests.families import FAMILIES, METHODS, answers, attach, generated, method_of, model, prompts, source
+from tests.harness.bench.test_decode import options
+from tests.harness.jobs import test_forecast as forecast
+from tests.quick import slow_if
+from tests.tiny import FURTHER, prompt, tiny
+
+each_family = pytest.mark.parametrize("family", FAMILIES.values())
+QUICK = ("snapkv", "quest", "kivi", "pqcache")  # one that evicts, selects, quantises, offloads
+MOVES = ("shadowkv", "infllm", "lm_infinite")  # they rotate keys back and forth
+TEXT = "gemma3"
+
+
+@pytest.mark.tokens
+@each_family
+@pytest.mark.parametrize("chunk", [None, 13])
+def test_full_gives_generates_tokens(family: str, chunk: int | None) -> None:
+    """Alone, in a batch of unequal prompts, and in transformers' own loop, of a model that was saved and loaded."""
+    with attach(family, Full(), 1.0) as kv:
+        alone = [
+            Engine(kv, prefill_chunk=chunk).generate(ids, max_new_tokens=families.NEW).tokens[0] for ids in prompts()
+        ]
+        assert alone == answers(kv, prompts(), chunk) == generated(family)
+        if chunk is None:
+            assert families.by_loop(model(family), prompts()[0]) == generated(family)[0]
+    assert torch.equal(model(family)(prompt(30)).logits, tiny(family)(prompt(30)).logits)
+
+
+@pytest.mark.tokens
+@each_family
+@pytest.mark.parametrize("name", slow_if(lambda name: name not in QUICK, METHODS))
+def test_a_method_runs(family: str, name: str) -> None:
+    assert not families.faults(family, name)
+
+
+# layers without rotation
+
+
+@cache
+def still() -> Any:
+    """A SmolLM3 whose layers rotate in turns: the first does not."""
+    config = deepcopy(tiny("smollm3").config)
+    config.no_rope_layers = [0, 1, 0, 1]
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(7)
+        return type(tiny("smollm3"))(config).eval()
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_layers_that_do_not_rotate_are_moved_by_nothing(name: str) -> None:
+    """Each kind of layer has its own table of rotations, which the forecast counts."""
+    method = method_of(name)
+    with attached(still(), method, budget=0.4) as kv:
+        out = Engine(kv).generate(prompt(60), max_new_tokens=8)
+        cache = kv.cache(capacity=68)
+        kv.model(prompt(60), past_key_values=cache)
+        cache.seal()
+        tables = [layer.policies[0].rope_table for layer in cache.layers]  # type: ignore[attr-defined]
+        keys = torch.randn(1, 2, 60, 16)
+        for table, turns in zip(tables, (0, 1, 0, 1), strict=True):
+            assert torch.equal(table.unrotate(keys, torch.arange(60)), keys) != turns
+        info = replace(source("smollm3").describe(), still_layers=(0, 2))
+        cases = [LayerWorkload(spec, 60, 24, "device", 4, reserve=8) for spec in shapes(info)]
+    assert [spec.rope_like for spec in kv.specs] == [spec.rope_like for spec in shapes(info)] == [0, 1, 0, 1]
+    assert out.kv["device"] == pytest.approx(sum(method.cost(case).device_bytes for case in cases), rel=0.01)
+
+
+@torch.inference_mode()
+def test_infinigen_guesses_a_query_by_the_rotation_of_its_own_layer() -> None:
+    """Given a layer's own input, but the angles of the layer before, the guess is the query itself."""
+    seen: list[AttnInput] = []
+    with attached(still(), method_of("infinigen"), budget=0.4, calibration=prompt(64)) as kv:
+        cache = kv.cache(capacity=68)
+        for layer in cache.layers:
+            inner = layer.prefill
+            layer.prefill = lambda x, inner=inner: (seen.append(x), inner(x))[1]  # type: ignore[method-assign, misc]
+        kv.model(prompt(60), past_key_values=cache)
+        cache.seal()
+        for index in range(1, 4):
+            read: InfiniGenRead = cache.layers[index].policies[0]  # type: ignore[attr-defined]
+            before = replace(seen[index - 1], hidden=seen[index].hidden)
+            torch.testing.assert_close(read.guessed_query(before), seen[index].q)
+
+
+@pytest.mark.tokens
+def test_infinigen_steps_alike_alone_and_in_a_batch_of_such_layers() -> None:
+    method = replace(method_of("infinigen"), dense_layers=(0,))
+    assert isinstance(method, InfiniGen)
+    with attached(still(), method, budget=0.4, calibration=prompt(64)) as kv:
+        alone = [Engine(kv).generate(ids, max_new_tokens=8).tokens[0] for ids in prompts()]
+        assert [tokens[:8] for tokens in answers(kv, prompts())] == alone
+
+
+# mixtures of experts
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("chunk", [None, 700])
+def test_the_peak_of_experts_is_what_was_forecast(family: str, chunk: int | None) -> None:
+    cache_spec, info = forecast.holder_of("full", chunk=chunk), source(family).describe()
+    assert info.chosen_experts == 2
+    assert info.inner_size == (FURTHER.get(family) or {}).get("moe_intermediate_size", 160)
+    attachment = forecast.Attachment(tiny(family), cache_spec.method, None, "device")
+    with Allocations() as counted:
+        forecast.take_turns(attachment, cache_spec)
+    assert needed(info, cache_spec, [forecast.item()], loaded=True).total == pytest.approx(counted.peak, rel=0.1)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_the_floor_of_a_step_counts_the_experts_of_one_token(family: str) -> None:
+    kv = Attachment(tiny(family), Full())
+    with routed(kv.model):
+        decoding = decode.Decoding(kv, prompt(50), options())
+        decoding.last = []
+    weights = dict(kv.model.named_parameters())
+    count = {"qwen3_moe": 6, "gpt_oss": 4}[family]
+    read = sum(x.nbytes * 2 // count if ".experts." in name else x.nbytes for name, x in weights.items())
+    assert decode.floor_s(decoding, 1.0) == pytest.approx((read - weights["model.embed_tokens.weight"].nbytes) / 1e9)
+
+
+# the text part of a model of texts and images
+
+
+def edited(folder: Path, **text: Any) -> HuggingFace:
+    """The model, with other words about its text part; None removes one."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    both = config["text_config"] | text
+    config["text_config"] = {key: value for key, value in both.items() if value is not None}
+    file.write_text(json.dumps(config | {"eos_token_id": [1, 106]}))
+    return HuggingFace(str(folder))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for file in source(TEXT).folder().iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    return tmp_path
+
+
+def test_a_text_part_is_described_as_what_runs(folder: Path) -> None:
+    found, plain = edited(folder), source("gemma3_text").describe()
+    info, loaded = found.describe(), found.load("fp32", "cpu")
+    assert info.architecture == type(loaded.model).__name__ == "Gemma3ForCausalLM"
+    assert info.num_parameters == sum(x.numel() for x in loaded.model.parameters())
+    assert (info.window, info.layer_windows, info.dtype) == (4096, plain.layer_windows, "fp32")
+    assert info.kv_bytes("bf16", 100) == plain.kv_bytes("bf16", 100)
+    assert {1, 106} <= set(loaded.eos_ids)
+
+
+def test_the_first_releases_layout_gives_the_same(folder: Path) -> None:
+    """Other names, bases of the rotation left out, as the checkpoints of Gemma 3 have it."""
+    file = folder / "model.safetensors"
+    names = {r"^model\.language_model\.": "language_model.model.", r"^model\.(vision_tower|multi_modal)": r"\1"}
+    tensors = load_file(file)
+    for ours, theirs in names.items():
+        tensors = {re.sub(ours, theirs, name): tensor for name, tensor in tensors.items()}
+    save_file(tensors, file, {"format": "pt"})
+    scaled = {"factor": 8.0, "rope_type": "linear"}
+    loaded = edited(folder, rope_parameters=None, rope_scaling=scaled, layer_types=None).load("fp32", "cpu").model
+    kinds = loaded.config.rope_parameters
+    assert kinds["full_attention"] == scaled | {"rope_theta": 1e6}
+    assert kinds["sliding_attention"] == {"rope_type": "default", "rope_theta": 1e4}
+    assert all(torch.equal(x, model(TEXT).state_dict()[name]) for name, x in loaded.state_dict().items())
+
+
+def test_a_text_part_is_held_against_its_own_config(folder: Path) -> None:
+    with pytest.raises(ModelError, match="50"):
+        edited(folder, attn_logit_softcapping=50.0).describe()
+    with pytest.raises(ModelError, match=r"lacks model\.layers\.6\."):
+        edited(folder, attn_logit_softcapping=None, num_hidden_layers=7, layer_types=None).load("fp32", "cpu")
