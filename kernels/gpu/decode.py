@@ -170,7 +170,7 @@ def _shape(heads: int, segment: Segment, live: Tensor | None, ahead: int) -> _Sh
     lists = (k if rows is None else rows).shape[1]
     fold, each = padded(heads // lists), int(live is not None and len(live) > 1)
     aligned = min(x.alignment if isinstance(x, Ragged) else 1 for x in (k, v))
-    block = _BLOCK if fold <= 32 else _BLOCK // 2
+    block = _BLOCK if fold <= 32 and k.dtype.itemsize == 2 else _BLOCK // 2  # as much as fits into registers
     return _Shape(each, lists, lists // k.shape[1], heads // lists, fold, block, aligned, ahead)
 
 

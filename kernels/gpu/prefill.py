@@ -118,6 +118,12 @@ def _unfit_query(q: Tensor, k: Tensor) -> str | None:
     return unfit_group(q.shape[1] // k.shape[1]) if q.shape[2] == 1 else None
 
 
+def _stages(q: Tensor) -> int:
+    """Return how many tiles a loop holds at once (Triton's num_stages). Of fp32 heads with more than 64
+    channels it is one, because some cards have only 99 KB of shared memory for a program."""
+    return 1 if q.element_size() == 4 and q.shape[3] > 64 else stages(q)
+
+
 def _rows_at_once(q: Tensor) -> int:
     return 128 if q.shape[3] * q.element_size() <= 256 and q.element_size() == 2 and q.shape[2] > 64 else 64
 
@@ -156,8 +162,8 @@ def _run_rows(
     _rows[grid](
         q, k, v, out, lse, scale, *q.stride()[:3], *k.stride()[:3], vb, vg, vt, ob, oh, ot,
         new, k.shape[2], first, window, length or k.shape[2], lse.shape[3], heads, heads // k.shape[1], dim,
-        padded(dim), rows, 64 if narrow else 32, fold,
-        num_warps=max(4, rows // 16), num_stages=stages(q),
+        padded(dim), rows, 64 if narrow else 32, fold, 1 if narrow else max(1, padded(dim) // 32),
+        num_warps=max(4, rows // 16), num_stages=_stages(q),
     )  # fmt: skip
 
 
@@ -181,7 +187,7 @@ def _run_columns(
     _columns[(triton.cdiv(stored, keys), batch * (k.shape[1] if fold else heads))](
         q, k, lse, sums, scale, *q.stride()[:3], *k.stride()[:3], new, stored,
         stored - new if first is None else first, window, heads, heads // k.shape[1], dim, padded(dim),
-        rows if fold and rows else 64 if narrow else 32, keys, fold, num_warps=keys // 16, num_stages=stages(q),
+        rows if fold and rows else 64 if narrow else 32, keys, fold, num_warps=keys // 16, num_stages=_stages(q),
     )  # fmt: skip
     return sums
 
@@ -208,18 +214,18 @@ def _rows(
     q, k, v, out, lse, scale, qb: tl.int64, qh: tl.int64, qt: tl.int64, kb: tl.int64, kg: tl.int64, kt: tl.int64,
     vb: tl.int64, vg: tl.int64, vt: tl.int64, ob: tl.int64, oh: tl.int64, ot: tl.int64, new, stored, first, window,
     length, pieces, HEADS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, FOLD: tl.constexpr,
+    KEYS: tl.constexpr, FOLD: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Attend from a block of queries of one head, or with FOLD of all query heads of a KV head, to
     one piece of the keys that they see: write each query's log-sum-exp to `lse`, and with v its
-    attention to `out`."""
+    attention to `out`. Queries and keys are multiplied PARTS parts of the head one after the other:
+    a whole fp32 head, as two numbers of tf32 each, does not fit into registers."""
     block, this, piece = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     head, row, live = _queries_of(this, block * ROWS, new, SHARE, ROWS, FOLD)
     group, dim = this if FOLD else this // SHARE, tl.arange(0, WIDE)
     batch = group // (HEADS // SHARE)
     keys = k + batch * kb + group % (HEADS // SHARE) * kg
-    there = live[:, None] & (dim < DIM)
-    query = tl.load(q + batch * qb + (head % HEADS * qh + row * qt)[:, None] + dim, mask=there, other=0.0)
+    queries = q + batch * qb + (head % HEADS * qh + row * qt)[:, None]
     position = first + row
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -229,18 +235,23 @@ def _rows(
     end = tl.minimum(tl.minimum((piece + 1) * length, stored), first + last)
     for start in range(begin, end, KEYS):
         token = start + tl.arange(0, KEYS)
-        real = (token < end)[:, None] & (dim < DIM)
-        key = tl.load(keys + token[:, None] * kt + dim, mask=real, other=0.0)
+        scores = tl.zeros([ROWS, KEYS], tl.float32)
+        for part in tl.static_range(PARTS):
+            some = part * (WIDE // PARTS) + tl.arange(0, WIDE // PARTS)
+            query = tl.load(queries + some, mask=live[:, None] & (some < DIM), other=0.0)
+            key = tl.load(keys + token[:, None] * kt + some, mask=(token < end)[:, None] & (some < DIM), other=0.0)
+            scores += product(query, tl.trans(key))
         seen = (token <= position[:, None]) & (token < end)
         if not FOLD:
             seen &= token > position[:, None] - window
-        logits = tl.where(seen, product(query, tl.trans(key)) * scale, float("-inf"))
+        logits = tl.where(seen, scores * scale, float("-inf"))
         highest = tl.maximum(top, tl.max(logits, 1))
         shift = tl.where(highest == float("-inf"), 0.0, highest)  # minus infinity: nothing seen in this piece yet
         shrink, weights = tl.exp(top - shift), tl.exp(logits - shift[:, None])
         total = total * shrink + tl.sum(weights, 1)
         if v is not None:
             values = v + batch * vb + group % (HEADS // SHARE) * vg
+            real = (token < end)[:, None] & (dim < DIM)
             value = tl.load(values + token[:, None] * vt + dim, mask=real, other=0.0)
             mixed = mixed * shrink[:, None] + product(weights.to(value.dtype), value)
         top = highest
@@ -250,7 +261,7 @@ def _rows(
         tl.store(
             out + batch * ob + (head % HEADS * oh + row * ot)[:, None] + dim,
             mixed / tl.where(total > 0, total, 1.0)[:, None],
-            mask=there,
+            mask=live[:, None] & (dim < DIM),
         )
 
 

@@ -21,8 +21,6 @@ from tests.kernels.op_cases import cases, converted, device_of, random
 WITH_TRITON = [op for op in ops.ALL if "triton" in op.targets]
 ROOT = Path(__file__).parents[2]
 UNWANTED = ("narrow global", "narrow shared", "by column")
-# bytes of a thread, where each product takes three of tf32, and tiles as many registers
-SPILLED_IN_FP32 = {"kernels.gpu.decode._attend": "8", "kernels.gpu.prefill._rows": "80"}
 SMALL_READS = {  # at the shape of an 8B model, and why it does not matter there
     "channels._channels": "the last block of a row, under a mask, and the queries' numbers",
     "coded._attend_codes": "ranges of values, one for each group of channels",
@@ -58,8 +56,7 @@ def test_every_kernel_compiles_for_hopper(dtypes: list[str]) -> None:
     kernels, launches = (rows_of(printed, first) for first in ("kernel ", "operation "))
     modules = {row["kernel"].rpartition(".")[0] for row in kernels}
     assert modules == {op.targets["triton"] for op in WITH_TRITON}
-    spilled = {row["kernel"]: row["stack"] for row in kernels if row["stack"] != "0"}
-    assert spilled == (SPILLED_IN_FP32 if "float32" in dtypes else {})
+    assert not [row["kernel"] for row in kernels if row["stack"] != "0"], "these kernels spill registers"
     for operation, megabytes, count in documented_launches():
         of_this = [row for row in launches if row["operation"] == operation]
         assert [row["MB"] for row in of_this] == [megabytes] * int(count), operation
