@@ -15,7 +15,7 @@ from harness.config.errors import as_command
 from harness.config.settings import WITHOUT_EFFECT, recorded_defaults
 from harness.reports.rerun import command
 from harness.results.identity import PARTS, word
-from harness.results.records import Record, Reply, StoreError
+from harness.results.records import LeftOut, Record, Reply, StoreError
 from harness.results.run_folder import ERROR, StoredRun, load
 from harness.terminal.arguments import typed
 from harness.terminal.notices import say, visible
@@ -35,7 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     width = shutil.get_terminal_size((120, 40)).columns
     run = load(options.run)
-    if options.id and options.id not in [*(record.id for record in run.records), *(failed.id for failed in run.failed)]:
+    left_out: list[LeftOut] = [*run.failed, *run.skipped]
+    if options.id and options.id not in {*(record.id for record in run.records), *(example.id for example in left_out)}:
         raise StoreError(f"no example --id {options.id} in {run.folder}: without --id all are shown")
     for line in diff(run, load(options.diff), options, width) if options.diff else show(run, options, width):
         say(line)
@@ -51,6 +52,9 @@ def show(run: StoredRun, options: argparse.Namespace, width: int) -> Iterator[st
     for example in run.failed:
         if options.id in (None, example.id):
             yield f"\n[{example.id}] {example.group}  failed: {example.error}"
+    for skipped in run.skipped:
+        if options.id in (None, skipped.id):
+            yield f"\n[{skipped.id}] {skipped.group}  left out: {skipped.skipped}"
     chosen = [record for record in run.records if options.id in (None, record.id)]
     shown = chosen if options.all else chosen[:FIRST]
     for record in shown:

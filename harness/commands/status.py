@@ -61,13 +61,17 @@ def state_of(folder: Path) -> RunState:
     process is writing was killed: it is `interrupted`."""
     try:
         info = read_info(folder)
-        done = sum("error" not in plain for _, plain in read_lines(folder / EXAMPLES))
+        lines = [plain for _, plain in read_lines(folder / EXAMPLES)]
     except StoreError as error:
         return RunState(folder, "failed", len(whole_lines(folder / EXAMPLES)), None, str(error))
+    done = sum(not {"error", "skipped"} & plain.keys() for plain in lines)
     total, status = info.get("num_expected"), info.get("status")
     if status == "complete":
-        note = f"{total - done} failed; the same command tries them again" if total and done < total else ""
-        return RunState(folder, "done", done, total, note)
+        skipped = len({plain["id"] for plain in lines if "skipped" in plain})
+        failed = total - done - skipped if total else 0
+        notes = [f"{failed} failed; the same command tries them again"] * (failed > 0)
+        notes += [f"{skipped} too long, left out"] * (skipped > 0)
+        return RunState(folder, "done", done, total, ", ".join(notes))
     if is_locked(folder):
         return RunState(folder, "running", done, total, owner(folder))
     state = "failed" if status == "failed" else "interrupted"

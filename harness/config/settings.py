@@ -38,6 +38,7 @@ CHOICES = {
     "store.policy": POLICIES,
     "overflow.by": (None, *OVERFLOWS),
     "chat": ("template", "none"),
+    "too_long": ("refuse", "skip", "middle", "left"),
     "baseline": ("run", "reuse", "off"),
     "dtype": ("auto", "fp32", "bf16", "fp16"),
     "trace": ("off", "on"),
@@ -180,6 +181,7 @@ class Settings:
     chat: str = "template"
     template_kwargs: dict[str, Any] | None = None
     thinking: str = "off"
+    too_long: str = "refuse"
     dtype: str = "auto"
     device: str = "auto"
     batch: int = 1

@@ -31,6 +31,7 @@ def show(job: Job) -> None:
     notes = alike([finding.message for item in job.items for finding in item.findings])
     rows = [
         ("examples", f"{len(lengths)}, of {min(lengths)} to {max(lengths)} prompt tokens, {sum(lengths)} in all"),
+        *(("left out", f"{count}: {why}") for why, count in alike([example.why for example in job.prompts.left_out])),
         *([("contexts", f"{len(contexts)}, each prefilled once")] if settings.questions == "shared" else ()),
         *([("thoughts", f"of at most {_range(thoughts)} tokens before the answers")] if thoughts else ()),
         ("weights", f"{size(info.weight_bytes(settings.dtype))} in {settings.dtype} ({info.name})"),

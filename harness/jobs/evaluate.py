@@ -136,6 +136,7 @@ def _open(job: Job, stack: ExitStack, on_error: OnError) -> _OpenRun:
     run = stack.enter_context(_OpenRun.open(root, job.config, job.identity, *job.names, wait=True))
     run.job, run.on_error = job, on_error
     run.complement(**job.facts())
+    run.append_left_out(job.prompts.left_out)
     announce(job.label, job.folder, len(job.items) - len(run.pending), len(job.items))
     begun_without = run.info[SETTINGS].get("likelihood") == "off"
     if job.settings.measures_likelihood and begun_without and len(run.pending) < len(job.items):
@@ -256,8 +257,9 @@ class _OpenRun(Run):
             self.on_error(self.last_error)
             return
         self.close("complete")
-        if self.tried:
-            warn(f"{self.job.label}: complete with {len(self.tried)} failed; the same command tries them again.")
+        refused = sum(isinstance(example, FailedExample) for example in self.job.prompts.left_out)
+        if failed := len(self.tried) + refused:
+            warn(f"{self.job.label}: complete with {failed} failed; the same command tries them again.")
 
 
 @contextmanager

@@ -5,19 +5,35 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from evals.base import Example, Task, TaskEnv
 from harness.config import plugins
 from harness.config.settings import Settings, SettingsError
 from harness.models.base import ModelSource
 from harness.models.embedded import cache_root
-from harness.prompts.prompt import Prompt, Tokenizer, Tools, check_keywords, render, render_turn
+from harness.prompts.prompt import (
+    ContextTooShort,
+    Cut,
+    Prompt,
+    PromptError,
+    Tokenizer,
+    Tools,
+    check_keywords,
+    render,
+    render_turn,
+)
 from harness.prompts.prompt_lint import Finding, lint
 from harness.prompts.teacher import choices_ids, forced_ids
 from harness.prompts.thinking import MOST, SPACE, ThinkingTokenizer, Thought
 from harness.results.files import canonical
+from harness.results.records import FailedExample, SkippedExample
+from harness.terminal.notices import alike, say_once
+
+REFUSED = 3  # prompts that the chat template refuses before one passes, after which it is no matter of one example
+Make = Callable[..., "PreparedExample"]  # an example, and what is cut from its context -> the example as token ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +94,12 @@ class PreparedExample:
         turns, or `most`, the window of `overflow.window`, where older tokens leave the cache."""
         needed = sum(turn.tokens for turn in self.turns)
         return needed if self.most is None else min(needed, self.most)
+
+    @property
+    def needed(self) -> int:
+        """The most tokens of the model's window that it takes: those of prompts and answers of all
+        turns, or of the longest turn where older tokens leave the cache."""
+        return (max if self.most is not None else sum)(turn.tokens for turn in self.turns)
 
     def sealed(self, protocol: str) -> list[int]:
         """Return, for each turn, the most tokens that the cache holds when the prompt ends and the
@@ -149,14 +171,37 @@ def _task_env(settings: Settings, tokenizer: Tokenizer, window: int) -> TaskEnv:
     return TaskEnv(text=tools, seed=settings.seed, data_root=root, cache_dir=cache_root() / "tasks", window=window)
 
 
-def prepare(task: Task, source: ModelSource, settings: Settings) -> list[PreparedExample]:
-    """Return all examples of `task`, with the prompts that the model of `source` gets. Raise
-    `LintError` for the first prompt with an error."""
+class Prompts(NamedTuple):
+    """The examples of a task that have a prompt to run, and those that have none: too long for the
+    model's window (`too_long=skip`), or refused by the chat template."""
+
+    items: Sequence[PreparedExample]
+    left_out: Sequence[FailedExample | SkippedExample] = ()
+
+    @property
+    def any_too_long(self) -> bool:
+        """True if an example was left out or cut because of the model's window."""
+        skipped = any(isinstance(example, SkippedExample) for example in self.left_out)
+        return skipped or any(item.prompt.cut for item in self.items)
+
+
+def prepare(task: Task, source: ModelSource, settings: Settings) -> Sequence[PreparedExample]:
+    """Return the examples of `task` that can be run (see `prompts_of`)."""
+    return prompts_of(task, source, settings).items
+
+
+def prompts_of(task: Task, source: ModelSource, settings: Settings) -> Prompts:
+    """Return all examples of `task`, with the prompts that the model of `source` gets, and print
+    how many are left out. Raise `LintError` for the first prompt with an error."""
     info, tokenizer = source.describe(), _asked(source.tokenizer(), settings)
     check_keywords(tokenizer, settings.template_kwargs or {})
     with plugins.naming("task", plugins.describe(task)):
         examples = task.examples(_task_env(settings, tokenizer, info.limit))
-        return itemised(examples, tokenizer, settings, info.limit)
+        prompts = itemised(examples, tokenizer, settings, info.limit)
+    count = len(prompts.items) + len(prompts.left_out)
+    for why, times in alike([example.why for example in prompts.left_out]):
+        say_once(f"{times} of {count} examples left out: {why}")
+    return prompts
 
 
 def _asked(tokenizer: Tokenizer, settings: Settings) -> Tokenizer:
@@ -172,24 +217,77 @@ def _asked(tokenizer: Tokenizer, settings: Settings) -> Tokenizer:
     return given
 
 
-def itemised(
-    examples: Iterable[Example], tokenizer: Tokenizer, settings: Settings, window: int
-) -> list[PreparedExample]:
-    """Return `examples` as prompts of a model whose context window has `window` tokens."""
-    items = []
+def itemised(examples: Iterable[Example], tokenizer: Tokenizer, settings: Settings, window: int) -> Prompts:
+    """Return `examples` as prompts of a model whose context window has `window` tokens. An example
+    whose prompt the chat template refuses is left out; raise its `PromptError` if the template
+    refuses the first few, or all."""
+    items, left_out, side = list[PreparedExample](), list[FailedExample | SkippedExample](), settings.too_long
+    make = partial(_item, tokenizer=tokenizer, settings=settings, window=window)
     for example in examples:
-        items.append(_item(example, tokenizer, settings, window))
-        _refuse(items[-1])
+        try:
+            item = make(example)
+            shorter = item if side == "refuse" or item.needed <= window else _fitted(item, make, side, window)
+        except PromptError as error:
+            left_out.append(FailedExample(example.id, example.group, "", 0, f"{type(error).__name__}: {error}"))
+            if not items and len(left_out) == REFUSED:
+                raise
+            continue
+        if shorter is None:
+            left_out.append(_skipped(item, side, window))
+            continue
+        _refuse(shorter)
+        items.append(shorter)
     if not items:
-        raise SettingsError("The task has no examples: see its parameters with `python -m harness.list`.")
+        advice = "The task has no examples: see its parameters with `python -m harness.list`."
+        raise LintError(f"Every example is left out: {left_out[0].why}.") if left_out else SettingsError(advice)
     _refuse_twins(items)
-    return items
+    return Prompts(_cut_alike(items, make, side, window), left_out)
 
 
-def _item(example: Example, tokenizer: Tokenizer, settings: Settings, window: int) -> PreparedExample:
+def _fitted(item: PreparedExample, make: Make, side: str, window: int) -> PreparedExample | None:
+    """Return the example with its context cut on `side`, so that it fits the window; None for
+    too_long=skip, and if no context is left. A text that was cut may have other tokens at the seam
+    than were counted, so it is cut until it fits."""
+    try:
+        while side != "skip" and item.needed > window:
+            before = item.prompt.cut.tokens if item.prompt.cut else 0
+            item = make(item.example, cut=Cut(side, before + item.needed - window))  # type: ignore[arg-type]
+    except ContextTooShort:
+        return None
+    return item if item.needed <= window else None
+
+
+def _cut_alike(items: Sequence[PreparedExample], make: Make, side: str, window: int) -> list[PreparedExample]:
+    """Return the examples with equal cuts of equal contexts: questions that are too long with one
+    context lose the same part of it, so that they can share its prefill."""
+    most = dict[tuple[str, str], Cut]()
+    for item in items:
+        if cut := item.prompt.cut:
+            key = item.example.context, item.example.system
+            most[key] = max(cut, most.get(key, cut))
+
+    def alike_cut(item: PreparedExample) -> PreparedExample:
+        cut = most.get((item.example.context, item.example.system))
+        if item.prompt.cut in (None, cut):
+            return item
+        return _fitted(make(item.example, cut=cut), make, side, window) or item
+
+    return list(map(alike_cut, items))
+
+
+def _skipped(item: PreparedExample, side: str, window: int) -> SkippedExample:
+    tokens = sum(len(turn.prompt.ids) for turn in item.turns)
+    why = f"prompt and answer take {item.needed} tokens, and the model's window has {window}"
+    why += "" if side == "skip" else "; too_long cuts the context, which is too short for that"
+    return SkippedExample(item.example.id, item.example.group, item.sha256, tokens, why)
+
+
+def _item(
+    example: Example, tokenizer: Tokenizer, settings: Settings, window: int, cut: Cut | None = None
+) -> PreparedExample:
     """Turn an example into token ids, turn by turn, and check each turn's prompt. What earlier
     turns take of the model's window is not there for later ones, unless `overflow.window` drops old
-    tokens."""
+    tokens. `cut`: what leaves the first turn's context."""
     made: list[PreparedExample] = []
     most, keywords = settings.overflow.window, settings.template_kwargs or {}
     thinks = settings.thinks and example.chat
@@ -197,7 +295,7 @@ def _item(example: Example, tokenizer: Tokenizer, settings: Settings, window: in
         _refuse_thoughts(example, settings)
     for turn in example.turns:
         asked = replace(turn, prefix="") if thinks else turn  # the answer's first words follow its thought
-        to_prompt = render_turn if made else render
+        to_prompt = render_turn if made else partial(render, cut=cut)
         prompt = to_prompt(asked, tokenizer, chat=settings.chat, keywords=keywords)  # type: ignore[arg-type]
         limit = settings.generation.max_new_tokens
         forced = forced_ids(turn, prompt, tokenizer)[:limit]
@@ -230,6 +328,8 @@ def _thought(prompt: Prompt, tokenizer: Tokenizer, settings: Settings, prefix: s
     asked: Any = tokenizer
     thought = Thought.after(prompt, tokenizer, asked.thinking, prefix)
     left = room - len(prompt.ids) - max(SPACE, len(thought.prefix))
+    if prompt.cut is not None:  # which would otherwise be cut to fill the window
+        left = max(left, room // 2)
     most = max(1, min(MOST, left)) if settings.thinking == "on" else int(settings.thinking)
     return replace(thought, most=most)
 

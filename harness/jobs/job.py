@@ -17,7 +17,7 @@ from harness.config import plugins
 from harness.config.settings import Settings
 from harness.config.values import orders
 from harness.engine.attach import Attachment
-from harness.jobs.examples import PreparedExample, prepare
+from harness.jobs.examples import PreparedExample, Prompts, prompts_of
 from harness.jobs.machine import check_machine, refuse
 from harness.jobs.memory import CacheSpec, MemoryForecast, needed, size
 from harness.jobs.model_check import check_against_generate
@@ -49,7 +49,7 @@ class Job:
     model: ModelSource
     settings: Settings  # those that apply
     budget: Budget | None
-    items: list[PreparedExample]
+    prompts: Prompts
     config: dict[str, Any]
     identity: dict[str, Any]
     wanted: Settings  # those that were asked for
@@ -62,7 +62,7 @@ class Job:
         task: Task,
         model: ModelSource,
         wanted: Settings,
-        items: Sequence[PreparedExample] | None = None,
+        prompts: Prompts | None = None,
         presets: Presets | None = None,
         *,
         beside: bool = False,
@@ -70,15 +70,15 @@ class Job:
         """Plan a run: resolve the settings, make the prompts, raise for all that cannot run, and
         tell the user which settings change nothing.
 
-        `items`: the prompts, if they have been made already. `beside`: this is the Full that
+        `prompts`: the task's prompts, if they have been made already. `beside`: this is the Full that
         another job is compared with, so that notes about the same settings are not printed twice.
         """
         check_machine(wanted)
         task.require(wanted.data.folder())
         info = model.describe()
         resolved = resolve(wanted, method, info)
-        items = list(items or prepare(task, model, resolved.settings))
-        settings = resolve_for_examples(resolved, task, items, info)
+        prompts = prompts or prompts_of(task, model, resolved.settings)
+        settings = resolve_for_examples(resolved, task, prompts, info)
         for note in [] if beside else resolved.notes:
             say_once(note)
         if (settings.device, settings.dtype) == ("cpu", "fp16"):
@@ -87,9 +87,9 @@ class Job:
             say_once(f"Triton's kernels cannot run here, so operations run on plain torch, which is slower: {reason}")
         named = {"method": resolved.method, "task": task, "model": model}
         config = asdict(settings) | {kind: plugins.describe(plugin) for kind, plugin in named.items()}
-        prompts, answers = [item.sha256 for item in items], [item.answers_sha256 for item in items]
-        own = identity(config, named, revision=info.revision, prompts=prompts, answers=answers)
-        return cls(resolved.method, task, model, settings, resolved.budget, items, config, own, wanted, presets)
+        fed, answers = zip(*((item.sha256, item.answers_sha256) for item in prompts.items), strict=True)
+        own = identity(config, named, revision=info.revision, prompts=fed, answers=answers)
+        return cls(resolved.method, task, model, settings, resolved.budget, prompts, config, own, wanted, presets)
 
     @cached_property
     def full(self) -> Job | None:
@@ -99,7 +99,12 @@ class Job:
             return None
         shared = replace(self.settings, shared_prefill=self.wanted.shared_prefill)
         presets = self.presets and {**self.presets, "method": "full"}
-        return Job.plan(Full(), self.task, self.model, shared, self.items, presets, beside=True)
+        return Job.plan(Full(), self.task, self.model, shared, self.prompts, presets, beside=True)
+
+    @property
+    def items(self) -> Sequence[PreparedExample]:
+        """The examples that are run."""
+        return self.prompts.items
 
     @property
     def names(self) -> tuple[str, str]:
@@ -209,7 +214,7 @@ class Job:
             "task_info": {"version": self.task.version, "metric": self.task.metric, "chance": self.task.chance}
             | self.task.provenance(),
             "presets": dict(self.presets or {}) or None,
-            "num_expected": len(self.items),
+            "num_expected": len(self.items) + len(self.prompts.left_out),
             "weights": described.weights,
             "quantised": described.quantised and described.quantised.held(self.settings.dtype),
             "cautions": [described.caution] if described.caution else [],

@@ -18,7 +18,7 @@ from evals.base import Task
 from harness.config import plugins
 from harness.config.settings import CommonWindows, OverflowSettings, Settings, SettingsError, StoreSettings
 from harness.jobs.alignment import AlignedBudget, shapes
-from harness.jobs.examples import PreparedExample, by_context
+from harness.jobs.examples import PreparedExample, Prompts, by_context
 from harness.models.base import DTYPE_BYTES, ModelInfo
 from harness.models.devices import choose_device, usual_chunk, usual_overlap
 from harness.prompts.prompt import MOST
@@ -182,16 +182,19 @@ def _check_method(settings: Settings, method: Method, info: ModelInfo) -> None:
         raise SettingsError(f"store.folder={folder} cannot be used: {why}; name another folder.")
 
 
-def resolve_for_examples(resolved: Resolved, task: Task, items: Sequence[PreparedExample], info: ModelInfo) -> Settings:
-    """Return the settings that apply to these examples, and print which settings change nothing for
+def resolve_for_examples(resolved: Resolved, task: Task, prompts: Prompts, info: ModelInfo) -> Settings:
+    """Return the settings that apply to these prompts, and print which settings change nothing for
     them. Raise `SettingsError` for settings that do not suit the examples."""
-    settings, method = resolved.settings, resolved.method
+    settings, method, items = resolved.settings, resolved.method, prompts.items
     for note in _notes_here(settings, task, items):
         say_once(note)
     limit = settings.generation.max_new_tokens
     turns = [turn for item in items for turn in item.turns]
     if limit is not None and all(turn.example.max_new_tokens == limit and not turn.given for turn in turns):
         settings = replace(settings, generation=replace(settings.generation, max_new_tokens=None))
+    if settings.too_long != Settings.too_long and not prompts.any_too_long:
+        say_once(f"too_long={settings.too_long} changes nothing here: every example fits the model's window")
+        settings = replace(settings, too_long=Settings.too_long)
     if settings.questions == "shared" and all(len(group) == 1 for group in by_context(items)):
         say_once("questions=shared changes nothing here: no two examples have the same context")
         settings = replace(settings, questions="separate")

@@ -349,6 +349,7 @@ class Runner:
             prompt_sha256=item.sha256,
             **(whole([Reply(**reply) for reply in replies]) if item.further else replies[0]),
             **transcript.peaks,
+            cut_tokens=item.prompt.cut_tokens,
             prefilled_by=transcript.prefilled_by,
             unit=item.example.unit,
             warnings=[finding.message for finding in item.findings],

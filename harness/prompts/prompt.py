@@ -52,15 +52,28 @@ class Tokenizer(Protocol):
     def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
 
 
+class ContextTooShort(PromptError):
+    """Report that a prompt cannot be made so short by cutting its context."""
+
+
+class Cut(NamedTuple):
+    """Say how many tokens leave a context that is too long for the window: its middle, or its left,
+    which is the beginning."""
+
+    side: Literal["middle", "left"]
+    tokens: int
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     ids: tuple[int, ...]
     split: int  # leading tokens that belong to the context; a token that straddles the end belongs to the question
-    cut_tokens: int  # removed from the middle of the user's text
+    cut_tokens: int  # removed from the user's text
     bos_added: int  # 1 if the tokenizer's BOS was put before a text that has none
     template: bool
     text: str  # the tokenised text, without an added BOS
     replaces_answer: bool = False  # it begins with a reply that replaces the model's answer before it
+    cut: Cut | None = None  # what of `cut_tokens` was removed to fit the window, and where
 
 
 class Shell(NamedTuple):
@@ -103,12 +116,21 @@ class Tools:
         return len(self.encode(wrap(self.tokenizer, user, system, self.keywords, template=template) + prefix))
 
 
-def render(example: Example, tokenizer: Tokenizer, *, chat: Chat, keywords: Keywords = NO_KEYWORDS) -> Prompt:
+def render(
+    example: Example,
+    tokenizer: Tokenizer,
+    *,
+    chat: Chat,
+    keywords: Keywords = NO_KEYWORDS,
+    cut: Cut | None = None,
+) -> Prompt:
     """Return the prompt of `example`. With `chat=none` nothing is wrapped in the chat template;
     with `chat=template` every example is wrapped unless it asks not to be (`Example.chat`).
-    `keywords`: for the chat template."""
+    `keywords`: for the chat template. `cut`: what leaves the context, after the task's own cut."""
     template = chat == "template" and example.chat
     context, question, cut_tokens = cut_middle(example, tokenizer)
+    if cut is not None:
+        context, cut_tokens = shortened(context, tokenizer, cut), cut_tokens + cut.tokens
     if example.apart:
         head, _, tail = wrap(tokenizer, context + PROBE, example.system, keywords, template=template).rpartition(PROBE)
         text = head + question + tail + example.prefix
@@ -122,7 +144,7 @@ def render(example: Example, tokenizer: Tokenizer, *, chat: Chat, keywords: Keyw
         split = next((i for i, token_end in enumerate(ends) if token_end > end), len(ids))
     bos = tokenizer.bos_token_id
     bos_added = int(adds_bos(tokenizer) and ids[:1] != [bos])
-    return Prompt((*[bos] * bos_added, *ids), split + bos_added, cut_tokens, bos_added, template, text)
+    return Prompt((*[bos] * bos_added, *ids), split + bos_added, cut_tokens, bos_added, template, text, cut=cut)
 
 
 def render_turn(example: Example, tokenizer: Tokenizer, *, chat: Chat, keywords: Keywords = NO_KEYWORDS) -> Prompt:
@@ -261,6 +283,18 @@ def cut_middle(example: Example, tokenizer: Tokenizer) -> tuple[str, str, int]:
     user = "".join(tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:half], ids[-half:]))
     question = example.question if user.endswith(example.question) else ""
     return user.removesuffix(question), question, len(ids) - 2 * half
+
+
+def shortened(context: str, tokenizer: Tokenizer, cut: Cut) -> str:
+    """Return the context without `cut.tokens` of its tokens. Of the others the last half stays
+    behind the cut, or all of them where its beginning leaves. Raise `ContextTooShort` if hardly
+    any would be left."""
+    ends = [0, *tokenize(tokenizer, context).ends]
+    left = len(ends) - 1 - cut.tokens
+    if left < 2:
+        raise ContextTooShort(f"The context has {len(ends) - 1} tokens, and {cut.tokens} would have to leave it.")
+    head = left // 2 if cut.side == "middle" else 0
+    return context[: ends[head]] + context[ends[head + cut.tokens] :]
 
 
 class Tokens(NamedTuple):

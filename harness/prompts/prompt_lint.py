@@ -40,7 +40,8 @@ def lint(
             "error",
             "window",
             f"{earlier}{len(prompt.ids)} prompt tokens and {new_tokens} new ones are {needed - window} more than the "
-            f"model's window of {window}: use shorter prompts, or a model with a longer window.",
+            f"model's window of {window}: use shorter prompts or a model with a longer window, leave such examples out "
+            "(too_long=skip), or cut their contexts (too_long=middle or left).",
         )
     if bos is not None and prompt.ids[:2] == (bos, bos):
         yield Finding("error", "double_bos", "The prompt begins with BOS twice: take it out of the text or template.")
@@ -58,8 +59,11 @@ def lint(
         remedy = "a run elsewhere without fix_mistral_regex has other tokens"
         yield Finding("warning", "regex", f"The tokenizer's regular expression was wrong and is corrected: {remedy}.")
     if prompt.cut_tokens:
-        remedy = "use a larger max_prompt_tokens, or say so beside the score"
-        yield Finding("warning", "cut", f"{prompt.cut_tokens} tokens were cut from the middle: {remedy}.")
+        remedy, place = "use a larger max_prompt_tokens, or say so beside the score", "from the middle"
+        if prompt.cut is not None:
+            remedy = f"say so beside the score (too_long={prompt.cut.side})"
+            place = "from the beginning" if prompt.cut.side == "left" else place
+        yield Finding("warning", "cut", f"{prompt.cut_tokens} tokens were cut {place}: {remedy}.")
         answers = [reference for reference in example.references if reference and reference in user]
         if answers and not any(reference in prompt.text for reference in answers):
             yield Finding("warning", "answer_cut", f"The reference answer was in the part that was cut: {remedy}.")

@@ -101,6 +101,8 @@ def measurements(table: Comparison) -> list[Column]:
         *names(entries),
         *scores,
         Column("n", "", [num_examples(entry) for entry in entries], values=[row["num_examples"] for row in rows]),
+        counts("too long,\nleft out", [row.get("num_skipped") or None for row in rows]),
+        counts("cut", [row.get("num_cut") or None for row in rows]),
         Column("stamps", "", [stamps(entry, table) for entry in entries], left=True),
         share("attended", [row["budget"]["attended"]["share"] for row in rows]),
         share("read per\nKV head\n(union)", [row["budget"]["union"]["share"] for row in rows]),

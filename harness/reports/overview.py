@@ -23,7 +23,7 @@ TAIL = 36  # characters at the end of a line that is cut
 def lines(table: Comparison, rest: str = "with --details") -> list[str]:
     """Return the lines below the first table, shortened to fit: at most four. The last line counts
     those that are left out; `rest` says where they are found."""
-    shown = [_compared(table), *(_listed(*parts) for parts in _conclusions(table))]
+    shown = [_compared(table), *_too_long(table), *(_listed(*parts) for parts in _conclusions(table))]
     known, most = list(_cautions(table)), max(1, MOST_LINES - len(shown))
     shown += known[:most]
     if len(known) > most:
@@ -34,7 +34,7 @@ def lines(table: Comparison, rest: str = "with --details") -> list[str]:
 def all_lines(table: Comparison) -> list[str]:
     """Return all lines on a table, with their full length."""
     conclusions = [f"{start}{', '.join(items)}{end}." for start, items, end in _conclusions(table)]
-    return [_compared(table), *conclusions, *_cautions(table)]
+    return [_compared(table), *_too_long(table), *conclusions, *_cautions(table)]
 
 
 def _compared(table: Comparison) -> str:
@@ -53,6 +53,23 @@ def _span(numbers: Sequence[int]) -> str:
         return "0"
     low, high = min(numbers), max(numbers)
     return f"{round(median(numbers))}" if high - low <= 0.02 * high else f"{low} to {high}"
+
+
+def _too_long(table: Comparison) -> Iterator[str]:
+    """Yield one line if prompts were too long for the model's window and were cut or left out. The
+    rows of a table have the same prompts, so the first row that knows speaks for all."""
+    for entry in table.entries:
+        way, cut, skipped = (entry.run.config.get("too_long"), *map(entry.summary.get, ("num_cut", "num_skipped")))
+        if way not in (None, "refuse") and (cut or skipped):
+            where, count = "at the beginning" if way == "left" else "in the middle", f"of {_asked(entry)} prompts"
+            parts = [f"{cut} {count} cut {where}"] * bool(cut) + [f"{skipped} {count} left out"] * bool(skipped)
+            yield f"Longer than the model's window: {' and '.join(parts)} (too_long={way})."
+            return
+
+
+def _asked(entry: ReportRow) -> int:
+    run = entry.run
+    return len(run.records) + len(run.failed) + len(run.skipped)
 
 
 def _conclusions(table: Comparison) -> Iterator[tuple[str, list[str], str]]:
@@ -95,7 +112,7 @@ def _of_row(entry: ReportRow) -> Iterator[str]:
     if row["status"] != "complete":
         yield f"{entry.title}: {row['status']} after {row['num_examples']} examples"
     if row.get("num_failed"):
-        yield f"{entry.title}: {row['num_failed']} of {row['num_failed'] + row['num_examples']} examples failed"
+        yield f"{entry.title}: {row['num_failed']} of {_asked(entry)} examples failed"
     asked, read = row["budget"]["asked"], row["budget"]["attended"]["share"]
     plain = config.get("budget_rule", "read") == "read" and config.get("align", "tokens") == "tokens"
     plain = plain and not config.get("dense_layers")

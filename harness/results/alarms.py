@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from evals.stats import ALPHA
 from harness.config.settings import TUNING_SEED
 from harness.results.compared import FULL, mean_score, paired
-from harness.results.records import FailedExample, Record
+from harness.results.records import FailedExample, Record, SkippedExample
 from harness.results.run_folder import StoredRun
 from harness.terminal.notices import alike
 from methods.tiers.tier import DEVICE, TIERS, bytes_key
@@ -210,14 +210,17 @@ def warnings(
     *,
     info: Mapping[str, Any],
     failed: Sequence[FailedExample] = (),
+    skipped: Sequence[SkippedExample] = (),
 ) -> Iterator[str]:
     """Yield sentences that a reader must know before believing a run's numbers, found in its own
     records. `full`: the records of the Full that it is compared with; `info`: run.json."""
     n, chance = len(records), info.get("task_info", {}).get("chance", 0.0)
     yield from info.get("cautions", ())
+    asked = n + len(failed) + len(skipped)
+    for reason, count in alike([example.skipped for example in skipped]):
+        yield f"{count} of {asked} examples left out, in Full's run as well: {reason}"
     for reason, count in alike([example.error for example in failed]):
-        tried = n + len(failed)
-        yield f"{count} of {tried} examples failed and count nowhere; the same command tries them again: {reason}"
+        yield f"{count} of {asked} examples failed and count nowhere; the same command tries them again: {reason}"
     if not records:
         yield "no example was run"
     baseline = records if info.get("method") == FULL else full or []

@@ -147,6 +147,7 @@ class Record(Reply):
     warnings: list[str]
     fidelity: dict[str, Any] | None
     prompt_ids: list[int] | None
+    cut_tokens: int = 0  # that left its context, by the task's own cut or by the setting too_long
     prefilled_by: str | None = None  # id of whose prefill and seal it used; its clock began with its question
     turns: list[Reply] | None = None  # of a conversation
     unit: str | None = None  # what it belongs to, where examples are not independent; statistics count a unit as one
@@ -196,27 +197,49 @@ class Record(Reply):
 
 
 @dataclass(frozen=True, slots=True)
-class FailedExample:
-    """The line of an example that got no answer. The next time that the run is started, the example
-    is tried again."""
+class LeftOut:
+    """The line of an example that has no answer."""
 
     id: str
     group: str
     prompt_sha256: str
     prompt_tokens: int  # of all its turns
-    error: str  # its class and message
 
     def to_json(self) -> str:
-        """Return the failed example as one line of JSON, without a newline."""
+        """Return the line as JSON, without a newline."""
         return json.dumps(asdict(self), ensure_ascii=False, separators=(",", ":"))
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any], where: str) -> Self:
-        """Return the failed example that a line of examples.jsonl holds. Raise `RecordError`, whose
+        """Return the example that a line of examples.jsonl holds. Raise `RecordError`, whose
         message begins with `where`, if a key is missing."""
         if missing := [field.name for field in fields(cls) if field.name not in plain]:
             raise RecordError(f"{where}: no {missing[0]}; no run of the harness wrote this line")
         return cls(**{field.name: plain[field.name] for field in fields(cls)})
+
+
+@dataclass(frozen=True, slots=True)
+class FailedExample(LeftOut):
+    """The line of an example that failed. The next time that the run is started, the example is
+    tried again."""
+
+    error: str  # its class and message
+
+    @property
+    def why(self) -> str:
+        return self.error
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedExample(LeftOut):
+    """The line of an example that is too long for the model's window and was left out, as the
+    setting `too_long` asks for. It is not tried again."""
+
+    skipped: str  # by how much it is too long
+
+    @property
+    def why(self) -> str:
+        return self.skipped
 
 
 def flat(plain: Mapping[str, Any]) -> dict[str, Any]:

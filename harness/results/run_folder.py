@@ -22,7 +22,7 @@ from harness.config.settings import Results
 from harness.results import files
 from harness.results.lock import FolderInUse, FolderLock, is_locked
 from harness.results.provenance import load_average, now
-from harness.results.records import FailedExample, Record, StoreError
+from harness.results.records import FailedExample, LeftOut, Record, SkippedExample, StoreError
 from harness.terminal.stopping import whole
 from kernels.temporary import remove_abandoned
 
@@ -58,7 +58,7 @@ class Run:
         self.info = self._before or {"identity_sha256": digest, SETTINGS: files.plain(config)}
         if not (folder / CONFIG).is_file():
             files.write_yaml(folder / CONFIG, self.info[SETTINGS])  # for people: nobody reads it back
-        records, failed = _read_examples(folder)
+        records, failed, _ = _read_examples(folder)
         self._ids, self.failed_before = {record.id for record in records}, {example.id for example in failed}
         self._begun = self._closed = False
         self.info = _continued(self.info, len(self._ids)) | {"status": "running", "started": now()}
@@ -112,7 +112,14 @@ class Run:
         self.append_failed(record)
         self._ids.add(record.id)
 
-    def append_failed(self, failed: FailedExample | Record) -> None:
+    def append_left_out(self, examples: Iterable[LeftOut]) -> None:
+        """Append a line for each of the examples that the run leaves out, unless it is there."""
+        _, failed, skipped = _read_examples(self.folder)
+        for example in examples:
+            if example not in (*failed, *skipped):
+                self.append_failed(example)
+
+    def append_failed(self, failed: LeftOut | Record) -> None:
         """Append a line without counting its example as done, so that a failed example is tried
         again later."""
         line = failed.to_json()
@@ -223,6 +230,7 @@ class StoredRun:
     summary: dict[str, Any] = field(default_factory=dict)  # of a run that a command has just made or found complete
     full_folder: Path | None = None  # of the Full that such a summary holds it against
     failed: Sequence[FailedExample] = ()
+    skipped: Sequence[SkippedExample] = ()
 
     @property
     def scorer(self) -> str:
@@ -246,7 +254,7 @@ def load(folder: Path, *, first_scores: bool = False) -> StoredRun:
     version wrote: unknown fields are ignored. Raise `StoreError` if it cannot be read.
     `first_scores`: return the run's own scores, not those of a later `python -m
     harness.rescore`."""
-    info, (records, failed) = read_info(folder), _read_examples(folder)
+    info, (records, failed, skipped) = read_info(folder), _read_examples(folder)
     status = str(info.get("status"))
     if status != "complete" and is_locked(folder):  # a session that goes on writes run.json with its first record
         status = "running"
@@ -258,7 +266,7 @@ def load(folder: Path, *, first_scores: bool = False) -> StoredRun:
             raise StoreError(f"{path} is gone: run python -m harness.rescore {folder} again")
         scores = {plain["id"]: plain for _, plain in files.read_lines(path)}
         records = [record.rescored(scores[record.id]) if record.id in scores else record for record in records]
-    return StoredRun(folder, info[SETTINGS], info, records, status, failed=failed)
+    return StoredRun(folder, info[SETTINGS], info, records, status, failed=failed, skipped=skipped)
 
 
 def load_all(folders: Iterable[Path]) -> tuple[list[StoredRun], list[str]]:
@@ -299,17 +307,20 @@ def read_records(folder: Path) -> list[Record]:
     return _read_examples(folder)[0]
 
 
-def _read_examples(folder: Path) -> tuple[list[Record], list[FailedExample]]:
-    """Return the records, and for each example that failed and has no record, its last failure."""
-    records, failed = dict[str, Record](), dict[str, FailedExample]()
+def _read_examples(folder: Path) -> tuple[list[Record], list[FailedExample], list[SkippedExample]]:
+    """Return the records, for each example that failed and has no record its last failure, and the
+    examples that were skipped."""
+    records, failed, skipped = dict[str, Record](), dict[str, FailedExample](), dict[str, SkippedExample]()
     for where, plain in files.read_lines(folder / EXAMPLES):
         if "error" in plain:
-            example = FailedExample.from_plain(plain, where)
-            failed[example.id] = example
+            failed[plain.get("id", "")] = FailedExample.from_plain(plain, where)
+        elif "skipped" in plain:
+            skipped[plain.get("id", "")] = SkippedExample.from_plain(plain, where)
         else:
             record = Record.from_plain(plain, where)
             records.setdefault(record.id, record)
-    return list(records.values()), [example for name, example in failed.items() if name not in records]
+    unanswered = [example for name, example in failed.items() if name not in records]
+    return list(records.values()), unanswered, list(skipped.values())
 
 
 def find(paths: Iterable[Path]) -> list[Path]:

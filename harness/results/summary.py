@@ -29,14 +29,23 @@ from harness.results.alarms import warnings
 from harness.results.compared import FULL, for_statistics, given, group_means, mean_score, paired
 from harness.results.identity import model_name, word
 from harness.results.measures import MEASURES, means, over_known
-from harness.results.records import HISTORY_S, PEAKS, FailedExample, Record, Reply, StoreError
+from harness.results.records import HISTORY_S, PEAKS, FailedExample, Record, Reply, SkippedExample, StoreError
 from harness.results.run_folder import INFO, SUMMARY, StoredRun, load
 from methods.tiers.tier import DEVICE, TIERS, bytes_key
 
 SCHEMA = 11
 LIKELIHOOD = "answer_nll"  # of a record's measured numbers: nats per token
 MIN_WINDOWS = 24  # windows of a text below which nothing is said of how sure their difference is
-ONE_TABLE = ("task", "model", "protocol", "chat", "thinking", "generation", "seed")  # never mixed in one table
+ONE_TABLE = (
+    "task",
+    "model",
+    "protocol",
+    "chat",
+    "thinking",
+    "too_long",
+    "generation",
+    "seed",
+)  # never mixed in one table
 SAME_NUMBERS = ("dtype", "device")  # a Full that differs here differs by rounding alone
 
 
@@ -47,13 +56,15 @@ def summarise(
     info: Mapping[str, Any],
     full: Sequence[Record] | None,
     failed: Sequence[FailedExample] = (),
+    skipped: Sequence[SkippedExample] = (),
 ) -> dict[str, Any]:
     """Return the row of a run as nested values: scores from 0 to 1, seconds, bytes. `info` is
     run.json; `full`: the records of the run of Full that it is compared with.
 
     Scores are means over groups; `attended`, `union` (tokens, and shares of the sealed prompt) and
     traffic are means over examples; other bytes are the largest of any example. Times are None if
-    the run is `simulated` or `traced`. A `failed` example counts only in `num_failed`.
+    the run is `simulated` or `traced`. A `failed` example counts only in `num_failed`, a `skipped`
+    one in `num_skipped`.
     """
     simulated, traced = bool(info.get("simulated", False)), config.get("trace") == "on"
     tokens = [record.prompt_tokens for record in records]
@@ -68,6 +79,8 @@ def summarise(
         **{key: config.get(key) for key in ("protocol", "placement", "codec", "dtype", "device", "batch", "seed")},
         "num_examples": len(records),
         "num_failed": len(failed),
+        "num_skipped": len(skipped),
+        "num_cut": sum(record.cut_tokens > 0 for record in records),
         "prompt_tokens": {"min": min(tokens), "median": median(tokens), "max": max(tokens)} if tokens else None,
         "score": _score(records, config.get("task")),
         "full": against(records, full),
@@ -85,7 +98,7 @@ def summarise(
         "simulated": simulated,
         "traced": traced,
         "host_is_cpu": bool(info.get("host_is_cpu", False)),
-        "warnings": list(warnings(records, full, info=info, failed=failed)),
+        "warnings": list(warnings(records, full, info=info, failed=failed, skipped=skipped)),
     }
 
 
@@ -336,7 +349,7 @@ class Neighbours:
 def summary_of(run: StoredRun, full: StoredRun | None) -> dict[str, Any]:
     """Return the summary of `run`, compared with the run of Full in `full`, if any."""
     records, info = full.records if full else None, run.info | {"status": run.status}
-    summary = summarise(run.records, config=run.config, info=info, full=records, failed=run.failed)
+    summary = summarise(run.records, config=run.config, info=info, full=records, failed=run.failed, skipped=run.skipped)
     if full and summary["full"]:
         summary["full"] |= {"folder": full.folder.name, "identity_sha256": full.info.get("identity_sha256")}
     return summary

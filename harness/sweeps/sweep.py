@@ -42,7 +42,7 @@ from harness.terminal.progress import numbered
 from harness.terminal.stopping import Stoppable
 
 if TYPE_CHECKING:
-    from harness.jobs.examples import PreparedExample
+    from harness.jobs.examples import Prompts
     from harness.jobs.job import Job
 
 OF_A_BUDGET = (
@@ -56,7 +56,7 @@ INSTALL = "joblib, ray and submitit_* come with pip install 'kv-harness[launcher
 RAY_STORE_BYTES = 78_643_200  # the least that Ray takes: nothing of ours is stored there
 LOOK_S = 1.0  # between two looks whether the command is still there
 JobGroup = Mapping[int, Composed]  # jobs that run together, by their numbers among all of the command
-KnownPrompts = dict[str, "list[PreparedExample]"]  # of the latest job, by what they were asked for
+KnownPrompts = dict[str, "Prompts"]  # of the latest job, by what they were asked for
 _taken: list[FileLock] = []  # the GPU of this worker
 _prompts: KnownPrompts = {}  # of this worker
 
@@ -172,7 +172,7 @@ def _planned(composed: Composed, prompts: KnownPrompts) -> Job:
     if key not in prompts:
         prompts.clear()  # two sets of prompts are never there at once
     job = Job.plan(method, task, model, settings, prompts.get(key), composed.presets)
-    prompts[key] = job.items
+    prompts[key] = job.prompts
     return job
 
 

@@ -17,7 +17,7 @@ from evals.base import Task
 from harness.config.catalogue import plain
 from harness.config.errors import sentence
 from harness.config.settings import TUNING_SEED, CommonWindows, Settings, SettingsError
-from harness.jobs.examples import PreparedExample, prepare
+from harness.jobs.examples import PreparedExample, Prompts, prepare
 from harness.jobs.job import Job, Presets
 from harness.jobs.resolve import resolve
 from harness.models.base import ModelSource
@@ -75,7 +75,7 @@ class SearchPlan:
         both = [*chain.from_iterable(examples.rounds), *examples.held_out]
 
         def job(candidate: Method) -> Job:
-            return Job.plan(candidate, task, model, settings, both, names)
+            return Job.plan(candidate, task, model, settings, Prompts(both), names)
 
         def refusal(candidate: Method) -> str | None:
             try:

@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Any
 
 from harness.jobs.evaluate import evaluate_together, reporting
-from harness.jobs.examples import PreparedExample
+from harness.jobs.examples import PreparedExample, Prompts
 from harness.jobs.job import Job
 from harness.jobs.machine import free_bytes
 from harness.results.compared import mean_score
@@ -145,7 +145,7 @@ class Trials:
         here = replace(start.wanted, results=replace(results, root=f"{results.root}/{part}"))
 
         def job(point: Point) -> Job:
-            return Job.plan(self.space.method(point), start.task, start.model, here, items, start.presets)
+            return Job.plan(self.space.method(point), start.task, start.model, here, Prompts(items), start.presets)
 
         room = _room(job(points[0]))
         for first in range(0, len(points), room):  # the points that share a prefill

@@ -63,6 +63,7 @@ OTHERS: dict[str, Other] = {
     "chat": Other("none"),
     "template_kwargs": Other({"messages_of": "no one"}),
     "thinking": Other("on"),
+    "too_long": Other("skip"),
     "dtype": Other("bf16"),
     "device": Other("cuda:9"),
     "batch": Other(2),

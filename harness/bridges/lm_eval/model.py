@@ -128,6 +128,7 @@ class KVHarnessLM(TemplateLM):
         if add_bos_token is not None:  # lm-eval's `hf` loads the tokenizer with it
             self.tokenizer.add_bos_token = add_bos_token
         self.requests, self.fell_back = 0, Counter[str]()  # requests, and for how many the method fell back, by reason
+        self.cut_left = 0  # requests whose prompts were too long and lost their beginning, as in lm-eval's `hf`
         self.max_length = self.loaded.window if max_length is None else _whole("max_length", max_length)
         self.max_gen_toks = _whole("max_gen_toks", max_gen_toks)
         self.add_bos_token, self.seed = add_bos_token, seed
@@ -245,6 +246,7 @@ class KVHarnessLM(TemplateLM):
             "kv_method": repr(attachment.method),
             "kv_budget": None if attachment.budget is None else str(attachment.budget),
             "kv_requests": self.requests,
+            "kv_cut_left": self.cut_left,
             "kv_fell_back": dict(alike(list(self.fell_back.elements()))),
             **({"kv_cut_thoughts": self.cut_thoughts} if self.marks else {}),
         }
@@ -277,7 +279,7 @@ class KVHarnessLM(TemplateLM):
             raise SettingsError(f"max_gen_toks={new} leaves no room for a prompt in {self.max_length} tokens.")
         if unknown := sorted(wanted.keys() - {*DRAWN, "max_gen_toks", "until"}):
             raise SettingsError(f"{', '.join(unknown)} of a request are unknown here: leave them out of gen_kwargs.")
-        ids = self.tok_encode(context, left_truncate_len=self.max_length - new)
+        ids = self._left_cut(self.tok_encode(context), self.max_length - new)
         stops, sampler = [stop for stop in self._until(keywords) if stop], self._sampler(wanted, number, context)
         rule: Any = StopRule(self.tokenizer, self._eos_ids, stops, 0)
         if self.marks is not None:
@@ -319,8 +321,18 @@ class KVHarnessLM(TemplateLM):
                 raise SettingsError(
                     f"A continuation has {len(continuation)} tokens: max_length={self.max_length} is less."
                 )
-            by_context[tuple(context[-room:])][number] = continuation
+            by_context[tuple(self._left_cut(context, room))][number] = continuation
         return (ScoredQuestion(self.engine, context, asked) for context, asked in by_context.items())
+
+    def _left_cut(self, ids: list[int], room: int) -> list[int]:
+        """Return the last `room` tokens of a prompt, and count it if it has more."""
+        if len(ids) > room:
+            self.cut_left += 1
+            say_once(
+                f"prompts that exceed max_length={self.max_length} with their answers lose their beginning, as in "
+                "lm-eval's hf; kv_cut_left in the results counts them"
+            )
+        return ids[-room:]
 
     def _windows(self, number: int, string: str) -> Iterator[ScoredWindow]:
         ids, most = self.tok_encode(string), self.max_length

@@ -190,16 +190,24 @@ def test_wrong_arguments_get_a_sentence(words: dict[str, Any], says: str) -> Non
         KVHarnessLM(**SHARED | {"method": "full"} | words)
 
 
-def test_wrong_requests_are_refused_and_short_ones_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_requests_are_refused_and_short_and_long_ones_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
     lm = ours("snapkv", budget=0.2, batch_size=2, max_length=600)
     for wrong in ({"num_beams": 2, "max_gen_toks": 9}, {"max_gen_toks": 600}):
         with pytest.raises(SettingsError, match=next(iter(wrong))):
             lm.generate_until(asked("generate_until", (TEXT, wrong)))
-    texts = [TEXT[:length] for length in (1, 12, 150)] + [TEXT * 3]
-    lm.generate_until(asked("generate_until", *((text, {"until": [], "max_gen_toks": 5}) for text in texts)))
-    assert "2 of 4 requests" in capsys.readouterr().err
+    texts = [TEXT[:length] for length in (1, 12, 150)] + [TEXT * 3, TEXT * 90]
+    _, _, _, _, long = lm.generate_until(
+        asked("generate_until", *((text, {"until": [], "max_gen_toks": 5}) for text in texts))
+    )
+    said = capsys.readouterr().err
+    assert "2 of 5 requests" in said
+    assert "max_length=600" in said
     info = lm.get_model_info()
-    assert (info["kv_requests"], sum(info["kv_fell_back"].values()), info["kv_device"]) == (4, 2, "cpu")
+    assert (info["kv_requests"], sum(info["kv_fell_back"].values()), info["kv_cut_left"]) == (5, 2, 1)
+    assert info["kv_device"] == "cpu"
+    fits = lm.tokenizer.decode(lm.tok_encode(texts[-1])[-595:])
+    assert lm.generate_until(asked("generate_until", (fits, {"until": [], "max_gen_toks": 5}))) == [long]
+    assert lm.cut_left == 1
 
 
 def own_task(folder: Path) -> Path:

@@ -116,6 +116,13 @@ def test_pairs_with_full_leave_out_what_failed_on_either_side(tmp_path: Path, mo
     monkeypatch.setattr(Moody, "at", {})
     reused = evaluate(Streaming(sinks=5), niah(), MODEL, settings(tmp_path, baseline="reuse"))
     assert reused.full_folder == full.folder
+    # now Full lacks one that the method has
+    kept = [line for line in (full.folder / "examples.jsonl").read_text().splitlines() if ids[2] not in line]
+    wrong = {"id": ids[2], "group": "g", "prompt_sha256": "", "prompt_tokens": 1, "error": "ValueError: not today"}
+    (full.folder / "examples.jsonl").write_text("\n".join([*kept, json.dumps(wrong)]) + "\n")
+    run_again = evaluate(Streaming(sinks=5), niah(), MODEL, settings(tmp_path, baseline="reuse"))
+    assert run_again.full_folder == full.folder
+    assert any("compared with Full on 3 of 4 examples" in warning for warning in run_again.summary["warnings"])
 
 
 @pytest.mark.parametrize("phase", ["seal", "decode"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -178,6 +178,11 @@ def test_a_thought_takes_what_the_window_leaves(models: dict[str, HuggingFace]) 
             assert item.answer_tokens == 7
     with pytest.raises(ValueError, match="more than the model's window"):
         Job.plan(Full(), Key(), models["empty block"], Settings(device="cpu", thinking="399"))
+    short = replace(models["empty block"], window=40)  # of which a prompt that is cut leaves half
+    for item in Job.plan(Full(), Key(), short, Settings(device="cpu", thinking="on", too_long="left")).items:
+        assert item.thought
+        assert item.prompt.cut
+        assert (item.needed, item.thought.most) == (40, (40 - 7) // 2)
 
 
 @pytest.mark.parametrize(
