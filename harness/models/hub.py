@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from evals.data import value_of
 from harness.models.base import WINDOW, Identity, ModelError, ModelSource, Quantised, no_window
 from harness.models.quantised import check_scales, check_scheme, complete, loading, quantisation, quantised
+from harness.models.rope import checked, identified, stretched
 from harness.models.snapshots import fingerprint, has_weights, headers, snapshot
 
 if TYPE_CHECKING:
@@ -58,11 +59,13 @@ NAMED = 3  # names of tensors in an error
 @dataclass(frozen=True)
 class HuggingFace(ModelSource):
     """Provide a model in the Hugging Face layout. `name`: hub id or folder. `revision`: branch, tag
-    or commit. `window`: the most tokens, None for the config's own."""
+    or commit. `window`: the most tokens, None for the config's own. `rope`: another rotation, for
+    longer texts (harness/models/rope.py)."""
 
     name: str
     revision: str | None = None
     window: int | None = None
+    rope: dict[str, Any] | None = None
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
@@ -75,12 +78,15 @@ class HuggingFace(ModelSource):
             raise ModelError("model.name is empty: give a hub id (owner/name) or the path of a local folder.")
         if self.window is not None and self.window < 1:
             raise ModelError(f"model.window={self.window} must be at least 1, or null for the model's own.")
+        object.__setattr__(self, "rope", checked(self.rope))
 
     def identity(self) -> Identity:
         folder = self.folder()
         if self._is_local():
-            return Identity(self.name, f"files-sha256:{fingerprint(folder)}", "local")
-        return Identity(self.name, folder.name, "hub")
+            own = Identity(self.name, f"files-sha256:{fingerprint(folder)}", "local")
+        else:
+            own = Identity(self.name, folder.name, "hub")
+        return identified(own, self.rope)
 
     def config(self) -> PreTrainedConfig:
         from transformers import AutoConfig
@@ -96,15 +102,13 @@ class HuggingFace(ModelSource):
             text.eos_token_id = getattr(config, "eos_token_id", None) or text.eos_token_id
             if scheme := getattr(config, "quantization_config", None):
                 text.quantization_config = scheme
-        return text
+        return stretched(text, self.rope, self.name)
 
     def context_window(self) -> int:
         if self.window:
             return self.window
-        name = self.config().attribute_map.get(WINDOW, WINDOW)
-        if (
-            _text_part(read_config(self.folder())).get(name) is None
-        ):  # the model's class has a number, but the same for all
+        stated = _text_part(read_config(self.folder())).get(self.config().attribute_map.get(WINDOW, WINDOW))
+        if stated is None and self.rope is None:  # the model's class has a number, but the same for all
             raise no_window(self.name)
         return super().context_window()
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from harness.config.catalogue import flatten
+from harness.config.catalogue import flatten, plain
 from harness.config.settings import recorded_defaults
 from harness.reports.compare import Comparison, ReportRow
 from harness.reports.labels import NOT_NAMED, name, spelled_out
@@ -26,6 +26,9 @@ def conditions(table: Comparison) -> Iterator[str]:
     entries = table.entries
     yield "prompts: " + "; ".join(_prompts([record for entry in entries for record in entry.run.records]))
     yield from dict.fromkeys(_checked(check) for entry in entries if (check := entry.run.info.get("model_check")))
+    models = [entry.run.config.get("model") for entry in entries]
+    ropes = [model["rope"] for model in models if isinstance(model, Mapping) and model.get("rope")]
+    yield from dict.fromkeys(f"model: rotated by model.rope={plain(rope)}, not by its own config" for rope in ropes)
     for subjects in SUBJECTS:
         yield "; ".join(_per_row(subject, entries) for subject in subjects)
     if common := _common_settings([entry.run for entry in entries]):
