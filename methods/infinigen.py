@@ -45,6 +45,7 @@ from kernels.ragged import Ragged, filled, leading
 from kernels.reference import Segment
 from methods.base import Attended, AttnInput, CacheState, Cost, Grids, KVLayer, LayerSpec, LayerWorkload, PeakExtra
 from methods.base.pieces import pieces
+from methods.base.request import QUERIES, ROTATION
 from methods.base.state import queues
 from methods.budget import Plan, check_layers
 from methods.layers import Layer, Padded, Policy, Storage
@@ -335,6 +336,10 @@ class InfiniGen(PooledMethod):
     group_rank: Literal["margin_max", "prob_sum"] = "margin_max"
     pool_capacity: float | None = None
     pool_policy: Eviction = "counter"
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return ROTATION, QUERIES
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -31,6 +31,7 @@ from kernels.reference import Segment
 from kernels.sink_logits import lse_with_sink, with_sink
 from methods.base import AttnInput, CacheState, Cost, CostError, Grids, KVLayer, LayerSpec, LayerWorkload, Method, Plan
 from methods.base.cost import PeakExtra
+from methods.base.request import ROTATION
 from methods.layers import Layer, Select, Storage, ends
 from methods.parts import costs
 from methods.parts.rope_table import RopeTable
@@ -262,6 +263,10 @@ class InfLLM(Method):
     local_ratio: float = 0.5
     repr_topk: int = 4
     exc_block: int = 512
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return (ROTATION,)
 
     def __post_init__(self) -> None:
         if self.n_init < 0:

@@ -29,6 +29,7 @@ from kernels.reference import Segment
 from kernels.sink_logits import with_sink
 from methods.base import AttnInput, CacheState, Cost, Grids, KVLayer, LayerSpec, LayerWorkload, Method, PeakExtra
 from methods.base.pieces import TOKENS_AT_ONCE, pieces
+from methods.base.request import ROTATION
 from methods.layers import Keep, Layer, Policy
 from methods.parts import costs
 from methods.parts.rope_table import RopeTable
@@ -147,6 +148,10 @@ class LMInfinite(Method):
     tunable: ClassVar[Grids] = {"n_init": (1, 4, 10, 32, 100)}
 
     n_init: int = 10
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return (ROTATION,)
 
     def __post_init__(self) -> None:
         if self.n_init < 0:

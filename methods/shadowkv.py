@@ -33,6 +33,7 @@ from kernels.reference import Segment
 from methods.base import Attended, AttnInput, CacheState, Cost, Grids, KVLayer, LayerSpec, LayerWorkload, Method
 from methods.base.cost import PeakExtra
 from methods.base.pieces import pieces, tokens_at_once
+from methods.base.request import ROTATION
 from methods.base.state import queues
 from methods.layers import Layer, Padded, Read
 from methods.parts import costs
@@ -262,6 +263,10 @@ class ShadowKV(Method):
     outlier_share: float = 0.158
     solver: Literal["gram_fp64", "gram_fp32", "thin_svd"] = "gram_fp64"
     hit_cache: bool = True
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return (ROTATION,)
 
     def __post_init__(self) -> None:
         if self.chunk < 1:

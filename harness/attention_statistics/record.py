@@ -17,10 +17,11 @@ from harness.engine.hf import layer_specs
 from harness.jobs.examples import prepare
 from harness.jobs.model_check import check_against_generate
 from harness.jobs.resolve import resolve
-from harness.models.base import ModelSource, load
+from harness.models.base import ModelError, ModelSource, load
 from harness.reports.pictures import figures
 from harness.results.files import digest, write_json
 from harness.results.provenance import provenance
+from methods.base.request import ROTATION
 from methods.full import Full
 from methods.layers.window import whole_layers
 
@@ -38,6 +39,8 @@ def observe(name: str, observation: Observation, task: Task, model: ModelSource,
     loaded = load(model, settings.dtype, settings.device)
     check_against_generate(loaded, item.prompt.ids)
     specs = layer_specs(loaded.model)
+    if any(ROTATION in spec.unknown for spec in specs):
+        raise ModelError(f"{info.name}: {ROTATION} could not be found out, and observations undo that: use another.")
     ids = torch.tensor([item.prompt.ids])
     inputs = observer(loaded.model, specs, ids)(ids.shape[1])
     layers = [observation.of_layer(x, spec) for spec, x in zip(whole_layers(specs), inputs, strict=True)]

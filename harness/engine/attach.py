@@ -96,6 +96,7 @@ class Attachment:
         self.rotary = text_rotary(model)
         self.specs = whole_layers(self.model_specs)  # the layers that the method serves
         method.check_model(self.specs[0])
+        method.require_known(self.specs)
         self.prepared, self.prepare_s = self._prepare(calibration)
         self._unchecked = {"first", "further"}  # kinds of turns in which no return value was checked yet
         self._handed_out: list[LoopUsage] = []

@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from copy import copy, deepcopy
 from functools import partial
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +22,13 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from harness.engine.cache import KVCache, UnsupportedError
 from harness.engine.pairing import Pairing, pairing_of
 from harness.engine.rotation import TextRotary, in_place, text_rotary
-from harness.models.base import sliding_windows
+from harness.engine.trial import LayerTrial, trial
+from harness.models.base import is_listed, sliding_windows
 from methods.base import AttnInput, LayerSpec
 
 NAME = "kv_harness"
 PrepareCall = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], dict[str, Any]]  # a call -> its keywords
+_TRIED: WeakKeyDictionary[nn.Module, LayerTrial] = WeakKeyDictionary()  # attention modules of classes not listed
 
 
 class _Call(NamedTuple):
@@ -190,10 +193,21 @@ def routed(model: PreTrainedModel, prepare: PrepareCall | None = None) -> Iterat
 
 def channel_pairing(model: PreTrainedModel) -> Pairing:
     """Return which channels of a head the model rotates together. Raises `UnsupportedError` if
-    methods could not undo its rotation."""
-    first, rotary = attention_modules(model)[0], text_rotary(model) or deepcopy(model.get_decoder().rotary_emb)
-    asked = Rotary(rotary, first, next(model.parameters()).device, Pairing(0))
-    return pairing_of(first, asked.as_given, first.head_dim)  # type: ignore[arg-type]
+    methods could not undo its rotation; a model whose class is not listed is tried first, and has
+    `Pairing(0)` then."""
+    modules = attention_modules(model)
+    rotary = text_rotary(model) or deepcopy(model.get_decoder().rotary_emb)
+    asked = Rotary(rotary, modules[0], next(model.parameters()).device, Pairing(0))
+    pairing: Pairing | None = None
+    try:
+        pairing = pairing_of(modules[0], asked.as_given, modules[0].head_dim)  # type: ignore[arg-type]
+    except UnsupportedError:
+        if is_listed(model):
+            raise
+    if not is_listed(model) and modules[0] not in _TRIED:
+        projections = [QueryProjection(module, model, pairing or Pairing(0)) for module in modules]
+        _TRIED.update(zip(modules, trial(model, pairing, projections), strict=True))
+    return pairing or Pairing(0)
 
 
 def layer_specs(model: PreTrainedModel) -> list[LayerSpec]:
@@ -211,7 +225,8 @@ def layer_specs(model: PreTrainedModel) -> list[LayerSpec]:
             head_dim=module.head_dim,  # type: ignore[arg-type]
             scale=module.scaling,  # type: ignore[arg-type]
             rope=Rotary(rotary, module, next(model.parameters()).device, pairing),
-            rotary_dim=pairing.width,
+            rotary_dim=pairing.width or None,
+            unknown=_TRIED[module].unknown if module in _TRIED else (),
             device=next(module.parameters()).device,
             project_query=QueryProjection(module, model, pairing),
             window=window,
@@ -230,7 +245,7 @@ def _first_like(modules: Sequence[Any], module: Any) -> int:
 
 def rotates(module: Any) -> bool:
     """Return whether an attention module rotates queries and keys; some of SmolLM3's do not."""
-    return bool(getattr(module, "use_rope", True))
+    return _TRIED[module].rotates if module in _TRIED else bool(getattr(module, "use_rope", True))
 
 
 class Rotary:
@@ -247,6 +262,11 @@ class Rotary:
         self.kind = () if kinds is None else (module.config.layer_types[module.layer_idx],)
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.pairing.width:
+            raise UnsupportedError(
+                f"{type(self.module).__name__} rotates keys in a way that is not known here, so that they cannot be "
+                "moved to other positions: choose another model."
+            )
         return _rotation(self.module, self.pairing, self.as_given(positions))
 
     def of_text(self, tokens: int) -> Rotary:

@@ -265,7 +265,7 @@ def probed(model: PreTrainedModel, name: str) -> Heads | None:
     if is_listed(model):
         return None
     try:
-        return probe(model, sliding_windows(model.config))
+        return probe(model, sliding_windows(model.config))[0].heads
     except ProbeError as reason:
         raise ModelError(f"{name} {reason}, which is not supported: choose another model.") from reason
 

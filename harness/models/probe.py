@@ -1,9 +1,9 @@
-"""Finds out, without weights, whether the engine runs a model class that is not in ARCHITECTURES.
+"""Finds out whether the engine runs a model class that is not in ARCHITECTURES.
 
-The model is built on torch's meta device, where tensors have a shape and no contents, and reads a
-few tokens as the engine would let it. An attention function, a mask function and a cache that only
-take notes stand where the engine has its own. What they note decides: a model is refused by what
-its attention does, whatever its name is."""
+The model reads a few tokens as the engine would let it. Without weights, it is built on torch's
+meta device for that, where tensors have a shape and no contents. An attention function, a mask
+function and a cache that only take notes stand where the engine has its own. What they note
+decides: a model is refused by what its attention does, whatever its name is."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 NAME = "kv_harness_probe"
-TOKENS = 3  # that the model reads
 LONGEST = 20  # masks are compared at positions up to 2 to the power of this
 PASSED = {  # keywords that attention modules pass on and that the engine's attention function knows
     "dropout", "scaling", "position_ids", "use_cache", "output_router_logits", "output_attentions",
@@ -38,15 +37,22 @@ class Heads(NamedTuple):
     head_dim: int
 
 
-class _Call(NamedTuple):
-    """Hold what one attention module passed to the attention function."""
+class Call(NamedTuple):
+    """Hold what one attention module was given, and what it passed to the attention function."""
 
     module: nn.Module
-    query: tuple[int, ...]
-    key: tuple[int, ...]
-    value: tuple[int, ...]
+    hidden: Tensor  # [1 T E]
+    rotation: tuple[Tensor, Tensor]  # cos and sin, as the model gives them
+    query: Tensor  # [1 H T D]
+    key: Tensor  # [1 G T D]
+    value: Tensor
     mask: Tensor | None
     keywords: Mapping[str, Any]
+
+    @property
+    def heads(self) -> Heads:
+        """Return how the attention of this module is divided."""
+        return Heads(self.query.shape[1], self.key.shape[1], self.query.shape[3])
 
 
 class _Cache:
@@ -85,12 +91,16 @@ def on_meta(config: PreTrainedConfig, make: Callable[..., Any]) -> PreTrainedMod
     return model.eval()
 
 
-def probe(model: PreTrainedModel, windows: Sequence[int | None]) -> Heads:
-    """Return how the attention of `model`, which lies on the meta device, is divided. Raise
-    `ProbeError` if the engine would compute the model wrongly. `windows`: how many tokens each
-    layer sees by the model's config; None for all."""
+def probe(
+    model: PreTrainedModel, windows: Sequence[int | None], token: int = 0, places: Sequence[int] = (0, 1, 2)
+) -> list[Call]:
+    """Return what the attention of each layer does when `model` reads `token` at each of some
+    positions, `places`. Raise `ProbeError` if the engine would compute the model wrongly.
+
+    `windows`: how many tokens each layer sees by the model's config; None for all. Attention is
+    left out: each token gets its own value, so that all have the same states in every layer."""
     modules = _attention_modules(model)
-    calls, masks, cache = _noted(model, modules)
+    calls, masks, cache = _noted(model, modules, token, places)
     if [call.module for call in calls] != modules:
         counted = f"{len(calls)} calls from {len(modules)} layers"
         raise ProbeError(f"does not attend once per layer through transformers' attention interface ({counted})")
@@ -99,11 +109,11 @@ def probe(model: PreTrainedModel, windows: Sequence[int | None]) -> Heads:
     for index, (call, window) in enumerate(zip(calls, windows, strict=True)):
         if reason := _unlike(call, window, masks):
             raise ProbeError(f"{reason} (layer {index}, {type(call.module).__name__})")
-    divided = {Heads(call.query[1], call.key[1], call.query[3]) for call in calls}
+    divided = sorted({call.heads for call in calls})
     if len(divided) > 1:
-        sizes = ", ".join(f"{heads}/{groups} heads of {size}" for heads, groups, size in sorted(divided))
+        sizes = ", ".join(f"{heads}/{groups} heads of {size}" for heads, groups, size in divided)
         raise ProbeError(f"divides the attention of its layers in several ways ({sizes})")
-    return divided.pop()
+    return calls
 
 
 def _attention_modules(model: PreTrainedModel) -> list[nn.Module]:
@@ -126,64 +136,67 @@ def _attention_modules(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def _noted(
-    model: PreTrainedModel, modules: list[nn.Module]
-) -> tuple[list[_Call], dict[int, tuple[Tensor, Any]], _Cache]:
-    """Let the model read a few tokens. Return the calls of attention, the masks that it was told of
-    (by the id of the tensor that stands for one), and the cache."""
+    model: PreTrainedModel, modules: list[nn.Module], token: int, places: Sequence[int]
+) -> tuple[list[Call], dict[int, tuple[Tensor, Any]], _Cache]:
+    """Let the model read `token` at some positions. Return the calls of attention, the masks that
+    the model asked for (by the id of the tensor that stands for one), and the cache."""
     import torch
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    calls: list[_Call] = []
+    calls: list[Call] = []
     masks: dict[int, tuple[Tensor, Any]] = {}
     cache: Any = _Cache(len(modules))
+    given: list[tuple[Tensor, tuple[Tensor, Tensor]]] = []
+    device = next(model.parameters()).device
 
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **keywords: Any
     ) -> tuple[Tensor, None]:
-        calls.append(_Call(module, tuple(query.shape), tuple(key.shape), tuple(value.shape), attention_mask, keywords))
+        calls.append(Call(module, *given[-1], query, key, value, attention_mask, keywords))
         return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2).contiguous(), None
 
     def mask(*_: Any, mask_function: Any = None, **__: Any) -> Tensor:
-        standing = torch.empty(1, 1, TOKENS, TOKENS, device="meta", dtype=torch.bool)
+        standing = torch.empty(1, 1, len(places), len(places), device="meta", dtype=torch.bool)
         masks[id(standing)] = standing, mask_function
         return standing
 
     def before(module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         rotation = keywords.get("position_embeddings")
-        given = isinstance(rotation, tuple) and len(rotation) == 2 and all(torch.is_tensor(part) for part in rotation)
-        if not given:
+        if not (isinstance(rotation, tuple) and len(rotation) == 2 and all(map(torch.is_tensor, rotation))):
             raise ProbeError(f"does not give its {type(module).__name__} cos and sin of the positions")
         if keywords.get("past_key_values") is not cache or not (args or "hidden_states" in keywords):
             raise ProbeError(f"does not give its {type(module).__name__} the cache and the states as Llama does")
+        given.append((keywords["hidden_states"] if "hidden_states" in keywords else args[0], rotation))
 
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, mask)
     hooks = [module.register_forward_pre_hook(before, with_kwargs=True) for module in modules]
-    ids = torch.zeros(1, TOKENS, dtype=torch.int64, device="meta")
-    places = torch.arange(TOKENS, device="meta")[None]
+    usual = model.config._attn_implementation
     try:
         model.set_attn_implementation(NAME)
-        with torch.device("meta"), torch.no_grad():
-            model(ids, position_ids=places, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        with torch.device(device), torch.no_grad():
+            ids, at = torch.full((1, len(places)), token), torch.tensor([places])
+            model(ids, position_ids=at, past_key_values=cache, use_cache=True, logits_to_keep=1)
     except ProbeError:
         raise
     except Exception as error:
         reason = " ".join(str(error).split()).rstrip(".")
         raise ProbeError(f"does not run as a decoder with a cache of keys and values does ({reason})") from error
     finally:
+        model.set_attn_implementation(usual)
         for hook in hooks:
             hook.remove()
     return calls, masks, cache
 
 
-def _unlike(call: _Call, window: int | None, masks: Mapping[int, tuple[Tensor, Any]]) -> str | None:
+def _unlike(call: Call, window: int | None, masks: Mapping[int, tuple[Tensor, Any]]) -> str | None:
     """Return how one attention call differs from causal attention as the engine computes it; None
     if it does not. `window`: how many tokens the layer sees by the model's config, None for all."""
-    _, heads, tokens, width = call.query
-    if call.key != call.value:
-        return f"has keys of {call.key[-1]} channels and values of {call.value[-1]} (latent attention)"
-    if heads % call.key[1] or call.key[2:] != (tokens, width):
-        return f"has queries {list(call.query)} and keys {list(call.key)}"
+    if call.key.shape != call.value.shape:
+        return f"has keys of {call.key.shape[-1]} channels and values of {call.value.shape[-1]} (latent attention)"
+    heads, groups, width = call.heads
+    if heads % groups or call.key.shape[2:] != call.query.shape[2:]:
+        return f"has queries {list(call.query.shape)} and keys {list(call.key.shape)}"
     passed = {name: given for name, given in call.keywords.items() if given is not None}
     for name in sorted(passed.keys() - PASSED):
         return MEANINGS.get(name, f"passes {name} to its attention")
@@ -196,7 +209,7 @@ def _unlike(call: _Call, window: int | None, masks: Mapping[int, tuple[Tensor, A
         return "has sink logits elsewhere than in `sinks`"
     if not getattr(module, "is_causal", True):
         return "attends to later tokens too"
-    expected = {"scaling": passed.get("scaling"), "head_dim": width, "num_key_value_groups": heads // call.key[1]}
+    expected = {"scaling": passed.get("scaling"), "head_dim": width, "num_key_value_groups": heads // groups}
     for name, given in expected.items():
         if given is None or getattr(module, name, None) != given:
             return f"attends with {name}={given}, which its module does not say"

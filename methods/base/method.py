@@ -66,6 +66,12 @@ class Method(metaclass=_TupleForList):
         return False
 
     @property
+    def needs(self) -> tuple[str, ...]:
+        """Return what this method must be told of a model and cannot be told of each: ROTATION if it
+        rotates keys or queries itself, QUERIES if it computes queries."""
+        return ()
+
+    @property
     def smallest_budget(self) -> int:
         """Return the smallest budget, in prompt tokens, that has room for the tokens that this
         method always reads, such as first tokens and windows."""
@@ -158,6 +164,16 @@ class Method(metaclass=_TupleForList):
     def check_model(self, spec: LayerSpec) -> None:
         """Raise `ValueError` if a parameter does not suit a model with layers like `spec`; no
         weights are needed."""
+
+    def require_known(self, specs: Sequence[LayerSpec]) -> None:
+        """Raise `ValueError` if this method needs something of a model that could not be found
+        out."""
+        for what in self.needs:
+            if any(what in spec.unknown for spec in specs):
+                raise ValueError(
+                    f"{type(self).__name__} must know {what}, which could not be found out: choose a method that "
+                    "does not need it, such as SnapKV, or another model."
+                )
 
     def require_budget(self, budget: Budget | None) -> None:
         """Raise `BudgetError` if this method uses a budget and has none: without one it would

@@ -18,6 +18,8 @@ from methods.tiers.pinned_memory import PinnedReservation
 from methods.tiers.rows import Place
 from methods.tiers.tier import DEVICE
 
+ROTATION = "how the model rotates keys by position"  # `LayerSpec.rope`
+QUERIES = "how the model computes queries"  # `LayerSpec.project_query`
 _ANY_LENGTH = 2**40  # tokens: more than any cache holds
 
 
@@ -42,6 +44,7 @@ class LayerSpec:
     sink_logits: Tensor | None = field(default=None, compare=False)  # [H] fp32 (kernels/sink_logits.py)
     device: torch.device | None = None  # where its weights are; None: the request's device
     rotary_dim: int | None = None  # R, how many channels of a head are rotated, the first ones; None: all
+    unknown: tuple[str, ...] = ()  # what could not be found out of a model: ROTATION, QUERIES
     rope_like: int = 0  # the first of the method's layers that has this layer's `rope`
 
     @property

@@ -29,6 +29,7 @@ from harness.bridges.kvpress.keep import PressEvict
 from harness.engine.hf import QueryProjection
 from methods.base import CacheState, Cost, CostError, Grids, KVLayer, LayerSpec, LayerWorkload, Method
 from methods.base.cost import PeakExtra
+from methods.base.request import QUERIES, ROTATION
 from methods.layers import Layer
 from methods.parts import costs
 
@@ -55,6 +56,10 @@ class KVPress(Method):
     def __post_init__(self) -> None:
         check_mapping(self.press)
         object.__setattr__(self, "press", _unchanging(self.press))
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return ROTATION, QUERIES
 
     @property
     def modules(self) -> tuple[str, ...]:

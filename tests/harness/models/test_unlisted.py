@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from harness.config.settings import Results, Settings
 from harness.engine.attach import attached
+from harness.engine.cache import UnsupportedError
 from harness.engine.engine import Engine
+from harness.engine.hf import layer_specs
 from harness.jobs import model_check
 from harness.jobs.evaluate import evaluate
 from harness.models.base import ModelError, sliding_windows
@@ -24,11 +27,15 @@ from harness.models.random import byte_tokenizer
 from harness.reports.compare import comparisons
 from harness.reports.conditions import conditions
 from methods.base import Method
+from methods.base.request import QUERIES, ROTATION
 from methods.full import Full
+from methods.infinigen import InfiniGen
 from methods.pqcache import PQCache
+from methods.shadowkv import ShadowKV
 from methods.snapkv import SnapKV
+from methods.streaming import Streaming
 from tests.fast import niah
-from tests.tiny import SHAPE, prompt
+from tests.tiny import SHAPE, prompt, tiny
 
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 SLIDES = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
@@ -38,7 +45,8 @@ UNLISTED: dict[str, dict[str, Any]] = {
     "cohere2": SLIDES,  # the layer that sees all does not rotate
     "starcoder2": {"sliding_window": None},
     "granite": {"attention_multiplier": 0.2},
-    "qwen3_moe": EXPERTS | {"head_dim": 16},
+    "glm4_moe": EXPERTS | {"head_dim": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1},
+    "nanochat": {},
     "olmo3": SLIDES,  # a rotation per kind of layer
     "afmoe": EXPERTS | SLIDES | {"head_dim": 16, "num_dense_layers": 1},  # gates what attention gives
 }
@@ -63,6 +71,40 @@ def test_an_unlisted_class_gives_the_tokens_of_generate(kind: str) -> None:
         assert answered(model, ids, method, chunk) == expected, type(method).__name__
 
 
+def test_what_methods_are_told_is_tried_and_only_those_that_need_what_is_unknown_are_refused() -> None:
+    """NanoChat turns keys the other way round, the queries of OLMo 2 are normed as a whole."""
+    unknown = {kind: {spec.unknown for spec in layer_specs(model_of(kind))} for kind in UNLISTED}
+    lacking = {"olmo2": (QUERIES,), "olmo3": (QUERIES,), "nanochat": (ROTATION, QUERIES)}
+    assert unknown == {kind: {lacking.get(kind, ())} for kind in UNLISTED}
+    still = [spec.rope(torch.tensor([9]))[1].abs().max() == 0 for spec in layer_specs(model_of("cohere2"))]
+    assert still == [False, True, False]
+    for kind, method, what in (("nanochat", ShadowKV(), ROTATION), ("olmo2", InfiniGen(), QUERIES)):
+        with pytest.raises(ValueError, match=f"{type(method).__name__} must know {what}"):
+            answered(model_of(kind), prompt(30), method)
+    model, ids = model_of("nanochat"), prompt(200)
+    with (
+        pytest.raises(UnsupportedError, match="NanoChatAttention rotates keys in a way"),
+        attached(model, Streaming(positions="cache"), budget=0.2) as kv,
+    ):
+        Engine(kv).generate(ids, max_new_tokens=2)
+
+
+def test_a_model_of_ones_own_is_refused_by_what_it_does_and_never_runs_by_blocks() -> None:
+    capped = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma2", **SHAPE, head_dim=16)).eval()
+    with pytest.raises(UnsupportedError, match="Gemma2ForCausalLM caps its attention logits"), attached(capped, Full()):
+        pass
+
+    class LlamaForCausalLM(transformers.LlamaForCausalLM):  # by the same name
+        pass
+
+    model, ids = LlamaForCausalLM(tiny("llama").config).eval(), prompt(30)
+    with attached(model, Full()) as kv:
+        engine = Engine(kv)
+        assert "LlamaForCausalLM, which is not from transformers" in str(engine.plain_reason)
+        tokens = engine.generate(ids, max_new_tokens=4).tokens[0]
+    assert tokens == model.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None)[0, 30:].tolist()
+
+
 Saved = Callable[..., Path]
 
 
@@ -84,9 +126,9 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Saved:
 def test_it_is_compared_with_generate_once_and_the_result_is_shown(
     saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = HuggingFace(str(saved("qwen3_moe")))
+    source = HuggingFace(str(saved("glm4_moe")))
     info = source.describe()
-    assert (info.architecture, info.num_kv_heads, info.head_dim) == ("Qwen3MoeForCausalLM", 2, 16)
+    assert (info.architecture, info.num_kv_heads, info.head_dim) == ("Glm4MoeForCausalLM", 2, 16)
     assert (info.inner_size, info.chosen_experts) == (48, 2)
     assert info.num_parameters == sum(weight.numel() for weight in source.load("fp32", "cpu").model.parameters())
     compare, compared = model_check._compared, list[str]()
@@ -132,7 +174,7 @@ BY_CONFIG = {
     "llama4_text": r"within chunks of the text \(attention_chunk_size=8192",
     "t5": "T5ForConditionalGeneration, an encoder-decoder",
     "bert": "BertForMaskedLM .* continues no text",
-    "qwen3_next": "linear attention or a state space|25%",
+    "qwen3_next": "linear attention or a state space",
     "mamba": "linear attention or a state space",
     "falcon_h1": "linear attention or a state space",
     "gpt2": "not built of decoder layers",
@@ -177,7 +219,7 @@ def test_the_probe_sees_what_attention_does(kind: str) -> None:
 def test_the_probe_sees_masks_that_are_not_those_of_the_config() -> None:
     config = AutoConfig.for_model("starcoder2", **SHAPE | {"sliding_window": 24})
     model = on_meta(config, AutoModelForCausalLM.from_config)
-    assert probe(model, (24,) * 3) == (8, 2, 16)
+    assert [call.heads for call in probe(model, (24,) * 3)] == [(8, 2, 16)] * 3
     for windows in ((None,) * 3, (25,) * 3, (24, 23, 24)):
         with pytest.raises(ProbeError, match=r"see others than .* that its config names|all tokens up to its own"):
             probe(model, windows)

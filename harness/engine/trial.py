@@ -1,0 +1,73 @@
+"""Tries a loaded model whose class is not in ARCHITECTURES, before a method is attached to it.
+
+A few tokens say which of its layers rotate queries and keys, and whether what methods are told of
+that and of its queries is right. What is not right is called unknown: methods that need it are
+refused, and others run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from harness.engine.cache import UnsupportedError
+from harness.engine.pairing import Pairing
+from harness.models.base import WINDOW, sliding_windows
+from harness.models.probe import Call, ProbeError, probe
+from kernels.rope import rotate, unrotate
+from methods.base.request import QUERIES, ROTATION
+
+FAR = 1024  # the last position that is tried where the config names no longest text
+CLOSE = 0.02  # of the length of a vector: what is further away is not the same, in any dtype
+
+
+class LayerTrial(NamedTuple):
+    """Say what was found of one layer."""
+
+    rotates: bool
+    unknown: tuple[str, ...] = ()  # as in `LayerSpec`
+
+
+def trial(model: Any, pairing: Pairing | None, projections: Sequence[Callable[[Tensor], Tensor]]) -> list[LayerTrial]:
+    """Return what a model of transformers does in each layer. `pairing`: how it seems to rotate, None if that is not
+    known; `projections`: what methods would compute queries with, before their rotation. Raise
+    `UnsupportedError` if the engine would compute the model wrongly."""
+    decoder = model.get_decoder()
+    rotary = decoder.rotary_emb
+    decoder.rotary_emb = deepcopy(rotary)  # which may note the longest position
+    places = (0, 7, (getattr(model.config, WINDOW, None) or FAR) - 1)
+    try:
+        calls = probe(model, sliding_windows(model.config), model.config.vocab_size // 2, places)
+    except ProbeError as reason:
+        raise UnsupportedError(f"{type(model).__name__} {reason}, which is not supported.") from reason
+    finally:
+        decoder.rotary_emb = rotary
+    return [_tried(call, pairing, project) for call, project in zip(calls, projections, strict=True)]
+
+
+@torch.no_grad()
+def _tried(call: Call, pairing: Pairing | None, project: Callable[[Tensor], Tensor]) -> LayerTrial:
+    """Return what one layer does. All tokens have the same states, so that its keys differ by their
+    rotation alone."""
+    rotates = not _alike(call.key, call.key[:, :, :1])
+    if pairing is None:
+        return LayerTrial(rotates, (ROTATION, QUERIES))
+    q, k = map(pairing.in_halves, (call.query, call.key))
+    cos, sin = map(pairing.angles.as_halves, call.rotation)
+    if rotates:
+        before = unrotate(k, cos, sin)
+        if not _alike(before, before[:, :, :1]):
+            return LayerTrial(rotates, (ROTATION, QUERIES))
+    try:
+        ours = project(call.hidden)
+        known = _alike(rotate(ours, cos, sin) if rotates else ours, q)
+    except (AttributeError, RuntimeError):  # its projection is another module, or has another form
+        known = False
+    return LayerTrial(rotates, () if known else (QUERIES,))
+
+
+def _alike(x: Tensor, other: Tensor) -> bool:
+    return bool((x - other).float().norm() <= CLOSE * x.float().norm())
