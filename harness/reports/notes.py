@@ -124,10 +124,13 @@ def _of_questions(entries: Sequence[ReportRow]) -> Iterator[str]:
         later = [turn for number, turn in (row["turns"] or {}).items() if number != "1"]
         if is_stored(entry) and later and not any(turn.get("hits") for turn in later):
             yield f"history=store ({entry.title}): no turn found its history; give the store more room"
-        if thoughts := [record.thought_tokens for record in entry.run.records if record.thought_tokens]:
+        counts = [r.thought_tokens for r in entry.run.records if r.thought_tokens is not None]
+        thoughts = [count for count in counts if count]
+        if counts:
+            tokens = f", of {median(thoughts):.0f} tokens (median) to {max(thoughts)}" if thoughts else ""
             yield (
-                f"thoughts ({entry.title}): before {len(thoughts)} of {row['num_examples']} answers, of "
-                f"{median(thoughts):.0f} tokens (median) to {max(thoughts)}; times and tokens per second include them"
+                f"thoughts ({entry.title}): before {len(thoughts)} of {len(counts)} answers{tokens}; times and tokens "
+                "per second include them"
             )
     texts = {len({r.independent for r in e.run.records}) for e in entries if any(r.unit for r in e.run.records)}
     for count in sorted(texts):

@@ -113,6 +113,8 @@ def _of_row(entry: ReportRow) -> Iterator[str]:
         yield f"{entry.title}: {row['status']} after {row['num_examples']} examples"
     if row.get("num_failed"):
         yield f"{entry.title}: {row['num_failed']} of {_asked(entry)} examples failed"
+    if unanswered := sum(record.unanswered for record in entry.run.records):
+        yield f"{entry.title}: {unanswered} of {row['num_examples']} thoughts did not end, so there is no answer"
     asked, read = row["budget"]["asked"], row["budget"]["attended"]["share"]
     plain = config.get("budget_rule", "read") == "read" and config.get("align", "tokens") == "tokens"
     plain = plain and not config.get("dense_layers")

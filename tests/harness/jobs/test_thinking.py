@@ -18,6 +18,7 @@ from harness.jobs.job import Job
 from harness.models.hub import HuggingFace
 from harness.reports.compare import comparisons
 from harness.reports.notes import notes
+from harness.reports.overview import all_lines
 from harness.results.run_folder import StoredRun
 from harness.terminal.notices import say_once
 from methods.full import Full
@@ -37,6 +38,8 @@ TAILS = {
     "harmony": ("<|end|><|start|>assistant", f"<|end|>{FINAL}"),
 }
 
+SHARED = {"protocol": "context", "questions": "shared"}
+
 
 @dataclass(frozen=True)
 class Key(Task):
@@ -55,9 +58,10 @@ class Key(Task):
     forced: bool = False
 
     def examples(self, env: TaskEnv) -> Iterator[Example]:
-        for number in range(2):
+        for number in range(3):  # the first two are asked on one context
+            context = "A text. " * (9 + 5 * (number // 2))
             yield Example(
-                id=str(number), group="g", context="A text. " * (9 + 5 * number), question="Where?", chat=self.chat,
+                id=str(number), group="g", context=context, question="Where?", chat=self.chat,
                 prefix=self.prefix, references=(self.reference,), max_new_tokens=7, stop=self.stop,
                 further=self.further, teacher_forced=self.forced,
             )  # fmt: skip
@@ -81,7 +85,7 @@ def told(model: HuggingFace, tokens: list[int]) -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("changes", [{}, {"batch": 2}, {"protocol": "context"}, {"method": SnapKV(window=2)}], ids=str)
+@pytest.mark.parametrize("changes", [{"batch": 2}, SHARED, {"method": SnapKV(window=2)}], ids=str)
 def test_a_thought_is_counted_and_its_answer_scored(
     kind: str, changes: dict[str, Any], models: dict[str, HuggingFace], tmp_path: Path
 ) -> None:
@@ -122,12 +126,13 @@ def test_a_thought_that_does_not_end_has_no_answer(
         assert (record.output, record.stop, record.score) == ("", "thought", 0.0)  # the task itself would give it 1
         assert record.thought_tokens == len(record.tokens) == 4
     [warning] = [text for text in made.summary["warnings"] if "thought" in text]
-    assert warning.startswith("2 of 2 examples did not end their thought")
-    assert any("thoughts (full): before 2 of 2 answers, of 4 tokens" in note for note in notes(*comparisons([made])))
+    assert warning.startswith("3 of 3 examples did not end their thought")
+    assert "Caution: full: 3 of 3 thoughts did not end, so there is no answer." in all_lines(*comparisons([made]))
+    assert any("thoughts (full): before 3 of 3 answers, of 4 tokens" in note for note in notes(*comparisons([made])))
     show.main([str(made.folder)])
     assert "4 tokens, 4 of them a thought that did not end, so there is no answer" in capsys.readouterr().out
     rescore.main([str(made.folder)])
-    assert "0 of 2 scores differ" in capsys.readouterr().out
+    assert "0 of 3 scores differ" in capsys.readouterr().out
     ends = scripted(tmp_path / "ends", kind, [[*SAYS[kind][0][: SAYS[kind][0].index(" we")], END]])
     for record in run(tmp_path, ends, thinking="on").records:
         assert (record.output, record.stop, record.score) == ("", "eos", 0.0)

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from evals.base import Example
+from harness.engine.attach import attached
+from harness.engine.batch.running import RunningBatch
+from harness.engine.engine import Engine
+from harness.engine.sampling import Greedy
 from harness.models.embedded import SmolLM2
 from harness.prompts.prompt import Tokenizer, Tools, render, render_turn
 from harness.prompts.stops import StopRule
 from harness.prompts.thinking import HARMONY, KINDS, Marks, Thinking, ThinkingTokenizer, Thought, ThoughtfulAnswer
+from methods.full import Full
+from tests.tape import Tape
+from tests.tiny import prompt, tiny
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 OPENING = "{% if add_generation_prompt %}<|im_start|>assistant\nEND{% endif %}"
@@ -144,3 +153,35 @@ def test_the_first_words_follow_as_in_the_prompt() -> None:
         assert (*bare.ids, *thought.empty) == whole.ids
         assert whole.ids[-len(thought.prefix) :] == thought.prefix
         assert thought.text == whole.text
+
+
+class Letters:
+    """A letter for each token of the tiny models."""
+
+    def decode(self, ids: Sequence[int], **options: Any) -> str:
+        return "".join(chr(0x4E00 + token) for token in ids)
+
+
+@pytest.mark.tokens
+@pytest.mark.parametrize("captured", [False, True])
+def test_words_are_fed_into_a_running_answer(captured: bool) -> None:
+    """It goes on as after a prompt that holds them, beside an answer that has no thought."""
+    letters, fed, asked, other = Letters(), (5, 9, 7), prompt(61), prompt(74, seed=1)
+    with attached(tiny("llama"), Full()) as kv:
+        plain, engine = Engine(kv), Engine(kv, graphs=Tape() if captured else None)
+        [said] = plain.generate(asked, max_new_tokens=9).tokens
+        count = next(place for place in range(4, 9) if said[place] not in said[:place]) + 1
+        whole = torch.cat([asked, torch.tensor([[*said[:count], *fed]])], 1)
+        thought = Thought(Marks("", letters.decode(said[count - 1 : count])), True, prefix=fed)
+        rule = ThoughtfulAnswer(thought, StopRule(letters, (), [], 0), 6)  # type: ignore[arg-type]
+        batch = RunningBatch(engine)
+        greedy = Greedy().pick
+        slots = [
+            engine.join(batch, asked, max_new_tokens=40, stops=[rule], sampler=rule.picking(greedy, greedy)),
+            engine.join(batch, other, max_new_tokens=25),
+        ]
+        while batch.sequences:
+            batch.run()
+        assert slots[0].out.tokens == [[*said[:count], *fed, *plain.generate(whole, max_new_tokens=6).tokens[0]]]
+        assert slots[0].out.stops == ["length"]
+        assert slots[1].out.tokens == plain.generate(other, max_new_tokens=25).tokens
