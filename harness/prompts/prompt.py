@@ -69,7 +69,7 @@ class Prompt:
     ids: tuple[int, ...]
     split: int  # leading tokens that belong to the context; a token that straddles the end belongs to the question
     cut_tokens: int  # removed from the user's text
-    bos_added: int  # 1 if the tokenizer's BOS was put before a text that has none
+    bos_added: int  # special tokens that the tokenizer puts before plain text, such as BOS, and this text lacks
     template: bool
     text: str  # the tokenised text, without an added BOS
     replaces_answer: bool = False  # it begins with a reply that replaces the model's answer before it
@@ -131,6 +131,7 @@ def render(
     context, question, cut_tokens = cut_middle(example, tokenizer)
     if cut is not None:
         context, cut_tokens = shortened(context, tokenizer, cut), cut_tokens + cut.tokens
+    around = shell(tokenizer, example.system, keywords, template=template)
     if example.apart:
         head, _, tail = wrap(tokenizer, context + PROBE, example.system, keywords, template=template).rpartition(PROBE)
         text = head + question + tail + example.prefix
@@ -138,29 +139,38 @@ def render(
         ids, split = [*first, *rest], len(first)
     else:
         wrapped = wrap(tokenizer, context + question, example.system, keywords, template=template)
-        end = _end_of_context(wrapped, context, question, shell(tokenizer, example.system, keywords, template=template))
+        end = _end_of_context(wrapped, context, question, around)
         text = wrapped + example.prefix
         ids, ends = tokenize(tokenizer, text)
         split = next((i for i, token_end in enumerate(ends) if token_end > end), len(ids))
-    bos = tokenizer.bos_token_id
-    bos_added = int(adds_bos(tokenizer) and ids[:1] != [bos])
-    return Prompt((*[bos] * bos_added, *ids), split + bos_added, cut_tokens, bos_added, template, text, cut=cut)
+    start = start_tokens(tokenizer)
+    written = tokenize(tokenizer, "".join(around)).ids if template else ids[: len(start)]
+    if set(start) <= set(written):
+        start = []
+    return Prompt((*start, *ids), split + len(start), cut_tokens, len(start), template, text, cut=cut)
 
 
 def render_turn(example: Example, tokenizer: Tokenizer, *, chat: Chat, keywords: Keywords = NO_KEYWORDS) -> Prompt:
     """Return the tokens to feed for a further turn of a conversation: the template's end of the
     earlier answer, the user's text (`example.question`), and the opening of the next answer. Where
-    the task gives the earlier answer itself (`example.reply`), its text goes in front. All of these
-    tokens count as question, none as context."""
+    the task gives the earlier answer itself (`example.reply`), its text goes in front, after what the
+    template puts between the opening of an answer and the answer. All of these tokens count as
+    question, none as context."""
     template = chat == "template" and example.chat
-    text = example.question
+    text, gap, opening = example.question, "", ""
     if template:
         talk = {"user": PROBE, "assistant": ANSWER_PROBE}
-        _, answer, text = _templated(tokenizer, [*talk.items(), ("user", text)], keywords).rpartition(ANSWER_PROBE)
+        history, answer, text = _templated(tokenizer, [*talk.items(), ("user", text)], keywords).rpartition(
+            ANSWER_PROBE
+        )
         if not answer:
             raise PromptError("The chat template leaves out earlier answers: set chat=none, or use another model.")
-    text = (example.reply or "") + text + example.prefix
-    return Prompt(tuple(tokenize(tokenizer, text).ids), 0, 0, 0, template, text, example.reply is not None)
+        opening, usual = shell(tokenizer, keywords=keywords).tail, history.rpartition(PROBE)[2]
+        gap = usual.removeprefix(opening) if usual.startswith(opening) and not example.prefix else ""
+    reply = "" if example.reply is None else gap + example.reply
+    text = reply + text + example.prefix
+    before = opening if example.reply else ""
+    return Prompt(tuple(tokens_after(tokenizer, text, before)), 0, 0, 0, template, text, example.reply is not None)
 
 
 def wrap(tokenizer: Tokenizer, user: str, system: str, keywords: Keywords = NO_KEYWORDS, *, template: bool) -> str:
@@ -315,10 +325,20 @@ def decode(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     return str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
-def adds_bos(tokenizer: Tokenizer) -> bool:
-    """Return whether the tokenizer puts a BOS before plain text."""
-    bos = tokenizer.bos_token_id
-    return bos is not None and list(tokenizer("", verbose=False)["input_ids"])[:1] == [bos]
+def tokens_after(tokenizer: Tokenizer, text: str, before: str = "") -> list[int]:
+    """Return the tokens of `text` where it follows `before`, or other text of which nothing is known.
+    Alone it may have others: tokenizers in the manner of sentencepiece put a space before a text."""
+    before = before or ("x" if text[:1].isspace() else "\n")  # neither is merged with what follows
+    ids, ends = tokenize(tokenizer, before + text)
+    if len(before) not in ends:
+        return tokenize(tokenizer, text).ids
+    return [token for token, end in zip(ids, ends, strict=True) if end > len(before)]
+
+
+def start_tokens(tokenizer: Tokenizer) -> list[int]:
+    """Return the special tokens that the tokenizer puts before plain text: BOS, or as GLM-4's several."""
+    plain, whole = tokenize(tokenizer, "a").ids, list(tokenizer("a", verbose=False)["input_ids"])
+    return next((whole[:i] for i in range(len(whole)) if whole[i : i + len(plain)] == plain), [])
 
 
 def calibration_text(tokenizer: Tokenizer, tokens: int = MOST) -> list[int]:

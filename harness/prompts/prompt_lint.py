@@ -3,6 +3,7 @@ remedy."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -43,8 +44,14 @@ def lint(
             f"model's window of {window}: use shorter prompts or a model with a longer window, leave such examples out "
             "(too_long=skip), or cut their contexts (too_long=middle or left).",
         )
-    if bos is not None and prompt.ids[:2] == (bos, bos):
-        yield Finding("error", "double_bos", "The prompt begins with BOS twice: take it out of the text or template.")
+    bos_text = "" if bos is None else tokenizer.decode([bos])
+    start = bos_text * (prompt.ids[: prompt.bos_added].count(bos)) + prompt.text
+    if bos_text and re.search(rf"{re.escape(bos_text)}\s*{re.escape(bos_text)}", start):
+        yield Finding(
+            "error",
+            "double_bos",
+            f"The prompt has BOS twice in a row ({bos_text}): take one out of the text or template.",
+        )
     text = "\n".join((example.system, example.reply or "", user, example.prefix))
     names = sorted(str(t.content) for t in tokenizer.added_tokens_decoder.values() if t.special and t.content in text)
     if names:

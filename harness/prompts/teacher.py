@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from evals.base import Example
-from harness.prompts.prompt import Prompt, PromptError, Tokenizer, tokenize
+from harness.prompts.prompt import Prompt, PromptError, Tokenizer, tokenize, tokens_after
 
 TAIL = 400  # characters at the end of a prompt that decide how the text after it splits into tokens
 
@@ -79,9 +79,9 @@ def _after(prompt: Prompt, text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 def following(text: str, ids: Sequence[int], added: str, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the tokens of `added` as they follow `text`, whose tokens are `ids`, in one text. If a
-    token would reach across the border, `added` is tokenised alone."""
+    token would reach across the border, `added` is tokenised apart from it."""
     joined, ends = tokenize(tokenizer, text + added)
     start = next((i for i, end in enumerate(ends) if end > len(text)), len(joined))
     if joined[:start] == list(ids):
         return tuple(joined[start:])
-    return tuple(tokenize(tokenizer, added).ids)
+    return tuple(tokens_after(tokenizer, added))
