@@ -8,7 +8,7 @@ TORCH_INDEX ?=
 PIP     := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test test-all test-cpus test-official test-gpu tables published docs demo bench-generate bench-gpu profile-gpu \
+.PHONY: help setup check test test-all test-cpus test-official test-gpu families tables published docs demo bench-generate bench-gpu profile-gpu \
     bench-gpu-batches bench-gpu-ops bench-gpu-layer bench-gpu-offload bench-gpu-overlap clean
 
 help:  ## this list
@@ -102,6 +102,10 @@ demo: setup  ## Full, PQCache and StreamingLLM on needles with the embedded mode
 
 bench-generate: setup  ## Full against model.generate: TTFT and TPOT, interleaved
 	$(BIN)/python -m harness.bench generate --tokens 4096 8000 --rounds 3
+
+families: setup  ## every method on a small random model of every family, and the table of them in docs/comparison.md: minutes
+	$(BIN)/python -m tests.families
+	$(MAKE) tables
 
 tables: setup  ## the tables of README and docs/ and README's figure, from results/published: seconds
 	$(BIN)/python docs/tables.py

@@ -6,6 +6,8 @@ A table stands between a marker and `<!-- end -->`; everything else on a page is
   the named methods only.
 - `<!-- headline of NAME -->` shows scores, likelihoods and bytes of NAME, reads of NAME_read and times of NAME_times,
   which have the same methods. NAME_floor has Full alone, in other arithmetic.
+- `<!-- families of NAME -->` shows which method runs on which family of models, from results/published/NAME.csv, which
+  `make families` writes; why a method is refused stands below.
 - `<!-- decode of NAME... -->`, with `: METHOD...` or without, shows results of `bench decode`, a length each, from
   results/published/bench/NAME.json.
 """
@@ -29,7 +31,7 @@ ROOT = Path(__file__).parents[1]
 BENCHES = ROOT / "results" / "published" / "bench"
 PUBLISHED = ROOT / "results" / "published" / "tables"
 PICTURE = ROOT / "docs" / "img" / "headline.png"
-MARKED = re.compile(r"(<!-- (rows|headline|decode) of ([\w/ ]+)(?:: ([\w ]+))? -->\n).*?(<!-- end -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- (rows|headline|families|decode) of ([\w/ ]+)(?:: ([\w ]+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 MIB = 2**20
 TIERS = ("device", "host", "disk")
 
@@ -64,8 +66,8 @@ def filled(page: str) -> str:
     def table(marker: re.Match[str]) -> str:
         head, kind, names, methods, end = marker.groups()
         chosen = (methods or "").split()
-        if kind == "headline":
-            text = headline(names)
+        if kind in ("headline", "families"):
+            text = headline(names) if kind == "headline" else families(names)
         else:
             text = (decode if kind == "decode" else listing)(names.split(), chosen)
         return f"{head}\n{text}\n{end}"
@@ -95,6 +97,16 @@ def listing(names: Sequence[str], methods: Sequence[str] = ()) -> str:
     for column, (heading, factor, form) in columns.items():
         cells[heading] = rows[column].map(lambda x, k=factor, f=form: "" if pd.isna(x) else format(x * k, f))
     return _markdown(pd.DataFrame(cells), 1)
+
+
+def families(name: str) -> str:
+    """Return a Markdown table with a row per family of models and a column per method, from the CSV
+    file of this name, and below it the reasons for which methods are refused, numbered."""
+    cells = pd.read_csv(PUBLISHED.parent / f"{name}.csv").astype(str)
+    reasons = [reason for reason in pd.unique(cells.iloc[:, 1:].to_numpy().ravel()) if reason != "runs"]
+    numbers = {reason: f"[{number}]" for number, reason in enumerate(reasons, 1)}
+    notes = "".join(f"\n{number} {reason}\n" for reason, number in numbers.items())
+    return _markdown(cells.replace(numbers), len(cells.columns)) + notes
 
 
 def decode(names: Sequence[str], methods: Sequence[str] = ()) -> str:

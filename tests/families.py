@@ -1,6 +1,6 @@
 """The families of models that run here, each as a small random model, and what every method must give on it.
 
-`make families` runs every method on every family, and writes the table of docs/methods.md from what it sees."""
+`make families` runs every method on every family, and writes what it sees for the table in docs/comparison.md."""
 
 from __future__ import annotations
 
