@@ -31,7 +31,8 @@ ROOT = Path(__file__).parents[1]
 BENCHES = ROOT / "results" / "published" / "bench"
 PUBLISHED = ROOT / "results" / "published" / "tables"
 PICTURE = ROOT / "docs" / "img" / "headline.png"
-MARKED = re.compile(r"(<!-- (rows|headline|families|decode) of ([\w/ ]+)(?:: ([\w ]+))? -->\n).*?(<!-- end -->)", re.DOTALL)
+KINDS = "rows|headline|families|decode"
+MARKED = re.compile(rf"(<!-- ({KINDS}) of ([\w/ ]+)(?:: ([\w ]+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 MIB = 2**20
 TIERS = ("device", "host", "disk")
 

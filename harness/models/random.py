@@ -122,7 +122,8 @@ def fill(model: nn.Module, generator: torch.Generator) -> None:
             if name.endswith("bias"):
                 parameter.fill_(0.0)
             elif parameter.dim() > 1:
-                inputs = parameter.shape[-1 if parameter.dim() == 2 else -2]  # experts multiply from the right
+                experts = model.get_submodule(name.rpartition(".")[0]) if parameter.dim() > 2 else None
+                inputs = parameter.shape[-2 if getattr(experts, "is_transposed", False) else -1]
                 bound = (3 / inputs) ** 0.5
                 parameter.uniform_(-bound, bound, generator=generator)
             else:

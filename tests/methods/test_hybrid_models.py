@@ -1,65 +1,21 @@
-"""Every method on models whose other layers slide over a window, and with sink logits in the softmax."""
+"""Methods whose softmax has sink logits, on keys and values that are made up; tests/families.py has whole models."""
 
 from __future__ import annotations
 
-from copy import deepcopy
 from dataclasses import replace
-from functools import cache
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
-from transformers import PreTrainedModel
 
-from harness.engine.attach import attached
-from harness.engine.engine import Engine, Generation
 from methods.base import CacheState, Method
 from methods.lm_infinite import LMInfinite
 from methods.sparq import SparQ
-from tests.harness.engine.test_hf import generated
 from tests.methods.synthetic import Sequences, Shape
-from tests.methods.test_contract import small, walked
-from tests.tiny import HYBRID, prompt, tiny
+from tests.methods.test_contract import small
 
-LENGTH, BUDGET, NEW = 80, 0.4, 9
-CALIBRATION = prompt(64, seed=9)
-hybrid = pytest.mark.parametrize("architecture", HYBRID)
-
-
-@cache
-def model(architecture: str) -> PreTrainedModel:
-    """Sinks that take much of the weight, other than those of a random start."""
-    made = deepcopy(tiny(architecture))
-    if architecture == "gpt_oss":
-        for index, layer in enumerate(made.model.layers):
-            layer.self_attn.sinks.data = torch.linspace(1, 5, 8).roll(index)
-    return made
-
-
-def attach(method: Method, architecture: str, budget: float | None = BUDGET, placement: str = "device") -> Any:
-    return attached(model(architecture), method, budget=budget, placement=placement, calibration=CALIBRATION)  # type: ignore[arg-type]
-
-
-def answer(kv: Any, **more: Any) -> Generation:
-    return Engine(kv, **more).generate(prompt(LENGTH), max_new_tokens=NEW)
-
-
-@cache
-def own_tokens(architecture: str) -> list[list[int]]:
-    return [row[:NEW] for row in generated(model(architecture), prompt(LENGTH))]
-
-
-@pytest.mark.tokens
-@hybrid
-@walked
-def test_a_budget_over_everything_gives_the_models_own_tokens(name: str, architecture: str) -> None:
-    wanted = own_tokens(architecture)
-    with attach(small(name), architecture, 1.0) as kv:
-        assert answer(kv, prefill_chunk=33).tokens == wanted
-
-
+BUDGET = 0.4
 SINKS = torch.tensor([2.0, -1.0, 0.5, 3.0, 0.0, 1.0])
 SHAPE = Shape(6, 2, 64, batch=2)
 

@@ -16,7 +16,6 @@ from harness.engine.forward import BlockForward, ForwardError, join_weights
 from harness.engine.hf import NAME, layer_specs, routed
 from kernels.rope import rotate
 from methods.full import Full
-from tests.quick import mostly_slow
 from tests.tiny import ARCHITECTURES, BY_BLOCKS, PARTLY, prompt, tiny
 
 NEW = 16
@@ -28,16 +27,6 @@ def generated(model: PreTrainedModel, ids: torch.Tensor, **more: object) -> list
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, eos_token_id=-1, **more
     )
     return out[:, ids.shape[1] :].tolist()
-
-
-@pytest.mark.tokens
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *PARTLY])
-@pytest.mark.parametrize("chunk", mostly_slow([None, 1, 13], 13))
-def test_full_gives_generates_tokens(architecture: str, chunk: int | None) -> None:
-    model, ids = tiny(architecture), prompt(61, batch=2)
-    with attached(model, Full()) as kv:
-        ours = Engine(kv, prefill_chunk=chunk).generate(ids, max_new_tokens=NEW).tokens
-    assert ours == generated(model, ids)
 
 
 @pytest.mark.tokens

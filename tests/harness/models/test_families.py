@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
@@ -14,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from harness.bench import decode
 from harness.engine.attach import Attachment, attached
@@ -23,7 +26,7 @@ from harness.jobs.alignment import shapes
 from harness.jobs.memory import needed
 from harness.models.base import ModelError
 from harness.models.hub import HuggingFace
-from methods.base import AttnInput, LayerWorkload
+from methods.base import AttnInput, KVLayer, LayerWorkload
 from methods.full import Full
 from methods.infinigen import InfiniGen, InfiniGenRead
 from tests import families
@@ -52,7 +55,7 @@ def test_full_gives_generates_tokens(family: str, chunk: int | None) -> None:
         assert alone == answers(kv, prompts(), chunk) == generated(family)
         if chunk is None:
             assert families.by_loop(model(family), prompts()[0]) == generated(family)[0]
-    assert torch.equal(model(family)(prompt(30)).logits, tiny(family)(prompt(30)).logits)
+    assert torch.equal(model(family)(prompt(30)).logits, families.made(family)(prompt(30)).logits)
 
 
 @pytest.mark.tokens
@@ -60,6 +63,36 @@ def test_full_gives_generates_tokens(family: str, chunk: int | None) -> None:
 @pytest.mark.parametrize("name", slow_if(lambda name: name not in QUICK, METHODS))
 def test_a_method_runs(family: str, name: str) -> None:
     assert not families.faults(family, name)
+
+
+@pytest.mark.parametrize("family", ["glm4", "phi4", "gemma3", "smollm3"])
+@torch.inference_mode()
+def test_keys_that_were_rotated_back_and_forth_are_the_models_own(family: str) -> None:
+    """ShadowKV with all ranks attends to the keys that the model gave, wherever it chooses."""
+    calls: dict[int, list[tuple[AttnInput, Tensor]]] = {}
+
+    def watched(layer: KVLayer, inner: Callable[[AttnInput], Tensor]) -> Callable[[AttnInput], Tensor]:
+        def call(x: AttnInput) -> Tensor:
+            calls.setdefault(layer.spec.index, []).append((x, inner(x)))
+            return calls[layer.spec.index][-1][1]
+
+        return call
+
+    with attach(family, replace(method_of("shadowkv"), rank=1.0), 0.4) as kv:
+        cache = kv.cache(capacity=84)
+        for layer in cache.method_layers:
+            layer.prefill, layer.decode = watched(layer, layer.prefill), watched(layer, layer.decode)  # type: ignore[method-assign]
+        kv.model(prompt(80), past_key_values=cache)
+        cache.seal()
+        kv.model(prompt(1), past_key_values=cache)
+    for layer in cache.method_layers:
+        (text, _), (x, out) = calls[layer.spec.index]
+        read = layer.read_positions()
+        assert read is not None
+        rows = read[..., None].expand(*read.shape, x.k.shape[3])
+        k, v = (torch.cat([old.gather(2, rows), new], 2) for old, new in ((text.k, x.k), (text.v, x.v)))
+        exact = scaled_dot_product_attention(x.q, k, v, scale=layer.spec.scale, enable_gqa=True)
+        torch.testing.assert_close(out, exact, atol=1e-3, rtol=1e-3)
 
 
 # layers without rotation

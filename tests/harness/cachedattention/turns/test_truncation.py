@@ -83,7 +83,7 @@ def theirs(model: PreTrainedModel, ids: Tensor, keep: int) -> Tensor:
     return logits[:, -4:].transpose(0, 1)
 
 
-@pytest.mark.parametrize("architecture", [*BY_BLOCKS, *PARTLY])
+@pytest.mark.parametrize("architecture", [*BY_BLOCKS, *PARTLY, "smollm3"])
 def test_what_stays_is_what_transformers_keeps(architecture: str) -> None:
     """Distances are all that attention sees: a cache cut in front gives the same, wherever it is moved to."""
     model, ids = tiny(architecture), prompt(SEEN)
