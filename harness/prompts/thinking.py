@@ -29,7 +29,7 @@ class Marks(NamedTuple):
 
     opening: str  # how a thought begins
     end: str  # how it ends
-    after: str = ""  # what the model writes between the end and the answer
+    white: str = ""  # between the marks of an empty one, and after it
     go_on: str = ""  # the token that ends a turn, but within a thought only a part of it
 
 
@@ -59,9 +59,15 @@ class Thinking:
             if on.rstrip().endswith(marks.end):  # it closes the thought whatever is asked
                 continue
             if opened or closed or marks.end in str(tokenizer.chat_template):  # templates cut thoughts out of answers
-                empty = _closing(on, marks) or marks.opening + marks.after + marks.end + marks.after
+                block = off.rpartition(on)[2] if closed and on.strip() else ""  # the template's own
+                empty = _closing(on, marks) or block or marks.opening + marks.white + marks.end + marks.white
                 return cls(marks, opened, empty, _closing(off, marks))
         return None
+
+    @property
+    def after(self) -> str:
+        """Return what stands between a thought's end and the answer."""
+        return self.empty.rpartition(self.marks.end)[2]
 
 
 def _tail(tokenizer: Tokenizer, keywords: Keywords) -> str:
@@ -79,8 +85,9 @@ def _closing(tail: str, marks: Marks) -> str:
     none."""
     if not tail.rstrip().endswith(marks.opening):
         return ""
-    lines = tail != tail.rstrip()  # the mark stands on a line of its own, and so do the end and the answer
-    return f"\n{marks.end}{marks.after}" if lines else marks.end
+    white = tail[len(tail.rstrip()) :]
+    lines = "" if "\n\n" in white else "\n"  # one is empty, as between the marks of Qwen3's empty thought
+    return f"{lines}{marks.end}{marks.white}" if white else marks.end
 
 
 def marks_ending_in(end: str) -> Marks:
@@ -130,7 +137,7 @@ class Thought:
         answer."""
         marks, added = thinking.marks, thinking.empty + prefix
         end = tokenize(tokenizer, marks.end).ids
-        fed = following(marks.end, end, marks.after + prefix, tokenizer) if prefix else ()
+        fed = following(marks.end, end, thinking.after + prefix, tokenizer) if prefix else ()
         empty = following(prompt.text, prompt.ids[prompt.bos_added :], added, tokenizer)
         return cls(marks, thinking.opened, None, fed, empty, prompt.text + added)
 

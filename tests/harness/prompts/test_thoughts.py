@@ -32,7 +32,9 @@ CHANNELS = (
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
 EITHER = CHATML + OPENING.replace("END", BLOCK.replace("{% endif %}", "{% else %}<think>\n{% endif %}"))
+ONE_LINE = CHATML + OPENING.replace("END", BLOCK.replace("\n\n", ""))
 MENTIONED = CHATML.replace("{{ m.content }}", "{{ m.content.split('[/THINK]')[-1] }}") + OPENING.replace("END", "")
+SAID_TOO = ONE_LINE.replace("{{ m.content }}<|im_end|>\n", "{{ m.content }}{{ '' if enable_thinking else '/nothink' }}")
 NEVER = CHATML + OPENING.replace("END", "<think>\n\n</think>\n\n")
 HEAD = "<|im_start|>assistant\n"
 
@@ -57,9 +59,10 @@ def prompt_end(tokenizer: Tokenizer) -> str:
         (EITHER, True, f"{HEAD}<think>\n\n</think>\n\n", f"{HEAD}<think>\n", "\n</think>\n\n"),
         (OPENED.replace("<think>\n", "<think>"), True, f"{HEAD}<think></think>", f"{HEAD}<think>", "</think>"),
         (MENTIONED, False, HEAD, HEAD, "[THINK][/THINK]"),
+        (SAID_TOO, False, f"/nothink{HEAD}<think></think>", HEAD, "<think></think>"),
         (CHANNELS, False, f"<|start|>assistant{HARMONY.end}", "<|start|>assistant", HARMONY.end),
     ],
-    ids=["switched", "opened", "either", "in one line", "mentioned", "harmony"],
+    ids=["switched", "opened", "either", "in one line", "mentioned", "said too", "harmony"],
 )  # fmt: skip
 def test_the_template_says_how_a_model_thinks(template: str, opened: bool, off: str, on: str, empty: str) -> None:
     tokenizer = with_template(template)
@@ -144,7 +147,7 @@ def test_the_first_words_follow_as_in_the_prompt() -> None:
     asked = Example(
         id="0", group="g", context="A fact.", question=" Which?", prefix="It is", references=("a",), max_new_tokens=8
     )
-    for template in (SWITCHED, OPENED, CHANNELS):
+    for template in (SWITCHED, OPENED, CHANNELS, ONE_LINE):
         off, on = (ThinkingTokenizer(with_template(template), on=thinks) for thinks in (False, True))
         whole = render(asked, off, chat="template")  # type: ignore[arg-type]
         bare = render(replace(asked, prefix=""), on, chat="template")  # type: ignore[arg-type]
