@@ -181,7 +181,7 @@ def test_the_command_line_takes_it(cli: Cli, saved: Saved, tmp_path: Path) -> No
     code, _, err = cli(*words)
     assert (code, "64" in err) == (1, True)  # tokens are all that the model takes
     code, out, err = cli(*words, "model.rope={rope_type: yarn, factor: 8}")
-    assert (code, "goes beyond" in out + err) == (0, False)
+    assert (code, "goes beyond" in out + err) == (0, False), err
     (folder,) = (tmp_path / "runs").iterdir()
     run = json.loads((folder / "run.json").read_text())
     assert run["identity"]["model"]["rope"] == {"rope_type": "yarn", "factor": 8}
