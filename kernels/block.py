@@ -1,7 +1,7 @@
 """Computes a decoder block around its attention, in plain torch.
 
 The blocks are pre-norm, with RMSNorm, rotary embedding and a gated SiLU MLP: Llama, Mistral, Qwen2,
-Qwen3, Phi-3. Results are rounded where transformers' modules round."""
+Qwen3, Phi-3, GLM. Results are rounded where transformers' modules round."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn.functional import linear, silu
 
 from kernels import ops
 from kernels.ragged import Ragged
-from kernels.rope import rotate
+from kernels.rope import halves, rotate
 
 TOKENS_AT_ONCE = {"cpu": 4096, "cuda": 8192}  # tokens of a prompt: bounds the memory between torch's products
 MOST_INNER = {torch.float32: 9216, torch.bfloat16: 4096}  # channels of the MLP; docs/kernels.md has the command
@@ -59,6 +59,7 @@ class DecoderBlock:
     gate: Linear
     up: Linear
     down: Linear
+    neighbours: bool = False  # whether neighbouring channels of a head turn together; they leave as halves (GLM)
     # addresses of these weights, as backends pass them to their calls, under their names; `replace` takes none over
     prepared: dict[str, bytes] = field(init=False, repr=False, default_factory=dict)
 
@@ -87,6 +88,8 @@ def attention_inputs(x: Tensor, block: DecoderBlock, cos: Tensor, sin: Tensor) -
     q, k, v = (part(normed).unflatten(-1, (-1, block.head_dim)).transpose(1, 2) for part in (block.q, block.k, block.v))
     if block.q_norm is not None and block.k_norm is not None:
         q, k = rms_norm(q, block.q_norm, block.eps), rms_norm(k, block.k_norm, block.eps)
+    if block.neighbours:
+        q, k = (halves(x, cos.shape[-1]) for x in (q, k))
     return normed, rotate(q, cos, sin), rotate(k, cos, sin), v
 
 

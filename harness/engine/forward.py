@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from harness.engine.cache import KVCache, UnsupportedError
 from harness.engine.hf import attention_modules, channel_pairing
+from harness.engine.pairing import Angles
 from harness.engine.rotation import TextRotary, rotation_table, text_rotary
 from harness.models.base import ARCHITECTURES, trained_window
 from kernels import ops
@@ -51,10 +52,11 @@ class BlockForward:
         self.decoder: Any = model.get_decoder()
         self.rotary = text_rotary(model)
         _check(model, self.decoder)
-        self.blocks = [_block(layer) for layer in self.decoder.layers]
+        neighbours = channel_pairing(model).neighbours
+        self.blocks = [_block(layer, neighbours) for layer in self.decoder.layers]
         if self.decoder.embed_tokens.weight.is_cuda:
             join_weights(self.decoder.layers)  # only now, because `_block` has refused quantised modules
-            self.blocks = [_block(layer) for layer in self.decoder.layers]
+            self.blocks = [_block(layer, neighbours) for layer in self.decoder.layers]
         norm, head = self.decoder.norm, model.get_output_embeddings()
         self.stores = self.decoder.embed_tokens.weight.is_cuda  # decode steps write k and v directly to the store
         self.head = Head(norm.variance_epsilon, norm.weight.detach(), _linear(head))
@@ -165,8 +167,8 @@ def _check(model: PreTrainedModel, decoder: nn.Module) -> None:
         raise ForwardError(f"{known.unlike}.")
     if type(model).__name__ not in BY_BLOCKS:
         raise ForwardError(f"{type(model).__name__} is not one of {', '.join(BY_BLOCKS)} of transformers.")
-    if not channel_pairing(model).is_plain:
-        raise ForwardError("it does not rotate the two halves of a head together.")
+    if channel_pairing(model).angles is not Angles.TWICE:
+        raise ForwardError("its cos and sin have another form than those of Llama.")
     if model.config.hidden_act != "silu":
         raise ForwardError(f"its MLP uses {model.config.hidden_act}, not silu.")
     routed = {*attention_modules(model), model}  # engine/hf.py's own hooks are there
@@ -184,18 +186,21 @@ def _check(model: PreTrainedModel, decoder: nn.Module) -> None:
             raise ForwardError(f"a hook is registered on {path}, which would not be called.")
 
 
-def _block(layer: Any) -> DecoderBlock:
+def _block(layer: Any, neighbours: bool) -> DecoderBlock:
+    """Return the weights of a decoder layer. `neighbours`: the model rotates neighbouring channels
+    of a head together."""
     attention, mlp = layer.self_attn, layer.mlp
     q_norm, k_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
-    if hasattr(attention, "qkv_proj"):  # Phi-3: one matrix for all three, one for gate and up
+    if hasattr(attention, "qkv_proj"):  # Phi-3: one matrix for all three
         groups = attention.num_key_value_heads * attention.head_dim
         rows = attention.qkv_proj.weight.shape[0]
         q, k, v = _split(attention.qkv_proj, (rows - 2 * groups, groups, groups))
+    else:
+        q, k, v = map(_linear, (attention.q_proj, attention.k_proj, attention.v_proj))
+    if hasattr(mlp, "gate_up_proj"):  # Phi-3 and GLM
         gate, up = _split(mlp.gate_up_proj, (mlp.gate_up_proj.weight.shape[0] // 2,) * 2)
     else:
-        q, k, v, gate, up = map(
-            _linear, (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj)
-        )
+        gate, up = map(_linear, (mlp.gate_proj, mlp.up_proj))
     return DecoderBlock(
         head_dim=attention.head_dim,
         eps=layer.input_layernorm.variance_epsilon,
@@ -210,6 +215,7 @@ def _block(layer: Any) -> DecoderBlock:
         gate=gate,
         up=up,
         down=_linear(mlp.down_proj),
+        neighbours=neighbours,
     )
 
 
@@ -229,20 +235,20 @@ def _split(module: nn.Module, sizes: tuple[int, ...]) -> list[Linear]:
 @torch.inference_mode(mode=False)  # inference tensors could not be used outside of inference mode
 def join_weights(layers: Iterable[Any]) -> None:
     """Join the weights of products that share an input in memory, so that a GPU computes them as
-    one: q, k and v of each decoder layer, and gate and up. Phi-3 has them joined already.
+    one: q, k and v of each decoder layer, and gate and up. Phi-3 has them joined already, and GLM
+    the latter.
 
     The modules' parameters stay the same objects with the same values, as views of the joint
     tensor. They stay joined, because other engines of the model use them too; moving or converting
     the model separates them again. At most one layer's weights are in memory twice at a time."""
     for layer in layers:
         attention, mlp = layer.self_attn, layer.mlp
-        if hasattr(attention, "qkv_proj"):
-            continue
-        moved = [
-            _join([getattr(module, name) for module in modules])
-            for modules in ((attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj))
-            for name in ("weight", "bias")
-        ]
+        apart: list[list[nn.Module]] = []
+        if hasattr(attention, "q_proj"):
+            apart.append([attention.q_proj, attention.k_proj, attention.v_proj])
+        if hasattr(mlp, "gate_proj"):
+            apart.append([mlp.gate_proj, mlp.up_proj])
+        moved = [_join([getattr(x, name) for x in modules]) for modules in apart for name in ("weight", "bias")]
         if any(moved) and torch.cuda.is_initialized():
             torch.cuda.empty_cache()  # torch keeps the old weights' memory, which is too small for the next joint ones
 

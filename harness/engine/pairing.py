@@ -50,11 +50,6 @@ class Pairing(NamedTuple):
     neighbours: bool = False
     angles: Angles = Angles.TWICE
 
-    @property
-    def is_plain(self) -> bool:
-        """Return whether queries, keys, cos and sin are in the order of kernels/rope.py already."""
-        return not self.neighbours and self.angles is Angles.TWICE
-
     def in_halves(self, x: Tensor) -> Tensor:
         """Return queries or keys [... D] of the model with their channels in the order of
         kernels/rope.py."""

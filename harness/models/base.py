@@ -49,9 +49,7 @@ ARCHITECTURES = {
     "Gemma3ForCausalLM": Architecture(
         by_blocks=False, unlike="it has norms after its sublayers as well, and a GELU MLP"
     ),
-    "GlmForCausalLM": Architecture(
-        by_blocks=False, unlike="it rotates neighbouring channels together, not the two halves of a head"
-    ),
+    "GlmForCausalLM": Architecture(by_blocks=True),
     "Glm4ForCausalLM": Architecture(by_blocks=False, unlike="it has norms after its sublayers as well"),
     "GptOssForCausalLM": Architecture(by_blocks=False, unlike="its MLP is a mixture of experts"),
 }

@@ -119,6 +119,8 @@ def attention_inputs(x: Tensor, block: DecoderBlock, cos: Tensor, sin: Tensor) -
 def attention_inputs_refuses(x: Tensor, block: DecoderBlock, cos: Tensor, sin: Tensor) -> str | None:
     if cos.dtype != x.dtype:
         return f"takes one dtype, got x {x.dtype}, cos {cos.dtype}"
+    if block.neighbours:
+        return "turns the halves of a head together, not neighbouring channels"
     return block_output_refuses(x, x, block)
 
 

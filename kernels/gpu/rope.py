@@ -29,8 +29,9 @@ class NewRows(NamedTuple):
 def turned(
     q: Tensor, k: Tensor, v: Tensor, block: DecoderBlock, cos: Tensor, sin: Tensor, batch: int, store: NewRows | None
 ) -> tuple[Tensor, Tensor]:
-    """Norm the heads of q and k if the model does, rotate them, and reorder them: q [B*T H*D], k, v
-    [B*T G*D] -> q [B H T D], k [B G T D]. If there is a `store`, write k and v into it too."""
+    """Norm the heads of q and k if the model does, rotate them (neighbouring channels become halves),
+    and reorder them: q [B*T H*D], k, v [B*T G*D] -> q [B H T D], k [B G T D]. If there is a
+    `store`, write k and v into it too."""
     tokens, turning, dim = q.shape[0] // batch, cos.shape[2], block.head_dim
     heads, groups = q.shape[1] // dim, k.shape[1] // dim
     new_q, new_k = (q.new_empty((batch, count, tokens, dim)) for count in (heads, groups))
@@ -45,7 +46,7 @@ def turned(
         q.stride(0), k.stride(0), v.stride(0), *_angle_steps(cos, sin),
         *((0,) * 6 if keys is None or values is None else (*keys.stride()[:3], *values.stride()[:3])), tokens,
         int(row is not None and len(row) > 1), apart, heads, groups, dim, turning // 2, padded(turning // 2, 1),
-        padded(dim - turning, 1), padded(dim, 1), at_once, min(k_aligned, v_aligned),
+        padded(dim - turning, 1), padded(dim, 1), at_once, min(k_aligned, v_aligned), block.neighbours,
         num_warps=1 if at_once == 1 else 4,
         enable_fp_fusion=False,  # fusing would skip the rounding of a product
     )  # fmt: skip
@@ -62,7 +63,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         _turn[(triton.cdiv(tokens, at_once), heads, batch)](
             rows, rows, rows, out, out, None, None, None, None, None, None, None, cos, sin, 0.0, rows.stride(0), 0, 0,
             *_angle_steps(cos, sin), *[0] * 6, tokens, 0, 0, heads, 0, dim, half, padded(half, 1),
-            padded(dim - 2 * half, 1), padded(dim, 1), at_once, 1, num_warps=1 if at_once == 1 else 4,
+            padded(dim - 2 * half, 1), padded(dim, 1), at_once, 1, False, num_warps=1 if at_once == 1 else 4,
             enable_fp_fusion=False,
         )  # fmt: skip
     return out
@@ -127,23 +128,27 @@ def _times(x, share, norm, at, there):
 @triton.jit
 def _turn_head(
     x, out, stored, norm, cos, sin, eps, xt, ct, st, live, DIM: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr,
-    REST_WIDE: tl.constexpr, ROWS: tl.constexpr,
+    REST_WIDE: tl.constexpr, ROWS: tl.constexpr, NEIGHBOURS: tl.constexpr,
 ):  # fmt: skip
     """Rotate some tokens of one head from x to `out`: channel i with i + HALF; channels from 2 *
-    HALF on stay as they are. With weights `norm`, norm them first. A single token may also go to
-    the row at the pointer `stored`."""
+    HALF on stay as they are. NEIGHBOURS: in x these two are 2i and 2i + 1. With weights `norm`,
+    norm them first. A single token may also go to the row at the pointer `stored`."""
     token = tl.arange(0, ROWS).to(tl.int64)[:, None]
     channel = tl.arange(0, WIDE)
     still = 2 * HALF + tl.arange(0, REST_WIDE)
     there, beside = live[:, None] & (channel < HALF), live[:, None] & (still < DIM)
-    lower = tl.load(x + token * xt + channel, mask=there, other=0.0).to(tl.float32)
-    upper = tl.load(x + token * xt + HALF + channel, mask=there, other=0.0).to(tl.float32)
+    step: tl.constexpr = 2 if NEIGHBOURS else 1
+    apart: tl.constexpr = 1 if NEIGHBOURS else HALF
+    first = channel * step
+    second = first + apart
+    lower = tl.load(x + token * xt + first, mask=there, other=0.0).to(tl.float32)
+    upper = tl.load(x + token * xt + second, mask=there, other=0.0).to(tl.float32)
     rest = tl.load(x + token * xt + still, mask=beside, other=0.0).to(tl.float32)
     if norm is not None:
         squares = tl.sum(lower * lower, 1) + tl.sum(upper * upper, 1) + tl.sum(rest * rest, 1)
         share = tl.rsqrt(squares / DIM + eps)
-        lower = _times(lower, share, norm, channel, channel < HALF)
-        upper = _times(upper, share, norm, HALF + channel, channel < HALF)
+        lower = _times(lower, share, norm, first, channel < HALF)
+        upper = _times(upper, share, norm, second, channel < HALF)
         rest = _times(rest, share, norm, still, still < DIM)
     c = tl.load(cos + token * ct + channel, mask=there, other=0.0).to(tl.float32)
     s = tl.load(sin + token * st + channel, mask=there, other=0.0).to(tl.float32)
@@ -206,7 +211,7 @@ def _turn(
     keys_g: tl.int64, keys_t: tl.int64, values_b: tl.int64, values_g: tl.int64, values_t: tl.int64, tokens,
     EACH: tl.constexpr, APART: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr,
     HALF: tl.constexpr, WIDE: tl.constexpr, REST_WIDE: tl.constexpr, DIM_WIDE: tl.constexpr, ROWS: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    ALIGNED: tl.constexpr, NEIGHBOURS: tl.constexpr,
 ):  # fmt: skip
     """Norm and rotate some tokens of one query head or one KV head. If a cache `keys` and `values`
     is given, there is one token per sequence: its key is also written to `row` of the cache, and
@@ -220,7 +225,7 @@ def _turn(
         to = (batch * HEADS + head) * tokens + first
         _turn_head(
             q + token * qt + head * DIM, new_q + to * DIM, None, q_norm, cos, sin, eps, qt, ct, st, live, DIM, HALF,
-            WIDE, REST_WIDE, ROWS,
+            WIDE, REST_WIDE, ROWS, NEIGHBOURS,
         )  # fmt: skip
     elif head < HEADS + GROUPS:
         group = head - HEADS
@@ -230,7 +235,7 @@ def _turn(
             stored = _row_of(keys, of_keys, row, batch, group, keys_b, keys_g, keys_t, EACH, APART, ALIGNED)
         _turn_head(
             k + token * kt + group * DIM, new_k + to * DIM, stored, k_norm, cos, sin, eps, kt, ct, st, live, DIM, HALF,
-            WIDE, REST_WIDE, ROWS,
+            WIDE, REST_WIDE, ROWS, NEIGHBOURS,
         )  # fmt: skip
     elif values is not None:
         group, channel = head - HEADS - GROUPS, tl.arange(0, DIM_WIDE)

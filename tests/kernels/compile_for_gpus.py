@@ -78,7 +78,7 @@ CASES = (
     "coded_attention-fp8-dim96", "decode_rows-fp8-some", "coded_attention-int8-and-others", "decode_rows-int4-recent",
     "decode_rows-last-of-each-int4", "encode_codes-int8", "encode_codes-int4", "encode_codes-int2",
 )  # fmt: skip
-BLOCKS = ("smollm", "qwen3", "dim96-prompt")
+BLOCKS = ("smollm", "qwen3", "dim96-prompt", "glm-prompt")
 OPS = {op.name: op for op in ops.ALL}
 SMS = 132  # multiprocessors of an H100 or H200
 HEAD = (

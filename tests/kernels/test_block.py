@@ -31,6 +31,8 @@ SHAPES = {
     "dim96-prompt": (70, 4, 4, 96, 130, True, True, 72, 1, 17),
     "smollm-prompt": (576, 9, 3, 64, 1536, False, False, 64, 1, 37),
     "qwen3-prompt": (128, 8, 2, 16, 160, True, True, 16, 3, 5),
+    "glm": (128, 8, 2, 16, 160, True, False, 8, 2, 1),
+    "glm-prompt": (128, 8, 2, 16, 160, True, True, 8, 3, 5),
     "long-qwen3-prompt": (128, 8, 2, 16, 160, True, True, 16, 3, 155),
     "long-wide-prompt": (64, 2, 1, 32, 2080, True, True, 20, 2, 301),
     "long-odd-prompt": (50, 3, 1, 10, 37, True, False, 4, 2, 2200),
@@ -58,6 +60,8 @@ def drawn(shape: str, dtype: torch.dtype) -> tuple[DecoderBlock, Tensor, Tensor,
     )  # fmt: skip
     angles = torch.rand(batch if batch < 4 else 1, tokens, turned // 2, generator=draw) * 6
     both = torch.cat([angles, angles], -1)
+    if shape.startswith("glm"):
+        block = replace(block, neighbours=True)
     return block, random(batch, tokens, channels), both.cos().to(dtype), both.sin().to(dtype)
 
 
@@ -114,7 +118,7 @@ def test_triton_block_equals_plain_torch(shape: str, dtype: str, monkeypatch: py
 
 
 @pytest.mark.parametrize("layout", ["one-tensor", "tables", "tables-of-heads"])
-@pytest.mark.parametrize("shape", ["smollm", "odd", "qwen3", "partial-rotary", "wide-heads"])
+@pytest.mark.parametrize("shape", ["smollm", "odd", "qwen3", "partial-rotary", "wide-heads", "glm"])
 @pytest.mark.parametrize("make", [drawn, drawn_in_slices])
 @pytest.mark.parametrize(
     "device",

@@ -132,7 +132,7 @@ def test_a_capture_that_fails_leaves_the_cache_as_it_was(error: BaseException) -
 
 
 @pytest.mark.tokens
-@pytest.mark.parametrize("architecture", BY_BLOCKS)
+@pytest.mark.parametrize("architecture", [*BY_BLOCKS, "glm"])
 def test_every_architecture_can_be_captured(architecture: str) -> None:
     ids = prompt(70)
     with attach(small("sparq"), 0.5, architecture) as kv:

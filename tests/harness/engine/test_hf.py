@@ -106,7 +106,7 @@ def test_project_query_and_rope_rebuild_the_query_that_attention_sees(architectu
     assert torch.allclose(rebuilt, x.q, atol=1e-5)
 
 
-@pytest.mark.parametrize("architecture", [*BY_BLOCKS, "phi4"])
+@pytest.mark.parametrize("architecture", [*BY_BLOCKS, "phi4", "glm"])
 def test_logits_are_those_of_the_model_s_own_forward(architecture: str) -> None:
     model, ids = tiny(architecture), prompt(50, batch=2)
     with attached(model, Full()) as kv, torch.inference_mode():
