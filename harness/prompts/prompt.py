@@ -224,7 +224,7 @@ def check_keywords(tokenizer: Any, keywords: Keywords) -> None:
     except (TemplateError, ValueError):  # ValueError: several templates, none of which is the default
         return
     for key in sorted(keywords.keys() - read):
-        others = ", ".join(sorted(read - {"messages", "add_generation_prompt"})) or "none"
+        others = ", ".join(sorted(read - {"messages", "add_generation_prompt"})) or "no keyword"
         raise PromptError(
             f"template_kwargs.{key} would change nothing, because this model's chat template never reads it: correct "
             f"the name or leave it out; it reads {others}."

@@ -117,6 +117,21 @@ def test_the_command_line_takes_keywords_and_gives_them_back(tmp_path: Path) -> 
     assert "'template_kwargs={effort:low}'" in command(run)
 
 
+def test_keywords_reach_the_template_in_lm_evals_loop(tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval")
+    from harness.bridges.lm_eval.model import KVHarnessLM
+
+    MODEL.load("fp32", "cpu").model.save_pretrained(tmp_path)
+    MODEL.tokenizer().save_pretrained(tmp_path)
+    asked = {"model": "hf", "model.name": str(tmp_path), "method": "full"}
+    plain, low = KVHarnessLM(**asked), KVHarnessLM(**asked, template_kwargs={"effort": "low"})
+    texts = [lm.apply_chat_template([{"role": "user", "content": "Why?"}]) for lm in (plain, low)]
+    assert ("Effort: medium" in texts[0], "Effort: low" in texts[1]) == (True, True)
+    assert plain.tokenizer_name != low.tokenizer_name  # under which lm-eval keeps the prompts that it made
+    with pytest.raises(PromptError, match="efort would change nothing"):
+        KVHarnessLM(**asked, template_kwargs={"efort": "low"})
+
+
 # the tokens of a prompt are the tokenizer's own of the whole text
 
 

@@ -23,10 +23,11 @@ from harness.config.settings import Data, Settings
 from harness.jobs.job import Job
 from harness.models import embedded
 from harness.prompts.prompt import render
+from harness.prompts.thinking import ThinkingTokenizer
 from methods.full import Full
 from tests.evals.counting import CountedText
 from tests.fast import MODEL
-from tests.harness.prompts.test_prompt import STRIPPING, tokenizer
+from tests.harness.prompts.test_prompt import PLAIN, STRIPPING, tokenizer
 
 REPO = "simonjegou/ruler"
 FIELDS = {"type_needle_v": "numbers", "query": "old-fan", "num_v": "2"}
@@ -44,6 +45,7 @@ def row(task: str, number: int) -> dict[str, Any]:
     return parts | {"answer": list(made.references), "task": task, "max_new_tokens": NEW_TOKENS[family]}
 
 
+QWEN3 = PLAIN + "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
 ROWS = [row(task, number) for number in range(2) for task in FAMILIES]
 
 
@@ -103,7 +105,11 @@ def smollm2() -> PreTrainedTokenizerBase:
 
 
 @pytest.mark.skipif(find_spec("kvpress") is None, reason="kvpress is not installed: `make setup` does it")
-@pytest.mark.parametrize("made", [smollm2, lambda: tokenizer(STRIPPING, bos=True)], ids=["SmolLM2", "strips"])
+@pytest.mark.parametrize(
+    "made",
+    [smollm2, lambda: tokenizer(STRIPPING, bos=True), lambda: ThinkingTokenizer(tokenizer(QWEN3), on=False)],
+    ids=["SmolLM2", "strips", "Qwen3"],
+)
 def test_prompts_have_the_token_ids_of_kvpress(tmp_path: Path, made: Any) -> None:
     tok, pipeline = made(), package().KVPressTextGenerationPipeline
     for example in read(written(tmp_path)):
@@ -114,6 +120,7 @@ def test_prompts_have_the_token_ids_of_kvpress(tmp_path: Path, made: Any) -> Non
         assert list(prompt.ids[: prompt.split]) == theirs["context_ids"][0].tolist(), example.id
         assert list(prompt.ids[prompt.split :]) == theirs["questions_ids"][0][0].tolist(), example.id
         assert prompt.bos_added == 0
+        assert ("</think>" in prompt.text) == isinstance(tok, ThinkingTokenizer)
 
 
 def their_score(task: str, output: str, references: list[str]) -> float:
