@@ -78,8 +78,8 @@ class TwoStreams:
 
         try:
             yield wait
-            done += self._known[SECOND]
         finally:
+            done += self._known[SECOND]
             self.stream = MODEL
 
     def _catch_up(self, stream: int, known: list[int]) -> None:
@@ -211,6 +211,7 @@ def side_stream() -> Iterator[TwoStreams]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("methods.tiers.transfer.forked", streams.forked)
+        patch.setattr("methods.tiers.transfer.capturing", lambda on: StreamedGraph.current() is not None)
         patch.setattr(TwoStreams, "active", streams)
         with watched(note), _Watch(streams):
             yield streams

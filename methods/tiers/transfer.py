@@ -182,12 +182,19 @@ class Branch(Arrival[T]):
 
     def __init__(self, read: Callable[[Traffic], T], into: Traffic, on: torch.device) -> None:
         super().__init__(read, into)
+        self._on, self._captured = on, capturing(on)
         with forked(on) as self._join:
             self._rows = read(self._moved)
 
     def _come(self, read: Callable[[Traffic], T]) -> T:
         self._join()
         return self._rows
+
+    def __del__(self) -> None:
+        """If nobody has waited, as after an error, let the caller's stream wait all the same: it may be
+        given the memory of what the second stream still reads, such as the numbers of rows."""
+        if self._read is not None and not (self._captured or capturing(self._on)):
+            self._join()
 
 
 @contextmanager
@@ -236,8 +243,10 @@ def forked(on: torch.device) -> Iterator[Callable[[], None]]:
     second, done = second_stream(torch.cuda.current_stream(on)), torch.cuda.Event()
     second.wait_stream(torch.cuda.current_stream(on))
     with torch.cuda.stream(second):
-        yield lambda: torch.cuda.current_stream(on).wait_event(done)
-        done.record(second)
+        try:
+            yield lambda: torch.cuda.current_stream(on).wait_event(done)
+        finally:
+            done.record(second)
 
 
 def join(on: torch.device) -> None:
@@ -245,9 +254,14 @@ def join(on: torch.device) -> None:
     added to the graph: a capture ends with an error if a branch is left."""
     model = torch.cuda.current_stream(on)
     with torch.cuda.stream(second_stream(model)):
-        branched = torch.cuda.is_current_stream_capturing()
+        branched = capturing(on)
     if branched:
         model.wait_stream(second_stream(model))
+
+
+def capturing(on: torch.device) -> bool:
+    """Return whether the caller's CUDA stream is being captured; False if the device has no streams."""
+    return on.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def reach(on: torch.device) -> None:

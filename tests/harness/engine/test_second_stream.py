@@ -4,7 +4,7 @@ no tensor is used by both streams unless an event orders them (tests/fake_cuda.p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from kernels.dispatch import use_backend
 from kernels.step_inputs import CaptureError
 from methods.tiers import transfer
 from methods.tiers.lanes import TransferLane
+from methods.tiers.traffic import Traffic
 from tests.fake_cuda import RaceError, StreamedGraph, TwoStreams, side_stream
 from tests.harness.engine.test_overlap import OFFLOADING
 from tests.methods.test_contract import small
@@ -124,6 +125,25 @@ def test_a_race_is_found(mistake: Callable[[Tensor], Any], captured: bool, strea
     rows = torch.ones(3)
     with pytest.raises(RaceError), StreamedGraph().capturing() if captured else nullcontext():
         mistake(rows)
+
+
+@pytest.mark.parametrize("reads", [torch.sum, torch.linalg.cholesky])  # the second cannot, after it has made a copy
+def test_what_nobody_waits_for_is_read_before_its_memory_is_given_away(
+    reads: Callable[[Tensor], Any], streams: TwoStreams
+) -> None:
+    """An error comes between asking and waiting, or while asking: what was read is dropped with the rows."""
+    rows = torch.ones(3)
+    chosen = [rows * 2]
+
+    def read(numbers: list[Tensor], moved: Traffic) -> Tensor:
+        result: Tensor = reads(numbers[0] + 1)
+        return result
+
+    with suppress(RuntimeError):
+        transfer.Branch(partial(read, chosen), Traffic(), CPU)
+    assert streams.noted[-2:] == [("fork", 0), ("wait", 0)]
+    chosen.clear()
+    assert (rows * 3).tolist() == [3, 3, 3]
 
 
 def test_a_capture_is_joined_and_waits_for_nothing_from_outside(streams: TwoStreams) -> None:
