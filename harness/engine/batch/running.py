@@ -187,6 +187,7 @@ class RunningBatch:
         rotary = self.engine.attachment.rotary
         if rotary is None or rotary.drops_at is None:
             return running
+        assert self._ahead is None, "steps whose rotation depends on the length are not captured"
         for number, slot in enumerate(self._together):
             self._catch_up(number, slot)
         outgrowing = [slot for slot in running if slot.cache.outgrows]

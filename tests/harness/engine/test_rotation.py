@@ -59,15 +59,21 @@ def test_answers_are_those_of_generate_one_after_the_other(architecture: str, ki
 
 
 @each_model
-def test_a_batch_of_other_lengths_changes_no_answer(architecture: str, kind: str) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_batch_of_other_lengths_changes_no_answer(architecture: str, kind: str, ahead: bool) -> None:
+    """Also where steps may run ahead, which only captured ones do: none of these is captured."""
     with attached(by_length(architecture, kind), Full()) as kv:
-        engine, slots = Engine(kv), []
+        engine, slots = Engine(kv, graphs=(tape := Tape())), []
         batch = RunningBatch(engine)
         for length in LENGTHS:
             slots.append(engine.join(batch, text(length), max_new_tokens=NEW))
             batch.step()
         while batch.sequences:
-            batch.step()
+            if ahead:
+                batch.run()
+            else:
+                batch.step()
+    assert tape.captured == 0
     assert [slot.out.tokens[0] for slot in slots] == [wanted(architecture, kind, length) for length in LENGTHS]
 
 
